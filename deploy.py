@@ -1,7 +1,7 @@
-"""Deploy a proven model server from an SSH login; each line is a step.
+"""Deploy a proven model server from an SSH login: ``pyinfra inventory/spark.py deploy.py``.
 
-Run as ``pyinfra inventory/spark.py deploy.py``. Each step reads the host and skips
-correct state: a second run makes no changes, and the next run completes a killed run.
+Each step skips correct state: a second run changes nothing, and the next run completes a killed
+run.
 """
 
 from pyinfra import host, state
@@ -31,7 +31,7 @@ cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)
 work.image(jobs=jobs, release=release)
 service.prepare(jobs=jobs, release=release)
-# First, to free memory for the other services.
+# Frees memory for the other services.
 service.retire(
     services=tuple(entry.serve.service for entry in plan.served),
     accepted_overrides=plan.needs.expect.unit_overrides,
@@ -46,9 +46,9 @@ for entry in each(plan.served):
     )
 for entry in each(plan.served):
     service.verify(plan=entry.serve, gateway=entry.gateway, schedule=entry.schedule)
-# Other pairs come last: they must not delay the services.
+# Last: they must not delay services.
 work.ready(jobs=ready_jobs_of(plan, payload.image_context), service=plan.serve.service)
 work.close()
 service.schedule(schedule=plan.schedule)
-# Only now: other pairs may need the base, and the service has proven the checkpoint.
+# Now no other pair needs the base, and the checkpoint is proven.
 work.discard(jobs=discard_jobs_of(plan), release=release)

@@ -1,7 +1,7 @@
-"""Give the cabled ports between hosts their addresses; with ``fabric.measure``, measure the links.
+"""Give cabled ports addresses; with ``fabric.measure``, measure the links.
 
-Only this deploy changes a host's network. Unless a new login confirms it in time, or after a power
-cut, the old network returns by itself.
+Only this deploy changes the network. Without a new login in time, or after a power cut, the old
+network returns.
 """
 
 from pyinfra import host, state

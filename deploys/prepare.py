@@ -1,7 +1,4 @@
-"""Prepare hosts up to a container that sees the GPU: no model, no service.
-
-For a first test of new hosts, before a long download.
-"""
+"""Prepare hosts without model or service, to test them before a long download."""
 
 from pyinfra import host, state
 

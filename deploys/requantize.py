@@ -1,8 +1,7 @@
-"""Make an INT4 checkpoint of the model's 16-bit repository, with AutoRound in the engine's image.
+"""Make an INT4 checkpoint of the 16-bit repository, with AutoRound in the engine's image.
 
-Serves and stops no engine: if memory is in use, the job fails with that reason. After a
-kill or reboot it continues with the current block. `checkpoint.source: requantized` serves the
-result, on this host and on those that copy it.
+It stops no engine: without enough memory the job fails. A killed job continues with the current
+block. `checkpoint.source: requantized` serves the result.
 """
 
 from pyinfra import host, state

@@ -1,8 +1,7 @@
-"""Return to the previous release, or to the release given by --data releases.rollback_to=NAME.
+"""Return to the previous release, or to --data releases.rollback_to=NAME.
 
-Without a name the main service is rolled back; a release name selects the service. The change is
-checked and undone as in a deploy. The next ``deploy.py`` applies the settings again, unless
-`spark-deploy use` wrote the old choice there.
+Without a name the main service is rolled back. The change is checked as in a deploy. The next
+``deploy.py`` applies the settings again, unless `spark-deploy use` restores the old choice.
 """
 
 from pyinfra import host, state

@@ -1,7 +1,6 @@
-"""Give services a new API key; the old key is refused at once, engines and answers continue.
+"""Replace API keys generated on hosts; engines and running answers continue.
 
-For keys generated on hosts (``serve.api_key: generate``). Change a key from the controller where
-``serve.api_key`` reads it and run ``deploy.py``.
+Change a key of the controller where ``serve.api_key`` reads it, then run ``deploy.py``.
 """
 
 from pyinfra import host, state

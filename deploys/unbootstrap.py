@@ -1,7 +1,6 @@
-"""Revoke the access of bootstrap: the deploy account or the login user's rule, and our key.
+"""Revoke the access of bootstrap: account or rule, and our key.
 
-Services continue; a later deploy bootstraps again. Run `deploys/uninstall.py` before: after this,
-the controller cannot log in.
+Services continue. Run `deploys/uninstall.py` before: afterwards the controller cannot log in.
 """
 
 from pyinfra import host

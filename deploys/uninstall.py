@@ -1,6 +1,6 @@
-"""Take this project off hosts; `--dry` lists removed and kept things with sizes.
+"""Remove this project from hosts; `--dry` lists removed and kept things.
 
-Models stay unless `--data uninstall.models=true`; Docker and CUDA stay unless a deploy installed
+Models stay unless `--data uninstall.models=true`. Docker and CUDA stay, unless a deploy installed
 them and `--data uninstall.engine=true`. Unmanaged files and packages stay.
 """
 

@@ -1,4 +1,4 @@
-"""Packages, directories and host care; never driver, kernel, firmware, network or swap."""
+"""Packages, directories and host settings; never driver, kernel, firmware, network or swap."""
 
 from pyinfra.api import deploy
 
@@ -11,11 +11,11 @@ from spark_deploy.plan.types import BasePlan
 
 @deploy("Base")
 def apply(*, plan: BasePlan, request: str) -> None:
-    """Prepare the host; ``request`` is the result of ``uninstall_request``."""
+    """``request`` is made by ``uninstall_request``."""
     expect_fact(base.BaseState, lambda: base.fact_arguments(plan))
     expect_files(base.MANAGED_PATHS)
     note_host(name="Note the state before the first deploy", plan=plan, request=request)
-    # First: a damaged file in apt.conf.d stops every installation after it.
+    # First: a damaged file in apt.conf.d stops all installations.
     base.hold_driver(name="Hold driver packages in unattended upgrades", plan=plan)
     base.install_packages(name="Install packages", plan=plan)
     base.create_directories(name="Create directories", plan=plan)

@@ -1,4 +1,4 @@
-"""Install or remove the SSH key and the sudo rule of deploys; this machine needs only the rule."""
+"""Grant or revoke access for deploys: SSH key and sudo rule."""
 
 from pyinfra.api import FunctionCommand, HiddenValue, deploy
 
@@ -10,7 +10,6 @@ from spark_deploy.plan.types import BootstrapPlan
 def apply(
     *, plan: BootstrapPlan, password: HiddenValue | None, ready: bool, check: FunctionCommand
 ) -> None:
-    """Install key and sudo rule, then verify them with a new login."""
     if plan.account:
         access.create_account(name="Create the deploy account", plan=plan, password=password)
     else:
@@ -22,5 +21,4 @@ def apply(
 
 @deploy("Unbootstrap")
 def revoke(*, plan: BootstrapPlan, check: FunctionCommand) -> None:
-    """Remove account, rule and key, and verify that a new login is refused."""
     access.revoke_access(name="Remove account, rule and key", plan=plan, check=check)

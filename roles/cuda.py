@@ -1,4 +1,4 @@
-"""CUDA toolkit from a signed repository; an installed toolkit and the driver are kept."""
+"""CUDA toolkit; an installed toolkit and the driver are kept."""
 
 from pyinfra.api import deploy
 

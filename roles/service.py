@@ -40,9 +40,9 @@ from spark_deploy.plan.types import GatewayPlan, ManagedFile, NeedsPlan, Schedul
 
 @deploy("Reboots")
 def reboot(*, plan: NeedsPlan, serve: Release) -> None:
-    """Reboot hosts that need it, if settings allow it; each is verified before the next.
+    """Reboot hosts if needed and allowed, one after the other.
 
-    Comes first: a driver that needs a reboot would fail every later step.
+    Comes first: a driver that needs a reboot would fail later steps.
     """
     for (name,) in in_waves((member.name,) for member in inventory if plan.reboot == "allow"):
         reboot_host(name=f"Reboot {name} where it is due", needs=plan, serve=serve)
@@ -50,7 +50,7 @@ def reboot(*, plan: NeedsPlan, serve: Release) -> None:
 
 @deploy("Prepare")
 def prepare(*, jobs: Sequence[Work], release: str) -> None:
-    """Finish all jobs while the old releases answer."""
+    """The old releases still answer."""
     wait_for_jobs(
         name="Wait for all jobs",
         jobs=tuple(work.job for work in jobs),
@@ -68,7 +68,6 @@ def serve(
     waves: Sequence[Wave],
     schedule: Sequence[ScheduledPlan],
 ) -> None:
-    """Roll a release out, wave by wave."""
     expect_files((*(file.path for file in files), *gateway_paths(gateway)))
     users = (GATEWAY_USER, ENGINE_USER)
     expect_fact(UsersKnown, lambda: {"users": users})
@@ -93,14 +92,14 @@ def retire(*, services: Sequence[str], accepted_overrides: Sequence[str]) -> Non
 
 @deploy("Verify")
 def verify(*, plan: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledPlan]) -> None:
-    """Fail the run unless the host provably serves the plan."""
+    """Fail unless the host provably serves the plan."""
     scheduled = tuple(entry.release for entry in schedule)
     verify_service(name="Verify the service", plan=plan, gateway=gateway, scheduled=scheduled)
 
 
 @deploy("Schedule")
 def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
-    """Let the host change between pairs at scheduled times."""
+    """Change between pairs at scheduled times."""
     timers, times = timer_files(schedule), tuple(entry.at for entry in schedule)
     expect_files(file.path for file in timers)
     expect_fact(Timers)
@@ -111,7 +110,7 @@ def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
 def rollback(
     *, service: str, chosen: str, to: str | None, timeout_s: int, waves: Sequence[Wave]
 ) -> None:
-    """Go back to the previous release or to ``to``, verified as in a deploy."""
+    """Serve the previous release or ``to`` again."""
     for wave in in_waves(waves):
         roll_back(name=f"Go back on {', '.join(wave)}", service=service, to=to, timeout_s=timeout_s)
     verify_rollback(name="Verify the service", service=service, chosen=chosen)
@@ -119,7 +118,7 @@ def rollback(
 
 @deploy("Prune")
 def prune(*, keep: Keep) -> None:
-    prune_host(name="Remove what no kept release needs", keep=keep)
+    prune_host(name="Remove artefacts that no kept release needs", keep=keep)
 
 
 @deploy("Rotate key")

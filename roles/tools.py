@@ -1,4 +1,4 @@
-"""Install the host tools: the service tools, the builder and pinned wheels."""
+"""Install host tools, the builder and pinned wheels."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,4 @@
-"""Slow jobs: checkpoints and the engine's image, started early and waited for late.
-
-Each job is started unless the receipt exists, and runs during the other steps of the deploy.
-"""
+"""Slow jobs: downloads, checkpoints and the image; started early, waited for late."""
 
 from collections.abc import Callable, Sequence
 
@@ -38,7 +35,7 @@ def _specs(jobs: Sequence[Work]) -> tuple[Job, ...]:
 
 
 def _start(jobs: Sequence[Work], release: str, name: Callable[[Work], str], *kinds: str) -> None:
-    # Every fact reads all jobs, so that a single answer serves every operation.
+    # One fact reads all jobs, for all operations.
     for work in each(work for work in jobs if not kinds or work.job.kind in kinds):
         start_job(name=name(work), work=work, release=release, names=_names(jobs))
 
@@ -47,7 +44,7 @@ def _start(jobs: Sequence[Work], release: str, name: Callable[[Work], str], *kin
 def fetch(
     *, jobs: Sequence[Work], release: str, proxy: ProxySettings, fleet: FleetSettings
 ) -> None:
-    """Fetch the model's repositories, each file checked against the lock, also from peers."""
+    """Download from hub or peers, checked against the lock."""
     arguments = {"jobs": _names(jobs), "target": PREPARE.of(release)}
     expect_files((PROXY,))
     expect_fact(JobStates, lambda: arguments, slow=True)
@@ -60,17 +57,16 @@ def fetch(
 
 @deploy("Checkpoint")
 def build(*, jobs: Sequence[Work], release: str) -> None:
-    """Build the checkpoint once the base is fetched."""
     if not _quantises(jobs):
         _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
 
 
 @deploy("Image")
 def image(*, jobs: Sequence[Work], release: str) -> None:
-    """Build the image from the pinned base and our plugin, which checks itself in the build."""
+    """Build the image from the pinned base and our plugin."""
     _start(jobs, release, lambda _: "Prepare the engine image", *IMAGE_JOBS)
     if _quantises(jobs):
-        # Runs in the engine's image, which systemd starts first.
+        # AutoRound runs in the engine's image.
         _start(jobs, release, lambda work: f"Quantise: {work.job.title}", REQUANTIZE_JOB)
         _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
 
@@ -81,7 +77,6 @@ def _quantises(jobs: Sequence[Work]) -> bool:
 
 @deploy("Quantise")
 def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
-    """Let AutoRound make the INT4 checkpoint."""
     images = _specs([work for work in jobs if work.job.kind in IMAGE_JOBS])
     wait_for_jobs(name="Wait for the engine image", jobs=images, release=release)
     install_quantiser(name="Install AutoRound", image=image)
@@ -96,8 +91,8 @@ def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
 
 @deploy("Ready")
 def ready(*, jobs: Sequence[Work], service: str) -> None:
-    """Do the slow jobs of other pairs, so that a later rollout need not wait."""
-    # A separate prepare target: the release's is retired as soon as those jobs are done.
+    """Prepare other pairs, so that a later rollout need not wait."""
+    # The release's own target is retired once its jobs are done.
     target = f"{service}-ready"
     _start(jobs, target, lambda work: ready_name(work.job))
     wait_for_jobs(name="Wait for the other pairs", jobs=_specs(jobs), release=target)
@@ -110,7 +105,7 @@ def close() -> None:
 
 @deploy("Sources")
 def discard(*, jobs: Sequence[Work], release: str) -> None:
-    """Remove a base that is not kept, once the checkpoint made from it is verified."""
+    """Remove the base once the checkpoint is verified."""
     for work in each(jobs):
         name = f"Remove {work.job.title.removeprefix('remove ')}"
         start_job(name=name, work=work, release=release, names=_names([work]))

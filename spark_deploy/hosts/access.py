@@ -13,15 +13,15 @@ from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, rea
 from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation, refuse
 from spark_deploy.plan.types import BootstrapPlan
 
-ACCOUNT = "spark-deploy"  # created by bootstrap, for deploys only
+ACCOUNT = "spark-deploy"
 ACCOUNT_HOME = "/var/lib/spark-deploy"
 ACCOUNT_KEYS = f"{ACCOUNT_HOME}/.ssh/authorized_keys"
 _LOGIN_KEYS = "~/.ssh/authorized_keys"
-_PLAIN_USER = re.compile(r"[a-z_][a-z0-9_.-]{0,31}")  # without special meaning in sudoers(5)
+_PLAIN_USER = re.compile(r"[a-z_][a-z0-9_.-]{0,31}")
 
 
 def _key_body(public_key: str) -> str:
-    """Return type and body of a key, quoted; the comment behind them does not identify it."""
+    # Without the comment, which does not identify a key.
     return shlex.quote(" ".join(public_key.split()[:2]))
 
 
@@ -33,7 +33,7 @@ class Access:
     sudo_free: bool  # sudo needs no password
     sudo_installed: bool
     sudoers: str | None  # our file; None: absent, or not readable without a password
-    came_from: str = ""  # address of this login, as the host sees it
+    login_address: str = ""  # as the host sees it
     account_key: str = ""  # the account's line of authorized_keys with our key
     account_exists: bool = False
 
@@ -51,7 +51,7 @@ class LoginAccess(HostFact[Access]):
             "echo '== user'; id -un; id -u",
             *(keys if public_key else ()),  # grep finds an empty text in every line
             "echo '== sudo'; command -v sudo >/dev/null && echo there",
-            # -k: on this machine a password typed minutes ago would count for a while.
+            # -k: ignore a password typed on this machine minutes ago.
             "sudo -k -n true 2>/dev/null && echo free",
             f"echo '== sudoers'; sudo -n cat {shlex.quote(sudoers_path)} 2>/dev/null",
             "echo '== from'; echo \"${SSH_CONNECTION%% *}\"",
@@ -68,7 +68,7 @@ class LoginAccess(HostFact[Access]):
             sudo_free=uid == "0" or "free" in sections["sudo"],
             sudo_installed="there" in sections["sudo"],
             sudoers=f"{sections.text('sudoers')}\n" if sections["sudoers"] else None,
-            came_from=sections.first("from").partition("%")[0],
+            login_address=sections.first("from").partition("%")[0],
             account_key=sections.first("account"),
             account_exists=bool(sections["account-there"]),
         )
@@ -81,19 +81,23 @@ def read_state(plan: BootstrapPlan) -> Access:
 
 
 def account_line(plan: BootstrapPlan, access: Access) -> str:
-    """Return the account's line of authorized_keys; a line limited to addresses is kept."""
-    allowed = plan.allowed_from or tuple(filter(None, (access.came_from,)))
+    """Return the line of authorized_keys; keep a line that is limited to addresses."""
+    allowed = plan.allowed_from or tuple(filter(None, (access.login_address,)))
     if not plan.allowed_from and access.account_key.startswith('from="'):
         return access.account_key
     if not allowed:
-        fix = "set ssh.allowed_from to the addresses that deploys come from"
-        refuse("ssh.allowed_from", "the address of this login is unknown to the host", fix)
+        fix = "set ssh.allowed_from to the addresses of the controllers"
+        refuse(
+            "ssh.allowed_from",
+            "is not set, and the host does not know the address of this login",
+            fix,
+        )
     # Tunnels of `spark-deploy connect` need forwarding, but neither agent nor X11.
     return f'from="{",".join(allowed)}",restrict,pty,port-forwarding {plan.public_key}'
 
 
 def sudoers(user: str) -> str:
-    """Build the rule: pyinfra runs `sudo sh -c ...`, so it needs ALL."""
+    """The rule needs ALL: pyinfra runs `sudo sh -c ...`."""
     return f"# Managed by dgx-spark-deploy.\n{user} ALL=(ALL:ALL) NOPASSWD: ALL\n"
 
 
@@ -104,7 +108,7 @@ def install_key(plan: BootstrapPlan) -> Commands:
         return
     yield (
         f"umask 077; k={_LOGIN_KEYS}; mkdir -p ~/.ssh && touch $k && "
-        # Our key must not continue a last line without newline.
+        # A last line without newline must not absorb our key.
         '{ [ -z "$(tail -c 1 $k)" ] || echo >> $k; } && '
         f"printf '%s\\n' {shlex.quote(plan.public_key)} >> $k && chmod 700 ~/.ssh && chmod 600 $k"
     )
@@ -112,9 +116,9 @@ def install_key(plan: BootstrapPlan) -> Commands:
 
 @host_operation
 def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
-    """Create an account for deploys only: our key from named addresses, sudo without a password.
+    """Create an account for deploys: our key from listed addresses, sudo without a password.
 
-    The login user keeps the rights it had; a rule made by an earlier bootstrap is replaced.
+    The login user keeps all rights; a rule of an earlier bootstrap is replaced.
     """
     access = read_state(plan)
     line, wanted = account_line(plan, access), sudoers(ACCOUNT)
@@ -124,13 +128,13 @@ def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Command
     if not access.sudo_installed:
         refuse("sudo", "is not installed", "install sudo as root")
     if access.sudoers is not None and access.sudoers != wanted:
-        host.log(f"replaces the rule in {plan.sudoers_path} that gave another account root")
+        host.log(f"replaces the rule in {plan.sudoers_path}, which made another account root")
     script = f"{_account_script(plan.public_key, line)}\n{_rule_script(plan.sudoers_path, wanted)}"
     yield FunctionCommand(_as_root, [script, access.is_root, password], {})
 
 
 def _account_script(public_key: str, line: str) -> str:
-    """Return the script that creates the account; root owns home and keys."""
+    """Root owns home and keys, so that the account cannot change them."""
     return f"""set -e; umask 022
 if ! getent passwd {ACCOUNT} >/dev/null; then
   useradd --system --user-group --no-create-home --home-dir {ACCOUNT_HOME} --shell /bin/sh \\
@@ -146,7 +150,7 @@ chmod 0644 $k.new; sync $k.new; mv -fT $k.new $k"""
 def _as_root(
     state: State, host: Host, script: str, is_root: bool, password: HiddenValue | None
 ) -> bool:
-    # -k: sudo must read the password, or it would stay on the script's input.
+    # -k: otherwise sudo may leave the password on the script's input.
     sudo = "" if is_root else "LC_ALL=C sudo -k -S -p '' "
     try:
         given = password.unmask() if password else ""
@@ -160,7 +164,7 @@ def _as_root(
 def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
     access = read_state(plan)
     rule = shlex.quote(plan.sudoers_path)
-    if not plan.public_key:  # this machine; a deploy account belongs to another controller
+    if not plan.public_key:
         granted = access.sudoers == sudoers(access.user)
     else:
         granted = access.account_exists or access.sudoers is not None or access.key_installed
@@ -172,16 +176,16 @@ def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
         yield check
         return
     if access.user != ACCOUNT and access.key_installed:
-        # No new login works from here on: the next command uses the open connection.
+        # From here on only the open connection works.
         yield StringCommand(
             f"set -e; umask 077; k={_LOGIN_KEYS}; "
             f"{{ grep -vF -- {_key_body(plan.public_key)} $k || :; }} > $k.new; mv -f $k.new $k",
             _sudo=False,
         )
-    # The rule is removed last: until then an interrupted run can be repeated.
+    # Remove the rule last, so that an interrupted run can be repeated.
     yield (
         f"cd /; rm -rf {ACCOUNT_HOME}; "
-        # --force: this session may run in it.
+        # --force: this session may belong to the account.
         f"if getent passwd {ACCOUNT} >/dev/null; then userdel --force {ACCOUNT} 2>&1; fi; "
         f"rm -f {rule} && ! getent passwd {ACCOUNT}"
     )
@@ -208,13 +212,13 @@ def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
 
 
 def _rule_script(path: str, content: str) -> str:
-    # sudo ignores a name with a dot, so the rule is inactive until visudo has read it.
-    trial, target = shlex.quote(f"{path}.new"), shlex.quote(path)
+    # sudo ignores files with a dot in the name, so visudo checks the rule before it is active.
+    candidate, target = shlex.quote(f"{path}.new"), shlex.quote(path)
     return f"""set -e; umask 0337
-printf '%s' {shlex.quote(content)} > {trial}
-if visudo -cqf {trial}; then chown root:root {trial}; mv -fT {trial} {target}
-else rm -f {trial}; echo 'visudo refuses the rule'; exit 3; fi
-visudo -cq || {{ rm -f {target}; echo 'the rules together are refused'; exit 3; }}"""
+printf '%s' {shlex.quote(content)} > {candidate}
+if visudo -cqf {candidate}; then chown root:root {candidate}; mv -fT {candidate} {target}
+else rm -f {candidate}; echo 'visudo rejected the rule'; exit 3; fi
+visudo -cq || {{ rm -f {target}; echo 'visudo rejected all rules together'; exit 3; }}"""
 
 
 @host_command
@@ -232,12 +236,14 @@ def _write_sudoers(
 
 def explain_sudo_error(output: str) -> Problem:
     if "incorrect password" in output or "Sorry, try again" in output:
-        return Problem("sudo", "refuses the password", "run again with the right password")
+        return Problem("sudo", "rejected the password", "run again with the right password")
     if "not in the sudoers" in output or "not allowed" in output:
         fix = "add the user to group sudo on the host (`usermod -aG sudo USER`)"
         return Problem("sudo", "the login user may not use sudo at all", fix)
     tail = "\n".join(output.strip().splitlines()[-5:])
-    return Problem("sudo", f"the rule was not activated: {tail}", "see /etc/sudoers.d on the host")
+    return Problem(
+        "sudo", f"the rule was not activated: {tail}", "check /etc/sudoers.d on the host"
+    )
 
 
 @host_operation

@@ -17,7 +17,7 @@ from spark_deploy.hosts.operations import Commands, host_operation
 from spark_deploy.hosts.packages import install, packages_script, parse_packages
 from spark_deploy.plan.types import NJS, BasePlan, ManagedFile
 
-# A single call of systemctl prints a block per unit.
+# A single systemctl call prints a block for each unit.
 _SHOW_UNITS = r"""
 shown=$(systemctl show -p Id,UnitFileState,NeedDaemonReload,MainPID {units} 2>/dev/null)
 property() {{
@@ -26,8 +26,8 @@ property() {{
     !NF {{ if (index(units, " " of["Id"] " ")) print of["Id"], of[key]; split("", of) }}'
 }}
 """
-_CARE_UNITS = "user.slice system.slice ssh.service earlyoom.service"
-_CARE_SCRIPT = r"""
+_TUNED_UNITS = "user.slice system.slice ssh.service earlyoom.service"
+_TUNING_SCRIPT = r"""
 echo '== stale-units'; property NeedDaemonReload user.slice system.slice ssh.service
 echo '== boot-target'; systemctl get-default
 echo '== compaction'; cat /proc/sys/vm/compaction_proactiveness
@@ -57,9 +57,9 @@ class BaseState(HostFact[Base]):
         return build_script(
             packages_script(packages),
             f"echo '== directories'; stat -L -c '%F|%a|%U:%G|%n' -- {places} 2>/dev/null",
-            _SHOW_UNITS.format(units=f"{names} {_CARE_UNITS}"),
+            _SHOW_UNITS.format(units=f"{names} {_TUNED_UNITS}"),
             f"echo '== units'; property UnitFileState {names}",
-            _CARE_SCRIPT,
+            _TUNING_SCRIPT,
         )
 
     def process(self, output: list[str]) -> Base:
@@ -84,7 +84,7 @@ SLEEP_TARGETS = tuple(
     for kind in ("sleep", "suspend", "hibernate", "hybrid-sleep", "suspend-then-hibernate")
 )
 HOLD_PATH = "/etc/apt/apt.conf.d/52spark-hold-driver"
-# unattended-upgrades takes regular expressions, matched at the start of a package's name.
+# Regular expressions, matched at the start of a package name.
 HOLD_FILE = ManagedFile(
     HOLD_PATH,
     b"""// Managed by dgx-spark-deploy.
@@ -104,11 +104,10 @@ Unattended-Upgrade::Package-Blacklist {
 """,
 )
 
-# GPU memory of a GB10 is charged to no cgroup, so no limit on an engine works from outside. Memory
-# can be reserved for logins, and an out-of-memory killer can get a preferred process.
-#
-# Guarantees count only as far as every cgroup above grants them (systemd.resource-control(5)).
-# logind moves a shell out of ssh.service into user.slice, so protecting only sshd is not enough.
+# GPU memory of a GB10 belongs to no cgroup, so an engine cannot be limited from outside; but memory
+# can be reserved for logins, and an out-of-memory killer can prefer an engine. Guarantees count
+# only as far as all parent cgroups grant them (systemd.resource-control(5)), and logind moves
+# shells from ssh.service to user.slice.
 _GUARANTEES = {
     "user.slice": ("Slice", "2G"),
     "system.slice": ("Slice", "512M"),
@@ -116,9 +115,8 @@ _GUARANTEES = {
 }
 _MANAGED = "# Managed by dgx-spark-deploy.\n"
 EARLYOOM_PATH = "/etc/default/earlyoom"
-# Acts below 2 % of memory. earlyoom waits until memory *and* swap are below their limits, and a
-# Spark's swap must not delay it: `-s 100,100`, for SIGTERM and SIGKILL. Resident size ignores
-# GPU memory, which holds an engine's weights, so the engine has to be named.
+# Acts below 2 % of memory. `-s 100,100` (SIGTERM, SIGKILL) ignores swap, which would delay it.
+# Resident size excludes GPU memory, so the engine is named.
 EARLYOOM_ARGUMENTS = (
     "-r 3600 -m 2 -s 100,100 --prefer ^(VLLM|vllm) --avoid ^(sshd|systemd|dockerd|containerd|nginx)"
 )
@@ -145,7 +143,7 @@ def compaction_file(proactiveness: int) -> ManagedFile:
 
 
 def owned_directories(plan: BasePlan) -> dict[str, str]:
-    """Return the managed directories and modes; only the engine's cache is private."""
+    """Return modes of the managed directories; only the engine's cache is private."""
     public = (
         *(plan.paths.models_dir, plan.paths.sources_dir, paths.CONFIG_DIR, paths.RELEASES_DIR),
         *(paths.STATE_DIR, paths.JOBS_DIR, paths.PROOFS_DIR, paths.RECEIPTS_DIR),
@@ -154,9 +152,9 @@ def owned_directories(plan: BasePlan) -> dict[str, str]:
     return {plan.paths.cache_dir: "700", **dict.fromkeys(public, "755")}
 
 
-# Each of these contains the nginx program, which our gateway runs with a separate configuration.
+# Each contains the nginx program; our gateway has a separate configuration.
 NGINX = ("nginx", "nginx-core", "nginx-full", "nginx-extras", "nginx-light")
-# Each of these contains nginx's JavaScript: a module fits only the nginx of the same archive.
+# Each contains nginx's JavaScript module; it fits only nginx of the same archive.
 NJS_MODULES = (NJS, "nginx-module-njs")
 
 
@@ -178,16 +176,15 @@ def read_state(plan: BasePlan) -> Base:
 
 @host_operation
 def install_packages(plan: BasePlan) -> Commands:
-    """Install missing packages of ``plan``; installed packages are never upgraded."""
     present = read_state(plan).packages
     missing = [package for package in planned_packages(plan) if package not in present]
     for variants in (NGINX, NJS_MODULES):
-        if not present.keys().isdisjoint(variants):  # the owner's choice, used as it is
+        if not present.keys().isdisjoint(variants):
             missing = [package for package in missing if package not in variants]
     if not missing:
         host.noop(f"{len(planned_packages(plan))} packages are installed")
         return
-    # Our gateway is a separate instance; the package's default site must not open port 80.
+    # The package's default site must not open port 80.
     nginx = any(package.startswith("nginx") for package in missing)
     yield install(missing, plan.settings.package_lock_wait_s, ["nginx.service"] if nginx else [])
 
@@ -216,13 +213,13 @@ def hold_driver(plan: BasePlan) -> Commands:
 
 @host_operation
 def disable_sleep(plan: BasePlan) -> Commands:
-    """Keep the host from suspending: a sleeping server cannot be woken over the network."""
+    """A sleeping server cannot be woken over the network."""
     units = read_state(plan).units
     awake = [target for target in SLEEP_TARGETS if units.get(target) != "masked"]
     if plan.settings.disable_sleep and awake:
         yield StringCommand("systemctl", "mask", *awake)
     else:
-        host.noop("sleep is disabled" if plan.settings.disable_sleep else "sleep is left as it is")
+        host.noop("sleep is disabled" if plan.settings.disable_sleep else "sleep is not managed")
 
 
 @host_operation
@@ -230,7 +227,7 @@ def protect_login(plan: BasePlan) -> Commands:
     """Guarantee memory to SSH and login sessions, or remove the guarantee."""
     wanted = plan.settings.protect_login
     changed = yield from sync_files(GUARANTEE_FILES, wanted=wanted)
-    # Stale units: a run was interrupted between the files and the reload.
+    # Stale: a run was interrupted before the reload.
     if changed or read_state(plan).stale_units:
         yield "systemctl daemon-reload"
     else:
@@ -243,9 +240,9 @@ def set_compaction(plan: BasePlan) -> Commands:
     wanted = plan.settings.compaction_proactiveness
     if wanted is None:
         if not (yield from remove_files((COMPACTION_PATH,))):
-            host.noop("compaction is left as it is")
+            host.noop("compaction is not managed")
             return
-        # The kernel keeps no earlier value: first the default, then the setting of other files.
+        # First the kernel's default, then the settings of other files.
         yield f"sysctl -q vm.compaction_proactiveness={_KERNEL_COMPACTION}"
         yield "/usr/lib/systemd/systemd-sysctl --prefix=/vm/compaction_proactiveness"
         return
@@ -258,7 +255,7 @@ def set_compaction(plan: BasePlan) -> Commands:
 
 @host_operation
 def set_boot_target(plan: BasePlan) -> Commands:
-    """Boot without the desktop if ``headless``; a running desktop is not stopped."""
+    """Boot without desktop if set; a running desktop is not stopped."""
     target = read_state(plan).boot_target
     if not plan.settings.headless or target == "multi-user.target":
         host.noop(f"boots into {target}")
@@ -269,7 +266,6 @@ def set_boot_target(plan: BasePlan) -> Commands:
 
 @host_operation
 def run_earlyoom(plan: BasePlan) -> Commands:
-    """Run earlyoom with our arguments if enabled; restart it if its process has others."""
     if not plan.settings.earlyoom:
         host.noop("earlyoom is not enabled")
         return

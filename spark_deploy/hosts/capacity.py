@@ -1,4 +1,4 @@
-"""Room for the plan on a host: disk, memory, ports, and other users of the GPU."""
+"""Disk, memory, ports and GPU that a plan needs on a host."""
 
 import math
 import re
@@ -28,7 +28,7 @@ def judge_workloads(needs: NeedsPlan, survey: Survey) -> Verdict:
         message = f"has no address on this host: {survey.tailscale or 'no output'}"
         fix = "run `tailscale up` on the host, or choose another serve.expose"
         problems.append(Problem("tailscale", message, fix))
-    holders = tuple(_holders(needs, survey))
+    holders = tuple(_memory_holders(needs, survey))
     obtainable_bytes = survey.obtainable_bytes
     if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
         return Verdict((*problems, *holders))
@@ -38,12 +38,12 @@ def judge_workloads(needs: NeedsPlan, survey: Survey) -> Verdict:
 def competing_containers(
     containers: Sequence[Container], allowed: Sequence[str] = ()
 ) -> tuple[Container, ...]:
-    """List unmanaged engine containers that run, or that docker may start again."""
+    """List unmanaged engines that run, or that docker may start again."""
     return tuple(
         container
         for container in containers
         if container.is_engine and not container.managed
-        if (container.alive or container.comes_back) and container.name not in allowed
+        if (container.alive or container.restarts) and container.name not in allowed
     )
 
 
@@ -78,7 +78,7 @@ def _ports(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             yield Problem(where, message, "stop it, or choose another serve.port")
 
 
-def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _memory_holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     named = {*needs.takeover, *needs.allow_containers}
     known_containers = {
         container.id
@@ -88,16 +88,16 @@ def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     on_gpu = {
         app.pid: app.name
         for app in survey.gpu.compute_apps
-        # While our engine runs, a process that exited during the survey may have been part of it.
+        # A process that exited during the survey may have been part of our engine.
         if container_id(app.cgroup) not in known_containers and (app.cgroup or not survey.serving)
     }
-    fix = "stop it if it can grow, or add the name to allow_memory_holders:"
+    fix = "stop it if it may use more, or add its name to allow_memory_holders:"
     for process in survey.processes:
         gpu_name = on_gpu.pop(process.pid, None)
         if is_managed(process.cgroup) or container_id(process.cgroup) in known_containers:
             continue
         if process.name not in needs.allow_memory_holders:
-            message = f"pid {process.pid} holds {process.rss_bytes / GIB:.1f} GiB"
+            message = f"pid {process.pid} uses {process.rss_bytes / GIB:.1f} GiB"
             message += " and the GPU" if gpu_name else ""
             yield Problem(f"process {process.name}", message, fix)
     for pid, name in on_gpu.items():
@@ -119,7 +119,7 @@ class Demand:
 
 
 def demands(needs: NeedsPlan, survey: Survey) -> tuple[Demand, ...]:
-    """Add up the bytes to write per filesystem, less the bytes present or linkable."""
+    """Add up bytes to write per filesystem, without those present or linkable."""
     places = {place.path: place for place in survey.places}
     totals: dict[str, Demand] = {}
     for path, wanted_bytes in needs.disk_needed_bytes:
@@ -153,10 +153,10 @@ def _disk(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     read = {place.path for place in survey.places}
     missing = [path for path, _ in needs.disk_needed_bytes if path not in read]
     if missing:
-        yield Problem("disk", f"could not read {', '.join(missing)}", "look at `df` on the host")
+        yield Problem("disk", f"could not read {', '.join(missing)}", "check `df` on the host")
     for demand in demands(needs, survey):
         wanted = demand.needed_bytes + needs.disk_reserve_bytes
-        # If nothing has to be written, a full disk does not stop the service.
+        # A full disk does not stop a service that writes nothing.
         if not demand.needed_bytes or demand.available_bytes >= wanted:
             continue
         fixes = [f"free {(wanted - demand.available_bytes) / GIB:.1f} GiB"]
@@ -175,8 +175,7 @@ def _disk(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         )
 
 
-# By kind in `docker system df`: the command and a description. Containers and volumes are left
-# out: only their owner knows their purpose.
+# Containers and volumes are left out: only their owner knows their purpose.
 _PRUNE = {
     "images": (
         "docker image prune -a",
@@ -187,7 +186,7 @@ _PRUNE = {
 
 
 def _writable(survey: Survey) -> Iterator[Problem]:
-    """Yield each parent directory in which another user could replace our files."""
+    """Yield directories in which another user could replace our files."""
     for parent in survey.parents:
         if parent.writer:
             yield Problem(
@@ -212,18 +211,18 @@ def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
                 f"`spark-deploy plan --data memory.total_gib={total}` shows whether it fits"
             )
             yield Problem("memory", f"{message} and the engine needs {needed}", fix)
-            return  # stopping or lowering anything cannot help
+            return
         fix = f"set memory.total_gib to {total} for this host, and plan again"
         yield Problem("memory", message, fix)
     obtainable_bytes = survey.obtainable_bytes
     if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
         once = " once our engines stop" if survey.serving else ""
-        # The largest share of the pool with which an engine could start now.
+        # Share of the memory with which an engine could start now.
         fraction = _floor(obtainable_bytes / (memory.total_bytes * START_MARGIN), 2)
         yield Problem(
             "memory",
             f"{obtainable_bytes / GIB:.1f} GiB available{once}, the engine needs {needed} to start",
-            "stop the processes that use it (listed above where known), or lower "
+            "stop the processes that use it (listed above if known), or lower "
             f"engine.memory_fraction to {fraction} for this host "
             "(engine.kv_cache_gib where the cache is pinned)",
         )

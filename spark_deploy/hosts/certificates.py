@@ -1,6 +1,6 @@
-"""Certificates of gateways, read, checked and issued on the controller.
+"""Read, check and issue certificates of gateways, on the controller.
 
-Private keys leave this module as bytes and are written by the sender, never printed.
+Private keys are returned as bytes and never printed.
 """
 
 import ipaddress
@@ -58,7 +58,7 @@ def read_pair(certificate: str, key: str) -> Pair:
 
 
 def check_gateway(plan: GatewayPlan) -> list[Problem]:
-    """Return why a gateway cannot have the certificate required by the settings."""
+    """Return why a gateway cannot have a certificate as set."""
     if plan.tls is None:
         return []
     if plan.address is None:
@@ -74,7 +74,7 @@ def check_gateway(plan: GatewayPlan) -> list[Problem]:
 
 
 def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
-    """Return why the user's certificate and key (paths) cannot serve a host called ``name``."""
+    """Return why certificate and key (paths) cannot serve a host called ``name``."""
     problems: list[Problem] = []
     chain = _read(certificate, "serve.tls_certificate", x509.load_pem_x509_certificates, problems)
     private = _read(key, "serve.tls_key", load_key, problems)
@@ -90,7 +90,7 @@ def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
     leaf = chain[0]
     begin, end = leaf.not_valid_before_utc, leaf.not_valid_after_utc
     if private is not None and public_key_pem(leaf) != public_key_pem(private):
-        fix = "name a matching pair of files, the host's own certificate first"
+        fix = "set a matching pair; the file must start with the host's own certificate"
         add("tls_key", f"{key} is not the key of {certificate}", fix)
     if not begin <= now() < end:
         message = f"{certificate} is only valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}"
@@ -113,15 +113,17 @@ def _read(
         message = f"{path} cannot be read ({error.strerror})"
     except (ValueError, TypeError) as error:
         message = f"{path} has the wrong format ({str(error).splitlines()[0][:80]})"
-    problems.append(Problem(setting, message, "name a PEM file of this machine, keys unencrypted"))
+    problems.append(
+        Problem(setting, message, "set it to a PEM file on this machine; keys must be unencrypted")
+    )
     return None
 
 
 def covers(certificate: x509.Certificate, name: str) -> bool:
-    """Whether clients that call a host ``name`` accept the certificate for it."""
+    """Whether clients accept the certificate for ``name``."""
     names = list(map(str.lower, names_in(certificate)))
     wanted = name.lower()
-    # A star matches exactly a single label, and addresses have none.
+    # A star matches a single label; addresses have none.
     star = f"*.{wanted.partition('.')[2]}"
     return wanted in names or ("." in wanted and not is_address(wanted) and star in names)
 
@@ -146,15 +148,15 @@ def load_key(text: bytes) -> PrivateKeyTypes:
     return load_pem_private_key(text, password=None)
 
 
-def public_key_pem(of: x509.Certificate | PrivateKeyTypes) -> bytes:
-    public = of.public_key()
+def public_key_pem(source: x509.Certificate | PrivateKeyTypes) -> bytes:
+    public = source.public_key()
     return public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).strip()
 
 
 def name_constraints(names: Sequence[str]) -> x509.NameConstraints:
-    """Return the extension that permits these names (with subdomains) and addresses.
+    """Permit these names (with subdomains) and addresses.
 
-    RFC 5280, 4.2.1.10: a kind of name without any entry would be unlimited.
+    RFC 5280, 4.2.1.10: a kind of name without an entry would be unlimited.
     """
     subtrees = sorted({_subtree(name) for name in names})
     domains = [subtree for subtree in subtrees if "/" not in subtree] or [_NO_NAME]
@@ -165,7 +167,7 @@ def name_constraints(names: Sequence[str]) -> x509.NameConstraints:
 
 
 def permitted_names(certificate: x509.Certificate) -> list[str] | None:
-    """Return the names and addresses a CA may sign for; ``None`` when it is not limited."""
+    """Return what a CA may sign for; ``None``: not limited."""
     try:
         limits = certificate.extensions.get_extension_for_class(x509.NameConstraints).value
     except x509.ExtensionNotFound:
@@ -180,7 +182,7 @@ def _subtree(name: str) -> str:
         return name.lower().removeprefix("*.")
 
 
-# Only elliptic curve keys are made (P-256, which every current client accepts).
+# P-256, which every current client accepts.
 @dataclass(frozen=True, slots=True)
 class _Authority:
     certificate: x509.Certificate
@@ -190,10 +192,10 @@ class _Authority:
 def why_renew(
     certificate: bytes | None, public_key: bytes | None, names: Sequence[str], ca_dir: str
 ) -> str:
-    """Return why a host's certificate (PEM) has to be renewed for ``names``; "" if it is valid."""
+    """Return why a certificate (PEM) must be renewed for ``names``; "" if it is valid."""
     authority = _read_authority(ca_dir)
     if authority is None:
-        return f"there is no CA in {ca_dir} yet; it is created now"
+        return f"no CA in {ca_dir} yet; it is created now"
     if not certificate or not public_key:
         return "the host has no certificate or no key"
     try:
@@ -212,7 +214,7 @@ def why_renew(
 
 
 def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
-    """Return a new key with a certificate of the private CA, which is created if missing."""
+    """Return a new key and certificate; create the CA if missing."""
     authority = _extend(_read_authority(ca_dir) or _create_authority(ca_dir, names), names, ca_dir)
     key = ec.generate_private_key(ec.SECP256R1())
     end = min(now() + timedelta(days=days), authority.certificate.not_valid_after_utc)
@@ -222,7 +224,7 @@ def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
     ]
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     builder = (
-        # Not the bare name: without a DNS name, clients would match the common name.
+        # Clients would match a bare common name if there were no DNS name.
         _builder(_name(f"gateway of {names[0]}"), end, key)
         .issuer_name(authority.certificate.subject)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -235,7 +237,6 @@ def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
 
 
 def ca_path(ca_dir: str) -> Path:
-    """Return the file that clients need to trust the CA."""
     return Path(ca_dir).expanduser() / CA_FILE
 
 
@@ -252,16 +253,18 @@ def _read_authority(ca_dir: str) -> _Authority | None:
         raise SettingsError.one("serve.ca_dir", message, fix) from error
     is_pair = public_key_pem(certificate) == public_key_pem(key)
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not is_pair:
-        raise SettingsError.one("serve.ca_dir", f"the files in {folder} are no pair", fix)
+        raise SettingsError.one(
+            "serve.ca_dir", f"certificate and key in {folder} do not match", fix
+        )
     if certificate.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
         message = f"the CA in {folder} ends on {certificate.not_valid_after_utc:%Y-%m-%d}"
-        fix = f"move {folder} away: the next run creates a new CA, which clients must be given"
+        fix = f"move {folder} away and run again; then give clients the new CA"
         raise SettingsError.one("serve.ca_dir", message, fix)
     return _Authority(certificate, key)
 
 
 def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
-    """Create the CA's directory in one step, so that a half-made CA never exists."""
+    """Create the directory in one step, so that no half-made CA exists."""
     folder = Path(ca_dir).expanduser()
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name(f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}")
@@ -276,7 +279,7 @@ def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
 
 
 def _extend(authority: _Authority, names: Sequence[str], ca_dir: str) -> _Authority:
-    """Let the CA sign for these names, too; clients with the earlier file still trust it."""
+    """Let the CA sign for more names; clients with the earlier file still trust it."""
     before = authority.certificate
     permitted = permitted_names(before)
     if permitted is None or {_subtree(name) for name in names} <= set(permitted):
@@ -313,7 +316,7 @@ def _builder(
         x509.CertificateBuilder()
         .subject_name(subject)
         .serial_number(x509.random_serial_number())
-        # Clocks of hosts and clients differ a little.
+        # Clocks differ a little.
         .not_valid_before(now() - timedelta(hours=1))
         .not_valid_after(end)
         .public_key(key.public_key())

@@ -16,25 +16,25 @@ from pyinfra.api.exceptions import ConnectError
 from spark_deploy.plan.cluster import Wave
 
 T = TypeVar("T")
-HEARTBEAT_S = 7.0  # progress at least every 10 s, on a busy host too
+HEARTBEAT_S = 7.0
 
 _logged: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
 _predicted: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
 
 
 def current_host() -> Host:
-    """Return the current host itself; ``host`` is a proxy for all of them."""
+    """Return the current host; ``host`` is a proxy for all hosts."""
     return state.inventory.get_host(host.name)
 
 
 def log(text: str) -> None:
-    """Log for the current host while executing, so that it appears once."""
+    """Log while executing, not in the prediction before."""
     if state.is_executing:
         host.log(text)
 
 
 def log_once(text: str, colour: str | None = None) -> None:
-    """Log once in a run: while predicting, or later in a run that does not predict (``-y``)."""
+    """Log once in a run, in the prediction if there is one (not with ``-y``)."""
     logged = _logged.setdefault(current_host(), set())
     if text not in logged:
         logged.add(text)
@@ -42,16 +42,13 @@ def log_once(text: str, colour: str | None = None) -> None:
 
 
 def predict(change: str) -> None:
-    """Note in a prediction that this operation would make ``change``, for later operations.
-
-    Two roles that need the same repository would both predict to add it; in a run the first does.
-    """
+    """Note a predicted ``change``, so that later operations do not predict it again."""
     if not state.is_executing:
         _predicted.setdefault(current_host(), set()).add(change)
 
 
 def is_predicted(change: str) -> bool:
-    """Whether an earlier operation of this prediction would make ``change``."""
+    """Whether an earlier operation predicted ``change``."""
     return not state.is_executing and change in _predicted.get(current_host(), ())
 
 
@@ -61,8 +58,6 @@ def shell(script: str, *, stdin: str | None = None) -> StringCommand:
 
 
 class CommandFailed(Exception):  # noqa: N818 - the shell's word
-    """A command on the host failed; carries the output."""
-
     def __init__(self, command: str, output: str):
         self.output = output
         super().__init__(f"{command.splitlines()[0][:120]}\n{output}")
@@ -71,9 +66,9 @@ class CommandFailed(Exception):  # noqa: N818 - the shell's word
 def run(
     host: Host, command: str | StringCommand, *, timeout_s: int = 600, stdin: str | None = None
 ) -> list[str]:
-    """Run a command with the operation's sudo settings; return the lines of standard output.
+    """Run a command with the operation's sudo settings; return lines of standard output.
 
-    Raises CommandFailed on exit status other than 0, time-out, or lost connection.
+    Raises CommandFailed on another exit status than 0, time-out or lost connection.
     """
     operation_arguments: dict[str, Any] = dict(host.current_op_global_arguments or {})
     keep = ("_sudo", "_sudo_user", "_sudo_password", "_use_sudo_login", "_env", "_shell_executable")
@@ -109,40 +104,39 @@ def heartbeat(host: Host, activity: str) -> Iterator[None]:
 
 
 def each(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items so that pyinfra distinguishes their operations by position.
+    """Yield items so that pyinfra tells their operations apart by position.
 
-    A plain ``for`` would pair unrelated operations of different hosts (pyinfra 3.10 identifies
-    an operation by the line numbers of the call stack).
+    pyinfra 3.10 identifies operations by line numbers: a plain ``for`` mixes those of hosts.
     """
     yield from host.loop(list(items))  # type: ignore[no-untyped-call]  # untyped in pyinfra
 
 
 def in_waves(waves: Iterable[Wave]) -> Iterator[Wave]:
-    """Yield this host's wave in turn: an operation per wave, in order, stopped by a fault."""
+    """Yield this host's wave at its position: an operation for each wave, in order."""
     yield from (wave for wave in each(waves) if host.name in wave)
 
 
-AWAY_S = 420  # a reboot takes minutes; longer must not delay the other hosts
+RECONNECT_TIMEOUT_S = 420  # a reboot takes minutes
 _COMMAND_TIMEOUT_S = 60
 _LONGEST_PAUSE_S = 15
 
 
 def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
-    """Run ``script``, reconnecting for up to ``AWAY_S``; return success, output and errors.
+    """Run ``script``, reconnecting if needed; return success, output and errors.
 
-    Uses sudo if the host's settings do. Raises ConnectError if the host stayed away.
+    Uses sudo as set for the host. Raises ConnectError if the host stays away.
     """
     lost_at, pause_s = None, 1
     with heartbeat(host, "waiting for the host to answer"):
-        while lost_at is None or time.monotonic() - lost_at < AWAY_S:
+        while lost_at is None or time.monotonic() - lost_at < RECONNECT_TIMEOUT_S:
             try:
                 if not host.connected:
-                    # Without raising, the next command would meet a client without connection.
+                    # Otherwise the next command would use a client without connection.
                     host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
                 ok, output = host.run_shell_command(
                     shell(script), _sudo=host.data.get("_sudo", False), _timeout=_COMMAND_TIMEOUT_S
                 )
-                # A connection lost in the middle of a command looks like a failed command.
+                # A lost connection looks like a failed command.
                 if ok or not is_disconnected(host):
                     return ok, output.stdout, output.stderr
                 reason = "closed"
@@ -154,13 +148,13 @@ def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
             host.disconnect()
             gevent.sleep(pause_s)
             pause_s = min(pause_s + 1, _LONGEST_PAUSE_S)
-    raise ConnectError(f"unreachable for {AWAY_S} s")
+    raise ConnectError(f"unreachable for {RECONNECT_TIMEOUT_S} s")
 
 
 def is_disconnected(host: Host) -> bool:
-    """Whether the connection to a host that we had reached is gone."""
+    """Whether the SSH connection to a host is lost."""
     client = getattr(getattr(host, "connector", None), "client", None)
-    if client is None:  # not over SSH: this machine itself
+    if client is None:
         return False
     transport = client.get_transport()
     return transport is None or not transport.is_active()

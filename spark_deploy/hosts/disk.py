@@ -1,7 +1,7 @@
-"""Filesystems of a host, and weights on it that need no room again.
+"""Filesystems of a host, and weights that can be linked instead of downloaded.
 
-Only files of known content count: those of a hub cache, named by hash, and those listed in a
-receipt. Two commits of a model have shards of equal size, so a size is no proof.
+Counted are files of a hub cache, named by hash, and files in receipts: shards of two commits have
+equal sizes, so a size proves nothing.
 """
 
 import json
@@ -20,7 +20,7 @@ from spark_contract.units import SHA256
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A path we will write to and the filesystem it is (or will be) on."""
+    """A path to write to, and the filesystem it is or will be on."""
 
     path: str
     present_bytes: int  # already under this path
@@ -32,7 +32,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ParentDirectory:
-    """A parent directory of a place; anyone with write access can replace the place."""
+    """A parent directory; who may write to it can replace the place."""
 
     path: str
     owner: str
@@ -41,7 +41,7 @@ class ParentDirectory:
 
     @property
     def writer(self) -> str:
-        """Describe which other user than root can write to it, or ""."""
+        """Describe who can write to it besides root; "" if nobody."""
         if self.owner != "root":
             return f"belongs to {self.owner}"
         if self.mode & stat.S_ISVTX:  # sticky: root's entries stay root's
@@ -53,7 +53,7 @@ class ParentDirectory:
         return ""
 
 
-# Docker keeps images below the data root, or in the store of the system's containerd.
+# Docker stores images in the data root or in containerd's store.
 _IMAGE_STORE = r"""
 image_store=
 command -v docker >/dev/null 2>&1 && image_store=$(
@@ -68,9 +68,9 @@ image_store=${image_store%%|*}
 
 
 def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
-    """Print the filesystem of each path; a missing path stands for the nearest parent.
+    """Print the filesystem of each path, or of its nearest existing parent.
 
-    For ``docker_dirs`` it prints the filesystem of Docker's image store, which may be elsewhere.
+    For ``docker_dirs`` it prints that of Docker's image store.
     """
     words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
     skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
@@ -103,7 +103,7 @@ command -v docker >/dev/null 2>&1 && timeout 20 docker system df --format '{{{{j
 
 
 def parse_places(lines: Iterable[str]) -> Iterator[Place]:
-    """Read the ``places`` section; df and du print KiB."""
+    """Sizes of df and du are in KiB."""
     for line in lines:
         fields = line.split("\t")
         if len(fields) in (5, 6) and fields[1].isdigit() and fields[3].isdigit():
@@ -114,7 +114,7 @@ def parse_places(lines: Iterable[str]) -> Iterator[Place]:
 
 
 def parse_parents(lines: Iterable[str]) -> Iterator[ParentDirectory]:
-    """Read the ``parents`` section: owner/group/mode/path; only the path may contain a slash."""
+    """Lines are owner/group/mode/path; only the path contains more slashes."""
     for line in lines:
         owner, group, mode, path = [*line.split("/", 3), "", "", ""][:4]
         if path.startswith("/") and re.fullmatch("[0-7]{1,5}", mode):
@@ -122,7 +122,7 @@ def parse_parents(lines: Iterable[str]) -> Iterator[ParentDirectory]:
 
 
 def parse_reclaimable(lines: Iterable[str]) -> dict[str, int]:
-    """Read `docker system df`: bytes by kind, of decimal sizes (``12.3GB`` is 12 300 000 000)."""
+    """Return bytes by kind; docker prints decimal sizes (``12.3GB``)."""
     sizes = {}
     for line in lines:
         with suppress(ValueError):
@@ -137,30 +137,27 @@ def parse_reclaimable(lines: Iterable[str]) -> dict[str, int]:
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-# In place of a device: another user could change the file, so the fetcher copies it.
+# Instead of a device: another user could change the file, so it is copied, not linked.
 COPIED = "-"
 _NO_GLOB = re.compile(r"[^*?\[\]]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Files of known content, and the filesystem each path of the plan is (or will be) on."""
+    """Files of known content, and the devices of planned paths."""
 
     devices: dict[str, str] = field(default_factory=dict)  # path -> device number
     files: frozenset[tuple[str, str, int]] = frozenset()  # device number, sha256, bytes
     folders: dict[str, str] = field(default_factory=dict)  # sha256 -> cache or checkpoint
 
     def linkable_bytes(self, path: str, wanted: Iterable[tuple[str, int]]) -> int:
-        """Add up the ``wanted`` (sha256, bytes) that a hard link can bring to ``path``."""
+        """Add up the ``wanted`` (sha256, bytes) that can be hard-linked to ``path``."""
         device = self.devices.get(path, "")
         return sum(size for sha256, size in set(wanted) if (device, sha256, size) in self.files)
 
 
 def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
-    """Print large files and receipts below ``look_in`` (globs), and the devices of ``paths``.
-
-    A missing path stands for the nearest parent.
-    """
+    """Print large files and receipts below ``look_in`` (globs), and the devices of ``paths``."""
     if not look_in:
         return ""
     words = " ".join(shlex.quote(path) for path in paths)

@@ -1,7 +1,6 @@
-"""Container engine with the NVIDIA runtime, decided from the running state and not from files.
+"""Container engine with the NVIDIA runtime; decisions use the running state, not files.
 
-Keys of daemon.json and which of them a SIGHUP reloads: dockerd reference, "Configuration reload
-behavior".
+Reloadable keys: dockerd reference, "Configuration reload behavior".
 """
 
 import json
@@ -39,7 +38,7 @@ RELOADABLE = frozenset(
 
 
 def parse_daemon_json(text: str) -> dict[str, Any]:
-    """Read a daemon.json; an empty file is `{}`. Raises ValueError if it is no JSON object."""
+    """An empty file is `{}`. Raises ValueError if it is no JSON object."""
     value = json.loads(text) if text.strip() else {}
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
@@ -47,7 +46,7 @@ def parse_daemon_json(text: str) -> dict[str, Any]:
 
 
 def merge(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``present`` with ``wanted`` in it: objects merge, lists unite, values replace."""
+    """Objects merge, lists unite, other values are replaced by ``wanted``."""
     result = dict(present)
     for key, value in wanted.items():
         old = result.get(key)
@@ -61,7 +60,7 @@ def merge(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, An
 
 
 def merge_with_runtime(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``wanted`` and register the NVIDIA runtime unless some path is registered already."""
+    """Merge, and register the NVIDIA runtime unless it is registered."""
     result = merge(present, wanted)
     runtimes = result.get("runtimes")
     nvidia = runtimes.get("nvidia") if isinstance(runtimes, dict) else None
@@ -71,8 +70,10 @@ def merge_with_runtime(present: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 
 
 def unmet_keys(wanted: Mapping[str, Any], info: Mapping[str, Any]) -> tuple[str, ...]:
-    """List the keys of ``wanted`` that ``info`` (`docker info`) shows with another value."""
-    return tuple(k for k, value in wanted.items() if k in _VISIBLE and not _VISIBLE[k](value, info))
+    """List keys that `docker info` (``info``) shows with another value."""
+    return tuple(
+        k for k, value in wanted.items() if k in _IN_EFFECT and not _IN_EFFECT[k](value, info)
+    )
 
 
 def _insecure(value: Any, info: Mapping[str, Any]) -> bool:
@@ -88,7 +89,7 @@ def _mirrors(value: Any, info: Mapping[str, Any]) -> bool:
     return {mirror.rstrip("/") for mirror in value} <= {mirror.rstrip("/") for mirror in mirrors}
 
 
-_VISIBLE = {
+_IN_EFFECT = {
     "runtimes": lambda value, info: set(value) <= set(info.get("Runtimes") or {}),
     "default-runtime": lambda value, info: info.get("DefaultRuntime") == value,
     "live-restore": lambda value, info: info.get("LiveRestoreEnabled") == value,
@@ -103,10 +104,10 @@ _VISIBLE = {
 
 _LOG_TAIL = "journalctl -u docker.service -t dockerd -n 8 -o cat --no-pager"
 
-# An installation exits 0 even when the daemon died at the first start, so look at the daemon. If it
-# starts before the socket, it dies with "no sockets found via socket activation", restarts into
-# the start limit and takes the socket along; only both together, socket first, start again. Seen
-# in 10 % of installations over a removed package.
+# apt exits 0 even if the daemon died at the first start. If it starts before the socket, it dies
+# ("no sockets found via socket activation"), restarts into the start limit and takes the socket
+# along; then only both together, socket first, start again (10 % of installations over a removed
+# package).
 _BRING_UP = """\
 up() {
   for i in $(seq 60); do
@@ -127,15 +128,14 @@ systemctl start docker.socket && systemctl start docker.service && up"""
 
 @host_command
 def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
-    """Enable and start the engine, and check that the daemon answers.
+    """Start the engine, and refuse containers that docker starts by itself.
 
-    Preflight could not list containers while the daemon was down, and docker starts those with a
-    restart policy by itself: so they are checked here.
+    Preflight cannot list containers while the daemon is down.
     """
     _bring_up(host, "systemctl enable --now docker")
     lines = run(host, build_script("exec 2>/dev/null", CONTAINERS_SCRIPT), timeout_s=60)
     containers = tuple(parse_containers(split_sections(lines)["containers"]))
-    fix = "run again: preflight stops containers named in takeover:; stop all further ones first"
+    fix = "stop it, or list it in takeover:; then run again"
     problems = []
     for container in competing_containers(containers, allowed):
         message = f"started with docker ({container.image}, restart: {container.restart})"
@@ -153,7 +153,7 @@ def apply_keys(
     wanted: Mapping[str, Any],
     keys: tuple[str, ...],
 ) -> bool:
-    """Apply ``keys``: by reload, and by restart where that is not enough."""
+    """Reload the daemon; restart it if that is not enough."""
     if set(keys) <= RELOADABLE:
         try:
             run(host, "systemctl reload docker && sleep 1", timeout_s=60)
@@ -167,7 +167,7 @@ def apply_keys(
     docker = run_fact(host, DockerState, timeout_s=120, **arguments)
     if unmet := unmet_keys(wanted, docker.info):
         message = f"after a restart the daemon still does not run with {', '.join(unmet)}"
-        fix = "look for the same keys as options of dockerd in `systemctl cat docker`"
+        fix = "remove these keys from the options of dockerd (`systemctl cat docker`)"
         refuse("docker", message, fix)
     return True
 
@@ -199,7 +199,7 @@ def read_state(plan: DockerPlan) -> Docker:
 
 
 def missing_packages(plan: DockerPlan, state: Docker) -> tuple[str, ...]:
-    """List the packages to install; an engine of another packaging (Docker CE) is kept."""
+    """An installed engine, such as Docker CE, is kept."""
     wanted = (
         *(() if state.dockerd else plan.packages),
         *(() if state.toolkit_version else plan.toolkit_packages),
@@ -208,13 +208,13 @@ def missing_packages(plan: DockerPlan, state: Docker) -> tuple[str, ...]:
 
 
 def planned_keys(plan: DockerPlan, state: Docker) -> dict[str, Any]:
-    """Return the managed keys of daemon.json, including the runtimes of the merged file."""
+    """Return our keys of daemon.json with the runtimes of the merged file."""
     full = planned_file(plan, state, parse_daemon_json(state.daemon_json or ""))
     return {**plan.daemon, **({"runtimes": full["runtimes"]} if "runtimes" in full else {})}
 
 
 def planned_file(plan: DockerPlan, state: Docker, present: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the merged daemon.json, without a runtime that the host does not have."""
+    """Merge daemon.json, without a runtime that the host lacks."""
     if gpu.lacks_runtime(state):
         return merge(present, plan.daemon)
     return merge_with_runtime(present, plan.daemon)
@@ -247,14 +247,14 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
     try:
         present = parse_daemon_json(text or "")
     except ValueError as error:
-        fix = "fix it by hand, then run again"
+        fix = "correct the file, then run again"
         refuse(DAEMON_JSON, f"not a JSON object ({error}); it was left as it is", fix)
     wanted = planned_file(plan, state, present)
     if text is not None and wanted == present:
         host.noop("daemon.json has our keys")
         return
-    content = json.dumps(wanted, indent=4) + "\n"  # as nvidia-ctk formats it
-    # The owner's file is kept aside, once.
+    content = json.dumps(wanted, indent=4) + "\n"
+    # Keep the owner's file, once.
     keep = shlex.quote(kept_aside(DAEMON_JSON))
     yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {keep}"
     yield put_files([ManagedFile(DAEMON_JSON, content.encode())])
@@ -262,14 +262,14 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
 
 @host_operation
 def run_engine(plan: DockerPlan) -> Commands:
-    """Run the engine with our keys; reload where that is enough, or restart.
+    """Run the engine with our keys; reload if that is enough, otherwise restart.
 
-    Decided from `docker info`: a run that was interrupted between writing and restarting is
-    finished by the next run, and an owner's edit of the file causes no restart.
+    Decided from `docker info`: it completes an interrupted run, and an owner's edit of the file
+    causes no restart.
     """
     state = read_state(plan)
     if "docker" in state.silent:
-        fix = "see `systemctl status docker` and the load of the host, then run again"
+        fix = "check `systemctl status docker` and the load of the host, then run again"
         refuse("docker", "the daemon accepts requests and does not answer", fix)
     if not state.active:
         yield FunctionCommand(start_engine, [plan.allow_containers], {})
@@ -277,7 +277,7 @@ def run_engine(plan: DockerPlan) -> Commands:
     wanted = planned_keys(plan, state)
     keys = keys_not_in_effect(wanted, state)
     if not keys:
-        host.noop("the engine runs with our keys")
+        host.noop("the engine runs with our settings")
         return
     reloads = set(keys) <= RELOADABLE
     action = "reloads the configuration" if reloads else "is restarted"
@@ -288,10 +288,10 @@ def run_engine(plan: DockerPlan) -> Commands:
 
 
 def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
-    """List our keys the daemon does not run with.
+    """List our keys that are not in effect.
 
-    A key that `docker info` does not show is included if the file is newer than the daemon, or is
-    about to get the key.
+    A key that `docker info` does not show counts if the file is newer than the daemon, or is about
+    to get it.
     """
     present = parse_daemon_json(state.daemon_json or "")
     newer = state.daemon_json_mtime_s > state.started_at_s
@@ -300,23 +300,20 @@ def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, .
         *(
             key
             for key, value in wanted.items()
-            if key not in _VISIBLE and (newer or merge(present, {key: value}) != present)
+            if key not in _IN_EFFECT and (newer or merge(present, {key: value}) != present)
         ),
     )
 
 
 @host_operation
 def add_users(plan: DockerPlan) -> Commands:
-    """Add the users of ``plan`` to the docker group; members are never removed.
-
-    Our own commands use sudo, so no run depends on a login newer than the membership.
-    """
+    """Members are never removed; our own commands use sudo."""
     groups = read_state(plan).groups
     missing = [user for user in plan.users if GROUP not in groups.get(user, (GROUP,))]
     unknown = [user for user in plan.users if user not in groups]
     if unknown:
         message = f"no such user on this host: {', '.join(unknown)}"
-        refuse("docker.users", message, "create the user, or take the name out of docker.users")
+        refuse("docker.users", message, "create the user, or remove the name from docker.users")
     if not missing:
         host.noop(f"in group {GROUP}: {', '.join(plan.users) or 'no user requested'}")
         return
@@ -330,10 +327,9 @@ def add_users(plan: DockerPlan) -> Commands:
 
 @host_operation
 def generate_cdi(plan: DockerPlan) -> Commands:
-    """Generate a CDI specification of this driver, if the host uses CDI.
+    """Generate a CDI specification of the loaded driver, if the host uses CDI.
 
-    A specification of an older driver names libraries that are gone, and docker 29 resolves
-    `--gpus` through it.
+    One of an older driver names missing libraries; docker 29 uses it for `--gpus`.
     """
     state = read_state(plan)
     loaded = state.driver_version
@@ -355,17 +351,17 @@ def generate_cdi(plan: DockerPlan) -> Commands:
 
 @host_operation
 def check_gpu_container(plan: DockerPlan) -> Commands:
-    """Check that a container sees the GPU; the receipt is valid until a version changes."""
+    """The receipt is valid until a version changes."""
     state = read_state(plan)
     key = gpu.check_key(plan, state)
     receipt = state.receipt
     old = receipt.key if receipt else {}
     if receipt and not current_state.is_executing:
-        # While docker is down, a prediction assumes unknown versions as they were.
+        # While docker is down, assume unknown versions as unchanged.
         key = {name: value or old.get(name, "") for name, value in key.items()}
     if state.silent:
         log_once(f"no answer in time from {', '.join(state.silent)}; taken as unchanged", "yellow")
-    # The engine is started with the receipt's arguments, so they count like a version.
+    # The engine's start uses these arguments, so they count like a version.
     wanted = tuple(key["gpu_through"].split())
     if receipt and (old, receipt.docker_arguments) == (key, wanted):
         host.noop(f"a container saw {receipt.gpu} with these versions")

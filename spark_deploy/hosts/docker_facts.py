@@ -1,4 +1,4 @@
-"""State of the container engine and of the containers on a host.
+"""Container engine and containers of a host.
 
 Sources: docker info (20.10 to 29), NVIDIA Container Toolkit 1.19, CDI specification files.
 """
@@ -26,8 +26,8 @@ from spark_deploy.hosts.facts import (
 from spark_deploy.hosts.packages import known_urls_script, packages_script, parse_packages
 from spark_deploy.plan.jobs import DAEMON_JSON
 
-# Only compared fields: the whole of `docker info` contains proxies with passwords. CDISpecDirs
-# is last, because a client without CDI fails there; the lines before still count.
+# Not all of `docker info`, which contains proxies with passwords. CDISpecDirs is last: a client
+# without CDI fails there, after printing the rest.
 _INFO = re.findall(
     r"\w+",
     "Runtimes DefaultRuntime LiveRestoreEnabled Debug LoggingDriver DockerRootDir Driver "
@@ -36,7 +36,7 @@ _INFO = re.findall(
 _INFO_FORMAT = (
     "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) + "}\n{{json .CDISpecDirs}}"
 )
-# A busy host may answer late; a missing answer means unknown, not absent.
+# On a busy host: no answer means unknown, not absent.
 _TIMEOUTS_S = (30, 90)
 _SCRIPT = rf"""
 silent=
@@ -101,7 +101,7 @@ class Docker:
 
     @property
     def started_at_s(self) -> float:
-        """When the daemon was started, seconds since 1970; 0 when it does not run."""
+        """Start of the daemon in seconds since 1970; 0 if it does not run."""
         text = self.unit.get("ExecMainStartTimestamp", "")  # Mon 2026-01-05 10:00:00.123456 UTC
         match = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{6})?", text)
         return datetime.fromisoformat(f"{match[0]}+00:00").timestamp() if match else 0.0
@@ -160,7 +160,7 @@ class DockerState(HostFact[Docker]):
 
 
 def _parse_json(lines: Iterable[str], kind: type[Any]) -> Any:
-    """Read JSON of a type; other text, such as a daemon's error, gives an empty value."""
+    """Other text, such as an error of the daemon, gives an empty value."""
     try:
         value = json.loads("\n".join(lines))
     except ValueError:
@@ -168,7 +168,7 @@ def _parse_json(lines: Iterable[str], kind: type[Any]) -> Any:
     return value if isinstance(value, kind) else kind()
 
 
-# No command line and only a single variable: both may contain other people's keys.
+# No command line and a single variable: others may contain secrets.
 _FIELDS = {
     "id": ".Id",
     "name": ".Name",
@@ -179,7 +179,7 @@ _FIELDS = {
     "requests": ".HostConfig.DeviceRequests",
     "labels": ".Config.Labels",
 }
-# A list with a final null, because an unset variable prints no value.
+# The final null is for an unset variable, which prints nothing.
 _VISIBLE = (
     '{{range .Config.Env}}{{$words := split . "="}}'
     '{{if eq (index $words 0) "NVIDIA_VISIBLE_DEVICES"}}{{json (index $words 1)}},{{end}}{{end}}'
@@ -200,7 +200,7 @@ fi
 
 
 def images_script(references: Sequence[str]) -> str:
-    """Print those of ``references`` (tags or name@digest) that the host has."""
+    """Print which images (tags or name@digest) the host has."""
     names = " ".join(shlex.quote(reference) for reference in references)
     return rf"""
 echo '== images'
@@ -211,12 +211,12 @@ command -v docker >/dev/null 2>&1 && [ $# != 0 ] &&
 """
 
 
-# Names of servers that load models; matched against the image's repository name.
+# Servers that load models, by the image's repository name.
 _ENGINES = re.compile(
     r"vllm|sglang|ollama|llama[._-]?cpp|llama-server|text-generation|tritonserver|trtllm|"
     r"tensorrt|lmdeploy|exllama|tabbyapi|lmstudio|comfyui|nim/|aphrodite|localai"
 )
-# Of a release or a job. Other projects also name containers after this machine.
+# Of a release or job; other projects also use the prefix "spark-".
 _MANAGED_NAME = re.compile(rf"spark-[a-z0-9-]+-{DIGEST12}")
 
 
@@ -241,16 +241,16 @@ class Container:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs now or is about to."""
+        """Whether it runs or is about to."""
         return self.state in ("running", "restarting", "paused")
 
     @property
-    def comes_back(self) -> bool:
+    def restarts(self) -> bool:
         return self.restart == "always" or (self.restart == "unless-stopped" and self.alive)
 
 
 def parse_containers(lines: Iterable[str]) -> Iterator[Container]:
-    """Read a JSON object per line, as ``CONTAINERS_SCRIPT`` prints them."""
+    """Lines are JSON objects of ``CONTAINERS_SCRIPT``."""
     for line in lines:
         try:
             row = json.loads(line)
@@ -269,6 +269,6 @@ def parse_containers(lines: Iterable[str]) -> Iterator[Container]:
 
 def _uses_gpu(requests: object, runtime: object, visible: Sequence[str | None] | None) -> bool:
     text = json.dumps(requests).lower() if isinstance(requests, list) else ""
-    # NVIDIA's runtime is often the default and adds no GPU without visible devices.
+    # NVIDIA's runtime, often the default, adds no GPU without visible devices.
     by_runtime = runtime == "nvidia" and (visible or [None])[0] not in (None, "", "void", "none")
     return by_runtime or '"gpu"' in text or "nvidia" in text

@@ -1,7 +1,7 @@
-"""Where downloads come from: the proxy of a host, and the other hosts of a run.
+"""Sources of downloads: the proxy of a host, and the other hosts of a run.
 
-Every host first notes which files it has, so missing files of another host are known. A run without
-missing files opens no port. The proxy's file, which only root can read, serves jobs and docker.
+Hosts first note their files; if none lacks any, no port is opened. Only root can read the proxy's
+file, which jobs and docker use.
 """
 
 import re
@@ -41,9 +41,9 @@ from spark_deploy.plan.types import ManagedFile
 
 
 class DaemonProxy(LineFact):
-    """``same``, ``same-proxy`` (another no_proxy) or ``differs``; "" when docker does not run.
+    """Docker's environment compared with the file; "" if docker does not run.
 
-    Compares docker's environment with the file; names may be in lower or upper case.
+    ``same``, ``same-proxy`` (another no_proxy) or ``differs``; names in lower or upper case.
     """
 
     def command(self, path: str) -> str:
@@ -63,7 +63,7 @@ class DaemonProxy(LineFact):
 
 DROP_IN_PATH = "/etc/systemd/system/docker.service.d/spark-proxy.conf"
 DOCKER_DROP_IN = ManagedFile(DROP_IN_PATH, f"[Service]\nEnvironmentFile=-{PROXY}\n".encode())
-# Values that systemd reads from an environment file without quotes.
+# systemd reads these values from an environment file without quotes.
 _USABLE = re.compile(r"https?://[!-~]{1,500}")
 _QUOTES = re.compile(r"[\"'\\\\]")
 _RESTART = (
@@ -81,10 +81,9 @@ def configure_job_proxy(proxy: ProxySettings) -> Commands:
 
 @host_operation
 def configure_docker_proxy(proxy: ProxySettings) -> Commands:
-    """Let docker's daemon pull through the proxy; restart it if it uses another proxy.
+    """Let docker pull through the proxy; restart it if it uses another.
 
-    A proxy set by the owner stays, unless the settings name another: a restart would restart
-    every container of the host.
+    An owner's setting of the same proxy stays: a restart restarts every container.
     """
     if not proxy.url is not None:
         if (yield from remove_files((DROP_IN_PATH,))):
@@ -100,7 +99,7 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
     changed = yield from place_files((DOCKER_DROP_IN,))
     if changed or daemon in ("same-proxy", "differs"):
         if daemon:
-            log("docker is restarted for the proxy; engines on it start again by themselves")
+            log("docker is restarted for the proxy; engines restart by themselves")
         yield shell(_RESTART)
     else:
         host.noop("docker pulls through the proxy")
@@ -128,7 +127,7 @@ def _proxy_address(url: str | SecretRef) -> str:
 
 
 class LoginAddress(LineFact):
-    """The host's address that this SSH login uses; sudo would drop the variable."""
+    """The host's address of this SSH login; sudo would drop the variable."""
 
     def command(self) -> str:
         return "printf '%s\\n' \"$SSH_CONNECTION\""
@@ -138,7 +137,7 @@ class LoginAddress(LineFact):
         return words[2] if len(words) == 4 else ""
 
 
-# A key per run, kept with the first host: a new key revokes that of an interrupted run.
+# One key per run, stored at the first host; it replaces that of an interrupted run.
 _keys: WeakKeyDictionary[Host, str] = WeakKeyDictionary()
 _members: WeakKeyDictionary[Host, Member] = WeakKeyDictionary()
 _sharing: WeakSet[Host] = WeakSet()
@@ -149,11 +148,11 @@ _PORT = 8010
 @host_operation
 def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
     if not host.state.is_executing:
-        host.noop("read when it runs")
+        host.noop("files are noted when the deploy runs")
         return
     names = tuple(work.job.digest12 for work in jobs)
     states = read_fact(JobStates, jobs=names, target=PREPARE.of(release))
-    if states.shares_files:  # left open by an interrupted run, closed by this run
+    if states.shares_files:
         _sharing.add(current_host())
     if not fleet.share:
         host.noop("this host does not share")
@@ -165,7 +164,7 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
         if isinstance(work.job.proof, ReceiptProof):
             trees[work.job.proof.digest] = state
         elif work.layers is not None and trees.get(work.layers.digest) != "there":
-            # Whether an image's blobs are kept is checked only if another host needs them.
+            # Check only on request of another host whether an image's blobs are kept.
             trees[work.layers.digest] = "needless" if state == "there" else state
     _members[current_host()] = Member(host.name, "", trees)
     host.noop("files noted")
@@ -173,7 +172,7 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
 
 @host_operation
 def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
-    """Serve files that another host of this run lacks, and install the key for downloads."""
+    """Serve files that other hosts lack, and install the key for downloads."""
     members = _active_members()
     if len(members) < 2 or current_host() not in _members:
         host.noop("no other host of this run shares")
@@ -197,7 +196,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
         files.append(ManagedFile(SHARE_SETTINGS, settings.encode()))
         _note_url(address, trees)
     elif trees:
-        host.log("serves no peers: the address is not known; set fleet.address")
+        host.log("serves no peers: its address is unknown; set fleet.address")
     yield from place_files(files)
     if serves:
         yield shell(
@@ -207,7 +206,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
 
 
 def _is_kept(tree: SharedTree) -> bool:
-    """Whether this host has files that it does not need itself; they are then shared."""
+    """Whether files that this host does not need exist; they are then shared."""
     receipt = f"{tree.dir}/{RECEIPT_NAME}"
     if receipt not in host.get_fact(FileStates, paths=[receipt]):
         return False
@@ -217,7 +216,7 @@ def _is_kept(tree: SharedTree) -> bool:
 
 
 def _note_url(address: str, trees: Sequence[SharedTree]) -> None:
-    """Note where this host serves, and the hashes of the receipts, read over this host's login."""
+    """Note the URL, and the hashes of receipts, read over this host's login."""
     member = _members[current_host()]
     built = [tree for tree in trees if not tree.unfinished and member.trees[tree.digest] == "there"]
     paths = {tree.digest: f"{tree.dir}/{RECEIPT_NAME}" for tree in built}
@@ -245,7 +244,7 @@ def with_known_peers(work: Work) -> Work:
 
 
 def _active_members() -> list[Member]:
-    """Return the sharing hosts of this run that have not failed, in the inventory's order."""
+    """Return sharing hosts that have not failed, in the inventory's order."""
     state = host.state
     return [
         _members[member]

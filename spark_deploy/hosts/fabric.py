@@ -42,13 +42,13 @@ _LARGE_MTU = 9000
 
 
 def read_reach(links: Sequence[FabricLink]) -> dict[str, str]:
-    """Return by address whether packets of full size return: "yes", "no" or "unknown"."""
+    """Return by address whether full-size packets return: "yes", "no" or "unknown"."""
     targets = tuple((link.interface, link.address, link.mtu) for link in links)
     return read_fact(Reach, _sudo=False, links=targets)
 
 
 def judge_links(host: str, links: Sequence[FabricLink], reached: Mapping[str, str]) -> Verdict:
-    """Collect faults of the links from a host to other members of the cluster."""
+    """Judge the links from a host to other members."""
     problems, warnings = [], []
     for link in links:
         where = f"{host}: {link.interface}"
@@ -86,7 +86,7 @@ def _slow_links(host: str, links: Sequence[FabricLink]) -> Iterator[Problem]:
 
 
 def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> Iterator[Problem]:
-    """Yield differences that members of a cluster must not have, and unfit kernels."""
+    """Yield differences between members, and unfit kernels."""
     known = {name: surveys[name] for name in members if name in surveys}
     branches = {name: each.gpu.driver_version.partition(".")[0] for name, each in known.items()}
     if len(set(branches.values())) > 1:
@@ -105,10 +105,9 @@ def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> I
 
 @host_operation
 def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
-    """Give each cabled port an address; an existing network is kept as it is.
+    """Give each cabled port an address; an existing network is kept.
 
-    ``check`` logs in again, as deploys do, once the host has applied everything; the new network
-    is kept only if that works.
+    ``check`` logs in again once the host has applied it; if that fails, the old network returns.
     """
     netplan, ports = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
     if netplan.in_trial:
@@ -134,24 +133,26 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
 @host_operation
 def restore_network() -> Commands:
     if not read_fact(NetplanFiles).ours:
-        host.noop("this project set up no network here")
+        host.noop("no network of this project on this host")
         return
-    yield FunctionCommand(_run_step, ["restore", "look at `netplan apply` on the host"], {})
+    yield FunctionCommand(
+        _run_step, ["restore", "run `netplan apply` on the host and correct the errors"], {}
+    )
 
 
 def _check_ports_free(plan: FabricPlan, netplan: Netplan) -> None:
-    """Refuse ports that other files configure, and a second set-up over a first."""
+    """Refuse ports that other files configure, and a second set-up."""
     if not netplan.installed:
         fix = "give the ports addresses with the host's own tools"
         refuse(host.name, "netplan is not installed", fix)
     if netplan.ours and netplan.ours != plan.netplan:
-        fix = "spark-deploy fabric --restore, while no cluster serves, and then again"
+        fix = "spark-deploy fabric --restore, while no cluster serves, then run this again"
         refuse(f"{host.name}: {NETPLAN_FILE}", "has other content", fix)
     problems = []
     for port in plan.ports:
         where = f"{host.name}: {port.interface}"
         if carrier := netplan.below.get(port.interface):
-            fix = "name another port by fabric.interfaces"
+            fix = "select another port with fabric.interfaces"
             problems.append(Problem(where, f"is part of {carrier}", fix))
         if file := netplan.named.get(port.interface):
             fix = "set the address there, or remove the port from that file"
@@ -169,13 +170,13 @@ def _run_step(state: State, host: Host, step: str, fix: str) -> bool:
 
 
 def _last_problem(name: str, output: str, fix: str) -> Problem:
-    """Return the last error that our tool printed, or the last line with ``fix``."""
+    """Return the last error of our tool, or the last line with ``fix``."""
     lines = output.strip().splitlines() or ["no output"]
     problems = filter(None, map(problem_in, reversed(lines)))
     return next(problems, Problem(name, lines[-1], fix))
 
 
-# Each link is measured in both directions: 2 GB and 5 s in total.
+# A link is measured in both directions: 2 GB and 5 s in total.
 MAX_BYTES = 10**9
 MAX_S = 2.5
 _COMMAND_S = 40
@@ -188,25 +189,25 @@ _LIMITS = {
 
 
 def _unit_command(command: str, **limits: str) -> str:
-    """Run a listener as a temporary account; systemd stops it after the limit."""
+    """Run a listener as a temporary account, stopped by systemd after the limit."""
     properties = " ".join(f"'--property={k}={v}'" for k, v in {**_LIMITS, **limits}.items())
     return f"systemd-run --quiet --collect --wait --pipe {properties} {command}"
 
 
 @host_operation
 def measure_links(links: Sequence[FabricLink]) -> None:
-    """Send packets of full size over each link and measure it, without changes."""
+    """Measure each link with full-size packets, without changes."""
     if not state.is_executing:
         for link in links:
             most = f"{MAX_BYTES // 10**6} MB and {MAX_S} s at most"
             log_once(f"{link.interface} to {link.host} ({link.address}): {most}")
-        host.noop("measured when it runs")
+        host.noop("measured when the deploy runs")
         return
     _apply(judge_links(host.name, links, read_reach(links)))
     for link in links:
         speed = _measure(link)
         log(describe_speed(link, speed))
-        # Only after the token proved both hosts: ib_write_bw itself checks no token.
+        # Only after the token proved both hosts: ib_write_bw checks none.
         rdma_gbit_per_s = _measure_rdma(link) if link.device and speed.arrived_bytes else None
         if rdma_gbit_per_s is not None:
             log(f"{link.interface} to {link.host}: {rdma_gbit_per_s:.1f} Gb/s RDMA (ib_write_bw)")
@@ -231,7 +232,7 @@ def _measure(link: FabricLink) -> SpeedFound:
     )
     listen, send = _unit_command(line(FABRIC_SPEED, "listen")), line(FABRIC_SPEED, "send")
     sent, received = _run_pair(link, listen, send, documents.text_of(order))
-    fix = "see `journalctl -xe` on that host, then run again"
+    fix = "check `journalctl -xe` on that host, then run again"
     ends = ((host.name, sent), (link.host, received))
     if failed := [_last_problem(name, output, fix) for name, (ok, output) in ends if not ok]:
         raise Refused(*failed)
@@ -239,10 +240,9 @@ def _measure(link: FabricLink) -> SpeedFound:
 
 
 def _measure_rdma(link: FabricLink) -> float | None:
-    """Return the RDMA write bandwidth in Gb/s; ``None`` where perftest cannot measure it.
+    """Return the RDMA write bandwidth in Gb/s; ``None`` if perftest cannot measure it.
 
-    rdma_cm (``-R``) picks device and GID by address. The listener accepts a single connection at
-    the link's address and exits.
+    rdma_cm (``-R``) picks device and GID by address. The listener accepts one connection.
     """
     hosts = (host, state.inventory.get_host(link.host))
     if not all(_run_test(end, "command -v ib_write_bw", "")[0] for end in hosts):
@@ -267,7 +267,7 @@ def _measure_rdma(link: FabricLink) -> float | None:
 def _run_pair(
     link: FabricLink, listen: str, send: str, stdin: str
 ) -> tuple[tuple[bool, str], tuple[bool, str]]:
-    """Run a listener on the other host and a sender here; return success and output of each."""
+    """Run a listener there and a sender here; return success and output of each."""
     listening = gevent.spawn(_run_test, state.inventory.get_host(link.host), listen, stdin)
     try:
         return _run_test(host, send, stdin), listening.get(timeout=_COMMAND_S)
@@ -281,10 +281,10 @@ def _run_test(host: Host, script: str, stdin: str) -> tuple[bool, str]:
     return done, output.stdout if done else output.stderr or output.stdout
 
 
-# Below this share of the link speed a link is faulty. The TCP maximum of a Spark is unknown, so
-# above the second figure a link is never called slow.
-_LEAST_SHARE = 0.25
-_LEAST_GBIT_PER_S = 10.0
+# A link below both figures is faulty; above the third it is never called slow: the TCP maximum of a
+# Spark is unknown.
+_MIN_SHARE = 0.25
+_MIN_GBIT_PER_S = 10.0
 _DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a degraded ConnectX-7 port is reported to carry 13
 
 
@@ -301,19 +301,19 @@ def describe_speed(link: FabricLink, speed: SpeedFound) -> str:
 def judge_speed(
     host: str, link: FabricLink, speed: SpeedFound, rdma_gbit_per_s: float | None = None
 ) -> Verdict:
-    """Collect faults found by a short test over TCP, and over RDMA where it ran."""
+    """Judge a short test over TCP, and over RDMA if it ran."""
     where, carried = f"{host}: {link.interface}", _gbit_per_s(speed)
-    stated = (link.speed_mbit_per_s or 0) / 1000
+    link_gbit_per_s = (link.speed_mbit_per_s or 0) / 1000
     if not speed.arrived_bytes:
         message = f"the connection opens, but no packet of full size gets to {link.host}"
         fix = f"set MTU {link.mtu} on both hosts, and on the switch between them"
         return Verdict((Problem(where, message, fix),))
-    if carried < min(_LEAST_SHARE * stated, _LEAST_GBIT_PER_S):
-        message = f"{carried:.1f} Gb/s to {link.host} over a link of {stated:g} Gb/s"
+    if carried < min(_MIN_SHARE * link_gbit_per_s, _MIN_GBIT_PER_S):
+        message = f"{carried:.1f} Gb/s to {link.host} over a link of {link_gbit_per_s:g} Gb/s"
         fix = "try another cable; check `ethtool -S` for errors and `ip route get` for the route"
         return Verdict((Problem(where, message, fix),))
     measured = carried if rdma_gbit_per_s is None else rdma_gbit_per_s
-    if measured < _DOUBTFUL_GBIT_PER_S and stated * 1000 >= _FULL_MBIT_PER_S:
+    if measured < _DOUBTFUL_GBIT_PER_S and link_gbit_per_s * 1000 >= _FULL_MBIT_PER_S:
         message = (
             f"{measured:.1f} Gb/s to {link.host}; a degraded port is reported to carry 13 of 200"
         )

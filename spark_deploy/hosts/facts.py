@@ -1,4 +1,4 @@
-"""Base classes of our facts, the cache of their values, and their prefetch."""
+"""Base classes of facts, a cache of values, and prefetch."""
 
 import functools
 import re
@@ -21,12 +21,12 @@ from spark_deploy.plan.types import FileState
 
 T = TypeVar("T")
 
-# Raised by parsers on malformed text; our own defects look the same, so the type is printed too.
+# Raised on malformed output; a defect of ours looks the same, so the type is printed.
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class HostFact(FactBase[T]):
-    """A fact whose parser may meet any output: malformed output fails only this host."""
+    """A fact whose malformed output fails only this host."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -48,7 +48,7 @@ class HostFact(FactBase[T]):
 
 
 class LineFact(HostFact[str]):
-    """The first line that is not blank, stripped; "" if there is none."""
+    """The first non-blank line, stripped; "" if there is none."""
 
     default = str
 
@@ -56,8 +56,8 @@ class LineFact(HostFact[str]):
         return next((line.strip() for line in output if line.strip()), "")
 
 
-# Every fact costs an SSH round trip, so a role reads everything with a single script. Scripts are
-# POSIX sh, print sections and exit 0: a missing or failing tool is a result too.
+# A fact costs an SSH round trip, so a role reads everything with one script. Scripts are POSIX sh,
+# print sections and exit 0: a missing tool is a result too.
 MARKER = "== "
 
 SERVING_SCRIPT = (
@@ -68,7 +68,7 @@ SERVING_SCRIPT = (
 
 
 class Sections(dict[str, list[str]]):
-    """Lines of a script's output by section; a missing section is empty."""
+    """Lines of output by section; a missing section is empty."""
 
     def __missing__(self, name: str) -> list[str]:
         return []
@@ -81,7 +81,7 @@ class Sections(dict[str, list[str]]):
 
 
 def split_sections(output: Iterable[str]) -> Sections:
-    """Group the lines of a script by the marker above them; lines before any are dropped."""
+    """Group lines by the marker above them; drop lines before the first."""
     sections = Sections()
     current: list[str] | None = None
     for line in output:
@@ -93,7 +93,7 @@ def split_sections(output: Iterable[str]) -> Sections:
 
 
 def parse_sections(output: Iterable[str]) -> Sections:
-    """Split the output of ``build_script``. Raises FactProcessError if the end is missing."""
+    """Raises FactProcessError if the end of ``build_script`` is missing."""
     sections = split_sections(output)
     if "end" not in sections:
         raise FactProcessError("the host's output was cut off; run again")
@@ -103,12 +103,12 @@ def parse_sections(output: Iterable[str]) -> Sections:
 def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
     """Join snippets into a script that prints English, never fails and marks the end.
 
-    ``parallel`` snippets run in order at the same time as ``parts``; their output comes last.
+    ``parallel`` snippets run at the same time, in order; their output comes last.
     """
     lines = ["LC_ALL=C; export LC_ALL", *(part.strip() for part in parts)]
     end = f"echo '{MARKER}end'"
     if parallel:
-        # The side that is read last marks the end: it comes only when both have finished.
+        # Read last, so it marks the end of both.
         others = (part.strip() for part in parallel)
         lines = [lines[0], "{", *others, end, "} | {", *lines[1:], "cat", "}"]
         end = ":"
@@ -116,12 +116,12 @@ def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
 
 
 def as_root(script: str) -> str:
-    """Wrap a script: run as root if sudo needs no password; section ``sudo`` is the outcome.
+    """Run a script as root if sudo needs no password; section ``sudo`` is the outcome.
 
     Run it without pyinfra's sudo, which stops at a password prompt.
     """
-    # Trying sudo separately would cost another PAM session.
-    # -k: on this machine a password typed minutes ago would hide a missing rule.
+    # Testing sudo separately would cost another PAM session. -k: ignore a password typed on this
+    # machine minutes ago.
     quoted, with_sudo = shlex.quote(script), shlex.quote(f"echo yes\n{script}")
     return (
         "exec 2>/dev/null; echo '== sudo'; "
@@ -132,7 +132,7 @@ def as_root(script: str) -> str:
 
 
 def parse_key_values(lines: Iterable[str]) -> dict[str, str]:
-    """Read `KEY=value` lines with optional double quotes; the last of equal keys wins."""
+    """Values may be quoted; the last of equal keys wins."""
     values: dict[str, str] = {}
     for line in lines:
         key, equals, value = line.partition("=")
@@ -142,7 +142,7 @@ def parse_key_values(lines: Iterable[str]) -> dict[str, str]:
 
 
 def parse_document(kind: type[T], text: str) -> T | None:
-    """Read a document of the contract; ``None`` if it is absent or damaged."""
+    """Return ``None`` if the document is absent or damaged."""
     try:
         return documents.parse(kind, text)
     except documents.DocumentError:
@@ -150,10 +150,7 @@ def parse_document(kind: type[T], text: str) -> T | None:
 
 
 class FileStates(HostFact[dict[str, FileState]]):
-    """Mode, owner and sha256 of each regular file among ``paths``.
-
-    Two processes for any number of files (GNU coreutils' ``stat`` and ``sha256sum``).
-    """
+    """Mode, owner and sha256 of regular files, by GNU stat and sha256sum."""
 
     default = dict
 
@@ -182,14 +179,14 @@ class FileStates(HostFact[dict[str, FileState]]):
         }
 
 
-# Other projects also name units after this machine: "spark-vllm.service" is unmanaged.
+# Other projects have units such as "spark-vllm.service".
 _MANAGED_UNITS = re.compile(
     r"/spark-(serve|switch|watch|gateway|return|job|share)(@|\\x40)|/spark-daily\.service"
 )
 
 
 def container_id(cgroup: str) -> str:
-    """Find a container's id in a cgroup path (docker, cgroup v1 or v2, both drivers)."""
+    """Cgroups v1 and v2, both drivers of docker."""
     match = re.search(SHA256, cgroup)
     return match[0] if match else ""
 
@@ -198,18 +195,18 @@ def is_managed(cgroup: str) -> bool:
     return bool(_MANAGED_UNITS.search(cgroup))
 
 
-# pyinfra runs an SSH command for every ``get_fact``, but operations of a role read the same fact.
-# A cached value is dropped once any operation has run a command on the host. From the prepare
-# stage to the execute stage it stays valid for some seconds: a plan may wait for confirmation.
+# pyinfra runs a command for every ``get_fact``, and a role reads the same fact often. A value is
+# dropped after a command on the host, or some seconds after the prepare stage: the user may be
+# asked to confirm.
 MAX_AGE_S = 10.0
-_PREFETCHED = "prefetched"  # in place of a stage
+_PREFETCHED = "prefetched"
 _Key = tuple[Any, ...]
 # (stage, fact, arguments) -> commands run before, time, value
 _answers: WeakKeyDictionary[Host, dict[_Key, tuple[int, float, Any]]] = WeakKeyDictionary()
 
 
 class FactUnavailable(Exception):  # noqa: N818 - reads better at the call site
-    """A fact could not be read, which must never count as "absent"."""
+    """Unreadable, which must never count as "absent"."""
 
 
 def _arguments_key(arguments: Mapping[str, Any]) -> _Key:
@@ -217,7 +214,7 @@ def _arguments_key(arguments: Mapping[str, Any]) -> _Key:
 
 
 def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return ``fact`` of the current host, from the cache while valid. Raises FactUnavailable."""
+    """Return ``fact``, from the cache while valid. Raises FactUnavailable."""
     current = current_host()
     answers = _answers.setdefault(current, {})
     key = (fact, _arguments_key(arguments))
@@ -235,7 +232,7 @@ def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
 
 
 def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return ``fact`` without the cache, where an older value is no proof."""
+    """Return ``fact`` read now, where an older value proves nothing."""
     current = current_host()
     executed = commands_executed(current)
     value = host.get_fact(fact, **arguments)
@@ -247,13 +244,13 @@ def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
 
 
 def run_fact(on: Host, fact: type[FactBase[T]], *, timeout_s: int, **arguments: Any) -> T:
-    """Read a fact inside a command, where pyinfra's ``get_fact`` does not apply."""
+    """Read a fact inside a command; there ``get_fact`` does not work."""
     value: T = fact().process(run(on, fact().command(**arguments), timeout_s=timeout_s))
     return value
 
 
-def find_answer(fact: type[FactBase[T]]) -> T | None:
-    """Return a valid value of ``fact`` for any arguments."""
+def find_cached_value(fact: type[FactBase[T]]) -> T | None:
+    """Return a valid cached value for any arguments."""
     current = current_host()
     executed = commands_executed(current)
     for (stage, cached_fact, _), (before, _at, answer) in _answers.get(current, {}).items():
@@ -263,8 +260,8 @@ def find_answer(fact: type[FactBase[T]]) -> T | None:
     return None
 
 
-def answers_by_host(fact: type[FactBase[T]]) -> dict[str, T]:
-    """Return the values of ``fact`` read so far in this stage, by host name."""
+def values_by_host(fact: type[FactBase[T]]) -> dict[str, T]:
+    """Return values read so far in this stage, by host name."""
     return {
         answered.name: value
         for answered, answers in _answers.items()
@@ -274,12 +271,11 @@ def answers_by_host(fact: type[FactBase[T]]) -> dict[str, T]:
 
 
 def commands_executed(on: Host) -> int:
-    """Count the operations that ran a command on this host so far."""
+    """Count operations that ran a command on this host."""
     return sum(1 for data in state.ops[on].values() if data.operation_meta.executed)
 
 
-# Roles declare at the top of a deploy which facts they will read. `prefetch` reads all of them at
-# once over the same connection instead of in sequence.
+# Roles declare their facts first; `prefetch` reads them in parallel over one connection.
 _PARALLEL = 8  # sshd's default allows ten sessions per connection
 _Arguments = Callable[[], Mapping[str, Any]]
 _expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], tuple[_Arguments, bool]]] = (
@@ -290,15 +286,15 @@ _expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], tuple[_Arguments, b
 def expect_fact(
     fact: type[FactBase[Any]], arguments: _Arguments = dict, *, slow: bool = False
 ) -> None:
-    """Declare a fact that operations will read; ``arguments`` is called at prefetch.
+    """Declare a fact to prefetch; ``arguments`` is called then.
 
-    A ``slow`` fact gets a separate command; fast facts share a command.
+    A ``slow`` fact gets a separate command.
     """
     _expected.setdefault(current_host(), {})[fact] = (arguments, slow)
 
 
 def prefetch() -> None:
-    """Read the declared facts while executing; operations read failed facts again."""
+    """Read declared facts while executing; failed facts are read again later."""
     if not state.is_executing:
         return
     current = current_host()
@@ -315,7 +311,7 @@ def prefetch() -> None:
 
 
 def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) -> None:
-    """Read several facts with a single command; a random line follows the output of each."""
+    """Read facts with one command; a random line follows each output."""
     mark = secrets.token_hex()
     pending = [(fact, arguments()) for fact, arguments in group]
     script = "\n".join(
@@ -329,7 +325,7 @@ def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]
                 output.append(line)
                 continue
             fact, arguments = pending.pop(0)
-            if output[-1:] == [""]:  # added above, to end a last line without newline
+            if output[-1:] == [""]:
                 output.pop()
             if line == f"{mark} 0":
                 value = fact().process(output) if output else fact.default()
@@ -337,5 +333,5 @@ def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]
                 key = (_PREFETCHED, fact, _arguments_key(arguments))
                 _answers.setdefault(current, {})[key] = answer
             output = []
-    except Exception:  # any failure: the operation reads the fact again and reports it
+    except Exception:  # the operation reads it again and reports the failure
         return

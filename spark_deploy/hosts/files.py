@@ -1,4 +1,4 @@
-"""Put managed files in place, all of them with a single command."""
+"""Place managed files, all with one command."""
 
 import base64
 import io
@@ -15,29 +15,29 @@ from spark_deploy.hosts.commands import current_host, shell
 from spark_deploy.hosts.facts import FileStates, expect_fact, read_fact
 from spark_deploy.plan.types import FileState, ManagedFile, differing
 
-_SHOWN = 2  # names of differing files; a first run would fill screens
+_SHOWN = 2
 
 _expected_paths: WeakKeyDictionary[Host, dict[str, None]] = WeakKeyDictionary()
 
 
 def expect_files(paths: Iterable[str]) -> None:
-    """Declare paths that operations of this run will compare: a single fact then reads them all."""
+    """Declare paths to compare: a single fact then reads all of them."""
     current = current_host()
     _expected_paths.setdefault(current, {}).update(dict.fromkeys(paths))
     expect_fact(FileStates, lambda: {"paths": tuple(_expected_paths[current])})
 
 
 def file_states(paths: Sequence[str]) -> dict[str, FileState]:
-    """Return the state of the files at ``paths``, without those that do not exist."""
+    """Return states of existing files."""
     expect_files(paths)
     states = read_fact(FileStates, paths=tuple(_expected_paths[current_host()]))
     return {path: states[path] for path in paths if path in states}
 
 
 def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
-    """Yield a single command that repairs differing files; return whether there were any.
+    """Yield a command that repairs differing files; return whether any differs.
 
-    For use inside operations (``yield from``), because an operation cannot call another.
+    For ``yield from`` inside operations, which cannot call each other.
     """
     states = file_states([file.path for file in files])
     wrong = differing(files, states)
@@ -49,7 +49,7 @@ def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, 
 
 
 def remove_files(paths: Sequence[str]) -> Generator[StringCommand, None, bool]:
-    """Yield the command that removes those of ``paths`` that exist; return whether any does."""
+    """Yield a command that removes existing files; return whether any exists."""
     present = list(file_states(paths))
     if present:
         yield StringCommand("rm", "-f", "--", *map(shlex.quote, present))
@@ -59,7 +59,7 @@ def remove_files(paths: Sequence[str]) -> Generator[StringCommand, None, bool]:
 def sync_files(
     files: Sequence[ManagedFile], *, wanted: bool
 ) -> Generator[StringCommand, None, bool]:
-    """Yield the command that places or removes files; return whether anything changes."""
+    """Place or remove files; return whether anything changes."""
     if wanted:
         return (yield from place_files(files))
     return (yield from remove_files([file.path for file in files]))
@@ -83,10 +83,9 @@ def put_files(files: Sequence[ManagedFile]) -> StringCommand:
 
 
 def pack_files(files: Iterable[ManagedFile]) -> str:
-    """Pack file contents as base64 of a tar with members named by position.
+    """Pack contents as base64 of a tar, for standard input.
 
-    Text, because it is sent on a command's standard input; positions, so that no path can steer
-    ``tar``.
+    Members are named by position, so that no path can steer ``tar``.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
@@ -98,17 +97,16 @@ def pack_files(files: Iterable[ManagedFile]) -> str:
 
 
 def unpack_script(files: Iterable[ManagedFile]) -> str:
-    """Return the shell script that puts ``pack_files(files)`` from standard input in place.
+    """Return the script that unpacks ``pack_files(files)`` from standard input.
 
-    Each file is written under a temporary name, flushed, and renamed, so that a reader sees the
-    old or the new content and never half of either.
+    Each file is written under a temporary name, flushed and renamed: readers never see half of it.
     """
     lines = [
         "set -e; umask 077; d=$(mktemp -d); trap 'rm -rf \"$d\"' EXIT",
         'base64 -d | tar -xzf - -C "$d"',
         'put() { install -D -o root -g root -m "$2" "$d/$1" "$3.spark-new"'
         ' && sync "$3.spark-new" && mv -fT "$3.spark-new" "$3"; }',
-        # `install -D` creates parents with the umask; managed directories are world-readable.
+        # `install -D` creates parents with the umask.
         "umask 022",
     ]
     lines += [
@@ -118,16 +116,16 @@ def unpack_script(files: Iterable[ManagedFile]) -> str:
 
 
 def encode_lines(content: bytes) -> str:
-    """Return bytes as base64 for a command's standard input, in lines of 60 kB."""
+    """Encode for standard input, in lines of 60 kB."""
     lines = (content[at : at + 45_000] for at in range(0, len(content), 45_000))
     return "\n".join(base64.b64encode(line).decode() for line in lines) + "\n"
 
 
 def unzip_script(home: str, sha256: str, receipt: str) -> str:
-    """Return the shell script that unpacks a zip of ``encode_lines`` from standard input.
+    """Return the script that unpacks a zip of ``encode_lines`` from standard input.
 
-    It is received in a directory that only root can read and unpacked only if the hash matches.
-    pyinfra's own upload uses a name in ``/tmp`` that any user of the host can predict.
+    Only root can read the directory that receives it, and the hash must match: any user can predict
+    the name in ``/tmp`` that pyinfra's upload uses.
     """
     target, parent = shlex.quote(home), shlex.quote(str(PurePosixPath(home).parent))
     mismatch = shlex.quote(f"{home}: the received bytes do not match the hash of those sent")

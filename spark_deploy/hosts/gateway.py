@@ -1,4 +1,4 @@
-"""The gateway of a service on a host, and the timers of a schedule."""
+"""Gateway of a service, and timers of a schedule."""
 
 import re
 import shlex
@@ -28,7 +28,7 @@ class SymlinkTarget(LineFact):
 
 
 class WatchTools(LineFact):
-    """The tools directory used by the running watchdog of a release; "" if none runs."""
+    """Tools directory of a release's running watchdog; "" if none runs."""
 
     def command(self, release: str) -> str:
         unit = shlex.quote(WATCH.of(release))
@@ -45,10 +45,7 @@ class TailnetAddress(LineFact):
 
 
 class GatewayCertificate(HostFact[tuple[bytes, bytes]]):
-    """Certificate and public key of a gateway, PEM; empty when absent.
-
-    Uses openssl, on which ca-certificates depends.
-    """
+    """Certificate and public key, PEM; empty if absent."""
 
     default = staticmethod(lambda: (b"", b""))
 
@@ -63,8 +60,7 @@ class GatewayCertificate(HostFact[tuple[bytes, bytes]]):
         return certificate.strip().encode(), key.strip().encode()
 
 
-# Changed files take effect by a reload, which finishes running answers. The change of release
-# starts the gateway, because only then an engine runs behind it.
+# A reload lets running answers finish. A rollout starts the gateway, once an engine runs.
 _USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
@@ -76,9 +72,9 @@ def gateway_paths(plan: GatewayPlan) -> tuple[str, ...]:
 
 @host_operation
 def configure_gateway(plan: GatewayPlan) -> Commands:
-    """Install the gateway's files and reload the gateway if it runs."""
+    """Install the gateway's files; reload it if it runs."""
     changed = yield from place_files((gateway_file(plan), *_secrets(plan)))
-    if plan.tls is None:  # an earlier exposure may have left a certificate
+    if plan.tls is None:
         tls = tls_of(plan.settings.service)
         changed |= yield from remove_files((tls.certificate, tls.key))
     elif plan.tls.mode == "private-ca":
@@ -96,21 +92,21 @@ def configure_gateway(plan: GatewayPlan) -> Commands:
 
 @host_operation
 def replace_key(plan: GatewayPlan) -> Commands:
-    """Replace the API key generated on the host; the old key is refused from then on."""
+    """Replace the key generated on the host; the old one is rejected at once."""
     if plan.key.kind != "generate":
         message = f"comes from the controller ({plan.key.kind} {plan.key.value[0]})"
         refuse(f"{host.name}: serve.api_key", message, "put the new key there and run deploy.py")
     if not read_fact(Status).service(plan.settings.service):
-        message = "there is none to replace: no release was deployed here yet"
-        fix = "run deploy.py for this host; the first change of release makes the key"
+        message = "does not exist: no release was deployed here yet"
+        fix = "run deploy.py for this host, which creates the key"
         refuse(f"{host.name}: API key", message, fix)
     yield tool.line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
 
 def _restart_watch(plan: GatewayPlan, release: str | None) -> Commands:
-    """Restart a watchdog of older tools, which would write the gateway's files in an older format.
+    """Restart a watchdog of older tools, which would write older gateway files.
 
-    It follows addresses that come and go, with the code that it started with; engines continue.
+    It follows addresses that come and go; engines continue.
     """
     if release is None or not EXPOSURES[plan.settings.expose].late:
         return
@@ -130,7 +126,7 @@ def _secrets(plan: GatewayPlan) -> list[ManagedFile]:
             raise SettingsError.one("serve.api_key", message, fix)
         files.append(ManagedFile(plan.settings.key_path, f"{key}\n".encode(), 0o600))
     if plan.tls and plan.tls.mode == "own-cert":
-        # Imported here: most services need no X.509.
+        # Most services need no X.509.
         from spark_deploy.hosts.certificates import read_pair
 
         pair = read_pair(plan.tls.certificate, plan.tls.key)
@@ -146,7 +142,7 @@ def _pair_files(plan: GatewayPlan, certificate: bytes, key: bytes) -> list[Manag
 def _issue_certificate(
     plan: GatewayPlan, names: tuple[str, ...], ca_dir: str
 ) -> Generator[Any, None, bool]:
-    """Issue a certificate of the private CA if the present is not valid; return whether."""
+    """Issue a certificate if the present one is invalid; return whether."""
     from spark_deploy.hosts.certificates import issue, why_renew
 
     tls = tls_of(plan.settings.service)
@@ -184,7 +180,7 @@ class Timers(HostFact[dict[str, bool]]):
 
 
 class Calendars(LineFact):
-    """The first calendar expression that the host's systemd rejects; "" if it accepts all."""
+    """First calendar expression that systemd rejects; "" if none."""
 
     def command(self, times: Sequence[str]) -> str:
         words = " ".join(map(shlex.quote, times))
@@ -197,8 +193,8 @@ class Calendars(LineFact):
 @host_operation
 def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
     if times and (rejected := host.get_fact(Calendars, times=tuple(times))):
-        fix = "see `man systemd.time`; test it with `systemd-analyze calendar TEXT`"
-        refuse(f"{host.name}: schedule", f"{rejected!r} is no time for the host's systemd", fix)
+        fix = "correct it (`man systemd.time`); test it with `systemd-analyze calendar TEXT`"
+        refuse(f"{host.name}: schedule", f"systemd rejects the time {rejected!r}", fix)
     running = read_fact(Timers)
     wanted = sorted(file.path.rpartition("/")[2] for file in timers)
     obsolete = [name for name in running if name not in wanted]

@@ -36,7 +36,7 @@ from spark_deploy.hosts.operations import Commands, Refused, host_command, host_
 from spark_deploy.hosts.packages import add_repositories, install, known_urls_script
 from spark_deploy.plan.types import CudaPlan, DockerPlan
 
-# On GB10 memory figures read ``[N/A]``, so they are not requested.
+# Without memory, which reads ``[N/A]`` on GB10.
 GPU_SCRIPT = (
     f"echo '== module'; cat {DRIVER_MODULE}\n"
     + r"""apps=
@@ -97,7 +97,7 @@ class GpuState:
 
     @property
     def driver_version(self) -> str:
-        """Version of the user-space driver, or of the module when nvidia-smi fails."""
+        """User-space driver, or the module if nvidia-smi fails."""
         return self.gpus[0].driver_version if self.gpus else self.module_version
 
 
@@ -129,7 +129,7 @@ def parse_gpu(sections: Sections) -> GpuState:
 
 
 def parse_smi(lines: Sequence[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
-    """Return status, error text and GPUs from nvidia-smi's output and the ``rc=`` line."""
+    """The last line of nvidia-smi's output is ``rc=`` and the exit status."""
     if not lines:
         return "missing", "", ()
     returned = lines[-1].removeprefix("rc=") if lines[-1].startswith("rc=") else "0"
@@ -183,7 +183,7 @@ class CudaState(HostFact[Cuda]):
 
 
 def parse_version_json(lines: Iterable[str]) -> list[Toolkit]:
-    """Read version.json files, each below a line `# path`; broken files are skipped."""
+    """Each file is below a line `# path`; broken files are skipped."""
     texts: dict[str, list[str]] = {}
     for line in lines:
         if line.startswith("# "):
@@ -203,7 +203,7 @@ def fact_arguments(plan: CudaPlan) -> dict[str, Any]:
 
 
 def find_toolkit(toolkits: Sequence[Toolkit], version: str) -> Toolkit | None:
-    """Pick the newest toolkit of the planned major version that is not older than planned."""
+    """Return the newest toolkit of this major version, if not older than ``version``."""
     wanted = _numbers(version)
     fitting = (toolkit for toolkit in toolkits if _numbers(toolkit.version)[0] == wanted[0])
     newest = max(fitting, key=lambda toolkit: _numbers(toolkit.version), default=None)
@@ -224,7 +224,7 @@ def add_cuda_repositories(plan: CudaPlan) -> Commands:
 
 @host_operation
 def install_cuda(plan: CudaPlan) -> Commands:
-    """Install a CUDA toolkit of the planned version; a fitting toolkit is kept as it is."""
+    """A fitting toolkit is kept."""
     present = find_toolkit(read_fact(CudaState, **fact_arguments(plan)).toolkits, plan.version)
     if present:
         host.noop(f"CUDA {present.version} at {present.path} is kept")
@@ -232,33 +232,31 @@ def install_cuda(plan: CudaPlan) -> Commands:
         yield install([plan.package], plan.package_lock_wait_s)
 
 
-# How a container gets the GPU on this host: NVIDIA's runtime, or a CDI device. The container check
-# verifies the choice and writes it to the receipt, which the engine's start uses.
-#
-# Works with toolkit modes auto and legacy, and with every docker since 19.03.
+# A container gets the GPU through NVIDIA's runtime (toolkit modes auto and legacy, docker 19.03 and
+# newer) or a CDI device. The container check verifies it and writes it to the receipt.
 RUNTIME = ("--runtime=nvidia",)
-# runc, because a default nvidia runtime would add the devices a second time.
+# A default nvidia runtime would add the devices a second time.
 CDI = ("--runtime=runc", "--device=nvidia.com/gpu=all")
 SPECIFICATION = "/etc/cdi/nvidia.yaml"
 
 
 def gpu_arguments(state: Docker) -> tuple[str, ...]:
-    """Return the arguments of ``docker run`` that give a container the GPU.
+    """Return arguments of ``docker run`` that give a container the GPU.
 
-    CDI only where the host's owner chose it: the toolkit is forced to it, or there is no NVIDIA
-    runtime. Hosts that have both use the runtime; freezes under load were seen with CDI there.
+    CDI only if the toolkit is forced to it or has no runtime: freezes under load were seen with
+    CDI.
     """
     forced = state.toolkit_mode == "cdi" and state.cdi_directories
     return CDI if lacks_runtime(state) or forced else RUNTIME
 
 
 def lacks_runtime(state: Docker) -> bool:
-    """Whether the toolkit is installed without the runtime, which must then not be registered."""
+    """Whether the toolkit is installed without its runtime."""
     return bool(state.toolkit_version) and not state.runtime
 
 
 def lacks_specification(state: Docker) -> bool:
-    # Where the toolkit is forced to CDI, the runtime resolves it for an engine without CDI.
+    # Forced to CDI, the runtime needs the file for an engine without CDI.
     return not state.cdi and (gpu_arguments(state) == CDI or state.toolkit_mode == "cdi")
 
 
@@ -275,13 +273,13 @@ def gpu_problem(state: Docker) -> Problem | None:
 
 
 def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
-    """Return the versions that the container check depends on; unknown ones are unchanged."""
+    """Return versions that the check depends on; silent tools count as unchanged."""
     key = {
         "image": plan.check_image,
         "docker": str(state.info.get("ServerVersion", "")),
         "toolkit": state.toolkit_version,
         "mode": state.toolkit_mode,
-        # Unknown while the daemon is down: it reports whether it reads CDI specifications.
+        # Only a running daemon reports whether it reads CDI.
         "gpu_through": " ".join(gpu_arguments(state)) if state.info else "",
         "driver": state.driver_version,
         "kernel": state.kernel,
@@ -290,17 +288,16 @@ def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
     return {**key, **{name: known.get(name, "") for name in state.silent}}
 
 
-_PULL_S = 6 * 3600  # on a slow line; a stalled pull fails much sooner
-# Not root, as the engine: device files that are closed to other users must fail here.
+_PULL_S = 6 * 3600
+# Not root, as the engine: closed device files must fail here.
 _NOBODY = "65534:65534"
 
 
 @host_command
 def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str, Any]) -> bool:
-    """Run a container that lists the GPUs and write the receipt; only a `GPU` line is a proof.
+    """List the GPUs in a container and write the receipt.
 
-    Exit status and first line are no proof: CUDA images print a banner before, and exit 0
-    without any GPU.
+    Only a `GPU` line proves it: CUDA images print a banner first, and exit 0 without a GPU.
     """
     docker = run_fact(host, DockerState, timeout_s=120, **arguments)
     if problem := gpu_problem(docker):
@@ -334,15 +331,15 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
 
 
 def _pull(host: Host, image: str) -> None:
-    """Pull the image before the container starts, which would wait for a registry for ever."""
-    # Without our tools, or with older ones (exit status 2), docker pulls within the check's limit.
+    """Pull first: a container's start would wait for a registry forever."""
+    # Without tools, or with older ones (exit status 2), `docker run` pulls it.
     command = f"{tool.line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
     try:
         with heartbeat(host, f"image {image}"):
             run(host, tool.when_installed(command), timeout_s=_PULL_S)
     except CommandFailed as failure:
         last = (failure.output.strip().splitlines() or ["no output"])[-1]
-        problem = Problem(f"image {image}", last, "`journalctl -u docker`; then run again")
+        problem = Problem(f"image {image}", last, "check `journalctl -u docker`, then run again")
         raise Refused(problem_in(last) or problem) from failure
 
 
@@ -351,12 +348,12 @@ _GPU_ERRORS = (
     (
         "(unknown or invalid runtime name|Unknown runtime specified)",
         "the nvidia runtime is not registered",
-        "run again; if it stays, look at runtimes in /etc/docker/daemon.json",
+        "run again; if that does not help, correct runtimes in /etc/docker/daemon.json",
     ),
     (
         "could not select device driver",
         "docker has no driver for GPUs: the toolkit is missing or newer than docker's start",
-        "restart docker",
+        "restart docker, then run again",
     ),
     (
         "unresolvable CDI devices",
@@ -378,7 +375,7 @@ _GPU_ERRORS = (
     (
         "Driver/library version mismatch",
         "the running module and the installed library differ",
-        "reboot",
+        "reboot the host",
     ),
 )
 

@@ -1,7 +1,7 @@
 """Start jobs on a host and wait for them.
 
-systemd on the host runs them, so work continues without the controller or the connection and after
-a reboot; the next run attaches to it.
+systemd runs them: they continue without the controller and after a reboot, and the next run
+attaches.
 """
 
 import time
@@ -16,7 +16,7 @@ from spark_contract.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_D
 
 from spark_deploy.hosts.commands import HEARTBEAT_S, log_once, run_reconnecting, shell
 from spark_deploy.hosts.downloads import with_known_peers
-from spark_deploy.hosts.facts import find_answer, read_fact
+from spark_deploy.hosts.facts import find_cached_value, read_fact
 from spark_deploy.hosts.files import pack_files, place_files, unpack_script
 from spark_deploy.hosts.operations import Commands, host_command, host_operation, refuse, show
 from spark_deploy.hosts.status import JobStates, parse_poll, poll_command
@@ -25,13 +25,13 @@ from spark_deploy.plan.jobs import Work
 from spark_deploy.plan.types import ManagedFile
 
 POLL_EVERY_S = 2.0
-PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
+PREPARE_TIMEOUT_S = 6 * 3600
 
 
 def progress_text(state: JobState) -> str:
     if state.state == "unknown":
         return state.result
-    if state.progress is None:  # a tool without byte counts: last line and run time
+    if state.progress is None:  # the tool counts no bytes
         elapsed = f" ({state.elapsed_s} s)" if state.elapsed_s else ""
         return f"{state.last_line or state.result or 'starting'}{elapsed}"
     progress = state.progress
@@ -48,9 +48,9 @@ def progress_text(state: JobState) -> str:
 
 @host_operation
 def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
-    """Start a job of a release unless it runs already or the receipt exists.
+    """Start a job unless it runs or its receipt exists.
 
-    ``names`` are all jobs of the release, so that a single fact serves all operations.
+    ``names`` are all jobs of the release, so that one fact serves all operations.
     """
     job, target = work.job, PREPARE.of(release)
     jobs = read_fact(JobStates, jobs=names, target=target)
@@ -66,12 +66,12 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         if target in jobs.linked and job.digest12 in jobs.pulled:
             host.noop(f"{job.title}: already running, attaching")
             return
-        # Started for another choice: from now on a boot continues it for this choice.
+        # Started for another release: from now on a boot continues it for this one.
         yield from place_files((boot,))
         yield shell(_link(target))
         return
     if state is not None and state.state == "unknown":
-        # Starting it on a guess would be reported as a change.
+        # A start on a guess would be reported as a change.
         refuse(f"{host.name}: {job.title}", progress_text(state), "run again when it answers")
     if job.kind == FETCH_JOB and not host.state.is_executing:
         host.log(f"{job.title}: not on this host, {job.total_bytes or 0} bytes to fetch")
@@ -79,11 +79,11 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     token = [*_token(work)]
     yield shell(
         f"{_link(target)}; "
-        # The status of an earlier attempt would look like the outcome of this attempt.
+        # An old status would look like that of this attempt.
         f"rm -f {job.dir}/status.json {job.dir}/progress; "
         f"systemctl reset-failed {job.unit} 2>/dev/null; "
-        # In the command that starts the job, which later removes the token: a controller killed
-        # here leaves no token without a job.
+        # The job removes the token, so one command sends it and starts the job: a killed controller
+        # leaves no token behind.
         + (f"(\n{unpack_script(token)}\n) && " if token else "")
         + f"systemctl start --no-block {job.unit}",
         stdin=pack_files(token) if token else None,
@@ -91,7 +91,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
 
 
 def _token(work: Work) -> Iterator[ManagedFile]:
-    """Yield the file with the hub's token, which the host removes after the job."""
+    """Yield the hub's token, which the host removes after the job."""
     token = read_hub_token(work.hub) if work.hub else None
     if work.hub is None or token is None:
         return
@@ -101,7 +101,7 @@ def _token(work: Work) -> Iterator[ManagedFile]:
 
 
 def _link(target: str) -> str:
-    """Return the script that lets a boot continue the jobs of a target."""
+    """Let a boot continue the jobs of a target."""
     return (
         f"systemctl daemon-reload; mkdir -p {BOOT_LINKS}; "
         f"ln -sfn {UNITS_DIR}/{PREPARE.of('')} {BOOT_LINKS}/{target}; "
@@ -110,7 +110,7 @@ def _link(target: str) -> str:
 
 
 def _retire(targets: Sequence[str]) -> str:
-    """Return the script after which no boot continues the jobs of targets; running jobs finish."""
+    """Keep boots from continuing the jobs of targets; running jobs finish."""
     links = " ".join(f"{BOOT_LINKS}/{target} {drop_in_dir(target)}" for target in targets)
     return (
         f"rm -rf {links}; systemctl stop {' '.join(targets)} 2>/dev/null; systemctl daemon-reload"
@@ -124,14 +124,14 @@ def wait_for_jobs(
     timeout_s: int = PREPARE_TIMEOUT_S,
     retire_others: bool = False,
 ) -> Commands:
-    """Wait until every job of a release has a receipt; show progress, and the log of a failed job.
+    """Wait until all jobs have receipts; show progress, and the log of a failed job.
 
-    After ``timeout_s`` the jobs continue. With ``retire_others`` boots stop continuing jobs of
-    releases of the service that were replaced before they were built.
+    After ``timeout_s`` jobs continue. With ``retire_others`` boots stop continuing jobs of replaced
+    releases of the service.
     """
     names, target = tuple(job.digest12 for job in jobs), PREPARE.of(release)
-    # Without jobs only the boot targets matter, which every answer contains.
-    cached = None if names else find_answer(JobStates)
+    # Every value contains the boot targets, all that matters without jobs.
+    cached = None if names else find_cached_value(JobStates)
     states = cached or read_fact(JobStates, jobs=names, target=target)
     service = release.rpartition("-")[0]
     linked = {target: RELEASE_NAME.match(PREPARE.instance(target)) for target in states.linked}
@@ -170,7 +170,7 @@ def _wait(_: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool:
             if due:
                 logged[title] = (text, time.monotonic())
                 host.log(f"{title}: {text}")
-        # Without names the host reports every job.
+        # Asked for no names, the host reports every job.
         failed = [name for name in titles if name in states and states[name].state == "failed"]
         for name in failed:
             for line in states[name].log_tail:
@@ -178,7 +178,7 @@ def _wait(_: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool:
             show(
                 host,
                 f"{titles[name]}: failed (exit status {states[name].exit_code})\n"
-                f"  fix: see the lines above; `journalctl -u {JOB.of(name)}` has all of them",
+                f"  fix: correct the cause above; full log: `journalctl -u {JOB.of(name)}`",
             )
         if failed:
             return False

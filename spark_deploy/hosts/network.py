@@ -1,4 +1,4 @@
-"""Ports, addresses, netplan files, listeners and reachability as a host reports them."""
+"""Ports, addresses, netplan files, listeners and reachability of a host."""
 
 import re
 import shlex
@@ -65,7 +65,7 @@ class Fabric(HostFact[Ports]):
 
 
 def _interfaces(lines: Iterable[str]) -> Iterator[tuple[str, bool, int, tuple[str, ...]]]:
-    """Yield name, link state, MTU and addresses of each interface in the output of `ip addr`."""
+    """Yield name, link state, MTU and addresses, from `ip addr`."""
     interfaces: list[tuple[re.Match[str], list[str]]] = []
     for line in lines:
         if start := _INTERFACE.match(line):
@@ -91,11 +91,11 @@ _PROFILES = "/etc/NetworkManager/system-connections/*.nmconnection"
 _NETPLAN_SCRIPT = rf"""
 echo '== there'; command -v netplan
 echo '== tried'; ls {NETPLAN_TRIAL} 2>/dev/null
-# The restore removes the file first, the addresses seconds later.
+# A restore removes the file seconds before the addresses.
 systemctl is-active --quiet {RETURN_UNIT}.service && echo restoring
 echo '== ours'; head -c {_MAX_BYTES} {NETPLAN_FILE} 2>/dev/null
 echo; echo '== named'
-# A profile that NetworkManager used before wins over netplan's new one.
+# NetworkManager's older profile wins over netplan's new one.
 for f in /lib/netplan/*.yaml /etc/netplan/*.yaml /run/netplan/*.yaml {_PROFILES}; do
   [ -f "$f" ] && [ "${{f##*/}}" != '{NETPLAN_FILE.rpartition("/")[2]}' ] || continue
   for n in /sys/class/net/*; do
@@ -120,9 +120,7 @@ class Netplan:
     below: dict[str, str]  # interface: the bridge or bond it is part of
 
 
-class NetplanFiles(HostFact[Netplan]):
-    """Read as root: only root can read netplan's files."""
-
+class NetplanFiles(HostFact[Netplan]):  # only root can read netplan's files
     def command(self) -> str:
         return build_script(_NETPLAN_SCRIPT)
 
@@ -145,7 +143,7 @@ def _pairs(lines: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A listening TCP socket; process fields are empty for kernel sockets."""
+    """A TCP socket; sockets of the kernel have no process."""
 
     address: str
     port: int
@@ -155,15 +153,15 @@ class Listener:
 
     @property
     def service(self) -> str:
-        """The service if a gateway listens here, or ""."""
+        """Service of a listening gateway, or ""."""
         match = re.search(r"/spark-gateway(?:@|\\x40)([^/]+)\.service", self.cgroup)
         return match[1] if match else ""
 
 
 def ports_script(ports: Sequence[int]) -> str:
-    """Print the listeners of some ports, then the cgroup of each process behind them.
+    """Print listeners, then the cgroup of each process.
 
-    The longest path of /proc/PID/cgroup is used: with v1 controllers the v2 line is only "/".
+    The longest path in /proc/PID/cgroup counts: with v1 controllers the v2 line is only "/".
     """
     wanted = " or ".join(f"sport = :{port}" for port in ports) or "sport = :0"
     return rf"""
@@ -176,7 +174,7 @@ done
 
 
 def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[Listener, ...]:
-    """Read ``ss -ltnp`` with or without heading; each socket once."""
+    """Read ``ss -ltnp``, with or without heading."""
     cgroup_of = _pairs(cgroups)
     listeners: dict[tuple[str, int], Listener] = {}
     for line in lines:
@@ -194,16 +192,16 @@ def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[
     return tuple(listeners.values())
 
 
-_HEADERS_BYTES = 28  # of IP and ICMP, which count towards the MTU
-# Three packets, five seconds at most, all links at once.
+_HEADERS_BYTES = 28  # IP and ICMP, part of the MTU
+# Three packets, at most five seconds.
 _PING = "ping -q -n -M do -c 3 -i 0.2 -W 1 -w 5"
 
 
 class Reach(HostFact[dict[str, str]]):
-    """For each address "yes", "no", or "unknown" where the host has no ping."""
+    """By address "yes", "no", or "unknown" without ping."""
 
     def command(self, links: Sequence[tuple[str, str, int]]) -> str:
-        """Return the script; ``links`` are interface, address of a member, MTU of the interface."""
+        """``links``: interface, address of a member, MTU."""
         tests = []
         for interface, address, mtu in links:
             words = f"-I {shlex.quote(interface)} -s {mtu - _HEADERS_BYTES} {shlex.quote(address)}"

@@ -1,10 +1,10 @@
-"""What every operation needs: a lease on the host, and errors that fail only that host.
+"""A lease on the host, and errors that fail only that host.
 
-The lease makes runs change a host in turn. It is a file in ``/run``: holder, since when, until when
-(in seconds of the host's uptime, so that no clock matters). A run renews it and returns it at the
-end or when interrupted; it expires soon after a killed run. Dry runs and runs without changes take
-none. Shell commands write it, for hosts without our tools. Only root can open the lock, because a
-reader of a file may lock it.
+The lease lets one run at a time change a host. The file in ``/run`` holds run, expiry (in uptime,
+so no clock matters), start and user. A run renews it, and returns it at the end or when
+interrupted; after a kill it expires. Dry runs and runs without changes take none. It is written by
+shell commands, for hosts without our tools; only root can open the lock, because every reader of a
+file may lock it.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def this_run() -> str:
 
 
 def holder() -> str:
-    """Return the user of this run, for the messages of other runs: ``ann@desk``."""
+    """Return ``user@machine``, shown to other runs."""
     return _plain_word(f"{getpass.getuser()}@{platform.node()}")
 
 
 def take_script(
-    path: str, token: str, user: str, over: str | None = None, *, check_only: bool = False
+    path: str, token: str, user: str, replaces: str | None = None, *, check_only: bool = False
 ) -> str:
-    """Return the script that takes or renews a lease for ``user``, or prints the holder.
+    """Take or renew a lease for ``user``, or print the holder.
 
-    ``over`` is the token of a dead run; ``check_only`` leaves a free lease free.
+    ``replaces``: token of a dead run, which may be replaced; ``check_only`` takes none.
     """
     lease = shlex.quote(path)
     when_free = "echo free; exit 0" if check_only else ":"
@@ -83,7 +83,7 @@ now=$(cut -d. -f1 /proc/uptime)
 have= until=0 since= user=
 if [ -f {lease} ]; then read -r have until since user < {lease} || :; fi
 case $until in ''|*[!0-9]*) until=0;; esac
-if [ "$until" -gt "$now" ] && [ "$have" != {token} ] && [ "$have" != {over or token} ]; then
+if [ "$until" -gt "$now" ] && [ "$have" != {token} ] && [ "$have" != {replaces or token} ]; then
   echo "held $have $((until - now)) $since $user"; exit 0
 fi
 {when_free}
@@ -103,7 +103,7 @@ if [ "$have" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
 
 @dataclass(slots=True)
 class _Lease:
-    checked: bool = False  # for another run
+    checked: bool = False  # for other runs
     requested: bool = False
     taken: bool = False
     renewing: gevent.Greenlet[..., None] | None = field(default=None)
@@ -113,25 +113,25 @@ _leases: WeakKeyDictionary[Host, _Lease] = WeakKeyDictionary()
 
 
 class ReturnLeases(BaseStateCallback):
-    """Returns leases at the end of a run, also of a failed one."""
+    """Return leases at the end of a run, also a failed one."""
 
     @staticmethod
     def when_interrupted(state: State) -> None:
-        """End an interrupted run at once with the usual exit, which returns leases.
+        """End an interrupted run at once, returning leases.
 
-        By itself pyinfra finishes the current operation, however long, and exits with 0; or
-        continues, where the exception of the handler reaches code that drops it.
+        pyinfra alone would finish the current operation and exit 0, or drop the exception of a
+        signal handler.
         """
         main = gevent.get_hub().parent
         ended_s: list[float] = []
 
         def end(number: int, _: FrameType | None) -> None:
-            # A terminal signals every process of the group, and then a parent signals again: that
-            # must not prevent the return of a lease.
+            # A terminal signals the process group, then a parent may signal again: that must not
+            # prevent the return.
             if ended_s and time.monotonic() - ended_s[0] < _SAME_INTERRUPT_S:
                 return
             ended_s.append(time.monotonic())
-            # Python drops handlers at exit: the second signal would become the exit code.
+            # Python drops handlers at exit; a second signal would become the exit code.
             atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, _INTERRUPTS)
             sys.stderr.write(
                 "interrupted: leases are returned; work started on hosts continues, and the next "
@@ -146,7 +146,6 @@ class ReturnLeases(BaseStateCallback):
 
     @staticmethod
     def host_disconnect(state: State, host: Host) -> None:
-        """Return the lease of a host, over the connection that is still open."""
         lease = _leases.pop(host, None)
         if lease is None or not lease.requested:
             return
@@ -159,7 +158,7 @@ class ReturnLeases(BaseStateCallback):
 
 
 def hold_lease(state: State, host: Host) -> None:
-    """Call once at the top of a deploy: the first command that changes ``host`` takes a lease."""
+    """Take a lease before the first command that changes ``host``."""
     if ReturnLeases not in map(type, state.callback_handlers):
         state.add_callback_handler(ReturnLeases())  # type: ignore[no-untyped-call]  # pyinfra
         if pyinfra.is_cli:
@@ -172,7 +171,7 @@ def _current_lease() -> _Lease | None:
 
 
 def _find_other_run() -> Problem | None:
-    """Return another run that changes the current host; checked once per run."""
+    """Return the other run that changes this host; checked once."""
     lease = _current_lease()
     if lease is None or lease.checked or lease.taken:
         return None
@@ -200,19 +199,19 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
         answer = _run_script(host, take_script(LEASE, token, holder(), check_only=check_only))
         other, *rest = answer.removeprefix("held ").split(" ")
         if answer.startswith("held ") and _is_dead(other):
-            # A killed run of this machine cannot return the lease.
-            script = take_script(LEASE, token, holder(), over=other, check_only=check_only)
+            # Left by a killed run of this machine.
+            script = take_script(LEASE, token, holder(), replaces=other, check_only=check_only)
             answer = _run_script(host, script)
     except _CONNECTION_ERRORS as error:
         return unreachable(where, type(error).__name__)
     if answer in ("taken", "free"):
         return None
     if not answer.startswith("held ") or len(rest) != 3:
-        fix = "check whether /run is full, and run again"
+        fix = "make room in /run, then run again"
         return Problem(where, f"could not be taken: {answer[:200]!r}", fix)
     left_s, since, user = map(_plain_word, rest)
     message = f"{user} has been changing this host since {since} (lease expires in {left_s} s)"
-    return Problem(where, message, "wait for that run, and run again")
+    return Problem(where, message, "wait for that run to end, then run again")
 
 
 def _is_dead(token: str) -> bool:
@@ -239,7 +238,7 @@ def _renew(host: Host, lease: _Lease) -> None:
 
 
 def _run_script(host: Host, script: str) -> str:
-    """Run a script as root, next to other commands of the run; return the last line."""
+    """Run a script as root; return the last line."""
     ok, output = host.run_shell_command(
         shell(script), _timeout=_TIMEOUT_S, _sudo=bool(host.data.get("_sudo"))
     )
@@ -248,7 +247,7 @@ def _run_script(host: Host, script: str) -> str:
 
 
 def show(host: Host, text: str, colour: str = "red") -> None:
-    """Print a text of several lines under the host's name."""
+    """Print lines under the host's name."""
     for line in text.splitlines():
         host.log_styled(line, fg=colour)
 
@@ -259,7 +258,7 @@ def warn(host: Host, *problems: Problem) -> None:
 
 
 class Refused(Exception):  # noqa: N818 - reads better at the call site
-    """Stops the work on a single host."""
+    """Stop the work on this host only."""
 
     def __init__(self, *problems: Problem):
         super().__init__("\n".join(str(problem) for problem in problems))
@@ -275,7 +274,7 @@ def _refuse(state: State, host: Host, text: str) -> bool:
 
 
 def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[..., bool]:
-    """Let the function of a ``FunctionCommand`` refuse the host."""
+    """Let a ``FunctionCommand`` refuse the host."""
 
     @functools.wraps(body)
     def guarded(state: State, host: Host, *args: P.args, **kwargs: P.kwargs) -> bool:
@@ -288,12 +287,10 @@ def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[
 
 
 def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
-    """Make an operation that takes the host's lease before the first command.
+    """Take the host's lease before the first command; errors fail only this host.
 
-    An exception in the body becomes a failure of only this host. By itself pyinfra 3.10 stops the
-    whole run with a traceback (``run_host_op`` contains only errors of commands), also when the
-    last host is lost while a fact is read. A dry run executes no command, so the text is printed
-    while predicting as well.
+    pyinfra 3.10 would end the run with a traceback. A dry run executes no command, so a refusal is
+    printed while predicting.
     """
 
     @functools.wraps(body)
@@ -306,7 +303,7 @@ def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
                     raise Refused(other_run)
                 yield command
         except Exception as error:
-            # Wrong settings are wrong for every host and end the run.
+            # Wrong settings end the run for all hosts.
             if isinstance(error, SettingsError):
                 raise
             if isinstance(error, PyinfraError) and not current_state.is_executing:
@@ -320,9 +317,9 @@ def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
 
 
 def _describe(operation: str, error: Exception) -> Problem:
-    """Describe an error that no operation handled: a lost host, or a defect of this project."""
+    """Describe an unhandled error: a lost host, or a defect of this project."""
     if not isinstance(error, PyinfraError | FactUnavailable):
-        fix = "report this message: it is a defect of dgx-spark-deploy"
+        fix = "report this message as a defect of dgx-spark-deploy"
         return Problem(operation, f"{type(error).__name__}: {error}", fix)
     host = current_host()
     where = f"{host.name}: {operation}"

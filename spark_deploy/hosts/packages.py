@@ -1,6 +1,6 @@
-"""Packages and repositories, without ever touching driver, kernel or firmware.
+"""Packages and repositories; driver, kernel and firmware are never changed.
 
-apt-get of apt 2.6 to 2.8: `-s` prints an `Inst`/`Remv` line for each package that would change.
+apt 2.6 to 2.8: `-s` prints an `Inst` or `Remv` line for each changed package.
 """
 
 import re
@@ -21,7 +21,7 @@ from spark_deploy.plan.types import FileState, ManagedFile
 
 
 def packages_script(names: Sequence[str]) -> str:
-    """List those of ``names`` that are installed, or provided by an installed package."""
+    """Print installed packages of ``names``, and those provided by others."""
     return rf"""
 echo '== packages'
 dpkg-query -W -f '${{db:Status-Abbrev}}\t${{Package}}\t${{Version}}\t${{Provides}}\n' 2>/dev/null |
@@ -37,12 +37,12 @@ awk -F '\t' -v names={shlex.quote(" ".join(names))} '
 
 
 def parse_packages(lines: Iterable[str]) -> dict[str, str]:
-    """Read the ``packages`` section: name to version (or to provider and version)."""
+    """Return name to version, or to provider and version."""
     return dict(line.split("\t", 1) for line in lines if "\t" in line)
 
 
 def known_urls_script(urls: Sequence[str]) -> str:
-    """Print those of ``urls`` that an unmanaged source of apt names."""
+    """Print ``urls`` in unmanaged sources of apt."""
     return rf"""
 echo '== known-urls'
 for url in {" ".join(map(shlex.quote, urls))}; do
@@ -52,8 +52,8 @@ done
 """
 
 
-# A Spark's driver, kernel and firmware are one factory set; half a set leaves no GPU at all.
-# libnvidia-container* and nvidia-container-toolkit* belong to docker and may change.
+# Driver, kernel and firmware of a Spark are one set: half of it leaves no GPU. libnvidia-container*
+# and nvidia-container-toolkit* belong to docker and may change.
 _PROTECTED = re.compile(
     r"nvidia-(driver|dkms|kernel|open|utils|compute-utils|firmware|settings|prime|modprobe|"
     r"fabricmanager|imex|persistenced|system)|"
@@ -65,8 +65,8 @@ _PROTECTED = re.compile(
 
 _CHANGE = re.compile(r"(?:Inst|Remv)\s+(\S+)")
 
-# Without the delay's option apt 2.6 waits for ever when a repository answers with a 503. More
-# retries would cost half a minute for each file of a server that does not answer.
+# Without the delay's option apt 2.6 hangs after a 503. More retries would cost half a minute for
+# each file of a dead server.
 _APT = (
     "env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l APT_LISTCHANGES_FRONTEND=none "
     "apt-get -q -y -o DPkg::Lock::Timeout=120 -o Dpkg::Options::=--force-confold "
@@ -77,13 +77,13 @@ _LISTS = "/var/lib/apt/lists"
 
 
 def forbidden_changes(simulation: Iterable[str]) -> tuple[str, ...]:
-    """Name the packages of driver, kernel or firmware that ``apt-get -s`` would change."""
+    """Return driver, kernel and firmware packages that ``apt-get -s`` would change."""
     names = (match[1] for match in map(_CHANGE.match, simulation) if match)
     return tuple(dict.fromkeys(name for name in names if _PROTECTED.match(name)))
 
 
 def key_path(repository: RepositorySettings) -> str:
-    """Return where the key is stored; apt distinguishes armoured from binary keys by the suffix."""
+    """Apt tells armoured from binary keys by the suffix."""
     suffix = "gpg" if repository.key_url.endswith(".gpg") else "asc"
     return f"/etc/apt/keyrings/spark-{repository.name}.{suffix}"
 
@@ -112,9 +112,9 @@ def repository_files(repositories: Iterable[RepositorySettings]) -> tuple[str, .
 def add_repositories(
     wanted: Sequence[RepositorySettings], known_urls: Sequence[str], *, needed: bool
 ) -> Commands:
-    """Add or repair repositories; none is added while no package has to be installed.
+    """Add or repair repositories; add none while no package is missing.
 
-    A repository that another file names already is skipped: apt refuses two keys for a source.
+    Skip those in another file: apt refuses two keys for a source.
     """
     states, changed = file_states(repository_files(wanted)), False
     for repository in wanted:
@@ -134,7 +134,7 @@ def add_repositories(
         host.noop("repositories are as planned" if needed else "no package has to be installed")
 
 
-# A repository's key is fetched like the packages: through apt's proxy.
+# Keys are fetched through apt's proxy.
 _APT_PROXY = """\
 eval "$(apt-config shell http_proxy Acquire::http::Proxy https_proxy Acquire::https::Proxy)"
 for v in http_proxy https_proxy; do
@@ -166,7 +166,7 @@ cat > {put}.spark-new; mv -fT {put}.spark-new {put}
                 f"not the pinned {repository.key_sha256}; nothing was added"
             )
             refuse(where, message, "ask the vendor whether the key changed, then set key_sha256")
-        message = f"cannot add it: {failure.output.strip() or failure}"
+        message = f"cannot be added: {failure.output.strip() or failure}"
         refuse(where, message, "check key_url and the host's network")
     return True
 
@@ -174,10 +174,7 @@ cat > {put}.spark-new; mv -fT {put}.spark-new {put}
 def install(
     packages: Sequence[str], lock_wait_s: int, quiet_services: Sequence[str] = ()
 ) -> FunctionCommand:
-    """Build the command that installs missing packages.
-
-    ``quiet_services`` are services of these packages that must not start or be enabled.
-    """
+    """``quiet_services`` of these packages must not start or be enabled."""
     return FunctionCommand(_install, [tuple(packages), lock_wait_s, tuple(quiet_services)], {})
 
 
@@ -192,7 +189,7 @@ def _install(
         with heartbeat(host, f"installing {listed}"):
             output = run(host, update_script(), timeout_s=_UPDATE_S + 300)
             failed_updates += (line for line in output if line.startswith(("E:", "W:", "Err:")))
-            for line in failed_updates:  # a broken source must not stop the update
+            for line in failed_updates:
                 host.log(f"apt-get update: {line}")
             simulation = run(host, f"{_APT} -s --no-install-recommends install {names}")
             if changes := forbidden_changes(simulation):
@@ -205,20 +202,19 @@ def _install(
             run(host, _install_script(names, quiet), timeout_s=3600)
     except CommandFailed as failure:
         tail = "\n".join(failure.output.strip().splitlines()[-12:])
-        # A missing package is often explained by a list that could not be fetched.
+        # A failed list often explains a missing package.
         why = "".join(f"\napt-get update: {line}" for line in failed_updates[-3:])
         fix = (
-            "check package names, repositories in group_vars, universe on Ubuntu, `apt-get update`"
+            "check names and repositories in the settings, universe on Ubuntu, and `apt-get update`"
         )
         refuse("packages", f"cannot install {listed}: {tail or failure}{why}", fix)
     return True
 
 
 def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:
-    """Return the script that refreshes the lists; after the limit the old lists are used.
+    """Refresh the lists; after the limit the old lists are used.
 
-    apt does not sync fetched lists: a power cut leaves empty lists that look current. Empty
-    lists are deleted first, new lists are synced.
+    apt does not sync lists: a power cut leaves empty ones that look current, so these are deleted.
     """
     files = f"find {lists} -maxdepth 1 -type f ! -name lock"
     return (
@@ -228,7 +224,7 @@ def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:
     )
 
 
-# A unit generated from a script that a removed package left behind has no owner.
+# Units generated from a script of a removed package have no owner.
 _MASK = """\
 case $(systemctl show -p FragmentPath --value {name}) in
 "" | /run/systemd/generator*) ln -s /dev/null {directory}/{name} && {mark}=yes ;;
@@ -241,10 +237,10 @@ fi"""
 
 
 def _install_script(names: str, quiet_services: Sequence[str]) -> str:
-    """Install with a single script on the host, which a lost connection cannot interrupt.
+    """Install with one script, which a lost connection cannot interrupt.
 
-    A masked unit is not started by the package; afterwards it is unmasked and disabled. A unit
-    that the host has already belongs to the owner and is neither masked nor disabled.
+    New services are masked, so that the package does not start them, then unmasked and disabled.
+    Existing units belong to the owner and stay.
     """
     units = [
         {"name": shlex.quote(service), "mark": f"masked_{number}", "directory": UNITS_DIR}
@@ -271,11 +267,11 @@ done | sort -u | while read -r pid; do echo "$pid $(cat "/proc/$pid/comm" 2>/dev
 
 
 def wait_for_lock(host: Host, limit_s: float) -> None:
-    """Wait until no other package installation runs (apt timers run after boot)."""
+    # apt's timers run after boot.
     started = monotonic()
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):
         lock = f"the package lock, held by {', '.join(holders)}: {monotonic() - started:.0f} s"
         if monotonic() - started > limit_s:
-            refuse("packages", f"waited for {lock}", "wait for it or end it, then run again")
+            refuse("packages", f"waited for {lock}", "end that process, then run again")
         host.log(f"waiting for {lock}")
         gevent.sleep(5)

@@ -1,7 +1,7 @@
-"""What we send to hosts: host tools, units and pinned wheels, and the operations that install them.
+"""Files for hosts (tools, units, wheels) and the operations that install them.
 
-The plan is pure and gets only the digests; operations get the content. On a host, each version has
-a directory named by its digest, and a link points to the current one.
+Plans contain only digests. A version has a directory named by its digest, and a link points to the
+current one.
 """
 
 import ast
@@ -66,7 +66,7 @@ def _digest(files: tuple[ManagedFile, ...]) -> str:
 
 @functools.cache
 def read_payload() -> Payload:
-    """Read everything below ``files/`` for hosts; once per run."""
+    """Read ``files/`` once per run."""
     tools = (
         *read_tree(FILES / "contract" / "spark_contract", "spark_contract"),
         *read_tree(FILES / "host" / "spark_host", "spark_host"),
@@ -89,7 +89,7 @@ def read_payload() -> Payload:
 
 
 def quantiser_digest() -> str:
-    """Return the identity of AutoRound's wheels, and of the script that runs it."""
+    """Identify AutoRound's wheels and the script that runs it."""
     script = FILES / "checkpoint/spark_checkpoint/autoround_job.py"
     paths = (CHECKOUT / QUANTISER_REQUIREMENTS, script)
     return digest_of([hashlib.sha256(path.read_bytes()).hexdigest() for path in paths])
@@ -97,7 +97,7 @@ def quantiser_digest() -> str:
 
 @functools.cache
 def supported_engines() -> tuple[str, ...]:
-    """Return the versions of vLLM listed in our plugin's source."""
+    """Return vLLM's versions in our plugin's source."""
     text = (FILES / "image" / "spark_vllm" / "__init__.py").read_text("utf-8")
     [value] = (
         node.value
@@ -109,7 +109,7 @@ def supported_engines() -> tuple[str, ...]:
 
 
 def read_tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
-    """Read the files below ``source``, without bytecode, with their paths below ``target``."""
+    """Read files without bytecode; paths are below ``target``."""
     return tuple(
         ManagedFile(str(PurePosixPath(target) / path.relative_to(source)), path.read_bytes())
         for path in sorted(source.rglob("*"))
@@ -118,7 +118,7 @@ def read_tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
 
 
 def site_archive(requirements: str, python_version: str, machine: str) -> tuple[Path, str]:
-    """Resolve the pinned wheels for a Python and machine; return a cached zip and the digest."""
+    """Return a cached zip of the pinned wheels, and its digest."""
     pins = (CHECKOUT / requirements).read_bytes()
     key = hashlib.sha256(f"{python_version} {machine}\n".encode() + pins).hexdigest()
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -145,7 +145,7 @@ def _download(requirements: str, python_version: str, machine: str, into: Path) 
         "--python-version", python_version, "--dest", str(into),
         "-r", str(CHECKOUT / requirements),
     ]  # fmt: skip
-    # glibc of DGX OS 7 is 2.39; wheels built against older versions run there.
+    # Wheels for an older glibc run on DGX OS 7 (2.39).
     for platform in ("manylinux_2_17", "manylinux_2_27", "manylinux_2_28", "manylinux2014"):
         command += ["--platform", f"{platform}_{machine}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -154,12 +154,12 @@ def _download(requirements: str, python_version: str, machine: str, into: Path) 
         raise SparkError.one(
             requirements,
             f"no pinned wheels for Python {python_version} on {machine}: {reason}",
-            "let this machine reach the package index once; hosts need none",
+            "connect this machine to the package index once; hosts need none",
         )
 
 
-# For verbs that must work on a host without our tools, with older tools, or half of them: the tools
-# are sent on standard input as a zip and imported from memory.
+# Some verbs must work without installed tools, or with older or broken ones: the tools are sent on
+# standard input as a zip and imported from memory.
 _LOADER = """
 import base64, os, sys
 zip = os.memfd_create("spark-host")
@@ -173,7 +173,7 @@ _SENT_PACKAGES = ("spark_contract/", "spark_host/")
 
 
 def memory_command(*words: str) -> str:
-    """Return the command that runs a verb of the tools sent on standard input."""
+    """Return the command that runs a verb of sent tools."""
     return shlex.join(["python3", "-I", "-B", "-c", _LOADER, *words])
 
 
@@ -191,7 +191,7 @@ _VERSION = 'import platform, sys; print("%d.%d" % sys.version_info[:2], platform
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The host's Python, and the links and wheels that we installed; "" if missing."""
+    """Python, links and wheels; "" if missing."""
 
     python_version: str = ""  # "3.12"
     machine: str = ""  # "aarch64"
@@ -214,7 +214,7 @@ class PythonSite(HostFact[Site]):
 
 
 class QuantiserSite(HostFact[Site]):
-    """Python of the engine's image ("" without an image), and the receipt of AutoRound's wheels."""
+    """Python of the engine's image ("" without image), and AutoRound's receipt."""
 
     def command(self, image: str) -> str:
         run = f"docker run --rm --network none --log-driver none --entrypoint python3 {image}"
@@ -257,7 +257,7 @@ def install_tools(
     site = read_fact(PythonSite)
     if site.tools != home:
         yield _switch_link(CURRENT_TOOLS, home)
-    # A timer without file has stopped, though the link that boots it may exist.
+    # A timer that lost its file has stopped, even if the boot link exists.
     timer = repaired or site.timer != f"{UNITS_DIR}/{DAILY_TIMER}"
     if timer:
         yield f"systemctl enable --now {DAILY_TIMER}"
@@ -274,7 +274,7 @@ def _switch_link(link: str, target: str) -> StringCommand:
 def install_site(identity: PayloadIdentity) -> Commands:
     """Install the builder's pinned wheels for this host's Python; the host needs no package index.
 
-    The controller resolves them, pip checks their hashes, and they are sent once and unpacked.
+    The controller resolves them, and pip checks their hashes.
     """
     site = read_fact(PythonSite)
     if not site.python_version:
@@ -290,10 +290,9 @@ def install_site(identity: PayloadIdentity) -> Commands:
 
 @host_operation
 def install_quantiser(image: str) -> Commands:
-    """Install AutoRound's pinned wheels for the Python of the engine's image.
+    """Install AutoRound's pinned wheels for the engine image's Python.
 
-    They come after the image's own packages on the path: AutoRound uses the engine's torch and
-    transformers.
+    The image's own packages come first: AutoRound uses the engine's torch and transformers.
     """
     site = read_fact(QuantiserSite, image=image)
     if not site.python_version:

@@ -1,4 +1,4 @@
-"""Refuse a host that does not fit, before anything is changed on it."""
+"""Refuse an unfit host before anything is changed on it."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from spark_deploy.config.settings.host import DOCKER_DIR, GB10
 from spark_deploy.hosts import capacity
 from spark_deploy.hosts.commands import is_predicted, log
 from spark_deploy.hosts.fabric import find_differences, judge_links, read_reach
-from spark_deploy.hosts.facts import answers_by_host, prefetch, read_fact
+from spark_deploy.hosts.facts import prefetch, read_fact, values_by_host
 from spark_deploy.hosts.gpu import GpuState
 from spark_deploy.hosts.operations import Commands, Refused, host_operation, warn
 from spark_deploy.hosts.survey import HostSurvey, Survey
@@ -33,7 +33,6 @@ def _warning(where: str, message: str, fix: str) -> _Finding:
 
 
 def judge(needs: NeedsPlan, survey: Survey) -> capacity.Verdict:
-    """Collect everything that is wrong with a host at once."""
     findings = (*_identity(needs, survey), *_health(needs, survey))
     workloads = capacity.judge_workloads(needs, survey)
     room = capacity.judge_capacity(needs, survey)
@@ -48,8 +47,7 @@ def judge(needs: NeedsPlan, survey: Survey) -> capacity.Verdict:
 def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     """Compare the host with ``expect:``.
 
-    In this order because each check works when later ones fail: the PCI id is readable while the
-    driver is broken, and a broken driver on the right board does not make it a wrong host.
+    Basic checks come first: the PCI id is readable while the driver is broken.
     """
     expect = needs.expect
     identity = survey.identity
@@ -62,12 +60,12 @@ def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         yield _error(
             "PCI",
             f"no device {_GB10_PCI_ID} (NVIDIA devices found: {nvidia or 'none'})",
-            "not the expected board, or the GPU fell off the bus: power-cycle, look at lspci",
+            "check the board; if the GPU fell off the bus (`lspci`), power-cycle the host",
         )
         return
     if f"{identity.os_id} {identity.os_version}" != expect.os:
         message = f"{identity.os_name or identity.os_id or 'unknown'}, expected {expect.os}"
-        fix = "install that release, or set expect.os if you know that this one works"
+        fix = "install that release, or set expect.os if this one works"
         yield _error("operating system", message, fix)
     if expect.dgx_os != "ignore" and not identity.dgx_release:
         problem = Problem(
@@ -89,7 +87,7 @@ _DRIVER_FIX = {
     "reboot: allow to have the deploy do it",
     "no-devices": "the driver does not reach the GPU (half an update, or GSP trouble): finish the "
     "vendor's update and power-cycle",
-    "error": "see `nvidia-smi` and `dmesg | grep NVRM` on the host",
+    "error": "check `nvidia-smi` and `dmesg | grep NVRM` on the host",
 }
 
 
@@ -114,11 +112,11 @@ def _driver(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
         yield _error("driver", message, "remove all but the factory branch")
 
 
-# An engine may not start, or installations fail, while any of these is half installed.
+# Engines or installations fail while one of these is half installed.
 _REQUIRED = re.compile(
     r"docker|containerd|runc|(lib)?nvidia|cuda|linux-(image|modules|nvidia)|libc6|libc-bin|nginx"
 )
-_CLOCK_S = 300  # from here on package lists and certificates may be "not valid yet"
+_CLOCK_S = 300  # above, package lists and certificates may be "not valid yet"
 
 
 def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
@@ -127,7 +125,7 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         yield _error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
     if survey.docker_silent == "active" and survey.sudo_works:  # without root docker never answers
         message = "the daemon runs but does not answer, so unmanaged containers are unknown"
-        fix = "see `journalctl -u docker` on the host; a restart of docker may be needed"
+        fix = "check `journalctl -u docker` on the host; restart docker if needed"
         yield _error("docker", message, fix)
     elif survey.docker_silent not in ("", "active"):
         message = f"its unit is {survey.docker_silent}; unmanaged containers are not known yet"
@@ -162,7 +160,7 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
 
 
 def _half_installed(survey: Survey) -> Iterator[_Finding]:
-    """Judge half-installed packages; hosts ship with some that no engine needs."""
+    """Hosts are delivered with half-installed packages that no engine needs."""
     fix = "run `dpkg --configure -a` and `apt-get -f install` on the host"
     required = [name for name in survey.broken_packages if _REQUIRED.match(name)]
     optional = [name for name in survey.broken_packages if name not in required]
@@ -173,8 +171,7 @@ def _half_installed(survey: Survey) -> Iterator[_Finding]:
         yield _warning("packages", message, fix)
 
 
-# Kernels with a reported fault, by the beginning of `uname -r`: the fault, the kernel parameter
-# that avoids it, and the source.
+# Faulty kernels by the start of `uname -r`: fault, kernel parameter, source.
 _FAULTY_KERNELS = {
     "7.0.0-1019-": (
         "keeps about 9 GiB for a kexec handover, where pinning fails: CUDA and NCCL "
@@ -202,9 +199,9 @@ def _kernel(survey: Survey) -> Iterator[Problem]:
 
 
 def same_host_key(surveys: Mapping[str, Survey]) -> dict[str, Problem]:
-    """Return a warning for each host that shows the SSH host key of another host.
+    """Warn of hosts with the SSH host key of another host, such as cloned disks.
 
-    Hosts cloned from the same disk do: the key of each can impersonate all of them.
+    The key of each can impersonate all.
     """
     by_key: dict[str, list[str]] = {}
     for name, survey in surveys.items():
@@ -235,23 +232,22 @@ def fact_arguments(needs: NeedsPlan) -> dict[str, Any]:
 
 
 def read_survey(needs: NeedsPlan) -> Survey:
-    # The survey becomes root by itself; pyinfra's sudo would stop at a prompt.
+    # Without pyinfra's sudo, which would stop at a prompt.
     return read_fact(HostSurvey, _sudo=False, **fact_arguments(needs))
 
 
 @host_operation
 def check_host(needs: NeedsPlan) -> None:
-    """Refuse a host that does not fit ``needs``, with all problems at once."""
     if is_predicted("reboot"):
-        host.noop("judged after the reboot")
+        host.noop("checked after the reboot")
         return
     survey = read_survey(needs)
     verdict = judge(needs, survey)
     if verdict.problems:
         raise Refused(*verdict.problems)
     if state.is_executing:
-        twins = same_host_key(answers_by_host(HostSurvey))
-        warn(host, *verdict.warnings, *(p for name, p in twins.items() if name == host.name))
+        same_key = same_host_key(values_by_host(HostSurvey))
+        warn(host, *verdict.warnings, *(p for name, p in same_key.items() if name == host.name))
     prefetch()
     if survey.stubbed:
         log(f"stubbed on this host: {', '.join(survey.stubbed)}")
@@ -264,7 +260,7 @@ def check_cluster(needs: NeedsPlan) -> None:
         host.noop("not part of a cluster")
         return
     verdict = judge_links(host.name, needs.links, read_reach(needs.links))
-    problems = [*verdict.problems, *find_differences(needs.cluster, answers_by_host(HostSurvey))]
+    problems = [*verdict.problems, *find_differences(needs.cluster, values_by_host(HostSurvey))]
     if problems:
         raise Refused(*problems)
     if state.is_executing:
@@ -274,10 +270,9 @@ def check_cluster(needs: NeedsPlan) -> None:
 
 @host_operation
 def take_over(needs: NeedsPlan) -> Commands:
-    """Stop the engine containers of ``takeover`` and keep docker from starting them again.
+    """Stop containers of ``takeover``, and keep docker from starting them.
 
-    They are not removed: `docker update --restart=unless-stopped NAME; docker start NAME`
-    reverts it.
+    To revert: `docker update --restart=unless-stopped NAME; docker start NAME`.
     """
     competing = capacity.competing_containers(read_survey(needs).containers)
     names = [container.name for container in competing if container.name in needs.takeover]

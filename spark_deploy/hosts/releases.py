@@ -1,8 +1,7 @@
-"""Change the release of a host and watch it; roll back.
+"""Start, watch and roll back changes of release.
 
-The change itself (drain, stop, memory gate, start, check, rollback) runs on the host as
-``spark-switch@RELEASE.service``, so that a killed controller cannot interrupt it. This module
-starts and watches it.
+The host itself drains, stops, starts, checks and rolls back (``spark-switch@RELEASE.service``), so
+that a killed controller cannot interrupt it.
 """
 
 import time
@@ -42,35 +41,35 @@ from spark_deploy.hosts.status import RollbackPreview, Status
 CHECK_WARNING = "check warning:"
 POLL_EVERY_S = 2.0
 _interrupted: WeakSet[Host] = WeakSet()
-_left_alone: WeakSet[Host] = WeakSet()
+_not_changed: WeakSet[Host] = WeakSet()
 
 
 def note_interruption(host: Host) -> None:
-    """Note that this host's service is about to stop: losing the host now may be the reason."""
+    """Note that the service stops now, which may be why the host gets lost."""
     _interrupted.add(host)
 
 
 def refuse_after_failure(message: str) -> None:
-    """Refuse this host if another failed: changes that stop a service cease at the first failure.
+    """Refuse this host if another failed: no more service is stopped then.
 
-    A host lost before the change is no evidence against it and does not count.
+    A host lost before the change is no evidence against the change.
     """
     state = this_host.state
     failed = [
         other.name
         for other in state.inventory
         if state.results[other].error_ops
-        and other not in _left_alone
+        and other not in _not_changed
         and (other in _interrupted or not is_disconnected(other))
     ]
     if failed:
-        _left_alone.add(current_host())
-        fix = "repair that host, or leave it out with --limit, and run again"
+        _not_changed.add(current_host())
+        fix = "repair that host, or leave it out with --limit, then run again"
         refuse(this_host.name, f"{message}, because {', '.join(failed)} failed first", fix)
 
 
 def require_members(members: Sequence[str]) -> None:
-    """Refuse this host unless every member of its cluster is still part of the run."""
+    """Refuse this host if a member of its cluster has failed."""
     active = {member.name for member in this_host.state.active_hosts}
     missing = [name for name in members if name not in active]
     if missing:
@@ -84,7 +83,7 @@ def change_to(release: str, timeout_s: int) -> FunctionCommand:
 
 
 def change_now(state: State, host: Host, release: str, timeout_s: int) -> bool:
-    """Start the change to a release and watch it to the end; return whether it succeeded."""
+    """Start a change and watch it; return whether it succeeded."""
     return _begin_and_watch(state, host, tool.line(tool.SWITCH_BEGIN, release), timeout_s)
 
 
@@ -99,11 +98,11 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
         begun = parse(Begun, out)
         if begun.joined:
             host.log("a change to this release is already running; watching it")
-        # The id identifies the outcome of this change.
+        # The id tells this change from others to the same release.
         words = filter(None, (begun.release, begun.request))
         return _watch(host, begun.release, tool.line(tool.SWITCH_POLL, *words), timeout_s)
     except ConnectError as error:
-        fix = "run again when it is back: the host finishes the change, or takes it back, by itself"
+        fix = "run again when it is back: the host completes the change or rolls back by itself"
         raise Refused(unreachable(f"{host.name}: change", str(error), fix)) from error
 
 
@@ -142,7 +141,7 @@ def report_change(host: Host, release: str, rollout: Rollout) -> bool:
     kept = "; the current release keeps serving" if rollout.serving else ""
     now = rollout.serving or "nothing"
     if not rollout.ended_at:
-        # The host was cut off, or the change never ran, so no outcome was written.
+        # No outcome was written: cut off, or never run.
         now = "not known from this change; `spark-deploy status` reads it from the host"
     host.log_styled(
         f"{release}: {rollout.state} in phase {rollout.failed_phase or rollout.phase}: "
@@ -156,12 +155,12 @@ def report_change(host: Host, release: str, rollout: Rollout) -> bool:
 
 @host_operation
 def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
-    """Serve the previous or a named release, checked again."""
+    """Serve the previous release or ``to``, checked again."""
     rollback = read_fact(RollbackPreview, service=service, to=to)
     if isinstance(rollback, Problem):
         if this_host.state.is_executing:
             raise Refused(rollback)
-        show(current_host(), str(rollback))  # a prediction must not announce a change
+        show(current_host(), str(rollback))  # predicts no change
         this_host.noop("refused")
         return
     if rollback.to is None or rollback.done:
@@ -170,7 +169,7 @@ def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
         this_host.noop(reason)
         return
     serving = rollback.from_release or "nothing"
-    refuse_after_failure(f"left alone on {serving}")
+    refuse_after_failure(f"not changed: stays on {serving}")
     log_once(f"goes back from {serving} to {rollback.to}")
     begin = tool.line(tool.ROLLBACK, service, "--to", rollback.to.name)
     yield FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
@@ -178,9 +177,9 @@ def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
 
 @host_operation
 def verify_rollback(service: str, chosen: str) -> None:
-    """Fail a rollback unless the serving release is proven; ``chosen`` is set MODEL/PROFILE."""
+    """Fail unless the serving release is proven; ``chosen`` is the set MODEL/PROFILE."""
     if not this_host.state.is_executing:
-        this_host.noop("judged after the change")
+        this_host.noop("checked after the change")
         return
     status = read_fact(Status)
     state = status.service(service)
@@ -188,7 +187,7 @@ def verify_rollback(service: str, chosen: str) -> None:
     why = status.unproven(service, release) if release else "no release was ever proven here"
     if why:
         message = f"not proven: {why}"
-        fix = "run `spark-check` on the host to see which check fails; deploy.py repairs the rest"
+        fix = "run `spark-check` on the host to see which check fails, or run deploy.py"
         refuse(f"{this_host.name}: {release or service}", message, fix)
     serves = status.release(release)
     if serves is None:  # a proven service serves a release

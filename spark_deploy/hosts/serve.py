@@ -46,13 +46,13 @@ def install_release(plan: Release, files: Sequence[ManagedFile], users: Sequence
 
 @host_operation
 def start_service(plan: Release, timeout_s: int) -> Commands:
-    """Serve this release where no service can be interrupted, on all such hosts at once."""
+    """Start the release on hosts where it interrupts no service, in parallel."""
     if plan.cluster is not None:
         host.noop("all members of a cluster change together")
         return
     status = read_fact(Status)
     if status.would_replace(plan.service, plan.name):
-        host.noop("the hosts replace their releases in turn")
+        host.noop("hosts replace releases in turn")
         return
     if why := _reason_to_change(plan, status):
         log_once(f"{plan.name}: {why}")
@@ -61,9 +61,9 @@ def start_service(plan: Release, timeout_s: int) -> Commands:
 
 
 def _reason_to_change(plan: Release, status: HostStatus) -> str:
-    """Return why the host has to change to this release; "" (with a no-op) if it does not."""
+    """Return why the host must change; "" (with a no-op) if it need not."""
     if is_predicted(f"{plan.name} is served"):
-        host.noop("is served by then")
+        host.noop("already served by then")
         return ""
     if stopped := status.stopped(plan.service):
         log_once(stopped, "yellow")
@@ -79,7 +79,7 @@ def _reason_to_change(plan: Release, status: HostStatus) -> str:
 
 @host_operation
 def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -> Commands:
-    """Serve this release, proven; if that fails, the previous release returns."""
+    """Serve this release, checked; if that fails, the previous one returns."""
     status = read_fact(Status)
     now = status.due(plan, scheduled)
     if now != plan:
@@ -87,7 +87,7 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
         host.noop(f"{now.name} is served by schedule")
         return
     if status.left_failed(plan.name) and not status.unproven(plan.service, plan.name):
-        # The process of the change was killed after the check.
+        # Its process was killed after the check.
         log_once(f"{plan.name} is proven, although the process of the change was killed")
         yield f"systemctl reset-failed {SWITCH.of(plan.name)}"
         return
@@ -95,14 +95,16 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
     if not why:
         return
     state = status.service(plan.service)
-    releases.refuse_after_failure(f"left alone on {(state.active if state else None) or 'nothing'}")
+    releases.refuse_after_failure(
+        f"not changed: stays on {(state.active if state else None) or 'nothing'}"
+    )
     if plan.cluster is not None:
         releases.require_members(tuple(member.host for member in plan.cluster.members))
     back = state.rolled_back if state else None
     if back and back.to != plan.name:
         log_once(
             f"was rolled back from {back.from_release} to {back.to} ({back.at}); "
-            f"group_vars say {plan.name}"
+            f"group_vars select {plan.name}"
         )
     log_once(f"{plan.name}: {why}")
     yield releases.change_to(plan.name, timeout_s)
@@ -122,7 +124,7 @@ def check_unit_files(accepted: Sequence[str]) -> None:
 
 @host_operation
 def stop_unlisted(services: Sequence[str]) -> Commands:
-    """Stop and disable every service that is not among ``services``; artefacts are kept."""
+    """Stop and disable other services; artefacts are kept."""
     status = read_fact(Status).report
     unlisted = sorted(
         name
@@ -138,9 +140,9 @@ def stop_unlisted(services: Sequence[str]) -> Commands:
 
 @host_operation
 def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Release] = ()) -> None:
-    """Fail the run unless the host provably serves the release that is due now."""
+    """Fail unless the host provably serves the release due now."""
     if not host.state.is_executing:
-        host.noop("judged after the change")
+        host.noop("checked after the change")
         return
     status = read_fact_now(Status)
     if stopped := status.stopped(plan.service):
@@ -176,10 +178,9 @@ _MARKER = f"{RECEIPTS_DIR}/rebooted-for"
 
 
 class RebootedFor(HostFact[str]):
-    """The reason of our last reboot if it is still pending; "" otherwise.
+    """Why we rebooted last, if still pending; "" otherwise.
 
-    It is written before the reboot, with the id of the boot that was to end: in that same boot the
-    reboot never happened.
+    Written before the reboot with the id of that boot: in the same boot it never happened.
     """
 
     default = str
@@ -197,7 +198,7 @@ class RebootedFor(HostFact[str]):
 
 @host_operation
 def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
-    """Reboot a host that needs it, and verify the service before the next host reboots."""
+    """Reboot a host if needed, and verify the service before the next host."""
     why = read_survey(needs).identity.boot.pending
     if not why:
         host.noop("no reboot is pending")
@@ -219,12 +220,12 @@ def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: Release
         before = run(host, f"cat {BOOT_ID}")
         note = "\n".join([*before, why])
         run(host, f"mkdir -p {RECEIPTS_DIR} && cat > {_MARKER} && sync", stdin=note)
-        # Detached, so that this command returns before the connection is lost.
+        # Detached: this command must return before the connection is lost.
         run(host, "(sleep 1; systemctl reboot) </dev/null >/dev/null 2>&1 &", timeout_s=30)
         _wait_until_back(host, before)
         return _serves_again(state, host, serve) and _clear_marker(host, needs)
     except (CommandFailed, ConnectError) as error:
-        fix = "look at the console; the other hosts were not rebooted"
+        fix = "check its console; the other hosts were not rebooted"
         refuse(f"{host.name}: reboot", str(error), fix)
 
 
@@ -262,19 +263,19 @@ def _serves_again(state: State, host: Host, serve: Release) -> bool:
                 last = active
                 host.log(f"{name} is {active}")
         gevent.sleep(_POLL_S)
-    fix = f"`journalctl -u '{SERVE.of('*')}'` on the host; the other hosts were not rebooted"
+    fix = f"check `journalctl -u '{SERVE.of('*')}'` on the host; the other hosts were not rebooted"
     refuse(host.name, "does not serve after the reboot", fix)
 
 
 def _require_readable(host: Host, status: HostStatus) -> None:
-    """Refuse a host with unreadable status: after a reboot it could not be checked."""
+    """It could not be checked after a reboot."""
     if status.unreadable:
         fix = "deploy it with `reboot: report` first, then allow reboots"
         refuse(host.name, status.unreadable, fix)
 
 
 def _clear_marker(host: Host, needs: NeedsPlan) -> bool:
-    """Remove the marker if the reboot helped; if it stays, it prevents a second reboot."""
+    """A marker that stays prevents a second reboot."""
     survey = run_fact(host, HostSurvey, timeout_s=180, **fact_arguments(needs))
     if pending := survey.identity.boot.pending:
         host.log_styled(f"still pending after the reboot: {pending}", fg="yellow")

@@ -1,4 +1,4 @@
-"""Reports of the tools on a host: status, jobs, requests, evidence."""
+"""Reports of host tools: status, jobs, requests, evidence."""
 
 import json
 import re
@@ -21,19 +21,19 @@ from spark_deploy.hosts.facts import HostFact, split_sections
 
 
 def poll_command(jobs: Sequence[str]) -> str:
-    """Return the command that reports on ``jobs``; silent if no tools are installed yet."""
+    """Report on ``jobs``; silent if no tools are installed."""
     return tool.when_installed(tool.line(tool.JOB, "poll", *jobs))
 
 
 def parse_poll(text: str) -> dict[str, JobState]:
-    """Read ``job poll`` by 12-digit name; empty without tools. Raises DocumentError."""
+    """Return states by 12-digit name; empty without tools. Raises DocumentError."""
     states = parse(tuple[JobState, ...], text) if text.strip() else ()
     return {state.digest[:12]: state for state in states}
 
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """The jobs of a release, and which jobs a boot would continue."""
+    """Jobs of a release, and jobs that a boot would continue."""
 
     states: dict[str, JobState]  # by 12-digit name; without those unknown to the host
     linked: tuple[str, ...] = ()  # prepare targets of any release that the boot pulls in
@@ -45,12 +45,12 @@ class Jobs:
 
 
 class JobStates(HostFact[Jobs]):
-    """State of jobs, jobs of the release's prepare target, and targets enabled at boot."""
+    """States of jobs, and targets enabled at boot."""
 
     default = staticmethod(lambda: Jobs({}))
 
     def command(self, jobs: Sequence[str], target: str) -> str:
-        # Without names the tool would report on every job there is.
+        # Without names the tool reports every job.
         poll = poll_command(jobs) if jobs else ":"
         wants = shlex.quote(drop_in_dir(target))
         return (
@@ -71,7 +71,7 @@ class JobStates(HostFact[Jobs]):
 
 @dataclass(frozen=True, slots=True)
 class HostStatus:
-    """``spark-host status``; ``report`` is ``None`` if no tools are installed yet."""
+    """``spark-host status``; ``report`` is ``None`` without tools."""
 
     report: status.Status | None
     unreadable: str = ""  # why the output of installed tools cannot be read
@@ -96,14 +96,14 @@ class HostStatus:
         return next((live for live in outcomes if live and live.release == release), None)
 
     def would_replace(self, service: str, release: str) -> bool:
-        """Whether a change to ``release`` would replace a running or proven release."""
+        """Whether ``release`` would replace a running or proven release."""
         state = self.service(service)
         if state is None:
             return bool(self.unreadable)
         return state.active is not None or state.good not in (None, release)
 
     def due(self, plan: Release, scheduled: Iterable[Release]) -> Release:
-        """Return the release to serve now: that of the schedule, or the plan's."""
+        """Return the release due now: of the schedule, or the plan's."""
         state = self.service(plan.service)
         active = state.active if state else None
         for other in scheduled:
@@ -128,12 +128,12 @@ class HostStatus:
         return state.rollout if state else None
 
     def unknown_versions(self) -> str:
-        """Describe which versions the host could not read, or ""."""
+        """Describe versions that the host could not read, or ""."""
         names = ", ".join(self.report.versions_unknown) if self.report else ""
         return f"no version of {names}: no answer in time; taken as unchanged" if names else ""
 
     def unproven(self, service: str, release: str) -> str:
-        """Return why the host does not provably serve ``release``; "" if it does."""
+        """Return why ``release`` is not provably served; "" if it is."""
         if self.report is None:
             return self.unreadable or "no host tools are installed yet"
         state = self.service(service)
@@ -166,13 +166,13 @@ def stopped_text(service: str, stopped: Stopped) -> str:
 
 
 def parse_status(text: str) -> HostStatus:
-    """Read ``spark-host status``; empty without tools. Raises ValueError if it is no JSON."""
+    """Empty text means no tools. Raises ValueError if it is no JSON."""
     if not text.strip():
         return HostStatus(None)
     data = json.loads(text)
     try:
         return HostStatus(read(status.Status, data))
-    except DocumentError as error:  # a deploy replaces the tools first, and reads it again
+    except DocumentError as error:  # the deploy replaces the tools
         return HostStatus(None, f"the host tools are of another version ({error})")
 
 
@@ -187,7 +187,7 @@ class Status(HostFact[HostStatus]):
 
 
 class UsersKnown(HostFact[frozenset[str]]):
-    """Those of some system users that exist."""
+    """System users that exist."""
 
     default = frozenset
 
@@ -199,7 +199,7 @@ class UsersKnown(HostFact[frozenset[str]]):
 
 
 T = TypeVar("T")
-_USAGE = f"{tool.TOOL} "  # start of the list of verbs, printed for an unknown verb
+_USAGE = f"{tool.TOOL} "  # printed for an unknown verb
 
 
 def _no_tools() -> Problem:
@@ -215,12 +215,12 @@ def _parse_answer(kind: type[T], output: Iterable[str]) -> T | Problem:
 
 
 def _tool_command(command: str) -> str:
-    # Older tools print their list of verbs and fail, which must not fail the fact.
+    # An unknown verb of older tools must not fail the fact.
     return tool.when_installed(f"{command} 2>&1 || :")
 
 
 class RollbackPreview(HostFact["Rollback | Problem"]):
-    """Result of ``spark-host rollback --dry``, or why it refuses."""
+    """``spark-host rollback --dry``, or why it refuses."""
 
     default = staticmethod(_no_tools)
 
@@ -234,7 +234,7 @@ class RollbackPreview(HostFact["Rollback | Problem"]):
 
 
 class PrunePreview(HostFact["Pruning | Problem"]):
-    """Result of ``spark-host prune --dry``, or why it refuses; ``keep`` is JSON."""
+    """``spark-host prune --dry``, or why it refuses; ``keep`` is JSON."""
 
     default = staticmethod(_no_tools)
 
@@ -255,7 +255,7 @@ class Count:
 
 
 class Requests(HostFact[dict[str, Count]]):
-    """Request counts of each service with a running engine."""
+    """Requests of each service with a running engine."""
 
     default = dict
 

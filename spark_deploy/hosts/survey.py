@@ -1,4 +1,4 @@
-"""The survey of a host before a deploy: a single read-only command."""
+"""Survey of a host before a deploy: one read-only command."""
 
 import re
 import time
@@ -80,8 +80,7 @@ def parse_identity(sections: facts.Sections, gpu_state: gpu.GpuState) -> HostIde
     )
 
 
-# On GB10 GPU allocations are charged to no process and no cgroup, so a process list never adds
-# up; ``MemAvailable`` is the figure to use (/proc/meminfo, kernel documentation).
+# GPU allocations of a GB10 belong to no process or cgroup, so only ``MemAvailable`` counts.
 MEMORY_SCRIPT = r"""
 echo '== meminfo'; grep -E '^(MemTotal|MemAvailable|CmaTotal|CmaFree):' /proc/meminfo
 echo '== buddyinfo'; getconf PAGESIZE; cat /proc/buddyinfo
@@ -98,9 +97,9 @@ done
 @dataclass(frozen=True, slots=True)
 class Memory:
     total_bytes: int
-    available_bytes: int  # less the free memory that a kernel keeps for kexec handover
+    available_bytes: int  # without memory kept for a kexec handover
     cma_total_bytes: int
-    cma_free_bytes: int  # above the total: counted as free, but kept for the kernel's handover
+    cma_free_bytes: int  # above the total: kept for a kexec handover
     blocks: machine.FreeBlocks | None  # None: only root may read them
     driver_failures: int  # lines of the kernel log since the boot
 
@@ -143,8 +142,7 @@ def parse_processes(lines: Iterable[str]) -> Iterator[Process]:
 def audit_script(folder: str = "/var/lib/dpkg") -> str:
     """Print half-installed packages, but none while an installation runs.
 
-    An installation outlives the run that began it. While it has dpkg's lock, its packages
-    are half installed, and the next installation waits for the lock.
+    Its packages are half installed while it holds dpkg's lock; ours waits for the lock.
     """
     return f"""
 echo '== dpkg-audit'
@@ -164,7 +162,7 @@ _STOPPED = str(Paths(Path("/")).stopped(MAIN_SERVICE).parent)
 
 
 def stopped_script(folder: str = _STOPPED) -> str:
-    """Print the services that a user stopped: each name, then the state file on a line."""
+    """Print stopped services: name, then the state file on a line."""
     return f"""
 echo '== stopped'
 for file in {folder}/*.json; do
@@ -174,7 +172,7 @@ done
 
 
 def engine_memory_script(folder: str = RELEASES_DIR) -> str:
-    """Print each running engine's unit and the bytes that the release plans."""
+    """Print running engine units and the bytes planned for them."""
     before, after = SERVE.of("@").split("@@")
     return rf"""
 echo '== engine-memory'
@@ -220,7 +218,7 @@ class Survey:
 
     @property
     def obtainable_bytes(self) -> int | None:
-        """Memory available once our engines stop; ``None`` if the plan of an engine is unknown."""
+        """Memory available once our engines stop; ``None`` if a plan is unknown."""
         if not set(self.serving) <= set(self.engine_bytes):
             return None
         held_bytes = sum(self.engine_bytes[unit] for unit in self.serving)
@@ -232,14 +230,14 @@ class Survey:
 
     @property
     def stubbed(self) -> tuple[str, ...]:
-        """Stand-ins on this host: results with stand-ins are no proof for a Spark."""
+        """Stand-ins: results with them prove nothing about a Spark."""
         driver = self.gpu.driver_version
         is_stub = driver.endswith(STAND_IN)
         return (*self.stub_packages, *([f"driver {driver}"] if is_stub else ()))
 
 
 class HostSurvey(facts.HostFact[Survey]):
-    """Run it without pyinfra's sudo: ``facts.as_root`` becomes root itself."""
+    """``facts.as_root`` becomes root: run it without pyinfra's sudo."""
 
     def command(
         self,

@@ -1,4 +1,4 @@
-"""Everything a deploy owns on a host: list it, prune it, uninstall it."""
+"""List, prune and uninstall the resources of a deploy."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -40,7 +40,7 @@ def gigabytes(size_bytes: int) -> str:
 
 @host_operation
 def prune_host(keep: Keep) -> Commands:
-    """Remove managed checkpoints, sources, images and caches that no kept release needs."""
+    """Remove artefacts that no kept release needs."""
     request = json.dumps(plain(keep), sort_keys=True)
     result = read_fact(PrunePreview, keep=request)
     if isinstance(result, Problem):
@@ -80,7 +80,7 @@ def _prune(state: State, host: Host, request: str) -> bool:
 
 
 class ManagedResources(HostFact[Ours]):
-    """Result of ``spark-host manifest``, run by tools sent as ``_stdin``: ``packed_tools``."""
+    """``spark-host manifest`` of sent tools (``_stdin``: ``packed_tools``)."""
 
     def requires_command(self, command: str) -> str:
         return "python3"
@@ -131,7 +131,7 @@ def read_resources(request: str) -> Ours:
 
 @host_operation
 def note_host(plan: BasePlan, request: str) -> Commands:
-    """Write down the host's state before the first deploy, for a later uninstall."""
+    """Record the state before the first deploy, for a later uninstall."""
     if paths.STATE_DIR in base.read_state(plan).directories:
         host.noop("deployed to before")
         return
@@ -140,7 +140,7 @@ def note_host(plan: BasePlan, request: str) -> Commands:
 
 @host_operation
 def uninstall(request: str) -> Commands:
-    """Remove everything that this project created, except kept models and engines."""
+    """Remove all resources except kept models and engines."""
     result = read_resources(request)
     for line in describe_uninstall(result):
         log_once(line)
@@ -172,9 +172,9 @@ _SHOWN = 12  # names of a kind
 
 
 def describe_uninstall(result: Ours) -> Iterator[str]:
-    """Yield removed and kept things with sizes; things of the same kind share a line."""
+    """Yield removed and kept things; those of a kind share a line."""
     if result.noted_at is None and result.things:
-        yield "no state from before the first deploy was noted: unknown things are kept"
+        yield "the state before the first deploy is unknown: things that may be older are kept"
     groups: dict[str, dict[str, list[Thing]]] = {}  # by kind, then by the reason to keep it
     for thing in result.things:
         groups.setdefault(thing.kind, {}).setdefault(thing.stays, []).append(thing)
@@ -255,7 +255,7 @@ def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
 def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     for job in (work.job for work in served_jobs_of(plan, payload.image_context)):
         if job.unless:
-            continue  # a base that is not kept is removed later
+            continue  # removed later
         operation = "Image | Prepare the engine image"
         if job.kind == CHECKPOINT_JOB:
             operation = "Checkpoint | Build the checkpoint"
@@ -290,6 +290,6 @@ def _release_resources(plan: HostPlan) -> Iterator[Owned]:
         if gateway.tls:
             yield Owned("state", gateway.tls.certificate, configure, 0o644)
             yield Owned("state", gateway.tls.key, configure, 0o600)
-        # The change of release makes a missing generated key again; a given key is sent again.
+        # A rollout creates a missing generated key; a given key is sent again.
         owner = change if served.gateway.key.kind == "generate" else configure
         yield Owned("state", gateway.key_path, owner, 0o600)

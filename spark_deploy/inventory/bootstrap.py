@@ -1,9 +1,8 @@
-"""First contact: record host keys, and find the hosts that need a password.
+"""First contact: record host keys, and find hosts that need a password.
 
-Runs while the inventory is loaded, before pyinfra connects. Hosts that accept the key and need no
-password for sudo stay as they are; the rest get the password, typed once. It stays in
-memory and is sent on SSH's own channel or standard input, never in a command line or a log. This
-machine (``@local``) has no login and needs the sudo rule only.
+Runs while the inventory is loaded, before pyinfra connects. The password is typed once, stays in
+memory, and is sent through SSH or standard input, never in a command line or log. This machine
+(``@local``) needs only the sudo rule.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ CONTACT_KEY = "spark_deploy_contact"  # in pyinfra's data of a host
 class Contact:
     """How to bootstrap a host."""
 
-    endpoint: Endpoint  # where deploys will log in
-    ready: bool  # they can already
-    public_key: str  # "" for this machine, which has no login
+    endpoint: Endpoint  # of later deploys
+    ready: bool  # deploys can log in and become root
+    public_key: str  # "" for this machine
     password: HiddenValue | None
 
     def to_json(self) -> str:
@@ -58,7 +57,6 @@ class Contact:
 
 
 def contact_of(host: Host) -> Contact:
-    """Return the contact of a host, or raise ``SettingsError`` if the inventory has none."""
     contact = host.data.get(CONTACT_KEY)
     if not isinstance(contact, Contact):
         raise SettingsError.one(host.name, *NOT_LISTED)
@@ -73,24 +71,15 @@ def prepare(
 ) -> dict[str, dict[str, Any]]:
     """Record host keys, and read the password if a host needs it.
 
-    Args:
-        hosts: pyinfra's data of each host (``ssh_hostname``, ``ssh_user``, ...).
-        prompt: shared by all groups of a run.
-        confirm: reads the answer about new host keys.
-
-    Returns:
-        Further data of each reachable host, with a ``Contact``.
-
-    Raises:
-        SettingsError: the controller has no key, a host key changed or is not confirmed, or there
-            is no terminal.
+    Returns pyinfra's data of each reachable host, with a ``Contact``. Raises SettingsError if the
+    controller has no key, a host key changed or is not confirmed, or a terminal is missing.
     """
     endpoints = [endpoint(host, data) for host, data in hosts.items()]
     with ThreadPoolExecutor(max_workers=16) as pool:
         keys = list(pool.map(query_host_key, [each for each in endpoints if not each.is_local]))
         reachable = [each for each in endpoints if each.is_local]
         reachable += [key.endpoint for key in keys if key.state != "unreachable"]
-        # Before any question: without a key to install, the answers would be lost.
+        # Before any prompt: without a key to install, answers would be lost.
         public_keys = ["" if e.is_local else public_key(e.key_file) for e in reachable]
         _confirm_host_keys(keys, confirm)
         logins = [
@@ -113,7 +102,7 @@ def prepare(
 
 
 def _bootstrap_login(target: Endpoint, access: Access, data: Mapping[str, Any]) -> Endpoint:
-    """Return where this run logs in: with another user until the deploy account exists."""
+    """Return where this run logs in: as another user until the deploy account exists."""
     if target.user != ACCOUNT or access.ready:
         return target
     context = data.get(CONTEXT_KEY)
@@ -123,9 +112,9 @@ def _bootstrap_login(target: Endpoint, access: Access, data: Mapping[str, Any]) 
 
 
 def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -> None:
-    """Record new host keys that a person confirms or brought in a file; ``-y`` confirms none.
+    """Record new host keys, confirmed by a person or listed in a file; ``-y`` confirms none.
 
-    The password is sent to the owner of the key, so this step cannot be skipped.
+    The password goes to the owner of the key, so this cannot be skipped.
     """
     if changed := changed_key_problems(keys):
         raise SettingsError(changed)
@@ -141,24 +130,26 @@ def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -
             f"host key of {', '.join(key.endpoint.host for key in unknown)}",
             "is new, and -y does not confirm it",
             f"run in a terminal, or set {HOST_KEYS_FILE_VARIABLE} to a known_hosts file with the "
-            "key as the machine itself shows it",
+            "key as read on the machine itself",
         )
     question = f"record {'it' if len(unknown) == 1 else 'them'}? [y/N] "
     if unknown and confirm(question).strip().lower() != "y":
-        raise SettingsError.one("host keys", "were not confirmed", "compare them and run again")
+        raise SettingsError.one(
+            "host keys", "were not confirmed", "compare the fingerprints, then run again"
+        )
     record_host_keys(new)
     for path in sorted({str(key.path) for key in new}):
         _log(f"recorded in {path}")
 
 
 def _report_refusals(endpoints: Sequence[Endpoint], accepted: Sequence[bool]) -> None:
-    """Stop if every host refuses the password; otherwise print the hosts that do."""
+    """Stop if every host rejects the password; otherwise print those that do."""
     refusing = [e.host for e, accepts in zip(endpoints, accepted, strict=True) if not accepts]
     if refusing and len(refusing) == len(endpoints):
         fix = "run again with the right password, and check ssh.user"
-        raise SettingsError.one("password", f"refused by {', '.join(refusing)}", fix)
+        raise SettingsError.one("password", f"rejected by {', '.join(refusing)}", fix)
     if refusing:
-        _log(f"{', '.join(refusing)}: password refused; run again for it with --limit")
+        _log(f"{', '.join(refusing)}: password rejected; run again for it with --limit")
 
 
 def _data(
@@ -172,10 +163,10 @@ def _data(
         data["ssh_user"] = login.user
     if access.ready:
         return data
-    # Bootstrap's operations call sudo themselves: pyinfra would put the password into an argv.
+    # Bootstrap calls sudo itself: pyinfra would put the password into an argv.
     data["_sudo"] = False
     if not access.logs_in:
-        # Keys of an agent would use up the attempts that the server allows.
+        # An agent's keys would use up the server's allowed attempts.
         data.update(ssh_password=Password(password), ssh_allow_agent=False, ssh_look_for_keys=False)
     return data
 

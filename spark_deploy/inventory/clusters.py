@@ -1,4 +1,4 @@
-"""Clusters and replicas of an inventory: their hosts must exist and have matching settings."""
+"""Clusters and replicas: hosts must be listed and have matching settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.gateway import address_of
 
-# Settings that a release is made of: members of a cluster need the same release.
+# Settings of a release: members of a cluster need the same.
 _SAME_IN_CLUSTER = (
     "model", "profile", "engine", "checkpoint", "cluster", "memory", "allow_containers",
     "services", "watch", "check", "images", "paths", "lock_file",
@@ -28,7 +28,6 @@ _IN_GROUP_VARS = "set it once, in group_vars of their group"
 
 
 def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
-    """Yield why hosts cannot serve a model together."""
     for name, loaded in hosts.items():
         members = loaded.settings.cluster.hosts
         for other in members:
@@ -43,7 +42,6 @@ def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
 
 
 def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
-    """Yield why hosts cannot be replicas."""
     for name, loaded in hosts.items():
         replicas = loaded.settings.replicas
         for other in replicas.hosts:
@@ -63,7 +61,7 @@ def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
 def _differences(
     first: HostSettings | None, member: HostSettings, keys: Sequence[str]
 ) -> Iterator[Problem]:
-    """Yield settings that differ from the first host of the same cluster or replicas."""
+    """Yield settings that differ from the first host."""
     if first is None or first.host == member.host:
         return
     for key in keys:
@@ -82,7 +80,7 @@ def _value(settings: Settings, key: str) -> Any:
 def _missing_lists(
     name: str, members: Sequence[str], lists: Mapping[str, Sequence[str]], section: str
 ) -> Iterator[Problem]:
-    """Yield members whose own settings do not list the first host."""
+    """Yield members that do not list the same first host."""
     for other in members[1:] if name == members[0] else ():
         if other in lists and list(lists[other][:1]) != [name]:
             message = f"{name} lists this host, but here it is {', '.join(lists[other]) or 'empty'}"
@@ -90,7 +88,7 @@ def _missing_lists(
 
 
 def duplicate_address_problems(endpoints: Mapping[str, tuple[str, int]]) -> Iterator[Problem]:
-    """Yield hosts with the address of another host: two plans would change the same machine."""
+    """Two plans would change the same machine."""
     first: dict[tuple[str, int], str] = {}
     for name, (address, port) in endpoints.items():
         if (other := first.setdefault((address, port), name)) != name:
@@ -100,7 +98,6 @@ def duplicate_address_problems(endpoints: Mapping[str, tuple[str, int]]) -> Iter
 
 
 def with_replica_addresses(hosts: Mapping[str, HostSettings]) -> dict[str, HostSettings]:
-    """Return the hosts with the known addresses of their replicas."""
     known: dict[str, str | None] = {}
     for name, loaded in hosts.items():
         settings = loaded.settings

@@ -1,4 +1,4 @@
-"""The command line of this run: pyinfra's, or that of ``spark-deploy``, which imitates it."""
+"""Parameters of pyinfra's or ``spark-deploy``'s command line."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ _WITHOUT_PLAN = {"rollback.py", "rotate_key.py", "unbootstrap.py", "uninstall.py
 
 
 def makes_plan(deploy: str) -> bool:
-    """Return whether a deploy file makes a plan."""
     path = Path(deploy)
     return path.parent.name != "deploys" or path.name not in _WITHOUT_PLAN
 
 
 def must_serve(arguments: Mapping[str, Any]) -> bool:
-    """Return whether to refuse models and profiles that cannot be served: if a plan follows."""
+    """Whether to refuse settings that cannot be served: if a plan follows."""
     operations: Sequence[str] = arguments.get("operations") or []
     return bool(arguments.get("must_serve", makes_plan(operations[0] if operations else "")))
 
 
 def command_line() -> dict[str, Any]:
-    """Return the parameters of pyinfra or ``spark-deploy``; empty outside of both."""
+    """Return an empty dict outside of a command."""
     context = click.get_current_context(silent=True)
     if context is None or "inventory" not in context.params:
         return {}
@@ -39,7 +38,7 @@ def command_line() -> dict[str, Any]:
 
 
 def overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in ``--data``; other values are pyinfra's, such as ``ssh_user``."""
+    """Return settings in ``--data``, without pyinfra's, such as ``ssh_user``."""
     pairs = [item.partition("=") for item in arguments.get("data") or ()]
     for key, sign, _ in pairs:
         if not sign:
@@ -48,13 +47,12 @@ def overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def login_user(arguments: Mapping[str, Any]) -> str | None:
-    """Return the login user that the command line gives pyinfra, for every host."""
     pairs = dict(item.partition("=")[::2] for item in arguments.get("data") or ())
     return arguments.get("ssh_user") or pairs.get("ssh_user")
 
 
 def _value(text: str) -> Any:
-    """Parse a value as pyinfra does: true, false, number, JSON, otherwise text."""
+    """As pyinfra parses it: true, false, number, JSON, otherwise text."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     for read in (int, json.loads):
@@ -80,13 +78,13 @@ def check_patterns(
             fix = f"did you mean {guess}?" if guess else f"known: {', '.join(known)}"
             problems.append(Problem(f"--{option} {pattern}", "matches no host or group", fix))
     if arguments.get("no_wait"):
-        problems.append(Problem("--no-wait", "would hide failures", "leave it out"))
+        problems.append(Problem("--no-wait", "would hide failures", "remove the option"))
     if problems:
         raise SettingsError(problems)
 
 
 def inventory_argument() -> str:
-    """Return the inventory of the command line; refuse a path without a file."""
+    """Refuse a path without a file."""
     inventory = str(command_line().get("inventory") or "")
     if not inventory or Path(inventory).exists() or "," in inventory or "@" in inventory:
         return inventory
@@ -97,13 +95,15 @@ def inventory_argument() -> str:
 
 
 def missing_inventory(path: str) -> SettingsError:
-    """Return the error about a missing inventory file, with the closest existing path."""
+    """Suggest the closest existing file."""
     wanted = Path(path)
     folders = dict.fromkeys((wanted.parent, wanted.parent / "inventory", Path("inventory")))
     existing = sorted({file for folder in folders for file in folder.glob("[!_]*.py")})
     same_name = [str(file) for file in existing if file.name == wanted.name]
     guess = same_name[0] if same_name else closest(path, [str(file) for file in existing])
-    fix = f"did you mean {guess}?" if guess else "name an inventory file, like inventory/spark.py"
+    fix = (
+        f"did you mean {guess}?" if guess else "give an inventory file, such as inventory/spark.py"
+    )
     return SettingsError.one(path, "is not an inventory file", fix)
 
 
@@ -115,7 +115,7 @@ def _is_host(name: str) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    """Return whether pyinfra may find hosts in a module, as ``module.attribute``."""
+    """Whether it may be ``module.attribute`` of pyinfra."""
     try:
         return importlib.util.find_spec(name.replace(":", ".").partition(".")[0]) is not None
     except (ImportError, ValueError):

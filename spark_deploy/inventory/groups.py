@@ -1,6 +1,6 @@
-"""Hosts with their settings, for inventory files; checked before any connection.
+"""Hosts with settings, for inventory files; checked before any connection.
 
-In an inventory file, a leading underscore hides a name from pyinfra.
+A leading underscore hides a name of the file from pyinfra.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class HostList:
 
 
 def read_hosts(path: Path) -> HostList:
-    """Return the host list of a ``hosts.yml``, or raise ``SettingsError`` with every mistake."""
+    """Raise ``SettingsError`` with every mistake in ``hosts.yml``."""
     data, problems = read_mapping(path, shown=path.name)
     problems = problems or list(schema_problems(data, load_schema("hosts"), lambda _: path.name))
     if problems:
@@ -93,11 +93,9 @@ def read_hosts(path: Path) -> HostList:
 
 
 def hosts_of(file: str, group: str = "spark") -> dict[str, Group]:
-    """Return the group of ``hosts.yml``, for ``globals().update(...)`` of an inventory file.
+    """Return the group of ``hosts.yml``: ``globals().update(_hosts_of(__file__))``.
 
-    Args:
-        file: the inventory's ``__file__``; ``hosts.yml`` is next to ``group_vars``.
-        group: name of the group, and of the file in ``group_vars``.
+    ``hosts.yml`` is next to ``group_vars``; ``group`` names the file there.
     """
     hosts = read_hosts(vars_root(file) / HOSTS_FILE).hosts
     data: dict[str, dict[str, Any]] = {}
@@ -118,11 +116,11 @@ def group_from(
     """Return a pyinfra group: ``spark = _group_from("spark", hosts=[...], file=__file__)``.
 
     Args:
-        name: the group; settings are in ``group_vars/<name>.yml``.
+        name: of the file in ``group_vars``, next to the inventory or in the parent folder.
         hosts: names; ``@local`` is this machine.
-        file: the inventory's ``__file__``; ``group_vars`` is next to it or in the parent folder.
-        generated: settings computed by the inventory; host_vars override them.
-        host_data: further pyinfra data of single hosts, such as ``ssh_hostname``.
+        file: ``__file__`` of the inventory.
+        generated: computed settings; host_vars override them.
+        host_data: pyinfra's data of hosts, such as ``ssh_hostname``.
     """
     return groups_from({name: hosts}, file=file, generated=generated, host_data=host_data)[name]
 
@@ -134,7 +132,7 @@ def groups_from(
     generated: Mapping[str, Any] | None = None,
     host_data: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Group]:
-    """Return several pyinfra groups; in the file: ``globals().update(_groups_from(...))``."""
+    """Return several groups: ``globals().update(_groups_from(...))``."""
     _make_importable()
     limit_output()
     arguments, stem = command_line(), Path(file).stem
@@ -151,7 +149,7 @@ def groups_from(
     root = vars_root(file)
     catalog = _once_per_command(f"catalog of {root}", functools.partial(read_catalog, own=root))
     refuse_conflicts(hosts, catalog, must_serve=hosts if servable else ())
-    if "operations" in arguments:  # pyinfra itself; our own commands handle interrupts
+    if "operations" in arguments:  # of pyinfra itself
         signal.signal(signal.SIGINT, _stop)
     user = login_user(arguments)
     data = {
@@ -161,7 +159,7 @@ def groups_from(
         for name, loaded in hosts.items()
     }  # fmt: skip
     if _is_bootstrap(arguments):
-        # The only run that needs an SSH client this early, and that may use passwords.
+        # Only this run needs an SSH client here, and passwords.
         from spark_deploy.inventory.bootstrap import prepare
         from spark_deploy.inventory.login import PasswordPrompt
 
@@ -180,7 +178,7 @@ def _load(
     *,
     must_serve: bool,
 ) -> dict[str, HostSettings]:
-    """Return the settings of all hosts, with every address known; stray files are refused."""
+    """Return settings of all hosts, with addresses; refuse stray files."""
     root = vars_root(file)
     problems = list(stray_files(groups, root=root, file=file))
     hosts: dict[str, HostSettings] = {}
@@ -193,7 +191,7 @@ def _load(
     endpoints = {}
     for name, loaded in hosts.items():
         data, ssh = extra.get(name, {}), loaded.settings.ssh
-        # Addresses in ~/.ssh/config are not considered.
+        # Without addresses in ~/.ssh/config.
         ssh = dataclasses.replace(ssh, hostname=data.get("ssh_hostname", ssh.hostname))
         endpoints[name] = (ssh.hostname or name, data.get("ssh_port") or ssh.port or 22)
         settings = dataclasses.replace(loaded.settings, ssh=ssh)
@@ -218,7 +216,7 @@ def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
 def chosen_hosts(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> list[str]:
-    """Return the hosts that --limit and --exclude leave, as pyinfra will."""
+    """Return hosts left by --limit and --exclude, as pyinfra does."""
     names = list(dict.fromkeys(host for hosts in groups.values() for host in hosts))
 
     def matching(option: str) -> set[str]:
@@ -234,7 +232,7 @@ def chosen_hosts(
 
 
 def _once_per_command(name: str, make: Callable[[], T]) -> T:
-    """Return a value that all groups of a command share."""
+    """All groups of a command share the value."""
     context = click.get_current_context(silent=True)
     if context is None:
         return make()
@@ -246,7 +244,7 @@ def _once_per_command(name: str, make: Callable[[], T]) -> T:
 
 
 def vars_root(file: str) -> Path:
-    """Return the folder with group_vars and catalog of an inventory file, or the parent."""
+    """Return the folder of the settings: the inventory's, or its parent."""
     folder = Path(file).resolve().parent
     for candidate in (folder, folder.parent):
         names = ("group_vars", "host_vars", "catalog", HOSTS_FILE)
@@ -256,9 +254,9 @@ def vars_root(file: str) -> Path:
 
 
 def _data(loaded: HostSettings, extra: Mapping[str, Any], login_user: str | None) -> dict[str, Any]:
-    """Return pyinfra's data of a host: connection, sudo, and the settings for display.
+    """Return pyinfra's data: connection, sudo, and settings for display.
 
-    Root needs no sudo, and may not have it. ``login_user`` is that of the command line.
+    Root may lack sudo. ``login_user`` is that of the command line.
     """
     if loaded.host.startswith("@"):
         return {**loaded.data, "_sudo": os.geteuid() != 0, **extra}
@@ -280,8 +278,8 @@ def _data(loaded: HostSettings, extra: Mapping[str, Any], login_user: str | None
 
 
 def _configured_user(host: str, data: Mapping[str, Any]) -> str:
-    """Return the login user of the SSH configuration, otherwise the local user; "" if unknown."""
-    # Connecting reports mistakes in this file. KeyError: the local user has no name.
+    """Return the user of the SSH configuration or the local user; "" if unknown."""
+    # Mistakes in the file are reported when connecting. KeyError: a local user without name.
     with suppress(OSError, ValueError, KeyError, SSHException, RecursionError):
         config = get_ssh_config(data.get("ssh_config_file"))
         user = config.lookup(data.get("ssh_hostname", host)).get("user") if config else None
@@ -292,9 +290,9 @@ def _configured_user(host: str, data: Mapping[str, Any]) -> str:
 def refuse_conflicts(
     hosts: Mapping[str, HostSettings], catalog: Catalog, *, must_serve: Collection[str]
 ) -> None:
-    """Refuse settings that contradict each other, for all hosts at once.
+    """Refuse contradictory settings of all hosts at once.
 
-    On the hosts in ``must_serve``, model and profile have to work together.
+    Model and profile must work together on hosts in ``must_serve``.
     """
     problems = [*cluster_problems(hosts), *replica_problems(hosts)]
     for name, loaded in hosts.items():
@@ -310,7 +308,7 @@ def refuse_conflicts(
 
 
 def _make_importable() -> None:
-    """Let ``roles`` be imported from any directory, before an installed package of that name."""
+    """Prefer our ``roles`` to an installed package of that name."""
     path = str(CHECKOUT)
     if path in sys.path:
         sys.path.remove(path)
@@ -318,7 +316,7 @@ def _make_importable() -> None:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    # pyinfra would wait for the commands of all hosts and then exit 0.
+    # pyinfra would wait for all commands and exit 0.
     sys.stderr.write("\ninterrupted: jobs on the hosts continue; run again to follow them\n")
     sys.stderr.flush()
     os._exit(130)

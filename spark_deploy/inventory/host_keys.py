@@ -1,7 +1,4 @@
-"""SSH host keys, and connections that are fast and end when the host disappears.
-
-Fingerprints are printed as ``ssh-keygen -l`` does, so that people can compare them.
-"""
+"""SSH host keys, and connections that end when a host disappears."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from spark_deploy.inventory.host_names import LOCAL
 
 CONNECT_TIMEOUT_S = 10.0
 
-# Callers report why a connection failed; paramiko would print a traceback as well.
+# paramiko would also print a traceback.
 logging.getLogger("paramiko.transport").setLevel(logging.CRITICAL)
 
 KeyState = Literal["known", "new", "changed", "unreachable"]
@@ -50,7 +47,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class HostKey:
-    """The key that a host presented, compared with known_hosts."""
+    """A presented key, compared with known_hosts."""
 
     endpoint: Endpoint
     entry_name: str  # of the host in known_hosts
@@ -66,13 +63,13 @@ class HostKey:
 
 
 def fingerprint(key: PKey) -> str:
-    """Return a key's type and SHA256 fingerprint."""
+    """Return type and fingerprint as `ssh-keygen -l` prints them."""
     digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
     return f"{key.get_name()} SHA256:{digest}"
 
 
 def query_host_key(endpoint: Endpoint) -> HostKey:
-    """Read the key of a host without logging in, through jump hosts."""
+    """Read a host's key without a login, through jump hosts."""
     given: dict[str, object] = {"timeout": CONNECT_TIMEOUT_S}
     if endpoint.port:
         given["port"] = endpoint.port
@@ -108,7 +105,7 @@ def query_host_key(endpoint: Endpoint) -> HostKey:
 
 @contextmanager
 def readable_ssh_files() -> Iterator[None]:
-    """Report mistakes in ~/.ssh/config and known_hosts as ``SettingsError``."""
+    """Raise SettingsError for mistakes in ssh's files."""
     try:
         yield
     except RecursionError as error:
@@ -123,7 +120,6 @@ def readable_ssh_files() -> Iterator[None]:
 
 
 def changed_key_problems(keys: Sequence[HostKey]) -> list[Problem]:
-    """Return a problem for each host with another key than known_hosts."""
     return [
         Problem(
             each.endpoint.host,
@@ -139,10 +135,9 @@ def changed_key_problems(keys: Sequence[HostKey]) -> list[Problem]:
 
 
 def is_listed(key: HostKey, file: str) -> bool:
-    """Return whether a known_hosts file has exactly the presented key.
+    """Whether ``file`` (known_hosts) lists the presented key.
 
-    Raises:
-        SettingsError: the file cannot be read, or has another key for the host.
+    Raises SettingsError if it is unreadable or lists another key.
     """
     path = Path(file).expanduser()
     try:
@@ -160,7 +155,7 @@ def is_listed(key: HostKey, file: str) -> bool:
 
 
 def record_host_keys(keys: Sequence[HostKey]) -> None:
-    """Append new keys to their known_hosts files; create missing files."""
+    """Append new keys to known_hosts files."""
     for each in keys:
         if each.state != "new" or each.key is None:
             continue
@@ -174,9 +169,9 @@ def record_host_keys(keys: Sequence[HostKey]) -> None:
 
 GONE_AFTER_S = 60
 _OPTIONS = (
-    # Saves 40 ms in each command and in the login.
+    # Saves 40 ms per command.
     (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
-    # Without these, commands hang forever if a host loses power or cable.
+    # Otherwise commands hang if a host loses power or cable.
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPIDLE", GONE_AFTER_S // 4),
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", GONE_AFTER_S // 4),
@@ -186,7 +181,7 @@ _OPTIONS = (
 
 
 def open_transport(sock: Any, **keywords: Any) -> Transport:
-    """Return the transport of a connection; a proxy command has no socket to set options on."""
+    """A proxy command has no socket to set options on."""
     if isinstance(sock, socket.socket):
         for level, name, value in _OPTIONS:
             option = getattr(socket, name, None)  # missing on some systems

@@ -1,4 +1,4 @@
-"""Names and settings of the hosts of an inventory; mistakes that pyinfra ignores are errors."""
+"""Host names and their settings; mistakes that pyinfra ignores are errors."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ NOT_LISTED = (
 )
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _FOLDERS = {"group_vars": "group", "host_vars": "host"}
-# Formats in which other tools keep variables.
+# Formats of variables in other tools.
 _LIKE_SETTINGS = ("", ".yml", ".yaml", ".json", ".toml", ".py")
 
 
 @dataclass(frozen=True, slots=True)
 class HostContext:
-    """Settings of a host and their catalog; pyinfra's data carries them to the deploy."""
+    """Settings and catalog of a host, carried to the deploy in pyinfra's data."""
 
     loaded: HostSettings
     catalog: Catalog
     plans: list[tuple[Request, HostPlan]] = field(default_factory=list, compare=False, repr=False)
 
     def plan(self, request: Request) -> HostPlan:
-        """Return the plan of a request, made once in a process."""
+        """Plan each request once in a process."""
         for earlier, plan in self.plans:
             if earlier == request:
                 return plan
@@ -51,12 +51,11 @@ class HostContext:
         return plan
 
     def to_json(self) -> dict[str, str]:
-        """Return where the settings come from, for ``debug-inventory``."""
+        """For ``debug-inventory``."""
         return {"group": self.loaded.group, "folder": str(Path(self.loaded.root))}
 
 
 def context_of(host: Host) -> HostContext:
-    """Return the context of a host, or raise ``SettingsError`` if the inventory has none."""
     context = host.data.get(CONTEXT_KEY)
     if not isinstance(context, HostContext):
         raise SettingsError.one(host.name, *NOT_LISTED)
@@ -64,7 +63,6 @@ def context_of(host: Host) -> HostContext:
 
 
 def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
-    """Yield mistakes in the host lists of an inventory file."""
     joined = dict(_joined_strings(Path(file)))
     group_of: dict[str, str] = {}
     for group, hosts in groups.items():
@@ -93,7 +91,7 @@ def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
 
 
 def _wrong_name(host: str) -> tuple[str, str] | None:
-    """Return the problem of a host name and the fix; ``None`` if it is valid."""
+    """Return problem and fix; ``None`` if the name is valid."""
     if host.startswith("@"):
         message = "is not a host: of pyinfra's connectors only @local works here"
         return None if host == LOCAL else (message, f"write {LOCAL}")
@@ -113,7 +111,7 @@ def _wrong_name(host: str) -> tuple[str, str] | None:
 
 
 def _joined_strings(file: Path) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Yield adjacent string literals, which Python joins: a comma is missing between them."""
+    """Yield adjacent strings, joined by Python for lack of a comma."""
     run: list[tokenize.TokenInfo] = []
     for token in _tokens(file):
         if token.type == tokenize.STRING and not token.string.lower().startswith(("f", "rf", "fr")):
@@ -127,7 +125,7 @@ def _joined_strings(file: Path) -> Iterator[tuple[str, tuple[int, str]]]:
 
 
 def _tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
-    """Yield the tokens of a Python file; stop at errors, which running it reports better."""
+    """Stop at errors, which running the file reports better."""
     if not file.is_file():
         return
     try:
@@ -138,7 +136,7 @@ def _tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
 
 
 def stray_files(groups: Mapping[str, Sequence[str]], *, root: Path, file: str) -> Iterator[Problem]:
-    """Yield settings files that belong to no group or host of this or an adjacent inventory."""
+    """Yield settings files of no group or host, nor of an adjacent inventory."""
     own = {
         "group_vars": {"all", *groups},
         "host_vars": {host.removeprefix("@") for hosts in groups.values() for host in hosts},

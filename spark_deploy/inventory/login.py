@@ -1,4 +1,4 @@
-"""Logins and sudo of the controller, tried with a fresh connection."""
+"""Logins and sudo, tried with a new connection."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from spark_deploy.plan.types import BootstrapPlan
 
 PASSWORD_FILE_VARIABLE = "SPARK_BOOTSTRAP_PASSWORD_FILE"
 _KEY_NAMES = ("id_ed25519", "id_ecdsa", "id_rsa")
-# -k: ignore a password typed in this terminal minutes ago.
+# -k: ignore a password typed minutes ago.
 _TRY_SUDO = '[ "$(id -u)" = 0 ] || sudo -k -n true 2>/dev/null && echo free'
 
 
 def refuse_prompt(prompt: str) -> NoReturn:
-    """Fail instead of pyinfra's prompt for a sudo password, which pyinfra puts into an argv."""
+    """Fail instead of pyinfra's prompt, which puts the password into an argv."""
     raise SettingsError.one("sudo", "needs a password", "run deploys/bootstrap.py once")
 
 
 class Password(str):
-    """Text that pyinfra's and paramiko's debug output shows as stars."""
+    """Text shown as stars in debug output."""
 
     __slots__ = ()
 
@@ -45,14 +45,14 @@ class Password(str):
 
 
 class PasswordPrompt:
-    """Prompts for the password of a run when a host first needs it, and keeps it."""
+    """Prompts for a run's password once, when a host needs it."""
 
     def __init__(self, ask: Callable[[str], str] = getpass.getpass):
         self._ask = ask
         self._password: Password | None = None
 
     def password_for(self, endpoints: Sequence[Endpoint]) -> str:
-        """Return the password; the prompt names the first hosts that need it."""
+        """The prompt names the first hosts that need it."""
         if self._password is None:
             self._password = Password(self._read(endpoints))
         return self._password
@@ -64,7 +64,7 @@ class PasswordPrompt:
                 text = Path(file).expanduser().read_text().split("\n")[0]
             except OSError as error:
                 message = f"{file}: {error.strerror}"
-                fix = "name a readable file"
+                fix = "set it to a readable file"
                 raise SettingsError.one(PASSWORD_FILE_VARIABLE, message, fix) from error
         elif sys.stdin.isatty():
             users = sorted({endpoint.user or getpass.getuser() for endpoint in endpoints})
@@ -80,7 +80,7 @@ class PasswordPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Access of the controller's key to a host."""
+    """Access with the controller's key."""
 
     logs_in: bool
     sudo_free: bool  # sudo needs no password
@@ -92,7 +92,7 @@ class Access:
 
 
 def endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:
-    """Return where deploys log in, from pyinfra's data of a host."""
+    """Return where deploys log in."""
     port = data.get("ssh_port")
     return Endpoint(
         host=host,
@@ -106,7 +106,7 @@ def endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:
 
 
 def try_key(endpoint: Endpoint) -> Access:
-    """Log in with the key only (this machine: no login) and try sudo without a password."""
+    """Try the key only, and sudo without a password; this machine has no login."""
     if endpoint.is_local:
         command = ["sh", "-c", _TRY_SUDO]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
@@ -127,7 +127,7 @@ def try_key(endpoint: Endpoint) -> Access:
 
 
 def accepts_password(endpoint: Endpoint, password: str) -> bool:
-    """Return whether a host accepts a password; other errors are left to the real login."""
+    """Other errors are left to the real login."""
     client = SSHClient()
     arguments = {"password": Password(password), "allow_agent": False, "look_for_keys": False}
     try:
@@ -162,12 +162,12 @@ def _private_key(key_file: str) -> Any:
         path = Path(key_file).expanduser()
         fix = f"create it with `ssh-keygen -t ed25519 -f {path}`"
         if path.exists():
-            fix = "name a private key that ssh-keygen wrote"
+            fix = "set it to a private key of ssh-keygen"
         raise SettingsError.one("ssh.key_file", f"{path}: {error}", fix) from error
 
 
 def public_key(key_file: str | None, home: Path | None = None) -> str:
-    """Return the public key to install: of ``ssh.key_file``, otherwise from ~/.ssh."""
+    """Return the public key of ``ssh.key_file``, otherwise of ~/.ssh."""
     folder = (home or Path.home()) / ".ssh"
     files = [folder / f"{name}.pub" for name in _KEY_NAMES]
     if key_file:
@@ -186,12 +186,11 @@ def public_key(key_file: str | None, home: Path | None = None) -> str:
 
 
 def endpoint_of(host: Host) -> Endpoint:
-    """Return where deploys log in to a host of this run."""
     return endpoint(host.name, host.data)
 
 
 def bootstrap_plan(host: Host) -> BootstrapPlan:
-    """Return the access to grant: an account for deploys, or key and sudo rule of a user."""
+    """Return an account for deploys, or key and sudo rule of a user."""
     if endpoint_of(host).is_local:
         return BootstrapPlan(public_key="")
     ssh = context_of(host).loaded.settings.ssh
@@ -203,26 +202,24 @@ def bootstrap_plan(host: Host) -> BootstrapPlan:
 
 
 def check_access(state: State, host: Host, endpoint: Endpoint) -> bool:
-    """Check with a new login that key and sudo need no password."""
     access = try_key(endpoint)
     if access.ready:
         login = "" if endpoint.is_local else "the key logs in, "
         host.log(f"{login}sudo needs no password")
         return True
     if endpoint.is_local:
-        fix = "look for a later rule in /etc/sudoers and /etc/sudoers.d"
+        fix = "remove the later rule in /etc/sudoers or /etc/sudoers.d"
         return _log_problem(host, "sudo still needs a password", fix)
     message = "the key logs in, but sudo still needs a password"
     if not access.logs_in:
         message = f"the key still does not log in ({access.detail})"
-    fix = "look at `journalctl -u ssh` and /etc/sudoers.d on the host"
+    fix = "check `journalctl -u ssh` and /etc/sudoers.d on the host"
     if endpoint.user == ACCOUNT:
         fix += f", and check that sshd's AllowUsers and AllowGroups include {ACCOUNT}"
     return _log_problem(host, message, fix)
 
 
 def check_login(state: State, host: Host, endpoint: Endpoint) -> bool:
-    """Check with a new login that deploys still reach the host."""
     access = try_key(endpoint)
     if access.ready:
         host.log("a new login works")
@@ -232,15 +229,14 @@ def check_login(state: State, host: Host, endpoint: Endpoint) -> bool:
 
 
 def check_no_access(state: State, host: Host, endpoint: Endpoint) -> bool:
-    """Check with a new login that the key no longer leads to root."""
     if not try_key(endpoint).ready:
         local, remote = "sudo needs a password again", "the key gives no access any more"
         host.log(local if endpoint.is_local else remote)
         return True
     if endpoint.is_local:
-        fix = "look for another rule in /etc/sudoers and /etc/sudoers.d"
+        fix = "remove the other rule in /etc/sudoers or /etc/sudoers.d"
         return _log_problem(host, "sudo still needs no password", fix)
-    fix = "look for another rule in /etc/sudoers.d, and for the key in sshd's AuthorizedKeysFile"
+    fix = "remove other rules in /etc/sudoers.d, and the key from sshd's AuthorizedKeysFile"
     return _log_problem(host, "the key still logs in, and sudo needs no password", fix)
 
 

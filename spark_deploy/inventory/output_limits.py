@@ -1,7 +1,6 @@
-"""Output of hosts, read through pyinfra: as text, bounded, and harmless for a terminal.
+"""Host output as bounded text that cannot control a terminal.
 
-pyinfra stops at the first byte that is not UTF-8, keeps any amount in memory, and with ``-v``
-prints all of it unchanged.
+pyinfra stops at invalid UTF-8, keeps any amount in memory, and prints it raw with ``-v``.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from spark_deploy.config.errors import heard
 from spark_deploy.inventory.login import refuse_prompt
 
 MAX_BYTES = 128 << 20
-"""Of a stream of a command; receipts of a hundred checkpoints need a tenth."""
+"""Per stream of a command; receipts of 100 checkpoints need a tenth."""
 _LINE_BYTES = 64 << 20  # receipts have no line breaks
-# Printed with -v; apt prints less during an installation.
+# Printed with -v; apt prints less.
 _PRINTED_OF_A_LINE = 4_000
 _PRINTED_OF_A_STREAM = 1 << 20
 
@@ -35,14 +34,14 @@ def read_buffer(
     print_output: bool = False,
     print_func: Callable[[str], str] | None = None,
 ) -> None:
-    """Read the output of a command; replaces pyinfra's function of this name."""
+    """Replaces pyinfra's function of this name."""
     size, left = 0, _PRINTED_OF_A_STREAM
     stream = _in_bytes(io)
     while data := stream.readline(_LINE_BYTES):
         line = data if isinstance(data, bytes) else data.encode(errors="replace")
         size += len(line)
         if size > MAX_BYTES:
-            # Closing ends the command; truncated output is not used.
+            # Closing ends the command.
             output_queue.put(OutputLine(name, "(the host printed more than the limit)"))
             (io.channel if isinstance(io, ChannelFile) else io).close()
             return
@@ -57,15 +56,15 @@ def read_buffer(
 
 
 def _in_bytes(io: Any) -> Any:
-    """Return the stream as bytes: paramiko's text stream raises errors for invalid UTF-8."""
+    """Return bytes: paramiko's text stream fails on invalid UTF-8."""
     if isinstance(io, ChannelStderrFile):
         return io.channel.makefile_stderr("rb")
     return io.channel.makefile("rb") if isinstance(io, ChannelFile) else io
 
 
 def limit_output() -> None:
-    """Read all output of hosts through this module, and never let pyinfra prompt."""
+    """Install this module in pyinfra, and disable prompts."""
     util.read_buffer = read_buffer
     setattr(util, "getpass", refuse_prompt)  # noqa: B010 - a name that util does not export
-    # The reason of a failed connection is raised as well.
+    # A failed connection raises its reason as well.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)

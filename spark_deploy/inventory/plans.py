@@ -1,4 +1,4 @@
-"""The plan of a host for a deploy, from inventory, lock and network."""
+"""Plans of hosts for a deploy, from inventory, lock and network."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from spark_deploy.plan.cluster import Wave, waves_of
 from spark_deploy.plan.resolve import Request, pair_of
 from spark_deploy.plan.types import HostPlan, PayloadIdentity, Ports, SourcePlan
 
-# Hosts run in parallel; the first queries the hub and the rest wait for the answer.
+# Hosts run in parallel; only the first queries the hub.
 _locking = threading.Lock()
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LOCK_FIX = "run `spark-deploy update --missing` and keep the file"
@@ -43,7 +43,6 @@ Log = Callable[[str], None]
 
 
 def payload_identity() -> PayloadIdentity:
-    """Return the digests of the payload for hosts."""
     payload = read_payload()
     return PayloadIdentity(
         tools_digest=payload.tools_digest,
@@ -54,7 +53,7 @@ def payload_identity() -> PayloadIdentity:
 
 
 def waves_for(state: State) -> tuple[Wave, ...]:
-    """Return the waves in which the hosts of this run change."""
+    """Return the waves in which hosts change."""
     chosen = [host for host in state.inventory if state.is_host_in_limit(host)]
     settings = {host.name: context_of(host).loaded.settings for host in chosen}
     rollouts = {name: each.rollout for name, each in settings.items()}
@@ -62,7 +61,7 @@ def waves_for(state: State) -> tuple[Wave, ...]:
 
 
 def plan_for(host: Host) -> HostPlan:
-    """Return the plan of ``host``; lock and print names that are new."""
+    """Return a host's plan; lock and print new names."""
     context = context_of(host)
     loaded, catalog = context.loaded, context.catalog
     with _locking:
@@ -77,7 +76,7 @@ def plan_for(host: Host) -> HostPlan:
 
 
 def ports_of(members: Sequence[str]) -> dict[str, Ports]:
-    """Return the ports of cabled hosts, or raise ``PlanError`` if a host is not in this run."""
+    """Raise ``PlanError`` if a host is not in this run."""
     hosts = {host.name: host for host in inventory}
     absent = [name for name in members if name not in hosts or not hosts[name].connected]
     if absent:
@@ -88,7 +87,7 @@ def ports_of(members: Sequence[str]) -> dict[str, Ports]:
 
 
 class UnreadRepository(NamedTuple):
-    """A repository without headers in the lock; ``leave_out`` files are not weights."""
+    """``leave_out`` lists files that are not weights."""
 
     repository: str
     commit: str
@@ -98,7 +97,7 @@ class UnreadRepository(NamedTuple):
 def unverified_builds(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
-    """Yield builds with locked sources and unverified tensor names."""
+    """Yield builds whose tensor names are not verified."""
     for served in settings.all_served:
         if served.checkpoint.requantized:
             continue  # the base is on no hub; the builder verifies it
@@ -112,7 +111,7 @@ def unverified_builds(
 def unread_repositories(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[UnreadRepository]:
-    """Yield locked repositories that are served as published and have no headers in the lock."""
+    """Yield published repositories without headers in the lock."""
     for served in settings.all_served:
         model = catalog.model(served.model)
         profile = catalog.profile(served.profile, served.model)
@@ -128,7 +127,7 @@ def unread_repositories(
 
 
 def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
-    """Return the lock with the headers of repositories that are served as published."""
+    """Return the lock with headers of published repositories."""
     for repository, commit, leave_out in dict.fromkeys(
         unread_repositories(settings, catalog, lock)
     ):
@@ -140,11 +139,9 @@ def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
 
 
 def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
-    """Return the lock with tensor counts of every build, verified with headers from the hub.
+    """Return the lock with verified tensor counts of every build.
 
-    Raises:
-        HeadersUnavailableError: the hub did not send the headers.
-        LockError: base or donor differ from the catalog, or a repository is not a model.
+    Raises HeadersUnavailableError, or LockError if names differ from the catalog.
     """
     lock = read_headers(settings, catalog, lock, log)
     for names, order in unverified_builds(settings, catalog, lock):
@@ -157,7 +154,7 @@ def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
 
 
 def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
-    """Return ``verify_names``, or the lock unchanged if the hub does not answer."""
+    """Return the lock unchanged if the hub does not answer."""
     try:
         return verify_names(settings, catalog, lock, log)
     except headers.HeadersUnavailableError as error:
@@ -166,7 +163,7 @@ def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log
 
 
 def verified_lock(settings: Settings, catalog: Catalog, path: Path, lock: Lock, log: Log) -> Lock:
-    """Return the lock for a deploy, and store new results if ``locked`` allows it."""
+    """Verify the lock for a deploy; store results if ``locked`` allows it."""
     if settings.locked == "required":
         for names, _ in unverified_builds(settings, catalog, lock):
             log(f"{path.name}: names of {names.build} have not been verified; {_LOCK_FIX}")
@@ -189,15 +186,15 @@ def read_inventory(
     must_serve: bool = True,
     deploy: str = "",
 ) -> dict[str, dict[str, Any]]:
-    """Run an inventory file outside pyinfra and return pyinfra's data of each chosen host.
+    """Run an inventory outside pyinfra; return pyinfra's data of chosen hosts.
 
-    Plain inventories of pyinfra, lists of names without ``group_from``, get their settings here.
-    With ``must_serve=False`` models and profiles may be invalid, because no plan follows.
+    Plain inventories of pyinfra get settings here. With ``must_serve=False`` models and profiles
+    may be invalid, because no plan follows.
     """
     hosts = [] if path.exists() else _hosts_of_text(str(path))
     if not hosts and not path.is_file():
         raise missing_inventory(str(path))
-    # Inventory files read the parameters of pyinfra's command line.
+    # Inventory files read these parameters.
     with click.Context(click.Command("spark-deploy")) as context:
         context.params.update(
             inventory=str(path), data=data, limit=limit, exclude=exclude, must_serve=must_serve,
@@ -215,8 +212,7 @@ def read_inventory(
 def check_inventory() -> None:
     """Refuse a missing or empty inventory; for ``config.py``, which pyinfra reads first.
 
-    pyinfra would continue without a host and exit 0. Files with ``group_from``
-    refuse an empty list themselves.
+    pyinfra would continue without hosts and exit 0; ``group_from`` checks its own list.
     """
     path = Path(inventory_argument())
     if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
@@ -238,14 +234,14 @@ def _no_host(path: Path) -> SettingsError:
 
 
 def _hosts_of_text(text: str) -> list[str]:
-    """Return the hosts of ``spark-1,spark-2`` or ``@local``, which pyinfra accepts as well."""
+    """Return the hosts of ``spark-1,spark-2`` or ``@local``, which pyinfra accepts too."""
     if "," in text or text.startswith("@"):
         return [host for host in text.split(",") if host]
     return []
 
 
 def _run(path: Path) -> dict[str, Any]:
-    """Return the groups of an inventory file: lists, and pairs of a list and data."""
+    """Return lists, and pairs of a list and data."""
     try:
         names = runpy.run_path(str(path))
     except SettingsError:
@@ -268,7 +264,7 @@ def _run(path: Path) -> dict[str, Any]:
 
 
 def _with_settings(groups: Mapping[str, Any], path: Path) -> dict[str, Group]:
-    """Return the groups of an inventory; plain lists of pyinfra get settings."""
+    """Add settings to pyinfra's plain lists."""
     ours = {name: group for name, group in groups.items() if _has_settings(group)}
     known = {host for members, _ in ours.values() for host, _ in members}
     plain: dict[str, list[Any]] = {}
@@ -293,12 +289,12 @@ def _is_group(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    """Return whether a value is a name or list of names with data."""
+    """Whether it is a name or list with data."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
 
 
 def _has_settings(group: Any) -> bool:
-    """Return whether ``group_from`` made a group."""
+    """Whether ``group_from`` made it."""
     if not _is_group(group) or not group[0]:
         return False
     return all(_is_pair(member) and CONTEXT_KEY in member[1] for member in group[0])

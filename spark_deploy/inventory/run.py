@@ -1,4 +1,4 @@
-"""Run a deploy in this process through pyinfra's API, as the printed pyinfra line does."""
+"""Run a deploy in this process, as the printed pyinfra command would."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spark_deploy.inventory.host_keys import readable_ssh_files
 
 
 class _Lines(logging.Handler):
-    """Passes every log line of pyinfra to a function."""
+    """Passes pyinfra's log lines to a function."""
 
     def __init__(self, log: Callable[[str], None]):
         super().__init__()
@@ -50,10 +50,10 @@ def run_deploy(
         deploy: the deploy file.
         hosts: names with pyinfra's data, which contains our settings.
         data: ``KEY=VALUE`` of the command line.
-        watcher: gets pyinfra's state callbacks.
-        log: gets log lines; by default they are printed as pyinfra does.
-        dry: predict changes and print them instead.
-        as_json: print the plan and the results as JSON.
+        watcher: gets pyinfra's callbacks.
+        log: gets log lines; by default they are printed.
+        dry: print predicted changes instead.
+        as_json: print plan and results as JSON.
     """
     from pyinfra_cli.util import parse_cli_arg  # patches this process by gevent
 
@@ -107,7 +107,7 @@ def _run(state: State, deploy: Path, *, dry: bool, as_json: bool) -> None:
 
 @contextmanager
 def _logging(log: Callable[[str], None] | None) -> Iterator[None]:
-    """Send pyinfra's log and echo to ``log``, otherwise to standard error as pyinfra does."""
+    """Send pyinfra's log and echo to ``log``, otherwise to standard error."""
     from pyinfra_cli.log import LogFormatter, LogHandler
 
     handler: logging.Handler = _Lines(log) if log else LogHandler()

@@ -160,7 +160,7 @@ def test_password_is_kept_for_one_command_only() -> None:
 
 def test_password_refused_by_every_host_ends_the_run(tty, hosts) -> None:
     tty.password = "wrong"
-    with pytest.raises(SettingsError, match="refused by spark-1, spark-2"):
+    with pytest.raises(SettingsError, match="rejected by spark-1, spark-2"):
         tty.prepare(hosts)
 
 
@@ -169,7 +169,7 @@ def test_password_refused_by_one_host_continues_with_the_rest(
 ) -> None:
     monkeypatch.setattr(bootstrap, "accepts_password", lambda e, _: e.host == "spark-1")
     assert "spark-1" in tty.prepare(hosts)
-    assert "spark-2: password refused" in capsys.readouterr().err
+    assert "spark-2: password rejected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("answer", ["n", ""])
@@ -282,10 +282,10 @@ def test_sudo_rule_is_one_line_for_one_user() -> None:
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        ("Sorry, try again.\nsudo: no password was provided", "refuses the password"),
-        ("sudo: 1 incorrect password attempt", "refuses the password"),
+        ("Sorry, try again.\nsudo: no password was provided", "rejected the password"),
+        ("sudo: 1 incorrect password attempt", "rejected the password"),
         ("ann is not in the sudoers file.", "may not use sudo"),
-        ("visudo refuses the rule", "was not activated"),
+        ("visudo rejected the rule", "was not activated"),
     ],
 )
 def test_explains_sudo_errors(output: str, words: str) -> None:

@@ -61,7 +61,7 @@ def ordinary(machine: Machine) -> Machine:
 
 @pytest.mark.parametrize(
     ("file", "error"),
-    [("right", ""), ("wrong", "sudo: refuses the password"), ("", PASSWORD_FILE_VARIABLE)],
+    [("right", ""), ("wrong", "sudo: rejected the password"), ("", PASSWORD_FILE_VARIABLE)],
 )
 def test_bootstrap_installs_the_sudo_rule_and_never_shows_the_password(
     ordinary: Machine, file: str, error: str

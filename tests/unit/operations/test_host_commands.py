@@ -64,7 +64,7 @@ def test_pauses_grow_and_sudo_follows_the_settings(clock: list[float], sudo: boo
 def test_gives_up_a_host_after_minutes(clock: list[float]) -> None:
     with pytest.raises(ConnectError, match="unreachable for"):
         commands.run_reconnecting(answers(), "true")
-    assert commands.AWAY_S <= clock[0] < commands.AWAY_S + 30
+    assert commands.RECONNECT_TIMEOUT_S <= clock[0] < commands.RECONNECT_TIMEOUT_S + 30
 
 
 @host_operation

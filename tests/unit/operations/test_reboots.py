@@ -117,4 +117,4 @@ def test_preflight_does_not_judge_a_host_that_will_reboot() -> None:
     assert command.startswith("_refuse(")
     reboot(host, executing=False)
     assert run_operation(host, preflight.check_host, ALLOWED, executing=False) == []
-    assert host.noops[-1] == "judged after the reboot"
+    assert host.noops[-1] == "checked after the reboot"

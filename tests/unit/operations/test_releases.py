@@ -103,21 +103,21 @@ def refuse_after_failure(host: FakeHost) -> str:
     """Return why the current host must wait, or ""."""
     with on(host):
         try:
-            releases.refuse_after_failure("left alone")
+            releases.refuse_after_failure("not changed")
         except Refused as refused:
             return str(refused)
     return ""
 
 
 def test_failure_of_another_host_stops_changes() -> None:
-    assert "left alone, because spark-1 failed first" in refuse_after_failure(
+    assert "not changed, because spark-1 failed first" in refuse_after_failure(
         after_failure(FakeHost(), FakeHost())
     )
     lost_before = FakeHost(connected=False)
     assert refuse_after_failure(after_failure(FakeHost(), lost_before)) == ""
     host = after_failure(rollback_host(**{"from": B, "to": A}), FakeHost(name="spark-0"))
     [command] = roll_back(host)
-    assert f"left alone on {NEW} (m with v2-tq), because spark-0 failed first" in command
+    assert f"not changed: stays on {NEW} (m with v2-tq), because spark-0 failed first" in command
 
 
 def test_names_the_failed_host_and_no_waiting_host() -> None:
@@ -128,7 +128,7 @@ def test_names_the_failed_host_and_no_waiting_host() -> None:
 
 
 def test_host_lost_during_a_change_stops_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "AWAY_S", 0)
+    monkeypatch.setattr(commands, "RECONNECT_TIMEOUT_S", 0)
     monkeypatch.setattr(commands.gevent, "sleep", lambda _: None)
     lost = FakeHost(shell=lambda script: OSError("no route"))
     assert not releases.change_now(None, lost, OLD, 60)  # type: ignore[arg-type]
@@ -280,7 +280,7 @@ def test_dry_run_predicts_the_first_start_once() -> None:
     with on(host, executing=False):
         first = list(serve.start_service._inner(PLAN, 60))
         second = list(serve.roll_out._inner(PLAN, 60))
-    assert (len(first), second, host.noops) == (1, [], ["is served by then"])
+    assert (len(first), second, host.noops) == (1, [], ["already served by then"])
 
 
 BEGUN = '{"release": "r", "request": "id1", "joined": false}'
