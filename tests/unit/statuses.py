@@ -30,33 +30,34 @@ _PROOF: dict[str, Any] = {
     "ok": True, "checked_at": "2020-01-01T00:00:00Z", "checks": [], "versions": {}, "engine": {},
     "portable": False, "stubbed": [], "last_full": None, "bench": None,
 }  # fmt: skip
-_FINDING = {"name": "", "ok": True, "detail": "", "seconds": 0.1}
+_CHECK = {"name": "", "ok": True, "detail": "", "seconds": 0.1}
 _EVENT = {"at": "", "release": "", "kind": "", "text": ""}
 _GATEWAY = {"active": "inactive", "enabled": True, "key_problem": None, "difference": None}
 _LIVE = {"ok": False, "release": "", "seconds": 0, "detail": ""}
 _PROGRESS = dict.fromkeys(("phase", "bytes", "total", "rate_bytes_per_s", "eta_s"))
 
 
-def told(some: dict[str, Any]) -> HostStatus:
-    """Return the status of a host, read as the host's own answer would be."""
-    if not some:
+def host_status(fields: dict[str, Any]) -> HostStatus:
+    """Return a host's status with these fields; without fields, that of a host without tools."""
+    if not fields:
         return HostStatus(None)
-    data = {**STATUS, **some}
+    data = {**STATUS, **fields}
     for name, part in _PARTS.items():
-        data[name] = [{**part, **one} for one in data[name]]
-    data["services"] = {name: _service(one) for name, one in data["services"].items()}
-    for one in data["releases"]:
-        if one["proof"] is not None:
-            one["proof"] = {**_PROOF, **one["proof"]}
-            one["proof"]["checks"] = [{**_FINDING, **check} for check in one["proof"]["checks"]]
-    data["events"] = {name: [{**_EVENT, **one} for one in data["events"][name]]
-                      for name in data["events"]}  # fmt: skip
+        data[name] = [{**part, **item} for item in data[name]]
+    data["services"] = {name: _service(fields) for name, fields in data["services"].items()}
+    for release in data["releases"]:
+        if release["proof"] is not None:
+            release["proof"] = proof = {**_PROOF, **release["proof"]}
+            proof["checks"] = [{**_CHECK, **check} for check in proof["checks"]]
+    data["events"] = {
+        name: [{**_EVENT, **event} for event in events] for name, events in data["events"].items()
+    }
     for job in data["jobs"]:
         job["progress"] = job["progress"] and {**_PROGRESS, **job["progress"]}
     data["live"] = data["live"] and {**_LIVE, **data["live"]}
     return HostStatus(read(Status, data))
 
 
-def _service(some: dict[str, Any]) -> dict[str, Any]:
-    found = {**SERVICE, **some}
-    return {**found, "gateway": {**_GATEWAY, **found["gateway"]}}
+def _service(fields: dict[str, Any]) -> dict[str, Any]:
+    service = {**SERVICE, **fields}
+    return {**service, "gateway": {**_GATEWAY, **service["gateway"]}}

@@ -24,7 +24,7 @@ from spark_deploy.bench.protocols import Endpoint, Grid, measure_answer
 from spark_deploy.bench.result import Sample
 from spark_deploy.config.errors import SparkError
 from tests.unit.planning.plans import plan_of
-from tests.unit.statuses import told
+from tests.unit.statuses import host_status
 
 
 class Model(BaseHTTPRequestHandler):
@@ -157,7 +157,7 @@ def test_parses_samples_with_and_without_gpu():
 def test_a_portable_release_is_not_valid_for_a_spark(monkeypatch):
     release = plan_of("large", "v2").serve
     release = replace(release, check=replace(release.check, portable=True))
-    status = told({"services": {"main": {"active": release.name}}}).report
+    status = host_status({"services": {"main": {"active": release.name}}}).report
     outputs = {tool.line(tool.STATUS): text_of(status), host.SYSTEM: ""}
     monkeypatch.setattr(host.Login, "run", lambda _, script: outputs.get(script, text_of(release)))
     served, _ = host.read_served(host.Login("spark-1", (), False), "main")

@@ -10,5 +10,5 @@ import pytest
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shell finds our programs, as after pipx."""
-    ours = Path(sys.executable).parent
-    monkeypatch.setenv("PATH", f"{ours}{os.pathsep}{os.environ['PATH']}")
+    programs = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")

@@ -1,7 +1,5 @@
 """``spark-deploy add``: a catalog file from a repository or recipe, its plan, open questions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,24 +114,18 @@ def test_writes_a_planned_catalog_file_once(hub, site, capsys):
     assert add(site, "org/Tiny-Chat", "--force") == 0
 
 
-def test_json_lists_files_and_next_commands(hub, site, capsys):
+def test_json_lists_files_choice_and_next_commands(hub, site, capsys):
     publish(hub, "org/Tiny-Chat")
-    assert add(site, "org/Tiny-Chat", "--json") == 0
+    assert add(site, "org/Tiny-Chat", "--json", "--use") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["files"] == [str(site / "catalog/models/tiny-chat.yml")]
     assert (result["model"], result["profile"]) == ("tiny-chat", "plain")
     assert result["fetched_bytes"] > 0
-    assert "org/Tiny-Chat" in result["unproven"]
-    inventory = f"--inventory {site / 'sparks.py'}"
-    commands = [f"spark-deploy use tiny-chat/plain {inventory}", f"spark-deploy up {inventory}"]
-    assert (result["next"], result["problems"]) == (commands, [])
-
-    assert add(site, "org/Tiny-Chat", "--json", "--use", "--force") == 0
-    result = json.loads(capsys.readouterr().out)
+    assert result["problems"] == []
     settings = str(site / "group_vars/spark.yml")
     chosen = {(item["key"], item["after"], item["file"]) for item in result["chosen"]}
     assert chosen == {("model", "tiny-chat", settings), ("profile", "plain", settings)}
-    assert result["next"] == [f"spark-deploy up a {inventory}"]
+    assert result["next"] == [f"spark-deploy up a --inventory {site / 'sparks.py'}"]
 
 
 def test_an_unknown_architecture_is_reported_and_the_file_stays(hub, site, capsys):
@@ -186,17 +178,6 @@ def test_an_invalid_repository_writes_no_file(site, place, capsys):
     assert not list((site / "catalog").rglob("*.yml"))
 
 
-def test_the_profile_applies_to_the_new_model_only(hub, site):
-    publish(hub, "org/tiny")
-    profile = site / "catalog/profiles/mine.yml"
-    profile.parent.mkdir(parents=True)
-    # With so little memory the default model fits on no host.
-    profile.write_text(
-        "based_on: plain\nsummary: Mine\nchoose_when: I do\nlimits: {memory_fraction: 0.1}\n"
-    )
-    assert add(site, "org/tiny", "--profile", "mine") == 0
-
-
 def test_adds_a_recipe(hub, site, capsys):
     publish(hub, "org/Dense-NVFP4", {})
     recipe = CHECKOUT / "tests/fixtures/recipes/spark-vllm-docker-1.yaml"
@@ -223,15 +204,3 @@ def test_use_replaces_any_earlier_choice(hub, site, present, capsys):
     chosen = yaml.safe_load(settings.read_text())
     assert (chosen["model"], chosen["profile"]) == ("new", "plain")
     assert chosen["hub"]["endpoint"] == hub.url
-
-
-def test_use_is_refused_by_a_schedule_of_other_models(hub, site, capsys):
-    publish(hub, "org/new")
-    settings = site / "group_vars/spark.yml"
-    night = "[{at: '20:00', model: qwen3.5-122b, profile: v2}]"
-    settings.write_text(f"{settings.read_text()}schedule: {night}\n")
-    assert add(site, "org/new") == 0
-    before = settings.read_text()
-    assert add(site, "org/new", "--use", "--force") == 1
-    assert "no entry returns to new with plain" in capsys.readouterr().err
-    assert settings.read_text() == before

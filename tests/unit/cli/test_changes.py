@@ -1,7 +1,5 @@
 """Commands that change hosts: the printed pyinfra command, confirmations, stop and start."""
 
-from __future__ import annotations
-
 import io
 import re
 import shlex
@@ -93,17 +91,12 @@ def test_uninstall_access_revokes_the_login_after_a_successful_uninstall(monkeyp
     assert len(run(monkeypatch, capsys, "uninstall", "--access", "-y", code=3)[1]) == 1
 
 
+@pytest.mark.parametrize(("code", "is_probed"), [(3, True), (0, False), (130, False)])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_failed_deploy_sets_the_exit_code_and_names_offline_hosts(monkeypatch, capsys, command):
-    code, _, err = run(monkeypatch, capsys, command, "-y", code=3)
-    assert code == 3
-    assert "spark-1: cannot be reached\n  fix: check that the host is on\n" in err
-
-
-@pytest.mark.parametrize("code", [0, 130])
-def test_hosts_are_not_probed_after_success_or_interrupt(monkeypatch, capsys, code):
-    result, _, err = run(monkeypatch, capsys, "uninstall", "-y", code=code)
-    assert (result, "cannot be reached" in err) == (code, False)
+def test_only_a_failed_deploy_probes_hosts(monkeypatch, capsys, command, code, is_probed):
+    result, _, err = run(monkeypatch, capsys, command, "-y", code=code)
+    assert result == code
+    assert ("spark-1: cannot be reached\n  fix: check that the host is on\n" in err) == is_probed
 
 
 @pytest.mark.parametrize("words", [*([command] for command in COMMANDS), ["uninstall", "--json"]])
@@ -121,16 +114,6 @@ def test_a_refused_confirmation_changes_nothing(monkeypatch, capsys):
     monkeypatch.setattr(changes.click, "confirm", refuse)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     assert run(monkeypatch, capsys, "prune")[:2] == (130, [])
-
-
-def test_confirmations_name_host_and_effect(monkeypatch, capsys, questions):
-    for words in (("prune",), ("fabric", "--measure"), ("fabric",)):
-        code, ran, _ = run(monkeypatch, capsys, *words)
-        assert (code, len(ran)) == (0, 1)
-    prune, measure, fabric = questions
-    assert prune.startswith("spark-1: Remove files")
-    assert "Send up to 1 GB" in measure
-    assert "Change the network" in fabric
 
 
 STOPPED = Problem("main", "was stopped on purpose", "start it first")
@@ -160,13 +143,6 @@ def test_a_rollback_shows_both_releases_before_it_asks(
     result, ran, _ = run(monkeypatch, capsys, "rollback")
     expected = (0, 1, 1) if code is None else (code, 0, 0)
     assert (result, len(ran), len(questions)) == expected
-
-
-@pytest.mark.parametrize("command", ["uninstall", "rollback", "prune", "rotate-key"])
-def test_a_missing_inventory_is_refused(monkeypatch, capsys, command):
-    monkeypatch.setattr(changes, "run_deploy", lambda *words, **more: 1 / 0)
-    assert main([command, "/nowhere.py", "-y"]) == 1
-    assert "/nowhere.py: is not an inventory file" in capsys.readouterr().err
 
 
 def test_the_command_contains_the_path_of_pyinfra_outside_of_path(monkeypatch, capsys):

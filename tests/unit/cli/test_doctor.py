@@ -1,7 +1,5 @@
 """``spark-deploy doctor``: verdicts, other engines, files that hosts already have."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -107,18 +105,6 @@ def test_files_on_the_host_reduce_the_download():
     rows = verdict_of(host_survey, downloads=downloads)["looks"]
     assert rows["reuse"].startswith("Reusing 40.0 of 72.0 GB found in /data/hub; ")
     assert "reuse" not in verdict_of(survey(containers=[]), downloads=downloads)["looks"]
-
-
-@pytest.mark.parametrize(
-    ("found_bytes", "whole_bytes", "text"),
-    [
-        (12_900_000, 12_900_000, "Reusing 12.9 of 12.9 MB; "),
-        (12_900_000, 72_000_000_000, "Reusing 12.9 MB of 72.0 GB; "),
-        (0, 72_000_000_000, ""),
-    ],
-)
-def test_small_files_get_a_readable_unit(found_bytes, whole_bytes, text):
-    assert doctor.reuse_text(doctor.Reuse(found_bytes, whole_bytes, ())).startswith(text)
 
 
 def test_plan_on_host_shows_files_that_hosts_have(monkeypatch, capsys):

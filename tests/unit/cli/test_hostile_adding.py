@@ -1,7 +1,5 @@
 """``spark-deploy add`` with hostile sources: a valid file, or a problem and no file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Hosts without access are reported with a fix; slow hosts are named."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

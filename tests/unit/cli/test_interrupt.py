@@ -1,7 +1,5 @@
 """Ctrl-C: exit codes, messages, and the cursor of the terminal."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal
@@ -28,11 +26,10 @@ globals().update(_hosts_of(__file__))
 def site(tmp_path: Path) -> Iterator[Path]:
     """A folder with a host that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = []
-        serving = threading.Thread(
-            target=lambda: [taken.append(server.accept()) for _ in range(9)], daemon=True
-        )
-        serving.start()
+        accepted = []
+        threading.Thread(
+            target=lambda: [accepted.append(server.accept()) for _ in range(9)], daemon=True
+        ).start()
         (tmp_path / "group_vars").mkdir()
         (tmp_path / "inventory").mkdir()
         (tmp_path / "inventory/spark.py").write_text(INVENTORY)
@@ -43,26 +40,26 @@ def site(tmp_path: Path) -> Iterator[Path]:
 
 def interrupted(site: Path, *words: str, once: str) -> tuple[int, str]:
     """Run a command in a terminal; interrupt the process group after some output."""
-    ours, its = pty.openpty()
+    master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "spark_deploy", *words],
-        cwd=site, stdin=its, stdout=its, stderr=its, start_new_session=True,
+        cwd=site, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm",
              "XDG_CACHE_HOME": str(site / "cache")},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-    os.close(its)
-    text, captured = "", False
+    os.close(slave)
+    text, sent = "", False
     while True:
         try:
-            text += os.read(ours, 65536).decode(errors="replace")
+            text += os.read(master, 65536).decode(errors="replace")
         except OSError:  # the terminal was closed
             break
-        if not captured and once in text:
-            captured = True
+        if not sent and once in text:
+            sent = True
             time.sleep(1 if "rollback" in words and "-y" in words else 0.1)
             os.killpg(process.pid, signal.SIGINT)
-    os.close(ours)
+    os.close(master)
     return process.wait(timeout=20), text
 
 

@@ -1,7 +1,5 @@
 """``bench --ladder`` serves and measures each stage, then serves the settings again."""
 
-from __future__ import annotations
-
 import io
 import sys
 from dataclasses import replace
@@ -12,7 +10,6 @@ import pytest
 from spark_deploy.cli import bench, changes
 from spark_deploy.cli.console import Options
 from spark_deploy.config.errors import SparkError
-from tests.unit.planning.plans import shipped_catalog
 
 OPTIONS = Options(inventory="x.py", yes=True, json=True)
 STAGES = ["plain", "drafts", "all"]
@@ -81,9 +78,3 @@ def test_nothing_changes_if_a_stage_does_not_fit_or_without_confirmation(ladder,
 def test_a_model_without_stages_is_refused():
     with pytest.raises(SparkError, match="no profile is a stage of third"):
         bench.stages_of(host_of("third"))
-
-
-def test_shipped_stages_of_a_model_are_unique():
-    profiles = shipped_catalog().profiles
-    stages = [(model, profile.stage) for (_, model), profile in profiles.items() if profile.stage]
-    assert len(stages) == len(set(stages)) > 5

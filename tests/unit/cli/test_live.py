@@ -1,7 +1,5 @@
 """``spark-deploy logs`` and ``top``: merged journals, samples, rates and the table."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -59,12 +57,6 @@ def test_journals_are_merged_by_time_and_failures_reported(ssh, capsys, readable
     texts = [json.loads(line)["text"] for line in captured.out.splitlines()]
     assert (code, texts) == (0 if readable else 1, ["a1", "b2", "b3", "a4"])
     assert captured.err.startswith("" if readable else "c: journal unreadable")
-
-
-def test_the_journal_command_follows_on_request():
-    assert " -f " in live.journal_command(5, follow=True)
-    assert " -f " not in live.journal_command(5, follow=False)
-    assert "-u 'spark-serve@*.service'" in live.journal_command(5, follow=False)
 
 
 def sample(at: float, tokens: int, drafted: int = 0, accepted: int = 0) -> str:

@@ -1,7 +1,5 @@
 """The progress of a deploy in a terminal and in a file."""
 
-from __future__ import annotations
-
 import io
 import re
 from types import SimpleNamespace
@@ -11,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spark_deploy.cli import progress_screen
-from spark_deploy.cli.progress_screen import HostView, Transcript, Watcher, minutes, watch
+from spark_deploy.cli.progress_screen import HostView, Transcript, Watcher, watch
 from spark_deploy.hosts.releases import CHECK_WARNING
 from tools.docs.replay import feed
 
@@ -80,10 +78,6 @@ def test_each_host_has_one_row(width):
     assert lines[2].startswith("1:15  model and image")
 
 
-def test_a_loading_engine_shows_phase_and_time():
-    assert rows(until(LOADING))[0].split() == ["a", "engine", "loading", "the", "engine,", "1:35"]
-
-
 def test_hosts_wait_for_the_host_of_a_rollback():
     log = LOG.replace("Serve | Serve the release on", "Rollback | Roll back on")
     transcript, _ = read(log[: log.index("[a]  rollout of")])
@@ -133,17 +127,6 @@ def test_an_interrupted_deploy_names_running_work(part, code, running):
     text = summary(until(part), code)
     assert "a  not finished\n" in text
     assert running in text if running else "still running" not in text
-
-
-def test_the_summary_shows_the_last_result_and_no_progress_line():
-    log = (
-        "--> Starting operation: Service | Remove files\n"
-        "    [a] remove 3 things: running\n    [a] removed 3 things, 41.2 GB\n    [a] Success\n"
-    )
-    text = summary(read(log)[0], 0)
-    assert "  removed 3 things, 41.2 GB" in text
-    assert "running" not in text
-    assert "failed" not in text
 
 
 def test_a_file_gets_changed_lines_every_half_minute(monkeypatch):
@@ -197,13 +180,6 @@ def test_a_deploy_that_reaches_no_host_shows_the_reason_only():
     assert "  Could not connect (Unable to connect)" in lines
     assert "--> pyinfra error: No hosts remaining!" in lines
     assert not [line for line in lines if line.endswith("...") or not line.strip()]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(5, "0:05"), (52.4, "0:52"), (374, "6:14"), (3723, "1:02:03")]
-)
-def test_durations_are_short(seconds, text):
-    assert minutes(seconds) == text
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

@@ -1,8 +1,5 @@
 """Recipes of other projects become catalog files; unused keys are reported."""
 
-from __future__ import annotations
-
-import re
 from typing import Any
 
 import pytest
@@ -168,16 +165,3 @@ def test_any_value_gives_a_draft_or_one_problem(name, value):
         text, problems = written({**READ[name], key: value}, name)
         assert all(problem.line.isprintable() for problem in problems)
         assert len(problems) == 1 or yaml.safe_load(text)["kind"] == "plain"
-
-
-def test_shipped_repositories_name_source_and_missing_run():
-    catalog = shipped_catalog()
-    shipped = {n: m for n, m in catalog.models.items() if isinstance(m, PlainModel)}
-    assert len(shipped) >= 8
-    for name, model in shipped.items():
-        text = (CHECKOUT / f"catalog/models/{name}.yml").read_text()
-        output = " ".join(text.replace("#", " ").split())
-        assert "Written by `spark-deploy add` from " in output, name
-        assert "imported; not run by this project" in output, name
-        assert model.imported, name
-        assert not re.search(r"(?i)tokens?/s|tok/s|tokens per second", output), name

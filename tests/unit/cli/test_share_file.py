@@ -1,7 +1,5 @@
 """``spark-deploy share`` and ``add FILE``: the same release elsewhere, without secrets."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from spark_deploy.cli.hosts import Answer, build_plan, select_hosts
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.cli.test_add import COMMIT, add, make_site, publish
-from tests.unit.statuses import told
+from tests.unit.statuses import host_status
 
 CANARY = "canary-4f9c2d7b1e"
 
@@ -166,7 +164,7 @@ def test_a_check_result_is_shared_without_the_host(site, other, tmp_path, monkey
     proof = {"engine": {"version": "0.33.0"}, "checks": [{"name": "answers"}],
              "versions": {"kernel": CANARY}, "invocation_id": CANARY}  # fmt: skip
     release = {"name": "main-1", "model": "tiny", "profile": "plain", "proof": proof}
-    status = told({"releases": [release]})
+    status = host_status({"releases": [release]})
     monkeypatch.setattr(hosts, "query", lambda hosts, _: [Answer(hosts[0], status)])
     path = tmp_path / "proven.yml"
     assert share_online(site, path) == 0

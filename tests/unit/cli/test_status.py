@@ -13,7 +13,7 @@ from spark_deploy.cli.hosts import Answer, Target
 from spark_deploy.cli.status import status_lines, summary_of
 from spark_deploy.hosts.status import Count, HostStatus
 from tests.unit.cli.targets import target_of
-from tests.unit.statuses import told
+from tests.unit.statuses import host_status
 
 RELEASE = "main-aaaaaaaaaaaa"
 PROOF = {
@@ -48,8 +48,8 @@ def document(checks: list[dict] | None = None, **proof) -> dict:
 
 
 def text_of(tmp_path: Path, data: dict | HostStatus, target: Target | None = None) -> str:
-    host_status = data if isinstance(data, HostStatus) else told(data)
-    return "\n".join(status_lines(summary_of(Answer(target or target_of(tmp_path), host_status))))
+    status = data if isinstance(data, HostStatus) else host_status(data)
+    return "\n".join(status_lines(summary_of(Answer(target or target_of(tmp_path), status))))
 
 
 def test_a_serving_host_shows_release_check_and_differences(tmp_path):
@@ -131,7 +131,7 @@ def test_a_rollout_in_progress_is_shown_for_every_service(tmp_path):
 )
 def test_requests_of_running_engines_are_counted(tmp_path, monkeypatch, capsys, counts, expected):
     host = SimpleNamespace(
-        get_fact=lambda fact, services=None: counts if services else told(document())
+        get_fact=lambda fact, services=None: counts if services else host_status(document())
     )
     target, run = target_of(tmp_path), status.status.callback.__wrapped__
     monkeypatch.setattr(status, "select_hosts", lambda options, must_serve: [target])
@@ -143,7 +143,7 @@ def test_requests_of_running_engines_are_counted(tmp_path, monkeypatch, capsys, 
 
 
 def test_each_pair_to_keep_ready_lists_missing_jobs(tmp_path):
-    summary = summary_of(Answer(target_of(tmp_path), told(document())))
+    summary = summary_of(Answer(target_of(tmp_path), host_status(document())))
     pair = {"model": "lab-tiny", "profile": "base"}
     summary["ready"] = [{**pair, "missing": []}, {**pair, "missing": ["fetch x", "build y"]}]
     text = "\n".join(status_lines(summary))

@@ -1,9 +1,5 @@
 """``spark-deploy up``: access, the preview of changes, and the confirmation."""
 
-from __future__ import annotations
-
-import io
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +9,6 @@ from spark_contract.records import Rollout
 from spark_contract.tool import COMPILING
 
 from spark_deploy.cli import hosts, up, update
-from spark_deploy.cli.changes import confirm
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import Answer
 from spark_deploy.cli.up import HostState, preview
@@ -25,7 +20,7 @@ from spark_deploy.inventory.login import Access
 from spark_deploy.lock.resolve import Names
 from spark_deploy.plan.jobs import jobs_of
 from tests.unit.planning.plans import plan_of
-from tests.unit.statuses import told
+from tests.unit.statuses import host_status
 
 OLD = "main-aaaaaaaaaaaa"
 PLAN = plan_of("large", "v2")
@@ -59,13 +54,6 @@ def test_a_dry_run_prints_the_pyinfra_command(monkeypatch, capsys):
     message, command = capsys.readouterr().err.splitlines()
     assert "no changes made" in message
     assert command.endswith("deploy.py --dry")
-
-
-def test_a_confirmation_needs_a_terminal(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    with pytest.raises(SparkError, match="needs a terminal"):
-        confirm(False, "Continue?")
-    confirm(True, "Continue?")
 
 
 def test_up_and_init_can_lock_names_without_options_of_update(monkeypatch, tmp_path):
@@ -106,7 +94,7 @@ def jobs(state: str, fetched_bytes: int = 0) -> Jobs:
 
 
 def text_of(data: dict | None, states: Jobs | None = None, last: Rollout | None = None) -> str:
-    state = HostState(told(data) if data else HostStatus(None), states or Jobs({}), last)
+    state = HostState(host_status(data) if data else HostStatus(None), states or Jobs({}), last)
     return preview(PLAN, Answer(SimpleNamespace(name="spark-1"), state))["text"]
 
 
@@ -184,7 +172,7 @@ def test_the_last_rollout_is_that_of_the_serving_or_planned_release(data, releas
         commands.append(line)
         return False, SimpleNamespace(stdout="")
 
-    facts = {Status: told(data) if data else HostStatus(None), JobStates: Jobs({})}
+    facts = {Status: host_status(data) if data else HostStatus(None), JobStates: Jobs({})}
     host = SimpleNamespace(
         get_fact=lambda fact, **_: facts[fact], run_shell_command=run_shell_command, data={}
     )
@@ -200,7 +188,7 @@ def test_changes_of_additional_services_are_shown(others, monkeypatch):
         serve = replace(plan.serve, name="small-1", service="small")
         plan = replace(plan, services=(replace(plan, serve=serve),))
         data["services"]["gone"] = {**data["services"]["main"], "enabled": ["gone-1"]}
-    state = HostState(told(data), Jobs({}), None)
+    state = HostState(host_status(data), Jobs({}), None)
     result = preview(plan, Answer(SimpleNamespace(name="a"), state))
     assert result["changes"] == others
     assert result["text"].startswith("large with v2 serves and is proven")

@@ -5,8 +5,6 @@ tests/fixtures/captures, or a list of both) and either `value` (dotted attribute
 values) or `error` (pattern of the message).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -68,7 +66,7 @@ def at(value: Any, path: str) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_fact_parses_output_of_the_tool(case: Path) -> None:
+def test_fact_parses_output_of_the_tool(case):
     data = yaml.safe_load(case.read_text())
     fact = FACTS[case.parent.name]()
     output = output_of(data["sections"])
@@ -80,5 +78,5 @@ def test_fact_parses_output_of_the_tool(case: Path) -> None:
     assert {path: at(result, path) for path in data["value"]} == data["value"]
 
 
-def test_every_fact_has_cases() -> None:
+def test_every_fact_has_cases():
     assert {case.parent.name for case in CASES} == set(FACTS)

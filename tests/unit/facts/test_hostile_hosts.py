@@ -1,7 +1,5 @@
 """Any output of a hostile host gives a value or an error of that host."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -77,7 +75,7 @@ def hostile_output(draw: st.DrawFn, name: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FACTS))
-def test_a_fact_is_a_value_or_one_error(name: str) -> None:
+def test_a_fact_is_a_value_or_one_error(name):
     fact = FACTS[name]()
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
@@ -91,6 +89,6 @@ def test_a_fact_is_a_value_or_one_error(name: str) -> None:
     process()
 
 
-def test_finds_every_fact() -> None:
+def test_finds_every_fact():
     assert len(FACTS) > 15
     assert {"HostSurvey", "Status", "PythonSite", "LoginAccess"} <= set(FACTS)

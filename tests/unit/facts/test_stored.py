@@ -1,7 +1,5 @@
 """Stored weights are matched by hash, never only by size."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 from pathlib import Path
@@ -49,7 +47,7 @@ def linkable_mib(root: Path, wanted: str, *look_in: str) -> int:
     return read_stored(root, *look_in).linkable_bytes(f"{root}/sources/new", files) // MIB
 
 
-def test_counts_blobs_named_by_hash_and_files_of_a_receipt(root: Path) -> None:
+def test_counts_blobs_named_by_hash_and_files_of_a_receipt(root):
     assert linkable_mib(root, "abc") == 3
     assert linkable_mib(root, "a") == 1
     assert linkable_mib(root, "b", "sources") == 0
@@ -57,19 +55,16 @@ def test_counts_blobs_named_by_hash_and_files_of_a_receipt(root: Path) -> None:
     folders = read_stored(root).folders
     assert folders[SHA256["a"]] == f"{root}/{HUB}"
     assert folders[SHA256["c"]] == f"{root}/sources/org--name-0123"
+    other_filesystem = Stored({"/data/x": "other"}, read_stored(root).files)
+    assert other_filesystem.linkable_bytes("/data/x", [(SHA256["a"], MIB)]) == 0
 
 
 @pytest.mark.parametrize("file", [("0" * 64, MIB), ("9" * 64, MIB), (SHA256["a"], 2 * MIB)])
-def test_equal_size_and_truncated_files_do_not_count(root: Path, file: tuple[str, int]) -> None:
+def test_equal_size_and_truncated_files_do_not_count(root, file):
     assert read_stored(root).linkable_bytes(f"{root}/sources/new", [file]) == 0
 
 
-def test_files_of_another_filesystem_need_room(root: Path) -> None:
-    stored = Stored({"/data/x": "other"}, read_stored(root).files)
-    assert stored.linkable_bytes("/data/x", [(SHA256["a"], MIB)]) == 0
-
-
-def test_reads_folders_with_blanks_and_damaged_receipts(root: Path) -> None:
+def test_reads_folders_with_blanks_and_damaged_receipts(root):
     (root / "my models").mkdir()
     (root / "my models" / SHA256["d"]).write_bytes(CONTENT["d"])
     (root / "sources/org--name-0123/receipt.json").write_text("{")
@@ -78,7 +73,7 @@ def test_reads_folders_with_blanks_and_damaged_receipts(root: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["chown 1000", "chmod 666", "chmod 600"])
-def test_files_that_others_can_change_need_room_but_are_known(root: Path, spoil: str) -> None:
+def test_files_that_others_can_change_need_room_but_are_known(root, spoil):
     blob = root / HUB / "models--org--name/blobs" / SHA256["a"]
     subprocess.run([*spoil.split(), blob], check=True)
     assert linkable_mib(root, "ab") == 1

@@ -1,7 +1,5 @@
 """Facts that read the output of our own tools and engines."""
 
-from __future__ import annotations
-
 import copy
 import socketserver
 import threading
@@ -16,7 +14,7 @@ from spark_deploy.hosts import status
 from spark_deploy.hosts.payload import PythonSite, QuantiserSite, Site
 from spark_deploy.hosts.status import Count, Jobs, JobStates, Requests, Status
 from tests.unit.shell import run_script
-from tests.unit.statuses import told
+from tests.unit.statuses import host_status
 
 RELEASE = "main-0123456789ab"
 TARGET = "spark-prepare@main-a.target"
@@ -39,7 +37,7 @@ LINKED = ["[]", f"linked {TARGET}", "pulled 0123456789ab"]
         (QuantiserSite, [], Site()),
     ],
 )  # fmt: skip
-def test_facts_parse_output(fact: Any, output: list[str], value: Any) -> None:
+def test_facts_parse_output(fact, output, value):
     assert fact().process(output) == value
 
 
@@ -77,7 +75,7 @@ def engine_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         server.shutdown()
 
 
-def test_counts_requests_over_the_sockets_of_engines(engine_socket: None) -> None:
+def test_counts_requests_over_the_sockets_of_engines(engine_socket):
     script = Requests().command(("main", "silent", "odd'; exit 3; '"))
     assert Requests().process(run_script(script)) == {"main": Count(running=3, waiting=4)}
 
@@ -115,19 +113,17 @@ PROVEN: dict[str, Any] = {
         (("live",), None, "no answer"),
     ],
 )  # fmt: skip
-def test_release_is_unproven_without_complete_evidence(
-    path: tuple[Any, ...], value: Any, reason: str
-) -> None:
-    assert told(PROVEN).unproven("main", RELEASE) == ""
+def test_release_is_unproven_without_complete_evidence(path, value, reason):
+    assert host_status(PROVEN).unproven("main", RELEASE) == ""
     document = copy.deepcopy(PROVEN)
     node: Any = document
     for key in path[:-1]:
         node = node[key]
     node[path[-1]] = value
-    assert reason in told(document).unproven("main", RELEASE)
+    assert reason in host_status(document).unproven("main", RELEASE)
 
 
-def test_missing_and_other_tools_prove_nothing_and_are_no_error() -> None:
+def test_missing_and_other_tools_prove_nothing_and_are_no_error():
     assert "tools" in Status().process([]).unproven("main", RELEASE)
     other = Status().process(['{"schema_version": 2, "colour": "red"}'])
     assert other.installed

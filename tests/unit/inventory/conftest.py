@@ -1,7 +1,5 @@
 """A repository of a user, with an inventory and settings."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
@@ -52,5 +50,5 @@ class Repository:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Repository:
+def repository(tmp_path: Path) -> Repository:
     return Repository(tmp_path)

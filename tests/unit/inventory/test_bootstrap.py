@@ -1,7 +1,5 @@
 """Bootstrap trusts no changed host key, asks for a password once, and never shows it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +99,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hosts:
     }
 
 
-def test_records_confirmed_host_keys(tmp_path: Path) -> None:
+def test_records_confirmed_host_keys(tmp_path):
     path = tmp_path / "ssh" / "known_hosts"
     first, second = host_key(path, "new"), host_key(path, "new", name="[10.0.0.2]:2222")
     host_keys.record_host_keys([first])
@@ -112,7 +110,7 @@ def test_records_confirmed_host_keys(tmp_path: Path) -> None:
     assert known.check("[10.0.0.2]:2222", second.key)
 
 
-def test_refuses_changed_host_key_with_both_fingerprints(tmp_path: Path) -> None:
+def test_refuses_changed_host_key_with_both_fingerprints(tmp_path):
     key = host_key(tmp_path / "known_hosts", "changed", recorded=ECDSAKey.generate())
     (problem,) = host_keys.changed_key_problems([key])
     assert key.fingerprint in problem.what
@@ -121,7 +119,7 @@ def test_refuses_changed_host_key_with_both_fingerprints(tmp_path: Path) -> None
     assert "-R '10.0.0.1'" in problem.fix
 
 
-def test_fingerprint_matches_ssh_keygen() -> None:
+def test_fingerprint_matches_ssh_keygen():
     line = "h ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJFfMrpNeTelRflm0IbZ9HE5k8PQkXtrcxHQridZPhsA"
     key = HostKeyEntry.from_line(line).key
     assert isinstance(key, Ed25519Key)
@@ -129,7 +127,7 @@ def test_fingerprint_matches_ssh_keygen() -> None:
     assert host_keys.fingerprint(key) == expected
 
 
-def test_asks_once_for_all_hosts_that_need_a_password(tty, hosts) -> None:
+def test_asks_once_for_all_hosts_that_need_a_password(tty, hosts):
     data = tty.prepare(hosts)
     assert len(tty.prompts) == 1
     assert "spark-1, spark-2" in tty.prompts[0]
@@ -138,49 +136,39 @@ def test_asks_once_for_all_hosts_that_need_a_password(tty, hosts) -> None:
     assert data["spark-1"]["_sudo"] is False
 
 
-def test_second_group_reuses_the_password(tty, hosts) -> None:
-    prompt = PasswordPrompt(tty.ask)
-    for name in ("spark-1", "spark-2"):
-        bootstrap.prepare({name: hosts[name]}, prompt=prompt, confirm=lambda _: "y")
-    assert len(tty.prompts) == 1
-
-
-def test_password_is_kept_for_one_command_only() -> None:
+def test_all_groups_of_a_command_share_the_password(tty, hosts):
     def prompt() -> PasswordPrompt:
-        return groups._once_per_command("password", PasswordPrompt)
+        return groups._once_per_command("password", lambda: PasswordPrompt(tty.ask))
 
-    with click.Context(click.Command("pyinfra")):
-        first, second = prompt(), prompt()
-    with click.Context(click.Command("pyinfra")):
-        later = prompt()
-    assert first is second
-    assert later is not first
+    for expected in (1, 2):
+        with click.Context(click.Command("pyinfra")):
+            for name in ("spark-1", "spark-2", "ready"):
+                bootstrap.prepare({name: hosts[name]}, prompt=prompt(), confirm=lambda _: "y")
+        assert len(tty.prompts) == expected
     assert prompt() is not prompt()
 
 
-def test_password_refused_by_every_host_ends_the_run(tty, hosts) -> None:
+def test_password_refused_by_every_host_ends_the_run(tty, hosts):
     tty.password = "wrong"
     with pytest.raises(SettingsError, match="rejected by spark-1, spark-2"):
         tty.prepare(hosts)
 
 
-def test_password_refused_by_one_host_continues_with_the_rest(
-    tty, hosts, monkeypatch, capsys
-) -> None:
+def test_password_refused_by_one_host_continues_with_the_rest(tty, hosts, monkeypatch, capsys):
     monkeypatch.setattr(bootstrap, "accepts_password", lambda e, _: e.host == "spark-1")
     assert "spark-1" in tty.prepare(hosts)
     assert "spark-2: password rejected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("answer", ["n", ""])
-def test_unconfirmed_host_keys_are_not_recorded(tty, hosts, tmp_path: Path, answer: str) -> None:
+def test_unconfirmed_host_keys_are_not_recorded(tty, hosts, tmp_path, answer):
     tty.answer = answer
     with pytest.raises(SettingsError, match="not confirmed"):
         tty.prepare(hosts)
     assert not (tmp_path / "known_hosts").exists()
 
 
-def test_asks_nothing_without_a_key_to_install(tty, hosts, tmp_path: Path, monkeypatch) -> None:
+def test_asks_nothing_without_a_key_to_install(tty, hosts, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "empty"))
     keyless = {name: {**data, "ssh_key": None} for name, data in hosts.items()}
     with pytest.raises(SettingsError, match="run `ssh-keygen -t ed25519`"):
@@ -188,7 +176,7 @@ def test_asks_nothing_without_a_key_to_install(tty, hosts, tmp_path: Path, monke
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_sends_no_password_to_a_host_with_an_unseen_key(hosts, monkeypatch, tmp_path: Path) -> None:
+def test_sends_no_password_to_a_host_with_an_unseen_key(hosts, monkeypatch, tmp_path):
     monkeypatch.delenv(bootstrap.HOST_KEYS_FILE_VARIABLE)
     for contact in ("try_key", "accepts_password"):
         monkeypatch.setattr(bootstrap, contact, never)
@@ -199,7 +187,7 @@ def test_sends_no_password_to_a_host_with_an_unseen_key(hosts, monkeypatch, tmp_
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_records_host_keys_from_a_file_and_refuses_others(hosts, tmp_path: Path) -> None:
+def test_records_host_keys_from_a_file_and_refuses_others(hosts, tmp_path):
     bootstrap.prepare(hosts, prompt=PasswordPrompt(), confirm=never)
     assert (tmp_path / "known_hosts").read_text().count("\n") == 3
     (tmp_path / "known_hosts").unlink()
@@ -212,7 +200,7 @@ def test_records_host_keys_from_a_file_and_refuses_others(hosts, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_reads_the_password_from_a_file_and_shows_stars(hosts) -> None:
+def test_reads_the_password_from_a_file_and_shows_stars(hosts):
     data = bootstrap.prepare(hosts, prompt=PasswordPrompt(), confirm=never)
     assert data["spark-2"]["ssh_password"] == "secret word"
     assert contact_in(data, "spark-2").password.unmask() == "secret word"
@@ -220,19 +208,13 @@ def test_reads_the_password_from_a_file_and_shows_stars(hosts) -> None:
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_names_the_password_file_without_a_terminal(hosts, monkeypatch) -> None:
+def test_names_the_password_file_without_a_terminal(hosts, monkeypatch):
     monkeypatch.delenv(PASSWORD_FILE_VARIABLE)
     with pytest.raises(SettingsError, match=PASSWORD_FILE_VARIABLE):
         bootstrap.prepare(hosts, prompt=PasswordPrompt(), confirm=never)
 
 
-@pytest.mark.usefixtures("no_tty")
-def test_ready_hosts_need_no_password(hosts) -> None:
-    data = bootstrap.prepare({"ready": hosts["ready"]}, prompt=PasswordPrompt(never))
-    assert contact_in(data, "ready").password is None
-
-
-def test_creates_the_deploy_account_with_the_existing_login(tty, hosts, monkeypatch) -> None:
+def test_creates_the_deploy_account_with_the_existing_login(tty, hosts, monkeypatch):
     logins = []
     ann, none = Access(logs_in=True, sudo_free=False), Access(logs_in=False, sudo_free=False)
     monkeypatch.setattr(
@@ -249,7 +231,7 @@ def test_creates_the_deploy_account_with_the_existing_login(tty, hosts, monkeypa
 
 
 @pytest.mark.parametrize("sudo_free", [True, False])
-def test_local_machine_needs_only_the_sudo_password(sudo_free: bool, tty, monkeypatch) -> None:
+def test_local_machine_needs_only_the_sudo_password(sudo_free, tty, monkeypatch):
     monkeypatch.setattr(bootstrap, "try_key", lambda e: Access(e.is_local, sudo_free))
     data = tty.prepare({"@local": {}})
     contact = contact_in(data, "@local")
@@ -259,12 +241,12 @@ def test_local_machine_needs_only_the_sudo_password(sudo_free: bool, tty, monkey
     assert sudo_free or (contact.password.unmask(), data["@local"]["_sudo"]) == ("x", False)
 
 
-def test_refuses_host_of_a_foreign_inventory() -> None:
+def test_refuses_host_of_a_foreign_inventory():
     with pytest.raises(SettingsError, match="spark-1: is not listed in an inventory file"):
         contact_in({"spark-1": {}}, "spark-1")
 
 
-def test_public_key_is_read_or_derived_from_the_private_key(tmp_path: Path) -> None:
+def test_public_key_is_read_or_derived_from_the_private_key(tmp_path):
     with pytest.raises(SettingsError, match="ssh-keygen -t ed25519"):
         public_key(None, home=tmp_path)
     with pytest.raises(SettingsError, match=f"ssh-keygen -t ed25519 -f {tmp_path}/none"):
@@ -274,13 +256,13 @@ def test_public_key_is_read_or_derived_from_the_private_key(tmp_path: Path) -> N
     assert public_key(str(tmp_path / "id")) == f"{key.get_name()} {key.get_base64()}"
 
 
-def test_sudo_rule_is_one_line_for_one_user() -> None:
+def test_sudo_rule_is_one_line_for_one_user():
     rules = [line for line in sudoers("ann").splitlines() if not line.startswith("#")]
     assert rules == ["ann ALL=(ALL:ALL) NOPASSWD: ALL"]
 
 
 @pytest.mark.parametrize(
-    ("output", "words"),
+    ("output", "cause"),
     [
         ("Sorry, try again.\nsudo: no password was provided", "rejected the password"),
         ("sudo: 1 incorrect password attempt", "rejected the password"),
@@ -288,11 +270,11 @@ def test_sudo_rule_is_one_line_for_one_user() -> None:
         ("visudo rejected the rule", "was not activated"),
     ],
 )
-def test_explains_sudo_errors(output: str, words: str) -> None:
-    assert words in explain_sudo_error(output).what
+def test_explains_sudo_errors(output, cause):
+    assert cause in explain_sudo_error(output).what
 
 
-def test_only_bootstrap_contacts_hosts_early() -> None:
+def test_only_bootstrap_contacts_hosts_early():
     for deploy in ("deploys/bootstrap.py", "/opt/x/deploys/bootstrap.py"):
         assert groups._is_bootstrap({"operations": (deploy,)})
     for operations in (("deploy.py",), ("debug-inventory", "deploys/bootstrap.py"), ()):

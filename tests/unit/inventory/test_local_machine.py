@@ -1,7 +1,5 @@
 """``@local``, the machine that runs the deploy; sudo, id and HOME are replaced."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 
@@ -26,12 +24,12 @@ ORDINARY_USER = "#!/bin/sh\ncase $* in -un) echo ann;; *) echo 1000;; esac\n"
 
 
 class Machine:
-    def __init__(self, own) -> None:
-        self.own, self.root = own, own.root
+    def __init__(self, repository) -> None:
+        self.repository, self.root = repository, repository.root
         for folder in ("home", "bin"):
             (self.root / folder).mkdir()
         self.add_program("sudo", REFUSING_SUDO)
-        self.own.list_hosts('["@local"]')
+        self.repository.list_hosts('["@local"]')
 
     def add_program(self, name: str, text: str) -> None:
         path = self.root / "bin" / name
@@ -45,8 +43,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(own) -> Machine:
-    return Machine(own)
+def machine(repository) -> Machine:
+    return Machine(repository)
 
 
 @pytest.fixture
@@ -63,9 +61,7 @@ def ordinary(machine: Machine) -> Machine:
     ("file", "error"),
     [("right", ""), ("wrong", "sudo: rejected the password"), ("", PASSWORD_FILE_VARIABLE)],
 )
-def test_bootstrap_installs_the_sudo_rule_and_never_shows_the_password(
-    ordinary: Machine, file: str, error: str
-) -> None:
+def test_bootstrap_installs_the_sudo_rule_and_never_shows_the_password(ordinary, file, error):
     variables = {PASSWORD_FILE_VARIABLE: str(ordinary.root / file)} if file else {}
     done = ordinary.run("pyinfra", "sparks.py", BOOTSTRAP, "-y", "-vvv", "--debug", **variables)
     assert (done.returncode == 0) == (ordinary.root / "rule").exists() == (not error), done.stderr
@@ -76,7 +72,7 @@ def test_bootstrap_installs_the_sudo_rule_and_never_shows_the_password(
     assert not list((ordinary.root / "home").iterdir())
 
 
-def test_bootstrap_changes_nothing_if_sudo_is_free(ordinary: Machine) -> None:
+def test_bootstrap_changes_nothing_if_sudo_is_free(ordinary):
     (ordinary.root / "rule").touch()
     done = ordinary.run("pyinfra", "sparks.py", BOOTSTRAP, "-y")
     assert done.returncode == 0, done.stderr
@@ -84,17 +80,19 @@ def test_bootstrap_changes_nothing_if_sudo_is_free(ordinary: Machine) -> None:
     assert not list((ordinary.root / "home").iterdir())
 
 
-def test_bootstrap_needs_our_inventory(machine: Machine) -> None:
+def test_bootstrap_needs_our_inventory(machine):
     done = machine.run("pyinfra", "@local", BOOTSTRAP, "--dry")
     assert done.returncode != 0
     assert "list '@local'" in done.stderr
 
 
 @pytest.mark.parametrize("sudo", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_status_explains_missing_sudo_in_one_line(machine: Machine, sudo: bool) -> None:
+def test_status_explains_missing_sudo_in_one_line(machine, sudo):
     if sudo:
-        text = machine.own.inventory.read_text().rstrip().removesuffix(")")
-        machine.own.write("sparks.py", f'{text}, host_data={{"@local": {{"_sudo": True}}}})\n')
+        text = machine.repository.inventory.read_text().rstrip().removesuffix(")")
+        machine.repository.write(
+            "sparks.py", f'{text}, host_data={{"@local": {{"_sudo": True}}}})\n'
+        )
     done = machine.run("spark_deploy", "status", "sparks.py")
     expected = "sudo is missing or requires" if sudo or os.geteuid() else "not set up yet"
     assert done.returncode == 1

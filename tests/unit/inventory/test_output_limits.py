@@ -1,7 +1,5 @@
 """Output of hosts cannot control the operator's terminal or fill the memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -35,10 +33,19 @@ def controls_terminal(text: str) -> bool:
     )
 
 
+@given(HARMLESS)
+@example("\\u001b is how it is written")
+@example(r"C:\b\f\r \\u001b")
+@example("line one\nline two\ttabbed 😀")
+def test_plain_text_is_unchanged(text):
+    assert shown(text) == text
+    assert json.loads(heard(json.dumps(text))) == text
+
+
 @given(st.text())
 @example("a\x1b[2Jb")
 @example("\u202egnp.exe")
-def test_shown_text_has_no_control_characters(text: str) -> None:
+def test_shown_text_has_no_control_characters(text):
     assert not controls_terminal(shown(text))
 
 
@@ -48,38 +55,29 @@ def test_shown_text_has_no_control_characters(text: str) -> None:
 @example("\\b", True)
 @example("a\b\b\rb\f", True)
 @example("\u009b31m", False)
-def test_parsed_json_has_no_control_characters(text: str, ascii_only: bool) -> None:
+def test_parsed_json_has_no_control_characters(text, ascii_only):
     line = heard(json.dumps({"a": text, "b": 1}, ensure_ascii=ascii_only))
     data = json.loads(line)
     assert data["b"] == 1
     assert not controls_terminal(data["a"])
 
 
-@given(HARMLESS)
-@example("\\u001b is how it is written")
-@example(r"C:\b\f\r \\u001b")
-@example("line one\nline two\ttabbed 😀")
-def test_plain_text_is_unchanged(text: str) -> None:
-    assert shown(text) == text
-    assert json.loads(heard(json.dumps(text))) == text
-
-
 @pytest.mark.slow
-def test_pyinfra_with_v_prints_no_escape_sequences(own) -> None:
-    own.list_hosts('["@local"]')
-    own.write("deploy.py", "from pyinfra.operations import server\n"
+def test_pyinfra_with_v_prints_no_escape_sequences(repository):
+    repository.list_hosts('["@local"]')
+    repository.write("deploy.py", "from pyinfra.operations import server\n"
               f"server.shell(commands=[{PRINT_ESCAPES!r}])\n")  # fmt: skip
     words = [sys.executable, "-m", "pyinfra", "-y", "-vvv"]
     outputs = [
-        subprocess.run([*words, inventory, "deploy.py"], cwd=own.root, capture_output=True)
+        subprocess.run([*words, inventory, "deploy.py"], cwd=repository.root, capture_output=True)
         for inventory in ("@local", "sparks.py")
     ]
-    plain, ours = outputs
-    assert ours.returncode == 0, ours.stderr
-    assert b"fine" in ours.stderr
+    plain, limited = outputs
+    assert limited.returncode == 0, limited.stderr
+    assert b"fine" in limited.stderr
     for command in (b"\x1b]0;", b"\x1b[2J", b"\x1b[1A", b"\xff", b"\x9b31m"):
-        assert command not in ours.stdout + ours.stderr, command
-    # Without our module they are there, or reading ends with a traceback.
+        assert command not in limited.stdout + limited.stderr, command
+    # Without our module they are printed, or reading ends with a traceback.
     assert b"\x1b]0;" in plain.stderr or b"UnicodeDecodeError" in plain.stderr
 
 
@@ -89,7 +87,7 @@ def read(stream: Any, *, print_output: bool = False) -> list[str]:
     return [line.line for line in queue.queue]
 
 
-def test_stops_reading_endless_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stops_reading_endless_output(monkeypatch):
     monkeypatch.setattr(output_limits, "MAX_BYTES", 10_000)
     monkeypatch.setattr(output_limits, "_LINE_BYTES", 1_000)
     with subprocess.Popen(["yes", "x" * 99], stdout=subprocess.PIPE) as endless:
@@ -119,7 +117,7 @@ def test_prints_a_bounded_part_of_a_flood(output, printed, monkeypatch):
     assert sum(len(line) + 1 for line in lines) >= len(output)
 
 
-def test_prints_ordinary_output_completely(printed: list[str]) -> None:
+def test_prints_ordinary_output_completely(printed):
     lines = [f"Unpacking package {number} ... " + "=" * 100 for number in range(2_000)]
     read(io.BytesIO("\n".join(lines).encode()), print_output=True)
     assert printed == lines
@@ -148,11 +146,11 @@ class HostileServer(paramiko.ServerInterface):
 
 @pytest.fixture
 def client() -> Iterator[paramiko.Transport]:
-    ours, theirs = socket.socketpair()
-    server = paramiko.Transport(theirs)
+    near, far = socket.socketpair()
+    server = paramiko.Transport(far)
     server.add_server_key(paramiko.ECDSAKey.generate())
     server.start_server(event=threading.Event(), server=HostileServer())
-    transport = paramiko.Transport(ours)
+    transport = paramiko.Transport(near)
     transport.start_client(timeout=20)
     transport.auth_none("ann")
     yield transport
@@ -160,9 +158,7 @@ def client() -> Iterator[paramiko.Transport]:
     server.close()
 
 
-def test_reads_ssh_output_after_invalid_utf8(
-    client: paramiko.Transport, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_ssh_output_after_invalid_utf8(client, monkeypatch):
     monkeypatch.setattr(util, "read_buffer", output_limits.read_buffer)
     channel = client.open_session(timeout=20)
     channel.exec_command("anything")
@@ -177,7 +173,7 @@ def test_reads_ssh_output_after_invalid_utf8(
     assert os.linesep not in output.stdout_lines[1]
 
 
-def test_pyinfra_never_prompts_for_a_sudo_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pyinfra_never_prompts_for_a_sudo_password(monkeypatch):
     monkeypatch.setattr(util, "getpass", lambda _: "typed")
     monkeypatch.setattr(util, "read_buffer", util.read_buffer)
     output_limits.limit_output()

@@ -1,7 +1,5 @@
 """SSH connections of the controller, and mistakes in the files of ssh."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,32 +32,29 @@ def test_sets_socket_options_before_the_first_byte():
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         transport.close()
-
-
-def test_accepts_a_proxy_command_without_a_socket():
-    proxy = SimpleNamespace(settimeout=lambda seconds: None, close=lambda: None)
-    open_transport(proxy).close()
+    proxy_command = SimpleNamespace(settimeout=lambda seconds: None, close=lambda: None)
+    open_transport(proxy_command).close()
 
 
 @pytest.mark.parametrize("query", [query_host_key, try_key])
 @pytest.mark.parametrize(("text", "message"), CONFIGS.items())
-def test_reports_broken_ssh_config(tmp_path: Path, query, text: str, message: str) -> None:
+def test_reports_broken_ssh_config(tmp_path, query, text, message):
     (tmp_path / "config").write_text(text, "latin-1")
     with pytest.raises(SettingsError, match=message):
         query(endpoint(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["a b c\n", "\xff\n"])
-def test_reports_broken_known_hosts(tmp_path: Path, text: str) -> None:
+def test_reports_broken_known_hosts(tmp_path, text):
     (tmp_path / "config").touch()
     (tmp_path / "known_hosts").write_text(text, "latin-1")
     with pytest.raises(SettingsError, match="known_hosts: cannot be read"):
         query_host_key(endpoint(tmp_path))
 
 
-def test_never_suggests_to_overwrite_a_key_file(tmp_path: Path) -> None:
+def test_never_suggests_to_overwrite_a_key_file(tmp_path):
     wrong = tmp_path / "no_key"
     wrong.write_text("mine\n")
-    with pytest.raises(SettingsError, match="name a private key") as refused:
+    with pytest.raises(SettingsError, match="set it to a private key") as refused:
         try_key(endpoint(tmp_path, wrong))
     assert "ssh-keygen -t" not in str(refused.value)

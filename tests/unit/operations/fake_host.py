@@ -1,7 +1,5 @@
 """A host for tests of operations: facts by name, files, and a shell with prepared results."""
 
-from __future__ import annotations
-
 import base64
 import io
 import subprocess
@@ -32,10 +30,10 @@ class Failed(str):
 
 
 class FakeHost:
-    """Reads facts by name, from files, or from sections; records messages and commands.
+    """Facts by name, from files or from sections; messages and commands are recorded.
 
-    A callable fact gets the arguments. The ``shell`` returns output, ``Failed`` or an exception,
-    which ends the connection.
+    A callable fact gets the arguments. The ``shell`` returns output, ``Failed``, or an exception
+    that ends the connection.
     """
 
     current_op_global_arguments: Any = None
@@ -156,8 +154,8 @@ def unpack_sent(command: Any) -> list[bytes]:
 
 
 def sections_of(fact: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections of a fact case (``like: <Fact>/<case>``) with changes."""
+    """Return sections of a fact case (``like: <Fact>/<case>``) with changes."""
     like = fact.get("like")
     sections = yaml.safe_load((FACT_CASES / f"{like}.yml").read_text())["sections"] if like else {}
-    own = {key: value for key, value in fact.items() if key != "like"}
-    return {**{k: v for k, v in sections.items() if k != "end"}, **own, "end": []}
+    sections.pop("end", None)
+    return {**sections, **fact, "like": [], "end": []}

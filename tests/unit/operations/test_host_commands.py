@@ -1,7 +1,5 @@
 """Commands that survive a lost connection, and errors that fail only their host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -39,29 +37,29 @@ def answers(*results: str | Exception | None) -> FakeHost:
 
 
 @pytest.mark.parametrize("loss", [OSError("gone"), EOFError(), TimeoutError(), None])
-def test_reconnects_and_repeats_the_command(clock: list[float], loss: Exception | None) -> None:
+def test_reconnects_and_repeats_the_command(clock, loss):
     host = answers(loss, "here")
     assert commands.run_reconnecting(host, "true") == (True, "here", "")
     assert host.connects == 1
 
 
-def test_repeats_no_command_that_fails_on_a_connected_host(clock: list[float]) -> None:
+def test_does_not_repeat_a_failed_command(clock):
     host = answers(Failed("x"))
     assert commands.run_reconnecting(host, "false") == (False, "", "x")
     assert host.connects == 0
 
 
 @pytest.mark.parametrize("sudo", [True, False])
-def test_pauses_grow_and_sudo_follows_the_settings(clock: list[float], sudo: bool) -> None:
+def test_pauses_grow_and_sudo_follows_the_settings(clock, sudo):
     host = answers(*[OSError("gone")] * 5, "here")
     host.data["_sudo"] = sudo
     assert commands.run_reconnecting(host, "true") == (True, "here", "")
     assert clock[0] == 1 + 2 + 3 + 4 + 5
-    assert host.logs == ["connection lost (OSError); reconnecting"]
+    assert len(host.logs) == 1
     assert {options["_sudo"] for _, options in host.commands} == {sudo}
 
 
-def test_gives_up_a_host_after_minutes(clock: list[float]) -> None:
+def test_gives_up_a_host_after_minutes(clock):
     with pytest.raises(ConnectError, match="unreachable for"):
         commands.run_reconnecting(answers(), "true")
     assert commands.RECONNECT_TIMEOUT_S <= clock[0] < commands.RECONNECT_TIMEOUT_S + 30
@@ -81,19 +79,19 @@ def message_of(error: Exception, *, connected: bool) -> str:
 
 
 @pytest.mark.parametrize("error", [PyinfraError("No hosts remaining!"), FactUnavailable("no fact")])
-def test_lost_host_is_reported_as_unreachable(error: Exception) -> None:
+def test_lost_host_is_reported_as_unreachable(error):
     text = message_of(error, connected=False)
     assert text.startswith("spark-1: fail: unreachable")
     assert text.endswith("fix: run again; finished steps stay done")
 
 
-def test_other_errors_name_the_operation_or_a_defect() -> None:
+def test_other_errors_name_the_operation_or_a_defect():
     unread = message_of(FactUnavailable("could not read the state"), connected=True)
     assert "fail: could not read the state\n" in unread
     assert "fail: KeyError: 'x'\n  fix: report this" in message_of(KeyError("x"), connected=True)
 
 
-def test_prediction_passes_errors_of_pyinfra_on() -> None:
+def test_prediction_passes_errors_of_pyinfra_on():
     with on(FakeHost(connected=False), False), pytest.raises(PyinfraError):
         list(fail._inner(PyinfraError("No hosts remaining!")))
 
@@ -112,7 +110,7 @@ def refusing_command(state: Any, host: Any) -> bool:
 
 
 @pytest.mark.parametrize("executing", [True, False])
-def test_refusing_operation_fails_its_host_and_logs_once(executing: bool) -> None:
+def test_refusing_operation_fails_its_host_and_logs_once(executing):
     host = FakeHost()
     with on(host, executing) as state:
         [command] = refusing_operation._inner()
@@ -122,7 +120,7 @@ def test_refusing_operation_fails_its_host_and_logs_once(executing: bool) -> Non
     assert host.logs == REFUSAL
 
 
-def test_refusing_command_fails_its_host() -> None:
+def test_refusing_command_fails_its_host():
     host = FakeHost()
     run: Callable[..., bool] = FunctionCommand(refusing_command, [], {}).execute
     with on(host) as state:

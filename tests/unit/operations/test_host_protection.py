@@ -1,11 +1,8 @@
 """Files that protect a host, read by apt and systemd themselves."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +19,7 @@ ALLOWED = ("openssh-server", "docker-ce", "nginx-light", "linux-libc-dev", "libc
 
 
 @pytest.mark.skipif(shutil.which("apt-config") is None, reason="needs apt-config")
-def test_unattended_upgrades_skip_only_driver_and_kernel(tmp_path: Path) -> None:
+def test_unattended_upgrades_skip_only_driver_and_kernel(tmp_path):
     isolated = 'Dir::Etc::main "/nonexistent"; Dir::Etc::parts "/nonexistent";\n'
     (tmp_path / "apt.conf").write_text(isolated + base.HOLD_FILE.content.decode())
     patterns = subprocess.run(
@@ -39,7 +36,7 @@ def test_unattended_upgrades_skip_only_driver_and_kernel(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_accepts_the_memory_guarantees(tmp_path: Path) -> None:
+def test_systemd_accepts_the_memory_guarantees(tmp_path):
     units = {"user.slice": "[Slice]\n", "system.slice": "[Slice]\n"}
     units["ssh.service"] = "[Service]\nExecStart=/bin/true\n"
     for name, text in units.items():

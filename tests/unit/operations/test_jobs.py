@@ -1,10 +1,7 @@
 """Jobs: started once, attached to, continued at boot only for the current choice."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +22,7 @@ RELEASE = "main-aaaaaaaaaaaa"
 TARGET = f"spark-prepare@{RELEASE}.target"
 REPLACED = "spark-prepare@main-bbbbbbbbbbbb.target"
 READY = "spark-prepare@main-ready.target"
-OTHERS = (READY, "spark-prepare@embed-cccccccccccc.target")
+UNRELATED = (READY, "spark-prepare@embed-cccccccccccc.target")
 JOB = Job(
     digest="d" * 64, kind="image-build", title="build image x", argv=("true",), env={},
     proof=ImageProof("x"), total_bytes=None, after=(),
@@ -47,15 +44,15 @@ def start(host: FakeHost) -> list[str]:
     return run_operation(host, jobs.start_job, WORK, RELEASE, (JOB.digest12,))
 
 
-def test_boots_no_longer_continue_jobs_of_a_replaced_release() -> None:
-    [command] = wait(host_with("done", (REPLACED, *OTHERS)))
+def test_boots_no_longer_continue_jobs_of_a_replaced_release():
+    [command] = wait(host_with("done", (REPLACED, *UNRELATED)))
     assert f"multi-user.target.wants/{REPLACED}" in command
     assert f"/etc/systemd/system/{REPLACED}.d" in command
-    assert not any(target in command for target in (TARGET, *OTHERS))
+    assert not any(target in command for target in (TARGET, *UNRELATED))
     assert wait(host_with("done", (REPLACED,)), retire_others=False) == []
 
 
-def test_retires_replaced_jobs_before_the_wait_and_finished_jobs_after() -> None:
+def test_retires_replaced_jobs_before_the_wait_and_finished_jobs_after():
     retire, waiting, finish = wait(host_with("running", (TARGET, REPLACED)))
     assert REPLACED in retire
     assert waiting.startswith("_wait(")
@@ -63,7 +60,7 @@ def test_retires_replaced_jobs_before_the_wait_and_finished_jobs_after() -> None
     assert REPLACED not in finish
 
 
-def test_release_without_jobs_reuses_an_answer() -> None:
+def test_release_without_jobs_reuses_an_answer():
     host = host_with("done", (READY,))
     with on(host):
         assert list(jobs.wait_for_jobs._inner((JOB,), RELEASE, 60, False)) == []
@@ -72,21 +69,21 @@ def test_release_without_jobs_reuses_an_answer() -> None:
     assert READY in command
 
 
-def test_failed_job_of_another_release_does_not_end_the_wait(monkeypatch) -> None:
+def test_failed_job_of_another_release_does_not_end_the_wait(monkeypatch):
     other = JobState(JOB.digest, "fetch", "fetch", "failed", "why", 1, None, None, None, ("why",))
     answer = (True, json.dumps(plain([other])), "")
     monkeypatch.setattr(jobs, "run_reconnecting", lambda *_: answer)
     assert jobs._wait(None, None, (), 60)
 
 
-@pytest.mark.parametrize("linked", [(), OTHERS])
-def test_waits_for_nothing_when_all_jobs_are_proven(linked: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("linked", [(), UNRELATED])
+def test_waits_for_nothing_when_all_jobs_are_proven(linked):
     host = host_with("done", linked)
     assert wait(host) == []
     assert host.noops == ["1 jobs are proven"]
 
 
-def test_attaches_to_a_running_job_that_boots_continue() -> None:
+def test_attaches_to_a_running_job_that_boots_continue():
     host = host_with("running", (TARGET,), (JOB.digest12,))
     assert start(host) == []
     assert host.noops == ["build image x: already running, attaching"]
@@ -95,15 +92,13 @@ def test_attaches_to_a_running_job_that_boots_continue() -> None:
 @pytest.mark.parametrize(
     ("linked", "pulled"), [((REPLACED,), ()), ((TARGET,), ()), ((), (JOB.digest12,))]
 )
-def test_boots_continue_a_running_job_for_the_current_choice(
-    linked: tuple[str, ...], pulled: tuple[str, ...]
-) -> None:
+def test_boots_continue_a_running_job_for_the_current_choice(linked, pulled):
     *_, command = start(host_with("running", linked, pulled))
     assert f"ln -sfn /etc/systemd/system/spark-prepare@.target {BOOT_LINKS}/{TARGET}" in command
     assert "systemctl start" not in command
 
 
-def test_refuses_to_start_a_job_of_unknown_state() -> None:
+def test_refuses_to_start_a_job_of_unknown_state():
     [command] = start(host_with("unknown", ()))
     assert command.startswith("_refuse(")
     assert "why" in command
@@ -112,9 +107,7 @@ def test_refuses_to_start_a_job_of_unknown_state() -> None:
 @pytest.mark.parametrize(
     ("state", "sent"), [("waiting", True), ("failed", True), ("running", False), ("done", False)]
 )
-def test_token_is_sent_on_standard_input_only_when_a_job_starts(
-    tmp_path: Path, state: State, sent: bool
-) -> None:
+def test_token_is_sent_on_standard_input_only_when_a_job_starts(tmp_path, state, sent):
     token = "hf_canary0123456789"
     (tmp_path / "token").write_text(token)
     hub = HubSettings(token=SecretRef(file=str(tmp_path / "token")))
@@ -132,7 +125,7 @@ def test_token_is_sent_on_standard_input_only_when_a_job_starts(
             assert "hub-token" not in str(command)
 
 
-def test_installs_python_packages_before_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installs_python_packages_before_the_tools(monkeypatch):
     """A run may end between the two steps, and a boot continues jobs by itself."""
     steps: list[str] = []
     for step in ("install_tools", "install_site"):

@@ -6,8 +6,6 @@ cases, or `like: <Fact>/<case>` and sections that differ), further `arguments`, 
 `name(arguments)`) and `says` (patterns of logged lines).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import defaultdict
@@ -83,7 +81,7 @@ def frozen(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_operation_yields_what_the_state_requires(case: Path) -> None:
+def test_operation_yields_what_the_state_requires(case):
     data = yaml.safe_load(case.read_text())
     module, _, name = case.parent.name.partition(".")
     changes = {key: frozen(value) for key, value in data.get("plan", {}).items()}
@@ -105,7 +103,7 @@ def test_operation_yields_what_the_state_requires(case: Path) -> None:
         assert any(re.search(pattern, line) for line in host.logs), host.logs
 
 
-def test_every_operation_has_a_case_that_acts_and_one_that_does_nothing() -> None:
+def test_every_operation_has_a_case_that_acts_and_one_that_does_nothing():
     kinds: dict[str, set[str]] = defaultdict(set)
     for case in CASES:
         kinds[case.parent.name].add(
@@ -121,39 +119,22 @@ def test_every_operation_has_a_case_that_acts_and_one_that_does_nothing() -> Non
     assert kinds == {name: {"noop", "acts"} for name in operations}
 
 
-def host_without_runtime() -> FakeHost:
-    return FakeHost(sections_of({"like": "DockerState/factory_without_runtime"}))
-
-
-def test_operations_of_a_role_share_a_fact() -> None:
-    host = host_without_runtime()
-    with on(host):
+@pytest.mark.parametrize(("max_age_s", "reads"), [(facts.MAX_AGE_S, 1), (-1.0, 2)])
+def test_execution_reuses_only_a_recent_fact_of_the_prediction(monkeypatch, max_age_s, reads):
+    monkeypatch.setattr(facts, "MAX_AGE_S", max_age_s)
+    host = FakeHost(sections_of({"like": "DockerState/factory_without_runtime"}))
+    with on(host, executing=False):
+        list(docker.install_engine._inner(PLANS["docker"]))
+    with on(host) as state:
         for operation in (docker.install_engine, docker.merge_daemon_json, docker.run_engine):
             list(operation._inner(PLANS["docker"]))
-    assert host.fact_reads == 1
-
-
-def test_reads_a_fact_again_after_a_command() -> None:
-    host = host_without_runtime()
-    with on(host) as state:
-        list(docker.install_engine._inner(PLANS["docker"]))
+        assert host.fact_reads == reads
         state.ops[host]["hash"] = SimpleNamespace(operation_meta=SimpleNamespace(executed=True))
         list(docker.merge_daemon_json._inner(PLANS["docker"]))
-    assert host.fact_reads == 2
+    assert host.fact_reads == reads + 1
 
 
-@pytest.mark.parametrize(("max_age_s", "reads"), [(facts.MAX_AGE_S, 1), (-1.0, 2)])
-def test_execution_reuses_only_a_recent_fact_of_the_prediction(
-    monkeypatch: pytest.MonkeyPatch, max_age_s: float, reads: int
-) -> None:
-    monkeypatch.setattr(facts, "MAX_AGE_S", max_age_s)
-    host = host_without_runtime()
-    for executing in (False, True, True):
-        run_operation(host, docker.install_engine, PLANS["docker"], executing=executing)
-    assert host.fact_reads == reads
-
-
-def test_refuses_a_host_whose_state_cannot_be_read() -> None:
+def test_refuses_a_host_whose_state_cannot_be_read():
     host = FakeHost({})
     host.get_fact = lambda *_, **__: None  # pyinfra's value of a failed fact
     [command] = run_operation(host, docker.install_engine, PLANS["docker"])

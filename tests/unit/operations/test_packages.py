@@ -1,11 +1,8 @@
 """Installing packages: never driver, kernel or firmware; broken sources and locks stop no run."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,23 +27,15 @@ FREE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("package", PROTECTED)
-def test_finds_changes_of_driver_kernel_and_firmware(package: str) -> None:
-    simulation = [
-        "Reading package lists...",
-        f"Inst {package} [1.0] (1.1 repo [arm64])",
-        f"Conf {package} (1.1 repo [arm64])",
-    ]
-    assert packages.forbidden_changes(simulation) == (package,)
-    assert packages.forbidden_changes([f"Remv {package} [1.0]"]) == (package,)
+def test_finds_changes_of_driver_kernel_and_firmware_only():
+    for package in PROTECTED:
+        simulation = ["Reading package lists...", f"Inst {package} [1.0] (1.1 repo [arm64])"]
+        assert packages.forbidden_changes(simulation) == (package,)
+        assert packages.forbidden_changes([f"Remv {package} [1.0]"]) == (package,)
+    assert packages.forbidden_changes([f"Inst {package} (1.0 [arm64])" for package in FREE]) == ()
 
 
-@pytest.mark.parametrize("package", FREE)
-def test_allows_toolkits(package: str) -> None:
-    assert packages.forbidden_changes([f"Inst {package} (1.0 repo [arm64])"]) == ()
-
-
-def test_source_names_the_key_and_components() -> None:
+def test_source_names_the_key_and_components():
     repository = replace(VENDOR, suite="stable", components=("main", "extra"))
     text = packages.sources_file(repository).content.decode()
     assert "\nComponents: main extra\nSigned-By: /etc/apt/keyrings/spark-vendor.asc\n" in text
@@ -70,9 +59,7 @@ case "$*" in *FragmentPath*) echo "OWNED" ;; esac
         ("/usr/lib/systemd/system/nginx.service", False),
     ],
 )
-def test_leaves_an_existing_service_of_the_owner_enabled(
-    tmp_path: Path, unit: str, managed: bool
-) -> None:
+def test_leaves_an_existing_service_of_the_owner_enabled(tmp_path, unit, managed):
     units, tools, log = tmp_path / "units", tmp_path / "bin", tmp_path / "log"
     units.mkdir()
     tools.mkdir()
@@ -97,9 +84,7 @@ def test_leaves_an_existing_service_of_the_owner_enabled(
         ("", "", ""),
     ],
 )
-def test_downloads_keys_through_the_proxy_of_apt(
-    tmp_path: Path, configuration: str, http: str, https: str
-) -> None:
+def test_downloads_keys_through_the_proxy_of_apt(tmp_path, configuration, http, https):
     install_stub(tmp_path, "apt-config", f"cat <<'E'\n{configuration}\nE")
     show = "env | grep -E '^https?_proxy=' | sort || :"
     lines = run_script(f"set -eu\n{packages._APT_PROXY}\n{show}", tmp_path)
@@ -115,7 +100,7 @@ def test_downloads_keys_through_the_proxy_of_apt(
         ("exit 0", ""),
     ],
 )
-def test_update_ends_after_the_limit(tmp_path: Path, apt_get: str, output: str) -> None:
+def test_update_ends_after_the_limit(tmp_path, apt_get, output):
     install_stub(tmp_path, "apt-get", apt_get)
     lines = run_script(packages.update_script(1, str(tmp_path)), tmp_path)
     assert "\n".join(lines).startswith(output)
@@ -123,7 +108,7 @@ def test_update_ends_after_the_limit(tmp_path: Path, apt_get: str, output: str) 
     assert " -o Acquire::Retries=1 -o Acquire::Retries::Delay=false " in packages.update_script()
 
 
-def test_update_fetches_lists_that_a_power_cut_left_empty(tmp_path: Path) -> None:
+def test_update_fetches_lists_that_a_power_cut_left_empty(tmp_path):
     # Seen in the lab: apt took an empty list for current and did not know the package.
     lists = tmp_path / "lists"
     (lists / "partial").mkdir(parents=True)
@@ -135,7 +120,7 @@ def test_update_fetches_lists_that_a_power_cut_left_empty(tmp_path: Path) -> Non
     assert (lists / "partial/begun").exists()
 
 
-def test_missing_package_is_reported_with_failed_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported_with_failed_updates(monkeypatch):
     def run(host: object, command: str, *, timeout_s: int = 600) -> list[str]:
         if " update " in command:
             return ["Hit:1 http://ours", "Err:2 http://vendor ./ InRelease", "W: 403  Forbidden"]

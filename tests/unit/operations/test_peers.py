@@ -1,7 +1,5 @@
 """Peer downloads: opened only where they help, and closed at the end of the run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -87,12 +85,18 @@ class Fleet:
         return urls
 
 
-def test_opens_no_port_when_no_host_lacks_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(monkeypatch, a="done", b="done")
-    assert fleet.share() == fleet.stop() == {"a": [], "b": []}
+@pytest.mark.parametrize(
+    ("states", "share"),
+    [({"a": "done", "b": "done"}, True), ({"a": ""}, True), ({"a": "done", "b": ""}, False)],
+    ids=["nothing missing", "single host", "disabled"],
+)
+def test_opens_no_port_without_need(monkeypatch, states, share):
+    fleet = Fleet(monkeypatch, **states)
+    assert fleet.share(share=share) == fleet.stop() == {name: [] for name in states}
+    assert fleet.peers(next(reversed(states))) == []
 
 
-def test_first_host_downloads_and_others_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_host_downloads_and_others_copy(monkeypatch):
     fleet = Fleet(monkeypatch, a="", b="", c="")
     for commands in fleet.share().values():
         assert "systemctl restart spark-share@trees.service" in commands[1]
@@ -103,23 +107,21 @@ def test_first_host_downloads_and_others_copy(monkeypatch: pytest.MonkeyPatch) -
     assert fleet.peers("c") == ["http://10.0.0.a:8010"]
 
 
-def test_new_host_copies_from_complete_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_host_copies_from_complete_hosts(monkeypatch):
     fleet = Fleet(monkeypatch, a="done", b="done", c="")
     commands = fleet.share()
     assert [len(commands[name]) for name in "abc"] == [2, 2, 1]  # c gets only the key
     assert sorted(fleet.peers("c")) == ["http://10.0.0.a:8010", "http://10.0.0.b:8010"]
 
 
-def test_built_checkpoint_is_copied_by_the_hash_of_its_receipt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_built_checkpoint_is_copied_by_the_hash_of_its_receipt(monkeypatch):
     fleet = Fleet(monkeypatch, a="done", b="")
     fleet.share()
     copy = json.loads(fleet.work("b", 1).inputs[1].content)
     assert copy["trees"] == [{"url": "http://10.0.0.a:8010", "receipt_sha256": "a" * 64}]
 
 
-def test_hosts_share_one_secret_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_share_one_secret_key(monkeypatch):
     fleet = Fleet(monkeypatch, a="done", b="")
     commands = fleet.share()
     files = [file for files in fleet.placed.values() for file in files if file.path == SHARE_KEY]
@@ -129,7 +131,7 @@ def test_hosts_share_one_secret_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert key not in str(commands)
 
 
-def test_closes_what_the_run_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closes_what_the_run_opened(monkeypatch):
     fleet = Fleet(monkeypatch, a="done", b="")
     fleet.share()
     for [command] in fleet.stop().values():
@@ -138,7 +140,7 @@ def test_closes_what_the_run_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fleet.stop() == {"a": [], "b": []}
 
 
-def test_closes_what_an_interrupted_run_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closes_what_an_interrupted_run_left_open(monkeypatch):
     fleet = Fleet(monkeypatch, a="done", b="done")
     facts = fleet.hosts["a"].facts
     facts["JobStates"] = dataclasses.replace(facts["JobStates"], shares_files=True)
@@ -146,16 +148,7 @@ def test_closes_what_an_interrupted_run_left_open(monkeypatch: pytest.MonkeyPatc
     assert {name: len(commands) for name, commands in fleet.stop().items()} == {"a": 1, "b": 0}
 
 
-def test_single_hosts_and_disabled_sharing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Fleet(monkeypatch, a="").share() == {"a": []}
-    fleet = Fleet(monkeypatch, a="done", b="")
-    assert fleet.share(share=False) == {"a": [], "b": []}
-    assert fleet.peers("b") == []
-
-
-def test_host_of_unknown_address_copies_but_serves_no_peers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_host_of_unknown_address_copies_but_serves_no_peers(monkeypatch):
     fleet = Fleet(monkeypatch, a="", b="", c="")
     fleet.hosts["b"].facts["LoginAddress"] = ""
     assert [len(commands) for commands in fleet.share().values()] == [2, 1, 2]
@@ -164,7 +157,7 @@ def test_host_of_unknown_address_copies_but_serves_no_peers(
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_image_is_shared_only_with_its_blobs(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+def test_image_is_shared_only_with_its_blobs(monkeypatch, kept):
     layers = WORKS[-1].layers
     assert layers is not None
     fleet = Fleet(monkeypatch, a="done", b="")

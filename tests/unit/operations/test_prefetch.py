@@ -1,7 +1,5 @@
 """Facts read ahead in parallel, and reused only while they are valid."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import gevent
@@ -72,7 +70,7 @@ def host() -> Iterator[CountingHost]:
         yield host
 
 
-def test_reads_expected_facts_in_parallel_and_only_once(host: CountingHost) -> None:
+def test_reads_expected_facts_in_parallel_and_only_once(host):
     prefetch()
     assert (len(host.commands), host.most_at_once) == (2, 2)
     for kind in (Output, Slow, Unterminated):
@@ -81,23 +79,21 @@ def test_reads_expected_facts_in_parallel_and_only_once(host: CountingHost) -> N
     assert (len(host.commands), host.fact_reads) == (2, 0)
 
 
-def test_reads_a_failed_fact_and_other_arguments_again(host: CountingHost) -> None:
+def test_reads_a_failed_fact_and_other_arguments_again(host):
     prefetch()
     read(Failing)
     read_fact(Output, script="echo another")
     assert host.fact_reads == 2
 
 
-def test_reads_facts_again_after_a_lost_connection(host: CountingHost) -> None:
+def test_reads_facts_again_after_a_lost_connection(host):
     host.shell = lambda script: EOFError()
     prefetch()
     read(Output)
     assert host.fact_reads == 1
 
 
-def test_forgets_a_value_after_seconds_and_after_a_command(
-    host: CountingHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forgets_a_value_after_seconds_and_after_a_command(host, monkeypatch):
     prefetch()
     monkeypatch.setattr(facts, "MAX_AGE_S", -1)
     read(Output)
@@ -108,7 +104,7 @@ def test_forgets_a_value_after_seconds_and_after_a_command(
     assert host.fact_reads == 2
 
 
-def test_prediction_prefetches_nothing() -> None:
+def test_prediction_prefetches_nothing():
     host = CountingHost()
     with on(host, executing=False):
         expect_fact(Output, lambda: {"script": "echo a"})

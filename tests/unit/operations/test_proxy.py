@@ -1,7 +1,5 @@
 """The proxy of jobs and image pulls: secret, and docker restarts only for another proxy."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
@@ -41,7 +39,7 @@ def secret(tmp_path: Path) -> ProxySettings:
     return ProxySettings(SecretRef(file=str(tmp_path / "proxy")), direct=("lan", "10.0.0.1"))
 
 
-def test_password_is_sent_on_standard_input_into_a_file_of_root(secret: ProxySettings) -> None:
+def test_password_is_sent_on_standard_input_into_a_file_of_root(secret):
     [command] = set_job_proxy(secret)
     assert PASSWORD not in repr(command) + str(command)
     [content] = unpack_sent(command)
@@ -53,7 +51,7 @@ def test_password_is_sent_on_standard_input_into_a_file_of_root(secret: ProxySet
     assert f"put 0 600 {PATH}" in str(command)
 
 
-def test_second_run_changes_nothing_and_no_proxy_removes_the_file(secret: ProxySettings) -> None:
+def test_second_run_changes_nothing_and_no_proxy_removes_the_file(secret):
     assert set_job_proxy(secret, proxy_file(secret)) == []
     [command] = set_job_proxy(NO_PROXY, proxy_file(secret))
     assert str(command) == f"rm -f -- {PATH}"
@@ -75,9 +73,7 @@ def test_second_run_changes_nothing_and_no_proxy_removes_the_file(secret: ProxyS
         (NO_PROXY, True, "same", [f"rm -f -- {DROP_IN_PATH}", "restart"]),
     ],
 )
-def test_docker_restarts_only_for_another_proxy(
-    settings: ProxySettings, managed: bool, daemon: str, expected: list[str]
-) -> None:
+def test_docker_restarts_only_for_another_proxy(settings, managed, daemon, expected):
     commands = set_docker_proxy(settings, *([DOCKER_DROP_IN] * managed), daemon=daemon)
     assert len(commands) == len(expected)
     for command, words in zip(commands, expected, strict=True):
@@ -87,9 +83,7 @@ def test_docker_restarts_only_for_another_proxy(
 @pytest.mark.parametrize(
     "address", ['http://a:b"c@p:1', "http://a:b c@p:1", "proxy:3128", "http://a:b\\c@p"]
 )
-def test_refuses_an_address_that_systemd_misreads_without_showing_it(
-    tmp_path: Path, address: str
-) -> None:
+def test_refuses_an_address_that_systemd_misreads_without_showing_it(tmp_path, address):
     (tmp_path / "proxy").write_text(address)
     with pytest.raises(SettingsError) as caught:
         set_job_proxy(ProxySettings(SecretRef(file=str(tmp_path / "proxy"))))
@@ -116,9 +110,7 @@ def lines_of(settings: ProxySettings) -> list[str]:
         ([], "differs"),
     ],
 )
-def test_fact_compares_the_environment_of_docker_with_the_file(
-    tmp_path: Path, environment: list[str], result: str
-) -> None:
+def test_fact_compares_the_environment_of_docker_with_the_file(tmp_path, environment, result):
     file = tmp_path / "proxy.env"
     file.write_bytes(proxy_file(PROXY).content)
     clean = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}

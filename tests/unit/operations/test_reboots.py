@@ -1,7 +1,5 @@
 """Reboots only for a pending cause, once for each, and never after another host failed."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +40,7 @@ def reboot(host: FakeHost, *failed: FakeHost, executing: bool = True) -> list[st
     return run_operation(host, serve.reboot_host, ALLOWED, RELEASE, executing=executing)
 
 
-def test_keeps_a_host_up_without_a_cause() -> None:
+def test_does_not_reboot_without_a_reason():
     host = factory_spark()
     assert reboot(host) == []
     assert host.noops == ["no reboot is pending"]
@@ -59,18 +57,18 @@ def test_keeps_a_host_up_without_a_cause() -> None:
          "driver module 580.142 is loaded, library of another version is installed"),
     ],
 )  # fmt: skip
-def test_reboots_for_each_cause_and_names_it(sections: dict[str, Any], cause: str) -> None:
+def test_reboots_for_each_cause_and_names_it(sections, cause):
     [command] = reboot(factory_spark(**sections))
     assert command.startswith(f"_reboot({cause}, ")
 
 
-def test_reboots_once_for_a_cause_that_stays() -> None:
+def test_reboots_once_for_a_cause_that_stays():
     host = factory_spark(rebooted_for=PENDING, **KERNEL)
     assert reboot(host) == []
     assert "was rebooted for this already" in host.noops[0]
 
 
-def test_marker_counts_only_after_another_boot(tmp_path: Path) -> None:
+def test_marker_counts_only_after_another_boot(tmp_path):
     """A run may be killed, or systemd refuse, after the marker was written."""
     marker, this_boot = tmp_path / "rebooted-for", Path(BOOT_ID).read_text().strip()
     for text, expected in (
@@ -84,7 +82,7 @@ def test_marker_counts_only_after_another_boot(tmp_path: Path) -> None:
         assert RebootedFor().process(output) == expected
 
 
-def test_marker_names_the_boot_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marker_names_the_boot_that_ends(monkeypatch):
     written: list[str] = []
 
     def run(host: Any, command: str, stdin: str = "", **_: Any) -> list[str]:
@@ -101,7 +99,7 @@ def test_marker_names_the_boot_that_ends(monkeypatch: pytest.MonkeyPatch) -> Non
     assert written == [f"the-boot-before\n{PENDING}"]
 
 
-def test_refuses_after_another_failure_and_with_an_unreadable_status() -> None:
+def test_refuses_after_another_failure_and_with_an_unreadable_status():
     [command] = reboot(factory_spark(**KERNEL), FakeHost(name="spark-0"))
     assert command.startswith("_refuse(")
     assert "not rebooted, because spark-0 failed first" in command
@@ -111,7 +109,7 @@ def test_refuses_after_another_failure_and_with_an_unreadable_status() -> None:
     assert "the host tools are of another version" in command
 
 
-def test_preflight_does_not_judge_a_host_that_will_reboot() -> None:
+def test_preflight_does_not_judge_a_host_that_will_reboot():
     host = factory_spark(smi=MISMATCH)
     [command] = run_operation(host, preflight.check_host, ALLOWED, executing=False)
     assert command.startswith("_refuse(")

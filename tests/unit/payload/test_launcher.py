@@ -1,7 +1,5 @@
 """The host tools: run only our code, installed or from memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
@@ -23,7 +21,7 @@ def tools(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["json.py", "secrets.py", "spark_host/__init__.py"])
-def test_tools_run_no_code_of_the_current_directory(tools: Path, tmp_path: Path, name: str) -> None:
+def test_tools_run_no_code_of_the_current_directory(tools, tmp_path, name):
     home = tmp_path / "home"
     (home / name).parent.mkdir(parents=True)
     (home / name).write_text("raise SystemExit('code of a stranger')\n")
@@ -35,9 +33,7 @@ def test_tools_run_no_code_of_the_current_directory(tools: Path, tmp_path: Path,
     assert done.returncode == 0
 
 
-def test_child_processes_inherit_the_protection_and_the_callers_directory(
-    tools: Path, tmp_path: Path
-) -> None:
+def test_child_processes_inherit_the_protection_and_the_callers_directory(tools, tmp_path):
     child = (
         "import os, sys; sys.exit(not (sys.flags.safe_path and os.getcwd() == '/'"
         " and os.environ['SPARK_CALLED_FROM'].endswith('/a folder')))"
@@ -56,7 +52,7 @@ def run_from_memory(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_sent_tools_run_from_memory_and_leave_no_file(tmp_path: Path) -> None:
+def test_sent_tools_run_from_memory_and_leave_no_file(tmp_path):
     done = run_from_memory("help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "spark-host manifest" in done.stderr
@@ -67,7 +63,7 @@ def test_sent_tools_run_from_memory_and_leave_no_file(tmp_path: Path) -> None:
     assert "models_dir: missing; fix:" in bad.stderr
 
 
-def test_sent_tools_ignore_python_of_the_current_directory(tmp_path: Path) -> None:
+def test_sent_tools_ignore_python_of_the_current_directory(tmp_path):
     for name in ("spark_host", "base64", "tarfile"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('theirs')")
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('code of a stranger')")
     assert run_from_memory("help", cwd=tmp_path).returncode == 0

@@ -1,7 +1,5 @@
 """Surveys of hosts that differ from a factory Spark, and the expected verdict of preflight."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Preflight reports every reason against a host, with a fix, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time
@@ -66,20 +64,20 @@ ON_GPU = (
     '{"id":"ID","name":"/images","image":"my/flux:1","state":"running","restart":"always",'
     '"runtime":"nvidia","requests":null,"labels":null,"visible":["all",null]}'
 ).replace("ID", "c0" * 32)
-OURS = (
+OUR_CONTAINER = (
     '{"id":"ID","name":"/spark-main-0123456789ab","image":"spark-vllm:0123456789ab",'
     '"state":"running","restart":"no","runtime":"nvidia","requests":null,'
     '"labels":{"spark.release":"main-0123456789ab"}}'
 ).replace("ID", "a1" * 32)
 SERVE_UNIT = "spark-serve@main-0123456789ab.service"
 SERVING: dict[str, Any] = {
-    "containers": [OURS],
+    "containers": [OUR_CONTAINER],
     "serving": [SERVE_UNIT],
     "engine-memory": [f"{SERVE_UNIT} {90 << 30}"],
     "meminfo": ["MemTotal: 125513944 kB", "MemAvailable: 9000000 kB"],
 }
 OUR_CGROUP = f"77 /system.slice/docker-{'a1' * 32}.scope"
-STRANGER = {
+UNMANAGED_PROCESS = {
     "compute_apps": ["77, VLLM::EngineCore", "78, /home/ann/venv/bin/python3"],
     "compute_cgroups": [OUR_CGROUP, "78 /user.slice/user-1000.slice/session-3.scope"],
 }
@@ -260,6 +258,7 @@ CASES = {
         {"sudo": ["no", "ann"], "containers": ["unreachable active"]}, ["cannot become root"]
     ),
     "allowed container": Case(IN_CONTAINER, [], [], {"allow_containers": ("images",)}),
+    "container on the GPU": Case(IN_CONTAINER, ["container images"]),
     # NVIDIA's runtime is the default; the container requests no device.
     "container without the GPU": Case(
         {"containers": [ON_GPU.replace("images", "qdrant").replace('"all",', "")]}
@@ -269,10 +268,10 @@ CASES = {
     "our engine without cgroup": Case(engine("77 ")),
     "our engine has exited": Case(engine()),
     "process on the GPU": Case(
-        {**SERVING, **STRANGER}, [], ["/home/ann/venv/bin/python3|pid 78 uses the GPU"]
+        {**SERVING, **UNMANAGED_PROCESS}, [], ["/home/ann/venv/bin/python3|pid 78 uses the GPU"]
     ),
     "allowed process on the GPU": Case(
-        {**SERVING, **STRANGER}, [], [], {"allow_memory_holders": ("python3",)}
+        {**SERVING, **UNMANAGED_PROCESS}, [], [], {"allow_memory_holders": ("python3",)}
     ),
     "our gateway": Case(LISTENERS, needs={"ports": (8000,)}),
     "port taken": Case(LISTENERS, ["port 8001|docker-proxy (pid 99)"], needs={"ports": (8001,)}),
@@ -289,36 +288,29 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_condition_is_a_problem_a_warning_or_neither(name: str) -> None:
+def test_each_condition_is_a_problem_a_warning_or_neither(name):
     CASES[name].check()
 
 
 @pytest.mark.parametrize(("rule", "refused", "warned"), RULES)
-def test_plain_ubuntu_is_judged_by_the_rule(rule: Any, refused: int, warned: int) -> None:
+def test_plain_ubuntu_is_judged_by_the_rule(rule, refused, warned):
     needs = {"expect": ExpectSettings(dgx_os=rule)}
     Case({"dgx_release": []}, ["DGX OS"] * refused, ["DGX OS"] * warned, needs).check()
 
 
 @pytest.mark.parametrize(("rule", "refused", "warned"), RULES)
-@pytest.mark.parametrize("score", ["1", "2.6", "3", "6"])
-def test_a_torn_vendor_update_is_judged_by_the_rule(
-    rule: Any, refused: int, warned: int, score: str
-) -> None:
+@pytest.mark.parametrize("score", ["1", "2.6", "6", "0", "0.0", '"?"'])
+def test_an_incomplete_vendor_update_is_judged_by_the_rule(rule, refused, warned, score):
     sections = {"torn": [f'{{"name": "OTA2.2", "torn": {score}}}']}
     words, needs = f"torn score {score} against OTA2.2", {"expect": ExpectSettings(dgx_os=rule)}
-    Case(sections, [words] * refused, [words] * warned, needs).check()
-
-
-@pytest.mark.parametrize("score", ["0", "0.0", '"?"'])
-def test_a_complete_vendor_set_is_not_mentioned(score: str) -> None:
-    sections = {"torn": [f'{{"name": "OTA2.2", "torn": {score}}}']}
-    Case(sections, [], [], {"expect": ExpectSettings(dgx_os="require")}).check()
+    torn = score[0] in "126"
+    Case(sections, [words] * refused * torn, [words] * warned * torn, needs).check()
 
 
 @pytest.mark.parametrize(
     "name", ["docker.io", "libnvidia-compute-580", "linux-image-6.17", "libc6"]
 )
-def test_half_installed_packages_of_the_engine_are_refused(name: str) -> None:
+def test_half_installed_packages_of_the_engine_are_refused(name):
     audit = ["bad:", f" {name}  something", " language-pack-de  x"]
     Case({"dpkg_audit": audit}, [f"half installed: {name}\n|dpkg --configure -a"]).check()
 
@@ -331,11 +323,11 @@ def test_half_installed_packages_of_the_engine_are_refused(name: str) -> None:
         (-20, []),
     ],
 )
-def test_a_wrong_clock_is_a_warning(ahead_s: int, expected: list[str]) -> None:
+def test_a_wrong_clock_is_a_warning(ahead_s, expected):
     Case({"clock": [str(int(time.time()) + ahead_s)]}, [], expected).check()
 
 
-def test_parent_directories_are_read_as_named_and_as_links_resolve(tmp_path: Path) -> None:
+def test_parent_directories_are_read_as_named_and_as_links_resolve(tmp_path):
     (tmp_path / "real/of ann").mkdir(parents=True)
     (tmp_path / "real/of ann").chmod(0o777)
     (tmp_path / "data").symlink_to(tmp_path / "real/of ann")
@@ -348,7 +340,7 @@ def test_parent_directories_are_read_as_named_and_as_links_resolve(tmp_path: Pat
     assert {"/", str(tmp_path), f"{tmp_path}/real"} <= set(parents)
 
 
-def test_hosts_with_the_same_ssh_host_key_are_reported() -> None:
+def test_hosts_with_the_same_ssh_host_key_are_reported():
     key, other = (survey(host_key=[f"SHA256:{word}"]) for word in ("first", "second"))
     without = survey(host_key=[])
     warnings = same_host_key({"a": key, "b": other, "c": key, "d": without, "e": without})
@@ -358,7 +350,7 @@ def test_hosts_with_the_same_ssh_host_key_are_reported() -> None:
     }
 
 
-def test_all_problems_are_reported_at_once() -> None:
+def test_all_problems_are_reported_at_once():
     surveyed = survey(
         sudo=["no", "ann"],
         smi=[],
@@ -370,7 +362,7 @@ def test_all_problems_are_reported_at_once() -> None:
     assert where == ["driver", "sudo", "packages", "container ollama", "memory"]
 
 
-def test_memory_kept_for_a_kexec_handover_is_not_available() -> None:
+def test_memory_kept_for_a_kexec_handover_is_not_available():
     kept = [TOTAL, "MemAvailable: 120000000 kB", "CmaTotal: 0 kB"]
     without, with_handover = (
         survey(meminfo=[*kept, f"CmaFree: {kib} kB"]).memory.available_bytes for kib in (0, 9000000)
@@ -378,7 +370,7 @@ def test_memory_kept_for_a_kexec_handover_is_not_available() -> None:
     assert with_handover == without - 9000000 * 1024
 
 
-def test_no_fix_removes_containers_or_volumes() -> None:
+def test_no_fix_removes_containers_or_volumes():
     kinds = ("Images", "Containers", "Local Volumes", "Build Cache")
     rows = [json.dumps({"Type": kind, "Reclaimable": "9.7GB (40%)"}) for kind in kinds]
     [problem] = problems(survey(**places(0, 1024, "/dev/a", docker_df=rows)))
@@ -389,7 +381,7 @@ def test_no_fix_removes_containers_or_volumes() -> None:
 
 
 @pytest.mark.parametrize(("device", "expected"), [("7", []), ("8", ["80.0 GiB to be written"])])
-def test_only_files_that_can_be_linked_need_no_room(device: str, expected: list[str]) -> None:
+def test_only_files_that_can_be_linked_need_no_room(device, expected):
     stored = [
         "device\t/srv/spark/models/x\t7",
         f"file\t{device}\t{80 << 30}\t/home/ann/.cache/huggingface/hub/x/blobs/{'ab' * 32}",
@@ -398,16 +390,10 @@ def test_only_files_that_can_be_linked_need_no_room(device: str, expected: list[
     Case(places(0, 26214400, stored=stored, **IMAGE), expected, None, needs).check()
 
 
-def test_a_container_on_the_gpu_is_reported() -> None:
-    assert any("container images" in line for line in problems(survey(**IN_CONTAINER)))
-
-
 @pytest.mark.parametrize(
     ("planned_gib", "fits"), [("90", True), ("82", True), ("80", False), ("", None)]
 )
-def test_memory_counts_what_the_stop_of_our_engine_frees(
-    planned_gib: str, fits: bool | None
-) -> None:
+def test_memory_counts_what_the_stop_of_our_engine_frees(planned_gib, fits):
     """8.6 GiB are available and 90 GiB needed; an unmanaged process uses the GPU, too."""
     planned = str(int(planned_gib) << 30) if planned_gib else ""
     apps = {"compute_apps": ["78, python3"], "compute_cgroups": ["78 /user.slice/x"]}
@@ -420,9 +406,7 @@ def test_memory_counts_what_the_stop_of_our_engine_frees(
 
 @pytest.mark.parametrize("resident", [[], ["9 2097152 /user.slice/x python3"]])
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_process_on_the_gpu_is_refused_only_without_enough_memory(
-    resident: list[str], fits: bool
-) -> None:
+def test_a_process_on_the_gpu_is_refused_only_without_enough_memory(resident, fits):
     surveyed = survey(
         compute_apps=["9, /opt/x/python3"],
         processes=resident,

@@ -1,7 +1,5 @@
 """Data for reports: a captured Spark, and the status of a serving engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from spark_deploy.cli.report_contents import HostData, host_report
 from spark_deploy.hosts.survey import HostSurvey, Survey
 from tests.unit.facts.test_facts import output_of
 from tests.unit.planning.plans import plan_of
-from tests.unit.statuses import told
+from tests.unit.statuses import host_status
 
 SURVEYS = Path(__file__).parents[1] / "facts" / "HostSurvey"
 PLAN = plan_of()
@@ -83,7 +81,9 @@ def data_of(
 ) -> HostData:
     """Return the data of a serving Spark."""
     shown = read(Evidence, EVIDENCE if evidence is None else evidence)
-    return HostData(survey_of(**survey), told(status_of() if status is None else status), shown)
+    return HostData(
+        survey_of(**survey), host_status(status_of() if status is None else status), shown
+    )
 
 
 def report_of(text: HostData | None = None) -> HostReport:

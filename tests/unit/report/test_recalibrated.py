@@ -1,7 +1,5 @@
 """Reports of Sparks correct the computed speed of plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reports contain no prompts and no private data."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

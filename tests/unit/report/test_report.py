@@ -1,7 +1,5 @@
 """``doctor --report``: content, answers to open questions, and the file."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +24,7 @@ from spark_deploy.cli.report import HostReport, Report, file_text, read_report
 from spark_deploy.cli.report_contents import QUESTION_IDS, HostData, with_answers
 from spark_deploy.config.catalog.load import read_questions
 from spark_deploy.config.errors import SparkError
-from tests.unit.statuses import told
+from tests.unit.statuses import host_status
 
 QUESTIONS = read_questions()
 ENGINE = EVIDENCE["engines"][0]
@@ -92,10 +90,10 @@ def test_missing_evidence_is_open_and_failures_are_no(text, question, state):
 
 
 def test_a_host_without_our_tools_is_reported():
-    result = report_of(HostData(survey_of(), told({}), None))
+    result = report_of(HostData(survey_of(), host_status({}), None))
     assert len(result.notes) == 1
     assert (result.serving, result.is_spark) == (None, True)
-    older = report_of(HostData(survey_of(), told(status_of()), None))
+    older = report_of(HostData(survey_of(), host_status(status_of()), None))
     assert "another version" in older.notes[0]
     assert older.serving is not None
     assert older.serving.engine.lines == ()
