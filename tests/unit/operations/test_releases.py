@@ -346,9 +346,7 @@ DROP_IN = "/etc/systemd/system/spark-serve@.service.d/override.conf"
 
 
 @pytest.mark.parametrize(("accepted", "is_refused"), [((), True), ((DROP_IN,), False)])
-def test_refuses_foreign_drop_ins_unless_accepted(
-    accepted: tuple[str, ...], is_refused: bool
-) -> None:
-    host = FakeHost(Status=told({**PROVEN, "unit_overrides": [DROP_IN]}))
+def test_refuses_foreign_drop_ins_unless_accepted(accepted, is_refused):
+    host = FakeHost(Status=host_status({**PROVEN, "unit_overrides": [DROP_IN]}))
     commands = run_operation(host, serve.check_unit_files, accepted, executing=True)
     assert [command.startswith("_refuse(") for command in commands] == [True] * is_refused
