@@ -30,7 +30,7 @@ class Access:
     user: str
     is_root: bool
     key_installed: bool
-    sudo_free: bool  # sudo needs no password
+    passwordless_sudo: bool  # sudo needs no password
     sudo_installed: bool
     sudoers: str | None  # our file; None: absent, or not readable without a password
     login_address: str = ""  # as the host sees it
@@ -65,7 +65,7 @@ class LoginAccess(HostFact[Access]):
             user=user,
             is_root=uid == "0",
             key_installed=sections.first("key") not in ("", "0"),
-            sudo_free=uid == "0" or "free" in sections["sudo"],
+            passwordless_sudo=uid == "0" or "free" in sections["sudo"],
             sudo_installed="there" in sections["sudo"],
             sudoers=f"{sections.text('sudoers')}\n" if sections["sudoers"] else None,
             login_address=sections.first("from").partition("%")[0],
@@ -80,7 +80,7 @@ def read_state(plan: BootstrapPlan) -> Access:
     )
 
 
-def account_line(plan: BootstrapPlan, access: Access) -> str:
+def authorized_keys_line(plan: BootstrapPlan, access: Access) -> str:
     """Return the line of authorized_keys; keep a line that is limited to addresses."""
     allowed = plan.allowed_from or tuple(filter(None, (access.login_address,)))
     if not plan.allowed_from and access.account_key.startswith('from="'):
@@ -121,7 +121,7 @@ def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Command
     The login user keeps all rights; a rule of an earlier bootstrap is replaced.
     """
     access = read_state(plan)
-    line, wanted = account_line(plan, access), sudoers(ACCOUNT)
+    line, wanted = authorized_keys_line(plan, access), sudoers(ACCOUNT)
     if access.account_exists and access.account_key == line and access.sudoers == wanted:
         host.noop(f"{ACCOUNT} has our key and rule")
         return
@@ -129,7 +129,9 @@ def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Command
         refuse("sudo", "is not installed", "install sudo as root")
     if access.sudoers is not None and access.sudoers != wanted:
         host.log(f"replaces the rule in {plan.sudoers_path}, which made another account root")
-    script = f"{_account_script(plan.public_key, line)}\n{_rule_script(plan.sudoers_path, wanted)}"
+    script = (
+        f"{_account_script(plan.public_key, line)}\n{_sudo_rule_script(plan.sudoers_path, wanted)}"
+    )
     yield FunctionCommand(_as_root, [script, access.is_root, password], {})
 
 
@@ -199,7 +201,7 @@ def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
     if access.is_root:
         host.noop("the login user is root")
         return
-    if access.sudo_free and access.sudoers in (None, wanted):
+    if access.passwordless_sudo and access.sudoers in (None, wanted):
         host.noop("sudo needs no password")
         return
     if not access.sudo_installed:
@@ -211,7 +213,7 @@ def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
     yield FunctionCommand(_write_sudoers, [plan.sudoers_path, wanted, password], {})
 
 
-def _rule_script(path: str, content: str) -> str:
+def _sudo_rule_script(path: str, content: str) -> str:
     # sudo ignores files with a dot in the name, so visudo checks the rule before it is active.
     candidate, target = shlex.quote(f"{path}.new"), shlex.quote(path)
     return f"""set -e; umask 0337
@@ -225,7 +227,7 @@ visudo -cq || {{ rm -f {target}; echo 'visudo rejected all rules together'; exit
 def _write_sudoers(
     state: State, host: Host, path: str, content: str, password: HiddenValue | None
 ) -> bool:
-    if not _as_root(state, host, _rule_script(path, content), False, password):
+    if not _as_root(state, host, _sudo_rule_script(path, content), False, password):
         return False
     try:
         run(host, "sudo -k; sudo -n true", timeout_s=30)

@@ -23,12 +23,12 @@ class Verdict:
 
 
 def judge_workloads(needs: NeedsPlan, survey: Survey) -> Verdict:
-    problems = [*_containers(needs, survey), *_ports(needs, survey)]
+    problems = [*_container_problems(needs, survey), *_port_problems(needs, survey)]
     if needs.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
         message = f"has no address on this host: {survey.tailscale or 'no output'}"
         fix = "run `tailscale up` on the host, or choose another serve.expose"
         problems.append(Problem("tailscale", message, fix))
-    holders = tuple(_memory_holders(needs, survey))
+    holders = tuple(_memory_holder_problems(needs, survey))
     obtainable_bytes = survey.obtainable_bytes
     if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
         return Verdict((*problems, *holders))
@@ -47,7 +47,7 @@ def competing_containers(
     )
 
 
-def _containers(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _container_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     for container in competing_containers(survey.containers, needs.allow_containers):
         if container.name in needs.takeover:
             continue
@@ -61,7 +61,7 @@ def _containers(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         )
 
 
-def _ports(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _port_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     for listener in survey.listeners:
         if listener.port not in needs.ports:
             continue
@@ -78,7 +78,7 @@ def _ports(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             yield Problem(where, message, "stop it, or choose another serve.port")
 
 
-def _memory_holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _memory_holder_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     named = {*needs.takeover, *needs.allow_containers}
     known_containers = {
         container.id
@@ -106,8 +106,12 @@ def _memory_holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
 
 
 def judge_capacity(needs: NeedsPlan, survey: Survey) -> Verdict:
-    problems = (*_disk(needs, survey), *_writable(survey), *_memory(needs, survey))
-    return Verdict(problems, tuple(_unknown_memory(needs, survey)))
+    problems = (
+        *_disk_problems(needs, survey),
+        *_writable_parent_problems(survey),
+        *_memory_problems(needs, survey),
+    )
+    return Verdict(problems, tuple(_unknown_memory_problems(needs, survey)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,7 @@ def _present_bytes(needs: NeedsPlan, survey: Survey, path: str, wanted_bytes: in
     return max(present[path], linkable)
 
 
-def _disk(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _disk_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     read = {place.path for place in survey.places}
     missing = [path for path, _ in needs.disk_needed_bytes if path not in read]
     if missing:
@@ -185,7 +189,7 @@ _PRUNE = {
 }
 
 
-def _writable(survey: Survey) -> Iterator[Problem]:
+def _writable_parent_problems(survey: Survey) -> Iterator[Problem]:
     """Yield directories in which another user could replace our files."""
     for parent in survey.parents:
         if parent.writer:
@@ -197,7 +201,7 @@ def _writable(survey: Survey) -> Iterator[Problem]:
             )
 
 
-def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _memory_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     memory, needed = survey.memory, f"{needs.memory_needed_bytes / GIB:.1f} GiB"
     if memory.total_bytes < needs.memory_total_min_bytes:
         message = (
@@ -228,7 +232,7 @@ def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         )
 
 
-def _unknown_memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _unknown_memory_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     available_bytes = survey.memory.available_bytes
     if survey.obtainable_bytes is None and available_bytes < needs.memory_needed_bytes:
         yield Problem(

@@ -189,7 +189,7 @@ class _Authority:
     key: ec.EllipticCurvePrivateKey
 
 
-def why_renew(
+def renewal_reason(
     certificate: bytes | None, public_key: bytes | None, names: Sequence[str], ca_dir: str
 ) -> str:
     """Return why a certificate (PEM) must be renewed for ``names``; "" if it is valid."""
@@ -215,7 +215,9 @@ def why_renew(
 
 def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
     """Return a new key and certificate; create the CA if missing."""
-    authority = _extend(_read_authority(ca_dir) or _create_authority(ca_dir, names), names, ca_dir)
+    authority = _extend_permitted_names(
+        _read_authority(ca_dir) or _create_authority(ca_dir, names), names, ca_dir
+    )
     key = ec.generate_private_key(ec.SECP256R1())
     end = min(now() + timedelta(days=days), authority.certificate.not_valid_after_utc)
     general_names: list[x509.GeneralName] = [
@@ -225,7 +227,7 @@ def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     builder = (
         # Clients would match a bare common name if there were no DNS name.
-        _builder(_name(f"gateway of {names[0]}"), end, key)
+        _certificate_builder(_common_name(f"gateway of {names[0]}"), end, key)
         .issuer_name(authority.certificate.subject)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -233,7 +235,7 @@ def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
         .add_extension(issuer, critical=False)
     )
     leaf = builder.sign(authority.key, hashes.SHA256())
-    return Pair(leaf.public_bytes(Encoding.PEM), _pem(key))
+    return Pair(leaf.public_bytes(Encoding.PEM), _key_pem(key))
 
 
 def ca_path(ca_dir: str) -> Path:
@@ -267,18 +269,18 @@ def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
     """Create the directory in one step, so that no half-made CA exists."""
     folder = Path(ca_dir).expanduser()
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = _name(f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}")
+    subject = _common_name(f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}")
     certificate = _self_signed(key, subject, now() + timedelta(days=CA_DAYS), names)
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     (new / CA_FILE).write_bytes(certificate.public_bytes(Encoding.PEM))
     with open(os.open(new / CA_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as to:
-        to.write(_pem(key))
+        to.write(_key_pem(key))
     new.rename(folder)
     return _Authority(certificate, key)
 
 
-def _extend(authority: _Authority, names: Sequence[str], ca_dir: str) -> _Authority:
+def _extend_permitted_names(authority: _Authority, names: Sequence[str], ca_dir: str) -> _Authority:
     """Let the CA sign for more names; clients with the earlier file still trust it."""
     before = authority.certificate
     permitted = permitted_names(before)
@@ -299,7 +301,7 @@ def _self_signed(
         encipher_only=False, decipher_only=False,
     )  # fmt: skip
     return (
-        _builder(subject, end, key)
+        _certificate_builder(subject, end, key)
         .issuer_name(subject)
         .add_extension(name_constraints(names), critical=True)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -308,7 +310,7 @@ def _self_signed(
     )
 
 
-def _builder(
+def _certificate_builder(
     subject: x509.Name, end: datetime, key: ec.EllipticCurvePrivateKey
 ) -> x509.CertificateBuilder:
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
@@ -324,9 +326,9 @@ def _builder(
     )
 
 
-def _name(text: str) -> x509.Name:
+def _common_name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -203,25 +203,25 @@ def measure_links(links: Sequence[FabricLink]) -> None:
             log_once(f"{link.interface} to {link.host} ({link.address}): {most}")
         host.noop("measured when the deploy runs")
         return
-    _apply(judge_links(host.name, links, read_reach(links)))
+    _warn_or_refuse(judge_links(host.name, links, read_reach(links)))
     for link in links:
-        speed = _measure(link)
+        speed = _measure_tcp(link)
         log(describe_speed(link, speed))
         # Only after the token proved both hosts: ib_write_bw checks none.
         rdma_gbit_per_s = _measure_rdma(link) if link.device and speed.arrived_bytes else None
         if rdma_gbit_per_s is not None:
             log(f"{link.interface} to {link.host}: {rdma_gbit_per_s:.1f} Gb/s RDMA (ib_write_bw)")
-        _apply(judge_speed(host.name, link, speed, rdma_gbit_per_s))
+        _warn_or_refuse(judge_speed(host.name, link, speed, rdma_gbit_per_s))
     host.noop("measured")
 
 
-def _apply(verdict: Verdict) -> None:
+def _warn_or_refuse(verdict: Verdict) -> None:
     warn(host, *verdict.warnings)
     if verdict.problems:
         raise Refused(*verdict.problems)
 
 
-def _measure(link: FabricLink) -> SpeedFound:
+def _measure_tcp(link: FabricLink) -> SpeedFound:
     order = SpeedOrder(
         interface=link.interface,
         address=link.address,

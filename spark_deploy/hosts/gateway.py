@@ -73,7 +73,7 @@ def gateway_paths(plan: GatewayPlan) -> tuple[str, ...]:
 @host_operation
 def configure_gateway(plan: GatewayPlan) -> Commands:
     """Install the gateway's files; reload it if it runs."""
-    changed = yield from place_files((gateway_file(plan), *_secrets(plan)))
+    changed = yield from place_files((gateway_file(plan), *_secret_files(plan)))
     if plan.tls is None:
         tls = tls_of(plan.settings.service)
         changed |= yield from remove_files((tls.certificate, tls.key))
@@ -84,7 +84,7 @@ def configure_gateway(plan: GatewayPlan) -> Commands:
     if service and service.gateway.active == "active" and (changed or difference):
         if difference:
             host.log(f"gateway: {difference}")
-        yield from _restart_watch(plan, service.active)
+        yield from _restart_older_watchdog(plan, service.active)
         yield tool.line(tool.GATEWAY_RELOAD, plan.settings.service)
     elif not changed:
         host.noop("the gateway is as planned")
@@ -103,7 +103,7 @@ def replace_key(plan: GatewayPlan) -> Commands:
     yield tool.line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
 
-def _restart_watch(plan: GatewayPlan, release: str | None) -> Commands:
+def _restart_older_watchdog(plan: GatewayPlan, release: str | None) -> Commands:
     """Restart a watchdog of older tools, which would write older gateway files.
 
     It follows addresses that come and go; engines continue.
@@ -116,7 +116,7 @@ def _restart_watch(plan: GatewayPlan, release: str | None) -> Commands:
         yield StringCommand("systemctl", "restart", shlex.quote(WATCH.of(release)))
 
 
-def _secrets(plan: GatewayPlan) -> list[ManagedFile]:
+def _secret_files(plan: GatewayPlan) -> list[ManagedFile]:
     files = []
     if plan.key.kind != "generate":
         key = read_secret(plan.key, setting="serve.api_key")
@@ -143,11 +143,11 @@ def _issue_certificate(
     plan: GatewayPlan, names: tuple[str, ...], ca_dir: str
 ) -> Generator[Any, None, bool]:
     """Issue a certificate if the present one is invalid; return whether."""
-    from spark_deploy.hosts.certificates import issue, why_renew
+    from spark_deploy.hosts.certificates import issue, renewal_reason
 
     tls = tls_of(plan.settings.service)
     certificate, key = host.get_fact(GatewayCertificate, certificate=tls.certificate, key=tls.key)
-    why = why_renew(certificate, key, names, ca_dir)
+    why = renewal_reason(certificate, key, names, ca_dir)
     states = file_states([tls.certificate, tls.key])
     for path, mode in () if why else ((tls.certificate, 0o644), (tls.key, 0o600)):
         state = states.get(path)

@@ -204,13 +204,13 @@ def fact_arguments(plan: CudaPlan) -> dict[str, Any]:
 
 def find_toolkit(toolkits: Sequence[Toolkit], version: str) -> Toolkit | None:
     """Return the newest toolkit of this major version, if not older than ``version``."""
-    wanted = _numbers(version)
-    fitting = (toolkit for toolkit in toolkits if _numbers(toolkit.version)[0] == wanted[0])
-    newest = max(fitting, key=lambda toolkit: _numbers(toolkit.version), default=None)
-    return newest if newest and _numbers(newest.version) >= wanted else None
+    wanted = _major_minor(version)
+    fitting = (toolkit for toolkit in toolkits if _major_minor(toolkit.version)[0] == wanted[0])
+    newest = max(fitting, key=lambda toolkit: _major_minor(toolkit.version), default=None)
+    return newest if newest and _major_minor(newest.version) >= wanted else None
 
 
-def _numbers(version: str) -> tuple[int, int]:
+def _major_minor(version: str) -> tuple[int, int]:
     major, minor = [*version.split("."), "0"][:2]
     return int(major), int(minor or 0)
 

@@ -68,7 +68,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
             return
         # Started for another release: from now on a boot continues it for this one.
         yield from place_files((boot,))
-        yield shell(_link(target))
+        yield shell(_enable_at_boot(target))
         return
     if state is not None and state.state == "unknown":
         # A start on a guess would be reported as a change.
@@ -76,9 +76,9 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     if job.kind == FETCH_JOB and not host.state.is_executing:
         host.log(f"{job.title}: not on this host, {job.total_bytes or 0} bytes to fetch")
     yield from place_files((*with_known_peers(work).files(), boot))
-    token = [*_token(work)]
+    token = [*_token_file(work)]
     yield shell(
-        f"{_link(target)}; "
+        f"{_enable_at_boot(target)}; "
         # An old status would look like that of this attempt.
         f"rm -f {job.dir}/status.json {job.dir}/progress; "
         f"systemctl reset-failed {job.unit} 2>/dev/null; "
@@ -90,7 +90,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     )
 
 
-def _token(work: Work) -> Iterator[ManagedFile]:
+def _token_file(work: Work) -> Iterator[ManagedFile]:
     """Yield the hub's token, which the host removes after the job."""
     token = read_hub_token(work.hub) if work.hub else None
     if work.hub is None or token is None:
@@ -100,7 +100,7 @@ def _token(work: Work) -> Iterator[ManagedFile]:
     yield ManagedFile(hub_token_file(work.job.digest), f"{token}\n".encode(), 0o600)
 
 
-def _link(target: str) -> str:
+def _enable_at_boot(target: str) -> str:
     """Let a boot continue the jobs of a target."""
     return (
         f"systemctl daemon-reload; mkdir -p {BOOT_LINKS}; "
@@ -109,7 +109,7 @@ def _link(target: str) -> str:
     )
 
 
-def _retire(targets: Sequence[str]) -> str:
+def _disable_at_boot(targets: Sequence[str]) -> str:
     """Keep boots from continuing the jobs of targets; running jobs finish."""
     links = " ".join(f"{BOOT_LINKS}/{target} {drop_in_dir(target)}" for target in targets)
     return (
@@ -145,10 +145,10 @@ def wait_for_jobs(
         host.noop(f"{len(names)} jobs are proven")
         return
     if replaced:
-        yield shell(_retire(replaced))
+        yield shell(_disable_at_boot(replaced))
     if not finished:
         yield FunctionCommand(_wait, [tuple(jobs), timeout_s], {})
-        yield shell(_retire((target,)))
+        yield shell(_disable_at_boot((target,)))
 
 
 @host_command

@@ -131,12 +131,12 @@ class NetplanFiles(HostFact[Netplan]):  # only root can read netplan's files
             installed=bool(sections.first("there")),
             in_trial=bool(sections.first("tried")),
             ours=f"{ours}\n" if ours else "",
-            named=_pairs(sections["named"]),
-            below=_pairs(sections["below"]),
+            named=_parse_pairs(sections["named"]),
+            below=_parse_pairs(sections["below"]),
         )
 
 
-def _pairs(lines: Iterable[str]) -> dict[str, str]:
+def _parse_pairs(lines: Iterable[str]) -> dict[str, str]:
     words = (line.split(maxsplit=1) for line in lines)
     return {pair[0]: pair[1] for pair in words if len(pair) == 2}
 
@@ -175,7 +175,7 @@ done
 
 def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[Listener, ...]:
     """Read ``ss -ltnp``, with or without heading."""
-    cgroup_of = _pairs(cgroups)
+    cgroup_of = _parse_pairs(cgroups)
     listeners: dict[tuple[str, int], Listener] = {}
     for line in lines:
         fields = line.split()

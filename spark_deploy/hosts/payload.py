@@ -127,7 +127,7 @@ def site_archive(requirements: str, python_version: str, machine: str) -> tuple[
     if not path.exists():
         wheels = cache / f"{key[:16]}.wheels"
         wheels.mkdir(parents=True, exist_ok=True)
-        _download(requirements, python_version, machine, wheels)
+        _download_wheels(requirements, python_version, machine, wheels)
         new = path.with_suffix(f".{os.getpid()}.new")
         with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as merged:
             for wheel in sorted(wheels.glob("*.whl")):
@@ -138,7 +138,7 @@ def site_archive(requirements: str, python_version: str, machine: str) -> tuple[
     return path, key
 
 
-def _download(requirements: str, python_version: str, machine: str, into: Path) -> None:
+def _download_wheels(requirements: str, python_version: str, machine: str, into: Path) -> None:
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
         "--only-binary=:all:", "--no-deps", "--require-hashes", "--implementation", "cp",
@@ -285,7 +285,7 @@ def install_site(identity: PayloadIdentity) -> Commands:
     if (site.target, site.receipt) == (home, digest):
         host.noop("the builder's packages are in place")
     else:
-        yield from _unpack(path, digest, home, SITE)
+        yield from _unpack_archive(path, digest, home, SITE)
 
 
 @host_operation
@@ -305,10 +305,10 @@ def install_quantiser(image: str) -> Commands:
     if site.receipt == digest:
         host.noop("AutoRound is in place")
     else:
-        yield from _unpack(path, digest, f"{TOOLS_DIR}/quantiser-{digest[:12]}", QUANTISER)
+        yield from _unpack_archive(path, digest, f"{TOOLS_DIR}/quantiser-{digest[:12]}", QUANTISER)
 
 
-def _unpack(path: Path, digest: str, home: str, link: str) -> Commands:
+def _unpack_archive(path: Path, digest: str, home: str, link: str) -> Commands:
     content = path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
     yield shell(unzip_script(home, sha256, digest), stdin=encode_lines(content))

@@ -33,7 +33,7 @@ def _warning(where: str, message: str, fix: str) -> _Finding:
 
 
 def judge(needs: NeedsPlan, survey: Survey) -> capacity.Verdict:
-    findings = (*_identity(needs, survey), *_health(needs, survey))
+    findings = (*_identity_findings(needs, survey), *_health_findings(needs, survey))
     workloads = capacity.judge_workloads(needs, survey)
     room = capacity.judge_capacity(needs, survey)
     problems = (problem for refuses, problem in findings if refuses)
@@ -44,7 +44,7 @@ def judge(needs: NeedsPlan, survey: Survey) -> capacity.Verdict:
     )
 
 
-def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
+def _identity_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     """Compare the host with ``expect:``.
 
     Basic checks come first: the PCI id is readable while the driver is broken.
@@ -75,7 +75,7 @@ def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
             "resets about every 20 minutes; set expect.dgx_os: ignore when you have them",
         )
         yield expect.dgx_os == "require", problem
-    yield from _driver(needs, survey.gpu)
+    yield from _driver_findings(needs, survey.gpu)
 
 
 _DRIVER_FIX = {
@@ -91,7 +91,7 @@ _DRIVER_FIX = {
 }
 
 
-def _driver(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
+def _driver_findings(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
     if gpu.smi != "ok":
         message = gpu.smi_error.splitlines()[0] if gpu.smi_error else "nvidia-smi is not installed"
         yield _error("driver", message, _DRIVER_FIX[gpu.smi])
@@ -119,7 +119,7 @@ _REQUIRED = re.compile(
 _CLOCK_S = 300  # above, package lists and certificates may be "not valid yet"
 
 
-def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
+def _health_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     if not survey.sudo_works:
         message = f"{survey.user} cannot become root without a password"
         yield _error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
@@ -140,7 +140,7 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
             "and keys may be refused",
             "run `timedatectl set-ntp true` on the machine with the wrong clock",
         )
-    yield from ((False, problem) for problem in _kernel(survey))
+    yield from ((False, problem) for problem in _kernel_problems(survey))
     blocks = survey.memory.blocks
     if blocks is not None and blocks.is_fragmented:
         message = f"fragmented: {blocks}; the GPU driver needs contiguous blocks"
@@ -156,10 +156,10 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         message = f"the vendor's update is incomplete: {score}"
         fix = "finish it with the DGX Dashboard or apt full-upgrade, reboot; or set expect.dgx_os"
         yield needs.expect.dgx_os == "require", Problem("updates", message, fix)
-    yield from _half_installed(survey)
+    yield from _package_findings(survey)
 
 
-def _half_installed(survey: Survey) -> Iterator[_Finding]:
+def _package_findings(survey: Survey) -> Iterator[_Finding]:
     """Hosts are delivered with half-installed packages that no engine needs."""
     fix = "run `dpkg --configure -a` and `apt-get -f install` on the host"
     required = [name for name in survey.broken_packages if _REQUIRED.match(name)]
@@ -182,7 +182,7 @@ _FAULTY_KERNELS = {
 }
 
 
-def _kernel(survey: Survey) -> Iterator[Problem]:
+def _kernel_problems(survey: Survey) -> Iterator[Problem]:
     memory, kernel = survey.memory, survey.identity.kernel
     if memory.cma_free_bytes > memory.cma_total_bytes:
         yield Problem(

@@ -223,7 +223,7 @@ def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: Release
         # Detached: this command must return before the connection is lost.
         run(host, "(sleep 1; systemctl reboot) </dev/null >/dev/null 2>&1 &", timeout_s=30)
         _wait_until_back(host, before)
-        return _serves_again(state, host, serve) and _clear_marker(host, needs)
+        return _wait_until_serving(state, host, serve) and _clear_marker(host, needs)
     except (CommandFailed, ConnectError) as error:
         fix = "check its console; the other hosts were not rebooted"
         refuse(f"{host.name}: reboot", str(error), fix)
@@ -241,7 +241,7 @@ def _wait_until_back(host: Host, before: list[str]) -> None:
     refuse(f"{host.name}: reboot", f"still up after {_DOWN_WITHIN_S} s", fix)
 
 
-def _serves_again(state: State, host: Host, serve: Release) -> bool:
+def _wait_until_serving(state: State, host: Host, serve: Release) -> bool:
     limit_s = int(serve.timeouts.start_s) + 600
     deadline = time.monotonic() + limit_s
     last = active = ""

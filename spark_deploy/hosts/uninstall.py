@@ -193,7 +193,7 @@ def describe_uninstall(result: Ours) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class Resource:
     # file | state | keys | link | directory | package | masked | user | image | tree | active |
     # enabled; the host itself writes a `state`, and in `keys` only some keys of a file are managed.
     kind: str
@@ -202,7 +202,7 @@ class Owned:
     mode: int | None = None  # if a deploy repairs it
 
 
-def list_resources(plan: HostPlan, payload: Payload) -> tuple[Owned, ...]:
+def list_resources(plan: HostPlan, payload: Payload) -> tuple[Resource, ...]:
     return (
         *_base_resources(plan.base),
         *_prepared_resources(plan, payload),
@@ -211,21 +211,21 @@ def list_resources(plan: HostPlan, payload: Payload) -> tuple[Owned, ...]:
     )
 
 
-def _files(files: Iterable[ManagedFile], operation: str) -> Iterator[Owned]:
-    return (Owned("file", file.path, operation, file.mode) for file in files)
+def _files(files: Iterable[ManagedFile], operation: str) -> Iterator[Resource]:
+    return (Resource("file", file.path, operation, file.mode) for file in files)
 
 
-def _base_resources(plan: BasePlan) -> Iterator[Owned]:
+def _base_resources(plan: BasePlan) -> Iterator[Resource]:
     settings = plan.settings
     if settings.hold_driver:
         yield from _files((base.HOLD_FILE,), "Base | Hold driver packages in unattended upgrades")
     for package in base.planned_packages(plan):
-        yield Owned("package", package, "Base | Install packages")
+        yield Resource("package", package, "Base | Install packages")
     for path in base.owned_directories(plan):
-        yield Owned("directory", path, "Base | Create directories")
+        yield Resource("directory", path, "Base | Create directories")
     if settings.disable_sleep:
         for target in base.SLEEP_TARGETS:
-            yield Owned("masked", target, "Base | Disable sleep")
+            yield Resource("masked", target, "Base | Disable sleep")
     if settings.protect_login:
         yield from _files(base.GUARANTEE_FILES, "Base | Guarantee memory to the login")
     if settings.compaction_proactiveness is not None:
@@ -235,8 +235,8 @@ def _base_resources(plan: BasePlan) -> Iterator[Owned]:
         yield from _files((base.EARLYOOM_FILE,), "Base | Run earlyoom")
 
 
-def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
-    yield Owned("package", plan.cuda.package, "CUDA | Install the toolkit")
+def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
+    yield Resource("package", plan.cuda.package, "CUDA | Install the toolkit")
     for package in (*plan.docker.packages, *plan.docker.toolkit_packages):
         yield Owned("package", package, "Docker | Install engine and NVIDIA toolkit")
     yield Owned("keys", DAEMON_JSON, "Docker | Merge daemon.json")
@@ -252,7 +252,7 @@ def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
         yield from _files((DOCKER_DROP_IN,), "Docker | Pull images through the proxy")
 
 
-def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
+def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
     for job in (work.job for work in served_jobs_of(plan, payload.image_context)):
         if job.unless:
             continue  # removed later
@@ -266,30 +266,30 @@ def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
         yield _artefact(job, f"Ready | {ready_name(job)}")
 
 
-def _artefact(job: Job, operation: str) -> Owned:
+def _artefact(job: Job, operation: str) -> Resource:
     if isinstance(job.proof, ReceiptProof):
-        return Owned("tree", job.proof.tree, operation)
+        return Resource("tree", job.proof.tree, operation)
     assert isinstance(job.proof, ImageProof)  # no job of a served pair is a removal
-    return Owned("image", job.proof.image, operation)
+    return Resource("image", job.proof.image, operation)
 
 
-def _release_resources(plan: HostPlan) -> Iterator[Owned]:
+def _release_resources(plan: HostPlan) -> Iterator[Resource]:
     install, configure = "Serve | Install units and release", "Serve | Configure the gateway"
-    yield Owned("user", paths.GATEWAY_USER, install)
-    yield Owned("user", paths.ENGINE_USER, install)
+    yield Resource("user", paths.GATEWAY_USER, install)
+    yield Resource("user", paths.ENGINE_USER, install)
     for served in plan.served:
         yield from _files(release_files_of(served), install)
         subject = "the release" if served is plan else served.serve.service
         change = f"Serve | Serve {subject} on {plan.host}"
         gateway = served.gateway.settings
         for unit in (served.serve.serve_unit, gateway.unit):
-            yield Owned("active", unit, change)
-            yield Owned("enabled", unit, change)
-        yield Owned("state", f"{paths.PROOFS_DIR}/{served.serve.name}.json", change)
-        yield Owned("file", gateway.path, configure, 0o644)
+            yield Resource("active", unit, change)
+            yield Resource("enabled", unit, change)
+        yield Resource("state", f"{paths.PROOFS_DIR}/{served.serve.name}.json", change)
+        yield Resource("file", gateway.path, configure, 0o644)
         if gateway.tls:
-            yield Owned("state", gateway.tls.certificate, configure, 0o644)
-            yield Owned("state", gateway.tls.key, configure, 0o600)
+            yield Resource("state", gateway.tls.certificate, configure, 0o644)
+            yield Resource("state", gateway.tls.key, configure, 0o600)
         # A rollout creates a missing generated key; a given key is sent again.
         owner = change if served.gateway.key.kind == "generate" else configure
-        yield Owned("state", gateway.key_path, owner, 0o600)
+        yield Resource("state", gateway.key_path, owner, 0o600)

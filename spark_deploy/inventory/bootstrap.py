@@ -94,11 +94,11 @@ def prepare(
             checked = [login for login, access in pairs if not access.logs_in]
             accepted = list(pool.map(lambda login: accepts_password(login, password), checked))
             _report_refusals(checked, accepted)
-    return {
-        target.host: _data(Contact(target, access.ready and login == target, key, None), login,
-                           access, password)
-        for target, login, access, key in zip(reachable, logins, accesses, public_keys, strict=True)
-    }  # fmt: skip
+    data = {}
+    for target, login, access, key in zip(reachable, logins, accesses, public_keys, strict=True):
+        contact = Contact(target, access.ready and login == target, key, None)
+        data[target.host] = _contact_data(contact, login, access, password)
+    return data
 
 
 def _bootstrap_login(target: Endpoint, access: Access, data: Mapping[str, Any]) -> Endpoint:
@@ -152,7 +152,7 @@ def _report_refusals(endpoints: Sequence[Endpoint], accepted: Sequence[bool]) ->
         _log(f"{', '.join(refusing)}: password rejected; run again for it with --limit")
 
 
-def _data(
+def _contact_data(
     contact: Contact, login: Endpoint, access: Access, password: str | None
 ) -> dict[str, Any]:
     if password and not access.ready:

@@ -36,7 +36,7 @@ def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
                     f"{name}: cluster.hosts", f"'{other}' is not in the same group", _LIST_IT
                 )
         if members:
-            yield from _differences(hosts.get(members[0]), loaded, _SAME_IN_CLUSTER)
+            yield from _setting_differences(hosts.get(members[0]), loaded, _SAME_IN_CLUSTER)
             lists = {host: each.settings.cluster.hosts for host, each in hosts.items()}
             yield from _missing_lists(name, members, lists, "cluster")
 
@@ -53,12 +53,12 @@ def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
                 fix = f"set serve.address of {other}"
                 yield Problem(f"{name}: replicas.hosts", f"the address of {other} is unknown", fix)
         if replicas.hosts:
-            yield from _differences(hosts.get(replicas.hosts[0]), loaded, _SAME_IN_REPLICAS)
+            yield from _setting_differences(hosts.get(replicas.hosts[0]), loaded, _SAME_IN_REPLICAS)
             lists = {host: each.settings.replicas.hosts for host, each in hosts.items()}
             yield from _missing_lists(name, replicas.hosts, lists, "replicas")
 
 
-def _differences(
+def _setting_differences(
     first: HostSettings | None, member: HostSettings, keys: Sequence[str]
 ) -> Iterator[Problem]:
     """Yield settings that differ from the first host."""

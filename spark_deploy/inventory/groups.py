@@ -145,19 +145,19 @@ def groups_from(
         raise SettingsError.one(excluded, "leaves no host", "exclude fewer hosts")
     servable = must_serve(arguments)
     extra = host_data or {}
-    hosts = _load(groups, file, overrides(arguments), generated, extra, must_serve=servable)
+    hosts = _load_settings(
+        groups, file, overrides(arguments), generated, extra, must_serve=servable
+    )
     root = vars_root(file)
     catalog = _once_per_command(f"catalog of {root}", functools.partial(read_catalog, own=root))
     refuse_conflicts(hosts, catalog, must_serve=hosts if servable else ())
     if "operations" in arguments:  # of pyinfra itself
-        signal.signal(signal.SIGINT, _stop)
+        signal.signal(signal.SIGINT, _exit_on_interrupt)
     user = login_user(arguments)
-    data = {
-        name: {
-            **_data(loaded, extra.get(name, {}), user), CONTEXT_KEY: HostContext(loaded, catalog)
-        }
-        for name, loaded in hosts.items()
-    }  # fmt: skip
+    data = {}
+    for name, loaded in hosts.items():
+        connection = _connection_data(loaded, extra.get(name, {}), user)
+        data[name] = {**connection, CONTEXT_KEY: HostContext(loaded, catalog)}
     if _is_bootstrap(arguments):
         # Only this run needs an SSH client here, and passwords.
         from spark_deploy.inventory.bootstrap import prepare
@@ -169,7 +169,7 @@ def groups_from(
     return {group: ([(name, data[name]) for name in names], {}) for group, names in groups.items()}
 
 
-def _load(
+def _load_settings(
     groups: Mapping[str, Sequence[str]],
     file: str,
     overriding: Mapping[str, Any],
@@ -253,7 +253,9 @@ def vars_root(file: str) -> Path:
     return folder
 
 
-def _data(loaded: HostSettings, extra: Mapping[str, Any], login_user: str | None) -> dict[str, Any]:
+def _connection_data(
+    loaded: HostSettings, extra: Mapping[str, Any], login_user: str | None
+) -> dict[str, Any]:
     """Return pyinfra's data: connection, sudo, and settings for display.
 
     Root may lack sudo. ``login_user`` is that of the command line.
@@ -315,7 +317,7 @@ def _make_importable() -> None:
     sys.path.insert(0, path)
 
 
-def _stop(signum: int, frame: FrameType | None) -> None:
+def _exit_on_interrupt(signum: int, frame: FrameType | None) -> None:
     # pyinfra would wait for all commands and exit 0.
     sys.stderr.write("\ninterrupted: jobs on the hosts continue; run again to follow them\n")
     sys.stderr.flush()

@@ -83,12 +83,12 @@ class Access:
     """Access with the controller's key."""
 
     logs_in: bool
-    sudo_free: bool  # sudo needs no password
+    passwordless_sudo: bool  # sudo needs no password
     detail: str = ""
 
     @property
     def ready(self) -> bool:
-        return self.logs_in and self.sudo_free
+        return self.logs_in and self.passwordless_sudo
 
 
 def endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:

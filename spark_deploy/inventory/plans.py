@@ -200,10 +200,10 @@ def read_inventory(
             inventory=str(path), data=data, limit=limit, exclude=exclude, must_serve=must_serve,
             bootstraps=deploy.endswith("bootstrap.py"),
         )  # fmt: skip
-        groups = _with_settings({"hosts": hosts} if hosts else _run(path), path)
+        groups = _with_settings({"hosts": hosts} if hosts else _run_inventory(path), path)
     data_of = {host: more for members, _ in groups.values() for host, more in members}
     if not data_of:
-        raise _no_host(path)
+        raise _no_host_error(path)
     names = {name: [host for host, _ in group[0]] for name, group in groups.items()}
     chosen = chosen_hosts({"limit": limit, "exclude": exclude}, names, path.stem)
     return {host: data_of[host] for host in chosen}
@@ -217,7 +217,10 @@ def check_inventory() -> None:
     path = Path(inventory_argument())
     if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
         return
-    groups = {name: group[0] if _is_group(group) else group for name, group in _run(path).items()}
+    groups = {
+        name: group[0] if _is_group(group) else group
+        for name, group in _run_inventory(path).items()
+    }
     # pyinfra ignores groups with other items.
     usable = [
         hosts for hosts in groups.values() if all(isinstance(host, (str, tuple)) for host in hosts)
@@ -226,10 +229,10 @@ def check_inventory() -> None:
         return
     if len(usable) < len(groups):
         raise SettingsError(list(host_problems(groups, file=str(path))))
-    raise _no_host(path)
+    raise _no_host_error(path)
 
 
-def _no_host(path: Path) -> SettingsError:
+def _no_host_error(path: Path) -> SettingsError:
     return SettingsError.one(str(path), "names no host", "list hosts as inventory/spark.py does")
 
 
@@ -240,7 +243,7 @@ def _hosts_of_text(text: str) -> list[str]:
     return []
 
 
-def _run(path: Path) -> dict[str, Any]:
+def _run_inventory(path: Path) -> dict[str, Any]:
     """Return lists, and pairs of a list and data."""
     try:
         names = runpy.run_path(str(path))

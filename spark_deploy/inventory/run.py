@@ -74,7 +74,7 @@ def run_deploy(
             if watcher:
                 state.add_callback_handler(watcher)  # type: ignore[no-untyped-call]  # pyinfra
             try:
-                _run(state, deploy, dry=dry, as_json=as_json)
+                _run_stages(state, deploy, dry=dry, as_json=as_json)
             except PyinfraError as error:
                 pyinfra.logger.error(str(error))
                 return 1
@@ -83,7 +83,7 @@ def run_deploy(
             return 1 if state.failed_hosts else 0
 
 
-def _run(state: State, deploy: Path, *, dry: bool, as_json: bool) -> None:
+def _run_stages(state: State, deploy: Path, *, dry: bool, as_json: bool) -> None:
     from pyinfra_cli.prints import print_meta, print_results, print_run_json
     from pyinfra_cli.util import load_deploy_file
 

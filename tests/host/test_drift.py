@@ -14,7 +14,7 @@ from typing import Any
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, Site
 
-Owned = dict[str, Any]
+Resource = dict[str, Any]
 
 FILE_CHANGES = {
     "content": "sed -i '$a#x' {names}",
@@ -65,10 +65,10 @@ WAIT = "Prepare | Wait for all jobs"
 FURTHER = {"tree": {WAIT}, "image": {WAIT}, "docker.io": {START}}
 
 
-def list_owned(site: Site, guest: Guest) -> list[Owned]:
+def list_owned(site: Site, guest: Guest) -> list[Resource]:
     shown = site.cli("status", "--files", "--planned", "--limit", guest.name, "--json")
     assert shown.returncode == 0, shown.stderr
-    owned: list[Owned] = json.loads(shown.stdout)[guest.name]
+    owned: list[Resource] = json.loads(shown.stdout)[guest.name]
     return owned
 
 
@@ -125,7 +125,7 @@ def test_each_file_is_repaired_alone(fleet: Fleet) -> None:
             assert rewritten == set(names)
 
 
-def group_files(files: Iterable[Owned]) -> Iterator[list[Owned]]:
+def group_files(files: Iterable[Resource]) -> Iterator[list[Resource]]:
     """Yield single files, and the many modules of the host tools in five groups."""
     modules = []
     for entry in files:
@@ -145,12 +145,12 @@ def stamps(guest: Guest) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in out.splitlines())
 
 
-def state_command(owned: Owned) -> str:
+def state_command(owned: Resource) -> str:
     _, state = KINDS[owned["kind"]]
     return f"( {state.format(name=owned['name'])} ) 2>/dev/null || :"
 
 
-def apply_change(guest: Guest, owned: Owned) -> str:
+def apply_change(guest: Guest, owned: Resource) -> str:
     """Change a resource; return the state before."""
     change, state = KINDS[owned["kind"]][0], state_command(owned)
     output = guest.run(
@@ -162,7 +162,7 @@ def apply_change(guest: Guest, owned: Owned) -> str:
     return before.strip()
 
 
-def expected_operations(owned: Owned) -> set[str]:
+def expected_operations(owned: Resource) -> set[str]:
     further = FURTHER.get(owned["kind"], set()) | FURTHER.get(owned["name"], set())
     is_engine = owned["kind"] == "active" and owned["name"].startswith("spark-serve@")
     return {START if is_engine else owned["operation"], *further}

@@ -68,8 +68,8 @@ def test_tunnels_stay_open_until_interrupted(site):
     )
     ssh.chmod(0o755)
     log = site / "ssh.log"
-    process = start(site)
-    wait(lambda: log.exists() and log.read_text().count("-L 127.0.0.1:") == 2)
+    process = start_tunnels(site)
+    wait_for(lambda: log.exists() and log.read_text().count("-L 127.0.0.1:") == 2)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, text = process.communicate(timeout=30)
@@ -83,13 +83,13 @@ def test_a_failed_tunnel_ends_the_command_and_is_named(site):
     ssh = site / "ssh"
     ssh.write_text('#!/bin/sh\ncase "$*" in *spark-2) exit 255;; esac\nexec sleep 60\n')
     ssh.chmod(0o755)
-    process = start(site)
+    process = start_tunnels(site)
     _, text = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "spark-2: tunnel ended with exit code 255" in text
 
 
-def start(site: Path) -> subprocess.Popen[str]:
+def start_tunnels(site: Path) -> subprocess.Popen[str]:
     run = "import sys; from spark_deploy.cli import main; sys.exit(main())"
     return subprocess.Popen(
         [sys.executable, "-c", run, "connect", "--tunnel"],
@@ -98,9 +98,9 @@ def start(site: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def wait(done) -> None:
+def wait_for(is_done):
     for _ in range(300):
-        if done():
+        if is_done():
             return
         time.sleep(0.1)
     raise AssertionError("not in time")

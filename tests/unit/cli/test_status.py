@@ -158,7 +158,7 @@ def test_each_pair_to_keep_ready_lists_missing_jobs(tmp_path):
         (HostStatus(None, "its host tools are of another version"), "lab-1: release unknown: its"),
     ],
 )
-def test_a_host_without_readable_tools_claims_no_release(tmp_path, data, line):
+def test_status_without_readable_tools_shows_no_release(tmp_path, data, line):
     text = text_of(tmp_path, data)
     assert text.startswith(line)
     assert "serves nothing" not in text

@@ -17,7 +17,7 @@ from spark_deploy.hosts.survey import audit_script, engine_memory_script, parse_
 from tests.unit.shell import install_stub, run_script
 
 
-def test_runs_two_sides_of_a_script_in_parallel_and_prints_them_in_order():
+def test_runs_script_parts_in_parallel_and_prints_them_in_order():
     started = time.monotonic()
     other = "echo '== b'; sleep 0.5; echo 2"
     lines = run_script(facts.build_script("echo '== a'; sleep 0.5; echo 1", parallel=(other,)))
@@ -28,7 +28,7 @@ def test_runs_two_sides_of_a_script_in_parallel_and_prints_them_in_order():
 @pytest.mark.parametrize(
     ("first", "second"), [("kill $$", "echo '== b'"), ("echo '== a'", "exit 1")]
 )
-def test_output_is_cut_off_unless_both_sides_end(first, second):
+def test_output_counts_as_cut_off_unless_both_parts_end(first, second):
     script = facts.build_script(f"sh -c '{first}' || exit 1", parallel=(second,))
     with pytest.raises(FactProcessError, match="cut off"):
         facts.parse_sections(run_script(script))

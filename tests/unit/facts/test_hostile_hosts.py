@@ -75,7 +75,7 @@ def hostile_output(draw: st.DrawFn, name: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FACTS))
-def test_a_fact_is_a_value_or_one_error(name):
+def test_any_output_gives_a_value_or_one_error(name):
     fact = FACTS[name]()
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.data_too_large])

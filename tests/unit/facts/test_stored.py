@@ -60,7 +60,7 @@ def test_counts_blobs_named_by_hash_and_files_of_a_receipt(root):
 
 
 @pytest.mark.parametrize("file", [("0" * 64, MIB), ("9" * 64, MIB), (SHA256["a"], 2 * MIB)])
-def test_equal_size_and_truncated_files_do_not_count(root, file):
+def test_only_files_with_matching_hash_and_size_count(root, file):
     assert read_stored(root).linkable_bytes(f"{root}/sources/new", [file]) == 0
 
 
@@ -73,7 +73,7 @@ def test_reads_folders_with_blanks_and_damaged_receipts(root):
 
 
 @pytest.mark.parametrize("spoil", ["chown 1000", "chmod 666", "chmod 600"])
-def test_files_that_others_can_change_need_room_but_are_known(root, spoil):
+def test_files_writable_by_others_are_copied_not_linked(root, spoil):
     blob = root / HUB / "models--org--name/blobs" / SHA256["a"]
     subprocess.run([*spoil.split(), blob], check=True)
     assert linkable_mib(root, "ab") == 1

@@ -127,7 +127,7 @@ def test_fingerprint_matches_ssh_keygen():
     assert host_keys.fingerprint(key) == expected
 
 
-def test_asks_once_for_all_hosts_that_need_a_password(tty, hosts):
+def test_prompts_once_for_all_hosts_that_need_a_password(tty, hosts):
     data = tty.prepare(hosts)
     assert len(tty.prompts) == 1
     assert "spark-1, spark-2" in tty.prompts[0]
@@ -148,13 +148,13 @@ def test_all_groups_of_a_command_share_the_password(tty, hosts):
     assert prompt() is not prompt()
 
 
-def test_password_refused_by_every_host_ends_the_run(tty, hosts):
+def test_password_rejected_by_every_host_ends_the_run(tty, hosts):
     tty.password = "wrong"
     with pytest.raises(SettingsError, match="rejected by spark-1, spark-2"):
         tty.prepare(hosts)
 
 
-def test_password_refused_by_one_host_continues_with_the_rest(tty, hosts, monkeypatch, capsys):
+def test_password_rejected_by_one_host_continues_with_the_rest(tty, hosts, monkeypatch, capsys):
     monkeypatch.setattr(bootstrap, "accepts_password", lambda e, _: e.host == "spark-1")
     assert "spark-1" in tty.prepare(hosts)
     assert "spark-2: password rejected" in capsys.readouterr().err
@@ -168,7 +168,7 @@ def test_unconfirmed_host_keys_are_not_recorded(tty, hosts, tmp_path, answer):
     assert not (tmp_path / "known_hosts").exists()
 
 
-def test_asks_nothing_without_a_key_to_install(tty, hosts, tmp_path, monkeypatch):
+def test_prompts_for_no_password_without_a_key_to_install(tty, hosts, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "empty"))
     keyless = {name: {**data, "ssh_key": None} for name, data in hosts.items()}
     with pytest.raises(SettingsError, match="run `ssh-keygen -t ed25519`"):
@@ -216,7 +216,10 @@ def test_names_the_password_file_without_a_terminal(hosts, monkeypatch):
 
 def test_creates_the_deploy_account_with_the_existing_login(tty, hosts, monkeypatch):
     logins = []
-    ann, none = Access(logs_in=True, sudo_free=False), Access(logs_in=False, sudo_free=False)
+    ann, none = (
+        Access(logs_in=True, passwordless_sudo=False),
+        Access(logs_in=False, passwordless_sudo=False),
+    )
     monkeypatch.setattr(
         bootstrap, "try_key", lambda e: logins.append(e.user) or (ann if e.user is None else none)
     )
@@ -230,15 +233,17 @@ def test_creates_the_deploy_account_with_the_existing_login(tty, hosts, monkeypa
     assert not contact.ready
 
 
-@pytest.mark.parametrize("sudo_free", [True, False])
-def test_local_machine_needs_only_the_sudo_password(sudo_free, tty, monkeypatch):
-    monkeypatch.setattr(bootstrap, "try_key", lambda e: Access(e.is_local, sudo_free))
+@pytest.mark.parametrize("passwordless_sudo", [True, False])
+def test_local_machine_needs_only_the_sudo_password(passwordless_sudo, tty, monkeypatch):
+    monkeypatch.setattr(bootstrap, "try_key", lambda e: Access(e.is_local, passwordless_sudo))
     data = tty.prepare({"@local": {}})
     contact = contact_in(data, "@local")
-    assert contact.ready == sudo_free
-    assert len(tty.prompts) == (0 if sudo_free else 1)
-    assert set(data["@local"]) == {bootstrap.CONTACT_KEY} | (set() if sudo_free else {"_sudo"})
-    assert sudo_free or (contact.password.unmask(), data["@local"]["_sudo"]) == ("x", False)
+    assert contact.ready == passwordless_sudo
+    assert len(tty.prompts) == (0 if passwordless_sudo else 1)
+    assert set(data["@local"]) == {bootstrap.CONTACT_KEY} | (
+        set() if passwordless_sudo else {"_sudo"}
+    )
+    assert passwordless_sudo or (contact.password.unmask(), data["@local"]["_sudo"]) == ("x", False)
 
 
 def test_refuses_host_of_a_foreign_inventory():

@@ -15,7 +15,6 @@ from spark_deploy.hosts.commands import CommandFailed
 from spark_deploy.hosts.operations import Refused
 from tests.unit.facts.test_facts import CAPTURES, lines_of, output_of
 from tests.unit.operations.fake_host import Failed, local_shell, sections_of
-from tests.unit.operations.test_operations import PLANS
 from tests.unit.shell import install_stub
 
 json_values = st.recursive(
@@ -116,12 +115,6 @@ def test_selects_runtime_or_cdi(like, changes, expected):
 
 def test_refuses_a_host_without_runtime_and_cdi():
     assert gpu.gpu_problem(state(OLD, runtime=[])) is not None
-
-
-def test_registers_no_runtime_that_is_missing():
-    plan = PLANS["docker"]
-    assert "runtimes" not in docker.planned_keys(plan, state(FACTORY, runtime=[]))
-    assert "nvidia" in docker.planned_keys(plan, state(FACTORY))["runtimes"]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_writes_a_file_next_to_the_target_and_renames_it(tmp_path):
     assert stat.S_IMODE(target.parent.stat().st_mode) == 0o755
 
 
-def test_tree_leaves_bytecode_out(tmp_path):
+def test_read_tree_skips_bytecode(tmp_path):
     for name in ("bin/run", "__pycache__/x.pyc", "a.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("#!/bin/sh\n")

@@ -154,7 +154,7 @@ def private_ca(tmp_path: Path) -> GatewayPlan:
     return exposed("lan", TlsPlan("private-ca", "", "", str(tmp_path / "ca"), names))
 
 
-def test_prediction_creates_no_ca(private_ca):
+def test_dry_run_creates_no_ca(private_ca):
     commands = configure(host_with(gateway_file(private_ca)), private_ca, executing=False)
     assert list(map(str, commands)) == ["true", RELOAD]
     assert private_ca.tls is not None

@@ -91,7 +91,7 @@ def test_other_errors_name_the_operation_or_a_defect():
     assert "fail: KeyError: 'x'\n  fix: report this" in message_of(KeyError("x"), connected=True)
 
 
-def test_prediction_passes_errors_of_pyinfra_on():
+def test_dry_run_lets_errors_of_pyinfra_pass():
     with on(FakeHost(connected=False), False), pytest.raises(PyinfraError):
         list(fail._inner(PyinfraError("No hosts remaining!")))
 

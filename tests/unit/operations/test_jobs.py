@@ -44,7 +44,7 @@ def start(host: FakeHost) -> list[str]:
     return run_operation(host, jobs.start_job, WORK, RELEASE, (JOB.digest12,))
 
 
-def test_boots_no_longer_continue_jobs_of_a_replaced_release():
+def test_jobs_of_a_replaced_release_are_not_continued_at_boot():
     [command] = wait(host_with("done", (REPLACED, *UNRELATED)))
     assert f"multi-user.target.wants/{REPLACED}" in command
     assert f"/etc/systemd/system/{REPLACED}.d" in command
@@ -77,13 +77,13 @@ def test_failed_job_of_another_release_does_not_end_the_wait(monkeypatch):
 
 
 @pytest.mark.parametrize("linked", [(), UNRELATED])
-def test_waits_for_nothing_when_all_jobs_are_proven(linked):
+def test_does_not_wait_when_all_jobs_are_done(linked):
     host = host_with("done", linked)
     assert wait(host) == []
     assert host.noops == ["1 jobs are proven"]
 
 
-def test_attaches_to_a_running_job_that_boots_continue():
+def test_attaches_to_a_running_job_of_the_release():
     host = host_with("running", (TARGET,), (JOB.digest12,))
     assert start(host) == []
     assert host.noops == ["build image x: already running, attaching"]
@@ -92,7 +92,7 @@ def test_attaches_to_a_running_job_that_boots_continue():
 @pytest.mark.parametrize(
     ("linked", "pulled"), [((REPLACED,), ()), ((TARGET,), ()), ((), (JOB.digest12,))]
 )
-def test_boots_continue_a_running_job_for_the_current_choice(linked, pulled):
+def test_running_job_is_continued_at_boot_for_the_current_release(linked, pulled):
     *_, command = start(host_with("running", linked, pulled))
     assert f"ln -sfn /etc/systemd/system/spark-prepare@.target {BOOT_LINKS}/{TARGET}" in command
     assert "systemctl start" not in command

@@ -122,7 +122,7 @@ def test_expires_after_the_last_renewal(path):
 
 
 @pytest.mark.parametrize("content", ["", "\n", "x", "x y z\n", "\0\0", "a 99999999999 s $(id)\n"])
-def test_damaged_lease_runs_nothing_and_blocks_no_run_for_ever(path, content):
+def test_damaged_lease_runs_no_code_and_expires(path, content):
     path.write_text(content)
     answer = take(path, OTHER, "ben@laptop")
     assert re.fullmatch(r"taken|held a \d+ s \$\(id\)", answer)

@@ -100,7 +100,7 @@ def test_downloads_keys_through_the_proxy_of_apt(tmp_path, configuration, http, 
         ("exit 0", ""),
     ],
 )
-def test_update_ends_after_the_limit(tmp_path, apt_get, output):
+def test_apt_update_ends_after_the_limit(tmp_path, apt_get, output):
     install_stub(tmp_path, "apt-get", apt_get)
     lines = run_script(packages.update_script(1, str(tmp_path)), tmp_path)
     assert "\n".join(lines).startswith(output)
@@ -108,7 +108,7 @@ def test_update_ends_after_the_limit(tmp_path, apt_get, output):
     assert " -o Acquire::Retries=1 -o Acquire::Retries::Delay=false " in packages.update_script()
 
 
-def test_update_fetches_lists_that_a_power_cut_left_empty(tmp_path):
+def test_apt_update_replaces_lists_left_empty_by_a_power_cut(tmp_path):
     # Seen in the lab: apt took an empty list for current and did not know the package.
     lists = tmp_path / "lists"
     (lists / "partial").mkdir(parents=True)

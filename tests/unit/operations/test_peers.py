@@ -131,7 +131,7 @@ def test_hosts_share_one_secret_key(monkeypatch):
     assert key not in str(commands)
 
 
-def test_closes_what_the_run_opened(monkeypatch):
+def test_stops_sharing_at_the_end_of_the_run(monkeypatch):
     fleet = Fleet(monkeypatch, a="done", b="")
     fleet.share()
     for [command] in fleet.stop().values():
@@ -140,7 +140,7 @@ def test_closes_what_the_run_opened(monkeypatch):
     assert fleet.stop() == {"a": [], "b": []}
 
 
-def test_closes_what_an_interrupted_run_left_open(monkeypatch):
+def test_stops_sharing_left_by_an_interrupted_run(monkeypatch):
     fleet = Fleet(monkeypatch, a="done", b="done")
     facts = fleet.hosts["a"].facts
     facts["JobStates"] = dataclasses.replace(facts["JobStates"], shares_files=True)

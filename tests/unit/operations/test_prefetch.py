@@ -93,7 +93,7 @@ def test_reads_facts_again_after_a_lost_connection(host):
     assert host.fact_reads == 1
 
 
-def test_forgets_a_value_after_seconds_and_after_a_command(host, monkeypatch):
+def test_cached_value_expires_after_seconds_and_after_a_command(host, monkeypatch):
     prefetch()
     monkeypatch.setattr(facts, "MAX_AGE_S", -1)
     read(Output)
@@ -104,7 +104,7 @@ def test_forgets_a_value_after_seconds_and_after_a_command(host, monkeypatch):
     assert host.fact_reads == 2
 
 
-def test_prediction_prefetches_nothing():
+def test_dry_run_prefetches_nothing():
     host = CountingHost()
     with on(host, executing=False):
         expect_fact(Output, lambda: {"script": "echo a"})

@@ -68,7 +68,7 @@ def test_reboots_once_for_a_cause_that_stays():
     assert "was rebooted for this already" in host.noops[0]
 
 
-def test_marker_counts_only_after_another_boot(tmp_path):
+def test_reboot_marker_is_ignored_until_the_next_boot(tmp_path):
     """A run may be killed, or systemd refuse, after the marker was written."""
     marker, this_boot = tmp_path / "rebooted-for", Path(BOOT_ID).read_text().strip()
     for text, expected in (
@@ -82,7 +82,7 @@ def test_marker_counts_only_after_another_boot(tmp_path):
         assert RebootedFor().process(output) == expected
 
 
-def test_marker_names_the_boot_that_ends(monkeypatch):
+def test_reboot_marker_contains_the_previous_boot_id(monkeypatch):
     written: list[str] = []
 
     def run(host: Any, command: str, stdin: str = "", **_: Any) -> list[str]:
@@ -109,7 +109,7 @@ def test_refuses_after_another_failure_and_with_an_unreadable_status():
     assert "the host tools are of another version" in command
 
 
-def test_preflight_does_not_judge_a_host_that_will_reboot():
+def test_preflight_does_not_check_a_host_that_will_reboot():
     host = factory_spark(smi=MISMATCH)
     [command] = run_operation(host, preflight.check_host, ALLOWED, executing=False)
     assert command.startswith("_refuse(")

@@ -89,7 +89,7 @@ def test_refuses_with_the_problem_of_the_host_tools(fact, operation, arguments):
     assert "run deploy.py for this host first" in command
 
 
-def test_facts_change_nothing():
+def test_preview_facts_only_query():
     assert "--dry" in RollbackPreview().command("main", None)
     assert f"--to {OLD} --dry" in RollbackPreview().command("main", OLD)
     assert "prune --dry" in PrunePreview().command("{}")
@@ -216,7 +216,7 @@ def test_deploy_after_a_rollback_reports_that_it_applies_group_vars():
     assert f"group_vars select {RELEASE}" in host.logs[0]
 
 
-def test_resets_the_unit_of_a_change_that_was_killed_after_its_proof():
+def test_resets_the_unit_of_a_rollout_killed_after_the_check():
     reset = f"systemctl reset-failed spark-switch@{RELEASE}.service"
     assert roll_out(serving({"change_failed": True})) == [reset]
     down = serving({"change_failed": True}, active=None)
@@ -288,14 +288,14 @@ def watch(monkeypatch: pytest.MonkeyPatch, *answers: str) -> tuple[bool, FakeHos
     return releases._begin_and_watch(None, host, "switch-begin r", 60), host  # type: ignore[arg-type]
 
 
-def test_watches_a_change_by_its_id(monkeypatch):
+def test_watches_a_rollout_by_its_id(monkeypatch):
     running = rollout(state="running", phase="check")
     done, host = watch(monkeypatch, rollout(), running, SWITCHED)
     assert done
     assert all("switch-poll r id1" in script for script, _ in host.commands[1:])
 
 
-def test_keeps_watching_when_progress_cannot_be_read(monkeypatch):
+def test_keeps_watching_when_the_progress_is_unreadable(monkeypatch):
     failed = Failed("error: systemctl show: no answer within 60 s; fix: run again")
     done, host = watch(monkeypatch, failed, SWITCHED)
     assert done

@@ -12,7 +12,7 @@ import pytest
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.hosts import certificates
-from spark_deploy.hosts.certificates import check_gateway, check_pair, issue, why_renew
+from spark_deploy.hosts.certificates import check_gateway, check_pair, issue, renewal_reason
 from spark_deploy.plan.gateway import gateway_plan
 
 NAMES = ("spark.example.org", "10.0.0.9")
@@ -100,7 +100,7 @@ def test_refuses_a_pair_that_cannot_serve(tmp_path, monkeypatch):
 
 def test_renews_a_certificate_only_for_a_reason(tmp_path):
     ca = str(tmp_path / "ca")
-    assert "no CA" in why_renew(b"", b"", NAMES, ca)
+    assert "no CA" in renewal_reason(b"", b"", NAMES, ca)
     assert not (tmp_path / "ca").exists()
     issued, other = issue(NAMES, ca), issue(NAMES, ca)
     due = issue(NAMES, ca, days=certificates.RENEW_DAYS - 1)
@@ -113,8 +113,8 @@ def test_renews_a_certificate_only_for_a_reason(tmp_path):
         (foreign.certificate, foreign.key, NAMES, "not issued by"),
         (b"rubbish", issued.key, NAMES, "not issued by"),
     ):
-        assert reason in why_renew(certificate, public_key_of(key), names, ca)
-    assert why_renew(issued.certificate, public_key_of(issued.key), NAMES, ca) == ""
+        assert reason in renewal_reason(certificate, public_key_of(key), names, ca)
+    assert renewal_reason(issued.certificate, public_key_of(issued.key), NAMES, ca) == ""
 
 
 def test_never_replaces_half_a_ca_or_one_that_ends(tmp_path, monkeypatch):
@@ -201,14 +201,14 @@ def test_another_host_extends_the_ca_and_earlier_hosts_stay_trusted(tmp_path):
     assert (ca / "ca-key.pem").read_bytes() == key
     for leaf in (first, second):
         assert verify(ca, leaf).endswith(": OK\n")
-    assert why_renew(issued.certificate, public_key_of(issued.key), NAMES, str(ca)) == ""
+    assert renewal_reason(issued.certificate, public_key_of(issued.key), NAMES, str(ca)) == ""
     # Clients with the earlier file still trust the hosts that it covers.
     (ca / "ca.pem").write_bytes(before)
     assert verify(ca, first).endswith(": OK\n")
     assert "permitted subtree violation" in verify(ca, second)
 
 
-def test_ca_without_limits_is_used_unchanged(tmp_path):
+def test_existing_ca_without_name_limits_is_used_unchanged(tmp_path):
     ca, leaf = tmp_path / "ca", tmp_path / "leaf.pem"
     ca.mkdir(mode=0o700)
     openssl("req", "-x509", *EC, "-subj", "/CN=earlier CA", "-days", "900", "-addext",

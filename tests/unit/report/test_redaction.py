@@ -37,13 +37,13 @@ CANARIES = st.one_of(MACS, PUBLIC, PUBLIC6, TOKENS, KEYS, SERIALS)
 PROMPTS = st.text("abcdefghijklmnop ", min_size=12, max_size=40).map("CANARY {}".format)
 
 
-def whole(text: Any) -> str:
+def report_text(text: Any) -> str:
     return file_text(Report(1, "now", "1.0", (report_of(text),)))
 
 
-@given(canary=CANARIES, before=st.sampled_from(["", "it said ", "at="]), after=st.just(" there"))
-def test_secrets_and_addresses_are_redacted(canary, before, after):
-    assert canary.rpartition(" ")[2] not in redacted(f"{before}{canary}{after}")
+@given(canary=CANARIES, prefix=st.sampled_from(["", "it said ", "at="]), suffix=st.just(" there"))
+def test_secrets_and_addresses_are_redacted(canary, prefix, suffix):
+    assert canary.rpartition(" ")[2] not in redacted(f"{prefix}{canary}{suffix}")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_people_and_logins_are_redacted():
     )
 
 
-# Without shrinking: each example makes a whole report.
+# Without shrinking: each example makes a report_text report.
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(canary=CANARIES, prompt=PROMPTS)
 def test_no_field_leaks_a_secret(canary, prompt):
@@ -102,7 +102,7 @@ def test_no_field_leaks_a_secret(canary, prompt):
         "requests": None,
         "labels": {text: text},
     }
-    result = whole(
+    result = report_text(
         data_of(
             status,
             evidence,
