@@ -241,7 +241,7 @@ def explain_sudo_error(output: str) -> Problem:
         return Problem("sudo", "rejected the password", "run again with the right password")
     if "not in the sudoers" in output or "not allowed" in output:
         fix = "add the user to group sudo on the host (`usermod -aG sudo USER`)"
-        return Problem("sudo", "the login user may not use sudo at all", fix)
+        return Problem("sudo", "the login user may not use sudo", fix)
     tail = "\n".join(output.strip().splitlines()[-5:])
     return Problem(
         "sudo", f"the rule was not activated: {tail}", "check /etc/sudoers.d on the host"

@@ -196,7 +196,7 @@ def _writable_parent_problems(survey: Survey) -> Iterator[Problem]:
             yield Problem(
                 parent.path,
                 f"{parent.writer}; models below it can be replaced after they were verified",
-                "set paths to a place where root owns all parent directories, or "
+                "set paths to directories whose parents all belong to root, or "
                 f"`chown root: {parent.path} && chmod go-w {parent.path}`",
             )
 
@@ -239,8 +239,8 @@ def _unknown_memory_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Probl
             "memory",
             f"{available_bytes / GIB:.1f} GiB available, the engine needs "
             f"{needs.memory_needed_bytes / GIB:.1f} GiB, and it is unknown how much the running "
-            "engine frees when it stops: if that is too little, the new start waits and rolls "
-            "back, without service meanwhile",
+            "engine frees when it stops: if that is too little, the rollout fails and returns to "
+            "the old release, with an outage",
             "stop other processes that use memory before the deploy",
         )
 

@@ -209,7 +209,7 @@ def renewal_reason(
     if missing := [name for name in names if name.lower() not in covered]:
         return f"it does not cover {', '.join(missing)}"
     if leaf.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
-        return f"it ends on {leaf.not_valid_after_utc:%Y-%m-%d}"
+        return f"it expires on {leaf.not_valid_after_utc:%Y-%m-%d}"
     return ""
 
 
@@ -259,7 +259,7 @@ def _read_authority(ca_dir: str) -> _Authority | None:
             "serve.ca_dir", f"certificate and key in {folder} do not match", fix
         )
     if certificate.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
-        message = f"the CA in {folder} ends on {certificate.not_valid_after_utc:%Y-%m-%d}"
+        message = f"the CA in {folder} expires on {certificate.not_valid_after_utc:%Y-%m-%d}"
         fix = f"move {folder} away and run again; then give clients the new CA"
         raise SettingsError.one("serve.ca_dir", message, fix)
     return _Authority(certificate, key)

@@ -248,7 +248,7 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
         present = parse_daemon_json(text or "")
     except ValueError as error:
         fix = "correct the file, then run again"
-        refuse(DAEMON_JSON, f"not a JSON object ({error}); it was left as it is", fix)
+        refuse(DAEMON_JSON, f"is not a JSON object ({error}); it was not changed", fix)
     wanted = planned_file(plan, state, present)
     if text is not None and wanted == present:
         host.noop("daemon.json has our keys")
@@ -345,7 +345,7 @@ def generate_cdi(plan: DockerPlan) -> Commands:
     if not stale:
         host.noop("CDI is not used" if not state.cdi else "CDI matches the driver")
     for path, version in stale.items():
-        log(f"{path} is of driver {version}, {loaded} is loaded")
+        log(f"{path} is for driver {version}, but {loaded} is loaded")
         yield f"nvidia-ctk cdi generate --output={shlex.quote(path)}"
 
 
@@ -360,7 +360,7 @@ def check_gpu_container(plan: DockerPlan) -> Commands:
         # While docker is down, assume unknown versions as unchanged.
         key = {name: value or old.get(name, "") for name, value in key.items()}
     if state.silent:
-        log_once(f"no answer in time from {', '.join(state.silent)}; taken as unchanged", "yellow")
+        log_once(f"no answer in time from {', '.join(state.silent)}; assumed unchanged", "yellow")
     # The engine's start uses these arguments, so they count like a version.
     wanted = tuple(key["gpu_through"].split())
     if receipt and (old, receipt.docker_arguments) == (key, wanted):

@@ -77,7 +77,7 @@ def _slow_links(host: str, links: Sequence[FabricLink]) -> Iterator[Problem]:
             fix = "use a cable for 200 Gb/s; behind a switch set the speed of the switch port"
             yield Problem(where, message, fix)
         if link.mtu < _LARGE_MTU:
-            message = f"MTU {link.mtu}: RDMA moves small packets, reported to slow prefill down"
+            message = f"MTU {link.mtu}: RDMA uses small packets, which reportedly slows prefill"
             yield Problem(where, message, f"set MTU {_LARGE_MTU} on both hosts (netplan)")
     if len(with_rdma) == 1:
         message = "only half of the cable's speed: a single interface of the cage has an address"
@@ -146,7 +146,7 @@ def _check_ports_free(plan: FabricPlan, netplan: Netplan) -> None:
         fix = "give the ports addresses with the host's own tools"
         refuse(host.name, "netplan is not installed", fix)
     if netplan.ours and netplan.ours != plan.netplan:
-        fix = "spark-deploy fabric --restore, while no cluster serves, then run this again"
+        fix = "run `spark-deploy fabric --restore` while no cluster serves, then run this again"
         refuse(f"{host.name}: {NETPLAN_FILE}", "has other content", fix)
     problems = []
     for port in plan.ports:

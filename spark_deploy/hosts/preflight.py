@@ -81,12 +81,10 @@ def _identity_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
 _DRIVER_FIX = {
     "missing": "install the driver with the DGX Dashboard or the vendor's instructions; "
     "this tool never installs or changes a driver",
-    "no-driver": "the module is not loaded: reboot; if that does not help, see `dmesg | grep NVRM` "
-    "and finish the vendor's update",
-    "mismatch": "the running module and the installed library differ: reboot, or set "
-    "reboot: allow to have the deploy do it",
-    "no-devices": "the driver does not reach the GPU (half an update, or GSP trouble): finish the "
-    "vendor's update and power-cycle",
+    "no-driver": "reboot to load the module; if that does not help, check `dmesg | grep NVRM` and "
+    "finish the vendor's update",
+    "mismatch": "reboot to load the installed version, or set reboot: allow",
+    "no-devices": "finish the vendor's update and power-cycle: the driver does not reach the GPU",
     "error": "check `nvidia-smi` and `dmesg | grep NVRM` on the host",
 }
 
@@ -109,7 +107,7 @@ def _driver_findings(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
         yield _error("driver", message, _DRIVER_FIX["mismatch"])
     if len(gpu.driver_branches) > 1:
         message = f"packages of several branches are installed: {', '.join(gpu.driver_branches)}"
-        yield _error("driver", message, "remove all but the factory branch")
+        yield _error("driver", message, "remove the packages of all branches but the factory's")
 
 
 # Engines or installations fail while one of these is half installed.
@@ -147,7 +145,7 @@ def _health_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         fix = "a start compacts it; if the start fails, reboot the host"
         yield _warning("memory", message, fix)
     if pending := survey.identity.boot.pending:
-        fix = "reboot when it suits you, or set reboot: allow to have the deploy do it"
+        fix = "reboot the host, or set reboot: allow to have the deploy do it"
         yield _warning("reboot", f"pending: {pending}", fix)
     for daily in survey.daily:
         yield _warning(f"daily check: {daily.where}", daily.what, daily.fix)

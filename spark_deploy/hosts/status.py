@@ -130,7 +130,7 @@ class HostStatus:
     def unknown_versions(self) -> str:
         """Describe versions that the host could not read, or ""."""
         names = ", ".join(self.report.versions_unknown) if self.report else ""
-        return f"no version of {names}: no answer in time; taken as unchanged" if names else ""
+        return f"no version of {names}: no answer in time; assumed unchanged" if names else ""
 
     def unproven(self, service: str, release: str) -> str:
         """Return why ``release`` is not provably served; "" if it is."""

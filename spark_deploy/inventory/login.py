@@ -230,7 +230,7 @@ def check_login(state: State, host: Host, endpoint: Endpoint) -> bool:
 
 def check_no_access(state: State, host: Host, endpoint: Endpoint) -> bool:
     if not try_key(endpoint).ready:
-        local, remote = "sudo needs a password again", "the key gives no access any more"
+        local, remote = "sudo needs a password again", "the key no longer gives access"
         host.log(local if endpoint.is_local else remote)
         return True
     if endpoint.is_local:

@@ -109,7 +109,7 @@ def test_renews_a_certificate_only_for_a_reason(tmp_path):
         (b"", issued.key, NAMES, "no certificate"),
         (issued.certificate, other.key, NAMES, "does not match"),
         (issued.certificate, issued.key, (*NAMES, "new.org"), "does not cover new.org"),
-        (due.certificate, due.key, NAMES, "it ends on"),
+        (due.certificate, due.key, NAMES, "it expires on"),
         (foreign.certificate, foreign.key, NAMES, "not issued by"),
         (b"rubbish", issued.key, NAMES, "not issued by"),
     ):
