@@ -111,33 +111,22 @@ def test_new_host_copies_from_complete_hosts(monkeypatch):
     fleet = Fleet(monkeypatch, a="done", b="done", c="")
     commands = fleet.share()
     assert [len(commands[name]) for name in "abc"] == [2, 2, 1]  # c gets only the key
-    assert sorted(fleet.peers("c")) == ["http://10.0.0.a:8010", "http://10.0.0.b:8010"]
-
-
-def test_built_checkpoint_is_copied_by_the_hash_of_its_receipt(monkeypatch):
-    fleet = Fleet(monkeypatch, a="done", b="")
-    fleet.share()
-    copy = json.loads(fleet.work("b", 1).inputs[1].content)
-    assert copy["trees"] == [{"url": "http://10.0.0.a:8010", "receipt_sha256": "a" * 64}]
-
-
-def test_hosts_share_one_secret_key(monkeypatch):
-    fleet = Fleet(monkeypatch, a="done", b="")
-    commands = fleet.share()
+    urls = ["http://10.0.0.a:8010", "http://10.0.0.b:8010"]
+    assert sorted(fleet.peers("c")) == urls
+    # A built checkpoint is identified by the hash of its receipt.
+    copy = json.loads(fleet.work("c", 1).inputs[1].content)
+    trees = sorted(copy["trees"], key=lambda tree: tree["url"])
+    assert trees == [{"url": url, "receipt_sha256": "a" * 64} for url in urls]
+    # All hosts share one secret key.
     files = [file for files in fleet.placed.values() for file in files if file.path == SHARE_KEY]
     assert {file.mode for file in files} == {0o600}
     [key] = {file.content.decode().strip() for file in files}
     assert len(key) > 31
     assert key not in str(commands)
-
-
-def test_stops_sharing_at_the_end_of_the_run(monkeypatch):
-    fleet = Fleet(monkeypatch, a="done", b="")
-    fleet.share()
     for [command] in fleet.stop().values():
         assert "systemctl stop spark-share@trees.service" in command
         assert f"rm -f {SHARE_KEY}" in command
-    assert fleet.stop() == {"a": [], "b": []}
+    assert fleet.stop() == {"a": [], "b": [], "c": []}
 
 
 def test_stops_sharing_left_by_an_interrupted_run(monkeypatch):
