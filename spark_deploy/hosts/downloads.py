@@ -85,7 +85,7 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
 
     An owner's setting of the same proxy stays: a restart restarts every container.
     """
-    if not proxy.url is not None:
+    if proxy.url is None:
         if (yield from remove_files((DROP_IN_PATH,))):
             yield shell(_RESTART)
         else:
@@ -106,7 +106,7 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
 
 
 def proxy_file(proxy: ProxySettings) -> ManagedFile:
-    """Return the environment file; tools read the names in lower or upper case."""
+    """Tools read the names in lower or upper case."""
     pairs = [("no_proxy", ",".join(proxy.direct))]
     if proxy.url is not None:
         address = _proxy_address(proxy.url)

@@ -249,7 +249,7 @@ def placed_tools(
 def install_tools(
     identity: PayloadIdentity, files: Sequence[ManagedFile], units: Sequence[ManagedFile]
 ) -> Commands:
-    """Install the host tools, repair each differing file, and point ``current`` at them."""
+    """Install or repair the host tools, and point ``current`` at them."""
     home = tools_home(identity)
     repaired = yield from place_files((*placed_tools(identity, files), *units))
     if repaired:
@@ -272,7 +272,7 @@ def _switch_link(link: str, target: str) -> StringCommand:
 
 @host_operation
 def install_site(identity: PayloadIdentity) -> Commands:
-    """Install the builder's pinned wheels for this host's Python; the host needs no package index.
+    """Install the builder's pinned wheels; the host needs no package index.
 
     The controller resolves them, and pip checks their hashes.
     """

@@ -238,17 +238,17 @@ def _base_resources(plan: BasePlan) -> Iterator[Resource]:
 def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
     yield Resource("package", plan.cuda.package, "CUDA | Install the toolkit")
     for package in (*plan.docker.packages, *plan.docker.toolkit_packages):
-        yield Owned("package", package, "Docker | Install engine and NVIDIA toolkit")
-    yield Owned("keys", DAEMON_JSON, "Docker | Merge daemon.json")
-    yield Owned("state", paths.GPU_RECEIPT, "Docker | Check the GPU in a container")
+        yield Resource("package", package, "Docker | Install engine and NVIDIA toolkit")
+    yield Resource("keys", DAEMON_JSON, "Docker | Merge daemon.json")
+    yield Resource("state", paths.GPU_RECEIPT, "Docker | Check the GPU in a container")
     install = "Tools | Install host tools"
     yield from _files(placed_tools(plan.payload, payload.tools), install)
     yield from _files(unit_files_of(payload.units), install)
-    yield Owned("link", paths.CURRENT_TOOLS, install)
-    yield Owned("state", DAILY_STAMP, install)
-    yield Owned("link", paths.SITE, "Tools | Install the builder's Python packages")
+    yield Resource("link", paths.CURRENT_TOOLS, install)
+    yield Resource("state", DAILY_STAMP, install)
+    yield Resource("link", paths.SITE, "Tools | Install the builder's Python packages")
     if plan.proxy.url is not None:
-        yield Owned("state", paths.PROXY, "Sources | Install the proxy of jobs", 0o600)
+        yield Resource("state", paths.PROXY, "Sources | Install the proxy of jobs", 0o600)
         yield from _files((DOCKER_DROP_IN,), "Docker | Pull images through the proxy")
 
 
