@@ -173,7 +173,7 @@ def test_secrets_of_the_settings_are_not_shared(site, file, monkeypatch):
     monkeypatch.setenv("A_PROXY", f"http://me:{CANARY}@proxy.example:3128")
     settings.write_text(
         settings.read_text().rstrip().removesuffix("}") + ", token: {env: CANARY}}\n"
-        "proxy: {https: {env: A_PROXY}}\n"
+        "proxy: {url: {env: A_PROXY}}\n"
         "serve: {api_key: {env: CANARY}, names: [assistant], "
         f"address: {CANARY}.example.org}}\n"
         f"engine: {{environment: {{X_NOTE: {CANARY}}}}}\n"
