@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from spark_contract import units
@@ -64,7 +63,7 @@ def read_back(plan: HostPlan, root: Path) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_host_reads_every_planned_document(plan: HostPlan, tmp_path: Path) -> None:
+def test_host_reads_every_planned_document(plan, tmp_path):
     read_back(plan, tmp_path)
 
 
@@ -76,11 +75,11 @@ def test_host_reads_every_planned_document(plan: HostPlan, tmp_path: Path) -> No
         {"hub.token": {"env": "TOKEN"}, "keep_ready": [{"model": "large", "profile": "base"}]},
     ],
 )
-def test_host_reads_documents_of_other_settings(choices: dict[str, Any], tmp_path: Path) -> None:
+def test_host_reads_documents_of_other_settings(choices, tmp_path):
     read_back(plan_of(**choices), tmp_path)
 
 
-def test_engine_arguments_match_the_release(tmp_path: Path) -> None:
+def test_engine_arguments_match_the_release(tmp_path):
     plan = plan_of(**{"engine.max_sequences": 3})
     release = plan.serve
     assert release.engine.max_sequences == 3
@@ -89,7 +88,7 @@ def test_engine_arguments_match_the_release(tmp_path: Path) -> None:
     assert (socket.parent.name, socket.name) == (release.service, Path(ENGINE_SOCKET).name)
 
 
-def test_digest_covers_document_and_restart_limits(tmp_path: Path) -> None:
+def test_digest_covers_document_and_restart_limits(tmp_path):
     plan = plan_of()
     written = json.loads(release_files_of(plan)[0].content)
     rest = {key: value for key, value in written.items() if key not in ("name", "digest")}
@@ -99,7 +98,7 @@ def test_digest_covers_document_and_restart_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["colour", "stream"])
-def test_refuses_unknown_key_with_path(key: str, tmp_path: Path) -> None:
+def test_refuses_unknown_key_with_path(key, tmp_path):
     plan = plan_of()
     data = json.loads(release_files_of(plan)[0].content)
     data["check"][key] = True
@@ -107,7 +106,7 @@ def test_refuses_unknown_key_with_path(key: str, tmp_path: Path) -> None:
         read(Release, data)
 
 
-def test_refuses_invalid_log_pattern(tmp_path: Path) -> None:
+def test_refuses_invalid_log_pattern(tmp_path):
     paths = put(plan := plan_of(), tmp_path / "host")
     path = paths.releases / plan.serve.name / "release.json"
     data = json.loads(path.read_text())
@@ -117,12 +116,12 @@ def test_refuses_invalid_log_pattern(tmp_path: Path) -> None:
         system.load_release(plan.serve.name, paths)
 
 
-def test_refuses_incomplete_list_of_kept_releases() -> None:
+def test_refuses_incomplete_list_of_kept_releases():
     with pytest.raises(DocumentError, match="releases: missing"):
         parse(Keep, '{"releases_kept": 1}')
 
 
-def test_parses_printed_error_line() -> None:
+def test_parses_printed_error_line():
     error = HostToolError("/a/b: c", "is gone: really", "look: there")
     problem = problem_in(f"{ERROR}{error}")
     assert problem is not None
@@ -131,7 +130,7 @@ def test_parses_printed_error_line() -> None:
     assert problem_in("all is well") is None
 
 
-def test_parses_printed_progress() -> None:
+def test_parses_printed_progress():
     progress = Progress("fetch", 5, 10, 2, None)
     assert read_progress(progress.line(), None) == progress
     assert read_progress("phase=x bytes=1", 7) == Progress("x", 1, 7, None, None)
@@ -139,7 +138,7 @@ def test_parses_printed_progress() -> None:
 
 @pytest.mark.parametrize("template", [units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY,
                                       units.JOB, units.PREPARE])  # fmt: skip
-def test_unit_files_exist_and_run_our_tool(template: units.Template) -> None:
+def test_unit_files_exist_and_run_our_tool(template):
     text = (CHECKOUT / "files/units" / template.of("")).read_text("utf-8")
     programs = re.findall(r"^Exec\w+=-?(\S*spark-host)", text, re.MULTILINE)
     assert set(programs) <= {HOST_TOOL}
@@ -148,7 +147,7 @@ def test_unit_files_exist_and_run_our_tool(template: units.Template) -> None:
     assert named <= known
 
 
-def test_unit_names_come_from_the_contract() -> None:
+def test_unit_names_come_from_the_contract():
     by_hand = re.compile(r"spark-(?:serve|switch|watch|gateway|job|prepare)@[^A-Z`]")
     result = [
         f"{path.relative_to(CHECKOUT)}: {line.strip()}"
@@ -162,7 +161,7 @@ def test_unit_names_come_from_the_contract() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-escape") is None, reason="needs systemd-escape")
 @pytest.mark.parametrize("path", ["/run/spark/engines/main", "/run/spark/engines/my-one", "/a b"])
-def test_mount_unit_matches_systemd_escape(path: str) -> None:
+def test_mount_unit_matches_systemd_escape(path):
     words = ["systemd-escape", "--path", "--suffix=mount", path]
     output = subprocess.run(words, capture_output=True, text=True, check=True)
     assert mount_unit(path) == output.stdout.strip()

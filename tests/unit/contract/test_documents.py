@@ -49,7 +49,7 @@ DATA = {
 }  # fmt: skip
 
 
-def test_documents_round_trip_byte_for_byte() -> None:
+def test_documents_round_trip_byte_for_byte():
     assert documents.plain(WORK) == DATA
     text = documents.text_of(WORK)
     assert text == json.dumps(DATA, indent=1, sort_keys=True) + "\n"
@@ -57,7 +57,7 @@ def test_documents_round_trip_byte_for_byte() -> None:
     assert documents.text_of(documents.parse(Work, text)) == text
 
 
-def test_omits_optional_keys_with_defaults() -> None:
+def test_omits_optional_keys_with_defaults():
     result = {**DATA, "unless": {"receipt": "/r", "digest": "d"}}
     work = documents.read(Work, result)
     assert work.unless == Receipt("/r", "d")
@@ -86,13 +86,13 @@ def test_omits_optional_keys_with_defaults() -> None:
          "proof.absent: unknown or proof.digest: unknown"),
     ],
 )  # fmt: skip
-def test_refuses_wrong_value_with_path(change: dict[str, Any], what: str) -> None:
+def test_refuses_wrong_value_with_path(change, what):
     with pytest.raises(DocumentError) as refused:
         documents.read(Work, {**DATA, **change})
     assert str(refused.value) == what
 
 
-def test_true_is_not_one() -> None:
+def test_true_is_not_one():
     @dataclass(frozen=True, slots=True)
     class First:
         SCHEMA_VERSION: ClassVar[int] = 1
@@ -105,19 +105,19 @@ def test_true_is_not_one() -> None:
 
 
 @pytest.mark.parametrize("gone", sorted(DATA))
-def test_refuses_missing_key(gone: str) -> None:
+def test_refuses_missing_key(gone):
     rest = {name: value for name, value in DATA.items() if name != gone}
     with pytest.raises(DocumentError, match=f"^{gone}: "):
         documents.read(Work, rest)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema_version": 2', "null"])
-def test_refuses_text_without_a_document(text: str) -> None:
+def test_refuses_text_without_a_document(text):
     with pytest.raises(DocumentError):
         documents.parse(Work, text)
 
 
-def test_template_names_unit_and_instance() -> None:
+def test_template_names_unit_and_instance():
     unit = units.SERVE.of("main-0123456789ab")
     assert unit == "spark-serve@main-0123456789ab.service"
     assert units.SERVE.instance(unit) == "main-0123456789ab"

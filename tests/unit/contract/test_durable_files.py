@@ -10,7 +10,7 @@ import pytest
 from spark_contract import files
 
 
-def test_error_names_the_target_file() -> None:
+def test_error_names_the_target_file():
     with pytest.raises(OSError, match=r"settings\.yml") as refused:
         files.write_text(Path("/proc/settings.yml"), "")
     assert refused.value.filename == "/proc/settings.yml"
@@ -22,14 +22,14 @@ def ended_process() -> int:
     return done.pid
 
 
-def test_removes_temporary_file_of_killed_writer(tmp_path: Path) -> None:
+def test_removes_temporary_file_of_killed_writer(tmp_path):
     left = tmp_path / f".record.json.{ended_process()}"
     left.write_text("half")
     files.write_text(tmp_path / "record.json", "whole\n")
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_keeps_temporary_files_of_other_writers(tmp_path: Path) -> None:
+def test_keeps_temporary_files_of_other_writers(tmp_path):
     names = [
         f".record.json.{os.getppid()}", f".other.json.{ended_process()}", ".record.json.note",
         f"record.json.{ended_process()}",

@@ -55,9 +55,7 @@ def reason_of_deploy(root: Path) -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_status_and_deploy_report_the_same_reboot_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_status_and_deploy_report_the_same_reboot_reason(tmp_path, monkeypatch, case):
     files, why = CASES[case]
     for name, text in files.items():
         path = tmp_path / name

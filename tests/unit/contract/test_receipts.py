@@ -16,27 +16,27 @@ LINK = {**FILE, "path": "c", "link_of": "/base/c"}
 SHARD = {"path": "d", "size_bytes": 3, "pieces": [f"3:{'1' * 64}"], "modified_ns": 1}
 
 
-def test_source_receipt_round_trips() -> None:
+def test_source_receipt_round_trips():
     data = json.loads(source_receipt("d" * 64, [FILE, LINK, SHARD]))
     receipt = receipts.parse(json.dumps(data))
     assert isinstance(receipt, receipts.SourceReceipt)
     assert documents.plain(receipt) == data
 
 
-def test_checkpoint_receipt_names_its_base() -> None:
+def test_checkpoint_receipt_names_its_base():
     receipt = receipts.parse(checkpoint_receipt("/srv/base"))
     assert isinstance(receipt, receipts.CheckpointReceipt)
     assert receipt.plan.base_dir == Path("/srv/base")
 
 
 @pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "", "."])
-def test_refuses_receipt_with_path_outside_the_tree(tmp_path: Path, path: str) -> None:
+def test_refuses_receipt_with_path_outside_the_tree(tmp_path, path):
     (tmp_path / "receipt.json").write_text(source_receipt(files=[{**FILE, "path": path}]))
     assert receipts.find(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"kind": "invoice"}', "\xff"])
-def test_refuses_invalid_receipt(tmp_path: Path, text: str) -> None:
+def test_refuses_invalid_receipt(tmp_path, text):
     assert receipts.find(tmp_path) is None
     (tmp_path / "receipt.json").write_bytes(text.encode("latin-1"))
     assert receipts.find(tmp_path) is None
@@ -44,7 +44,7 @@ def test_refuses_invalid_receipt(tmp_path: Path, text: str) -> None:
         receipts.parse(text)
 
 
-def test_tree_is_whole_if_sizes_match(tmp_path: Path) -> None:
+def test_tree_is_whole_if_sizes_match(tmp_path):
     receipt = receipts.parse(source_receipt(files=[{**FILE, "path": "a"}, SHARD]))
     (tmp_path / "a").write_text("abc")
     assert not receipt.is_whole(tmp_path)

@@ -32,7 +32,7 @@ def written(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_shared_names_come_from_the_contract(side: str) -> None:
+def test_shared_names_come_from_the_contract(side):
     assert {"/v1/chat/completions", "log lines", "image-pull"} <= NAMES
     twins = {
         f"{path.relative_to(CHECKOUT)}: {text!r}"

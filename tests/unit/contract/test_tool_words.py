@@ -29,12 +29,12 @@ def words_of_the_contract() -> set[str]:
     }
 
 
-def test_host_tool_has_every_command_of_the_contract() -> None:
+def test_host_tool_has_every_command_of_the_contract():
     assert {"status", "switch-poll", "gateway-reload"} <= words_of_the_contract()
     assert words_of_the_contract() <= set(host.VERBS)
 
 
-def test_units_start_existing_commands() -> None:
+def test_units_start_existing_commands():
     output = {
         word
         for file in (CHECKOUT / "files/units").iterdir()
@@ -44,7 +44,7 @@ def test_units_start_existing_commands() -> None:
     assert output <= set(host.VERBS)
 
 
-def test_commands_import_only_their_module() -> None:
+def test_commands_import_only_their_module():
     functions = [function.split(":") for function, *_ in host.VERBS.values()]
     for module, name in functions:
         assert callable(getattr(importlib.import_module(f"spark_host.{module}"), name))
@@ -56,7 +56,7 @@ def test_commands_import_only_their_module() -> None:
     assert not modules & set(output.stdout.split())
 
 
-def test_command_lines_come_from_the_contract() -> None:
+def test_command_lines_come_from_the_contract():
     typed = {
         str(path.relative_to(CHECKOUT))
         for room in ("spark_deploy", "roles", "deploys")
@@ -67,7 +67,7 @@ def test_command_lines_come_from_the_contract() -> None:
 
 
 @pytest.mark.parametrize("room", ["spark_deploy", "files", "roles", "deploys", "docs", "README.md"])
-def test_messages_and_pages_name_existing_commands(room: str) -> None:
+def test_messages_and_pages_name_existing_commands(room):
     place = CHECKOUT / room
     pages = [place] if place.is_file() else [*place.rglob("*.py"), *place.rglob("*.md")]
     result = {
@@ -79,7 +79,7 @@ def test_messages_and_pages_name_existing_commands(room: str) -> None:
     assert {item for item in result if item[0] not in {*host.VERBS, "help"}} == set()
 
 
-def test_spark_check_runs_the_check_command(tmp_path: Path) -> None:
+def test_spark_check_runs_the_check_command(tmp_path):
     files = {Path(file.path).name: file for file in unit_files_of(read_payload().units)}
     repeat = tmp_path / "tool"
     repeat.write_text('#!/bin/sh\necho "$@"\n')

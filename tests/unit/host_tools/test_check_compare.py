@@ -6,7 +6,6 @@ import json
 import math
 import stat
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,10 +70,7 @@ def run_check(host: Host, *words: str) -> int:
     return runner.main(list(words), host.paths)
 
 
-def test_compares_a_release_with_recorded_answers(
-    host: Host, engine: FakeEngine, serve: Callable[[str], Release],
-    capsys: pytest.CaptureFixture[str], tmp_path: Path,
-) -> None:  # fmt: skip
+def test_compares_a_release_with_recorded_answers(host, engine, serve, capsys, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Is it so?\n\nAnd that?\nIs it so?\n")
     engine.steps = {"Is it so?": [("yes", SURE)], "And that?": [("yes", SURE), ("yes", SURE)]}
@@ -97,10 +93,7 @@ def test_compares_a_release_with_recorded_answers(
     assert result["parted"] == [["And that?", "yes yes", "no yes"]]
 
 
-def test_prompt_file_is_relative_to_the_callers_folder(
-    host: Host, engine: FakeEngine, serve: Callable[[str], Release],
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
+def test_prompt_file_is_relative_to_the_callers_folder(host, engine, serve, monkeypatch, tmp_path):
     (tmp_path / "prompts.txt").write_text("Is it so?\n")
     engine.steps = {"Is it so?": [("yes", SURE)]}
     serve(OLD)
@@ -112,10 +105,7 @@ def test_prompt_file_is_relative_to_the_callers_folder(
         run_check(host, "--record", "other.txt")
 
 
-def test_recording_is_greedy_private_and_not_replaced_by_a_comparison(
-    host: Host, engine: FakeEngine, serve: Callable[[str], Release],
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_recording_is_greedy_private_and_not_replaced_by_a_comparison(host, engine, serve, capsys):
     engine.steps = {p: [("yes", SURE)] for p in compare.check_prompts(serve(OLD))}
     assert run_check(host, "--record") == 0
     settings = {(body["temperature"], body["top_logprobs"]) for body in engine.requests}
@@ -129,17 +119,13 @@ def test_recording_is_greedy_private_and_not_replaced_by_a_comparison(
     assert path.read_bytes() == before
 
 
-def test_missing_recording_names_the_record_command(
-    host: Host, engine: FakeEngine, serve: Callable[[str], Release]
-) -> None:
+def test_missing_recording_names_the_record_command(host, engine, serve):
     serve(NEW)
     with pytest.raises(HostToolError, match=r"while main-0123456789ab runs: spark-check --record"):
         run_check(host, "--compare", OLD)
 
 
-def test_missing_log_probabilities_are_an_error(
-    host: Host, engine: FakeEngine, serve: Callable[[str], Release]
-) -> None:
+def test_missing_log_probabilities_are_an_error(host, engine, serve):
     engine.steps = {p: [("yes", SURE)] for p in compare.check_prompts(serve(OLD))}
     engine.logprobs = False
     with pytest.raises(HostToolError, match="has no log-probabilities of each token"):
@@ -150,27 +136,27 @@ def test_missing_log_probabilities_are_an_error(
 @pytest.mark.parametrize(
     "words", [["--compare"], ["--compare", "a", "b"], ["--record", "a", "b"], ["--record", "--x"]]
 )
-def test_refuses_other_arguments(host: Host, words: list[str]) -> None:
+def test_refuses_other_arguments(host, words):
     with pytest.raises(HostToolError):
         run_check(host, *words)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe", b"one\n" * 3 + b"x" * (5 << 20)])
-def test_refuses_invalid_prompt_files(tmp_path: Path, content: bytes) -> None:
+def test_refuses_invalid_prompt_files(tmp_path, content):
     path = tmp_path / "prompts.txt"
     path.write_bytes(content)
     with pytest.raises(HostToolError, match=r"prompts\.txt"):
         compare.read_prompts(path)
 
 
-def test_identical_answers_have_no_divergence() -> None:
+def test_identical_answers_have_no_divergence():
     answer = Answer("p", "yes", (Step("yes", SURE), Step("no", UNSURE)))
     answers = Answers(OLD, "d", "now", (answer,))
     result = compare.compare_answers(answers, answers)
     assert (result.mean_nats, result.most_nats, result.same_answers) == (0.0, 0.0, 1)
 
 
-def test_unlisted_tokens_diverge() -> None:
+def test_unlisted_tokens_diverge():
     sure = {"yes": math.log(0.99)}
     assert compare.divergence(sure, {"no": math.log(0.99), "yes": math.log(0.01)}) > 4
     assert compare.divergence({"yes": 0.0}, {"no": 0.0}) > 10

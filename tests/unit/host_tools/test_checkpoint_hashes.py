@@ -45,9 +45,7 @@ def flip_byte(path: Path, offset: int) -> None:
 @pytest.mark.parametrize(
     ("name", "offset"), [("a.bin", 0), ("a.bin", 12_345), ("a.bin", 25_499), ("b", 69), ("c/d", 0)]
 )
-def test_finds_flipped_byte_with_restored_time_within_14_days(
-    tmp_path: Path, name: str, offset: int
-) -> None:
+def test_finds_flipped_byte_with_restored_time_within_14_days(tmp_path, name, offset):
     trees = [write_tree(tmp_path / tree) for tree in ("first", "second")]
     flip_byte(trees[1] / name, offset)
     position, problems = 7, []
@@ -59,7 +57,7 @@ def test_finds_flipped_byte_with_restored_time_within_14_days(
     assert hash_next(trees, position)[0] == ()
 
 
-def test_healthy_checkpoints_are_read_once_in_14_days(tmp_path: Path) -> None:
+def test_healthy_checkpoints_are_read_once_in_14_days(tmp_path):
     trees, position, parts = [write_tree(tmp_path / "tree")], 0, 0
     for _ in range(DAYS):
         problems, following = hash_next(trees, position)
@@ -69,7 +67,7 @@ def test_healthy_checkpoints_are_read_once_in_14_days(tmp_path: Path) -> None:
     assert 28 <= parts <= 28 + DAYS // 2
 
 
-def test_lost_file_is_reported_and_other_trees_are_ignored(tmp_path: Path) -> None:
+def test_lost_file_is_reported_and_other_trees_are_ignored(tmp_path):
     tree = write_tree(tmp_path / "tree")
     assert hash_next([tmp_path / "none", tmp_path], 3) == ((), 3)
     (tree / "a.bin").unlink()

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from gateway_client import GatewayClient
@@ -46,14 +45,12 @@ def run_with_environment(name: str, connection: Connection, program: str) -> str
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_client_example_does_not_contain_the_key(
-    connection: Connection, client: GatewayClient, name: str
-) -> None:
+def test_client_example_does_not_contain_the_key(connection, client, name):
     assert client.key not in example_of(name, connection)
 
 
 @pytest.mark.slow
-def test_python_example_works(connection: Connection, tmp_path: Path) -> None:
+def test_python_example_works(connection, tmp_path):
     script = tmp_path / "ask.py"
     script.write_text(example_of("python", connection))
     done = subprocess.run(
@@ -63,7 +60,7 @@ def test_python_example_works(connection: Connection, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_openai_client_works_from_the_environment(connection: Connection) -> None:
+def test_openai_client_works_from_the_environment(connection):
     program = f"""
 import os
 from openai import OpenAI
@@ -74,7 +71,7 @@ print(answer.choices[0].message.content)
 
 
 @pytest.mark.slow
-def test_anthropic_client_works_from_the_environment(connection: Connection) -> None:
+def test_anthropic_client_works_from_the_environment(connection):
     program = f"""
 import os
 from anthropic import Anthropic
@@ -90,7 +87,7 @@ with client.messages.stream(**question) as stream:
 
 
 @pytest.mark.slow
-def test_openai_client_streams(connection: Connection, client: GatewayClient) -> None:
+def test_openai_client_streams(connection, client):
     from openai import OpenAI
 
     openai = OpenAI(base_url=connection.base_url, api_key=client.key)
@@ -105,7 +102,7 @@ def test_openai_client_streams(connection: Connection, client: GatewayClient) ->
 
 
 @pytest.mark.slow
-def test_clients_raise_authentication_errors(connection: Connection) -> None:
+def test_clients_raise_authentication_errors(connection):
     import anthropic
     import openai
 
@@ -120,13 +117,13 @@ def test_clients_raise_authentication_errors(connection: Connection) -> None:
         )
 
 
-def test_curl_example_works(connection: Connection) -> None:
+def test_curl_example_works(connection):
     command = example(connection.base_url, connection.model, connection.read_key, None)
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert ANSWER in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
-def test_opencode_example_lists_every_name(connection: Connection) -> None:
+def test_opencode_example_lists_every_name(connection):
     config = json.loads(example_of("opencode", connection))
     assert config["model"] == "spark-1/main-model"
     provider = config["provider"]["spark-1"]
@@ -136,9 +133,7 @@ def test_opencode_example_lists_every_name(connection: Connection) -> None:
     assert provider["options"]["apiKey"] == "{env:OPENAI_API_KEY}"
 
 
-def test_open_webui_gets_the_key_from_the_environment(
-    connection: Connection, tmp_path: Path, client: GatewayClient
-) -> None:
+def test_open_webui_gets_the_key_from_the_environment(connection, tmp_path, client):
     docker = tmp_path / "docker"
     docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "environment: $OPENAI_API_KEY"\n')
     docker.chmod(0o755)
@@ -154,9 +149,7 @@ def test_open_webui_gets_the_key_from_the_environment(
 
 
 @pytest.mark.parametrize("ca", [None, "/home/me/ca.pem"])
-def test_open_webui_example_uses_known_variables_and_loopback(
-    connection: Connection, ca: str | None
-) -> None:
+def test_open_webui_example_uses_known_variables_and_loopback(connection, ca):
     argv = shlex.split(example_of("openwebui", replace(connection, ca=ca)).splitlines()[1])
     options = [argv[index + 1] for index, word in enumerate(argv) if word == "-e"]
     variables = dict(option.partition("=")[::2] for option in options)

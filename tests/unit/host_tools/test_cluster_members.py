@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from checked import failed
-from clustered import HEAD, PORT, WORKER, Connection, clustered, in_hex, write_tables
+from clustered import HEAD, PORT, WORKER, clustered, in_hex, write_tables
 from spark_contract.documents import read
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
@@ -26,19 +26,19 @@ from stub_host import release_data, wait_until, write_program
 
 
 @pytest.mark.parametrize(("address", "rank"), [(HEAD, 0), (WORKER, 1)])
-def test_rank_follows_the_address(tmp_path: Path, address: str, rank: int) -> None:
+def test_rank_follows_the_address(tmp_path, address, rank):
     paths = write_tables(tmp_path, address)
     assert cluster.rank(clustered(), paths) == rank
     assert cluster.is_worker(clustered(), paths) == bool(rank)
 
 
-def test_host_without_member_address_is_refused(tmp_path: Path) -> None:
+def test_host_without_member_address_is_refused(tmp_path):
     paths = write_tables(tmp_path, "192.168.100.99")
     with pytest.raises(HostToolError, match=f"0 of its addresses .*spark-2 {WORKER}"):
         cluster.rank(clustered(), paths)
 
 
-def test_rank_is_0_without_cluster(tmp_path: Path) -> None:
+def test_rank_is_0_without_cluster(tmp_path):
     release, paths = read(Release, release_data()), Paths(tmp_path)
     assert cluster.rank(release, paths) == 0
     assert cluster.own_member(release, paths) is None
@@ -58,15 +58,13 @@ def test_rank_is_0_without_cluster(tmp_path: Path) -> None:
         (WORKER, [(WORKER, 40000, HEAD, PORT + 2, "01")], ["spark-1"]),
     ],
 )
-def test_joined_members_have_a_connection_to_the_head(
-    tmp_path: Path, address: str, connections: list[Connection], missing: list[str]
-) -> None:
+def test_joined_members_have_a_connection_to_the_head(tmp_path, address, connections, missing):
     paths = write_tables(tmp_path, address, *connections)
     members = cluster.missing_members(clustered(), paths)
     assert [member.host for member in members] == missing
 
 
-def test_reads_connections_of_tcp6(tmp_path: Path) -> None:
+def test_reads_connections_of_tcp6(tmp_path):
     paths = write_tables(tmp_path, HEAD)
     local, remote = (f"{'0' * 16}FFFF0000{in_hex(*end)}" for end in ((HEAD, PORT), (WORKER, 9)))
     table = tmp_path / "proc/net/tcp6"
@@ -74,9 +72,7 @@ def test_reads_connections_of_tcp6(tmp_path: Path) -> None:
     assert cluster.missing_members(clustered(), paths) == []
 
 
-def test_container_gets_the_member_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_container_gets_the_member_arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(docker, "gpu_arguments", lambda paths: [])
     paths = write_tables(tmp_path, WORKER)
     argv = container.docker_argv(clustered(), paths)
@@ -110,7 +106,7 @@ def rules(firewall: Path, program: str) -> list[str]:
     return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
 
 
-def test_only_members_and_loopback_are_accepted(firewall: Path) -> None:
+def test_only_members_and_loopback_are_accepted(firewall):
     cluster.fence(["up", "any"], Paths(firewall))
     jump = f"INPUT -p tcp --dport {PORT}:{PORT + 1} -j {CHAIN}"
     removed = [f"-D {jump}", f"-F {CHAIN}", f"-X {CHAIN}"]  # of an interrupted start
@@ -125,20 +121,20 @@ def test_only_members_and_loopback_are_accepted(firewall: Path) -> None:
     assert len(CHAIN) < 29, "the kernel's limit"
 
 
-def test_down_removes_the_chain_and_ignores_absent_rules(firewall: Path) -> None:
+def test_down_removes_the_chain_and_ignores_absent_rules(firewall):
     (firewall / "refuses").write_text("-")
     cluster.fence(["down", "any"], Paths(firewall))
     assert [rule.split()[0] for rule in rules(firewall, "iptables")] == ["-D", "-F", "-X"]
 
 
-def test_no_firewall_without_cluster(firewall: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_firewall_without_cluster(firewall, monkeypatch):
     release = dataclasses.replace(clustered(), cluster=None)
     monkeypatch.setattr(cluster, "load_release", lambda name, paths: release)
     cluster.fence(["up", "any"], Paths(firewall))
     assert not (firewall / "calls").exists()
 
 
-def test_iptables_failure_is_reported(firewall: Path) -> None:
+def test_iptables_failure_is_reported(firewall):
     (firewall / "refuses").write_text("-N")
     message = r"stay open to all hosts \(No chain by that name.*firewall"
     with pytest.raises(HostToolError, match=message):
@@ -201,9 +197,7 @@ def stop() -> Iterator[threading.Event]:
     [(LOCAL_HEAD, "spark-2 left the cluster"), (LOCAL_WORKER, "spark-1 left the cluster")],
 )
 @pytest.mark.parametrize("at_first", [True, False])
-def test_member_that_leaves_stops_the_engine(
-    tmp_path: Path, stop: threading.Event, address: str, lost: str, at_first: bool
-) -> None:
+def test_member_that_leaves_stops_the_engine(tmp_path, stop, address, lost, at_first):
     """systemd starts the watchdog after all joined, so a member missing at first has left."""
     pair = Pair(tmp_path, address)
     watch = ClusterWatch(pair.release, pair.joined(not at_first))
@@ -215,7 +209,7 @@ def test_member_that_leaves_stops_the_engine(
     wait_until(lambda: watch.lost == lost, "the loss is noticed")
 
 
-def test_reset_waits_for_members_again(tmp_path: Path, stop: threading.Event) -> None:
+def test_reset_waits_for_members_again(tmp_path, stop):
     pair = Pair(tmp_path)
     watch = ClusterWatch(pair.release, pair.left())
     watch.reset()
@@ -224,9 +218,7 @@ def test_reset_waits_for_members_again(tmp_path: Path, stop: threading.Event) ->
     assert watch.lost is None
 
 
-def test_silent_member_stops_the_engine(
-    tmp_path: Path, stop: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_member_stops_the_engine(tmp_path, stop, monkeypatch):
     monkeypatch.setattr(watchdog, "_SILENT_S", 0.3)
     connects = True
     monkeypatch.setattr(cluster, "can_connect", lambda *_, **__: connects)
@@ -240,7 +232,7 @@ def test_silent_member_stops_the_engine(
     assert str(watch.lost).startswith("spark-2 gave no answer on the fabric for")
 
 
-def test_lost_own_address_stops_the_engine(tmp_path: Path, stop: threading.Event) -> None:
+def test_lost_own_address_stops_the_engine(tmp_path, stop):
     pair = Pair(tmp_path)
     watch = ClusterWatch(pair.release, pair.joined())
     watch.begin(stop)
@@ -250,14 +242,14 @@ def test_lost_own_address_stops_the_engine(tmp_path: Path, stop: threading.Event
     assert "this host has 0 of its addresses" in str(watch.lost)
 
 
-def test_refused_connection_counts_as_an_answer(tmp_path: Path) -> None:
+def test_refused_connection_counts_as_an_answer(tmp_path):
     pair = Pair(tmp_path)
     watch = ClusterWatch(pair.release, pair.joined())
     assert watch._find_silent() is None
     assert watch._reached == {"spark-2"}
 
 
-def test_worker_is_proven_with_its_head(tmp_path: Path, stop: threading.Event) -> None:
+def test_worker_is_proven_with_its_head(tmp_path, stop):
     head = Pair(tmp_path / "head")
     to_head = (LOCAL_WORKER, 40000, LOCAL_HEAD, head.cluster.port, "01")
     worker_paths = write_tables(tmp_path / "worker", LOCAL_WORKER, to_head)
@@ -277,7 +269,7 @@ def test_worker_is_proven_with_its_head(tmp_path: Path, stop: threading.Event) -
     assert results == [True]
 
 
-def test_worker_fails_when_its_head_leaves(tmp_path: Path) -> None:
+def test_worker_fails_when_its_head_leaves(tmp_path):
     pair = Pair(tmp_path, LOCAL_WORKER)
     membership = runner.Membership(pair.release, pair.joined())
     assert runner.wait_until_joined(membership, lambda _: None).ok
@@ -286,7 +278,7 @@ def test_worker_fails_when_its_head_leaves(tmp_path: Path) -> None:
     assert (finding.ok, finding.detail) == (False, "spark-1 left the cluster")
 
 
-def test_worker_waits_for_its_head_once_per_run(tmp_path: Path) -> None:
+def test_worker_waits_for_its_head_once_per_run(tmp_path):
     pair = Pair(tmp_path, LOCAL_WORKER, join_s=0.2)
     pair.joined()
     assert pair.check("quick", at_start=True).ok
@@ -296,9 +288,7 @@ def test_worker_waits_for_its_head_once_per_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_start_without_members_resets_the_start_limit(
-    tmp_path: Path, systemctl_calls: list[tuple[str, ...]], joined: bool
-) -> None:
+def test_start_without_members_resets_the_start_limit(tmp_path, systemctl_calls, joined):
     pair = Pair(tmp_path, LOCAL_WORKER, join_s=0.2)
     pair.joined(joined)
     result = pair.check("quick", at_start=True)

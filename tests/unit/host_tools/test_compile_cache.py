@@ -6,7 +6,6 @@ import os
 import pwd
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +69,7 @@ def content(folder: Path) -> list[str]:
 FULL = ["nv", "nv/kernel"]
 
 
-def test_candidate_writes_only_to_its_copy(caches: Caches) -> None:
+def test_candidate_writes_only_to_its_copy(caches):
     old = caches.make_proven()
     new = caches.prepare(CANDIDATE)
     assert content(new) == FULL
@@ -84,7 +83,7 @@ def test_candidate_writes_only_to_its_copy(caches: Caches) -> None:
 
 
 @pytest.mark.parametrize("has_source", [True, False])
-def test_failed_candidate_keeps_its_cache(caches: Caches, has_source: bool) -> None:
+def test_failed_candidate_keeps_its_cache(caches, has_source):
     if has_source:
         caches.make_proven()
     (caches.prepare(CANDIDATE) / "compiled").write_text("half")
@@ -105,10 +104,7 @@ WRONG = Finding("arithmetic", False, "", 0.0)
         ("0", (ANSWERED, WRONG), True),  # of an earlier run, because the last run was killed
     ],
 )
-def test_rejected_candidate_gets_a_new_copy(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch, checked_run: str, checks: tuple[Finding, ...],
-    keeps: bool,
-) -> None:  # fmt: skip
+def test_rejected_candidate_gets_a_new_copy(caches, monkeypatch, checked_run, checks, keeps):
     caches.make_proven()
     monkeypatch.setenv("INVOCATION_ID", "1")
     (caches.prepare(CANDIDATE) / "nv/kernel").write_text("torn")
@@ -124,15 +120,13 @@ def test_rejected_candidate_gets_a_new_copy(
     [(PROVEN, "580.159.03"), (CANDIDATE, "590.10")],
     ids=["another release", "another driver"],
 )
-def test_unproven_cache_is_used_only_by_its_release_and_driver(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch, name: str, driver: str
-) -> None:
+def test_unproven_cache_is_used_only_by_its_release_and_driver(caches, monkeypatch, name, driver):
     (caches.prepare(CANDIDATE) / "compiled").touch()
     monkeypatch.setattr(versions, "driver", lambda: driver)
     assert content(caches.prepare(name)) == []
 
 
-def test_proven_release_keeps_its_own_cache(caches: Caches) -> None:
+def test_proven_release_keeps_its_own_cache(caches):
     caches.make_proven()
     caches.make_proven(CANDIDATE, OTHER_DRAFTS)
     assert (caches.prepare(CANDIDATE, OTHER_DRAFTS) / "nv/kernel").read_text() == CANDIDATE
@@ -149,9 +143,7 @@ def test_proven_release_keeps_its_own_cache(caches: Caches) -> None:
         (CANDIDATE, KEY, ""),
     ],
 )
-def test_cache_that_does_not_fit_is_not_copied(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch, name: str, key: str, driver: str
-) -> None:
+def test_cache_that_does_not_fit_is_not_copied(caches, monkeypatch, name, key, driver):
     caches.make_proven()
     monkeypatch.setattr(versions, "driver", lambda: driver)
     new = caches.prepare(name, key)
@@ -159,9 +151,7 @@ def test_cache_that_does_not_fit_is_not_copied(
     assert new.stat().st_uid == NOBODY.pw_uid
 
 
-def test_only_the_start_with_an_empty_cache_compiles(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_start_with_an_empty_cache_compiles(caches, monkeypatch):
     def compiles(name: str, run: str) -> bool:
         monkeypatch.setenv("INVOCATION_ID", run)
         caches.prepare(name)
@@ -179,9 +169,7 @@ def test_only_the_start_with_an_empty_cache_compiles(
 
 
 @pytest.mark.parametrize("run", ["1", "2"])
-def test_rollout_reports_that_the_candidate_compiles(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch, run: str
-) -> None:
+def test_rollout_reports_that_the_candidate_compiles(caches, monkeypatch, run):
     monkeypatch.setenv("INVOCATION_ID", "1")
     monkeypatch.setattr(steps, "_REPORT_S", 0)
     caches.prepare(CANDIDATE)
@@ -230,9 +218,8 @@ def make_huge(folder: Path, _: Path) -> None:
     [(make_links, True), (make_special, True), (make_deep, False), (make_huge, False)],
 )
 def test_hostile_cache_content_does_not_block_a_start(
-    caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    plant: Callable[[Path, Path], None], is_copied: bool,
-) -> None:  # fmt: skip
+    caches, tmp_path, monkeypatch, plant, is_copied
+):
     monkeypatch.setattr(compile_cache, "_MAX_BYTES", 1 << 19)
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -253,7 +240,7 @@ def test_hostile_cache_content_does_not_block_a_start(
     assert folders.remove_tree(new.parent)
 
 
-def test_interrupted_copy_is_repeated(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_copy_is_repeated(caches, monkeypatch):
     caches.make_proven()
 
     def interrupt(_: Path, target: Path) -> bool:
@@ -270,9 +257,7 @@ def test_interrupted_copy_is_repeated(caches: Caches, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("failure", ["copy", "disk space", "state file", "removal"])
-def test_any_failure_starts_with_an_empty_cache(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch, failure: str
-) -> None:
+def test_any_failure_starts_with_an_empty_cache(caches, monkeypatch, failure):
     caches.make_proven()
     caches.prepare(CANDIDATE)
     caches.host.paths.compile_cache(CANDIDATE).unlink()
@@ -290,14 +275,14 @@ def test_any_failure_starts_with_an_empty_cache(
     assert new.stat().st_uid == NOBODY.pw_uid
 
 
-def test_cache_of_another_account_is_not_used(caches: Caches) -> None:
+def test_cache_of_another_account_is_not_used(caches):
     old = caches.make_proven()
     os.chown(old, 12_345, 12_345)
     assert content(caches.prepare(CANDIDATE)) == []
     assert content(caches.prepare(PROVEN)) == []
 
 
-def test_refuses_link_at_the_cache_folder(caches: Caches, tmp_path: Path) -> None:
+def test_refuses_link_at_the_cache_folder(caches, tmp_path):
     (tmp_path / "outside").mkdir()
     (caches.host.paths.root / "srv/cache").mkdir(parents=True)
     (caches.host.paths.root / "srv/cache" / KEY).symlink_to(tmp_path / "outside")
@@ -306,7 +291,7 @@ def test_refuses_link_at_the_cache_folder(caches: Caches, tmp_path: Path) -> Non
     assert content(tmp_path / "outside") == []
 
 
-def test_hanging_coreutils_are_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hanging_coreutils_are_killed(monkeypatch, tmp_path):
     def hang(*words: object, timeout: float, **_: object) -> None:
         raise subprocess.TimeoutExpired(str(words), timeout)
 
@@ -314,7 +299,7 @@ def test_hanging_coreutils_are_killed(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert not folders.copy_tree(tmp_path, tmp_path / "copy")
 
 
-def test_empties_the_engine_socket_folder_whatever_it_contains(tmp_path: Path) -> None:
+def test_empties_the_engine_socket_folder_whatever_it_contains(tmp_path):
     outside, folder = tmp_path / "outside", tmp_path / "folder"
     for path in (outside, folder):
         path.mkdir()

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import pwd
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,16 +82,14 @@ def verify(host: Host, checkpoint: Path) -> list[str]:
     return reports
 
 
-def test_unchanged_checkpoint_is_not_hashed(host: Host, checkpoint: Path) -> None:
+def test_unchanged_checkpoint_is_not_hashed(host, checkpoint):
     os.chmod(checkpoint / SHARD, 0o444)
     os.link(checkpoint / SHARD, checkpoint.parent / "linked")
     assert verify(host, checkpoint) == []
 
 
 @pytest.mark.parametrize("damage", [flip_byte, replace_file])
-def test_refuses_a_changed_byte(
-    host: Host, checkpoint: Path, damage: Callable[[Path], None]
-) -> None:
+def test_refuses_a_changed_byte(host, checkpoint, damage):
     damage(checkpoint / SHARD)
     for _ in range(2):  # also at the next start
         with pytest.raises(HostToolError) as refused:
@@ -102,13 +99,13 @@ def test_refuses_a_changed_byte(
         assert "move the directory away and run the deploy again" in refused.value.fix
 
 
-def test_missing_file_is_named(host: Host, checkpoint: Path) -> None:
+def test_missing_file_is_named(host, checkpoint):
     (checkpoint / SMALL).unlink()
     with pytest.raises(HostToolError, match=r"config\.json: is missing"):
         verify(host, checkpoint)
 
 
-def test_touched_files_are_hashed_once(host: Host, checkpoint: Path) -> None:
+def test_touched_files_are_hashed_once(host, checkpoint):
     before = json.loads((checkpoint / "receipt.json").read_text())
     os.utime(checkpoint / SHARD)
     replace_file(checkpoint / SMALL, damaged=False)
@@ -121,9 +118,7 @@ def test_touched_files_are_hashed_once(host: Host, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [("inode",), ("inode", "modified_ns")])
-def test_receipt_without_stats_is_completed_by_hashing(
-    host: Host, checkpoint: Path, keys: tuple[str, ...]
-) -> None:
+def test_receipt_without_stats_is_completed_by_hashing(host, checkpoint, keys):
     remove_stats(checkpoint, *keys)
     assert len(verify(host, checkpoint)) == 1
     assert verify(host, checkpoint) == []
@@ -133,9 +128,7 @@ def test_receipt_without_stats_is_completed_by_hashing(
         verify(host, checkpoint)
 
 
-def test_rollout_verifies_before_the_old_engine_stops(
-    host: Host, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollout_verifies_before_the_old_engine_stops(host, checkpoint, monkeypatch):
     monkeypatch.setattr(serve, "check_artifacts", lambda _: None)
     release = release_of(host, checkpoint)
     assert serve.problem(release, host.paths) is None
@@ -145,9 +138,7 @@ def test_rollout_verifies_before_the_old_engine_stops(
     assert "has sha256" in problem.what
 
 
-def test_start_verifies_after_removing_the_container(
-    host: Host, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_verifies_after_removing_the_container(host, checkpoint, monkeypatch):
     order: list[str] = []
     monkeypatch.setattr(serve.docker, "is_up", lambda: True)
     monkeypatch.setattr(serve.docker, "remove_container", lambda _: order.append("container"))
@@ -158,7 +149,7 @@ def test_start_verifies_after_removing_the_container(
     assert order == ["container", "artifacts"]
 
 
-def test_drafter_and_adapter_are_verified_too(host: Host, checkpoint: Path, tmp_path: Path) -> None:
+def test_drafter_and_adapter_are_verified_too(host, checkpoint, tmp_path):
     drafter = make_checkpoint(tmp_path / "drafter", SHARD)
     tree, beside = ({"path": str(path), "digest": DIGEST} for path in (checkpoint, drafter))
     release = host.release(tree=tree, beside=[beside])
@@ -176,14 +167,14 @@ def refusal(release: Release) -> HostToolError:
     return refused.value
 
 
-def test_container_runs_as_numeric_user(host: Host) -> None:
+def test_container_runs_as_numeric_user(host):
     argv = container.docker_argv(host.release(engine__user="nobody"), host.paths)
     option = argv.index("--user")
     assert argv[option + 1] == f"{NOBODY.pw_uid}:{NOBODY.pw_gid}"
     assert option < argv.index("spark-vllm:stub")
 
 
-def test_missing_account_names_the_fix(host: Host) -> None:
+def test_missing_account_names_the_fix(host):
     release = host.release(engine__user="spark-absent")
     with pytest.raises(HostToolError, match=r"spark-absent[\s\S]*systemd-sysusers"):
         container.docker_argv(release, host.paths)
@@ -192,9 +183,7 @@ def test_missing_account_names_the_fix(host: Host) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
 @pytest.mark.parametrize("name", [SHARD, "receipt.json", "", "more", "more/tokenizer"])
 @pytest.mark.parametrize(("owner", "mode"), [(NOBODY.pw_uid, 0o755), (0, 0o775), (0, 0o757)])
-def test_refuses_checkpoint_writable_by_others(
-    host: Host, checkpoint: Path, name: str, owner: int, mode: int
-) -> None:
+def test_refuses_checkpoint_writable_by_others(host, checkpoint, name, owner, mode):
     (checkpoint / "more").mkdir(mode=0o755)
     (checkpoint / "more/tokenizer").write_bytes(b"x")
     release = release_of(host, checkpoint)
@@ -212,15 +201,13 @@ def test_refuses_checkpoint_writable_by_others(
     assert not jobs.receipt_holds(receipt)
 
 
-def test_refuses_link_in_a_checkpoint(host: Host, checkpoint: Path) -> None:
+def test_refuses_link_in_a_checkpoint(host, checkpoint):
     (checkpoint / "link").symlink_to("/etc/hostname")
     assert "is a link" in refusal(release_of(host, checkpoint)).what
 
 
 @pytest.mark.parametrize(("name", "mode"), [(SHARD, 0o600), ("", 0o700)])
-def test_refuses_checkpoint_that_the_engine_cannot_read(
-    host: Host, checkpoint: Path, name: str, mode: int
-) -> None:
+def test_refuses_checkpoint_that_the_engine_cannot_read(host, checkpoint, name, mode):
     release = release_of(host, checkpoint)
     serve.check_checkpoints(release)
 

@@ -60,7 +60,7 @@ def run_engine(host: Host, client: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_docker_client_gets_no_engine_variables(host: Host, client: Path) -> None:
+def test_docker_client_gets_no_engine_variables(host, client):
     run_engine(host, client)
     variables = client_environment(client)
     assert set(variables) <= {"HOME", "LC_ALL", "PATH"}
@@ -71,8 +71,8 @@ def test_docker_client_gets_no_engine_variables(host: Host, client: Path) -> Non
 
 
 def test_container_gets_variables_from_a_root_only_file_removed_after_the_stop(
-    host: Host, client: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    host, client, monkeypatch
+):
     run_engine(host, client)
     file = client.parent.parent / "env-file"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -96,16 +96,14 @@ def test_container_gets_variables_from_a_root_only_file_removed_after_the_stop(
         ("GOOD", "x" * 70_000),
     ],
 )
-def test_refuses_variables_that_break_the_file_format(host: Host, name: str, value: str) -> None:
+def test_refuses_variables_that_break_the_file_format(host, name, value):
     release = host.release(engine__env={name: value})
     with pytest.raises(HostToolError, match="environment"):
         container.write_environment(release, host.paths)
     assert not host.paths.engine_environment(RELEASE).exists()
 
 
-def test_docker_client_has_a_minimal_environment(
-    client: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_docker_client_has_a_minimal_environment(client, monkeypatch):
     for name, value in HOSTILE.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{client.parent}:{os.defpath}")
@@ -151,7 +149,7 @@ def write_specification(tmp_path: Path, text: str, name: str = "nvidia.yaml") ->
     return path
 
 
-def test_regenerates_cdi_spec_once_after_driver_update(tmp_path: Path, nvidia_ctk: Path) -> None:
+def test_regenerates_cdi_spec_once_after_driver_update(tmp_path, nvidia_ctk):
     spec = write_specification(tmp_path, SPECIFICATION.format(driver=OLD))
     reports: list[str] = []
     for _ in range(2):
@@ -169,23 +167,21 @@ def test_regenerates_cdi_spec_once_after_driver_update(tmp_path: Path, nvidia_ct
         (SPECIFICATION.format(driver=OLD), "nvidia.yaml.before"),
     ],
 )
-def test_keeps_other_cdi_files(tmp_path: Path, nvidia_ctk: Path, text: str, name: str) -> None:
+def test_keeps_other_cdi_files(tmp_path, nvidia_ctk, text, name):
     spec = write_specification(tmp_path, text, name)
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
     assert (calls(nvidia_ctk), spec.read_text()) == ("", text)
 
 
 @pytest.mark.usefixtures("nvidia_ctk")
-def test_refresh_without_driver_or_folder_does_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refresh_without_driver_or_folder_does_nothing(tmp_path, monkeypatch):
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
     write_specification(tmp_path, SPECIFICATION.format(driver=OLD))
     monkeypatch.setattr(versions, "driver", lambda: "")
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
 
 
-def test_failed_cdi_refresh_does_not_stop_the_start(tmp_path: Path, nvidia_ctk: Path) -> None:
+def test_failed_cdi_refresh_does_not_stop_the_start(tmp_path, nvidia_ctk):
     nvidia_ctk.with_name("nvidia-ctk.broken").touch()
     spec = write_specification(tmp_path, SPECIFICATION.format(driver=OLD))
     reports: list[str] = []

@@ -6,7 +6,7 @@ import fcntl
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from spark_host.engine.memory import GIB
 from spark_host.gateway import gateway, traffic
 from spark_host.system import docker
 from spark_host.system import host as system
-from stub_host import RELEASE, Host, release_data
+from stub_host import RELEASE, release_data
 
 
 @pytest.mark.parametrize(
     "arguments", [("--runtime=nvidia",), ("--runtime=runc", "--device=nvidia.com/gpu=all")]
 )
-def test_engine_gets_the_proven_gpu_arguments(host: Host, arguments: tuple[str, ...]) -> None:
+def test_engine_gets_the_proven_gpu_arguments(host, arguments):
     host.proven_gpu(*arguments)
     release = host.release()
     argv = container.docker_argv(release, host.paths)
@@ -39,13 +39,13 @@ def test_engine_gets_the_proven_gpu_arguments(host: Host, arguments: tuple[str, 
     assert gpu_options == [*arguments]
 
 
-def test_multiline_template_is_a_single_argument(host: Host) -> None:
+def test_multiline_template_is_a_single_argument(host):
     template = "{% for message in messages %}\n\t'{{ message }}' \"$x\" ü\n{% endfor %}\n"
     release = host.release(engine__argv=["/model", "--chat-template", template])
     assert container.docker_argv(release, host.paths)[-1] == template
 
 
-def test_start_needs_the_gpu_proof(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_needs_the_gpu_proof(host, monkeypatch):
     monkeypatch.setattr(docker, "is_up", lambda: True)
     host.release()
     host.paths.gpu_receipt.unlink()
@@ -55,9 +55,7 @@ def test_start_needs_the_gpu_proof(host: Host, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("verb", [serve.prepare, serve.run], ids=["prepare", "run"])
-def test_second_engine_is_refused(
-    host: Host, monkeypatch: pytest.MonkeyPatch, verb: Callable[[str, Paths], int]
-) -> None:
+def test_second_engine_is_refused(host, monkeypatch, verb):
     started: list[str] = []
     monkeypatch.setattr(serve.os, "execvpe", lambda program, *_: started.append(program))
     host.release()
@@ -71,7 +69,7 @@ def test_second_engine_is_refused(
     assert started == []
 
 
-def test_missing_gateway_account_is_a_problem(host: Host) -> None:
+def test_missing_gateway_account_is_a_problem(host):
     nginx = host.paths.root / "usr/sbin/nginx"
     nginx.parent.mkdir(parents=True)
     nginx.touch(0o755)
@@ -82,9 +80,7 @@ def test_missing_gateway_account_is_a_problem(host: Host) -> None:
     assert str(gateway.problem(release, host.paths)).startswith(message)
 
 
-def test_traffic_closes_before_the_container_is_removed(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_traffic_closes_before_the_container_is_removed(host, monkeypatch):
     release = host.release()
     files.write_text(host.paths.traffic(release.service), "open\n")
     open_at_removal: list[bool] = []
@@ -142,7 +138,7 @@ def turns(tmp_path: Path) -> Turns:
     return Turns(tmp_path)
 
 
-def test_second_start_waits_for_the_first(turns: Turns) -> None:
+def test_second_start_waits_for_the_first(turns):
     turns.systemd.states = [("activating", "start-post")] * 2 + [("active", "running")]
     turns.wait(EMBED)
     assert turns.reports == [f"phase=turn waiting for the start of {CHAT}"] * 2
@@ -157,13 +153,13 @@ def test_second_start_waits_for_the_first(turns: Turns) -> None:
         (CHAT, ("activating", "start-pre")),  # a restart of the same release
     ],
 )
-def test_only_another_start_blocks(turns: Turns, name: str, state: tuple[str, str]) -> None:
+def test_only_another_start_blocks(turns, name, state):
     turns.systemd.states = [state]
     turns.wait(name)
     assert turns.reports == []
 
 
-def test_waiting_for_a_start_is_limited(turns: Turns) -> None:
+def test_waiting_for_a_start_is_limited(turns):
     turns.systemd.states = [("activating", "start")]
     start_s = turns.wait(EMBED).timeouts.start_s
     assert turns.reports[-1] == f"phase=turn no longer waiting for the start of {CHAT}"
@@ -233,10 +229,7 @@ MEMORY, CONTAINER = "20.0 GiB available, 80.0 GiB needed", "spark-main-x is stil
     ],
     ids=["enough", "memory", "container", "memory after the container", "other service"],
 )  # fmt: skip
-def test_waits_for_containers_and_memory(
-    waiting: Waiting, available_gib: int, containers: list[str], changes: dict[str, Any],
-    obstacles: list[str],
-) -> None:  # fmt: skip
+def test_waits_for_containers_and_memory(waiting, available_gib, containers, changes, obstacles):
     waiting.set_available(available_gib)
     waiting.containers = containers
     for name, value in changes.items():
@@ -253,16 +246,14 @@ def test_waits_for_containers_and_memory(
         (["spark-main-x"], CONTAINER, "docker rm -f spark-main-x"),
     ],
 )
-def test_timeout_names_the_obstacle(
-    waiting: Waiting, containers: list[str], obstacle: str, fix: str
-) -> None:
+def test_timeout_names_the_obstacle(waiting, containers, obstacle, fix):
     waiting.set_available(20)
     waiting.containers = containers
     with pytest.raises(HostToolError, match=f"{obstacle} after 0 s; fix: {fix}"):
         waiting.wait(wait_s=0.1)
 
 
-def test_kexec_reserve_is_not_available(waiting: Waiting) -> None:
+def test_kexec_reserve_is_not_available(waiting):
     waiting.meminfo.write_text(
         "MemTotal: 125000000 kB\nMemAvailable: 90000000 kB\nCmaTotal: 0 kB\nCmaFree: 9000000 kB\n"
     )

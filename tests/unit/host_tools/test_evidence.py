@@ -23,7 +23,7 @@ LOG = (Path(__file__).parents[2] / "fixtures/engine-start.log").read_text()
 GIB = 1 << 30
 
 
-def test_start_log_yields_kernels_times_and_sizes() -> None:
+def test_start_log_yields_kernels_times_and_sizes():
     messages = list(logs.start_messages(LOG.splitlines()))
     lines = logs.kernel_lines(messages)
     assert [line.split()[1] for line in lines] == [
@@ -40,12 +40,12 @@ def test_start_log_yields_kernels_times_and_sizes() -> None:
     assert logs.kv_cache_tokens(messages) == 652_465
 
 
-def test_only_whole_start_messages_are_read() -> None:
+def test_only_whole_start_messages_are_read():
     messages = list(logs.start_messages(LOG.splitlines()))
     assert not [line for line in logs.kernel_lines(messages) if "CANARY" in line]
 
 
-def test_reports_mapped_libraries(tmp_path: Path) -> None:
+def test_reports_mapped_libraries(tmp_path):
     """A real process maps the library."""
     packages = tmp_path / "lib/python3.12/dist-packages"
     for name in ("flashinfer_python-0.7.2.post1", "torch-2.14.0+cu130", "requests-2.0"):
@@ -91,12 +91,12 @@ def read_evidence(host: Host, monkeypatch: pytest.MonkeyPatch):
     return read
 
 
-def test_evidence_without_a_release(read_evidence) -> None:
+def test_evidence_without_a_release(read_evidence):
     result = read_evidence()
     assert (result.engines, result.gpu_container) == ((), ())
 
 
-def test_evidence_of_a_running_engine(host: Host, read_evidence) -> None:
+def test_evidence_of_a_running_engine(host, read_evidence):
     release = host.release()
     host.started(release)
     host.here.disk.write(
@@ -110,7 +110,7 @@ def test_evidence_of_a_running_engine(host: Host, read_evidence) -> None:
     assert "CANARY" not in repr(engine)
 
 
-def test_firmware_excludes_serial_numbers(host: Host) -> None:
+def test_firmware_excludes_serial_numbers(host):
     folder = host.paths.root / "sys/class/dmi/id"
     folder.mkdir(parents=True)
     for name, text in {
@@ -123,7 +123,7 @@ def test_firmware_excludes_serial_numbers(host: Host) -> None:
     }  # fmt: skip
 
 
-def test_kernel_faults_are_counted() -> None:
+def test_kernel_faults_are_counted():
     text = (
         "NVRM: Xid (PCI:000f:01:00): 119, pid=1, name=CANARY, Timeout\n"
         "NVRM: nvAssertOkFailedNoLog: Assertion failed: Out of memory [NV_ERR_NO_MEMORY]\n"
@@ -133,6 +133,6 @@ def test_kernel_faults_are_counted() -> None:
     assert logs.parse_kernel_faults(text) == {"xid": 1, "no_memory": 2, "oom_kills": 1}
 
 
-def test_older_tools_without_evidence_are_reported() -> None:
+def test_older_tools_without_evidence_are_reported():
     assert Fact().process(["spark-host status [--live]: everything"]) is None
     assert Fact().process([]) is None

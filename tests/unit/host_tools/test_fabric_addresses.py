@@ -100,7 +100,7 @@ def trial(host: Fabric) -> Fabric:
     return host
 
 
-def test_trial_is_temporary_and_its_removal_is_scheduled_first(trial: Fabric) -> None:
+def test_trial_is_temporary_and_its_removal_is_scheduled_first(trial):
     assert trial.mtu() == 9000
     assert trial.paths.below(NETPLAN_TRIAL).stat().st_mode & 0o777 == 0o600
     assert not trial.paths.below(NETPLAN_FILE).exists()
@@ -110,14 +110,14 @@ def test_trial_is_temporary_and_its_removal_is_scheduled_first(trial: Fabric) ->
     assert apply.endswith("netplan apply")
 
 
-def test_refuses_a_second_trial(trial: Fabric) -> None:
+def test_refuses_a_second_trial(trial):
     before = trial.log()
     with pytest.raises(HostToolError, match="another trial is running"):
         run(trial, "try")
     assert trial.log() == before
 
 
-def test_confirmed_trial_is_permanent(trial: Fabric) -> None:
+def test_confirmed_trial_is_permanent(trial):
     run(trial, "confirm")
     run(trial, "confirm")
     run(trial, "restore", "--unconfirmed")
@@ -126,7 +126,7 @@ def test_confirmed_trial_is_permanent(trial: Fabric) -> None:
     assert not trial.paths.below(NETPLAN_TRIAL).exists()
 
 
-def test_removes_an_unconfirmed_trial(trial: Fabric) -> None:
+def test_removes_an_unconfirmed_trial(trial):
     run(trial, "restore", "--unconfirmed")
     assert trial.mtu() == 1500
     assert "ip address delete 192.168.100.11/24 dev fab0" in trial.log()
@@ -136,12 +136,12 @@ def test_removes_an_unconfirmed_trial(trial: Fabric) -> None:
             run(trial, verb)
 
 
-def test_lock_file_is_private(trial: Fabric) -> None:
+def test_lock_file_is_private(trial):
     # A user who can read the file could lock it and prevent the restore.
     assert (trial.paths.run / "fabric.lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_power_cut_removes_the_trial(trial: Fabric) -> None:
+def test_power_cut_removes_the_trial(trial):
     shutil.rmtree(trial.paths.below("/run"))
     assert list(trial.paths.below("/etc").rglob("*")) == []
     with pytest.raises(HostToolError, match="not confirmed in time"):
@@ -161,9 +161,7 @@ def test_power_cut_removes_the_trial(trial: Fabric) -> None:
     ],
     ids=["no address", "netplan hangs", "addresses change"],
 )  # fmt: skip
-def test_does_not_confirm_an_unsettled_network(
-    trial: Fabric, monkeypatch: pytest.MonkeyPatch, program: str, text: str, message: str
-) -> None:
+def test_does_not_confirm_an_unsettled_network(trial, monkeypatch, program, text, message):
     monkeypatch.setattr(fabric, "_APPLY_S", 1.0)
     trial.write_program(program, text)
     with pytest.raises(HostToolError, match=message):
@@ -171,7 +169,7 @@ def test_does_not_confirm_an_unsettled_network(
     assert not trial.paths.below(NETPLAN_FILE).exists()
 
 
-def test_removes_a_rejected_netplan_file(host: Fabric) -> None:
+def test_removes_a_rejected_netplan_file(host):
     (host.root / "generate-code").write_text("1")
     with pytest.raises(HostToolError, match="netplan rejects the file"):
         run(host, "try")
@@ -179,7 +177,7 @@ def test_removes_a_rejected_netplan_file(host: Fabric) -> None:
     assert "apply" not in host.log()
 
 
-def test_restore_removes_the_network_and_keeps_a_copy(trial: Fabric) -> None:
+def test_restore_removes_the_network_and_keeps_a_copy(trial):
     run(trial, "confirm")
     with pytest.raises(HostToolError, match="another managed network is in use"):
         run(trial, "try")
@@ -190,7 +188,7 @@ def test_restore_removes_the_network_and_keeps_a_copy(trial: Fabric) -> None:
     assert trial.paths.below("/var/lib/spark/fabric/removed.yaml").read_text() == PLAN.netplan
 
 
-def test_restore_repairs_other_interfaces(trial: Fabric) -> None:
+def test_restore_repairs_other_interfaces(trial):
     trial.write_others({"local": "192.168.100.11", "prefixlen": 24})
     (trial.root / "routes").write_text("")
     run(trial, "restore", "--unconfirmed")
@@ -199,7 +197,7 @@ def test_restore_repairs_other_interfaces(trial: Fabric) -> None:
     assert "ip -4 route replace default via 10.0.0.1 dev eth0 proto static" in trial.log()
 
 
-def test_restores_static_ipv6_but_no_advertised_route(host: Fabric) -> None:
+def test_restores_static_ipv6_but_no_advertised_route(host):
     static = {"local": "fd00::5", "prefixlen": 64}
     temporary = {"local": "fd00::abcd", "prefixlen": 64, "temporary": True}
     host.write_others(IPV4, static, temporary, {})
@@ -217,9 +215,7 @@ def test_restores_static_ipv6_but_no_advertised_route(host: Fabric) -> None:
 
 
 @pytest.mark.parametrize("words", [("settled",), ("restore", "--unconfirmed")])
-def test_waits_for_addresses_that_return(
-    trial: Fabric, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
+def test_waits_for_addresses_that_return(trial, monkeypatch, words):
     trial.flush_others(queries=5)
     monkeypatch.setattr(fabric, "_STILL_S", 0.0)
     monkeypatch.setattr(fabric, "_REGAIN_S", 30.0)
@@ -228,18 +224,18 @@ def test_waits_for_addresses_that_return(
     assert "address replace" not in trial.log()
 
 
-def test_settled_ignores_an_address_that_stays_missing(trial: Fabric) -> None:
+def test_settled_ignores_an_address_that_stays_missing(trial):
     trial.write_others()
     run(trial, "settled")
 
 
-def test_does_not_replace_a_new_lease(trial: Fabric) -> None:
+def test_does_not_replace_a_new_lease(trial):
     trial.write_others({"local": "10.0.0.77", "prefixlen": 24})
     run(trial, "restore", "--unconfirmed")
     assert "dev eth0" not in trial.log()
 
 
-def test_settled_waits_for_netplan(trial: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settled_waits_for_netplan(trial, monkeypatch):
     trial.write_program("systemctl", """
         echo query >> $ROOT/queries; state=deactivating
         [ $(wc -l < $ROOT/queries) -gt 3 ] && state=inactive
@@ -249,7 +245,7 @@ def test_settled_waits_for_netplan(trial: Fabric, monkeypatch: pytest.MonkeyPatc
     assert trial.queries() > 3
 
 
-def test_restores_addresses_if_netplan_fails(trial: Fabric) -> None:
+def test_restores_addresses_if_netplan_fails(trial):
     trial.write_others()
     trial.write_program("netplan", "exit 1")
     with pytest.raises(HostToolError, match="netplan rejects the previous network"):

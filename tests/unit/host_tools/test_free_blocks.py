@@ -41,7 +41,7 @@ def written(host: Host) -> list[str]:
         ("low", 0.05, False, False),
     ],
 )
-def test_limits(name: str, needed_gib: float, low: bool, fragmented: bool) -> None:
+def test_limits(name, needed_gib, low, fragmented):
     blocks = parse_buddyinfo(SAMPLES[name], 4096)
     assert blocks is not None
     assert blocks.is_low(int(needed_gib * GIB)) == low
@@ -56,30 +56,26 @@ def test_limits(name: str, needed_gib: float, low: bool, fragmented: bool) -> No
         (4096, "9 0 0 0 0 0 0 0 0 0 2", 32 << 20, 8 << 20),  # the largest is 4 MiB
     ],
 )
-def test_pages_and_orders(
-    page_bytes: int, counts: str, smallest_bytes: int, free_bytes: int
-) -> None:
+def test_pages_and_orders(page_bytes, counts, smallest_bytes, free_bytes):
     blocks = parse_buddyinfo(f"Node 0, zone   Normal {counts} \n", page_bytes)
     assert blocks is not None
     assert blocks.free_bytes(smallest_bytes) == free_bytes
 
 
-def test_empty_buddyinfo_has_no_blocks() -> None:
+def test_empty_buddyinfo_has_no_blocks():
     assert parse_buddyinfo("", 4096) is None
 
 
 @pytest.mark.parametrize(
     ("name", "expected"), [("healthy", ["", ""]), ("low", ["3", "1"]), ("fragmented", ["3", "1"])]
 )
-def test_start_defragments_only_if_blocks_are_missing(
-    host: Host, name: str, expected: list[str]
-) -> None:
+def test_start_defragments_only_if_blocks_are_missing(host, name, expected):
     set_buddyinfo(host, name)
     memory.prepare_blocks(host.release(memory=NEEDED), print)
     assert written(host) == expected
 
 
-def test_start_continues_if_the_kernel_refuses(host: Host) -> None:
+def test_start_continues_if_the_kernel_refuses(host):
     set_buddyinfo(host, "fragmented")
     shutil.rmtree(host.paths.root / PROC / "sys")
     lines: list[str] = []
@@ -97,9 +93,7 @@ def release_with_driver_failures(
 
 
 @pytest.mark.parametrize(("name", "expected"), [("healthy", ["", ""]), ("low", ["3", "1"])])
-def test_blocks_are_kept_free_while_the_engine_loads(
-    host: Host, monkeypatch: pytest.MonkeyPatch, name: str, expected: list[str]
-) -> None:
+def test_blocks_are_kept_free_while_the_engine_loads(host, monkeypatch, name, expected):
     release = release_with_driver_failures(host, monkeypatch, 0)
     set_buddyinfo(host, name)
     host.start(release, STUB_LOAD_S="0.5")
@@ -108,9 +102,7 @@ def test_blocks_are_kept_free_while_the_engine_loads(
 
 
 @pytest.mark.parametrize("helps", [True, False])
-def test_useless_defragmentation_is_repeated_less_often(
-    host: Host, monkeypatch: pytest.MonkeyPatch, helps: bool
-) -> None:
+def test_useless_defragmentation_is_repeated_less_often(host, monkeypatch, helps):
     """1.2 s have room for rests of 0.04, 0.08, 0.16, 0.32 and 0.64 s, or for many short rests."""
     calls: list[str] = []
 
@@ -142,9 +134,7 @@ def test_useless_defragmentation_is_repeated_less_often(
         ("healthy", 0, False, False),
     ],
 )
-def test_driver_failures_during_a_start(
-    host: Host, monkeypatch: pytest.MonkeyPatch, name: str, failures: int, loads: bool, fails: bool
-) -> None:
+def test_driver_failures_during_a_start(host, monkeypatch, name, failures, loads, fails):
     start_s = 20 if loads else 0.5
     release = release_with_driver_failures(host, monkeypatch, failures, timeouts__start_s=start_s)
     set_buddyinfo(host, name)
@@ -159,7 +149,7 @@ def test_driver_failures_during_a_start(
     assert ("NV_ERR_NO_MEMORY" in finding.detail) == bool(failures)
 
 
-def test_watchdog_reports_fragmentation_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_reports_fragmentation_once(host, monkeypatch):
     monkeypatch.setattr(watchdog, "_SENSORS_EVERY_S", 0.0)
     monkeypatch.setattr(watchdog, "_follow_addresses", lambda *_: None)
     monkeypatch.setattr(sensors, "read", lambda: None)
@@ -209,9 +199,7 @@ def test_watchdog_stops_an_engine_that_fills_the_disk(
         ([(at_s, 7) for at_s in range(0, 2000, 20)], 1),
     ],
 )
-def test_fragmentation_near_the_limit_is_reported_once(
-    samples: list[tuple[float, float]], events: int
-) -> None:
+def test_fragmentation_near_the_limit_is_reported_once(samples, events):
     fragmentation = watchdog.Fragmentation()
     begins = [
         fragmentation.begins(FreeBlocks(((4 << 10, 20 * GIB), (32 << 20, int(gib * GIB)))), at_s)

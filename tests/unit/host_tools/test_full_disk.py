@@ -31,7 +31,7 @@ files.write_text(Path(sys.argv[1]), "the next content" * 20)
 """
 
 
-def test_full_disk_keeps_the_previous_file(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_previous_file(tmp_path):
     path = tmp_path / "good.json"
     files.write_text(path, "the previous content")
 
@@ -56,7 +56,7 @@ def on_full_disk(host: Host) -> system.Host:
     return replace(host.here, disk=FullDisk(SimulatedHost()))  # type: ignore[arg-type]
 
 
-def test_full_disk_does_not_fail_a_check(host: Host) -> None:
+def test_full_disk_does_not_fail_a_check(host):
     release, reports = host.release(), list[str]()
     host.start(release)
     assert runner.check(release, on_full_disk(host), "quick", reports.append, "run").ok
@@ -64,7 +64,7 @@ def test_full_disk_does_not_fail_a_check(host: Host) -> None:
 
 
 @pytest.mark.slow
-def test_full_disk_removes_an_invalid_proof(host: Host) -> None:
+def test_full_disk_removes_an_invalid_proof(host):
     release = host.release()
     host.start(release)
     assert check(host, release, "full").ok
@@ -82,10 +82,7 @@ def test_full_disk_removes_an_invalid_proof(host: Host) -> None:
         (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "spark-host status: reset by"),
     ],
 )
-def test_os_error_is_a_single_line(
-    error: OSError, message: str, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_os_error_is_a_single_line(error, message, monkeypatch, capsys):
     def fail(*_: object) -> int:
         raise error
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from gateway_client import CHAT, MIB, NAMES, recording_gateway
-from stub_host import Host
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_removes_stored_bodies_after_the_request(services):
         time.sleep(0.05)
 
 
-def test_start_removes_bodies_of_a_killed_gateway(js_host: Host) -> None:
+def test_start_removes_bodies_of_a_killed_gateway(js_host):
     body = js_host.paths.gateway_bodies("main") / "body/0000000007"
     body.parent.mkdir(parents=True)
     body.write_text("a secret")

@@ -67,7 +67,7 @@ def curl(*options: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
-def test_exposure_changes_keep_running_answers(client: GatewayClient) -> None:
+def test_exposure_changes_keep_running_answers(client):
     port, pid = client.settings.port, client.process.pid
     assert listening(client) == LOOPBACK
     answer = client.start_long_answer()
@@ -87,7 +87,7 @@ def test_exposure_changes_keep_running_answers(client: GatewayClient) -> None:
     assert client.process.poll() is None
 
 
-def test_lan_uses_tls_and_loopback_does_not(client: GatewayClient) -> None:
+def test_lan_uses_tls_and_loopback_does_not(client):
     apply_settings(client, expose="lan", tls=make_certificate(client.host))
     root = str(client.host.paths.root / "etc/spark/gateway/main.crt")
     trust = ("-CAfile", root, "-verify_hostname", "spark.example.org", "-verify_return_error")
@@ -105,7 +105,7 @@ def test_lan_uses_tls_and_loopback_does_not(client: GatewayClient) -> None:
 
 
 @pytest.mark.slow
-def test_tls_1_2_has_only_authenticated_ciphers(client: GatewayClient) -> None:
+def test_tls_1_2_has_only_authenticated_ciphers(client):
     apply_settings(client, expose="lan", tls=make_certificate(client.host))
     for cipher in ("ECDHE+AES+SHA256", "ECDHE+AES+SHA1", "AES128-GCM-SHA256", "DHE+AESGCM"):
         suffix = ":!AESGCM@SECLEVEL=0" if "AES+" in cipher else "@SECLEVEL=0"
@@ -114,7 +114,7 @@ def test_tls_1_2_has_only_authenticated_ciphers(client: GatewayClient) -> None:
     assert "Cipher is ECDHE-" in tls_handshake(client, "-tls1_2", "-cipher", "ECDHE+AESGCM")
 
 
-def test_reload_applies_a_renewed_certificate(client: GatewayClient) -> None:
+def test_reload_applies_a_renewed_certificate(client):
     apply_settings(client, expose="lan", tls=make_certificate(client.host))
     first = tls_handshake(client, "-showcerts")
     make_certificate(client.host)
@@ -124,7 +124,7 @@ def test_reload_applies_a_renewed_certificate(client: GatewayClient) -> None:
     assert difference(client) is None
 
 
-def test_invalid_certificate_keeps_the_running_gateway(client: GatewayClient) -> None:
+def test_invalid_certificate_keeps_the_running_gateway(client):
     tls = make_certificate(client.host)
     tls["key"] = make_certificate(client.host, "other")["key"]
     with pytest.raises(HostToolError, match="nginx rejects"):
@@ -133,7 +133,7 @@ def test_invalid_certificate_keeps_the_running_gateway(client: GatewayClient) ->
     assert client.status(CHAT, QUESTION) == 200
 
 
-def test_requests_above_the_limit_get_429_with_retry_after(client: GatewayClient) -> None:
+def test_requests_above_the_limit_get_429_with_retry_after(client):
     apply_settings(client, max_requests_per_s=1)
     answers = [client.send("/v1/models", key=None if n % 2 else OWN_KEY) for n in range(8)]
     refused = [answer for answer in answers if answer.status == 429]
@@ -157,7 +157,7 @@ def tailnet_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.skipif("[::1]" not in LOOPBACK, reason="needs IPv6")
-def test_binds_both_loopback_addresses(client: GatewayClient) -> None:
+def test_binds_both_loopback_addresses(client):
     # Many clients try ::1 first: another listener there would receive their keys.
     with (
         socket.socket(socket.AF_INET6) as other,
@@ -166,7 +166,7 @@ def test_binds_both_loopback_addresses(client: GatewayClient) -> None:
         other.bind(("::1", client.settings.port))
 
 
-def test_follows_the_tailnet_address(client: GatewayClient, tailnet_address: Path) -> None:
+def test_follows_the_tailnet_address(client, tailnet_address):
     paths = client.host.paths
     apply_settings(client, expose="tailscale")
     assert listening(client) == LOOPBACK
@@ -185,14 +185,14 @@ def test_follows_the_tailnet_address(client: GatewayClient, tailnet_address: Pat
     assert listening(client) == LOOPBACK
 
 
-def test_leaves_out_an_address_without_interface(host: Host, tailnet_address: Path) -> None:
+def test_leaves_out_an_address_without_interface(host, tailnet_address):
     tailnet_address.write_text("100.101.102.103\n")
     wanted = listeners.wanted(host.gateway(expose="tailscale"))
     assert {str(listener).rpartition(":")[0] for listener in wanted.listeners} == LOOPBACK
     assert "on no interface" in str(wanted.missing)
 
 
-def test_reports_a_bridge_without_address(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_a_bridge_without_address(host, monkeypatch):
     monkeypatch.setattr(listeners, "_BRIDGE", "none0")
     assert "is docker running?" in str(listeners.wanted(host.gateway(expose="docker")).missing)
     monkeypatch.setattr(listeners, "_BRIDGE", "lo")
@@ -201,6 +201,6 @@ def test_reports_a_bridge_without_address(host: Host, monkeypatch: pytest.Monkey
     assert len(wanted.listeners) == len(LOOPBACK) + 1
 
 
-def test_refuses_unknown_gateway_settings(host: Host) -> None:
+def test_refuses_unknown_gateway_settings(host):
     with pytest.raises(HostToolError, match="known: loopback, docker, tailscale, lan"):
         host.gateway(expose="everywhere")

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from gateway_client import CHAT, OWN_KEY, QUESTION, GatewayClient, running_gateway
+from gateway_client import CHAT, OWN_KEY, QUESTION, running_gateway
 from spark_contract.errors import HostToolError
 from spark_host.gateway import gateway, traffic
-from stub_host import REPOSITORY, Host
+from stub_host import REPOSITORY
 
 
-def test_accepts_only_the_exact_key(client: GatewayClient) -> None:
+def test_accepts_only_the_exact_key(client):
     key, status = client.key, client.status
     assert key.swapcase() != key
     assert status(CHAT, QUESTION, key=key) == 200
@@ -28,7 +28,7 @@ def test_accepts_only_the_exact_key(client: GatewayClient) -> None:
     assert status(CHAT, QUESTION, key=None, Authorization=key) == 401
 
 
-def test_only_health_needs_no_key(client: GatewayClient) -> None:
+def test_only_health_needs_no_key(client):
     assert client.status("/health", key=None) == 200
     for path, body in (
         ("/v1/models", None), ("/v1/models/main-model", None), ("/v1/embeddings", QUESTION),
@@ -39,13 +39,13 @@ def test_only_health_needs_no_key(client: GatewayClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/v1/messages", "/v1/responses"])
-def test_allowed_paths_reach_the_engine(client: GatewayClient, path: str) -> None:
+def test_allowed_paths_reach_the_engine(client, path):
     body = {**QUESTION, "prompt": "What is 12 + 30?", "input": "What is 12 + 30?"}
     status, text = client.ask(path, body)
     assert (status, b"42" in text) == (200, True)
 
 
-def test_gateway_verb_becomes_nginx(nginx_host: Host) -> None:
+def test_gateway_verb_becomes_nginx(nginx_host):
     homes = f"PYTHONPATH={REPOSITORY}/files/host:{REPOSITORY}/files/contract"
     verb = [sys.executable, "-m", "spark_host", "gateway", "main"]
     command = ["env", homes, f"SPARK_ROOT={nginx_host.paths.root}", *verb]
@@ -54,7 +54,7 @@ def test_gateway_verb_becomes_nginx(nginx_host: Host) -> None:
         assert "nginx" in Path(f"/proc/{client.process.pid}/comm").read_text()
 
 
-def test_key_reaches_neither_engine_argv_nor_readable_files(client: GatewayClient) -> None:
+def test_key_reaches_neither_engine_argv_nor_readable_files(client):
     client.status(CHAT, QUESTION)
     assert client.key not in client.host.log.read_text()
     assert client.key not in Path(f"/proc/{client.process.pid}/cmdline").read_text()
@@ -63,7 +63,7 @@ def test_key_reaches_neither_engine_argv_nor_readable_files(client: GatewayClien
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
-def test_closing_traffic_returns_503_and_keeps_running_answers(client: GatewayClient) -> None:
+def test_closing_traffic_returns_503_and_keeps_running_answers(client):
     answer = client.start_long_answer()
     traffic.close("main", client.host.paths)
     with client.send(CHAT, QUESTION) as refused:
@@ -73,7 +73,7 @@ def test_closing_traffic_returns_503_and_keeps_running_answers(client: GatewayCl
     assert answer.read().rstrip().endswith(b"data: [DONE]")
 
 
-def test_absent_engine_returns_503(client: GatewayClient) -> None:
+def test_absent_engine_returns_503(client):
     client.host.engines[0].kill()
     client.host.engines[0].wait()
     with client.send(CHAT, QUESTION) as refused:
@@ -81,7 +81,7 @@ def test_absent_engine_returns_503(client: GatewayClient) -> None:
         assert json.load(refused)["error"]["code"] == 503
 
 
-def test_streams_answers(client: GatewayClient) -> None:
+def test_streams_answers(client):
     start = time.monotonic()
     answer = client.start_long_answer()
     arrivals = [time.monotonic() - start]
@@ -103,9 +103,7 @@ def test_streams_answers(client: GatewayClient) -> None:
         (CHAT, {"filler": "x" * 5000}, OWN_KEY, 413, "invalid_request_error"),
     ],
 )
-def test_errors_fit_openai_and_anthropic_clients(
-    client: GatewayClient, path: str, body: object, key: str | None, status: int, kind: str
-) -> None:
+def test_errors_fit_openai_and_anthropic_clients(client, path, body, key, status, kind):
     got_status, text = client.ask(path, body, key=key)
     error = json.loads(text)
     assert (got_status, error["error"]["code"]) == (status, status)
@@ -114,7 +112,7 @@ def test_errors_fit_openai_and_anthropic_clients(
     assert error["error"]["message"]
 
 
-def test_new_key_replaces_the_old_and_keeps_running_answers(client: GatewayClient) -> None:
+def test_new_key_replaces_the_old_and_keeps_running_answers(client):
     old, answer = client.key, client.start_long_answer()
     gateway.new_key("main", client.host.paths)
     assert client.key != old
@@ -123,7 +121,7 @@ def test_new_key_replaces_the_old_and_keeps_running_answers(client: GatewayClien
     assert answer.read().rstrip().endswith(b"data: [DONE]")
 
 
-def test_key_is_created_once_and_readable_only_by_root(host: Host) -> None:
+def test_key_is_created_once_and_readable_only_by_root(host):
     settings, path = host.gateway(), host.paths.root / "etc/spark/api-key"
     gateway.make_key(settings, host.paths)
     first = gateway.read_key(settings, host.paths)
@@ -136,7 +134,7 @@ def test_key_is_created_once_and_readable_only_by_root(host: Host) -> None:
 
 
 @pytest.mark.parametrize("key", ["short", 'quote"1234567890123456', "brace{}1234567890123456"])
-def test_refuses_key_that_could_break_the_configuration(host: Host, key: str) -> None:
+def test_refuses_key_that_could_break_the_configuration(host, key):
     settings = host.gateway()
     gateway.make_key(settings, host.paths)
     (host.paths.root / "etc/spark/api-key").write_text(key)
@@ -145,7 +143,7 @@ def test_refuses_key_that_could_break_the_configuration(host: Host, key: str) ->
 
 
 @pytest.mark.slow
-def test_serialises_concurrent_configuration_writes(nginx_host: Host) -> None:
+def test_serialises_concurrent_configuration_writes(nginx_host):
     settings, paths = nginx_host.gateway(), nginx_host.paths
     gateway.make_key(settings, paths)
     with ThreadPoolExecutor(8) as pool:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from gateway_client import MIB, QUESTION, GatewayClient, free_port, recording_gateway
-from stub_host import Host
 
 STRANGER = "127.0.0.2"
 COMPLETIONS = "/v1/completions"
@@ -58,7 +57,7 @@ def stored_bytes(client: GatewayClient) -> dict[str, int]:
 
 @pytest.mark.parametrize("balancer", [False, True], ids=["gateway", "balancer"])
 @pytest.mark.parametrize("path", ["/health", "/v1/chat/completions", "/metrics", "/"])
-def test_stores_no_body_without_key(nginx_host: Host, path: str, balancer: bool) -> None:
+def test_stores_no_body_without_key(nginx_host, path, balancer):
     replicas = {"port": free_port(), "others": []} if balancer else None
     settings = {"max_body_bytes": 8 * MIB, "replicas": replicas}
     with recording_gateway(nginx_host, **settings) as client, ExitStack() as stack:
@@ -75,7 +74,7 @@ def test_stores_no_body_without_key(nginx_host: Host, path: str, balancer: bool)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "HEAD"])
-def test_health_accepts_only_get_without_body(nginx_host: Host, method: str) -> None:
+def test_health_accepts_only_get_without_body(nginx_host, method):
     with recording_gateway(nginx_host) as client:
         for data, expected in (
             (request("/health", method=method, length=0), 405),
@@ -88,7 +87,7 @@ def test_health_accepts_only_get_without_body(nginx_host: Host, method: str) -> 
         assert client.received() == {"main": ["/health"]}
 
 
-def test_stores_large_bodies_on_disk(nginx_host: Host) -> None:
+def test_stores_large_bodies_on_disk(nginx_host):
     with recording_gateway(nginx_host, max_body_bytes=8 * MIB) as client:
         with connect(client, request(COMPLETIONS, client.key, length=8 * MIB)) as connection:
             connection.sendall(b"x" * (8 * MIB - 1))
@@ -103,7 +102,7 @@ def test_stores_large_bodies_on_disk(nginx_host: Host) -> None:
         assert stored_bytes(client)["var"] == 0
 
 
-def test_limits_the_number_of_large_bodies(nginx_host: Host) -> None:
+def test_limits_the_number_of_large_bodies(nginx_host):
     length = 200_000
     with recording_gateway(nginx_host, max_body_bytes=MIB) as client, ExitStack() as stack:
         data = request(COMPLETIONS, client.key, length=length)
@@ -120,7 +119,7 @@ def test_limits_the_number_of_large_bodies(nginx_host: Host) -> None:
         assert client.status("/v1/chat/completions", QUESTION) == 200
 
 
-def test_large_bodies_without_key_do_not_block_clients(nginx_host: Host) -> None:
+def test_large_bodies_without_key_do_not_block_clients(nginx_host):
     # nginx discards the body of a refused request; that must not count against the limit.
     with recording_gateway(nginx_host, max_body_bytes=8 * MIB) as client, ExitStack() as stack:
         for number in range(60):
@@ -135,7 +134,7 @@ def test_large_bodies_without_key_do_not_block_clients(nginx_host: Host) -> None
     ("path", "key"),
     [("/v1/models", "wrong"), ("/v1/models", ""), ("/no-such-path", ""), ("/health", "")],
 )
-def test_limits_the_request_rate_per_address(nginx_host: Host, path: str, key: str) -> None:
+def test_limits_the_request_rate_per_address(nginx_host, path, key):
     with recording_gateway(nginx_host, max_requests_per_s=5) as client:
         statuses = []
         for _ in range(40):
@@ -159,7 +158,7 @@ def answered(connections: list[socket.socket]) -> list[int]:
 
 
 @pytest.mark.parametrize("with_key", [True, False])
-def test_limits_connections_per_address(nginx_host: Host, with_key: bool) -> None:
+def test_limits_connections_per_address(nginx_host, with_key):
     with recording_gateway(nginx_host, max_connections=5) as client, ExitStack() as stack:
         client.engines["main"].may_answer.clear()
         path, key = ("/v1/models", client.key) if with_key else ("/health", "")
@@ -175,7 +174,7 @@ def test_limits_connections_per_address(nginx_host: Host, with_key: bool) -> Non
 
 
 @pytest.mark.parametrize("data", [b"", b"GET /v1/models HTTP/1.1\r\nX-"], ids=["idle", "half"])
-def test_idle_connections_do_not_block_clients(nginx_host: Host, data: bytes) -> None:
+def test_idle_connections_do_not_block_clients(nginx_host, data):
     with recording_gateway(nginx_host) as client, ExitStack() as stack:
         for number in range(2300):
             with contextlib.suppress(OSError):
@@ -186,7 +185,7 @@ def test_idle_connections_do_not_block_clients(nginx_host: Host, data: bytes) ->
 
 
 @pytest.mark.slow
-def test_cuts_an_endless_header(nginx_host: Host) -> None:
+def test_cuts_an_endless_header(nginx_host):
     with recording_gateway(nginx_host) as client:
         connection = connect(client, b"GET /v1/models HTTP/1.1\r\n")
         start, number = time.monotonic(), 0
@@ -201,7 +200,7 @@ def test_cuts_an_endless_header(nginx_host: Host) -> None:
         assert time.monotonic() - start < 20
 
 
-def test_headers_of_all_connections_fit_into_memory(nginx_host: Host) -> None:
+def test_headers_of_all_connections_fit_into_memory(nginx_host):
     # Over TLS a head of 33 KiB cost 60 KiB, and 16384 of them a gigabyte, the gateway's limit.
     with recording_gateway(nginx_host) as client:
         fields = "".join(f"X-{number}: {'y' * 7900}\r\n" for number in range(3))
@@ -210,7 +209,7 @@ def test_headers_of_all_connections_fit_into_memory(nginx_host: Host) -> None:
         assert client.status(f"/v1/models?{'x' * 7900}") == 200
 
 
-def test_logs_a_refused_key_without_the_key(nginx_host: Host) -> None:
+def test_logs_a_refused_key_without_the_key(nginx_host):
     journal = nginx_host.paths.root / "run/systemd/journal/dev-log"
     journal.parent.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:

@@ -78,12 +78,12 @@ def replicas(nginx_host: Host) -> Iterator[Replicas]:
         yield Replicas(client, other, settings["port"])
 
 
-def test_balances_requests_and_forwards_the_key(replicas: Replicas) -> None:
+def test_balances_requests_and_forwards_the_key(replicas):
     assert set(replicas.answering_hosts(6)) == {"own", "other"}
     assert set(replicas.other.requests) == {f"{CHAT} Bearer {replicas.client.key}"}
 
 
-def test_prefers_the_least_busy_host(replicas: Replicas) -> None:
+def test_prefers_the_least_busy_host(replicas):
     replicas.other.may_answer.clear()
     while not replicas.other.requests:
         waiting = threading.Thread(target=replicas.ask)
@@ -94,32 +94,32 @@ def test_prefers_the_least_busy_host(replicas: Replicas) -> None:
     waiting.join()
 
 
-def test_closed_host_loses_no_request(replicas: Replicas) -> None:
+def test_closed_host_loses_no_request(replicas):
     replicas.close_own()
     assert replicas.answering_hosts(6) == ["other"] * 6
 
 
 @pytest.mark.parametrize("status", [503, LOST])
-def test_retries_unanswered_requests_of_a_lost_host(replicas: Replicas, status: int) -> None:
+def test_retries_unanswered_requests_of_a_lost_host(replicas, status):
     replicas.other.status = status
     assert replicas.answering_hosts(6) == ["own"] * 6
     assert replicas.other.requests
 
 
 @pytest.mark.parametrize("status", [500, 401])
-def test_does_not_retry_a_started_answer(replicas: Replicas, status: int) -> None:
+def test_does_not_retry_a_started_answer(replicas, status):
     replicas.close_own()
     replicas.other.status = status
     assert replicas.ask()[0] == status
     assert len(replicas.other.requests) == 1
 
 
-def test_refuses_a_wrong_key(replicas: Replicas) -> None:
+def test_refuses_a_wrong_key(replicas):
     assert replicas.ask("wrong")[0] == 401
     assert replicas.other.requests == []
 
 
-def test_returns_503_if_no_replica_is_available(replicas: Replicas) -> None:
+def test_returns_503_if_no_replica_is_available(replicas):
     replicas.other.status = 503
     replicas.close_own()
     for _ in range(3):
@@ -129,12 +129,12 @@ def test_returns_503_if_no_replica_is_available(replicas: Replicas) -> None:
 
 
 @pytest.mark.slow
-def test_counts_a_request_once_against_the_limits(replicas: Replicas) -> None:
+def test_counts_a_request_once_against_the_limits(replicas):
     replicas.other.status = 503
     # The burst is 100; counted twice, 40 requests would be 80 of them.
     assert {replicas.ask()[0] for _ in range(40)} == {200}
 
 
-def test_port_of_the_gateway_serves_locally(replicas: Replicas) -> None:
+def test_port_of_the_gateway_serves_locally(replicas):
     assert b"data: " in replicas.client.start_long_answer().read()
     assert replicas.other.requests == []

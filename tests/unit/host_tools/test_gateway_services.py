@@ -21,7 +21,7 @@ from recording_engine import recording
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_host.gateway import nginx, traffic
-from stub_host import Host, release_data
+from stub_host import release_data
 
 from tests.nginx import MODULE
 
@@ -49,7 +49,7 @@ def test_path_chooses_the_engine_without_model_name(services):
     assert services.received() == {"main": [CHAT, CHAT]}
 
 
-def test_path_alone_chooses_the_engine_without_configured_names(nginx_host: Host) -> None:
+def test_path_alone_chooses_the_engine_without_configured_names(nginx_host):
     body = {"model": "embedder"}
     with recording_gateway(nginx_host, ("main", "embed"), routes={EMBEDDINGS: "embed"}) as client:
         for path in (EMBEDDINGS, CHAT, "/v1/rerank"):
@@ -147,7 +147,7 @@ def test_large_bodies_are_counted_once(services):
 
 
 @pytest.mark.slow
-def test_client_limits_count_a_request_once(js_host: Host) -> None:
+def test_client_limits_count_a_request_once(js_host):
     names = {name: NAMES[name] for name in ("main", "embed")}
     limits = {"max_connections": 6, "max_requests_per_s": 5}
     with recording_gateway(js_host, ("main", "embed"), names=names, **limits) as client:
@@ -182,7 +182,7 @@ def test_model_list_covers_all_open_services(services):
 
 
 @pytest.mark.slow
-def test_streams_answers_chosen_by_name(js_host: Host) -> None:
+def test_streams_answers_chosen_by_name(js_host):
     with recording(js_host.paths.engine_socket("embed")) as embed:
         embed_settings = js_host.paths.gateway_settings("embed")
         embed_settings.parent.mkdir(parents=True, exist_ok=True)
@@ -199,13 +199,13 @@ def test_streams_answers_chosen_by_name(js_host: Host) -> None:
             assert client.status(CHAT, QUESTION) == 200
 
 
-def test_names_the_missing_nginx_module(nginx_host: Host) -> None:
+def test_names_the_missing_nginx_module(nginx_host):
     (nginx_host.paths.root / "usr/lib/nginx/modules" / MODULE).unlink()
     with pytest.raises(HostToolError, match="libnginx-mod-http-js"):
         nginx.config_text(nginx_host.gateway(names={"main": ["a"]}), nginx_host.paths)
 
 
-def test_traffic_file_lists_the_model_names(host: Host) -> None:
+def test_traffic_file_lists_the_model_names(host):
     release = host.release()
     with recording(host.paths.engine_socket("main")):
         traffic.open_for(release, host.paths)

@@ -39,14 +39,14 @@ def read_status(host: Host, monkeypatch: pytest.MonkeyPatch):
     return read
 
 
-def test_status_of_an_empty_host(read_status) -> None:
+def test_status_of_an_empty_host(read_status):
     host_status = read_status()
     assert host_status.report.releases == ()
     assert (host_status.report.services, host_status.report.live) == ({}, None)
     assert host_status.report.memory.total_bytes > host_status.report.memory.available_bytes > 0
 
 
-def test_status_of_a_release_and_its_proof(host: Host, read_status) -> None:
+def test_status_of_a_release_and_its_proof(host, read_status):
     release = host.release()
     never = read_status().release(RELEASE)
     assert (never.active, never.restarts, never.proof) == ("active", 2, None)
@@ -62,14 +62,14 @@ def test_status_of_a_release_and_its_proof(host: Host, read_status) -> None:
     assert read_status(ActiveState="failed").release(RELEASE).unproven == "not running"
 
 
-def test_status_reports_an_interrupted_rollout_of_its_release(host: Host, read_status) -> None:
+def test_status_reports_an_interrupted_rollout_of_its_release(host, read_status):
     host.release()
     assert not read_status().left_failed(RELEASE)
     assert read_status(ActiveState="failed").left_failed(RELEASE)
     assert not read_status(ActiveState="failed").left_failed(OTHER)
 
 
-def test_status_reports_a_running_rollout(host: Host, read_status) -> None:
+def test_status_reports_a_running_rollout(host, read_status):
     host.release()
     here = host.here
     record = Rollout(RELEASE, "then", invocation_id="run-1", state="running", phase="start")
@@ -81,7 +81,7 @@ def test_status_reports_a_running_rollout(host: Host, read_status) -> None:
     assert read_status(ActiveState="inactive", Job="0").rollout("main") is None
 
 
-def test_status_of_a_service_with_rollback_and_events(host: Host, read_status) -> None:
+def test_status_of_a_service_with_rollback_and_events(host, read_status):
     release, here = host.release(), host.here
     here.disk.write(here.paths.good("main"), Good(RELEASE, (OTHER,), "then"))
     here.disk.write(here.paths.rollback("main"), RollbackRecord("done", OTHER, RELEASE, "then"))

@@ -75,7 +75,7 @@ def is_untouched(secret: Path) -> bool:
 
 
 @root_only
-def test_engine_cannot_write_to_gateway_folders(host: Host, prepared: Release) -> None:
+def test_engine_cannot_write_to_gateway_folders(host, prepared):
     folder = host.paths.traffic(prepared.service).parent
     assert folder.stat().st_uid == 0
     assert not folder.stat().st_mode & stat.S_IWOTH
@@ -88,9 +88,7 @@ def test_engine_cannot_write_to_gateway_folders(host: Host, prepared: Release) -
 
 
 @root_only
-def test_opening_traffic_follows_no_link_at_the_socket(
-    host: Host, prepared: Release, secret: Path
-) -> None:
+def test_opening_traffic_follows_no_link_at_the_socket(host, prepared, secret):
     with as_engine():
         (writable_mounts(host, prepared)[0] / "engine.sock").symlink_to(secret)
     with pytest.raises((HostToolError, OSError)):
@@ -100,9 +98,7 @@ def test_opening_traffic_follows_no_link_at_the_socket(
 
 
 @root_only
-def test_opening_traffic_follows_no_link_at_the_traffic_file(
-    host: Host, prepared: Release, secret: Path
-) -> None:
+def test_opening_traffic_follows_no_link_at_the_traffic_file(host, prepared, secret):
     folder = host.paths.service_run(prepared.service)
     os.chown(folder, NOBODY.pw_uid, -1)
     traffic_file = host.paths.traffic(prepared.service)
@@ -118,9 +114,7 @@ def test_opening_traffic_follows_no_link_at_the_traffic_file(
 
 
 @root_only
-def test_leftovers_of_the_engine_do_not_block_a_start(
-    host: Host, prepared: Release, secret: Path
-) -> None:
+def test_leftovers_of_the_engine_do_not_block_a_start(host, prepared, secret):
     mount = writable_mounts(host, prepared)[0]
     with as_engine():
         (mount / "engine.sock").mkdir()
@@ -218,7 +212,7 @@ def memory_limit(limit_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", [*ENDLESS, *LARGE])
-def test_metrics_are_limited_in_bytes_and_time(host: Host, name: str) -> None:
+def test_metrics_are_limited_in_bytes_and_time(host, name):
     with answering(host, {**ENDLESS, **LARGE}[name]) as engine:
         start, samples = time.monotonic(), 0
         with memory_limit(64 << 20), suppress(EngineError):
@@ -228,7 +222,7 @@ def test_metrics_are_limited_in_bytes_and_time(host: Host, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_endless_stream_is_cut(host: Host, name: str) -> None:
+def test_endless_stream_is_cut(host, name):
     with answering(host, ENDLESS[name]) as engine:
         start = time.monotonic()
         with memory_limit(96 << 20), pytest.raises(EngineError):
@@ -236,7 +230,7 @@ def test_endless_stream_is_cut(host: Host, name: str) -> None:
         assert time.monotonic() - start < 5
 
 
-def test_watchdog_survives_endless_metrics(host: Host) -> None:
+def test_watchdog_survives_endless_metrics(host):
     detector = watchdog.StallDetector(host.release().watch, 0)
     with answering(host, ENDLESS["endless samples"]) as engine, memory_limit(64 << 20):
         for _ in range(3):
@@ -256,14 +250,14 @@ LONG_ANSWER = b'{"choices":[{"message":{"content":"%s"}}],"usage":{"completion_t
     ],
     ids=["deep JSON", "endless", "trickling head", "long answer"],
 )
-def test_live_status_has_a_short_message(host: Host, answer: Answer, ok: bool) -> None:
+def test_live_status_has_a_short_message(host, answer, ok):
     with answering(host, answer):
         live = status.ask(host.release(), host.paths, 5 if ok else 1)
     assert live.ok == ok
     assert len(live.detail) <= 300
 
 
-def test_client_follows_no_link_to_a_socket(host: Host, tmp_path: Path) -> None:
+def test_client_follows_no_link_to_a_socket(host, tmp_path):
     release = host.release()
     path = host.paths.engine_socket(release.service)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -276,9 +270,7 @@ def test_client_follows_no_link_to_a_socket(host: Host, tmp_path: Path) -> None:
             listener.accept()
 
 
-def test_endless_journal_is_read_up_to_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_journal_is_read_up_to_a_limit(tmp_path, monkeypatch):
     write_program(tmp_path / "journalctl", "echo first; exec yes 'an endless log of the engine'")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     start = time.monotonic()

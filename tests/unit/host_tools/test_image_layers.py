@@ -113,7 +113,7 @@ def run(root: Path, *, keep: bool = False, fetches: bool = True) -> tuple[int, l
 BUILT = (7, [["build", "."]])
 
 
-def test_pulls_from_local_blobs_then_builds(root: Path, daemon: Daemon) -> None:
+def test_pulls_from_local_blobs_then_builds(root, daemon):
     code, calls, _ = run(root)
     local, public = daemon.pulled
     assert local.startswith("127.0.0.1:")
@@ -123,32 +123,32 @@ def test_pulls_from_local_blobs_then_builds(root: Path, daemon: Daemon) -> None:
     assert not (root / "tree").exists()
 
 
-def test_keeps_blobs_for_other_hosts(root: Path, daemon: Daemon) -> None:
+def test_keeps_blobs_for_other_hosts(root, daemon):
     run(root, keep=True)
     assert (root / "tree" / digest(LAYER)).read_bytes() == LAYER
 
 
-def test_pulls_from_the_registry_without_blobs(root: Path, daemon: Daemon) -> None:
+def test_pulls_from_the_registry_without_blobs(root, daemon):
     *result, errors = run(root, fetches=False)
     assert (tuple(result), daemon.pulled) == (BUILT, [REFERENCE])
     assert "not pulled from other hosts" in errors
     assert (root / "tree").exists()
 
 
-def test_missing_blob_falls_back_to_the_registry(root: Path, daemon: Daemon) -> None:
+def test_missing_blob_falls_back_to_the_registry(root, daemon):
     (root / "tree" / digest(LAYER)).unlink()
     *result, errors = run(root, keep=True)
     assert (tuple(result), daemon.pulled[-1]) == (BUILT, REFERENCE)
     assert "404" in errors
 
 
-def test_existing_image_is_not_pulled(root: Path, daemon: Daemon) -> None:
+def test_existing_image_is_not_pulled(root, daemon):
     daemon.images.add(REFERENCE)
     *result, _ = run(root, fetches=False)
     assert (tuple(result), daemon.pulled) == (BUILT, [])
 
 
-def test_failed_pull_builds_nothing(root: Path, daemon: Daemon) -> None:
+def test_failed_pull_builds_nothing(root, daemon):
     daemon.script = lambda answer, reference: answer.send({"error": "no such host"})
     code, calls, errors = run(root, fetches=False)
     assert (code, calls) == (1, [])

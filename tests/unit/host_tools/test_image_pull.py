@@ -6,7 +6,7 @@ import base64
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,12 @@ def pull_error(stall_s: float = STALL_S) -> str:
     return str(error.value)
 
 
-def test_pulls_by_digest(daemon: Daemon) -> None:
+def test_pulls_by_digest(daemon):
     image.pull(REFERENCE, stall_s=STALL_S)
     assert (daemon.pulled, daemon.auth) == ([REFERENCE], [None])
 
 
-def test_progress_sums_the_bytes_of_all_layers(
-    daemon: Daemon, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_sums_the_bytes_of_all_layers(daemon, capsys):
     def download(answer: Answer, reference: str) -> None:
         answer.send(layer(A, "Pulling fs layer"), layer(B, "Pulling fs layer"))
         answer.send(layer("c" * 12, "Already exists"), layer(A, "Downloading", 10, 40))
@@ -87,14 +85,14 @@ def trickle(answer: Answer, _: str) -> None:
 
 
 @pytest.mark.parametrize("script", [repeat_status, trickle, lambda *_: time.sleep(5)])
-def test_stall_ends_the_pull(daemon: Daemon, script: Callable[[Answer, str], None]) -> None:
+def test_stall_ends_the_pull(daemon, script):
     daemon.script = script
     began = time.monotonic()
     assert "the pull stalled" in pull_error()
     assert time.monotonic() - began < 3
 
 
-def test_stall_names_layer_and_size_and_disconnects(daemon: Daemon) -> None:
+def test_stall_names_layer_and_size_and_disconnects(daemon):
     daemon.script = repeat_status
     message = pull_error()
     assert f"for layer {A}" in message
@@ -102,9 +100,7 @@ def test_stall_names_layer_and_size_and_disconnects(daemon: Daemon) -> None:
     assert daemon.disconnected.wait(5)
 
 
-def test_unresponsive_docker_socket_is_a_stall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unresponsive_docker_socket_is_a_stall(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "docker.sock"))
         listener.listen(1)
@@ -112,7 +108,7 @@ def test_unresponsive_docker_socket_is_a_stall(
         assert "stalled" in pull_error()
 
 
-def test_slow_download_is_no_stall(daemon: Daemon) -> None:
+def test_slow_download_is_no_stall(daemon):
     def download(answer: Answer, reference: str) -> None:
         for count in range(30):  # 6 KB/s, three times as long as the stall timeout
             answer.send(layer(A, "Downloading", count * 300, 1 << 20))
@@ -124,7 +120,7 @@ def test_slow_download_is_no_stall(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("status", ["Verifying Checksum", "Download complete", "Extracting"])
-def test_unpacking_is_no_stall(daemon: Daemon, status: str) -> None:
+def test_unpacking_is_no_stall(daemon, status):
     def unpack(answer: Answer, reference: str) -> None:
         answer.send(layer(A, "Downloading", 5, 5), layer(A, status))
         time.sleep(3 * STALL_S)
@@ -142,7 +138,7 @@ def unpack_for(layers: Layers, seconds: int, *others: dict[str, Any]) -> None:
             layers.take({**event, "status": f"Retrying in {second % 7} seconds"}, float(second))
 
 
-def test_unpacking_is_limited() -> None:
+def test_unpacking_is_limited():
     layers = Layers(0.0, 300.0)
     layers.take(layer(A, "Download complete"), 1.0)
     unpack_for(layers, 4000)
@@ -150,14 +146,14 @@ def test_unpacking_is_limited() -> None:
     assert "docker has all bytes" in str(layers.stalled(3999.0))
 
 
-def test_unpacking_hides_no_stall_of_another_layer() -> None:
+def test_unpacking_hides_no_stall_of_another_layer():
     layers = Layers(0.0, 300.0)
     layers.take(layer(B, "Downloading", 10, 100), 1.0)
     unpack_for(layers, 400, layer(B, ""))
     assert "layer bbbb" in str(layers.stalled(399.0))
 
 
-def test_registry_error_is_one_short_line(daemon: Daemon) -> None:
+def test_registry_error_is_one_short_line(daemon):
     reason = "received unexpected HTTP status: 503\n\x1b[2Jwait" + "!" * 5000
     event = {"errorDetail": {"message": reason}, "error": reason}
     daemon.script = lambda answer, _: answer.send(layer(A, "Downloading", 5, 50), event)
@@ -166,7 +162,7 @@ def test_registry_error_is_one_short_line(daemon: Daemon) -> None:
     assert len(message) < 1000
 
 
-def test_reports_http_errors(daemon: Daemon) -> None:
+def test_reports_http_errors(daemon):
     daemon.status = 404
     daemon.script = lambda answer, _: answer.send({"message": "manifest unknown"})
     assert "manifest unknown" in pull_error()
@@ -175,7 +171,7 @@ def test_reports_http_errors(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("half", [b"", b'{"status":"Downloading","progressDet'])
-def test_dying_daemon_is_an_error(daemon: Daemon, half: bytes) -> None:
+def test_dying_daemon_is_an_error(daemon, half):
     def die(answer: Answer, _: str) -> None:
         answer.send(layer(A, "Downloading", 5, 50))
         answer.send_bytes(half) if half else None
@@ -185,17 +181,17 @@ def test_dying_daemon_is_an_error(daemon: Daemon, half: bytes) -> None:
     assert "docker is not running, or aborted the pull" in pull_error()
 
 
-def test_absent_daemon_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_daemon_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "none.sock"))
     assert "no such file" in pull_error()
 
 
-def test_missing_image_after_the_pull_is_an_error(daemon: Daemon) -> None:
+def test_missing_image_after_the_pull_is_an_error(daemon):
     daemon.script = lambda answer, _: answer.send_bytes(b'{"status": "Status: half a li')
     assert "the image is missing" in pull_error()
 
 
-def test_cuts_overlong_lines(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuts_overlong_lines(daemon, monkeypatch):
     lengths, parse = [], image._parse_event
 
     def measured(line: bytes) -> dict[str, Any] | None:
@@ -237,10 +233,7 @@ def write_docker_config(home: Path, text: str) -> None:
         (REFERENCE, {"credHelpers": {"registry.invalid:5000": "lab"}}),
     ],
 )
-def test_sends_the_registry_login_only_in_the_header(
-    daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str], reference: str,
-    config: dict[str, Any],
-) -> None:  # fmt: skip
+def test_sends_the_registry_login_only_in_the_header(daemon, tmp_path, capsys, reference, config):
     write_docker_config(tmp_path, json.dumps(config))
     (tmp_path / "docker-credential-lab").write_text(HELPER)
     (tmp_path / "docker-credential-lab").chmod(0o755)
@@ -255,7 +248,7 @@ def test_sends_the_registry_login_only_in_the_header(
     ["", "[]", '{"auths": 3}', '{"auths": {"registry.invalid:5000": {"auth": "%%%"}}}',
      '{"credsStore": "../../evil"}', '{"auths": {"other.invalid": {"auth": "eDp5"}}}'],
 )  # fmt: skip
-def test_pulls_anonymously_without_a_login(daemon: Daemon, tmp_path: Path, text: str) -> None:
+def test_pulls_anonymously_without_a_login(daemon, tmp_path, text):
     write_docker_config(tmp_path, text)
     image.pull(REFERENCE, stall_s=5)
     assert daemon.auth == [None]

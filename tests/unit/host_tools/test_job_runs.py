@@ -6,7 +6,6 @@ import errno
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +83,8 @@ def poll(host: Host, *digests: str) -> list[dict[str, Any]]:
     ],
 )
 def test_removes_hub_tokens_of_an_ended_job_and_its_dependents(
-    host: Host, units: dict[str, Any], monkeypatch: pytest.MonkeyPatch, result: str,
-    stopping: bool, kept: set[str],
-) -> None:  # fmt: skip
+    host, units, monkeypatch, result, stopping, kept
+):
     after = {FIRST: [], SECOND: [FIRST], THIRD: [SECOND], FOURTH: []}
     for digest, dependencies in after.items():
         write_job(host, "", digest, after=dependencies)
@@ -97,7 +95,7 @@ def test_removes_hub_tokens_of_an_ended_job_and_its_dependents(
     assert {d for d in after if [*host.paths.job(d).glob("hub-token*")]} == kept
 
 
-def test_unreadable_job_does_not_keep_other_tokens(host: Host, units: dict[str, Any]) -> None:
+def test_unreadable_job_does_not_keep_other_tokens(host, units):
     write_job(host, "", FIRST)
     write_job(host, "", SECOND)
     (host.paths.job(SECOND) / "job.json").write_text("{")
@@ -126,10 +124,7 @@ def inspect_daily(host: Host) -> None:
         ({}, 0, True),
     ],
 )
-def test_removes_unused_tokens(
-    host: Host, units: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
-    sweep: Callable[[Host], None], unit: dict[str, str], age_s: float, kept: bool,
-) -> None:  # fmt: skip
+def test_removes_unused_tokens(host, units, monkeypatch, sweep, unit, age_s, kept):
     write_job(host, "", FIRST)
     write_job(host, "", SECOND)
     token = write_token(host, SECOND)
@@ -142,7 +137,7 @@ def test_removes_unused_tokens(
     assert token.exists() == kept
 
 
-def test_finished_job_is_not_run_again(host: Host, units: dict[str, Any]) -> None:
+def test_finished_job_is_not_run_again(host, units):
     count = "open(os.environ['RECEIPT'] + '.runs', 'a').write('x')"
     receipt = write_job(host, f"{WRITE_RECEIPT}; {count}")
     assert jobs.run(D12, host.paths) == 0
@@ -151,10 +146,7 @@ def test_finished_job_is_not_run_again(host: Host, units: dict[str, Any]) -> Non
     assert poll(host)[0]["state"] == "done"
 
 
-def test_reports_memory_before_and_after_a_job(
-    host: Host, units: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_reports_memory_before_and_after_a_job(host, units, tmp_path, monkeypatch, capfd):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemFree: 104857600 kB\nCached: 1048576 kB\n")
     monkeypatch.setenv("SPARK_MEMINFO", str(meminfo))
@@ -178,10 +170,7 @@ def test_reports_memory_before_and_after_a_job(
         ("for i in range(50): print(i)\nraise SystemExit('error: hub: 404')", None, 1, "hub: 404"),
     ],
 )
-def test_job_fails_without_a_valid_receipt(
-    host: Host, units: dict[str, Any], script: str, receipt_text: str | None, code: int,
-    last_line: str,
-) -> None:  # fmt: skip
+def test_job_fails_without_a_valid_receipt(host, units, script, receipt_text, code, last_line):
     receipt = write_job(host, script)
     if receipt_text:
         receipt.write_text(receipt_text)
@@ -192,13 +181,13 @@ def test_job_fails_without_a_valid_receipt(
     assert len(job["log_tail"]) <= 20
 
 
-def test_missing_program_is_reported(host: Host, units: dict[str, Any]) -> None:
+def test_missing_program_is_reported(host, units):
     write_job(host, "", argv=["/no/such/program"])
     assert jobs.run(D12, host.paths) == 4
     assert "No such file" in poll(host)[0]["log_tail"][0]
 
 
-def test_next_run_removes_temporary_files(host: Host) -> None:
+def test_next_run_removes_temporary_files(host):
     write_job(host, "raise SystemExit(1)")
     folder = host.paths.job(D12)
     stale = {".progress.1460", ".tail.1460", "progress", "tail"}
@@ -208,7 +197,7 @@ def test_next_run_removes_temporary_files(host: Host) -> None:
     assert {path.name for path in folder.iterdir()} & stale <= {"tail"}
 
 
-def test_reads_progress_lines(host: Host, units: dict[str, Any]) -> None:
+def test_reads_progress_lines(host, units):
     write_job(host, "print('phase=write bytes=456 rate_bytes_per_s=78.9 eta_s=7')")
     jobs.run(D12, host.paths)
     units[JOB.of(D12)] = {"ActiveState": "activating"}
@@ -219,7 +208,7 @@ def test_reads_progress_lines(host: Host, units: dict[str, Any]) -> None:
     }  # fmt: skip
 
 
-def test_interrupted_job_is_failed_not_waiting(host: Host, units: dict[str, Any]) -> None:
+def test_interrupted_job_is_failed_not_waiting(host, units):
     write_job(host, "pass")
     assert poll(host)[0]["state"] == "waiting"
     interrupted = JobRun("running", None, "2026-01-01T00:00:00Z")
@@ -227,7 +216,7 @@ def test_interrupted_job_is_failed_not_waiting(host: Host, units: dict[str, Any]
     assert (poll(host)[0]["state"], poll(host)[0]["result"]) == ("failed", "interrupted")
 
 
-def test_dependents_of_a_failed_job_fail(host: Host, units: dict[str, Any]) -> None:
+def test_dependents_of_a_failed_job_fail(host, units):
     write_job(host, "raise SystemExit(4)", FIRST)
     write_job(host, "pass", SECOND, after=[FIRST])
     write_job(host, "pass", THIRD, after=[SECOND])
@@ -237,7 +226,7 @@ def test_dependents_of_a_failed_job_fail(host: Host, units: dict[str, Any]) -> N
     assert (third["state"], third["result"]) == ("failed", f"needs the failed job {SECOND}")
 
 
-def test_rebuilds_an_incomplete_checkpoint(host: Host) -> None:
+def test_rebuilds_an_incomplete_checkpoint(host):
     receipt = write_job(host, WRITE_RECEIPT)
     leftover = receipt.parent / "half.safetensors"
     leftover.write_text("half")
@@ -247,7 +236,7 @@ def test_rebuilds_an_incomplete_checkpoint(host: Host) -> None:
     assert not receipt.parent.with_name(f"{receipt.parent.name}.damaged").exists()
 
 
-def test_failed_rebuild_keeps_the_renamed_checkpoint(host: Host) -> None:
+def test_failed_rebuild_keeps_the_renamed_checkpoint(host):
     receipt = write_job(host, "raise SystemExit(3)")
     (receipt.parent / "whole.safetensors").write_text("intact")
     assert jobs.run(D12, host.paths) == 3
@@ -255,9 +244,7 @@ def test_failed_rebuild_keeps_the_renamed_checkpoint(host: Host) -> None:
     assert (renamed / "whole.safetensors").read_text() == "intact"
 
 
-def test_job_is_done_if_another_checkpoint_makes_it_needless(
-    host: Host, units: dict[str, Any]
-) -> None:
+def test_job_is_done_if_another_checkpoint_makes_it_needless(host, units):
     receipt = host.paths.root / "tree/receipt.json"
     write_job(host, "raise SystemExit(3)", unless={"receipt": str(receipt), "digest": "e" * 64})
     receipt.parent.mkdir()
@@ -275,7 +262,7 @@ def write_removal(host: Host, script: str) -> Path:
     return checkpoint
 
 
-def test_removal_is_done_when_the_folder_is_gone(host: Host, units: dict[str, Any]) -> None:
+def test_removal_is_done_when_the_folder_is_gone(host, units):
     checkpoint = write_removal(host, "pass")
     assert jobs.run(D12, host.paths) == 5
     write_removal(host, f"import os; os.rmdir({str(checkpoint)!r})")
@@ -283,17 +270,14 @@ def test_removal_is_done_when_the_folder_is_gone(host: Host, units: dict[str, An
     assert poll(host)[0]["state"] == "done"
 
 
-def test_keeps_the_checkpoint_of_a_release(host: Host, units: dict[str, Any]) -> None:
+def test_keeps_the_checkpoint_of_a_release(host, units):
     checkpoint = write_removal(host, "raise SystemExit(9)")
     host.release(tree__path=str(checkpoint))
     assert jobs.run(D12, host.paths) == 0
     assert checkpoint.exists()
 
 
-def test_full_disk_keeps_the_original_error(
-    host: Host, units: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_full_disk_keeps_the_original_error(host, units, monkeypatch, capfd):
     write_job(host, "print('phase=fetch bytes=1'); print('error: the disk is full'); exit(4)")
     write_text = files.write_text
 

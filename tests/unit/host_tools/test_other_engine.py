@@ -11,7 +11,7 @@ from spark_contract import documents
 from spark_contract.release import Release
 from spark_host.engine import serve
 from spark_host.engine.client import ENGINES, Engine
-from stub_host import REPOSITORY, Host, release_data
+from stub_host import REPOSITORY, release_data
 
 from spark_deploy.config.settings.engine import DECIDING
 
@@ -30,7 +30,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> str:
     return "other"
 
 
-def test_engine_with_other_metric_names_passes(host: Host, other: str) -> None:
+def test_engine_with_other_metric_names_passes(host, other):
     release = host.release(engine__kind=other, check__metrics_required={})
     host.started(release, STUB_METRICS="other_")
     metrics = Engine.of(release, host.paths).metrics()
@@ -41,19 +41,19 @@ def test_engine_with_other_metric_names_passes(host: Host, other: str) -> None:
     assert {"acceptance", "prefix reuse", "counters"} <= names
 
 
-def test_unknown_engine_is_refused_before_a_start(host: Host) -> None:
+def test_unknown_engine_is_refused_before_a_start(host):
     problem = serve.part_problem(host.release(engine__kind="unknown"))
     assert problem is not None
     assert "engine 'unknown'" in problem.where
     assert "vllm" in problem.what
 
 
-def test_default_engine_is_omitted_from_the_release() -> None:
+def test_default_engine_is_omitted_from_the_release():
     release = documents.read(Release, release_data())
     assert "kind" not in documents.plain(release)["engine"]
 
 
-def test_only_the_engine_package_has_engine_specific_names() -> None:
+def test_only_the_engine_package_has_engine_specific_names():
     package = REPOSITORY / "files/host/spark_host/engine"
     names = re.compile(r"vllm:|KV cache size:|VLLM_")
     modules = [
@@ -65,7 +65,7 @@ def test_only_the_engine_package_has_engine_specific_names() -> None:
     assert [path for path in modules if names.search(path.read_text())] == []
 
 
-def test_only_engine_plan_modules_have_engine_options() -> None:
+def test_only_engine_plan_modules_have_engine_options():
     folder = REPOSITORY / "spark_deploy/plan"
     names = ("cluster", "engine_arguments", "guard_rails", "kv_cache")
     allowed = {folder / f"{name}.py" for name in names}

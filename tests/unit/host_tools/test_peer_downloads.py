@@ -68,14 +68,14 @@ def peer(nginx_host: Host, tmp_path: Path) -> Iterator[Peer]:
         process.terminate()
 
 
-def test_serves_checkpoint_files_and_ranges(peer: Peer) -> None:
+def test_serves_checkpoint_files_and_ranges(peer):
     peer.write("/srv/sources/x-1/sub/a file", "0123456789")
     path = f"/{FETCHED}/files/sub/a%20file"
     assert peer.ask(path) == (200, b"0123456789")
     assert peer.ask(path, Range="bytes=3-4") == (206, b"34")
 
 
-def test_serves_only_verified_files_of_a_running_download(peer: Peer) -> None:
+def test_serves_only_verified_files_of_a_running_download(peer):
     growing = growing_tree(Path("/srv/sources/x-1"))
     peer.write(f"{growing}/verified", "whole")
     peer.write(f"{growing.parent}/parts/two.part", "half")
@@ -86,14 +86,14 @@ def test_serves_only_verified_files_of_a_running_download(peer: Peer) -> None:
     assert peer.ask(f"/{FETCHED}/files/parts/two.part")[0] == 404
 
 
-def test_serves_no_files_of_a_running_build(peer: Peer) -> None:
+def test_serves_no_files_of_a_running_build(peer):
     peer.write(f"{growing_tree(Path('/srv/models/y-1'))}/growing", "half")
     assert peer.ask(f"/{BUILT}/files/growing")[0] == 404
     assert peer.ask(f"/{BUILT}/files/file") == (200, b"built")
 
 
 @pytest.mark.parametrize("key", [None, "", "wrong", KEY[:-1], f"{KEY}x", KEY.upper()])
-def test_needs_the_key(peer: Peer, key: str | None) -> None:
+def test_needs_the_key(peer, key):
     for path in (f"/{BUILT}/files/file", f"/{FETCHED}/progress", "/"):
         assert peer.ask(path, key)[0] == 401
 
@@ -106,17 +106,17 @@ def test_needs_the_key(peer: Peer, key: str | None) -> None:
         f"/{BUILT}/files/", f"/{'c' * 64}/files/file",
     ],
 )  # fmt: skip
-def test_serves_no_other_file(peer: Peer, path: str) -> None:
+def test_serves_no_other_file(peer, path):
     assert peer.ask(path)[0] in (400, 404)
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "MKCOL"])
-def test_is_read_only(peer: Peer, method: str) -> None:
+def test_is_read_only(peer, method):
     assert peer.ask(f"/{BUILT}/files/file", method=method)[0] == 405
     assert peer.ask(f"/{BUILT}/files/file") == (200, b"built")
 
 
-def test_refuses_paths_that_nginx_would_interpret(host: Host) -> None:
+def test_refuses_paths_that_nginx_would_interpret(host):
     tree = SharedTree(BUILT, '/srv/"; return 200; #', "ba9876543210", unfinished=False)
     with pytest.raises(HostToolError, match="cannot share"):
         nginx.share_text(Share("::1", 1, (tree,)), Path("/run/x"), host.paths)

@@ -13,14 +13,12 @@ from spark_contract.errors import HostToolError
 from spark_host.system import programs, systemd
 
 
-def test_programs_run_in_the_c_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_run_in_the_c_locale(monkeypatch):
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     assert programs.output_of("sh", "-c", 'echo " $LC_ALL "; echo second') == "C \nsecond"
 
 
-def test_python_programs_do_not_inherit_our_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_programs_do_not_inherit_our_variables(tmp_path, monkeypatch):
     (tmp_path / "neighbour.py").write_text("TEXT = 'imported'\n")
     program = tmp_path / "program"
     program.write_text("#!/usr/bin/python3\nimport neighbour\nprint(neighbour.TEXT)\n")
@@ -31,16 +29,12 @@ def test_python_programs_do_not_inherit_our_variables(
 
 
 @pytest.mark.parametrize("argv", [("no-such-program",), ("false",), ("sleep", "5")])
-def test_absent_failed_and_hanging_programs_have_no_output(
-    monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
-) -> None:
+def test_absent_failed_and_hanging_programs_have_no_output(monkeypatch, argv):
     monkeypatch.setattr(programs, "_LIMIT_S", 0.3)
     assert programs.output_of(*argv) is None
 
 
-def test_stuck_program_does_not_block_and_is_not_restarted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stuck_program_does_not_block_and_is_not_restarted(monkeypatch):
     started: list[subprocess.Popen[str]] = []
 
     class Stuck(subprocess.Popen):  # type: ignore[type-arg]
@@ -78,7 +72,7 @@ def hanging_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systemd, "_JOURNAL_S", 0.2)
 
 
-def test_timeout_of_systemd_is_not_an_empty_answer(hanging_systemd: None) -> None:
+def test_timeout_of_systemd_is_not_an_empty_answer(hanging_systemd):
     done = systemd.systemctl("stop", "x.service", timeout_s=0.2)
     assert (done.returncode, done.stderr) == (124, "no answer within 0 s")
     with pytest.raises(HostToolError, match="systemctl show: no answer"):

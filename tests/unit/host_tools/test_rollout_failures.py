@@ -46,7 +46,7 @@ def sim() -> SimulatedHost:
 
 
 @pytest.mark.parametrize(("call", "phase"), [("enable", "enable"), ("bring up", "open")])
-def test_first_release_that_fails_late_is_not_good(call: str, phase: str) -> None:
+def test_first_release_that_fails_late_is_not_good(call, phase):
     sim = SimulatedHost()
     result = deploy(sim, B, **{call: ["fail"]})
     assert (result.state, result.failed_phase) == ("failed-no-previous", phase)
@@ -65,9 +65,7 @@ def test_first_release_that_fails_late_is_not_good(call: str, phase: str) -> Non
         ("bring up", "open", "gateway: did not answer"),
     ],
 )
-def test_late_failure_keeps_the_old_release(
-    sim: SimulatedHost, call: str, phase: str, reason: str
-) -> None:
+def test_late_failure_keeps_the_old_release(sim, call, phase, reason):
     result = deploy(sim, B, **{call: ["fail"]})
     assert (result.state, result.failed_phase, result.serving) == ("rolled-back", phase, A)
     assert reason in str(result.reason)
@@ -76,7 +74,7 @@ def test_late_failure_keeps_the_old_release(
     assert boot.good("main", sim.host()).previous == ()
 
 
-def test_rollback_that_fails_too_reports_both_reasons(sim: SimulatedHost) -> None:
+def test_rollback_that_fails_too_reports_both_reasons(sim):
     result = deploy(sim, B, bring_up=["fail", "fail"])
     assert (result.state, result.failed_phase, result.serving) == ("rollback-failed", "open", A)
     assert str(result.reason).count("gateway: did not answer") == 2
@@ -84,7 +82,7 @@ def test_rollback_that_fails_too_reports_both_reasons(sim: SimulatedHost) -> Non
 
 
 @pytest.mark.parametrize("phase", ["stop", "start"])
-def test_log_tail_is_not_of_an_earlier_run(sim: SimulatedHost, phase: str) -> None:
+def test_log_tail_is_not_of_an_earlier_run(sim, phase):
     if phase == "start":
         sim.broken[B] = "dies"
     result = deploy(sim, B, stop=["fail"] if phase == "stop" else [])
@@ -94,9 +92,7 @@ def test_log_tail_is_not_of_an_earlier_run(sim: SimulatedHost, phase: str) -> No
 
 @pytest.mark.parametrize("call", ["enable", "bring up"])
 @pytest.mark.parametrize("fails_again", [True, False])
-def test_rollout_killed_after_the_proof_is_finished_or_rolled_back(
-    sim: SimulatedHost, call: str, fails_again: bool
-) -> None:
+def test_rollout_killed_after_the_proof_is_finished_or_rolled_back(sim, call, fails_again):
     result = deploy(sim, B, **{call: ["kill before", *["fail"] * fails_again]})
     serving = A if fails_again else B
     state = "rolled-back" if fails_again else "switched"
@@ -106,7 +102,7 @@ def test_rollout_killed_after_the_proof_is_finished_or_rolled_back(
     assert_serves(sim, serving)
 
 
-def test_earlier_good_record_survives_clock_steps(sim: SimulatedHost) -> None:
+def test_earlier_good_record_survives_clock_steps(sim):
     host = sim.host()
     host.disk.write(host.paths.good("main"), Good(A, (), "999999999"))  # then the clock went back
     sim.upgrade()
@@ -115,7 +111,7 @@ def test_earlier_good_record_survives_clock_steps(sim: SimulatedHost) -> None:
     assert (sim.good(), sim.enabled()) == (A, [A])
 
 
-def test_unstoppable_candidate_gets_no_traffic(sim: SimulatedHost) -> None:
+def test_unstoppable_candidate_gets_no_traffic(sim):
     result = deploy(sim, B, enable=["fail"], stop=["", "fail"])
     assert result.state == "rollback-failed"
     assert (list(sim.engines), sim.open_to) == ([B], None)
@@ -128,9 +124,7 @@ def test_unstoppable_candidate_gets_no_traffic(sim: SimulatedHost) -> None:
         (["kill before", "fail"], "was killed in phase open; and then: "),
     ],
 )
-def test_proven_engine_is_not_stopped_for_its_gateway(
-    sim: SimulatedHost, faults: list[str], reason: str
-) -> None:
+def test_proven_engine_is_not_stopped_for_its_gateway(sim, faults, reason):
     result = deploy(sim, A, bring_up=faults)
     assert (result.state, result.failed_phase, result.serving) == ("refused", "open", A)
     assert reason in str(result.reason)
@@ -138,21 +132,21 @@ def test_proven_engine_is_not_stopped_for_its_gateway(
 
 
 @pytest.mark.parametrize("fault", ["kill after", "fail", "full"])
-def test_rechecked_engine_is_not_rolled_back(sim: SimulatedHost, fault: str) -> None:
+def test_rechecked_engine_is_not_rolled_back(sim, fault):
     deploy(sim, B)
     sim.upgrade()
     deploy(sim, B, full_check=[fault])
     assert_serves(sim, B)
 
 
-def test_unwritten_record_does_not_end_a_successful_rollout(sim: SimulatedHost) -> None:
+def test_unwritten_record_does_not_end_a_successful_rollout(sim):
     deploy(sim, B)
     sim.stop(SERVE.of(B))
     deploy(sim, B, full_check=["full"])
     assert sim.serving() == B
 
 
-def test_power_cut_between_two_links_allows_the_next_rollout(sim: SimulatedHost) -> None:
+def test_power_cut_between_two_links_allows_the_next_rollout(sim):
     sim.releases.add(B)
     sim.faults_at = {"enable": ["cut after"]}
     sim.deploy(B)
@@ -162,9 +156,7 @@ def test_power_cut_between_two_links_allows_the_next_rollout(sim: SimulatedHost)
 
 
 @pytest.mark.parametrize(("began", "ok"), [("000000000", False), ("999999999", True)])
-def test_failed_candidate_loses_only_its_own_proof(
-    sim: SimulatedHost, began: str, ok: bool
-) -> None:
+def test_failed_candidate_loses_only_its_own_proof(sim, began, ok):
     host = sim.host()
     record = Record(release_of(A), host)
     record.data = replace(record.data, started_at=began, failed_phase="start", reason="it died")
@@ -175,7 +167,7 @@ def test_failed_candidate_loses_only_its_own_proof(
     assert record.data.state == "failed-no-previous"
 
 
-def test_busy_engine_is_drained_without_new_requests(sim: SimulatedHost) -> None:
+def test_busy_engine_is_drained_without_new_requests(sim):
     answers: list[Any] = [SilentError("late"), 3.0, SilentError("late"), 0.0]
     open_to: list[str | None] = []
 
@@ -196,9 +188,7 @@ def test_busy_engine_is_drained_without_new_requests(sim: SimulatedHost) -> None
     assert open_to == [None]
 
 
-def test_disk_that_fills_up_keeps_the_old_release(
-    sim: SimulatedHost, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_disk_that_fills_up_keeps_the_old_release(sim, capfd):
     sim.faults_at = {"unfinished": ["full"]}
     sim.deploy(B)
     assert_serves(sim, A)
@@ -206,9 +196,7 @@ def test_disk_that_fills_up_keeps_the_old_release(
     assert message in capfd.readouterr().out
 
 
-def test_rollout_on_a_full_disk_is_refused(
-    sim: SimulatedHost, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rollout_on_a_full_disk_is_refused(sim, capfd):
     engines = dict(sim.engines)
     sim.faults_at = {"begin": ["full"]}
     sim.deploy(B)
@@ -218,7 +206,7 @@ def test_rollout_on_a_full_disk_is_refused(
     assert "fix: free space" in output
 
 
-def test_unwritable_speed_does_not_fail_the_rollout(sim: SimulatedHost) -> None:
+def test_unwritable_speed_does_not_fail_the_rollout(sim):
     release, host = release_of(A), sim.host()
     release = replace(release, check=replace(release.check, bench=Bench(1.0, 15.0)))
     record = Record(release, host)
@@ -227,7 +215,7 @@ def test_unwritable_speed_does_not_fail_the_rollout(sim: SimulatedHost) -> None:
     assert sim.serving() == A
 
 
-def test_warnings_are_reported_after_a_rollout() -> None:
+def test_warnings_are_reported_after_a_rollout():
     sim = SimulatedHost(warning="two texts")
     result = deploy(sim, A)
     assert (result.state, result.serving) == ("switched", A)
@@ -236,7 +224,7 @@ def test_warnings_are_reported_after_a_rollout() -> None:
 
 
 @pytest.mark.parametrize("call", [None, "stop", "disable"])
-def test_retired_service_neither_runs_nor_boots(sim: SimulatedHost, call: str | None) -> None:
+def test_retired_service_neither_runs_nor_boots(sim, call):
     if call:
         sim.faults_at = {call: ["fail"]}
         with pytest.raises(HostToolError):

@@ -130,7 +130,7 @@ def test_recovers_from_a_fault_at_every_call(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["first release", "new release", "rollback"])
-def test_recovers_from_two_kills_at_every_call(name: str) -> None:
+def test_recovers_from_two_kills_at_every_call(name):
     story = STORIES[name]
     calls = run_story(story, {}).calls_of_first
     for number in range(1, calls + 1):
@@ -147,7 +147,5 @@ def test_recovers_from_two_kills_at_every_call(name: str) -> None:
 )
 @example(STORIES["new release"], {40: "fail", 48: "fail", 78: "kill after"}, [A])
 @example(STORIES["same release again"], {64: "fail", 77: "fail", 120: "fail"}, [B, A])
-def test_any_history_ends_with_a_proven_release(
-    story: Story, faults: dict[int, str], then: list[str]
-) -> None:
+def test_any_history_ends_with_a_proven_release(story, faults, then):
     run_story(story, faults, then)

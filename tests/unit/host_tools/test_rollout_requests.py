@@ -49,7 +49,7 @@ def write_record(sim: SimulatedHost, **values: Any) -> None:
     sim.documents[sim.paths.rollout(A)] = replace(data, **{"state": "switched", **values})
 
 
-def test_begin_removes_the_previous_record(sim: SimulatedHost) -> None:
+def test_begin_removes_the_previous_record(sim):
     write_record(sim)
     begun = begin(sim)
     assert sim.paths.rollout(A) not in sim.documents
@@ -62,7 +62,7 @@ def test_begin_removes_the_previous_record(sim: SimulatedHost) -> None:
     "stale",
     [{"release": B}, {"request": "older"}, {"request": None}, {"invocation_id": "earlier run"}],
 )
-def test_stale_record_is_ignored(sim: SimulatedHost, stale: dict[str, Any]) -> None:
+def test_stale_record_is_ignored(sim, stale):
     begun = begin(sim)
     run_unit(sim)
     write_record(sim)
@@ -78,7 +78,7 @@ def test_stale_record_is_ignored(sim: SimulatedHost, stale: dict[str, Any]) -> N
         ("run", "rollout of main: another change is under way; fix: wait for it"),
     ],
 )
-def test_unit_without_record_is_a_failure(sim: SimulatedHost, run: str, reason: str) -> None:
+def test_unit_without_record_is_a_failure(sim, run, reason):
     begun = begin(sim)
     write_record(sim, request="older")
     fail_unit(sim, run)
@@ -87,13 +87,13 @@ def test_unit_without_record_is_a_failure(sim: SimulatedHost, run: str, reason: 
     assert (result.state, result.reason) == ("not-started", reason)
 
 
-def test_queued_rollout_has_not_failed(sim: SimulatedHost) -> None:
+def test_queued_rollout_has_not_failed(sim):
     begun = begin(sim)
     sim.unit(SWITCH.of(A)).sub = "start"  # the job is queued
     assert poll(sim, begun).state == "none"
 
 
-def test_begin_joins_a_running_rollout(sim: SimulatedHost) -> None:
+def test_begin_joins_a_running_rollout(sim):
     first = begin(sim)
     run_unit(sim)
     write_record(sim, state="running")
@@ -104,13 +104,13 @@ def test_begin_joins_a_running_rollout(sim: SimulatedHost) -> None:
     assert poll(sim, second).state == "running"
 
 
-def test_killed_rollout_is_interrupted(sim: SimulatedHost) -> None:
+def test_killed_rollout_is_interrupted(sim):
     begun = begin(sim)
     write_record(sim, state="running")
     assert poll(sim, begun).state == "interrupted"
 
 
-def test_running_rollout_needs_unit_and_open_record(sim: SimulatedHost) -> None:
+def test_running_rollout_needs_unit_and_open_record(sim):
     def running() -> RunningRollout | None:
         host = sim.host()
         unit = host.units.state(SWITCH.of(A), "ActiveState", "Job")
@@ -129,7 +129,7 @@ def test_running_rollout_needs_unit_and_open_record(sim: SimulatedHost) -> None:
     assert running() == requested
 
 
-def test_record_contains_request_and_run_and_round_trips(sim: SimulatedHost) -> None:
+def test_record_contains_request_and_run_and_round_trips(sim):
     begun = begin(sim)
     write_record(sim)
     result = sim.outcome(A)
@@ -140,7 +140,7 @@ def test_record_contains_request_and_run_and_round_trips(sim: SimulatedHost) -> 
 
 
 @pytest.mark.parametrize("other", [{"invocation_id": "earlier run"}, {"boot_id": "boot-0"}])
-def test_only_the_same_run_recovers_a_rollout(sim: SimulatedHost, other: dict[str, str]) -> None:
+def test_only_the_same_run_recovers_a_rollout(sim, other):
     write_record(sim, state="running", phase="start", **other)
     sim.calls = 0
     assert rollout.recover(A, sim.host(RUN)) == 0
@@ -148,7 +148,7 @@ def test_only_the_same_run_recovers_a_rollout(sim: SimulatedHost, other: dict[st
     assert sim.calls == 0
 
 
-def test_refused_unit_is_an_error(sim: SimulatedHost) -> None:
+def test_refused_unit_is_an_error(sim):
     sim.faults_at = {"begin": ["fail"]}
     with pytest.raises(HostToolError, match=f"systemctl start {SWITCH.of(A)}: did not answer"):
         begin(sim)
@@ -175,25 +175,25 @@ def refusal(sim: SimulatedHost, target: str | None = None) -> str:
     return f"{problem.where}: {problem.what}; {problem.fix}"
 
 
-def test_rollback_targets_the_previous_or_a_named_release(sim: SimulatedHost) -> None:
+def test_rollback_targets_the_previous_or_a_named_release(sim):
     make_good(sim, A, B, C)
     assert plan(sim) == Rollback(named(C), named(B))
     assert plan(sim, A) == Rollback(named(C), named(A))
 
 
-def test_rollback_without_previous_release_is_refused(sim: SimulatedHost) -> None:
+def test_rollback_without_previous_release_is_refused(sim):
     make_good(sim, A)
     assert "nothing to go back to" in refusal(sim)
 
 
-def test_rollback_to_an_absent_release_lists_the_present_releases(sim: SimulatedHost) -> None:
+def test_rollback_to_an_absent_release_lists_the_present_releases(sim):
     make_good(sim, A, B)
     sim.releases.discard(C)
     present = f"{A} (lab-stub with v2); {B} (lab-stub with v2)"
     assert f"{C}: is not a release on this host (there: {present})" in refusal(sim, C)
 
 
-def test_rollback_to_an_incomplete_release_names_a_complete_release(sim: SimulatedHost) -> None:
+def test_rollback_to_an_incomplete_release_names_a_complete_release(sim):
     make_good(sim, A, B, C)
     sim.incomplete = {B}
     message = refusal(sim)
@@ -204,13 +204,13 @@ def test_rollback_to_an_incomplete_release_names_a_complete_release(sim: Simulat
     assert "name a complete release" not in refusal(sim)
 
 
-def test_stopped_service_is_not_rolled_back(sim: SimulatedHost) -> None:
+def test_stopped_service_is_not_rolled_back(sim):
     make_good(sim, A, B)
     sim.documents[sim.paths.stopped("main")] = Stopped(B, "now")
     assert "stopped on purpose" in refusal(sim)
 
 
-def test_second_rollback_does_not_toggle(sim: SimulatedHost) -> None:
+def test_second_rollback_does_not_toggle(sim):
     make_good(sim, A, B)
     boot.note_rollback("main", A, sim.host())
     make_good(sim, A)
@@ -222,7 +222,7 @@ def test_second_rollback_does_not_toggle(sim: SimulatedHost) -> None:
 
 
 @pytest.mark.parametrize("next_good", [B, C], ids=["failed rollback", "next rollout"])
-def test_another_good_release_cancels_the_rollback(sim: SimulatedHost, next_good: str) -> None:
+def test_another_good_release_cancels_the_rollback(sim, next_good):
     make_good(sim, A, B)
     boot.note_rollback("main", A, sim.host())
     make_good(sim, *([A] if next_good == C else []), next_good)
@@ -230,9 +230,7 @@ def test_another_good_release_cancels_the_rollback(sim: SimulatedHost, next_good
     assert plan(sim).to == named(A)
 
 
-def test_dry_rollback_changes_nothing(
-    sim: SimulatedHost, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_rollback_changes_nothing(sim, capsys):
     make_good(sim, A, B)
     assert rollout.rollback(["main", "--dry"], sim.host()) == 0
     assert json.loads(capsys.readouterr().out)["to"]["name"] == A
@@ -253,7 +251,7 @@ def test_dry_rollback_changes_nothing(
 TIMER = RETURN_TIMER.of("main")
 
 
-def test_second_stop_keeps_the_first_author(sim: SimulatedHost) -> None:
+def test_second_stop_keeps_the_first_author(sim):
     make_good(sim, A)
     boot.stop_service("main", "ann@desk", sim.host())
     first = sim.documents[sim.paths.stopped("main")]
@@ -262,7 +260,7 @@ def test_second_stop_keeps_the_first_author(sim: SimulatedHost) -> None:
     assert (first.by, first.release) == ("ann@desk", A)
 
 
-def test_timed_stop_ends_and_removes_its_timer(sim: SimulatedHost) -> None:
+def test_timed_stop_ends_and_removes_its_timer(sim):
     make_good(sim, A)
     boot.stop_service("main", "ann", sim.host(), 3600)
     assert TIMER in sim.links
@@ -275,7 +273,7 @@ def test_timed_stop_ends_and_removes_its_timer(sim: SimulatedHost) -> None:
     assert TIMER not in sim.links
 
 
-def test_permanent_stop_replaces_a_timed_stop(sim: SimulatedHost) -> None:
+def test_permanent_stop_replaces_a_timed_stop(sim):
     make_good(sim, A)
     boot.stop_service("main", "ann", sim.host(), 60)
     boot.stop_service("main", "ben", sim.host())
@@ -285,7 +283,7 @@ def test_permanent_stop_replaces_a_timed_stop(sim: SimulatedHost) -> None:
     assert boot.is_stopped("main", sim.host())
 
 
-def test_power_cut_during_a_timed_stop_does_not_stop_for_good(sim: SimulatedHost) -> None:
+def test_power_cut_during_a_timed_stop_does_not_stop_for_good(sim):
     make_good(sim, A)
     sim.history.clear()
     boot.stop_service("main", "ann", sim.host(), 60)
@@ -293,7 +291,7 @@ def test_power_cut_during_a_timed_stop_does_not_stop_for_good(sim: SimulatedHost
     assert calls.index("enable") < calls.index("write stopped"), "timer first"
 
 
-def test_manual_start_ends_a_timed_stop(sim: SimulatedHost) -> None:
+def test_manual_start_ends_a_timed_stop(sim):
     make_good(sim, A)
     boot.stop_service("main", "ann", sim.host(), 60)
     boot.start_service("main", sim.host())

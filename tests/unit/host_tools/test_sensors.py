@@ -24,16 +24,16 @@ def alarms(host: Host) -> GpuAlarms:
         ("", None),
     ],
 )
-def test_parses_numbers_or_none(text: str, reading: Reading | None) -> None:
+def test_parses_numbers_or_none(text, reading):
     assert sensors.parse(text) == reading
 
 
-def test_no_sample_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sample_without_nvidia_smi(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert sensors.read() is None
 
 
-def test_values_around_the_heat_limit_make_two_events(alarms: GpuAlarms) -> None:
+def test_values_around_the_heat_limit_make_two_events(alarms):
     events = []
     for celsius in (85, 91, 93, 89, 91, 84):
         events += alarms.events(Reading(celsius, 2400, None, None))
@@ -41,7 +41,7 @@ def test_values_around_the_heat_limit_make_two_events(alarms: GpuAlarms) -> None
     assert "the GPU is at 91 °C (limit 90 °C), clock 2400 MHz" in events[0][1]
 
 
-def test_stuck_power_supply_makes_an_event(alarms: GpuAlarms) -> None:
+def test_stuck_power_supply_makes_an_event(alarms):
     events = [alarms.events(Reading(55, 850, 22.0, 99)) for _ in range(4)]
     assert [[kind for kind, _ in sample] for sample in events] == [[], [], ["power"], []]
     recovered = alarms.events(Reading(61, 2400, 70.0, 95))
@@ -58,7 +58,5 @@ def test_stuck_power_supply_makes_an_event(alarms: GpuAlarms) -> None:
         None,
     ],
 )
-def test_idle_or_incomplete_samples_make_no_event(
-    alarms: GpuAlarms, reading: Reading | None
-) -> None:
+def test_idle_or_incomplete_samples_make_no_event(alarms, reading):
     assert [event for _ in range(5) for event in alarms.events(reading)] == []

@@ -59,7 +59,7 @@ def measure(
     return record.data
 
 
-def test_measures_speed_within_the_time_limit(host: Host) -> None:
+def test_measures_speed_within_the_time_limit(host):
     release = release_with_bench(host)
     host.started(release, STUB_PIECE_S="0.0005")
     bench = speed.measure(release, host.paths, 0.5, print)
@@ -71,7 +71,7 @@ def test_measures_speed_within_the_time_limit(host: Host) -> None:
     assert 0 < bench["first_token_s"]["median"] < 0.5
 
 
-def test_busy_engine_is_not_measured(host: Host) -> None:
+def test_busy_engine_is_not_measured(host):
     release = release_with_bench(host)
     engine = host.started(release, STUB_PIECE_S="0.0005")
     body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "max_tokens": 3000}
@@ -82,7 +82,7 @@ def test_busy_engine_is_not_measured(host: Host) -> None:
     client.join()
 
 
-def test_absent_engine_is_not_measured(host: Host) -> None:
+def test_absent_engine_is_not_measured(host):
     with pytest.raises(speed.NotMeasuredError, match="nothing listens"):
         speed.measure(release_with_bench(host), host.paths, 0.5, print)
 
@@ -100,9 +100,7 @@ STREAM, FIRST = "one_stream_tokens_per_s", "first_token_s"
         (FIRST, (0.4, 0.5), (0.9, 1.0), "first token of a long prompt: 1.00 s, 0.50 s before"),
     ],
 )  # fmt: skip
-def test_only_slowdowns_beyond_noise_are_reported(
-    key: str, before: tuple[float, ...], now: tuple[float, ...], worse: str | None
-) -> None:
+def test_only_slowdowns_beyond_noise_are_reported(key, before, now, worse):
     def spread(values: tuple[float, ...]) -> dict[str, float]:
         return {"min": values[0], "median": values[len(values) // 2], "max": values[-1]}
 
@@ -121,9 +119,7 @@ def test_only_slowdowns_beyond_noise_are_reported(
         ({"release": NEW}, {}, [f"`spark-host rollback main` serves {OLD} again"]),
     ],
 )  # fmt: skip
-def test_each_changed_part_has_a_rollback_hint(
-    changes: dict[str, Any], parts: dict[str, str], hints: list[str]
-) -> None:
+def test_each_changed_part_has_a_rollback_hint(changes, parts, hints):
     before: dict[str, Any] = {
         "release": OLD,
         "versions": {"kernel": "6.14", "driver": "580.126", "docker": "28.5.1", "toolkit": "1.18"},
@@ -135,7 +131,7 @@ def test_each_changed_part_has_a_rollback_hint(
     assert all(hint in line for hint, line in zip(hints, lines, strict=True))
 
 
-def test_speed_is_measured_once_per_versions(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_measured_once_per_versions(host, monkeypatch):
     release = release_with_bench(host)
     host.started(release, STUB_PIECE_S="0.0005")
     assert measure(host, release, monkeypatch)["phases"] == ["bench"]
@@ -147,9 +143,7 @@ def test_speed_is_measured_once_per_versions(host: Host, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_slowdown_after_upgrade_is_reported_with_rollback_hint(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slowdown_after_upgrade_is_reported_with_rollback_hint(host, monkeypatch):
     release = release_with_bench(host)
     host.started(release, STUB_PIECE_S="0.0005")
     monkeypatch.setattr(versions, "packages", lambda: {"docker": "docker-ce=5:28.5.1-1"})
@@ -167,9 +161,7 @@ def test_slowdown_after_upgrade_is_reported_with_rollback_hint(
 
 
 @pytest.mark.slow
-def test_new_image_is_compared_with_the_previous_release(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_image_is_compared_with_the_previous_release(host, monkeypatch):
     def with_base(base: str, name: str) -> Release:
         image = {"tag": f"spark-vllm:{base}", "digest_label": None, "plugin": "1" * 12}
         return release_with_bench(host, name, image={**image, "base": f"vllm@sha256:{base}"})
@@ -189,14 +181,14 @@ def test_new_image_is_compared_with_the_previous_release(
     assert proof.bench_before(other_profile, host.here) is None
 
 
-def test_packages_are_in_apt_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_in_apt_format(monkeypatch):
     monkeypatch.setattr(versions, "_PROGRAMS", {"shell": "dpkg", "none": "no-such-program"})
     packages = versions.packages()
     assert list(packages) == ["shell"]
     assert packages["shell"].startswith("dpkg=1")
 
 
-def test_failed_measurement_keeps_the_rollout(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_measurement_keeps_the_rollout(host, monkeypatch):
     release = release_with_bench(host)
     host.started(release)
     assert "no speed was measured" in measure(host, release, monkeypatch, dies=True)["bench"][0]

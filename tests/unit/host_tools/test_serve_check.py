@@ -10,14 +10,14 @@ from checked import check, failed, stored_proof, warned
 from spark_host.check import checks, questions, runner
 from spark_host.engine.client import Engine
 from spark_host.system import systemd
-from stub_host import REPOSITORY, Host
+from stub_host import REPOSITORY
 
 ALL_CHECKS = {check.name for check in checks.CHECKS}
 # Of models without text: test_serve_pooled.py.
 OTHER_TASKS = {"embedding", "embedding in a batch", "ranking", "classes", "sound"}
 
 
-def test_healthy_engine_passes_every_check(host: Host) -> None:
+def test_healthy_engine_passes_every_check(host):
     release = host.release()
     host.started(release)
     result = check(host, release)
@@ -73,15 +73,13 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(runner, "CHECKS", kept)
 
 
-def test_every_check_has_a_fault_that_fails_it() -> None:
+def test_every_check_has_a_fault_that_fails_it():
     violated = {name for _, name, _ in [*VIOLATIONS, *DOUBTS]}
     assert violated | SEPARATE_TESTS | OTHER_TASKS == {"ready", *ALL_CHECKS, "same run"}
 
 
 @pytest.mark.parametrize(("fault", "violated", "message"), VIOLATIONS)
-def test_each_fault_fails_its_check(
-    host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, violated: str, message: str
-) -> None:
+def test_each_fault_fails_its_check(host, monkeypatch, fault, violated, message):
     # Checks of the same kind fail, too.
     similar = {
         "wrong-arithmetic": ("conversation", "parallel", "repeat"),
@@ -99,9 +97,7 @@ def test_each_fault_fails_its_check(
 
 
 @pytest.mark.parametrize(("fault", "doubted", "message"), DOUBTS)
-def test_doubtful_results_of_a_healthy_server_only_warn(
-    host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, doubted: str, message: str
-) -> None:
+def test_doubtful_results_of_a_healthy_server_only_warn(host, monkeypatch, fault, doubted, message):
     leave_out(monkeypatch, *{"unsteady": ("conversation",)}.get(fault, ()))
     changes = {} if doubted == "prefix reuse" else {"check__prefix": None}
     release = host.release(check__questions=EXACT, **changes)
@@ -117,7 +113,7 @@ def test_doubtful_results_of_a_healthy_server_only_warn(
 THINKING = {**EXACT[1], "thinking": True}
 
 
-def test_wrong_answer_after_thinking_only_warns(host: Host) -> None:
+def test_wrong_answer_after_thinking_only_warns(host):
     release = host.release(check__questions=[EXACT[0], THINKING], check__prefix=None)
     host.started(release, "wrong-arithmetic")
 
@@ -132,7 +128,7 @@ def test_wrong_answer_after_thinking_only_warns(host: Host) -> None:
     assert "capital of France" in first.detail
 
 
-def test_requests_enable_or_disable_thinking(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_enable_or_disable_thinking(host, monkeypatch):
     requests: list[tuple[str, bool]] = []
     ask = Engine.ask
 
@@ -151,7 +147,7 @@ def test_requests_enable_or_disable_thinking(host: Host, monkeypatch: pytest.Mon
     assert {thinking for text, thinking in requests if text != THINKING["prompt"]} == {False}
 
 
-def test_engine_that_crashes_during_the_check_fails_without_warnings(host: Host) -> None:
+def test_engine_that_crashes_during_the_check_fails_without_warnings(host):
     release = host.release(check__questions=[EXACT[0], THINKING])
     host.started(release, "crash-later", STUB_FAULT_AFTER_S="0.3", STUB_PIECE_S="0.05")
     result = check(host, release)
@@ -160,7 +156,7 @@ def test_engine_that_crashes_during_the_check_fails_without_warnings(host: Host)
     assert "went away" in failed(result)["health"]
 
 
-def test_page_lists_every_check_with_level_and_weight() -> None:
+def test_page_lists_every_check_with_level_and_weight():
     page = (REPOSITORY / "docs/reference/checks.md").read_text()
     lines = page.partition("\n## Faults")[0].splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "| `" in line]
@@ -176,7 +172,7 @@ def test_page_lists_every_check_with_level_and_weight() -> None:
         assert never or weight == "`warn`" or healthy_and_failing.startswith("gets a warning")
 
 
-def test_parallel_requests_are_streamed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_requests_are_streamed(host, monkeypatch):
     leave_out(monkeypatch, "stream")
     release = host.release(check__prefix=None)
     host.started(release, "stream-cut")
@@ -195,7 +191,7 @@ def test_parallel_requests_are_streamed(host: Host, monkeypatch: pytest.MonkeyPa
         ("wedge", "no usable answer after 1."),
     ],
 )
-def test_broken_engine_fails_the_quick_check(host: Host, fault: str, message: str) -> None:
+def test_broken_engine_fails_the_quick_check(host, fault, message):
     release = host.release()
     host.started(release, fault)
     failures = failed(check(host, release, "quick"))
@@ -205,7 +201,7 @@ def test_broken_engine_fails_the_quick_check(host: Host, fault: str, message: st
     assert set(failures) == {"first answer", *also}
 
 
-def test_restart_during_the_check_fails_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_during_the_check_fails_it(host, monkeypatch):
     release = host.release()
     host.started(release)
     runs = iter(["run-1", "run-2"])
@@ -218,18 +214,14 @@ def test_restart_during_the_check_fails_it(host: Host, monkeypatch: pytest.Monke
     assert result.invocation_id == "run-1", "the proof must not cover the next run"
 
 
-def test_prefix_check_needs_more_than_a_cache_block(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefix_check_needs_more_than_a_cache_block(host, monkeypatch):
     monkeypatch.setattr(questions, "_FILLER_TOKENS", 100_000)
     release = host.release(check__prefix={"block_tokens": 100})
     host.started(release)
     assert "a cache block 100" in failed(check(host, release))["prefix reuse"]
 
 
-def test_frozen_counters_fail_the_counters_check(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_counters_fail_the_counters_check(host, monkeypatch):
     monkeypatch.setattr(checks, "_COUNTER_WAIT_S", 0.3)
     release = host.release(check__metrics_required={})
     host.started(release, "counters-flat")

@@ -14,7 +14,7 @@ from stub_host import Host
 
 
 @pytest.mark.parametrize("fault", ["never-ready", "crash-at-start", "oom-at-start", "unhealthy"])
-def test_engine_not_ready_at_the_limit_fails(host: Host, fault: str) -> None:
+def test_engine_not_ready_at_the_limit_fails(host, fault):
     release = host.release(timeouts__start_s=1)
     host.start(release, fault)
     result = check(host, release, "quick")
@@ -22,7 +22,7 @@ def test_engine_not_ready_at_the_limit_fails(host: Host, fault: str) -> None:
     assert "not ready after 1 s" in failed(result)["ready"]
 
 
-def test_check_waits_for_a_slow_engine(host: Host) -> None:
+def test_check_waits_for_a_slow_engine(host):
     release = host.release(timeouts__start_s=10)
     host.start(release, STUB_LOAD_S="0.7")
     result = check(host, release, "quick")
@@ -30,7 +30,7 @@ def test_check_waits_for_a_slow_engine(host: Host) -> None:
     assert result.checks[0].seconds > 0.5
 
 
-def test_progress_shows_last_engine_log_line(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_last_engine_log_line(host, monkeypatch):
     monkeypatch.setattr(runner, "_PROGRESS_S", 0.2)
     release = host.release(timeouts__start_s=1.5)
     host.start(release, "never-ready")
@@ -50,14 +50,14 @@ def test_progress_shows_last_engine_log_line(host: Host, monkeypatch: pytest.Mon
     assert all(line and "waited_s=" not in line for line in engine_lines)
 
 
-def test_trickling_answer_ends_at_the_limit(host: Host) -> None:
+def test_trickling_answer_ends_at_the_limit(host):
     engine = host.started(host.release(check__timeout_s=0.5), STUB_PIECE_S="0.2")
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     with pytest.raises(runner.EngineError, match="in time"):
         list(engine.stream_chat(body, 0.5))
 
 
-def test_slow_answers_end_the_whole_check(host: Host) -> None:
+def test_slow_answers_end_the_whole_check(host):
     # Each answer is in time, but together they exceed the limit of a check.
     release = host.release(check__timeout_s=1.0, check__copy=["abcd" * 6] * 4)
     host.started(release, STUB_PIECE_S="0.06")
@@ -69,9 +69,7 @@ def test_slow_answers_end_the_whole_check(host: Host) -> None:
     assert result.checks[-1].seconds < 1.5
 
 
-def test_check_prints_json_and_returns_exit_code(
-    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_prints_json_and_returns_exit_code(host, monkeypatch, capsys):
     monkeypatch.setattr(runner.systemd, "invocation", lambda _: "run-1")
     release = host.release()
     host.started(release)
@@ -92,7 +90,7 @@ def unproven_reason(host: Host, run: str, versions: dict[str, str]) -> str | Non
     return proof.unproven_reason(stored_proof(host, release), release.digest, run, versions)
 
 
-def test_proof_is_bound_to_run_and_versions(host: Host) -> None:
+def test_proof_is_bound_to_run_and_versions(host):
     release = host.release()
     host.started(release)
     now = check(host, release, "full").versions
@@ -107,14 +105,14 @@ def test_proof_is_bound_to_run_and_versions(host: Host) -> None:
     assert unproven_reason(host, "run-2", now) is None
 
 
-def test_quick_check_without_full_check_is_no_proof(host: Host) -> None:
+def test_quick_check_without_full_check_is_no_proof(host):
     release = host.release()
     host.started(release)
     versions = check(host, release, "quick").versions
     assert unproven_reason(host, "run-1", versions) == "only the quick check was run"
 
 
-def test_failed_check_invalidates_the_proof(host: Host) -> None:
+def test_failed_check_invalidates_the_proof(host):
     release = host.release()
     host.started(release)
     versions = check(host, release, "full").versions
@@ -128,9 +126,7 @@ CACHE_LINE = (
 )
 
 
-def test_proof_keeps_log_lines_and_cache_size_of_a_rotated_journal(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proof_keeps_log_lines_and_cache_size_of_a_rotated_journal(host, monkeypatch):
     release = host.release()
     host.started(release)
     assert check(host, release, "full").kv_cache is None, "the log has tokens, but no bytes"

@@ -67,7 +67,7 @@ def start(host: Host, load_s: str = "60") -> Release:
 
 
 @pytest.mark.usefixtures("pidfd")
-def test_engine_below_the_floor_is_killed_while_it_loads(host: Host, meminfo: Path) -> None:
+def test_engine_below_the_floor_is_killed_while_it_loads(host, meminfo):
     release = start(host)
     lower_later(meminfo, 3.25)
     began = time.monotonic()
@@ -89,7 +89,7 @@ def test_engine_below_the_floor_is_killed_while_it_loads(host: Host, meminfo: Pa
 
 
 @pytest.mark.usefixtures("pidfd", "meminfo")
-def test_single_low_sample_is_only_recorded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_low_sample_is_only_recorded(host, monkeypatch):
     samples = iter([50, 3, 40])
     monkeypatch.setattr(start_guard, "available_bytes", lambda: next(samples, 45) * GIB)
 
@@ -103,7 +103,7 @@ def test_single_low_sample_is_only_recorded(host: Host, monkeypatch: pytest.Monk
     assert (memory.lowest_bytes, memory.floor_bytes) == (3 * GIB, FLOOR_BYTES)
 
 
-def test_very_short_check_has_a_memory_sample(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_short_check_has_a_memory_sample(host, monkeypatch):
     def read_slowly() -> int:
         time.sleep(0.3)
         return 50 * GIB
@@ -116,7 +116,7 @@ def test_very_short_check_has_a_memory_sample(host: Host, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("pidfd")
-def test_memory_is_guarded_until_the_check_ends(host: Host, meminfo: Path) -> None:
+def test_memory_is_guarded_until_the_check_ends(host, meminfo):
     release = start(host, load_s="0")
     (host.paths.engine_run("main") / "stub-fault").write_text("wedge")  # a slow answer
     lower_later(meminfo, 1)
@@ -126,9 +126,7 @@ def test_memory_is_guarded_until_the_check_ends(host: Host, meminfo: Path) -> No
 
 
 @pytest.mark.parametrize("obstacle", ["slow docker", "no permission"])
-def test_docker_kills_an_engine_that_the_guard_cannot(
-    host: Host, meminfo: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
-) -> None:
+def test_docker_kills_an_engine_that_the_guard_cannot(host, meminfo, monkeypatch, obstacle):
     kills: list[tuple[str, ...]] = []
     over = threading.Event()
 
@@ -161,10 +159,7 @@ def test_docker_kills_an_engine_that_the_guard_cannot(
     assert kills == [("kill", release.container)]
 
 
-def test_unit_that_survives_its_engine_is_killed(
-    host: Host, meminfo: Path, systemctl_calls: list[tuple[str, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_unit_that_survives_its_engine_is_killed(host, meminfo, systemctl_calls, monkeypatch):
     failure = subprocess.CompletedProcess((), 1, "", "it hangs")
     monkeypatch.setattr(container, "open_process", lambda _: None)
     monkeypatch.setattr(docker, "client", lambda *_, timeout_s: failure)
@@ -177,9 +172,7 @@ def test_unit_that_survives_its_engine_is_killed(
 
 
 @pytest.mark.usefixtures("pidfd")
-def test_only_checks_of_the_same_run_keep_the_memory_of_the_start(
-    host: Host, meminfo: Path
-) -> None:
+def test_only_checks_of_the_same_run_keep_the_memory_of_the_start(host, meminfo):
     release = start(host, load_s="0.4")
     set_available(meminfo, 17)
     assert check_at_start(host, release).ok

@@ -61,7 +61,7 @@ def late(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
         yield late
 
 
-def test_waits_for_a_late_answer(late: Late) -> None:
+def test_waits_for_a_late_answer(late):
     late.docker_delays_s = [0.8]  # the second attempt is in time
     late.program("nvidia-smi", 0.4, prints="580.142")
     late.program("nvidia-ctk", 0.4, prints="version 1.19.0")
@@ -71,7 +71,7 @@ def test_waits_for_a_late_answer(late: Late) -> None:
     }  # fmt: skip
 
 
-def test_unanswered_version_is_unknown(late: Late) -> None:
+def test_unanswered_version_is_unknown(late):
     before = versions.read()
     late.docker_delays_s = [0.8, 0.8]
     late.program("nvidia-smi", 0.8, 0.8, prints="580.142")
@@ -87,7 +87,7 @@ def test_unanswered_version_is_unknown(late: Late) -> None:
     ]  # fmt: skip
 
 
-def test_absent_version_is_a_change(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_version_is_a_change(late, monkeypatch):
     before = versions.read()
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(late.folder / "absent"))
     (late.folder / "nvidia-ctk").unlink()
@@ -96,9 +96,7 @@ def test_absent_version_is_a_change(late: Late, monkeypatch: pytest.MonkeyPatch)
     ]  # fmt: skip
 
 
-def test_image_job_is_unknown_if_docker_is_silent(
-    host: Host, late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_image_job_is_unknown_if_docker_is_silent(host, late, monkeypatch):
     digest12 = "0123456789ab"
     job = {
         "schema_version": 1, "digest": digest12.ljust(64, "0"), "kind": "image-build",
@@ -118,7 +116,7 @@ def test_image_job_is_unknown_if_docker_is_silent(
     assert known.state == "done"
 
 
-def test_proof_stays_valid_if_docker_is_late(host: Host, late: Late) -> None:
+def test_proof_stays_valid_if_docker_is_late(host, late):
     release, now = host.release(), versions.read()
     late.docker_delays_s = [0.8, 0.8]
     full = FullCheck("run", files.now(), now)
@@ -127,14 +125,14 @@ def test_proof_stays_valid_if_docker_is_late(host: Host, late: Late) -> None:
     assert proof.unproven_reason(result, release.digest, "run", versions.read()) is None
 
 
-def test_release_is_not_broken_if_docker_is_late(host: Host, late: Late) -> None:
+def test_release_is_not_broken_if_docker_is_late(host, late):
     late.docker_delays_s = [0.8, 0.8]
     problem = serve.part_problem(host.release())
     assert isinstance(problem, docker.DaemonSilent)
     assert "not on this host" not in str(problem)
 
 
-def test_optional_program_has_a_short_timeout(late: Late) -> None:
+def test_optional_program_has_a_short_timeout(late):
     late.program("nvidia-smi", 0.5, prints="580.142")
     assert programs.output_of("nvidia-smi") is None
     late.program("nvidia-smi", 0.8, 0.8, prints="580.142")

@@ -36,9 +36,7 @@ def release_of(host: Host, plan: dict[str, object]) -> Release:
     ],
     ids=["embedding", "ranking", "classes"],
 )
-def test_healthy_pooling_model_passes(
-    host: Host, plan: dict[str, object], names: set[str], live: str
-) -> None:
+def test_healthy_pooling_model_passes(host, plan, names, live):
     release = release_of(host, plan)
     host.started(release)
     result = check(host, release)
@@ -71,17 +69,14 @@ def test_healthy_pooling_model_passes(
         (COMPLETION, "garbage", "first answer", "does not match '^Paris$'"),
     ],
 )
-def test_each_fault_fails_its_check(
-    host: Host, monkeypatch: pytest.MonkeyPatch, plan: dict[str, object], fault: str,
-    violated: str, message: str,
-) -> None:  # fmt: skip
+def test_each_fault_fails_its_check(host, monkeypatch, plan, fault, violated, message):
     monkeypatch.setattr("spark_host.check.checks._COUNTER_WAIT_S", 0.3)
     release = release_of(host, plan)
     host.started(release, fault)
     assert message in failed(check(host, release))[violated]
 
 
-def test_base_model_is_checked_with_completions(host: Host) -> None:
+def test_base_model_is_checked_with_completions(host):
     release = release_of(host, COMPLETION)
     host.started(release)
     result = check(host, release)
@@ -93,7 +88,7 @@ def test_base_model_is_checked_with_completions(host: Host) -> None:
     assert "/v1/chat/completions" not in log
 
 
-def test_longer_sounds_take_more_prompt_tokens(host: Host) -> None:
+def test_longer_sounds_take_more_prompt_tokens(host):
     release = release_of(host, AUDIO)
     host.started(release)
     result = check(host, release)

@@ -28,26 +28,26 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_no_reboot_is_pending(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_reboot_is_pending(root, tmp_path_factory):
     assert versions.reboot_pending(root) == ""
     without_driver = tmp_path_factory.mktemp("empty")
     assert versions.reboot_pending(without_driver) == ""
 
 
-def test_newer_kernel_needs_a_reboot(root: Path) -> None:
+def test_newer_kernel_needs_a_reboot(root):
     (root / "boot/vmlinuz-6.17.0-1021-nvidia").touch()
     message = f"kernel 6.17.0-1021-nvidia is installed, {RUNNING} is running"
     assert versions.reboot_pending(root) == message
 
 
-def test_newer_driver_library_needs_a_reboot(root: Path) -> None:
+def test_newer_driver_library_needs_a_reboot(root):
     folder = root / "usr/lib/aarch64-linux-gnu"
     (folder / f"libnvidia-ml.so.{LOADED}").rename(folder / "libnvidia-ml.so.580.159.03")
     message = f"driver module {LOADED} is loaded, library 580.159.03 is installed"
     assert versions.reboot_pending(root) == message
 
 
-def test_reboot_marker_names_packages(root: Path) -> None:
+def test_reboot_marker_names_packages(root):
     (root / "run/reboot-required").touch()
     (root / "run/reboot-required.pkgs").write_text("libc6\nlibc6\n")
     assert versions.reboot_pending(root) == "/run/reboot-required is set (libc6)"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prune_machine import Machine, add_generations
+from prune_machine import add_generations
 from spark_contract.paths import Paths, kept_aside
 from spark_contract.records import GpuProof
 from spark_contract.status import Before, Footprint, Thing
@@ -93,7 +93,7 @@ def reasons_to_stay(
 
 
 @pytest.mark.usefixtures("apt")
-def test_removes_packages_with_dependencies_except_docker() -> None:
+def test_removes_packages_with_dependencies_except_docker():
     packages = reasons_to_stay(earlier_host())
     assert {name for name, stays in packages.items() if not stays} == {
         "jq",
@@ -106,12 +106,12 @@ def test_removes_packages_with_dependencies_except_docker() -> None:
 
 
 @pytest.mark.usefixtures("apt")
-def test_does_not_list_packages_that_were_installed_before() -> None:
+def test_does_not_list_packages_that_were_installed_before():
     packages = reasons_to_stay(earlier_host(packages=("jq", "libjq1", "libc6")))
     assert packages.keys().isdisjoint({"jq", "libjq1"})
 
 
-def test_packages_that_the_owner_needs_stay(apt: Apt) -> None:
+def test_packages_that_the_owner_needs_stay(apt):
     apt.needs["theirs"] = ("jq",)
     apt.manual.add("theirs")
     packages = reasons_to_stay(earlier_host())
@@ -119,13 +119,13 @@ def test_packages_that_the_owner_needs_stay(apt: Apt) -> None:
     assert packages.keys().isdisjoint({"libjq1", "theirs"})
 
 
-def test_running_nginx_stays(apt: Apt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_nginx_stays(apt, monkeypatch):
     monkeypatch.setattr(systemd, "state", lambda *words: {"UnitFileState": "enabled"})
     assert reasons_to_stay(earlier_host())["nginx-light"] == "nginx.service is in use"
 
 
 @pytest.mark.usefixtures("apt")
-def test_docker_stays_for_other_containers() -> None:
+def test_docker_stays_for_other_containers():
     same = UnmanagedContainers(("db",), (), frozenset())
     assert same.obstacles(footprint(gpu_packages=("docker.io",)))["docker.io"].endswith(": db")
     packages = reasons_to_stay(earlier_host(), containers=("db",), engine=True)
@@ -134,7 +134,7 @@ def test_docker_stays_for_other_containers() -> None:
 
 
 @pytest.mark.usefixtures("apt")
-def test_packages_stay_without_a_baseline() -> None:
+def test_packages_stay_without_a_baseline():
     packages = reasons_to_stay(None, engine=True)
     assert set(packages) == {"jq", "nginx-light", "docker.io"}
     assert all(packages.values())
@@ -165,10 +165,7 @@ def changed_files(before: Before | None, root: Path) -> list[Thing]:
     ],
     ids=["byte for byte", "later keys"],
 )
-def test_restores_daemon_json(
-    tmp_path: Path, write_daemon_json: Callable[..., Path], earlier: str | None,
-    current: dict[str, Any], restored: dict[str, Any] | None,
-) -> None:  # fmt: skip
+def test_restores_daemon_json(tmp_path, write_daemon_json, earlier, current, restored):
     path, before = write_daemon_json(**current), earlier_host(files={DAEMON_JSON: earlier})
     assert [(t.name, t.stays) for t in changed_files(before, tmp_path)] == [(DAEMON_JSON, "")]
     baseline.restore_shared_file(DAEMON_JSON, footprint(), before, Paths(tmp_path))
@@ -179,9 +176,7 @@ def test_restores_daemon_json(
     assert changed_files(before, tmp_path) == []
 
 
-def test_daemon_json_without_baseline_needs_a_copy(
-    tmp_path: Path, write_daemon_json: Callable[..., Path]
-) -> None:
+def test_daemon_json_without_baseline_needs_a_copy(tmp_path, write_daemon_json):
     write_daemon_json()
     [thing] = changed_files(None, tmp_path)
     assert "is unknown" in thing.stays
@@ -192,7 +187,7 @@ def test_daemon_json_without_baseline_needs_a_copy(
 
 
 @pytest.mark.usefixtures("apt")
-def test_baseline_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baseline_is_recorded_once(tmp_path, monkeypatch):
     paths = Paths(tmp_path)
     monkeypatch.setattr(systemd, "show", lambda *words: {})
     monkeypatch.setattr(baseline, "output_of", lambda *argv: "ii  jq\n")
@@ -210,7 +205,7 @@ def test_baseline_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert baseline.read_baseline(old) is None
 
 
-def test_unmanaged_files_in_our_folders_stay(tmp_path: Path) -> None:
+def test_unmanaged_files_in_our_folders_stay(tmp_path):
     for name in ("etc/spark/conf", "etc/spark/releases", "usr/local/lib/spark/jars"):
         (tmp_path / name).mkdir(parents=True)
     for unit in ("spark-master.service", "spark-serve@.service"):
@@ -226,7 +221,7 @@ def test_unmanaged_files_in_our_folders_stay(tmp_path: Path) -> None:
     }
 
 
-def test_removes_every_state_file(tmp_path: Path) -> None:
+def test_removes_every_state_file(tmp_path):
     paths = Paths(tmp_path)
     of_release = (paths.proof, paths.compile_cache, paths.answers, paths.rollout, paths.request)
     of_service = (paths.rollback, paths.good, paths.stopped, paths.events)
@@ -240,7 +235,7 @@ def test_removes_every_state_file(tmp_path: Path) -> None:
     assert staying == ["theirs"]
 
 
-def test_missing_folder_is_no_failure(tmp_path: Path) -> None:
+def test_missing_folder_is_no_failure(tmp_path):
     missing, empty = tmp_path / "missing", tmp_path / "empty"
     empty.mkdir()
     things = [Thing("directory", str(path)) for path in (missing, empty)]
@@ -248,9 +243,7 @@ def test_missing_folder_is_no_failure(tmp_path: Path) -> None:
     assert not empty.exists()
 
 
-def test_manifest_lists_everything_we_created(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_lists_everything_we_created(machine, monkeypatch):
     add_generations(machine)
     unmanaged = machine.folder("models", "my-finetune")
     # Of earlier settings: only its job names this checkpoint.
@@ -276,9 +269,7 @@ def test_manifest_lists_everything_we_created(
     assert [Path(thing.name) for thing in things if thing.kind == "other"] == [unmanaged]
 
 
-def test_manifest_lists_the_image_of_the_gpu_check(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_lists_the_image_of_the_gpu_check(machine, monkeypatch):
     reference = "registry/cuda@sha256:" + "c" * 64
     machine.image(reference, "l1", size=10, label=None)
     proof = GpuProof(key={"image": reference}, docker_arguments=(), gpu="x")

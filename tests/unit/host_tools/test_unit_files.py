@@ -51,17 +51,17 @@ def write(root: Path, *files: str) -> None:
         "/run/systemd/transient/spark-serve@x.service",
     ],
 )
-def test_lists_files_that_change_our_units(tmp_path: Path, file: str) -> None:
+def test_lists_files_that_change_our_units(tmp_path, file):
     write(tmp_path, *OURS, *FOREIGN, file)
     assert unit_files.overrides(Paths(tmp_path)) == (file,)
 
 
 @pytest.mark.parametrize("name", ["spark-serve@main-0123456789ab.service", "spark-watch@.service"])
-def test_lists_masked_units(tmp_path: Path, name: str) -> None:
+def test_lists_masked_units(tmp_path, name):
     write(tmp_path, *(file for file in OURS if not file.endswith(name)))
     (tmp_path / ETC.lstrip("/") / name).symlink_to("/dev/null")
     assert unit_files.overrides(Paths(tmp_path)) == (f"{ETC}/{name}",)
 
 
-def test_host_without_units_has_no_overrides(tmp_path: Path) -> None:
+def test_host_without_units_has_no_overrides(tmp_path):
     assert unit_files.overrides(Paths(tmp_path)) == ()

@@ -6,7 +6,6 @@ import configparser
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from stub_host import REPOSITORY
@@ -31,7 +30,7 @@ def section(unit: str, name: str) -> dict[str, str]:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_accepts_every_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_every_unit(tmp_path):
     program = tmp_path / "spark-host"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
@@ -62,7 +61,7 @@ def limit_outlasts_all_starts(unit: dict[str, str], service: dict[str, str]) -> 
     return int(unit["StartLimitIntervalSec"]) > int(unit["StartLimitBurst"]) * longest_s
 
 
-def test_start_limit_can_trigger() -> None:
+def test_start_limit_can_trigger():
     service = section("spark-serve@.service", "Service")
     assert limit_outlasts_all_starts(section("spark-serve@.service", "Unit"), service)
     assert service["Restart"] == "always"
@@ -72,7 +71,7 @@ def test_start_limit_can_trigger() -> None:
         assert limit_outlasts_all_starts(dict(drop_in["Unit"]), dict(drop_in["Service"]))
 
 
-def test_log_rate_limit_allows_a_start() -> None:
+def test_log_rate_limit_allows_a_start():
     service = section("spark-serve@.service", "Service")
     interval_s, burst = (int(service[f"LogRateLimit{name}"]) for name in ("IntervalSec", "Burst"))
     assert interval_s > 0  # with 0 the limit is from journald.conf
@@ -80,19 +79,19 @@ def test_log_rate_limit_allows_a_start() -> None:
     assert burst / interval_s <= 500
 
 
-def test_gateway_limits_its_log_and_survives_a_killed_worker() -> None:
+def test_gateway_limits_its_log_and_survives_a_killed_worker():
     service = section("spark-gateway@.service", "Service")
     assert (service["LogRateLimitIntervalSec"], service["LogRateLimitBurst"]) == ("60", "20")
     assert service["OOMPolicy"] == "continue"  # nginx replaces a worker above the memory limit
 
 
-def test_docker_upgrade_restarts_the_server() -> None:
+def test_docker_upgrade_restarts_the_server():
     unit = section("spark-serve@.service", "Unit")
     assert "docker.service" not in unit.get("Requires", "")
     assert "docker.service" in unit["After"]
 
 
-def test_reference_lists_exposure_of_every_unit(tmp_path: Path) -> None:
+def test_reference_lists_exposure_of_every_unit(tmp_path):
     page = (REPOSITORY / "SECURITY.md").read_text()
     documented = dict(re.findall(r"^\| `(spark-\w+@?)` \| (\d\.\d) \|", page, re.M))
     assert set(documented) == {
@@ -115,11 +114,11 @@ def test_reference_lists_exposure_of_every_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", sorted(path.name for path in UNITS.glob("*.service")))
-def test_printed_lines_cannot_set_a_log_level(unit: str) -> None:
+def test_printed_lines_cannot_set_a_log_level(unit):
     # journald would print lines with <0> on every terminal of the host.
     assert section(unit, "Service").get("SyslogLevelPrefix") == "no"
 
 
-def test_failed_server_waits_before_restart() -> None:
+def test_failed_server_waits_before_restart():
     assert int(section("spark-serve@.service", "Service")["RestartSec"]) >= 60
     assert min(start_limits(release)["delay_s"] for release in RELEASES) >= 60

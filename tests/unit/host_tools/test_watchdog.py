@@ -43,7 +43,7 @@ def sample(*, running: int = 1, prompt: int = 0, generated: int = 0, usage: floa
     )
 
 
-def test_engine_without_progress_stalls_after_the_limit(detector: StallDetector) -> None:
+def test_engine_without_progress_stalls_after_the_limit(detector):
     reasons = [detector.stalled(sample(usage=0.4), now_s=i * 10.0) for i in range(13)]
     assert reasons[:12] == [None] * 12
     assert reasons[12] == "1 requests are running, but no token was read or written for 120 s"
@@ -59,20 +59,18 @@ def test_engine_without_progress_stalls_after_the_limit(detector: StallDetector)
     ],
     ids=["prompt tokens", "generated tokens", "cache usage", "idle"],
 )
-def test_working_or_idle_engine_does_not_stall(
-    detector: StallDetector, values: list[dict[str, Any]]
-) -> None:
+def test_working_or_idle_engine_does_not_stall(detector, values):
     for i, metrics in enumerate(values):
         assert detector.stalled(sample(**metrics), now_s=i * 10.0) is None
 
 
-def test_an_answer_resets_the_silence(detector: StallDetector) -> None:
+def test_an_answer_resets_the_silence(detector):
     for i in range(60):
         assert detector.silent(now_s=i * 100.0) is None
         detector.answered()
 
 
-def test_delayed_watchdog_does_not_blame_the_engine(detector: StallDetector) -> None:
+def test_delayed_watchdog_does_not_blame_the_engine(detector):
     assert detector.silent(now_s=0) is None
     assert detector.silent(now_s=10_000) is None
     assert detector.silent(now_s=10_010) is not None
@@ -125,10 +123,7 @@ def listener(host: Host) -> Iterator[socket.socket]:
 
 
 @pytest.mark.parametrize("is_queue_full", [False, True])
-def test_silent_engine_stalls_after_the_limit(
-    host: Host, listener: socket.socket, kills: list[tuple[str, str]],
-    monkeypatch: pytest.MonkeyPatch, is_queue_full: bool,
-) -> None:  # fmt: skip
+def test_silent_engine_stalls_after_the_limit(host, listener, kills, monkeypatch, is_queue_full):
     with socket.socket(socket.AF_UNIX) as waiting:
         if is_queue_full:
             listener.listen(0)
@@ -141,9 +136,7 @@ def test_silent_engine_stalls_after_the_limit(
     assert int(seconds[1]) >= host.release().watch.stall_s
 
 
-def test_absent_engine_is_left_to_systemd(
-    host: Host, kills: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_engine_is_left_to_systemd(host, kills, monkeypatch):
     host.release(watch={"stall_s": 0, "interval_s": 0.001, "hot_celsius": None})
     run_watchdog(host, monkeypatch, max_samples=50)
     assert kills == []
@@ -163,9 +156,8 @@ def kill_units_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_engine_with_pidfd_and_its_unit_are_killed_without_docker(
-    host: Host, engine: subprocess.Popen[bytes], systemctl_calls: list[tuple[str, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    host, engine, systemctl_calls, monkeypatch
+):
     monkeypatch.delattr(docker, "client")
     pidfd = os.pidfd_open(engine.pid)
     watchdog.kill_engine(host.release(), "starving", "too little", pidfd, host.paths)
@@ -176,16 +168,14 @@ def test_engine_with_pidfd_and_its_unit_are_killed_without_docker(
     assert events[0].text == "too little; the engine is stopped"
 
 
-def test_killing_an_exited_engine_is_no_error() -> None:
+def test_killing_an_exited_engine_is_no_error():
     child = subprocess.Popen(["true"])
     pidfd = os.pidfd_open(child.pid)
     child.wait()
     assert container.kill_container("spark-x", pidfd) == ""
 
 
-def test_hanging_docker_does_not_stop_the_watchdog(
-    host: Host, systemctl_calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_docker_does_not_stop_the_watchdog(host, systemctl_calls, monkeypatch):
     program = write_program(host.paths.root / "bin/docker", "exec sleep 30")
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     client = docker.client
@@ -199,10 +189,7 @@ def test_hanging_docker_does_not_stop_the_watchdog(
 
 @pytest.mark.usefixtures("systemctl_calls")
 @pytest.mark.parametrize("disk", ["full", "hanging"])
-def test_unwritable_event_does_not_prevent_the_kill(
-    host: Host, engine: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str], disk: str,
-) -> None:  # fmt: skip
+def test_unwritable_event_does_not_prevent_the_kill(host, engine, monkeypatch, capfd, disk):
     recovered = threading.Event()
 
     def write(path: Path, text: str, mode: int = 0o644) -> None:
@@ -230,9 +217,8 @@ def test_unwritable_event_does_not_prevent_the_kill(
     ("reason", "resets"), [("a member left", [("reset-failed", UNIT)]), ("too little memory", [])]
 )
 def test_only_a_lost_member_resets_the_start_limit(
-    host: Host, kills: list[tuple[str, str]], systemctl_calls: list[tuple[str, ...]],
-    monkeypatch: pytest.MonkeyPatch, reason: str, resets: list[tuple[str, ...]],
-) -> None:  # fmt: skip
+    host, kills, systemctl_calls, monkeypatch, reason, resets
+):
     host.release()
     low = reason if not resets else None
     monkeypatch.setattr(watchdog.Floor, "broken", lambda *_: low)
@@ -245,9 +231,7 @@ def test_only_a_lost_member_resets_the_start_limit(
     assert systemctl_calls == resets
 
 
-def test_hanging_driver_and_gateway_error_do_not_delay_memory_samples(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_driver_and_gateway_error_do_not_delay_memory_samples(host, monkeypatch):
     host.release(watch={"stall_s": 100, "interval_s": 0.01, "hot_celsius": None})
     driver_answers, follows = threading.Event(), threading.Event()
 
@@ -274,9 +258,7 @@ def test_hanging_driver_and_gateway_error_do_not_delay_memory_samples(
     assert "/proc/1234/fd" in watchdog.events("main", host.paths)[-1].text
 
 
-def test_pidfd_is_opened_only_for_this_container(
-    engine: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pidfd_is_opened_only_for_this_container(engine, monkeypatch):
     group = Path(f"/proc/{engine.pid}/cgroup").read_text().splitlines()[-1]
     state = {"Id": group, "State": {"Pid": engine.pid}}
     monkeypatch.setattr(docker, "container", lambda name, limit_s: state)
