@@ -1,8 +1,7 @@
 """Frozen dataclasses as JSON documents: the only reader and writer.
 
-Keys are field names. Reading is strict: unknown or missing keys and wrong types raise with the path
-of the key (``engine.mounts[0].source: missing``). A class with ``SCHEMA_VERSION`` is written with
-``schema_version``, which the reader requires. Numbers keep their form, so text round-trips.
+Keys are field names. Reading is strict; errors name the path: ``engine.mounts[0].source: missing``.
+The reader requires the ``SCHEMA_VERSION`` of a class. Numbers keep their form, so text round-trips.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _VERSION = "schema_version"
 
 
 class DocumentError(ValueError):
-    """The data is not the expected document; the message starts with the path of the key."""
+    """The message starts with the path of the key."""
 
 
 OPTIONAL: Mapping[str, Any] = {"optional": True}
@@ -57,11 +56,7 @@ def text_of(value: Any) -> str:
 
 
 def read(kind: type[_T], data: object) -> _T:
-    """Return plain data as a document.
-
-    Raises:
-        DocumentError: wrong version or structure.
-    """
+    """Return plain data as a document; ``DocumentError`` if version or structure differ."""
     document: _T = _read(kind, data, "")
     return document
 
@@ -114,7 +109,6 @@ def _read_fields(kind: Any, data: Any, path: str) -> Any:
 
 
 def _read_union(kind: Any, data: Any, path: str) -> Any:
-    """Return the first alternative that fits."""
     errors = []
     for alternative in get_args(kind):
         if alternative is type(None) and data is None:
@@ -182,7 +176,6 @@ def _wrong(path: str, message: str) -> DocumentError:
 
 
 def shown(data: object) -> str:
-    """Return a value shortened for a message."""
     text = repr(data)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

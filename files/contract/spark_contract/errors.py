@@ -19,12 +19,12 @@ class Problem:
 
     @property
     def line(self) -> str:
-        """The problem in one line, as host tools print it after ``ERROR``."""
+        """As host tools print it after ``ERROR``."""
         return f"{self.where}: {self.what}{_FIX}{self.fix}"
 
 
 def problem_in(line: str) -> Problem | None:
-    """Return the problem in a line of a host tool's output; ``None`` if there is none."""
+    """Parse a line of a host tool's output."""
     if not line.startswith(ERROR):
         return None
     text, _, fix = line.removeprefix(ERROR).partition(_FIX)
@@ -33,7 +33,7 @@ def problem_in(line: str) -> Problem | None:
 
 
 class HostToolError(Exception):
-    """Ends a host tool; printed in a single line, never as a traceback."""
+    """Ends a host tool, which prints a single line instead of a traceback."""
 
     def __init__(self, where: str, what: str, fix: str, exit_code: int = 1):
         self.where = where

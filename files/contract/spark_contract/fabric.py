@@ -8,7 +8,7 @@ from typing import ClassVar
 from spark_contract.documents import OPTIONAL
 
 NETPLAN_FILE = "/etc/netplan/40-spark-fabric.yaml"
-# Overrides the file of the same name until the next boot, so a trial ends with a power loss.
+# Overrides the file of the same name until the next boot.
 NETPLAN_TRIAL = "/run/netplan/40-spark-fabric.yaml"
 KEPT_NETPLAN = "/var/lib/spark/fabric/removed.yaml"
 RETURN_UNIT = "spark-fabric-return"
@@ -27,14 +27,14 @@ class FabricPort:
 class FabricPlan:
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    netplan: str  # content of the file
+    netplan: str
     ports: tuple[FabricPort, ...]
     confirm_s: int
 
 
 @dataclass(frozen=True, slots=True)
 class FabricRecord:
-    """The configured ports and the network state before the change, for the restore."""
+    """The network before the change, for the restore."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

@@ -18,7 +18,7 @@ SHARE_KEY = f"{CONFIG_DIR}/share-key"  # 0600; exists while the host shares file
 
 @dataclass(frozen=True, slots=True)
 class SharedTree:
-    """A checkpoint that peers may read. Peers check all bytes against their own hashes."""
+    """A checkpoint that peers may read and verify."""
 
     digest: str  # as in the receipt
     dir: str
@@ -40,7 +40,7 @@ class Share:
 class Peers:
     urls: tuple[str, ...]  # of hosts, see tree_url; in order of preference
     key_file: str = field(default=SHARE_KEY, metadata=OPTIONAL)
-    # A peer that makes no progress for so long is skipped.
+    # without progress
     patience_s: float = field(default=30.0, metadata=OPTIONAL)
 
 
@@ -68,22 +68,21 @@ def of_tree(url: str, digest: str) -> str:
 
 
 def growing_dir(out: Path) -> Path:
-    """Return the work directory of a tree; the same for every attempt."""
+    """Return the work directory of a tree, which the next attempt continues."""
     return out.parent / f".{out.name}.partial"
 
 
 def growing_tree(out: Path) -> Path:
-    """Return where a tree is assembled before it is renamed to ``out``."""
     return growing_dir(out) / "tree"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
     tries: int = 8  # attempts without progress for each source
-    # Keep retrying the hub at least so long without a new byte: lines break for hours.
+    # Retry the hub at least so long: lines break for hours.
     outage_s: float = field(default=0.0, metadata=OPTIONAL)
     backoff_s: float = 1.0  # before the second try; doubles up to 30
-    # Sent to the hub's own host only, never to peers, mirrors or redirect targets.
+    # Never sent to peers, mirrors or redirect targets.
     token_file: str | None = field(default=None, metadata=OPTIONAL)
     parallel: int = field(default=4, metadata=OPTIONAL)  # requests at once
     timeout_s: float = field(default=30.0, metadata=OPTIONAL)  # without data on a connection
@@ -100,8 +99,6 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class FetchFile:
-    """A file to fetch, with sha256 or git_sha1."""
-
     path: str  # relative, with forward slashes
     size_bytes: int
     sha256: str | None = field(default=None, metadata=OPTIONAL)
@@ -125,17 +122,17 @@ class FetchPlan(Wire):
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    digest: str  # of the tree, computed by the controller
-    name: str  # org/repo
+    digest: str
+    name: str
     commit: str
     out: str  # created atomically
     files: tuple[FetchFile, ...]
     urls: tuple[str, ...]  # a file's path is appended; mirrors first, the hub last
     peers: Peers | None = field(default=None, metadata=OPTIONAL)  # preferred over urls
-    pieces: bool  # also hash every 4 MiB, so that a full build reads each byte once
-    look_in: tuple[str, ...]  # globs of local directories to search first
+    pieces: bool  # also hash every 4 MiB
+    look_in: tuple[str, ...]  # local directories to search first (globs)
     token_file: str | None
-    parallel: int  # files at once
+    parallel: int
     rate_limit_bytes_per_s: int | None  # total
 
     def __post_init__(self) -> None:
@@ -163,15 +160,14 @@ class FetchPlan(Wire):
 
 
 def is_inside(path: str) -> bool:
-    """Return whether a relative path is normalised and stays in the tree."""
+    """Return whether a path is relative, normalised and inside the tree."""
     relative = PurePosixPath(path)
     is_below = bool(relative.parts) and not relative.is_absolute() and ".." not in relative.parts
     return is_below and "\0" not in path and str(relative) == path
 
 
-# Registry of names without a host.
 DOCKER_HUB = "registry-1.docker.io"
-# Cancel a pull that reports no progress, or less than this rate, for so long.
+# Cancel a pull below this rate for so long.
 PULL_STALL_S = 300.0
 PULL_LEAST_BYTES_PER_S = 1024
 # ``uname -m`` -> name in registries.
@@ -187,8 +183,6 @@ _FIELD = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A parsed image reference; ``version`` is a tag or a digest."""
-
     host: str
     name: str
     version: str
@@ -210,10 +204,9 @@ def parse_reference(text: str) -> Reference:
 
 
 def token_question(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[str, str]] | None:
-    """Return the URL and parameters for an anonymous token, from a 401 challenge.
+    """Return URL and parameters for an anonymous token, from a 401 challenge.
 
-    Distribution token specification; ``schemes`` restricts the URL, so that a registry reached by
-    https cannot send clients to http.
+    Only URLs of ``schemes`` count: an https registry must not send clients to http.
     """
     fields = dict(_FIELD.findall(challenge))
     realm = fields.pop("realm", "")
@@ -223,10 +216,7 @@ def token_question(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersPlan(Wire):
-    """``layers.json``: download the blobs of an image as a tree, and pull from there.
-
-    Blobs come from the registry byte for byte: an image store returns other digests.
-    """
+    """``layers.json``: an image's blobs as a tree, byte for byte as in the registry."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

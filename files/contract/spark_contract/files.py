@@ -20,7 +20,7 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None:
-    """Replace ``path`` atomically and durably; create its directory if missing."""
+    """Replace ``path`` atomically and durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -63,7 +63,7 @@ def _is_running(process: int) -> bool:
 
 
 def _new_file(path: Path, mode: int) -> int:
-    """Create a file; never write through an existing link."""
+    """Create a file; never follow a link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
         return os.open(path, flags, mode)
@@ -74,7 +74,7 @@ def _new_file(path: Path, mode: int) -> int:
 
 @contextmanager
 def named(descriptor: int) -> Iterator[None]:
-    """Add the file name to errors of calls on a descriptor; the kernel omits it."""
+    """Add the file name to errors of calls on a descriptor."""
     try:
         yield
     except OSError as error:
@@ -84,7 +84,7 @@ def named(descriptor: int) -> Iterator[None]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write every byte; a nearly full disk accepts a part without an error."""
+    """Write every byte: a nearly full disk accepts a part without an error."""
     left = memoryview(data)
     with named(descriptor):
         while left:
@@ -98,7 +98,6 @@ def sync(descriptor: int) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and removals in ``path`` survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         sync(descriptor)
@@ -116,11 +115,7 @@ def remove(path: Path) -> bool:
 
 
 def load(kind: type[_T], path: Path, absent: str) -> _T:
-    """Return the document that a deploy placed at ``path``.
-
-    Raises:
-        HostToolError: it is missing (message ``absent``) or malformed.
-    """
+    """Return a deployed document; ``HostToolError`` if missing (``absent``) or malformed."""
     fix = "run the deploy for this host again"
     try:
         return documents.parse(kind, path.read_text())

@@ -1,8 +1,4 @@
-"""Gateway settings of a service, in ``GATEWAY_DIR``.
-
-They belong to the service, not to a release: access and limits change without touching the engine
-and stay the same over a rollback.
-"""
+"""Gateway settings of a service, in ``GATEWAY_DIR``; a rollback does not change them."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Hosts that serve the same model: requests to this port go to the least busy host."""
+    """Hosts that serve the same model; the least busy gets a request to ``port``."""
 
     port: int
     others: tuple[str, ...]  # address:port of the other gateways
@@ -60,11 +56,10 @@ class Gateway:
     tls: Tls | None
     user: str = field(default=GATEWAY_USER, metadata=OPTIONAL)
     max_connections: int | None = field(default=None, metadata=OPTIONAL)
-    # Paths answered by other services of this host: path -> service.
+    # path -> other service of this host
     routes: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
     replicas: Replicas | None = field(default=None, metadata=OPTIONAL)
-    # Model names of each service on a host with several, including this one. Requests are routed
-    # by model name, or by path if they carry no name.
+    # Model names of each service; requests without a model name are routed by path.
     names: dict[str, tuple[str, ...]] | None = field(default=None, metadata=OPTIONAL)
 
     @property

@@ -22,7 +22,7 @@ IMAGE_JOBS: Final = (IMAGE_BUILD_JOB, IMAGE_PULL_JOB)
 
 @dataclass(frozen=True, slots=True)
 class ReceiptProof:
-    """A tree is complete: the receipt has the digest and all file sizes match."""
+    """The tree's receipt has the digest, and all file sizes match."""
 
     receipt: str
     digest: str
@@ -38,7 +38,7 @@ class ReceiptProof:
 
 @dataclass(frozen=True, slots=True)
 class ImageProof:
-    """Docker has the image; an image that we build has the digest as a label."""
+    """Docker has the image; built images have the digest as a label."""
 
     image: str
     label: str | None = field(default=None, metadata=OPTIONAL)
@@ -70,7 +70,7 @@ class Job:
     after: tuple[str, ...]  # digest12 of required jobs
     # Skip the job if this tree exists.
     unless: ReceiptProof | None = field(default=None, metadata=OPTIONAL)
-    # The base of an image build.
+    # of an image build
     base: str | None = field(default=None, metadata=OPTIONAL)
 
     @property
@@ -96,8 +96,6 @@ class JobMemory:
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """``status.json``: the last run of a job."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     state: Literal["running", "done", "failed"]
@@ -123,7 +121,7 @@ class Progress:
 
 
 def read_progress(line: str, total_bytes: int | None) -> Progress:
-    """Parse a line that begins with ``PHASE``; ``total_bytes`` is used if the line has no total."""
+    """Parse a line that begins with ``PHASE``; ``total_bytes`` is the default total."""
     pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
     total = _number(pairs.get("total"))
     return Progress(
@@ -147,7 +145,7 @@ State = Literal["waiting", "running", "done", "failed", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """A job's state, as ``spark-host job poll`` prints it."""
+    """A job as ``spark-host job poll`` prints it."""
 
     digest: str  # digest12 of an unreadable job
     title: str

@@ -1,7 +1,6 @@
 """Free memory, driver and boot state of a machine.
 
-The GPU driver of a GB10 allocates system memory in blocks of 64 KiB and more; a host can have much
-free memory in smaller blocks only. Limits and their sources: docs/decisions/0005.
+The GPU driver of a GB10 needs blocks of 64 KiB and more. Limits: docs/decisions/0005.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ REBOOT_MARKER = "/run/reboot-required"
 REBOOT_PACKAGES = f"{REBOOT_MARKER}.pkgs"
 DRIVER_MODULE = "/proc/driver/nvidia/version"
 DRIVER_LIBRARIES = "/usr/lib/*-linux-gnu/libnvidia-ml.so.*.*"
-# The version contains a dot; a CDI specification also names the link `libcuda.so.1`.
+# Not the link `libcuda.so.1`.
 LIBCUDA = r"libcuda\.so\.[0-9]+\.[0-9][0-9.]*(\+[a-z]+)?"
 _MODULE = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?(?:\+\w+)?)\s")
 
 
 @dataclass(frozen=True, slots=True)
 class BootSigns:
-    """The running boot of a host, and later installations."""
-
     kernel: str  # running
     kernels: tuple[str, ...]  # in /boot
     marked: bool  # REBOOT_MARKER exists
@@ -34,7 +31,7 @@ class BootSigns:
 
     @property
     def pending(self) -> str:
-        """Why a reboot is pending, or an empty string; most urgent: programs cannot use the GPU."""
+        """Why a reboot is pending, the most urgent reason, or nothing."""
         foreign = self.module and self.libraries and self.module not in self.libraries
         if self.mismatch or foreign:
             library = ", ".join(self.libraries) or "of another version"
@@ -50,14 +47,14 @@ class BootSigns:
 
 
 def newest_like(kernel: str, kernels: Iterable[str]) -> str:
-    """Return the newest kernel with the suffix of ``kernel`` (``-nvidia``), or an empty string."""
+    """Return the newest kernel with the suffix of ``kernel`` (``-nvidia``), or nothing."""
     ending = f"-{kernel.rpartition('-')[2]}" if "-" in kernel else ""
     matching = (name for name in kernels if name.endswith(ending))
     return max(matching, key=version_key, default="")
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, so that 6.17.0-1021 sorts after 6.17.0-1004."""
+    """Return the numbers of a version, for sorting."""
     return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
@@ -67,7 +64,7 @@ def module_version(text: str) -> str:
 
 
 def libcuda_version(text: str) -> str:
-    """Return the version of the first driver library in a text, or an empty string."""
+    """Return the version of the first driver library in a text, or nothing."""
     match = re.search(LIBCUDA, text)
     return match[0].removeprefix("libcuda.so.") if match else ""
 
@@ -105,7 +102,6 @@ class FreeBlocks:
 
     @property
     def is_recovered(self) -> bool:
-        """Whether twice the limits of ``is_fragmented`` are free."""
         return (
             self.free_bytes(DRIVER_BLOCK_BYTES) >= 2 * LOW_BYTES
             and self.free_bytes(LARGE_BLOCK_BYTES) >= 2 * FEW_LARGE_BYTES
@@ -120,7 +116,7 @@ class FreeBlocks:
 
 
 def parse_buddyinfo(text: str, page_bytes: int) -> FreeBlocks | None:
-    """Sum the zones of ``/proc/buddyinfo``; ``None`` if there are none."""
+    """Sum the zones of ``/proc/buddyinfo``."""
     zones = [line.split() for line in re.findall(r"^Node +\d+, zone +\w+((?: +\d+)+)", text, re.M)]
     sums = [sum(map(int, counts)) for counts in zip(*zones, strict=False)]  # by order
     sizes = [(page_bytes << order, count) for order, count in enumerate(sums)]

@@ -1,7 +1,6 @@
 """Documents and commands of the checkpoint builder, and patterns of tensor names.
 
-Patterns are shell braces: ``layers.{0..2}.{gate,up}_proj``; a range may have a step
-(``{3..47..4}``). Braces do not nest.
+Patterns are shell braces that do not nest: ``layers.{3..47..4}.{gate,up}_proj``.
 """
 
 from __future__ import annotations
@@ -36,12 +35,11 @@ def expand(pattern: str) -> Iterator[str]:
 
 
 def count(pattern: str) -> int:
-    """Return the number of names without expanding them."""
     return math.prod(len(part) for part in _parts(pattern))
 
 
 def match_exactly(names: set[str], patterns: Iterable[str]) -> bool:
-    """Return whether the patterns give exactly these names, each once; empties ``names``."""
+    """Return whether the patterns give exactly these names; empties ``names``."""
     for pattern in patterns:
         for name in expand(pattern):
             if name not in names:
@@ -51,7 +49,6 @@ def match_exactly(names: set[str], patterns: Iterable[str]) -> bool:
 
 
 def expand_all(patterns: Iterable[str]) -> set[str]:
-    """Return all names of ``patterns``; a repeated name is an error."""
     names: set[str] = set()
     for pattern in patterns:
         for name in expand(pattern):
@@ -104,8 +101,7 @@ class Base:
     """The complete checkpoint that supplies all but the replaced tensors."""
 
     dir: str
-    # As in the receipt: commit of a download, digest of a checkpoint quantised here. None: no
-    # receipt, hash the tree.
+    # As in the receipt: commit or digest. None: no receipt, hash the tree.
     revision: str | None
 
 
@@ -116,14 +112,14 @@ class DonorDir:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DonorUrl(Wire):
-    """A donor on a hub, ``{endpoint}/{org}/{repo}/resolve/{commit}``; read in ranges."""
+    """``{endpoint}/{org}/{repo}/resolve/{commit}``, read in ranges."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
 class DonorShape:
-    """Expected shapes (rows, columns) in the donor's headers for a pattern of modules."""
+    """Expected shape (rows, columns) of modules in the donor."""
 
     modules: str
     weight: tuple[int, int]
@@ -145,7 +141,7 @@ class BuildPlan:
     base: Base
     donor: DonorDir | DonorUrl | None = field(default=None, metadata=OPTIONAL)
     swap: tuple[str, ...]  # modules
-    block_shape: tuple[int, int]  # rows and columns per FP8 scale
+    block_shape: tuple[int, int]  # of an FP8 scale
     base_tensors: tuple[str, ...]  # all names of the base except mtp.*, exactly
     donor_unmatched: tuple[str, ...]  # extra names, outside .mlp.experts.
     donor_shapes: tuple[DonorShape, ...]  # empty: same shapes as the base
@@ -206,7 +202,7 @@ class RequantizePlan:
     digest: str  # of the inputs, computed by the controller
     name: str
     original: FetchPlan  # the 16-bit tree
-    base_tensors: tuple[str, ...]  # every name outside mtp.* of the result, no more and no less
+    base_tensors: tuple[str, ...]  # all other names of the result, exactly
     mtp_tensors: tuple[str, ...]  # all mtp.* names of the result, exactly
     layers: int
     image: str

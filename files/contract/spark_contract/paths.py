@@ -50,7 +50,7 @@ def engine_dir(service: str) -> str:
 
 
 def hub_token_file(digest: str) -> str:
-    """Return the file with the hub's token for a job: 0600, removed when the job ends."""
+    """Return a job's file with the hub's token: 0600, removed when the job ends."""
     return f"{job_dir(digest)}/hub-token"
 
 
@@ -74,7 +74,6 @@ class Paths:
 
     @property
     def run(self) -> Path:
-        """State that a reboot clears."""
         return self.below(RUN_DIR)
 
     @property
@@ -87,7 +86,6 @@ class Paths:
 
     @property
     def tools(self) -> Path:
-        """Installed tools; ``current`` links to the digest in use."""
         return self.below(TOOLS_DIR)
 
     def engine_lock(self, service: str) -> Path:
@@ -112,7 +110,7 @@ class Paths:
         return self.state / "caches" / f"{release}.json"
 
     def answers(self, release: str) -> Path:
-        """Return a release's answers to its owner's prompts; readable by root only."""
+        """Return the recorded answers of a release; readable by root only."""
         return self.state / "answers" / f"{release}.json"
 
     def rollout(self, release: str) -> Path:
@@ -149,7 +147,6 @@ class Paths:
         return self.run / f"{release}.env"
 
     def traffic(self, service: str) -> Path:
-        """Return the file whose existence lets requests through the gateway."""
         return self.service_run(service) / "open"
 
     def gateway_settings(self, service: str) -> Path:
@@ -159,5 +156,5 @@ class Paths:
         return self.root / "run/spark-gateway" / service
 
     def gateway_bodies(self, service: str) -> Path:
-        """Return where the gateway buffers request bodies: on disk, not in /run."""
+        """Return where the gateway buffers bodies: on disk, not in /run."""
         return self.root / "var/cache/spark-gateway" / service

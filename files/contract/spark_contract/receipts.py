@@ -33,7 +33,7 @@ class ReceiptFile:
             raise DocumentError(f"files: path {self.path!r} leaves the tree")
 
     def is_touched(self, tree: Path) -> bool:
-        """Return whether the stat shows a possible change since hashing."""
+        """Return whether the file may have changed since it was hashed, by stat."""
         try:
             now = (tree / self.path).stat()
         except OSError:
@@ -75,7 +75,7 @@ class CheckpointReceipt(Receipt):
     recipe_version: int
     plan: BuildPlan
     tensors: int
-    report: dict[str, Any]  # informational: bytes, errors, duplicates
+    report: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +83,13 @@ class RequantizedReceipt(Receipt):
     kind: Literal["requantized"]
     plan: RequantizePlan
     tensors: int
-    report: dict[str, Any]  # informational: versions, seconds, errors
+    report: dict[str, Any]
 
 
 AnyReceipt = SourceReceipt | CheckpointReceipt | RequantizedReceipt
 
 
 def parse(text: str | bytes) -> AnyReceipt:
-    """Return the receipt in a text.
-
-    Raises:
-        DocumentError: it is not a receipt.
-    """
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -108,7 +103,7 @@ def parse(text: str | bytes) -> AnyReceipt:
 
 
 def find(tree: Path) -> AnyReceipt | None:
-    """Return the receipt of a tree, or ``None`` if it is absent or invalid."""
+    """Return the receipt of a tree, unless it is absent or invalid."""
     try:
         return parse((tree / RECEIPT_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError, DocumentError):
@@ -116,10 +111,7 @@ def find(tree: Path) -> AnyReceipt | None:
 
 
 def exposed(tree: Path) -> str | None:
-    """Return which part of a tree other users could change; ``None`` if there is none.
-
-    A hard link shares owner and mode with a file elsewhere, so both are checked.
-    """
+    """Return which part of a tree other users could change, hard links included."""
     for place, folders, names in os.walk(tree):
         inside = (Path(place) / name for name in (*names, *folders))
         for path in (Path(place), *inside):
@@ -129,11 +121,7 @@ def exposed(tree: Path) -> str | None:
 
 
 def why_not_ours(file: Path | int) -> str | None:
-    """Return why another account could write a file or folder; ``None`` if none can.
-
-    Args:
-        file: path or open descriptor.
-    """
+    """Return why another account could write a file or folder (path or descriptor)."""
     status = os.fstat(file) if isinstance(file, int) else file.lstat()
     if stat.S_ISLNK(status.st_mode):
         return "is a link"

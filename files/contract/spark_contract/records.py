@@ -45,7 +45,7 @@ class CacheCount:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Result of the last check of a release, valid for a single run of the unit."""
+    """Last check of a release, valid for a single run of the unit."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -63,7 +63,7 @@ class Proof:
     last_full: FullCheck | None = None
     bench: dict[str, Any] | None = None  # speed measurement
     start_memory: StartMemory | None = field(default=None, metadata=OPTIONAL)
-    # Log lines of the load that a check needs; journals are rotated.
+    # Needed by later checks: journals are rotated.
     load_lines: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     kv_cache: CacheCount | None = field(default=None, metadata=OPTIONAL)
 
@@ -89,8 +89,6 @@ class CompileCache:
 
 @dataclass(frozen=True, slots=True)
 class DailyLook:
-    """``daily.json``: problems found by the daily check."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     at: str
@@ -100,7 +98,7 @@ class DailyLook:
 
 @dataclass(frozen=True, slots=True)
 class GpuProof:
-    """``gpu-container.json``: a container started with these arguments used the GPU."""
+    """``gpu-container.json``: a container with these arguments used the GPU."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -111,7 +109,7 @@ class GpuProof:
 
 @dataclass(frozen=True, slots=True)
 class Good:
-    """The last proven release of a service, and rollback targets, latest first."""
+    """Last proven release, and rollback targets, latest first."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -126,7 +124,7 @@ class Good:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A deliberate stop; while the file exists, the service stays down."""
+    """A deliberate stop; the service stays down while the file exists."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -138,8 +136,6 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class RollbackRecord:
-    """A rollback, requested or finished."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     state: Literal["asked", "done"]

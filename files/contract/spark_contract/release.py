@@ -48,7 +48,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory needed by a start, and the minimum that the watchdog enforces."""
+    """``floor_bytes``: the watchdog stops an engine below it."""
 
     needed_bytes: int
     wait_s: float
@@ -84,7 +84,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Time limit of the speed measurement, and the loss reported as a regression."""
+    """``worse_percent``: a loss that is reported."""
 
     limit_s: float
     worse_percent: float
@@ -153,7 +153,7 @@ class Cluster:
     """
 
     members: tuple[Member, ...]
-    # Derived from the release, so that members of another release cannot join.
+    # derived from the release: other releases cannot join
     port: int
     join_s: float
 
@@ -163,7 +163,7 @@ class Cluster:
 
     @property
     def proven_port(self) -> int:
-        """Port on which a member answers while it starts and serves this release."""
+        """Port on which a member answers while it serves this release."""
         return self.port + 1
 
 
@@ -183,7 +183,7 @@ class Release:
     check: CheckPlan
     watch: Watch
     cluster: Cluster | None = field(default=None, metadata=OPTIONAL)
-    # Checkpoints of a drafter and of adapters.
+    # drafter and adapters
     beside: tuple[Tree, ...] = field(default=(), metadata=OPTIONAL)
     # Computed from the rest and the limits of the unit.
     name: str = field(default="", metadata=OPTIONAL)
@@ -191,7 +191,7 @@ class Release:
 
     @property
     def trees(self) -> tuple[Tree, ...]:
-        """Checkpoints that need valid receipts before the engine starts."""
+        """Checkpoints that an engine start verifies."""
         return (self.tree, *self.beside)
 
     @property
@@ -227,7 +227,7 @@ def service_of(name: str) -> str:
     return match["service"]
 
 
-# Check names that several modules use.
+# Check names
 ACCEPTANCE = "acceptance"
 CONTEXT_LENGTH = "context length"
 COUNTERS = "counters"
@@ -260,5 +260,4 @@ RERANK: Final = "/v1/rerank"
 RESPONSES: Final = "/v1/responses"
 SCORE: Final = "/v1/score"
 
-# Routes that other services may answer on the main gateway.
 ROUTED = (EMBEDDINGS, RERANK, SCORE, CLASSIFY, POOLING)

@@ -22,9 +22,8 @@ class ReleaseState:
     proof: Proof | None
     unproven: str | None  # why the proof does not apply to the running engine
     speed: tuple[str, ...]  # measurements as text
-    # The last rollout to it failed.
     change_failed: bool = field(default=False, metadata=OPTIONAL)
-    # The compile cache, if a candidate can start with a copy: proven, same driver.
+    # compile cache that a candidate can copy
     cache: str | None = field(default=None, metadata=OPTIONAL)
 
 
@@ -87,7 +86,7 @@ class Status:
     # Engines of other services.
     more_live: tuple[Live, ...] = field(default=(), metadata=OPTIONAL)
     daily: DailyLook | None = field(default=None, metadata=OPTIONAL)
-    # Drop-ins, masks and unit files that change our units and that no deploy wrote.
+    # drop-ins, masks and unit files that no deploy wrote
     unit_overrides: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
 
 
@@ -137,24 +136,20 @@ class EngineEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """``spark-host evidence``: figures beyond the status.
-
-    For sharing with others: numbers, versions and fixed log lines only, never prompts, answers or
-    anything that identifies a host.
-    """
+    """Safe to publish: numbers, versions and fixed log lines; nothing identifies a host."""
 
     SCHEMA_VERSION: ClassVar[int] = 2
 
     firmware: dict[str, str]  # product, BIOS, fwupd devices
     gpu: dict[str, float]  # current temperature and power
-    gpu_container: tuple[str, ...]  # arguments of the GPU container check; () if it never passed
+    gpu_container: tuple[str, ...]  # of the GPU container check; () if it never passed
     kernel_log: dict[str, int]  # error counts since boot
     engines: tuple[EngineEvidence, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Everything that the plan of a host uses; pruning keeps it."""
+    """What pruning keeps: all that the plan of a host uses."""
 
     releases_kept: int  # rollback targets, in addition to active and enabled ones
     releases: frozenset[str]
@@ -183,7 +178,7 @@ class Pruning:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Resources that the settings of a host create, and that an uninstall removes."""
+    """Resources of a host's settings, which an uninstall removes."""
 
     models_dir: str
     sources_dir: str

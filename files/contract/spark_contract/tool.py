@@ -40,7 +40,7 @@ def line(verb: str, *words: str) -> str:
 
 
 def when_installed(command: str) -> str:
-    """Return a shell command that is skipped on a host without our tools."""
+    """Skip a shell command on a host without our tools."""
     return f"if [ -x {HOST_TOOL} ]; then {command}; fi"
 
 

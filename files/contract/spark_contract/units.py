@@ -18,8 +18,6 @@ BOOT_LINKS = f"{UNITS_DIR}/multi-user.target.wants"
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A template unit such as ``spark-serve@.service``."""
-
     name: str
     kind: str = "service"
 

@@ -74,8 +74,7 @@ def daily(words: Words, paths: Paths) -> int:
 
 
 _CHECK = "[RELEASE] [--quick|--full|--deep] [--json], --record [FILE], --compare RELEASE"
-# By verb: the function, which returns an exit code or a document to print as JSON; the function
-# that turns the verb's words into arguments; and the help.
+# verb: function (returns an exit code or a document), parser of its words, help
 VERBS: dict[str, tuple[str, Arguments, str]] = {
     tool.STATUS: ("status:main", _words, "[--live]: print the state of this host as JSON"),
     tool.EVIDENCE: ("evidence:evidence", _paths, "print publishable facts about engines as JSON"),
@@ -139,7 +138,6 @@ _FIXES = {
 
 
 def main(argv: Words) -> int:
-    """Run a verb; an expected error is a single line on stderr."""
     if not argv or argv[0] not in VERBS:
         for verb, (*_, text) in VERBS.items():
             print(f"spark-host {verb} {text}", file=sys.stderr)

@@ -73,7 +73,6 @@ def _engine(release: Release, host: Host) -> EngineEvidence:
 
 
 def firmware(root: Path = Path("/")) -> dict[str, str]:
-    """Return product and firmware versions, but no serial number."""
     versions = {}
     for name in _DMI:
         path = root / "sys/class/dmi/id" / name
@@ -94,7 +93,6 @@ _PACKAGE_FOLDER = re.compile(r"(/\S*/(?:dist|site)-packages)/")
 _DIST_INFO = re.compile(r"([A-Za-z0-9_.]+)-([0-9][\w.+]*)\.dist-info")
 _NCCL = re.compile(r"/libnccl\.so[.\d]*$")
 _NCCL_VERSION = re.compile(rb"NCCL version (\d+\.\d+\.\d+)")
-# The version of our plugin is part of the release.
 _PACKAGES = {
     "vllm": "vllm", "torch": "torch", "triton": "triton", "transformers": "transformers",
     "flashinfer_python": "flashinfer", "flashinfer_jit_cache": "flashinfer_jit_cache",
@@ -103,7 +101,7 @@ _PACKAGES = {
 
 
 def container_libraries(container_id: str, proc: Path = Path("/proc")) -> dict[str, str]:
-    """Return versions of NCCL and packages that processes of the container have mapped."""
+    """Return versions of mapped NCCL and packages of a container."""
     versions: dict[str, set[str]] = {}
     package_folders: set[Path] = set()
     for cgroup in proc.glob("[0-9]*/cgroup"):

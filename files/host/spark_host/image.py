@@ -1,7 +1,7 @@
 """``spark-host image``: pulls an image, through other hosts if they share it, then runs a command.
 
-A local nginx serves shared blobs to docker, so that every image store keeps the registry's digest.
-Docker's API reports the bytes of each layer; its client shows them only on a terminal.
+A local nginx serves shared blobs to docker, so that the image keeps the registry's digest. Only
+docker's API reports the bytes of each layer.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from spark_host.system.programs import log
 
 _START_S = 10.0  # for the local registry
 _EXISTS, _UNPACKING, _DOWNLOADED = "Already exists", "Extracting", "Download complete"
-# Layers with these statuses no longer need the registry.
+# no longer needs the registry
 _LOCAL = frozenset({"Verifying Checksum", _DOWNLOADED, _UNPACKING, "Pull complete", _EXISTS})
-_UNPACK_LIMIT_S = 3600.0  # docker can be silent while it unpacks gigabytes
+_UNPACK_LIMIT_S = 3600.0  # docker is silent meanwhile
 _REPORT_S = 2.0
 _POLL_S = 0.2
 _LINE_BYTES = 1 << 20  # docker's lines have about 200 bytes
@@ -48,7 +48,7 @@ _RUN_AGAIN = "see `journalctl -u docker`, then deploy again: complete layers are
 
 
 def main(words: list[str], paths: Paths) -> int:
-    """Pull the image, through the blobs of ``LAYERS.json`` if given; then become the command."""
+    """Pull the image, from other hosts with ``LAYERS.json``; then become the command."""
     layers, words = (words[1], words[2:]) if words[:1] == [LAYERS_OPTION] else (None, words)
     if not words or words[0].startswith("-"):
         usage = f"image [{LAYERS_OPTION} LAYERS.json] REFERENCE [COMMAND...]"
@@ -77,7 +77,7 @@ def _pull_from_peers(order: Path, paths: Paths) -> None:
     with _local_registry(blobs, manifests, paths) as address:
         local = f"{address}/{reference.name}@{reference.version}"
         pull(local)
-    # This pulls only the manifest: the layers are local, but releases use the registry's name.
+    # Pulls only the manifest, under the registry's name.
     pull(plan.reference)
     docker.client("image", "rm", local)
     if not plan.keep:
@@ -86,7 +86,6 @@ def _pull_from_peers(order: Path, paths: Paths) -> None:
 
 @contextmanager
 def _local_registry(blobs: Path, manifests: Path, paths: Paths) -> Iterator[str]:
-    """Serve an image's files to docker; yield the address to pull from."""
     with TemporaryDirectory(prefix="spark-image-") as run, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -130,10 +129,9 @@ def _manifest_location(path: Path) -> str:
 
 
 class Layers:
-    """The progress of each layer, shared by the reading and the watching thread.
+    """The progress of each layer: a new status, or enough bytes.
 
-    Only a new status of a layer or enough bytes count as progress: containerd's store repeats
-    itself ten times a second, and a registry may send a byte a minute.
+    containerd repeats itself ten times a second, and a registry may send a byte a minute.
     """
 
     def __init__(self, now: float, stall_s: float):
@@ -169,7 +167,7 @@ class Layers:
         counted = self._unpacked if status == _UNPACKING else self._downloaded
         if status == _DOWNLOADED:
             current = self._totals.get(layer)
-        # With `units` the value is seconds, not bytes. A retried layer restarts at 0, so keep the
+        # With `units` the value is seconds. A retried layer restarts at 0, so keep the
         # maximum.
         if isinstance(current, int) and not detail.get("units"):
             counted[layer] = max(current, counted.get(layer, 0))
@@ -192,7 +190,6 @@ class Layers:
             return f"the pull stalled: no data{layer} in {idle_s:.0f} s, after {size}"
 
     def progress(self, now: float) -> Progress:
-        """Return the progress; the total is known once each layer has reported a size."""
         with self._lock:
             downloading = self._is_downloading()
             phase = "pull" if downloading else "unpack"
@@ -233,10 +230,10 @@ def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
 def _watched_connection(
     reference: str, layers: Layers, stalls: list[HostToolError]
 ) -> Iterator[HTTPConnection]:
-    """Connect to docker; a thread reports progress and hangs up when the pull stalls."""
+    """Connect to docker; a thread reports progress, and hangs up after a stall."""
     connection, ended = docker.connection(docker.PATIENT_S), threading.Event()
     connection.connect()
-    connection.sock.settimeout(None)  # from here on the thread enforces the limit
+    connection.sock.settimeout(None)  # the thread enforces the limit
 
     def watch() -> None:
         reported_at = 0.0
@@ -263,10 +260,7 @@ def _watched_connection(
 
 
 def _pull_events(connection: HTTPConnection, reference: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object of each line of docker's answer; cut long lines, skip malformed lines.
-
-    Skipping is safe: whether the image exists is checked afterwards.
-    """
+    """Yield docker's JSON lines; cut long lines, skip malformed lines."""
     name, _, digest = reference.partition("@")
     folder, slash, last = name.rpartition("/")
     last, _, tag = last.partition(":")
@@ -294,7 +288,7 @@ def _parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def _refuse_error(reference: str, event: dict[str, Any]) -> None:
-    """Raise docker's error; an error in the middle of a pull comes with status 200."""
+    """Raise docker's error, which may come with status 200."""
     detail = event.get("errorDetail")
     reason = detail.get("message") if isinstance(detail, dict) else None
     reason = reason or event.get("error") or ("status" not in event and event.get("message"))
@@ -307,10 +301,9 @@ def _refuse_error(reference: str, event: dict[str, Any]) -> None:
 
 
 def registry_auth(reference: str) -> str | None:
-    """Return the ``X-Registry-Auth`` header for an image from the login of root's docker client.
+    """Return the ``X-Registry-Auth`` header from the login of root's docker client, if any.
 
-    The login never enters arguments, logs or errors. Without a login (``None``) docker pulls
-    anonymously.
+    The login never enters arguments, logs or errors.
     """
     host = fetching.parse_reference(reference).host
     environment = docker.client_environment()

@@ -37,7 +37,7 @@ from spark_host.system.programs import log
 STATUS = "status.json"
 _TAIL_LINES = 20
 _TAIL_PERIOD_S = 2.0
-_TOKEN_UNUSED_S = 60.0  # the command that writes a token starts the job right after
+_TOKEN_UNUSED_S = 60.0  # a written token is used at once
 
 
 def load(digest12: str, paths: Paths) -> Job:
@@ -49,7 +49,7 @@ def all_digests(paths: Paths) -> list[str]:
 
 
 def is_done(job: Job, paths: Paths) -> bool:
-    """Return whether the job's result is there, or a checkpoint that makes the job needless."""
+    """Return whether the job's result, or the checkpoint that replaces it, exists."""
     if job.unless and receipt_holds(job.unless):
         return True
     proof = job.proof
@@ -63,7 +63,7 @@ def is_done(job: Job, paths: Paths) -> bool:
 
 
 def _users_of(proof: AbsentProof, paths: Paths) -> list[str]:
-    """Return the releases that load a checkpoint, which must not be removed before them."""
+    """Return the releases that load a checkpoint."""
     path = Path(proof.absent)
     releases = (Host(paths).release(name) for name in release_names(paths))
     return [
@@ -74,7 +74,6 @@ def _users_of(proof: AbsentProof, paths: Paths) -> list[str]:
 
 
 def receipt_holds(proof: ReceiptProof) -> bool:
-    """Return whether a checkpoint is complete and only root can write to it."""
     path = Path(proof.tree)
     receipt = receipts.find(path)
     is_complete = receipt and receipt.digest == proof.digest and receipt.is_whole(path)
@@ -82,7 +81,7 @@ def receipt_holds(proof: ReceiptProof) -> bool:
 
 
 def run(digest12: str, paths: Paths) -> int:
-    """Run a job in the foreground; return 0 only if the result is valid afterwards."""
+    """Run a job; return 0 only if the result is valid."""
     job = load(digest12, paths)
     folder = paths.job(digest12)
     if is_done(job, paths):
@@ -93,7 +92,7 @@ def run(digest12: str, paths: Paths) -> int:
         write_document(folder / STATUS, JobRun("done", 0, memory=last.memory if last else None))
         return 0
     started = files.now()
-    # Including temporary files of a run that was killed.
+    # also temporary files of a killed run
     for pattern in (".progress.*", "progress", ".tail.*", "tail"):
         for path in folder.glob(pattern):
             files.remove(path)
@@ -119,7 +118,7 @@ def run(digest12: str, paths: Paths) -> int:
         ended = JobRun("failed" if code else "done", code, started, tuple(tail), memory)
         write_document(folder / STATUS, ended)
     except OSError as error:
-        # On a full disk the exit code and the journal carry the result; see _state.
+        # On a full disk the journal carries the result.
         log(f"{folder / STATUS}: not written, errno {error.errno}")
     return code
 
@@ -127,9 +126,8 @@ def run(digest12: str, paths: Paths) -> int:
 def _set_aside(job: Job) -> Path | None:
     """Rename an incomplete checkpoint; return the new path.
 
-    Only folders named with twelve digits of a digest are renamed. The folder stays next to the old
-    path until the job succeeded: the fetcher reuses intact files from there, and a running engine
-    keeps open files.
+    Only names with a digest. The fetcher reuses intact files from there; it stays until the job has
+    succeeded.
     """
     if not isinstance(job.proof, ReceiptProof):
         return None
@@ -143,7 +141,6 @@ def _set_aside(job: Job) -> Path | None:
 
 
 def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
-    """Run the job's command; return the exit code and the last lines."""
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     try:
         child = subprocess.Popen(
@@ -154,14 +151,14 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
         line = ERROR + Problem(job.argv[0], str(error.strerror), "run the deploy again").line
         log(line)
         return 4, [line]
-    # When the unit stops, the child gets the signal first, so that it can leave a resumable state.
+    # The child must leave a state to resume.
     signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
     written = 0.0
     for line in child.stdout or ():
         text = line.rstrip("\n")
         log(text)
         tail.append(text)
-        # On a full disk the job must still report the original error.
+        # On a full disk: report the original error.
         with contextlib.suppress(OSError):
             if text.startswith(PHASE):
                 files.write_text(folder / "progress", text + "\n")
@@ -172,7 +169,7 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
 
 
 def end(digest12: str, paths: Paths, *, success: bool) -> None:
-    """Remove the hub token of a finished job, and of jobs that can no longer start."""
+    """Remove hub tokens of a finished job and of jobs that cannot start any more."""
     if systemd.is_stopping():
         return  # the next boot continues the job
     for path in _token_files(digest12, paths):
@@ -189,10 +186,7 @@ def _token_files(digest12: str, paths: Paths) -> list[Path]:
 
 
 def remove_unused_tokens(paths: Paths) -> None:
-    """Remove the hub token of each job that neither runs nor is queued.
-
-    ``end`` does not run after a power cut, nor when a mount that the job requires fails.
-    """
+    """Remove hub tokens of jobs that neither run nor wait, as after a power cut."""
     digests = [path.name for path in paths.below(JOBS_DIR).glob("*") if path.is_dir()]
     if systemd.is_stopping() or not any(_token_files(digest, paths) for digest in digests):
         return
@@ -212,8 +206,7 @@ def poll(digests: list[str], paths: Paths) -> list[JobState]:
     fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "InvocationID")
     loaded = systemd.loaded([units.JOB.of("*")], fields)
     states = {name: _state(name, loaded.get(units.JOB.of(name), {}), paths) for name in digests}
-    # If a dependency failed, systemd drops the start and leaves the unit inactive, which looks
-    # like "not started yet".
+    # If a dependency failed, systemd leaves the unit inactive, as if it had not started yet.
     changed = True
     while changed:
         changed = False

@@ -39,12 +39,12 @@ _Units = dict[str, systemd.UnitState]
 
 
 def main(words: list[str], paths: Paths) -> Status:
-    """Return the host's state; ``--live`` also sends each running engine a question."""
+    """Return the host's state; ``--live`` also asks each running engine."""
     host = Host(paths)
     known = [release for name in release_names(paths) if (release := host.release(name))]
     stopped_marks = (paths.state / "stopped").glob("*.json")
     services = sorted({release.service for release in known} | {m.stem for m in stopped_marks})
-    # A single query: a call of systemctl per unit would take longer than all the rest.
+    # A call per unit would take too long.
     patterns = [template.of("*") for template in (SERVE, SWITCH, GATEWAY)]
     units = systemd.loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])
     with ThreadPoolExecutor() as pool:  # engine, docker and driver may be slow
@@ -131,15 +131,14 @@ def _rollout(names: list[str], units: _Units, host: Host) -> RunningRollout | No
 
 
 def _head(release: Release, paths: Paths) -> str | None:
-    """Return the head's name if this host is a worker."""
-    with suppress(HostToolError):  # no address of the cluster; the engine's start reports that
+    with suppress(HostToolError):  # reported by the engine's start
         if release.cluster and cluster.is_worker(release, paths):
             return release.cluster.head.host
     return None
 
 
 def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
-    """Send a short request of the model's kind through the engine's socket."""
+    """Send a short request of the model's kind."""
     start = time.monotonic()
     if cluster.is_worker(release, paths):
         missing = cluster.missing_names(release, paths)

@@ -1,8 +1,7 @@
 """The table of all checks; checks of pooling models, names, metrics and log.
 
-docs/reference/checks.md explains each. A broken server fails a ``must`` check and a healthy server
-never does; it fails a start or a rollout. A healthy server may fail a ``warn`` check, which is only
-reported and stored with the proof.
+docs/reference/checks.md explains each. A healthy server never fails a ``must`` check; it may fail
+a ``warn`` check, which is only reported and stored with the proof.
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ def _probabilities(probe: Probe, texts: list[str]) -> list[list[float]]:
 
 
 def _ask(probe: Probe, path: str, body: dict[str, Any], key: str = "data") -> list[Any]:
-    """Return the list ``key`` of an answer, and count the tokens."""
     try:
         answer = probe.engine.ask(path, {"model": probe.model, **body}, probe.left_s)
     except EngineError as error:
@@ -134,7 +132,7 @@ POOLING: dict[str | None, Callable[[Probe], str]] = {
 
 
 _DRAFTS_WANTED = 60
-_ALMOST_NONE = 0.1  # a drafter without weights; above it a server is slow, but healthy
+_ALMOST_NONE = 0.1  # a drafter without weights
 _COUNTER_WAIT_S = 10.0
 
 
@@ -189,7 +187,7 @@ def acceptance(probe: Probe) -> str:
     drafted = accepted = 0.0
     limit = max(16, min(128, probe.plan.max_model_len // 4))
     for question in (probe.plan.questions * 8)[:8]:
-        # Text of some length: the first tokens after a prompt show little about the drafter.
+        # The first tokens show little about the drafter.
         probe.say(question.prompt, limit, thinking=question.thinking)
         after = probe.metrics()
         if after.drafted is None:

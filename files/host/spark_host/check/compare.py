@@ -1,7 +1,7 @@
 """``check --record`` and ``--compare``: the answers of two releases to the same prompts.
 
-Answers are greedy, with the most likely tokens of every step and their log-probabilities. Steps
-are compared up to and including the first different token, while both have the same prefix.
+Answers are greedy, with log-probabilities. Steps are compared up to and including the first
+different token, while both have the same prefix.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Comparison:
 def divergence(a: dict[str, float], b: dict[str, float]) -> float:
     """Return a lower bound of KL(a || b) in nats, from two lists of top log-probabilities.
 
-    A token missing in b is at most as likely there as the last listed token and as all unlisted
-    tokens together; tokens missing in both are treated as a single token.
+    A token missing in b is at most as likely as the last listed token and as the unlisted rest;
+    tokens missing in both count as one.
     """
     shares = {token: math.exp(value) for token, value in b.items()}
     left = max(1.0 - sum(shares.values()), _FLOOR)
@@ -133,7 +133,7 @@ def compare_answers(recorded: Answers, running: Answers) -> Comparison:
 
 
 def _comparable_steps(a: Answer, b: Answer) -> Iterator[tuple[Step, Step]]:
-    """Yield the steps with a shared prefix; the first different token is the last of them."""
+    """Yield the steps up to and including the first different token."""
     for pair in zip(a.steps, b.steps, strict=False):
         yield pair
         if pair[0].token != pair[1].token:
@@ -141,7 +141,7 @@ def _comparable_steps(a: Answer, b: Answer) -> Iterator[tuple[Step, Step]]:
 
 
 def ask(release: Release, engine: Engine, prompts: list[str], host: Host) -> Answers:
-    """Send every prompt to the running engine; ``HostToolError`` without log-probabilities."""
+    """Send every prompt to the engine; ``HostToolError`` without log-probabilities."""
     probe = Probe(release, engine, list)
     try:
         answers = tuple(_answer(probe, prompt) for prompt in prompts)
@@ -186,13 +186,12 @@ def _parse_step(token: object, logprobs: Iterable[tuple[object, Any]]) -> Step:
 
 
 def check_prompts(release: Release) -> list[str]:
-    """Return the prompts of a release's check: the default of ``--record``."""
     copies = [f"Repeat exactly: {text}" for text in release.check.copy]
     return [question.prompt for question in release.check.questions] + copies
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file, each on a line; ``HostToolError`` if unusable."""
+    """Return the lines of a file; ``HostToolError`` if unusable."""
     fix = f"use a text file with a prompt per line, at most {_MAX_PROMPTS}"
     try:
         with path.open("rb") as file:
@@ -208,9 +207,9 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _record(file: str | None, host: Host) -> Answers:
-    """Store the running release's answers to the prompts of a file, by default of the check."""
+    """Store the running release's answers to a file's prompts, by default the check's."""
     release = host.disk.load(boot.only_active(host), host.paths)
-    # The launcher runs in another folder than the caller.
+    # of the caller
     folder = Path(os.environ.get("SPARK_CALLED_FROM", ""))
     prompts = read_prompts(folder / file) if file else check_prompts(release)
     answers = ask(release, Engine.of(release, host.paths), prompts, host)
@@ -221,7 +220,7 @@ def _record(file: str | None, host: Host) -> Answers:
 
 
 def _compare(name: str, host: Host) -> Comparison:
-    """Compare the running release with recorded answers; the same release shows the noise."""
+    """Compare with recorded answers; the same release shows the noise."""
     recorded = host.disk.read(Answers, host.paths.answers(name))
     if recorded is None:
         fix = f"while {name} runs: spark-check --record [FILE]"

@@ -16,10 +16,7 @@ Weight = Literal["must", "warn"]
 
 
 class CheckError(Exception):
-    """A check failed, with another weight than the check's if ``weight`` is set.
-
-    Parts of a check may fail on a healthy server; an engine that returns errors is always broken.
-    """
+    """A check failed; ``weight`` replaces the check's, for parts that a healthy server may fail."""
 
     def __init__(self, text: str, weight: Weight | None = None):
         super().__init__(text)
@@ -44,7 +41,7 @@ class Probe:
     before: Metrics | None = None  # metrics before the first question
     tokens_seen: int = 0
     engine_version: str = ""
-    load_lines: list[str] = field(default_factory=list)  # required log lines that were found
+    load_lines: list[str] = field(default_factory=list)  # required log lines, as found
     until_s: float = float("inf")
 
     @property
@@ -53,12 +50,12 @@ class Probe:
 
     @property
     def model(self) -> str:
-        """The model name in requests: the first, which rollouts do not change."""
+        """The first name, which rollouts do not change."""
         return self.release.names[0]
 
     @property
     def left_s(self) -> float:
-        """Seconds left for this check; never 0, which means no limit to a socket."""
+        """Never 0, which means no limit to a socket."""
         return max(0.01, min(self.plan.timeout_s, self.until_s - time.monotonic()))
 
     @property
@@ -67,11 +64,11 @@ class Probe:
 
     @property
     def path(self) -> str:
-        """The path for text: a base model completes a text and has no chat template."""
+        """A base model has no chat template, so it completes texts."""
         return COMPLETIONS if self.plan.task == "completion" else CHAT
 
     def body(self, messages: list[Message], max_tokens: int, **options: Any) -> dict[str, Any]:
-        """Return a greedy request; thinking is off unless ``options`` enable it."""
+        """Return a greedy request, by default without thinking."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
         body |= {"temperature": 0, "seed": 1}
         if self.path == COMPLETIONS:
@@ -83,7 +80,6 @@ class Probe:
         return {**body, **options}
 
     def chat(self, messages: list[Message], max_tokens: int, **options: Any) -> dict[str, Any]:
-        """Return the message of a chat answer, and count the tokens."""
         start = time.monotonic()
         body = self.body(messages, max_tokens, **options)
         try:
@@ -103,7 +99,7 @@ class Probe:
         return message
 
     def streamed(self, messages: list[Message], max_tokens: int) -> Streamed:
-        """Return a complete streamed answer; the caller adds the tokens."""
+        """Return a complete streamed answer; the caller counts its tokens."""
         body = self.body(messages, max_tokens, stream=True, stream_options={"include_usage": True})
         start, wait_s = time.monotonic(), 0.0
         text, finished, usage = "", None, None
@@ -136,7 +132,7 @@ class Probe:
 
 
 def wait_for_value(read: Callable[[], float], least: float, wait_s: float) -> float:
-    """Poll until the value is at least ``least`` or ``wait_s`` are over; return the last value."""
+    """Poll until a value is at least ``least`` or ``wait_s`` are over; return the last."""
     deadline = time.monotonic() + wait_s
     while (value := read()) < least and time.monotonic() <= deadline:
         time.sleep(0.1)

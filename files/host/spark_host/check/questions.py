@@ -1,4 +1,4 @@
-"""Questions of the check to engines that answer with text, pictures and sounds included."""
+"""Questions to engines that answer with text; also with pictures and sounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from spark_host.check.probe import (
 
 _MAX_REPETITIONS = 24
 _STREAMS = 3
-# Typical clients: the values of Qwen's generation_config.json, and no seed.
+# Typical clients: Qwen's generation_config.json, and no seed.
 _SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "seed": None}
 
 
@@ -216,8 +216,8 @@ def needle(probe: Probe) -> str:
 def prefix_reuse(probe: Probe) -> str:
     """Later turns of a long conversation hit the prefix cache and are answered right.
 
-    The engine caches whole blocks only, so the first turn is longer than two blocks. It starts
-    with a new number, so every hit was computed in this conversation.
+    The first turn is longer than two cache blocks, and starts with a new number, so that only this
+    conversation can cause hits.
     """
     block_tokens = probe.plan.prefix.block_tokens if probe.plan.prefix else 0
     filler = _FILLER * (2 * block_tokens // _FILLER_TOKENS + 1)
@@ -236,7 +236,7 @@ def prefix_reuse(probe: Probe) -> str:
             )
         if _NUMBER not in answer.text:
             text = f"turn {turn} of a long conversation was answered {short(answer.text)}"
-            # Turn 1 uses no cache: there the model itself did not find the number.
+            # In turn 1 the model did not find the number; no cache was used.
             raise CheckError(text, "warn" if turn == 1 else None)
         messages.append({"role": "assistant", "content": answer.text})
         waits.append(answer.wait_s)
@@ -286,7 +286,7 @@ def _media(kind: str, data: dict[str, str], text: str) -> Message:
 
 
 def png(rgb: tuple[int, int, int]) -> bytes:
-    """Return a square PNG of a single colour (RFC 2083); stored, not compressed."""
+    """Return a square PNG of a single colour (RFC 2083), not compressed."""
     row = b"\0" + bytes(rgb) * _SIDE_PIXELS
     head = struct.pack(">IIBBBBB", _SIDE_PIXELS, _SIDE_PIXELS, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(row * _SIDE_PIXELS, 0)), (b"IEND", b""))

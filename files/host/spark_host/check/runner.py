@@ -64,10 +64,9 @@ def check(
     *,
     at_start: bool = False,
 ) -> Proof:
-    """Check a release's engine; write and return the proof.
+    """Check a release's engine; write and return the proof of run ``invocation_id``.
 
-    The proof is bound to ``invocation_id``, by default systemd's. At a start the host's memory is
-    guarded during the check, because no watchdog runs yet.
+    At a start no watchdog runs yet, so the check guards the host's memory.
     """
     guard = StartGuard(release, host.paths) if at_start else None
     with guard or nullcontext():
@@ -75,12 +74,12 @@ def check(
         earlier = proof.read(release.name, host)
         if earlier is not None and earlier.invocation_id != before:
             earlier = None
-        # The journal may have lost lines that an earlier check of this run found.
+        # The journal may have lost lines since an earlier check of this run.
         kept = earlier.load_lines if earlier else ()
         probe = Probe(
             release, Engine.of(release, host.paths), lambda: [*kept, *read_log(release, before)]
         )
-        # A member that joined this run earlier and left will not join it again.
+        # A member that left does not join the same run again.
         had_joined = earlier is not None and earlier.ok
         membership = Membership(release, host.paths, complete=had_joined)
         if cluster.is_worker(release, host.paths):  # only the head answers requests
@@ -97,7 +96,6 @@ def check(
                     probe.before = probe.engine.metrics()
                 findings += _run_checks(probe, level, report)
     if guard is not None:
-        # First, because it explains other failures.
         findings.insert(0, _judge_memory(guard, ready=findings[0].ok))
         report(_describe(findings[0]))
     after = invocation_id or systemd.invocation(release.serve_unit) or ""
@@ -123,7 +121,7 @@ def check(
     )
     write_proof(result, host, report)
     if at_start and membership.alone:
-        # Starts that wait for a host that is off for days must not use up the restart limit.
+        # A host that is off for days must not use up the restart limit.
         systemd.reset(release.serve_unit)
     return result
 
@@ -131,7 +129,7 @@ def check(
 def write_proof(result: Proof, host: Host, report: Report) -> None:
     """Write the proof; on a full disk an engine that passed still serves.
 
-    Then the next deploy checks again. An invalid earlier proof must be removed.
+    An invalid earlier proof is removed.
     """
     try:
         proof.write(result, host)
@@ -142,10 +140,7 @@ def write_proof(result: Proof, host: Host, report: Report) -> None:
 
 
 def read_log(release: Release, invocation_id: str) -> list[str]:
-    """Return the log of this run of the engine, from the journal.
-
-    ``SPARK_ENGINE_LOG`` names a file to read instead, for an engine that systemd does not run.
-    """
+    """Return the journal of an engine's run, or the file ``SPARK_ENGINE_LOG`` without systemd."""
     path = os.environ.get("SPARK_ENGINE_LOG")
     if path is not None:
         return Path(path).read_text(errors="replace").splitlines()
@@ -205,10 +200,10 @@ class Membership:
     paths: Paths
     began_s: float = field(default_factory=time.monotonic)
     complete: bool = False
-    alone: bool = False  # the other members never joined, so no weights were loaded
+    alone: bool = False  # no member joined, so no weights were loaded
 
     def problem(self) -> str | None:
-        """Return why the start cannot succeed; ``None`` while members may still join."""
+        """Return why the start cannot succeed any more."""
         members = self.release.cluster
         missing = cluster.missing_names(self.release, self.paths)
         if members is None or not missing:
@@ -221,7 +216,7 @@ class Membership:
         return None
 
 
-# The end of a wait: passed, and the detail.
+# passed, and the detail
 _Verdict = tuple[bool, str]
 
 
@@ -231,7 +226,7 @@ def _wait(
     report: Report,
     progress: Callable[[float], str],
 ) -> Finding:
-    """Poll until there is a verdict; ``progress`` returns the line to report meanwhile."""
+    """Poll until there is a verdict; report ``progress`` meanwhile."""
     began = reported = time.monotonic()
     while True:
         waited = time.monotonic() - began
@@ -253,10 +248,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
 
 
 def wait_for_head(membership: Membership, report: Report) -> Finding:
-    """Wait until the head has proven the release and serves it.
-
-    The head's watchdog then accepts connections; a head that fails rolls back and disconnects.
-    """
+    """Wait until the head has proven the release: then its watchdog accepts connections."""
     release = membership.release
     limit_s = release.timeouts.start_s + 2 * release.check.timeout_s
 
@@ -295,7 +287,6 @@ def _wait_until_ready(
         return (False, f"not ready after {limit_s:.0f} s: {reason}") if waited > limit_s else None
 
     def progress(waited: float) -> str:
-        # The engine's log contains our own progress lines, too.
         lines = (line.strip() for line in reversed(probe.read_log()) if WAITED not in line)
         last = next(filter(None, lines), reason)
         return f"load {WAITED}{waited:.0f} limit_s={limit_s:.0f} {note}last: {last[:160]}"

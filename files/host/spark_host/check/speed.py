@@ -1,7 +1,4 @@
-"""The speed of a release, measured in limited time and compared with the last measurement.
-
-The same greedy requests on the same host before and after a change: not a benchmark of a model.
-"""
+"""The speed of a release before and after a change, by the same greedy requests."""
 
 from __future__ import annotations
 
@@ -31,8 +28,6 @@ _REQUEST_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A streamed answer; times are monotonic seconds."""
-
     tokens: int
     began_s: float
     first_s: float
@@ -65,13 +60,13 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
     """Return the speed of a running release, measured within about ``limit_s``.
 
     Raises:
-        NotMeasuredError: The engine did not answer, or served other requests meanwhile.
+        NotMeasuredError: no answer, or other requests meanwhile.
     """
     engine = Engine.of(release, paths)
     began = time.monotonic()
     samples: dict[str, list[float]] = defaultdict(list)
     rounds = tokens = 0
-    # A round is always finished, even after the limit.
+    # A round is always finished.
     timeout_s = min(release.check.timeout_s, max(limit_s, _REQUEST_S))
     try:
         before = engine.metrics().generated
@@ -83,7 +78,7 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
         others = engine.metrics().generated - before - tokens
     except EngineError as error:
         raise NotMeasuredError(f"no speed was measured: {error}") from error
-    # At the token limit the engine may count a step of drafts that it does not send.
+    # The engine may count drafts that it does not send.
     if others > 0.05 * tokens + 16:
         raise NotMeasuredError("no speed was measured: the engine served other requests meanwhile")
     return {
@@ -100,8 +95,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return the measures that got clearly worse.
 
-    Clearly: the median is worse by more than ``worse_percent``, and the best round now is worse
-    than the worst round before, which excludes noise.
+    The median is worse by ``worse_percent``, and the best round is worse than the worst before.
     """
     worse = []
     for item in MEASURES:
@@ -135,7 +129,6 @@ def add_comparison(
 
 
 def describe(bench: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines that report a compared measurement."""
     numbers = (
         f"{item.title} {item.show(bench[item.key])}" for item in MEASURES if bench.get(item.key)
     )
@@ -150,9 +143,8 @@ def describe(bench: dict[str, Any]) -> Iterator[str]:
 def _run_round(
     release: Release, engine: Engine, number: int, samples: dict[str, list[float]], timeout_s: float
 ) -> list[Answer]:
-    # Each prompt starts differently, so that the prefix cache has no hits.
+    # Different beginnings, so that the prefix cache has no hits.
     marks = [f"{number}.{index}" for index in range(_streams(release) + 1)]
-    # Far below the context limit with any tokenizer.
     words = min(_PROMPT_WORDS, release.check.max_model_len // 8)
     filler = " ".join(["river", "stone", "sea", "cloud"] * (words // 4))
     long_prompt = f"[{marks[0]}] {filler}. Which of these words name water?"
@@ -181,7 +173,6 @@ def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Ans
         "max_tokens": min(_TOKENS, release.check.max_model_len // 4),
         "temperature": 0,
         "seed": 1,
-        # A finished model continues with special tokens, which take as long as words.
         "ignore_eos": True,
         "skip_special_tokens": False,
         "stream": True,

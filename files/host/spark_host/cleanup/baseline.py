@@ -1,4 +1,4 @@
-"""The host before the first deploy, and the packages and shared files that we changed since."""
+"""The host before the first deploy, and packages and shared files that we changed."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from spark_host.system.programs import run_program
 
 RECORD = "before.json"
 _LIMIT_S = 900.0  # apt on a busy host
-# Folders that packages create at run time and leave behind when they are purged.
+# Left behind by purged packages.
 _REMAINS = {
     "docker.io": ("/etc/docker", "/etc/cni", "/var/lib/containerd"),
     "nginx-light": ("/var/www",),
 }
 _KEEP_ENGINE = "other software may use it by now; --data uninstall.engine=true removes it"
-# Installed without being started; if it runs, the owner uses it.
+# We never start it: if it runs, the owner uses it.
 _NOT_STARTED = {"nginx-light": "nginx.service"}
 
 
 def read_baseline(paths: Paths) -> Before | None:
-    """Return the recorded state before the first deploy; ``None`` without a record."""
     return read_document(Before, paths.state / RECORD)
 
 
 def record_baseline(footprint: Footprint, paths: Paths) -> bool:
-    """Record the host's state before the first deploy; return whether this was the first.
+    """Record the host's state before the first deploy; return whether this is the first.
 
-    Record and state folder appear together: a host with only the folder had a deploy before.
+    A host with a state folder but no record had a deploy before.
     """
     if paths.state.exists():
         return False
@@ -98,7 +97,6 @@ def groups() -> tuple[str, ...]:
 
 
 def _folders(footprint: Footprint, paths: Paths) -> tuple[str, ...]:
-    """Return the folders below /etc, the parents of our data, and folders of packages."""
     folders = {folder for folder, _, _ in os.walk(paths.below("/etc"))}
     data = (footprint.models_dir, footprint.sources_dir, footprint.cache_dir)
     for path in (*data, *(path for remains in _REMAINS.values() for path in remains)):
@@ -108,16 +106,16 @@ def _folders(footprint: Footprint, paths: Paths) -> tuple[str, ...]:
 
 
 def output_of(*argv: str) -> str:
-    """Return a program's output; empty if it is not installed."""
+    """Return a program's output; "" if not installed."""
     return run_program(["env", "DEBIAN_FRONTEND=noninteractive", *argv], _LIMIT_S).stdout
 
 
 def package_things(
     footprint: Footprint, before: Before | None, obstacles: Mapping[str, str]
 ) -> list[Thing]:
-    """Return the packages of our settings that were not installed before.
+    """Return the packages that we installed; ``obstacles``: by package, why it must stay.
 
-    Without the baseline no package can be removed; ``obstacles``: by package, why it must stay.
+    Without a baseline all stay.
     """
     present = set(installed_packages())
     engine = (*footprint.engine_packages, *footprint.gpu_packages)
@@ -135,7 +133,7 @@ def package_things(
     removed = [thing.name for thing in things if not thing.stays]
     unneeded = sorted((_purged(removed, auto=True) - set(before.packages)) - set(removed))
     together = {*removed, *unneeded}
-    # Not if the purge of a dependency would remove a package that is not in this list.
+    # Not if the purge would remove another package.
     alone = [name for name in unneeded if not _purged([name], auto=False) - together]
     return [*things, *(Thing("package", name, _size_bytes(name)) for name in alone)]
 
@@ -148,7 +146,7 @@ def remove_packages(names: Iterable[str]) -> str:
 
 
 def _usage(name: str, added: list[str], before: Before) -> str:
-    """Return the service or packages of the owner that use a package, or ""."""
+    """Return the owner's service or packages that use a package, or ""."""
     if unit := _NOT_STARTED.get(name):
         state = systemd.state(unit, "ActiveState", "UnitFileState")
         if state.get("ActiveState") == "active" or state.get("UnitFileState") == "enabled":
@@ -160,7 +158,7 @@ def _usage(name: str, added: list[str], before: Before) -> str:
 
 
 def _purged(names: list[str], *, auto: bool) -> set[str]:
-    """Return the packages that apt would purge, with ``auto`` also unneeded dependencies."""
+    """Return the packages that apt would purge, ``auto``: with unneeded dependencies."""
     if not names:
         return set()
     words = ["--auto-remove"] if auto else []
@@ -210,7 +208,7 @@ def remains(before: Before | None, paths: Paths) -> Iterator[Thing]:
 def shared_file_things(
     footprint: Footprint, before: Before | None, keep_docker: str, paths: Paths
 ) -> list[Thing]:
-    """Return the shared files that we changed; ``keep_docker`` is why Docker's settings stay."""
+    """Return shared files that we changed; ``keep_docker``: why Docker's settings stay."""
     things = []
     for path in footprint.shared_files:
         now = _read(paths.below(path))
@@ -243,7 +241,7 @@ def restore_shared_file(
     else:
         files.write_text(target, was)
     if path == footprint.daemon_json and docker.is_up():
-        # A reload stops no container; docker reads other settings at the next start.
+        # A reload stops no container.
         systemd.systemctl("reload", "docker")
 
 
@@ -256,7 +254,7 @@ def _earlier_text(
 
 
 def _without_our_keys(now: str, was: str | None, footprint: Footprint) -> dict[str, Any]:
-    """Return daemon.json with our keys as before; other changes stay."""
+    """Restore our keys in daemon.json; keep other changes."""
     current, earlier = _parse(now), _parse(was or "")
     left = {key: value for key, value in current.items() if key not in footprint.daemon_keys}
     return left | {key: earlier[key] for key in footprint.daemon_keys if key in earlier}

@@ -1,7 +1,6 @@
 """``spark-host prune``: removes managed files and images that no kept release needs.
 
-A folder is renamed before its files are removed, so after an interrupted prune
-no folder looks complete; the next prune finishes it.
+Folders are renamed first, so that none looks complete after an interruption.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ _UP = ("active", "activating", "reloading", "deactivating")
 
 
 def plan_prune(keep: Keep, paths: Paths) -> Pruning:
-    """Find removable resources; read-only."""
     if not docker.is_up():
         raise HostToolError("docker", "does not answer", "systemctl status docker")
     known = resources.known_jobs(paths)
@@ -96,7 +94,6 @@ def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
 
 
 def _busy_jobs(known: dict[str, Job], paths: Paths) -> set[str]:
-    """Return jobs that run, wait, or continue at the next boot."""
     states = systemd.show([job.unit for job in known.values()], ["ActiveState", "Job"])
     busy = {
         name
@@ -120,7 +117,7 @@ def _needed_folders(
         names = (name, *(after for after in known[name].after if after in known))
         needed |= {path for n in names if (path := resources.made_folder(known[n], paths))}
     for tree in list(needed):
-        # A checkpoint shares files with its base and is repaired from there.
+        # A checkpoint is repaired from its base.
         receipt = receipts.find(tree)
         if isinstance(receipt, receipts.CheckpointReceipt):
             needed.add(paths.below(receipt.plan.base_dir))
@@ -142,7 +139,7 @@ def _split_images(
 def _is_stale(
     job: Job, needed: set[Path], gone: set[Path], images: list[Image], paths: Paths
 ) -> bool:
-    """Return whether a job's result is removed, or absent and not needed."""
+    """Return whether a job's result is removed, or neither present nor needed."""
     made = resources.made_folder(job, paths)
     if made is not None:
         return made in gone or (made not in needed and not made.exists())
@@ -150,8 +147,6 @@ def _is_stale(
 
 
 def remove(plan: Pruning, paths: Paths) -> Pruning:
-    """Remove everything in the plan; return it with the failures."""
-
     def named(*kinds: str) -> list[str]:
         return [item.name for item in plan.items if item.kind in kinds]
 
@@ -172,7 +167,7 @@ def _remove_release(name: str, paths: Paths) -> None:
     record = boot.good(service, host)
     if name in record.previous:
         previous = tuple(other for other in record.previous if other != name)
-        # Readers ignore names of absent releases, and the disk may be too full for any write.
+        # On a full disk: readers ignore absent releases.
         with suppress(OSError):
             host.disk.write(paths.good(service), replace(record, previous=previous))
     records = (paths.proof, paths.answers, paths.rollout, paths.request, paths.compile_cache)
@@ -185,7 +180,7 @@ def _remove_release(name: str, paths: Paths) -> None:
 
 
 def _remove_folder_of(document: Path) -> None:
-    """Remove a small folder, first the document without which it is ignored."""
+    """Remove a folder, first the document without which it is ignored."""
     files.remove(document)
     shutil.rmtree(document.parent)
 

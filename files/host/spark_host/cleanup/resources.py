@@ -1,4 +1,4 @@
-"""Checkpoints, caches, tools and images that we created, and the space their removal frees."""
+"""Checkpoints, caches, tools and images that we created, and their sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spark_host.system import docker
 from spark_host.system.folders import remove_tree
 from spark_host.system.host import read_document
 
-# Names of a checkpoint that is incomplete, damaged, or being removed.
+# incomplete, damaged, or being removed
 _UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
 _PRUNED = ".pruned"
 _OLD_TOOLS = re.compile(
@@ -32,7 +32,7 @@ _OLD_TOOLS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that we created; ``of`` is the final or original path."""
+    """``of`` is the final or original path."""
 
     kind: str  # "tree" | "source" | "cache" | "tools"
     path: Path
@@ -65,8 +65,8 @@ def folders(
 ) -> tuple[list[Folder], list[Path]]:
     """Return the folders in ``parents`` (kind, path) that we created, and all other entries.
 
-    Managed folders have a name with a digest, and a receipt or a job that makes them; compile
-    caches only have the name. A symlink is never managed.
+    Managed folders have a digest in the name, and a receipt or a job; compile caches need only the
+    name. Symlinks are never managed.
     """
     managed, others = [], []
     made = {made_folder(job, paths) for job in known.values()}
@@ -75,7 +75,7 @@ def folders(
         unfinished = _UNFINISHED.match(path.name)
         of = path.with_name(unfinished["hidden"] or unfinished["plain"]) if unfinished else path
         name = CACHE_NAME if kind == "cache" else TREE_NAME
-        # Other entries are never read: links may lead anywhere.
+        # Links may lead anywhere.
         is_ours = name.match(of.name) and (
             kind == "cache" or unfinished or of in made or receipts.find(path)
         )
@@ -87,7 +87,7 @@ def folders(
 
 
 def old_tools(paths: Paths) -> list[Folder]:
-    """Return folders of earlier host tools that no link names and no process uses."""
+    """Return earlier host tools that no link names and no process uses."""
     if not paths.tools.is_dir():
         return []
     current = {(paths.tools / link).resolve() for link in ("current", "site", "quantiser")}
@@ -113,11 +113,7 @@ def _is_used(folder: Path) -> bool:
 
 
 def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
-    """Return the space that removing all of ``directories`` frees.
-
-    A file with links elsewhere (checkpoints share files with their base, a source may link the
-    user's cache) frees no space.
-    """
+    """Return the space that each of ``directories`` frees: files with links elsewhere free none."""
     freed = dict.fromkeys(directories, 0)
     links: dict[tuple[int, int], int] = {}
     for directory in freed:
@@ -143,8 +139,7 @@ def _files_below(directory: Path) -> Iterator[os.stat_result]:
 def images(known: dict[str, Job], paths: Paths) -> list[Image]:
     """Return the images our jobs made, those with few layers first.
 
-    Built images have our label. A pulled image is ours only if our job really pulled it by
-    digest and it has no tag since.
+    Built images have our label; pulled images were pulled by our job and have no tag since.
     """
     pulled = {
         image
@@ -172,7 +167,6 @@ def inspect_image(reference: str) -> Image | None:
 
 
 def images_in_containers() -> set[str]:
-    """Return the names and ids of images of which a container exists, running or not."""
     containers = docker.query("/containers/json?all=1") or []
     names = {str(item.get("Image")) for item in containers}
     for image_id in {str(item.get("ImageID")) for item in containers}:
@@ -182,10 +176,7 @@ def images_in_containers() -> set[str]:
 
 
 def image_bytes(removed: list[Image], kept: list[Image]) -> dict[str, int]:
-    """Return the space each image frees: layers that no other managed image has.
-
-    ``removed`` is sorted by the number of layers.
-    """
+    """Return the space of layers that no other image has; ``removed``: fewest layers first."""
     counted = list(kept)
     freed = {}
     for image in removed:
@@ -211,7 +202,7 @@ def _did_work(digest12: str, paths: Paths) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder; renaming it first makes an interrupted removal visible."""
+    """Rename a folder, so that an interrupted removal is visible; then remove it."""
     aside = path
     if not path.name.endswith(_PRUNED):
         aside = path.with_name(f".{path.name.lstrip('.')}{_PRUNED}")

@@ -36,7 +36,7 @@ from spark_host.system import docker, systemd
 from spark_host.system.host import read_document
 from spark_host.system.programs import run_program
 
-# The order in which units stop: gateways before engines, so that running answers finish.
+# Stopped in this order, so that running answers finish.
 _TEMPLATES = (
     units.HOURS, units.RETURN_TIMER, units.RETURN, units.GATEWAY, units.SHARE, units.WATCH,
     units.SERVE, units.SWITCH, units.PREPARE, units.JOB,
@@ -71,7 +71,6 @@ class UnmanagedContainers:
     images: frozenset[str]  # ids
 
     def obstacles(self, footprint: Footprint) -> dict[str, str]:
-        """Return by package why it must stay for these containers."""
         users = (
             (footprint.engine_packages, self.containers),
             (footprint.gpu_packages, self.with_gpu),
@@ -100,7 +99,6 @@ def uninstall(text: str, paths: Paths) -> Ours:
 
 
 def read_manifest(footprint: Footprint, paths: Paths) -> Ours:
-    """Return everything we created; changes nothing."""
     before = baseline.read_baseline(paths)
     deployed = paths.state.exists() or paths.tools.exists() or paths.releases.exists()
     unmanaged = _unmanaged_containers()
@@ -152,7 +150,7 @@ def _images(before: Before | None, unmanaged: UnmanagedContainers, paths: Paths)
     gpu_proof = read_document(GpuProof, paths.gpu_receipt)
     reference = gpu_proof.key.get("image") if gpu_proof else None
     if reference and reference not in {image.reference for image in images}:
-        # The image of the GPU check, unless it has a tag since.
+        # of the GPU check, unless it has a tag since
         image = resources.inspect_image(reference)
         if image and not (docker.image(reference) or {}).get("RepoTags"):
             images.append(image)
@@ -165,7 +163,6 @@ def _images(before: Before | None, unmanaged: UnmanagedContainers, paths: Paths)
 
 
 def _running(paths: Paths) -> Iterator[Thing]:
-    """Return running units and containers, and links that start units at boot."""
     patterns = (units.DAILY_TIMER, *(template.of("*") for template in _TEMPLATES), _SOCKET_MOUNTS)
     for pattern in patterns:
         names = systemd.listed(pattern)
@@ -184,7 +181,7 @@ def _data(footprint: Footprint, paths: Paths) -> Iterator[Thing]:
     known = resources.known_jobs(paths)
     sources, caches = paths.below(footprint.sources_dir), paths.below(footprint.cache_dir)
     parents = {("tree", paths.below(footprint.models_dir)), ("source", sources)}
-    # Earlier settings may have had other folders: jobs name each checkpoint they made.
+    # Jobs name checkpoints in folders of earlier settings.
     for made in filter(None, (resources.made_folder(job, paths) for job in known.values())):
         if made.parent.is_dir() and made.parent != sources:
             parents.add(("tree", made.parent))
@@ -229,7 +226,7 @@ def _files(footprint: Footprint, keep_docker: str, paths: Paths) -> Iterator[Thi
 
 
 def _keep_docker(packages: list[Thing], footprint: Footprint, with_gpu: tuple[str, ...]) -> str:
-    """Return why Docker's settings and package sources stay; "" if they are removed."""
+    """Return why Docker's settings and package sources stay, or ""."""
     if with_gpu:
         return f"{', '.join(with_gpu)} may need it"
     engine = (*footprint.engine_packages, *footprint.gpu_packages)
@@ -260,7 +257,6 @@ def _empty_folders(footprint: Footprint, before: Before | None, paths: Paths) ->
         inside = (*map(str, candidates), *footprint.files, *footprint.shared_files)
         parents = {parent for path in inside for parent in paths.below(path).parents}
         parents |= {paths.below("/etc/apt/keyrings"), paths.below(SYSUSERS).parent}
-        # The baseline covers only folders in these places, or above them.
         places = (paths.below("/etc"), *data)
         candidates |= {
             path for path in parents
@@ -275,7 +271,6 @@ def _empty_folders(footprint: Footprint, before: Before | None, paths: Paths) ->
 
 
 def remove(footprint: Footprint, paths: Paths) -> Ours:
-    """Remove all that may be removed; return it, and the failures."""
     gone: dict[tuple[str, str], Thing] = {}
     problems: list[str] = []
     for _ in range(_ROUNDS):
@@ -292,7 +287,7 @@ def remove(footprint: Footprint, paths: Paths) -> Ours:
 
 
 def _remove_round(things: list[Thing], footprint: Footprint, paths: Paths) -> list[str]:
-    """Remove things kind by kind, in the order of the manifest; stop at the first failure."""
+    """Remove things in the order of the manifest; stop at the first failure."""
     before = baseline.read_baseline(paths)
     together: dict[str, Callable[[list[str]], str]] = {
         "service": _stop_units,

@@ -1,7 +1,6 @@
 """The engine's client: HTTP over a unix socket, limited in bytes and in time; and metrics.
 
-The engine processes untrusted input, so answers may be endless, headers included: both limits
-apply to every read.
+The engine processes untrusted input: even headers may be endless.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from spark_contract.release import CHAT, Release
 
 from spark_host.system import folders
 
-# vLLM prints some hundred short lines of metrics; the rest is not read.
+# vLLM prints some hundred.
 _MAX_SAMPLES = 20_000
 _MAX_LINE = 4096
-# Far above the size of a long answer, a list of models or a page of metrics.
 _ANSWER_BYTES = 16 << 20
 _METRICS_BYTES = 4 << 20
 _CHUNK_BYTES = 1 << 16
@@ -60,7 +58,7 @@ DEFAULT = ENGINES["vllm"]
 
 
 def dialect_of(release: Release) -> Dialect:
-    """Return the metric names of a release's engine; ``HostToolError`` if it is unknown."""
+    """Return an engine's metric names; ``HostToolError`` if the engine is unknown."""
     kind = release.engine.kind
     if kind not in ENGINES:
         message = f"unknown engine; these tools support {', '.join(ENGINES)}"
@@ -77,7 +75,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """The engine's samples at a moment; ``None`` means that a metric is not reported."""
+    """The engine's samples at a moment; ``None``: not reported."""
 
     samples: tuple[Sample, ...]
     dialect: Dialect = DEFAULT
@@ -100,7 +98,6 @@ class Metrics:
         return cls(tuple(samples), dialect)
 
     def total(self, name: str) -> float | None:
-        """Return the sum over all label sets."""
         values = [sample.value for sample in self.samples if sample.name == name]
         return sum(values) if values else None
 
@@ -124,7 +121,6 @@ class Metrics:
 
     @property
     def tokens(self) -> float:
-        """Prompt and generated tokens so far."""
         return self.generated + (self.total(self.dialect.prompt) or 0.0)
 
     @property
@@ -141,10 +137,10 @@ class Metrics:
 
     @property
     def progress(self) -> tuple[float, float]:
-        """Numbers that change while the engine works; compare them with an earlier pair.
+        """Numbers that change while the engine works.
 
-        Token counters stand still during a chunked prefill of a long prompt, but each chunk takes
-        cache blocks, so the cache usage changes (measured: proofs/engine-proofs.md).
+        Token counters stand still during a chunked prefill, but the cache usage grows
+        (proofs/engine-proofs.md).
         """
         return self.tokens, self.total(self.dialect.cache_usage) or 0.0
 
@@ -159,11 +155,11 @@ def _labels(text: str) -> dict[str, str]:
 
 
 class EngineError(Exception):
-    """The engine did not answer, or the answer is an error or malformed."""
+    """No answer, an error or a malformed answer."""
 
 
 class SilentError(EngineError):
-    """The engine accepted the request, or the queue is full, and the time is over."""
+    """The time is over, although the engine accepted the request or its queue is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +186,7 @@ class _Reader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        # Before each read: a trickle of bytes must not outlive the deadline.
+        # A trickle of bytes must not outlive the deadline.
         self._source.settimeout(_seconds_left(self._deadline))
         count = self._source.recv_into(buffer)
         self._left_bytes -= count
@@ -232,7 +228,7 @@ class Engine:
         return self._request("GET", path, None, timeout_s, limit_bytes)
 
     def ask(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send ``POST path`` with a JSON body and return the JSON answer; expects status 200."""
+        """POST a JSON body and return the JSON answer of status 200."""
         reply = self._request("POST", path, body, timeout_s, _ANSWER_BYTES)
         if reply.status != 200:
             raise EngineError(f"HTTP {reply.status}: {reply.body[:200].decode(errors='replace')}")
@@ -291,7 +287,7 @@ class Engine:
                 response.begin()
                 on_error.pop_all()
         except (ConnectionRefusedError, FileNotFoundError) as error:
-            # vLLM listens only after it has loaded the model.
+            # vLLM listens after it has loaded the model.
             raise EngineError("nothing listens on the engine's socket") from error
         except (TimeoutError, BlockingIOError) as error:  # the latter: a full queue
             raise SilentError(f"{method} {path}: no answer in time") from error

@@ -1,12 +1,10 @@
 """Compile caches of releases; a candidate starts with a copy of the last proven cache.
 
-The parent folder names base image and number of drafts, the state file the driver; a cache fits
-only these. The state file is written last. A release keeps the cache over failed starts, so that
-compiling continues, unless a check rejected the answers of the run that used it. Only the cache of
-a proven release is copied.
+A cache fits base image and number of drafts (parent folder) and driver (state file, written last).
+Failed starts keep it, so that compiling continues, unless a check rejected the answers.
 
-Engines write to these folders, so they may contain anything. coreutils copy and remove them: they
-follow no link, and after any failure the engine starts with an empty cache.
+Engines write anything to these folders: coreutils copy and remove them without following links, and
+after any failure the engine starts with an empty cache.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from spark_host.system import folders
 from spark_host.system.host import Host
 from spark_host.system.programs import Report
 
-# Several times the size of a real cache; a copy takes seconds.
+# Several times a real cache.
 _MAX_BYTES, _MAX_FILES = 8 << 30, 200_000
 # Above these the watchdog stops the engine, and the next start begins with an empty cache.
 LIMIT_BYTES, LIMIT_FILES = 20 << 30, 400_000
 
 
 def prepare(release: Release, host: Host, report: Report) -> None:
-    """Keep a usable cache of a release, or start with a copy or an empty folder."""
+    """Keep a usable cache, or start with a copy or an empty folder."""
     if release.cache is None:
         return
     driver = versions.read_part(versions.driver)
@@ -71,7 +69,7 @@ def _state(release: Release, host: Host) -> CompileCache | None:
 
 
 def compiling(release: Release, invocation_id: str, host: Host) -> str:
-    """Return a note for a start that compiles kernels; empty for any other start."""
+    """Return a note if this start compiles kernels, or ""."""
     state = _state(release, host)
     if state is None or state.copied_from is not None or release.check.portable:
         return ""
@@ -79,7 +77,6 @@ def compiling(release: Release, invocation_id: str, host: Host) -> str:
 
 
 def is_whole(release: Release, driver: str, host: Host) -> bool:
-    """Return whether the cache of a release is complete and fits a driver."""
     state = _state(release, host)
     return state is not None and driver in (state.driver, versions.UNKNOWN)
 
@@ -111,7 +108,7 @@ def _is_rejected(release: Release, state: CompileCache, host: Host) -> bool:
 
 
 def _find_source(release: Release, driver: str, host: Host) -> Release | None:
-    """Return the last proven release with a cache that the candidate can copy."""
+    """Return the last proven release whose cache fits."""
     for name in boot.good(release.service, host).all:
         other = host.release(name)
         if other is None or other.name == release.name or not other.cache:
@@ -136,6 +133,5 @@ def _copy(source: Path, target: Path, report: Report) -> bool:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a cache; if that fails, rename it for the next cleanup."""
     if not folders.remove_tree(folder) and os.path.lexists(folder):
         folder.rename(folder.with_name(f".{folder.name}.{time.time_ns()}.pruned"))

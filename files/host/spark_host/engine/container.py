@@ -28,20 +28,20 @@ _KILL_S = 20.0
 
 
 def docker_argv(release: Release, paths: Paths) -> list[str]:
-    """Return the ``docker run`` command; the engine's variables never appear in it."""
+    """Return the ``docker run`` command, without the engine's variables."""
     run_folder, socket_folder = paths.engine_run(release.service), Path(ENGINE_SOCKET).parent
     user = account(release)
     argv = ["docker", "run", "--rm", "--restart", "no", "--name", release.container]
     argv += ["--label", f"{RELEASE_LABEL}={release.name}"]
     argv += ["--label", f"{SERVICE_LABEL}={release.service}"]
-    # The journal stores the log; the client still streams it with this driver.
+    # The client still streams the log, to the journal.
     argv += ["--log-driver", "none"]
     argv += ["--mount", f"type=bind,source={run_folder},target={socket_folder}"]
     for mount in release.mounts:
         text = f"type=bind,source={mount.source},target={mount.target}"
         argv += ["--mount", text + (",readonly" if mount.read_only else "")]
     argv += ["--env-file", str(paths.engine_environment(release.name))]
-    # By number: the image does not know the name, and may give the number to another account.
+    # By number: the image has other accounts.
     argv += ["--user", f"{user.pw_uid}:{user.pw_gid}"]
     argv += docker.gpu_arguments(paths)
     argv += release.engine.docker_args
@@ -52,7 +52,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
 
 
 def account(release: Release) -> pwd.struct_passwd:
-    """Return the account of the engine, which is root neither here nor in the container."""
+    """Return the engine's account, which is never root."""
     try:
         return pwd.getpwnam(release.engine.user)
     except KeyError as error:
@@ -66,8 +66,7 @@ def account(release: Release) -> pwd.struct_passwd:
 def write_environment(release: Release, paths: Paths) -> None:
     """Write the file for ``docker run --env-file``, readable only by root.
 
-    Settings and profiles choose these variables, so no program that runs as root may get them: the
-    docker client, like any program, obeys LD_PRELOAD and DOCKER_HOST.
+    The docker client itself must not get these variables: it obeys LD_PRELOAD and DOCKER_HOST.
     """
     member = cluster.own_member(release, paths)
     variables = {**release.engine.env, **(member.env if member else {})}
@@ -91,8 +90,7 @@ def _line(name: str, value: str) -> str:
 def refresh_cdi(report: Report, paths: Paths) -> None:
     """Regenerate CDI specifications of a driver that is not loaded.
 
-    They name the driver's files by version, so after a driver update and a reboot no container
-    that gets the GPU through CDI would start.
+    They name files of a driver version, so containers would not start after a driver update.
     """
     suffixes = (".yaml", ".json")
     specs = [path for path in (paths.root / "etc/cdi").glob("*") if path.suffix in suffixes]
@@ -108,16 +106,14 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
             continue
         report(f"{spec} is of driver {version}, {driver} is loaded: regenerating it")
         if output_of("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
-            # The start continues: containers may get the GPU without CDI.
+            # Containers may get the GPU without CDI.
             report(f"nvidia-ctk cdi generate --output={spec} failed; run it by hand to see why")
 
 
 def open_process(container: str) -> int | None:
-    """Return a pidfd of a running container's first process; ``None`` if not available now.
+    """Return a pidfd of a running container's first process, if docker answers.
 
-    A host that runs out of memory loses the docker daemon first, and killing the docker client
-    leaves the container running. Killing this process stops the container without docker; unlike a
-    process id, a pidfd never refers to another process later.
+    Without memory docker fails first; killing this process stops the container without docker.
     """
     state = docker.container(container, _ANSWER_S) or {}
     pid = int((state.get("State") or {}).get("Pid") or 0)
@@ -127,7 +123,7 @@ def open_process(container: str) -> int | None:
         pidfd = os.pidfd_open(pid)
     except OSError:
         return None
-    # Read after opening: another process may have got this number before.
+    # Another process may have got this number before.
     with suppress(OSError):
         if str(state["Id"]) in Path(f"/proc/{pid}/cgroup").read_text():
             return pidfd

@@ -1,8 +1,7 @@
 """The engine's start log and the kernel log, parsed for kernels, times, sizes and faults.
 
-Message formats are those of vLLM 0.33 (kernels/linear, gdn, fused_moe, kv_cache_utils.py,
-gpu_worker.py, gpu_model_runner.py, monitor.py, default_loader.py). Only whole messages of these
-forms count, and none after the start: later lines may contain prompts.
+Formats of vLLM 0.33 (kernels/linear, gdn, fused_moe, kv_cache_utils.py, gpu_worker.py,
+gpu_model_runner.py, monitor.py, default_loader.py). Lines after the start may contain prompts.
 """
 
 from __future__ import annotations
@@ -50,13 +49,11 @@ def start_messages(lines: Iterable[str]) -> Iterator[str]:
 
 
 def kernel_lines(messages: Iterable[str]) -> tuple[str, ...]:
-    """Return the messages that name kernels and backends, without repetitions."""
     matching = (text for text in messages if _KERNEL.fullmatch(text) and _ABOUT.search(text))
     return tuple(dict.fromkeys(matching))[:_MAX_KERNEL_LINES]
 
 
 def times_s(messages: Iterable[str]) -> dict[str, float]:
-    """Return the duration of each start step; model and drafter are summed."""
     return _sums(messages, _TIMES, digits=3)
 
 

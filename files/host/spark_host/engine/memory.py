@@ -34,8 +34,7 @@ def meminfo() -> dict[str, int]:
 def available_bytes() -> int:
     """Return the memory that a new process could get.
 
-    A kernel with kexec handover reports the reserve as free: then CmaFree exceeds CmaTotal by the
-    reserve, which is subtracted here from MemAvailable.
+    A kernel with kexec handover reports its reserve as free: CmaFree minus CmaTotal.
     """
     values = meminfo()
     reserve = values.get("CmaFree", 0) - values.get("CmaTotal", 0)
@@ -47,7 +46,6 @@ def _proc(name: str) -> Path:
 
 
 def read_free_blocks() -> FreeBlocks | None:
-    """Read ``/proc/buddyinfo``; ``None`` if it does not exist."""
     try:
         return parse_buddyinfo(_proc("buddyinfo").read_text(), os.sysconf("SC_PAGE_SIZE"))
     except OSError:
@@ -57,8 +55,7 @@ def read_free_blocks() -> FreeBlocks | None:
 def defragment() -> str:
     """Drop clean caches and compact memory; return the failure, or "".
 
-    Compaction cannot move the kernel's own objects, so directory entries and inodes are dropped
-    too. Pages that a program has mapped stay.
+    Compaction cannot move directory entries and inodes, so they are dropped too.
     """
     programs.output_of("sync")  # dirty pages cannot be dropped
     try:
@@ -70,7 +67,6 @@ def defragment() -> str:
 
 
 def prepare_blocks(release: Release, report: Report) -> None:
-    """Defragment memory before a start if the GPU driver may lack contiguous blocks."""
     blocks = read_free_blocks()
     if blocks is None or not (blocks.is_low(release.memory.needed_bytes) or blocks.is_fragmented):
         return
@@ -81,14 +77,14 @@ def prepare_blocks(release: Release, report: Report) -> None:
 
 @dataclass(slots=True)
 class Floor:
-    """The memory that must stay available while an engine runs, and the least measured."""
+    """The memory that must stay available, and the least measured."""
 
     bytes: int
     lowest_bytes: int | None = None
     low_samples: int = 0
 
     def broken(self, available: int) -> str | None:
-        """Record a sample; return a message if the host runs out of memory."""
+        """Record a sample; return a message below the floor."""
         if self.lowest_bytes is None or available < self.lowest_bytes:
             self.lowest_bytes = available
         self.low_samples = self.low_samples + 1 if available < self.bytes else 0
@@ -103,8 +99,7 @@ class Floor:
 def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_S) -> None:
     """Return once the service has no container and the release's memory is available.
 
-    On a Spark memory becomes available again long after the process exited. ``HostToolError``
-    names the obstacle when the release's time limit is over.
+    A Spark frees memory long after the process exited. ``HostToolError`` names the obstacle.
     """
     needed_bytes, wait_s = release.memory.needed_bytes, release.memory.wait_s
     start = time.monotonic()

@@ -35,7 +35,7 @@ _FIX = "run the deploy again"
 
 
 def may_start(name: str, paths: Paths) -> int:
-    """Return 0 if the unit may start, 1 if systemd shall skip it quietly."""
+    """Return 1 if systemd shall skip the start quietly."""
     release = load_release(name, paths)
     obstacle = boot.obstacle(release, Host(paths))
     if obstacle is not None:
@@ -57,7 +57,6 @@ def prepare(name: str, paths: Paths) -> int:
     wait_for_turn(release, host, log)
     memory.wait_for_memory(release, log)
     memory.prepare_blocks(release, log)
-    # Root's folder for the traffic file, and the engine's folder for the socket.
     traffic.make_folder(release.service, paths)
     socket_folder = paths.engine_run(release.service)
     socket_folder.parent.mkdir(mode=0o755, exist_ok=True)
@@ -69,7 +68,7 @@ def prepare(name: str, paths: Paths) -> int:
 
 
 def run(name: str, paths: Paths) -> int:
-    """Take the engine lock and become ``docker run``, which keeps it until exit."""
+    """Take the engine lock and become ``docker run``, which keeps it."""
     release = load_release(name, paths)
     argv = container.docker_argv(release, paths)
     lock = _open_lock(release.service, paths)
@@ -91,7 +90,7 @@ def stop(name: str, paths: Paths) -> int:
 
 
 def after_stop(name: str, paths: Paths) -> int:
-    """Clean up after the engine, but keep files that another release uses."""
+    """Clean up after the engine; keep files of another release."""
     release = load_release(name, paths)
     is_last = _lock_holder(release.service, paths) in (None, release.name)
     if is_last:  # before docker, which may be slow
@@ -114,7 +113,7 @@ def part_problem(release: Release) -> HostToolError | None:
 def problem(release: Release, paths: Paths) -> HostToolError | None:
     """Return why an engine of this release cannot start.
 
-    Changed checkpoint files are hashed here, while the previous engine still serves.
+    Changed files are hashed here, while the previous engine serves.
     """
     try:
         check_artifacts(release)
@@ -136,7 +135,7 @@ def make_room(release: Release, report: Report) -> None:
 
 
 def unfinished(release: Release, paths: Paths) -> float:
-    """Return how many requests an engine is running or has queued; ``EngineError`` if unknown."""
+    """Return how many requests run or wait; ``EngineError`` if unknown."""
     return Engine.of(release, paths).metrics(5).unfinished
 
 
@@ -153,9 +152,8 @@ def _wait_for_docker() -> None:
 def wait_for_turn(release: Release, host: Host, report: Report) -> None:
     """Wait until no other engine is starting, then claim the turn.
 
-    vLLM measures free memory while it loads; a second engine that loads would falsify that. A turn
-    lasts as long as systemd reports the start, so it need not be released. After the start timeout
-    this engine no longer waits.
+    vLLM measures free memory while it loads, which a second start would falsify. The turn ends when
+    systemd reports the end of the start, or after the start timeout.
     """
     deadline = host.clock.monotonic() + release.timeouts.start_s
     while (other := _claim_turn(release, host)) is not None:
@@ -167,7 +165,7 @@ def wait_for_turn(release: Release, host: Host, report: Report) -> None:
 
 
 def _claim_turn(release: Release, host: Host) -> str | None:
-    """Return the other release that is starting, or claim the turn for this release."""
+    """Return the other release that is starting, or claim the turn."""
     descriptor = os.open(host.paths.run / "starting", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -175,7 +173,7 @@ def _claim_turn(release: Release, host: Host) -> str | None:
         if other and other != release.name:
             unit = SERVE.of(other)
             state = host.units.show([unit], ["ActiveState", "SubState"]).get(unit, {})
-            # A unit that waits for a restart is activating, too, but does not load.
+            # A unit that waits for a restart does not load.
             is_waiting = state.get("SubState") == "auto-restart"
             if state.get("ActiveState") == "activating" and not is_waiting:
                 return other
@@ -191,7 +189,7 @@ def _open_lock(service: str, paths: Paths) -> int:
 
 
 def _try_lock(descriptor: int) -> str | None:
-    """Lock a file; return the release that holds the lock if another process does."""
+    """Lock a file, or return the release that holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -226,7 +224,6 @@ def _refuse_second_engine(release: Release, holder: str | None) -> None:
 
 
 def check_artifacts(release: Release) -> None:
-    """Check image, receipts and file permissions, without hashing."""
     dialect_of(release)
     tag, expected = release.image.tag, release.image.digest_label
     if docker.image(tag) is None:
@@ -239,7 +236,6 @@ def check_artifacts(release: Release) -> None:
 
 
 def check_checkpoints(release: Release) -> None:
-    """Check receipts, ownership and permissions of the checkpoints."""
     for tree in release.trees:
         where, path = f"checkpoint {tree.path}", Path(tree.path)
         receipt = receipts.find(path)
@@ -266,10 +262,9 @@ def _check_readable(root: Path, user: str) -> None:
 
 
 def verify_checkpoints(release: Release, report: Report) -> None:
-    """Have the builder hash files that changed (by stat) since they were last hashed.
+    """Have the builder hash files that changed by stat; it notes intact files in the receipt.
 
-    The builder writes the new stat of intact files into the receipt. ``HostToolError`` names a file
-    that is missing or has other bytes.
+    ``HostToolError`` names a missing or damaged file.
     """
     for tree in release.trees:
         _verify(Path(tree.path), report)
@@ -284,7 +279,7 @@ def _verify(path: Path, report: Report) -> None:
         f"{PHASE}verify {len(touched)} of {len(receipt.files)} files of {path} changed since they "
         f"were hashed, {touched[0]} among them: hashing them again"
     )
-    # Not captured, so that the journal shows progress: hashing takes minutes.
+    # Not captured: the journal shows progress for minutes.
     done = subprocess.run(
         [sys.executable, "-m", BUILDER, VERIFY, str(path)],
         stderr=subprocess.PIPE, text=True, errors="replace", check=False,

@@ -31,7 +31,7 @@ _USABLE_KEY = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 def run(service: str, paths: Paths) -> int:
     settings = load_gateway(service, paths)
     folder = _install_config(settings, paths)
-    # nginx leaves bodies with a file name behind when it is killed.
+    # left behind by a killed nginx
     for body in nginx.bodies(settings, paths).glob("*"):
         body.unlink()
     program, config = nginx.program(paths), str(folder / "nginx.conf")
@@ -39,7 +39,7 @@ def run(service: str, paths: Paths) -> int:
 
 
 def reload(service: str, paths: Paths) -> int:
-    """Apply key, settings and addresses; old workers finish their running answers."""
+    """Apply key, settings and addresses; running answers finish."""
     settings = load_gateway(service, paths)
     master = _master(service, paths)
     if master is None:
@@ -53,7 +53,7 @@ def reload(service: str, paths: Paths) -> int:
 
 
 def new_key(service: str, paths: Paths) -> int:
-    """Replace the API key with a random key; the old key is refused from then on."""
+    """Replace the API key with a random key."""
     settings = load_gateway(service, paths)
     _write_key(settings, paths)
     if _master(service, paths) is not None:
@@ -62,7 +62,7 @@ def new_key(service: str, paths: Paths) -> int:
 
 
 def bring_up(release: Release, paths: Paths) -> None:
-    """Make sure that the gateway runs and is current before this release's engine starts."""
+    """Start the gateway, or reload it if its configuration is outdated."""
     settings = load_gateway(release.service, paths)
     make_key(settings, paths)
     if not systemd.is_active(settings.unit) or not boots(release.service, paths):
@@ -76,7 +76,7 @@ def bring_up(release: Release, paths: Paths) -> None:
 
 
 def follow(service: str, paths: Paths) -> str | None:
-    """Apply an address that appeared or changed; return a message if so."""
+    """Apply a new address of a bridge or tunnel; return a message if it changed."""
     settings = load_gateway(service, paths)
     runs = _master(service, paths) is not None
     if not EXPOSURES[settings.expose].late or not runs or is_current(settings, paths):
@@ -90,7 +90,7 @@ def boots(service: str, paths: Paths) -> bool:
 
 
 def difference(service: str, paths: Paths) -> str | None:
-    """Return how the running gateway differs from the settings; see also ``key_problem``."""
+    """Return how the running gateway differs from the settings."""
     try:
         settings = load_gateway(service, paths)
         master = _master(service, paths)
@@ -106,7 +106,6 @@ def difference(service: str, paths: Paths) -> str | None:
 
 
 def key_problem(service: str, paths: Paths) -> str | None:
-    """Return an error in the API key; the message never contains the key."""
     if not paths.gateway_settings(service).exists():
         return None
     try:
@@ -133,7 +132,7 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
 def wait_until_listening(
     service: str, paths: Paths, old_workers: frozenset[int] = frozenset()
 ) -> None:
-    """Wait until the gateway listens on exactly the wanted addresses, without ``old_workers``."""
+    """Wait until only new workers listen, on exactly the wanted addresses."""
     settings = load_gateway(service, paths)
     deadline = time.monotonic() + _WAIT_S
     while True:
@@ -171,7 +170,6 @@ def _master(service: str, paths: Paths) -> int | None:
 
 
 def _workers(master: int) -> frozenset[int]:
-    """Return the workers that accept connections."""
     pids = set()
     for pid in Path(f"/proc/{master}/task/{master}/children").read_text().split():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has exited
@@ -181,14 +179,14 @@ def _workers(master: int) -> frozenset[int]:
 
 
 def _install_config(settings: Gateway, paths: Paths) -> Path:
-    """Write the configuration below /run if nginx accepts it; return the folder."""
+    """Write the configuration if nginx accepts it; return the folder."""
     folder = paths.gateway_run(settings.service)
     body_folder = paths.gateway_bodies(settings.service)
     for path in (folder, body_folder.parent, body_folder):
         path.mkdir(parents=True, exist_ok=True)
-        # Workers must traverse it to their temporary folders; only root may list it.
+        # Workers must traverse it.
         os.chmod(path, 0o711)
-    # A deploy and the watchdog may write at the same time.
+    # A deploy and the watchdog may write at once.
     with locked(folder / "lock", wait=True):
         config, new = folder / "nginx.conf", folder / "nginx.conf.new"
         for path, text in _rendered(settings, paths).items():
@@ -204,7 +202,7 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
 
 
 def is_current(settings: Gateway, paths: Paths) -> bool:
-    """Return whether the rendered files match the settings, key and addresses of now."""
+    """Return whether the files match settings, key and addresses."""
     wanted = _rendered(settings, paths)
     return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
 
@@ -230,7 +228,7 @@ def _write_key(settings: Gateway, paths: Paths) -> None:
 
 
 def read_key(settings: Gateway, paths: Paths) -> str:
-    """Return the API key; ``HostToolError`` if missing, readable by others or not usable."""
+    """Return the API key; ``HostToolError`` if missing, exposed or unusable."""
     path = paths.below(settings.key_path)
     try:
         mode, key = path.stat().st_mode, path.read_text().strip()

@@ -1,7 +1,7 @@
 """The addresses on which a gateway should listen, and those on which it does.
 
-Addresses of a bridge or a tunnel appear late and may change, so they are read each time. Missing
-addresses are left out: nginx does not start if it cannot bind an address.
+Addresses of bridges and tunnels appear late and change. Missing addresses are left out: nginx would
+not start.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Listeners:
 def wanted(settings: Gateway) -> Listeners:
     """Return the listeners of a gateway; the host itself always gets plain HTTP.
 
-    Both loopback addresses have their own listeners in every exposure: they stay open while the
-    rest changes, and no local user can bind ::1 to receive keys of clients that use localhost.
+    Both loopback addresses always listen: otherwise a local user could bind ::1 and receive keys.
     """
     port, tls, missing = settings.port, False, None
     has_ipv6 = _is_local("::1")
@@ -66,14 +65,13 @@ def wanted(settings: Gateway) -> Listeners:
 
 
 def listening(pid: int, port: int) -> frozenset[str]:
-    """Return the addresses on which a process listens."""
     files = set()
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
             files.add(os.readlink(entry.path))
     addresses = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        # A kernel without IPv6 has no second table.
+        # no second table without IPv6
         for line in table.read_text().splitlines()[1:] if table.exists() else []:
             _, local, _, state, *_, inode = line.split()[:10]
             address, _, number = local.partition(":")
@@ -83,7 +81,7 @@ def listening(pid: int, port: int) -> frozenset[str]:
 
 
 def tailscale_address() -> tuple[str | None, str | None]:
-    """Return this host's address in the tailnet, or the reason why there is none."""
+    """Return the address in the tailnet, or why there is none."""
     done = run_program(["tailscale", "ip", "-4"], _TAILSCALE_S)
     lines = done.stdout.split()
     if done.returncode != 0 or not lines:
@@ -114,7 +112,7 @@ def _is_local(address: str) -> bool:
 
 
 def _parse_address(text: str) -> str:
-    """Parse an address of /proc/net/tcp*: words of 32 bits in the machine's byte order."""
+    """Parse /proc/net/tcp*: words of 32 bits in the machine's byte order."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
     return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))

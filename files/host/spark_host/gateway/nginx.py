@@ -1,7 +1,6 @@
 """The nginx configurations of gateways and of peer downloads.
 
-The engine never gets the path that a client sent: nginx matches the normalised path but would
-forward the original, so each route names the path to forward.
+nginx matches the normalised path but would forward the original, so each route names its path.
 """
 
 from __future__ import annotations
@@ -67,14 +66,14 @@ ROUTES = (
     Route("POST", release.EMBEDDINGS),
     Route("POST", release.RERANK),
     Route("POST", release.SCORE),
-    # The engine serves these two without the version prefix.
+    # The engine's paths have no version prefix.
     Route("POST", release.CLASSIFY, engine="/classify"),
     Route("POST", release.POOLING, engine="/pooling"),
     Route("GET", release.MODELS),
     Route("GET", f"{release.MODELS}/", _MODEL),
 )
 
-# names.js reads a body that does not fit into memory from a file, which only the second keeps.
+# The second keeps a file of a large body for names.js.
 _CHOOSERS = (
     "location /by-name/ { internal; js_content names.choose; }",
     "location /by-name-large/ "
@@ -83,7 +82,6 @@ _CHOOSERS = (
 
 
 def _routes(settings: Gateway, paths: Paths) -> str:
-    """Return the nginx locations for requests with a key."""
     blocks = []
     for route in ROUTES:
         service = settings.routes.get(route.path, settings.service)
@@ -107,7 +105,7 @@ def _routes(settings: Gateway, paths: Paths) -> str:
 
 
 def _choose_by_name(route: Route) -> tuple[str, ...]:
-    """Return the directives that choose the engine by model name; none if the path decides."""
+    """Return directives that choose the engine by model name, unless the path decides."""
     if route.takes_name:
         large = f"if ($spark_large) {{ rewrite ^ /by-name-large{route.path} last; }}"
         return large, f"rewrite ^ /by-name{route.path} last;"
@@ -138,14 +136,12 @@ def _location(match: str, *lines: str) -> str:
 
 SCRIPT = "names.js"
 LARGE_BODIES = 32  # bodies on disk at once, from all clients together
-# The path in the packages of the distributions and of nginx.org.
 _MODULE = "usr/lib/nginx/modules/ngx_http_js_module.so"
 # Paths that need no escaping between quotes.
 _PLAIN = re.compile(r"/[A-Za-z0-9._/ +@,:=-]*\Z")
 
 
 def program(paths: Paths) -> str:
-    """Return the path of nginx below the host's root."""
     for name in ("usr/sbin/nginx", "usr/local/sbin/nginx", "usr/bin/nginx"):
         if os.access(paths.root / name, os.X_OK):
             return str(paths.root / name)
@@ -153,13 +149,12 @@ def program(paths: Paths) -> str:
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """Return a template of this package with ``@NAMES@`` replaced."""
     text = resources.files("spark_host.gateway").joinpath(f"templates/{template}").read_text()
     return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], text)
 
 
 def quoted(path: Path, suffix: str = "") -> str:
-    """Return a path for a configuration; ``HostToolError`` if nginx would read another path."""
+    """Return a path for nginx; ``HostToolError`` if it needs escaping."""
     if not _PLAIN.match(str(path)):
         fix = "use only letters, digits, spaces and ._/+@,:=- in the path"
         raise HostToolError("share", f"cannot share {path}", fix)
@@ -167,10 +162,7 @@ def quoted(path: Path, suffix: str = "") -> str:
 
 
 def keys_text(key: str) -> str:
-    """Return nginx maps that set ``$spark_key`` to 1 for the right key.
-
-    Regular expressions, because nginx compares plain map strings without regard to case.
-    """
+    """Return nginx maps that set ``$spark_key`` to 1 for the right key, case included."""
     escaped = re.sub(r"([.+/=~-])", r"\\\1", key)
     return (
         f'map $http_x_api_key $spark_header_key {{ default 0; "~^{escaped}$" 1; }}\n'
@@ -221,10 +213,7 @@ def config_text(settings: Gateway, paths: Paths) -> str:
 
 
 def script_text(settings: Gateway, paths: Paths) -> str:
-    """Return names.js, which chooses the engine by the model name in the request's body.
-
-    nginx itself cannot read bodies. The service of the gateway comes first in the script.
-    """
+    """Return names.js, which chooses the engine by the model name in the body."""
     named = settings.names or {}
     first = {settings.service: named[settings.service]}
     services = [
@@ -239,8 +228,7 @@ def script_text(settings: Gateway, paths: Paths) -> str:
 def _limits(settings: Gateway, client: str) -> str:
     """Return limits per address; requests without a valid key count in zones of their own.
 
-    Clients behind a tunnel or a router share an address: one without a key must not use up the
-    limit of those with a key.
+    Clients behind a router share an address: without a key they must not use up the limit.
     """
     keyed, keyless = "$spark_keyed_client", "$spark_keyless_client"
     lines = [
@@ -258,8 +246,7 @@ def _limits(settings: Gateway, client: str) -> str:
 
 
 def _listen(listener: Listener) -> str:
-    # Without `reuseport` (a socket per address), a reload that narrows from all addresses to a
-    # single address fails, because the old socket is still open.
+    # Without `reuseport` a reload from all addresses to a single address fails.
     words = ["listen", str(listener), "reuseport"]
     words += ["ipv6only=on"] if ":" in listener.address else []
     return " ".join(words + (["ssl"] if listener.tls else [])) + ";"
@@ -271,14 +258,14 @@ def _tls(settings: Gateway, paths: Paths) -> str:
     certificate = paths.below(settings.tls.certificate)
     key = paths.below(settings.tls.key)
     try:
-        # The hash makes a renewed certificate a changed configuration.
+        # A renewed certificate changes the configuration.
         digest = hashlib.sha256(certificate.read_bytes()).hexdigest()
     except FileNotFoundError as error:
         raise HostToolError(str(certificate), "no certificate", "run the deploy again") from error
     return (
         f"# sha256 {digest}\n        ssl_certificate {certificate};\n"
         f"        ssl_certificate_key {key};\n        ssl_protocols TLSv1.2 TLSv1.3;\n"
-        # Authenticated encryption with forward secrecy only.
+        # authenticated, with forward secrecy
         "        ssl_ciphers ECDHE+AESGCM:ECDHE+CHACHA20;\n"
         "        ssl_session_cache shared:tls:1m;\n        ssl_session_tickets off;"
     )
@@ -289,16 +276,15 @@ def _replicas(
 ) -> tuple[str, str, list[str]]:
     """Return the balancer, the key of limits per client, and the directive for its own replica.
 
-    The balancer is without replicas that cannot be resolved now. It needs no health checks: unless
-    the engine of a host is proven, the gateway there answers 503 before the engine gets the
-    request. nginx then tries the next host and skips that host for 2 s.
+    Replicas that cannot be resolved are left out. Health checks are not needed: a host without a
+    proven engine answers 503, and nginx tries the next host.
     """
     if settings.replicas is None:
         return "", "$binary_remote_addr", []
     own = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
     others = [resolved for name in settings.replicas.others if (resolved := _resolve(name))]
     servers = [own, *(f"{address}:{port}" for address, port in others)]
-    # A replica does not limit requests of another's balancer, which has counted their client.
+    # Another balancer has already counted the client.
     balancers = ("unix:", *(address.strip("[]") for address, _ in others))
     ports = [Listener(item.address, settings.replicas.port, item.tls) for item in listening]
     values = {
@@ -322,13 +308,10 @@ def _resolve(name: str) -> tuple[str, str] | None:
 
 
 def share(paths: Paths) -> int:
-    """Become an nginx with a key that serves checkpoint files to other hosts, read-only.
-
-    The unit runs it under a dynamic account, which can read only world-readable files.
-    """
+    """Become an nginx with a key that serves checkpoint files, under a dynamic account."""
     order = files.load(Share, paths.below(SHARE_SETTINGS), "nothing is shared")
     try:
-        # systemd.exec(5): the writable folder of the unit, and the credentials.
+        # systemd.exec(5)
         folder = Path(os.environ["RUNTIME_DIRECTORY"])
         key = (Path(os.environ["CREDENTIALS_DIRECTORY"]) / "key").read_text().strip()
     except (KeyError, FileNotFoundError) as error:
@@ -351,7 +334,6 @@ def share_text(order: Share, folder: Path, paths: Paths) -> str:
 
 
 def _share_locations(tree: SharedTree, paths: Paths) -> str:
-    """Return the locations of a checkpoint: verified files and progress."""
     out = paths.below(tree.dir)
     folders = [out, growing_tree(out)] if tree.unfinished else [out]
     progress = paths.below(job_dir(tree.job)) / "progress"

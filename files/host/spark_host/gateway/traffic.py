@@ -30,28 +30,27 @@ def close(service: str, paths: Paths) -> None:
 def open_for(release: Release, paths: Paths) -> None:
     service = release.service
     make_folder(service, paths)
-    # vLLM creates the socket with the umask of the container, so only root could connect.
+    # By vLLM's umask only root could connect.
     with folders.opened_socket(paths.engine_socket(service)) as socket:
         os.chown(socket, 0, group_id(service, paths))
         os.chmod(socket, 0o660)
-    # The gateway reads the model names from it: an older release may serve other names.
+    # for the gateway: an older release may serve other names
     lines = "".join(f"{line}\n" for line in (release.name, *release.names))
     files.write_text(paths.traffic(service), lines)
 
 
 def make_folder(service: str, paths: Paths) -> None:
-    """Create the folder of the traffic file: root's, and the gateway cannot list it."""
+    """Create the folder of the traffic file, owned by root."""
     paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
     folders.give(paths.service_run(service), 0, group_id(service, paths), 0o710)
 
 
 def group_of(user: str) -> str:
-    # Debian's "nobody" is in the group "nogroup"; our users have a group of the same name.
+    # Debian's "nobody" is in the group "nogroup".
     return "nogroup" if user == "nobody" else user
 
 
 def group_id(service: str, paths: Paths) -> int:
-    """Return the id of the gateway's group; ``HostToolError`` if the group is missing."""
     user = load_gateway(service, paths).user
     try:
         return grp.getgrnam(group_of(user)).gr_gid

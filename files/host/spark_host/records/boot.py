@@ -33,20 +33,19 @@ def good(service: str, host: Host) -> Good:
 
 
 def record_good(release: Release, host: Host) -> None:
-    """Record the release as the last good release, before the earlier good releases."""
     before = good(release.service, host)
     previous = tuple(name for name in dict.fromkeys(before.all) if name != release.name)[:_KEPT]
     record = Good(release.name, previous, host.clock.now())
     try:
         host.disk.write(host.paths.good(release.service), record)
-    except OSError:  # a full disk does not matter if the record names this release already
+    except OSError:  # harmless if the record already names this release
         if before.release != release.name:
             raise
     _settle_rollback(release, host)
 
 
 def withdraw_good(release: Release, host: Host) -> None:
-    """Remove a failed candidate from the good record; compares no times, because clocks step."""
+    """Remove a failed candidate from the good record."""
     record = good(release.service, host)
     if record.release == release.name:
         before, *previous = record.previous or (None,)
@@ -60,8 +59,7 @@ def withdraw_good(release: Release, host: Host) -> None:
 def enable_only(release: Release, host: Host) -> None:
     """Make only this release start at boot.
 
-    The order survives a power cut: new link, good record, then the old link is removed. While both
-    links exist, :func:`obstacle` lets only the good release start.
+    The order survives a power cut: of two links :func:`obstacle` allows only the good release.
     """
     rivals = enabled(release.service, host)
     if rivals and good(release.service, host).release not in rivals:
@@ -74,10 +72,7 @@ def enable_only(release: Release, host: Host) -> None:
 
 
 def opens_at_start(release: Release, host: Host) -> bool:
-    """Return whether the gateway opens after a start's quick check.
-
-    A candidate is not enabled yet: the gateway opens only after the full check.
-    """
+    """Return whether the gateway opens after the quick check: not for a candidate."""
     return release.name in enabled(release.service, host)
 
 
@@ -86,7 +81,7 @@ def is_stopped(service: str, host: Host) -> bool:
 
 
 def obstacle(release: Release, host: Host) -> str | None:
-    """Return why the unit of this release must not start now, or ``None``."""
+    """Return why this release must not start now."""
     if is_stopped(release.service, host):
         return f"service {release.service} was stopped by hand (spark-host start-service)"
     rival = _good_rival(release, host)
@@ -101,10 +96,7 @@ def _good_rival(release: Release, host: Host) -> str | None:
 
 
 def remove_stale_link(release: Release, host: Host) -> None:
-    """Disable the candidate if an interrupted rollout enabled it next to the good release.
-
-    With that link :func:`obstacle` would refuse the start, and clients would reach it unproven.
-    """
+    """Disable a candidate that an interrupted rollout enabled next to the good release."""
     if _good_rival(release, host):
         host.units.disable(release.serve_unit)
 
@@ -120,7 +112,7 @@ def active(service: str, host: Host) -> str | None:
 
 
 def only_active(host: Host) -> str:
-    """Return the only release that runs on this host; ``HostToolError`` for none or several."""
+    """Return the only running release; ``HostToolError`` for none or several."""
     services = sorted({service_of(name) for name in host.disk.names(host.paths)})
     running = [name for name in (active(service, host) for service in services) if name]
     if len(running) != 1:
@@ -130,7 +122,7 @@ def only_active(host: Host) -> str:
 
 
 def stop_service(service: str, by: str, host: Host, for_s: float | None = None) -> int:
-    """Stop a service, over reboots, until a start by hand, or for ``for_s`` seconds."""
+    """Stop a service, over reboots, until a manual start or for ``for_s`` seconds."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     boots, running = enabled(service, host), active(service, host)
     if marker is None or marker.by is None:
@@ -140,7 +132,6 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
     if until:  # first: a power cut must not leave the service stopped for good
         host.units.enable(RETURN_TIMER.of(service))
         host.units.begin(RETURN_TIMER.of(service))
-    # The marker prevents starts at boot, even if the rest is interrupted.
     host.disk.write(host.paths.stopped(service), replace(marker, until=until))
     if marker.until and not until:
         _cancel_return(service, host)
@@ -152,7 +143,7 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
 
 
 def start_when_due(service: str, host: Host) -> int:
-    """Start a service whose stop time is over; a timer calls this every minute."""
+    """Start a service whose stop time is over."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     if marker is None or marker.until is None:
         _cancel_return(service, host)
@@ -169,8 +160,7 @@ def _cancel_return(service: str, host: Host) -> None:
 def retire_service(service: str, host: Host) -> int:
     """Remove a service; `prune` removes its files later.
 
-    The records go first, because a good release must boot. The engine goes last: until then an
-    interrupted run is seen as unfinished.
+    Records first, because a good release must boot; the engine last, so that a run can be repeated.
     """
     host.disk.remove(host.paths.good(service))
     host.disk.remove(host.paths.stopped(service))
@@ -210,7 +200,7 @@ def note_rollback(service: str, target: str, host: Host) -> None:
 
 
 def _settle_rollback(release: Release, host: Host) -> None:
-    """Complete a rollback when the release is good; another good release cancels the rollback."""
+    """Complete a rollback if the release is good, or cancel it for another."""
     path = host.paths.rollback(release.service)
     record = host.disk.read(RollbackRecord, path)
     if record is None or record.to != release.name:

@@ -20,10 +20,7 @@ def read(release: str, host: Host) -> Proof | None:
 
 
 def write(proof: Proof, host: Host) -> None:
-    """Write a proof; a passed quick check does not replace a passed proof of the same run.
-
-    Measurements of the run's start are kept.
-    """
+    """Write a proof; a passed quick check keeps the passed proof of the same run."""
     before = read(proof.release, host)
     full = before.last_full if before else None
     if proof.ok and proof.level != "quick":
@@ -43,24 +40,21 @@ def write(proof: Proof, host: Host) -> None:
 
 
 def withdraw(release: Release, since: str, host: Host) -> None:
-    """Mark a failed candidate's proof as failed: the engine may die after the quick check."""
+    """Mark a failed candidate's proof as failed."""
     proof = read(release.name, host)
     if proof and proof.ok and proof.checked_at >= since:
         host.disk.write(host.paths.proof(release.name), replace(proof, ok=False))
 
 
 def bench_due(release: Release, proof: Proof) -> bool:
-    """Return whether the speed was not measured under the versions of the last full check."""
+    """Return whether the speed must be measured again, because versions changed."""
     if release.check.bench is None or release.check.bench.limit_s <= 0 or not proof.last_full:
         return False
     return not proof.bench or bool(changed(proof.bench["versions"], proof.last_full.versions))
 
 
 def bench_before(release: Release, host: Host) -> dict[str, Any] | None:
-    """Return the last measurement of this or a comparable release.
-
-    Comparable: a proven release of the same service, model and profile.
-    """
+    """Return the last measurement of this service with the same model and profile."""
     for name in (release.name, *boot.good(release.service, host).all):
         other = host.release(name)
         if other and (other.model, other.profile) == (release.model, release.profile):
@@ -73,9 +67,9 @@ def bench_before(release: Release, host: Host) -> dict[str, Any] | None:
 def unproven_reason(
     proof: Proof | None, digest: str, invocation_id: str | None, now: dict[str, str]
 ) -> str | None:
-    """Return why the proof does not cover the current run; ``None`` if it does.
+    """Return why the proof does not cover the current run.
 
-    A quick proof of this run suffices if a full check passed under the same versions.
+    A quick check suffices if a full check passed under the same versions.
     """
     if proof is None:
         return "never checked"

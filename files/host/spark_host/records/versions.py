@@ -22,10 +22,7 @@ _PROGRAMS = {"docker": "dockerd", "toolkit": "nvidia-ctk"}
 
 
 def read() -> dict[str, str]:
-    """Return versions; a changed version requires a new proof; "" for absent parts.
-
-    ``UNKNOWN`` for parts that did not answer: on an overloaded host that is not a change.
-    """
+    """Return versions: "" if absent, ``UNKNOWN`` without an answer, which is no change."""
     with ThreadPoolExecutor(max_workers=3) as pool:
         pending = {name: pool.submit(read_part, reader) for name, reader in _READERS.items()}
         parts = {name: future.result() for name, future in pending.items()}
@@ -33,7 +30,6 @@ def read() -> dict[str, str]:
 
 
 def read_part(reader: Callable[[], str]) -> str:
-    """Return a version, ``UNKNOWN`` if the program does not answer in time."""
     try:
         return reader()
     except (docker.DaemonSilent, ProgramSilent):
@@ -67,10 +63,7 @@ def _find_version(text: str) -> str:
 
 
 def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return ``name old -> new`` for each version that differs; versions unknown now are skipped.
-
-    A version that was unknown at the time of a proof and is known now is a change.
-    """
+    """Return ``name old -> new`` for each version that differs, unless it is unknown now."""
     return [
         f"{key} {before.get(key) or 'none'} -> {now[key] or 'none'}"
         for key in now
@@ -79,7 +72,6 @@ def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def packages() -> dict[str, str]:
-    """Return ``name=version``, as for apt, of the packages of docker and the NVIDIA toolkit."""
     installed = {}
     for part, program in _PROGRAMS.items():
         path = shutil.which(program)
@@ -92,7 +84,7 @@ def packages() -> dict[str, str]:
 
 
 def reboot_pending(root: Path = Path("/")) -> str:
-    """Return why the host needs a reboot, or ""; reads only files, so it is fast."""
+    """Return why the host needs a reboot, or ""."""
     libraries = root.glob(machine.DRIVER_LIBRARIES.lstrip("/"))
     return machine.BootSigns(
         kernel=os.uname().release,
@@ -112,7 +104,7 @@ def _text(path: Path) -> str:
 
 
 def rollback_hints(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return how a person can restore the state of an earlier measurement, part by part."""
+    """Return commands that restore the versions of a measurement."""
     old, new = before["versions"], now["versions"]
     differ = {
         part

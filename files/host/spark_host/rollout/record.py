@@ -1,4 +1,4 @@
-"""A rollout's record: requested under an id, written at every step, polled by controllers."""
+"""A rollout's record, written at every step and polled by controllers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RUNNING = ("activating", "active", "deactivating")
 
 
 class Record:
-    """Writes a rollout's record; continues the record ``left`` by a killed run."""
+    """The file that shows a rollout's progress; continues the record ``left`` by a killed run."""
 
     def __init__(self, release: Release, host: Host, left: Rollout | None = None):
         self._host = host
@@ -41,7 +41,7 @@ class Record:
         )
 
     def set(self, **values: Any) -> None:
-        """Change fields and write the file; a full disk must not stop a rollout."""
+        """Change fields; a full disk must not stop a rollout."""
         self.data = replace(self.data, **values)
         self.unwritten = None
         try:
@@ -82,7 +82,7 @@ def begin(name: str, host: Host) -> Begun:
     if _is_running(host.units.state(unit, *_UNIT_FIELDS)):
         return Begun(name, request_id(name, host), joined=True)
     request = Request(uuid.uuid4().hex, host.clock.now())
-    # The record of an earlier rollout would look like the result of this one.
+    # An earlier record would look like this rollout's result.
     host.disk.remove(host.paths.rollout(name))
     host.disk.write(host.paths.request(name), request)
     host.units.reload()
@@ -98,8 +98,7 @@ def request_id(name: str, host: Host) -> str | None:
 def poll(name: str, host: Host, request: str | None = None) -> Rollout:
     """Return the state of the last rollout to a release.
 
-    A record of another release, another request or an earlier run of the unit does not count;
-    without ``request`` any request matches.
+    Records of another release, request or run of the unit do not count.
     """
     unit = host.units.state(SWITCH.of(name), *_UNIT_FIELDS)
     running = _is_running(unit)
@@ -109,7 +108,7 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
         return replace(record, state="interrupted") if cut_off else record
     if request is None or running:
         return Rollout(name)
-    # A run that exits before it can write a record leaves the error in the journal.
+    # A run without a record leaves the error in the journal.
     run = unit.get("InvocationID")
     lines = host.units.journal(run, SWITCH.of(name), lines=20) if run else []
     errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
@@ -119,7 +118,6 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
 
 
 def running_rollout(name: str, unit: UnitState, host: Host) -> RunningRollout | None:
-    """Return the rollout that the unit runs or will run; ``None`` if the record is final."""
     if not _is_running(unit):
         return None
     record = host.disk.read(Rollout, host.paths.rollout(name))
@@ -136,7 +134,7 @@ def _is_running(unit: UnitState) -> bool:
 
 
 def _belongs_to(record: Rollout, name: str, unit: UnitState, request: str | None) -> bool:
-    """Return whether a record is of this release, request and run; unknown values match any."""
+    """Return whether a record is of this release, request and run, if known."""
     run = unit.get("InvocationID")
     return (
         record.release == name

@@ -1,8 +1,7 @@
 """Rollouts, started by systemd and recovered after a kill; and rollbacks on request.
 
-No state exists only in this process: systemd knows the running unit, and boot link and proof are
-files. So it may be killed at any point: ``recover`` or the next boot finds the old release,
-because the candidate is enabled last.
+The process may be killed at any point: all state is in systemd and files, and the candidate is
+enabled last, so ``recover`` or the next boot finds the old release.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _BEFORE_START = ("drain", "stop", "memory")
 
 
 def roll_out(name: str, host: Host) -> int:
-    """Change the service to release ``name``; return 0 only if it is proven and boots."""
+    """Change the service to a release; return 0 only if it is proven and boots."""
     release = host.disk.load(name, host.paths)
     with rollout_lock(release.service, host):
         record = Record(release, host)
@@ -53,7 +52,7 @@ def roll_out(name: str, host: Host) -> int:
                 steps.replace_running(release, old, host, record)
         except steps.FAILURES as error:
             record.set(reason=str(error), failed_phase=record.data.phase)
-            if running:  # only a failed check stops a release that runs
+            if running:  # stopped only by a failed check
                 record.end("refused", release.name)
             else:
                 roll_back(release, old, host, record)
@@ -73,7 +72,7 @@ def _previous(release: Release, host: Host) -> Release | None:
 
 
 def _refusal(release: Release, host: Host, record: Record) -> HostToolError | None:
-    """Check image, checkpoints and gateway while the old release still serves."""
+    """Check image, checkpoints and gateway while the old release serves."""
     with record.phase("prove"):
         if boot.is_stopped(release.service, host):
             return HostToolError(
@@ -93,7 +92,7 @@ def _refusal(release: Release, host: Host, record: Record) -> HostToolError | No
 
 
 def _passes_check(release: Release, host: Host, record: Record) -> bool:
-    """Check a release that runs already; ``False`` if it must be started again."""
+    """Check a running release; ``False`` if it must start again."""
     try:
         if not steps.is_proven(release, host):
             with record.phase("check"):
@@ -107,14 +106,14 @@ def _passes_check(release: Release, host: Host, record: Record) -> bool:
 def roll_back(release: Release, old: Release | None, host: Host, record: Record) -> None:
     record.report(f"failed in {record.data.failed_phase}: {record.data.reason}")
     with record.phase("rollback"):
-        # A candidate that was not started has only logs of earlier runs.
+        # A candidate that did not start has only logs of earlier runs.
         if not record.data.log_tail and record.data.failed_phase not in _BEFORE_START:
             record.set(log_tail=steps.log_tail(release, host))
         host.traffic.close(release.service, host.paths)
         steps.stop(release.serve_unit, host)
         host.units.reset(release.serve_unit)
         undo = [partial(proof.withdraw, release, record.data.started_at, host)]
-        # Only this phase writes the good record: an older record of the release stays.
+        # Only this phase writes the good record.
         if "enable" in (*record.data.times_s, record.data.failed_phase):
             undo.append(partial(boot.withdraw_good, release, host))
         for step in undo:
@@ -126,7 +125,7 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
         if old is not None:
             failure = _restore(old, host, record)
         elif boot.good(release.service, host).release != release.name:
-            # A release that was good before may pass again, so it stays enabled.
+            # It was good before and may pass again.
             try:
                 host.units.disable(release.serve_unit)
             except HostToolError as error:
@@ -154,7 +153,7 @@ def _restore(old: Release, host: Host, record: Record) -> str | None:
 
 
 def recover(name: str, host: Host) -> int:
-    """Finish or roll back a killed rollout; systemd calls this at the end of each run."""
+    """Finish or roll back a killed rollout; called at the end of each run."""
     release = host.disk.load(name, host.paths)
     left = host.disk.read(Rollout, host.paths.rollout(name))
     if host.exit_status == "0":  # even if a full disk prevented the final record
@@ -170,7 +169,7 @@ def recover(name: str, host: Host) -> int:
         reason = f"the rollout was killed in phase {left.phase}"
         log(reason)
         record.set(reason=reason, failed_phase=str(left.phase))
-        # A release that already ran and was only checked again keeps serving.
+        # It was only checked again.
         untouched = left.serving == name and left.phase == "check" and "drain" not in left.times_s
         if left.phase in (None, "prove") or untouched:
             record.end("refused", boot.active(release.service, host))
@@ -182,7 +181,7 @@ def recover(name: str, host: Host) -> int:
 
 
 def _finish(release: Release, old: Release | None, host: Host, record: Record) -> None:
-    """Take the last steps after a kill, because the candidate is proven."""
+    """Take the last steps of a killed rollout whose candidate is proven."""
     try:
         steps.activate(release, host, record)
     except steps.FAILURES as error:
@@ -235,7 +234,7 @@ def rollback(words: list[str], host: Host) -> int:
 
 
 def plan_rollback(service: str, name: str | None, host: Host) -> Rollback:
-    """Return the target of a rollback: release ``name``, or the previous good release."""
+    """Return the rollback to ``name``, by default the previous good release."""
     current = boot.good(service, host).release
     from_release, to = _describe(current, host), None
     try:

@@ -80,7 +80,7 @@ class TrialError(Exception):
     """The candidate failed to start, or failed the check."""
 
 
-# Any step may raise these: a disk can be full and a program can hang at any time.
+# Any step may raise these.
 FAILURES = (TrialError, HostToolError, OSError, subprocess.SubprocessError)
 
 
@@ -117,7 +117,7 @@ def replace_running(release: Release, old: Release | None, host: Host, record: R
 
 
 def activate(release: Release, host: Host, record: Record) -> None:
-    """Open the gateway to a proven release and make it boot; then measure the speed."""
+    """Open the gateway, make the release boot, then measure the speed."""
     worker = cluster.is_worker(release, host.paths)
     with record.phase("open"):
         open_traffic(release, host)
@@ -134,11 +134,7 @@ def activate(release: Release, host: Host, record: Record) -> None:
 
 
 def measure_speed(release: Release, host: Host, record: Record) -> None:
-    """Measure a proven release, unless this was done under the same versions.
-
-    This happens after the gateway opened, so it causes no downtime. A slow but correct release is
-    not rolled back; that is the owner's decision.
-    """
+    """Measure a release once per versions, without downtime; slowness causes no rollback."""
     last = proof.read(release.name, host)
     if last is None or last.last_full is None or not proof.bench_due(release, last):
         return
@@ -159,17 +155,15 @@ def measure_speed(release: Release, host: Host, record: Record) -> None:
 
 
 def open_traffic(release: Release, host: Host) -> None:
-    """Run the gateway and open it to a release; in a cluster only the head has a gateway."""
     if not cluster.is_worker(release, host.paths):
         host.gateway.bring_up(release, host.paths)
         host.traffic.open_for(release, host.paths)
 
 
 def drain(old: Release, host: Host, record: Record) -> None:
-    """Wait until the engine has answered all requests, or the time limit is over."""
     deadline = host.clock.monotonic() + old.timeouts.drain_s
     if cluster.is_worker(old, host.paths):
-        # Answers are computed here, too, so continue until the head has stopped.
+        # A worker computes answers until the head has stopped.
         deadline += old.timeouts.stop_s
         while not cluster.missing_members(old, host.paths) and host.clock.monotonic() < deadline:
             host.clock.sleep(0.2)
@@ -203,7 +197,7 @@ def stop(unit: str, host: Host) -> HostToolError | None:
 
 
 def start(release: Release, host: Host, record: Record) -> None:
-    """Start a release's unit and wait until it is active, which includes the quick check."""
+    """Start a unit and wait until it is active, which includes the quick check."""
     unit, last = release.serve_unit, ""
     host.units.begin(unit)
     began = reported = host.clock.monotonic()
@@ -221,7 +215,6 @@ def start(release: Release, host: Host, record: Record) -> None:
             reported = host.clock.monotonic()
             run = state.get("InvocationID", "")
             lines = host.units.journal(run, unit, lines=20)
-            # Not the progress of the check at the start: the engine's own lines are more useful.
             engine_lines = [line.strip() for line in lines if WAITED not in line]
             last = engine_lines[-1][:160] if engine_lines else last
             note = compile_cache.compiling(release, run, host)

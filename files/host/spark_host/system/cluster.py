@@ -1,7 +1,6 @@
 """The members of a cluster: rank, joined members, and the firewall of the ports.
 
-The engine's ranks keep connections to the port of the head, and the kernel closes them when a
-process exits, so the kernel's tables show joined and missing members.
+Ranks keep connections to the head's port, so the kernel's tables show which members joined.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _WAIT = ("-w", "5")  # for other programs that change rules
 
 
 def rank(release: Release, paths: Paths) -> int:
-    """Return this host's rank; 0 without a cluster; ``HostToolError`` unless it is one member."""
+    """Return this host's rank, 0 without a cluster; ``HostToolError`` if it is no member."""
     if release.cluster is None:
         return 0
     addresses = set(_LOCAL.findall(paths.below("/proc/net/fib_trie").read_text()))
@@ -45,12 +44,11 @@ def own_member(release: Release, paths: Paths) -> Member | None:
 
 
 def is_worker(release: Release, paths: Paths) -> bool:
-    """Return whether another host is the head, which answers requests."""
     return rank(release, paths) > 0
 
 
 def missing_members(release: Release, paths: Paths) -> list[Member]:
-    """Return members that have not joined: the head sees all workers, a worker only the head."""
+    """Return members that have not joined; a worker sees only the head."""
     cluster = release.cluster
     if cluster is None:
         return []
@@ -78,7 +76,6 @@ def _connected_addresses(port: int, paths: Paths) -> set[str]:
 
 
 def can_connect(member: Member, cluster: Cluster, *, if_refused: bool) -> bool:
-    """Return whether the watchdog of a proven member accepts a connection."""
     try:
         socket.create_connection((member.address, cluster.proven_port), _CONNECT_S).close()
     except ConnectionRefusedError:
@@ -91,8 +88,7 @@ def can_connect(member: Member, cluster: Cluster, *, if_refused: bool) -> bool:
 def fence(words: Sequence[str], paths: Paths) -> int:
     """Open (``up RELEASE``) or remove (``down RELEASE``) the firewall of a cluster's ports.
 
-    Only members may connect, because the engine's store listens on all addresses. The unit ignores
-    a failure: then the host serves and the journal shows that the ports are open.
+    The engine's store listens on all addresses. The unit ignores a failure; the journal has it.
     """
     if len(words) != 2 or words[0] not in ("up", "down"):
         fix = "use up or down, and a release"
@@ -112,7 +108,7 @@ def fence(words: Sequence[str], paths: Paths) -> int:
         members = cluster.members if program == "iptables" else ()
         sources = [("-i", "lo"), *(("-s", member.address) for member in members)]
         rules = [("-A", chain, *source, "-j", "RETURN") for source in sources]
-        # The jump is last, so that the chain is complete from the first packet.
+        # The jump is last: packets meet only the complete chain.
         for rule in (("-N", chain), *rules, ("-A", chain, "-j", "DROP"), ("-I", *jump)):
             done = run_program([program, *_WAIT, *rule], _IPTABLES_S)
             if done.returncode != 0:

@@ -23,7 +23,7 @@ PATIENT_S = 60.0  # the second try, for busy hosts
 
 
 class DaemonSilent(HostToolError):  # noqa: N818 - named after the event
-    """The daemon accepted a query but did not answer in time, so the answer is unknown."""
+    """The daemon did not answer in time, so the answer is unknown."""
 
 
 class _SocketConnection(HTTPConnection):
@@ -66,7 +66,7 @@ def _get(path: str, timeout_s: float) -> Any:
 
 
 def gpu_arguments(paths: Paths) -> tuple[str, ...]:
-    """Return the proven docker arguments for the GPU; ``HostToolError`` if none were proven."""
+    """Return the proven docker arguments for the GPU, or raise ``HostToolError``."""
     absent = "no container was proven to see the GPU"
     return files.load(GpuProof, paths.gpu_receipt, absent).docker_arguments
 
@@ -79,7 +79,6 @@ def is_up() -> bool:
 
 
 def image(reference: str) -> dict[str, Any] | None:
-    """Return an image (by tag, or name@digest) as the daemon describes it."""
     result = query(f"/images/{quote(reference, safe='/:@')}/json")
     return result if isinstance(result, dict) else None
 
@@ -91,7 +90,6 @@ def image_label(reference: str) -> str | None:
 
 
 def engine_containers(service: str | None = None) -> list[str]:
-    """Return the names of engine containers, running or not, of a service or of all."""
     label = RELEASE_LABEL if service is None else f"{SERVICE_LABEL}={service}"
     filters = quote(json.dumps({"label": [label]}))
     result = query(f"/containers/json?all=1&filters={filters}")
@@ -101,7 +99,6 @@ def engine_containers(service: str | None = None) -> list[str]:
 
 
 def container(name: str, limit_s: float) -> dict[str, Any] | None:
-    """Return a container as the daemon describes it; ``None`` if absent or not in time."""
     try:
         result = _get(f"/containers/{quote(name, safe='')}/json", limit_s)
     except DaemonSilent:
@@ -110,12 +107,11 @@ def container(name: str, limit_s: float) -> dict[str, Any] | None:
 
 
 def client_environment() -> dict[str, str]:
-    """Return the client's whole environment: no other daemon, no other configuration."""
+    """Return the whole environment: no other daemon or configuration."""
     return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/root", "LC_ALL": "C.UTF-8"}
 
 
 def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run the docker client; the caller checks the exit code."""
     return run_program(["docker", *words], timeout_s, client_environment())
 
 
@@ -124,7 +120,6 @@ def remove_container(name: str) -> None:
 
 
 def remove_image(reference: str) -> str:
-    """Remove an image and return the failure; an absent image is fine."""
     done = client("rmi", reference, timeout_s=600)
     if done.returncode == 0 or "No such image" in done.stderr:
         return ""

@@ -1,7 +1,6 @@
 """Sets the addresses of the ports between hosts: temporary first, permanent after confirmation.
 
-The trial file is in netplan's folder below /run. A timer or a power cut removes it, so no host
-keeps a network that cannot be reached.
+A timer or a power cut removes the trial file, so that no host stays unreachable.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from spark_host.system.programs import error_line, run_program
 _APPLY_S = 30.0  # less than the controller's time limit for a command
 _PAUSE_S = 0.5
 _STILL_S = 2.0  # without changes, the network manager has finished
-# netplan stops NetworkManager to apply a change, which removes the addresses of all interfaces;
-# a lease returns a few seconds later.
+# netplan stops NetworkManager, which removes all addresses; leases return within seconds.
 _REGAIN_S = 10.0
 _TRIED = f"{RUN_DIR}/fabric.json"
 _KEPT = f"{STATE_DIR}/fabric/record.json"
@@ -58,7 +56,7 @@ def _try(plan: fabric.FabricPlan, paths: Paths) -> None:
         raise HostToolError(fabric.NETPLAN_FILE, "another managed network is in use", fix)
     if trial.exists():  # replacing it would leave addresses behind
         raise HostToolError(fabric.NETPLAN_TRIAL, "another trial is running", fabric.TRY_AGAIN)
-    # systemd may still have the timer of a trial that has just ended.
+    # of a trial that has just ended
     _stop_timer("service")
     managed = {port.interface for port in plan.ports}
     record = fabric.FabricRecord(
@@ -79,13 +77,12 @@ def _try(plan: fabric.FabricPlan, paths: Paths) -> None:
     except HostToolError:
         files.remove(trial)
         raise
-    # In another process, because the caller may lose the connection.
+    # The caller may lose the connection.
     apply = [*_TRANSIENT, "--no-block", f"--unit={fabric.APPLY_UNIT}", "netplan", "apply"]
     _must(apply, "systemd rejects the change")
 
 
 def _confirm(paths: Paths) -> None:
-    """Make the trial permanent once it has settled; the second call has no effect."""
     trial, kept = paths.below(fabric.NETPLAN_TRIAL), paths.below(fabric.NETPLAN_FILE)
     if not trial.exists() and kept.exists():
         return
@@ -120,7 +117,7 @@ def _restore(paths: Paths, *, unconfirmed: bool) -> None:
 
 
 def _reset_ports(record: fabric.FabricRecord) -> None:
-    """Remove addresses that networkd leaves on interfaces that netplan no longer names."""
+    """Remove addresses that networkd leaves behind."""
     for port in record.ports:
         _ip("address", "delete", port.address, "dev", port.interface)
         mtu = record.mtu_before.get(port.interface, 1500)
@@ -128,11 +125,7 @@ def _reset_ports(record: fabric.FabricRecord) -> None:
 
 
 def _restore_others(record: fabric.FabricRecord) -> None:
-    """Restore addresses and routes of other interfaces if the trial removed them.
-
-    Seen with networkd 252: it gave the address of a port to another interface, which lost the old
-    address, and crashed.
-    """
+    """Restore addresses and routes of other interfaces (networkd 252 replaced one, and crashed)."""
     until = time.monotonic() + _REGAIN_S
     time.sleep(_PAUSE_S)  # the network manager continues after `netplan apply`
     while _lost(record, now := _addresses()) and time.monotonic() < until:
@@ -162,15 +155,13 @@ def _lost(record: fabric.FabricRecord, now: Mapping[str, Sequence[str]]) -> list
 
 
 def _version(text: str) -> str:
-    """Return the option of ``ip`` for the version of an address or a route."""
     return "-6" if ":" in text else "-4"
 
 
 def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
     """Wait until netplan has finished and all ports have address and MTU; return the record.
 
-    Only then does a login prove anything. The network manager may change other interfaces for a
-    moment; an address that such an interface does not regain is left to the login that follows.
+    Other interfaces may lose addresses for a moment; the login that follows judges the rest.
 
     Raises:
         HostToolError: The trial is over, or a port is not configured in time.

@@ -86,7 +86,6 @@ def _has_token(stream: socket.socket, token: str) -> bool:
 
 
 def _discard(stream: socket.socket, max_bytes: int, until: float) -> None:
-    """Let the kernel drop incoming data until the end of the stream or a limit."""
     buffer, left = bytearray(_CHUNK_BYTES), max_bytes
     with contextlib.suppress(OSError):
         while left > 0 and (left_s := until - time.monotonic()) > 0:
@@ -146,7 +145,6 @@ def _unreachable(order: SpeedOrder, reason: str) -> HostToolError:
 
 
 def _send_zeros(stream: socket.socket, max_bytes: int, until: float) -> int:
-    """Return how many bytes the receiver acknowledged in time."""
     chunk, handed = memoryview(bytes(_CHUNK_BYTES)), 0
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER)
     with stream, contextlib.suppress(OSError):

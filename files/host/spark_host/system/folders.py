@@ -1,7 +1,6 @@
 """Folders of other accounts: root follows no link in them.
 
-Entries in such a folder may be replaced at any time, so they are opened without following links and
-then changed through the descriptor.
+Entries may be replaced at any time, so they are opened first and changed by descriptor.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _LIMIT_S = 600.0
 
 
 def give(path: Path, owner: int, group: int, mode: int) -> None:
-    """Create a folder if missing and set owner, group and mode; root must own the parent."""
+    """Create a folder with owner, group and mode; root must own the parent."""
     path.mkdir(mode=0o700, exist_ok=True)
     try:
         with _opened(path) as descriptor:
@@ -45,12 +44,11 @@ def empty(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> bool:
-    """Remove a folder of any depth, following no link; return whether it is gone."""
+    """Remove a folder of any depth; return whether it is gone."""
     return _run("rm", "-rf", "--one-file-system", "--", str(path))
 
 
 def copy_tree(source: Path, target: Path) -> bool:
-    """Copy a folder, links as links; return whether the copy is complete."""
     options = ("-a", "--reflink=auto", "--one-file-system", "--")
     return _run("cp", *options, str(source), str(target))
 
@@ -67,7 +65,7 @@ def _run(*argv: str) -> bool:
 
 
 def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
-    """Return the bytes and files of a folder; stop counting above either limit."""
+    """Return bytes and files of a folder; stop counting above either limit."""
     size = count = 0
     todo = [os.fspath(folder)]
     while todo and size <= max_bytes and count <= max_files:
@@ -84,7 +82,7 @@ def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
 
 @contextmanager
 def opened_socket(path: Path) -> Iterator[str]:
-    """Open a socket; yield a name that stays bound to it; ``HostToolError`` if it is no socket."""
+    """Yield a name that stays bound to a socket; ``HostToolError`` if it is none."""
     with _opened(path.parent) as folder:
         descriptor = os.open(path.name, os.O_PATH | os.O_NOFOLLOW, dir_fd=folder)
     try:

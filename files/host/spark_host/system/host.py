@@ -1,4 +1,4 @@
-"""The host: documents, releases, systemd and time; rollout tests replace these by simulations."""
+"""The host: documents, releases, systemd and time; tests simulate them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ _T = TypeVar("_T")
 
 
 def default_paths() -> Paths:
-    """Return the paths below ``SPARK_ROOT`` (set by tests), by default ``/``."""
     return Paths(Path(os.environ.get("SPARK_ROOT", "/")))
 
 
 def read_document(kind: type[_T], path: Path) -> _T | None:
-    """Return a document, or ``None`` if it is absent, malformed or cut short by a power loss."""
+    """Return a document, or ``None`` if it is absent or malformed."""
     try:
         return documents.parse(kind, path.read_text())
     except (FileNotFoundError, NotADirectoryError, DocumentError, UnicodeDecodeError):
@@ -43,7 +42,6 @@ def write_document(path: Path, document: Any) -> None:
 
 
 def load_gateway(service: str, paths: Paths) -> Gateway:
-    """Return the settings of a service's gateway; ``HostToolError`` if absent or malformed."""
     return files.load(Gateway, paths.gateway_settings(service), "no settings of the gateway")
 
 
@@ -73,8 +71,7 @@ def list_folder(path: Path) -> list[str]:
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Take the lock at ``path``; ``BlockingIOError`` if it is taken, unless ``wait``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not inheritable: a child must not keep the lock of a killed process. Only for root: a user
-    # who can read the file could take the lock.
+    # Not inheritable: a child must not keep the lock. A user who can read the file could take it.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -133,7 +130,6 @@ class Host:
     exit_status: str | None = None  # of that unit's main process, if it has exited
 
     def release(self, name: str | None) -> Release | None:
-        """Return a release; ``None`` if it cannot be read."""
         try:
             return self.disk.load(name, self.paths) if name else None
         except HostToolError:

@@ -24,10 +24,7 @@ class ProgramSilent(Exception):  # noqa: N818 - named after the event
 def run_program(
     argv: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program; the caller checks the exit code.
-
-    The code is 127 if the program is not installed and 124 after the time limit.
-    """
+    """Run a program; its code is 127 if not installed, 124 after the time limit."""
     try:
         return subprocess.run(
             argv, capture_output=True, text=True, errors="replace", timeout=limit_s,
@@ -65,13 +62,13 @@ def read_output_start(argv: Sequence[str], limit_s: float, max_bytes: int) -> st
 
 
 def _environment() -> dict[str, str]:
-    # Without our PYTHON* variables, which would break netplan and ufw.
+    # Our PYTHON* variables would break netplan and ufw.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     return {**inherited, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
 
 
 def output_of(*argv: str) -> str | None:
-    """Return a program's trimmed output; ``None`` if it is absent, failed or timed out."""
+    """Return trimmed output; ``None`` if the program is absent, failed or timed out."""
     try:
         return _output(argv, _LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -88,7 +85,7 @@ def patient_output_of(*argv: str) -> str | None:
     raise ProgramSilent(f"{argv[0]} did not exit within {_PATIENT_S:.0f} s")
 
 
-# Killed programs that did not exit because they are stuck in a driver, by name.
+# Killed programs that are stuck in a driver, by name.
 _stuck: dict[str, subprocess.Popen[str]] = {}
 
 
@@ -121,5 +118,4 @@ def print_json(document: object) -> None:
 
 
 def log(text: str) -> None:
-    """Print a line and flush, so that the journal gets it at once."""
     print(text, flush=True)

@@ -18,7 +18,6 @@ _LINK_S = 120.0  # enable and disable reload all units
 
 
 def systemctl(*words: str, timeout_s: float = _LIMIT_S) -> subprocess.CompletedProcess[str]:
-    """Run ``systemctl``; the caller checks the exit code."""
     return run_program(["systemctl", "--no-pager", *words], timeout_s)
 
 
@@ -31,7 +30,7 @@ def _query(*words: str) -> str:
 
 
 def show(units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
-    """Return properties by unit, from a single call; unknown units are inactive."""
+    """Return properties by unit; unknown units are inactive."""
     names = list(dict.fromkeys(units))
     if not names:
         return {}
@@ -39,10 +38,7 @@ def show(units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState
 
 
 def loaded(patterns: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
-    """Return properties of the units that systemd has loaded; all other units are inactive.
-
-    Much faster than naming units, because systemd reads the files of each named unit.
-    """
+    """Return properties of loaded units; faster than :func:`show`, which reads unit files."""
     words = ("show", "--all", "-p", ",".join(["Id", *properties]), "--", *patterns)
     return _parse_states(_query(*words))
 
@@ -67,12 +63,11 @@ def is_active(unit: str) -> bool:
 
 
 def is_queued(unit: UnitState) -> bool:
-    """Return whether a job of systemd waits for the unit; needs the property ``Job``."""
+    """Return whether systemd has queued the unit; needs the property ``Job``."""
     return unit.get("Job", "0") not in ("", "0")
 
 
 def invocation(unit: str) -> str | None:
-    """Return the id of the unit's current run, to which proofs are bound."""
     return state(unit, "InvocationID").get("InvocationID") or None
 
 
@@ -93,13 +88,13 @@ def reset(unit: str, limit_s: float = _LIMIT_S) -> None:
 
 
 def begin(unit: str) -> None:
-    """Start a unit without waiting; earlier failures do not count."""
+    """Start a unit without waiting; reset earlier failures."""
     reset(unit)
     _change("start", "--no-block", unit)
 
 
 def start(unit: str, limit_s: float) -> None:
-    """Start a unit and wait until it is active; earlier failures do not count."""
+    """Start a unit and wait until it is active; reset earlier failures."""
     reset(unit)
     _change("start", unit, limit_s=limit_s)
 
@@ -126,7 +121,7 @@ def is_stopping() -> bool:
 
 
 def journal(invocation_id: str, unit: str, lines: int | None = None) -> list[str]:
-    """Return the log of a unit's run, oldest line first; of all runs without an id."""
+    """Return the log of a run, or of all runs; oldest line first."""
     words = ["journalctl", "--no-pager", "-q", "-o", "cat", "-u", unit]
     if invocation_id:
         words.append(f"_SYSTEMD_INVOCATION_ID={invocation_id}")

@@ -1,7 +1,6 @@
 """Temperature, clock, power and load of the GPU, and the events they cause.
 
-On a GB10 the power limit, memory figures and fans are ``[N/A]``; any field may be, on any driver.
-Field names: ``nvidia-smi --help-query-gpu`` of driver 580.
+Any field may be ``[N/A]``. Field names: ``nvidia-smi --help-query-gpu`` of driver 580.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from spark_contract.release import Watch
 from spark_host.system.programs import output_of
 
 _FIELDS = ("temperature.gpu", "clocks.current.sm", "power.draw", "utilization.gpu")
-# This board's power-delivery fault: full load at a low clock and little power (healthy: 2.0 to
-# 2.4 GHz at 45 to 90 W). Only unplugging helps, so the engine is not restarted.
+# The board's power fault: full load at a low clock and little power (healthy: 2.0 to 2.4 GHz at 45
+# to 90 W). Only unplugging helps.
 _BUSY_PERCENT = 90.0
 _SLOW_MHZ = 1400.0
 _WEAK_W = 40.0
@@ -25,8 +24,6 @@ _COOLED_C = 5.0  # below the limit, so that values around the limit make a singl
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A sample of the GPU; ``None`` for values that the host does not report."""
-
     celsius: float | None
     clock_mhz: float | None
     power_w: float | None

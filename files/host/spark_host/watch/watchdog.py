@@ -1,7 +1,6 @@
 """The watchdog: stops a stalled engine, or any engine on a host that runs out of memory.
 
-It only kills the engine's container. systemd restarts the unit after ``RestartSec``, counts the
-start and gives up at the start limit, so the host stays reachable.
+It kills the container; systemd restarts the unit, up to the start limit.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _UNFRAGMENTED_S = 600.0  # without fragmentation, before it is reported again
 _SENSORS_EVERY_S = 20.0
 _ANSWER_S = 5.0
 _WORKER_S = 0.5
-# Failed attempts in a row, because a delayed watchdog or a busy host may miss a single attempt.
+# In a row: a busy host may miss a single attempt.
 _SILENT_SAMPLES = 3
 _SILENT_S = 10.0  # of a member on the fabric
 _BACKLOG = 64
@@ -55,9 +54,7 @@ class StallDetector:
     def silent(self, now_s: float) -> str | None:
         """Record that the engine did not answer in time; return the reason for a stall.
 
-        The metrics come from the process that sends every token, so no client is served meanwhile.
-        A busy host answers earlier than ``stall_s``. systemd starts the watchdog after the unit's
-        check, so no starting engine is watched.
+        The process that sends tokens also sends the metrics, so no client is served meanwhile.
         """
         if self.silent_since_s is None:
             self.silent_since_s = now_s
@@ -68,14 +65,11 @@ class StallDetector:
         return f"the engine listens, but gave no answer for {silent_s:.0f} s"
 
     def answered(self) -> None:
-        """Reset the silence: the engine answered, or no engine listens."""
+        """Record that the engine answered, or that no engine listens."""
         self.silent_since_s, self.silent_samples = None, 0
 
     def stalled(self, metrics: Metrics | None, now_s: float) -> str | None:
-        """Return the reason for a stall, or ``None``.
-
-        Without metrics no engine listens, or it returned an error: systemd handles dead engines.
-        """
+        """Return the reason for a stall; systemd handles engines without metrics."""
         if metrics is None:
             return None
         progress = metrics.progress
@@ -92,16 +86,15 @@ class StallDetector:
 
 
 class ClusterWatch:
-    """Watches the other members of a cluster in a thread, because connecting may hang.
+    """Watches the other members of a cluster.
 
-    The kernel reports at once when a rank exits. A host without power or cable cannot report,
-    so each watchdog also connects to the other members.
+    The kernel reports a rank that exits, but not a host without power or cable, so a thread also
+    connects to the others.
     """
 
     def __init__(self, release: Release, paths: Paths):
         self._release, self._paths = release, paths
-        # All had joined when the unit passed its check, before systemd started the watchdog. So a
-        # member that is missing at the first sample has left.
+        # systemd starts the watchdog after all joined.
         self._complete = True
         self._silent: dict[str, list[float]] = {}
         self._reached: set[str] = set()
@@ -151,7 +144,7 @@ class ClusterWatch:
         return None
 
     def _show_proven(self) -> None:
-        """Accept connections while this release boots here, which means that it is proven."""
+        """Accept connections while this release is proven here."""
         proven = boot.opens_at_start(self._release, Host(self._paths))
         own, config = cluster.own_member(self._release, self._paths), self._release.cluster
         if proven and own and config and self._listener is None:
@@ -170,7 +163,6 @@ class ClusterWatch:
 
 
 def run(name: str, paths: Paths) -> int:
-    """Watch a release until the unit stops; systemd then stops the watchdog."""
     release = load_release(name, paths)
     engine = Engine.of(release, paths)
     detector, floor = StallDetector(release.watch), Floor(release.memory.floor_bytes)
@@ -188,7 +180,7 @@ def run(name: str, paths: Paths) -> int:
                 kill_engine(release, STARVING, reason, pidfd, paths)
                 floor.low_samples = 0
             if members.lost is not None:
-                # These starts did not fail, so they must not use up the start limit.
+                # must not use up the start limit
                 systemd.reset(release.serve_unit, _ANSWER_S)
                 kill_engine(release, "member", members.lost, pidfd, paths)
                 members.reset()
@@ -197,7 +189,7 @@ def run(name: str, paths: Paths) -> int:
                 kill_engine(release, STALLED, reason, pidfd, paths)
                 detector.moved_at_s = None
                 detector.answered()
-            # Workers are sampled faster: their weights load after they joined.
+            # The weights of workers load after they joined.
             time.sleep(_WORKER_S if worker else release.watch.interval_s)
     finally:
         stop.set()
@@ -230,7 +222,7 @@ class Fragmentation:
 
 
 def _watch_sensors(release: Release, paths: Paths, stop: threading.Event) -> None:
-    """Report sensors and follow addresses in a thread: these programs hang on a host in trouble."""
+    """Report sensors and follow addresses in a thread: these programs may hang."""
     alarms, sampled_s, last = sensors.GpuAlarms(release.watch), float("-inf"), None
     fragmentation = Fragmentation()
     while not stop.is_set():
@@ -249,14 +241,11 @@ def _watch_sensors(release: Release, paths: Paths, stop: threading.Event) -> Non
 
 
 def _follow_addresses(release: Release, paths: Paths, last: str | None) -> str | None:
-    """Reload the gateway after an address of a bridge or tunnel changed.
-
-    Returns the message, so that a persistent failure makes a single event.
-    """
+    """Reload the gateway after an address changed; return the message of the event."""
     try:
         message = gateway.follow(release.service, paths)
     except (HostToolError, OSError, subprocess.SubprocessError) as error:
-        # The latter two: a gateway that exits meanwhile, or hangs.
+        # a gateway that exits meanwhile, or hangs
         message = str(error)
     if message is not None and message != last:
         event(release, "gateway", message, paths)
@@ -264,12 +253,9 @@ def _follow_addresses(release: Release, paths: Paths, last: str | None) -> str |
 
 
 def kill_engine(release: Release, kind: str, reason: str, pidfd: int | None, paths: Paths) -> None:
-    """Write an event and kill the engine, by the first process or through docker.
-
-    systemd decides about another start.
-    """
+    """Write an event and kill the engine, by the first process or through docker."""
     text = f"{reason}; the engine is stopped"
-    # First, because systemd stops this watchdog with the unit; but a slow disk must not delay it.
+    # In a thread: a slow disk must not delay the kill.
     note = threading.Thread(target=event, args=(release, kind, text, paths), daemon=True)
     note.start()
     note.join(_NOTE_S)
@@ -300,7 +286,6 @@ def event(release: Release, kind: str, text: str, paths: Paths) -> None:
 
 
 def events(service: str, paths: Paths) -> tuple[Event, ...]:
-    """Return the last ten events of a service, oldest first."""
     path = paths.events(service)
     lines = path.read_text().splitlines()[-10:] if path.exists() else ()
     return tuple(documents.parse(Event, line) for line in lines)
