@@ -195,4 +195,4 @@ def plain_directory(where: str, value: str) -> None:
 
 def in_range(where: str, value: float, least: float, most: float = float("inf")) -> None:
     if not least <= value <= most:
-        raise DocumentError(f"{where}: {value} is not from {least} to {most}")
+        raise DocumentError(f"{where}: {value} must be from {least} to {most}")

@@ -29,7 +29,7 @@ def problem_in(line: str) -> Problem | None:
         return None
     text, _, fix = line.removeprefix(ERROR).partition(_FIX)
     where, _, what = text.partition(": ")
-    return Problem(where, what, fix or "see above, then run again")
+    return Problem(where, what, fix or "see the messages above, then run it again")
 
 
 class HostToolError(Exception):

@@ -108,9 +108,9 @@ class FetchFile:
         if not is_inside(self.path):
             raise DocumentError(f"files: path {self.path!r} leaves the tree")
         if self.path == RECEIPT_NAME or self.path.endswith(".part"):
-            raise DocumentError(f"files: path {self.path!r} is taken")
+            raise DocumentError(f"files: path {self.path!r} is reserved")
         if self.sha256 is None and self.git_sha1 is None:
-            raise DocumentError(f"files: {self.path}: sha256 is missing, git_sha1 too")
+            raise DocumentError(f"files: {self.path}: sha256 and git_sha1 are missing")
         of_form(f"files: {self.path}: sha256", self.sha256, SHA256)
         of_form(f"files: {self.path}: git_sha1", self.git_sha1, COMMIT)
         in_range(f"files: {self.path}: size_bytes", self.size_bytes, 0)
@@ -146,7 +146,7 @@ class FetchPlan(Wire):
         paths = [file.path for file in self.files]
         twice = next((path for path in paths if paths.count(path) > 1), None)
         if twice is not None:
-            raise DocumentError(f"files: path {twice!r} is taken")
+            raise DocumentError(f"files: path {twice!r} occurs twice")
         if not paths or not (self.urls or self.look_in):
             raise DocumentError("urls: empty" if paths else "files: empty")
 

@@ -53,7 +53,7 @@ def expand_all(patterns: Iterable[str]) -> set[str]:
     for pattern in patterns:
         for name in expand(pattern):
             if name in names:
-                raise PatternError(pattern, f"gives {name!r} a second time")
+                raise PatternError(pattern, f"repeats the name {name!r}")
             names.add(name)
     return names
 
@@ -175,7 +175,9 @@ class BuildPlan:
             raise DocumentError(f"shared_experts: {self.shared_experts}, but no donor")
         # An overlay drops plain names and needs the plugin.
         if self.shared_experts in ("fp8-base", "int8-g128") and self.layout == "overlay":
-            raise DocumentError(f"layout: overlay does not support {self.shared_experts}, set full")
+            raise DocumentError(
+                f"layout: overlay does not support {self.shared_experts}; set layout: full"
+            )
         if any(pattern.endswith(".weight") for pattern in self.swap):
             raise DocumentError("swap: names tensors, not modules without .weight")
 

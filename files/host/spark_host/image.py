@@ -180,7 +180,7 @@ class Layers:
             idle_s = now - self._progress_at
             if not self._is_downloading():
                 minutes = f"{_UNPACK_LIMIT_S / 60:.0f} minutes"
-                message = f"docker has all bytes, but made no progress for {minutes}"
+                message = f"docker downloaded all layers, but made no progress for {minutes}"
                 return message if idle_s > max(_UNPACK_LIMIT_S, self._stall_s) else None
             if idle_s <= self._stall_s:
                 return None

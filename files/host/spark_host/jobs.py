@@ -214,7 +214,7 @@ def poll(digests: list[str], paths: Paths) -> list[JobState]:
             after = [states[other] for other in load(digest12, paths).after if other in states]
             failed = next((other for other in after if other.state == "failed"), None)
             if failed:
-                result = f"needs the failed job {failed.digest[:12]}"
+                result = f"requires job {failed.digest[:12]}, which failed"
                 states[digest12] = replace(
                     states[digest12], state="failed", result=result, exit_code=None
                 )
@@ -265,7 +265,7 @@ def _judge(
     if active in ("activating", "active", "reloading", "deactivating"):
         return "running", ""
     if systemd.is_queued(unit):
-        return "waiting", "waits for the jobs before it"
+        return "waiting", "waiting for the jobs that it requires"
     if is_done(job, paths):
         return "done", "success"
     if active == "failed":

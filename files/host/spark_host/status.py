@@ -142,7 +142,7 @@ def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
     start = time.monotonic()
     if cluster.is_worker(release, paths):
         missing = cluster.missing_names(release, paths)
-        detail = f"{missing} has not joined" if missing else "joined the head, which answers"
+        detail = f"{missing} has not joined" if missing else "joined; the head answers requests"
         return Live(not missing, release.name, 0.0, detail)
     probe = Probe(release, Engine.of(release, paths), list, until_s=start + timeout_s)
     try:

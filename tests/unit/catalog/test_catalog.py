@@ -173,7 +173,7 @@ def test_refuses_donor_without_shapes(tensors: dict[str, Any]) -> None:
 
 def test_refuses_inconsistent_shapes(tensors: dict[str, Any]) -> None:
     twice = {**tensors, "donor_shapes": tensors["donor_shapes"] * 2}
-    assert "a second time" in tensor_problems(twice)
+    assert "repeats the name" in tensor_problems(twice)
     tensors["donor_shapes"][0]["scale"] = [24, 8]
     assert "a weight of [1024, 3072] has scales [8, 24]" in tensor_problems(tensors)
     tensors["donor_shapes"][0]["modules"] = "a{b"

@@ -85,8 +85,8 @@ def test_verifies_files_by_git_hash(order, source, tmp_path):
 BAD_ORDERS = {
     "a path outside": (["files", 0, "path"], "../x", "leaves the tree"),
     "an absolute path": (["files", 0, "path"], "/etc/passwd", "leaves the tree"),
-    "the receipt's name": (["files", 0, "path"], "receipt.json", "is taken"),
-    "a repeated file": (["files", 0, "path"], LARGE, "is taken"),
+    "the receipt's name": (["files", 0, "path"], "receipt.json", "is reserved"),
+    "a repeated file": (["files", 0, "path"], LARGE, "occurs twice"),
     "no hash": (["files", 0, "sha256"], None, "sha256 is missing"),
     "a short commit": (["commit"], "abc", "commit: 'abc' is not of the form"),
     "an unknown key": (["speed"], 1, "speed: unknown"),

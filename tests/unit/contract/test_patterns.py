@@ -80,7 +80,7 @@ def test_refuses_malformed_pattern(pattern):
 
 
 def test_refuses_patterns_with_a_common_name():
-    with pytest.raises(PatternError, match="a second time"):
+    with pytest.raises(PatternError, match="repeats the name"):
         expand_all(["a.{0..3}", "a.3"])
 
 

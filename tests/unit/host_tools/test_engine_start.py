@@ -212,7 +212,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
     shutil.rmtree(root)
 
 
-MEMORY, CONTAINER = "20.0 GiB available, 80.0 GiB needed", "spark-main-x is still there"
+MEMORY, CONTAINER = "20.0 GiB available, 80.0 GiB needed", "spark-main-x still exists"
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_unpacking_is_limited():
     layers.take(layer(A, "Download complete"), 1.0)
     unpack_for(layers, 4000)
     assert layers.stalled(3500.0) is None
-    assert "docker has all bytes" in str(layers.stalled(3999.0))
+    assert "docker downloaded all layers" in str(layers.stalled(3999.0))
 
 
 def test_unpacking_hides_no_stall_of_another_layer():

@@ -222,8 +222,8 @@ def test_dependents_of_a_failed_job_fail(host, units):
     write_job(host, "pass", THIRD, after=[SECOND])
     jobs.run(FIRST, host.paths)
     third, second, _ = poll(host, THIRD, SECOND, FIRST)
-    assert (second["state"], second["result"]) == ("failed", f"needs the failed job {FIRST}")
-    assert (third["state"], third["result"]) == ("failed", f"needs the failed job {SECOND}")
+    assert (second["state"], second["result"]) == ("failed", f"requires job {FIRST}, which failed")
+    assert (third["state"], third["result"]) == ("failed", f"requires job {SECOND}, which failed")
 
 
 def test_rebuilds_an_incomplete_checkpoint(host):

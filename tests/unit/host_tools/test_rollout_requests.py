@@ -190,7 +190,7 @@ def test_rollback_to_an_absent_release_lists_the_present_releases(sim):
     make_good(sim, A, B)
     sim.releases.discard(C)
     present = f"{A} (lab-stub with v2); {B} (lab-stub with v2)"
-    assert f"{C}: is not a release on this host (there: {present})" in refusal(sim, C)
+    assert f"{C}: is not a release on this host (available: {present})" in refusal(sim, C)
 
 
 def test_rollback_to_an_incomplete_release_names_a_complete_release(sim):

@@ -110,7 +110,7 @@ def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_S) -
             return
         waited = time.monotonic() - start
         if containers:
-            obstacle = f"container {', '.join(containers)} is still there"
+            obstacle = f"container {', '.join(containers)} still exists"
         else:
             obstacle = f"{available / GIB:.1f} GiB available, {needed_bytes / GIB:.1f} GiB needed"
         if waited >= wait_s:

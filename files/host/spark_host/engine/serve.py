@@ -120,7 +120,7 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
         docker.gpu_arguments(paths)
         needed_gib, total_gib = release.memory.needed_bytes / GIB, meminfo()["MemTotal"] / GIB
         if needed_gib > total_gib:
-            message = f"{needed_gib:.1f} GiB needed, the host has {total_gib:.1f} GiB in all"
+            message = f"{needed_gib:.1f} GiB needed, but the host has only {total_gib:.1f} GiB"
             raise HostToolError("memory", message, "choose a smaller model, context or profile")
         verify_checkpoints(release, log)
     except HostToolError as error:
@@ -219,7 +219,7 @@ def _refuse_second_engine(release: Release, holder: str | None) -> None:
         raise HostToolError(
             "engine lock",
             f"the engine of {holder} runs on this host",
-            f"change over with: systemctl start {SWITCH.of(release.name)}",
+            f"switch to this release: systemctl start {SWITCH.of(release.name)}",
         )
 
 

@@ -316,7 +316,7 @@ def share(paths: Paths) -> int:
         key = (Path(os.environ["CREDENTIALS_DIRECTORY"]) / "key").read_text().strip()
     except (KeyError, FileNotFoundError) as error:
         fix = "start spark-share@trees instead"
-        raise HostToolError("share", f"only the unit can run it ({error})", fix) from error
+        raise HostToolError("share", f"can run only as a systemd unit ({error})", fix) from error
     config = folder / "nginx.conf"
     files.write_text(folder / "keys.conf", keys_text(key), 0o600)
     files.write_text(config, share_text(order, folder, paths), 0o600)

@@ -269,7 +269,7 @@ def _target(service: str, name: str | None, host: Host) -> str:
     if name is not None:
         if name not in present:
             known = "; ".join(str(_describe(other, host)) for other in present) or "none"
-            message = f"is not a release on this host (there: {known})"
+            message = f"is not a release on this host (available: {known})"
             raise HostToolError(name, message, "name a release from this list")
         return name
     record = boot.good(service, host)

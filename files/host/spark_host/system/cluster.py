@@ -33,7 +33,7 @@ def rank(release: Release, paths: Paths) -> int:
     ranks = [number for number, member in enumerate(members) if member.address in addresses]
     if len(ranks) != 1:
         named = ", ".join(f"{member.host} {member.address}" for member in members)
-        message = f"this host has {len(ranks)} of its addresses ({named})"
+        message = f"this host has {len(ranks)} of the member addresses ({named})"
         fix = "restore the addresses of the fabric, or deploy all members again"
         raise HostToolError(f"cluster of {release.name}", message, fix)
     return ranks[0]

@@ -77,5 +77,5 @@ def _problem(part: _Part) -> Problem | None:
 
 def _report(part: _Part, message: str) -> Problem:
     receipt = part.tree / RECEIPT_NAME
-    fix = f"check the disk (smartctl, journalctl -k); rm {receipt}; then deploy: it builds anew"
+    fix = f"check the disk (smartctl, journalctl -k); rm {receipt}; deploy again to rebuild it"
     return Problem("checkpoint", f"{part.tree / part.name} is damaged: {message}", fix)
