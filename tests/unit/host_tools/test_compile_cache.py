@@ -312,9 +312,7 @@ def test_empties_the_engine_socket_folder_whatever_it_contains(tmp_path):
     assert (outside / "secret").read_text() == "kept"
 
 
-def test_proven_release_with_an_overfull_cache_starts_with_an_empty_one(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proven_release_with_an_overfull_cache_starts_with_an_empty_one(caches, monkeypatch):
     proven = caches.make_proven()
     make_huge(proven, proven)
     release = caches.release(PROVEN)

@@ -106,7 +106,7 @@ FAULTS: dict[str, tuple[Callable[[ServingHost], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_problem_is_reported(serving: ServingHost, fault: str) -> None:
+def test_each_problem_is_reported(serving, fault):
     cause, where, message = FAULTS[fault]
     cause(serving)
     problems = serving.inspect()
@@ -115,7 +115,7 @@ def test_each_problem_is_reported(serving: ServingHost, fault: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", bytes(4096), b'{"schema_version": 1, "at'])
-def test_each_damaged_document_is_reported(serving: ServingHost, content: bytes) -> None:
+def test_each_damaged_document_is_reported(serving, content):
     paths = serving.host.paths
     roots = (paths.below("/etc/spark"), paths.state)
     documents = [path for root in roots for path in root.rglob("*.json")]
@@ -129,12 +129,12 @@ def test_each_damaged_document_is_reported(serving: ServingHost, content: bytes)
         path.write_bytes(before)
 
 
-def test_healthy_host_has_no_problems(serving: ServingHost) -> None:
+def test_healthy_host_has_no_problems(serving):
     serving.write_certificate(300)
     assert serving.inspect() == []
 
 
-def test_status_includes_daily_problems(serving: ServingHost) -> None:
+def test_status_includes_daily_problems(serving):
     serving.clock_synchronised = "no"
     assert daily.main([], serving.host.paths) == 0
     [stored] = serving.host.here.disk.read(DailyLook, serving.host.paths.daily).problems
@@ -144,5 +144,5 @@ def test_status_includes_daily_problems(serving: ServingHost) -> None:
     assert result.problems == (stored,)
 
 
-def test_inspects_a_host_without_releases(host: Host) -> None:
+def test_inspects_a_host_without_releases(host):
     assert isinstance(daily.inspect(system.Host(host.paths)), DailyLook)

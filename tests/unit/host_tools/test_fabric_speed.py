@@ -45,14 +45,14 @@ def connect(order: SpeedOrder) -> socket.socket:
             time.sleep(0.01)
 
 
-def test_sends_exactly_the_byte_limit(order: SpeedOrder) -> None:
+def test_sends_exactly_the_byte_limit(order):
     with listening(order):
         result = speed.send(order)
     assert result.arrived_bytes == order.max_bytes
     assert 0 < result.took_s < order.max_s
 
 
-def test_stalled_receiver_ends_at_the_time_limit(order: SpeedOrder) -> None:
+def test_stalled_receiver_ends_at_the_time_limit(order):
     slow = dataclasses.replace(order, max_bytes=10**9, max_s=0.5)
     streams = []
 
@@ -71,7 +71,7 @@ def test_stalled_receiver_ends_at_the_time_limit(order: SpeedOrder) -> None:
     assert result.took_s < 1
 
 
-def test_wrong_token_is_rejected(order: SpeedOrder) -> None:
+def test_wrong_token_is_rejected(order):
     with listening(order):
         with connect(order) as stranger:
             stranger.sendall(b"x" * len(TOKEN))
@@ -79,7 +79,7 @@ def test_wrong_token_is_rejected(order: SpeedOrder) -> None:
         assert speed.send(order).arrived_bytes == order.max_bytes
 
 
-def test_listens_only_on_the_fabric_address(order: SpeedOrder) -> None:
+def test_listens_only_on_the_fabric_address(order):
     with listening(order):
         connect(order).close()
         with pytest.raises(ConnectionRefusedError):
@@ -87,7 +87,7 @@ def test_listens_only_on_the_fabric_address(order: SpeedOrder) -> None:
         speed.send(order)
 
 
-def test_listener_times_out(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listener_times_out(order, monkeypatch):
     monkeypatch.setattr(speed, "_MEET_S", 0.2)
     with pytest.raises(HostToolError, match="only 0 of 4 connections"):
         speed.listen(order)
@@ -97,15 +97,13 @@ def test_listener_times_out(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) 
     ("interface", "message"),
     [("lo", r"lo to 127.0.0.1:\d+.*no connection.*firewall"), ("fab7", "No such device")],
 )
-def test_reports_a_missing_listener_or_interface(
-    order: SpeedOrder, monkeypatch: pytest.MonkeyPatch, interface: str, message: str
-) -> None:
+def test_reports_a_missing_listener_or_interface(order, monkeypatch, interface, message):
     monkeypatch.setattr(speed, "_MEET_S", 0.2)
     with pytest.raises(HostToolError, match=message):
         speed.send(dataclasses.replace(order, interface=interface))
 
 
-def test_reads_the_order_from_stdin(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_the_order_from_stdin(order, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(text_of(order)))
     with listening(order):
         result = speed.main(["send"], Paths("/"))

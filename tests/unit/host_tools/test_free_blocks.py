@@ -166,9 +166,7 @@ def test_watchdog_reports_fragmentation_once(host, monkeypatch):
     assert [event.kind for event in watchdog.events("main", host.paths)] == ["fragmented"]
 
 
-def test_watchdog_stops_an_engine_that_fills_the_disk(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watchdog_stops_an_engine_that_fills_the_disk(host, monkeypatch):
     monkeypatch.setattr(compile_cache, "LIMIT_FILES", 2)
     mount = {"source": "/srv/cache/x", "target": "/cache", "read_only": False}
     release, killed = host.release(engine__mounts=[mount]), threading.Event()

@@ -24,7 +24,7 @@ def checkpoints(machine: Machine) -> dict[str, Path]:
     return add_generations(machine)
 
 
-def test_removes_only_unneeded_files(machine: Machine, checkpoints: dict[str, Path]) -> None:
+def test_removes_only_unneeded_files(machine, checkpoints):
     plan = machine.plan()
     assert names(plan, "release") == [A, B]
     assert names(plan, "tree") == [f"model-{'a' * 12}", f"model-{'b' * 12}"]
@@ -37,9 +37,7 @@ def test_removes_only_unneeded_files(machine: Machine, checkpoints: dict[str, Pa
     assert machine.plan().items == ()
 
 
-def test_works_on_a_full_disk(
-    machine: Machine, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_works_on_a_full_disk(machine, checkpoints, monkeypatch):
     def fail(path: Path, text: str, mode: int = 0o644) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -55,7 +53,7 @@ def test_works_on_a_full_disk(
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_reported_bytes_match_the_freed_space(machine: Machine) -> None:
+def test_reported_bytes_match_the_freed_space(machine):
     reported, before = machine.plan().bytes, machine.used_bytes()
     machine.prune()
     directories = 3 * 4096
@@ -63,7 +61,7 @@ def test_reported_bytes_match_the_freed_space(machine: Machine) -> None:
     assert reported > 3 * 64 * 1024
 
 
-def test_linked_file_frees_no_space(machine: Machine, checkpoints: dict[str, Path]) -> None:
+def test_linked_file_frees_no_space(machine, checkpoints):
     os.link(checkpoints["a"] / "weights", machine.paths.root / "users-own")
     sizes = {Path(item.name).name: item.bytes for item in machine.plan().items}
     # Only the receipt's.
@@ -71,14 +69,14 @@ def test_linked_file_frees_no_space(machine: Machine, checkpoints: dict[str, Pat
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_dry_prune_changes_nothing(machine: Machine) -> None:
+def test_dry_prune_changes_nothing(machine):
     before = sorted(machine.paths.root.rglob("*"))
     assert machine.plan().items
     assert sorted(machine.paths.root.rglob("*")) == before
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_removes_a_damaged_rollback_target(machine: Machine) -> None:
+def test_removes_a_damaged_rollback_target(machine):
     assert C in machine.plan(1).kept
     machine.paths.release(C).write_bytes(b"")
     assert names(machine.prune(1), "release") == [A, C]
@@ -86,7 +84,7 @@ def test_removes_a_damaged_rollback_target(machine: Machine) -> None:
     assert machine.plan(1).kept == {D: "serves", B: "rollback target"}
 
 
-def test_keeps_planned_releases_and_files(machine: Machine, checkpoints: dict[str, Path]) -> None:
+def test_keeps_planned_releases_and_files(machine, checkpoints):
     machine.image("spark-vllm:ready", "l9", size=50)
     folders = [machine.on_host(checkpoints["a"])]
     plan = machine.plan(0, releases=[B], folders=folders, images=["spark-vllm:ready"])
@@ -97,7 +95,7 @@ def test_keeps_planned_releases_and_files(machine: Machine, checkpoints: dict[st
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_keeps_a_serving_or_stopped_release(machine: Machine) -> None:
+def test_keeps_a_serving_or_stopped_release(machine):
     files.remove(machine.paths.good("main"))
     machine.units.clear()
     machine.units[f"spark-serve@{A}.service"] = {"ActiveState": "active"}
@@ -109,7 +107,7 @@ def test_keeps_a_serving_or_stopped_release(machine: Machine) -> None:
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_keeps_unmanaged_files(machine: Machine) -> None:
+def test_keeps_unmanaged_files(machine):
     unmanaged = [
         machine.folder("models", "my-finetune"),
         machine.folder("models", "looks-like-ours-0123456789ab"),
@@ -134,7 +132,7 @@ def test_keeps_unmanaged_files(machine: Machine) -> None:
     assert {Path(path).name for path in plan.not_ours} >= {path.name for path in unmanaged}
 
 
-def test_removes_a_cache_with_its_last_release(machine: Machine) -> None:
+def test_removes_a_cache_with_its_last_release(machine):
     checkpoint = machine.checkpoint("model-111111111111")
     cache = machine.folder("cache", "0123456789ab-mtp2")
     other = machine.folder("cache", "ba9876543210-mtp0")
@@ -153,16 +151,14 @@ def test_removes_a_cache_with_its_last_release(machine: Machine) -> None:
     assert (other / A / "nv").is_dir()
 
 
-def test_unreadable_kept_release_stops_the_prune(
-    machine: Machine, checkpoints: dict[str, Path]
-) -> None:
+def test_unreadable_kept_release_stops_the_prune(machine, checkpoints):
     (machine.paths.releases / D / "release.json").write_text("{")
     with pytest.raises(HostToolError, match="malformed"):
         machine.prune()
     assert all(path.is_dir() for path in checkpoints.values())
 
 
-def test_running_rollout_stops_the_prune(machine: Machine, checkpoints: dict[str, Path]) -> None:
+def test_running_rollout_stops_the_prune(machine, checkpoints):
     with (
         rollout_lock("main", machine.host.here),
         pytest.raises(HostToolError, match="another change is under way"),
@@ -172,15 +168,13 @@ def test_running_rollout_stops_the_prune(machine: Machine, checkpoints: dict[str
 
 
 @pytest.mark.parametrize("request_text", ["{}", "[]", "nonsense", '{"releases_kept": "many"}'])
-def test_malformed_request_removes_nothing(
-    machine: Machine, checkpoints: dict[str, Path], request_text: str
-) -> None:
+def test_malformed_request_removes_nothing(machine, checkpoints, request_text):
     with pytest.raises(DocumentError):
         prune.main([request_text], machine.paths)
     assert all(path.is_dir() for path in checkpoints.values())
 
 
-def test_removes_old_tools_unless_linked_or_running(machine: Machine) -> None:
+def test_removes_old_tools_unless_linked_or_running(machine):
     tools = machine.paths.tools
     old, current, running, site, unmanaged, old_site = folders = [
         tools / name
@@ -205,7 +199,7 @@ def test_removes_old_tools_unless_linked_or_running(machine: Machine) -> None:
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_image_frees_only_its_own_layers(machine: Machine) -> None:
+def test_image_frees_only_its_own_layers(machine):
     machine.image("spark-vllm:two", "b1", "b2", "p2", size=130)
     machine.image(BASE, "b1", "b2", size=100, label=None)
     proof = {"image": "spark-vllm:two", "label": "f" * 64}
@@ -218,7 +212,7 @@ def test_image_frees_only_its_own_layers(machine: Machine) -> None:
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_keeps_the_base_of_a_kept_image(machine: Machine) -> None:
+def test_keeps_the_base_of_a_kept_image(machine):
     machine.image(BASE, "l1", size=100, label=None)
     proof = {"image": "spark-vllm:one", "label": "f" * 64}
     machine.job("0" * 12, proof, kind="image-build", base=BASE)
@@ -226,9 +220,7 @@ def test_keeps_the_base_of_a_kept_image(machine: Machine) -> None:
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_removes_a_pulled_image_only_without_tag_and_if_our_job_pulled_it(
-    machine: Machine,
-) -> None:
+def test_removes_a_pulled_image_only_without_tag_and_if_our_job_pulled_it(machine):
     status = machine.paths.job("0" * 12) / "status.json"
     machine.image(BASE, "l1", size=100, label=None)
     machine.job("0" * 12, {"image": BASE}, kind="image-pull")
@@ -244,7 +236,7 @@ def test_removes_a_pulled_image_only_without_tag_and_if_our_job_pulled_it(
 
 @pytest.mark.usefixtures("checkpoints")
 @pytest.mark.parametrize("name", [".model-{}.partial", "model-{}.damaged", ".model-{}.pruned"])
-def test_removes_unfinished_folders(machine: Machine, name: str) -> None:
+def test_removes_unfinished_folders(machine, name):
     unfinished = machine.folder("models", name.format("9" * 12))
     assert unfinished.name in names(machine.plan(), "tree")
     machine.prune()
@@ -253,7 +245,7 @@ def test_removes_unfinished_folders(machine: Machine, name: str) -> None:
 
 @pytest.mark.usefixtures("checkpoints")
 @pytest.mark.parametrize("running", [True, False], ids=["running", "continues at next boot"])
-def test_keeps_results_of_unfinished_jobs(machine: Machine, running: bool) -> None:
+def test_keeps_results_of_unfinished_jobs(machine, running):
     growing = machine.folder("models", f".model-{'9' * 12}.partial")
     source = machine.source("org--third-cccccccccccc")
     checkpoint = machine.paths.root / "srv/models" / f"model-{'9' * 12}"
@@ -278,9 +270,7 @@ def test_keeps_results_of_unfinished_jobs(machine: Machine, running: bool) -> No
     assert machine.paths.job(second).is_dir()
 
 
-def test_reports_a_failed_image_and_removes_the_rest(
-    machine: Machine, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_a_failed_image_and_removes_the_rest(machine, checkpoints, monkeypatch):
     machine.image("spark-vllm:two", "p2", size=130)
     failure = subprocess.CompletedProcess((), 1, "", "conflict: image is being used")
     monkeypatch.setattr(docker, "client", lambda *words, **_: failure)

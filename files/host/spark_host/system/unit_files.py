@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from spark_contract.paths import Paths
-from spark_contract.units import UNITS_DIR
+from spark_contract.units import JOB, PREPARE, SERVE, UNITS_DIR, WATCH
 
 # systemd.unit(5), by priority; packages write only below /usr/lib.
 _SEARCHED = (
@@ -25,9 +25,9 @@ _DROP_IN_DIR = re.compile(
     rf"(?:{_UNIT}(?:@[^/]*)?\.|spark-\.|)(?:service|timer|target)\.d\Z"
 )  # fmt: skip
 _OUR_DROP_IN = re.compile(
-    r"spark-(?:serve|watch)@[^/]+\.service\.d/50-(?:release|cluster)\.conf\Z"
-    r"|spark-job@[^/]+\.service\.d/order\.conf\Z"
-    r"|spark-prepare@[^/]+\.target\.d/[0-9a-f]{12}\.conf\Z"
+    rf"(?:{SERVE.name}|{WATCH.name})@[^/]+\.service\.d/50-(?:release|cluster)\.conf\Z"
+    rf"|{JOB.name}@[^/]+\.service\.d/order\.conf\Z"
+    rf"|{PREPARE.name}@[^/]+\.target\.d/[0-9a-f]{{12}}\.conf\Z"
 )
 
 

@@ -1,9 +1,7 @@
 """The guard of an engine's start: stops the engine before the host runs out of memory.
 
-Loading, profiling, graph capture and warm-up each allocate many GiB within seconds, and a host
-without memory stops answering. So threads sample the memory four times a second until the release
-is proven; neither docker, nor a disk, nor the engine can delay them. Reading the checkpoint fills
-the page cache and fragments memory, so another thread drops caches and compacts memory.
+A start allocates many GiB within seconds, so a thread samples the memory four times a second until
+the release is proven. Another thread drops caches and compacts memory, which loading fragments.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class StartGuard:
     def __enter__(self) -> StartGuard:
         for work in (self._sample, self._open_process, self._keep_blocks_free):
             threading.Thread(target=work, daemon=True).start()
-        # Even a very short block, as a worker's check, needs a sample.
+        # A very short check needs a sample, too.
         self._sampled.wait(_NOTE_S)
         return self
 
@@ -69,8 +67,8 @@ class StartGuard:
     def read_driver_failures(self, *, ready: bool) -> tuple[str, bool]:
         """Describe failed allocations of the GPU driver, and whether they fail the start.
 
-        Healthy starts log such lines, too: the driver tries again with smaller blocks. So two of
-        three must come together: a line, a fragmented host, an engine that is not ready.
+        Healthy starts log such lines, too. Two of three must come together: a line, a fragmented
+        host, an engine that is not ready.
         """
         lines = logs.count_kernel_faults(time.monotonic() - self._began)[logs.NO_MEMORY]
         texts = []
@@ -104,7 +102,6 @@ class StartGuard:
             if problem := defragment():
                 watchdog.event(self._release, FRAGMENTED, problem, self._paths)
                 return
-            # A round without success costs the loading engine CPU and disk time.
             rest_s = min(2 * rest_s, _LONGEST_REST_S) if self._is_low() else _DEFRAGMENT_REST_S
             wait_s = rest_s
 
@@ -119,7 +116,7 @@ class StartGuard:
 
     def _kill(self, reason: str) -> None:
         stopped = f"{reason}: the engine was stopped while it started"
-        # Before the event is written: memory shrinks faster than a disk writes.
+        # Before the event is written.
         problem = container.kill_container(self._release.container, self._pidfd)
         self.starved = f"{stopped}; fix: {_FIX}"
         watchdog.event(self._release, STARVING, stopped, self._paths)
