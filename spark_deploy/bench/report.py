@@ -190,7 +190,8 @@ def render_page(results: Sequence[BenchResult]) -> str:
         about = f"{result.at} · {result.served.release} · {result.served.image}"
         body += [f"<p>{escape(prefix + text)}</p>" for text in (about, *result.notes)]
     for heading, protocol, rows in sections(results):
-        body += [f"<h2>{escape(heading)}</h2>", f"<p>{escape(protocol)}</p>"]
+        body.append(f"<h2>{escape(heading)}</h2>")
+        body += [f"<p>{escape(protocol)}</p>"] if protocol else []
         plots = _plots(heading, results) if has_plots() else ()
         body += [f"<section>{plot}</section>" for plot in plots]
         head, *cells = (

@@ -124,6 +124,7 @@ def test_without_matplotlib_the_page_has_tables(monkeypatch):
     page = report.render_page([result()])
     assert "<svg" not in page
     assert page.count("<table>") == 3
+    assert "<p></p>" not in page
 
 
 def test_a_result_matches_its_schema_and_survives_writing():
