@@ -23,10 +23,7 @@ from spark_deploy.plan.speed import (
 )
 from tools.docs.declared import row
 
-ON_H200 = (
-    "[measured](engine-proofs.md#lm-head-kernel) on an H200, by its bandwidth: "
-    "3072 inputs, one token, between both floors"
-)
+ON_H200 = "[measured](engine-proofs.md#lm-head-kernel) on an H200"
 NUMBERS = (
     ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),
     ("INT4 kernels", f"{LARGE_INT4} of it", "reported by the community for Marlin"),
