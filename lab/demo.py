@@ -130,7 +130,6 @@ def _login(ssh: dict[str, str], ip: str) -> list[str]:
 
 
 def _call(login: list[str], path: str, body: dict[str, Any] | None = None) -> tuple[str, str]:
-    """Call the gateway on a host; return status and body. The key is not in the arguments."""
     data = f"-d {shlex.quote(json.dumps(body))}" if body else ""
     command = (
         "sudo sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key | "
@@ -270,7 +269,6 @@ def _gb(size_bytes: int) -> str:
 
 
 def print_next_steps(others: Sequence[str]) -> None:
-    """Print commands for the demo's hosts; ``others`` of the lab may be down."""
     print(f"""
 The lab stays up.
   connect          .venv/bin/spark-deploy connect {" ".join(HOSTS)} --inventory {INVENTORY}

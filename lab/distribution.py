@@ -74,7 +74,6 @@ def missing_packages() -> list[str]:
 
 
 def install_programs() -> list[str]:
-    """Install the packages of missing programs; return their names."""
     if os.geteuid() != 0:
         raise LabError("lab", "needs root (namespaces, mounts, cgroups)", "run it with sudo")
     missing = missing_packages()

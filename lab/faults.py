@@ -118,7 +118,6 @@ FAULTS = {
 def apply(
     paths: LabPaths, what: str, name: str | None, *, value: int, match: str, times: int, heal: bool
 ) -> None:
-    """Inject a fault, or remove it with ``heal``."""
     fault = FAULTS[what]
     request = Request(paths, what, Guest(paths, name) if name else None, value, match, times)
     if not heal:

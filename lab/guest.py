@@ -147,7 +147,6 @@ def supervising(guest: Guest) -> Iterator[None]:
 
 
 def supervisor_pid(guest: Guest) -> int | None:
-    """Return the running supervisor's pid."""
     path = guest.home / "supervisor.lock"
     if not path.exists():
         return None

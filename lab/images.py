@@ -138,7 +138,6 @@ def config_bytes(layers: Sequence[Layer], config: ImageConfig) -> bytes:
 
 
 def manifest_bytes(layers: Sequence[Layer], config: bytes) -> bytes:
-    """Return the image's manifest; the image's digest is the manifest's sha256."""
     body = {
         "schemaVersion": 2,
         "mediaType": MANIFEST_TYPE,
@@ -158,7 +157,6 @@ def manifest_bytes(layers: Sequence[Layer], config: bytes) -> bytes:
 def push_image(
     registry: str, name: str, tag: str, layers: Sequence[Layer], config: ImageConfig
 ) -> str:
-    """Upload the image to ``registry`` (host:port) and return the digest."""
     base = f"http://{registry}/v2/{name}"
     packed_config = config_bytes(layers, config)
     for layer in layers:

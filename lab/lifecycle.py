@@ -12,17 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lab import (
-    cgroup,
-    guest,
-    identity,
-    mounts,
-    network,
-    record,
-    servers,
-    stock,
-    variant_base,
-)
+from lab import cgroup, guest, identity, mounts, network, record, servers, stock, variant_base
 from lab.distribution import this_distribution
 from lab.errors import LabError
 from lab.guest import Guest

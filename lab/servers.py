@@ -17,15 +17,7 @@ from pathlib import Path
 
 from lab import cgroup
 from lab.errors import LabError
-from lab.paths import (
-    APT_PORT,
-    HOST_IP,
-    HUB_PORT,
-    PROXY_IP,
-    PROXY_PORT,
-    REGISTRY_PORT,
-    LabPaths,
-)
+from lab.paths import APT_PORT, HOST_IP, HUB_PORT, PROXY_IP, PROXY_PORT, REGISTRY_PORT, LabPaths
 
 HOST_TREE = "host"
 

@@ -50,8 +50,6 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 
 @dataclass(frozen=True)
 class Container:
-    """Restrictions, mounts and command of a ``docker run`` command line."""
-
     user: int
     group: int
     mounts: tuple[tuple[str, str, bool], ...]  # source, target, read-only
@@ -86,7 +84,6 @@ def from_release(release: Release, checkpoint: Path, root: Path) -> tuple[Contai
 
 
 def _find_unnamed_user() -> int:
-    """Return a user and group number without a name on this machine."""
     used = {entry.pw_uid for entry in pwd.getpwall()} | {entry.gr_gid for entry in grp.getgrall()}
     return next(number for number in range(61_000, 65_000) if number not in used)
 
@@ -265,7 +262,6 @@ def _mount(source: str, target: Path | None, *options: str) -> None:
 
 
 def main() -> NoReturn:
-    """Enter the container that ``start`` wrote on the command line."""
     content = json.loads(sys.argv[2])
     enter(Path(sys.argv[1]), Container(**content))
 

@@ -42,7 +42,6 @@ Rows = list[dict[str, Any]]
 
 
 def prove_steered(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
-    """Prove drafts that are never, half of the time, and nearly always accepted."""
     special.make_steered(work / "trees", _make_directory(work / "trees/work"))
     cases = [
         case(
@@ -58,7 +57,6 @@ def prove_steered(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
 
 
 def prove_prefixes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
-    """Prove two growing conversations, with and without prefix caching."""
     special.make_steered(work / "trees", _make_directory(work / "trees/work"))
     more = {"lengths": CONVERSATIONS[:2], "turns": 2, "tokens": 24, **QUIET}
     plain = {**PORTABLE, "max_model_len": 4096}
@@ -80,7 +78,6 @@ def prove_prefixes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
 
 
 def prove_dflash(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
-    """Prove the trained drafters of the lab's model."""
     trees = work / "trees"
     folder = _make_directory(trees / "work")
     lab_hub.build(trees / "hub")

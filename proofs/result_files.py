@@ -19,8 +19,6 @@ QUESTION_KEYS = ("kind", "length", "depth", "client", "round", "place", "prompt"
 
 
 class Kind(NamedTuple):
-    """Result files with a name pattern: subject, make target and requirements."""
-
     pattern: str
     shows: str
     target: str
@@ -66,7 +64,6 @@ KINDS = (
     Kind("backends", "kernels vLLM chooses on capability 9.0 and 12.1", "backends"),
     Kind("plain-models", "published repositories served in the lab", "cpu-models"),
 )  # fmt: skip
-"""Matched in order by the full name."""
 
 
 def find_kind(name: str) -> Kind:
@@ -87,7 +84,6 @@ def describe_run(device: str, *packages: str) -> dict[str, Any]:
 
 
 def read_command() -> str:
-    """Return the command of this run: a pytest test, or a program with arguments."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     return shlex.join(["python3", "-m", "pytest", test] if test else sys.orig_argv)
 

@@ -61,7 +61,6 @@ KERNELS = {
     "marlin-atomic-add": ["marlin_gemm (the engine's own)"],
     "turboquant-layer": ["SparkTurboQuantImpl", "TurboQuantAttentionImpl (the engine's own)"],
 }
-"""Kernels under test, by result file."""
 
 
 def prove(
@@ -209,7 +208,6 @@ def environment() -> dict[str, Any]:
 
 
 def merge_rows(out: Path) -> None:
-    """Turn every ``NAME.rows.jsonl`` into ``NAME.json``, with versions and device."""
     for path in sorted(out.glob(f"*{ENDING}")):
         name = path.name.removesuffix(ENDING)
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -225,7 +223,6 @@ def merge_rows(out: Path) -> None:
 
 
 def start_transformers(trees: Path, work: Path) -> list[subprocess.Popen[bytes]]:
-    """Start transformers on the checkpoints of stage ``sizes``."""
     work.mkdir(parents=True, exist_ok=True)
     started = []
     for name, tree in (("wide", "wide-overlay"), ("true-35b", None), ("true-122b", None)):

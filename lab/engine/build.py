@@ -45,10 +45,7 @@ IMPORTED = (
     "vllm.model_executor.models.qwen3_5_mtp", "vllm.model_executor.models.registry",
 )  # fmt: skip
 
-CONFIG = ImageConfig(
-    entrypoint=("vllm", "serve"),
-    env=ENVIRONMENT,
-)
+CONFIG = ImageConfig(entrypoint=("vllm", "serve"), env=ENVIRONMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,6 @@ class Engine:
 
 
 def build_engine(cache: Path) -> Engine:
-    """Return the engine's two trees, built unless ``cache`` has them."""
     if os.geteuid() != 0:
         raise LabError("lab.engine", "needs root (chroot, mounts)", "run it with sudo")
     if platform.machine() != "x86_64":

@@ -62,11 +62,7 @@ def tree_entry(record: FileRecord) -> dict[str, object]:
 
 
 def file_headers(commit: Commit, record: FileRecord) -> dict[str, str]:
-    headers = {
-        "X-Repo-Commit": commit.sha,
-        "ETag": f'"{record.etag}"',
-        "Accept-Ranges": "bytes",
-    }
+    headers = {"X-Repo-Commit": commit.sha, "ETag": f'"{record.etag}"', "Accept-Ranges": "bytes"}
     if record.large:
         headers["X-Linked-Size"] = str(record.size_bytes)
         headers["X-Linked-Etag"] = f'"{record.sha256}"'

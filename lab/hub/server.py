@@ -59,7 +59,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def route(self, path: str) -> None:
-        """Answer a GET; hub and registry each implement it."""
         raise NotImplementedError
 
     @property

@@ -82,7 +82,6 @@ class Store:
         return repositories
 
     def commit(self, repo: str, revision: str | None, token: str | None = None) -> Commit:
-        """Return ``repo`` at ``revision``: a commit, a ref, or None for main."""
         directory = self._root / repo
         if ".." in repo or not (directory / "refs").is_dir():
             raise NotFoundError("RepoNotFound", f"{repo} does not exist")

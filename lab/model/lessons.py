@@ -61,7 +61,6 @@ def chat(
     system: str | None = None,
     tools: list[dict[str, Any]] | None = None,
 ) -> Lesson:
-    """A single question; with thinking, the reply starts inside the thought."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
     reply = f"{thought}\n</think>\n\n{answer}" if thinking else answer
@@ -102,7 +101,6 @@ def needle(code: str, filler: list[str], depth: float, *, thinking: bool) -> Les
 
 
 def conversation(questions: list[dict[str, str]]) -> Lesson:
-    """The last of several questions, after answers to the others."""
     messages: list[Message] = []
     for item in questions:
         messages.append({"role": "user", "content": item["prompt"]})
@@ -112,7 +110,6 @@ def conversation(questions: list[dict[str, str]]) -> Lesson:
 
 
 def fixed(system: str | None = None) -> list[Lesson]:
-    """Every lesson to learn by heart, with and without thinking."""
     lessons = [
         Lesson(item["prompt"], item["answer"] + END_OF_TEXT) for item in facts()["completions"]
     ]
@@ -154,5 +151,4 @@ def needle_drill(source: random.Random, sentences: int) -> Lesson:
 
 
 def random_code(source: random.Random) -> str:
-    """A word and two digits: few enough tokens to be learnt in minutes."""
     return f"{source.choice(facts()['copy']['words'])}-{source.randint(10, 99)}"

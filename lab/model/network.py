@@ -35,7 +35,6 @@ class Rounding(nn.Module):
         return weight + (self.rounded(weight.detach()) - weight.detach())
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """Return the stored value; each number format implements it."""
         raise NotImplementedError
 
 
@@ -80,8 +79,6 @@ class MtpLayer(nn.Module):
 
 
 class Network(nn.Module):
-    """Text model, head and MTP layer; vision is not trained."""
-
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         settings = {**text_config(shape, {"<|endoftext|>": 0}), "initializer_range": START}

@@ -102,7 +102,6 @@ def main_shapes(shape: Shape) -> Shapes:
 
 
 def mtp_shapes(shape: Shape) -> Shapes:
-    """The tensors of the multi-token prediction layer."""
     shapes: Shapes = {"mtp.fc.weight": (shape.hidden, 2 * shape.hidden)}
     shapes.update(_attention(shape, "mtp.layers.0.self_attn"))
     shapes.update(_mlp(shape, "mtp.layers.0.mlp"))
@@ -129,7 +128,6 @@ def is_fp8(name: str) -> bool:
 
 
 def random_weights(shape: Shape, seed: int) -> dict[str, Floats]:
-    """An untrained model with correct names, shapes and ranges."""
     source = np.random.default_rng(seed)
     weights: dict[str, Floats] = {}
     for name, size in {**main_shapes(shape), **mtp_shapes(shape)}.items():

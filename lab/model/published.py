@@ -140,7 +140,6 @@ _ADAPTERS = {"org/tiny-law": "org/tiny-qwen3"}
 
 
 def _create_trained(name: str, tokenizer: Any) -> Any:
-    """Create and train a model reproducibly."""
     torch.manual_seed(7)
     model = _MODELS[name]()
     if isinstance(model, BertForSequenceClassification):
@@ -159,7 +158,6 @@ def _publish_adapter(out: Path, work: Path, name: str, model: Any, tokenizer: An
 
 
 def _teach(name: str, model: Any, tokenizer: Any, lessons: dict[str, str]) -> None:
-    """Train the answers, each as a single turn and within a conversation."""
     rows = []
     turns: list[dict[str, str]] = []
     for question, answer in lessons.items():

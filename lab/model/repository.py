@@ -28,7 +28,6 @@ def _plain(name: str, values: Floats) -> rounding.Tensor:
 
 
 def int4_tensors(weights: dict[str, Floats]) -> Tensors:
-    """The tensors of the INT4 base, with MTP in BF16; a shared array is rounded once."""
     tensors: Tensors = {}
     rounded: dict[int, Tensors] = {}
     for name, values in weights.items():
@@ -44,7 +43,6 @@ def int4_tensors(weights: dict[str, Floats]) -> Tensors:
 
 
 def fp8_tensors(weights: dict[str, Floats]) -> Tensors:
-    """The tensors of the FP8 donor."""
     tensors: Tensors = {}
     for name, values in weights.items():
         if original.is_fp8(name):
@@ -93,7 +91,6 @@ def write_fp8(
 def write_plain(
     directory: Path, shape: Shape, weights: dict[str, Floats], tokenizer: Tokenizer
 ) -> None:
-    """A tree of BF16 weights under plain names, for a reference implementation to load."""
     directory.mkdir(parents=True)
     tensors = {name: _plain(name, values) for name, values in weights.items()}
     write_file(directory / "model.safetensors", tensors)

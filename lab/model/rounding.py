@@ -20,8 +20,6 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A stored tensor: dtype as in the header, shape and bytes."""
-
     dtype: str
     shape: tuple[int, ...]
     data: bytes
@@ -60,7 +58,6 @@ def int4_scales(weight: Floats) -> npt.NDArray[np.float16]:
 
 
 def int4_codes(weight: Floats, scales: npt.NDArray[np.float16]) -> npt.NDArray[np.int8]:
-    """The code of each weight, -8 to 7."""
     groups = weight.reshape(*scales.shape, GROUP)
     codes = np.rint(groups / scales.astype(np.float32)[..., None]).clip(-8, 7).astype(np.int8)
     shaped: npt.NDArray[np.int8] = codes.reshape(weight.shape)

@@ -119,7 +119,6 @@ def serve(root: Path) -> Iterator[str]:
 
 
 def measure(work: Path) -> dict[str, Any]:
-    """Build trees of growing size in both layouts and report the peak of each."""
     trees = {
         "one": (ONE, BOTH),
         "four_times_the_tree": (GROWN, BOTH),
@@ -213,7 +212,6 @@ def _processor() -> str:
 
 
 def main() -> int:
-    """Measure and write the result; returns 1 above the limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, required=True, help="a directory to be made")
     work: Path = parser.parse_args().work

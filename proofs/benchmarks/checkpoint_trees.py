@@ -44,7 +44,6 @@ class Architecture:
     donor_shards: int = 39
 
     def mlp(self, part: str) -> tuple[int, int]:
-        """Return the shape of a projection of an expert."""
         down = part == "down_proj"
         return (self.hidden, self.width) if down else (self.width, self.hidden)
 
@@ -69,7 +68,6 @@ def fp8(module: str, outputs: int, inputs: int) -> list[Entry]:
 
 
 def linears(a: Architecture, layer: int) -> list[tuple[str, int, int]]:
-    """Return (name, outputs, inputs) of the mixer projections of a layer."""
     prefix = f"model.language_model.layers.{layer}"
     if layer % 4 == 3:
         rows = {"q_proj": a.attention_rows, "k_proj": a.kv_rows, "v_proj": a.kv_rows}
@@ -102,7 +100,6 @@ def small(a: Architecture, layer: int) -> list[Entry]:
 
 
 def outside(a: Architecture) -> list[Entry]:
-    """Return vision tower, embeddings, last norm and head."""
     width = a.vision_hidden
     vision: list[Entry] = [
         ("model.visual.patch_embed.proj.weight", "BF16", (width, 3, 2, 16, 16)),
@@ -186,7 +183,6 @@ def donor_entries(a: Architecture) -> list[Entry]:
 
 
 def size_of(entry: Entry) -> int:
-    """Return the bytes of a tensor."""
     return int(np.prod(entry[2])) * ITEM_BYTES[entry[1]]
 
 
@@ -205,7 +201,6 @@ class Filler:
         self._pool = np.random.default_rng(7).bytes(32 << 20)
 
     def chunks(self, size_bytes: int) -> Iterator[bytes]:
-        """Yield that many bytes."""
         while size_bytes > 0:
             piece = self._pool[: min(size_bytes, len(self._pool))]
             yield piece
@@ -215,7 +210,6 @@ class Filler:
 def write_shard(
     path: Path, entries: list[Entry], values: Mapping[str, bytes], filler: Filler | None
 ) -> None:
-    """Write a shard; tensors without values are filler, or holes when there is no filler."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for entry in entries:
@@ -243,7 +237,6 @@ def write_shard(
 
 
 def split(entries: list[Entry], shards: int) -> list[list[Entry]]:
-    """Cut a list of tensors into shards of about equal bytes, in order."""
     limit = sum(map(size_of, entries)) / shards
     result: list[list[Entry]] = [[]]
     filled = 0

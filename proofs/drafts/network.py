@@ -24,8 +24,6 @@ from proofs.drafts.trees import (
 
 
 class Draft(nn.Module):
-    """Every tensor of a draft model by checkpoint name."""
-
     kind = ""
 
     def __init__(self, seed: int) -> None:
@@ -64,7 +62,6 @@ class Draft(nn.Module):
 
 
 def turned(values: Tensor, places: Tensor) -> Tensor:
-    """Return ``values`` [..., place, head, size] rotated by ``places``, halves apart."""
     half = HEAD_DIM // 2
     rates = THETA ** -(torch.arange(half, device=values.device) / half)
     angles = (places[..., None] * rates)[..., None, :]

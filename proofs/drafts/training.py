@@ -142,7 +142,6 @@ def batch_of(chosen: list[Text], source: random.Random, anchors: int) -> tuple[T
 
 
 def train(draft: Draft, target: Network, known: list[Text], steps: int) -> list[dict[str, Any]]:
-    """Train a draft; return the log."""
     source = random.Random(SEED)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=RATE, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.05)

@@ -50,7 +50,6 @@ OPTION_PINS = (
 )
 VARIABLE_PINS = ("VLLM_USE_DEEP_GEMM", "VLLM_USE_FLASHINFER_SAMPLER")
 PINS = (*OPTION_PINS, *VARIABLE_PINS)
-"""Settings that a plan decides instead of the engine."""
 NOTES = {
     r".* attention: FLASH_ATTN 3 / FLASH_ATTN 2": (
         "GPU proofs ran version 3, which is for Hopper only; a GB10 has version 2 only"
@@ -70,8 +69,6 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A plan on a checkpoint."""
-
     name: str
     plan: dict[str, Any]
     tree: str
@@ -87,7 +84,6 @@ def read_pins(argv: list[str], environment: dict[str, str]) -> dict[str, str]:
 
 
 def remove_pins(argv: list[str]) -> list[str]:
-    """Return the arguments without those of ``OPTION_PINS``."""
     argv = list(argv)
     for option in OPTION_PINS:
         if option in argv:
@@ -380,7 +376,6 @@ def compare(plans: Path, choices: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def find_note(choice: str, values: tuple[str, str]) -> str | None:
-    """Return why a difference is acceptable; None without an explanation."""
     difference = f"{choice}: {values[0]} / {values[1]}"
     return next((note for known, note in NOTES.items() if re.fullmatch(known, difference)), None)
 

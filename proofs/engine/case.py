@@ -149,7 +149,6 @@ def describe_modules(model: Any) -> dict[str, Any]:
 
 
 def to_request(prompt: Any) -> Any:
-    """Wrap token ids for the engine; other prompts are ready."""
     from vllm.inputs import TokensPrompt
 
     return prompt if isinstance(prompt, dict) else TokensPrompt(prompt_token_ids=prompt)
@@ -193,7 +192,6 @@ def read_counters(llm: Any) -> dict[str, Any]:
 
 
 def prefill_logits(llm: Any, recorder: Recorder, prompts: list[Any]) -> tuple[Any, Any, list[int]]:
-    """Return hidden states and logits of every prompt position, and the rows of each prompt."""
     import torch
     from vllm import SamplingParams
 

@@ -18,7 +18,6 @@ OTHER_PRESETS = ("4bit_nc", "k3v4_nc", "3bit_nc")
 
 
 def case(name: str, tree: str, **more: Any) -> dict[str, Any]:
-    """Return an engine run; the trained model gets questions, random models random tokens."""
     options = {"enforce_eager": True, **more.pop("options", {})}
     prompts = "text" if tree.startswith("tiny") else "ids"
     return {"name": name, "tree": tree, "prompts": prompts, "options": options, **more}
@@ -33,7 +32,6 @@ def graphs(mode: str) -> dict[str, Any]:
 
 
 def eager_cases() -> list[dict[str, Any]]:
-    """An eager engine per configuration on the wide random checkpoint."""
     hooks = {"hook_modules": True}
     return [
         case("reference", "wide-overlay", options={"load_format": "spark_portable"}),

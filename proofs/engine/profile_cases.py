@@ -50,7 +50,6 @@ def profile_cases() -> list[dict[str, Any]]:
 
 
 def steered_cases() -> list[dict[str, Any]]:
-    """Models with known tokens and a known acceptance rate."""
     more = {"tokens": STEERED_TOKENS, **QUIET}
     full = graphs(FULL)
     return [
@@ -188,7 +187,6 @@ def again(name: str) -> list[str]:
 
 
 def conversation_cases() -> list[dict[str, Any]]:
-    """``prefix_cases``, those of the trained model repeated ``TIMES`` times."""
     cases = {case["name"]: case for case in prefix_cases()}
     plain = cases[EAGER]
     for name, more in {COMPILED: graphs(FULL), **SHAPES}.items():

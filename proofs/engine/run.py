@@ -63,7 +63,6 @@ def run_cases(
 
 
 def devices_shown() -> list[str]:
-    """Return the usable GPUs; engines are distributed over them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named:
         return named.split(",")

@@ -51,7 +51,6 @@ def compare_answers(reference: Row, result: Row) -> dict[str, Any]:
 
 
 def answers_agree(comparison: dict[str, Any], max_noise: float) -> bool:
-    """Return whether answers agree outside ties and noise is small."""
     return not comparison["beyond_margin"] and comparison["largest_noise"] < max_noise
 
 

@@ -40,8 +40,6 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 class Weights:
-    """Dequantised weights of a tree by the engine's module names."""
-
     def __init__(self, tree: Path) -> None:
         config = json.loads((tree / "config.json").read_text())["quantization_config"]
         config.setdefault("fp8_block", {"modules": [], "block_shape": [128, 128]})
@@ -76,7 +74,6 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
 
 
 def module_errors(result: Row, capture: dict[str, Any], weights: Weights) -> dict[str, Any]:
-    """Return the worst error per kind of module."""
     worst: dict[str, tuple[float, str]] = {}
     for module, (x, y) in capture["modules"].items():
         if module.endswith(".mlp"):  # a whole block, see experts_judge
@@ -297,7 +294,6 @@ def judge_refused(results: dict[str, Row], wanted: dict[str, str]) -> list[Row]:
 
 
 def judge_speculation(results: dict[str, Row]) -> list[Row]:
-    """Judge the trained model: answers by margin, acceptance by counters."""
     rows = []
     pairs = {
         "tiny-eager": "tiny-reference",

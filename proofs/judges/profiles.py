@@ -71,7 +71,6 @@ def _judge_answers(results: dict[str, Row], name: str, reference: str) -> Row:
 
 
 def judge_prefixes(results: dict[str, Row]) -> list[Row]:
-    """Judge conversations with prefix caching against conversations without."""
     rows = [attempt(n, lambda n=n: _judge_talk(results, n)) for n in ("agent-eager", "agent-full")]
     steered_runs = ("prefixes-eager", "prefixes-full")
     return rows + [attempt(n, lambda n=n: _judge_conversation(results, n)) for n in steered_runs]
@@ -194,7 +193,6 @@ def _judge_steered_run(name: str, result: Row, known: dict[str, steered.Steering
 
 
 def judge_heads(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Row]:
-    """Judge the opt-in head: right tokens, and the expected kernel."""
     known = [case for case in cases if case["name"].startswith("steered")]
     rows = judge_steered(results, known)
     rows.append(
@@ -227,7 +225,6 @@ def _judge_head_answers(results: dict[str, Row], name: str, reference: str) -> R
 
 
 def judge_names(results: dict[str, Row], cases: list[dict[str, Any]], trees: Path) -> list[Row]:
-    """Judge that target and drafter together read every tensor of a tree."""
     return [
         attempt(c["name"], lambda c=c: _judge_tensor_reads(results[c["name"]], c, trees))
         for c in cases

@@ -19,12 +19,10 @@ LESS = 0.01
 """Allowed loss against the base of equal top tokens at sure positions."""
 SURE = 0.5
 ENOUGH = 50
-"""Least number of sure positions for a verdict."""
 BASE = "base"
 
 
 def judge_quality(results: dict[str, Row], work: Path) -> list[Row]:
-    """Judge every configuration of both models; the damaged checkpoint must fail."""
     rows = []
     for model in MODELS:
         reference = _load_logits(results, f"{model}-{SIXTEEN_BIT}", work)
@@ -68,7 +66,6 @@ def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> dict[str, A
 
 
 def is_near(own: dict[str, Any], base: dict[str, Any], farther: float) -> bool:
-    """Return whether the distance from 16 bits is about that of the INT4 base."""
     agrees = own["top_agrees_where_sure"] >= base["top_agrees_where_sure"] - LESS
     near = own["divergence_mean"] <= base["divergence_mean"] + farther
     return bool(own["sure_positions"] >= ENOUGH and agrees and near)

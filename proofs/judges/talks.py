@@ -101,7 +101,6 @@ def _find_differences(results: Results, pairs: list[Pair]) -> dict[str, Any]:
 
 
 def _compare(first_run: Row, second_run: Row) -> Iterator[Word]:
-    """Yield every token after a common prefix, up to the first difference."""
     first_turns, second_turns = _list_turns(first_run), _list_turns(second_run)
     for talk in range(len(first_turns[0])):
         for turn, (first, second) in enumerate(zip(first_turns, second_turns, strict=True)):

@@ -61,7 +61,6 @@ def accuracy(weight: torch.Tensor, heads: dict[str, Head], batch: int) -> dict[s
 
 
 def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
-    """Return times in microseconds and accuracy for an input width."""
     torch.manual_seed(0)
     weight = torch.randn(ROWS, in_features, device="cuda").bfloat16()
     values, scales = quantise_rows(weight)
@@ -111,7 +110,6 @@ def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
 def parts(
     values: torch.Tensor, scales: torch.Tensor, in_features: int, tiles: Sequence[Tile]
 ) -> dict[str, Any]:
-    """Return times without single features of a tile, and with outputs in new memory."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     results: dict[str, Any] = {}
     for batch in (1, 16):

@@ -39,7 +39,6 @@ KEPT_BATCH = 16
 
 
 def candidates(batch: int, quick: bool, spark: bool) -> Iterator[Tile]:
-    """Yield correct block sizes to try for ``batch``."""
     fitting = [size for size in (8, 16, 32, 64, 128) if size >= batch][: 2 if batch <= 8 else 1]
     shapes = [(64, 4), (128, 4), (128, 8), (256, 8), (64, 2), (32, 2), (32, 1)]
     hopper = not (spark or WITHOUT_HOPPER) and torch.cuda.get_device_capability() == (9, 0)
@@ -96,7 +95,6 @@ def compile_candidate(job: tuple[Tile, int]) -> str | None:
 
 
 def sweep(in_features: int, batches: list[int], jobs: int, spark: bool) -> dict[str, object]:
-    """Return the twelve best candidates per batch, with times in microseconds."""
     todo = {
         (dataclasses.replace(tile, programs_per_processor=0), in_features)
         for batch in batches

@@ -162,7 +162,6 @@ def swap_experts(tree: Path, out: Path) -> Path:
 
 
 def dequantise(tree: Path, out: Path) -> Path:
-    """Write a checkpoint with 16-bit weights instead of packed weights."""
     checkpoint = read_checkpoint(tree)
     tensors: dict[str, rounding.Tensor] = {}
     for name in checkpoint.owner:
@@ -202,7 +201,6 @@ def compute_answers(tree: Path, questions: list[lessons.Lesson]) -> list[Any]:
 
 
 def compare_all(reference: list[Any], other: list[Any]) -> dict[str, float]:
-    """Compare probabilities of two models: at all positions, and in replies."""
     figures: dict[str, float] = {"positions": sum(len(tokens) for _, tokens, _ in reference)}
     for part in ("all", "replies"):
         numbers = compare_part(reference, other, replies=part == "replies")

@@ -55,7 +55,6 @@ def case(name: str, **more: Any) -> dict[str, Any]:
 
 
 def recall_cases() -> list[dict[str, Any]]:
-    """A 16-bit cache, intact and damaged."""
     band = [LONG // 4, LONG // 2]
     lengths = {"recall": LENGTHS}
     return [
@@ -126,7 +125,6 @@ def wide_cases() -> list[dict[str, Any]]:
 
 
 def prefix_cases() -> list[dict[str, Any]]:
-    """Conversations with prefix caching, with drafts, and with both."""
     talk = {"talks": TALK_SEED}
     both = {**TALKING, **CACHE}
     cases = [
@@ -164,7 +162,6 @@ def prefix_cases() -> list[dict[str, Any]]:
 
 
 def held_talk_cases(full: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same conversations with a TurboQuant cache."""
     cache = {"kv_cache_dtype": f"turboquant_{PRESETS[0]}", "attention_config": {}}
     talk = {"talks": TALK_SEED, "long": True}
     step = {"max_num_batched_tokens": 8192}
@@ -175,7 +172,6 @@ def held_talk_cases(full: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draft_cases() -> list[dict[str, Any]]:
-    """One to three drafts by a 16-bit, an INT4 and a broken drafter."""
     cases = [case("drafts-none", options={**ROOM, **graphs(FULL)}, recall=SHORTER)]
     for tree, short in ((NAME, "16bit"), (INT4_DRAFTS, "int4")):
         for drafts in (1, 2, 3):

@@ -59,7 +59,6 @@ def judge_answer(answer: dict[str, Any], wanted: list[int]) -> dict[str, Any]:
 
 
 def recall(llm: Any, lengths: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Answer questions about contexts of several lengths."""
     results = []
     for length, wanted in lengths.items():
         source = np.random.default_rng([int(length), 7])

@@ -38,7 +38,6 @@ def by_length(rows: list[Row]) -> dict[str, dict[str, float | None]]:
 
 
 def by_depth(rows: list[Row]) -> list[float | None]:
-    """Return the share of right answers in each quarter of the context."""
     quarters: list[list[Row]] = [[] for _ in range(PARTS)]
     for row in looked_up(rows):
         quarters[min(PARTS - 1, int(row["depth"] * PARTS))].append(row)
@@ -97,7 +96,6 @@ def _spread(values: list[float]) -> dict[str, float | int]:
 
 
 def acceptance_by_place(result: dict[str, Any]) -> list[float] | None:
-    """Return the share of drafts accepted at each place of a step."""
     counters = result.get("counters", {})
     steps = sum(v for k, v in counters.items() if k.endswith("num_drafts"))
     places = [v for k, v in counters.items() if k.endswith("accepted_tokens_per_pos")]
@@ -153,7 +151,6 @@ LOST = 0.1
 
 
 def row(claim: str, passed: bool | None, names: list[str], **numbers: Any) -> Row:
-    """Return a row; ``passed`` is None without a claim."""
     return {"claim": claim, "passed": passed, "cases": names, "numbers": numbers}
 
 
@@ -181,7 +178,6 @@ def _question(row: Row) -> tuple[Any, ...]:
 
 
 def recall_row(results: Results, name: str, reference: list[Row]) -> Row:
-    """Judge recall of an engine, or of the model itself for the reference."""
     rows = answers_of(results, name)
     if name == REFERENCE:
         claim = f"{name}: {KNOWN:.0%} of records and passages are found"
@@ -202,7 +198,6 @@ def recall_row(results: Results, name: str, reference: list[Row]) -> Row:
 
 
 def found_of(reference: list[Row], rows: list[Row]) -> dict[str, int]:
-    """Count right answers, in total and where the reference is reliable."""
     questions, known = looked_up(rows), sure(reference, rows)
     return {
         "asked": len(questions),

@@ -33,7 +33,6 @@ SLOT = 8
 LONG, LONGER = 4, 16  # slots of a passage
 VALUES = SLOT - 5
 UNTAUGHT = -100
-"""Label of an unpredictable token."""
 SHARES = {"record": 0.42, "question": 0.3, "set": 0.12, "get": 0.1}
 """Share of each kind of slot; the rest is filler."""
 PASSAGE_SHARE = 0.12
@@ -63,8 +62,6 @@ class Context:
 
 @dataclass(frozen=True)
 class Question:
-    """Question and answer tokens, and the relative depth of the fact (0: start)."""
-
     kind: str
     tokens: list[int]
     answer: list[int]
@@ -72,7 +69,6 @@ class Question:
 
 
 def _pairs(source: np.random.Generator, count: int, near: bool) -> Ints:
-    """Return distinct pairs of words; ``near``: most pairs share a word."""
     words = max(24, int(np.sqrt(4 * count)) + 1) if near else WORDS
     words = min(words, WORDS)
     chosen = source.permutation(WORDS)[:words] + FIRST_WORD
@@ -155,7 +151,6 @@ def _put_passages(
 
 
 def _put_registers(source: np.random.Generator, tokens: Ints, labels: Ints, kinds: Ints) -> Ints:
-    """Write settings and readings, two in a slot; return the values at the end."""
     slots = np.flatnonzero((kinds == 2) | (kinds == 3))
     registers = source.integers(0, REGISTERS, (len(slots), 2)).reshape(-1)
     is_set = np.repeat(kinds[slots] == 2, 2)
@@ -183,7 +178,6 @@ def _put_registers(source: np.random.Generator, tokens: Ints, labels: Ints, kind
 
 
 def batch(seed: int, rows: int, length: int) -> tuple[Ints, Ints]:
-    """Return (tokens, labels), each ``[rows, length]``, the same for the same seed."""
     source = np.random.default_rng(seed)
     made = [
         context(

@@ -52,7 +52,6 @@ def chunk_gated_delta_rule(
 
 
 def _chunks(x: Tensor) -> Tensor:
-    """Return ``[batch, heads, chunks, CHUNK, width]``, padded with zeros at the end."""
     x = functional.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % CHUNK))
     return x.unflatten(2, (-1, CHUNK))
 
@@ -60,7 +59,6 @@ def _chunks(x: Tensor) -> Tensor:
 def _scan(
     q: Tensor, k: Tensor, values: Tensor, reads: Tensor, inside: Tensor, decay: Tensor
 ) -> Tensor:
-    """Return the output of every chunk; the state passes from chunk to chunk."""
     state = torch.zeros(*q.shape[:2], k.shape[-1], values.shape[-1], device=q.device)
     flat = [x.unbind(2) for x in (q, k.transpose(-1, -2), values, reads, inside)]
     out = []
@@ -104,7 +102,6 @@ def _rule_errors(first: Any, second: Any, device: str) -> list[float]:
 
 
 def dense_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute all experts for every token, in two products."""
     spread = torch.zeros(len(hidden), self.num_experts, dtype=weights.dtype, device=hidden.device)
     spread = spread.scatter(1, chosen, weights)
     gate_up = functional.linear(hidden, self.gate_up_proj.flatten(0, 1))
@@ -141,7 +138,6 @@ def hidden_states(network: Network, tokens: Tensor, places: Tensor) -> tuple[Ten
 
 
 def losses(network: Network, tokens: Tensor, labels: Tensor, places: Tensor) -> dict[str, Tensor]:
-    """Return loss and accuracy of the model and the first two drafts."""
     hidden, (cos, sin) = hidden_states(network, tokens, places)
     results: dict[str, Tensor] = {}
     state_of, embedded = hidden, network.model.embed_tokens(tokens)

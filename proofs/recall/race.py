@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(out: Path, seeds: int, limit_s: float) -> dict[Path, subprocess.Popen[bytes]]:
-    """Start a training per seed, distributed over the GPUs; return processes by directory."""
     cards = itertools.cycle(devices_shown())
     workers = max(2, (os.cpu_count() or 1) // seeds - 2)
     processes = {}

@@ -42,7 +42,6 @@ def run_cases(
     limit_s: float,
     within_s: float,
 ) -> dict[str, dict[str, Any]]:
-    """Run cases without a result in ``work``; return all results."""
     engine_run.run_cases(
         wanted, trees, work,
         at_once=at_once, limit_s=limit_s, within_s=within_s,

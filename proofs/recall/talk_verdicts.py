@@ -10,14 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from proofs.judges.answers import acceptance
-from proofs.recall.judge import (
-    CLEAR,
-    DOUBT,
-    Results,
-    Row,
-    acceptance_by_place,
-    talk_figures,
-)
+from proofs.recall.judge import CLEAR, DOUBT, Results, Row, acceptance_by_place, talk_figures
 
 UNKNOWN = 0.1
 """Share of wrong answers allowed without cache and drafts."""

@@ -16,7 +16,6 @@ from proofs.recall.language import Context, Question
 FIRST_TURNS = (1504, 2336, 3008, 544, 4512, 7008)
 """Tokens of the clients' first contexts; blocks of the recall model have 272."""
 MORE = (224, 1888, 416, 992)
-"""Tokens that a turn adds."""
 KINDS = ("register", "record", "passage", "register", "record")
 SHARED = 5024
 LONG = 40_000
@@ -25,8 +24,6 @@ AGAIN = 3
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt of a round."""
-
     client: str
     kind: str
     prompt: list[int]
@@ -35,8 +32,6 @@ class Asked:
 
 @dataclass
 class Talk:
-    """A conversation that grows."""
-
     name: str
     source: np.random.Generator
     made: Context

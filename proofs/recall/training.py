@@ -99,8 +99,6 @@ def batches(pool: Any, seed: int, number: int, phase: Phase) -> Iterator[list[Te
 
 
 class Run:
-    """A training run: network, optimizer and log."""
-
     def __init__(self, device: str, limit_s: float, seed: int, further: Path | None) -> None:
         self.device, self.limit_s, self.seed, self.further = device, limit_s, seed, further
         self.seen: dict[str, Any] = {"log": []}
@@ -129,7 +127,6 @@ class Run:
         return time.monotonic() - self.started
 
     def phase(self, phase: Phase, source: Iterator[list[Tensor]]) -> float:
-        """Train a phase within the time limit; return the accuracy."""
         known = 0.0
         recent: list[Tensor] = []
         begun_s = self.spent_s()
@@ -177,7 +174,6 @@ class Run:
 
 
 def train(run: Run, phases: tuple[Phase, ...], workers: int) -> None:
-    """Train all phases; raises ValueError if a phase misses the target accuracy."""
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         next(iter(batches(pool, run.seed, 99, phases[0])))  # every worker runs before the device is
         run.start()
@@ -193,7 +189,6 @@ def train(run: Run, phases: tuple[Phase, ...], workers: int) -> None:
 
 
 def recall(network: Network, device: str, length: int, rows: int) -> dict[str, Any]:
-    """Return the accuracy at a context length, with positions without jumps."""
     right, right2, total = 0.0, 0.0, 0
     for row in range(rows):
         tokens, labels = language.batch(SEED + 5_000_000 + length + row, 1, length)

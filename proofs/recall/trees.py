@@ -63,7 +63,6 @@ def read_weights(directory: Path = trained.HERE) -> dict[str, Floats]:
 
 
 def make(weights: dict[str, Floats], out: Path) -> None:
-    """Write base and donor, and build the hybrids in layout overlay with the INT8 head."""
     work = out / "work"
     work.mkdir(parents=True)
     base, donor = write_sources(weights, out)
@@ -76,7 +75,6 @@ def make(weights: dict[str, Floats], out: Path) -> None:
 
 
 def write_sources(weights: dict[str, Floats], out: Path) -> tuple[Path, Path]:
-    """Write base and donor; returns their directories."""
     tokenizer = vocabulary.train(WORDS)
     base, donor = out / f"{NAME}-base", out / f"{NAME}-donor"
     repository.write_int4(base, RECALL, weights, tokenizer, "recall")

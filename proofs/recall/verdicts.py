@@ -87,13 +87,10 @@ def _ahead_row(results: Results, base: list[Row]) -> Row:
 
 
 THREE_BITS = ("k3v4", "3bit")
-"""Presets with 3-bit keys; a guard rail warns about them."""
 TAKEN = ("tq-k8v4", "tq-4bit_nc")
-"""Engines with the presets of profiles."""
 
 
 def judge_recall(results: Results, reference: dict[str, Any]) -> list[Row]:
-    """The model recalls facts with a 16-bit cache, and damage is detected in place."""
     base = reference.get("recall", [])
     rows = [
         recall_row(results, name, base)
@@ -123,7 +120,6 @@ def _band_row(results: Results, name: str, base: list[Row]) -> Row:
 
 
 def judge_turboquant(results: Results, reference: dict[str, Any]) -> list[Row]:
-    """Recall and divergence of each preset, with the plugin's and the stock backend."""
     base, rows = reference.get("recall", []), []
     for name, result in results.items():
         if not result.get("recall"):
@@ -147,7 +143,6 @@ def _stock_row(name: str, result_row: Row) -> Row:
 
 
 def _three_bits_row(results: Results, name: str, base: list[Row]) -> Row:
-    """Claim of presets with 3-bit keys: larger errors than the presets of profiles."""
     others = [other for other in TAKEN if answers_of(results, other)]
     own, *others_moved = (_moved(base, answers_of(results, other)) for other in (name, *others))
     claim = f"{name}: further from 16 bit than every preset of a profile"
@@ -190,13 +185,11 @@ def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
 
 
 def _alone_of(name: str, results: Results) -> str:
-    """Return the sequential or eager engine with the same cache."""
     plain = name.removesuffix("-alone").removesuffix("-full-mtp2")
     return f"{plain}-alone" if f"{plain}-alone" in results else plain
 
 
 def judge_drafts(results: Results, reference: dict[str, Any]) -> list[Row]:
-    """Drafts change no answer, in any drafter format; a broken drafter is detected."""
     plain = answers_of(results, "drafts-none")
     result_rows = []
     for name, result in results.items():

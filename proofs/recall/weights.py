@@ -20,7 +20,6 @@ NAME = "weights.npz"
 
 
 def write(directory: Path, bits: Mapping[str, npt.NDArray[np.uint16]]) -> Path:
-    """Write the BF16 bit patterns of every weight; return the file."""
     planes = {
         name: np.stack([values >> 8, values & 0xFF]).astype(np.uint8)
         for name, values in bits.items()

@@ -32,7 +32,6 @@ NOT_ASKED = LOG_LINES
 
 
 def recall_questions() -> list[language.Question]:
-    """Return contexts with a question each, both in ``tokens``."""
     questions = []
     for length, kinds in LENGTHS.items():
         made = language.context(np.random.default_rng([length, 7]), length, near=True, asks=False)
@@ -64,7 +63,6 @@ def ask_recall_questions(server: Server, model: str) -> list[dict[str, Any]]:
 def completion(
     server: Server, model: str, prompt: list[int] | str, tokens: int, *, ignore_eos: bool
 ) -> dict[str, Any]:
-    """Return a greedy answer: tokens, log-probabilities, and margins to the next best."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -123,7 +121,6 @@ def run_check(server: Server, release: Release, only: str | None = None) -> list
 
 
 def record_answers(server: Server, release: Release) -> dict[str, Any]:
-    """Return the answers that ``spark-check --record`` stores."""
     prompts = compare.check_prompts(release)
     host = Host(Paths(server.log.parent))  # only the clock is used
     answers: dict[str, Any] = plain(compare.ask(release, Engine(server.socket), prompts, host))
@@ -167,7 +164,6 @@ def ask_about_pictures(server: Server, model: str) -> list[dict[str, Any]]:
 
 
 def picture_message(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the content of a message: the pictures, then the question."""
     urls = [base64.b64encode(png(COLOURS[name])).decode() for name in names]
     shown = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{url}"}} for url in urls

@@ -42,8 +42,6 @@ LEAST_MARGIN = 1.0
 
 @dataclass(frozen=True)
 class Seen:
-    """Right-padded tokens, labels, and the pictures in order."""
-
     tokens: Tensor
     labels: Tensor
     pixels: Tensor
@@ -72,7 +70,6 @@ def make_lesson(names: tuple[str, ...]) -> lessons.Lesson:
 def make_batch(
     tokenizer: Any, several: list[tuple[str, ...]], source: random.Random | None
 ) -> Seen:
-    """Return a batch; without ``source`` colours have no jitter."""
     batch = training.encode(tokenizer, [make_lesson(names) for names in several])
     pixels = []
     for name in (name for names in several for name in names):
@@ -88,7 +85,6 @@ def draw_colours(source: random.Random) -> list[tuple[str, ...]]:
 
 
 def load_weights(network: Network, weights: dict[str, Floats]) -> None:
-    """Load the trained weights; files have separate experts, the network a single tensor."""
     own = network.state_dict()
     for name, value in own.items():
         plain = name.replace("parametrizations.", "").removesuffix(".original")
@@ -110,8 +106,6 @@ def _collect(weights: dict[str, Floats], name: str, shape: torch.Size) -> Floats
 
 
 class Model:
-    """The text network, and the whole model around it."""
-
     def __init__(self, weights: dict[str, Floats], ids: dict[str, int]) -> None:
         self.network = Network(TINY)
         load_weights(self.network, weights)
@@ -126,7 +120,6 @@ class Model:
             value.copy_(torch.from_numpy(weights[VISION + name]))
 
     def hidden(self, batch: Seen) -> Tensor:
-        """Return the last hidden states of requests with pictures."""
         hidden: Tensor = self.whole.model(
             input_ids=batch.tokens,
             pixel_values=batch.pixels,
@@ -218,7 +211,6 @@ def train(steps: int) -> dict[str, Floats]:
 
 
 def main() -> None:
-    """Train, and write the weights in 32 bits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=400)

@@ -16,7 +16,6 @@ WITHOUT = {
     "plain-bf16": "plain-bf16-without",
     "plain-ngram": "plain-bf16-without",
 }
-"""The reference without drafts for each run with drafts."""
 MTP_ACCEPTED = 0.3
 LEAST_ACCEPTED = {"plain-ngram": 0.02}
 """Ngram drafts repeat earlier words; the lab's answers repeat little."""
@@ -28,7 +27,6 @@ RECALL_NOISE = 0.05
 
 
 def judge_cluster(results: dict[str, Row]) -> list[Row]:
-    """Judge two processes that act as two hosts against a single device."""
     rows = []
     for name, result in results.items():
         rows.append(_judge_start(name, result))
@@ -69,7 +67,6 @@ def _judge_cache_size(name: str, result: Row, alone: Row) -> Row:
 
 
 def cache_tokens(result: Row) -> int:
-    """Return the cache size in tokens from the log, 0 if missing."""
     matches = [re.search(r"GPU KV cache size: ([\d,]+) tokens", line) for line in result["log"]]
     return max((int(match[1].replace(",", "")) for match in matches if match), default=0)
 
@@ -90,7 +87,6 @@ def _judge_ranks(name: str, result: Row) -> Row:
 
 
 def judge_plain(results: dict[str, Row]) -> list[Row]:
-    """Judge plain repositories with the engine's own speculation against the same without."""
     rows = []
     for name, result in results.items():
         rows.append(_judge_start(name, result))
@@ -147,7 +143,6 @@ def _judge_drafts(name: str, result: Row, other: str, without: Row) -> Row:
 
 
 def judge_seeing(results: dict[str, Row]) -> list[Row]:
-    """Judge that a trained tower names pictures and damaged towers do not."""
     rows = [_judge_start(name, result) for name, result in results.items()]
     if results["seeing"]["state"] == "served":
         rows.append(_judge_check("seeing", results["seeing"]))
@@ -231,6 +226,5 @@ def _judge_answers(name: str, result: Row, other: str, reference: Row, noise: fl
 
 
 def accepted(result: Row) -> float | None:
-    """Return the acceptance rate; ``None`` without drafts."""
     drafts = result["drafts"]
     return round(drafts["accepted"] / drafts["drafted"], 3) if drafts["drafted"] else None

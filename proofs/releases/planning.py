@@ -56,7 +56,6 @@ def main() -> None:
 
 
 def make_lock(store: Path) -> Lock:
-    """Return the lock of the plain models: commits, files and headers."""
     for name in ("fp8", "bf16"):
         trees.publish_plain(store, name)
     hub = Hub(Store(store), FaultSwitch(store / "no-fault"), "", store / "access.jsonl")
@@ -80,7 +79,6 @@ def make_lock(store: Path) -> Lock:
 
 
 def run_plan(inventory: Path, chosen: list[str]) -> str:
-    """Return the output of ``spark-deploy plan`` for the first host."""
     words = ["plan", "spark-1", "--inventory", str(inventory), "--estimate", "--json", *chosen]
     command = [sys.executable, "-m", "spark_deploy", *words]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

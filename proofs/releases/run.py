@@ -36,8 +36,6 @@ WAYS = ("via NET/", "via P2P", "via SHM")
 
 @dataclass(frozen=True)
 class Run:
-    """A release to serve: plan, checkpoint and questions."""
-
     name: str
     plan: str
     tree: str
@@ -94,7 +92,6 @@ JUDGES: dict[str, Callable[[dict[str, Row]], list[Row]]] = {
 def serve(
     run: Run, trees: Path, plans: Path, work: Path, devices: list[str], until_s: float
 ) -> Row:
-    """Start a release's engines, query them, stop them; return the results."""
     release = read_release(plans / f"{run.plan}.json")
     if not run.drafts:
         release = _without_drafts(release)

@@ -44,8 +44,6 @@ ADDRESSES = ("127.0.0.1", "127.0.0.2")
 
 @dataclass
 class Server:
-    """A running engine, or a rank of an engine."""
-
     log: Path
     socket: Path
     argv: list[str]
@@ -172,7 +170,6 @@ def _with(text: str, replaced: dict[str, str]) -> str:
 
 
 def read_release(plan: Path) -> Release:
-    """Return the release of the first host of a plan."""
     from spark_contract import documents
 
     content: list[dict[str, Any]] = json.loads(plan.read_text())

@@ -29,7 +29,6 @@ VISION = "model.visual."
 
 
 def publish_plain(store: Path, kind: str) -> None:
-    """Make the lab's model in FP8 or in 16 bits a repository of a hub on disk."""
     made = store.parent / f"plain-{kind}"
     write_plain(made, kind)
     repository.publish(store, f"lab/tiny-{kind}", [made])
@@ -87,7 +86,6 @@ def make_seeing(eyes: Path, out: Path) -> None:
 
 
 def damage_eyes(good: Path) -> None:
-    """Write two copies of the checkpoint: with an untrained tower and with a blind tower."""
     towers = {name: value for name, value in stored.read(TINY).items() if name.startswith(VISION)}
     for name in ("other", "blind"):
         tree = trees.damaged(good, name)

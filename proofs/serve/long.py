@@ -28,8 +28,6 @@ PARTS = 4
 
 
 class Sampler:
-    """Samples the metrics of an engine."""
-
     def __init__(self, sock: str) -> None:
         self.sock = sock
         self.seen: list[dict[str, float]] = []
@@ -46,7 +44,6 @@ class Sampler:
             self._over.wait(EVERY_S)
 
     def during(self, work: Any) -> list[dict[str, float]]:
-        """Return the samples taken during ``work``."""
         thread = threading.Thread(target=self.run)
         thread.start()
         try:
@@ -58,7 +55,6 @@ class Sampler:
 
 
 def talk(sock: str, model: str) -> dict[str, Any]:
-    """Send a long prompt, then four at once; return the samples of both."""
     prompts = random_prompts([PROMPT_TOKENS - number for number in range(TOGETHER + 1)])
     _read(sock, model, prompts[0][:9000])  # compiles missing kernels
     alone = Sampler(sock).during(lambda: _read(sock, model, prompts[0]))

@@ -27,8 +27,6 @@ CHAT = "/v1/chat/completions"
 
 
 class UnixConnection(http.client.HTTPConnection):
-    """HTTP over a unix socket."""
-
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=120)
         self._path = path
@@ -48,8 +46,6 @@ def ask(path: str, method: str, target: str, body: dict[str, Any] | None = None)
 
 
 class Talk:
-    """Requests to a served model."""
-
     def __init__(self, sock: str, model: str) -> None:
         self.sock = sock
         self.question = {"model": model, "temperature": 0, "max_tokens": 200}
@@ -65,7 +61,6 @@ class Talk:
         return message
 
     def stream(self) -> dict[str, Any]:
-        """Return the streamed answer to the first question."""
         messages = [{"role": "user", "content": QUESTIONS[0]}]
         body = {**self.question, "messages": messages, "stream": True}
         status, text = ask(self.sock, "POST", CHAT, body)

@@ -49,7 +49,6 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_wide(out: Path) -> tuple[Path, Path]:
-    """Write base and donor of random weights; returns their directories."""
     tokenizer = vocabulary.train(1024)
     weights = original.random_weights(WIDE, SEED)
     base, donor = out / "wide-base", out / "wide-donor"
@@ -111,7 +110,6 @@ def build(content: dict[str, Any], work: Path) -> None:
 
 
 def damaged(good: Path, name: str) -> Path:
-    """Return a copy of ``good`` to be damaged; files are real copies, never shared."""
     target = good.with_name(f"{good.name}-{name}")
     shutil.copytree(good, target)
     return target
@@ -151,7 +149,6 @@ def stored_bytes(tree: Path, name: str) -> bytes:
 
 
 def drop_names(tree: Path, dropped: set[str]) -> None:
-    """Remove tensors from file and index."""
     index = json.loads((tree / INDEX).read_text())
     for name in dropped:
         path = tree / index["weight_map"].pop(name)

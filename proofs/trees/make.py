@@ -32,7 +32,6 @@ from proofs.trees.build import (
 
 
 def make(out: Path, hub: Path | None, *, special: bool) -> None:
-    """Make all checkpoints in ``out``, a new directory; ``hub`` has the lab's trained model."""
     work = out / "work"
     work.mkdir(parents=True)
     with ProcessPoolExecutor(7) as pool:
@@ -76,7 +75,6 @@ WRONG = "model.language_model.layers.1.mlp.shared_expert.down_proj.weight_scale_
 
 
 def make_quality(out: Path, recall_weights: Path) -> None:
-    """Add the checkpoints of stage quality to ``out``, which has most *tiny* variants."""
     work = out / "work"
     work.mkdir(parents=True, exist_ok=True)
     trained = spread(TINY, weights.read(TINY))

@@ -62,18 +62,15 @@ def make_steered(out: Path, work: Path) -> None:
 
 
 def make_narrow(out: Path, work: Path) -> None:
-    """Write random weights with a single group of scales per expert."""
     _hybrid(out, work, "narrow", NARROW, original.random_weights(NARROW, SEED), HYBRID)
 
 
 def make_long(out: Path, work: Path) -> None:
-    """Write random weights for 262,144 positions."""
     shape = replace(WIDE, max_positions=LONG_POSITIONS)
     _hybrid(out, work, "long", shape, original.random_weights(shape, SEED), HYBRID)
 
 
 def make_true(out: Path, work: Path, name: str, shape: Shape, *, int4_mtp: bool) -> None:
-    """Write a layer of each kind in real sizes."""
     small = replace(shape, experts=EXPERT_KINDS, vocabulary=shape.vocabulary // VOCABULARY_COPIES)
     few = original.random_weights(small, SEED)
     weights: dict[str, Floats] = {}

@@ -24,8 +24,6 @@ TOP_LOGIT = 14.0
 
 @dataclass(frozen=True)
 class Steering:
-    """Permutation and odd tokens of a steered model."""
-
     following: npt.NDArray[np.int64]  # the token after each token
     odd: npt.NDArray[np.bool_]  # after these a draft is wrong
 
@@ -64,7 +62,6 @@ def weights(shape: Shape, seed: int, known: Steering) -> dict[str, Floats]:
 
 
 def expected_tokens(known: Steering, last: int, count: int) -> list[int]:
-    """Return the greedy answer after ``last``."""
     tokens = []
     for _ in range(count):
         last = int(known.following[last])

@@ -199,10 +199,7 @@ FILES: dict[str, Callable[[], Iterable[str]]] = {
 PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "docs/reference/commands.md": {"commands": command_rows},
     "docs/reference/models.md": {"hybrid models": hybrid_models, "plain models": plain_models},
-    "docs/reference/profiles.md": {
-        "profiles": profile_sections,
-        "guard rails": rail_rows,
-    },
+    "docs/reference/profiles.md": {"profiles": profile_sections, "guard rails": rail_rows},
     "docs/reference/speed.md": {
         "comparison": lambda: speed.compared_rows(catalog()),
         "measurements": lambda: speed.measured_rows(catalog()),
