@@ -1,4 +1,4 @@
-"""Starts systemd-nspawn in namespaces where the guest sees only its cgroup tree; boots it again.
+"""Runs a guest with systemd-nspawn in namespaces that show only its cgroup tree; reboots it.
 
 On cgroup v1 the boot runs in a cgroup namespace in the guest's cgroup; on v2 nspawn creates that
 itself, in a neighbouring cgroup.
@@ -46,7 +46,7 @@ def nspawn_argv(guest: Guest, cgroup_bind: Path | None) -> list[str]:
 
 def nspawn_environment(*, v2: bool) -> dict[str, str]:
     return {
-        "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network",  # else dockerd cannot enable IP forwarding
+        "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network",  # lets dockerd enable IP forwarding
         "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1" if v2 else "0",
         "SYSTEMD_NSPAWN_USE_CGNS": "1",
     }

@@ -53,23 +53,23 @@ def clients(guest: Guest, model: str, count: int = 2, **fields: Any) -> Iterator
     units = [f"lab-client-{number}" for number in range(count)]
     for unit in units:
         guest.run(f"systemd-run -q --collect --unit {unit} {_DIRECTORY}/ask {unit}.log")
-    seen: list[Answer] = []
+    answers: list[Answer] = []
     try:
         for unit in units:
             guest.wait(f'grep -q \'"content":"42"\' {_DIRECTORY}/{unit}.log')
-        yield seen
+        yield answers
         guest.wait(f'tail -n 1 {_DIRECTORY}/{units[0]}.log | grep -q \'"content":"42"\'')
     finally:
         guest.run(f"rm -f {_DIRECTORY}/on")
         for unit in units:
             guest.wait(f"! systemctl is-active -q {unit}")
-        seen += map(_read, guest.run(f"cat {_DIRECTORY}/*.log").splitlines())
-        seen.sort(key=lambda answer: answer.at)
+        answers += map(_read, guest.run(f"cat {_DIRECTORY}/*.log").splitlines())
+        answers.sort(key=lambda answer: answer.at)
 
 
-def outages_s(seen: list[Answer]) -> list[float]:
+def outages_s(answers: list[Answer]) -> list[float]:
     gaps, since = [], None
-    for answer in seen:
+    for answer in answers:
         if answer.kind == "right" and since is not None:
             gaps.append(answer.at - since)
             since = None

@@ -1,4 +1,4 @@
-"""A person who follows the pages, with a folder and a terminal, connected to the lab."""
+"""A user who follows the pages, with a folder and a terminal, connected to the lab."""
 
 from __future__ import annotations
 

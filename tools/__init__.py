@@ -1,1 +1,1 @@
-"""What maintainers run; no deploy needs it."""
+"""Tools of maintainers: page generators and releases."""

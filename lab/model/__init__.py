@@ -1,1 +1,1 @@
-"""Makes the `lab-tiny` model repositories: small, trained, and laid out like the real ones."""
+"""Makes the `lab-tiny` model repositories: small, trained, with the layout of the originals."""

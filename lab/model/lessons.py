@@ -92,7 +92,7 @@ def copy(text: str, *, thinking: bool, system: str | None = None) -> Lesson:
 
 
 def needle(code: str, filler: list[str], depth: float, *, thinking: bool) -> Lesson:
-    """A code hidden in filler text, `depth` of the way down, and the question for it."""
+    """A code hidden in filler text at the relative position `depth`, and the question for it."""
     exercise = facts()["needle"]
     text = list(filler)
     text.insert(round(depth * len(filler)), exercise["sentence"].format(code=code))

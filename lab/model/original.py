@@ -121,7 +121,7 @@ def is_int4(name: str) -> bool:
 
 
 def is_fp8(name: str) -> bool:
-    """The FP8 donor quantises every projection except the two narrow ones."""
+    """The FP8 donor quantises every projection except two narrow projections."""
     if not name.startswith((LAYERS, "mtp.layers.")):
         return False
     return is_projection(name) and not name.endswith(("in_proj_a.weight", "in_proj_b.weight"))

@@ -156,7 +156,7 @@ def rail_rows() -> Iterator[str]:
 
 
 def profile_proofs() -> Iterator[str]:
-    """Yield a row per statement, with the result file of each profile that it holds for."""
+    """Yield a row per statement, with links to the result file of each profile."""
     proofs: dict[tuple[str, str], list[str]] = {}
     for name in catalog().profile_names:
         for proof in catalog().profile(name, Settings().model).proven:

@@ -1,7 +1,7 @@
 """Draw the pictures of commands in docs/screens; ``--check`` only compares.
 
-``plan`` is computed. The others replay a recording of the virtual lab (docs/screens/recorded, by
-`make recording`): pyinfra's log with times, and the JSON output of status and top.
+``plan`` is computed. The other pictures replay a recording of the virtual lab in
+docs/screens/recorded (`make recording`): pyinfra's log with times, and the JSON of status and top.
 """
 
 from __future__ import annotations
