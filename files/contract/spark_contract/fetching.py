@@ -87,6 +87,9 @@ class Wire:
     parallel: int = field(default=4, metadata=OPTIONAL)  # requests at once
     timeout_s: float = field(default=30.0, metadata=OPTIONAL)  # without data on a connection
     rate_limit_bytes_per_s: int | None = field(default=None, metadata=OPTIONAL)
+    # A mirror or peer with a lower rate, all requests together, is left for the next source.
+    slow_bytes_per_s: int = field(default=1_000_000, metadata=OPTIONAL)
+    slow_after_s: float = field(default=10.0, metadata=OPTIONAL)  # measured over so long
 
     def __post_init__(self) -> None:
         in_range("tries", self.tries, 1, 100)
@@ -95,6 +98,15 @@ class Wire:
         in_range("outage_s", self.outage_s, 0)
         in_range("timeout_s", self.timeout_s, 0.1)
         in_range("rate_limit_bytes_per_s", self.rate_limit_bytes_per_s or 1, 1)
+        in_range("slow_bytes_per_s", self.slow_bytes_per_s, 0)
+        in_range("slow_after_s", self.slow_after_s, 0.1)
+
+    @property
+    def least_bytes_per_s(self) -> float:
+        """Rate below which a mirror or peer is slow; half of a lower limit of our own."""
+        if self.rate_limit_bytes_per_s is None:
+            return self.slow_bytes_per_s
+        return min(self.slow_bytes_per_s, self.rate_limit_bytes_per_s / 2)
 
 
 @dataclass(frozen=True, slots=True)

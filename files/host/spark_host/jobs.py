@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections import deque
 from dataclasses import replace
@@ -37,6 +38,9 @@ from spark_host.system.programs import log
 STATUS = "status.json"
 _TAIL_LINES = 20
 _TAIL_PERIOD_S = 2.0
+# End a job whose output shows no progress for so long. Downloads that wait for a hub print retries.
+_STALL_S = 2 * 3600.0
+_STOP_S = 60.0
 _TOKEN_UNUSED_S = 60.0  # a written token is used at once
 
 
@@ -153,11 +157,17 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
         return 4, [line]
     # The child must leave a state to resume.
     signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
-    written = 0.0
+    written, progress = 0.0, ""
+    stall = _StallTimeout(child)
     for line in child.stdout or ():
         text = line.rstrip("\n")
         log(text)
         tail.append(text)
+        phase_and_bytes = text.partition(" total=")[0]
+        if phase_and_bytes != progress:
+            stall.postpone()
+        if text.startswith(PHASE):
+            progress = phase_and_bytes
         # On a full disk: report the original error.
         with contextlib.suppress(OSError):
             if text.startswith(PHASE):
@@ -165,7 +175,38 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
             elif time.monotonic() - written > _TAIL_PERIOD_S:
                 files.write_text(folder / "tail", "\n".join(tail) + "\n")
                 written = time.monotonic()
-    return child.wait(), list(tail)
+    code = child.wait()
+    if stall.has_expired:
+        what = f"no progress for {_STALL_S:.0f} s"
+        fix = "check disk (dmesg) and network, then run the deploy again: it resumes"
+        tail.append(ERROR + Problem(job.title, what, fix).line)
+        log(tail[-1])
+        return 4, list(tail)
+    return code, list(tail)
+
+
+class _StallTimeout:
+    """Stops a child process unless ``postpone`` is called in time."""
+
+    def __init__(self, child: subprocess.Popen[str]):
+        self.has_expired = False
+        self._child, self._moved_at = child, time.monotonic()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def postpone(self) -> None:
+        self._moved_at = time.monotonic()
+
+    def _watch(self) -> None:
+        while (left_s := self._moved_at + _STALL_S - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(left_s)
+                return
+        self.has_expired = True
+        self._child.terminate()
+        try:
+            self._child.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
 
 
 def end(digest12: str, paths: Paths, *, success: bool) -> None:

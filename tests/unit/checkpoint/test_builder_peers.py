@@ -11,7 +11,7 @@ import time
 
 import pytest
 from builder_faults import flip
-from builder_hub import REPOSITORY, Hub, contents, fetch_order
+from builder_hub import REPOSITORY, Hub, contents, fetch_order, send_and_crawl
 from builder_judge import LAYOUTS
 from builder_trees import run_tool, tool_environment
 
@@ -124,7 +124,7 @@ def test_waits_for_a_peer_that_is_downloading(order, hub, peer, fetch):
 
     def progress():
         for pieces in range(1, 8):
-            line = f"progress phase=fetch bytes={pieces} total={SIZE}"
+            line = f"progress phase=fetch bytes={pieces * 1_000_000} total={SIZE}"
             (peer.root / TREE / "progress").write_text(line)
             if stop.wait(0.4):
                 return
@@ -145,6 +145,46 @@ def test_skips_a_peer_without_progress(order, hub, peer, fetch):
     (peer.root / TREE / "progress").write_text("progress phase=fetch bytes=1")
     fetch(order(peer))
     assert sent_bytes(hub) >= SIZE
+
+
+@pytest.mark.parametrize("rate", [10, 100_000_000], ids=["slow", "claims to be fast"])
+def test_does_not_wait_long_for_a_file_that_a_peer_lacks(order, hub, peer, fetch, rate):
+    """The progress moves on every request; the file never comes."""
+    (peer.root / TREE / "files").unlink()
+    (peer.root / TREE / "progress").write_text("")
+    started = time.monotonic()
+
+    def claim(handler, path, data):
+        count = round(rate * (time.monotonic() - started))
+        handler.answer(200, f"progress phase=fetch bytes={count} total={SIZE}".encode())
+        return True
+
+    peer.fault = claim
+    # Two files at once: 3 s for 3 MB.
+    path = order(peer, slow_bytes_per_s=2_000_000)
+    path.write_text(path.read_text().replace('"patience_s": 1', '"patience_s": 0.1'))
+    fetch(path)
+    assert sent_bytes(hub) >= SIZE
+    assert time.monotonic() - started < 12
+
+
+def test_leaves_a_slow_peer_and_resumes_from_the_hub(order, hub, peer, fetch):
+    sent = []
+
+    def crawl(handler, path, data):
+        if not path.endswith("large.bin") or handler.headers.get("Range") == "bytes=0-0":
+            return False
+        sent.append(path)
+        send_and_crawl(handler, data)
+        return True
+
+    peer.fault = crawl
+    started = time.monotonic()
+    fetch(order(peer, slow_bytes_per_s=500_000, slow_after_s=0.5))
+    assert time.monotonic() - started < 10
+    [first] = [h["Range"] for path, h, _ in hub.requests if path.endswith("large.bin")]
+    assert int(first.removeprefix("bytes=").partition("-")[0]) >= SIZE // 3
+    assert len(sent) == 1
 
 
 def test_refuses_wrong_bytes_of_a_peer(order, peer, source, fetch, tmp_path):

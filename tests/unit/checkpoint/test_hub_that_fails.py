@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builder_hub import REPOSITORY, Hub, fetch_order
+from builder_hub import REPOSITORY, Hub, fetch_order, send_and_crawl
 from builder_trees import run_tool, tool_environment
 from spark_checkpoint.errors import TransferFailed
 from spark_checkpoint.sources.client import _resolve_redirect
@@ -193,9 +193,9 @@ class Scene:
 
         hub.fault = fault
 
-    def write_order(self, *hubs: str, outage_s: float = 0) -> None:
+    def write_order(self, *hubs: str, outage_s: float = 0, **changes: float) -> None:
         urls = [f"{url}/{REPOSITORY}/" for url in hubs]
-        options = {"tries": 2, "timeout_s": 1, "outage_s": outage_s}
+        options = {"tries": 2, "timeout_s": 1, "outage_s": outage_s, **changes}
         order = fetch_order(self.source, self.out, urls, **options)
         self.order.write_text(json.dumps(order))
 
@@ -334,6 +334,41 @@ def test_waits_for_no_outage_of_a_mirror(scene: Scene) -> None:
     started = time.monotonic()
     scene.fetch()
     assert time.monotonic() - started < 60
+
+
+SLOW = {"parallel": 1, "slow_bytes_per_s": 50_000, "slow_after_s": 0.5}
+
+
+def crawl(handler: Any, path: str, data: bytes) -> bool:
+    send_and_crawl(handler, data)
+    return True
+
+
+def test_leaves_a_slow_mirror_and_resumes_from_the_hub(scene: Scene) -> None:
+    scene.content_host.fault = crawl
+    scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
+    started = time.monotonic()
+    scene.fetch()
+    assert time.monotonic() - started < 10
+    ranges = {path.rpartition("/")[2]: h.get("Range", "") for path, h, _ in scene.hub.requests}
+    assert int(ranges[LARGE].removeprefix("bytes=").partition("-")[0]) >= 250_000 // 3
+    # The mirror is not asked for the next file.
+    assert {path.rpartition("/")[2] for path, *_ in scene.content_host.requests} == {LARGE}
+
+
+def test_keeps_a_mirror_that_is_fast_enough(scene: Scene) -> None:
+    scene.fail(scene.content_host, FAILURES["slow"], None)
+    scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
+    scene.fetch()
+    assert not scene.hub.requests
+
+
+def test_uses_a_slow_mirror_if_the_hub_fails(scene: Scene) -> None:
+    slow = Failure(send_and_crawl, "")
+    scene.fail(scene.content_host, slow, 2)  # as often as the first pass tries
+    scene.hub.fault = lambda handler, path, data: handler.answer(404, b"") or True
+    scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
+    scene.fetch()
 
 
 # A name server that returns an IPv6 address first.

@@ -181,6 +181,20 @@ def test_job_fails_without_a_valid_receipt(host, units, script, receipt_text, co
     assert len(job["log_tail"]) <= 20
 
 
+STALLS = "for i in range(200): print('phase=fetch bytes=1 total=9 eta_s=%d' % i); time.sleep(0.05)"
+MOVES = "for i in range(30): print('phase=fetch bytes=%d total=9' % i); time.sleep(0.1)"
+
+
+@pytest.mark.parametrize(("script", "code"), [(STALLS, 4), (f"{MOVES}\nexit(3)", 3)])
+def test_stall_timeout_ends_a_job_without_progress(host, units, monkeypatch, script, code):
+    monkeypatch.setattr(jobs, "_STALL_S", 2.0)
+    write_job(host, f"import time\n{script}")
+    started = time.monotonic()
+    assert jobs.run(D12, host.paths) == code
+    assert time.monotonic() - started < 9
+    assert ("no progress" in "".join(poll(host)[0]["log_tail"])) == (code == 4)
+
+
 def test_missing_program_is_reported(host, units):
     write_job(host, "", argv=["/no/such/program"])
     assert jobs.run(D12, host.paths) == 4

@@ -7,10 +7,12 @@ the redirecting response describes the file and a signed address serves many ran
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlencode, urljoin
@@ -72,6 +74,7 @@ class HttpClient:
         accept: str = "*/*",
     ):
         self._wire, self._accept = wire, accept
+        self._direct, self._is_hurried = direct, False
         self._pools = connections.Pools(wire, direct=direct)
         self._token = _read_token(wire.token_file, required=direct)
         try:
@@ -85,6 +88,12 @@ class HttpClient:
         self._announced: dict[str, tuple[int | None, str | None]] = {}
         self.stop = stop or threading.Event()
         self.received_bytes = 0
+
+    def hurried(self) -> HttpClient:
+        """Return this client, sharing limits, for a first pass that waits for no source."""
+        other = copy.copy(self)
+        other._is_hurried, other._wire = True, replace(self._wire, outage_s=0.0)
+        return other
 
     def cancel(self) -> None:
         """End the reads of all threads soon."""
@@ -131,7 +140,7 @@ class HttpClient:
         def read_once() -> bytes:
             body = bytearray()
             with self._open(url, None) as response:
-                for piece in connections.read_body(response, self._limit.piece_bytes, self._wire):
+                for piece in self._pieces(url, response):
                     self._count(len(piece))
                     body += piece
                     if len(body) > limit_bytes:
@@ -180,13 +189,24 @@ class HttpClient:
                 budget.failed(error)
 
     def _new_budget(self, url: str) -> connections.RetryBudget:
-        # After mirrors and peers there is another source.
-        outage_s = self._wire.outage_s if connections.origin_of(url) in self._trusted else 0.0
-        return connections.RetryBudget(url, self._wire, self.stop, outage_s)
+        outage_s = self._wire.outage_s if self._is_trusted(url) else 0.0
+        return connections.RetryBudget(url, self._wire, self.stop, outage_s, self._floor(url))
+
+    def _is_trusted(self, url: str) -> bool:
+        return connections.origin_of(url) in self._trusted
+
+    def _floor(self, url: str) -> connections.Floor:
+        # The hub is the last source; peers and mirrors can be replaced.
+        replaceable = self._direct or (self._is_hurried and not self._is_trusted(url))
+        return connections.Floor.of(self._wire, replaceable=replaceable)
+
+    def _pieces(self, url: str, response: BaseHTTPResponse) -> Iterator[bytes]:
+        piece_bytes = self._limit.piece_bytes
+        return connections.read_body(response, piece_bytes, self._wire, self._floor(url))
 
     def _read(self, url: str, response: BaseHTTPResponse, length: int) -> Iterator[bytes]:
         left = length
-        for piece in connections.read_body(response, self._limit.piece_bytes, self._wire):
+        for piece in self._pieces(url, response):
             self._limit.take(len(piece))
             self._count(len(piece))
             left -= len(piece)

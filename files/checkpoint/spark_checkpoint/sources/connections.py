@@ -1,7 +1,7 @@
 """urllib3 connections with proxies, stall timeouts, retries and a rate limit.
 
 A server that sends single bytes defeats read timeouts, so response heads and pieces of a body have
-a time limit, and bodies a minimum rate.
+a time limit, and bodies a minimum rate, which is high if another source can replace the server.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
@@ -36,6 +36,7 @@ from spark_checkpoint.errors import TransferFailed
 from spark_checkpoint.progress import note
 
 PIECE_BYTES = 1 << 20
+SKIP_S = 300.0  # until a slow source is tried again
 # Of all downloads of a job together.
 _MINIMUM_BYTES_PER_S = 1024
 _PAUSE_LIMIT_S = 30.0
@@ -53,13 +54,26 @@ class Retryable(Exception):  # noqa: N818 - a signal, caught where requests are 
         self.pause_s = pause_s
 
 
-def _mean_window_s(wire: Wire) -> float:
-    return 2 * wire.timeout_s
+class SlowSource(TransferFailed):
+    """A source was too slow for so long that another one must be used for a while."""
 
 
-def _minimum_bytes(wire: Wire, seconds: float) -> float:
-    """Return the bytes that each parallel response must deliver."""
-    return _MINIMUM_BYTES_PER_S * seconds / wire.parallel
+class Floor(NamedTuple):
+    """The least mean rate of a response, measured over windows after a grace period."""
+
+    bytes_per_s: float
+    window_s: float
+    grace_s: float = 0.0
+    # Give up after so long without this rate, whatever number of tries is left.
+    patience_s: float = float("inf")
+
+    @staticmethod
+    def of(wire: Wire, *, replaceable: bool) -> Floor:
+        """Return the floor of a source; ``replaceable``: another source has the same files."""
+        if not replaceable:
+            return Floor(_MINIMUM_BYTES_PER_S / wire.parallel, 2 * wire.timeout_s)
+        slow_s = wire.slow_after_s
+        return Floor(wire.least_bytes_per_s / wire.parallel, slow_s, slow_s / 2, 3 * slow_s)
 
 
 class RateLimit:
@@ -96,9 +110,11 @@ class RetryBudget:
         outage_s: minimum time to retry, regardless of the number of tries.
     """
 
-    def __init__(self, url: str, wire: Wire, cancelled: threading.Event, outage_s: float):
+    def __init__(
+        self, url: str, wire: Wire, cancelled: threading.Event, outage_s: float, floor: Floor
+    ):
         self._url, self._wire, self._cancelled = url, wire, cancelled
-        self._outage_s = outage_s
+        self._outage_s, self._floor = outage_s, floor
         self._reset()
 
     def _reset(self) -> None:
@@ -110,8 +126,8 @@ class RetryBudget:
         self._new_bytes += count_bytes
         active_s = time.monotonic() - self._progressed_at - self._paused_s
         # Limited, because a flaky line may deliver little before it breaks again.
-        active_s = min(active_s, 10 * _mean_window_s(self._wire))
-        if self._new_bytes >= _minimum_bytes(self._wire, active_s):
+        active_s = min(active_s, 10 * self._floor.window_s)
+        if self._new_bytes >= self._floor.bytes_per_s * active_s:
             self._reset()
 
     def failed(self, error: Exception) -> None:
@@ -119,8 +135,10 @@ class RetryBudget:
         self._failures += 1
         reason = _describe_failure(error, self._wire.timeout_s)
         waited_s = time.monotonic() - self._progressed_at
-        if self._failures >= self._wire.tries and waited_s >= self._outage_s:
-            raise TransferFailed(
+        is_too_long = waited_s >= self._floor.patience_s
+        if is_too_long or (self._failures >= self._wire.tries and waited_s >= self._outage_s):
+            is_slow = self._floor.patience_s < float("inf") and waited_s >= self._floor.window_s
+            raise (SlowSource if is_slow else TransferFailed)(
                 self._url,
                 f"no progress in {self._failures} tries and {waited_s:.0f} s, last: {reason}",
                 "check the network, then run again: it resumes here",
@@ -218,9 +236,12 @@ class _StallGuard:
 _stall_guard = _StallGuard()
 
 
-def read_body(response: BaseHTTPResponse, piece_bytes: int, wire: Wire) -> Iterator[bytes]:
+def read_body(
+    response: BaseHTTPResponse, piece_bytes: int, wire: Wire, floor: Floor | None = None
+) -> Iterator[bytes]:
     """Yield a body in pieces; refuse a slow server."""
-    waited_s, received = 0.0, 0
+    floor = floor or Floor.of(wire, replaceable=False)
+    waited_s, received = -floor.grace_s, 0
     while True:
         started = time.monotonic()
         with _stall_guard.shut_down_after(_sockets.get(response), _STALL_TIMEOUTS * wire.timeout_s):
@@ -229,9 +250,9 @@ def read_body(response: BaseHTTPResponse, piece_bytes: int, wire: Wire) -> Itera
             return
         waited_s, received = waited_s + time.monotonic() - started, received + len(piece)
         yield piece
-        if waited_s < _mean_window_s(wire):
+        if waited_s < floor.window_s:
             continue
-        if received < _minimum_bytes(wire, waited_s):
+        if received < floor.bytes_per_s * waited_s:
             raise Retryable(f"only {received} bytes arrived in {waited_s:.0f} s")
         waited_s, received = 0.0, 0
 
@@ -253,7 +274,7 @@ def release_connection(response: BaseHTTPResponse, wire: Wire) -> None:
     left = response.length_remaining
     if left is not None and left <= _DRAIN_BYTES:
         with suppress(Retryable, HTTPError, OSError):
-            for _ in read_body(response, _DRAIN_BYTES, wire):
+            for _ in read_body(response, _DRAIN_BYTES, wire, Floor.of(wire, replaceable=True)):
                 pass
             response.release_conn()
             return

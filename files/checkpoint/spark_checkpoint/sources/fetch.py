@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
@@ -37,6 +38,7 @@ from spark_checkpoint.directory import parse_object
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.client import HttpClient, RangeIgnored
+from spark_checkpoint.sources.connections import SKIP_S, SlowSource
 from spark_checkpoint.sources.local_files import (
     ContentHash,
     copy_and_hash,
@@ -72,6 +74,7 @@ class _Download:
     result_dir: Path
     parts_dir: Path
     hashes: dict[str, FileHashes] = field(default_factory=dict)
+    skipped_until: dict[str, float] = field(default_factory=dict)  # slow sources by address
 
     def run(self) -> None:
         """Write every file, then the receipt."""
@@ -206,22 +209,38 @@ class _Download:
 
     def _download(self, file: FetchFile) -> None:
         """Download a file from the first source with the right bytes."""
-        if file.size_bytes and self.peers.fetch(file.path, partial(self._download_from, file)):
+        if file.size_bytes and self.peers.fetch(file, partial(self._download_from, file)):
             return
         failures: list[BuilderError] = []
-        for base in self.plan.urls:
-            url = base.rstrip("/") + "/" + quote(file.path, safe="/:")
-            try:
-                self._download_from(file, self.client, url)
-                return
-            except (GateRefused, TransferFailed) as error:
-                failures.append(error)
-                if len(self.plan.urls) > 1:
-                    note(f"source: {error}")
+        if len(self.plan.urls) > 1 and self._download_in_turn(file, self.client.hurried(), []):
+            return
+        if self._download_in_turn(file, self.client, failures):
+            return
         if not failures:
             raise TransferFailed(file.path, "is in no directory of look_in", "set urls, too")
         refused = [failure for failure in failures if isinstance(failure, GateRefused)]
         raise (refused or failures)[-1]
+
+    def _download_in_turn(
+        self, file: FetchFile, client: HttpClient, failures: list[BuilderError]
+    ) -> bool:
+        """Download a file from the mirrors or the hub; a hurried client leaves slow mirrors."""
+        for base in self.plan.urls:
+            if client is not self.client and time.monotonic() < self.skipped_until.get(base, 0.0):
+                continue
+            url = base.rstrip("/") + "/" + quote(file.path, safe="/:")
+            try:
+                self._download_from(file, client, url)
+                return True
+            except (GateRefused, TransferFailed) as error:
+                if client.stop.is_set():
+                    raise
+                if isinstance(error, SlowSource):
+                    self.skipped_until[base] = time.monotonic() + SKIP_S
+                failures.append(error)
+                if len(self.plan.urls) > 1:
+                    note(f"source: {error}")
+        return False
 
     def _download_from(self, file: FetchFile, client: HttpClient, url: str) -> None:
         part = self._part_path(file)

@@ -15,7 +15,14 @@ from urllib.parse import quote
 from spark_contract import receipts
 from spark_contract.documents import DocumentError
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import CopyPlan, FetchPlan, FinishedTree, Wire, of_tree
+from spark_contract.fetching import (
+    CopyPlan,
+    FetchFile,
+    FetchPlan,
+    FinishedTree,
+    Wire,
+    of_tree,
+)
 from spark_contract.job import read_progress
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
@@ -23,23 +30,24 @@ from spark_contract.paths import RECEIPT_NAME
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.client import HttpClient
-from spark_checkpoint.sources.connections import cancelled
+from spark_checkpoint.sources.connections import SKIP_S, SlowSource, cancelled
 from spark_checkpoint.storage import check_free_space, clear, write_durably
 from spark_checkpoint.verify import verify_checkpoint, write_receipt
 
-_SKIP_S = 300.0  # until a stalled peer is tried again
 _POLL_S = 1.0
 _TIMEOUT_S = 10.0
+_WAITS = 20  # a small file may take so many times the patience: the peer fetches others first
 _PROGRESS_BYTES = 4096
 _RECEIPT_LIMIT_BYTES = 64 << 20
 _FIX = "none needed: the checkpoint is built here instead"
+_Progress = tuple[str | None, int | None]  # phase and bytes
 
 
 @dataclass(slots=True)
 class _Peer:
     url: str
     progressed_at: float
-    progress: tuple[str | None, int | None] | None = None  # phase and bytes
+    progress: _Progress | None = None
     skipped_until: float = 0.0
     problem: str = "no progress"
 
@@ -54,8 +62,13 @@ class Peers:
         urls = plan.peers.urls if plan.peers else ()
         self._peers = [_Peer(of_tree(url, plan.digest), time.monotonic()) for url in urls]
 
-    def fetch(self, path: str, download: Callable[[HttpClient, str], None]) -> bool:
+    def fetch(self, file: FetchFile, download: Callable[[HttpClient, str], None]) -> bool:
         """Download a file from a peer; return False if no peer has it or will soon."""
+        path, plan = file.path, self._plan
+        # Every host downloads in the same order, several files at once: at the least rate a peer
+        # has the file after so long.
+        expected_s = plan.parallel * file.size_bytes / max(plan.least_bytes_per_s, 1)
+        deadline = time.monotonic() + _WAITS * self._patience_s + expected_s
         while active := [p for p in self._peers if p.skipped_until <= time.monotonic()]:
             client = self._new_client()
             if client is None:
@@ -65,6 +78,12 @@ class Peers:
                     return True
             # A list, to read the progress of every peer.
             if not any([self._is_progressing(peer, client) for peer in active]):
+                return False
+            if time.monotonic() > deadline:
+                is_large = expected_s > self._patience_s
+                for peer in active if is_large else ():
+                    note(f"peer: {peer.url}: not used again: {path} was not there in time")
+                    peer.skipped_until = float("inf")
                 return False
             if self._stop.wait(_POLL_S):
                 raise cancelled(path)
@@ -80,6 +99,8 @@ class Peers:
             token_file=self._plan.peers.key_file,
             parallel=self._plan.parallel,
             timeout_s=_TIMEOUT_S,
+            slow_bytes_per_s=self._plan.slow_bytes_per_s,
+            slow_after_s=self._plan.slow_after_s,
         )
         try:
             return HttpClient(wire, self._plan.peers.urls, direct=True, stop=self._stop)
@@ -107,6 +128,8 @@ class Peers:
             if self._stop.is_set():
                 raise
             note(f"peer: {error}")
+            if isinstance(error, SlowSource):
+                peer.skipped_until = time.monotonic() + SKIP_S
             return False
         peer.progressed_at = time.monotonic()
         return True
@@ -122,13 +145,21 @@ class Peers:
             peer.problem = str(error)
         with self._lock:
             now = time.monotonic()
-            if progress != peer.progress:
+            if self._has_advanced(peer, progress, now):
                 peer.progress, peer.progressed_at = progress, now
             if now - peer.progressed_at < self._patience_s or peer.skipped_until > now:
                 return peer.skipped_until <= now
-            note(f"peer: {peer.url}: skipped for {_SKIP_S:.0f} s: {peer.problem}")
-            peer.skipped_until = now + _SKIP_S
+            note(f"peer: {peer.url}: skipped for {SKIP_S:.0f} s: {peer.problem}")
+            peer.skipped_until = now + SKIP_S
             return False
+
+    def _has_advanced(self, peer: _Peer, progress: _Progress | None, now: float) -> bool:
+        """Return whether a peer's phase changed, or its bytes grew at the least rate."""
+        if progress is None or peer.progress is None or progress[0] != peer.progress[0]:
+            return progress != peer.progress
+        grown = (progress[1] or 0) - (peer.progress[1] or 0)
+        elapsed_s = now - peer.progressed_at
+        return grown > 0 and grown >= self._plan.least_bytes_per_s * elapsed_s
 
 
 _Plan = BuildPlan | RequantizePlan
