@@ -8,24 +8,22 @@ the redirecting response describes the file and a signed address serves many ran
 from __future__ import annotations
 
 import copy
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlencode, urljoin
+from urllib.parse import urljoin
 
-from spark_contract.errors import HostToolError
-from spark_contract.fetching import FetchFile, Wire, token_question
+from spark_contract.fetching import FetchFile, Wire
 from spark_contract.units import COMMIT
-from urllib3 import BaseHTTPResponse, PoolManager, Retry
+from urllib3 import BaseHTTPResponse, Retry
 from urllib3.exceptions import HTTPError
 
 from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
 from spark_checkpoint.progress import note
 from spark_checkpoint.sources import connections
+from spark_checkpoint.sources.tokens import read_token, request_token
 
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _EXPIRED_STATUS = frozenset({400, 401, 403, 404, 410})
@@ -33,7 +31,6 @@ _FAILURES = (connections.Retryable, HTTPError, OSError)
 _COMMIT = re.compile(rf"/resolve/({COMMIT})(?:/|$)")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _REDIRECT_LIMIT = 10
-_TOKEN_LIMIT_BYTES = 1 << 20
 _RETRY_AFTER = Retry(retry_after_max=120)
 _OTHER_SOURCE = "use another source"
 _GATED_FIX = (
@@ -76,7 +73,7 @@ class HttpClient:
         self._wire, self._accept = wire, accept
         self._direct, self._is_hurried = direct, False
         self._pools = connections.Pools(wire, direct=direct)
-        self._token = _read_token(wire.token_file, required=direct)
+        self._token = read_token(wire.token_file, required=direct)
         try:
             self._trusted = frozenset(connections.origin_of(url) for url in trusted_urls)
         except ValueError as error:
@@ -316,50 +313,6 @@ def _resolve_redirect(address: str, location: str) -> str:
     if address.startswith("https:") and scheme != "https":
         raise TransferFailed(address, "redirects from https to http", _OTHER_SOURCE)
     return target
-
-
-def _read_token(file: str | None, *, required: bool) -> str | None:
-    # Without a hub token requests are anonymous; peers require their key.
-    if file is None or not (required or Path(file).exists()):
-        return None
-    try:
-        token = Path(file).read_text("utf-8").strip()
-    except OSError as error:
-        problem = f"token cannot be read ({error.strerror})"
-        raise InputRefused(file, problem, "check token_file") from error
-    if not _is_token(token):
-        raise InputRefused(file, "has no token", "write only the token into this file")
-    return token
-
-
-def _is_token(text: str) -> bool:
-    return bool(text) and text.isprintable() and " " not in text
-
-
-def request_token(challenge: str, pool: PoolManager, scheme: str, wire: Wire) -> str | None:
-    """Return an anonymous token from the service in a 401 challenge, or None.
-
-    ``scheme`` is the registry's: after https the token must also use https.
-    """
-    question = token_question(challenge, ("https", scheme))
-    if question is None:
-        return None
-    url = f"{question[0]}?{urlencode(question[1])}"
-    body = b""
-    try:
-        response = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
-        if response.status != 200:
-            return None
-        for piece in connections.read_body(response, _TOKEN_LIMIT_BYTES, wire):
-            body += piece
-            if len(body) > _TOKEN_LIMIT_BYTES:
-                return None
-        document = json.loads(body)
-    except (HostToolError, ValueError, *_FAILURES):
-        return None
-    document = document if isinstance(document, dict) else {}
-    token = document.get("token") or document.get("access_token")
-    return token if isinstance(token, str) and _is_token(token) else None
 
 
 def _check_length(

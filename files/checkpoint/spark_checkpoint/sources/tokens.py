@@ -1,0 +1,61 @@
+"""Tokens of hubs and registries: read from a file, or requested after a challenge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from urllib.parse import urlencode
+
+from spark_contract.errors import HostToolError
+from spark_contract.fetching import Wire, token_question
+from urllib3 import PoolManager
+from urllib3.exceptions import HTTPError
+
+from spark_checkpoint.errors import InputRefused
+from spark_checkpoint.sources import connections
+
+_TOKEN_LIMIT_BYTES = 1 << 20
+
+
+def read_token(file: str | None, *, required: bool) -> str | None:
+    # Without a hub token requests are anonymous; peers require their key.
+    if file is None or not (required or Path(file).exists()):
+        return None
+    try:
+        token = Path(file).read_text("utf-8").strip()
+    except OSError as error:
+        problem = f"token cannot be read ({error.strerror})"
+        raise InputRefused(file, problem, "check token_file") from error
+    if not _is_token(token):
+        raise InputRefused(file, "has no token", "write only the token into this file")
+    return token
+
+
+def _is_token(text: str) -> bool:
+    return bool(text) and text.isprintable() and " " not in text
+
+
+def request_token(challenge: str, pool: PoolManager, scheme: str, wire: Wire) -> str | None:
+    """Return an anonymous token from the service in a 401 challenge, or None.
+
+    ``scheme`` is the registry's: after https the token must also use https.
+    """
+    question = token_question(challenge, ("https", scheme))
+    if question is None:
+        return None
+    url = f"{question[0]}?{urlencode(question[1])}"
+    body = b""
+    try:
+        response = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
+        if response.status != 200:
+            return None
+        for piece in connections.read_body(response, _TOKEN_LIMIT_BYTES, wire):
+            body += piece
+            if len(body) > _TOKEN_LIMIT_BYTES:
+                return None
+        document = json.loads(body)
+    except (HostToolError, ValueError, connections.Retryable, HTTPError, OSError):
+        return None
+    document = document if isinstance(document, dict) else {}
+    token = document.get("token") or document.get("access_token")
+    return token if isinstance(token, str) and _is_token(token) else None
