@@ -79,9 +79,8 @@ def _comment(text: str) -> list[str]:
 def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool) -> list[Path]:
     """Write catalog files by (kind, name), all or none; return their paths."""
     paths = {pair: root / "catalog" / pair[0] / f"{pair[1]}.yml" for pair in texts}
-    for path in paths.values():
-        if path.exists() and not force:
-            raise CatalogError.one(str(path), "exists", "remove it, or overwrite it with --force")
+    if not force:
+        _refuse_existing(paths)
     before = {path: path.read_bytes() if path.exists() else None for path in paths.values()}
     try:
         for pair, path in paths.items():
@@ -103,6 +102,16 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
             note(f"{name}: the new file replaces the shipped file in {kind}")
         note(f"{path}: written")
     return list(paths.values())
+
+
+def _refuse_existing(paths: Mapping[tuple[str, str], Path]) -> None:
+    for (kind, name), path in paths.items():
+        if path.exists():
+            raise CatalogError.one(str(path), "exists", "remove it, or overwrite it with --force")
+        if name in catalog_files(kind):
+            problem = "would replace the file of this name that is shipped with spark-deploy"
+            fix = "use the shipped file, choose another name, or replace it with --force"
+            raise CatalogError.one(str(path), problem, fix)
 
 
 def _check(root: Path, pairs: list[tuple[str, str]]) -> None:

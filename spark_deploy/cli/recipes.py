@@ -20,6 +20,7 @@ from spark_deploy.config.catalog.types import Engine
 from spark_deploy.config.documents import convert, schema_of
 from spark_deploy.config.errors import CatalogError
 from spark_deploy.config.schema_errors import problems_of
+from spark_deploy.config.settings import allowed
 from spark_deploy.config.settings import engine as engine_options
 from spark_deploy.config.settings.engine import DECIDING, DEVICE_OPTIONS
 
@@ -95,9 +96,10 @@ def draft_of_recipe(data: Mapping[str, Any], source: str, engine: Engine | None 
 
 def _environment(recipe: Recipe) -> dict[str, str]:
     given = {str(name): str(value) for name, value in recipe.environment.items()}
-    refused = {name: reason for name, reason, _ in engine_options.environment_problems(given)}
-    odd = {name for name in given if not re.fullmatch("[A-Z_][A-Z0-9_]*", name)}
-    refused = {**dict.fromkeys(odd, "is not a variable name"), **refused}
+    paths = allowed.unlisted({}, given)
+    unlisted = f"{allowed.NOT_LISTED}; {allowed.FIX}"
+    refused = {path.removeprefix("environment."): unlisted for path in paths}
+    refused |= {name: reason for name, reason, _ in engine_options.environment_problems(given)}
     recipe.unused += [f"environment {name}: {refused[name]}" for name in sorted(refused)]
     return {name: value for name, value in given.items() if name not in refused}
 
@@ -275,7 +277,6 @@ _PROFILE_KEYS: dict[str, tuple[str, ...]] = {
     "enable-prefix-caching": ("prefix_caching",),
 }
 _PARSERS = {"reasoning-parser": "reasoning", "tool-call-parser": "tool_call"}
-_CODE = ("trust-remote-code", "reasoning-parser-plugin", "tool-parser-plugin")
 _EXPANSION = re.compile(r"\$[A-Za-z_{(]|`")
 
 
@@ -305,6 +306,11 @@ def read_arguments(words: list[str]) -> Arguments:
     for option, problem, fix in list(engine_options.option_problems(own)):
         del own[option]
         arguments.unused.append(f"--{option}: {problem}; {fix}")
+    for option, value in list(own.items()):
+        for path in allowed.unlisted(engine_options.canonical_options({option: value}), {}):
+            own.pop(option, None)
+            text = f"--{path.removeprefix('options.')}: {allowed.NOT_LISTED}; {allowed.FIX}"
+            arguments.unused.append(text)
     if own:
         arguments.profile["options"] = own
     return arguments
@@ -320,7 +326,7 @@ def _add_argument(name: str, value: Any, arguments: Arguments) -> None:
         _add_profile_key(name, value, arguments)
     elif name == "speculative-config":
         _add_speculation(_mapping(value), arguments)
-    elif name in _CODE:
+    elif name == "trust-remote-code":
         arguments.unused.append(f"--{name}: foreign code is not run")
     elif name != "enable-auto-tool-choice":  # follows from the parser
         arguments.profile.setdefault("options", {})[name] = value

@@ -32,10 +32,11 @@ from spark_deploy.cli.hosts import (
     select_hosts,
 )
 from spark_deploy.config.catalog.load import read_file
-from spark_deploy.config.checkout import catalog_names
 from spark_deploy.config.documents import CLOSED, convert, schema_of, typed
-from spark_deploy.config.errors import CatalogError, LockError, Problem
+from spark_deploy.config.errors import CatalogError, LockError, Problem, one_line
 from spark_deploy.config.schema_errors import dotted, problems_of
+from spark_deploy.config.settings import allowed
+from spark_deploy.config.settings.engine import canonical_options
 from spark_deploy.config.settings.service import CatalogName
 from spark_deploy.lock import hub
 from spark_deploy.lock.file import checked, read_lock, write_lock
@@ -220,6 +221,9 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
         SparkError: unusable, or the hub has other files; before any change.
     """
     root = host.settings.root
+    if unlisted := [*_unlisted(shared.model), *_unlisted(shared.profile)]:
+        fix = f"remove it from the file; {allowed.FIX}"
+        raise CatalogError([Problem(one_line(at), allowed.NOT_LISTED, fix) for at in unlisted])
     contents = {
         ("models", shared.name): shared.model,
         ("profiles", shared.profile_name): shared.profile,
@@ -233,11 +237,6 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
             head = f"# Added by `spark-deploy add` from a shared file of {shared.name}.\n"
             text = yaml.safe_dump(dict(keys), sort_keys=False, width=96, allow_unicode=True)
             texts[kind, name] = head + text
-    is_new = ("profiles", shared.profile_name) in texts
-    if is_new and not force and shared.profile_name in catalog_names("profiles"):
-        problem = "differs from our profile of this name, which other models use"
-        fix = "change profile_name in the file, or overwrite the profile with --force"
-        raise CatalogError.one(f"profile {shared.profile_name}", problem, fix)
     locked = list(_confirmed(shared, host))
     written = write_files(root, texts, force=force)
     path = host.settings.lock_path
@@ -248,6 +247,20 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
         note(f"{path}: {len(locked)} repositories locked as shared")
         written.append(path)
     return written, list(_open(shared, host))
+
+
+def _unlisted(value: Any) -> Iterator[str]:
+    """Yield unlisted engine options and variables at any depth of a catalog file."""
+    if isinstance(value, Mapping):
+        options, environment = (
+            {str(name): item for name, item in part.items()} if isinstance(part, Mapping) else {}
+            for part in (value.get("options"), value.get("environment"))
+        )
+        texts = {name: str(item) for name, item in environment.items()}
+        yield from allowed.unlisted(canonical_options(options), texts)
+        value = list(value.values())
+    for item in value if isinstance(value, list) else ():
+        yield from _unlisted(item)
 
 
 def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:

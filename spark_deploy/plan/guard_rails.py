@@ -12,14 +12,10 @@ from spark_deploy.config.catalog.guard_rails import GuardRail, all_hold
 from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import ENGINE_NAME, Catalog, Engines, version_of
-from spark_deploy.config.errors import PlanError, Problem
+from spark_deploy.config.errors import PlanError, Problem, one_line
 from spark_deploy.config.schema_errors import closest
-from spark_deploy.config.settings.engine import (
-    CODE_OPTIONS,
-    DEVICE_OPTIONS,
-    canonical_options,
-    whole,
-)
+from spark_deploy.config.settings.allowed import IGNORED_VARIABLES, unlisted
+from spark_deploy.config.settings.engine import DEVICE_OPTIONS, canonical_options, whole
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.engine_arguments import brings_own_class, stretches_context
 from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens
@@ -39,16 +35,6 @@ _LOGGING_OPTIONS = ("enable-log-requests", "enable-log-outputs")
 _UNPICKLING = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 # Quantisation names with scales per group of inputs.
 _IN_GROUPS = ("auto-round", "gptq", "awq", "compressed-tensors", "bit")
-# Variables of older engines; recipes still set them, vLLM 0.30 to 0.33 ignores them (envs.py).
-_IGNORED_VARIABLES = (
-    "VLLM_ATTENTION_BACKEND",
-    "VLLM_FLASH_ATTN_VERSION",
-    "VLLM_FLASHINFER_FORCE_TENSOR_CORES",
-    "VLLM_FLASHINFER_MOE_BACKEND",
-    "VLLM_USE_FLASHINFER_MOE_FP4",
-    "VLLM_USE_TRTLLM_ATTENTION",
-    "VLLM_USE_V1",
-)
 _LOCAL_SOCKETS = ("unix://", "fd://")
 # vLLM up to 0.24 counted the page cache as used memory: docs/decisions/0005.
 _COUNTED_CACHE_AS_USED = 24
@@ -117,9 +103,9 @@ def facts_of(
         "tree_repeats_names": _repeats_names(model) and not builds_full,
         "plugins_by_environment": "VLLM_PLUGINS" in profile.environment,
         "trust_remote_code": options.get("trust-remote-code") not in (None, False),
-        "code_by_option": _names_code(options),
+        "unlisted_options": unlisted(options, profile.environment),
         "atomic_add": profile.environment.get("VLLM_MARLIN_USE_ATOMIC_ADD", "0") != "0",
-        "unread_variables": not profile.environment.keys().isdisjoint(_IGNORED_VARIABLES),
+        "unread_variables": not profile.environment.keys().isdisjoint(IGNORED_VARIABLES),
         "unpickles": any(
             profile.environment.get(name, "0").strip().lower() not in ("", "0", "false")
             for name in _UNPICKLING
@@ -130,16 +116,6 @@ def facts_of(
         "compaction_proactiveness": settings.base.compaction_proactiveness,
         "old_runner": not profile.environment.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip(" 0"),
     }
-
-
-def _names_code(options: Mapping[str, Any]) -> bool:
-    """Return whether an option names a Python class or file that the engine would run."""
-    compilation = _mapping(options.get("compilation-config"))
-    # A name with a dot is a module path.
-    by_name = (options.get("distributed-executor-backend"), compilation.get("backend"))
-    return any(options.get(name) is not None for name in CODE_OPTIONS) or any(
-        "." in str(value or "") for value in by_name
-    )
 
 
 def _logs_questions(environment: Mapping[str, str], options: Mapping[str, Any]) -> bool:
@@ -214,15 +190,17 @@ def apply_rails(
     _refuse_unknown(rails, facts)
     refused, warnings = list(_wrong_overrides(rails, overridden)), []
     for rail in (rail for rail in rails if all_hold(rail.applies, facts)):
+        lists = [facts[fact] for fact in rail.applies if isinstance(facts[fact], tuple)]
+        reason = f"{one_line(', '.join(sum(lists, ())))}: {rail.reason}" if lists else rail.reason
         if rail.effect == "warn":
-            warnings.append(f"{rail.rule}: {rail.reason}; {rail.fix} ({rail.source})")
+            warnings.append(f"{rail.rule}: {reason}; {rail.fix} ({rail.source})")
         elif rail.rule in overridden:
             why = overridden[rail.rule]
-            warnings.append(f"{rail.rule} is overridden ({why}): {rail.reason} ({rail.source})")
+            warnings.append(f"{rail.rule} is overridden ({why}): {reason} ({rail.source})")
         else:
             fix = f"{rail.fix}, or set override_rails: {{{rail.rule}: WHY}}"
             where = f"model {facts['model']} with profile {facts['profile']}"
-            what = f"refused by guard rail {rail.rule}: {rail.reason} ({rail.source})"
+            what = f"refused by guard rail {rail.rule}: {reason} ({rail.source})"
             refused.append(Problem(where, what, fix if rail.may_be_overridden else rail.fix))
     if refused:
         raise PlanError(refused)

@@ -28,7 +28,10 @@ BAD_RELEASES = {
     "bad flag": BadRelease(
         "start",
         {"engine__argv": ["--no-such-flag", "1"]},
-        {"engine": {"options": {"no-such-flag": 1}}},
+        {
+            "engine": {"options": {"no-such-flag": 1}},
+            "override_rails": {"unlisted-option": "the engine shall refuse it"},
+        },
     ),
     "out of memory at load": _with_fault("oom-at-start", "start", by_deploy=True),
     "garbage answers": _with_fault("garbage", "start", by_deploy=True),

@@ -18,6 +18,10 @@ _COMPARISONS = {
     "below": {"description": "Less than this number.", "type": "number"},
     "below_fact": {"description": "Less than another fact.", "type": "string"},
     "one_of": {"description": "Equal to any of these values.", "type": "array", "minItems": 1},
+    "listed": {
+        "description": "Whether a list has items; the message names them.",
+        "type": "boolean",
+    },
     "contains": {"description": "Text inside, in small letters.", "type": "string"},
 }
 COMPARISON: Schema = {
@@ -41,6 +45,8 @@ def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) 
         return bool(value == other)
     if how == "one_of":
         return value in other
+    if how == "listed":
+        return bool(value) is bool(other)
     if how == "starts_with":
         return str(value).startswith(str(other))
     if how == "contains":

@@ -100,16 +100,10 @@ OWNED_OPTIONS = {
     "kv-transfer-config": "leave it out: this prefix cache is untested here",
     "config": "write the options here: options in a file are not checked",
 }
-# Options that name classes or files of Python for the engine to run.
-CODE_OPTIONS = (
-    "io-processor-plugin", "logits-processors", "middleware", "model-class-overrides",
-    "reasoning-parser-plugin", "scheduler-cls", "tool-parser-plugin", "worker-cls",
-    "worker-extension-cls",
-)  # fmt: skip
 # Options that guard rails read: allowed, but only with their full names.
 JUDGED_OPTIONS = (
-    *CODE_OPTIONS, "additional-config", "async-scheduling", "attention-backend",
-    "attention-config", "compilation-config", "data-parallel-size",
+    "additional-config", "async-scheduling", "attention-backend", "attention-config",
+    "compilation-config", "data-parallel-size",
     "distributed-executor-backend", "enable-expert-parallel", "enforce-eager", "hf-overrides",
     "kernel-config", "linear-backend", "load-format", "moe-backend", "nnodes",
     "pipeline-parallel-size", "prefill-context-parallel-size", "quantization-config",
@@ -283,13 +277,15 @@ class ServiceEngineSettings:
         json_schema_extra={"propertyNames": OPTION_NAMES},
     )
     """More options of `vllm serve`: name without dashes (words joined by - or _) to value. true
-    gives a bare flag, null drops an option of the profile."""
+    gives a bare flag, null drops an option of the profile. Options that are not on the list in
+    `spark_deploy/config/settings/allowed.py` need override_rails."""
     environment: dict[str, str] = Field(
         default_factory=dict,
         examples=[{"VLLM_LOG_STATS_INTERVAL": "30"}],
         json_schema_extra={"propertyNames": ENVIRONMENT_NAMES},
     )
-    """More environment variables of the engine. Never secrets: they are visible on the host."""
+    """More environment variables of the engine, listed as for options. Never secrets: they are
+    visible on the host."""
 
     def violations(self) -> Iterator[Violation]:
         return broken_words(self.options, self.environment)

@@ -37,12 +37,11 @@ CHANGED: dict[str, dict[str, Any]] = {
     "nvidia.yaml": {
         "limits": {"max_context_tokens": 262144, "max_sequences": 8},
         "speculation": {"method": "mtp", "tokens": 4, "repository": "maker/A-Model-assistant"},
-        "environment": {"VLLM_SOME_SWITCH": "1"},
     },
     "vllm-project.yaml": {
         "options": {"moe-backend": "marlin"},
         "limits": {"max_context_tokens": 131072},
-        "environment": {"VLLM_SOME_SWITCH": "1"},
+        "environment": {"VLLM_USE_FLASHINFER_MOE_INT4": "1"},
     },
 }
 REPOSITORY = {
@@ -103,6 +102,21 @@ def test_code_and_secrets_are_reported_and_not_used():
     for word in ("HEAD_IP=$(hostname -i)", "2>&1", "|", "tee", "log"):
         assert f"command: {word}: only " in text["nvidia.yaml"]
     assert "hf_secret" not in "".join(draft_of_recipe(d, n).text() for n, d in READ.items())
+
+
+def test_unlisted_options_are_reported_with_the_fix_and_not_used():
+    command = (
+        "VLLM_LOGGING_CONFIG_PATH=/model/x VLLM_SOME_SWITCH=1 vllm serve org/x --seed 1 "
+        "--no-some-switch --ec-transfer-config.ec_connector_module_path ours "
+        """--compilation-config '{"inductor_passes": {"post_grad_pass": "ours"}}'"""
+    )
+    draft = draft_of_recipe({"model": "org/x", "command": command}, "r")
+    assert yaml.safe_load(draft.text())["changes"] == [{"set": {"options": {"seed": 1}}}]
+    for name in ("environment VLLM_LOGGING_CONFIG_PATH", "environment VLLM_SOME_SWITCH",
+                 "--some-switch", "--ec-transfer-config",
+                 "--compilation-config.inductor_passes"):  # fmt: skip
+        [line] = [line for line in draft.open if line.startswith(f"not used: {name}: ")]
+        assert "override_rails: {unlisted-option: WHY}" in line
 
 
 def test_an_unknown_parser_is_reported_and_left_out():

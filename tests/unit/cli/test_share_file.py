@@ -124,10 +124,28 @@ ANOTHER = {"org/another": {"revision": "main", "commit": "5" * 40}}
             lambda data: data["profile"].update(
                 prefix_caching=not data["profile"].get("prefix_caching")
             ),
-            "which other models use",
+            "would replace the file",
+        ),
+        (lambda data: data.update(name="qwen3.5-122b"), "would replace the file"),
+        (
+            lambda data: data["profile"].update(options={"worker-cls": "ours.Worker"}),
+            "options.worker-cls: is not on the list",
+        ),
+        (
+            lambda data: data["model"].update(
+                changes=[{"set": {"environment": {"VLLM_NCCL_SO_PATH": "/model/x.so"}}}]
+            ),
+            "environment.VLLM_NCCL_SO_PATH: is not on the list",
         ),
     ],
-    ids=["unknown commit", "repository of another model", "changed shipped profile"],
+    ids=[
+        "unknown commit",
+        "repository of another model",
+        "changed shipped profile",
+        "name of a shipped model",
+        "code by option",
+        "code by variable",
+    ],
 )
 def test_a_file_that_would_change_others_is_refused(other, file, edit, change, message, capsys):
     before = (other / "spark.lock.yml").read_bytes()
@@ -138,8 +156,10 @@ def test_a_file_that_would_change_others_is_refused(other, file, edit, change, m
     assert "Traceback" not in err
     assert (other / "spark.lock.yml").read_bytes() == before
     assert not (other / "catalog").exists()
-    if message == "which other models use":
+    if message == "would replace the file":
         assert add(other, str(file), "--force") == 0
+    elif "list" in message:
+        assert add(other, str(file), "--force") == 1
 
 
 def test_a_moved_revision_is_reported(shared, other, file, edit, capsys):
@@ -176,24 +196,23 @@ def test_secrets_of_the_settings_are_not_shared(site, file, monkeypatch):
         "proxy: {url: {env: A_PROXY}}\n"
         "serve: {api_key: {env: CANARY}, names: [assistant], "
         f"address: {CANARY}.example.org}}\n"
-        f"engine: {{environment: {{X_NOTE: {CANARY}}}}}\n"
+        f"engine: {{environment: {{STUB_NOTE: {CANARY}}}}}\n"
     )
     assert share(site, "tiny/plain", "--unasked", "--out", str(file)) == 0
     assert CANARY not in file.read_text()
 
 
 @pytest.mark.parametrize(
-    "environment",
-    [{"A_URL": "https://me:pass@example.org/"}, {"A_NOTE": "hf_abcdefghijklmnop"}],
-    ids=["login", "token"],
+    ("key", "secret"),
+    [("summary", "https://me:pass@example.org/"), ("choose_when", "hf_abcdefghijklmnop")],
 )
-def test_secrets_in_a_catalog_file_are_refused(site, file, environment, capsys):
+def test_secrets_in_a_catalog_file_are_refused(site, file, key, secret, capsys):
     path = site / "catalog/models/tiny.yml"
     data = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**data, "changes": [{"set": {"environment": environment}}]}))
+    path.write_text(yaml.safe_dump({**data, key: secret}))
     file.unlink()
     assert share(site, "tiny/plain", "--unasked", "--out", str(file)) == 1
     err = capsys.readouterr().err
     assert "looks like a secret" in err
-    assert not any(value in err for value in environment.values())
+    assert secret not in err
     assert not file.exists()

@@ -82,7 +82,7 @@ CALM: dict[str, Any] = {
     "plugins_by_environment": False,
     "old_runner": False,
     "trust_remote_code": False,
-    "code_by_option": False,
+    "unlisted_options": (),
     "unpickles": False,
     "docker_listens": False,
     "questions_logged": False,
@@ -148,7 +148,7 @@ TRIPS: dict[str, dict[str, Any]] = {
     "online-fp8-with-the-plugin": {"online_quantisation": True},
     "open-network-without-tls": {"expose": "lan"},
     "trust-remote-code": {"trust_remote_code": True},
-    "code-by-option": {"code_by_option": True},
+    "unlisted-option": {"unlisted_options": ("options.worker-cls",)},
     "insecure-serialisation": {"unpickles": True},
     "pickled-weights": {"load_format": "pt"},
     "docker-on-the-network": {"docker_listens": True},
@@ -528,7 +528,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"trust_remote_code": True},
         {"trust-remote-code": "true"},
     ],
-    "code-by-option": [
+    "unlisted-option": [
         {"worker-cls": "ours.Worker"},
         {"worker_extension_cls": "ours.Worker"},
         {"scheduler-cls": "ours.Scheduler"},
@@ -541,13 +541,39 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"distributed-executor-backend": "ours.Executor"},
         {"compilation-config": {"backend": "ours.backend"}},
         {"compilation-config": '{"backend": "ours.backend"}'},
+        {"compilation-config": {"inductor_passes": {"post_grad_pass": "ours.run"}}},
+        {"compilation-config": {"pass_config": {"ours": True}}},
+        {"structured_outputs_config": {"reasoning_parser_plugin": "/model/parser.py"}},
+        {"ec-transfer-config": {"ec_connector_module_path": "ours.connector"}},
+        {"additional-config": {"spark": {"lm_head_times": "/tmp/x"}}},
+        {"no-such-switch": True},
+        {"max-logprobs": "ours.module"},
+        {"max-logprobs": ["/cache/x.so"]},
+        {"seed": {"a": 1}},
     ],
     "pickled-weights": [{"load-format": "pt"}, {"load_format": "NpCache"}],
+}
+VARIABLES = {
+    "VLLM_LOGGING_CONFIG_PATH": "/model/logging.json",
+    "VLLM_NCCL_SO_PATH": "libours.so",
+    "VLLM_USE_RUST_FRONTEND": "1",
+    "NCCL_NET_PLUGIN": "ours",
+    "CUDA_INJECTION64_PATH": "/model/libours.so",
+    "OMP_TOOL_LIBRARIES": "/model/libours.so",
+    "CC": "ours",
+    "TRITON_PTXAS_PATH": "/model/ptxas",
+    "OPENSSL_CONF": "/model/openssl.cnf",
+    "NCCL_IB_HCA": "/model/libours.so",
+    "A_NEW_SWITCH": "1",
 }
 UNTRUSTED = [
     *((rule, {"engine.options": o}) for rule, options in OPTIONS.items() for o in options),
     ("insecure-serialisation", {"engine.environment": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}}),
     ("insecure-serialisation", {"engine.environment": {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "y"}}),
+    *(
+        ("unlisted-option", {"engine.environment": {name: value}})
+        for name, value in VARIABLES.items()
+    ),
     ("docker-on-the-network", {"docker.daemon": {"hosts": ["fd://", "tcp://0.0.0.0:2375"]}}),
     ("docker-on-the-network", {"docker.daemon": {"hosts": "tcp://127.0.0.1:2375"}}),
     ("docker-on-the-network", {"docker.daemon": {"hosts": [":2375"]}}),
@@ -579,6 +605,23 @@ def test_override_must_name_rule_and_warns(rule: str, settings: dict[str, Any]) 
         {"engine.options": {"trust-remote-code": False}},
         {"engine.options": {"no-trust-remote-code": True}},
         {"engine.options": {"reasoning-parser": "qwen3"}},
+        {"engine.options": {"worker-cls": None}},
+        {
+            "engine.options": {
+                "compilation-config": {
+                    "pass_config": {"fuse_norm_quant": True},
+                    "custom_ops": ["none", "+rms_norm"],
+                }
+            }
+        },
+        {
+            "engine.environment": {
+                "NCCL_IB_HCA": "=rocep1s0f0:1,roceP2p1s0f0:1",
+                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+                "NCCL_SOCKET_IFNAME": "enp1s0f0np0.100",
+                "OMP_NUM_THREADS": "4",
+            }
+        },
         {"engine.environment": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}},
         {"docker.daemon": {"hosts": ["unix:///var/run/docker.sock", "fd://"]}},
         {"docker.daemon": {"log-opts": {"max-size": "50m"}}},
