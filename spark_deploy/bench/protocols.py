@@ -76,12 +76,23 @@ def measure_seeds(endpoint: Endpoint, context_tokens: int, note: Note) -> Iterat
             yield replace(answer, prompt=name, run=run)
 
 
-def measure_answer(endpoint: Endpoint, text: str, tokens: int) -> Answer:
-    """Send a greedy request, time the streamed answer, and refuse an incomplete answer."""
+def measure_answer(
+    endpoint: Endpoint,
+    text: str,
+    tokens: int,
+    *,
+    temperature: float | None = 0,
+    show: Callable[[str, bool], None] = lambda piece, is_reasoning: None,
+) -> Answer:
+    """Stream an answer, time it, and refuse an incomplete answer.
+
+    ``show`` gets each piece of the answer, and whether the piece is reasoning. A temperature of
+    None is the server's default.
+    """
     body = {
         "model": endpoint.model, "messages": [{"role": "user", "content": text}],
-        "max_tokens": tokens, "temperature": 0,
-        "stream": True, "stream_options": {"include_usage": True},
+        "max_tokens": tokens, "stream": True, "stream_options": {"include_usage": True},
+        **({} if temperature is None else {"temperature": temperature}),
     }  # fmt: skip
     url = urlsplit(endpoint.base_url)
     address = (url.hostname or "", url.port)
@@ -98,12 +109,13 @@ def measure_answer(endpoint: Endpoint, text: str, tokens: int) -> Answer:
         if response.status != 200:
             excerpt = response.read(300).decode(errors="replace")
             problem = f"returned HTTP {response.status}: {excerpt}"
-        for line in response:
+        for line in () if problem else response:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                 chunk = json.loads(line[6:])
                 usage = chunk.get("usage") or usage
-                if first_s is None and any(map(_has_text, chunk.get("choices") or ())):
-                    first_s = time.monotonic() - started
+                for piece, is_reasoning in _pieces(chunk):
+                    first_s = first_s or time.monotonic() - started
+                    show(piece, is_reasoning)
     except (OSError, HTTPException, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
     finally:
@@ -117,9 +129,14 @@ def measure_answer(endpoint: Endpoint, text: str, tokens: int) -> Answer:
     return Answer("", 1, tokens, *counts, round(first_s, 4), round(wall_s, 4))
 
 
-def _has_text(choice: dict[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
-    return bool(delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"))
+def _pieces(chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield the texts of a chunk, and whether each is reasoning."""
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or {}
+        if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):
+            yield reasoning, True
+        if content := delta.get("content"):
+            yield content, False
 
 
 # --- llama-benchy: the published package, with the grid of Spark Arena v2

@@ -32,6 +32,7 @@ SECTIONS = {
         "plan": "Print the plan of a deploy; change no host.",
         "status": "Show releases, checks and differences from the plan.",
         "doctor": "Check hosts as a deploy would; make no changes.",
+        "ask": "Ask a question; print answer and tokens/s.",
         "connect": "Print URL, model name and client setup.",
         "top": "Show requests, tok/s, cache, memory and temperature.",
         "logs": "Print logs of engines, gateways and jobs, merged.",

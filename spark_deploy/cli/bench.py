@@ -19,7 +19,7 @@ from spark_deploy.bench import host, protocols, report
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served
 from spark_deploy.bench.submission import Origin, write_submission
 from spark_deploy.cli import changes
-from spark_deploy.cli.connect import connection_of, login_of
+from spark_deploy.cli.connect import connection_of, login_of, open_endpoint
 from spark_deploy.cli.console import FILE, FOLDER, Options, note, service_option, shared_options
 from spark_deploy.cli.hosts import Target, build_plan, chosen_services, select_hosts
 from spark_deploy.config.catalog.types import Catalog
@@ -179,25 +179,19 @@ def _measure(target: Target, measurement: Measurement, started_at: str, files: P
     """Measure a host; ``files`` is the path of further files, without extension."""
     service = chosen_services(target, measurement.service or MAIN_SERVICE)[0]
     connection, login = connection_of(target, service=service), login_of(target)
-    settings = target.settings.settings
-    port = (settings if service == MAIN_SERVICE else settings.of_service(service)).serve.port
     served, release = host.read_served(login, service)
-    key = login.run(f"cat {connection.key_path}").strip()
     notes: list[str] = []
     note(f"{target.name}: {served.model} with {served.profile} ({served.release})")
     raw = files.with_name(f"{files.name}.llama-benchy.json")
     with ExitStack() as stack:
-        url = connection.base_url
-        if connection.tunnel:
-            url = f"http://127.0.0.1:{stack.enter_context(host.open_tunnel(login, port))}/v1"
-        endpoint = protocols.Endpoint(url, connection.model, key, connection.ca)
+        endpoint = stack.enter_context(open_endpoint(target, service))
         context_tokens = release.check.max_model_len
         run = _Run(measurement, login, release, endpoint, notes, context_tokens)
         samples = stack.enter_context(host.sample_host(login))
         before = host.read_draft_counters(login, service)
         answers = run.measure_seeds()
         benchy_version, cells = run.measure_grid(raw)
-        vllm_version, loads = run.measure_loads(port, connection.key_path)
+        vllm_version, loads = run.measure_loads(connection.port, connection.key_path)
         after = host.read_draft_counters(login, service)
     drafted, accepted = (max(0, b - a) for a, b in zip(before, after, strict=True))
     result = BenchResult(

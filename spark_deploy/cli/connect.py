@@ -13,13 +13,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import click
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.bench.host import Login
+from spark_deploy.bench.host import Login, open_tunnel
+from spark_deploy.bench.protocols import Endpoint
 from spark_deploy.cli.console import (
     Options,
     next_command,
@@ -54,6 +55,7 @@ _POLL_S = 0.5
 class Connection:
     host: str
     base_url: str
+    port: int  # of the gateway, on the host
     users: str  # users of base_url
     model: str
     names: tuple[str, ...]
@@ -174,7 +176,7 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
     if len(chosen := [name for name, value in given.items() if value]) > 1:
         problem, fix = "cannot be combined", f"omit --{chosen[1]}"
         raise SparkError.one(f"--{chosen[0]} and --{chosen[1]}", problem, fix)
-    hosts = _without_workers(select_hosts(options, must_serve=False), options, service)
+    hosts = answering_hosts(select_hosts(options, must_serve=False), options, service)
     tailnet = _tailnet_addresses(hosts)
     names = list(read_inventory(inventory_path(options), data=list(options.data), must_serve=False))
     servers = [
@@ -190,7 +192,7 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
     return 0
 
 
-def _without_workers(hosts: list[Target], options: Options, service: str | None) -> list[Target]:
+def answering_hosts(hosts: list[Target], options: Options, service: str | None) -> list[Target]:
     """Return the hosts that answer clients: in a cluster only the head."""
     if service not in (None, MAIN_SERVICE):
         return hosts
@@ -303,6 +305,7 @@ def connection_of(
     return Connection(
         host=host.name,
         base_url=base_url,
+        port=port,
         users=users,
         model=names[0],
         names=tuple(names),
@@ -318,6 +321,23 @@ def connection_of(
             else profile.limits.max_context_tokens
         ),
     )
+
+
+@contextmanager
+def open_endpoint(target: Target, service: str | None) -> Iterator[Endpoint]:
+    """Yield the server's endpoint with its key, reachable from here (through a tunnel if needed).
+
+    Raises:
+        SparkError: the host has no such service, or cannot be reached.
+    """
+    service = chosen_services(target, service or MAIN_SERVICE)[0]
+    server, login = connection_of(target, service=service), login_of(target)
+    key = login.run(f"cat {server.key_path}").strip()
+    with ExitStack() as stack:
+        base_url = server.base_url
+        if server.tunnel:
+            base_url = f"http://127.0.0.1:{stack.enter_context(open_tunnel(login, server.port))}/v1"
+        yield Endpoint(base_url, server.model, key, server.ca)
 
 
 def login_of(host: Target) -> Login:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +23,12 @@ from spark_contract.tool import COMPILING
 from spark_contract.units import MAIN_SERVICE, PREPARE
 
 from spark_deploy.cli import changes, update
-from spark_deploy.cli.console import Options, note, shared_options
+from spark_deploy.cli.ask import ask_host
+from spark_deploy.cli.connect import QUESTION, answering_hosts
+from spark_deploy.cli.console import Options, next_command, note, print_problem, shared_options
 from spark_deploy.cli.hosts import Answer, Target, build_plan, check_access, query, select_hosts
 from spark_deploy.cli.progress_screen import PHASES, minutes, print_text
-from spark_deploy.config.errors import SparkError
+from spark_deploy.config.errors import SparkError, one_line
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
 from spark_deploy.inventory.login import public_key
@@ -74,7 +77,32 @@ def up(options: Options) -> int:
         # Even with an unchanged release a deploy may repair other parts of a host.
         changes.confirm(options.yes, "Continue?")
     changes.print_command(words)
-    return changes.deploy("up", hosts, options)
+    code = changes.deploy("up", hosts, options)
+    if code == 0 and not options.dry and not options.json:
+        stopped = {a.host.name for a in answers if a.value and a.value.status.stopped(MAIN_SERVICE)}
+        chats = {name for name, plan in plans.items() if plan.serve.check.task == "chat"}
+        _show_answers([host for host in hosts if host.name in chats - stopped], options)
+    return code
+
+
+def _show_answers(hosts: list[Target], options: Options) -> None:
+    with contextlib.suppress(SparkError):  # workers of a cluster only
+        for host in answering_hosts(hosts, options, None) if hosts else ():
+            _show_answer(host, options)
+
+
+def _show_answer(host: Target, options: Options) -> None:
+    """Print the answer to a question, as a client of this machine gets it."""
+    try:
+        result = ask_host(host, QUESTION, None, 512, is_shown=False)
+    except SparkError as error:  # the host has checked the release; the way to it fails
+        note(f"{host.name}: no answer to a question from this machine:", "yellow")
+        for problem in error.problems:
+            print_problem(problem)
+        return
+    answer = one_line(result["answer"] or "only reasoning so far")
+    print(f"{host.name}: asked {QUESTION!r}, answered {answer!r} at {result['tokens_per_s']} tok/s")
+    print(f"  clients: {next_command(options, 'connect', host.name)}")
 
 
 def _bootstrap(hosts: Sequence[Target], options: Options) -> int:

@@ -1,0 +1,75 @@
+"""``spark-deploy ask``: send a question to servers and print answer and speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from spark_deploy.bench.protocols import measure_answer
+from spark_deploy.bench.result import Answer
+from spark_deploy.cli.connect import answering_hosts, open_endpoint
+from spark_deploy.cli.console import Options, note, print_result, service_option, shared_options
+from spark_deploy.cli.hosts import Target, select_hosts
+from spark_deploy.config.errors import shown
+
+
+@click.command
+@click.argument("question")
+@service_option("This service instead of the main service.")
+@click.option("--tokens", default=2048, type=click.IntRange(min=1), help="Most tokens to generate.")
+@shared_options()
+def ask(options: Options, question: str, service: str | None, tokens: int) -> int:
+    hosts = answering_hosts(select_hosts(options, must_serve=False), options, service)
+    results = []
+    for target in hosts:
+        if len(hosts) > 1 and not options.json:
+            print(f"{target.name}:")
+        results.append(ask_host(target, question, service, tokens, is_shown=not options.json))
+    if options.json:
+        print_result(options, results, ())
+    return 0
+
+
+def ask_host(
+    target: Target, question: str, service: str | None, tokens: int, *, is_shown: bool
+) -> dict[str, Any]:
+    """Ask a host through its gateway; print the answer as it arrives if ``is_shown``.
+
+    Raises:
+        SparkError: no connection, no complete answer.
+    """
+    pieces: list[str] = []
+    reasoning_seen = False
+
+    def show(piece: str, is_reasoning: bool) -> None:
+        nonlocal reasoning_seen
+        if is_reasoning:
+            if is_shown and not reasoning_seen:
+                note("the model reasons before it answers ...")
+            reasoning_seen = True
+            return
+        pieces.append(piece)
+        if is_shown:
+            print(shown(piece), end="", flush=True)
+
+    with open_endpoint(target, service) as endpoint:
+        answer = measure_answer(endpoint, question, tokens, temperature=None, show=show)
+    text = "".join(pieces)
+    if is_shown:
+        print()
+        if not text:
+            note(f"no answer within {tokens} tokens, only reasoning; use --tokens {tokens * 4}")
+        note(speed_text(answer))
+    return {
+        "host": target.name, "model": endpoint.model, "answer": text,
+        "completion_tokens": answer.completion_tokens, "first_token_s": answer.first_token_s,
+        "tokens_per_s": round(answer.tokens_per_s, 1),
+    }  # fmt: skip
+
+
+def speed_text(answer: Answer) -> str:
+    return (
+        f"{answer.completion_tokens} tokens, {answer.tokens_per_s:.1f} tok/s, "
+        f"first token after {answer.first_token_s:.2f} s"
+    )

@@ -1,0 +1,65 @@
+"""``spark-deploy ask`` prints an answer as it arrives, and its speed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spark_deploy.bench.protocols import Endpoint
+from spark_deploy.bench.result import Answer
+from spark_deploy.cli import ask, main
+
+PIECES = [("let me think", True), ("Par", False), ("is\x1b]0;owned\x07\n", False)]
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Replace hosts and engine; return the requests."""
+    sent: list[tuple[Any, ...]] = []
+
+    @contextmanager
+    def open_endpoint(target: Any, service: str | None) -> Iterator[Endpoint]:
+        yield Endpoint(f"http://{target.name}/v1", "m", "sk-key")
+
+    def measure(
+        endpoint: Endpoint, text: str, tokens: int, *, temperature: float | None, show: Any
+    ) -> Answer:
+        sent.append((endpoint.base_url, text, tokens, temperature))
+        for piece in PIECES:
+            show(*piece)
+        return Answer("", 1, tokens, 7, 20, 0.25, 2.0)
+
+    hosts = [SimpleNamespace(name="spark-1"), SimpleNamespace(name="spark-2")]
+    monkeypatch.setattr(ask, "select_hosts", lambda options, **_: hosts[: len(options.limit)])
+    monkeypatch.setattr(ask, "answering_hosts", lambda hosts, *_: hosts)
+    monkeypatch.setattr(ask, "open_endpoint", open_endpoint)
+    monkeypatch.setattr(ask, "measure_answer", measure)
+    return sent
+
+
+def test_prints_answer_without_control_characters_and_speed(
+    requests: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ask", "capital of France?", "spark-1", "--tokens", "99"]) == 0
+    assert requests == [("http://spark-1/v1", "capital of France?", 99, None)]
+    output = capsys.readouterr()
+    assert output.out.startswith("Paris")
+    assert "\x1b" not in output.out
+    assert "let me think" not in output.out
+    assert "20 tokens, 10.0 tok/s, first token after 0.25 s" in output.err
+
+
+def test_json_has_an_object_for_each_host(
+    requests: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ask", "?", "spark-1", "spark-2", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [(r["host"], r["completion_tokens"], r["tokens_per_s"]) for r in results] == [
+        ("spark-1", 20, 10.0), ("spark-2", 20, 10.0),
+    ]  # fmt: skip
+    assert len(requests) == 2
