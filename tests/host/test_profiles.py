@@ -9,7 +9,7 @@ import pytest
 
 from spark_deploy.config.catalog.load import read_catalog
 from tests.host.conftest import Fleet
-from tests.labkit import Guest
+from tests.labkit import Guest, lab
 
 pytestmark = pytest.mark.gate
 
@@ -96,3 +96,20 @@ def test_serves_every_alias(fleet: Fleet) -> None:
     assert guest.names() == ["spark", "qwen", "assistant"]
     for name in guest.names():
         assert guest.ask(model=name)[0] == 200
+
+
+@pytest.mark.engine
+def test_real_engine_serves_built_hybrid(fleet: Fleet) -> None:
+    guest = fleet.guests[0]
+    lab("prepare", "--engine", "cpu")
+    fleet.settle()
+    fleet.site.choose(model="lab-tiny")
+    fleet.site.deploy("--limit", guest.name).assert_succeeded()
+
+    status, body = guest.ask("What is the capital of France?")
+    assert status == 200
+    assert "Paris" in body["choices"][0]["message"]["content"]
+    assert "spark portable mode" in guest.run(f"journalctl -u {guest.serving()[0]} -o cat")
+    assert guest.proof()["portable"]
+    assert "vllm:generation_tokens_total" in guest.metrics()
+    fleet.site.deploy("--limit", guest.name).assert_unchanged()
