@@ -113,189 +113,160 @@ def engine(*cgroups: str) -> dict[str, Any]:
     return {**SERVING, "compute_apps": apps, "compute_cgroups": list(cgroups)}
 
 
+def fits(needs: dict[str, Any] | None = None, **sections: Any) -> Case:
+    return Case(sections, [], [], needs or {})
+
+
+def refused(*problems: str, needs: dict[str, Any] | None = None, **sections: Any) -> Case:
+    return Case(sections, [*problems], None, needs or {})
+
+
+def warned(*warnings: str, **sections: Any) -> Case:
+    return Case(sections, [], [*warnings])
+
+
+GNOME_SHELL = ["9 2097152 /user.slice/x gnome-shell"]
+LANGUAGE = " language-pack-gnome-de-base  translations"
+NO_TAILSCALE = ["sh: 1: tailscale: not found"]
+TAILSCALE = {"tailscale": True}
 CASES = {
-    "factory Spark": Case({}, [], []),
+    "factory Spark": fits(),
     # Other users must not be able to replace models.
     "owned by a user": writable("ann/ann/755//data", "belongs to ann"),
     "owned by an unknown user": writable("1007/1007/755//data", "belongs to 1007"),
     "world-writable": writable("root/root/777//data", "by everybody"),
     "group-writable": writable("root/users/2775//data", "by group users"),
-    "root only": Case({"parents": [ROOT, "root/root/755//srv"]}),
-    "sticky": Case({"parents": [ROOT, "root/root/1777//tmp"]}),
-    "group root": Case({"parents": [ROOT, "root/root/775//srv"]}),
-    "other group without write access": Case({"parents": [ROOT, "root/staff/755//a"]}),
+    "root only": fits(parents=[ROOT, "root/root/755//srv"]),
+    "sticky": fits(parents=[ROOT, "root/root/1777//tmp"]),
+    "group root": fits(parents=[ROOT, "root/root/775//srv"]),
+    "other group without write access": fits(parents=[ROOT, "root/staff/755//a"]),
     # Identity; a wrong architecture or board hides later checks.
-    "architecture": Case(
-        {"uname": ["x86_64", "6.1"], "smi": [], "pci": []},
-        ["architecture|x86_64, expected aarch64"],
+    "architecture": refused("architecture|x86_64|aarch64", uname=["x86_64", "6"], smi=[], pci=[]),
+    "board": refused("PCI|no device 10de:2e12|10de:2e03", pci=["10de:2e03"], smi=[]),
+    "no nvidia-smi": refused("driver|not installed|never installs", smi=[]),
+    "no driver": refused("driver|couldn't communicate|reboot", smi=[NO_DRIVER, "rc=9"]),
+    "mismatch": refused("driver|version mismatch|reboot", smi=[MISMATCH, "rc=18"]),
+    "no devices": refused("driver|power-cycle", smi=["No devices were found", "rc=6"]),
+    "smi crashes": refused("driver|Segmentation|dmesg", smi=["Segmentation fault", "rc=139"]),
+    "old driver": refused("driver|575.99.01|580", smi=["NVIDIA GB10, 575.99.01"], module=[]),
+    "other module": refused("580.142|580.159.03", smi=["NVIDIA GB10, 580.159.03"]),
+    "two driver branches": refused(
+        "driver|580, 590",
+        driver_packages=["ii  nvidia-driver-580-open 580.1", "ii  nvidia-driver-590 590.4"],
     ),
-    "board": Case({"pci": ["10de:2e03"], "smi": []}, ["PCI|no device 10de:2e12|10de:2e03"]),
-    "no nvidia-smi": Case({"smi": []}, ["driver|not installed|never installs"]),
-    "no driver": Case({"smi": [NO_DRIVER, "rc=9"]}, ["driver|couldn't communicate|reboot"]),
-    "mismatch": Case({"smi": [MISMATCH, "rc=18"]}, ["driver|version mismatch|reboot"]),
-    "no devices": Case({"smi": ["No devices were found", "rc=6"]}, ["driver|power-cycle"]),
-    "smi crashes": Case({"smi": ["Segmentation fault", "rc=139"]}, ["driver|Segmentation|dmesg"]),
-    "old driver": Case(
-        {"smi": ["NVIDIA GB10, 575.99.01", "rc=0"], "module": []},
-        ["driver|575.99.01 is older than 580"],
-    ),
-    "other module": Case({"smi": ["NVIDIA GB10, 580.159.03", "rc=0"]}, ["580.142|580.159.03"]),
-    "two driver branches": Case(
-        {"driver_packages": ["ii  nvidia-driver-580-open 580.1", "ii  nvidia-driver-590 590.4"]},
-        ["driver|several branches|580, 590"],
-    ),
-    "operating system": Case(
-        {"os_release": ["ID=ubuntu", 'VERSION_ID="26.04"']}, ["expected ubuntu 24.04"]
-    ),
+    "system": refused("expected ubuntu 24.04", os_release=["ID=ubuntu", 'VERSION_ID="26.04"']),
     # Health
-    "sudo": Case({"sudo": ["no", "ann"]}, ["sudo|ann cannot become root|bootstrap"]),
-    # As Sparks are delivered.
+    "sudo": refused("sudo|ann cannot become root|bootstrap", sudo=["no", "ann"]),
     **{
-        f"half-installed {name}": Case(
-            {"dpkg_audit": ["bad:", f" {name}  something", " language-pack-de  x"]},
-            [f"half installed: {name}\n|dpkg --configure -a"],
+        f"half-installed {name}": refused(
+            f"half installed: {name}\n|dpkg --configure -a", dpkg_audit=[f" {name}  x", LANGUAGE]
         )
         for name in ("docker.io", "libnvidia-compute-580", "linux-image-6.17", "libc6")
     },
-    "half-installed language": Case(
-        {"dpkg_audit": ["not configured:", " language-pack-gnome-de-base  translations"]},
-        [],
-        ["packages|language-pack-gnome-de-base"],
+    # As Sparks are delivered.
+    "half-installed language": warned("packages|language-pack-gnome-de", dpkg_audit=[LANGUAGE]),
+    "memory of a kexec handover": warned(
+        "kernel|9.3 GiB|kho=off", meminfo=[*POOL, "CmaTotal: 0 kB", "CmaFree: 9748480 kB"]
     ),
-    "memory of a kexec handover": Case(
-        {"meminfo": [*POOL, "CmaTotal: 0 kB", "CmaFree: 9748480 kB"]},
-        [],
-        ["kernel|9.3 GiB|kho=off"],
+    "CMA": fits(meminfo=[*POOL, "CmaTotal: 131072 kB", "CmaFree: 118784 kB"]),
+    "faulty kernel": warned("kernel|1019-nvidia|kho=off", **kernel("7.0.0-1019-nvidia", "quiet")),
+    "faulty kernel with parameter": fits(**kernel("7.0.0-1019-nvidia", "quiet kho=off")),
+    "newer kernel": fits(**kernel("6.17.0-1032-nvidia", "quiet")),
+    "blocks healthy": fits(**fragmented("healthy")),
+    "blocks fragmented": warned("memory: fragmented", **fragmented("fragmented")),
+    "blocks low": fits(**fragmented("low")),
+    "docker down": warned("docker|unit is failed", containers=["unreachable failed"]),
+    "docker silent": refused("docker|does not answer", containers=["unreachable active"]),
+    "docker without sudo": refused(
+        "cannot become root", sudo=["no", "ann"], containers=["unreachable active"]
     ),
-    "CMA": Case({"meminfo": [*POOL, "CmaTotal: 131072 kB", "CmaFree: 118784 kB"]}, [], []),
-    "faulty kernel": Case(
-        kernel("7.0.0-1019-nvidia", "quiet"), [], ["kernel|7.0.0-1019-nvidia|kho=off"]
+    "pending reboot": warned("reboot|libc6", reboot=["required", "libc6"]),
+    "smaller pool": refused("119.7 GiB in total", needs={"memory_total_min_bytes": 200 << 30}),
+    "no tailscale, not needed": fits(tailscale=NO_TAILSCALE),
+    "no tailscale": refused("not found|`tailscale up`", needs=TAILSCALE, tailscale=NO_TAILSCALE),
+    "tailscale stopped": refused(
+        "tailscale|Stopped", needs=TAILSCALE, tailscale=["no Tailscale IPs; state: Stopped"]
     ),
-    "faulty kernel with parameter": Case(kernel("7.0.0-1019-nvidia", "quiet kho=off"), [], []),
-    "newer kernel": Case(kernel("6.17.0-1032-nvidia", "quiet"), [], []),
-    "blocks healthy": Case(fragmented("healthy"), [], []),
-    "blocks fragmented": Case(fragmented("fragmented"), [], ["memory: fragmented"]),
-    "blocks low": Case(fragmented("low"), [], []),
-    "docker down": Case({"containers": ["unreachable failed"]}, [], ["docker|unit is failed"]),
-    "docker silent": Case({"containers": ["unreachable active"]}, ["docker|does not answer"]),
-    "pending reboot": Case({"reboot": ["required", "libc6"]}, [], ["reboot|libc6"]),
-    "smaller pool": Case(
-        {}, ["memory|119.7 GiB in total"], needs={"memory_total_min_bytes": 200 << 30}
-    ),
-    "no tailscale, not needed": Case({"tailscale": ["sh: 1: tailscale: not found"]}),
-    "no tailscale": Case(
-        {"tailscale": ["sh: 1: tailscale: not found"]},
-        ["tailscale|not found|`tailscale up`"],
-        needs={"tailscale": True},
-    ),
-    "tailscale stopped": Case(
-        {"tailscale": ["no current Tailscale IPs; state: Stopped"]},
-        ["tailscale|state: Stopped|serve.expose"],
-        needs={"tailscale": True},
-    ),
-    "tailscale": Case({"tailscale": ["100.101.102.103"]}, needs={"tailscale": True}),
+    "tailscale": fits(TAILSCALE, tailscale=["100.101.102.103"]),
     # Room on disk and in memory.
-    "a process uses the memory": Case(
-        memory(60000000, processes=["9 41943040 /user.slice/x llama-server"]),
-        ["process llama-server|40.0 GiB", "memory|57.2 GiB available"],
+    "a process uses the memory": refused(
+        *("process llama-server|40.0 GiB", "memory|57.2 GiB available"),
+        **memory(60000000, processes=["9 41943040 /user.slice/x llama-server"]),
     ),
     # The reported share suffices with the engine's own margin:
     # 0.74 * 1.02 * 125513944 <= 96000000 < 0.75 * 1.02 * 125513944
-    "too little memory": Case(
-        memory(96000000),
-        ["memory|91.6 GiB available|needs 97.0 GiB|lower engine.memory_fraction to 0.74"],
-        needs=small(110, 97),
+    "too little memory": refused(
+        "memory|91.6 GiB available|needs 97.0 GiB|lower engine.memory_fraction to 0.74",
+        needs=small(110, 97), **memory(96000000),
     ),
-    "smaller pool than planned": Case(
-        memory(115000000, "MemTotal: 119000000 kB"),
-        ["memory|113.5 GiB in total|set memory.total_gib to 113.4"],
-        needs=small(117),
+    "smaller pool than planned": refused(
+        "memory|113.5 GiB in total|set memory.total_gib to 113.4",
+        needs=small(117), **memory(115000000, "MemTotal: 119000000 kB"),
     ),
-    "host smaller than the engine": Case(
-        memory(23000000, "MemTotal: 24641536 kB"),
-        [
-            "23.5 GiB in total, the plan expects 117.0 GiB|needs 97.0 GiB|smaller model or profile"
-            "|`spark-deploy plan --data memory.total_gib=23.5`"
-        ],
-        needs=small(117, 97),
+    "host smaller than the engine": refused(
+        "23.5 GiB in total|117.0 GiB|97.0 GiB|smaller model|--data memory.total_gib=23.5",
+        needs=small(117, 97), **memory(23000000, "MemTotal: 24641536 kB"),
     ),
-    "a process, and enough memory": Case(
-        {"processes": ["9 2097152 /user.slice/x gnome-shell"]}, [], ["process gnome-shell"]
+    "a process, and enough memory": warned("process gnome-shell", processes=GNOME_SHELL),
+    "an allowed process": fits({"allow_memory_holders": ("gnome-shell",)}, processes=GNOME_SHELL),
+    "two places on a filesystem": refused(
+        "disk /: 100.0 GiB free, 100.0 GiB to be written and 20.0 GiB kept free|free 20.0 GiB"
+        "|`docker image prune -a` frees up to 11.5 GiB", **places(0, 104857600, "/dev/a"),
     ),
-    "an allowed process": Case(
-        {"processes": ["9 2097152 /user.slice/x gnome-shell"]},
-        [],
-        [],
-        {"allow_memory_holders": ("gnome-shell",)},
-    ),
-    "two places on a filesystem": Case(
-        places(0, 104857600, "/dev/a"),
-        [
-            "disk /: 100.0 GiB free, 100.0 GiB to be written and 20.0 GiB kept free|free 20.0 GiB"
-            "|`docker image prune -a` frees up to 11.5 GiB: it removes every image that no "
-            "container uses, yours and those kept for rollback"
-        ],
-    ),
-    "bytes in place": Case(places(83886080, 26214400, **IMAGE)),
-    "full disk, nothing to write": Case(places(83886080, 1024, "/dev/a", **IMAGE)),
+    "bytes in place": fits(**places(83886080, 26214400, **IMAGE)),
+    "full disk, nothing to write": fits(**places(83886080, 1024, "/dev/a", **IMAGE)),
     # Other users of the GPU, of memory and of our ports.
     **{
-        f"engine container {state} {restart}": Case(
-            {"containers": [ollama(state, restart)]}, [f"ollama|{state}|{restart}|takeover"]
+        f"container {state} {restart}": refused(
+            f"ollama|{state}|{restart}|takeover", containers=[ollama(state, restart)]
         )
         for state, restart in (
-            ("running", "no"),
-            ("restarting", "on-failure"),
-            ("running", "unless-stopped"),
-            ("exited", "always"),
+            *(("running", "no"), ("restarting", "on-failure")),
+            *(("running", "unless-stopped"), ("exited", "always")),
         )
     },
     **{
-        f"engine container stopped {restart}": Case({"containers": [ollama("exited", restart)]})
+        f"container stopped {restart}": fits(containers=[ollama("exited", restart)])
         for restart in ("no", "unless-stopped", "on-failure")
     },
-    "container named after the machine": Case(
-        {"containers": [ollama(name="spark-vllm")]}, ["container spark-vllm"]
+    "container named after the machine": refused(
+        "container spark-vllm", containers=[ollama(name="spark-vllm")]
     ),
-    "our container": Case({"containers": [ollama(name="spark-main-0123456789ab")]}),
-    "container to take over": Case({"containers": [ollama()]}, needs={"takeover": ("ollama",)}),
-    "unit named after the machine": Case(unit("spark-vllm.service"), [], ["process python3"]),
-    "our unit": Case(unit(SERVE_UNIT), [], []),
-    "docker without sudo": Case(
-        {"sudo": ["no", "ann"], "containers": ["unreachable active"]}, ["cannot become root"]
-    ),
-    "allowed container": Case(IN_CONTAINER, [], [], {"allow_containers": ("images",)}),
-    "container on the GPU": Case(IN_CONTAINER, ["container images"]),
+    "our container": fits(containers=[ollama(name="spark-main-0123456789ab")]),
+    "container to take over": fits({"takeover": ("ollama",)}, containers=[ollama()]),
+    "unit named after the machine": warned("process python3", **unit("spark-vllm.service")),
+    "our unit": fits(**unit(SERVE_UNIT)),
+    "allowed container": fits({"allow_containers": ("images",)}, **IN_CONTAINER),
+    "container on the GPU": refused("container images", **IN_CONTAINER),
     # NVIDIA's runtime is the default; the container requests no device.
-    "container without the GPU": Case(
-        {"containers": [ON_GPU.replace("images", "qdrant").replace('"all",', "")]}
+    "container without the GPU": fits(
+        containers=[ON_GPU.replace("images", "qdrant").replace('"all",', "")]
     ),
     # A process of the engine may exit between the two queries.
-    "our engine": Case(engine(OUR_CGROUP)),
-    "our engine without cgroup": Case(engine("77 ")),
-    "our engine has exited": Case(engine()),
-    "process on the GPU": Case(
-        {**SERVING, **UNMANAGED_PROCESS}, [], ["/home/ann/venv/bin/python3|pid 78 uses the GPU"]
+    "our engine": fits(**engine(OUR_CGROUP)),
+    "our engine without cgroup": fits(**engine("77 ")),
+    "our engine has exited": fits(**engine()),
+    "process on the GPU": warned(
+        "/home/ann/venv/bin/python3|pid 78 uses the GPU", **SERVING, **UNMANAGED_PROCESS
     ),
-    "allowed process on the GPU": Case(
-        {**SERVING, **UNMANAGED_PROCESS}, [], [], {"allow_memory_holders": ("python3",)}
+    "allowed process on the GPU": fits(
+        {"allow_memory_holders": ("python3",)}, **SERVING, **UNMANAGED_PROCESS
     ),
-    "process on the GPU and in memory": Case(
-        memory(60000000, compute_apps=["9, /x/python3"], processes=["9 2097152 /user.slice/x y"]),
-        ["process y|pid 9 uses 2.0 GiB and the GPU", "memory|57.2 GiB available"],
+    "process on the GPU and in memory": refused(
+        *("process y|pid 9 uses 2.0 GiB and the GPU", "memory|57.2 GiB available"),
+        **memory(60000000, compute_apps=["9, /x/python3"], processes=["9 2097152 /user.slice/x y"]),
     ),
-    "our gateway": Case(LISTENERS, needs={"ports": (8000,)}),
-    "port taken": Case(LISTENERS, ["port 8001|docker-proxy (pid 99)"], needs={"ports": (8001,)}),
-    "port of the kernel": Case(LISTENERS, ["port 8002|a process"], needs={"ports": (8002,)}),
-    "port free": Case(LISTENERS, needs={"ports": (9000,)}),
-    "services swap ports": Case(
-        EMBED_LISTENS,
-        ["port 8001|the gateway of embed still listens"],
-        needs=gateways(main=8000, embed=8002, rank=8001),
+    "our gateway": fits({"ports": (8000,)}, **LISTENERS),
+    "port taken": refused("8001|docker-proxy (pid 99)", needs={"ports": (8001,)}, **LISTENERS),
+    "port of the kernel": refused("8002|a process", needs={"ports": (8002,)}, **LISTENERS),
+    "port free": fits({"ports": (9000,)}, **LISTENERS),
+    "services swap ports": refused(
+        "port 8001|the gateway of embed still listens",
+        needs=gateways(main=8000, embed=8002, rank=8001), **EMBED_LISTENS,
     ),
-    "ports as before": Case(EMBED_LISTENS, needs=gateways(main=8000, embed=8001, rank=8002)),
-    "service no longer listed": Case(EMBED_LISTENS, needs=gateways(main=8000, vectors=8001)),
-}
+    "ports as before": fits(gateways(main=8000, embed=8001, rank=8002), **EMBED_LISTENS),
+    "service no longer listed": fits(gateways(main=8000, vectors=8001), **EMBED_LISTENS),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
