@@ -1,4 +1,4 @@
-"""A host of the virtual lab as commands select it."""
+"""A host of the virtual lab as commands select it, and inventories."""
 
 from pathlib import Path
 
@@ -19,3 +19,12 @@ def target_of(tmp_path: Path, name: str = "lab-1", data: dict | None = None, **s
     result = load_hosts({"lab": [name]}, root=tmp_path, overrides=overrides)[name]
     data = data or {"ssh_hostname": "10.0.0.9", "ssh_user": "spark", "_sudo": True}
     return Target(name, data, result, CATALOG)
+
+
+def write_inventory(path: Path, *hosts: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        "from spark_deploy.inventory import group_from as _group_from\n"
+        f'spark = _group_from("spark", hosts={list(hosts)!r}, file=__file__)\n'
+    )
+    return path

@@ -14,6 +14,7 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.types import Settings
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
+from tests.unit.cli.targets import write_inventory
 from tests.unit.lockfile.hub_trees import write_repository
 
 COMMIT = "5" * 40
@@ -24,12 +25,6 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 CHAT = {"tokenizer_config.json": {"chat_template": "{{ messages }}"}}
 ENTRIES: dict[str, tuple[str, tuple[int, ...]]] = {"model.norm.weight": ("BF16", (64,))}
-INVENTORY = """
-import sys as _sys
-_sys.path.insert(0, {checkout!r})
-from spark_deploy.inventory import group_from as _group_from
-spark = _group_from("spark", hosts=["a"], file=__file__)
-"""
 
 
 @pytest.fixture
@@ -63,7 +58,7 @@ def make_site(root: Path, hub: Hub) -> Path:
     """Write an owner's folder with locked images."""
     (root / "group_vars").mkdir(parents=True)
     (root / "group_vars/spark.yml").write_text(f"hub: {{endpoint: {hub.url!r}}}\n")
-    (root / "sparks.py").write_text(INVENTORY.format(checkout=str(CHECKOUT)))
+    write_inventory(root / "sparks.py", "a")
     image = {"digest": f"sha256:{'1' * 64}", "size_bytes": 1000}
     images = dict.fromkeys(Settings().images.values(), image)
     lock = {"schema_version": 1, "sources": {}, "images": images}

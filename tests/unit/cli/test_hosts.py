@@ -55,7 +55,7 @@ def test_local_machine_has_no_access_if_sudo_needs_a_password(monkeypatch):
     probed: list[Endpoint] = []
     monkeypatch.setattr(cli_hosts.host_keys, "query_host_key", probed.append)
     monkeypatch.setattr(cli_hosts.login, "try_key", lambda endpoint: Access(True, False))
-    result = check_access([SimpleNamespace(name="@local", data={})])  # type: ignore[list-item]
+    result = check_access([SimpleNamespace(name="@local", data={})])
     assert [endpoint.host for endpoint in result.closed] == ["@local"]
     assert "deploys/bootstrap.py" in next(result.problems()).fix
     assert not probed

@@ -24,6 +24,7 @@ from spark_deploy.cli.console import print_wrapped, styled, wrap_line
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.load import HostSettings, load_hosts
 from spark_deploy.lock.file import write_lock
+from tests.unit.cli.targets import write_inventory
 from tests.unit.planning.plans import made_up_lock, shipped_catalog
 
 PLAN = ("plan", "--estimate")
@@ -41,22 +42,6 @@ def spark_deploy(capsys, monkeypatch, tmp_path):
         return code, captured.out, captured.err
 
     return run
-
-
-@pytest.fixture
-def inventory(tmp_path):
-    """Return a function that writes an inventory."""
-    (tmp_path / "group_vars").mkdir()
-
-    def write(name: str, *hosts: str) -> str:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(
-            "from spark_deploy.inventory.groups import group_from as _g\n"
-            f'spark = _g("spark", hosts={list(hosts)!r}, file=__file__)\n'
-        )
-        return name
-
-    return write
 
 
 @pytest.fixture
@@ -135,15 +120,17 @@ def test_each_mistake_gets_one_message_with_a_fix(spark_deploy, tmp_path, words,
     assert "pyinfra" not in err
 
 
-def test_update_check_lists_missing_names_once(spark_deploy, tmp_path, inventory):
-    code, _, err = spark_deploy("update", inventory("sparks.py", "a", "b"), "--check")
+def test_update_check_lists_missing_names_once(spark_deploy, tmp_path):
+    inventory = write_inventory(tmp_path / "sparks.py", "a", "b")
+    code, _, err = spark_deploy("update", str(inventory), "--check")
     assert (code, err.count("is not locked")) == (1, 4)
     assert not (tmp_path / "spark.lock.yml").exists()
 
 
 @pytest.mark.usefixtures("lock_path")
-def test_update_json_prints_the_lock_file(spark_deploy, inventory):
-    code, out, _ = spark_deploy("update", inventory("sparks.py", "a"), "--check", "--json")
+def test_update_json_prints_the_lock_file(spark_deploy, tmp_path):
+    inventory = write_inventory(tmp_path / "sparks.py", "a")
+    code, out, _ = spark_deploy("update", str(inventory), "--check", "--json")
     [(path, lock)] = json.loads(out).items()
     assert (Path(path).name, "sources" in lock, "images" in lock) == ("spark.lock.yml", True, True)
     assert code in (0, 1)
@@ -151,10 +138,11 @@ def test_update_json_prints_the_lock_file(spark_deploy, inventory):
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_the_default_inventory_is_in_the_directory_or_the_checkout(
-    spark_deploy, lock_path, inventory, monkeypatch, is_own
+    spark_deploy, lock_path, monkeypatch, is_own
 ):
     if is_own:
-        inventory("inventory/spark.py", "mine")
+        (lock_path.parent / "group_vars").mkdir()
+        write_inventory(lock_path.parent / "inventory/spark.py", "mine")
     monkeypatch.setattr(HostSettings, "lock_path", lock_path)
     code, out, err = spark_deploy("status", "--files", "--planned", "--json")
     assert (code, err) == (0, "")

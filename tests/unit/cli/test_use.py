@@ -7,12 +7,8 @@ import pytest
 
 from spark_deploy.cli import main
 from spark_deploy.cli.use import _set_keys
+from tests.unit.cli.targets import write_inventory
 
-INVENTORY = """\
-from spark_deploy.inventory import group_from as _group_from
-
-spark = _group_from("spark", hosts=["a", "b"], file=__file__)
-"""
 ALL = """\
 # Settings of both.
 model: qwen3.5-35b   # small enough
@@ -23,10 +19,9 @@ memory: {reserve_gib: 13}
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "inventory").mkdir()
-    (tmp_path / "inventory" / "spark.py").write_text(INVENTORY)
+    write_inventory(tmp_path / "inventory/spark.py", "a", "b")
     (tmp_path / "group_vars").mkdir()
-    (tmp_path / "group_vars" / "all.yml").write_text(ALL)
+    (tmp_path / "group_vars/all.yml").write_text(ALL)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -236,14 +236,12 @@ def test_creates_the_deploy_account_with_the_existing_login(tty, hosts, monkeypa
 @pytest.mark.parametrize("passwordless_sudo", [True, False])
 def test_local_machine_needs_only_the_sudo_password(passwordless_sudo, tty, monkeypatch):
     monkeypatch.setattr(bootstrap, "try_key", lambda e: Access(e.is_local, passwordless_sudo))
-    data = tty.prepare({"@local": {}})
-    contact = contact_in(data, "@local")
+    data = tty.prepare({"@local": {}})["@local"]
+    contact = data.pop(bootstrap.CONTACT_KEY)
     assert contact.ready == passwordless_sudo
-    assert len(tty.prompts) == (0 if passwordless_sudo else 1)
-    assert set(data["@local"]) == {bootstrap.CONTACT_KEY} | (
-        set() if passwordless_sudo else {"_sudo"}
-    )
-    assert passwordless_sudo or (contact.password.unmask(), data["@local"]["_sudo"]) == ("x", False)
+    assert len(tty.prompts) == (not passwordless_sudo)
+    assert data == ({} if passwordless_sudo else {"_sudo": False})
+    assert passwordless_sudo or contact.password.unmask() == "x"
 
 
 def test_refuses_host_of_a_foreign_inventory():

@@ -81,7 +81,7 @@ class FakeHost:
             self.connected = False
             raise result
         stream = "stderr" if isinstance(result, Failed) else "stdout"
-        lines = [OutputLine(stream, line) for line in result.splitlines()]  # type: ignore[arg-type]
+        lines = [OutputLine(stream, line) for line in result.splitlines()]
         return stream == "stdout", CommandOutput(lines)
 
     def connect(self, **_: Any) -> None:

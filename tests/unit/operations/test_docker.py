@@ -160,11 +160,11 @@ def test_reports_a_failed_pull_with_the_tools_fix(tool_folder):
     line = f"error: {IMAGE}: the pull stalls: no bytes in 300 s; fix: look at the registry"
     install_stub(tool_folder, "spark-host", f"echo phase=pull bytes=5; echo '{line}' >&2; exit 1")
     with pytest.raises(Refused, match=r"no bytes in 300 s\n  fix: look at the registry"):
-        gpu._pull(None, IMAGE)  # type: ignore[arg-type]
+        gpu._pull(None, IMAGE)
 
 
 @pytest.mark.parametrize("script", ["exit 0", "exit 2", None])
 def test_checks_the_gpu_after_a_pull_with_older_tools_and_without_tools(tool_folder, script):
     if script:
         install_stub(tool_folder, "spark-host", f'[ "$*" = "image {IMAGE}" ] || exit 9\n{script}')
-    gpu._pull(None, IMAGE)  # type: ignore[arg-type]
+    gpu._pull(None, IMAGE)

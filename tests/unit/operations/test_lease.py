@@ -65,12 +65,12 @@ def run(host: FakeHost, body: Any = change, executing: bool = True) -> list[str]
     """Return the commands of an operation, or the refusal."""
     with on(host, executing) as state:
         state.callback_handlers = [operations.ReturnLeases()]
-        operations.hold_lease(state, host)  # type: ignore[arg-type]
+        operations.hold_lease(state, host)
         commands = [
             f"refused: {command.args[0]}" if isinstance(command, FunctionCommand) else str(command)
             for command in body._inner()
         ]
-    lease = operations._leases.get(host)  # type: ignore[call-overload]
+    lease = operations._leases.get(host)
     if lease is not None and lease.renewing is not None:
         lease.renewing.kill()
     return commands
@@ -82,7 +82,7 @@ def test_takes_a_free_host_before_the_first_command_and_returns_it(path):
     token, _, since, who = path.read_text().split()
     assert (token, who) == (this_run(), operations.holder())
     assert since.endswith("Z")
-    operations.ReturnLeases.host_disconnect(None, host)  # type: ignore[arg-type]
+    operations.ReturnLeases.host_disconnect(None, host)
     assert list(path.parent.iterdir()) == []
 
 

@@ -95,7 +95,7 @@ def test_reboot_marker_contains_the_previous_boot_id(monkeypatch):
     monkeypatch.setattr(serve, "run", run)
     monkeypatch.setattr(serve, "run_reconnecting", lose)
     monkeypatch.setattr(serve.gevent, "sleep", lambda _: None)
-    assert not serve._reboot(None, factory_spark(), PENDING, ALLOWED, RELEASE)  # type: ignore[arg-type]
+    assert not serve._reboot(None, factory_spark(), PENDING, ALLOWED, RELEASE)
     assert written == [f"the-boot-before\n{PENDING}"]
 
 

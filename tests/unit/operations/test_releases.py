@@ -123,7 +123,7 @@ def test_host_lost_during_a_change_stops_others(monkeypatch):
     monkeypatch.setattr(commands, "RECONNECT_TIMEOUT_S", 0)
     monkeypatch.setattr(commands.gevent, "sleep", lambda _: None)
     lost = FakeHost(shell=lambda script: OSError("no route"))
-    assert not releases.change_now(None, lost, OLD, 60)  # type: ignore[arg-type]
+    assert not releases.change_now(None, lost, OLD, 60)
     assert "rolls back by itself" in lost.logs[-1]
     assert "because spark-1 failed first" in refuse_after_failure(after_failure(FakeHost(), lost))
 
@@ -285,7 +285,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, *answers: str) -> tuple[bool, FakeHos
     monkeypatch.setattr(releases, "POLL_EVERY_S", 0)
     queue = [BEGUN, *answers]
     host = FakeHost(shell=lambda script: queue.pop(0))
-    return releases._begin_and_watch(None, host, "switch-begin r", 60), host  # type: ignore[arg-type]
+    return releases._begin_and_watch(None, host, "switch-begin r", 60), host
 
 
 def test_watches_a_rollout_by_its_id(monkeypatch):
@@ -304,7 +304,7 @@ def test_keeps_watching_when_the_progress_is_unreadable(monkeypatch):
 
 def report(**result: Any) -> tuple[bool, list[str]]:
     host = FakeHost()
-    good = releases.report_change(host, NEW, Rollout(NEW, **result))  # type: ignore[arg-type]
+    good = releases.report_change(host, NEW, Rollout(NEW, **result))
     return good, host.log_text.splitlines()
 
 

@@ -52,8 +52,8 @@ def smi_csv(name: str) -> dict[str, Any]:
 def smi_table(name: str) -> dict[str, Any]:
     """Return the results of our queries on a host with a captured table."""
     text = read(name)
-    driver = re.search(r"Driver Version: (\S+)", text)[1]  # type: ignore[index]
-    gpu = re.search(r"\d\s+(NVIDIA \S+)", text)[1]  # type: ignore[index]
+    driver = re.search(r"Driver Version: (\S+)", text)[1]
+    gpu = re.search(r"\d\s+(NVIDIA \S+)", text)[1]
     processes = re.findall(r"N/A  N/A\s+(\d+)\s+(C|G|C\+G)\s+(\S+)", text)
     return {
         "smi": [f"{gpu}, {driver}", "rc=0"],
@@ -64,7 +64,7 @@ def smi_table(name: str) -> dict[str, Any]:
 
 def kib(text: str) -> int:
     """Read a size of ``df -h`` or ``free -h``."""
-    number, unit = re.fullmatch(r"([\d.]+)([A-Z]i?)", text).groups()  # type: ignore[union-attr]
+    number, unit = re.fullmatch(r"([\d.]+)([A-Z]i?)", text).groups()
     return int(float(number) * KIB[unit])
 
 
