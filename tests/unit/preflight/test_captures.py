@@ -1,7 +1,7 @@
-"""Recorded output of real GB10 hosts: healthy hosts pass preflight, broken hosts are refused.
+"""Recorded output of real GB10 hosts passes preflight.
 
-A capture takes the place of one section of a factory Spark; host_survey hosts, put together from
-everything an owner published, are judged by the plan of every shipped model and profile.
+A capture replaces a section of a factory Spark. Hosts assembled from everything that an owner
+published are judged by the plan of every shipped model and profile.
 """
 
 import re
@@ -106,26 +106,6 @@ HEALTHY: dict[str, Any] = {
         "meminfo", serving=[UNIT], engine_memory=[f"{UNIT} {90 << 30}"]
     ),
 }
-# capture: sections, words of the warning or problem
-WARNED = {
-    "nvidia-spark-ota-check--torn-score--03.txt": (
-        section("torn"), "torn score 3 against OTA2.2", "DGX Dashboard",
-    ),
-}  # fmt: skip
-REFUSED = {
-    "nvidia-smi--no-driver--01.txt": (
-        lambda name: {"smi": [{"capture": name}, "rc=9"], "module": []},
-        "couldn't communicate with the NVIDIA driver", "reboot",
-    ),
-    "nvidia-smi--driver-library-mismatch--01.txt": (
-        lambda name: {"smi": [{"capture": name}, "rc=18"]},
-        "Driver/library version mismatch", "reboot",
-    ),
-    "proc-driver-nvidia-version--mismatch-x86--02.txt": (
-        section("module"), "module 580.173.02 is loaded, library 580.142 is installed", "reboot",
-    ),
-    "meminfo--serving-first-lines--01.txt": (section("meminfo"), "24.3 GiB", "stop"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -138,16 +118,6 @@ def test_output_of_healthy_hosts_passes(names):
         sections |= HEALTHY[name](name)
     surveyed = survey(**sections)
     assert (problems(surveyed), warnings(surveyed)) == ([], [])
-
-
-@pytest.mark.parametrize("name", [*WARNED, *REFUSED])
-def test_output_of_a_faulty_host_is_warned_of_or_refused_with_a_fix(name):
-    make, what, fix = WARNED.get(name) or REFUSED[name]
-    surveyed = survey(**make(name))
-    assert name in REFUSED or problems(surveyed) == []
-    [message] = problems(surveyed) if name in REFUSED else warnings(surveyed)
-    assert what in message
-    assert fix in message
 
 
 SYSTEM = {"os-release": {"capture": "os-release--24.04.4--01.txt"}}

@@ -19,6 +19,9 @@ from tests.unit.preflight.surveyed import Case, ollama, problems, survey
 RULES: list[tuple[Any, int, int]] = [("require", 1, 0), ("warn", 0, 1), ("ignore", 0, 0)]
 NO_DRIVER = {"capture": "nvidia-smi--no-driver--01.txt"}
 MISMATCH = {"capture": "nvidia-smi--driver-library-mismatch--01.txt"}
+OTHER_MODULE = {"capture": "proc-driver-nvidia-version--mismatch-x86--02.txt"}
+INCOMPLETE = {"capture": "nvidia-spark-ota-check--torn-score--03.txt"}
+ENGINE_SERVES = {"capture": "meminfo--serving-first-lines--01.txt"}
 ROOT = "root/root/755//"
 POOL = ["MemTotal: 127601228 kB", "MemAvailable: 120639488 kB"]
 
@@ -150,6 +153,7 @@ CASES = {
     "smi crashes": refused("driver|Segmentation|dmesg", smi=["Segmentation fault", "rc=139"]),
     "old driver": refused("driver|575.99.01|580", smi=["NVIDIA GB10, 575.99.01"], module=[]),
     "other module": refused("580.142|580.159.03", smi=["NVIDIA GB10, 580.159.03"]),
+    "older library": refused("module 580.173.02|library 580.142|reboot", module=OTHER_MODULE),
     "two driver branches": refused(
         "driver|580, 590",
         driver_packages=["ii  nvidia-driver-580-open 580.1", "ii  nvidia-driver-590 590.4"],
@@ -180,6 +184,7 @@ CASES = {
     "docker without sudo": refused(
         "cannot become root", sudo=["no", "ann"], containers=["unreachable active"]
     ),
+    "incomplete update": warned("torn score 3 against OTA2.2|DGX Dashboard", torn=INCOMPLETE),
     "pending reboot": warned("reboot|libc6", reboot=["required", "libc6"]),
     "smaller pool": refused("119.7 GiB in total", needs={"memory_total_min_bytes": 200 << 30}),
     "no tailscale, not needed": fits(tailscale=NO_TAILSCALE),
@@ -189,6 +194,7 @@ CASES = {
     ),
     "tailscale": fits(TAILSCALE, tailscale=["100.101.102.103"]),
     # Room on disk and in memory.
+    "an engine serves": refused("memory|24.3 GiB|stop", meminfo=ENGINE_SERVES),
     "a process uses the memory": refused(
         *("process llama-server|40.0 GiB", "memory|57.2 GiB available"),
         **memory(60000000, processes=["9 41943040 /user.slice/x llama-server"]),
