@@ -68,7 +68,7 @@ def test_people_and_logins_are_redacted():
     )
 
 
-# Without shrinking: each example makes a report_text report.
+# Without shrinking: each example makes a whole report.
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(canary=CANARIES, prompt=PROMPTS)
 def test_no_field_leaks_a_secret(canary, prompt):
