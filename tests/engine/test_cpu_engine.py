@@ -169,12 +169,12 @@ def test_missing_scale_refused_before_loading(engine: Engine, hybrid: Any, work:
 def test_nan_scale_refused_with_tensor_name(engine: Engine, hybrid: Any, work: Path) -> None:
     tree = hybrid.write(work / "not-a-number", layout="overlay")
     [shard] = [path for path in tree.glob("*.safetensors") if "overlay" in path.name]
-    tensors = hybrids.read_file(shard)
+    tensors = hybrids.read_shard(shard)
     name = "model.language_model.layers.1.mlp.shared_expert.down_proj.weight_scale_inv_fp8"
     dtype, shape, data = tensors[name]
     assert dtype == "BF16"
-    tensors[name] = (dtype, shape, b"\xc0\x7f" + bytes(data)[2:])
-    hybrids.write_file(shard, tensors)
+    tensors[name] = hybrids.Raw(dtype, shape, b"\xc0\x7f" + bytes(data)[2:])
+    hybrids.write_shard(shard, tensors)
     log = engine.refusal("engine_run.py", tree, load_format="spark_portable")
     assert "are not above zero" in log
     assert "layers.1.mlp.shared_expert.down_proj.weight" in log

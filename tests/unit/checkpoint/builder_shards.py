@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from safetensors import TensorSpec, safe_open, serialize
@@ -19,8 +19,7 @@ SERIAL = {
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "F8_E4M3": 1}
 
 
-@dataclass
-class Raw:
+class Raw(NamedTuple):
     dtype: str
     shape: tuple
     data: bytes

@@ -7,28 +7,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plugin_hybrids import INDEX, Raw, raw_bf16, write_file
+from plugin_hybrids import INDEX
+
+from tests.unit.checkpoint.builder_shards import Raw, bf16_tensor, write_shard
 
 HIDDEN, WIDTH, VOCABULARY, LAYERS, EXPERTS, GROUP = 256, 384, 64, 2, 2, 128
 TEXT = "model.language_model."
 
 
 class Random:
-    """Random tensors of each stored form."""
+    """Random tensors in each format."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
 
     def bf16(self, *shape: int) -> Raw:
-        return raw_bf16(self._random.normal(0, 0.05, shape).astype(np.float32))
+        return bf16_tensor(self._random.normal(0, 0.05, shape).astype(np.float32))
 
     def fp8(self, out: int, width: int) -> dict[str, Raw]:
         codes = self._random.integers(0, 256, (out, width), np.uint8)
         codes[(codes & 127) == 127] = 0  # the two codes of NaN
         scale = self._random.uniform(0.001, 0.01, (-(-out // 128), -(-width // 128)))
         return {
-            "weight": ("F8_E4M3", (out, width), codes.tobytes()),
-            "weight_scale_inv": raw_bf16(scale.astype(np.float32)),
+            "weight": Raw("F8_E4M3", (out, width), codes.tobytes()),
+            "weight_scale_inv": bf16_tensor(scale.astype(np.float32)),
         }
 
     def int4(self, out: int, width: int) -> dict[str, Raw]:
@@ -36,18 +38,15 @@ class Random:
         scales = self._random.uniform(0.001, 0.01, (width // GROUP, out)).astype(np.float16)
         zeros = np.full((width // GROUP, out // 8), 0x77777777, np.uint32)
         return {
-            "qweight": ("I32", packed.shape, packed.tobytes()),
-            "scales": ("F16", scales.shape, scales.tobytes()),
-            "qzeros": ("I32", zeros.shape, zeros.tobytes()),
+            "qweight": Raw("I32", packed.shape, packed.tobytes()),
+            "scales": Raw("F16", scales.shape, scales.tobytes()),
+            "qzeros": Raw("I32", zeros.shape, zeros.tobytes()),
         }
 
 
 def _shared(prefix: str) -> dict[str, tuple[int, int]]:
-    return {
-        f"{prefix}.mlp.shared_expert.gate_proj": (WIDTH, HIDDEN),
-        f"{prefix}.mlp.shared_expert.up_proj": (WIDTH, HIDDEN),
-        f"{prefix}.mlp.shared_expert.down_proj": (HIDDEN, WIDTH),
-    }
+    shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    return {f"{prefix}.mlp.shared_expert.{part}_proj": shape for part, shape in shapes.items()}
 
 
 def _packed(prefix: str) -> dict[str, tuple[int, int]]:
@@ -130,7 +129,7 @@ def write_sources(out: Path) -> tuple[Path, Path]:
         "model_extra_tensors.safetensors": _drafter(random),
     }
     for file, tensors in files.items():
-        write_file(base / file, tensors)
+        write_shard(base / file, tensors)
         index.update(dict.fromkeys(tensors, file))
     (base / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (base / "config.json").write_text(json.dumps(base_config()))
@@ -140,5 +139,5 @@ def write_sources(out: Path) -> tuple[Path, Path]:
         for module, shape in _shared(f"{TEXT}layers.{layer}").items()
         for part, raw in random.fp8(*shape).items()
     }
-    write_file(donor / "model.safetensors", swapped)
+    write_shard(donor / "model.safetensors", swapped)
     return base, donor

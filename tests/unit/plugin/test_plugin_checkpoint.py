@@ -1,29 +1,39 @@
-"""Checks before loading: intact checkpoints pass, damage is rejected by tensor name."""
+"""Checks before loading: intact checkpoints pass, damage is refused by tensor name."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from plugin_hybrids import INDEX, OVERLAY_FILE, Hybrid, Raw, raw_bf16, read_file, write_file
+from plugin_hybrids import INDEX, OVERLAY_FILE, Hybrid
 from plugin_sources import EXPERTS, LAYERS, write_sources
-from spark_vllm.checkpoint.gate import check_checkpoint, list_mtp_modules
+from spark_contract.orders import expand_all
+from spark_vllm.checkpoint.gate import check_checkpoint, find_missing_modules, list_mtp_modules
 from spark_vllm.checkpoint.settings import read_settings
 
-TEXT = "model.language_model.layers."
+from spark_deploy.config.catalog.model import HybridModel
+from tests.unit.checkpoint.builder_shards import (
+    ITEM_BYTES,
+    Raw,
+    bf16_tensor,
+    read_shard,
+    write_shard,
+)
+from tests.unit.planning.plans import shipped_catalog
+
+MODEL = "model.language_model."
+TEXT = f"{MODEL}layers."
 GATE = f"{TEXT}1.mlp.shared_expert.gate_proj"
 EXPERT = f"{TEXT}0.mlp.experts.1.up_proj"
-
-LAYOUTS = [
-    pytest.param(layout, head, id=f"{layout}-{head}")
-    for layout in ("overlay", "full")
-    for head in ("keep", "int8-g128")
-]
+DRAFTER_FILE = "model_extra_tensors.safetensors"
+PACKED = ("qweight", "scales", "qzeros")
+FORMS = [(layout, head) for layout in ("overlay", "full") for head in ("keep", "int8-g128")]
 
 
 @pytest.fixture(scope="module")
@@ -31,59 +41,107 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
     return Hybrid(*write_sources(tmp_path_factory.mktemp("sources")))
 
 
-class Damaged:
+class Checkpoint:
     """A written checkpoint that can be damaged."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.index: dict[str, str] = json.loads((root / INDEX).read_text())["weight_map"]
 
-    def tensors(self, file: str, change: Callable[[dict[str, Raw]], object]) -> None:
-        tensors = read_file(self.root / file)
+    def edit_file(self, file: str, change: Callable[[dict[str, Raw]], object]) -> None:
+        tensors = read_shard(self.root / file)
         change(tensors)
-        write_file(self.root / file, tensors)
+        write_shard(self.root / file, tensors)
+
+    def edit_tensor(self, name: str, change: Callable[[Raw], Raw]) -> None:
+        self.edit_file(
+            self.index[name], lambda tensors: tensors.update({name: change(tensors[name])})
+        )
+
+    def add(self, file: str, name: str, raw: Raw) -> None:
+        """Add a tensor to a file, not to the index."""
+        self.edit_file(file, lambda tensors: tensors.update({name: raw}))
 
     def remove(self, *names: str) -> None:
-        """Remove tensors from their file and from the index: a builder that forgot them."""
+        """Remove tensors from their file and from the index."""
         for name in names:
-            self.tensors(self.index.pop(name), lambda tensors, name=name: tensors.pop(name))
+            self.edit_file(self.index.pop(name), lambda tensors, name=name: tensors.pop(name))
+        self.write_index()
+
+    def unlist(self, prefix: str) -> None:
+        """Remove names from the index only."""
+        for name in [name for name in self.index if name.startswith(prefix)]:
+            del self.index[name]
+        self.write_index()
+
+    def list_in(self, file: str, name: str) -> None:
+        """Add a name to the index only."""
+        self.index[name] = file
         self.write_index()
 
     def retype(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        sizes = {"BF16": 2, "F8_E4M3": 1, "I32": 4}
-        count = sizes[dtype]
-        for size in shape:
-            count *= size
-        raw = (dtype, shape, bytes(count))
-        self.tensors(self.index[name], lambda tensors: tensors.update({name: raw}))
+        size = ITEM_BYTES[dtype] * int(np.prod(shape))
+        self.edit_tensor(name, lambda _: Raw(dtype, shape, bytes(size)))
 
     def write_index(self) -> None:
         (self.root / INDEX).write_text(json.dumps({"weight_map": self.index}))
 
-    def config(self, change: Callable[[dict[str, Any]], object]) -> None:
+    def configure(self, change: Callable[[dict[str, Any]], object]) -> None:
         path = self.root / "config.json"
         config = json.loads(path.read_text())
         change(config["quantization_config"])
         path.write_text(json.dumps(config))
 
+    def configure_module(self, name: str, **entry: Any) -> None:
+        self.configure(lambda config: config["extra_config"].update({name: entry}))
 
-def check(root: Path, mtp_layers: int = 1, layers: int = LAYERS) -> None:
-    config = json.loads((root / "config.json").read_text())["quantization_config"]
-    check_checkpoint(
-        str(root), read_settings(config), layers=layers, mtp_layers=mtp_layers, experts=EXPERTS
-    )
+    def check(self, mtp_layers: int = 1, layers: int = LAYERS) -> None:
+        config = json.loads((self.root / "config.json").read_text())["quantization_config"]
+        sizes = {"layers": layers, "mtp_layers": mtp_layers, "experts": EXPERTS}
+        check_checkpoint(str(self.root), read_settings(config), **sizes)
+
+    def refused(self, message: str, **sizes: int) -> None:
+        with pytest.raises(ValueError, match=message):
+            self.check(**sizes)
 
 
-@pytest.mark.parametrize(("layout", "head"), LAYOUTS)
-def test_intact_checkpoint_passes(hybrid: Hybrid, tmp_path: Path, layout: str, head: str) -> None:
-    check(hybrid.write(tmp_path / "tree", layout=layout, head=head))
+@pytest.fixture
+def write(hybrid: Hybrid, tmp_path: Path) -> Callable[..., Checkpoint]:
+    def write(layout: str = "overlay", head: str = "keep") -> Checkpoint:
+        return Checkpoint(hybrid.write(tmp_path / "checkpoint", layout=layout, head=head))
+
+    return write
+
+
+Write = Callable[..., Checkpoint]
+
+
+@pytest.mark.parametrize(("layout", "head"), FORMS)
+def test_accepts_intact_checkpoints(write: Write, layout: str, head: str) -> None:
+    write(layout, head).check()
 
 
 def fp8(layout: str, part: str) -> str:
     return f"{GATE}.{part}" + ("_fp8" if layout == "overlay" else "")
 
 
-DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
+def set_blocks(blocks: str) -> Callable[[Checkpoint, str], None]:
+    return lambda tree, _: tree.configure(lambda c: c.update(block_name_to_quantize=blocks))
+
+
+def cut_file_short(tree: Checkpoint, _: str) -> None:
+    path = tree.root / OVERLAY_FILE
+    path.write_bytes(path.read_bytes()[:-16])
+
+
+def remove_last_layer(tree: Checkpoint, _: str) -> None:
+    last = f"{TEXT}{LAYERS - 1}."
+    modules = [f"{TEXT}0.mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")]
+    tree.configure(lambda config: config["fp8_block"].update(modules=modules))
+    tree.remove(*[name for name in tree.index if name.startswith(last)])
+
+
+DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
     "a block scale of a fused module missing": (
         lambda tree, layout: tree.remove(fp8(layout, "weight_scale_inv")),
         r"no .*layers\.1\.mlp\.shared_expert\.gate_proj\.weight_scale_inv",
@@ -101,14 +159,11 @@ DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
         r"shape \[2, 3\], the weight \[384, 256\] needs \[3, 2\]",
     ),
     "the drafter's file missing": (
-        lambda tree, _: (tree.root / "model_extra_tensors.safetensors").unlink(),
-        r"model_extra_tensors\.safetensors: unreadable",
+        lambda tree, _: (tree.root / DRAFTER_FILE).unlink(),
+        rf"{DRAFTER_FILE}: unreadable",
     ),
     "the drafter's file not in the index": (
-        lambda tree, _: (
-            [tree.index.pop(name) for name in list(tree.index) if name.startswith("mtp.")],
-            tree.write_index(),
-        ),
+        lambda tree, _: tree.unlist("mtp."),
         rf"{INDEX}: no mtp\.fc\.weight.*and \d+ more",
     ),
     "two drafter tensors missing": (
@@ -123,94 +178,103 @@ DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
         lambda tree, _: tree.remove(f"{EXPERT}.qweight"),
         r"experts\.1\.up_proj: scales without qweight",
     ),
+    "an expert missing": (
+        lambda tree, _: tree.remove(*(f"{EXPERT}.{part}" for part in PACKED)),
+        f"no {EXPERT}",
+    ),
+    "a norm missing": (
+        lambda tree, _: tree.remove(f"{TEXT}1.input_layernorm.weight"),
+        f"no {TEXT}1.input_layernorm",
+    ),
+    "a router missing": (
+        lambda tree, _: tree.remove(f"{TEXT}1.mlp.gate.weight"),
+        f"no {TEXT}1.mlp.gate",
+    ),
+    "a layer missing": (remove_last_layer, f"no tensor below {TEXT}{LAYERS - 1}."),
+    "the final norm missing": (
+        lambda tree, _: tree.remove(f"{MODEL}norm.weight"), f"no {MODEL}norm",
+    ),
+    "the embedding missing": (
+        lambda tree, _: tree.remove(f"{MODEL}embed_tokens.weight"), f"no {MODEL}embed_tokens",
+    ),
     "an expert packed with another width": (
         lambda tree, _: tree.retype(f"{EXPERT}.qweight", "I32", (64, 256)),
         r"qweight \[64, 256\] is no 4-bit weight",
     ),
     "a name in two files": (
-        lambda tree, _: tree.tensors(
-            "model_extra_tensors.safetensors",
-            lambda tensors: tensors.update({f"{EXPERT}.scales": ("F16", (2, 256), bytes(1024))}),
+        lambda tree, _: tree.add(
+            DRAFTER_FILE, f"{EXPERT}.scales", Raw("F16", (2, 256), bytes(1024))
         ),
-        r"model_extra_tensors\.safetensors: duplicate .*up_proj\.scales",
+        rf"{DRAFTER_FILE}: duplicate .*up_proj\.scales",
     ),
     "a tensor the index does not list": (
-        lambda tree, _: tree.tensors(
-            "model_extra_tensors.safetensors",
-            lambda tensors: tensors.update({"mtp.stray.weight": ("BF16", (2,), bytes(4))}),
-        ),
-        r"mtp\.stray\.weight is not in model\.safetensors\.index\.json",
+        lambda tree, _: tree.add(DRAFTER_FILE, "mtp.stray.weight", Raw("BF16", (2,), bytes(4))),
+        rf"mtp\.stray\.weight is not in {INDEX}",
     ),
     "a file cut short": (
-        lambda tree, _: (tree.root / OVERLAY_FILE).write_bytes(
-            (tree.root / OVERLAY_FILE).read_bytes()[:-16]
-        ),
-        rf"{OVERLAY_FILE}: unreadable \(\d+ bytes, the header requires \d+\)",
+        cut_file_short, rf"{OVERLAY_FILE}: unreadable \(\d+ bytes, the header requires \d+\)",
     ),
     "blocks to quantise do not cover the packed modules": (
-        lambda tree, _: tree.config(lambda c: c.update(block_name_to_quantize="model.visual")),
-        r"packed, but 16-bit according to config",
+        set_blocks("model.visual"), r"packed, but 16-bit according to config",
     ),
     "blocks to quantise cover a 16-bit drafter": (
-        lambda tree, _: tree.config(
-            lambda c: c.update(block_name_to_quantize=f"{TEXT[:-1]},mtp.layers")
-        ),
+        set_blocks(f"{TEXT[:-1]},mtp.layers"),
         r"mtp\.layers\.0\.self_attn\.q_proj: 16-bit, but block_name_to_quantize",
     ),
     "no blocks to quantise": (
-        lambda tree, _: tree.config(lambda c: c.pop("block_name_to_quantize")),
+        lambda tree, _: tree.configure(lambda c: c.pop("block_name_to_quantize")),
         r"block_name_to_quantize: 'missing'",
     ),
     "half of a fused module listed": (
-        lambda tree, _: tree.config(lambda c: c["fp8_block"]["modules"].remove(GATE)),
+        lambda tree, _: tree.configure(lambda c: c["fp8_block"]["modules"].remove(GATE)),
         r"gate_up_proj.*only .*up_proj is listed",
     ),
     "another block shape": (
-        lambda tree, _: tree.config(lambda c: c["fp8_block"].update(block_shape=[64, 64])),
+        lambda tree, _: tree.configure(lambda c: c["fp8_block"].update(block_shape=[64, 64])),
         r"fp8_block\.block_shape",
     ),
     "asymmetric weights": (
-        lambda tree, _: tree.config(lambda c: c.update(sym=False)),
+        lambda tree, _: tree.configure(lambda c: c.update(sym=False)),
         r"quantization_config\.sym: False",
     ),
     "an asymmetric module": (
-        lambda tree, _: tree.config(
-            lambda c: c["extra_config"].update({EXPERT: {"bits": 4, "sym": False}})
-        ),
+        lambda tree, _: tree.configure_module(EXPERT, bits=4, sym=False),
         rf"extra_config\.{EXPERT}: .*sym true",
     ),
     "another group size for a single module": (
-        lambda tree, _: tree.config(
-            lambda c: c["extra_config"].update({EXPERT: {"bits": 4, "group_size": 64}})
-        ),
+        lambda tree, _: tree.configure_module(EXPERT, bits=4, group_size=64),
         rf"extra_config\.{EXPERT}: .*group_size 128",
     ),
     "8-bit floats for a single module": (
-        lambda tree, _: tree.config(
-            lambda c: c["extra_config"].update({EXPERT: {"bits": 8, "data_type": "fp"}})
-        ),
+        lambda tree, _: tree.configure_module(EXPERT, bits=8, data_type="fp"),
         rf"extra_config\.{EXPERT}: .*data_type int",
     ),
     "an invalid pattern": (
-        lambda tree, _: tree.config(lambda c: c["extra_config"].update({"mtp.(": {"bits": 16}})),
+        lambda tree, _: tree.configure_module("mtp.(", bits=16),
         r"extra_config\.mtp\.\(: .*a name or a pattern",
     ),
     "an unknown layout": (
-        lambda tree, _: tree.config(lambda c: c["spark"].update(layout="both")),
+        lambda tree, _: tree.configure(lambda c: c["spark"].update(layout="both")),
         r"spark\.layout: 'both', accepted: overlay or full",
     ),
     "an INT8 head without a config entry": (
-        lambda tree, _: tree.config(lambda c: c["extra_config"].pop("lm_head")),
+        lambda tree, _: tree.configure(lambda c: c["extra_config"].pop("lm_head")),
         r"extra_config\.lm_head is \{\}",
     ),
     "an INT8 head and the old head": (
-        lambda tree, _: (
-            tree.index.update({"lm_head.weight": "model-00002-of-00002.safetensors"}),
-            tree.write_index(),
-        ),
+        lambda tree, _: tree.list_in("model-00002-of-00002.safetensors", "lm_head.weight"),
         r"(lists lm_head\.weight in addition|no tensor lm_head\.weight)",
     ),
-}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["overlay", "full"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_refuses_damage_by_tensor_name(write: Write, layout: str, damage: str) -> None:
+    inflict, message = DAMAGES[damage]
+    tree = write(layout, "int8-g128")
+    inflict(tree, layout)
+    tree.refused(message)
 
 
 SCALES: dict[str, tuple[float, str]] = {
@@ -221,129 +285,127 @@ SCALES: dict[str, tuple[float, str]] = {
 }
 
 
-def with_scale(raw: Raw, value: float) -> Raw:
-    dtype, shape, data = raw
-    bits = raw_bf16(np.array([value], np.float32))[2]
-    assert dtype == "BF16"
-    return dtype, shape, data[:2] + bits + data[4:]  # the second block
+def set_second_scale(value: float) -> Callable[[Raw], Raw]:
+    bits = bf16_tensor(np.array([value], np.float32)).data
+    return lambda raw: raw._replace(data=raw.data[:2] + bits + raw.data[4:])
 
 
 @pytest.mark.parametrize("layout", ["overlay", "full"])
 @pytest.mark.parametrize("damage", SCALES)
-def test_implausible_scale_is_rejected(
-    hybrid: Hybrid, tmp_path: Path, layout: str, damage: str
-) -> None:
+def test_refuses_implausible_scales(write: Write, layout: str, damage: str) -> None:
     value, message = SCALES[damage]
-    tree = Damaged(hybrid.write(tmp_path / "tree", layout=layout))
-    name = fp8(layout, "weight_scale_inv")
-    tree.tensors(
-        tree.index[name], lambda tensors: tensors.update({name: with_scale(tensors[name], value)})
-    )
-    with pytest.raises(ValueError, match=message):
-        check(tree.root)
+    tree = write(layout)
+    tree.edit_tensor(fp8(layout, "weight_scale_inv"), set_second_scale(value))
+    tree.refused(message)
 
 
-def test_block_of_zeros_may_have_any_positive_scale(hybrid: Hybrid, tmp_path: Path) -> None:
-    tree = Damaged(hybrid.write(tmp_path / "tree", layout="full"))
-    weight, scale = fp8("full", "weight"), fp8("full", "weight_scale_inv")
-
-    def dead(tensors: dict[str, Raw]) -> None:
-        dtype, shape, data = tensors[weight]
-        codes = np.frombuffer(data, np.uint8).reshape(shape).copy()
+def test_accepts_any_positive_scale_of_a_block_of_zeros(write: Write) -> None:
+    def clear_second_block(raw: Raw) -> Raw:
+        codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape).copy()
         codes[:128, 128:256] = 0
-        tensors[weight] = dtype, shape, codes.tobytes()
-        tensors[scale] = with_scale(tensors[scale], 300.0)
+        return raw._replace(data=codes.tobytes())
 
-    tree.tensors(tree.index[scale], dead)
-    check(tree.root)
-
-
-def test_symmetric_int4_scales_may_be_negative(hybrid: Hybrid, tmp_path: Path) -> None:
-    """AutoRound gives a group the sign of the largest weight."""
-    tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
-    name = f"{EXPERT}.scales"
-
-    def turn(tensors: dict[str, Raw]) -> None:
-        dtype, shape, data = tensors[name]
-        tensors[name] = dtype, shape, (-np.frombuffer(data, np.float16)).tobytes()
-
-    tree.tensors(tree.index[name], turn)
-    check(tree.root)
+    tree = write("full")
+    tree.edit_tensor(fp8("full", "weight"), clear_second_block)
+    tree.edit_tensor(fp8("full", "weight_scale_inv"), set_second_scale(300.0))
+    tree.check()
 
 
-@pytest.mark.parametrize("layout", ["overlay", "full"])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_rejected_by_tensor_name(
-    hybrid: Hybrid, tmp_path: Path, layout: str, damage: str
-) -> None:
-    inflict, message = DAMAGES[damage]
-    tree = Damaged(hybrid.write(tmp_path / "tree", layout=layout, head="int8-g128"))
-    inflict(tree, layout)
-    with pytest.raises(ValueError, match=message):
-        check(tree.root)
+def test_accepts_negative_int4_scales_of_autoround(write: Write) -> None:
+    def negate(raw: Raw) -> Raw:
+        return raw._replace(data=(-np.frombuffer(raw.data, np.float16)).tobytes())
+
+    tree = write()
+    tree.edit_tensor(f"{EXPERT}.scales", negate)
+    tree.check()
 
 
-def test_overlay_listing_a_module_twice_is_rejected(hybrid: Hybrid, tmp_path: Path) -> None:
-    tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
-    tree.index[f"{GATE}.weight"] = "model-00002-of-00002.safetensors"
-    tree.write_index()
-    with pytest.raises(ValueError, match=r"lists .*gate_proj\.weight in addition"):
-        check(tree.root)
+def test_refuses_an_overlay_that_lists_a_module_twice(write: Write) -> None:
+    tree = write()
+    tree.list_in("model-00002-of-00002.safetensors", f"{GATE}.weight")
+    tree.refused(r"lists .*gate_proj\.weight in addition")
 
 
-def test_missing_head_is_rejected(hybrid: Hybrid, tmp_path: Path) -> None:
-    tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
+def test_refuses_a_missing_head(write: Write) -> None:
+    tree = write()
     tree.remove("lm_head.weight")
-    with pytest.raises(ValueError, match=r"no lm_head\.weight"):
-        check(tree.root)
+    tree.refused(r"no lm_head\.weight")
 
 
-def test_packed_drafter_needs_a_matching_config(hybrid: Hybrid, tmp_path: Path) -> None:
+def test_packed_drafter_needs_a_matching_config(write: Write) -> None:
     """As in the 35B repository: experts and attention of the drafter in INT4, the rest 16-bit."""
-    tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
-    source = read_file(tree.root / tree.index[f"{EXPERT}.qweight"])
-    packed = [f"experts.{n}.{part}_proj" for n in range(EXPERTS) for part in ("gate", "up", "down")]
-    for inner in packed:
-        module = f"mtp.layers.0.mlp.{inner}"
+    tree = write()
+    source = read_shard(tree.root / tree.index[f"{EXPERT}.qweight"])
+    for module in [name for name in list_mtp_modules(1, EXPERTS) if ".experts." in name]:
         tree.remove(f"{module}.weight")
-        new = {
-            f"{module}.{part}": source[f"{EXPERT}.{part}"]
-            for part in ("qweight", "scales", "qzeros")
-        }
-        tree.tensors(
-            "model_extra_tensors.safetensors", lambda tensors, new=new: tensors.update(new)
-        )
-        tree.index.update(dict.fromkeys(new, "model_extra_tensors.safetensors"))
-    tree.write_index()
-    with pytest.raises(ValueError, match="16-bit according to config"):
-        check(tree.root)
-    sixteen = {"bits": 16, "data_type": "float"}
-    tree.config(lambda c: c.update(block_name_to_quantize=f"{TEXT[:-1]},mtp.layers"))
-    tree.config(
-        lambda c: c["extra_config"].update({r".*mtp\..*(shared_expert|self_attn).*": sixteen})
-    )
-    check(tree.root)
+        for part in PACKED:
+            tree.add(DRAFTER_FILE, f"{module}.{part}", source[f"{EXPERT}.{part}"])
+            tree.list_in(DRAFTER_FILE, f"{module}.{part}")
+    tree.refused("16-bit according to config")
+    set_blocks(f"{TEXT[:-1]},mtp.layers")(tree, "")
+    tree.configure_module(r".*mtp\..*(shared_expert|self_attn).*", bits=16, data_type="float")
+    tree.check()
 
 
-def test_drafter_tensors_are_optional_without_a_drafter(hybrid: Hybrid, tmp_path: Path) -> None:
-    tree = Damaged(hybrid.write(tmp_path / "tree", layout="full"))
+def test_requires_drafter_tensors_only_with_a_drafter(write: Write) -> None:
+    tree = write("full")
     tree.remove(*[name for name in tree.index if name.startswith("mtp.")])
-    check(tree.root, mtp_layers=0)
-    with pytest.raises(ValueError, match=r"no mtp\.fc\.weight"):
-        check(tree.root)
+    tree.check(mtp_layers=0)
+    tree.refused(r"no mtp\.fc\.weight")
 
 
-def test_layer_without_tensors_is_rejected(hybrid: Hybrid, tmp_path: Path) -> None:
-    tree = Damaged(hybrid.write(tmp_path / "tree", layout="full"))
+def test_refuses_a_checkpoint_with_fewer_layers_than_the_config(write: Write) -> None:
     last = re.escape(f"{TEXT}{LAYERS}.")
-    with pytest.raises(ValueError, match=rf"{re.escape(INDEX)}: no tensor below {last}; fix: "):
-        check(tree.root, layers=LAYERS + 1)
+    write("full").refused(rf"{re.escape(INDEX)}: no tensor below {last}; fix: ", layers=LAYERS + 1)
 
 
 def test_drafter_of_the_122b_has_785_tensors() -> None:
     assert len(list_mtp_modules(1, 256)) == 785
 
 
-def test_repository_name_is_rejected() -> None:
+def test_refuses_a_repository_name() -> None:
     with pytest.raises(ValueError, match="not a directory"):
         check_checkpoint("org/name", None, layers=0, mtp_layers=0, experts=0)  # type: ignore[arg-type]
+
+
+# --- missing modules of the shipped models -------------------------------------------------------
+
+CATALOG = shipped_catalog()
+HYBRIDS = {n: model for n, model in CATALOG.models.items() if isinstance(model, HybridModel)}
+# Gaps are detected by comparison with another layer of the same kind.
+COMPARABLE = [n for n, model in HYBRIDS.items() if model.architecture.attention_layers > 1]
+
+
+@pytest.mark.parametrize("model", COMPARABLE)
+def test_finds_exactly_the_missing_modules_of_a_shipped_model(model: str) -> None:
+    names = set(expand_all(HYBRIDS[model].tensors.base))
+    shape = HYBRIDS[model].architecture
+    started = time.monotonic()
+    assert list(find_missing_modules(names, shape.layers, shape.experts)) == []
+    assert time.monotonic() - started < 10
+    modules = [
+        f"{TEXT}3.self_attn.q_norm",
+        f"{TEXT}4.linear_attn.A_log",
+        f"{TEXT}4.linear_attn.conv1d",
+        f"{TEXT}{shape.layers - 1}.mlp.experts.{shape.experts - 1}.gate_proj",
+    ]
+    suffixes = ("", ".weight", ".qweight", ".qzeros", ".scales")
+    removed = {f"{module}{suffix}" for module in modules for suffix in suffixes} & names
+    assert all(any(name.startswith(module) for name in removed) for module in modules)
+    assert list(find_missing_modules(names - removed, shape.layers, shape.experts)) == modules
+
+
+@pytest.mark.parametrize(
+    ("tensors", "experts"),
+    [
+        # The second layer has packed attention, the third is of another kind.
+        (("0.linear_attn.qkv.weight", "1.self_attn.q_proj.qweight", "2.self_attn.q_proj.weight"), 0),
+        ((f"{n}.mlp.experts.{part}_proj" for n in range(3) for part in ("gate_up", "down")), 2),
+    ],
+    ids=["another kind or format", "fused experts"],
+)  # fmt: skip
+def test_accepts_layers_that_differ_in_kind_or_format(tensors: Any, experts: int) -> None:
+    names = {f"{MODEL}norm.weight", f"{MODEL}embed_tokens.weight"}
+    names |= {f"{TEXT}{tensor}" for tensor in tensors}
+    assert list(find_missing_modules(names, 3, experts)) == []
+    assert list(find_missing_modules(names, 4, experts)) == [f"{TEXT}3."]

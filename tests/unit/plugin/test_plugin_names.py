@@ -7,100 +7,81 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spark_vllm.checkpoint import names
 
+LAYERS = "model.language_model.layers"
 MODULES = [
-    f"model.language_model.layers.{layer}.mlp.shared_expert.{part}_proj"
+    f"{LAYERS}.{layer}.mlp.shared_expert.{part}_proj"
     for layer in range(48)
     for part in ("gate", "up", "down")
 ]
 
 
-def test_144_shards_form_96_modules() -> None:
+def test_fuses_144_shards_to_96_modules() -> None:
     assert len(MODULES) == 144
     fused = names.fused_modules(MODULES, names.FUSED)
     assert len(fused) == 96
-    assert fused[:2] == [
-        "model.language_model.layers.0.mlp.shared_expert.gate_up_proj",
-        "model.language_model.layers.0.mlp.shared_expert.down_proj",
-    ]
+    prefix = f"{LAYERS}.0.mlp.shared_expert"
+    assert fused[:2] == [f"{prefix}.gate_up_proj", f"{prefix}.down_proj"]
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("module", "is_listed"),
     [
-        "model.language_model.layers.1.mlp.shared_expert.gate_up_proj",
-        "model.language_model.layers.47.mlp.shared_expert.down_proj",
+        (f"{LAYERS}.1.mlp.shared_expert.gate_up_proj", True),
+        (f"{LAYERS}.47.mlp.shared_expert.down_proj", True),
+        (f"{LAYERS}.1.mlp.shared_expert_gate", False),
+        (f"{LAYERS}.1.mlp.experts.gate_up_proj", False),
+        (f"{LAYERS}.48.mlp.shared_expert.down_proj", False),
+        ("mtp.layers.0.mlp.shared_expert.gate_up_proj", False),
+        ("mtp.layers.0.mlp.shared_expert.down_proj", False),
+        (f"{LAYERS}.1.mlp.shared_expert.down_proj.inner", False),
+        ("lm_head", False),
     ],
 )
-def test_listed_module_is_dispatched(module: str) -> None:
-    assert names.are_all_shards_listed(module, MODULES, names.FUSED)
+def test_recognises_exactly_the_listed_modules(module: str, is_listed: bool) -> None:
+    assert names.are_all_shards_listed(module, MODULES, names.FUSED) is is_listed
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "model.language_model.layers.1.mlp.shared_expert_gate",
-        "model.language_model.layers.1.mlp.experts.gate_up_proj",
-        "model.language_model.layers.48.mlp.shared_expert.down_proj",
-        "mtp.layers.0.mlp.shared_expert.gate_up_proj",
-        "mtp.layers.0.mlp.shared_expert.down_proj",
-        "model.language_model.layers.1.mlp.shared_expert.down_proj.inner",
-        "lm_head",
-    ],
-)
-def test_similar_name_is_not_dispatched(module: str) -> None:
-    assert not names.are_all_shards_listed(module, MODULES, names.FUSED)
-
-
-def test_half_a_fused_module_is_rejected() -> None:
+def test_refuses_half_a_fused_module() -> None:
     modules = [name for name in MODULES if not name.endswith("layers.3.mlp.shared_expert.up_proj")]
     with pytest.raises(ValueError, match=r"layers\.3\.mlp\.shared_expert\.gate_up_proj.*only"):
         names.fused_modules(modules, names.FUSED)
 
 
-def plain(name: str, *, head_int8: bool = True) -> str | None:
-    return names.rename(name, names.overlay_rules(MODULES, head_int8))
+HEAD_RULES = names.overlay_rules(MODULES, head_int8=True)
 
 
-def test_overlay_names_become_plain_ones() -> None:
-    module = MODULES[7]
-    assert plain(f"{module}.weight_fp8") == f"{module}.weight"
-    assert plain(f"{module}.weight_scale_inv_fp8") == f"{module}.weight_scale_inv"
-    assert plain(f"{module}.weight") is None
-    assert [plain(f"lm_head.{part}_int8") for part in names.HEAD_PARTS] == [
-        "lm_head.qweight",
-        "lm_head.scales",
-        "lm_head.qzeros",
-    ]
-    assert plain("lm_head.weight") is None
-    assert plain("lm_head.weight", head_int8=False) == "lm_head.weight"
-
-
-def test_every_module_has_rules() -> None:
-    rules = names.overlay_rules(MODULES, head_int8=False)
+def test_renames_every_listed_module_and_the_head() -> None:
     for module in MODULES:
-        assert names.rename(f"{module}.weight_fp8", rules) == f"{module}.weight"
-        assert names.rename(f"{module}.weight", rules) is None
+        assert names.rename(f"{module}.weight_fp8", HEAD_RULES) == f"{module}.weight"
+        scale = names.rename(f"{module}.weight_scale_inv_fp8", HEAD_RULES)
+        assert scale == f"{module}.weight_scale_inv"
+        assert names.rename(f"{module}.weight", HEAD_RULES) is None
+    for part in ("qweight", "scales", "qzeros"):
+        assert names.rename(f"lm_head.{part}_int8", HEAD_RULES) == f"lm_head.{part}"
+    assert names.rename("lm_head.weight", HEAD_RULES) is None
+    keep = names.overlay_rules(MODULES, head_int8=False)
+    assert names.rename("lm_head.weight", keep) == "lm_head.weight"
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "mtp.layers.0.mlp.shared_expert.gate_proj.weight",
-        "model.language_model.layers.1.mlp.shared_expert_gate.weight",
-        "model.language_model.layers.48.mlp.shared_expert.gate_proj.weight",
-        "model.language_model.layers.1.mlp.experts.0.gate_proj.qweight",
-        "model.language_model.layers.1.mlp.shared_expert.gate_proj.bias",
-        # As seen by nested loaders of the engine:
+        f"{LAYERS}.1.mlp.shared_expert_gate.weight",
+        f"{LAYERS}.48.mlp.shared_expert.gate_proj.weight",
+        f"{LAYERS}.1.mlp.experts.0.gate_proj.qweight",
+        f"{LAYERS}.1.mlp.shared_expert.gate_proj.bias",
+        # In nested loaders of the engine:
         "language_model.model.layers.1.mlp.shared_expert.gate_proj.weight",
         "model.layers.1.mlp.shared_expert.gate_proj.weight",
         "layers.1.mlp.shared_expert.gate_proj.weight",
     ],
 )
-def test_other_tensors_keep_their_names(name: str) -> None:
-    assert plain(name) == name
+def test_keeps_the_names_of_other_tensors(name: str) -> None:
+    assert names.rename(name, HEAD_RULES) == name
 
 
-def test_overlay_rejects_modules_outside_the_text_layers() -> None:
+def test_refuses_an_overlay_of_modules_outside_the_text_layers() -> None:
     with pytest.raises(ValueError, match="layout 'full'"):
         names.overlay_rules(["mtp.layers.0.mlp.shared_expert.down_proj"], head_int8=False)
 
@@ -115,19 +96,16 @@ def test_rules_match_exactly_the_listed_modules(chosen: set[tuple[int, str]]) ->
     for layer in range(62):
         for part in PARTS:
             name = f"{names.TEXT_LAYERS}{layer}.{part}.weight"
-            dropped = names.rename(name, rules) is None
-            assert dropped == ((layer, part) in chosen)
+            assert (names.rename(name, rules) is None) == ((layer, part) in chosen)
 
 
-EXPERTS_MODULE = "language_model.model.layers.0.mlp.experts"
-
-
-@pytest.mark.parametrize("width", [256, 512, 1024])
-def test_experts_of_several_groups_are_accepted(width: int) -> None:
-    names.check_expert_width(EXPERTS_MODULE, width, 128)
-
-
-@pytest.mark.parametrize("width", [64, 128])
-def test_experts_of_a_single_group_are_rejected(width: int) -> None:
-    with pytest.raises(ValueError, match=f"{EXPERTS_MODULE}: experts are {width} wide.*fix: lower"):
-        names.check_expert_width(EXPERTS_MODULE, width, 128)
+@pytest.mark.parametrize(
+    ("width", "accepted"), [(64, False), (128, False), (256, True), (512, True), (1024, True)]
+)
+def test_accepts_experts_of_several_groups_only(width: int, accepted: bool) -> None:
+    module = "language_model.model.layers.0.mlp.experts"
+    if accepted:
+        names.check_expert_width(module, width, 128)
+        return
+    with pytest.raises(ValueError, match=f"{module}: experts are {width} wide.*fix: lower"):
+        names.check_expert_width(module, width, 128)
