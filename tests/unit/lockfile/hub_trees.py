@@ -1,4 +1,4 @@
-"""A hub on this machine with lab-tiny's repositories: names and shapes without weights."""
+"""Repositories and inventories for lab-tiny: names and shapes without weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from spark_contract.orders import expand_all
 
+from spark_deploy.config.checkout import CHECKOUT
+from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.planning.plans import shipped_catalog
 
 CATALOG = shipped_catalog()
@@ -28,7 +30,6 @@ def modules() -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def base_entries() -> Entries:
-    """Return the headers of the base."""
     result: Entries = {}
     for name in sorted(expand_all(TENSORS.base) | expand_all(TENSORS.mtp)):
         result[name] = ("I32" if name.endswith(("qweight", "qzeros")) else "BF16", (1,))
@@ -39,7 +40,6 @@ def base_entries() -> Entries:
 
 
 def donor_entries() -> Entries:
-    """Return the headers of the donor."""
     result: Entries = {name: ("BF16", (1,)) for name in sorted(expand_all(TENSORS.donor_unmatched))}
     for module, (weight, scale) in modules().items():
         result[f"{module}.weight"] = ("F8_E4M3", weight)
@@ -61,9 +61,9 @@ def write_repository(
     index: dict[str, str] = {}
     for number in range(2):
         name = f"model-0000{number + 1}-of-00002.safetensors"
-        some = dict(list(entries.items())[number::2])
-        write_shard(folder / name, some)
-        index.update(dict.fromkeys(some, name))
+        shard = dict(list(entries.items())[number::2])
+        write_shard(folder / name, shard)
+        index.update(dict.fromkeys(shard, name))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     config = config or {
         "model_type": "tiny",
@@ -88,12 +88,12 @@ def sibling(path: Path) -> dict[str, object]:
 
 
 def write_shard(path: Path, entries: Entries) -> None:
-    """Write a header, and a hole where the weights would be."""
+    """Write a header, and a hole instead of weights."""
     document, position = {}, 0
     for name, (dtype, shape) in entries.items():
         size = BITS[dtype] // 8
-        for edge in shape:
-            size *= edge
+        for length in shape:
+            size *= length
         document[name] = {
             "dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]
         }  # fmt: skip
@@ -102,3 +102,29 @@ def write_shard(path: Path, entries: Entries) -> None:
     with path.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         file.truncate(8 + len(raw) + position)
+
+
+def write_inventory(folder: Path, variables: str, host: str = "spark-1") -> None:
+    """Write an inventory of a host with these variables."""
+    (folder / "group_vars").mkdir(parents=True)
+    (folder / "group_vars/lab.yml").write_text(variables)
+    (folder / "inventory.py").write_text(
+        f"import sys as _sys; _sys.path.insert(0, {str(CHECKOUT)!r})\n"
+        "from spark_deploy.inventory.groups import group_from as _group_from\n"
+        f'lab = _group_from("lab", hosts=["{host}"], file=__file__)\n'
+    )
+
+
+def header_bytes(path: Path) -> int:
+    """Return where the header of a shard ends."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def requested_ranges(hub: Hub, repo: str) -> list[tuple[Path, int]]:
+    """Return file and last byte of every request for a shard; fails for a whole file."""
+    return [
+        (hub.root / path.lstrip("/"), int(headers["Range"].rpartition("-")[2]))
+        for path, headers, _ in hub.requests
+        if path.startswith(f"/{repo}/") and path.endswith(".safetensors")
+    ]

@@ -22,7 +22,13 @@ from spark_deploy.lock.headers import anatomy_of
 from spark_deploy.lock.types import Lock
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.hostile import accepted_or_refused, hostile, tries
-from tests.unit.lockfile.hub_trees import CATALOG, sibling, write_repository
+from tests.unit.lockfile.hub_trees import (
+    CATALOG,
+    header_bytes,
+    requested_ranges,
+    sibling,
+    write_repository,
+)
 
 REPO, COMMIT = "org/tiny-qwen3", "3" * 40
 QWEN3: dict[str, Any] = {
@@ -48,17 +54,18 @@ CATALOG_OF_ONE = dataclasses.replace(
 )
 
 
-def described(config: Any, parts: dict[str, dict[str, int]] | None = None) -> Described:
+def describe(config: Any, parts: dict[str, dict[str, int]] | None = None) -> Described:
     return Described(COMMIT, parts or {"text": {"BF16": 8}}, 1, False, {}, {"config.json": config})
 
 
-def read(**changes: Any) -> Anatomy:
-    config = {key: value for key, value in {**QWEN3, **changes}.items() if value != "gone"}
-    return anatomy_of(REPO, described(config))
+def read_anatomy(**changes: Any) -> Anatomy:
+    """Return the anatomy of QWEN3 with changed fields; "removed" removes a field."""
+    config = {key: value for key, value in {**QWEN3, **changes}.items() if value != "removed"}
+    return anatomy_of(REPO, describe(config))
 
 
-def asked(hub: Hub, tmp_path: Path, **more: Any) -> Any:
-    overrides = {"model": "lab-tiny", "hub.endpoint": hub.url, **more}
+def settings_for(hub: Hub, tmp_path: Path, **changes: Any) -> Any:
+    overrides = {"model": "lab-tiny", "hub.endpoint": hub.url, **changes}
     result = load_hosts({"lab": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
     return dataclasses.replace(result, model="tiny", profile="plain")
 
@@ -68,17 +75,12 @@ def test_sums_weights_by_part_and_dtype(hub: Hub, tmp_path: Path) -> None:
     write_repository(hub.root, REPO, ENTRIES, COMMIT, config)
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
     hub.requests.clear()
-    lock = verify_names(asked(hub, tmp_path), CATALOG_OF_ONE, lock, lambda text: None)
+    lock = verify_names(settings_for(hub, tmp_path), CATALOG_OF_ONE, lock, lambda text: None)
     result = lock.anatomies[REPO]
     assert result.weights == {"BF16": 100 * 64 * 2, "F8_E4M3": 64 * 64}
     assert (result.vision_bytes, result.drafter_bytes) == (140, 200 + 60)
     assert result.architecture == "Qwen3ForCausalLM"
-    # Ranges end before the weights.
-    for path, headers, _ in hub.requests:
-        if path.endswith(".safetensors"):
-            data = (hub.root / path.lstrip("/")).read_bytes()
-            ends = 8 + int.from_bytes(data[:8], "little")
-            assert int(headers["Range"].rpartition("-")[2]) < ends
+    assert all(last < header_bytes(path) for path, last in requested_ranges(hub, REPO))
     write_lock(tmp_path / "spark.lock.yml", lock)
     assert read_lock(tmp_path / "spark.lock.yml") == lock
     # Another commit has no anatomy.
@@ -89,14 +91,12 @@ def test_sums_weights_by_part_and_dtype(hub: Hub, tmp_path: Path) -> None:
 def test_required_lock_refuses_unread_headers(hub: Hub, tmp_path: Path) -> None:
     write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
-    expected = asked(hub, tmp_path, locked="required")
-    assert [item.repository for item in unread_repositories(expected, CATALOG_OF_ONE, lock)] == [
-        REPO
-    ]
+    settings = settings_for(hub, tmp_path, locked="required")
+    unread = unread_repositories(settings, CATALOG_OF_ONE, lock)
+    assert [item.repository for item in unread] == [REPO]
+    path = tmp_path / "spark.lock.yml"
     with pytest.raises(LockError, match="have not been read yet"):
-        verified_lock(
-            expected, CATALOG_OF_ONE, tmp_path / "spark.lock.yml", lock, lambda text: None
-        )
+        verified_lock(settings, CATALOG_OF_ONE, path, lock, lambda text: None)
 
 
 @pytest.mark.slow
@@ -110,16 +110,16 @@ def test_left_out_files_are_not_counted(hub: Hub, tmp_path: Path) -> None:
         output = json.loads(listing.read_text())
         output["siblings"] = [sibling(path) for path in sorted(folder.iterdir())]
         listing.write_text(json.dumps(output))
-    expected, tell = asked(hub, tmp_path), list[str]().append
+    settings, say = settings_for(hub, tmp_path), list[str]().append
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
-    lock = verify_names(expected, CATALOG_OF_ONE, lock, tell)
+    lock = verify_names(settings, CATALOG_OF_ONE, lock, say)
     assert lock.anatomies[REPO].repeats_names
     model = dataclasses.replace(MODEL, leave_out=("consolidated*",))
     models = {**CATALOG_OF_ONE.models, "tiny": model}
     catalog = dataclasses.replace(CATALOG_OF_ONE, models=models)
-    lock = verify_names(expected, catalog, lock, tell)
+    lock = verify_names(settings, catalog, lock, say)
     assert not lock.anatomies[REPO].repeats_names
-    assert not list(unread_repositories(expected, catalog, lock))
+    assert not list(unread_repositories(settings, catalog, lock))
 
 
 MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "deepseek_v3"}
@@ -134,30 +134,27 @@ MAMBA = {
     "conv_kernel": 4, "mamba_ssm_cache_dtype": "float32",
 }  # fmt: skip
 # Expected cache of each kind of layer: (kind, layers, token, window, state).
-KEPT = {
+CACHES = {
     "full": ({}, [("full", 2, 2 * 2 * 32 * 2, 0, 0)]),
-    "no head_dim": ({"head_dim": "gone"}, [("full", 2, 2 * 2 * 16 * 2, 0, 0)]),
+    "no head_dim": ({"head_dim": "removed"}, [("full", 2, 2 * 2 * 16 * 2, 0, 0)]),
     "sliding": ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
      [("full", 1, 256, 0, 0), ("sliding", 1, 256, 128, 0)]),
     "latent": (MLA, [("latent", 2, 576 * 2, 0, 0)]),
     "delta net": (NET, [("full", 1, 256, 0, 0), ("state", 1, 0, 0, 4 * 8 * 8 * 4 + 3 * 64 * 2)]),
     "mamba": (MAMBA,
      [("full", 1, 256, 0, 0), ("state", 1, 0, 0, 4 * 8 * 16 * 4 + 3 * (32 + 64) * 2)]),
-    "inside": ({"num_hidden_layers": "gone", "text_config": {**QWEN3, "num_hidden_layers": 3}},
+    "inside": ({"num_hidden_layers": "removed", "text_config": {**QWEN3, "num_hidden_layers": 3}},
      [("full", 3, 256, 0, 0)]),
     "encoder": ({"model_type": "bert"}, []),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", CACHES)
 def test_computes_cache_of_each_kind_of_layer(kind: str) -> None:
-    changes, expected = KEPT[kind]
-    result = read(**changes)
-    kept = [
-        (item.kind, item.layers, item.token_bytes, item.window_tokens, item.state_bytes)
-        for item in result.cache
-    ]
-    assert kept == expected
+    changes, expected = CACHES[kind]
+    result = read_anatomy(**changes)
+    fields = ("kind", "layers", "token_bytes", "window_tokens", "state_bytes")
+    assert [tuple(getattr(item, name) for name in fields) for item in result.cache] == expected
     assert result.cache_unknown == ""
 
 
@@ -166,16 +163,16 @@ UNKNOWN = {
     "another type of layer": ({"layer_types": ["full_attention", "odd"]}, "'odd' are unknown"),
     "layers that do not add up": ({"layer_types": ["full_attention"]}, "lists 1 layers of 2"),
     "a detail": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers with"),
-    "a number is missing": ({"num_attention_heads": "gone"}, "lacks num_attention_heads"),
+    "a number is missing": ({"num_attention_heads": "removed"}, "lacks num_attention_heads"),
     "no layers": ({"num_hidden_layers": 0}, "lacks num_hidden_layers"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("why", UNKNOWN)
-def test_reports_unknown_cache(why: str) -> None:
-    changes, output = UNKNOWN[why]
-    result = read(**changes)
-    assert output in result.cache_unknown
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_reports_unknown_cache(case: str) -> None:
+    changes, reason = UNKNOWN[case]
+    result = read_anatomy(**changes)
+    assert reason in result.cache_unknown
     assert result.cache == ()
 
 
@@ -186,7 +183,7 @@ IMPOSSIBLE = ({"num_hidden_layers": -3}, {"head_dim": 2**80}, {"num_key_value_he
 @pytest.mark.parametrize("changes", IMPOSSIBLE, ids=str)
 def test_refuses_impossible_numbers(changes: dict[str, Any]) -> None:
     with pytest.raises(LockError) as refused:
-        read(**changes)
+        read_anatomy(**changes)
     [problem] = refused.value.problems
     [name] = changes
     assert problem.what.startswith(f"{name} is ")
@@ -220,7 +217,7 @@ def test_any_configuration_is_read_or_refused(text: bytes) -> None:
     if not isinstance(config, dict):
         return
     with accepted_or_refused(in_one_line=True):
-        anatomy = anatomy_of(REPO, described(config))
+        anatomy = anatomy_of(REPO, describe(config))
         source = lookup._make_source("here", REPO, "main", _Info)
         lock = checked(Lock.of([source], anatomies=[anatomy]))
         assert str(lock.anatomies[REPO]).isprintable()

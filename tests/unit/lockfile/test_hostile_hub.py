@@ -1,4 +1,4 @@
-"""Any answer of a hub gives a valid lock or a problem in a line."""
+"""Any response of a hub gives a valid lock or a problem in a line."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ ANSWER: dict[str, Any] = {
 }
 
 
-def odd(**changes: Any) -> bytes:
-    """Return the answer with other values of the large file."""
+def change_large_file(**changes: Any) -> bytes:
+    """Return the response with other values of the large file."""
     [small, large] = json.loads(json.dumps(ANSWER["siblings"]))
     return json.dumps({**ANSWER, "siblings": [small, {**large, **changes}]}).encode()
 
@@ -72,28 +72,28 @@ def test_retries_public_repository_without_expired_token(hub: Hub) -> None:
 @pytest.mark.slow
 @settings(max_examples=250)
 @given(answer=hostile(json.dumps(ANSWER).encode()))
-@example(answer=odd(size=-1))
-@example(answer=odd(size=2**80))
-@example(answer=odd(size="5000"))
-@example(answer=odd(size=True))
-@example(answer=odd(size=5000.0))
-@example(answer=odd(lfs={"sha256": "d" * 63, "size": 5000, "pointerSize": 130}))
-@example(answer=odd(lfs={"sha256": None, "size": 5000, "pointerSize": 130}))
-@example(answer=odd(lfs={"size": 5000}))
-@example(answer=odd(lfs=[]))
-@example(answer=odd(blobId=7, lfs=None))
-@example(answer=odd(rfilename="../../etc/passwd"))
-@example(answer=odd(rfilename="/etc/passwd"))
-@example(answer=odd(rfilename=None))
-@example(answer=odd(rfilename="a\x1b[2Jb", size=-1))
-@example(answer=odd(rfilename="config.json"))
-@example(answer=odd(rfilename="receipt.json"))
+@example(answer=change_large_file(size=-1))
+@example(answer=change_large_file(size=2**80))
+@example(answer=change_large_file(size="5000"))
+@example(answer=change_large_file(size=True))
+@example(answer=change_large_file(size=5000.0))
+@example(answer=change_large_file(lfs={"sha256": "d" * 63, "size": 5000, "pointerSize": 130}))
+@example(answer=change_large_file(lfs={"sha256": None, "size": 5000, "pointerSize": 130}))
+@example(answer=change_large_file(lfs={"size": 5000}))
+@example(answer=change_large_file(lfs=[]))
+@example(answer=change_large_file(blobId=7, lfs=None))
+@example(answer=change_large_file(rfilename="../../etc/passwd"))
+@example(answer=change_large_file(rfilename="/etc/passwd"))
+@example(answer=change_large_file(rfilename=None))
+@example(answer=change_large_file(rfilename="a\x1b[2Jb", size=-1))
+@example(answer=change_large_file(rfilename="config.json"))
+@example(answer=change_large_file(rfilename="receipt.json"))
 @example(answer=json.dumps({**ANSWER, "sha": "main"}).encode())
 @example(answer=json.dumps({**ANSWER, "sha": 7}).encode())
 @example(answer=json.dumps({**ANSWER, "sha": "\ud7fc"}).encode())
 @example(answer=json.dumps({**ANSWER, "siblings": {"a": 1}}).encode())
 @example(answer=json.dumps({**ANSWER, "id": "other/repo"}).encode())
-def test_hub_answer_is_a_valid_lock_or_one_problem(hub: Hub, answer: bytes) -> None:
+def test_hub_response_gives_a_valid_lock_or_a_problem(hub: Hub, answer: bytes) -> None:
     hub.fault = lambda handler, path, data: handler.serve(answer) or True
     path = hub.root / "spark.lock.yml"
     try:
@@ -118,11 +118,11 @@ def hang_up(handler: Any) -> None:
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
-def say_nothing(handler: Any) -> None:
+def stay_silent(handler: Any) -> None:
     time.sleep(1)
 
 
-def say_too_little(handler: Any) -> None:
+def send_too_little(handler: Any) -> None:
     handler.answer(200, b"{", announced=5000)
     hang_up(handler)
 
@@ -131,21 +131,21 @@ def refuse_with_escapes(handler: Any) -> None:
     handler.answer(500, b"\x1b[2J", {"X-Error-Message": "over\x1b[2Jhere"})
 
 
-def say_forever(handler: Any) -> None:
+def send_forever(handler: Any) -> None:
     handler.answer(200, b"", announced=1 << 40)
     while True:
         handler.wfile.write(b" " * 100_000)
 
 
-def say_slowly(handler: Any) -> None:
+def send_slowly(handler: Any) -> None:
     handler.answer(200, b"", announced=1 << 40)
     while True:
         handler.wfile.write(b" ")
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("act", [say_forever, say_slowly])
-def test_limits_size_and_time_of_hub_answers(
+@pytest.mark.parametrize("act", [send_forever, send_slowly])
+def test_limits_size_and_time_of_hub_responses(
     hub: Hub, act: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup, "_LONGEST_S", 1)
@@ -155,8 +155,8 @@ def test_limits_size_and_time_of_hub_answers(
         lookup.look_up(hub.url, REPO, "main", None)
 
 
-@pytest.mark.parametrize("act", [hang_up, say_nothing, say_too_little, refuse_with_escapes])
-def test_reports_interrupted_hub_answer_in_one_line(
+@pytest.mark.parametrize("act", [hang_up, stay_silent, send_too_little, refuse_with_escapes])
+def test_reports_interrupted_hub_response_in_one_line(
     hub: Hub, act: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup, "_TIMEOUT_S", 0.3)
@@ -168,7 +168,7 @@ def test_reports_interrupted_hub_answer_in_one_line(
 
 
 def test_stops_waiting_for_a_slow_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trickles(handler: Any, path: str, data: bytes) -> bool:
+    def send_single_bytes(handler: Any, path: str, data: bytes) -> bool:
         handler.answer(200, b"", announced=len(data))
         for at in range(len(data)):
             handler.wfile.write(data[at : at + 1])
@@ -176,18 +176,18 @@ def test_stops_waiting_for_a_slow_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch)
         return True
 
     monkeypatch.setattr(lookup, "LIMIT_S", 0.5)
-    hub.fault = trickles
+    hub.fault = send_single_bytes
     with pytest.raises(LockError, match="no complete response within"):
         lookup.look_up(hub.url, REPO, "main", None)
 
 
 @pytest.mark.parametrize(
-    ("before", "location", "goes"),
+    ("before", "location", "accepted"),
     [("https", "https://other.invalid/x", True), ("https", "/there", True),
      ("http", "http://other.invalid/x", True), ("http", "https://other.invalid/x", True),
      ("https", "http://hub.invalid/x", False), ("https", "ftp://hub.invalid/x", False)],
 )  # fmt: skip
-def test_hub_redirects_never_leave_https(before: str, location: str, goes: bool) -> None:
+def test_hub_redirects_never_leave_https(before: str, location: str, accepted: bool) -> None:
     answered = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:
@@ -201,7 +201,7 @@ def test_hub_redirects_never_leave_https(before: str, location: str, goes: bool)
 
     huggingface_hub.set_client_factory(client)
     try:
-        if goes:
+        if accepted:
             assert lookup.look_up(f"{before}://hub.invalid", REPO, "main", None).commit == "1" * 40
         else:
             with pytest.raises(LockError, match="redirects from https to"):

@@ -10,7 +10,6 @@ import pytest
 
 from spark_deploy.cli import main
 from spark_deploy.config.catalog.model import HybridModel
-from spark_deploy.config.checkout import CHECKOUT
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (
@@ -20,6 +19,9 @@ from tests.unit.lockfile.hub_trees import (
     TENSORS,
     base_entries,
     donor_entries,
+    header_bytes,
+    requested_ranges,
+    write_inventory,
     write_repository,
 )
 
@@ -30,28 +32,22 @@ TINY = {name for name, model in HYBRIDS.items() if model.tensors == TENSORS}
 
 @pytest.fixture
 def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an inventory that names the hub."""
-    (tmp_path / "here/group_vars").mkdir(parents=True)
-    (tmp_path / "here/group_vars/lab.yml").write_text(f"hub: {{endpoint: '{hub.url}'}}\n")
-    (tmp_path / "here/inventory.py").write_text(
-        f"import sys as _sys; _sys.path.insert(0, {str(CHECKOUT)!r})\n"
-        "from spark_deploy.inventory.groups import group_from as _group_from\n"
-        'lab = _group_from("lab", hosts=["spark-1"], file=__file__)\n'
-    )
+    """The current folder, with an inventory that names the hub."""
+    write_inventory(tmp_path / "here", f"hub: {{endpoint: '{hub.url}'}}\n")
     forked.fork_builder(monkeypatch)
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
 
 
-def verdicts(capsys: pytest.CaptureFixture[str], place: str) -> dict[tuple[str, str], str | None]:
-    """Return model and part → why a repository does not fit, None where it does."""
+def compare(capsys: pytest.CaptureFixture[str], place: str) -> dict[tuple[str, str], str | None]:
+    """Return model and part → why a repository does not fit, or None."""
     assert main(["add", "--dry", place, "inventory.py", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["against"]
     return {(row["plan"], row["part"]): None if row["fits"] else row["why"] for row in rows}
 
 
-def fitting(result: dict[tuple[str, str], str | None]) -> set[tuple[str, str]]:
-    return {key for key, why in result.items() if why is None}
+def matches(result: dict[tuple[str, str], str | None]) -> set[tuple[str, str]]:
+    return {key for key, reason in result.items() if reason is None}
 
 
 @pytest.mark.slow
@@ -64,10 +60,10 @@ def test_compares_repository_with_every_model(
         for part in ("base", "donor", "hybrid")
         if getattr(model.sources, part) is not None
     }
-    as_base, as_donor = verdicts(capsys, BASE), verdicts(capsys, DONOR)
+    as_base, as_donor = compare(capsys, BASE), compare(capsys, DONOR)
     assert set(as_base) == set(as_donor) == parts
-    assert fitting(as_base) == {(name, "base") for name in TINY}
-    assert fitting(as_donor) == {(name, "donor") for name in TINY}
+    assert matches(as_base) == {(name, "base") for name in TINY}
+    assert matches(as_donor) == {(name, "donor") for name in TINY}
     assert "different number of experts or layers" in as_base["qwen3.5-122b", "base"]
 
 
@@ -78,8 +74,8 @@ def test_recognises_hybrid_repository(
     fp8 = {name: item for name, item in donor_entries().items() if ".shared_expert." in name}
     swapped = {name: item for name, item in fp8.items() if name.startswith("model.")}
     write_repository(hub.root, "lab/hybrid", {**base_entries(), **swapped}, commit="4" * 40)
-    result = verdicts(capsys, "lab/hybrid@main")
-    assert fitting(result) == {(name, "hybrid") for name in TINY}
+    result = compare(capsys, "lab/hybrid@main")
+    assert matches(result) == {(name, "hybrid") for name in TINY}
 
 
 def test_prints_files_sizes_and_matching_models(
@@ -95,10 +91,7 @@ def test_prints_files_sizes_and_matching_models(
     assert "  quantised  quant_method auto-round, bits 4\n" in text
     assert re.search(r"^  lab-tiny +base +fits: the plan's base$", text, re.MULTILINE)
     assert re.search(r"^  lab-tiny +donor +no: donor weights and scales: ", text, re.MULTILINE)
-    shards = [(p, h["Range"]) for p, h, _ in hub.requests if p.endswith(".safetensors")]
-    for path, expected in shards:
-        data = (hub.root / path.lstrip("/")).read_bytes()
-        assert int(expected.rpartition("-")[2]) < 8 + int.from_bytes(data[:8], "little")
+    assert all(last < header_bytes(path) for path, last in requested_ranges(hub, BASE))
 
 
 @pytest.mark.parametrize(

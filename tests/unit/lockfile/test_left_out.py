@@ -20,9 +20,9 @@ from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.planning.plans import settings_of
 
 REPO = "lab/mixed"
-ALWAYS = ["config.json", "tokenizer.json", "chat_template.jinja", "README.md", "merges.txt"]
-RUNS = ["modeling_x.py", "pytorch_model.bin", "sub/training_args.BIN", "x.pt", "lib/libx.so.1"]
-Look = Callable[..., LockedSource]
+DOWNLOADED = ["config.json", "tokenizer.json", "chat_template.jinja", "README.md", "merges.txt"]
+CODE = ["modeling_x.py", "pytorch_model.bin", "sub/training_args.BIN", "x.pt", "lib/libx.so.1"]
+LookUp = Callable[..., LockedSource]
 
 
 def entry(path: str) -> dict[str, Any]:
@@ -30,23 +30,23 @@ def entry(path: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def look_up(tmp_path: Path) -> Iterator[Look]:
+def look_up(tmp_path: Path) -> Iterator[LookUp]:
     with Hub(tmp_path / "hub") as hub:
 
-        def ask(*paths: str) -> LockedSource:
+        def look_up_files(*paths: str) -> LockedSource:
             listing = hub.root / "api/models" / REPO / "revision/main"
             listing.parent.mkdir(parents=True, exist_ok=True)
-            answer = {"id": REPO, "sha": "1" * 40, "siblings": [entry(path) for path in paths]}
-            listing.write_text(json.dumps({**answer, "tags": [], "gated": False}))
+            body = {"id": REPO, "sha": "1" * 40, "siblings": [entry(path) for path in paths]}
+            listing.write_text(json.dumps({**body, "tags": [], "gated": False}))
             return lookup.look_up(hub.url, REPO, "main", None)
 
-        yield ask
+        yield look_up_files
 
 
-def test_leaves_out_pickle_and_code(look_up: Look, tmp_path: Path) -> None:
-    result = look_up(*ALWAYS, "model.safetensors", *RUNS)
-    assert {file.path for file in result.files} == {*ALWAYS, "model.safetensors"}
-    assert result.left_out.keys() == set(RUNS)
+def test_leaves_out_pickle_and_code(look_up: LookUp, tmp_path: Path) -> None:
+    result = look_up(*DOWNLOADED, "model.safetensors", *CODE)
+    assert {file.path for file in result.files} == {*DOWNLOADED, "model.safetensors"}
+    assert result.left_out.keys() == set(CODE)
     assert "pickle" in result.left_out["pytorch_model.bin"]
     assert "code" in result.left_out["modeling_x.py"]
     path = tmp_path / "spark.lock.yml"
@@ -55,15 +55,15 @@ def test_leaves_out_pickle_and_code(look_up: Look, tmp_path: Path) -> None:
     assert "modeling_x.py: is code" in path.read_text()
 
 
-def test_hosts_never_download_left_out_files(look_up: Look) -> None:
+def test_hosts_never_download_left_out_files(look_up: LookUp) -> None:
     settings = settings_of()
-    source = source_plan(look_up("model.safetensors", "config.json", *RUNS), settings)
+    source = source_plan(look_up("model.safetensors", "config.json", *CODE), settings)
     [order] = fetch_job(source).inputs
     fetched = {file["path"] for file in json.loads(order.content)["files"]}
     assert fetched == {"model.safetensors", "config.json"}
 
 
-def test_refuses_repository_with_pickle_weights_only(look_up: Look) -> None:
+def test_refuses_repository_with_pickle_weights_only(look_up: LookUp) -> None:
     with pytest.raises(LockError) as caught:
         look_up("config.json", "pytorch_model-00001-of-00002.bin", "modeling_x.py")
     [problem] = caught.value.problems
@@ -97,8 +97,8 @@ def test_refuses_old_lock_with_code() -> None:
 def test_left_out_files_change_the_directory() -> None:
     weights = (SourceFile("model.safetensors", 1, sha256="a" * 64),)
     plain = LockedSource(REPO, "main", "1" * 40, weights)
-    parted = LockedSource(REPO, "main", "1" * 40, weights, {"x.py": "is code"})
+    partial = LockedSource(REPO, "main", "1" * 40, weights, {"x.py": "is code"})
     settings = settings_of()
     assert source_plan(plain, settings).dir.endswith(f"/lab--mixed-{'1' * 12}")
-    assert source_plan(parted, settings).dir != source_plan(plain, settings).dir
-    assert TREE_NAME.match(source_plan(parted, settings).dir)  # so prune may remove it
+    assert source_plan(partial, settings).dir != source_plan(plain, settings).dir
+    assert TREE_NAME.match(source_plan(partial, settings).dir)  # so prune may remove it

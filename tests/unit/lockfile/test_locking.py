@@ -12,7 +12,6 @@ from typing import ClassVar
 import pytest
 from spark_contract.fetching import parse_reference
 
-from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.service import PairSettings
@@ -21,6 +20,7 @@ from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import locked_for, required_names
 from spark_deploy.lock.types import Lock
 from tests import forked
+from tests.unit.lockfile.hub_trees import write_inventory
 from tests.unit.planning.plans import shipped_catalog
 
 COMMIT = {"lab/tiny-int4": "1" * 40, "lab/tiny-fp8": "2" * 40}
@@ -63,13 +63,13 @@ MANIFESTS = {
 
 
 class Server(BaseHTTPRequestHandler):
-    """Hub and registry; ``asked`` records the requests."""
+    """Hub and registry; ``requests`` records the paths."""
 
-    asked: ClassVar[list[str]] = []
-    broken: ClassVar[set[str]] = set()
+    requests: ClassVar[list[str]] = []
+    wrong_digest = False
 
     def do_GET(self):
-        self.asked.append(self.path)
+        self.requests.append(self.path)
         path = self.path.split("?")[0]
         if path.startswith("/api/models/"):
             self.hub(path.removeprefix("/api/models/").split("/revision/"))
@@ -84,15 +84,11 @@ class Server(BaseHTTPRequestHandler):
             return self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if revision != "main":
             return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        lfs = {"sha256": "d" * 64, "size": 5000, "pointerSize": 130}
         siblings = [
             {"rfilename": ".gitattributes", "size": 1, "blobId": "a" * 40},
             {"rfilename": "config.json", "size": 9, "blobId": "b" * 40},
-            {
-                "rfilename": "model.safetensors",
-                "size": 5000,
-                "blobId": "c" * 40,
-                "lfs": {"sha256": "d" * 64, "size": 5000, "pointerSize": 130},
-            },
+            {"rfilename": "model.safetensors", "size": 5000, "blobId": "c" * 40, "lfs": lfs},
         ]
         body = {"id": repo, "sha": COMMIT[repo], "siblings": siblings, "tags": []}
         return self.reply(200, json.dumps(body).encode())
@@ -102,7 +98,7 @@ class Server(BaseHTTPRequestHandler):
         for key, value in (headers or {}).items():
             self.send_header(key, value)
         if "manifests" in self.path:
-            digest = sha(b"lie") if "lie" in self.broken else sha(body)
+            digest = sha(b"other" if self.wrong_digest else body)
             self.send_header("Docker-Content-Digest", digest)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -115,7 +111,7 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    Server.asked, Server.broken = [], set()
+    Server.requests, Server.wrong_digest = [], False
     result = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     thread = threading.Thread(target=result.serve_forever, args=(0.02,), daemon=True)
     thread.start()
@@ -152,24 +148,14 @@ def test_locks_names_on_first_use(settings, tmp_path, server):
     assert any("lab/tiny-int4" in line and "5.0 kB" in line for line in output)
 
 
-def test_second_run_sends_no_requests(settings, tmp_path):
-    path = tmp_path / "spark.lock.yml"
-    locked_for(settings, CATALOG, path, lambda text: None)
-    text = path.read_text()
-    Server.asked.clear()
-    locked_for(settings, CATALOG, path, lambda text: None)
-    assert Server.asked == []
-    assert path.read_text() == text
-
-
-def test_looks_up_missing_names_only(settings, tmp_path):
+@pytest.mark.parametrize("missing", [0, 1])
+def test_looks_up_missing_names_only(settings, tmp_path, missing):
     path = tmp_path / "spark.lock.yml"
     lock = locked_for(settings, CATALOG, path, lambda text: None)
-    first = next(iter(lock.sources.values()))
-    write_lock(path, Lock.of([first], lock.images.values()))
-    Server.asked.clear()
+    write_lock(path, Lock.of(list(lock.sources.values())[missing:], lock.images.values()))
+    Server.requests.clear()
     assert locked_for(settings, CATALOG, path, lambda text: None) == lock
-    assert len(Server.asked) == 1
+    assert len(Server.requests) == missing
 
 
 def test_required_lock_refuses_new_names(settings, tmp_path):
@@ -177,22 +163,21 @@ def test_required_lock_refuses_new_names(settings, tmp_path):
     with pytest.raises(LockError) as caught:
         locked_for(strict, CATALOG, tmp_path / "spark.lock.yml", lambda text: None)
     assert len(caught.value.problems) == 4
-    assert Server.asked == []
+    assert Server.requests == []
     assert not (tmp_path / "spark.lock.yml").exists()
 
 
 def test_refuses_two_revisions_of_a_repository(settings, tmp_path):
     tiny = CATALOG.model("lab-tiny")
     older = dataclasses.replace(tiny, sources=dataclasses.replace(tiny.sources, revision="v1"))
-    pairs = {("base", "older"): CATALOG.profile("base", "lab-tiny")}
-    catalog = dataclasses.replace(
-        CATALOG, models={**CATALOG.models, "older": older}, profiles={**CATALOG.profiles, **pairs}
-    )
+    profiles = {**CATALOG.profiles, ("base", "older"): CATALOG.profile("base", "lab-tiny")}
+    models = {**CATALOG.models, "older": older}
+    catalog = dataclasses.replace(CATALOG, models=models, profiles=profiles)
     ready = (PairSettings(model="older", profile="base"),)
     both = dataclasses.replace(settings, profile="base", keep_ready=ready)
     with pytest.raises(LockError, match=r"lab/tiny-int4: is requested at main and v1"):
         locked_for(both, catalog, tmp_path / "spark.lock.yml", lambda text: None)
-    assert Server.asked == []
+    assert Server.requests == []
 
 
 def test_locks_only_donors_that_are_needed(settings):
@@ -219,11 +204,6 @@ def test_locks_digest_of_tag_and_size_of_platform(server):
     assert (result.digest, result.size_bytes) == (sha(INDEX), 1000)
 
 
-def test_refuses_image_without_the_platform(server):
-    with pytest.raises(LockError, match="no linux/amd64 image"):
-        registry.look_up(f"{server}/lab/engine:many", arch="x86_64", insecure=[server])
-
-
 @pytest.mark.parametrize("tag", ["plain", "older"])
 def test_accepts_images_that_start_vllm(server, tag):
     image = f"{server}/lab/engine:{tag}"
@@ -248,11 +228,6 @@ def test_refuses_configuration_with_wrong_digest(server, monkeypatch):
         registry.look_up(f"{server}/lab/engine:plain", arch="x", insecure=[server], engine=True)
 
 
-def test_refuses_unknown_tag(server):
-    with pytest.raises(LockError, match="no such image or tag"):
-        registry.look_up(f"{server}/lab/engine:v9", arch="x86_64", insecure=[server])
-
-
 def test_suggests_supported_engine_versions(settings, server, tmp_path):
     images = {**settings.images, "engine": f"{server}/lab/engine:v0.33.0"}
     missing = dataclasses.replace(settings, images=images)
@@ -263,15 +238,20 @@ def test_suggests_supported_engine_versions(settings, server, tmp_path):
     assert offered == [f"{server}/lab/engine:v{version}" for version in ("0.32.0", "0.30.0")]
 
 
-def test_refuses_manifest_with_wrong_digest(server):
-    Server.broken.add("lie")
-    with pytest.raises(LockError, match="sent other bytes"):
-        registry.look_up(f"{server}/lab/engine:plain", arch="x86_64", insecure=[server])
-
-
-def test_http_registry_must_be_declared(server):
-    with pytest.raises(LockError, match=r"registries\.insecure"):
-        registry.look_up(f"{server}/lab/engine:plain", arch="x86_64")
+@pytest.mark.parametrize(
+    ("tag", "is_insecure", "wrong_digest", "message"),
+    [
+        ("many", True, False, "no linux/amd64 image"),
+        ("v9", True, False, "no such image or tag"),
+        ("plain", True, True, "sent other bytes"),
+        ("plain", False, False, r"registries\.insecure"),
+    ],
+)
+def test_refuses_images(server, tag, is_insecure, wrong_digest, message):
+    Server.wrong_digest = wrong_digest
+    insecure = [server] if is_insecure else []
+    with pytest.raises(LockError, match=message):
+        registry.look_up(f"{server}/lab/engine:{tag}", arch="x86_64", insecure=insecure)
 
 
 @pytest.mark.parametrize(
@@ -316,46 +296,42 @@ def test_refuses_invalid_lock(tmp_path, change, what):
 
 @pytest.mark.slow
 def test_deploy_locks_once_and_prints_names(server, hub, tmp_path):
-    (tmp_path / "group_vars").mkdir()
-    (tmp_path / "group_vars/here.yml").write_text(
+    variables = (
         f"model: lab-tiny\nhub: {{endpoint: '{hub.url}'}}\n"
         f"registries: {{insecure: ['{server}']}}\n"
         f"images: {{engine: '{server}/lab/engine:many', gpu_check: '{server}/lab/check:plain'}}\n"
     )
-    (tmp_path / "inventory.py").write_text(
-        f"import sys as _sys; _sys.path.insert(0, {str(CHECKOUT)!r})\n"
-        "from spark_deploy.inventory.groups import group_from as _group_from\n"
-        'here = _group_from("here", hosts=["@local"], file=__file__)\n'
-    )
-    (tmp_path / "deploy.py").write_text(
+    folder = tmp_path / "here"
+    write_inventory(folder, variables, "@local")
+    (folder / "deploy.py").write_text(
         "from pyinfra.context import host\n"
         "from spark_deploy.inventory.plans import plan_for\n"
         "assert plan_for(host).sources[0].locked.commit == '1' * 40\n"
     )
     words = ("pyinfra", "inventory.py", "deploy.py", "-y")
     for first in (True, False):
-        Server.asked.clear()
+        Server.requests.clear()
         hub.requests.clear()
-        done = forked.run(words, cwd=tmp_path, env=os.environ)
+        done = forked.run(words, cwd=folder, env=os.environ)
         assert done.returncode == 0, done.stderr
         assert ("lab/tiny-int4: main is commit 111111111111, 3.0 MB" in done.stderr) == first
         assert ("names of lab/tiny-int4 and " in done.stderr) == first
         # The list of platforms, a manifest and its configuration; another image.
-        assert len(set(Server.asked)) == (4 if first else 0)
+        assert len(set(Server.requests)) == (4 if first else 0)
         listings = {path for path, _, _ in hub.requests if path.startswith("/api/")}
         assert len(listings) == (3 if first else 0)
         assert bool(hub.requests) == first
-    lock = read_lock(tmp_path / "spark.lock.yml")
+    lock = read_lock(folder / "spark.lock.yml")
     assert (len(lock.images), len(lock.names)) == (2, 1)
 
 
 def test_syncs_lock_before_renaming_it(tmp_path, monkeypatch):
-    seen = []
+    calls = []
     for name in ("fsync", "rename"):
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, n=name, r=real: (seen.append(n), r(*a))[1])
+        monkeypatch.setattr(os, name, lambda *a, n=name, r=real: (calls.append(n), r(*a))[1])
     write_lock(tmp_path / "spark.lock.yml", Lock.of())
-    assert seen == ["fsync", "rename", "fsync"]
+    assert calls == ["fsync", "rename", "fsync"]
     assert [path.name for path in tmp_path.iterdir()] == ["spark.lock.yml"]
 
 

@@ -399,7 +399,7 @@ def test_finds_exactly_the_missing_modules_of_a_shipped_model(model: str) -> Non
     ("tensors", "experts"),
     [
         # The second layer has packed attention, the third is of another kind.
-        (("0.linear_attn.qkv.weight", "1.self_attn.q_proj.qweight", "2.self_attn.q_proj.weight"), 0),
+        (("0.linear_attn.a.weight", "1.self_attn.q_proj.qweight", "2.self_attn.q_proj.weight"), 0),
         ((f"{n}.mlp.experts.{part}_proj" for n in range(3) for part in ("gate_up", "down")), 2),
     ],
     ids=["another kind or format", "fused experts"],

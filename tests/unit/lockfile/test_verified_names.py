@@ -1,4 +1,4 @@
-"""Tensor names of sources are compared with the catalog before a download."""
+"""Compare tensor names of sources with the catalog before a download."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.plans import verified_lock, verify_names
-from spark_deploy.lock import headers
+from spark_deploy.lock import headers, resolve
 from spark_deploy.lock import hub as lookup
 from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.types import Lock, LockedImage
@@ -32,7 +32,10 @@ from tests.unit.lockfile.hub_trees import (
     TENSORS,
     base_entries,
     donor_entries,
+    header_bytes,
     modules,
+    requested_ranges,
+    write_inventory,
     write_repository,
 )
 
@@ -52,25 +55,30 @@ def lock(hub: Hub) -> Lock:
     return Lock.of(sources)
 
 
-def asked(hub: Hub, repo: str) -> list[tuple[str, str]]:
-    """Return requested shards and ranges."""
-    return [
-        (path, headers.get("Range", "all"))
-        for path, headers, _ in hub.requests
-        if path.startswith(f"/{repo}/") and path.endswith(".safetensors")
-    ]
-
-
 def quiet(text: str) -> None:
     pass
+
+
+@pytest.fixture
+def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with an inventory of lab-tiny."""
+    folder = tmp_path / "here"
+    variables = f"model: lab-tiny\nhub: {{endpoint: '{hub.url}'}}\nlocked: first-use\n"
+    write_inventory(folder, variables)
+    forked.fork_builder(monkeypatch)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(
+        resolve, "look_up", lambda text, **_: LockedImage(text, f"sha256:{'0' * 64}", 1)
+    )
+    return folder
 
 
 def test_stores_verified_names_in_the_lock(
     hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
 ) -> None:
     output: list[str] = []
-    held = verify_names(settings, CATALOG, lock, output.append)
-    result = held.names[BUILD]
+    verified = verify_names(settings, CATALOG, lock, output.append)
+    result = verified.names[BUILD]
     base, mtp = expand_all(TENSORS.base), expand_all(TENSORS.mtp)
     assert result.base == f"{BASE}@{COMMITS[BASE]}"
     assert result.donor == f"{DONOR}@{COMMITS[DONOR]}"
@@ -78,28 +86,27 @@ def test_stores_verified_names_in_the_lock(
     assert (result.swapped_modules, result.mtp_from_donor) == (len(modules()), 0)
     [line] = output
     assert f"{BUILD}: 464 names of {BASE} and {result.donor_tensors} names of {DONOR}" in line
-    write_lock(tmp_path / "spark.lock.yml", held)
-    assert read_lock(tmp_path / "spark.lock.yml") == held
+    write_lock(tmp_path / "spark.lock.yml", verified)
+    assert read_lock(tmp_path / "spark.lock.yml") == verified
     hub.requests.clear()
-    assert verify_names(settings, CATALOG, held, quiet) == held
+    assert verify_names(settings, CATALOG, verified, quiet) == verified
     assert hub.requests == []
 
 
 def test_downloads_headers_only(hub: Hub, settings: Settings, lock: Lock) -> None:
     verify_names(settings, CATALOG, lock, quiet)
     for repo in (BASE, DONOR):
-        assert asked(hub, repo)
-        for path, expected in asked(hub, repo):
-            data = (hub.root / path.lstrip("/")).read_bytes()
-            header_ends = 8 + int.from_bytes(data[:8], "little")
-            assert int(expected.rpartition("-")[2]) < header_ends < len(data)
+        ranges = requested_ranges(hub, repo)
+        assert ranges
+        for path, last in ranges:
+            assert last < header_bytes(path) < path.stat().st_size
 
 
 def without(part: str) -> Callable[[dict[str, Any]], None]:
     return lambda entries: entries.pop(next(name for name in entries if part in name))
 
 
-def turned(entries: dict[str, Any]) -> None:
+def transpose(entries: dict[str, Any]) -> None:
     name = f"{next(iter(modules()))}.weight"
     dtype, shape = entries[name]
     entries[name] = (dtype, shape[::-1])
@@ -107,58 +114,32 @@ def turned(entries: dict[str, Any]) -> None:
 
 WRONG = {
     "the base lost a name": (BASE, without(".self_attn."), "base tensors: 422 names, expected 423"),
-    "the base has another shape": (BASE, turned, "the plan's donor_shapes require"),
+    "the base has another shape": (BASE, transpose, "the plan's donor_shapes require"),
     "the donor lost a scale": (DONOR, without("_proj.weight_scale_inv"), "missing 1"),
-    "the donor has another shape": (DONOR, turned, "the plan's donor_shapes require"),
+    "the donor has another shape": (DONOR, transpose, "the plan's donor_shapes require"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_refuses_sources_that_differ_from_the_catalog(
-    hub: Hub, wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    repo, change, words = WRONG[wrong]
+    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    repo, change, message = WRONG[wrong]
     entries = base_entries() if repo == BASE else donor_entries()
     change(entries)
     write_repository(hub.root, repo, entries)
-    here = inventory(tmp_path, hub, monkeypatch)
     for command in ("update", "plan"):
         assert main([command, "inventory.py"]) == 1
         output = capsys.readouterr().err
-        assert words in output
+        assert message in output
         assert "\n  fix: " in output
         assert "Traceback" not in output
     assert not (here / "spark.lock.yml").exists()
 
 
-def inventory(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write an inventory with lab-tiny, and change to its folder."""
-    from spark_deploy.config.checkout import CHECKOUT
-    from spark_deploy.lock import resolve
-
-    here = folder / "here"
-    (here / "group_vars").mkdir(parents=True)
-    (here / "group_vars/lab.yml").write_text(
-        f"model: lab-tiny\nhub: {{endpoint: '{hub.url}'}}\nlocked: first-use\n"
-    )
-    (here / "inventory.py").write_text(
-        f"import sys as _sys; _sys.path.insert(0, {str(CHECKOUT)!r})\n"
-        "from spark_deploy.inventory.groups import group_from as _group_from\n"
-        'lab = _group_from("lab", hosts=["spark-1"], file=__file__)\n'
-    )
-    forked.fork_builder(monkeypatch)
-    monkeypatch.chdir(here)
-    monkeypatch.setattr(
-        resolve, "look_up", lambda text, **_: LockedImage(text, f"sha256:{'0' * 64}", 1)
-    )
-    return here
-
-
 def test_plan_needs_no_hub_after_update(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = inventory(tmp_path, hub, monkeypatch)
     assert main(["update", "inventory.py", "--check"]) == 1
     assert main(["update", "--missing", "inventory.py"]) == 0
     assert BUILD in read_lock(here / "spark.lock.yml").names
@@ -170,9 +151,8 @@ def test_plan_needs_no_hub_after_update(
 
 
 def test_completes_a_lock_without_names(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = inventory(tmp_path, hub, monkeypatch)
     assert main(["update", "--missing", "inventory.py"]) == 0
     path = here / "spark.lock.yml"
     whole = path.read_text()
@@ -190,24 +170,24 @@ def test_completes_a_lock_without_names(
 
 @pytest.mark.slow
 def test_new_commit_needs_a_new_verification(hub: Hub, settings: Settings, lock: Lock) -> None:
-    held = verify_names(settings, CATALOG, lock, quiet)
+    verified = verify_names(settings, CATALOG, lock, quiet)
     write_repository(hub.root, BASE, base_entries(), commit="3" * 40)
-    moved = held.extended_by([lookup.look_up(hub.url, BASE, "main", None)])
+    moved = verified.extended_by([lookup.look_up(hub.url, BASE, "main", None)])
     assert moved.names == {}
     again = verify_names(settings, CATALOG, moved, quiet)
     assert again.names[BUILD].base == f"{BASE}@{'3' * 40}"
-    assert again.names[BUILD].base_tensors == held.names[BUILD].base_tensors
+    assert again.names[BUILD].base_tensors == verified.names[BUILD].base_tensors
 
 
 @pytest.mark.slow
 def test_changed_catalog_needs_a_new_verification(hub: Hub, settings: Settings, lock: Lock) -> None:
-    held = verify_names(settings, CATALOG, lock, quiet)
+    verified = verify_names(settings, CATALOG, lock, quiet)
     model = CATALOG.model("lab-tiny")
     sets = dataclasses.replace(model.tensors, base=(*model.tensors.base, "model.new.weight"))
     changed = dataclasses.replace(model, tensors=sets)
     catalog = dataclasses.replace(CATALOG, models={**CATALOG.models, "lab-tiny": changed})
     with pytest.raises(LockError, match=r"missing 1 \(1 x model\.new\.weight\)"):
-        verify_names(settings, catalog, held, quiet)
+        verify_names(settings, catalog, verified, quiet)
 
 
 def test_deploy_continues_without_the_hub(
@@ -248,24 +228,26 @@ def test_profiles_without_a_build_need_no_verification(
 def test_token_reaches_only_the_hub(
     hub: Hub, settings: Settings, lock: Lock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    canary, seen, folders = "hf_canary0123456789", [], []
+    canary, outputs, folders = "hf_canary0123456789", [], []
     monkeypatch.setenv("CANARY_TOKEN", canary)
     real = subprocess.run
 
     def run(argv: list[str], **more: Any) -> Any:
         folders.append(more["cwd"])
-        seen.extend([*argv, (more["cwd"] / "plan.json").read_text()])
+        outputs.extend([*argv, (more["cwd"] / "plan.json").read_text()])
         assert (more["cwd"] / "token").stat().st_mode & 0o777 == 0o600
         return real(argv, **more)
 
     monkeypatch.setattr(headers.subprocess, "run", run)
     secret = dataclasses.replace(settings.hub, token=SecretRef(env="CANARY_TOKEN"))
-    held = verify_names(dataclasses.replace(settings, hub=secret), CATALOG, lock, seen.append)
-    write_lock(tmp_path / "spark.lock.yml", held)
-    seen.append((tmp_path / "spark.lock.yml").read_text())
-    given = {headers.get("Authorization") for _, headers, _ in hub.requests}
-    assert given == {f"Bearer {canary}"}
-    assert not [text for text in seen if canary in text]
+    verified = verify_names(
+        dataclasses.replace(settings, hub=secret), CATALOG, lock, outputs.append
+    )
+    write_lock(tmp_path / "spark.lock.yml", verified)
+    outputs.append((tmp_path / "spark.lock.yml").read_text())
+    sent = {headers.get("Authorization") for _, headers, _ in hub.requests}
+    assert sent == {f"Bearer {canary}"}
+    assert not [text for text in outputs if canary in text]
     assert not any(os.path.exists(folder) for folder in folders)
 
 
