@@ -43,7 +43,6 @@ _FIXES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code."""
     # Like Ctrl-C: partial work stays for the next run.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -51,7 +51,6 @@ def set_environment() -> None:
 
 
 def quantise(order: dict[str, Any]) -> Path:
-    """Pack the modules of the order; return the folder of the result."""
     import torch
     from auto_round import AutoRound
     from auto_round.utils.missing_tensors import copy_missing_tensors_from_source

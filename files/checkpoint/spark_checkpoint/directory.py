@@ -58,7 +58,6 @@ class Checkpoint:
 
 
 def natural_order(name: str) -> list[str | int]:
-    """Sort key that puts shard 9 before shard 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 

@@ -47,7 +47,7 @@ def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] 
     """Return the map of a commonly formatted index; None if it needs the JSON parser.
 
     Saves memory: an index has up to 280,000 names. The rest is parsed with a marker in place of the
-    map, to check that the map is a top-level value.
+    map.
     """
     start = _MAP.search(raw)
     if start is None:

@@ -246,7 +246,6 @@ def examine(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> An
         sizes_bytes[group, tensor.dtype] += tensor.size_bytes
     if index is None:
         index = {name: files[-1] for name, files in copies.items()}
-    # The index of an overlay omits replaced names.
     replaced = {plain_name(name) for name in index if name != plain_name(name)}
     replaced |= {"lm_head.weight"} if "lm_head.qweight" in replaced else set()
     layers = [(match[1], name) for name in names if (match := _LAYER.match(name))]
@@ -268,7 +267,6 @@ def examine(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> An
 
 
 def plain_name(name: str) -> str:
-    """Return a tensor's name without the suffix of an overlay."""
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 
@@ -293,7 +291,6 @@ def name_recipe(anatomy: Anatomy, quant_method: str | None, shard_names: frozens
 
 
 def find_missing_scales(anatomy: Anatomy) -> list[str]:
-    """Return FP8 weights without block scales."""
     missing = []
     for name in (name for name, tensor in anatomy.names.items() if tensor.dtype == FP8):
         scale = name.replace(".weight_fp8", f"{SCALE}_fp8")

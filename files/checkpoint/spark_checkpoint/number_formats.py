@@ -22,7 +22,6 @@ E4M3_MAX = 448.0
 
 
 def floats(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Floats:
-    """Return a tensor's bytes as float32."""
     if dtype == "BF16":
         values = from_bf16_bits(np.frombuffer(raw, "<u2"))
     elif dtype in ("F16", "F32"):
@@ -91,7 +90,6 @@ def dequantise(codes: Codes, scales: Floats, block: tuple[int, int]) -> Floats:
 
 
 def reduce_blocks(function: np.ufunc, values: Floats, block: tuple[int, int]) -> Floats:
-    """Reduce each block to a value; blocks at the edges may be smaller."""
     rows = function.reduceat(values, range(0, values.shape[0], block[0]), axis=0)
     reduced: Floats = function.reduceat(rows, range(0, values.shape[1], block[1]), axis=1)
     return reduced

@@ -39,7 +39,6 @@ class Matrix(NamedTuple):
 
 
 def find_weight(module: str, original: Checkpoint) -> Matrix | None:
-    """Return a module's weight in the original, or None."""
     name = module + WEIGHT
     if name in original.owner:
         tensor = original.tensor(name)
@@ -69,7 +68,6 @@ def find_fused_expert(module: str, original: Checkpoint) -> Matrix | None:
 
 
 def check_packable(plan: RequantizePlan, original: Checkpoint) -> None:
-    """Refuse a plan with a packed module that AutoRound would leave in 16 bits."""
     for module in packed_modules(plan):
         reason = excluded_by_name(module) or _excluded_by_shape(find_weight(module, original))
         if reason:

@@ -19,10 +19,8 @@ from spark_contract.files import named, sync, sync_directory, write_all, write_p
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 
-# Fits a core's cache.
 COPY_BYTES = 256 << 10
 _DROP_BYTES = 8 << 20
-# Threads for hashing, copying and quantising.
 WORKERS = min(4, os.cpu_count() or 1)
 _JSON_PARTS = 4096
 # Reserve for directories, headers and filesystem blocks.
@@ -32,8 +30,6 @@ _NAME_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EIS
 
 
 class Stamp(NamedTuple):
-    """Changes when a file's content is modified."""
-
     inode: int
     size_bytes: int
     modified_ns: int
@@ -131,7 +127,6 @@ def hash_file(
     offset: int = 0,
     size_bytes: int | None = None,
 ) -> str:
-    """Return the sha256 of a file or span."""
     hasher = hashlib.sha256()
     for buffer in read_buffers(path, offset, size_bytes):
         hasher.update(buffer)
@@ -140,7 +135,6 @@ def hash_file(
 
 
 def check_free_space(directory: Path, needed_bytes: int, purpose: str) -> None:
-    """Refuse a job that needs more space than the filesystem has."""
     usage = os.statvfs(directory)
     free_bytes = usage.f_bavail * usage.f_frsize
     required_bytes = int(needed_bytes * (1 + _RESERVE_FRACTION))
@@ -153,12 +147,10 @@ def check_free_space(directory: Path, needed_bytes: int, purpose: str) -> None:
 
 
 def describe_free_space(path: Path) -> str:
-    """Return the free space on the filesystem of a path, which may not exist."""
     mount = path.absolute()
     while not mount.is_mount() and mount != mount.parent:
         mount = mount.parent
     usage = os.statvfs(mount)
-    # 0: no fixed number of files.
     files = f" and {usage.f_favail} files" if usage.f_files else ""
     return f"{usage.f_bavail * usage.f_frsize} bytes{files} are free on {mount}"
 

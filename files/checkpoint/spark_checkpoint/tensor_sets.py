@@ -96,7 +96,6 @@ def check_same_names(
 
 
 def scale_of(weight_name: str) -> str:
-    """Return the name of the block scales of an FP8 weight."""
     return weight_name.removesuffix(WEIGHT) + SCALE
 
 
@@ -139,7 +138,6 @@ def _check_shape(where: str, actual: tuple[int, ...], expected: tuple[int, ...])
 def check_fp8_pair(
     where: str, shape: tuple[int, ...], weight: Tensor, scale: Tensor, block: tuple[int, int]
 ) -> None:
-    """Refuse dtypes or shapes that are not an FP8 matrix with block scales."""
     if len(shape) != 2:
         raise GateRefused(where + WEIGHT, f"is {list(shape)}, expected a matrix", _FP8_FIX)
     grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
@@ -175,7 +173,6 @@ def check_int8_packable(name: str, tensor: Tensor, *, head: bool) -> None:
 
 
 def overlay_name(name: str) -> str:
-    """Return a replacement's name in an overlay."""
     return name + ("_int8" if name.endswith(_PACKED) else "_fp8")
 
 
@@ -193,7 +190,6 @@ def replacements(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
 
 
 def base_patterns(plan: BuildPlan) -> list[str]:
-    """Return patterns of the base's names outside mtp.*."""
     patterns = list(plan.base_tensors)
     if plan.shared_experts == "fp8-base":
         patterns += [module + SCALE for module in swapped_modules(plan)]

@@ -36,7 +36,6 @@ class Piece(NamedTuple):
     sha256: str
 
     def __str__(self) -> str:
-        """Return the form in receipts."""
         return f"{self.size_bytes}:{self.sha256}"
 
 
@@ -46,8 +45,6 @@ class FileHashes(NamedTuple):
 
 
 class PieceHasher:
-    """Hashes consecutive pieces of a byte stream."""
-
     def __init__(self) -> None:
         self._hasher = hashlib.sha256()
         self._filled_bytes = 0
@@ -64,7 +61,6 @@ class PieceHasher:
                 self._end_piece()
 
     def add(self, piece: Piece) -> None:
-        """Append a piece with a known hash."""
         self._end_piece()
         self._pieces.append(piece)
 
@@ -136,7 +132,6 @@ def receipt_entry(
 
 
 def write_receipt(directory: Path, receipt: receipts.Receipt) -> None:
-    """Write the receipt atomically, as the last file."""
     storage.write_json(directory / RECEIPT_NAME, documents.plain(receipt))
 
 
@@ -175,7 +170,6 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> rec
 
 
 def check_files(directory: Path, receipt: receipts.Receipt) -> None:
-    """Compare files and sizes with the receipt."""
     for file in receipt.files:
         path = directory / file.path
         try:

@@ -22,10 +22,10 @@ def run_broken(*arguments, act="kill", number=0, path=None, names=None, only_pat
     return run_tool(*arguments, check=False, fault=fault)
 
 
-def points(calls):
+def spread_calls(calls):
     """Return call numbers spread over a run, always with the last steps."""
-    some = {1 + round(n * (calls - 1) / (POINTS - 1)) for n in range(POINTS)}
-    return sorted(some | set(range(max(1, calls - 8), calls + 1)))
+    spread = {1 + round(n * (calls - 1) / (POINTS - 1)) for n in range(POINTS)}
+    return sorted(spread | set(range(max(1, calls - 8), calls + 1)))
 
 
 def flip(path, *, keep_time, offset=None):

@@ -48,7 +48,7 @@ def is_open_file(argument, path):
 
 def watch(names, number, act, path, only_path):
     """Count calls of ``os`` functions and act at the call with the given number."""
-    seen = [0]
+    calls = [0]
 
     def wrap(name):
         original = getattr(os, name)
@@ -56,8 +56,8 @@ def watch(names, number, act, path, only_path):
         def watched(*arguments, **keywords):
             if only_path and not is_open_file(arguments[0], path):
                 return original(*arguments, **keywords)
-            seen[0] += 1
-            if seen[0] == number:
+            calls[0] += 1
+            if calls[0] == number:
                 act(path or arguments[0])
             return original(*arguments, **keywords)
 
@@ -65,7 +65,7 @@ def watch(names, number, act, path, only_path):
 
     for name in names:
         wrap(name)
-    return seen
+    return calls
 
 
 def keep_journal(path):
@@ -87,7 +87,7 @@ def keep_journal(path):
     os.fsync, os.rename = fsync, rename
 
 
-def run_one(request, result_path):
+def run_request(request, result_path):
     from spark_checkpoint import storage
     from spark_checkpoint.__main__ import main
     from spark_checkpoint.sources import fetch
@@ -98,7 +98,7 @@ def run_one(request, result_path):
     if "journal" in fault:
         keep_journal(fault["journal"])
     raw_write, raw_open = os.write, os.open
-    seen = watch(
+    calls = watch(
         fault.get("names", WATCHED),
         fault.get("number", 0),
         globals()[f"act_{fault.get('act', 'kill')}"],
@@ -106,7 +106,7 @@ def run_one(request, result_path):
         fault.get("only_path", False),
     )
     code = main(request["arguments"])
-    raw_write(raw_open(result_path, os.O_WRONLY), str(seen[0]).encode())
+    raw_write(raw_open(result_path, os.O_WRONLY), str(calls[0]).encode())
     return code
 
 
@@ -131,7 +131,7 @@ def serve():
                 os.dup2(err.fileno(), 2)
                 code = 99
                 try:
-                    code = run_one(request, result.name)
+                    code = run_request(request, result.name)
                 except BaseException:
                     sys.excepthook(*sys.exc_info())
                 finally:

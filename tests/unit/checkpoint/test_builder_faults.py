@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from builder_faults import POINTS, flip, points, run_broken
+from builder_faults import POINTS, flip, run_broken, spread_calls
 from builder_hub import fetch_order
 from builder_judge import LAYOUTS
 from builder_shards import read_shard
@@ -56,7 +56,7 @@ def test_build_broken_at_any_call_finishes_in_the_next_run(scene, layout, act):
     expected = tree_tensors(scene.out)
     shutil.rmtree(scene.out)
     broken = 0
-    for number in points(calls):
+    for number in spread_calls(calls):
         done = run_broken("build", plan, act=act, number=number)
         assert done.returncode in (ACTS[act], 0)
         if done.returncode == 4:
@@ -82,7 +82,7 @@ def test_fetch_broken_at_any_call_finishes_in_the_next_run(tmp_path, hub, reposi
     order.write_text(json.dumps(document))
     calls = run_broken("fetch", order, act=act).calls
     shutil.rmtree(out)
-    for number in points(calls):
+    for number in spread_calls(calls):
         assert run_broken("fetch", order, act=act, number=number).returncode in (ACTS[act], 0)
         if out.exists():
             run_tool("verify", out, "--full")
@@ -144,18 +144,6 @@ def test_disk_that_fills_during_the_build_loses_nothing(scene, small_disk):
     assert refusals > 0
     run_tool("build", plan)
     run_tool("verify", out, "--full")
-
-
-def test_full_disk_at_the_last_rename_asks_for_space(scene):
-    plan = scene.write_plan()
-    renames = {"act": "disk_full", "names": ["rename"]}
-    last = run_broken("build", plan, **renames).calls
-    shutil.rmtree(scene.out)
-    done = run_broken("build", plan, number=last, **renames)
-    assert done.returncode == 4
-    assert_names_full_disk(done.stderr, scene.out.parent)
-    assert not scene.out.exists()
-    run_tool("build", plan)
 
 
 def test_never_overwrites_an_existing_entry(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builder_judge import MODULE, donor_values, refused, relative
 from builder_shards import BLOCK, Raw, bf16_tensor, bf16_values, fp8_pair
-from builder_trees import DONOR_SHAPES
+from builder_trees import DONOR_SHAPES, SWAP
 from spark_checkpoint import tensor_sets
 
 NAME_SETS = ("base_tensors", "donor_unmatched", "mtp_tensors")
@@ -32,12 +32,12 @@ def unpack_attention(workshop, part="self_attn.q_proj"):
 
 
 def pack(name):
-    def plant(workshop):
+    def change(workshop):
         outputs, inputs = workshop.base.pop(f"{name}.weight").shape
         words = bytes(inputs // 8 * outputs * 4)
         workshop.base[f"{name}.qweight"] = Raw("I32", (inputs // 8, outputs), words)
 
-    return plant
+    return change
 
 
 def add(name, raw):
@@ -79,31 +79,64 @@ def test_error_names_exactly_the_likely_cause(workshop, part):
     assert re.search(r", likely ([^;]+); fix: ", message)[1] == cause
 
 
-def test_refuses_a_wrong_name_of_the_right_count(workshop):
-    expected = workshop.plan()["base_tensors"]
+def rename_norm(workshop):
     raw = workshop.base.pop("model.language_model.norm.weight")
     workshop.base["model.language_model.final_norm.weight"] = raw
-    message = refused(workshop, base_tensors=expected)
-    assert "missing 1 (1 x model.language_model.norm.weight)" in message
-    assert "surplus 1 (1 x model.language_model.final_norm.weight)" in message
 
 
-def test_refuses_an_unexpected_donor_tensor(workshop):
-    expected = workshop.plan()["donor_unmatched"]
+def add_donor_tensor(workshop):
     workshop.donor["model.language_model.layers.0.surprise.weight"] = bf16_tensor(np.ones(4))
-    message = refused(workshop, donor_unmatched=expected)
-    assert "surplus 1 (1 x model.language_model.layers.{N}.surprise.weight)" in message
 
 
-def test_refuses_a_donor_without_a_scale(workshop):
-    del workshop.donor[f"{MODULE}.up_proj.weight_scale_inv"]
-    message = refused(workshop)
-    assert "missing 1 (1 x model.language_model.layers.{N}.mlp.shared_expert.up_proj" in message
+WRONG_NAMES = {
+    "a renamed base tensor": (
+        rename_norm,
+        "missing 1 (1 x model.language_model.norm.weight)",
+        "surplus 1 (1 x model.language_model.final_norm.weight)",
+    ),
+    "a surplus donor tensor": (
+        add_donor_tensor, "surplus 1 (1 x model.language_model.layers.{N}.surprise.weight)",
+    ),
+    "a missing donor scale": (
+        lambda workshop: workshop.donor.pop(f"{MODULE}.up_proj.weight_scale_inv"),
+        "missing 1 (1 x model.language_model.layers.{N}.mlp.shared_expert.up_proj",
+    ),
+}  # fmt: skip
 
 
-def test_refuses_to_swap_missing_modules(workshop):
-    swap = ["model.language_model.layers.{0..4}.mlp.shared_expert.{gate,up,down}_proj"]
-    assert "modules to swap: 12 names, expected 15" in refused(workshop, swap=swap)
+@pytest.mark.parametrize("case", WRONG_NAMES)
+def test_refuses_sources_with_wrong_names(workshop, case):
+    change, *problems = WRONG_NAMES[case]
+    plan = workshop.plan()
+    change(workshop)
+    message = refused(workshop, **{key: plan[key] for key in NAME_SETS})
+    assert all(problem in message for problem in problems)
+
+
+WRONG_PLANS = {
+    "modules that the base lacks": (
+        {"swap": [SWAP.replace("{0..3}", "{0..4}")]},
+        "modules to swap: 12 names, expected 15",
+    ),
+    "other shapes": (
+        {
+            "donor_shapes": [
+                {**DONOR_SHAPES[0], "weight": [256, 256], "scale": [2, 2]}, DONOR_SHAPES[1]
+            ]
+        },
+        ".gate_proj.weight: is [128, 256], the plan's donor_shapes require [256, 256]",
+    ),
+    "shapes of other modules": (
+        {"donor_shapes": DONOR_SHAPES[:1]},
+        "donor_shapes: modules of the plan: 8 names, expected 12",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_PLANS)
+def test_refuses_sources_that_differ_from_the_plan(workshop, case):
+    changes, problem = WRONG_PLANS[case]
+    assert problem in refused(workshop, **changes)
 
 
 def test_refuses_base_weights_that_are_not_16_bit(workshop):
@@ -120,17 +153,6 @@ def test_refuses_transposed_donor_tensors(workshop, suffix, shapes):
     message = refused(workshop, donor_shapes=shapes)
     assert f"donor {name}: is " in message
     assert ("donor_shapes" in message) == bool(shapes)
-
-
-def test_refuses_sources_of_other_shapes_than_planned(workshop):
-    other = [{**DONOR_SHAPES[0], "weight": [256, 256], "scale": [2, 2]}, DONOR_SHAPES[1]]
-    message = refused(workshop, donor_shapes=other)
-    assert ".gate_proj.weight: is [128, 256], the plan's donor_shapes require [256, 256]" in message
-
-
-def test_refuses_shapes_of_other_modules(workshop):
-    message = refused(workshop, donor_shapes=DONOR_SHAPES[:1])
-    assert "donor_shapes: modules of the plan: 8 names, expected 12" in message
 
 
 def extra_config(value):
@@ -174,23 +196,23 @@ def test_accepts_null_as_the_config_of_modules(workshop, choice):
 
 
 def swap_modules(first, second):
-    def plant(donor):
+    def inflict(donor):
         for suffix in ("weight", "weight_scale_inv"):
             a, b = f"{first}.{suffix}", f"{second}.{suffix}"
             donor[a], donor[b] = donor[b], donor[a]
 
-    return plant
+    return inflict
 
 
 def edit_weight(change, dtype=np.uint8, suffix="weight"):
     """Return a damage that changes a tensor of the up projection as a NumPy matrix."""
 
-    def plant(donor):
+    def inflict(donor):
         raw = donor[f"{UP}.{suffix}"]
         matrix = np.frombuffer(raw.data, dtype).reshape(raw.shape).copy()
         donor[f"{UP}.{suffix}"] = Raw(raw.dtype, raw.shape, change(matrix).tobytes())
 
-    return plant
+    return inflict
 
 
 def set_element(index, value):
@@ -250,8 +272,8 @@ def test_accepts_the_donor_before_the_damage(square):
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_refuses_wrong_values_with_right_names_and_shapes(square, damage):
-    plant, problem = DAMAGES[damage]
-    plant(square.donor)
+    inflict, problem = DAMAGES[damage]
+    inflict(square.donor)
     message = refused(square, donor_shapes=[])
     assert message.startswith("error: model.language_model.layers.")
     assert problem in message

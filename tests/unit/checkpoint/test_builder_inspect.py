@@ -47,45 +47,29 @@ def test_reports_contradictions_without_refusing_them(workshop):
     assert inspect(workshop.donor_dir)["fp8_weights_without_scales"].startswith("1 x")
 
 
+INT8_HEAD = {"head": "int8-g128"}
+KEEP = {"shared_experts": "keep", **INT8_HEAD}
+UP = "model.language_model.layers.0.mlp.shared_expert.up_proj"
+FULL, OVERLAY = "hybrid, full layout", "hybrid, overlay layout"
 # Plan of a result, the kind in the report, and a name in the result.
 RESULTS = {
-    "v2": ({"layout": "full"}, "hybrid, full layout", "lm_head.weight"),
-    "v2 as overlay": (
-        {"layout": "overlay"},
-        "hybrid, overlay layout",
-        "model.language_model.layers.0.mlp.shared_expert.up_proj.weight_scale_inv_fp8",
-    ),
-    "v2 with INT8 head": (
-        {"layout": "full", "head": "int8-g128"},
-        "hybrid, full layout",
-        "lm_head.qzeros",
-    ),
-    "v2 with INT8 head as overlay": (
-        {"layout": "overlay", "head": "int8-g128"},
-        "hybrid, overlay layout",
-        "lm_head.qzeros_int8",
-    ),
+    "v2": ({"layout": "full"}, FULL, "lm_head.weight"),
+    "v2, overlay": ({"layout": "overlay"}, OVERLAY, f"{UP}.weight_scale_inv_fp8"),
+    "v2, INT8 head": ({"layout": "full", **INT8_HEAD}, FULL, "lm_head.qzeros"),
+    "v2, INT8 head, overlay": ({"layout": "overlay", **INT8_HEAD}, OVERLAY, "lm_head.qzeros_int8"),
     "v2-native": (
         {"layout": "full", "shared_experts": "int8-g128"},
         "INT4 with INT8 shared experts",
-        "model.language_model.layers.0.mlp.shared_expert.up_proj.qzeros",
+        f"{UP}.qzeros",
     ),
-    "INT8 head only": (
-        {"layout": "full", "shared_experts": "keep", "head": "int8-g128"},
-        "INT4 base",
-        "lm_head.scales",
-    ),
-    "INT8 head only as overlay": (
-        {"layout": "overlay", "shared_experts": "keep", "head": "int8-g128"},
-        "hybrid, overlay layout",
-        "lm_head.qweight_int8",
-    ),
+    "INT8 head": ({"layout": "full", **KEEP}, "INT4 base", "lm_head.scales"),
+    "INT8 head, overlay": ({"layout": "overlay", **KEEP}, OVERLAY, "lm_head.qweight_int8"),
 }
 
 
 @pytest.mark.parametrize("case", RESULTS)
 def test_recognises_results_and_missing_names(workshop, case):
-    changes, kind, lost = RESULTS[case]
+    changes, kind, removed = RESULTS[case]
     workshop.build(**changes)
     assert inspect(workshop.out)["recipe"].startswith(kind)
     code, message = compare_with_plan(workshop, workshop.out)
@@ -93,11 +77,11 @@ def test_recognises_results_and_missing_names(workshop, case):
     assert "with exactly the plan's names" in message
     path = workshop.out / "model.safetensors.index.json"
     document = json.loads(path.read_text())
-    document["weight_map"].pop(lost)
+    document["weight_map"].pop(removed)
     path.write_text(json.dumps(document))
     code, message = compare_with_plan(workshop, workshop.out)
     assert code == 3
-    assert f"missing 1 (1 x {re.sub('[0-9]+', '{N}', lost)}" in message
+    assert f"missing 1 (1 x {re.sub('[0-9]+', '{N}', removed)}" in message
 
 
 def test_compares_sources_with_a_plan(workshop):
@@ -224,12 +208,11 @@ def test_recognises_a_donor_with_routed_experts(model):
     assert find_missing_scales(anatomy) == []
 
 
-SHARED = "model.language_model.layers.0.mlp.shared_expert.up_proj"
 ROUTED = "model.language_model.layers.0.mlp.experts.0.up_proj"
 
 
 @pytest.mark.parametrize(
-    ("kind", "routed", "shared", "fp8"),
+    ("kind", "routed", "shared", "is_fp8"),
     [
         ("hybrid, full layout (needs the plugin)", ".qweight", ".weight", True),
         (
@@ -243,6 +226,6 @@ ROUTED = "model.language_model.layers.0.mlp.experts.0.up_proj"
         ("unknown", None, ".weight", True),
     ],
 )
-def test_recipe_follows_from_routed_and_shared_experts(kind, routed, shared, fp8):
-    names = {SHARED + shared} | ({ROUTED + routed} if routed else set())
-    assert describe(names, "large", None, {SHARED + shared} if fp8 else ())[1] == kind
+def test_recipe_follows_from_routed_and_shared_experts(kind, routed, shared, is_fp8):
+    names = {UP + shared} | ({ROUTED + routed} if routed else set())
+    assert describe(names, "large", None, {UP + shared} if is_fp8 else ())[1] == kind

@@ -116,9 +116,8 @@ def test_writes_a_repeated_name_once_from_the_last_shard(workshop, layout, diffe
     assert workshop.index()[name] == owner
     assert workshop.result()[name] == right
     if layout == "full":
-        assert [p.name for p in workshop.out.glob("*.safetensors") if name in read_shard(p)] == [
-            owner
-        ]
+        shards = workshop.out.glob("*.safetensors")
+        assert [path.name for path in shards if name in read_shard(path)] == [owner]
     duplicates = workshop.read("receipt.json")["report"]["duplicates"]
     assert (duplicates["names"], duplicates["differing"]) == (1, int(differing))
 
@@ -186,6 +185,10 @@ def put(name, raw):
     return lambda donor: donor.update({name: raw})
 
 
+def put_ones(name, *shape):
+    return put(name, bf16_tensor(np.ones(shape, np.float32)))
+
+
 # Damage, tensor in the error, part of the error.
 MTP_DAMAGES = {
     "an FP8 weight of zeros": (fill(FP8, b"\0"), FP8, "is all zero"),
@@ -199,34 +202,28 @@ MTP_DAMAGES = {
     "a BF16 norm with an infinity": (set_last(NORM, b"\x80\x7f"), NORM, "NaN or infinite"),
     "a BF16 weight of zeros": (fill(PLAIN, b"\0"), PLAIN, "is all zero"),
     "another shape of fc": (
-        put(PLAIN, bf16_tensor(np.ones((3, 5), np.float32))),
-        PLAIN,
-        f"is [3, 5], expected [{HIDDEN}, {2 * HIDDEN}]",
+        put_ones(PLAIN, 3, 5), PLAIN, f"is [3, 5], expected [{HIDDEN}, {2 * HIDDEN}]",
     ),
     "a norm of another width": (
-        put(NORM, bf16_tensor(np.ones(HIDDEN + 1, np.float32))),
-        NORM,
-        f"is [{HIDDEN + 1}], expected [{HIDDEN}]",
+        put_ones(NORM, HIDDEN + 1), NORM, f"is [{HIDDEN + 1}], expected [{HIDDEN}]",
     ),
     "scales of another grid": (
-        put(SCALE, bf16_tensor(np.ones((2, 3), np.float32))),
-        SCALE,
-        "is BF16 [2, 3], expected BF16 or F32 [2, 2]",
+        put_ones(SCALE, 2, 3), SCALE, "is BF16 [2, 3], expected BF16 or F32 [2, 2]",
     ),
     "integers": (
         put(NORM, Raw("I32", (HIDDEN,), bytes(4 * HIDDEN))),
         NORM,
         "is I32, expected F8_E4M3 or a 16-bit float",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", MTP_DAMAGES)
 def test_refuses_to_graft_damaged_mtp_tensors(workshop, damage):
-    plant, name, problem = MTP_DAMAGES[damage]
+    inflict, name, problem = MTP_DAMAGES[damage]
     workshop.mtp = {}
     workshop.write_base()
-    plant(workshop.donor)
+    inflict(workshop.donor)
     message = refused(workshop)
     assert name in message
     assert problem in message
@@ -335,7 +332,7 @@ WRONG_HYBRIDS = {
     ),
     "a weight of zeros": (fill(UP, b"\0"), "differs from the base's own weight"),
     "a weight left in 16 bit": (
-        put(UP, bf16_tensor(np.ones((128, 256), np.float32))),
+        put_ones(UP, 128, 256),
         "is BF16 [128, 256], expected F8_E4M3",
     ),
     "a transposed grid": (transpose_grid, "up_proj.weight_scale_inv: is BF16 [2, 1], expected"),

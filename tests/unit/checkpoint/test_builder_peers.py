@@ -11,12 +11,12 @@ import time
 
 import pytest
 from builder_faults import flip
-from builder_hub import REPOSITORY, Hub, contents, fetch_order, send_and_crawl
+from builder_hub import Hub, contents, send_and_crawl
 from builder_judge import LAYOUTS
 from builder_trees import run_tool, tool_environment
 
 TREE = "f" * 64
-SIZE = 3_000_000
+LARGE, SIZE = "file-1.bin", 2_500_000
 KEY = "the-key-of-the-peers"
 ABSENT = "http://127.0.0.1:9"
 
@@ -33,16 +33,6 @@ def requested(hub):
 
 
 @pytest.fixture
-def source(hub):
-    directory = hub.root / REPOSITORY
-    (directory / "sub").mkdir(parents=True)
-    (directory / "large.bin").write_bytes(os.urandom(SIZE))
-    (directory / "empty").write_bytes(b"")
-    (directory / "sub/a file.json").write_text("{}")
-    return directory
-
-
-@pytest.fixture
 def peer(tmp_path, source):
     """A host with the files, at the URLs of nginx."""
     with Hub(tmp_path / "peer") as running:
@@ -52,20 +42,12 @@ def peer(tmp_path, source):
 
 
 @pytest.fixture
-def order(hub, source, tmp_path):
+def peer_order(order, tmp_path):
     def write(*peers, **changes):
         (tmp_path / "key").write_text(KEY + "\n")
-        document = {
-            "urls": [getattr(peer, "url", peer) for peer in peers],
-            "key_file": str(tmp_path / "key"),
-            "patience_s": 1,
-        }
-        urls = [f"{hub.url}/{REPOSITORY}/"]
-        path = tmp_path / "fetch.json"
-        path.write_text(
-            json.dumps(fetch_order(source, tmp_path / "out", urls, peers=document, **changes))
-        )
-        return path
+        urls = [getattr(peer, "url", peer) for peer in peers]
+        key_file = str(tmp_path / "key")
+        return peer_order(peers={"urls": urls, "key_file": key_file, "patience_s": 1}, **changes)
 
     return write
 
@@ -86,38 +68,40 @@ def sent_bytes(hub):
     return sum(size for status, size in hub.sent.items() if status < 300)
 
 
-def test_downloads_from_a_peer_with_the_key_and_without_the_hub(order, hub, peer, fetch, tmp_path):
+def test_downloads_from_a_peer_with_the_key_and_without_the_hub(
+    peer_order, hub, peer, fetch, tmp_path
+):
     (tmp_path / "token").write_text("the-token-of-the-hub\n")
-    fetch(order(ABSENT, peer, token_file=str(tmp_path / "token")))
+    fetch(peer_order(ABSENT, peer, token_file=str(tmp_path / "token")))
     assert sent_bytes(hub) == 0
     assert authorizations(peer) == {f"Bearer {KEY}"}
     assert all(KEY not in str(headers) for _, headers, _ in hub.requests)
 
 
-def test_resumes_from_the_hub_if_a_peer_fails_within_a_file(order, hub, peer, fetch):
+def test_resumes_from_the_hub_if_a_peer_fails_within_a_file(peer_order, hub, peer, fetch):
     def fail(handler, path, data):
-        if not path.endswith("large.bin") or handler.headers.get("Range") == "bytes=0-0":
+        if not path.endswith(LARGE) or handler.headers.get("Range") == "bytes=0-0":
             return False
-        handler.answer(200, data[: SIZE // 3], announced=len(data))
+        handler.answer(200, data[: SIZE // 4], announced=len(data))
         handler.close_connection = True
         peer.fault = lambda handler, path, data: handler.answer(503, b"") or True
         return True
 
     peer.fault = fail
-    assert "skipped for 300 s: " in fetch(order(peer)).stderr
-    ranges = {h.get("Range") for path, h, _ in hub.requests if path.endswith("large.bin")}
-    assert ranges == {f"bytes={SIZE // 3}-{SIZE - 1}"}
+    assert "skipped for 300 s: " in fetch(peer_order(peer)).stderr
+    ranges = {h.get("Range") for path, h, _ in hub.requests if path.endswith(LARGE)}
+    assert ranges == {f"bytes={SIZE // 4}-{SIZE - 1}"}
 
 
-def test_downloads_from_the_hub_if_no_peer_responds(order, hub, fetch):
+def test_downloads_from_the_hub_if_no_peer_responds(peer_order, hub, fetch):
     started = time.monotonic()
-    fetch(order(ABSENT))
+    fetch(peer_order(ABSENT))
     assert sent_bytes(hub) >= SIZE
     assert time.monotonic() - started < 20
 
 
 @pytest.mark.slow
-def test_waits_for_a_peer_that_is_downloading(order, hub, peer, fetch):
+def test_waits_for_a_peer_that_is_downloading(peer_order, hub, peer, fetch):
     files, hidden = peer.root / TREE / "files", peer.root / "hidden"
     files.rename(hidden)
     stop = threading.Event()
@@ -133,22 +117,22 @@ def test_waits_for_a_peer_that_is_downloading(order, hub, peer, fetch):
     thread = threading.Thread(target=progress)
     thread.start()
     try:
-        fetch(order(peer))
+        fetch(peer_order(peer))
     finally:
         stop.set()
         thread.join()
     assert sent_bytes(hub) == 0
 
 
-def test_skips_a_peer_without_progress(order, hub, peer, fetch):
+def test_skips_a_peer_without_progress(peer_order, hub, peer, fetch):
     (peer.root / TREE / "files").unlink()
     (peer.root / TREE / "progress").write_text("progress phase=fetch bytes=1")
-    fetch(order(peer))
+    fetch(peer_order(peer))
     assert sent_bytes(hub) >= SIZE
 
 
 @pytest.mark.parametrize("rate", [10, 100_000_000], ids=["slow", "claims to be fast"])
-def test_does_not_wait_long_for_a_file_that_a_peer_lacks(order, hub, peer, fetch, rate):
+def test_does_not_wait_long_for_a_file_that_a_peer_lacks(peer_order, hub, peer, fetch, rate):
     """The progress moves on every request; the file never comes."""
     (peer.root / TREE / "files").unlink()
     (peer.root / TREE / "progress").write_text("")
@@ -161,18 +145,18 @@ def test_does_not_wait_long_for_a_file_that_a_peer_lacks(order, hub, peer, fetch
 
     peer.fault = claim
     # Two files at once: 3 s for 3 MB.
-    path = order(peer, slow_bytes_per_s=2_000_000)
+    path = peer_order(peer, slow_bytes_per_s=2_000_000)
     path.write_text(path.read_text().replace('"patience_s": 1', '"patience_s": 0.1'))
     fetch(path)
     assert sent_bytes(hub) >= SIZE
     assert time.monotonic() - started < 12
 
 
-def test_leaves_a_slow_peer_and_resumes_from_the_hub(order, hub, peer, fetch):
+def test_leaves_a_slow_peer_and_resumes_from_the_hub(peer_order, hub, peer, fetch):
     sent = []
 
     def crawl(handler, path, data):
-        if not path.endswith("large.bin") or handler.headers.get("Range") == "bytes=0-0":
+        if not path.endswith(LARGE) or handler.headers.get("Range") == "bytes=0-0":
             return False
         sent.append(path)
         send_and_crawl(handler, data)
@@ -180,36 +164,36 @@ def test_leaves_a_slow_peer_and_resumes_from_the_hub(order, hub, peer, fetch):
 
     peer.fault = crawl
     started = time.monotonic()
-    fetch(order(peer, slow_bytes_per_s=500_000, slow_after_s=0.5))
+    fetch(peer_order(peer, slow_bytes_per_s=500_000, slow_after_s=0.5))
     assert time.monotonic() - started < 10
-    [first] = [h["Range"] for path, h, _ in hub.requests if path.endswith("large.bin")]
+    [first] = [h["Range"] for path, h, _ in hub.requests if path.endswith(LARGE)]
     assert int(first.removeprefix("bytes=").partition("-")[0]) >= SIZE // 3
     assert len(sent) == 1
 
 
-def test_refuses_wrong_bytes_of_a_peer(order, peer, source, fetch, tmp_path):
+def test_refuses_wrong_bytes_of_a_peer(peer_order, peer, source, fetch, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(source, other)
-    flip(other / "large.bin", keep_time=False, offset=1_000_000)
+    flip(other / LARGE, keep_time=False, offset=1_000_000)
     (peer.root / TREE / "files").unlink()
     (peer.root / TREE / "files").symlink_to(other)
-    assert "sha256 is" in fetch(order(peer)).stderr
+    assert "sha256 is" in fetch(peer_order(peer)).stderr
 
 
-def test_queries_no_peer_without_a_key(order, peer, fetch, tmp_path):
-    path = order(peer)
+def test_queries_no_peer_without_a_key(peer_order, peer, fetch, tmp_path):
+    path = peer_order(peer)
     (tmp_path / "key").unlink()
     fetch(path)
     assert peer.requests == []
 
 
-def test_uses_no_proxy_for_peers(order, hub, peer, tmp_path):
+def test_uses_no_proxy_for_peers(peer_order, hub, peer, tmp_path):
     with Hub(tmp_path / "proxied") as proxy:
-        command = [sys.executable, "-m", "spark_checkpoint", "fetch", order(peer, tries=1)]
+        command = [sys.executable, "-m", "spark_checkpoint", "fetch", peer_order(peer, tries=1)]
         environment = {**tool_environment(), "http_proxy": proxy.url, "no_proxy": ""}
         subprocess.run(command, env=environment, capture_output=True, check=False)
-    assert requested(proxy) <= {"empty"}  # empty files come from the hub
-    assert requested(peer) >= {"large.bin", "a file.json"}
+    assert requested(proxy) <= {"file-2.bin"}  # empty: it comes from the hub
+    assert requested(peer) >= {LARGE, "a file.json"}
 
 
 # --- finished checkpoints ------------------------------------------------------------------------

@@ -1,17 +1,14 @@
 """Plans, orders, and the catalog's exact tensor sets."""
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
-from builder_hub import fetch_order
 from builder_trees import ROOT
 from spark_checkpoint.__main__ import read_build_plan
 from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import FetchPlan
 from spark_contract.orders import BuildPlan, expand_all
 
 # Published counts: base outside mtp.*, MTP, swapped modules, unmatched donor names.
@@ -83,15 +80,6 @@ def test_writes_and_reads_the_same_plan(workshop):
     plan = documents.read(BuildPlan, workshop.plan())
     assert documents.plain(plan) == workshop.plan()
     assert documents.parse(BuildPlan, documents.text_of(plan)) == plan
-
-
-def test_fetch_order_of_these_tests_has_exactly_the_required_keys(tmp_path):
-    (tmp_path / "a").write_text("x")
-    order = fetch_order(tmp_path, Path("/srv/out"), urls=["http://hub/r"])
-    assert documents.plain(documents.read(FetchPlan, order)) == order
-    for key in order.keys() - {"timeout_s"}:
-        with pytest.raises(DocumentError, match=f"^{key}: "):
-            documents.read(FetchPlan, {k: v for k, v in order.items() if k != key})
 
 
 def test_refuses_a_plan_of_another_recipe_version(workshop):

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from builder_faults import flip, points, run_broken
+from builder_faults import flip, run_broken, spread_calls
 from builder_judge import LAYOUTS, MODULE
 from builder_trees import run_tool
 
@@ -236,7 +236,7 @@ def test_removal_killed_at_any_call_keeps_the_receipt(built, tmp_path):
     arguments = ("discard", built.base_dir, "--tree", built.out)
     calls = run_broken(*arguments).calls
     killed = 0
-    for number in points(calls):
+    for number in spread_calls(calls):
         shutil.copytree(saved, built.base_dir)
         killed += run_broken(*arguments, number=number).returncode == -9
         if built.base_dir.exists() and any(built.base_dir.iterdir()):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builder_faults import points, run_broken
+from builder_faults import run_broken, spread_calls
 from builder_hub import Hub, fetch_order
 from builder_trees import file_entries, run_tool, tool_environment, tree_tensors
 
@@ -116,22 +116,24 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", "-l", str(made.place)], check=True)
 
 
-def every(calls: int) -> list[int]:
+def select_calls(calls: int) -> list[int]:
     """Return all calls for the table, otherwise a selection."""
-    return list(range(1, calls + 1)) if os.environ.get("SPARK_SWEEP_RESULTS") else points(calls)
+    return (
+        list(range(1, calls + 1)) if os.environ.get("SPARK_SWEEP_RESULTS") else spread_calls(calls)
+    )
 
 
 def sweep_calls(group: str, calls: int, cut_at: Callable[[int], bool]) -> None:
     """Cut at every call; ``cut_at`` checks the state and returns whether something was lost."""
     sweep, lost = Sweep("power"), []
 
-    def tried(number: int) -> tuple[str, str]:
+    def cut(number: int) -> tuple[str, str]:
         lost.append(cut_at(number))
         return "", "something was lost" if lost[-1] else "nothing was lost"
 
     rows = [
-        sweep.run_case(group, f"call {number:04d} of {calls}", lambda number=number: tried(number))
-        for number in every(calls)
+        sweep.run_case(group, f"call {number:04d} of {calls}", lambda number=number: cut(number))
+        for number in select_calls(calls)
     ]
     sweep.write("Power cut at every call", ABOUT, None, COUNTED, TEST)
     assert_all_passed(rows)
@@ -141,7 +143,7 @@ def sweep_calls(group: str, calls: int, cut_at: Callable[[int], bool]) -> None:
 def test_state_file_is_complete_or_absent_and_kept_once_reported(disk: Disk) -> None:
     place = disk.place / "records"
 
-    def written(number: int) -> subprocess.CompletedProcess[str]:
+    def run_writer(number: int) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", WRITER, str(place), str(number)], env=tool_environment(),
             capture_output=True, text=True, check=False,
@@ -151,7 +153,7 @@ def test_state_file_is_complete_or_absent_and_kept_once_reported(disk: Disk) -> 
         subprocess.run(["rm", "-rf", str(place)], check=True)
         place.mkdir()
         disk.sync()
-        done = written(number)
+        done = run_writer(number)
         assert done.returncode == -9
         lost = disk.cut()
         reported = dict(line.split() for line in done.stdout.splitlines())
@@ -159,11 +161,11 @@ def test_state_file_is_complete_or_absent_and_kept_once_reported(disk: Disk) -> 
             path = place / f"kind-{record % 3}" / f"{record}.json"
             version = json.loads(path.read_text())["version"] if path.exists() else 0
             assert version >= int(reported.get(str(record), 0)), f"record {record} was lost"
-        assert written(0).returncode == 0
+        assert run_writer(0).returncode == 0
         return lost
 
     place.mkdir()
-    done = written(0)
+    done = run_writer(0)
     assert done.returncode == 0, done.stderr
     sweep_calls("records", int(done.stderr), cut_at)
 

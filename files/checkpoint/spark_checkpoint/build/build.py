@@ -110,8 +110,7 @@ def _write_result(
 def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, verify.FileHashes]:
     """Return path → hashes of every base file.
 
-    With a pinned revision the receipt's hashes are used; changed files, and files without the
-    pieces that layout *full* needs, are hashed again. Without a revision every file is hashed.
+    For a pinned revision these are the receipt's, except for changed files or missing pieces.
     """
     directory = plan.base_dir
     if plan.base.revision is None:
@@ -139,7 +138,6 @@ def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, verify.FileHashe
 
 
 def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
-    """Return the receipt of a complete base at the plan's revision."""
     directory, required = plan.base_dir, plan.base.revision
     receipt = verify.load_receipt(directory)
     revision = None
@@ -203,11 +201,9 @@ def peak_bytes(
     for weight in packed:
         outputs, inputs = weight.shape
         groups = inputs // GROUP
-        # Codes, BF16 scales and zero points.
         staged += outputs * inputs + groups * outputs * 2 + groups * outputs // PACK * 4
     for weight in weights if plan.shared_experts == "fp8-self" else ():
         (rows, columns), block = weight.shape, plan.block_shape
-        # e4m3 codes and BF16 block scales.
         staged += rows * columns + -(-rows // block[0]) * -(-columns // block[1]) * 2
     for name in grafted:
         entry = received[name]
@@ -257,7 +253,6 @@ def _make_changes(
 def _write_documents(
     plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout, result_dir: Path
 ) -> None:
-    """Write index and configuration files."""
     config = result_config(read_config(plan.base_dir), plan, layout.index, sources.modules)
     index = {
         "metadata": {"total_size": result_bytes(sources.base, changes)},

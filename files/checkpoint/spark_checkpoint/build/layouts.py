@@ -94,7 +94,6 @@ def result_config(
 
 
 def _merge(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge mappings recursively; replace other values."""
     for key, value in extra.items():
         if isinstance(value, Mapping) and isinstance(config.get(key), dict):
             _merge(config[key], value)
@@ -132,8 +131,6 @@ def _levels(config: Mapping[str, Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Written files, and the shard of each tensor."""
-
     files: list[ReceiptFile]
     index: dict[str, str]
 
@@ -214,7 +211,6 @@ class Writer:
 
 
 def result_bytes(base: directory.Checkpoint, changes: Changes) -> int:
-    """Return the bytes of all tensors of a result."""
     kept = sum(base.tensor(name).size_bytes for name in base.owner if name not in changes.added)
     return kept + changes.size_bytes
 

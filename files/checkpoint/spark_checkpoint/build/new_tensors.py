@@ -45,7 +45,6 @@ _ROUNDING = 2.0**-4 + 2.0**-7
 _SMALLEST = 2.0**-10 * (1 + 2.0**-3)
 # Blocks of a row to compare at once: float32 copies fit the processor's cache.
 _BLOCKS = 8
-# Weights to quantise at once, likewise.
 _CODE_WEIGHTS = 64 << 10
 # Codes to pack at once: longer rows of the packed weight need fewer writes.
 _BLOCK_BYTES = 3 << 20
@@ -70,8 +69,6 @@ class Error(NamedTuple):
 
 
 class Comparison:
-    """Compares FP8 weights with the original weights, by rows of blocks."""
-
     def __init__(self, scales: Floats, block: tuple[int, int]):
         self._scales, self._block = scales, block
         self._lost: list[Any] = []
@@ -81,7 +78,6 @@ class Comparison:
         self.any_nan = False
 
     def add(self, weights: Floats, codes: Codes) -> None:
-        """Compare the next row of blocks."""
         scales, width = self._scales[len(self._lost)], self._block[1]
         lost: list[Any] = []
         power: list[Any] = []
@@ -103,7 +99,6 @@ class Comparison:
         error -= weights
         np.abs(error, out=error)
         allowed = np.maximum(power * np.float32(_ROUNDING), scale * np.float32(_SMALLEST))
-        # Counts NaN.
         self._beyond += int(error.size - np.count_nonzero(error <= allowed))
         self.any_nonzero = self.any_nonzero or bool(codes.any())
         self.any_nan = self.any_nan or bool(((codes & 0x7F) == 0x7F).any())
@@ -125,8 +120,7 @@ class Comparison:
 def _check_outliers(errors: Mapping[str, Error]) -> None:
     """Refuse a donor if few modules have elements beyond rounding.
 
-    A donor made from the base's weights has none, a donor made from slightly different weights has
-    some in nearly every module.
+    A donor made from slightly different weights has some in nearly every module.
     """
     damaged = {module: error.beyond for module, error in errors.items() if error.beyond}
     if not damaged or len(damaged) * 10 > len(errors):
@@ -213,8 +207,6 @@ def _read_weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> It
 
 @dataclass(frozen=True, slots=True)
 class TensorMaker:
-    """Adds tensors of a donor, or newly quantised tensors, to the changes."""
-
     base: Checkpoint
     modules: list[str]  # to compare or replace
     block: tuple[int, int]
@@ -225,7 +217,6 @@ class TensorMaker:
     changes: Changes
 
     def compare_with_donor(self) -> None:
-        """Refuse a donor with other weights than the base's."""
         errors = self._run_in_parallel("spot-check", self._compare)
         _check_outliers(dict(zip(self.modules, errors, strict=True)))
         self.changes.report["shared_experts"] = {
@@ -241,11 +232,9 @@ class TensorMaker:
             ]
 
     def swap_to_fp8(self) -> None:
-        """Quantise the base's 16-bit weights to FP8 with block scales."""
         self._quantise(self._to_fp8)
 
     def swap_to_int8(self) -> None:
-        """Quantise the base's 16-bit weights to GPTQ-packed INT8."""
 
         def pack(module: str) -> tuple[list[NewTensor], float]:
             name = module + WEIGHT
@@ -255,7 +244,6 @@ class TensorMaker:
         self._quantise(pack)
 
     def pack_head(self, name: str) -> None:
-        """Replace the LM head by packed INT8."""
         self.progress.phase("head", self.base.tensor(name).size_bytes)
         packed = pack_weight(self.base, name, self.stage, self.progress.add, WORKERS)
         self.changes.added[name] = packed.tensors
@@ -346,7 +334,6 @@ class TensorMaker:
         self.changes.report["shared_experts"] = _error_report([error for _, error in made])
 
     def _run_in_parallel(self, phase: str, work: Callable[[str], _T]) -> list[_T]:
-        """Run ``work`` for all modules in parallel."""
         sizes = {module: self.base.tensor(module + WEIGHT).size_bytes for module in self.modules}
         self.progress.phase(phase, sum(sizes.values()))
 

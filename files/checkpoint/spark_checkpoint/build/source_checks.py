@@ -63,7 +63,6 @@ class Sources:
 
 
 def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) -> Sources:
-    """Compare base and donor with the plan's tensor sets."""
     modules = swapped_modules(plan)
     mtp_missing = _check_base_names(plan, base, modules)
     for module in modules:
@@ -98,7 +97,6 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
 
 
 def required_donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tensor]:
-    """Return the donor's tensors that this plan uses or compares."""
     if sources.donor is None:
         return {}
     names = list(sources.mtp_missing)
@@ -175,7 +173,6 @@ def read_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
 def check_graftable(
     names: Sequence[str], donor: Donor, sizes: Mapping[str, int], block: tuple[int, int]
 ) -> None:
-    """Refuse MTP tensors with impossible dtypes or shapes."""
     scales = {name: scale_of(name) for name in names if scale_of(name) in donor.names}
     entries = donor.tensors([*names, *scales.values()])
     for name in names:

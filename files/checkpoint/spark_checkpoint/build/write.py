@@ -166,8 +166,6 @@ class Written(NamedTuple):
 
 
 class HashingFile:
-    """A new file that is hashed while it is written."""
-
     def __init__(self, path: Path):
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._hasher = PieceHasher()
@@ -202,7 +200,6 @@ class HashingFile:
 def write_new(
     path: Path, tensors: Sequence[NewTensor], metadata: dict[str, str], progress: Progress
 ) -> Written:
-    """Write a shard of new tensors in their order."""
     with closing(HashingFile(path)) as sink:
         sink.write(_header(tensors, metadata))
         for span in join_spans(tensor.span for tensor in tensors):
@@ -245,7 +242,6 @@ def copy_file(path: Path, source: Path, progress: Progress, hashes: FileHashes) 
 
 
 def join_spans(spans: Iterable[Span]) -> list[Span]:
-    """Join adjacent spans of the same file."""
     result: list[Span] = []
     for span in spans:
         last = result[-1] if result else None

@@ -1,8 +1,8 @@
 """Read byte ranges over HTTP with resume; server responses are never trusted.
 
 Hubs redirect files to a content host with a signed, expiring address. The token is sent to the
-hub's origin only, and an expired address is requested again. Redirects are followed here, because
-the redirecting response describes the file and a signed address serves many ranges.
+hub's origin only. Redirects are followed here, because the redirecting response describes the file
+and a signed address serves many ranges.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class HttpClient:
     Args:
         trusted_urls: their hosts may receive the token.
         direct: skip proxies and require the token, as for peers.
-        stop: set to end all reads soon.
-        accept: accepted media types.
+        stop: set to end all reads.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class HttpClient:
         return other
 
     def cancel(self) -> None:
-        """End the reads of all threads soon."""
         self.stop.set()
 
     def refuse_other_content(self, url: str, file: FetchFile) -> None:
@@ -113,7 +111,6 @@ class HttpClient:
         return b"".join(self.stream(url, begin, end, total_bytes))
 
     def exists(self, url: str) -> bool:
-        """Return whether a non-empty file exists, without retries."""
         try:
             self._open(url, (0, 1)).close()
         except (TransferFailed, *_FAILURES):
@@ -121,7 +118,6 @@ class HttpClient:
         return True
 
     def read_start(self, url: str, count_bytes: int) -> tuple[int, bytes]:
-        """Return a file's size and first bytes, from a single request."""
 
         def read_once() -> tuple[int, bytes]:
             with self._open(url, (0, count_bytes)) as response:
@@ -132,7 +128,6 @@ class HttpClient:
         return self._retry(url, read_once)
 
     def read_whole(self, url: str, limit_bytes: int) -> bytes:
-        """Return a small file of unknown size."""
 
         def read_once() -> bytes:
             body = bytearray()
@@ -349,7 +344,6 @@ def _check_length(
 
 
 def _parse_content_range(url: str, response: BaseHTTPResponse) -> tuple[int, int, int]:
-    """Return first byte, last byte and file size."""
     if response.status != 206:
         raise RangeIgnored(url, "sends the whole file for a range request", _OTHER_SOURCE)
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())

@@ -47,8 +47,6 @@ _DRAIN_BYTES = 1 << 16  # discard up to this size to reuse a connection
 
 
 class Retryable(Exception):  # noqa: N818 - a signal, caught where requests are made
-    """The request may succeed when repeated."""
-
     def __init__(self, reason: str, pause_s: float = 0.0):
         super().__init__(reason)
         self.pause_s = pause_s
@@ -77,8 +75,6 @@ class Floor(NamedTuple):
 
 
 class RateLimit:
-    """Limits the bytes per second of all threads together."""
-
     def __init__(self, bytes_per_s: int | None):
         self._bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
@@ -92,7 +88,6 @@ class RateLimit:
         return max(4096, min(PIECE_BYTES, self._bytes_per_s // 8))
 
     def take(self, count_bytes: int) -> None:
-        """Wait until this number of bytes is allowed."""
         if self._bytes_per_s is None:
             return
         with self._lock:
@@ -296,8 +291,6 @@ def tls_context() -> ssl.SSLContext:
 
 
 class Pools:
-    """Connection pools for direct requests and the environment's proxies."""
-
     def __init__(self, wire: Wire, *, direct: bool):
         options: Mapping[str, Any] = {
             "maxsize": wire.parallel, "timeout": wire.timeout_s, "ssl_context": tls_context()

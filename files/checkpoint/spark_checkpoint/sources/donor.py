@@ -30,7 +30,6 @@ from spark_checkpoint.storage import write_durably
 GAP_BYTES = 64 << 10
 # Limits the loss of a failed request, and keeps all connections busy.
 REQUEST_LIMIT_BYTES = 32 << 20
-# The length field of a header.
 _LENGTH_BYTES = 8
 _INDEX_LIMIT_BYTES = 256 << 20
 # Of index and headers: several times the size of 280,000 names.
@@ -48,8 +47,6 @@ class NamedRange:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A range to read, with the named ranges inside it."""
-
     begin: int
     end: int
     pieces: tuple[NamedRange, ...]
@@ -110,7 +107,6 @@ class RepositoryFiles:
         return parse_weight_map(raw, self.url(INDEX_NAME), "check the repository", keep)
 
     def header(self, shard: str) -> Header:
-        """Return the header of a shard, with two requests."""
         url = self.url(shard)
         size, first = self.client.read_start(url, _LENGTH_BYTES)
         end = _LENGTH_BYTES + header_json_bytes(first, size, url)
@@ -137,7 +133,6 @@ class UrlDonor:
         return self._files.client.received_bytes
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return header entries; read missing headers."""
         required = list(names)
         shards = sorted({self._index[name] for name in required} - self._headers.keys())
         with ThreadPoolExecutor(self._parallel) as pool:

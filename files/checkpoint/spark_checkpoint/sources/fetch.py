@@ -54,7 +54,6 @@ _MANIFEST_LIMIT_BYTES = 4 << 20
 
 
 def fetch(plan: FetchPlan, progress: Progress) -> bool:
-    """Download the plan's files; return False if they exist already."""
 
     def write(work: Path, result_dir: Path) -> None:
         # Only the last source, the hub, receives the token.
@@ -77,7 +76,6 @@ class _Download:
     skipped_until: dict[str, float] = field(default_factory=dict)  # slow sources by address
 
     def run(self) -> None:
-        """Write every file, then the receipt."""
         plan = self.plan
         self.result_dir.mkdir(exist_ok=True)
         self.parts_dir.mkdir(exist_ok=True)
@@ -140,7 +138,6 @@ class _Download:
                 missing.append(file)
                 continue
             if file.sha256 is not None:
-                # Verified before it was renamed.
                 self.hashes[file.path] = FileHashes(file.sha256, ())
             else:
                 content = self._new_hash(file)
@@ -156,7 +153,6 @@ class _Download:
         return any(self._use_local(file, path) for path in paths)
 
     def _use_local(self, file: FetchFile, path: Path) -> bool:
-        """Link or copy a local file if the content is right."""
         try:
             with pin_file(path, file.size_bytes) as source:
                 return self._link_or_copy(file, source, path)
@@ -198,7 +194,6 @@ class _Download:
         total_bytes = self.plan.size_bytes
         done_bytes = total_bytes - sum(file.size_bytes for file in missing)
         self.progress.phase("fetch", total_bytes, done_bytes=done_bytes)
-        # Large files first.
         queue = sorted(missing, key=lambda file: (-file.size_bytes, file.path))
         with ThreadPoolExecutor(self.plan.parallel) as pool:
             try:
@@ -267,7 +262,6 @@ class _Download:
     def _continue_part(
         self, file: FetchFile, client: HttpClient, url: str, part: Path
     ) -> ContentHash:
-        """Hash the existing part and append the rest."""
         content = self._new_hash(file)
         present = _size_or_zero(part)
         if present > file.size_bytes:

@@ -29,7 +29,6 @@ class ContentHash:
         self.size_bytes = file.size_bytes
         self._sha256 = hashlib.sha256()
         self._pieces = PieceHasher() if with_pieces else None
-        # Git hashes this prefix and the content.
         blob = b"blob %d\0" % file.size_bytes
         self._git = hashlib.sha1(blob, usedforsecurity=False) if file.git_sha1 else None
 
@@ -46,7 +45,6 @@ class ContentHash:
         on_bytes: Callable[[int], None] = lambda count: None,
         size_bytes: int | None = None,
     ) -> None:
-        """Hash a file, or its first bytes."""
         for buffer in read_buffers(path, 0, size_bytes):
             self.update(buffer)
             on_bytes(len(buffer))
@@ -104,12 +102,10 @@ def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
 
 
 def pinned_path(descriptor: int) -> Path:
-    """Return a path of the pinned file."""
     return Path(f"/proc/self/fd/{descriptor}")
 
 
 def copy_and_hash(path: Path, target: Path, content: ContentHash) -> None:
-    """Copy the expected size of a file and hash the copied bytes."""
     with write_durably(target, os.O_TRUNC) as write:
         for buffer in read_buffers(path, 0, content.size_bytes):
             content.update(buffer)

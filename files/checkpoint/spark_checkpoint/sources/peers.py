@@ -135,7 +135,6 @@ class Peers:
         return True
 
     def _is_progressing(self, peer: _Peer, client: HttpClient) -> bool:
-        """Return whether a peer's download progressed recently."""
         progress = peer.progress
         try:
             line = client.read_whole(f"{peer.url}/progress", _PROGRESS_BYTES).decode()
@@ -222,7 +221,6 @@ def _read_receipt(
 
 
 def _link_to_base(file: receipts.ReceiptFile, plan: _Plan, result_dir: Path) -> bool:
-    """Hard-link a file of the base if this host has it."""
     if file.link_of is None or not isinstance(plan, BuildPlan):
         return False
     target = result_dir / file.path

@@ -1,4 +1,4 @@
-"""Check base and donor of a plan by headers, before any download; hostile hubs."""
+"""Check base and donor of a plan by headers before a download; hostile hubs."""
 
 import contextlib
 import io
@@ -44,7 +44,7 @@ def write_plan(workshop, hub, **changes):
     return workshop.write_plan(**{"donor": donor, **changes})
 
 
-def hold(workshop, hub, **changes):
+def check_sources(workshop, hub, **changes):
     plan = write_plan(workshop, hub, **changes)
     return run_tool("check-sources", plan, PLACE, "--endpoint", hub.url, check=False)
 
@@ -52,7 +52,7 @@ def hold(workshop, hub, **changes):
 def test_counts_tensors_and_reads_headers_only(scene):
     workshop, hub = scene
     publish(workshop, hub)
-    counts = json.loads(hold(workshop, hub).stdout)
+    counts = json.loads(check_sources(workshop, hub).stdout)
     usable = [n for n in workshop.donor if ".mlp.experts." not in n or n.startswith("mtp.")]
     assert counts == {
         "base_tensors": len(workshop.base) + len(workshop.mtp),
@@ -71,28 +71,30 @@ def test_counts_tensors_and_reads_headers_only(scene):
         assert int(re.fullmatch(r"bytes=\d+-(\d+)", byte_range)[1]) < ends[path]
 
 
-def lose(names, part):
+def remove_first(names, part):
     names.pop(next(name for name in names if part in name))
 
 
 WRONG = {
-    "a base without a name": lambda w: lose(w.base, ".self_attn."),
-    "a donor without a scale": lambda w: lose(w.donor, ".shared_expert.up_proj.weight_scale_inv"),
+    "a base without a name": lambda w: remove_first(w.base, ".self_attn."),
+    "a donor without a scale": lambda w: remove_first(
+        w.donor, ".shared_expert.up_proj.weight_scale_inv"
+    ),
     "a donor of another shape": lambda w: w.donor.update(
         {f"{w.modules[0]}.weight": w.donor[f"{w.modules[-1]}.weight"]}
     ),
-    "a missing MTP tensor": lambda w: (w.mtp.clear(), lose(w.donor, "mtp.fc.")),
+    "a missing MTP tensor": lambda w: (w.mtp.clear(), remove_first(w.donor, "mtp.fc.")),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_refuses_the_sources_that_a_build_refuses(scene, case):
+def test_refuses_the_same_sources_as_a_build(scene, case):
     workshop, hub = scene
     plan = Workshop(workshop.root).plan()
     WRONG[case](workshop)
     sets = {key: plan[key] for key in ("base_tensors", "donor_unmatched", "mtp_tensors", "swap")}
     base = publish(workshop, hub)
-    early = hold(workshop, hub, **sets)
+    early = check_sources(workshop, hub, **sets)
     base.rename(workshop.base_dir)
     workshop.write_receipt()
     late = run_tool("build", write_plan(workshop, hub, **sets), check=False)
@@ -104,7 +106,7 @@ def test_unavailable_hub_is_another_error_than_wrong_sources(scene):
     workshop, hub = scene
     publish(workshop, hub)
     hub.fault = lambda handler, path, data: handler.answer(404, b"") or True
-    assert hold(workshop, hub).returncode == 4
+    assert check_sources(workshop, hub).returncode == 4
 
 
 # --- hostile hubs --------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ def draw_shard(draw, data):
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory):
+def hostile_hub(tmp_path_factory):
     root = tmp_path_factory.mktemp("hostile")
     (root / "local").mkdir()
     with Hub(root / "hub") as hub:
@@ -135,15 +137,15 @@ def stage(tmp_path_factory):
 # Without shrinking: a failing example may wait for retries, and shrinking repeats it for minutes.
 @settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
-def test_hostile_responses_give_a_single_printable_error_line(stage, data):
-    hub, plan = stage
+def test_hostile_responses_give_a_single_printable_error_line(hostile_hub, data):
+    hub, plan = hostile_hub
     files = sorted(p for p in hub.root.rglob("*") if p.is_file() and p.stem != "tokenizer")
     target = data.draw(st.sampled_from(files))
     real = target.read_bytes()
     is_shard = target.suffix == ".safetensors"
     response = draw_shard(data.draw, real) if is_shard else data.draw(hostile(real))
-    odd = f"/{target.relative_to(hub.root)}"
-    hub.fault = lambda handler, path, _: path == odd and (handler.serve(response) or True)
+    changed = f"/{target.relative_to(hub.root)}"
+    hub.fault = lambda handler, path, _: path == changed and (handler.serve(response) or True)
     for command in (
         ["check-sources", str(plan), PLACE],
         ["inspect", PLACE, "--against", str(plan)],
