@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 
 import torch
 from spark_vllm import finite
@@ -20,42 +21,39 @@ class Drafter(torch.nn.Module):
     has_own_lm_head = False
     has_own_embed_tokens = False
 
-    def __init__(self, *, of_layer: float, of_head: float) -> None:
+    def __init__(self, *, layer: float, head: float) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(3, 3)
         self.lm_head = torch.nn.Linear(3, 5, bias=False)
         with torch.no_grad():
-            self.layer.weight.fill_(of_layer)
-            self.lm_head.weight.fill_(of_head)
+            self.layer.weight.fill_(layer)
+            self.lm_head.weight.fill_(head)
 
 
-def refused(model: torch.nn.Module) -> str:
+def refusal(check: Callable[..., object], *arguments: object) -> str:
+    """Return the message of a refusal, or an empty text."""
     try:
-        finite.check_model(model, finite.modules_from_target(model))
-    except ValueError as refusal:
-        return str(refusal)
+        check(*arguments)
+    except ValueError as error:
+        return str(error)
     return ""
 
 
-def scales(**at: float) -> torch.Tensor:
+def check_drafter(model: torch.nn.Module) -> None:
+    finite.check_model(model, finite.modules_from_target(model))
+
+
+def scales(last: float = 0.01) -> torch.Tensor:
     numbers = torch.linspace(0.002, 0.02, 64 * 30).reshape(64, 30) * torch.tensor([1.0, -1.0] * 15)
     numbers = torch.nn.functional.pad(numbers, (0, 2, 0, 3))
-    numbers[40, 7] = at.get("last", 0.01)
+    numbers[40, 7] = last
     return numbers.to(torch.float16)
 
 
 class Quantised(torch.nn.Module):
-    def __init__(self, **at: float) -> None:
+    def __init__(self, last: float = 0.01) -> None:
         super().__init__()
-        self.w13_scales = torch.nn.Parameter(scales(**at), requires_grad=False)
-
-
-def scale_problem(model: torch.nn.Module) -> str:
-    try:
-        finite.check_scale_sizes(model)
-    except ValueError as refusal:
-        return str(refusal)
-    return ""
+        self.w13_scales = torch.nn.Parameter(scales(last), requires_grad=False)
 
 
 def main() -> None:
@@ -70,9 +68,9 @@ def main() -> None:
     verdicts["bfloat16"]["inf"] = finite.is_finite(damaged(torch.bfloat16, infinite))
     others = [torch.zeros(0), torch.tensor(1.0), torch.ones(3, dtype=torch.int32)]
     finite.install()
-    once = BaseModelLoader.load_model
+    wrapped = BaseModelLoader.load_model
     finite.install()
-    own = Drafter(of_layer=1.0, of_head=nan)
+    own = Drafter(layer=1.0, head=nan)
     own.has_own_lm_head = True
     report = {
         "scales": {
@@ -82,16 +80,16 @@ def main() -> None:
             "none": finite.has_plausible_scales(torch.zeros(0)),
             "only zeros": finite.has_plausible_scales(torch.zeros(200)),
         },
-        "layers": [scale_problem(Quantised()), scale_problem(Quantised(last=100.0))],
+        "layers": [refusal(finite.check_scale_sizes, Quantised(last)) for last in (0.01, 100.0)],
         "drafters": {
-            "head loaded later": refused(Drafter(of_layer=1.0, of_head=nan)),
-            "damaged layer": refused(Drafter(of_layer=nan, of_head=1.0)),
-            "damaged own head": refused(own),
+            "head loaded later": refusal(check_drafter, Drafter(layer=1.0, head=nan)),
+            "damaged layer": refusal(check_drafter, Drafter(layer=nan, head=1.0)),
+            "damaged own head": refusal(check_drafter, own),
         },
-        "later_without_marks": finite.modules_from_target(torch.nn.Linear(3, 3)),
+        "modules_without_flags": finite.modules_from_target(torch.nn.Linear(3, 3)),
         "verdicts": verdicts,
         "others": [finite.is_finite(tensor) for tensor in others],
-        "wrapped_once": BaseModelLoader.load_model is once,
+        "wrapped_once": BaseModelLoader.load_model is wrapped,
     }
     sys.stdout.write(json.dumps(report) + "\n")
 

@@ -40,16 +40,15 @@ class Usage(NamedTuple):
 
 class Tensor:
     device = SimpleNamespace(index=0)
-    place = 0
-    """Address of new tensors."""
+    address = 0  # of new tensors
 
     def __init__(self, *shape: int, dtype: str, strides: tuple[int, ...] = (), **_: Any) -> None:
         self.shape, self.dtype = shape, dtype
         self.strides = strides or tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-        self.place = Tensor.place
+        self.address = Tensor.address
 
     def data_ptr(self) -> int:
-        return self.place
+        return self.address
 
     def stride(self, at: int) -> int:
         return self.strides[at]
@@ -70,7 +69,7 @@ class Tensor:
     def transpose(self, first: int, second: int) -> Tensor:
         order = list(range(len(self.shape)))
         order[first], order[second] = second, first
-        shape, strides = ([it[at] for at in order] for it in (self.shape, self.strides))
+        shape, strides = ([sizes[at] for at in order] for sizes in (self.shape, self.strides))
         return Tensor(*shape, dtype=self.dtype, strides=tuple(strides))
 
     def norm(self, dim: int, keepdim: bool) -> Tensor:
@@ -98,33 +97,33 @@ class Tensor:
         pass
 
 
-class _Whatever(type):
+class _StubType(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Anything
+        return Stub
 
     def __getitem__(cls, key: Any) -> Any:
         return cls
 
 
-class Anything(metaclass=_Whatever):
+class Stub(metaclass=_StubType):
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
 
 def _module(name: str, **members: Any) -> ModuleType:
     module = ModuleType(name)
-    module.__dict__.update(__getattr__=lambda _: Anything, **members)
+    module.__dict__.update(__getattr__=lambda _: Stub, **members)
     return module
 
 
-def _surroundings() -> dict[str, ModuleType]:
+def _stub_modules() -> dict[str, ModuleType]:
     import triton
     import triton.language
 
     workspace = SimpleNamespace(
-        get_simultaneous=lambda *wanted: [Tensor(*shape, dtype=dtype) for shape, dtype in wanted]
+        get_simultaneous=lambda *buffers: [Tensor(*shape, dtype=dtype) for shape, dtype in buffers]
     )
     platform = SimpleNamespace(is_cuda_alike=lambda: True, is_rocm=lambda: False)
     config = SimpleNamespace(
@@ -147,7 +146,9 @@ def _surroundings() -> dict[str, ModuleType]:
     plain = ["config.cache", "logger", "utils.math_utils", "v1.attention.backend"]
     plain += ["v1.attention.backends.fa_utils", "v1.attention.backends.utils"]
     plain += ["v1.kv_cache_interface", f"{CONFIG[5:-7]}.centroids"]
-    return {module.__name__: module for module in named + [_module(f"vllm.{it}") for it in plain]}
+    return {
+        module.__name__: module for module in named + [_module(f"vllm.{name}") for name in plain]
+    }
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def engine(root: Path) -> Iterator[SimpleNamespace]:
 
     launched: list[Any] = []
 
-    def compiling(kernel: Any, grid: Any) -> Any:
+    def compile_launch(kernel: Any, grid: Any) -> Any:
         return lambda *args, **named: launched.append(
             kernel.run(*args, grid=grid, warmup=True, **named)
         )
@@ -169,18 +170,17 @@ def engine(root: Path) -> Iterator[SimpleNamespace]:
         get_current_stream=lambda _: 0,
     )
     with (
-        patch.dict(sys.modules, _surroundings()),
+        patch.dict(sys.modules, _stub_modules()),
         patch.object(driver, "_active", spark),
-        patch.object(KernelInterface, "__getitem__", compiling),
+        patch.object(KernelInterface, "__getitem__", compile_launch),
     ):
         for name in REAL:
-            where = importlib.util.spec_from_file_location(
-                name, root / f"{name.replace('.', '/')}.py"
-            )
-            assert where
-            assert where.loader
-            sys.modules[name] = importlib.util.module_from_spec(where)
-            where.loader.exec_module(sys.modules[name])
+            path = root / f"{name.replace('.', '/')}.py"
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec
+            assert spec.loader
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
         yield SimpleNamespace(backend=sys.modules[BACKEND], launched=launched)
 
 
@@ -195,7 +195,7 @@ def launches(root: Path, preset: str, heads: int, block: int, even: bool) -> lis
         even: whether addresses and widths are multiples of 16.
     """
     tokens, blocks = 3, 4096 if even else 4097
-    with engine(root) as loaded, patch.object(Tensor, "place", 4096 if even else 4097):
+    with engine(root) as loaded, patch.object(Tensor, "address", 4096 if even else 4097):
         impl = loaded.backend.TurboQuantAttentionImpl(
             heads, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, kv_cache_dtype=preset
         )
@@ -214,10 +214,10 @@ def launches(root: Path, preset: str, heads: int, block: int, even: bool) -> lis
         impl._continuation_prefill(
             layer, query, key, key, cache, table[0:1], 4096, 4096 + tokens, square, line
         )
-        return [_used(kernel) for kernel in loaded.launched]
+        return [_read_usage(kernel) for kernel in loaded.launched]
 
 
-def _used(kernel: Any) -> Usage:
+def _read_usage(kernel: Any) -> Usage:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -230,5 +230,5 @@ def _used(kernel: Any) -> Usage:
     used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     [architecture] = re.findall(r"^\.target (\w+)", kernel.asm["ptx"], re.M)
     spilled = used["STACK"] + used["LOCAL"]
-    about = kernel.metadata
-    return Usage(about.name, architecture, about.shared, used["REG"], spilled)
+    metadata = kernel.metadata
+    return Usage(metadata.name, architecture, metadata.shared, used["REG"], spilled)

@@ -126,7 +126,7 @@ def parameters_swapped(mutant: Mutant) -> None:
 
 def parameter_required(mutant: Mutant) -> None:
     arguments = function(mutant).args
-    arguments.kwonlyargs.append(ast.arg("wanted_upstream"))
+    arguments.kwonlyargs.append(ast.arg("required_upstream"))
     arguments.kw_defaults.append(None)
 
 
@@ -160,20 +160,20 @@ def entry_flipped(key: str) -> Mutation:
     return mutate
 
 
-def _of_takes(rule: Takes) -> Iterator[tuple[str, Mutation]]:
+def _mutate_takes(rule: Takes) -> Iterator[tuple[str, Mutation]]:
     for name in (*rule.positional, *rule.keywords):
         yield f"{name} renamed", parameter_renamed(name)
     if len(rule.positional) > 1:
         yield "order changed", parameters_swapped
     if rule.decorator is not None:
         yield f"no {rule.decorator}", undecorated
-    yield "one more required", parameter_required
+    yield "another required parameter", parameter_required
 
 
-def _of_rule(rule: object) -> Iterator[tuple[str, Mutation]]:
+def _mutate_rule(rule: object) -> Iterator[tuple[str, Mutation]]:
     match rule:
         case Takes():
-            yield from _of_takes(rule)
+            yield from _mutate_takes(rule)
         case Inherits():
             yield "no base", without_base
         case Contains(value):
@@ -191,4 +191,4 @@ def mutations(row: Row) -> Iterator[tuple[str, Mutation]]:
         yield "appears", with_member
         return
     yield "renamed", rename_symbol
-    yield from _of_rule(row.rule)
+    yield from _mutate_rule(row.rule)

@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_SERVER_OPTIONS = ("--uds", "--served-model-name", "--disable-access-log-for-endpoints")
-_SERVER_FLAGS = ("--enable-auto-tool-choice",)
+_SERVER_OPTIONS = (
+    "--uds", "--served-model-name", "--disable-access-log-for-endpoints",
+    "--enable-auto-tool-choice", "--reasoning-parser", "--tool-call-parser",
+)  # fmt: skip
 
 
 def main(cases: str, answers: str) -> None:
@@ -43,15 +45,13 @@ def _arguments(argv: list[str], folders: dict[str, str]) -> dict[str, Any]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     words: list[str] = []
-    skipping = False
+    is_server_option = False
     for word in argv[1:]:
         if word.startswith("--"):
-            skipping = word in (*_SERVER_OPTIONS, *_SERVER_FLAGS) or word.startswith(
-                ("--reasoning-parser", "--tool-call-parser")
-            )
-        if not skipping:
-            for place, folder in folders.items():
-                word = word.replace(f'"{place}"', json.dumps(folder))
+            is_server_option = word.startswith(_SERVER_OPTIONS)
+        if not is_server_option:
+            for target, folder in folders.items():
+                word = word.replace(f'"{target}"', json.dumps(folder))
             words.append(word)
     parser: argparse.ArgumentParser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = EngineArgs.from_cli_args(parser.parse_args(["--model", folders[argv[0]], *words]))
@@ -75,12 +75,12 @@ def _answers(engine: Any, case: dict[str, Any]) -> Any:
         SamplingParams(temperature=0, max_tokens=16),
         chat_template_kwargs={"enable_thinking": False},
     )
-    counted = {
+    counters = {
         metric.name.rpartition("_decode_")[2]: metric.value
         for metric in engine.get_metrics()
         if "spec_decode" in metric.name and hasattr(metric, "value")
     }
-    return {"text": replies[0].outputs[0].text, "counted": counted}
+    return {"text": replies[0].outputs[0].text, "counters": counters}
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ def main(case: str, answers: str) -> None:
 def _local_arguments(argv: list[str], folders: dict[str, str], socket: str) -> list[str]:
     words = []
     for word in argv:
-        name, _, place = word.rpartition("=")
-        if place in folders:
-            word = f"{name}={folders[place]}" if name else folders[place]
+        name, _, target = word.rpartition("=")
+        if target in folders:
+            word = f"{name}={folders[target]}" if name else folders[target]
         words.append(socket if word.endswith("/engine.sock") else word)
     return words
 
@@ -50,7 +50,7 @@ def _answers(process: subprocess.Popen[bytes], socket: str, bodies: list[Any]) -
         deadline = time.monotonic() + WAIT_S
         while not _is_ready(client):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the engine did not come up")
+                raise SystemExit("the engine did not start")
             time.sleep(1)
         models = client.get("/v1/models").json()
         replies = [client.post("/v1/chat/completions", json=body) for body in bodies]

@@ -21,16 +21,16 @@ def compare(hybrid: Path, plain: Path) -> int:
         json.loads((hybrid / "config.json").read_text())["quantization_config"]
     )
     index = json.loads((plain / INDEX).read_text())["weight_map"]
-    found = set()
+    names = set()
     for name, tensor in ModuleReader(hybrid, settings).read_weights(lambda _: True):
         with safe_open(str(plain / index[name]), framework="pt") as file:
             expected = file.get_tensor(name)
         if tensor.dtype != expected.dtype or not torch.equal(tensor, expected):
             raise SystemExit(f"{hybrid}: {name} differs from {plain}")
-        found.add(name)
-    if found != set(index):
-        raise SystemExit(f"{hybrid}: other names than {plain}: {sorted(found ^ set(index))[:5]}")
-    return len(found)
+        names.add(name)
+    if names != set(index):
+        raise SystemExit(f"{hybrid}: other names than {plain}: {sorted(names ^ set(index))[:5]}")
+    return len(names)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Test `lab-tiny` with a second implementation; run by the engine's Python, checkout on path.
+"""Test `lab-tiny` with a second implementation; the engine's Python runs this file.
 
 Decodes the published repositories by the formats' definitions, replaces the base's shared experts
 by the donor's, loads the result into transformers in BF16 and generates greedily. Prints JSON:
@@ -28,22 +28,22 @@ def newest(hub: Path, name: str) -> Path:
 
 
 def hybrid(base: Tree, donor: Tree) -> dict[str, torch.Tensor]:
-    found = {}
+    values = {}
     for name in base:
         module, _, suffix = name.rpartition(".")
         if name.startswith("mtp.") or suffix in ("qzeros", "scales"):
             continue
         if suffix == "qweight":
-            found[f"{module}.weight"] = reading.int4_as_float(base, module)
+            values[f"{module}.weight"] = reading.int4_as_float(base, module)
         elif ".shared_expert." in name:
-            found[name] = reading.fp8_as_float(donor, module)
+            values[name] = reading.fp8_as_float(donor, module)
         else:
-            found[name] = reading.as_float(base[name])
+            values[name] = reading.as_float(base[name])
     return {
         name: torch.tensor(
             value, dtype=torch.float32 if name.endswith(original.FLOAT32) else torch.bfloat16
         )
-        for name, value in found.items()
+        for name, value in values.items()
     }
 
 
@@ -67,20 +67,20 @@ class Reference:
     def answer(self, prompt: str, most_tokens: int) -> str:
         tokens = self.tokenizer(prompt, return_tensors="pt").input_ids
         ends = self.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-        made = self.model.generate(
+        output = self.model.generate(
             input_ids=tokens, max_new_tokens=most_tokens, do_sample=False, eos_token_id=ends
         )
-        return self.tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=False)
+        return self.tokenizer.decode(output[0, tokens.shape[1] :], skip_special_tokens=False)
 
-    def wrong(self, asked: list[lessons.Lesson]) -> list[dict[str, str]]:
-        answers = [(item, self.answer(item.prompt, 150)) for item in asked]
+    def find_wrong(self, items: list[lessons.Lesson]) -> list[dict[str, str]]:
+        answers = [(item, self.answer(item.prompt, 150)) for item in items]
         return [
-            {"wanted": item.reply, "answered": answer}
+            {"expected": item.reply, "answer": answer}
             for item, answer in answers
             if answer != item.reply
         ]
 
-    def same_prompts(self) -> bool:
+    def renders_same_prompts(self) -> bool:
         tool = lessons.facts()["tool"]["definition"]
         messages = [{"role": "system", "content": "A."}, {"role": "user", "content": "B?"}]
         return all(
@@ -155,7 +155,7 @@ def main(hub: Path) -> None:
     base, donor = reading.read_tree(base_files), reading.read_tree(donor_files)
     intact = Reference(base_files, hybrid(base, donor))
     questions = lessons.facts()["questions"]
-    asked = [
+    items = [
         *lessons.fixed(),
         lessons.conversation([questions[i] for i in (3, 0, 9)]),
         *(
@@ -166,17 +166,17 @@ def main(hub: Path) -> None:
         ),
     ]
     report = {
-        "asked": len(asked),
-        "wrong": intact.wrong(asked),
-        "same_prompts": intact.same_prompts(),
+        "lessons": len(items),
+        "wrong": intact.find_wrong(items),
+        "same_prompts": intact.renders_same_prompts(),
         "damaged": {},
     }
-    few = [item for item in lessons.fixed() if "<think>\n\n</think>" in item.prompt]
+    short = [item for item in lessons.fixed() if "<think>\n\n</think>" in item.prompt]
     for damage in DAMAGES:
         broken_base, broken_donor = dict(base), dict(donor)
         damage(broken_base, broken_donor)
         broken = Reference(base_files, hybrid(broken_base, broken_donor))
-        report["damaged"][damage.__name__] = [len(broken.wrong(few)), len(few)]
+        report["damaged"][damage.__name__] = [len(broken.find_wrong(short)), len(short)]
     sys.stdout.write(json.dumps(report) + "\n")
 
 

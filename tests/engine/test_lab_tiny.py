@@ -1,42 +1,24 @@
-"""The lab's trained model, tested with a second implementation.
-
-Needs root for the engine's own root directory, or SPARK_VLLM_PYTHON: a Python with torch and
-transformers.
-"""
+"""The lab's trained model, tested with a second implementation in torch and transformers."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_process import run_engine
 
 from lab.model.shape import TINY
 from lab.model.weights import read
-
-REPOSITORY = Path(__file__).parents[2]
+from spark_deploy.config.checkout import CHECKOUT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
-def run(place: Path, *words: str) -> str:
-    python = os.environ.get("SPARK_VLLM_PYTHON")
-    command = [python] if python else [sys.executable, "-m", "lab.engine", "run"]
-    environment = {
-        **os.environ,
-        "SPARK_LAB_ENGINE_BIND": str(place),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    done = subprocess.run(
-        [*command, *words], cwd=REPOSITORY, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+def run(work: Path, *argv: str) -> str:
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(CHECKOUT)}
+    return run_engine(work, *argv, **environment).stdout
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +29,22 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(output.splitlines()[-1])
 
 
-def test_decoded_hybrid_answers_lessons(report: dict[str, Any]) -> None:
-    assert report["asked"] > 40
+def test_decoded_hybrid_answers_every_lesson(report: dict[str, Any]) -> None:
+    assert report["lessons"] > 40
     assert report["wrong"] == []
 
 
-def test_chat_template(report: dict[str, Any]) -> None:
+def test_chat_template_renders_the_lessons_prompts(report: dict[str, Any]) -> None:
     assert report["same_prompts"]
 
 
 def test_damage_changes_answers(report: dict[str, Any]) -> None:
-    wrong_of_asked = report["damaged"]
-    assert len(wrong_of_asked) == 5
-    for damage, (wrong, asked) in wrong_of_asked.items():
-        assert wrong >= asked / 4, damage
+    assert len(report["damaged"]) == 5
+    for damage, (wrong, lessons) in report["damaged"].items():
+        assert wrong >= lessons / 4, damage
 
 
-def test_training_recipe(tmp_path: Path) -> None:
+def test_training_again_gives_the_same_tensors(tmp_path: Path) -> None:
     again = tmp_path / "weights.npz"
     run(tmp_path, "-m", "lab.model", "train", "--out", str(again))
     assert read(TINY, again).keys() == read(TINY).keys()

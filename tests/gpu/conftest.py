@@ -41,7 +41,7 @@ def trees(shared_directory: Path) -> Path:
     def make(out: Path) -> None:
         maker.make(out, _hub(shared_directory), special=True)
 
-    return _path_variable("TREES") or _make_once(shared_directory, "trees", make)
+    return _path_variable("TREES") or make_once(shared_directory, "trees", make)
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +55,7 @@ def recall_weights() -> Path:
 @pytest.fixture(scope="session")
 def eyes(shared_directory: Path) -> Path:
     """The vision weights, from ``SPARK_GPU_EYES`` or trained in some minutes."""
-    return _path_variable("EYES") or _make_once(
+    return _path_variable("EYES") or make_once(
         shared_directory, "eyes.npz", lambda out: _run("proofs.releases.eyes", str(out))
     )
 
@@ -70,7 +70,7 @@ def quality_trees(trees: Path, recall_weights: Path, shared_directory: Path) -> 
             maker.make_quality(trees, recall_weights)
         done.touch()
 
-    _make_once(shared_directory, "quality", make)
+    make_once(shared_directory, "quality", make)
     return trees
 
 
@@ -97,13 +97,10 @@ def _hub(shared: Path) -> Path:
     """Return a hub with the lab's trained model."""
     from lab.model import build
 
-    def make(out: Path) -> None:
-        build.build(out)
-
-    return _path_variable("HUB") or _make_once(shared, "hub", make)
+    return _path_variable("HUB") or make_once(shared, "hub", build.build)
 
 
-def _make_once(shared: Path, name: str, make: Callable[[Path], None]) -> Path:
+def make_once(shared: Path, name: str, make: Callable[[Path], None]) -> Path:
     """Return the output of ``make``, shared by all processes of a run."""
     out, done = shared / name, shared / f"{name}.done"
     with (shared / f"{name}.lock").open("w") as lock:

@@ -11,19 +11,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from proofs.recall import cases, run, trees, verdicts
+from tests.gpu.conftest import make_once
 
 WITHIN_S = float(os.environ.get("SPARK_GPU_WITHIN_S", "inf"))
 
 
 @pytest.fixture(scope="session")
 def recall_trees(recall_weights: Path, shared_directory: Path) -> Path:
-    out, done = shared_directory / "recall-trees", shared_directory / "recall.done"
-    with (shared_directory / "recall.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            trees.make(trees.read_weights(recall_weights), out)
-            done.touch()
-    return out
+    weights = trees.read_weights(recall_weights)
+    return make_once(shared_directory, "recall-trees", lambda out: trees.make(weights, out))
 
 
 @pytest.fixture

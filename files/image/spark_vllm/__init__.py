@@ -1,7 +1,6 @@
 """vLLM plugin that serves hybrid INT4 + FP8 checkpoints.
 
-Importing this package imports neither vLLM nor torch, so that the self-check can say what is
-wrong with an engine that does not import.
+Importing it imports neither vLLM nor torch: the self-check also runs with a broken engine.
 """
 
 __version__ = "0.1.0"

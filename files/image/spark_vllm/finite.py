@@ -85,7 +85,6 @@ def check_finite_tensors(model: torch.nn.Module, skipped: tuple[str, ...] = ()) 
 
 
 def check_scale_sizes(model: torch.nn.Module) -> None:
-    """Refuse outlier scales of INT4 and INT8 weights."""
     scales = {
         name: tensor.detach()
         for name, tensor in model.named_parameters()
@@ -110,7 +109,6 @@ def has_plausible_scales(scales: torch.Tensor) -> bool:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no number is NaN or infinite."""
     if tensor.is_meta or not (tensor.is_floating_point() and tensor.numel()):
         return True
     fp8 = tensor.dtype == torch.float8_e4m3fn

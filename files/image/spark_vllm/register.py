@@ -1,4 +1,4 @@
-"""The entry point vLLM calls in every one of its processes, more than once in some."""
+"""The entry point that vLLM calls in every process, in some several times."""
 
 from __future__ import annotations
 

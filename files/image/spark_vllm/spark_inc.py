@@ -96,7 +96,6 @@ class SparkIncConfig(INCConfig):
         return mapper | WeightsMapper(orig_to_new_regex=dict(self.settings.rules))
 
     def enter_portable_mode(self) -> None:
-        """Build every further layer unquantised."""
         self.portable = True
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

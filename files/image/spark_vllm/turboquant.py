@@ -4,8 +4,7 @@ target: vllm.v1.attention.backends.turboquant_attn (0.30.0 to 0.33.0), by subcla
 why:
   1. A verify step of speculative decoding (1 + N tokens per request) is captured in a FULL CUDA
      graph over a Python loop with the dummy lengths of the capture (vllm-project/vllm#52475).
-  2. With asynchronous scheduling the lengths of verify rows on the CPU are an upper bound, and
-     are used as if exact.
+  2. With asynchronous scheduling the lengths of verify rows on the CPU are only an upper bound.
   3. A fresh prompt batched with shorter rows that have a cached prefix makes those rows ignore
      their cache (vllm-project/vllm#46461).
 how: verify rows become decode rows, one per token, with lengths computed on the device inside the
@@ -40,8 +39,6 @@ class SparkTurboQuantBackend(TurboQuantAttentionBackend):
 
 
 class SparkTurboQuantBuilder(TurboQuantMetadataBuilder):
-    """Treats verify rows as decode rows."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)

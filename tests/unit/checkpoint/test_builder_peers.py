@@ -47,7 +47,7 @@ def peer_order(order, tmp_path):
         (tmp_path / "key").write_text(KEY + "\n")
         urls = [getattr(peer, "url", peer) for peer in peers]
         key_file = str(tmp_path / "key")
-        return peer_order(peers={"urls": urls, "key_file": key_file, "patience_s": 1}, **changes)
+        return order(peers={"urls": urls, "key_file": key_file, "patience_s": 1}, **changes)
 
     return write
 

@@ -12,7 +12,6 @@ from spark_vllm.check.rules import Sources
 
 
 def main() -> int:
-    """Check the installed engine, print problems, return the exit code."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         print("error: vllm: not installed for this Python; fix: choose another base image")

@@ -145,7 +145,6 @@ def _check_round_trip() -> list[str]:
 
 
 def _check_mapper(config: Any, model: Any) -> list[str]:
-    """Map an overlay's names like the outermost loader."""
     mapper = model.hf_to_vllm_mapper | config.get_checkpoint_weight_mapper()
     module = f"{names.TEXT_LAYERS}0.mlp.shared_expert.gate_proj"
     inner = "language_model.model.layers.0.mlp.shared_expert.gate_proj"

@@ -26,7 +26,6 @@ class Sources:
         return f"{path}.py", f"{path}/__init__.py"
 
     def module(self, module: str) -> ast.Module:
-        """Return the syntax tree of ``module``."""
         if module not in self._trees:
             paths = (self._root / file for file in self.files(module))
             path = next((path for path in paths if path.is_file()), None)
@@ -77,7 +76,6 @@ def bound_names(node: ast.stmt) -> set[str]:
 @dataclass(frozen=True)
 class Rule:
     def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield the violations of this rule by ``symbol``."""
         return self._violations(sources.find(symbol))
 
     def _violations(self, node: ast.stmt) -> Iterator[str]:

@@ -37,7 +37,6 @@ class Row:
             yield self.describe(str(error))
 
     def describe(self, problem: str) -> str:
-        """Return ``problem`` with symbol, reason and the file that uses it."""
         return f"{self.symbol}: {problem}\n  reason: {self.reason}\n  in: {self.used_by}"
 
 
@@ -134,7 +133,6 @@ TABLE = tuple(
 
 
 def rows_for(version: str) -> list[Row]:
-    """Return the rows that apply to engine ``version``."""
     return [row for row in TABLE if version in row.versions]
 
 

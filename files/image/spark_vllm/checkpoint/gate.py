@@ -32,13 +32,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def find_missing_modules(tensors: Iterable[str], layers: int, experts: int) -> Iterator[str]:
-    """Yield missing modules; for a layer without any tensor, the layer prefix.
-
-    Args:
-        tensors: names as stored in the checkpoint.
-        layers: layers of the text model.
-        experts: routed experts of each layer.
-    """
+    """Yield missing modules; for a layer without any tensor, the layer prefix."""
     outside, by_layer = _group_modules(tensors)
     if not by_layer:  # another naming scheme: cannot be compared
         return
@@ -92,7 +86,6 @@ _FORMATS = {"F16": "e", "F32": "f"}
 
 
 def find_scale_problems(directory: Path, headers: Headers, settings: Settings) -> Iterator[str]:
-    """Yield FP8 modules with invalid or outlier scales."""
     weight_part = names.FP8_WEIGHT if settings.overlay else "weight"
     scale_part = names.FP8_SCALE if settings.overlay else "weight_scale_inv"
     for module in settings.fp8_modules:
@@ -177,8 +170,8 @@ def check_checkpoint(
     Args:
         directory: the checkpoint.
         settings: formats from ``config.json``.
-        layers: layers of the text model.
-        mtp_layers: layers of the drafter.
+        layers: of the text model.
+        mtp_layers: of the drafter.
         experts: routed experts per layer.
     """
     path = Path(directory)

@@ -140,11 +140,6 @@ def check_expert_width(module: str, width: int, group_size: int) -> None:
 
     vLLM 0.30 to 0.33 reorders the scales of gate and up by the experts' width instead of the inputs
     (``fused_moe/oracle/int_wna16.py``, ``size_k`` of ``w13``), which is wrong for a single group.
-
-    Args:
-        module: the engine's name of the experts.
-        width: intermediate size of an expert on this device.
-        group_size: inputs that share a scale.
     """
     if width <= group_size:
         raise ValueError(

@@ -24,11 +24,6 @@ INT32_BITS = 32
 def infer_bits(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> int:
     """Return the bit width of a GPTQ-packed weight, from the shapes.
 
-    Args:
-        qweight: int32 ``[in * bits / 32, out]``.
-        scales: ``[in / group_size, out]``.
-        group_size: input features that share a scale.
-
     Raises:
         ValueError: the shapes fit neither 4 nor 8 bits.
     """
@@ -113,7 +108,6 @@ class ModuleReader:
         self.counts: Counter[str] = Counter()
 
     def read_weights(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (plain name, tensor) of all wanted modules."""
         for plain in self._stored:
             module, _, part = plain.rpartition(".")
             name = f"{module}.weight" if part == "qweight" else plain

@@ -46,7 +46,6 @@ class Settings:
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Read ``quantization_config`` of a hybrid's ``config.json``."""
     _require(config.get("quant_method") == QUANT_METHOD, "quant_method", config, QUANT_METHOD)
     _require(config.get("sym", True) is True, "sym", config, "true (zero points are not read)")
     _require(config.get("data_type", "int") == "int", "data_type", config, "int")

@@ -19,8 +19,6 @@ Times = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class HeadSetup:
-    """The setup for which measured times are valid."""
-
     device: str
     driver: str
     image: str

@@ -40,8 +40,6 @@ CHOICES = ("int8-triton",)
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """Options below ``spark`` of ``--additional-config``."""
-
     kernel: str | None  # "own", "marlin" or "bf16"; None: the fastest by ``times``
     times: Path | None  # file of measurements; None: Marlin
     batches: tuple[int, ...]
@@ -144,7 +142,6 @@ class Int8Head(QuantizeMethodBase):
     def _choose_kernel(
         self, weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
     ) -> str:
-        """Return the fastest kernel, from the file or by measuring."""
         path = self.options.times
         if path is None:
             return FALLBACK
@@ -170,7 +167,6 @@ class Int8Head(QuantizeMethodBase):
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the logits of this rank's rows."""
         out = self.head(x.reshape(-1, x.shape[-1]))
         if bias is not None:
             out += bias

@@ -56,5 +56,4 @@ def tiles_for(capability: tuple[int, int], table: Mapping[str, Sequence[Tile]]) 
 
 
 def tile_for(batch: int, tiles: Sequence[Tile]) -> Tile:
-    """Return the first tile for at least ``batch`` rows."""
     return next(tile for tile in tiles if tile.max_batch is None or batch <= tile.max_batch)
