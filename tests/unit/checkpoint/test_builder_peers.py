@@ -97,7 +97,7 @@ def test_downloads_from_the_hub_if_no_peer_responds(peer_order, hub, fetch):
     started = time.monotonic()
     fetch(peer_order(ABSENT))
     assert sent_bytes(hub) >= SIZE
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.slow
