@@ -14,7 +14,7 @@ from spark_deploy.plan.types import DockerPlan
 
 @deploy("Docker")
 def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
-    """An installed engine and its settings are kept."""
+    """An installed engine and the settings are kept."""
     expect_files((DROP_IN_PATH, *repository_files(plan.repositories)))
     expect_fact(DockerState, lambda: docker.fact_arguments(plan), slow=True)
     docker.add_docker_repositories(name="Add package repositories", plan=plan)

@@ -92,7 +92,7 @@ def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
 @deploy("Ready")
 def ready(*, jobs: Sequence[Work], service: str) -> None:
     """Prepare other pairs, so that a later rollout need not wait."""
-    # The release's own target is retired once its jobs are done.
+    # The release's target is retired once those jobs are done.
     target = f"{service}-ready"
     _start(jobs, target, lambda work: ready_name(work.job))
     wait_for_jobs(name="Wait for the other pairs", jobs=_specs(jobs), release=target)

@@ -266,7 +266,7 @@ def _read_authority(ca_dir: str) -> _Authority | None:
 
 
 def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
-    """Create the directory in one step, so that no half-made CA exists."""
+    """Create the directory by a rename, so that no half-made CA exists."""
     folder = Path(ca_dir).expanduser()
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _common_name(f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}")

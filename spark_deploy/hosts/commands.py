@@ -112,7 +112,7 @@ def each(items: Iterable[T]) -> Iterator[T]:
 
 
 def in_waves(waves: Iterable[Wave]) -> Iterator[Wave]:
-    """Yield this host's wave at its position: an operation for each wave, in order."""
+    """Yield this host's wave in turn: an operation for each wave, in order."""
     yield from (wave for wave in each(waves) if host.name in wave)
 
 

@@ -41,7 +41,7 @@ class ParentDirectory:
 
     @property
     def writer(self) -> str:
-        """Describe who can write to it besides root; "" if nobody."""
+        """Describe which other user can write to it; "" if only root."""
         if self.owner != "root":
             return f"belongs to {self.owner}"
         if self.mode & stat.S_ISVTX:  # sticky: root's entries stay root's
@@ -68,7 +68,7 @@ image_store=${image_store%%|*}
 
 
 def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
-    """Print the filesystem of each path, or of its nearest existing parent.
+    """Print the filesystem of each path or the nearest existing parent.
 
     For ``docker_dirs`` it prints that of Docker's image store.
     """

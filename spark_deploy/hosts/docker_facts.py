@@ -168,7 +168,7 @@ def _parse_json(lines: Iterable[str], kind: type[Any]) -> Any:
     return value if isinstance(value, kind) else kind()
 
 
-# No command line and a single variable: others may contain secrets.
+# Without the command line and with a single variable: the rest may contain secrets.
 _FIELDS = {
     "id": ".Id",
     "name": ".Name",

@@ -196,7 +196,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
         files.append(ManagedFile(SHARE_SETTINGS, settings.encode()))
         _note_url(address, trees)
     elif trees:
-        host.log("serves no peers: its address is unknown; set fleet.address")
+        host.log("serves no peers: the address is unknown; set fleet.address")
     yield from place_files(files)
     if serves:
         yield shell(

@@ -242,7 +242,7 @@ def _measure_tcp(link: FabricLink) -> SpeedFound:
 def _measure_rdma(link: FabricLink) -> float | None:
     """Return the RDMA write bandwidth in Gb/s; ``None`` if perftest cannot measure it.
 
-    rdma_cm (``-R``) picks device and GID by address. The listener accepts one connection.
+    rdma_cm (``-R``) picks device and GID by address. The listener accepts a single connection.
     """
     hosts = (host, state.inventory.get_host(link.host))
     if not all(_run_test(end, "command -v ib_write_bw", "")[0] for end in hosts):

@@ -21,12 +21,12 @@ from spark_deploy.plan.types import FileState
 
 T = TypeVar("T")
 
-# Raised on malformed output; a defect of ours looks the same, so the type is printed.
+# Raised by parsers on malformed output. Our defects look the same, so the type is printed.
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class HostFact(FactBase[T]):
-    """A fact whose malformed output fails only this host."""
+    """A fact that fails only this host if the output is malformed."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -56,8 +56,8 @@ class LineFact(HostFact[str]):
         return next((line.strip() for line in output if line.strip()), "")
 
 
-# A fact costs an SSH round trip, so a role reads everything with one script. Scripts are POSIX sh,
-# print sections and exit 0: a missing tool is a result too.
+# A fact costs an SSH round trip, so a role reads everything with a single script. Scripts are POSIX
+# sh, print sections and exit 0: a missing tool is a result too.
 MARKER = "== "
 
 SERVING_SCRIPT = (
@@ -196,8 +196,8 @@ def is_managed(cgroup: str) -> bool:
 
 
 # pyinfra runs a command for every ``get_fact``, and a role reads the same fact often. A value is
-# dropped after a command on the host, or some seconds after the prepare stage: the user may be
-# asked to confirm.
+# dropped after a command on the host, or some seconds after the prepare stage: the user may have
+# to confirm first.
 MAX_AGE_S = 10.0
 _PREFETCHED = "prefetched"
 _Key = tuple[Any, ...]
@@ -275,7 +275,7 @@ def commands_executed(on: Host) -> int:
     return sum(1 for data in state.ops[on].values() if data.operation_meta.executed)
 
 
-# Roles declare their facts first; `prefetch` reads them in parallel over one connection.
+# Roles declare facts first; `prefetch` reads them in parallel over a single connection.
 _PARALLEL = 8  # sshd's default allows ten sessions per connection
 _Arguments = Callable[[], Mapping[str, Any]]
 _expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], tuple[_Arguments, bool]]] = (
@@ -311,7 +311,7 @@ def prefetch() -> None:
 
 
 def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) -> None:
-    """Read facts with one command; a random line follows each output."""
+    """Read facts with a single command; a random line follows each output."""
     mark = secrets.token_hex()
     pending = [(fact, arguments()) for fact, arguments in group]
     script = "\n".join(

@@ -1,4 +1,4 @@
-"""Place managed files, all with one command."""
+"""Place managed files with a single command."""
 
 import base64
 import io

@@ -92,7 +92,7 @@ def configure_gateway(plan: GatewayPlan) -> Commands:
 
 @host_operation
 def replace_key(plan: GatewayPlan) -> Commands:
-    """Replace the key generated on the host; the old one is rejected at once."""
+    """Replace the key generated on the host; the old key is rejected at once."""
     if plan.key.kind != "generate":
         message = f"comes from the controller ({plan.key.kind} {plan.key.value[0]})"
         refuse(f"{host.name}: serve.api_key", message, "put the new key there and run deploy.py")

@@ -251,7 +251,7 @@ def gpu_arguments(state: Docker) -> tuple[str, ...]:
 
 
 def lacks_runtime(state: Docker) -> bool:
-    """Whether the toolkit is installed without its runtime."""
+    """Whether the toolkit is installed without the runtime."""
     return bool(state.toolkit_version) and not state.runtime
 
 
@@ -332,7 +332,7 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
 
 def _pull(host: Host, image: str) -> None:
     """Pull first: a container's start would wait for a registry forever."""
-    # Without tools, or with older ones (exit status 2), `docker run` pulls it.
+    # Without tools or with older tools (exit status 2), `docker run` pulls the image.
     command = f"{tool.line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
     try:
         with heartbeat(host, f"image {image}"):

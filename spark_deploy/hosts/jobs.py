@@ -48,9 +48,9 @@ def progress_text(state: JobState) -> str:
 
 @host_operation
 def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
-    """Start a job unless it runs or its receipt exists.
+    """Start a job unless it runs or the receipt exists.
 
-    ``names`` are all jobs of the release, so that one fact serves all operations.
+    ``names`` are all jobs of the release, so that a single fact serves all operations.
     """
     job, target = work.job, PREPARE.of(release)
     jobs = read_fact(JobStates, jobs=names, target=target)
@@ -66,7 +66,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         if target in jobs.linked and job.digest12 in jobs.pulled:
             host.noop(f"{job.title}: already running, attaching")
             return
-        # Started for another release: from now on a boot continues it for this one.
+        # Started for another release: from now on boots continue it for this release.
         yield from place_files((boot,))
         yield shell(_enable_at_boot(target))
         return
@@ -82,8 +82,8 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         # An old status would look like that of this attempt.
         f"rm -f {job.dir}/status.json {job.dir}/progress; "
         f"systemctl reset-failed {job.unit} 2>/dev/null; "
-        # The job removes the token, so one command sends it and starts the job: a killed controller
-        # leaves no token behind.
+        # A single command sends the token and starts the job, which removes the token: a killed
+        # controller leaves none behind.
         + (f"(\n{unpack_script(token)}\n) && " if token else "")
         + f"systemctl start --no-block {job.unit}",
         stdin=pack_files(token) if token else None,

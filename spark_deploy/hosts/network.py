@@ -95,7 +95,7 @@ echo '== tried'; ls {NETPLAN_TRIAL} 2>/dev/null
 systemctl is-active --quiet {RETURN_UNIT}.service && echo restoring
 echo '== ours'; head -c {_MAX_BYTES} {NETPLAN_FILE} 2>/dev/null
 echo; echo '== named'
-# NetworkManager's older profile wins over netplan's new one.
+# An older profile of NetworkManager wins over netplan's new profile.
 for f in /lib/netplan/*.yaml /etc/netplan/*.yaml /run/netplan/*.yaml {_PROFILES}; do
   [ -f "$f" ] && [ "${{f##*/}}" != '{NETPLAN_FILE.rpartition("/")[2]}' ] || continue
   for n in /sys/class/net/*; do
@@ -114,7 +114,7 @@ class Netplan:
     """Checked before an interface gets an address."""
 
     installed: bool
-    in_trial: bool  # our trial is running, or its restore
+    in_trial: bool  # a trial of ours, or the restore, is running
     ours: str  # the file we wrote; "" if there is none
     named: dict[str, str]  # interface: another file that configures it
     below: dict[str, str]  # interface: the bridge or bond it is part of
@@ -161,7 +161,7 @@ class Listener:
 def ports_script(ports: Sequence[int]) -> str:
     """Print listeners, then the cgroup of each process.
 
-    The longest path in /proc/PID/cgroup counts: with v1 controllers the v2 line is only "/".
+    The longest path in /proc/PID/cgroup is used: with v1 controllers the v2 line is only "/".
     """
     wanted = " or ".join(f"sport = :{port}" for port in ports) or "sport = :0"
     return rf"""

@@ -1,6 +1,6 @@
 """A lease on the host, and errors that fail only that host.
 
-The lease lets one run at a time change a host. The file in ``/run`` holds run, expiry (in uptime,
+With the lease, only a single run changes a host. The file in ``/run`` holds run, expiry (in uptime,
 so no clock matters), start and user. A run renews it, and returns it at the end or when
 interrupted; after a kill it expires. Dry runs and runs without changes take none. It is written by
 shell commands, for hosts without our tools; only root can open the lock, because every reader of a
@@ -113,7 +113,7 @@ _leases: WeakKeyDictionary[Host, _Lease] = WeakKeyDictionary()
 
 
 class ReturnLeases(BaseStateCallback):
-    """Return leases at the end of a run, also a failed one."""
+    """Return leases at the end of a run, even if it failed."""
 
     @staticmethod
     def when_interrupted(state: State) -> None:

@@ -21,7 +21,7 @@ from spark_deploy.plan.types import FileState, ManagedFile
 
 
 def packages_script(names: Sequence[str]) -> str:
-    """Print installed packages of ``names``, and those provided by others."""
+    """Print which of ``names`` are installed, or provided by installed packages."""
     return rf"""
 echo '== packages'
 dpkg-query -W -f '${{db:Status-Abbrev}}\t${{Package}}\t${{Version}}\t${{Provides}}\n' 2>/dev/null |
@@ -52,8 +52,8 @@ done
 """
 
 
-# Driver, kernel and firmware of a Spark are one set: half of it leaves no GPU. libnvidia-container*
-# and nvidia-container-toolkit* belong to docker and may change.
+# Driver, kernel and firmware of a Spark belong together: a partial update leaves no GPU.
+# libnvidia-container* and nvidia-container-toolkit* belong to docker and may change.
 _PROTECTED = re.compile(
     r"nvidia-(driver|dkms|kernel|open|utils|compute-utils|firmware|settings|prime|modprobe|"
     r"fabricmanager|imex|persistenced|system)|"
@@ -83,7 +83,7 @@ def forbidden_changes(simulation: Iterable[str]) -> tuple[str, ...]:
 
 
 def key_path(repository: RepositorySettings) -> str:
-    """Apt tells armoured from binary keys by the suffix."""
+    """The suffix tells apt whether the key is armoured or binary."""
     suffix = "gpg" if repository.key_url.endswith(".gpg") else "asc"
     return f"/etc/apt/keyrings/spark-{repository.name}.{suffix}"
 
@@ -214,7 +214,7 @@ def _install(
 def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:
     """Refresh the lists; after the limit the old lists are used.
 
-    apt does not sync lists: a power cut leaves empty ones that look current, so these are deleted.
+    apt does not sync lists: a power cut leaves empty lists that look current, so these are deleted.
     """
     files = f"find {lists} -maxdepth 1 -type f ! -name lock"
     return (
@@ -237,7 +237,7 @@ fi"""
 
 
 def _install_script(names: str, quiet_services: Sequence[str]) -> str:
-    """Install with one script, which a lost connection cannot interrupt.
+    """Install with a single script, which a lost connection cannot interrupt.
 
     New services are masked, so that the package does not start them, then unmasked and disabled.
     Existing units belong to the owner and stay.

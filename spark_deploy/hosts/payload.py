@@ -1,7 +1,7 @@
 """Files for hosts (tools, units, wheels) and the operations that install them.
 
-Plans contain only digests. A version has a directory named by its digest, and a link points to the
-current one.
+Plans contain only digests. Each version has a directory named by the digest; a link points to the
+current version.
 """
 
 import ast
@@ -118,7 +118,7 @@ def read_tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
 
 
 def site_archive(requirements: str, python_version: str, machine: str) -> tuple[Path, str]:
-    """Return a cached zip of the pinned wheels, and its digest."""
+    """Return a cached zip of the pinned wheels, and the digest."""
     pins = (CHECKOUT / requirements).read_bytes()
     key = hashlib.sha256(f"{python_version} {machine}\n".encode() + pins).hexdigest()
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -158,7 +158,7 @@ def _download_wheels(requirements: str, python_version: str, machine: str, into:
         )
 
 
-# Some verbs must work without installed tools, or with older or broken ones: the tools are sent on
+# Some verbs must work without installed tools, or with older or broken tools: they are sent on
 # standard input as a zip and imported from memory.
 _LOADER = """
 import base64, os, sys
@@ -298,7 +298,7 @@ def install_quantiser(image: str) -> Commands:
     if not site.python_version:
         if host.state.is_executing:
             fix = f"run `docker run --rm --entrypoint python3 {image} --version` on the host"
-            refuse(f"{host.name}: {image}", "its python3 prints no version", fix)
+            refuse(f"{host.name}: {image}", "python3 in the image prints no version", fix)
         host.log("AutoRound is installed once the engine's image exists")
         return
     path, digest = site_archive(QUANTISER_REQUIREMENTS, site.python_version, site.machine)

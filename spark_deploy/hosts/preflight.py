@@ -110,7 +110,7 @@ def _driver_findings(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
         yield _error("driver", message, "remove the packages of all branches but the factory's")
 
 
-# Engines or installations fail while one of these is half installed.
+# Engines or installations fail while any of these is half installed.
 _REQUIRED = re.compile(
     r"docker|containerd|runc|(lib)?nvidia|cuda|linux-(image|modules|nvidia)|libc6|libc-bin|nginx"
 )

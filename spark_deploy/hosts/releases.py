@@ -98,7 +98,7 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
         begun = parse(Begun, out)
         if begun.joined:
             host.log("a change to this release is already running; watching it")
-        # The id tells this change from others to the same release.
+        # The id identifies this change among changes to the same release.
         words = filter(None, (begun.release, begun.request))
         return _watch(host, begun.release, tool.line(tool.SWITCH_POLL, *words), timeout_s)
     except ConnectError as error:

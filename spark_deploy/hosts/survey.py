@@ -1,4 +1,4 @@
-"""Survey of a host before a deploy: one read-only command."""
+"""Survey of a host before a deploy: a single read-only command."""
 
 import re
 import time
@@ -80,7 +80,7 @@ def parse_identity(sections: facts.Sections, gpu_state: gpu.GpuState) -> HostIde
     )
 
 
-# GPU allocations of a GB10 belong to no process or cgroup, so only ``MemAvailable`` counts.
+# GPU allocations of a GB10 belong to no process or cgroup, so ``MemAvailable`` is used.
 MEMORY_SCRIPT = r"""
 echo '== meminfo'; grep -E '^(MemTotal|MemAvailable|CmaTotal|CmaFree):' /proc/meminfo
 echo '== buddyinfo'; getconf PAGESIZE; cat /proc/buddyinfo
@@ -142,7 +142,7 @@ def parse_processes(lines: Iterable[str]) -> Iterator[Process]:
 def audit_script(folder: str = "/var/lib/dpkg") -> str:
     """Print half-installed packages, but none while an installation runs.
 
-    Its packages are half installed while it holds dpkg's lock; ours waits for the lock.
+    While it holds dpkg's lock, packages are half installed, and the next installation waits.
     """
     return f"""
 echo '== dpkg-audit'

@@ -244,7 +244,7 @@ def _once_per_command(name: str, make: Callable[[], T]) -> T:
 
 
 def vars_root(file: str) -> Path:
-    """Return the folder of the settings: the inventory's, or its parent."""
+    """Return the folder with the settings: the inventory's or the parent."""
     folder = Path(file).resolve().parent
     for candidate in (folder, folder.parent):
         names = ("group_vars", "host_vars", "catalog", HOSTS_FILE)

@@ -66,5 +66,5 @@ def limit_output() -> None:
     """Install this module in pyinfra, and disable prompts."""
     util.read_buffer = read_buffer
     setattr(util, "getpass", refuse_prompt)  # noqa: B010 - a name that util does not export
-    # A failed connection raises its reason as well.
+    # A failed connection also raises the reason.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)

@@ -97,7 +97,7 @@ class UnreadRepository(NamedTuple):
 def unverified_builds(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
-    """Yield builds whose tensor names are not verified."""
+    """Yield builds with unverified tensor names."""
     for served in settings.all_served:
         if served.checkpoint.requantized:
             continue  # the base is on no hub; the builder verifies it
@@ -212,7 +212,7 @@ def read_inventory(
 def check_inventory() -> None:
     """Refuse a missing or empty inventory; for ``config.py``, which pyinfra reads first.
 
-    pyinfra would continue without hosts and exit 0; ``group_from`` checks its own list.
+    pyinfra would continue without hosts and exit 0; ``group_from`` refuses an empty list itself.
     """
     path = Path(inventory_argument())
     if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
