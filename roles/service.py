@@ -40,7 +40,7 @@ from spark_deploy.plan.types import GatewayPlan, ManagedFile, NeedsPlan, Schedul
 
 @deploy("Reboots")
 def reboot(*, plan: NeedsPlan, serve: Release) -> None:
-    """Reboot hosts if needed and allowed, one after the other.
+    """Reboot hosts in sequence if needed and allowed.
 
     Comes first: a driver that needs a reboot would fail later steps.
     """

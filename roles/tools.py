@@ -16,6 +16,6 @@ def apply(
 ) -> None:
     expect_files(file.path for file in (*placed_tools(identity, files), *units))
     expect_fact(PythonSite)
-    # First: a job started in between would lack its packages.
+    # First: a job started in between would lack the packages.
     install_site(name="Install the builder's Python packages", identity=identity)
     install_tools(name="Install host tools", identity=identity, files=files, units=units)
