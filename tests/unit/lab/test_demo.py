@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -51,23 +50,3 @@ def test_engine_memory_matches_the_plan() -> None:
     plan = build_plan(Target("lab-1", {}, settings, read_catalog()), estimate=True)
     needed = plan.needs.memory_needed_bytes
     assert needed <= room.ENGINE_MEMORY_BYTES < needed + (1 << 28)
-
-
-def test_make_demo_prints_requirements_before_preparing(tmp_path: Path) -> None:
-    (tmp_path / "Makefile").write_text((CHECKOUT / "Makefile").read_text())
-    log = tmp_path / "log"
-    for name in ("bin/python3", ".venv/bin/python"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'#!/bin/sh\necho "{name} $*" >> {log}\n')
-        path.chmod(0o755)
-    for name in ("requirements/dev.txt", "pyproject.toml", ".venv/installed"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    subprocess.run(["make", "demo-fast"], cwd=tmp_path, env=env, check=True, capture_output=True)
-    assert log.read_text().splitlines() == [
-        "bin/python3 -m lab demo --engine stub --requirements",
-        "bin/python3 -m lab prepare --engine none",
-        ".venv/bin/python -m lab demo --engine stub --skip-requirements",
-    ]

@@ -9,39 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.model.shape import TINY
 from proofs.drafts import cases, trees
 from proofs.engine.profile_cases import profile_cases
 
 KINDS = pytest.mark.parametrize("kind", trees.DRAFTS)
 TOKENS = [7, 11, 13, 17, 19, 23]
-
-
-@KINDS
-def test_draft_has_the_tensors_of_the_configuration(kind: str) -> None:
-    tensors, config = trees.shapes(kind), trees.config(kind)
-    hidden = config["hidden_size"]
-    assert tensors["fc.weight"] == (hidden, 3 * hidden)
-    assert tensors["norm.weight"] == (hidden,)
-    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
-    assert len(layers) == config["num_hidden_layers"]
-    width = config["num_attention_heads"] * config["head_dim"]
-    assert tensors["layers.0.self_attn.q_proj.weight"][0] == width
-    assert tensors["layers.0.self_attn.k_proj.weight"][0] == width // 2
-    assert tensors["layers.0.mlp.down_proj.weight"] == (hidden, config["intermediate_size"])
-    # Embedding and head are the target's.
-    assert not any("embed" in name or "head." in name for name in tensors)
-    assert config["vocab_size"] == TINY.vocabulary
-
-
-def test_configuration_names_target_layers() -> None:
-    dflash = trees.config("dflash")
-    assert max(dflash["dflash_config"]["target_layer_ids"]) < dflash["num_target_layers"]
-    assert dflash["num_target_layers"] == TINY.layers
-    eagle, name = trees.config("eagle3"), "eagle_aux_hidden_state_layer_ids"
-    assert eagle[name] == eagle["eagle_config"][name]  # for both runners
-    # State and embedding of the token: twice as wide.
-    assert trees.shapes("eagle3")["layers.0.self_attn.q_proj.weight"] == (256, 512)
 
 
 @KINDS

@@ -29,10 +29,6 @@ def test_each_case_has_state_and_log(tmp_path: Path) -> None:
     assert results["answers"]["log_lines"] == [f"Using stub {tmp_path}/tiny 7"]
 
 
-def test_waiting_case_is_skipped_after_the_time_limit(tmp_path: Path) -> None:
-    assert run_cases(cases("answers"), tmp_path, tmp_path / "out", within_s=-1, module=MODULE) == {}
-
-
 def test_finished_case_is_run_again_unless_resumed(tmp_path: Path) -> None:
     done = tmp_path / "answers.json"
     done.write_text('{"state": "before"}')

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.config.checkout import CHECKOUT
-from tools.release import ReleaseError, date_changelog, main, release, runner, set_version
+from tools.release import ReleaseError, release, runner
 
 DAY = datetime.date(2026, 3, 1)
 PROJECT = """[build-system]
@@ -143,15 +142,3 @@ def test_failed_tag_keeps_the_commit(project: Project) -> None:
     with pytest.raises(ReleaseError, match="git tag"):
         project.release()
     assert project.git("log", "--format=%s").splitlines()[0] == "release: 0.3.0"
-
-
-def test_files_of_this_checkout_can_be_released() -> None:
-    text = set_version((CHECKOUT / "pyproject.toml").read_text(), "9.0.0")
-    assert 'version = "9.0.0"' in text
-    changelog = date_changelog((CHECKOUT / "CHANGELOG.md").read_text(), "9.0.0", DAY)
-    assert "\n## 9.0.0 - 2026-03-01\n" in changelog
-
-
-def test_command_prints_error_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["next"]) == 1
-    assert capsys.readouterr().err.startswith('VERSION: "next"')
