@@ -138,8 +138,12 @@ _KEY = re.compile(
 )
 _LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
 _MAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]+")
-_MAC = re.compile(r"(?<![\w:-])[0-9A-Fa-f]{2}(?:[:-][0-9A-Fa-f]{2}){5}(?![\w:-])")
-_ADDRESS = re.compile(r"(?<![\w.:])(?:[0-9A-Fa-f]*:[0-9A-Fa-f:.]+|\d+(?:\.\d+){3})(?![\w:])")
+_MAC = re.compile(
+    r"(?<![\w:-])[0-9A-Fa-f]{2}(?:[:-][0-9A-Fa-f]{2}){5}(?![\w:-])"
+    r"|(?<![\w.])[0-9A-Fa-f]{4}(?:\.[0-9A-Fa-f]{4}){2}(?!\w)"
+)
+_IPV6 = re.compile(r"(?<![\w.:])[0-9A-Fa-f]*:[0-9A-Fa-f:.]+(?![\w:])")
+_IPV4 = re.compile(r"(?<![\w.])\d+(?:\.\d+){3}(?!\w)")
 _HOME = re.compile(r"(?<=/home/)[^/\s'\"]+")
 _SERIAL = re.compile(r"(?i)\b(?:serial|s/n|uuid)\b\W*(?:number|no)?\W*[\w-]+")
 _UUID = re.compile(r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b")
@@ -154,7 +158,7 @@ def redacted(text: str) -> str:
         text = pattern.sub(_GONE, text)
     text = _LOGIN.sub(f"{_GONE}@", text)
     text = _HOME.sub(_GONE, text)
-    text = _ADDRESS.sub(_without_address, text)
+    text = _IPV4.sub(_without_address, _IPV6.sub(_without_address, text))
     return _LONG.sub(_without_secret, text)
 
 

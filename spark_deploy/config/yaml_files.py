@@ -36,6 +36,17 @@ class _NoDuplicates(_Loader):  # type: ignore[misc]
         mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
         return mapping
 
+    def construct_number(self, node: yaml.ScalarNode) -> Any:
+        """Return numbers of base 60 as text: 22:00 is a time, and long ones take seconds."""
+        if ":" in node.value:
+            return self.construct_scalar(node)
+        is_int = node.tag.endswith(":int")
+        return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+
+
+for _kind in ("int", "float"):
+    _NoDuplicates.add_constructor(f"tag:yaml.org,2002:{_kind}", _NoDuplicates.construct_number)
+
 
 class _DatesAreText(_NoDuplicates):
     """Loader for foreign documents, in which unquoted dates are text."""

@@ -19,7 +19,9 @@ REPOSITORY_NAME = form(
 _HostAndPort = Annotated[
     str, text(r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]+$", "HOST:PORT", "192.168.1.10:5000")
 ]
-_Direct = Annotated[str, text(r"^[^\s,]+$", "a host or network", "192.168.1.0/24")]
+# In an environment file of systemd and docker: no quote, backslash, $ or %.
+_DIRECT = r"^[A-Za-z0-9._*:/\[\]-]+$"
+_Direct = Annotated[str, text(_DIRECT, "a host or network", "192.168.1.0/24")]
 _Sha256 = Annotated[
     str, text(f"^{SHA256}$", "the 64 hexadecimal digits that `sha256sum` prints", "0" * 64)
 ]

@@ -13,8 +13,11 @@ from spark_deploy.cli.report import Report, file_text, redacted
 
 HEX = st.text("0123456789abcdef", min_size=2, max_size=2)
 MACS = st.lists(HEX, min_size=6, max_size=6).flatmap(
-    lambda parts: st.sampled_from([":".join(parts), "-".join(parts).upper()])
-)
+    lambda parts: st.sampled_from([
+        ":".join(parts), "-".join(parts).upper(),
+        ".".join("".join(parts[at : at + 2]) for at in (0, 2, 4)),
+    ])
+)  # fmt: skip
 PUBLIC = st.ip_addresses(v=4, network="93.184.0.0/15").map(str)
 PUBLIC6 = st.ip_addresses(v=6, network="2606:2800::/32").map(str)
 ALNUM = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
@@ -46,6 +49,15 @@ def test_secrets_and_addresses_are_redacted(canary, prefix, suffix):
     assert canary.rpartition(" ")[2] not in redacted(f"{prefix}{canary}{suffix}")
 
 
+@given(
+    address=PUBLIC,
+    before=st.sampled_from(["", "peer:", "12:", "http://"]),
+    after=st.sampled_from([":8000", ": no route", ".", "/v1"]),
+)
+def test_addresses_next_to_colons_are_redacted(address, before, after):
+    assert address not in redacted(f"{before}{address}{after}")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -54,7 +66,7 @@ def test_secrets_and_addresses_are_redacted(canary, prefix, suffix):
         "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN'].",
         "vllm@sha256:" + "0a" * 32,
         "main-0123456789ab", "6.17.0-1014-nvidia", "580.159.03", "0.33.0+cu130", "2.29.3",
-        "2026-11-22T12:00:58Z", "5.36_0ACUM018", "NVIDIA DGX Spark", "127.0.0.1",
+        "2026-11-22T12:00:58Z", "5.36_0ACUM018", "NVIDIA DGX Spark", "127.0.0.1:8000",
         "--device=nvidia.com/gpu=all", "81% of 70 drafted tokens were accepted (floor 50%)",
     ],
 )  # fmt: skip

@@ -21,6 +21,7 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SparkError
 from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.hosts.status import Evidence
 from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.lock import hub, registry
@@ -86,6 +87,12 @@ ODD_YAML = (
     *("&a [*a]", "a: &b {c: *b}", "? [a]\n: 1", "a: " + "[" * 900, "a: " + "[" * 900 + "]" * 900),
     *("a: !!python/name:os.system", "a: !!binary x", "<<: 1", "a: !!set {b}", "\ufeffa: 1", "%TAG"),
 )
+
+
+@pytest.mark.parametrize("number", ["22:00", "1" + ":2" * 1000, "1:30.5"])
+def test_numbers_of_base_60_are_text(root, number):
+    (root / "x.yml").write_text(f"a: {number}\n")
+    assert read_mapping(root / "x.yml", shown="x.yml") == ({"a": number}, [])
 
 
 @pytest.mark.slow

@@ -72,6 +72,10 @@ HOSTILE = [
     *(nested("releases.rollback_to", text) for text in ("main-0123456789ab\n", "-x")),
     *(nested("engine.environment", {text: "x"}) for text in ("A\n", "A=B", "a", "A B")),
     *(nested("engine.options", {text: 1}) for text in ("seed\n", "-x", "a b")),
+    *(
+        nested("proxy.direct", [f"lan{text}"])
+        for text in ("'", '"', "\\", "$x", "%h", ";", "#", "\n")
+    ),
     nested("docker.daemon", {"log-opts": {"max-size": "1m\n"}}),
 ]
 GOOD = [
@@ -84,6 +88,9 @@ GOOD = [
     nested("hub.endpoint", "https://hub.example.org/a@b"),
     nested("ssh.hostname", "fe80::1%eth0"),
     nested("ssh.user", "ann.b"),
+    nested(
+        "proxy.direct", [".example.org", "*.lan", "10.0.0.0/8", "[fd00::1]", "fd00::/8", "a_b:80"]
+    ),
     nested("takeover", ["old-vllm_1"]),
 ]
 
