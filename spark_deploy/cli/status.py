@@ -10,7 +10,7 @@ import click
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
 from spark_contract.release import PREFIX_REUSE
-from spark_contract.status import Ours
+from spark_contract.status import UninstallManifest
 from spark_contract.tool import SPEED
 from spark_contract.units import MAIN_SERVICE
 
@@ -78,7 +78,7 @@ def _planned_files(options: Options) -> int:
 def _managed_files(options: Options) -> int:
     """Print the managed resources on hosts; return 1 if a host did not answer."""
 
-    def read(_host: Host, target: Target) -> Ours:
+    def read(_host: Host, target: Target) -> UninstallManifest:
         return read_resources(uninstall_request(target.settings.settings))
 
     answers = query(select_hosts(options, must_serve=False), read)
@@ -87,7 +87,7 @@ def _managed_files(options: Options) -> int:
     return 0 if all(answer.value is not None for answer in answers) else 1
 
 
-def _resource_lines(answer: Answer[Ours]) -> Iterator[str]:
+def _resource_lines(answer: Answer[UninstallManifest]) -> Iterator[str]:
     name, resources = answer.host.name, answer.value
     if resources is None:
         yield f"{name}: {answer.problem}"

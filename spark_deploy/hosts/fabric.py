@@ -14,8 +14,8 @@ from spark_contract.fabric import (
     NETPLAN_TRIAL,
     TRY_AGAIN,
     FabricPlan,
-    SpeedFound,
     SpeedOrder,
+    SpeedResult,
 )
 from spark_contract.tool import FABRIC, FABRIC_SPEED, HOST_TOOL, line
 
@@ -221,7 +221,7 @@ def _warn_or_refuse(verdict: Verdict) -> None:
         raise Refused(*verdict.problems)
 
 
-def _measure_tcp(link: FabricLink) -> SpeedFound:
+def _measure_tcp(link: FabricLink) -> SpeedResult:
     order = SpeedOrder(
         interface=link.interface,
         address=link.address,
@@ -236,7 +236,7 @@ def _measure_tcp(link: FabricLink) -> SpeedFound:
     ends = ((host.name, sent), (link.host, received))
     if failed := [_last_problem(name, output, fix) for name, (ok, output) in ends if not ok]:
         raise Refused(*failed)
-    return documents.parse(SpeedFound, sent[1])
+    return documents.parse(SpeedResult, sent[1])
 
 
 def _measure_rdma(link: FabricLink) -> float | None:
@@ -288,7 +288,7 @@ _MIN_GBIT_PER_S = 10.0
 _DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a degraded ConnectX-7 port is reported to carry 13
 
 
-def describe_speed(link: FabricLink, speed: SpeedFound) -> str:
+def describe_speed(link: FabricLink, speed: SpeedResult) -> str:
     speed_text = (
         f"{link.speed_mbit_per_s / 1000:g} Gb/s" if link.speed_mbit_per_s else "of unknown speed"
     )
@@ -299,7 +299,7 @@ def describe_speed(link: FabricLink, speed: SpeedFound) -> str:
 
 
 def judge_speed(
-    host: str, link: FabricLink, speed: SpeedFound, rdma_gbit_per_s: float | None = None
+    host: str, link: FabricLink, speed: SpeedResult, rdma_gbit_per_s: float | None = None
 ) -> Verdict:
     """Judge a short test over TCP, and over RDMA if it ran."""
     where, carried = f"{host}: {link.interface}", _gbit_per_s(speed)
@@ -324,5 +324,5 @@ def judge_speed(
     return Verdict(())
 
 
-def _gbit_per_s(speed: SpeedFound) -> float:
+def _gbit_per_s(speed: SpeedResult) -> float:
     return speed.arrived_bytes * 8 / 1e9 / max(speed.took_s, 1e-6)

@@ -15,7 +15,7 @@ from pyinfra.api.exceptions import ConnectError
 from spark_contract import tool
 from spark_contract.documents import parse
 from spark_contract.records import Rollout
-from spark_contract.status import Begun
+from spark_contract.status import StartedRollout
 from spark_contract.tool import PHASE, SPEED
 from spark_contract.units import MAIN_SERVICE
 
@@ -95,7 +95,7 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
         if not ok:
             host.log_styled(f"the change did not begin: {(err or out).strip()}", fg="red")
             return False
-        begun = parse(Begun, out)
+        begun = parse(StartedRollout, out)
         if begun.joined:
             host.log("a change to this release is already running; watching it")
         # The id identifies this change among changes to the same release.

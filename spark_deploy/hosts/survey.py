@@ -9,7 +9,7 @@ from pathlib import Path
 from spark_contract import machine
 from spark_contract.errors import Problem
 from spark_contract.paths import DAILY, RELEASES_DIR, Paths
-from spark_contract.records import DailyLook, Stopped
+from spark_contract.records import DailyReport, Stopped
 from spark_contract.tool import STAND_IN
 from spark_contract.units import MAIN_SERVICE, SERVE
 
@@ -272,7 +272,7 @@ class HostSurvey(facts.HostFact[Survey]):
         sections = facts.parse_sections(output)
         sudo = sections["sudo"] or ["no"]
         gpu_state = gpu.parse_gpu(sections)
-        daily = facts.parse_document(DailyLook, sections.text("daily"))
+        daily = facts.parse_document(DailyReport, sections.text("daily"))
         stopped = sections["stopped"]
         engines = (line.partition(" ") for line in sections["engine-memory"])
         unreachable = (line for line in sections["containers"] if line.startswith("unreachable "))

@@ -10,7 +10,7 @@ from spark_contract import paths, tool
 from spark_contract.documents import DocumentError, parse, plain
 from spark_contract.errors import problem_in
 from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, ImageProof, Job, ReceiptProof
-from spark_contract.status import Footprint, Keep, Ours, Pruning, Thing
+from spark_contract.status import Footprint, Keep, Pruning, Thing, UninstallManifest
 from spark_contract.units import DAILY_STAMP
 
 from spark_deploy.config.errors import Problem
@@ -79,7 +79,7 @@ def _prune(state: State, host: Host, request: str) -> bool:
     return True
 
 
-class ManagedResources(HostFact[Ours]):
+class ManagedResources(HostFact[UninstallManifest]):
     """``spark-host manifest`` of sent tools (``_stdin``: ``packed_tools``)."""
 
     def requires_command(self, command: str) -> str:
@@ -88,10 +88,10 @@ class ManagedResources(HostFact[Ours]):
     def command(self, command: str) -> str:
         return f"{command} 2>&1 || :"
 
-    def process(self, output: Iterable[str]) -> Ours:
+    def process(self, output: Iterable[str]) -> UninstallManifest:
         lines = [line for line in output if line.strip()]
         try:
-            return parse(Ours, lines[-1] if lines else "")
+            return parse(UninstallManifest, lines[-1] if lines else "")
         except DocumentError as error:
             problem = problem_in(lines[-1]) if lines else None
             tail = "\n".join(lines[-3:])
@@ -124,7 +124,7 @@ def uninstall_request(settings: Settings) -> str:
     return json.dumps(plain(wanted), sort_keys=True)
 
 
-def read_resources(request: str) -> Ours:
+def read_resources(request: str) -> UninstallManifest:
     command = memory_command(tool.MANIFEST, request)
     return read_fact(ManagedResources, command=command, _stdin=packed_tools())
 
@@ -156,10 +156,10 @@ def _uninstall(state: State, host: Host, request: str) -> bool:
     try:
         with heartbeat(host, "removing"):
             output = run(host, command, timeout_s=_TIMEOUT_S, stdin=packed_tools())
-        removed = parse(Ours, output[-1])
+        removed = parse(UninstallManifest, output[-1])
     except CommandFailed as error:
         text = error.output.strip()
-        failed = parse_document(Ours, text.rpartition("\n")[2])
+        failed = parse_document(UninstallManifest, text.rpartition("\n")[2])
         refuse(where, "\n".join(failed.problems) if failed else text[-2000:], _RUN_AGAIN)
     except DocumentError as error:
         refuse(where, str(error), "run again")
@@ -171,7 +171,7 @@ def _uninstall(state: State, host: Host, request: str) -> bool:
 _SHOWN = 12  # names of a kind
 
 
-def describe_uninstall(result: Ours) -> Iterator[str]:
+def describe_uninstall(result: UninstallManifest) -> Iterator[str]:
     """Yield removed and kept things; those of a kind share a line."""
     if result.noted_at is None and result.things:
         yield "the state before the first deploy is unknown: things that may be older are kept"

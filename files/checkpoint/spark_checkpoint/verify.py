@@ -153,7 +153,7 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> rec
     if not isinstance(receipt, receipts.SourceReceipt):
         with no_garbage_collection():
             _check_headers(directory, receipt, receipt.plan, receipt.tensors)
-    to_hash = [file for file in receipt.files if full or file.is_touched(directory)]
+    to_hash = [file for file in receipt.files if full or file.may_have_changed(directory)]
     progress.phase("verify", sum(file.size_bytes for file in to_hash))
     with ThreadPoolExecutor(storage.WORKERS) as pool:
         hashed = pool.map(lambda file: _check_content(directory, file, progress), to_hash)

@@ -180,19 +180,19 @@ def shown(data: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def of_form(where: str, value: str | None, pattern: str) -> None:
+def check_form(where: str, value: str | None, pattern: str) -> None:
     """Raise if a text does not match; ``None`` is accepted."""
     if value is not None and not re.fullmatch(pattern, value):
         raise DocumentError(f"{where}: {value!r} is not of the form {pattern}")
 
 
-def plain_directory(where: str, value: str) -> None:
+def check_plain_directory(where: str, value: str) -> None:
     """Raise unless the value is an absolute path without ``..`` or a hidden name."""
     path = PurePosixPath(value)
     if not path.is_absolute() or ".." in path.parts or not path.name or path.name.startswith("."):
         raise DocumentError(f"{where}: {value!r} is not a plain absolute path")
 
 
-def in_range(where: str, value: float, least: float, most: float = float("inf")) -> None:
+def check_range(where: str, value: float, least: float, most: float = float("inf")) -> None:
     if not least <= value <= most:
         raise DocumentError(f"{where}: {value} must be from {least} to {most}")

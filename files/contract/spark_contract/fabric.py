@@ -58,7 +58,7 @@ class SpeedOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedFound:
+class SpeedResult:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     arrived_bytes: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
-from spark_contract.documents import OPTIONAL, DocumentError, in_range, of_form, plain_directory
+from spark_contract.documents import OPTIONAL, DocumentError, check_range, check_form, check_plain_directory
 from spark_contract.paths import CONFIG_DIR, RECEIPT_NAME
 from spark_contract.units import COMMIT, SHA256
 
@@ -92,14 +92,14 @@ class Wire:
     slow_after_s: float = field(default=10.0, metadata=OPTIONAL)  # measured over so long
 
     def __post_init__(self) -> None:
-        in_range("tries", self.tries, 1, 100)
-        in_range("parallel", self.parallel, 1, 64)
-        in_range("backoff_s", self.backoff_s, 0)
-        in_range("outage_s", self.outage_s, 0)
-        in_range("timeout_s", self.timeout_s, 0.1)
-        in_range("rate_limit_bytes_per_s", self.rate_limit_bytes_per_s or 1, 1)
-        in_range("slow_bytes_per_s", self.slow_bytes_per_s, 0)
-        in_range("slow_after_s", self.slow_after_s, 0.1)
+        check_range("tries", self.tries, 1, 100)
+        check_range("parallel", self.parallel, 1, 64)
+        check_range("backoff_s", self.backoff_s, 0)
+        check_range("outage_s", self.outage_s, 0)
+        check_range("timeout_s", self.timeout_s, 0.1)
+        check_range("rate_limit_bytes_per_s", self.rate_limit_bytes_per_s or 1, 1)
+        check_range("slow_bytes_per_s", self.slow_bytes_per_s, 0)
+        check_range("slow_after_s", self.slow_after_s, 0.1)
 
     @property
     def least_bytes_per_s(self) -> float:
@@ -123,9 +123,9 @@ class FetchFile:
             raise DocumentError(f"files: path {self.path!r} is reserved")
         if self.sha256 is None and self.git_sha1 is None:
             raise DocumentError(f"files: {self.path}: sha256 and git_sha1 are missing")
-        of_form(f"files: {self.path}: sha256", self.sha256, SHA256)
-        of_form(f"files: {self.path}: git_sha1", self.git_sha1, COMMIT)
-        in_range(f"files: {self.path}: size_bytes", self.size_bytes, 0)
+        check_form(f"files: {self.path}: sha256", self.sha256, SHA256)
+        check_form(f"files: {self.path}: git_sha1", self.git_sha1, COMMIT)
+        check_range(f"files: {self.path}: size_bytes", self.size_bytes, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +149,12 @@ class FetchPlan(Wire):
 
     def __post_init__(self) -> None:
         Wire.__post_init__(self)
-        of_form("digest", self.digest, SHA256)
-        of_form("commit", self.commit, COMMIT)
-        of_form("name", self.name, ".+")
-        plain_directory("out", self.out)
+        check_form("digest", self.digest, SHA256)
+        check_form("commit", self.commit, COMMIT)
+        check_form("name", self.name, ".+")
+        check_plain_directory("out", self.out)
         for url in self.urls:
-            of_form("urls", url, "https?://.+")
+            check_form("urls", url, "https?://.+")
         paths = [file.path for file in self.files]
         twice = next((path for path in paths if paths.count(path) > 1), None)
         if twice is not None:

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from spark_contract.documents import OPTIONAL, DocumentError, in_range, of_form, plain_directory
+from spark_contract.documents import (
+    OPTIONAL,
+    DocumentError,
+    check_form,
+    check_plain_directory,
+    check_range,
+)
 from spark_contract.errors import HostToolError
 from spark_contract.fetching import FetchPlan, Wire
 from spark_contract.units import COMMIT, SHA256
@@ -155,20 +161,20 @@ class BuildPlan:
     extra: Mapping[str, Any]  # deep-merged into config.json last
 
     def __post_init__(self) -> None:
-        of_form("digest", self.digest, SHA256)
-        of_form("name", self.name, _NAME)
-        of_form("base.dir", self.base.dir, _DIRECTORY)
-        of_form("base.revision", self.base.revision, f"{COMMIT}|{SHA256}")
-        plain_directory("out", self.out)
+        check_form("digest", self.digest, SHA256)
+        check_form("name", self.name, _NAME)
+        check_form("base.dir", self.base.dir, _DIRECTORY)
+        check_form("base.revision", self.base.revision, f"{COMMIT}|{SHA256}")
+        check_plain_directory("out", self.out)
         if isinstance(self.donor, DonorUrl):
-            of_form("donor.url", self.donor.url, f"https?://.+/resolve/{COMMIT}/?")
+            check_form("donor.url", self.donor.url, f"https?://.+/resolve/{COMMIT}/?")
         elif self.donor is not None:
-            of_form("donor.dir", self.donor.dir, _DIRECTORY)
+            check_form("donor.dir", self.donor.dir, _DIRECTORY)
         for size in self.block_shape:
-            in_range("block_shape", size, 1)
+            check_range("block_shape", size, 1)
         for shape in self.donor_shapes:
             for size in (*shape.weight, *shape.scale):
-                in_range(f"donor_shapes: {shape.modules}", size, 1)
+                check_range(f"donor_shapes: {shape.modules}", size, 1)
         if not self.base_tensors:
             raise DocumentError("base_tensors: empty")
         if self.compares_with_donor and self.donor is None:
@@ -220,15 +226,15 @@ class RequantizePlan:
     out: str  # created atomically
 
     def __post_init__(self) -> None:
-        of_form("digest", self.digest, SHA256)
-        of_form("name", self.name, _NAME)
-        of_form("packages", self.packages, _DIRECTORY)
-        of_form("calibration", self.calibration, _DIRECTORY)
-        of_form("gpu", self.gpu, _DIRECTORY)
-        plain_directory("out", self.out)
-        in_range("iters", self.iters, 0)
+        check_form("digest", self.digest, SHA256)
+        check_form("name", self.name, _NAME)
+        check_form("packages", self.packages, _DIRECTORY)
+        check_form("calibration", self.calibration, _DIRECTORY)
+        check_form("gpu", self.gpu, _DIRECTORY)
+        check_plain_directory("out", self.out)
+        check_range("iters", self.iters, 0)
         for where in ("layers", "nsamples", "seqlen", "batch"):
-            in_range(where, getattr(self, where), 1)
+            check_range(where, getattr(self, where), 1)
         if not self.base_tensors:
             raise DocumentError("base_tensors: empty")
 

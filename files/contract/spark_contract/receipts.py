@@ -32,7 +32,7 @@ class ReceiptFile:
         if not is_inside(self.path):
             raise DocumentError(f"files: path {self.path!r} leaves the tree")
 
-    def is_touched(self, tree: Path) -> bool:
+    def may_have_changed(self, tree: Path) -> bool:
         """Return whether the file may have changed since it was hashed, by stat."""
         try:
             now = (tree / self.path).stat()
@@ -59,7 +59,7 @@ class Receipt:
             return False
 
     def touched(self, tree: Path) -> tuple[str, ...]:
-        return tuple(file.path for file in self.files if file.is_touched(tree))
+        return tuple(file.path for file in self.files if file.may_have_changed(tree))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,12 @@ def exposed(tree: Path) -> str | None:
     for place, folders, names in os.walk(tree):
         inside = (Path(place) / name for name in (*names, *folders))
         for path in (Path(place), *inside):
-            if (problem := why_not_ours(path)) is not None:
+            if (problem := why_writable_by_others(path)) is not None:
                 return f"{path} {problem}"
     return None
 
 
-def why_not_ours(file: Path | int) -> str | None:
+def why_writable_by_others(file: Path | int) -> str | None:
     """Return why another account could write a file or folder (path or descriptor)."""
     status = os.fstat(file) if isinstance(file, int) else file.lstat()
     if stat.S_ISLNK(status.st_mode):

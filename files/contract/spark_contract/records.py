@@ -88,7 +88,7 @@ class CompileCache:
 
 
 @dataclass(frozen=True, slots=True)
-class DailyLook:
+class DailyReport:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     at: str

@@ -8,7 +8,7 @@ from typing import ClassVar
 from spark_contract.documents import OPTIONAL, key
 from spark_contract.errors import Problem
 from spark_contract.job import JobState
-from spark_contract.records import DailyLook, Event, Proof, RollbackRecord, Stopped
+from spark_contract.records import DailyReport, Event, Proof, RollbackRecord, Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Status:
     events: dict[str, tuple[Event, ...]]  # by service, oldest first
     # Engines of other services.
     more_live: tuple[Live, ...] = field(default=(), metadata=OPTIONAL)
-    daily: DailyLook | None = field(default=None, metadata=OPTIONAL)
+    daily: DailyReport | None = field(default=None, metadata=OPTIONAL)
     # drop-ins, masks and unit files that no deploy wrote
     unit_overrides: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
 
@@ -111,7 +111,7 @@ class Rollback:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StartedRollout:
     release: str
     request: str | None
     joined: bool
@@ -221,7 +221,7 @@ class Thing:
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
+class UninstallManifest:
     noted_at: str | None  # time of the baseline; None: missing
     things: tuple[Thing, ...]
     problems: tuple[str, ...] = ()  # failed removals

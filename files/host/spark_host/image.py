@@ -146,7 +146,7 @@ class Layers:
         self._progress_at, self._progress_bytes = now, 0
         self._phase, self._phase_at = "pull", now
 
-    def take(self, event: dict[str, Any], now: float) -> None:
+    def add_event(self, event: dict[str, Any], now: float) -> None:
         layer, status = str(event.get("id")), str(event.get("status"))
         with self._lock:
             if "progressDetail" in event:
@@ -212,7 +212,7 @@ def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
         with _watched_connection(reference, layers, stalls) as connection:
             for event in _pull_events(connection, reference):
                 _refuse_error(reference, event)
-                layers.take(event, time.monotonic())
+                layers.add_event(event, time.monotonic())
     except (OSError, HTTPException) as error:
         if not stalls:
             reason = getattr(error, "strerror", None) or "the connection ended"

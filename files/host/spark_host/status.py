@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
-from spark_contract.records import DailyLook, Stopped
+from spark_contract.records import DailyReport, Stopped
 from spark_contract.release import Release
 from spark_contract.status import (
     GatewayState,
@@ -66,7 +66,7 @@ def main(words: list[str], paths: Paths) -> Status:
         live=answers[0] if answers else None,
         more_live=tuple(answers[1:]),
         events={name: watchdog.events(name, paths) for name in services},
-        daily=host.disk.read(DailyLook, paths.daily),
+        daily=host.disk.read(DailyReport, paths.daily),
         unit_overrides=unit_files.overrides(paths),
     )
 

@@ -1,7 +1,5 @@
 """The host reads every planned document with the same content."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -10,11 +8,10 @@ from pathlib import Path
 
 import pytest
 from spark_contract import units
-from spark_contract.documents import DocumentError, parse, read, text_of
+from spark_contract.documents import parse, text_of
 from spark_contract.errors import ERROR, HostToolError, problem_in
 from spark_contract.job import Progress, read_progress
 from spark_contract.paths import ENGINE_SOCKET, Paths
-from spark_contract.release import Release
 from spark_contract.status import Keep
 from spark_contract.tool import HOST_TOOL
 from spark_contract.units import mount_unit
@@ -97,15 +94,6 @@ def test_digest_covers_document_and_restart_limits(tmp_path):
     assert "StartLimitIntervalSec=27780\n" in limits(plan.serve)
 
 
-@pytest.mark.parametrize("key", ["colour", "stream"])
-def test_refuses_unknown_key_with_path(key, tmp_path):
-    plan = plan_of()
-    data = json.loads(release_files_of(plan)[0].content)
-    data["check"][key] = True
-    with pytest.raises(DocumentError, match=rf"^check\.{key}: unknown$"):
-        read(Release, data)
-
-
 def test_refuses_invalid_log_pattern(tmp_path):
     paths = put(plan := plan_of(), tmp_path / "host")
     path = paths.releases / plan.serve.name / "release.json"
@@ -114,11 +102,6 @@ def test_refuses_invalid_log_pattern(tmp_path):
     path.write_text(json.dumps(data))
     with pytest.raises(HostToolError, match=r"check: '\(' "):
         system.load_release(plan.serve.name, paths)
-
-
-def test_refuses_incomplete_list_of_kept_releases():
-    with pytest.raises(DocumentError, match="releases: missing"):
-        parse(Keep, '{"releases_kept": 1}')
 
 
 def test_parses_printed_error_line():

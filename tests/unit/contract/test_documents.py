@@ -1,13 +1,11 @@
 """Reading and writing of documents between controller and hosts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import pytest
-from spark_contract import documents, units
+from spark_contract import documents
 from spark_contract.documents import OPTIONAL, DocumentError, key
 
 
@@ -115,11 +113,3 @@ def test_refuses_missing_key(gone):
 def test_refuses_text_without_a_document(text):
     with pytest.raises(DocumentError):
         documents.parse(Work, text)
-
-
-def test_template_names_unit_and_instance():
-    unit = units.SERVE.of("main-0123456789ab")
-    assert unit == "spark-serve@main-0123456789ab.service"
-    assert units.SERVE.instance(unit) == "main-0123456789ab"
-    assert units.PREPARE.of("main") == "spark-prepare@main.target"
-    assert units.drop_in_dir(unit) == f"/etc/systemd/system/{unit}.d"

@@ -1,7 +1,5 @@
 """Files are complete or absent; stale temporary files are removed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

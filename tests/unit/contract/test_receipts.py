@@ -1,7 +1,5 @@
 """Receipts of downloads and checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures: a stub engine, reached over its unix socket, and a real nginx."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A scripted docker daemon on a unix socket."""
 
-from __future__ import annotations
-
 import json
 import socketserver
 import threading

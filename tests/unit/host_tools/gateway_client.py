@@ -1,7 +1,5 @@
 """A real nginx as the gateway of a stub host, and its client."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

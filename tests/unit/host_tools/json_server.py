@@ -1,7 +1,5 @@
 """A fake server on a unix socket that answers with JSON."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A host with checkpoints, images and releases of several generations, for pruning."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

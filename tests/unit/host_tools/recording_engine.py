@@ -1,7 +1,5 @@
 """An engine that answers every request alike and records it."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -4,8 +4,6 @@ A test can inject a fault at each call of a port. After each call and each event
 its invariants. The tools' own rules decide which release may start and when the gateway opens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Simulated parts of a host; each call passes :meth:`simulated_host.SimulatedHost.call`."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

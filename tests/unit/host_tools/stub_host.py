@@ -1,7 +1,5 @@
 """A folder that acts as a host, with stub engines."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -1,7 +1,5 @@
 """Comparison of recorded answers, step by step up to the first different token."""
 
-from __future__ import annotations
-
 import json
 import math
 import stat
@@ -13,7 +11,6 @@ from json_server import json_server
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
 from spark_host.check import compare, runner
-from spark_host.check.compare import Answer, Answers, Step
 from spark_host.system import systemd
 from stub_host import Host
 
@@ -147,13 +144,6 @@ def test_refuses_invalid_prompt_files(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(HostToolError, match=r"prompts\.txt"):
         compare.read_prompts(path)
-
-
-def test_identical_answers_have_no_divergence():
-    answer = Answer("p", "yes", (Step("yes", SURE), Step("no", UNSURE)))
-    answers = Answers(OLD, "d", "now", (answer,))
-    result = compare.compare_answers(answers, answers)
-    assert (result.mean_nats, result.most_nats, result.same_answers) == (0.0, 0.0, 1)
 
 
 def test_unlisted_tokens_diverge():

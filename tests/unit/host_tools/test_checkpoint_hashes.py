@@ -1,7 +1,5 @@
 """The daily check covers every byte of the served checkpoints within 14 days."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

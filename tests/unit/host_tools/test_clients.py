@@ -1,7 +1,5 @@
 """The output of `connect`, used by a shell and by real clients of a real gateway."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

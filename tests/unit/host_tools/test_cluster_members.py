@@ -1,7 +1,5 @@
 """Members of a cluster: ranks, firewall, joins, losses and silence."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 import threading
@@ -10,8 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checked import failed
-from clustered import HEAD, PORT, WORKER, clustered, in_hex, write_tables
+from cluster_release import (
+    HEAD,
+    PORT,
+    WORKER,
+    cluster_release,
+    in_hex,
+    write_tables,
+)
+from engine_checks import failed
 from spark_contract.documents import read
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
@@ -28,21 +33,17 @@ from stub_host import release_data, wait_until, write_program
 @pytest.mark.parametrize(("address", "rank"), [(HEAD, 0), (WORKER, 1)])
 def test_rank_follows_the_address(tmp_path, address, rank):
     paths = write_tables(tmp_path, address)
-    assert cluster.rank(clustered(), paths) == rank
-    assert cluster.is_worker(clustered(), paths) == bool(rank)
+    assert cluster.rank(cluster_release(), paths) == rank
+    assert cluster.is_worker(cluster_release(), paths) == bool(rank)
+    alone = read(Release, release_data())
+    assert (cluster.rank(alone, paths), cluster.own_member(alone, paths)) == (0, None)
+    assert cluster.missing_members(alone, paths) == []
 
 
 def test_host_without_member_address_is_refused(tmp_path):
     paths = write_tables(tmp_path, "192.168.100.99")
     with pytest.raises(HostToolError, match=f"0 of the member addresses .*spark-2 {WORKER}"):
-        cluster.rank(clustered(), paths)
-
-
-def test_rank_is_0_without_cluster(tmp_path):
-    release, paths = read(Release, release_data()), Paths(tmp_path)
-    assert cluster.rank(release, paths) == 0
-    assert cluster.own_member(release, paths) is None
-    assert cluster.missing_members(release, paths) == []
+        cluster.rank(cluster_release(), paths)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_rank_is_0_without_cluster(tmp_path):
 )
 def test_joined_members_have_a_connection_to_the_head(tmp_path, address, connections, missing):
     paths = write_tables(tmp_path, address, *connections)
-    members = cluster.missing_members(clustered(), paths)
+    members = cluster.missing_members(cluster_release(), paths)
     assert [member.host for member in members] == missing
 
 
@@ -69,17 +70,19 @@ def test_reads_connections_of_tcp6(tmp_path):
     local, remote = (f"{'0' * 16}FFFF0000{in_hex(*end)}" for end in ((HEAD, PORT), (WORKER, 9)))
     table = tmp_path / "proc/net/tcp6"
     table.write_text(f"{table.read_text()}   0: {local} {remote} 01 00000000:00000000\n")
-    assert cluster.missing_members(clustered(), paths) == []
+    assert cluster.missing_members(cluster_release(), paths) == []
 
 
 def test_container_gets_the_member_arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(docker, "gpu_arguments", lambda paths: [])
     paths = write_tables(tmp_path, WORKER)
-    argv = container.docker_argv(clustered(), paths)
+    argv = container.docker_argv(cluster_release(), paths)
     assert "--device=/dev/infiniband" in argv[: argv.index("spark-vllm:stub")]
     assert argv[-5:] == ["--nnodes", "2", "--node-rank", "1", "--headless"]
-    container.write_environment(clustered(), paths)
-    assert f"VLLM_HOST_IP={WORKER}\n" in paths.engine_environment(clustered().name).read_text()
+    container.write_environment(cluster_release(), paths)
+    assert (
+        f"VLLM_HOST_IP={WORKER}\n" in paths.engine_environment(cluster_release().name).read_text()
+    )
 
 
 # Records its arguments; fails for those in $HERE/refuses.
@@ -88,7 +91,7 @@ echo "${0##*/} $*" >> $HERE/calls
 [ -e $HERE/refuses ] || exit 0
 case "$*" in *"$(cat $HERE/refuses)"*) echo "No chain by that name." >&2; exit 1;; esac
 """
-CHAIN = f"SPARK-{clustered().name[-12:]}"
+CHAIN = f"SPARK-{cluster_release().name[-12:]}"
 
 
 @pytest.fixture
@@ -96,7 +99,7 @@ def firewall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("iptables", "ip6tables"):
         write_program(tmp_path / name, IPTABLES.replace("$HERE", str(tmp_path)))
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(cluster, "load_release", lambda name, paths: clustered())
+    monkeypatch.setattr(cluster, "load_release", lambda name, paths: cluster_release())
     return tmp_path
 
 
@@ -128,7 +131,7 @@ def test_down_removes_the_chain_and_ignores_absent_rules(firewall):
 
 
 def test_no_firewall_without_cluster(firewall, monkeypatch):
-    release = dataclasses.replace(clustered(), cluster=None)
+    release = dataclasses.replace(cluster_release(), cluster=None)
     monkeypatch.setattr(cluster, "load_release", lambda name, paths: release)
     cluster.fence(["up", "any"], Paths(firewall))
     assert not (firewall / "calls").exists()
@@ -152,7 +155,7 @@ class Pair:
 
     def __init__(self, root: Path, address: str = LOCAL_HEAD, **changes: float) -> None:
         self.root, self.address = root, address
-        release = clustered()
+        release = cluster_release()
         assert release.cluster is not None
         members = tuple(
             dataclasses.replace(member, address=local)

@@ -1,7 +1,5 @@
 """The compile cache of a release: kept, copied from a proven release, or empty."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import subprocess

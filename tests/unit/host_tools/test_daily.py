@@ -1,7 +1,5 @@
 """The daily inspection reports each problem."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.records import DailyLook
+from spark_contract.records import DailyReport
 from spark_host import status
 from spark_host.records import boot, proof
 from spark_host.system import host as system
@@ -137,7 +135,7 @@ def test_healthy_host_has_no_problems(serving):
 def test_status_includes_daily_problems(serving):
     serving.clock_synchronised = "no"
     assert daily.main([], serving.host.paths) == 0
-    [stored] = serving.host.here.disk.read(DailyLook, serving.host.paths.daily).problems
+    [stored] = serving.host.here.disk.read(DailyReport, serving.host.paths.daily).problems
     assert stored.where == "clock"
     result = status.main([], serving.host.paths).daily
     assert result is not None
@@ -145,4 +143,4 @@ def test_status_includes_daily_problems(serving):
 
 
 def test_inspects_a_host_without_releases(host):
-    assert isinstance(daily.inspect(system.Host(host.paths)), DailyLook)
+    assert isinstance(daily.inspect(system.Host(host.paths)), DailyReport)

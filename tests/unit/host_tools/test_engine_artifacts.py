@@ -1,7 +1,5 @@
 """An engine starts only on verified checkpoints that only root can write to."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The engine's container: environment and GPU specification."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

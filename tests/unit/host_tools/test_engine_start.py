@@ -1,7 +1,5 @@
 """Starting an engine: preconditions, turns and memory."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shutil

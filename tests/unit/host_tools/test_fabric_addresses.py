@@ -1,7 +1,5 @@
 """A network between hosts is temporary until it is confirmed."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -108,6 +106,8 @@ def test_trial_is_temporary_and_its_removal_is_scheduled_first(trial):
     assert "--on-active=60" in timer
     assert timer.endswith("fabric restore --unconfirmed")
     assert apply.endswith("netplan apply")
+    # A user who can read the file could lock it and prevent the restore.
+    assert (trial.paths.run / "fabric.lock").stat().st_mode & 0o777 == 0o600
 
 
 def test_refuses_a_second_trial(trial):
@@ -134,11 +134,6 @@ def test_removes_an_unconfirmed_trial(trial):
     for verb in ("confirm", "settled"):
         with pytest.raises(HostToolError, match="not confirmed in time"):
             run(trial, verb)
-
-
-def test_lock_file_is_private(trial):
-    # A user who can read the file could lock it and prevent the restore.
-    assert (trial.paths.run / "fabric.lock").stat().st_mode & 0o777 == 0o600
 
 
 def test_power_cut_removes_the_trial(trial):

@@ -1,7 +1,5 @@
 """The throughput test is limited, needs a token, and ends by itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import socket
@@ -45,11 +43,15 @@ def connect(order: SpeedOrder) -> socket.socket:
             time.sleep(0.01)
 
 
-def test_sends_exactly_the_byte_limit(order):
+def test_sends_exactly_the_byte_limit_of_an_order_on_stdin(order, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text_of(order)))
     with listening(order):
-        result = speed.send(order)
+        result = speed.main(["send"], Paths("/"))
+    assert isinstance(result, speed.SpeedResult)
     assert result.arrived_bytes == order.max_bytes
     assert 0 < result.took_s < order.max_s
+    with pytest.raises(HostToolError, match="listen or send"):
+        speed.main(["send", TOKEN], Paths("/"))
 
 
 def test_stalled_receiver_ends_at_the_time_limit(order):
@@ -101,13 +103,3 @@ def test_reports_a_missing_listener_or_interface(order, monkeypatch, interface, 
     monkeypatch.setattr(speed, "_MEET_S", 0.2)
     with pytest.raises(HostToolError, match=message):
         speed.send(dataclasses.replace(order, interface=interface))
-
-
-def test_reads_the_order_from_stdin(order, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(text_of(order)))
-    with listening(order):
-        result = speed.main(["send"], Paths("/"))
-    assert isinstance(result, speed.SpeedFound)
-    assert result.arrived_bytes == order.max_bytes
-    with pytest.raises(HostToolError, match="listen or send"):
-        speed.main(["send", TOKEN], Paths("/"))

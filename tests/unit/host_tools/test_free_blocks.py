@@ -1,7 +1,5 @@
 """Fragmented memory: limits, defragmentation at a start, and events."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checked import check_at_start
+from engine_checks import check_at_start
 from spark_contract.machine import GIB, FreeBlocks, parse_buddyinfo
 from spark_contract.release import Release
 from spark_host.engine import compile_cache, logs, memory
@@ -60,10 +58,7 @@ def test_pages_and_orders(page_bytes, counts, smallest_bytes, free_bytes):
     blocks = parse_buddyinfo(f"Node 0, zone   Normal {counts} \n", page_bytes)
     assert blocks is not None
     assert blocks.free_bytes(smallest_bytes) == free_bytes
-
-
-def test_empty_buddyinfo_has_no_blocks():
-    assert parse_buddyinfo("", 4096) is None
+    assert parse_buddyinfo("", page_bytes) is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A full disk loses no state file, and does not prevent a server from starting."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys
@@ -9,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checked import check
+from engine_checks import check
 from simulated_host import SimulatedHost
 from simulated_ports import Disk
 from spark_contract import files

@@ -1,7 +1,5 @@
 """The gateway finds the model name in any body and forwards the body unchanged."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

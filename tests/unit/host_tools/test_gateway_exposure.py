@@ -1,7 +1,5 @@
 """Addresses, TLS and rate limits of a running gateway."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -199,8 +197,3 @@ def test_reports_a_bridge_without_address(host, monkeypatch):
     wanted = listeners.wanted(host.gateway(expose="docker"))
     assert (wanted.listeners[-1].address, wanted.missing) == ("127.0.0.1", None)
     assert len(wanted.listeners) == len(LOOPBACK) + 1
-
-
-def test_refuses_unknown_gateway_settings(host):
-    with pytest.raises(HostToolError, match="known: loopback, docker, tailscale, lan"):
-        host.gateway(expose="everywhere")

@@ -1,7 +1,5 @@
 """The gateway's key, its allow-list, and its answers while the engine is away."""
 
-from __future__ import annotations
-
 import json
 import stat
 import sys
@@ -26,23 +24,6 @@ def test_accepts_only_the_exact_key(client):
         assert status(CHAT, QUESTION, key=None, x_api_key=wrong) == 401
     assert status(CHAT, QUESTION, key=None) == 401
     assert status(CHAT, QUESTION, key=None, Authorization=key) == 401
-
-
-def test_only_health_needs_no_key(client):
-    assert client.status("/health", key=None) == 200
-    for path, body in (
-        ("/v1/models", None), ("/v1/models/main-model", None), ("/v1/embeddings", QUESTION),
-        ("/v1/messages/count_tokens", QUESTION),
-    ):  # fmt: skip
-        assert client.status(path, body, key=None) == 401
-        assert b"no such path" not in client.ask(path, body)[1]  # the gateway's own 404
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/v1/messages", "/v1/responses"])
-def test_allowed_paths_reach_the_engine(client, path):
-    body = {**QUESTION, "prompt": "What is 12 + 30?", "input": "What is 12 + 30?"}
-    status, text = client.ask(path, body)
-    assert (status, b"42" in text) == (200, True)
 
 
 def test_gateway_verb_becomes_nginx(nginx_host):

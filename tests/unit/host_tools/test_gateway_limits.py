@@ -1,7 +1,5 @@
 """Limits of the gateway against clients without a key."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -1,7 +1,5 @@
 """Only allowed paths reach the engine, in any spelling."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import socket

@@ -1,7 +1,5 @@
 """A gateway that balances requests over hosts."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """A gateway in front of several services."""
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,6 @@ from recording_engine import recording
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_host.gateway import nginx, traffic
-from stub_host import release_data
 
 from tests.nginx import MODULE
 
@@ -203,11 +200,3 @@ def test_names_the_missing_nginx_module(nginx_host):
     (nginx_host.paths.root / "usr/lib/nginx/modules" / MODULE).unlink()
     with pytest.raises(HostToolError, match="libnginx-mod-http-js"):
         nginx.config_text(nginx_host.gateway(names={"main": ["a"]}), nginx_host.paths)
-
-
-def test_traffic_file_lists_the_model_names(host):
-    release = host.release()
-    with recording(host.paths.engine_socket("main")):
-        traffic.open_for(release, host.paths)
-    lines = host.paths.traffic("main").read_text().splitlines()
-    assert lines == [release.name, *release_data()["names"]]

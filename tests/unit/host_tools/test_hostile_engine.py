@@ -1,7 +1,5 @@
 """A hostile engine cannot make root change other files, and its answers are limited."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import resource

@@ -1,7 +1,5 @@
 """An image from local blobs: a real nginx and a docker that pulls."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

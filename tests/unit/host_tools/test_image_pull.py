@@ -1,7 +1,5 @@
 """Progress, stall timeout, errors and login of an image pull."""
 
-from __future__ import annotations
-
 import base64
 import json
 import socket
@@ -47,11 +45,6 @@ def pull_error(stall_s: float = STALL_S) -> str:
     assert error.value.fix
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def test_pulls_by_digest(daemon):
-    image.pull(REFERENCE, stall_s=STALL_S)
-    assert (daemon.pulled, daemon.auth) == ([REFERENCE], [None])
 
 
 def test_progress_sums_the_bytes_of_all_layers(daemon, capsys):
@@ -133,14 +126,16 @@ def test_unpacking_is_no_stall(daemon, status):
 def unpack_for(layers: Layers, seconds: int, *others: dict[str, Any]) -> None:
     for second in range(1, seconds):
         detail = {"current": second, "units": "s"}
-        layers.take({"id": A, "status": "Extracting", "progressDetail": detail}, float(second))
+        layers.add_event({"id": A, "status": "Extracting", "progressDetail": detail}, float(second))
         for event in others:
-            layers.take({**event, "status": f"Retrying in {second % 7} seconds"}, float(second))
+            layers.add_event(
+                {**event, "status": f"Retrying in {second % 7} seconds"}, float(second)
+            )
 
 
 def test_unpacking_is_limited():
     layers = Layers(0.0, 300.0)
-    layers.take(layer(A, "Download complete"), 1.0)
+    layers.add_event(layer(A, "Download complete"), 1.0)
     unpack_for(layers, 4000)
     assert layers.stalled(3500.0) is None
     assert "docker downloaded all layers" in str(layers.stalled(3999.0))
@@ -148,7 +143,7 @@ def test_unpacking_is_limited():
 
 def test_unpacking_hides_no_stall_of_another_layer():
     layers = Layers(0.0, 300.0)
-    layers.take(layer(B, "Downloading", 10, 100), 1.0)
+    layers.add_event(layer(B, "Downloading", 10, 100), 1.0)
     unpack_for(layers, 400, layer(B, ""))
     assert "layer bbbb" in str(layers.stalled(399.0))
 
@@ -251,4 +246,4 @@ def test_sends_the_registry_login_only_in_the_header(daemon, tmp_path, capsys, r
 def test_pulls_anonymously_without_a_login(daemon, tmp_path, text):
     write_docker_config(tmp_path, text)
     image.pull(REFERENCE, stall_s=5)
-    assert daemon.auth == [None]
+    assert (daemon.pulled, daemon.auth) == ([REFERENCE], [None])

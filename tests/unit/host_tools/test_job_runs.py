@@ -1,7 +1,5 @@
 """Results and states of jobs."""
 
-from __future__ import annotations
-
 import errno
 import json
 import sys
@@ -13,7 +11,7 @@ import pytest
 from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.job import JobRun
-from spark_contract.records import DailyLook
+from spark_contract.records import DailyReport
 from spark_contract.units import JOB
 from spark_host import __main__, jobs
 from spark_host.system import host as system
@@ -105,15 +103,14 @@ def test_unreadable_job_does_not_keep_other_tokens(host, units):
     assert not token.exists()
 
 
-def end_other_job(host: Host) -> None:
-    jobs.main(["end", FIRST], host.paths)
-
-
-def inspect_daily(host: Host) -> None:
-    __main__.daily([], host.paths)
-
-
-@pytest.mark.parametrize("sweep", [end_other_job, inspect_daily])
+@pytest.mark.parametrize(
+    "sweep",
+    [
+        lambda paths: jobs.main(["end", FIRST], paths),
+        lambda paths: __main__.daily([], paths),
+    ],
+    ids=["end of another job", "daily inspection"],
+)
 @pytest.mark.parametrize(
     ("unit", "age_s", "kept"),
     [
@@ -132,8 +129,8 @@ def test_removes_unused_tokens(host, units, monkeypatch, sweep, unit, age_s, kep
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + age_s)
     monkeypatch.setenv("SERVICE_RESULT", "success")
-    monkeypatch.setattr(daily, "inspect", lambda _: DailyLook(at="", problems=()))
-    sweep(host)
+    monkeypatch.setattr(daily, "inspect", lambda _: DailyReport(at="", problems=()))
+    sweep(host.paths)
     assert token.exists() == kept
 
 

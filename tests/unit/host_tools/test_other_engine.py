@@ -1,12 +1,10 @@
 """Another engine is a row of metric names; only a few modules contain engine-specific names."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 
 import pytest
-from checked import check, failed
+from engine_checks import check, failed
 from spark_contract import documents
 from spark_contract.release import Release
 from spark_host.engine import serve

@@ -1,7 +1,5 @@
 """Peer downloads from a real nginx on 127.0.0.1."""
 
-from __future__ import annotations
-
 import http.client
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Programs run with time limits; a timeout of systemd is not an empty answer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Prune removes only what no kept release needs, and reports the freed space."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

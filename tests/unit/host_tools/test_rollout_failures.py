@@ -3,8 +3,6 @@
 Faults at every call are in `test_rollout_histories.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """After any fault, kill or power cut in a rollout, a proven release serves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Requests and records of rollouts, targets of rollbacks, and stopped services."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -12,7 +10,7 @@ from simulated_ports import release_of
 from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.records import Rollout, Stopped
-from spark_contract.status import Begun, NamedRelease, Rollback, RunningRollout
+from spark_contract.status import NamedRelease, Rollback, RunningRollout, StartedRollout
 from spark_contract.units import RETURN_TIMER, SWITCH
 from spark_host.records import boot
 from spark_host.rollout import record, rollout
@@ -26,11 +24,11 @@ def sim() -> SimulatedHost:
     return SimulatedHost(releases={A, B, C})
 
 
-def begin(sim: SimulatedHost) -> Begun:
+def begin(sim: SimulatedHost) -> StartedRollout:
     return record.begin(A, sim.host())
 
 
-def poll(sim: SimulatedHost, begun: Begun) -> Rollout:
+def poll(sim: SimulatedHost, begun: StartedRollout) -> Rollout:
     return record.poll(A, sim.host(), begun.request)
 
 
@@ -239,13 +237,9 @@ def test_dry_rollback_changes_nothing(sim, capsys):
 
     assert rollout.rollback(["main"], sim.host()) == 0
     assert sim.queued == [A]
-    begun = documents.parse(Begun, capsys.readouterr().out)
-    assert (begun.release, begun.joined, begun.from_release, begun.to) == (
-        A,
-        False,
-        named(B),
-        named(A),
-    )
+    begun = documents.parse(StartedRollout, capsys.readouterr().out)
+    assert (begun.release, begun.joined) == (A, False)
+    assert (begun.from_release, begun.to) == (named(B), named(A))
 
 
 TIMER = RETURN_TIMER.of("main")

@@ -1,7 +1,5 @@
 """GPU alarms: heat and a stuck power supply."""
 
-from __future__ import annotations
-
 import pytest
 from spark_host.watch import sensors
 from spark_host.watch.sensors import GpuAlarms, Reading

@@ -1,7 +1,5 @@
 """The speed is measured once per versions; a clear slowdown is reported."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checked import check, stored_proof
+from engine_checks import check, stored_proof
 from spark_contract.release import Release
 from spark_host.check import speed
 from spark_host.records import boot, proof, versions

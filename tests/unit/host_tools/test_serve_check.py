@@ -1,19 +1,17 @@
 """Each check passes on a healthy engine and fails by the fault that violates it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
 import pytest
-from checked import check, failed, stored_proof, warned
+from engine_checks import check, failed, stored_proof, warned
 from spark_host.check import checks, questions, runner
 from spark_host.engine.client import Engine
 from spark_host.system import systemd
 from stub_host import REPOSITORY
 
 ALL_CHECKS = {check.name for check in checks.CHECKS}
-# Of models without text: test_serve_pooled.py.
+# Of models without text: test_check_other_models.py.
 OTHER_TASKS = {"embedding", "embedding in a batch", "ranking", "classes", "sound"}
 
 

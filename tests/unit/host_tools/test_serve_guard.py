@@ -1,7 +1,5 @@
 """The start guard kills an engine before the host runs out of memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -10,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checked import check, check_at_start, stored_proof
+from engine_checks import check, check_at_start, stored_proof
 from spark_contract.release import Release
 from spark_host.engine import container
 from spark_host.engine.memory import GIB

@@ -1,7 +1,5 @@
 """On an overloaded host tools wait for late answers, and a missing answer is no change."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

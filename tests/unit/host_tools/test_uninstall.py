@@ -1,7 +1,5 @@
 """Uninstall removes only what we created."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable
@@ -95,11 +93,8 @@ def reasons_to_stay(
 @pytest.mark.usefixtures("apt")
 def test_removes_packages_with_dependencies_except_docker():
     packages = reasons_to_stay(earlier_host())
-    assert {name for name, stays in packages.items() if not stays} == {
-        "jq",
-        "libjq1",
-        "nginx-light",
-    }
+    removed = {name for name, stays in packages.items() if not stays}
+    assert removed == {"jq", "libjq1", "nginx-light"}
     assert "--data uninstall.engine=true" in packages["docker.io"]
     with_engine = reasons_to_stay(earlier_host(), engine=True)
     assert {"docker.io", "runc"} <= {name for name, stays in with_engine.items() if not stays}
@@ -229,10 +224,8 @@ def test_removes_every_state_file(tmp_path):
     for path in (*files, paths.gpu_receipt, paths.daily, paths.state / "theirs"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    staying = [
-        Path(thing.name).name for thing in uninstall._tools_and_records(paths) if thing.stays
-    ]
-    assert staying == ["theirs"]
+    things = uninstall._tools_and_records(paths)
+    assert [Path(thing.name).name for thing in things if thing.stays] == ["theirs"]
 
 
 def test_missing_folder_is_no_failure(tmp_path):

@@ -1,7 +1,5 @@
 """Drop-ins, masks and unit files that no deploy wrote are listed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The watchdog kills stalled engines, even if docker, disk or driver hang."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from spark_contract.errors import ERROR
-from spark_contract.fabric import SpeedFound
+from spark_contract.fabric import SpeedResult
 
 from spark_deploy.hosts import fabric
 from spark_deploy.hosts.fabric import find_differences, judge_links, judge_speed
@@ -75,7 +75,7 @@ def test_reports_kernels_that_reserve_memory_for_kexec():
 )
 def test_judges_a_short_speed_test(link_mbit_per_s, gbit_per_s, problem, warning):
     link = replace(LINK, speed_mbit_per_s=link_mbit_per_s)
-    verdict = judge_speed("spark-1", link, SpeedFound(int(gbit_per_s * 125e6), 1.0))
+    verdict = judge_speed("spark-1", link, SpeedResult(int(gbit_per_s * 125e6), 1.0))
     assert [problem in message.what for message in verdict.problems] == [True] * bool(problem)
     assert [warning in message.what for message in verdict.warnings] == [True] * bool(warning)
 

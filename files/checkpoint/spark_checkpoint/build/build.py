@@ -125,7 +125,7 @@ def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, verify.FileHashe
     to_hash = [
         file.path
         for file in receipt.files
-        if file.is_touched(directory)
+        if file.may_have_changed(directory)
         or file.sha256 is None
         or (plan.layout == "full" and pieces[file.path] is None)
     ]

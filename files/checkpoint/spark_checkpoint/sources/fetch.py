@@ -31,7 +31,7 @@ from spark_contract.fetching import (
     parse_reference,
 )
 from spark_contract.files import now, write_pieces
-from spark_contract.receipts import SourceReceipt, why_not_ours
+from spark_contract.receipts import SourceReceipt, why_writable_by_others
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.directory import parse_object
@@ -133,7 +133,7 @@ class _Download:
             if (
                 not path.is_file()
                 or path.stat().st_size != file.size_bytes
-                or why_not_ours(path) is not None
+                or why_writable_by_others(path) is not None
             ):
                 missing.append(file)
                 continue
@@ -174,7 +174,7 @@ class _Download:
         try:
             if not os.fstat(source).st_mode & stat.S_IROTH:
                 raise PermissionError(errno.EPERM, "not readable by everyone", str(path))
-            if why_not_ours(source) is not None:
+            if why_writable_by_others(source) is not None:
                 raise PermissionError(errno.EPERM, "others could change it later", str(path))
             # src_dir_fd makes Python follow the /proc link.
             os.link(pinned, target, src_dir_fd=source, follow_symlinks=True)

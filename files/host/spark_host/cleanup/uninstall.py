@@ -26,7 +26,7 @@ from spark_contract.paths import (
     Paths,
 )
 from spark_contract.records import GpuProof
-from spark_contract.status import Before, Footprint, Ours, Thing
+from spark_contract.status import Before, Footprint, Thing, UninstallManifest
 from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
 from spark_contract.units import DIGEST12
 
@@ -88,17 +88,17 @@ def note(text: str, paths: Paths) -> int:
     return 0
 
 
-def manifest(text: str, paths: Paths) -> Ours:
+def manifest(text: str, paths: Paths) -> UninstallManifest:
     return read_manifest(parse(Footprint, text), paths)
 
 
-def uninstall(text: str, paths: Paths) -> Ours:
+def uninstall(text: str, paths: Paths) -> UninstallManifest:
     footprint = parse(Footprint, text)
     with all_rollout_locks(paths):
         return remove(footprint, paths)
 
 
-def read_manifest(footprint: Footprint, paths: Paths) -> Ours:
+def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
     before = baseline.read_baseline(paths)
     deployed = paths.state.exists() or paths.tools.exists() or paths.releases.exists()
     unmanaged = _unmanaged_containers()
@@ -122,7 +122,7 @@ def read_manifest(footprint: Footprint, paths: Paths) -> Ours:
         needed = any(thing.stays and thing.kind in _NEEDS_BASELINE for thing in things)
         reason = "needed until the kept parts are removed" if needed else ""
         things.append(Thing(_BASELINE, str(paths.state / baseline.RECORD), 0, reason))
-    return Ours(before.at if before else None, tuple(things))
+    return UninstallManifest(before.at if before else None, tuple(things))
 
 
 def _unmanaged_containers() -> UnmanagedContainers:
@@ -270,7 +270,7 @@ def _empty_folders(footprint: Footprint, before: Before | None, paths: Paths) ->
             yield Thing("directory", str(path))
 
 
-def remove(footprint: Footprint, paths: Paths) -> Ours:
+def remove(footprint: Footprint, paths: Paths) -> UninstallManifest:
     gone: dict[tuple[str, str], Thing] = {}
     problems: list[str] = []
     for _ in range(_ROUNDS):

@@ -11,7 +11,7 @@ from typing import Any
 from spark_contract.errors import ERROR
 from spark_contract.records import Request, Rollout
 from spark_contract.release import Release
-from spark_contract.status import Begun, RunningRollout
+from spark_contract.status import RunningRollout, StartedRollout
 from spark_contract.tool import PHASE
 from spark_contract.units import SWITCH
 
@@ -76,18 +76,18 @@ class Record:
         log(f"{state}: serving {serving or 'nothing'}" + (f"; {reason}" if reason else ""))
 
 
-def begin(name: str, host: Host) -> Begun:
+def begin(name: str, host: Host) -> StartedRollout:
     host.disk.load(name, host.paths)
     unit = SWITCH.of(name)
     if _is_running(host.units.state(unit, *_UNIT_FIELDS)):
-        return Begun(name, request_id(name, host), joined=True)
+        return StartedRollout(name, request_id(name, host), joined=True)
     request = Request(uuid.uuid4().hex, host.clock.now())
     # An earlier record would look like this rollout's result.
     host.disk.remove(host.paths.rollout(name))
     host.disk.write(host.paths.request(name), request)
     host.units.reload()
     host.units.begin(unit)
-    return Begun(name, request.id, joined=False)
+    return StartedRollout(name, request.id, joined=False)
 
 
 def request_id(name: str, host: Host) -> str | None:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from spark_contract import documents
 from spark_contract.errors import HostToolError
-from spark_contract.fabric import SpeedFound, SpeedOrder
+from spark_contract.fabric import SpeedOrder, SpeedResult
 from spark_contract.paths import Paths
 
 _STREAMS = 4  # a single stream is limited by a core
@@ -32,7 +32,7 @@ _WELCOME = b"+"
 _LINGER = struct.pack("ii", 1, 0)
 
 
-def main(words: Sequence[str], paths: Paths) -> int | SpeedFound:
+def main(words: Sequence[str], paths: Paths) -> int | SpeedResult:
     """``listen`` or ``send``, with a ``SpeedOrder`` on standard input."""
     if list(words) not in (["listen"], ["send"]):
         fix = "use listen or send"
@@ -96,7 +96,7 @@ def _discard(stream: socket.socket, max_bytes: int, until: float) -> None:
             left -= count
 
 
-def send(order: SpeedOrder) -> SpeedFound:
+def send(order: SpeedOrder) -> SpeedResult:
     """Send zeros up to the limits of the order; ``HostToolError`` if nothing listens."""
     streams = [_connect(order) for _ in range(_STREAMS)]
     for stream in streams:
@@ -115,7 +115,7 @@ def send(order: SpeedOrder) -> SpeedFound:
     with ThreadPoolExecutor(_STREAMS) as pool:
         results = list(pool.map(push, streams))
     arrived_bytes = sum(arrived for arrived, _ in results)
-    return SpeedFound(arrived_bytes, max(ended for _, ended in results) - began)
+    return SpeedResult(arrived_bytes, max(ended for _, ended in results) - began)
 
 
 def _connect(order: SpeedOrder) -> socket.socket:

@@ -44,7 +44,7 @@ def _in(directory: str, paths: Paths) -> Iterator[str]:
     for name in names:
         path = paths.below(directory) / name
         if _UNIT_FILE.match(name):
-            # Ours are templates, single units and timers; an instance would replace its template.
+            # Our units are templates and single units; an instance would replace its template.
             instance = re.search("@[^.]", name) and not name.startswith("spark-hours@")
             if directory != UNITS_DIR or instance or path.is_symlink():
                 yield f"{directory}/{name}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spark_contract.errors import HostToolError, Problem
 from spark_contract.paths import Paths
-from spark_contract.records import DailyLook, Proof
+from spark_contract.records import DailyReport, Proof
 from spark_contract.release import Release
 from spark_contract.units import GATEWAY, WATCH
 
@@ -32,10 +32,10 @@ _CLOCK_S = 3_600
 _GIB = 1 << 30
 
 
-def inspect(host: Host) -> DailyLook:
+def inspect(host: Host) -> DailyReport:
     releases = [r for name in host.disk.names(host.paths) if (r := host.release(name))]
     running = [release for release in releases if host.units.is_active(release.serve_unit)]
-    last = host.disk.read(DailyLook, host.paths.daily)
+    last = host.disk.read(DailyReport, host.paths.daily)
     trees = (tree for trees in _booted(releases, host).values() for tree in trees)
     damage, hashed = checkpoint_hashes.hash_next(trees, last.hashed_parts if last else 0)
     problems = (
@@ -49,7 +49,7 @@ def inspect(host: Host) -> DailyLook:
         *_units(host.paths),
         *_documents(host.paths),
     )
-    return DailyLook(host.clock.now(), (*problems, *damage), hashed)
+    return DailyReport(host.clock.now(), (*problems, *damage), hashed)
 
 
 def _watched(running: list[Release], host: Host) -> Iterator[Problem]:

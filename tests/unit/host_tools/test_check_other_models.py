@@ -1,9 +1,7 @@
 """Checks of pooling, base and audio models; each fails by its fault."""
 
-from __future__ import annotations
-
 import pytest
-from checked import check, failed
+from engine_checks import check, failed
 from spark_contract.release import Release
 from spark_host import status
 from stub_host import Host

@@ -1,7 +1,5 @@
 """Status and deploy report the same reason for a pending reboot."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
@@ -35,15 +33,15 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         {MODULE: LOADED, f"{LIBRARY}580.159.03": "", "run/reboot-required": ""},
         "driver module 580.142 is loaded, library 580.159.03 is installed",
     ),
-    "driver whole": ({MODULE: LOADED, f"{LIBRARY}580.142": "", f"{LIBRARY}1": ""}, ""),
-    "driver of a stand-in": (
+    "driver not upgraded": ({MODULE: LOADED, f"{LIBRARY}580.142": "", f"{LIBRARY}1": ""}, ""),
+    "driver of the lab": (
         {MODULE: LOADED.replace("580.142", "580.142+labstub"), f"{LIBRARY}580.142+labstub": ""},
         "",
     ),
 }
 
 
-def reason_of_deploy(root: Path) -> str:
+def deploy_reason(root: Path) -> str:
     """Run the deploy's commands in a shell, on a host below ``root``."""
     script = (gpu.GPU_SCRIPT + survey.IDENTITY_SCRIPT).replace("uname -r", f"echo {RUNNING}")
     for place in ("/run/", "/boot/", "/proc/driver", "/usr/lib/"):
@@ -56,11 +54,11 @@ def reason_of_deploy(root: Path) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_status_and_deploy_report_the_same_reboot_reason(tmp_path, monkeypatch, case):
-    files, why = CASES[case]
+    files, reason = CASES[case]
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=RUNNING))
-    assert versions.reboot_pending(tmp_path) == why
-    assert reason_of_deploy(tmp_path) == why
+    assert versions.reboot_pending(tmp_path) == reason
+    assert deploy_reason(tmp_path) == reason

@@ -1,11 +1,9 @@
 """Time limits of a check, and the run to which a proof is bound."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from checked import check, failed, stored_proof
+from engine_checks import check, failed, stored_proof
 from spark_contract.records import CompileCache
 from spark_contract.tool import COMPILING
 from spark_host.check import runner

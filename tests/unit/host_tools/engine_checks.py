@@ -1,7 +1,5 @@
 """Checks a release of the stub engine."""
 
-from __future__ import annotations
-
 from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_host.check import runner

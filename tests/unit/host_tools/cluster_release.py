@@ -1,7 +1,5 @@
 """Releases of a cluster, and the kernel's network tables of its members."""
 
-from __future__ import annotations
-
 import ipaddress
 from pathlib import Path
 
@@ -23,7 +21,7 @@ def _member(host: str, address: str, rank: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def clustered() -> Release:
+def cluster_release() -> Release:
     members = [_member("spark-1", HEAD, 0), _member("spark-2", WORKER, 1)]
     cluster = {"members": members, "port": PORT, "join_s": 60}
     return read(Release, {**release_data(), "cluster": cluster})

@@ -1,7 +1,5 @@
 """Shared names are defined only in the contract."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -15,13 +13,13 @@ SIDES = ("spark_deploy", "roles", "deploys", "files/host", "files/checkpoint")
 # Names with several words; single words may mean something else.
 NAMES = {
     value
-    for module in (release, release, job)
+    for module in (release, job)
     for name, value in vars(module).items()
     if name.isupper() and isinstance(value, str) and re.search(r"[ /-]", value)
 }
 
 
-def written(path: Path) -> set[str]:
+def string_constants(path: Path) -> set[str]:
     """Return the string constants of a module."""
     tree = ast.parse(path.read_text("utf-8"))
     return {
@@ -37,7 +35,7 @@ def test_shared_names_come_from_the_contract(side):
     twins = {
         f"{path.relative_to(CHECKOUT)}: {text!r}"
         for path in (CHECKOUT / side).rglob("*.py")
-        for text in written(path)
+        for text in string_constants(path)
         if text in NAMES or re.match(r"/v1/\S", text)
     }
     assert twins == set()

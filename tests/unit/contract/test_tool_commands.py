@@ -1,7 +1,5 @@
 """Commands of the host tool exist."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess
@@ -17,10 +15,10 @@ from spark_deploy.hosts.payload import read_payload
 from spark_deploy.plan.release import unit_files_of
 
 # Commands after the tool's name.
-SAID = re.compile(rf"{tool.TOOL} ([a-z]+(?:-[a-z]+)*)")
+COMMAND = re.compile(rf"{tool.TOOL} ([a-z]+(?:-[a-z]+)*)")
 
 
-def words_of_the_contract() -> set[str]:
+def contract_commands() -> set[str]:
     """Return the commands in the contract: constants named like their value."""
     return {
         value
@@ -30,8 +28,8 @@ def words_of_the_contract() -> set[str]:
 
 
 def test_host_tool_has_every_command_of_the_contract():
-    assert {"status", "switch-poll", "gateway-reload"} <= words_of_the_contract()
-    assert words_of_the_contract() <= set(host.VERBS)
+    assert {"status", "switch-poll", "gateway-reload"} <= contract_commands()
+    assert contract_commands() <= set(host.VERBS)
 
 
 def test_units_start_existing_commands():
@@ -74,7 +72,7 @@ def test_messages_and_pages_name_existing_commands(room):
         (word, str(page.relative_to(CHECKOUT)))
         for page in pages
         if "decisions" not in page.parts
-        for word in SAID.findall(page.read_text("utf-8"))
+        for word in COMMAND.findall(page.read_text("utf-8"))
     }
     assert {item for item in result if item[0] not in {*host.VERBS, "help"}} == set()
 
