@@ -10,7 +10,7 @@ from spark_contract import paths, tool
 from spark_contract.documents import DocumentError, parse, plain
 from spark_contract.errors import problem_in
 from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, ImageProof, Job, ReceiptProof
-from spark_contract.status import Footprint, Keep, Pruning, Thing, UninstallManifest
+from spark_contract.status import Footprint, Keep, ManagedItem, Pruning, UninstallManifest
 from spark_contract.units import DAILY_STAMP
 
 from spark_deploy.config.errors import Problem
@@ -175,7 +175,7 @@ def describe_uninstall(result: UninstallManifest) -> Iterator[str]:
     """Yield removed and kept things; those of a kind share a line."""
     if result.noted_at is None and result.things:
         yield "the state before the first deploy is unknown: things that may be older are kept"
-    groups: dict[str, dict[str, list[Thing]]] = {}  # by kind, then by the reason to keep it
+    groups: dict[str, dict[str, list[ManagedItem]]] = {}  # by kind, then by the reason to keep it
     for thing in result.things:
         groups.setdefault(thing.kind, {}).setdefault(thing.stays, []).append(thing)
     for kind, by_reason in groups.items():

@@ -211,7 +211,7 @@ class Before:
 
 
 @dataclass(frozen=True, slots=True)
-class Thing:
+class ManagedItem:
     """A managed resource; ``stays`` is the reason for leaving it in place."""
 
     kind: str
@@ -223,5 +223,5 @@ class Thing:
 @dataclass(frozen=True, slots=True)
 class UninstallManifest:
     noted_at: str | None  # time of the baseline; None: missing
-    things: tuple[Thing, ...]
+    things: tuple[ManagedItem, ...]
     problems: tuple[str, ...] = ()  # failed removals

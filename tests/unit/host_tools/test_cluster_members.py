@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_release import HEAD, PORT, WORKER, Connection, cluster_release, in_hex, write_tables
+from cluster_release import HEAD, PORT, WORKER, cluster_release, in_hex, write_tables
 from engine_checks import failed
 from spark_contract.documents import read
 from spark_contract.errors import HostToolError

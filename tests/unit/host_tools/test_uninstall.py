@@ -10,7 +10,7 @@ import pytest
 from prune_machine import add_generations
 from spark_contract.paths import Paths, kept_aside
 from spark_contract.records import GpuProof
-from spark_contract.status import Before, Footprint, Thing
+from spark_contract.status import Before, Footprint, ManagedItem
 from spark_host.cleanup import baseline, uninstall
 from spark_host.cleanup.uninstall import UnmanagedContainers
 from spark_host.system import docker, systemd
@@ -148,7 +148,7 @@ def write_daemon_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     return write
 
 
-def changed_files(before: Before | None, root: Path) -> list[Thing]:
+def changed_files(before: Before | None, root: Path) -> list[ManagedItem]:
     return baseline.shared_file_things(footprint(), before, "", Paths(root))
 
 
@@ -231,7 +231,7 @@ def test_removes_every_state_file(tmp_path):
 def test_missing_folder_is_no_failure(tmp_path):
     missing, empty = tmp_path / "missing", tmp_path / "empty"
     empty.mkdir()
-    things = [Thing("directory", str(path)) for path in (missing, empty)]
+    things = [ManagedItem("directory", str(path)) for path in (missing, empty)]
     assert uninstall._remove_round(things, footprint(), Paths(tmp_path)) == []
     assert not empty.exists()
 

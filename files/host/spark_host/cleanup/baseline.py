@@ -14,7 +14,7 @@ from typing import Any
 from spark_contract import files
 from spark_contract.documents import text_of
 from spark_contract.paths import ENGINE_USER, GATEWAY_USER, Paths, kept_aside
-from spark_contract.status import Before, Footprint, Thing
+from spark_contract.status import Before, Footprint, ManagedItem
 
 from spark_host.cleanup import resources
 from spark_host.system import docker, systemd
@@ -112,7 +112,7 @@ def output_of(*argv: str) -> str:
 
 def package_things(
     footprint: Footprint, before: Before | None, obstacles: Mapping[str, str]
-) -> list[Thing]:
+) -> list[ManagedItem]:
     """Return the packages that we installed; ``obstacles``: by package, why it must stay.
 
     Without a baseline all stay.
@@ -122,20 +122,20 @@ def package_things(
     names = [name for name in (*footprint.packages, *engine) if name in present]
     if before is None:
         reason = "unknown whether it was installed before"
-        return [Thing("package", name, 0, reason) for name in names]
+        return [ManagedItem("package", name, 0, reason) for name in names]
     added = [name for name in names if name not in before.packages]
     things = []
     for name in added:
         stays = _usage(name, added, before)
         if name in engine:
             stays = stays or obstacles.get(name) or ("" if footprint.engine else _KEEP_ENGINE)
-        things.append(Thing("package", name, _size_bytes(name), stays))
+        things.append(ManagedItem("package", name, _size_bytes(name), stays))
     removed = [thing.name for thing in things if not thing.stays]
     unneeded = sorted((_purged(removed, auto=True) - set(before.packages)) - set(removed))
     together = {*removed, *unneeded}
     # Not if the purge would remove another package.
     alone = [name for name in unneeded if not _purged([name], auto=False) - together]
-    return [*things, *(Thing("package", name, _size_bytes(name)) for name in alone)]
+    return [*things, *(ManagedItem("package", name, _size_bytes(name)) for name in alone)]
 
 
 def remove_packages(names: Iterable[str]) -> str:
@@ -172,25 +172,25 @@ def _size_bytes(name: str) -> int:
     return int(size[0]) * 1024 if size and size[0].isdigit() else 0
 
 
-def host_settings(footprint: Footprint, before: Before | None) -> Iterator[Thing]:
+def host_settings(footprint: Footprint, before: Before | None) -> Iterator[ManagedItem]:
     unknown = "" if before else "the earlier state is unknown"
     was_masked = before.masked if before else ()
     for unit in masked(footprint.masked):
         if unit not in was_masked:
-            yield Thing("mask", unit, 0, unknown)
+            yield ManagedItem("mask", unit, 0, unknown)
     target = boot_target()
     if before and target == "multi-user.target" and before.boot_target not in ("", target):
-        yield Thing("boot target", before.boot_target)
+        yield ManagedItem("boot target", before.boot_target)
     for user in docker_members():
         if user in footprint.docker_users and not (before and user in before.docker_members):
-            yield Thing("docker user", user, 0, unknown)
+            yield ManagedItem("docker user", user, 0, unknown)
     known = {entry.pw_name for entry in pwd.getpwall()}
     for name in (GATEWAY_USER, ENGINE_USER):
         if name in known:
-            yield Thing("user", name)
+            yield ManagedItem("user", name)
 
 
-def remains(before: Before | None, paths: Paths) -> Iterator[Thing]:
+def remains(before: Before | None, paths: Paths) -> Iterator[ManagedItem]:
     if before is None:
         return
     present = installed_packages()
@@ -199,15 +199,15 @@ def remains(before: Before | None, paths: Paths) -> Iterator[Thing]:
             continue
         for path in (paths.below(folder) for folder in folders):
             if path.is_dir() and str(path) not in before.directories:
-                yield Thing("remains", str(path), resources.freed_bytes([path])[path])
+                yield ManagedItem("remains", str(path), resources.freed_bytes([path])[path])
     docker_gone = docker.client("version").returncode == 127
     if docker_gone and "docker" in groups() and "docker" not in before.groups:
-        yield Thing("group", "docker")
+        yield ManagedItem("group", "docker")
 
 
 def shared_file_things(
     footprint: Footprint, before: Before | None, keep_docker: str, paths: Paths
-) -> list[Thing]:
+) -> list[ManagedItem]:
     """Return shared files that we changed; ``keep_docker``: why Docker's settings stay."""
     things = []
     for path in footprint.shared_files:
@@ -221,10 +221,10 @@ def shared_file_things(
             if _without_our_keys(now, was, footprint) == _parse(now):
                 continue
             stays = stays or keep_docker
-        things.append(Thing("settings", path, 0, stays))
+        things.append(ManagedItem("settings", path, 0, stays))
     copy = paths.below(kept_aside(footprint.daemon_json))
     if copy.exists() and not any(thing.stays for thing in things):
-        things.append(Thing("file", str(copy)))
+        things.append(ManagedItem("file", str(copy)))
     return things
 
 

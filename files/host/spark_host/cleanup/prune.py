@@ -115,7 +115,7 @@ def _needed_folders(
         needed |= {paths.below(mount.source) for mount in release.engine.mounts}
     for name in busy:
         names = (name, *(after for after in known[name].after if after in known))
-        needed |= {path for n in names if (path := resources.made_folder(known[n], paths))}
+        needed |= {path for n in names if (path := resources.result_folder(known[n], paths))}
     for tree in list(needed):
         # A checkpoint is repaired from its base.
         receipt = receipts.find(tree)
@@ -140,9 +140,9 @@ def _is_stale(
     job: Job, needed: set[Path], gone: set[Path], images: list[Image], paths: Paths
 ) -> bool:
     """Return whether a job's result is removed, or neither present nor needed."""
-    made = resources.made_folder(job, paths)
-    if made is not None:
-        return made in gone or (made not in needed and not made.exists())
+    folder = resources.result_folder(job, paths)
+    if folder is not None:
+        return folder in gone or (folder not in needed and not folder.exists())
     return resources.image_of(job) in {image.reference for image in images}
 
 

@@ -56,7 +56,7 @@ def known_jobs(paths: Paths) -> dict[str, Job]:
     return known
 
 
-def made_folder(job: Job, paths: Paths) -> Path | None:
+def result_folder(job: Job, paths: Paths) -> Path | None:
     return paths.below(job.proof.tree) if isinstance(job.proof, ReceiptProof) else None
 
 
@@ -69,7 +69,7 @@ def folders(
     name. Symlinks are never managed.
     """
     managed, others = [], []
-    made = {made_folder(job, paths) for job in known.values()}
+    results = {result_folder(job, paths) for job in known.values()}
     places = [(kind, parent) for kind, parent in parents if parent.is_dir()]
     for kind, path in ((kind, path) for kind, place in places for path in sorted(place.iterdir())):
         unfinished = _UNFINISHED.match(path.name)
@@ -77,7 +77,7 @@ def folders(
         name = CACHE_NAME if kind == "cache" else TREE_NAME
         # Links may lead anywhere.
         is_ours = name.match(of.name) and (
-            kind == "cache" or unfinished or of in made or receipts.find(path)
+            kind == "cache" or unfinished or of in results or receipts.find(path)
         )
         if is_ours and path.is_dir() and not path.is_symlink():
             managed.append(Folder(kind, path, of))
@@ -154,7 +154,7 @@ def images(known: dict[str, Job], paths: Paths) -> list[Image]:
         else:
             digests = entry.get("RepoDigests") or ()
             references = [] if tags else [ref for ref in digests if ref in pulled]
-        managed |= {ref: made for ref in references if (made := inspect_image(ref))}
+        managed |= {ref: inspected for ref in references if (inspected := inspect_image(ref))}
     return sorted(managed.values(), key=lambda image: (len(image.layers), image.reference))
 
 

@@ -26,7 +26,7 @@ from spark_contract.paths import (
     Paths,
 )
 from spark_contract.records import GpuProof
-from spark_contract.status import Before, Footprint, Thing, UninstallManifest
+from spark_contract.status import Before, Footprint, ManagedItem, UninstallManifest
 from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
 from spark_contract.units import DIGEST12
 
@@ -104,7 +104,7 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
     unmanaged = _unmanaged_containers()
     things = [*_running(paths), *_data(footprint, paths)]
     things += _images(before, unmanaged, paths)
-    packages: list[Thing] = []
+    packages: list[ManagedItem] = []
     if deployed:
         packages = baseline.package_things(footprint, before, unmanaged.obstacles(footprint))
     keep_docker = _keep_docker(packages, footprint, unmanaged.with_gpu)
@@ -116,12 +116,12 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
     if things:
         reason = "lets this project log in"
         access = (path for path in footprint.access_files if paths.below(path).exists())
-        things += [Thing("access", path, 0, reason) for path in access]
+        things += [ManagedItem("access", path, 0, reason) for path in access]
     things += _empty_folders(footprint, before, paths) if deployed else []
     if (paths.state / baseline.RECORD).exists():
         needed = any(thing.stays and thing.kind in _NEEDS_BASELINE for thing in things)
         reason = "needed until the kept parts are removed" if needed else ""
-        things.append(Thing(_BASELINE, str(paths.state / baseline.RECORD), 0, reason))
+        things.append(ManagedItem(_BASELINE, str(paths.state / baseline.RECORD), 0, reason))
     return UninstallManifest(before.at if before else None, tuple(things))
 
 
@@ -145,7 +145,9 @@ def _unmanaged_containers() -> UnmanagedContainers:
     return UnmanagedContainers(tuple(sorted(names)), tuple(sorted(gpu)), frozenset(images))
 
 
-def _images(before: Before | None, unmanaged: UnmanagedContainers, paths: Paths) -> Iterator[Thing]:
+def _images(
+    before: Before | None, unmanaged: UnmanagedContainers, paths: Paths
+) -> Iterator[ManagedItem]:
     images = resources.images(resources.known_jobs(paths), paths)
     gpu_proof = read_document(GpuProof, paths.gpu_receipt)
     reference = gpu_proof.key.get("image") if gpu_proof else None
@@ -159,73 +161,76 @@ def _images(before: Before | None, unmanaged: UnmanagedContainers, paths: Paths)
         identity = str((docker.image(image.reference) or {}).get("Id"))
         if before is None or identity not in before.images:
             stays = "used by an unmanaged container" if identity in unmanaged.images else ""
-            yield Thing("image", image.reference, sizes[image.reference], stays)
+            yield ManagedItem("image", image.reference, sizes[image.reference], stays)
 
 
-def _running(paths: Paths) -> Iterator[Thing]:
+def _running(paths: Paths) -> Iterator[ManagedItem]:
     patterns = (units.DAILY_TIMER, *(template.of("*") for template in _TEMPLATES), _SOCKET_MOUNTS)
     for pattern in patterns:
         names = systemd.listed(pattern)
         states = systemd.show(names, ["ActiveState"])
         for name in names:
             if states.get(name, {}).get("ActiveState") not in ("inactive", None):
-                yield Thing("service", name)
+                yield ManagedItem("service", name)
     for name in docker.engine_containers():
-        yield Thing("container", name)
+        yield ManagedItem("container", name)
     for link in sorted(paths.units.glob("*.wants/*")):
         if _UNIT.match(link.name):
-            yield Thing("boot link", str(link))
+            yield ManagedItem("boot link", str(link))
 
 
-def _data(footprint: Footprint, paths: Paths) -> Iterator[Thing]:
+def _data(footprint: Footprint, paths: Paths) -> Iterator[ManagedItem]:
     known = resources.known_jobs(paths)
     sources, caches = paths.below(footprint.sources_dir), paths.below(footprint.cache_dir)
     parents = {("tree", paths.below(footprint.models_dir)), ("source", sources)}
     # Jobs name checkpoints in folders of earlier settings.
-    for made in filter(None, (resources.made_folder(job, paths) for job in known.values())):
-        if made.parent.is_dir() and made.parent != sources:
-            parents.add(("tree", made.parent))
+    for job in known.values():
+        folder = resources.result_folder(job, paths)
+        if folder and folder.parent.is_dir() and folder.parent != sources:
+            parents.add(("tree", folder.parent))
     managed, others = resources.folders([*sorted(parents), ("cache", caches)], known, paths)
-    sizes = resources.freed_bytes(folder.path for folder in managed)
-    for folder in managed:
-        stays = _KEEP_MODELS if folder.kind != "cache" and not footprint.models else ""
-        yield Thing(folder.kind, str(folder.path), sizes[folder.path], stays)
+    sizes = resources.freed_bytes(item.path for item in managed)
+    for item in managed:
+        stays = _KEEP_MODELS if item.kind != "cache" and not footprint.models else ""
+        yield ManagedItem(item.kind, str(item.path), sizes[item.path], stays)
     for path in others:
-        yield Thing("other", str(path), 0, _UNMANAGED)
+        yield ManagedItem("other", str(path), 0, _UNMANAGED)
 
 
-def _units_and_configuration(paths: Paths) -> Iterator[Thing]:
+def _units_and_configuration(paths: Paths) -> Iterator[ManagedItem]:
     for path in _entries(paths.units):
         if _UNIT.match(path.name):
-            yield Thing("unit", str(path))
+            yield ManagedItem("unit", str(path))
     managed = {paths.below(path) for path in _CONFIG}
     for path in _entries(paths.below(CONFIG_DIR)):
         is_managed = path in managed or path.name.startswith(Path(API_KEY).name)
-        yield Thing("configuration", str(path), 0, "" if is_managed else _UNMANAGED)
+        yield ManagedItem("configuration", str(path), 0, "" if is_managed else _UNMANAGED)
 
 
 def _entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _files(footprint: Footprint, keep_docker: str, paths: Paths) -> Iterator[Thing]:
+def _files(footprint: Footprint, keep_docker: str, paths: Paths) -> Iterator[ManagedItem]:
     commands = (f"{COMMANDS_DIR}/{name}" for name in (CHECK_TOOL, TOOL))
     for path in (*footprint.files, *commands, SYSUSERS, units.DAILY_STAMP):
         if paths.below(path).is_file():
-            yield Thing("file", str(paths.below(path)))
+            yield ManagedItem("file", str(paths.below(path)))
     if paths.below(NETPLAN_FILE).is_file():
-        yield Thing("network", str(paths.below(NETPLAN_FILE)), 0, _KEEP_NETWORK)
+        yield ManagedItem("network", str(paths.below(NETPLAN_FILE)), 0, _KEEP_NETWORK)
     for source in sorted(paths.below("/etc/apt/sources.list.d").glob("spark-*.sources")):
         text = source.read_text()
         if _MANAGED not in text:
             continue
-        yield Thing("apt source", str(source), 0, keep_docker)
+        yield ManagedItem("apt source", str(source), 0, keep_docker)
         for key in re.findall(r"^Signed-By: (/etc/apt/keyrings/spark-\S+)$", text, re.MULTILINE):
             if paths.below(key).is_file():
-                yield Thing("apt source", str(paths.below(key)), 0, keep_docker)
+                yield ManagedItem("apt source", str(paths.below(key)), 0, keep_docker)
 
 
-def _keep_docker(packages: list[Thing], footprint: Footprint, with_gpu: tuple[str, ...]) -> str:
+def _keep_docker(
+    packages: list[ManagedItem], footprint: Footprint, with_gpu: tuple[str, ...]
+) -> str:
     """Return why Docker's settings and package sources stay, or ""."""
     if with_gpu:
         return f"{', '.join(with_gpu)} may need it"
@@ -234,21 +239,23 @@ def _keep_docker(packages: list[Thing], footprint: Footprint, with_gpu: tuple[st
     return f"needed by {', '.join(staying)}" if staying else ""
 
 
-def _tools_and_records(paths: Paths) -> Iterator[Thing]:
+def _tools_and_records(paths: Paths) -> Iterator[ManagedItem]:
     for path in _entries(paths.tools):
         is_managed = _TOOL.match(path.name)
         is_folder = path.is_dir() and not path.is_symlink()
         size = resources.freed_bytes([path])[path] if is_managed and is_folder else 0
-        yield Thing("tools", str(path), size, "" if is_managed else _UNMANAGED)
+        yield ManagedItem("tools", str(path), size, "" if is_managed else _UNMANAGED)
     for path in _entries(paths.state):
         if path.name != baseline.RECORD:
-            yield Thing("record", str(path), 0, "" if path.name in _RECORDS else _UNMANAGED)
+            yield ManagedItem("record", str(path), 0, "" if path.name in _RECORDS else _UNMANAGED)
     for path in (paths.run, paths.below("/run/spark-gateway")):
         if path.exists():
-            yield Thing("run", str(path))
+            yield ManagedItem("run", str(path))
 
 
-def _empty_folders(footprint: Footprint, before: Before | None, paths: Paths) -> Iterator[Thing]:
+def _empty_folders(
+    footprint: Footprint, before: Before | None, paths: Paths
+) -> Iterator[ManagedItem]:
     data = {
         paths.below(p) for p in (footprint.models_dir, footprint.sources_dir, footprint.cache_dir)
     }
@@ -267,11 +274,11 @@ def _empty_folders(footprint: Footprint, before: Before | None, paths: Paths) ->
     for path in sorted(candidates, reverse=True):
         if path.is_dir() and not path.is_symlink() and set(path.iterdir()) <= removed:
             removed.add(path)
-            yield Thing("directory", str(path))
+            yield ManagedItem("directory", str(path))
 
 
 def remove(footprint: Footprint, paths: Paths) -> UninstallManifest:
-    gone: dict[tuple[str, str], Thing] = {}
+    gone: dict[tuple[str, str], ManagedItem] = {}
     problems: list[str] = []
     for _ in range(_ROUNDS):
         current = read_manifest(footprint, paths)
@@ -286,7 +293,7 @@ def remove(footprint: Footprint, paths: Paths) -> UninstallManifest:
     return replace(current, things=tuple(gone.values()), problems=tuple(problems))
 
 
-def _remove_round(things: list[Thing], footprint: Footprint, paths: Paths) -> list[str]:
+def _remove_round(things: list[ManagedItem], footprint: Footprint, paths: Paths) -> list[str]:
     """Remove things in the order of the manifest; stop at the first failure."""
     before = baseline.read_baseline(paths)
     together: dict[str, Callable[[list[str]], str]] = {

@@ -289,7 +289,9 @@ def _replicas(
     ports = [Listener(item.address, settings.replicas.port, item.tls) for item in listening]
     values = {
         "NEAR": " ".join(f'"{address}" "";' for address in balancers),
-        "SERVERS": "\n    ".join(f"server {it} max_fails=1 fail_timeout=2s;" for it in servers),
+        "SERVERS": "\n    ".join(
+            f"server {server} max_fails=1 fail_timeout=2s;" for server in servers
+        ),
         "LISTEN": "\n    ".join(f"listen {listener} reuseport;" for listener in ports),
         "TRIES": str(len(servers)),
     }

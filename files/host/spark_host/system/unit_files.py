@@ -33,10 +33,12 @@ _OUR_DROP_IN = re.compile(
 
 def overrides(paths: Paths) -> tuple[str, ...]:
     """Return the drop-ins, masks and unit files that change our units and are not ours."""
-    return tuple(sorted(path for directory in _SEARCHED for path in _in(directory, paths)))
+    return tuple(
+        sorted(path for directory in _SEARCHED for path in _overrides_in(directory, paths))
+    )
 
 
-def _in(directory: str, paths: Paths) -> Iterator[str]:
+def _overrides_in(directory: str, paths: Paths) -> Iterator[str]:
     try:
         names = os.listdir(paths.below(directory))
     except FileNotFoundError:
@@ -50,6 +52,6 @@ def _in(directory: str, paths: Paths) -> Iterator[str]:
                 yield f"{directory}/{name}"
         elif _DROP_IN_DIR.match(name) and path.is_dir():
             for entry in os.listdir(path):
-                ours = directory == UNITS_DIR and _OUR_DROP_IN.match(f"{name}/{entry}")
-                if entry.endswith(".conf") and not ours:
+                managed = directory == UNITS_DIR and _OUR_DROP_IN.match(f"{name}/{entry}")
+                if entry.endswith(".conf") and not managed:
                     yield f"{directory}/{name}/{entry}"
