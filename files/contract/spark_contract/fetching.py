@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
-from spark_contract.documents import OPTIONAL, DocumentError, check_range, check_form, check_plain_directory
+from spark_contract.documents import (
+    OPTIONAL,
+    DocumentError,
+    check_form,
+    check_plain_directory,
+    check_range,
+)
 from spark_contract.paths import CONFIG_DIR, RECEIPT_NAME
 from spark_contract.units import COMMIT, SHA256
 
