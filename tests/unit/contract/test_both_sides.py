@@ -33,7 +33,7 @@ PLANS = [
 ]
 
 
-def put(plan: HostPlan, root: Path) -> Paths:
+def write_files(plan: HostPlan, root: Path) -> Paths:
     """Write the files of a deploy below a root."""
     paths = Paths(root)
     work = (*jobs_of(plan, ()), *discard_jobs_of(plan))
@@ -47,9 +47,9 @@ def put(plan: HostPlan, root: Path) -> Paths:
     return paths
 
 
-def read_back(plan: HostPlan, root: Path) -> None:
+def assert_host_reads(plan: HostPlan, root: Path) -> None:
     """Compare every planned document with the host's reading."""
-    paths = put(plan, root)
+    paths = write_files(plan, root)
     release = system.load_release(plan.serve.name, paths)
     assert text_of(release) == release_files_of(plan)[0].content.decode()
     assert (release.digest, release.serve_unit) == (plan.serve.digest, plan.serve.serve_unit)
@@ -61,7 +61,7 @@ def read_back(plan: HostPlan, root: Path) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_host_reads_every_planned_document(plan, tmp_path):
-    read_back(plan, tmp_path)
+    assert_host_reads(plan, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_host_reads_every_planned_document(plan, tmp_path):
     ],
 )
 def test_host_reads_documents_of_other_settings(choices, tmp_path):
-    read_back(plan_of(**choices), tmp_path)
+    assert_host_reads(plan_of(**choices), tmp_path)
 
 
 def test_engine_arguments_match_the_release(tmp_path):
@@ -95,7 +95,7 @@ def test_digest_covers_document_and_restart_limits(tmp_path):
 
 
 def test_refuses_invalid_log_pattern(tmp_path):
-    paths = put(plan := plan_of(), tmp_path / "host")
+    paths = write_files(plan := plan_of(), tmp_path / "host")
     path = paths.releases / plan.serve.name / "release.json"
     data = json.loads(path.read_text())
     data["check"]["log_required"] = ["("]
@@ -131,13 +131,13 @@ def test_unit_files_exist_and_run_our_tool(template):
 
 
 def test_unit_names_come_from_the_contract():
-    by_hand = re.compile(r"spark-(?:serve|switch|watch|gateway|job|prepare)@[^A-Z`]")
+    literal_name = re.compile(r"spark-(?:serve|switch|watch|gateway|job|prepare)@[^A-Z`]")
     result = [
         f"{path.relative_to(CHECKOUT)}: {line.strip()}"
         for room in ("spark_deploy", "files/host", "files/contract", "roles", "deploys")
         for path in sorted((CHECKOUT / room).rglob("*.py"))
         for line in path.read_text("utf-8").splitlines()
-        if by_hand.search(line) and "``" not in line
+        if literal_name.search(line) and "``" not in line
     ]
     assert result == []
 

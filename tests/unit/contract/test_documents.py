@@ -63,7 +63,7 @@ def test_omits_optional_keys_with_defaults():
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "message"),
     [
         ({"schema_version": 3}, "schema_version: 3, known: 2"),
         ({"schema_version": None}, "schema_version: None, known: 2"),
@@ -84,10 +84,10 @@ def test_omits_optional_keys_with_defaults():
          "proof.absent: unknown or proof.digest: unknown"),
     ],
 )  # fmt: skip
-def test_refuses_wrong_value_with_path(change, what):
+def test_refuses_wrong_value_with_path(change, message):
     with pytest.raises(DocumentError) as refused:
         documents.read(Work, {**DATA, **change})
-    assert str(refused.value) == what
+    assert str(refused.value) == message
 
 
 def test_true_is_not_one():
@@ -102,10 +102,10 @@ def test_true_is_not_one():
             documents.read(First, wrong)
 
 
-@pytest.mark.parametrize("gone", sorted(DATA))
-def test_refuses_missing_key(gone):
-    rest = {name: value for name, value in DATA.items() if name != gone}
-    with pytest.raises(DocumentError, match=f"^{gone}: "):
+@pytest.mark.parametrize("missing", sorted(DATA))
+def test_refuses_missing_key(missing):
+    rest = {name: value for name, value in DATA.items() if name != missing}
+    with pytest.raises(DocumentError, match=f"^{missing}: "):
         documents.read(Work, rest)
 
 

@@ -32,10 +32,10 @@ def string_constants(path: Path) -> set[str]:
 @pytest.mark.parametrize("side", SIDES)
 def test_shared_names_come_from_the_contract(side):
     assert {"/v1/chat/completions", "log lines", "image-pull"} <= NAMES
-    twins = {
+    copies = {
         f"{path.relative_to(CHECKOUT)}: {text!r}"
         for path in (CHECKOUT / side).rglob("*.py")
         for text in string_constants(path)
         if text in NAMES or re.match(r"/v1/\S", text)
     }
-    assert twins == set()
+    assert copies == set()

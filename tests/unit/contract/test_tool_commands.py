@@ -55,13 +55,13 @@ def test_commands_import_only_their_module():
 
 
 def test_command_lines_come_from_the_contract():
-    typed = {
+    literal_commands = {
         str(path.relative_to(CHECKOUT))
         for room in ("spark_deploy", "roles", "deploys")
         for path in (CHECKOUT / room).rglob("*.py")
         if re.search(rf"HOST_TOOL\}} [a-z]|/bin/{tool.TOOL} [a-z]", path.read_text("utf-8"))
     }
-    assert typed == set()
+    assert literal_commands == set()
 
 
 @pytest.mark.parametrize("room", ["spark_deploy", "files", "roles", "deploys", "docs", "README.md"])

@@ -48,8 +48,8 @@ def test_finds_flipped_byte_with_restored_time_within_14_days(tmp_path, name, of
     flip_byte(trees[1] / name, offset)
     position, problems = 7, []
     for _ in range(DAYS):
-        found, position = hash_next(trees, position)
-        problems += [problem.what.partition(" ")[0] for problem in found]
+        new_problems, position = hash_next(trees, position)
+        problems += [problem.what.partition(" ")[0] for problem in new_problems]
     assert set(problems) == {str(trees[1] / name)}
     flip_byte(trees[1] / name, offset)
     assert hash_next(trees, position)[0] == ()
