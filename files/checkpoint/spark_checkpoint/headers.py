@@ -25,11 +25,7 @@ _PAIR = re.compile(_STRING + b":" + _STRING + rb"([,}])")
 def parse_weight_map(
     raw: bytes, where: str, fix: str, keep: Callable[[str], bool] = lambda name: True
 ) -> dict[str, str]:
-    """Return tensor name → file from an index, for the names to keep.
-
-    Raises:
-        GateRefused: not a JSON object with a map of names to files.
-    """
+    """Return tensor name → file from an index, for the names to keep."""
     try:
         names = _scan_weight_map(raw, keep)
         if names is not None:
@@ -80,7 +76,7 @@ def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] 
 
 HEADER_LIMIT_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
-# The reference reader uses unsigned 64-bit integers and refuses overflow.
+# The reference reader refuses overflow of 64 bits.
 _COUNT_LIMIT = 1 << 64
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _SHAPE = re.compile(r"\[(\d+(, \d+)*)?\]")
@@ -166,7 +162,6 @@ def parse_header(
 
 
 def read_header(path: Path, known: Mapping[str, str] | None = None) -> Header:
-    """Read and check the header of a local file; see ``parse_header`` for ``known``."""
     with path.open("rb") as file, named(file.fileno()):
         size = os.fstat(file.fileno()).st_size
         length = header_json_bytes(file.read(8), size, str(path))

@@ -61,8 +61,7 @@ def open_subject(
 ) -> Subject:
     """Read a directory, or the headers of a repository ``org/name[@revision]``.
 
-    ``leave_out`` are shell patterns of repository files to skip; ``documents`` are small JSON files
-    to read if the repository has them.
+    ``leave_out`` are shell patterns of files to skip; ``documents`` are JSON files to read.
     """
     directory = Path(place)
     if directory.is_dir():
@@ -197,7 +196,7 @@ def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
 
 _LAYER = re.compile(r"^model\.language_model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# The first match in a tensor name decides the group; ``re`` caches compiled patterns.
+# The first match in a tensor name decides the group.
 _GROUP_PATTERNS = {
     "MTP experts": r"^mtp\..*\.experts\.",
     "MTP other": r"^mtp\.",

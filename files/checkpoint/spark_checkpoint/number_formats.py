@@ -60,7 +60,7 @@ def _e4m3_values() -> Floats:
 
 
 def from_e4m3(codes: Codes) -> Floats:
-    # Every code is a valid index; mode="clip" skips the bounds check.
+    # mode="clip" skips the bounds check.
     return _e4m3_values().take(codes, mode="clip")
 
 

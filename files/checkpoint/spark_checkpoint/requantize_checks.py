@@ -84,7 +84,7 @@ def packed_modules(plan: RequantizePlan) -> Iterator[str]:
 
 
 def excluded_by_name(module: str) -> str:
-    """Return why AutoRound skips a module of this name, or an empty string."""
+    """Return why AutoRound skips a module, or an empty string."""
     if not _LAYERS.match(module):
         return "it is in no layer of the language model or of its drafter"
     return "it is a gate" if module.endswith(_GATES) else ""
@@ -181,7 +181,7 @@ def _is_same(name: str, original: Checkpoint, result: Checkpoint) -> bool:
 
 
 def relative_error(module: str, original: Checkpoint, result: Checkpoint) -> float:
-    """Return a packed weight's error: root of squared error over squared weight."""
+    """Return root of squared error over squared weight."""
     matrix = _require_weight(module, original)
     weight = floats(read_span(matrix.span), matrix.dtype, matrix.shape)
     rounded = unpack_weight(result, module)

@@ -102,11 +102,7 @@ def write_durably(
 def read_buffers(
     path: Path, offset: int = 0, size_bytes: int | None = None
 ) -> Iterator[memoryview]:
-    """Yield a file or span in a reused buffer, without filling the page cache.
-
-    Raises:
-        TransferFailed: the file ends inside the span.
-    """
+    """Yield a file or span in a reused buffer, without filling the page cache."""
     left = sys.maxsize if size_bytes is None else size_bytes
     buffer = memoryview(bytearray(min(left, COPY_BYTES)))
     with path.open("rb", buffering=0) as file, named(file.fileno()):

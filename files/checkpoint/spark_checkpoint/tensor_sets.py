@@ -112,7 +112,7 @@ def unmatched_donor_names(
 def check_planned_shapes(
     shapes: Iterable[DonorShape], swap: Sequence[str], base: Mapping[str, Tensor]
 ) -> dict[str, DonorShape]:
-    """Return the planned shapes by module; refuse other modules and other base shapes."""
+    """Return the planned shapes by module; refuse other base shapes."""
     planned = {module: shape for shape in shapes for module in expand(shape.modules)}
     if planned:
         check_same_names("donor_shapes", "modules of the plan", planned, swap)
@@ -155,7 +155,6 @@ def check_fp8_pair(
 
 
 def check_int8_packable(name: str, tensor: Tensor, *, head: bool) -> None:
-    """Refuse a weight that INT8 packing or the engine's loader cannot process."""
     reason = ""
     if tensor.dtype not in SIXTEEN_BIT or len(tensor.shape) != 2:
         reason = f"is {tensor.dtype} {list(tensor.shape)}, expected a 16-bit matrix"
@@ -177,7 +176,7 @@ def overlay_name(name: str) -> str:
 
 
 def replacements(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
-    """Return replaced base name → names of the new tensors."""
+    """Return replaced name → names of new tensors."""
     suffixes = {"int8-g128": _PACKED, "fp8-donor": (WEIGHT, SCALE), "fp8-self": (WEIGHT, SCALE)}
     new = suffixes.get(plan.shared_experts, ())
     replaced = {

@@ -84,11 +84,7 @@ def hash_with_pieces(path: Path, on_bytes: Callable[[int], None]) -> FileHashes:
 
 
 def parse_pieces(file: receipts.ReceiptFile) -> tuple[Piece, ...] | None:
-    """Return a file's pieces from the receipt, or None.
-
-    Raises:
-        ValueError: a line is malformed, or the sizes do not add up.
-    """
+    """Return a file's pieces from the receipt, or None; raise ValueError if malformed."""
     if file.pieces is None:
         return None
     pieces = []
@@ -103,11 +99,6 @@ def parse_pieces(file: receipts.ReceiptFile) -> tuple[Piece, ...] | None:
 
 
 def load_receipt(directory: Path) -> receipts.AnyReceipt | None:
-    """Return the receipt of a checkpoint, or None.
-
-    Raises:
-        CheckpointDiffers: the receipt is malformed.
-    """
     path = directory / RECEIPT_NAME
     try:
         receipt = receipts.parse(path.read_bytes())
@@ -149,7 +140,7 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> rec
             str(directory), f"has no {RECEIPT_NAME}: it is incomplete", "run the job again"
         )
     check_files(directory, receipt)
-    # Only built checkpoints have an exact tensor set.
+    # Sources have no exact tensor set.
     if not isinstance(receipt, receipts.SourceReceipt):
         with no_garbage_collection():
             _check_headers(directory, receipt, receipt.plan, receipt.tensors)

@@ -50,10 +50,7 @@ def install() -> None:
 
 
 def modules_from_target(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return drafter modules that are uninitialised until the engine sets the target's.
-
-    MTP layers load completely and have no such flag.
-    """
+    """Return drafter modules that are uninitialised until the engine sets the target's."""
     flags = (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embed_tokens"))
     return tuple(name for flag, name in flags if getattr(model, flag, None) is False)
 
@@ -123,7 +120,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield pieces along the first axis, to keep masks smaller than the embedding."""
+    """Yield pieces along the first axis, to limit memory."""
     if tensor.dim() == 0:
         yield tensor
         return

@@ -99,12 +99,7 @@ class SparkIncConfig(INCConfig):
         self.portable = True
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return block FP8 for listed modules, unquantised in portable mode, else INC's choice.
-
-        Raises:
-            ValueError: only some shards of a fused module are listed, or experts are too narrow
-                on this device.
-        """
+        """Return block FP8 for listed modules, unquantised in portable mode, else INC's choice."""
         if self.portable:
             return _unquantised_method(layer)
         if isinstance(layer, LinearBase) and names.are_all_shards_listed(

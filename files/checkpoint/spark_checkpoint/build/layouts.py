@@ -235,7 +235,7 @@ def _list_full_shard(base: directory.Checkpoint, shard: str, changes: Changes) -
 
 
 def _make_entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFile:
-    """Return a receipt entry; a rewritten file has only piece hashes."""
+    """Return a receipt entry, with pieces for a rewritten file."""
     pieces = tuple(map(str, written.pieces)) if sha256 is None else None
     return receipt_entry(name, written.stamp, sha256, pieces)
 

@@ -22,8 +22,6 @@ from spark_checkpoint.verify import FileHashes, Piece, PieceHasher
 
 
 class NewTensor(NamedTuple):
-    """A tensor of the result; the span may be in any file."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -86,10 +84,7 @@ def split_span(span: Span, size_bytes: int) -> Iterator[bytes]:
 
 
 class VerifiedSource:
-    """Reads a base file in order and compares the hash of each finished piece.
-
-    Bytes are copied before the comparison; a mismatch fails the build.
-    """
+    """Reads a base file in order and compares the hash of each finished piece."""
 
     def __init__(self, path: Path, hashes: FileHashes):
         self._path, self._buffer = path, memoryview(bytearray(COPY_BYTES))

@@ -23,13 +23,13 @@ def main() -> int:
             f"({', '.join(SUPPORTED_ENGINES)}); fix: choose a base image with a supported version"
         )
         return 1
-    # Imported late: PyYAML comes with the engine.
+    # Needs PyYAML, which comes with the engine.
     from spark_vllm.check.table import check_table, rows_for
 
     rows = rows_for(engine)
     problems = check_table(Sources(Path(spec.origin).parent.parent), engine)
     if not problems:
-        # Imported late: importing a changed engine would fail with a worse message.
+        # Imports the engine.
         from spark_vllm.check.live import check_installed
 
         problems = check_installed(rows)

@@ -23,7 +23,7 @@ def check_installed(rows: list[Row]) -> list[str]:
     for check in (_check_entry_point, _check_registration, _check_round_trip):
         try:
             problems += check()
-        except Exception as error:  # any exception of the engine is a problem to report
+        except Exception as error:  # also of the engine
             problems.append(f"{check.__name__.strip('_')}: {type(error).__name__}: {error}")
     return problems
 
@@ -38,7 +38,7 @@ def _check_import(row: Row) -> str | None:
         if _is_field(row.symbol):
             return None
         return row.describe(str(error))
-    except Exception as error:  # any exception of an import is a problem to report
+    except Exception as error:  # also of the engine
         return row.describe(f"cannot be imported: {type(error).__name__}: {error}")
     return None
 

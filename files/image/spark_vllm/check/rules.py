@@ -21,7 +21,6 @@ class Sources:
 
     @staticmethod
     def files(module: str) -> tuple[str, str]:
-        """Return the possible files of ``module``, relative to the root."""
         path = module.replace(".", "/")
         return f"{path}.py", f"{path}/__init__.py"
 
@@ -130,7 +129,7 @@ class Takes(Rule):
 
 
 def _parameters(node: ast.FunctionDef) -> tuple[list[str], list[str]]:
-    """Return positional and required parameters, without ``self``."""
+    """Return positional and required parameters."""
     ordered = [item.arg for item in (*node.args.posonlyargs, *node.args.args)]
     required = ordered[: len(ordered) - len(node.args.defaults)]
     pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
@@ -189,8 +188,6 @@ def _literals(node: ast.Dict) -> Iterator[tuple[str, object]]:
 
 @dataclass(frozen=True)
 class Does(Rule):
-    """Source that contains these expressions, in any layout."""
-
     expressions: tuple[str, ...]
 
     def _violations(self, node: ast.stmt) -> Iterator[str]:

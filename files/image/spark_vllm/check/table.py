@@ -1,7 +1,7 @@
 """Read ``rows_*.yml``: the upstream symbols that the plugin uses, with required properties."""
 
-# ``names`` of a file are symbol prefixes, used as ``$name`` and in later names. Parsing is strict:
-# an unknown requirement would never be checked.
+# ``names`` of a file are symbol prefixes, used as ``$name``. Parsing is strict: an unknown
+# requirement would never be checked.
 
 from __future__ import annotations
 
@@ -137,5 +137,4 @@ def rows_for(version: str) -> list[Row]:
 
 
 def check_table(sources: Sources, version: str) -> list[str]:
-    """Return all differences between ``sources`` and the table."""
     return [problem for row in rows_for(version) for problem in row.problems(sources)]

@@ -69,7 +69,7 @@ def _attention_kinds(modules: set[str]) -> frozenset[str]:
 
 
 def _expected_experts(modules: set[str], experts: int) -> set[str]:
-    """Return the experts that a layer needs; empty if a single tensor stores them all."""
+    """Return the experts of a layer; empty if a single tensor stores them all."""
     if not any(name.startswith("mlp.experts.0.") for name in modules):
         return set()
     return {f"mlp.experts.{n}.{part}" for n in range(experts) for part in PROJECTIONS}
@@ -124,7 +124,7 @@ def _read_floats(directory: Path, tensor: Tensor) -> list[float]:
 def _has_weights(
     directory: Path, weight: Tensor, position: tuple[int, int], block: tuple[int, int]
 ) -> bool:
-    """Return whether the block at (row, column) ``position`` has a weight other than zero."""
+    """Return whether the block at (row, column) has a weight other than zero."""
     rows, columns = weight.shape
     first, left = position[0] * block[0], position[1] * block[1]
     width = min(block[1], columns - left)
@@ -239,7 +239,7 @@ def _check_fp8(headers: Headers, settings: Settings, module: str) -> Iterator[st
 
 
 def _check_packed(headers: Headers, settings: Settings) -> Iterator[str]:
-    """Check the three tensors of INT4 and INT8 modules, and that INC quantises these modules."""
+    """Check INT4 and INT8 modules, and that INC quantises them."""
     suffix = names.HEAD_SUFFIX if settings.overlay else ""
     for name in headers.tensors:
         module, _, part = name.rpartition(".")
@@ -319,7 +319,7 @@ def _check_mtp(
 
 
 def _is_linear(module: str) -> bool:
-    """Return whether INC quantises ``module``; router, gates and norms stay 16-bit."""
+    """Return whether INC quantises ``module``."""
     return module == "mtp.fc" or module.rpartition(".")[2].endswith("_proj")
 
 

@@ -15,7 +15,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reader
 @dataclass(frozen=True)
 class Tensor:
     file: str
-    dtype: str  # as safetensors spells it: "BF16", "F8_E4M3", "I32"
+    dtype: str  # of safetensors: "BF16", "F8_E4M3", "I32"
     shape: tuple[int, ...]
     start_bytes: int  # in its file
     size_bytes: int
@@ -62,10 +62,10 @@ def read_headers(directory: Path) -> Headers:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the header entries of a safetensors file, with offsets from the start of the file.
+    """Return header entries, with offsets from the start of the file.
 
     Raises:
-        ValueError: not a safetensors file, or a size that differs from the header's.
+        ValueError: not a safetensors file, or truncated.
     """
     size_bytes = path.stat().st_size
     with path.open("rb") as stream:

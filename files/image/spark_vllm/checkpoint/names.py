@@ -17,7 +17,7 @@ HEAD_SUFFIX = "_int8"
 """Overlay suffix of the INT8 head's tensors: ``lm_head.qweight_int8``."""
 
 TEXT_LAYERS = "model.language_model.layers."
-"""Prefix of every swapped module; the overlay rules are anchored on it."""
+"""Prefix of every swapped module."""
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -60,11 +60,7 @@ def are_all_shards_listed(
 
 
 def fused_modules(modules: Iterable[str], packed: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the engine's modules for checkpoint ``modules``, in order, without repeats.
-
-    Raises:
-        ValueError: only some shards of a fused module are listed.
-    """
+    """Return the engine's modules for checkpoint ``modules``, in order, without repeats."""
     listed = dict.fromkeys(modules)
     fused_of = {shard: fused for fused, shards in packed.items() for shard in shards}
     result: dict[str, None] = {}
@@ -84,9 +80,6 @@ def overlay_rules(
     A rule is (pattern, replacement); ``None`` drops the tensor. The 16-bit weight is dropped
     *before* the FP8 weight takes that name. Patterns match the full checkpoint name: vLLM applies
     the rules again in nested loaders, to shorter names, and must not drop renamed tensors there.
-
-    Raises:
-        ValueError: a module is outside the text layers.
     """
     rules: list[tuple[re.Pattern[str], str | None]] = []
     if fp8_modules:
@@ -112,10 +105,7 @@ def rename(name: str, rules: Iterable[tuple[re.Pattern[str], str | None]]) -> st
 
 
 def _modules_pattern(modules: Sequence[str]) -> str:
-    """Return a regular expression that matches exactly ``modules``.
-
-    Layers with the same inner names share an alternative: the pattern runs on 113,000 names.
-    """
+    """Return a regular expression for ``modules``, short because it runs on 113,000 names."""
     layers_of: dict[str, list[str]] = {}
     for module in modules:
         layer, _, inner = module.removeprefix(TEXT_LAYERS).partition(".")

@@ -1,4 +1,4 @@
-"""Read a hybrid checkpoint as plain BF16 tensors; needs torch and safetensors, not vLLM."""
+"""Read a hybrid checkpoint as plain BF16 tensors, without vLLM."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def unpack_gptq(qweight: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the signed integers of a symmetric GPTQ-packed weight.
 
     Args:
-        qweight: int32 ``[in * bits / 32, out]``; the lowest bits are the first input feature.
+        qweight: int32 ``[in * bits / 32, out]``; first input in the lowest bits.
         bits: width of a value; stored with the bias ``2 ** (bits - 1)``.
 
     Returns:
@@ -58,7 +58,7 @@ def dequantise_gptq(qweight: torch.Tensor, scales: torch.Tensor, group_size: int
     Args:
         qweight: int32 ``[in * bits / 32, out]``.
         scales: FP16 or BF16 ``[in / group_size, out]``.
-        group_size: input features that share a scale.
+        group_size: inputs that share a scale.
     """
     values = unpack_gptq(qweight, infer_bits(qweight, scales, group_size))
     grouped = values.view(scales.shape[0], group_size, -1).float()
@@ -75,9 +75,6 @@ def dequantise_fp8_blocks(
         weight: float8_e4m3fn ``[out, in]``.
         scale: BF16 or FP32 ``[ceil(out / rows), ceil(in / columns)]``.
         block_shape: (rows, columns) of a block.
-
-    Raises:
-        ValueError: the scales do not cover the weight.
     """
     rows, columns = block_shape
     out_features, in_features = weight.shape

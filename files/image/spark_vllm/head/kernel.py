@@ -103,7 +103,7 @@ def _logits_kernel(
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         else:
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        # Triton does not pipeline loads this small; fetching a group ahead avoids the wait.
+        # Triton does not pipeline small loads: load a group ahead.
         scale = tl.load(scale_ptr + safe_row)
         if SPLIT:
             x_scale = tl.load(x_scale_ptr + item, mask=item < batch, other=0.0)
@@ -165,7 +165,7 @@ def _split_kernel(
     # max drops NaN, and NaN becomes an arbitrary integer; the sum makes the scale NaN, also for
     # infinity, so that damaged activations give NaN logits.
     scale = tl.max(tl.abs(x), axis=0) / LARGEST + tl.sum(x * 0.0, axis=0)
-    # Rounds half up; the direction of ties is far below the last bit of a logit.
+    # Rounds half up.
     whole = tl.floor(x / tl.where(scale == 0.0, 1.0, scale) + 0.5).to(tl.int32)
     upper = (whole + 128) >> 8
     target = halves_ptr + item * (groups * GROUP) + inner
@@ -185,7 +185,7 @@ def logits(
         x: BF16 or FP16 ``[batch, in]``.
         weight: int8 ``[rows, in rounded up to GROUP_SIZE]``, contiguous.
         scales: BF16 ``[groups, rows]``, contiguous.
-        tile: block sizes; any entry of the table is correct for any batch.
+        tile: any entry of the table.
         processors: multiprocessors of the device.
     """
     x = x.contiguous()

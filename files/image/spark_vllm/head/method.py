@@ -46,11 +46,7 @@ class HeadOptions:
 
 
 def read_head_options() -> HeadOptions | None:
-    """Return the head options of ``--additional-config``, or None for the checkpoint's head.
-
-    Raises:
-        ValueError: an option has an unknown value.
-    """
+    """Return the head options of ``--additional-config``, or None for the checkpoint's head."""
     config = get_current_vllm_config()
     additional = config.additional_config
     spark = additional.get("spark", {}) if isinstance(additional, Mapping) else {}
@@ -91,10 +87,7 @@ def read_driver_version() -> str:
 
 
 class Int8Head(QuantizeMethodBase):
-    """Loads a 16-bit head and keeps INT8 rows with a scale per 128 inputs.
-
-    Kernels are compiled after loading; requests only launch them, also inside CUDA graphs.
-    """
+    """Loads a 16-bit head and keeps INT8 rows with a scale per 128 inputs."""
 
     def __init__(self, options: HeadOptions) -> None:
         self.options = options

@@ -20,7 +20,7 @@ def quantise_rows(
 
     Args:
         weight: ``[rows, in]``, any float dtype.
-        rows_per_block: rows converted at once; does not change the result.
+        rows_per_block: rows converted at once.
 
     Returns:
         int8 ``[rows, in rounded up to 128]``, padded with zeros, and BF16 scales
