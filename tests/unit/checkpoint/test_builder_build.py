@@ -182,7 +182,7 @@ def test_refuses_a_receipt_whose_pieces_do_not_cover_the_file(workshop):
 def test_receipt_of_a_rewritten_shard_lists_the_hash_of_every_piece(workshop):
     workshop.build(layout="full")
     base = json.loads((workshop.base_dir / "receipt.json").read_text())["files"]
-    known = {line for entry in base for line in entry["pieces"]}
+    base_pieces = {line for entry in base for line in entry["pieces"]}
     reused = 0
     for entry in workshop.read("receipt.json")["files"]:
         data = (workshop.out / entry["path"]).read_bytes()
@@ -193,15 +193,15 @@ def test_receipt_of_a_rewritten_shard_lists_the_hash_of_every_piece(workshop):
             size, sha256 = line.split(":")
             piece, data = data[: int(size)], data[int(size) :]
             assert hashlib.sha256(piece).hexdigest() == sha256
-            reused += line in known
+            reused += line in base_pieces
         assert data == b""
     assert reused > 10
 
 
 def test_refuses_a_result_with_a_wrong_name_of_the_right_count(workshop, monkeypatch):
     def misname(name):
-        right = overlay_name(name)
-        return right[:-3] + "f8" if name == f"{MODULE}.up_proj.weight" else right
+        correct = overlay_name(name)
+        return correct[:-3] + "f8" if name == f"{MODULE}.up_proj.weight" else correct
 
     workshop.write_sources()
     plan = read_build_plan(workshop.write_plan())

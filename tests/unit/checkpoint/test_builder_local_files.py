@@ -122,10 +122,10 @@ def link_elsewhere(path, data):
 
 TRAPS = {
     "pipe": lambda path, data: os.mkfifo(path),
-    "endless": lambda path, data: path.symlink_to("/dev/zero"),
+    "endless device": lambda path, data: path.symlink_to("/dev/zero"),
     "device": lambda path, data: os.mknod(path, 0o020666, os.makedev(1, 5)),  # /dev/zero
-    "longer": lambda path, data: path.write_bytes(data + b"and more"),
-    "wrong": lambda path, data: path.write_bytes(data[::-1]),
+    "longer file": lambda path, data: path.write_bytes(data + b"and more"),
+    "other content": lambda path, data: path.write_bytes(data[::-1]),
     "link": link_elsewhere,
 }
 
@@ -203,8 +203,8 @@ def cache(tmp_path, monkeypatch):
     try:
         for name in SHARDS:
             # Sequential: threads that create the shared directory together do not all use it.
-            words = {"endpoint": hub.url, "cache_dir": place, "token": False, "max_workers": 1}
-            snapshot_download(f"lab/{name}", **words)
+            options = {"endpoint": hub.url, "cache_dir": place, "token": False, "max_workers": 1}
+            snapshot_download(f"lab/{name}", **options)
     finally:
         hub.close()
     shared = list(place.glob("blobs/??/*[0-9a-f]"))
@@ -240,20 +240,20 @@ def test_links_shared_blobs_that_outlive_the_cache(cache, below):
 
 
 def test_reads_only_the_blob_named_by_the_hash(cache):
-    read = cache.parents[3] / "read"
+    count = cache.parents[3] / "count"
     out = cache.parents[3] / "sources/a"
     order = cache.parents[3] / "fetch.json"
     order.write_text(json.dumps(fetch_order(tree_of(cache, "a"), out, [], look_in=[str(cache)])))
     program = (
         "import sys; from spark_checkpoint.__main__ import main\n"
-        "from spark_checkpoint.sources import fetch; take = fetch._Download._use_local\n"
-        f"def noted(order, file, path): open({str(read)!r}, 'a').write('.'); "
-        "return take(order, file, path)\n"
-        "fetch._Download._use_local = noted; sys.exit(main(sys.argv[1:]))"
+        "from spark_checkpoint.sources import fetch; use_local = fetch._Download._use_local\n"
+        f"def count_and_use(order, file, path): open({str(count)!r}, 'a').write('.'); "
+        "return use_local(order, file, path)\n"
+        "fetch._Download._use_local = count_and_use; sys.exit(main(sys.argv[1:]))"
     )
-    words = [sys.executable, "-c", program, "fetch", str(order)]
-    subprocess.run(words, env=tool_environment(), check=True, capture_output=True)
-    assert len(read.read_text()) == len(list(tree_of(cache, "a").iterdir()))
+    command = [sys.executable, "-c", program, "fetch", str(order)]
+    subprocess.run(command, env=tool_environment(), check=True, capture_output=True)
+    assert len(count.read_text()) == len(list(tree_of(cache, "a").iterdir()))
 
 
 def test_preflight_finds_shared_blobs_by_sha256(cache):

@@ -48,7 +48,7 @@ echo "$@" >> {root}/calls
 for word in "$@"; do case $word in
   type=bind,source=*,target=/work) work=${{word#type=bind,source=}}; work=${{work%,target=/work}};;
 esac; done
-. {root}/behave
+. {root}/docker-script
 """
 COMPLETE = """
 cp -r {root}/ready $work/made/tree
@@ -57,22 +57,22 @@ echo '{{"tree": "tree", "versions": {{"auto-round": "0"}}}}' > $work/done.json
 
 
 @cache
-def drawn():
+def weights_and_tokenizer():
     return original.random_weights(TINY, 3), vocabulary.train(TINY.vocabulary)
 
 
-def is_packed(name, drafter=False):
-    if drafter and name.startswith("mtp.layers."):
+def is_packed(name, packs_drafter=False):
+    if packs_drafter and name.startswith("mtp.layers."):
         return ".experts." in name or (".self_attn." in name and name.endswith("_proj.weight"))
     return original.is_int4(name) and not name.endswith(NARROW)
 
 
 @cache
-def packed_tensors(drafter):
+def packed_tensors(packs_drafter):
     """Return the tensors of a correct result."""
     tensors = {}
-    for name, weight in drawn()[0].items():
-        if is_packed(name, drafter):
+    for name, weight in weights_and_tokenizer()[0].items():
+        if is_packed(name, packs_drafter):
             module = name.removesuffix(".weight")
             parts = rounding.int4(weight).items()
             tensors |= {f"{module}.{part}": tensor for part, tensor in parts}
@@ -88,7 +88,7 @@ class Bench:
 
     def __init__(self, root):
         self.root, self.out = root, root / "models" / "tiny-int4-123456789012"
-        self.weights, tokenizer = drawn()
+        self.weights, tokenizer = weights_and_tokenizer()
         repository.write_plain(root / "published", TINY, self.weights, tokenizer)
         repository.write_int4(root / "ready", TINY, self.weights, tokenizer, "")
         self.change_result(lambda tensors: None)
@@ -100,10 +100,10 @@ class Bench:
         (root / "text.jsonl").write_text('{"text": "a"}\n')
         proof = {"schema_version": 1, "key": {}, "docker_arguments": ["--gpus=all"], "gpu": "x"}
         (root / "gpu.json").write_text(json.dumps(proof))
-        self.behave("cp $work/order.json {root}/order.json" + COMPLETE)
+        self.set_docker_script("cp $work/order.json {root}/order.json" + COMPLETE)
 
-    def behave(self, script):
-        (self.root / "behave").write_text(script.format(root=self.root))
+    def set_docker_script(self, script):
+        (self.root / "docker-script").write_text(script.format(root=self.root))
 
     def run(self, **changes):
         published, source = self.root / "published", self.root / "sources/tiny-cccccccccccc"
@@ -141,14 +141,14 @@ class Bench:
         weights[f"{EXPERTS}.gate_up_proj"] = np.stack([np.concatenate(e[:2]) for e in experts])
         weights[f"{EXPERTS}.down_proj"] = np.stack([expert[2] for expert in experts])
         shutil.rmtree(self.root / "published")
-        repository.write_plain(self.root / "published", TINY, weights, drawn()[1])
+        repository.write_plain(self.root / "published", TINY, weights, weights_and_tokenizer()[1])
 
     def calls(self):
         log = self.root / "calls"
         return log.read_text().splitlines() if log.exists() else []
 
-    def change_result(self, change, drafter=False):
-        tensors: Tensors = dict(packed_tensors(drafter))
+    def change_result(self, change, packs_drafter=False):
+        tensors: Tensors = dict(packed_tensors(packs_drafter))
         change(tensors)
         for shard in (self.root / "ready").glob("*.safetensors*"):
             shard.unlink()
@@ -168,7 +168,7 @@ def bench(tmp_path):
     return Bench(tmp_path)
 
 
-def test_quantises_verifies_and_publishes_once(bench):
+def test_quantises_and_publishes_a_checkpoint_once(bench):
     assert bench.run().returncode == 0
     receipt = bench.read("receipt.json")
     assert (receipt["kind"], receipt["digest"]) == ("requantized", "1" * 64)
@@ -190,11 +190,11 @@ def test_quantises_verifies_and_publishes_once(bench):
     assert len(bench.calls()) == 2  # removal of a leftover container, and the run
 
 
-def test_packs_the_drafter_except_for_kept_modules(bench):
-    bench.change_result(lambda tensors: None, drafter=True)
+def test_packs_the_listed_modules_of_the_drafter(bench):
+    bench.change_result(lambda tensors: None, packs_drafter=True)
     assert bench.run(mtp_tensors=SMALL_MTP).returncode == 0
     drafter = {name.removesuffix(".weight") for name in bench.weights if name.startswith("mtp.")}
-    packed = {name for name in drafter if is_packed(f"{name}.weight", drafter=True)}
+    packed = {name for name in drafter if is_packed(f"{name}.weight", packs_drafter=True)}
     assert len(packed) == 28
     assert {name for name in bench.order()["int4"] if name.startswith("mtp.")} == packed
     kept = {name for name in drafter - packed if "norm" not in name}
@@ -236,7 +236,7 @@ EXPERT = "model.language_model.layers.1.mlp.experts.3"
 
 
 @pytest.mark.parametrize(
-    ("change", "drafter", "problem"),
+    ("change", "packs_drafter", "problem"),
     [
         (swap_experts(EXPERT), False, "differs from the original's weight by 14"),
         pytest.param(swap_experts(f"{EXPERTS}.3"), True, f"{EXPERTS}.3", marks=pytest.mark.slow),
@@ -244,9 +244,9 @@ EXPERT = "model.language_model.layers.1.mlp.experts.3"
         (lambda tensors: tensors.pop("mtp.fc.weight"), False, "missing 1"),
     ],
 )
-def test_refuses_a_result_that_is_not_the_original_rounded(bench, change, drafter, problem):
-    bench.change_result(change, drafter)
-    assert problem in bench.refused(mtp_tensors=SMALL_MTP if drafter else MTP)
+def test_refuses_a_result_that_is_not_the_original_rounded(bench, change, packs_drafter, problem):
+    bench.change_result(change, packs_drafter)
+    assert problem in bench.refused(mtp_tensors=SMALL_MTP if packs_drafter else MTP)
 
 
 def test_compares_kept_experts_with_a_fused_tensor(bench):
@@ -277,7 +277,7 @@ def test_refuses_a_quantised_original(bench):
 
 
 def test_makes_the_result_writable_by_root_only(bench):
-    bench.behave("umask 0" + COMPLETE + "chmod 666 $work/made/tree/*")
+    bench.set_docker_script("umask 0" + COMPLETE + "chmod 666 $work/made/tree/*")
     assert bench.run().returncode == 0
     modes = {stat.S_IMODE(path.stat().st_mode) for path in bench.out.iterdir()}
     assert modes == {0o644}
@@ -289,7 +289,7 @@ def test_makes_the_result_writable_by_root_only(bench):
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     root = tmp_path_factory.mktemp("published") / "tree"
-    repository.write_plain(root, TINY, *drawn())
+    repository.write_plain(root, TINY, *weights_and_tokenizer())
     return read_checkpoint(root)
 
 
@@ -327,7 +327,7 @@ def write_fused(directory):
 
 
 def write_split(directory, values, **wrong):
-    """Write AutoRound's result with 16-bit experts; ``wrong`` ones get the values of others."""
+    """Write AutoRound's result with 16-bit experts; ``wrong`` maps experts to others' values."""
     parts = {}
     for expert in range(4):
         gate, up = np.split(values["gate_up_proj"][expert], 2)
@@ -340,7 +340,7 @@ def write_split(directory, values, **wrong):
     return read_checkpoint(directory)
 
 
-def test_measures_experts_in_a_fused_tensor(tmp_path):
+def test_reads_shapes_of_experts_in_a_fused_tensor(tmp_path):
     fused, _ = write_fused(tmp_path / "original")
     check_packable(plan_of(f"{EXPERTS}.{{0..3}}.{{gate,up}}_proj.qweight"), fused)
     with pytest.raises(GateRefused, match="its 64 columns"):
