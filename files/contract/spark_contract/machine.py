@@ -31,7 +31,7 @@ class BootSigns:
 
     @property
     def pending(self) -> str:
-        """Why a reboot is pending, the most urgent reason, or nothing."""
+        """Why a reboot is pending, the most urgent reason; empty if none is."""
         foreign = self.module and self.libraries and self.module not in self.libraries
         if self.mismatch or foreign:
             library = ", ".join(self.libraries) or "of another version"
@@ -47,7 +47,7 @@ class BootSigns:
 
 
 def newest_like(kernel: str, kernels: Iterable[str]) -> str:
-    """Return the newest kernel with the suffix of ``kernel`` (``-nvidia``), or nothing."""
+    """Return the newest kernel with the suffix of ``kernel`` (``-nvidia``), or an empty string."""
     ending = f"-{kernel.rpartition('-')[2]}" if "-" in kernel else ""
     matching = (name for name in kernels if name.endswith(ending))
     return max(matching, key=version_key, default="")
@@ -64,7 +64,7 @@ def module_version(text: str) -> str:
 
 
 def libcuda_version(text: str) -> str:
-    """Return the version of the first driver library in a text, or nothing."""
+    """Return the version of the first driver library in a text, or an empty string."""
     match = re.search(LIBCUDA, text)
     return match[0].removeprefix("libcuda.so.") if match else ""
 

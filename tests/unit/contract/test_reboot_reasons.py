@@ -22,7 +22,10 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         {f"boot/vmlinuz-{RUNNING}": "", "boot/vmlinuz-6.17.0-1021-nvidia": ""},
         f"kernel 6.17.0-1021-nvidia is installed, {RUNNING} is running",
     ),
-    "only older kernels": ({"boot/vmlinuz-6.17.0-1004-nvidia": ""}, ""),
+    "only older kernels": (
+        {f"boot/vmlinuz-{RUNNING}": "", "boot/vmlinuz-6.17.0-1004-nvidia": ""},
+        "",
+    ),
     "kernel of another kind": ({"boot/vmlinuz-6.18.0-1-generic": ""}, ""),
     "marked": ({"run/reboot-required": ""}, "/run/reboot-required is set (no package named)"),
     "marked for packages": (
