@@ -61,7 +61,7 @@ def index_of(name: str, body: list[ast.stmt]) -> int:
 
 def environment(home: Path) -> dict[str, str]:
     connection = Connection(
-        "spark-1", BASE_URL, "here", "main-model", ("main-model",), "/etc/spark/api-key",
+        "spark-1", BASE_URL, 8000, "here", "main-model", ("main-model",), "/etc/spark/api-key",
         f"echo {KEY}", None, None, None, "",
     )  # fmt: skip
     docker = home / "docker"

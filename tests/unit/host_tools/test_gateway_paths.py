@@ -140,13 +140,12 @@ def test_body_and_headers_smuggle_no_request(recorded):
     assert len(reached) >= len(ALLOWED)
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
+def test_only_health_works_without_key(recorded):
+    targets = (
         *("/metrics/../health", "/metrics/%2e%2e/health", "/metrics//..//health", "//health"),
         *("/./health", "/%68ealth", "/tokenize/..%2fhealth", "/health?/../metrics"),
-    ],
-)
-def test_only_health_works_without_key(recorded, target):
-    send(recorded, request("GET", target, None))
-    assert set(recorded.engines["main"].take_lines()) <= {"GET /health HTTP/1.1"}
+    )
+    for target in targets:
+        send(recorded, request("GET", target, None))
+        reached = set(recorded.engines["main"].take_lines())
+        assert reached <= {"GET /health HTTP/1.1"}, target

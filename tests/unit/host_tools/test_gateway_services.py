@@ -25,14 +25,12 @@ from tests.nginx import MODULE
 EMBEDDINGS = "/v1/embeddings"
 
 
-@pytest.mark.parametrize(
-    ("model", "service"),
-    [("main-model", "main"), ("alias", "main"), ("embedder", "embed"), ("org/ranker", "rank")],
-)
-def test_model_name_chooses_the_engine(services, model, service):
-    for path in (CHAT, EMBEDDINGS, "/v1/rerank", "/v1/messages"):
-        assert services.status(path, {"messages": [], "model": model}) == 200
-        assert services.received() == {service: [path]}
+def test_model_name_chooses_the_engine(services):
+    engines = {"main-model": "main", "alias": "main", "embedder": "embed", "org/ranker": "rank"}
+    for model, service in engines.items():
+        for path in (CHAT, EMBEDDINGS, "/v1/rerank", "/v1/messages"):
+            assert services.status(path, {"messages": [], "model": model}) == 200
+            assert services.received() == {service: [path]}
 
 
 def test_path_chooses_the_engine_without_model_name(services):
