@@ -34,7 +34,8 @@ def connection(nginx_host: Host) -> Iterator[Connection]:
         key = host.paths.below(client.settings.key_path)
         yield Connection(
             "spark-1", f"http://127.0.0.1:{client.settings.port}/v1", client.settings.port,
-            "this host", "main-model", ("main-model",), str(key), f"cat '{key}'", None, None, None, "", 16_384,
+            "this host", "main-model", ("main-model",), str(key), f"cat '{key}'",
+            None, None, None, "", 16_384,
         )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ def connection(client: GatewayClient) -> Connection:
     return Connection(
         host="spark-1", base_url=f"http://127.0.0.1:{client.settings.port}/v1", users="this host",
         port=client.settings.port, model="main-model", names=("main-model", "other"),
-        key_path=str(key), read_key=f"cat '{key}'", tunnel=None, ca=None, container=None, example="",
-        context_tokens=8192,
+        key_path=str(key), read_key=f"cat '{key}'", tunnel=None, ca=None, container=None,
+        example="", context_tokens=8192,
     )  # fmt: skip
 
 
