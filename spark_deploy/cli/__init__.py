@@ -39,6 +39,7 @@ SECTIONS = {
         "bench": "Benchmark servers through their gateways; compare results.",
     },
     "Models and files": {
+        "models": "List models, hosts they need, and computed speed.",
         "update": "Lock new commits and image digests.",
         "settings": "Print all settings with defaults and descriptions.",
         "add": "Add a model from a repository, shared file or recipe.",

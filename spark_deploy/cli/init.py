@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -24,15 +23,14 @@ from spark_deploy.cli.console import (
     profile_option,
     shared_options,
 )
+from spark_deploy.cli.models import PLAIN_PROFILE, fitting_profiles
 from spark_deploy.config.catalog.load import read_catalog
-from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT, page
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.groups import HOSTS_FILE, read_hosts
 from spark_deploy.inventory.host_names import CONTEXT_KEY, LOCAL
 from spark_deploy.inventory.plans import read_inventory
-from spark_deploy.plan.resolve import resolve
 
 PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
 INVENTORY = Path("inventory/spark.py")
@@ -74,7 +72,6 @@ profile: PROFILE  # OTHERS
 # All settings with defaults: `spark-deploy settings`.
 """
 IGNORED = "/bench/\n/pyinfra-debug.log\n__pycache__/\n.*.new\n"
-_PLAIN = "plain"  # the profile of repositories served as published
 
 
 @click.command
@@ -175,21 +172,15 @@ def _host_lines(hosts: Sequence[str], user: str | None) -> list[str]:
 
 def _settings(model: str | None, profile: str | None) -> str:
     catalog, model = read_catalog(), model or Settings().model
+    fitting = fitting_profiles(model, catalog)
     # Without stages of the ladder, which exist for comparison.
     profiles = [
         name
-        for (name, of), profile_file in catalog.profiles.items()
-        if of == model
-        and not profile_file.choose_when.startswith("you compare")
-        and _is_possible(model, name, catalog)
+        for name in fitting
+        if not catalog.profile(name, model).choose_when.startswith("you compare")
     ]
-    default = Settings().profile
-    if default in profiles:
-        profiles = [name for name in profiles if name != _PLAIN]
-    elif _PLAIN in profiles:
-        default = _PLAIN
-    profile = profile or default
-    others = [name for name in profiles if name != profile]
+    profile = profile or next(iter(profiles), Settings().profile)
+    others = [name for name in profiles if name not in (profile, PLAIN_PROFILE)]
     values = {
         "MODEL": model,
         "PROFILE": profile,
@@ -197,14 +188,6 @@ def _settings(model: str | None, profile: str | None) -> str:
         "ANOTHER": next(iter(others), profile),
     }
     return re.sub("|".join(values), lambda match: values[match[0]], SETTINGS_TEXT)
-
-
-def _is_possible(model: str, profile: str, catalog: Catalog) -> bool:
-    try:
-        resolve(replace(Settings(), model=model, profile=profile), catalog)
-    except SparkError:
-        return False
-    return True
 
 
 def _write(path: Path, text: str) -> bool:

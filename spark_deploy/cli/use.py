@@ -23,6 +23,7 @@ from spark_deploy.cli.console import (
     shared_options,
 )
 from spark_deploy.cli.hosts import Target, select_hosts
+from spark_deploy.cli.models import fitting_profiles
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
@@ -71,7 +72,14 @@ def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
     chosen = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
     names = {host.name for host in chosen}
-    wanted = _parse_choice(choice, chosen[0].catalog)
+    catalog = chosen[0].catalog
+    wanted = _parse_choice(choice, catalog)
+    if wanted.keys() == {"model"}:
+        # A model on its own changes the profile only if the present one cannot serve it.
+        fitting = fitting_profiles(wanted["model"], catalog)
+        present = {host.settings.settings.profile for host in chosen}
+        if fitting and not present <= set(fitting):
+            wanted["profile"] = fitting[0]
     _check(all_hosts, names, wanted)
     edits: dict[tuple[Path, str], Edit] = {}
     for host in chosen:

@@ -15,15 +15,14 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
+from spark_deploy.cli.models import fitting_profiles, settings_on  # noqa: E402
 from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
 from spark_deploy.config.catalog.profile import Profile  # noqa: E402
 from spark_deploy.config.catalog.types import Catalog  # noqa: E402
-from spark_deploy.config.settings.cluster import ClusterSettings  # noqa: E402
 from spark_deploy.config.settings.types import Settings  # noqa: E402
 from spark_deploy.lock.resolve import size  # noqa: E402
 from spark_deploy.plan.memory import gib, loaded_bytes, plan_memory, weights_of  # noqa: E402
-from spark_deploy.plan.resolve import problems_of  # noqa: E402
 from tools.docs import evidence, speed  # noqa: E402
 from tools.docs.commands import command_rows  # noqa: E402
 from tools.docs.declared import DOCUMENTS, all_yml, row, schema_file, settings_page  # noqa: E402
@@ -107,19 +106,19 @@ def _model(model: HybridModel) -> Iterator[str]:
         f"LM head {size(sizes.head_bytes)}, MTP {size(sizes.mtp_bytes)}, "
         f"vision {size(sizes.vision_bytes)}"
     )
-    yield f"- on a single host with: {', '.join(_served_with(model)) or 'no profile'}"
+    yield f"- on a single host with: {', '.join(_fitting(model)) or 'no profile'}"
     for number in (2, 4):
         yield _together(model, number)
 
 
 def _together(model: HybridModel, count: int) -> str:
     """Return the memory per host of a model on several hosts."""
-    names = _served_with(model, count)
+    names = _fitting(model, count)
     if not names:
         return f"- on {count} hosts (`cluster.hosts`): no profile"
     chosen = DEFAULT.profile if DEFAULT.profile in names else names[0]
     profile = catalog().profile(chosen, model.name)
-    plan = plan_memory(model, profile, _on(count, model.name, chosen))
+    plan = plan_memory(model, profile, settings_on(count, model.name, chosen))
     return (
         f"- on {count} hosts (`cluster.hosts`) with {chosen}, per host: weights "
         f"{gib(plan.weights_bytes)}, drafter {gib(plan.drafter_bytes)}, KV cache "
@@ -138,7 +137,7 @@ def profile_sections() -> Iterator[str]:
         yield row(f"`{shown.name}`", shown.choose_when, parts, "yes" if shown.plugin else "no")
     for model in _for_sparks():
         yield from ("", f"### Memory of {model.name}", "")
-        names = [name for name in _served_with(model) if name != "plain"]  # equals base
+        names = [name for name in _fitting(model) if name != "plain"]  # equals base
         fitting = [catalog().profile(name, model.name) for name in names]
         if not fitting:
             yield "No profile fits on a single host."
@@ -175,15 +174,8 @@ def _memory_row(model: Model, profile: Profile) -> str:
     return row(*cells, f"{plan.kv_tokens:,}", f"{plan.full_context_users:.1f}")
 
 
-def _on(count: int, model: str, profile: str) -> Settings:
-    hosts = tuple(f"spark-{number + 1}" for number in range(count)) if count > 1 else ()
-    return Settings(model=model, profile=profile, cluster=ClusterSettings(hosts=hosts))
-
-
-def _served_with(model: Model, count: int = 1) -> list[str]:
-    """Return the profiles that fit on this number of hosts."""
-    pairs = ((name, _on(count, model.name, name)) for name in catalog().profile_names)
-    return [name for name, settings in pairs if not problems_of(settings, catalog())]
+def _fitting(model: Model, count: int = 1) -> list[str]:
+    return sorted(fitting_profiles(model.name, catalog(), count))
 
 
 def _for_sparks() -> list[HybridModel]:

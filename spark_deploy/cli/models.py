@@ -1,0 +1,159 @@
+"""``spark-deploy models``: the models of the catalog and the hosts that each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from spark_deploy.cli.console import Options, note, print_result, shared_options
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.errors import SparkError
+from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.settings.cluster import ClusterSettings
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.lock.file import read_lock
+from spark_deploy.lock.resolve import size
+from spark_deploy.lock.types import Lock
+from spark_deploy.plan.kv_cache import context_tokens
+from spark_deploy.plan.memory import weights_of
+from spark_deploy.plan.resolve import problems_of
+from spark_deploy.plan.speed import speed_of
+
+HOST_COUNTS = (1, 2, 4)
+PLAIN_PROFILE = "plain"  # for repositories served as published
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    name: str
+    summary: str
+    choose_when: str
+    profiles: dict[int, list[str]]  # that fit, by number of hosts; the first is the one to choose
+    is_known: bool  # whether the sizes are known, so that `profiles` takes memory into account
+    download_bytes: int | None
+    context_tokens: int | None
+    tokens_per_s: float | None  # computed for a single stream on one host; None: no speed model
+
+    @property
+    def hosts(self) -> int | None:
+        return next((count for count, names in self.profiles.items() if names), None)
+
+
+@click.command
+@click.argument("search", nargs=-1, metavar="[WORD]...")
+@click.option("--all", "shows_all", is_flag=True, help="Include models of the virtual lab.")
+@shared_options(hosts=False)
+def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
+    lock = read_lock(Path(Settings().lock_file))
+    catalog = read_catalog(own=Path.cwd()).knowing(lock.anatomies)
+    listed = [
+        describe(model, catalog, lock)
+        for model in catalog.models.values()
+        if (shows_all or not model.name.startswith("lab-")) and _matches(model, search)
+    ]
+    if not listed:
+        guess = closest(" ".join(search), list(catalog.models))
+        fix = f"did you mean {guess}?" if guess else "run `spark-deploy models` for all"
+        raise SparkError.one(f"models {' '.join(search)}", "no model of the catalog matches", fix)
+    listed.sort(key=lambda model: (model.hosts or 99, -(model.tokens_per_s or 0), model.name))
+    if options.json:
+        print_result(options, listed, ())
+    elif len(listed) == 1:
+        print_result(options, listed, [_details(listed[0])])
+    else:
+        print_result(options, listed, [_rows(listed)])
+        note("tok/s: computed for one stream on one Spark; -: unknown until `up` or `update`")
+        note("details: spark-deploy models NAME; serve a model: spark-deploy use NAME")
+    return 0
+
+
+def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
+    """Return a row; sizes of repositories served as published come from the lock file."""
+    profiles = {count: fitting_profiles(model.name, catalog, count) for count in HOST_COUNTS}
+    chosen = next((names[0] for names in profiles.values() if names), None)
+    profile = catalog.profile(chosen, model.name) if chosen else None
+    hybrid = model.architecture if isinstance(model, HybridModel) else None
+    size_bytes, is_known = weights_of(hybrid).tree_bytes if hybrid else None, hybrid is not None
+    if isinstance(model, PlainModel):
+        source, is_known = lock.sources.get(model.repository), model.anatomy is not None
+        size_bytes = source.size_bytes if source else None
+    return ListedModel(
+        name=model.name,
+        summary=model.summary,
+        choose_when=model.choose_when,
+        profiles=profiles,
+        is_known=is_known,
+        download_bytes=size_bytes,
+        context_tokens=context_tokens(model, profile) if profile and is_known else None,
+        tokens_per_s=speed_of(hybrid, profile).tokens_per_s if hybrid and profile else None,
+    )
+
+
+def settings_on(count: int, model: str, profile: str) -> Settings:
+    """Return settings that serve a model on ``count`` hosts, everything else at its default."""
+    hosts = tuple(f"spark-{number + 1}" for number in range(count)) if count > 1 else ()
+    return Settings(model=model, profile=profile, cluster=ClusterSettings(hosts=hosts))
+
+
+def fitting_profiles(model: str, catalog: Catalog, count: int = 1) -> list[str]:
+    """Return the profiles that serve a model on ``count`` hosts; the one to choose first."""
+    default = Settings().profile
+    names = [
+        name
+        for name, of in catalog.profiles
+        if of == model and not problems_of(settings_on(count, model, name), catalog)
+    ]
+    # Stages of the ladder exist for comparison; `plain` comes last if we build a checkpoint.
+    return sorted(
+        names,
+        key=lambda name: (
+            name != default,
+            isinstance(catalog.model(model), HybridModel) == (name == PLAIN_PROFILE),
+            catalog.profile(name, model).choose_when.startswith("you compare"),
+        ),
+    )
+
+
+def _matches(model: Model, words: Iterable[str]) -> bool:
+    if list(words) == [model.name]:
+        return True
+    text = f"{model.name} {model.summary} {model.choose_when}".lower()
+    return all(word.lower() in text for word in words)
+
+
+def _rows(listed: Sequence[ListedModel]) -> Iterator[str]:
+    columns = "{:<30}{:<12}{:>6}{:>11}{:>11}{:>8}".format
+    yield columns("model", "profile", "Sparks", "download", "context", "tok/s")
+    for model in listed:
+        hosts = model.hosts
+        yield columns(
+            model.name,
+            model.profiles[hosts][0] if hosts else "-",
+            str(hosts or "none") if model.is_known else "-",
+            size(model.download_bytes) if model.download_bytes else "-",
+            f"{model.context_tokens:,}" if model.context_tokens else "-",
+            f"{model.tokens_per_s:.0f}" if model.tokens_per_s and hosts == 1 else "-",
+        )
+        yield f"    when {model.choose_when}"
+
+
+def _details(model: ListedModel) -> Iterator[str]:
+    yield f"{model.name}: {model.summary}"
+    yield f"  choose when {model.choose_when}"
+    if not model.is_known:
+        yield "  size       unknown until `spark-deploy update` reads the repository"
+    for count, names in model.profiles.items() if model.is_known else ():
+        yield f"  on {count} Spark{'s' * (count > 1)} {', '.join(names) or 'no profile fits'}"
+    if model.download_bytes:
+        yield f"  download   {size(model.download_bytes)}"
+    if model.context_tokens:
+        yield f"  context    {model.context_tokens:,} tokens"
+    if model.tokens_per_s and model.hosts == 1:
+        yield f"  speed      {model.tokens_per_s:.0f} tok/s computed for one stream"
+    if model.hosts:
+        yield f"  serve it   spark-deploy use {model.name}/{model.profiles[model.hosts][0]}"

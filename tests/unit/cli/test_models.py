@@ -1,0 +1,63 @@
+"""``spark-deploy models`` lists what fits; ``use MODEL`` selects a profile that serves it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spark_deploy.cli import main
+from spark_deploy.cli.models import fitting_profiles
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.memory import missing_bytes
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, object]]:
+    assert main(["models", "--json", *words]) == 0
+    return {model["name"]: model for model in json.loads(capsys.readouterr().out)}
+
+
+def test_lists_catalog_models_without_those_of_the_lab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models, catalog = listed(capsys), read_catalog()
+    assert models.keys() == {name for name in catalog.models if not name.startswith("lab-")}
+    assert listed(capsys, "--all").keys() == set(catalog.models)
+    large = models["qwen3.5-397b"]["profiles"]
+    assert (large["1"], large["2"], large["4"][0]) == ([], [], "v2")  # type: ignore[index]
+    model = catalog.model("qwen3.5-397b")
+    settings = Settings(model="qwen3.5-397b")
+    assert missing_bytes(model, catalog.profile("v2", "qwen3.5-397b"), settings) > 0
+    plain = models["qwen3-4b"]
+    assert (plain["is_known"], plain["context_tokens"], plain["download_bytes"]) == (
+        False, None, None,
+    )  # fmt: skip
+
+
+def test_a_word_selects_models_and_a_typo_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert set(listed(capsys, "embed")) == {"jina-embeddings-v5-small"}
+    assert main(["models", "qwen3.5-122c"]) == 1
+    assert "qwen3.5-122b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["qwen3-4b", "gpt-oss-120b", "qwen3.5-35b"])
+def test_use_selects_a_profile_that_serves_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", ".", "--host", "spark-1=192.0.2.1", "--user", "me"]) == 0
+    assert main(["use", model]) == 0
+    chosen = yaml.safe_load(Path("group_vars/all.yml").read_text())
+    expected = fitting_profiles(model, read_catalog())[0]
+    assert (chosen["model"], chosen["profile"]) == (model, expected)
+    assert main(["use", "qwen3.5-122b/v2-tq"]) == 0
+    assert main(["use", "qwen3.5-35b"]) == 0
+    chosen = yaml.safe_load(Path("group_vars/all.yml").read_text())
+    assert (chosen["model"], chosen["profile"]) == ("qwen3.5-35b", "v2-tq")
