@@ -20,7 +20,7 @@ from spark_deploy.hosts.files import expect_files
 from spark_deploy.hosts.jobs import start_job, wait_for_jobs
 from spark_deploy.hosts.payload import install_quantiser
 from spark_deploy.hosts.status import JobStates
-from spark_deploy.plan.jobs import Work, ready_name
+from spark_deploy.plan.jobs import Work, preparation_name
 
 _REMOVAL_TIMEOUT_S = 3600  # the removal first reads every byte of the checkpoint
 _QUANTISING_TIMEOUT_S = 4 * 86400  # 40 hours are expected for 122B
@@ -94,7 +94,7 @@ def ready(*, jobs: Sequence[Work], service: str) -> None:
     """Prepare other pairs, so that a later rollout need not wait."""
     # The release's target is retired once those jobs are done.
     target = f"{service}-ready"
-    _start(jobs, target, lambda work: ready_name(work.job))
+    _start(jobs, target, lambda work: preparation_name(work.job))
     wait_for_jobs(name="Wait for the other pairs", jobs=_specs(jobs), release=target)
 
 

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 import click
 
-from spark_deploy.config.errors import shown
+from spark_deploy.config.errors import printable
 
 SECTIONS = {
     "Set up": {
@@ -92,7 +92,7 @@ def _print_os_error(error: OSError) -> int:
     if where is None or error.strerror is None:
         raise error
     if not isinstance(error, BrokenPipeError):  # `spark-deploy plan | head`
-        click.secho(shown(f"{where}: {error.strerror}"), fg="red", err=True)
+        click.secho(printable(f"{where}: {error.strerror}"), fg="red", err=True)
         fix = "check path and permissions"
         if where == "ssh":
             fix = "install the OpenSSH client: apt-get install openssh-client"

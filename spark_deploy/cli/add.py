@@ -34,7 +34,7 @@ from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.profile import is_repository
 from spark_deploy.config.catalog.types import Engine, Engines, Families
-from spark_deploy.config.errors import CatalogError, SparkError, one_line, shown
+from spark_deploy.config.errors import CatalogError, SparkError, one_line, printable
 from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.lock.headers import (
     anatomy_of,
@@ -161,7 +161,7 @@ def _inspect(options: Options, place: str, host: Target) -> int:
                 name = f"{model.name}.{order.shared_experts}.json"
                 (builder.folder / name).write_text(text_of(order), encoding="utf-8")
                 words += [orders.AGAINST, name]
-        print(shown(builder.run(orders.INSPECT, *words, place)), end="")
+        print(printable(builder.run(orders.INSPECT, *words, place)), end="")
     return 0
 
 
@@ -213,7 +213,7 @@ def _read_file(place: str) -> dict[str, Any] | None:
     path = Path(place)
     if not path.is_file():
         return None
-    data, problems = read_mapping(path, shown=path.name, of_others=True)
+    data, problems = read_mapping(path, shown=path.name, is_foreign=True)
     if problems:
         raise CatalogError(problems)
     return data

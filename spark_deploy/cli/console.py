@@ -19,7 +19,7 @@ from rich.text import Text
 from spark_contract.documents import plain
 
 from spark_deploy.config.checkout import catalog_names
-from spark_deploy.config.errors import Problem, shown
+from spark_deploy.config.errors import Problem, printable
 
 # For shell completion; commands report unreadable files themselves.
 FILE = click.Path(readable=False)
@@ -161,7 +161,7 @@ def print_result(
     """Print a result: ``data`` as JSON, or ``texts`` with the lines of each host."""
     if options.json:
         print(json.dumps(plain(data), indent=1))
-    elif text := shown(between.join("\n".join(lines) for lines in texts)):
+    elif text := printable(between.join("\n".join(lines) for lines in texts)):
         print_wrapped(text.splitlines()) if sys.stdout.isatty() else print(text)
 
 
@@ -175,7 +175,7 @@ def print_wrapped(lines: Iterable[str], console: Console | None = None) -> None:
 def note(text: str, style: str = "") -> None:
     """Print a message to standard error, apart from the result."""
     console = Console(stderr=True, highlight=False)
-    for line in shown(text).splitlines():
+    for line in printable(text).splitlines():
         if not console.is_terminal:
             print(line, file=sys.stderr)
             continue

@@ -23,7 +23,13 @@ from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.errors import Problem, SettingsError, SparkError, in_words, unreachable
+from spark_deploy.config.errors import (
+    Problem,
+    SettingsError,
+    SparkError,
+    unreachable,
+    without_errno,
+)
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
@@ -228,7 +234,7 @@ def query(
                 with readable_ssh_files():
                     host.connect(raise_exceptions=False, show_errors=False)
                 if not host.connected:
-                    reason = in_words(errors.reasons.get(host.name, "no reason given"))
+                    reason = without_errno(errors.reasons.get(host.name, "no reason given"))
                     return Answer(target, None, f"unreachable: {with_fix(reason)}")
                 state.activate_host(host)
                 limit_output()

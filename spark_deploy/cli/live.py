@@ -23,7 +23,7 @@ from spark_deploy.bench.host import HEAT, Login, parse_heat
 from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.console import Options, note, service_option, shared_options
 from spark_deploy.cli.hosts import chosen_services, select_hosts
-from spark_deploy.config.errors import shown
+from spark_deploy.config.errors import printable
 from spark_deploy.plan.memory import GIB
 
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}
@@ -52,7 +52,7 @@ def logs(options: Options, follow: bool, lines: int) -> int:
         merged = _read_all(readers)
         for line in merged if follow else sorted(merged):
             at = datetime.fromtimestamp(line.at_us / 1e6).strftime("%m-%d %H:%M:%S")
-            text = shown(f"{at}  {line.host}  {line.part:<7}  {line.text}")
+            text = printable(f"{at}  {line.host}  {line.part:<7}  {line.text}")
             print(json.dumps(asdict(line)) if options.json else text, flush=follow)
     except KeyboardInterrupt:
         for process in readers.values():

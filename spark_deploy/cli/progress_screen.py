@@ -15,10 +15,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from spark_deploy.config.errors import in_words
+from spark_deploy.config.errors import without_errno
 from spark_deploy.hosts.releases import CHECK_WARNING
 
-PIPED_EVERY_S = 30.0
+PRINT_INTERVAL_S = 30.0
 INTERRUPTED = 130
 _INDENT = 4  # of wrapped lines
 _JOB = re.compile(
@@ -118,7 +118,7 @@ class Transcript:
     general: list[str] = field(default_factory=list)  # lines without a host, since the last step
 
     def log(self, line: str) -> list[str]:
-        line = in_words(line).strip()
+        line = without_errno(line).strip()
         name, bracket, text = line.removeprefix("[").partition("]")
         if line.startswith("[") and bracket and name in self.hosts:
             self.hosts[name].log(text.strip())
@@ -263,7 +263,7 @@ class _PipedScreen:
         print_text(_styled(text), self.console)
 
     def refresh(self) -> None:
-        if time.monotonic() - self.printed_at_s < PIPED_EVERY_S:
+        if time.monotonic() - self.printed_at_s < PRINT_INTERVAL_S:
             return
         self.printed_at_s = time.monotonic()
         for host in self.watcher.transcript.hosts.values():

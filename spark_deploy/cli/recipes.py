@@ -22,7 +22,7 @@ from spark_deploy.config.errors import CatalogError
 from spark_deploy.config.schema_errors import problems_of
 from spark_deploy.config.settings import allowed
 from spark_deploy.config.settings import engine as engine_options
-from spark_deploy.config.settings.engine import DECIDING, DEVICE_OPTIONS
+from spark_deploy.config.settings.engine import DEVICE_OPTIONS, PROFILE_KEYS
 
 _SPARK = "dgx_spark_gb10"
 _SERVICE = "set by the gateway and serve.names"
@@ -272,7 +272,7 @@ _SPECULATION = {
 }  # fmt: skip
 # Options with a key in profiles, and the path of the key.
 _PROFILE_KEYS: dict[str, tuple[str, ...]] = {
-    **{option: path for option, path in DECIDING.items() if option != "kv-cache-memory-bytes"},
+    **{option: path for option, path in PROFILE_KEYS.items() if option != "kv-cache-memory-bytes"},
     "load-format": ("load_format",),
     "enable-prefix-caching": ("prefix_caching",),
 }

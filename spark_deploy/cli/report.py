@@ -174,8 +174,8 @@ def _without_address(match: re.Match[str]) -> str:
 def _without_secret(match: re.Match[str]) -> str:
     word = match[0]
     digits, capitals = sum(map(str.isdigit, word)), sum(map(str.isupper, word))
-    in_words = digits <= 4 and capitals <= 0.4 * len(word) and len(_WORDS.findall(word)) > 1
-    return word if in_words or (word.isupper() and not digits) else _GONE
+    without_errno = digits <= 4 and capitals <= 0.4 * len(word) and len(_WORDS.findall(word)) > 1
+    return word if without_errno or (word.isupper() and not digits) else _GONE
 
 
 def _redact(value: Any) -> Any:

@@ -65,26 +65,26 @@ _IN_JSON = re.compile(
 _KEPT = re.compile(r"u000[9a]", re.IGNORECASE)
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """Return a text, of several lines perhaps, with a mark for each character that is no text."""
     return _IN_TEXT.sub("\ufffd", text)
 
 
 def one_line(words: object) -> str:
     """Return the first line of untrusted text without control characters."""
-    line = shown((str(words).strip().splitlines() or ["no reason given"])[0])[:300]
+    line = printable((str(words).strip().splitlines() or ["no reason given"])[0])[:300]
     # Unassigned letters as well.
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in line)
 
 
-def in_words(reason: str) -> str:
+def without_errno(reason: str) -> str:
     """Return a reason without the numbers that Python puts before an error of the system."""
     return re.sub(r"\[Errno \S+\] ", "", reason)
 
 
-def heard(line: str) -> str:
+def printable_output(line: str) -> str:
     """Return a line of host output without control characters, also inside JSON."""
-    text = shown(line.rstrip("\r\n"))
+    text = printable(line.rstrip("\r\n"))
     return _IN_JSON.sub(_marked, text) if '"' in text else text
 
 

@@ -54,7 +54,7 @@ def problems_of(
         if error.validator == "additionalProperties" and isinstance(error.schema, dict):
             for key in sorted(set(error.instance) - set(error.schema.get("properties", {}))):
                 unknown = (*path, str(key))
-                fix = (renamed or {}).get(key) or _known_key(unknown, error.schema, schema)
+                fix = (renamed or {}).get(key) or _suggest_key(unknown, error.schema, schema)
                 yield Problem(f"{where(unknown)}: {dotted(unknown)}", "unknown key", fix)
         else:
             place = f"{where(path)}: {dotted(path)}" if path else where(path)
@@ -81,7 +81,7 @@ def closest(word: str, known: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
 
 
-def _known_key(path: KeyPath, level: Schema, schema: Schema) -> str:
+def _suggest_key(path: KeyPath, level: Schema, schema: Schema) -> str:
     """Suggest a known key."""
     key = str(path[-1])
     known = sorted(level.get("properties", {}))

@@ -91,17 +91,17 @@ def _load(path: Path, loader: Any) -> Any:
 
 
 def read_mapping(
-    path: Path, *, shown: str, of_others: bool = False
+    path: Path, *, shown: str, is_foreign: bool = False
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return the mapping of a YAML file and its problems.
 
     Args:
         path: the file; without a mapping the result is empty.
         shown: its name in messages.
-        of_others: a foreign document, in which dates are text.
+        is_foreign: a foreign document, in which dates are text.
     """
     try:
-        data = _load(path, _DatesAreText if of_others else _NoDuplicates)
+        data = _load(path, _DatesAreText if is_foreign else _NoDuplicates)
     except OSError as error:
         return {}, [Problem(shown, f"cannot be read: {error.strerror}", "check the file")]
     except UnicodeDecodeError:

@@ -141,7 +141,7 @@ class LoginAddress(LineFact):
 _keys: WeakKeyDictionary[Host, str] = WeakKeyDictionary()
 _members: WeakKeyDictionary[Host, Member] = WeakKeyDictionary()
 _sharing: WeakSet[Host] = WeakSet()
-_STATES: dict[str, State] = {"done": "there", "running": "under way"}
+_STATES: dict[str, State] = {"done": "complete", "running": "running"}
 _PORT = 8010
 
 
@@ -163,9 +163,9 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
         state = _STATES.get(job.state if job else "", "missing")
         if isinstance(work.job.proof, ReceiptProof):
             trees[work.job.proof.digest] = state
-        elif work.layers is not None and trees.get(work.layers.digest) != "there":
+        elif work.layers is not None and trees.get(work.layers.digest) != "complete":
             # Check only on request of another host whether an image's blobs are kept.
-            trees[work.layers.digest] = "needless" if state == "there" else state
+            trees[work.layers.digest] = "not needed" if state == "complete" else state
     _members[current_host()] = Member(host.name, "", trees)
     host.noop("files noted")
 
@@ -182,7 +182,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     trees = tuple(
         tree
         for tree in shared_trees(jobs)
-        if tree.digest in wanted and (own[tree.digest] != "needless" or _is_kept(tree))
+        if tree.digest in wanted and (own[tree.digest] != "not needed" or _is_kept(tree))
     )
     if not trees and not any(map(lacks, own.values())):
         host.noop("no host lacks files of another host")
@@ -211,14 +211,16 @@ def _is_kept(tree: SharedTree) -> bool:
     if receipt not in host.get_fact(FileStates, paths=[receipt]):
         return False
     member = _members[current_host()]
-    _members[current_host()] = replace(member, trees={**member.trees, tree.digest: "there"})
+    _members[current_host()] = replace(member, trees={**member.trees, tree.digest: "complete"})
     return True
 
 
 def _note_url(address: str, trees: Sequence[SharedTree]) -> None:
     """Note the URL, and the hashes of receipts, read over this host's login."""
     member = _members[current_host()]
-    built = [tree for tree in trees if not tree.unfinished and member.trees[tree.digest] == "there"]
+    built = [
+        tree for tree in trees if not tree.unfinished and member.trees[tree.digest] == "complete"
+    ]
     paths = {tree.digest: f"{tree.dir}/{RECEIPT_NAME}" for tree in built}
     states = host.get_fact(FileStates, paths=list(paths.values())) if paths else {}
     receipts = {digest: states[path].sha256 for digest, path in paths.items() if path in states}

@@ -25,7 +25,7 @@ from spark_deploy.hosts.gpu import SPECIFICATION
 from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation, refuse
 from spark_deploy.hosts.payload import Payload, memory_command, packed_tools, placed_tools
 from spark_deploy.hosts.status import PrunePreview
-from spark_deploy.plan.jobs import DAEMON_JSON, ready_jobs_of, ready_name, served_jobs_of
+from spark_deploy.plan.jobs import DAEMON_JSON, preparation_name, ready_jobs_of, served_jobs_of
 from spark_deploy.plan.release import release_files_of, unit_files_of
 from spark_deploy.plan.types import NJS, SUDOERS_PATH, BasePlan, HostPlan, ManagedFile
 
@@ -263,7 +263,7 @@ def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
             operation = f"Sources | Fetch {job.title.removeprefix('fetch ')}"
         yield _artefact(job, operation)
     for job in (work.job for work in ready_jobs_of(plan, payload.image_context)):
-        yield _artefact(job, f"Ready | {ready_name(job)}")
+        yield _artefact(job, f"Ready | {preparation_name(job)}")
 
 
 def _artefact(job: Job, operation: str) -> Resource:

@@ -16,7 +16,7 @@ from pyinfra.api.output import echo
 from pyinfra.connectors import util
 from pyinfra.connectors.util import OutputLine
 
-from spark_deploy.config.errors import heard
+from spark_deploy.config.errors import printable_output
 from spark_deploy.inventory.login import refuse_prompt
 
 MAX_BYTES = 128 << 20
@@ -45,7 +45,7 @@ def read_buffer(
             output_queue.put(OutputLine(name, "(the host printed more than the limit)"))
             (io.channel if isinstance(io, ChannelFile) else io).close()
             return
-        text = heard(line.decode(errors="replace"))
+        text = printable_output(line.decode(errors="replace"))
         output_queue.put(OutputLine(name, text))
         if print_output and left > 0:
             limit = min(_PRINTED_OF_A_LINE, left - 1)

@@ -20,7 +20,7 @@ from spark_contract.documents import DocumentError
 from spark_contract.fetching import FetchFile
 from spark_contract.units import COMMIT
 
-from spark_deploy.config.errors import LockError, in_words, one_line
+from spark_deploy.config.errors import LockError, one_line, without_errno
 from spark_deploy.lock.registry import LIMIT_S, run_with_timeout
 from spark_deploy.lock.types import LockedSource, SourceFile, split_files
 
@@ -82,7 +82,7 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
         fix = "correct the name; if it is private, run `hf auth login` or set hub.token"
         raise LockError.one(where, "no such repository", fix) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
-        reason = f"{type(error).__name__}: {in_words(one_line(error))}"
+        reason = f"{type(error).__name__}: {without_errno(one_line(error))}"
         what = f"the hub cannot be reached: {reason}"
         fix = "check hub.endpoint and the network of this machine, then run again"
         raise LockError.one(where, what, fix) from error

@@ -21,7 +21,7 @@ from spark_contract.fetching import (
     token_question,
 )
 
-from spark_deploy.config.errors import LockError, in_words, one_line
+from spark_deploy.config.errors import LockError, one_line, without_errno
 from spark_deploy.lock.types import LockedImage
 
 # Of a look-up, which reads a few megabytes at most.
@@ -164,7 +164,7 @@ class _Client:
             self._token = self._request_token(error.headers.get("WWW-Authenticate", ""))
             return self._get(url)
         except OSError as error:
-            reason = in_words(one_line(getattr(error, "reason", error)))
+            reason = without_errno(one_line(getattr(error, "reason", error)))
             what = f"the registry cannot be reached: {reason}"
             fix = "check the network; list a plain HTTP registry in registries.insecure"
             raise LockError.one(f"image {self._shown}", what, fix) from error

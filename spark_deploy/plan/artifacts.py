@@ -22,7 +22,13 @@ from spark_deploy.plan import types
 from spark_deploy.plan.engine_arguments import ADAPTERS_MOUNT, DRAFTER_MOUNT
 from spark_deploy.plan.jobs import fetch_order
 from spark_deploy.plan.memory import weights_of
-from spark_deploy.plan.types import CheckpointPlan, ImagePlan, RequantizedPlan, SourcePlan
+from spark_deploy.plan.types import (
+    CheckpointPlan,
+    CompanionPlan,
+    ImagePlan,
+    RequantizedPlan,
+    SourcePlan,
+)
 
 _CALIBRATION = "/calibration.jsonl"  # placeholder; the job sets the real path
 # While a block is tuned: weights, rounded weights, tuned values, gradients and best values so far,
@@ -321,9 +327,9 @@ def locked_image(model: Model, settings: Settings, lock: Lock, role: str) -> Loc
     return image
 
 
-def beside_plans(
+def companion_plans(
     model: Model, profile: Profile, settings: Settings, lock: Lock
-) -> tuple[types.BesidePlan, ...]:
+) -> tuple[CompanionPlan, ...]:
     """Return the companion repositories to mount, the drafter's first."""
     drafts = profile.speculation
     companions = [
@@ -333,6 +339,8 @@ def beside_plans(
     if drafts and drafts.repository:
         companions.insert(0, (DRAFTER_MOUNT, drafts.repository, drafts.revision))
     return tuple(
-        types.BesidePlan(source_plan(locked_source(lock, repository, revision), settings), target)
+        types.CompanionPlan(
+            source_plan(locked_source(lock, repository, revision), settings), target
+        )
         for target, repository, revision in companions
     )

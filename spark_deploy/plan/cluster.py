@@ -305,7 +305,7 @@ def _cluster_ports(ports: Sequence[Port], network: ipaddress.IPv4Network) -> lis
     ]
 
 
-def spread(release: Release, settings: Settings, fabric: Mapping[str, Ports]) -> Release:
+def cluster_release(release: Release, settings: Settings, fabric: Mapping[str, Ports]) -> Release:
     """Return the release for all members of the host's cluster.
 
     The port follows from the rest of the release.

@@ -16,10 +16,10 @@ from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.engine import (
-    canonical,
+    canonical_name,
     canonical_options,
+    decode_mapping,
     option_values,
-    structure,
 )
 from spark_deploy.plan.kv_cache import context_tokens, prefill_backend
 from spark_deploy.plan.memory import adapter_rank
@@ -186,7 +186,7 @@ def _adapter_options(model: Model) -> dict[str, Any]:
 
 def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
     """Return the profile's own options, combined with the plan's choice of kernels."""
-    options = {canonical(name): value for name, value in profile.options.items()}
+    options = {canonical_name(name): value for name, value in profile.options.items()}
     if options.setdefault("kernel-config", {}) is not None:
         defaults = dict(KERNEL_CONFIG)
         if "enable-flashinfer-autotune" in canonical_options(options):
@@ -203,7 +203,7 @@ def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
 
 
 def _mapping_of(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    own = structure(options.get(name) or {})
+    own = decode_mapping(options.get(name) or {})
     if not isinstance(own, Mapping):
         what = f"{own!r} is not a mapping, but the plan adds keys to it"
         raise PlanError.one(f"engine option {name}", what, "write it as a mapping")

@@ -65,7 +65,7 @@ def route_by_name(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPl
 def _replicas(settings: Settings, host: str) -> Replicas | None:
     replicas, port = settings.replicas, settings.serve.port
     others = [name for name in replicas.hosts if name != host and name in replicas.addresses]
-    gateways = tuple(f"{_shown(replicas.addresses[name])}:{port}" for name in others)
+    gateways = tuple(f"{_bracketed(replicas.addresses[name])}:{port}" for name in others)
     return Replicas(replicas.port, gateways) if replicas.hosts else None
 
 
@@ -113,8 +113,8 @@ def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
 
 def url(plan: GatewayPlan, address: str) -> str:
     scheme = "https" if plan.tls and address != LOOPBACK else "http"
-    return f"{scheme}://{_shown(address)}:{plan.settings.port}/v1"
+    return f"{scheme}://{_bracketed(address)}:{plan.settings.port}/v1"
 
 
-def _shown(address: str) -> str:
+def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address

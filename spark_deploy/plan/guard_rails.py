@@ -15,7 +15,7 @@ from spark_deploy.config.catalog.types import ENGINE_NAME, Catalog, Engines, ver
 from spark_deploy.config.errors import PlanError, Problem, one_line
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.allowed import IGNORED_VARIABLES, unlisted
-from spark_deploy.config.settings.engine import DEVICE_OPTIONS, canonical_options, whole
+from spark_deploy.config.settings.engine import DEVICE_OPTIONS, canonical_options, parse_whole_number
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.engine_arguments import brings_own_class, stretches_context
 from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens
@@ -64,7 +64,7 @@ def facts_of(
         "profile": profile.name,
         "kv_cache": profile.kv_cache.dtype,
         "speculation_method": drafts.get("method"),
-        "speculation_tokens": whole(drafts.get("num_speculative_tokens")) or 0,
+        "speculation_tokens": parse_whole_number(drafts.get("num_speculative_tokens")) or 0,
         "own_draft_model": drafts.get("model") is not None,
         "drafts_by_option": not options.keys().isdisjoint(("speculative-config", *_DRAFT_OPTIONS)),
         "prefix_caching": profile.prefix_caching,
@@ -81,7 +81,7 @@ def facts_of(
         "eager": options.get("enforce-eager") is True,
         "piecewise_graphs": _mapping(options.get("compilation-config")).get("cudagraph_mode")
         == "PIECEWISE",
-        "devices": math.prod(whole(options.get(name)) or 1 for name in DEVICE_OPTIONS),
+        "devices": math.prod(parse_whole_number(options.get(name)) or 1 for name in DEVICE_OPTIONS),
         "executor": str(options.get("distributed-executor-backend") or "").lower(),
         "pipeline_stages": int(options.get("pipeline-parallel-size") or 1),
         "expert_width_per_device": _expert_width(model, options, settings.ranks),

@@ -32,7 +32,7 @@ _CACHE_BYTES = 4 * GIB  # compile caches of the current and the previous release
 
 
 def plan_host(request: Request) -> HostPlan:
-    request = replace(request, catalog=request.catalog.knowing(request.lock.anatomies))
+    request = replace(request, catalog=request.catalog.with_anatomies(request.lock.anatomies))
     settings, lock = request.settings, request.lock
     resolved = resolve(settings, request.catalog)
     main = _service_plan(MAIN_SERVICE, resolved, request)
@@ -108,7 +108,7 @@ def pair_plan(resolved: Resolved, request: Request) -> PairPlan:
         raise PlanError.one(f"lock: {model.repository}", what, fix)
     lock, payload = request.lock, request.payload
     image = artifacts.image_plan(model, profile, settings, lock, payload)
-    companions = artifacts.beside_plans(model, profile, settings, lock)
+    companions = artifacts.companion_plans(model, profile, settings, lock)
     made = artifacts.requantized_plan(model, settings, lock, image, payload.quantiser_digest)
     checkpoint = artifacts.checkpoint_plan(model, profile, settings, lock, made)
     if made:
@@ -124,7 +124,7 @@ def pair_plan(resolved: Resolved, request: Request) -> PairPlan:
         checkpoint,
         image,
         release.cache_dir(settings, profile, image),
-        beside=companions,
+        companions=companions,
         requantized=made,
     )
 
@@ -215,7 +215,7 @@ def _disk_uses(pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:
 
 def _pair_uses(pair: PairPlan) -> Iterator[DiskUse]:
     keeps_base = pair.checkpoint is None or pair.checkpoint.keep_base
-    companions = {companion.source.dir for companion in pair.beside}
+    companions = {companion.source.dir for companion in pair.companions}
     for source in pair.sources:
         size = source.size_bytes
         stays = keeps_base or source.dir in companions

@@ -50,8 +50,8 @@ from spark_deploy.plan.types import (
 DAEMON_JSON = "/etc/docker/daemon.json"
 # Concurrent copies from a host; a local network is ten times as fast as most uplinks.
 _COPIES = 8
-# "needless": missing, but the result exists.
-State = Literal["there", "under way", "missing", "needless"]
+# "not needed": absent, but the job's result exists.
+State = Literal["complete", "running", "missing", "not needed"]
 PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}  # host tools and the builder's packages
 
 
@@ -237,7 +237,7 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
 
 def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
     """Return every job of a pair, in an order that respects ``after``."""
-    companions = {companion.source.dir for companion in pair.beside}
+    companions = {companion.source.dir for companion in pair.companions}
     fetches = {
         source.dir: fetch_job(source, None if source.dir in companions else pair.checkpoint)
         for source in pair.fetched
@@ -263,7 +263,7 @@ def _unique(works: Iterable[Work]) -> tuple[Work, ...]:
     return tuple({work.job.digest: work for work in works}.values())
 
 
-def ready_name(job: Job) -> str:
+def preparation_name(job: Job) -> str:
     """Return the name of the operation that prepares a pair."""
     return f"Have ready: {job.title}"
 
@@ -324,12 +324,12 @@ def trees_to_share(me: str, members: Sequence[Member]) -> frozenset[str]:
         digest
         for digest in mine
         for other in members
-        if other.name != me and lacks(other.trees.get(digest, "there"))
+        if other.name != me and lacks(other.trees.get(digest, "complete"))
     )
 
 
 def lacks(state: State) -> bool:
-    return state in ("under way", "missing")
+    return state in ("running", "missing")
 
 
 def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
@@ -346,10 +346,10 @@ def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]
     def among(state: State, some: Sequence[Member]) -> list[str]:
         return [m.url for m in some if m.name != me and m.trees.get(digest) == state]
 
-    complete = among("there", members)
+    complete = among("complete", members)
     complete = complete if rank < _COPIES * len(complete) else []
     turn = place % len(complete) if complete else 0
-    running = among("under way", members)
+    running = among("running", members)
     preceding = among("missing", members[:place])
     return (*complete[turn:], *complete[:turn], *running, *reversed(preceding[-_COPIES:]))
 
@@ -358,7 +358,7 @@ def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
     """Return a job that copies from peers if they have the result."""
     proof = work.job.proof
     if work.layers is not None:
-        return _through_layers(work, work.layers, me, members)
+        return _with_shared_layers(work, work.layers, me, members)
     if not isinstance(proof, ReceiptProof):
         return work
     urls = peers_of(me, proof.digest, members)
@@ -376,7 +376,7 @@ def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
     return replace(work, job=job, inputs=(*work.inputs, file))
 
 
-def _through_layers(work: Work, layers: LayersPlan, me: str, members: Sequence[Member]) -> Work:
+def _with_shared_layers(work: Work, layers: LayersPlan, me: str, members: Sequence[Member]) -> Work:
     """Return the job of an image with layers of the base from peers, or shared with them.
 
     A host without peers keeps the blobs for hosts that join later.

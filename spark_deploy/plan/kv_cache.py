@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from spark_deploy.config.catalog.anatomy import CacheLayers, CountedCache
 from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
-from spark_deploy.config.settings.engine import canonical_options, whole
+from spark_deploy.config.settings.engine import canonical_options, parse_whole_number
 
 # (key bits, value bits, bytes of scales) of a head and token.
 TURBOQUANT = {
@@ -172,7 +172,9 @@ def _plain_shape(model: PlainModel, profile: Profile) -> CacheShape | None:
     layers = (*anatomy.cache, *(drafter.cache if drafter else ()))
     states = [layer for layer in layers if layer.kind == "state"]
     attention = [layer for layer in layers if layer.kind != "state"]
-    page_tokens = whole(canonical_options(profile.options).get("block-size")) or _PAGE_TOKENS
+    page_tokens = (
+        parse_whole_number(canonical_options(profile.options).get("block-size")) or _PAGE_TOKENS
+    )
     sizes = {max(1, round(layer.token_bytes * width)) for layer in attention}
     if len(sizes) != 1 or len(states) > 1:
         return _summed_shape(layers, width, page_tokens)

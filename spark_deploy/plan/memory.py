@@ -118,7 +118,7 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
     measured = measured_cache(model, profile)
     return MemoryPlan(
         total_bytes=memory.total_bytes,
-        reserve_bytes=settings.kept_bytes,
+        reserve_bytes=settings.reserved_bytes,
         weights_bytes=weights,
         drafter_bytes=drafter,
         vision_bytes=vision_bytes(model, profile),
@@ -143,7 +143,7 @@ def _unknown(model: Model, profile: Profile) -> Iterator[str]:
     drafts = profile.speculation
     if not isinstance(model, PlainModel):
         if drafts and drafts.repository:
-            yield "KV cache of the drafter: not worked out beside layers that keep a state"
+            yield "KV cache of the drafter: not computed next to layers with a state"
         return
     anatomy, drafter = model.anatomy, drafts.anatomy if drafts else None
     if anatomy is None or not anatomy.weights:
@@ -167,7 +167,7 @@ def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
     # With an unknown cache size the engine itself reports at the start whether a request fits.
     blocks = shape.request_blocks(context_tokens(model, profile)) if shape else 0
     request = blocks * shape.block_bytes if shape else 0
-    room = settings.memory.total_bytes - settings.kept_bytes
+    room = settings.memory.total_bytes - settings.reserved_bytes
     return max(fixed + request - budget, budget - room)
 
 
@@ -176,7 +176,7 @@ def _budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int
     memory = settings.memory
     if profile.kv_cache.size_bytes:
         return fixed_bytes + profile.kv_cache.size_bytes
-    room = memory.total_bytes - settings.kept_bytes
+    room = memory.total_bytes - settings.reserved_bytes
     fraction = min(
         profile.limits.memory_fraction, math.floor(room / memory.total_bytes * 100) / 100
     )

@@ -16,7 +16,7 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan import engine_arguments as engine
-from spark_deploy.plan.cluster import spread
+from spark_deploy.plan.cluster import cluster_release
 from spark_deploy.plan.jobs import needs_mounts
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.resolve import Resolved
@@ -154,13 +154,13 @@ def serve_plan(
             plugin=image.context_digest[:12],
         ),
         tree=Tree(tree.dir, tree.digest),
-        beside=tuple(Tree(part.source.dir, part.source.digest) for part in pair.beside),
+        companions=tuple(Tree(part.source.dir, part.source.digest) for part in pair.companions),
         engine=contract.Engine(
             argv=engine.engine_arguments(model, profile, memory, names),
             env=engine.engine_environment(profile, image, serve.start_timeout_s),
             mounts=(
                 Mount(tree.dir, engine.MODEL_MOUNT, True),
-                *(Mount(part.source.dir, part.target, True) for part in pair.beside),
+                *(Mount(part.source.dir, part.target, True) for part in pair.companions),
                 Mount(pair.cache_dir, engine.CACHE_MOUNT, False),
             ),
             docker_args=engine.CONTAINER_ARGUMENTS,
@@ -184,7 +184,7 @@ def serve_plan(
         ),
     )
     if settings.cluster.hosts:
-        release = spread(release, settings, fabric)
+        release = cluster_release(release, settings, fabric)
         if profile.engine_mode == "native":  # the other mode uses no GPU library
             forbidden = (*release.check.log_forbidden, engine.WEDGING_LINE)
             release = replace(release, check=replace(release.check, log_forbidden=forbidden))

@@ -34,7 +34,7 @@ from spark_deploy.plan.types import MemoryPlan, PayloadIdentity, Ports
 _Part = TypeVar("_Part", Profile, Limits, KvCache)
 # For drafts that only the settings enable: a drafter without weights is accepted almost never.
 _ACCEPTANCE_FLOOR = 0.5
-_WAYS = 3
+_MAX_SUGGESTIONS = 3
 _MAX_HOSTS = 8
 _LEAST_RESERVE_GIB = 8
 _LEAST_CONTEXT_TOKENS = 8192
@@ -121,7 +121,7 @@ def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved
     try:
         resolved = _fitting(own, catalog)
     except SparkError as error:
-        raise PlanError(_within(f"services.{name}", error.problems)) from error
+        raise PlanError(_prefixed(f"services.{name}", error.problems)) from error
     if resolved is None:
         model, profile = pair_of(own, catalog)
         given = settings.services[name].memory_bytes
@@ -154,11 +154,11 @@ def problems_of(
     for pair in settings.ready_pairs:
         own = settings.of_pair(pair)
         more = _problems(functools.partial(resolve, own, catalog), own, engines)
-        problems += _within(f"keep_ready {pair.model} with {pair.profile}", more)
+        problems += _prefixed(f"keep_ready {pair.model} with {pair.profile}", more)
     return problems
 
 
-def _within(where: str, problems: Iterable[Problem]) -> list[Problem]:
+def _prefixed(where: str, problems: Iterable[Problem]) -> list[Problem]:
     return [Problem(f"{where}: {p.where}", p.what, p.fix) for p in problems]
 
 
@@ -229,22 +229,23 @@ def _refusal(
         f"{gib(runtime_bytes(model, profile))} and the KV cache of one request of "
         f"{context_tokens(model, profile):,} tokens are "
         f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
-        f"{gib(settings.memory.total_bytes)} ({gib(settings.kept_bytes)} stay reserved)"
+        f"{gib(settings.memory.total_bytes)} ({gib(settings.reserved_bytes)} stay reserved)"
     )
-    usual = _ways_to_fit(
+    usual = _suggestions(
         _levers(model, profile, settings, catalog, [_USUAL_FRACTION]), settings, fits
     )
-    ways = usual or _ways_to_fit(
+    changes = usual or _suggestions(
         _levers(model, profile, settings, catalog, _all_fractions(catalog)), settings, fits
     )
-    fix = "; or ".join([*ways, *_smaller_model(model, profile, settings, catalog, fits)][:_WAYS])
-    if not ways:
+    smaller = _smaller_model(model, profile, settings, catalog, fits)
+    fix = "; or ".join([*changes, *smaller][:_MAX_SUGGESTIONS])
+    if not changes:
         fix = (
             f"no setting makes it fit, its weights alone are {gib(weights)}: "
             f"{fix or 'choose a smaller model'}"
         )
-    if not usual and (together := _hosts_needed(settings, fits)):
-        fix += f", or {together} hosts that serve it together (cluster.hosts)"
+    if not usual and (count := _hosts_needed(settings, fits)):
+        fix += f", or {count} hosts that serve it together (cluster.hosts)"
     return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
 
 
@@ -256,20 +257,20 @@ def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
     return None
 
 
-def _ways_to_fit(levers: Sequence[Lever], settings: Settings, fits: Fits) -> list[str]:
+def _suggestions(levers: Sequence[Lever], settings: Settings, fits: Fits) -> list[str]:
     """Return up to three suggestions, the least intrusive first: single changes, then pairs."""
-    ways: dict[tuple[Lever, ...], str] = {}
+    suggestions: dict[tuple[Lever, ...], str] = {}
     sizes = range(1, len({lever.setting for lever in levers}) + 1)
     for chosen in (group for size in sizes for group in itertools.combinations(levers, size)):
-        if len(ways) == _WAYS:
+        if len(suggestions) == _MAX_SUGGESTIONS:
             break
         has_repeats = len({lever.setting for lever in chosen}) < len(chosen)
-        if has_repeats or any(set(way) <= set(chosen) for way in ways):
+        if has_repeats or any(set(earlier) <= set(chosen) for earlier in suggestions):
             continue
         if values := _least_values(chosen, settings, fits):
             pairs = zip(chosen, values, strict=True)
-            ways[chosen] = " and ".join(lever.advice.format(value) for lever, value in pairs)
-    return list(ways.values())
+            suggestions[chosen] = " and ".join(lever.advice.format(value) for lever, value in pairs)
+    return list(suggestions.values())
 
 
 def _least_values(chosen: Sequence[Lever], settings: Settings, fits: Fits) -> list[Any]:
@@ -343,7 +344,7 @@ def _levers(
         Lever("drafts", "set engine.drafts to {}", no_drafts, engine("drafts")),
         *(
             Lever("profile", "choose profile {}", [name], lambda s, name: replace(s, profile=name))
-            for name in _others_like(profile, model, catalog)
+            for name in _similar_profiles(profile, model, catalog)
         ),
     ]
     return [lever for lever in levers if lever.values]
@@ -360,7 +361,7 @@ def _all_fractions(catalog: Catalog) -> list[float]:
     return [number / 100 for number in range(1, 101) if number / 100 <= highest]
 
 
-def _others_like(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
+def _similar_profiles(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
     def distance(other: Profile) -> tuple[bool, bool]:
         drafts_differ = (other.speculation is None) != (profile.speculation is None)
         return drafts_differ, other.plugin != profile.plugin

@@ -165,7 +165,7 @@ class ImagePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class BesidePlan:
+class CompanionPlan:
     source: SourcePlan
     target: str
 
@@ -180,7 +180,7 @@ class PairPlan:
     checkpoint: CheckpointPlan | None  # None: the base is served unchanged
     image: ImagePlan
     cache_dir: str
-    beside: tuple[BesidePlan, ...] = field(default=(), kw_only=True)  # also in sources
+    companions: tuple[CompanionPlan, ...] = field(default=(), kw_only=True)  # also in sources
     requantized: RequantizedPlan | None = field(default=None, kw_only=True)
 
     @property

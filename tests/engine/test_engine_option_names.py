@@ -10,7 +10,7 @@ import pytest
 from spark_vllm import SUPPORTED_ENGINES
 from wheel_sources import fetch
 
-from spark_deploy.config.settings.engine import JUDGED_OPTIONS, OWNED_OPTIONS, option_problems
+from spark_deploy.config.settings.engine import CHECKED_OPTIONS, OWNED_OPTIONS, option_problems
 from spark_deploy.plan.engine_arguments import PREFILL_LINES
 
 LINEAR = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
@@ -42,7 +42,7 @@ def test_aliases_of_reserved_options_are_reserved(version: str) -> None:
     options = list(spellings(version))
     assert len(options) > 150
     for names in options:
-        for reserved in (set(OWNED_OPTIONS), set(JUDGED_OPTIONS)):
+        for reserved in (set(OWNED_OPTIONS), set(CHECKED_OPTIONS)):
             assert not names & reserved or names <= reserved, names
 
 
@@ -57,7 +57,7 @@ def test_engine_options_are_no_abbreviations_of_reserved_options(version: str) -
 def test_reserved_options_exist(version: str) -> None:
     own = {name for names in spellings(version) for name in names}
     only_newer = {"device-memory-utilization"} if version == "0.30.0" else set()
-    assert {*OWNED_OPTIONS, *JUDGED_OPTIONS} - SERVER_OPTIONS - only_newer - own == set()
+    assert {*OWNED_OPTIONS, *CHECKED_OPTIONS} - SERVER_OPTIONS - only_newer - own == set()
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)

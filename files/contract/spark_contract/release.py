@@ -184,7 +184,7 @@ class Release:
     watch: Watch
     cluster: Cluster | None = field(default=None, metadata=OPTIONAL)
     # drafter and adapters
-    beside: tuple[Tree, ...] = field(default=(), metadata=OPTIONAL)
+    companions: tuple[Tree, ...] = field(default=(), metadata=OPTIONAL)
     # Computed from the rest and the limits of the unit.
     name: str = field(default="", metadata=OPTIONAL)
     digest: str = field(default="", metadata=OPTIONAL)
@@ -192,7 +192,7 @@ class Release:
     @property
     def trees(self) -> tuple[Tree, ...]:
         """Checkpoints that an engine start verifies."""
-        return (self.tree, *self.beside)
+        return (self.tree, *self.companions)
 
     @property
     def mounts(self) -> tuple[Mount, ...]:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from spark_deploy.config.catalog.guard_rails import GuardRails, OpenQuestions, all_hold
 from spark_deploy.config.catalog.model import RENAMED, HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
-from spark_deploy.config.catalog.types import Catalog, Engines, Families, Lazily
+from spark_deploy.config.catalog.types import Catalog, Engines, Families, LazyMapping
 from spark_deploy.config.checkout import CHECKOUT, catalog_files, catalog_names
 from spark_deploy.config.documents import OWN_RULES, Schema, convert, violations
 from spark_deploy.config.errors import CatalogError, Problem
@@ -66,10 +66,10 @@ def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catal
         with _collecting_problems(broken, *pair):
             return _with_model_changes(models[model], *profiles[name], profile_schema)
 
-    models: Mapping[str, Model] = Lazily(named["models"], read_model)
-    profiles = Lazily(named["profiles"], read_profile)
+    models: Mapping[str, Model] = LazyMapping(named["models"], read_model)
+    profiles = LazyMapping(named["profiles"], read_profile)
     keys = [(profile, model) for profile in named["profiles"] for model in named["models"]]
-    pairs = Lazily(keys, profile_for_model)
+    pairs = LazyMapping(keys, profile_for_model)
     rails = _shipped(GuardRails, "guard_rails", checkout).rails
     engines = _shipped(Engines, "engines", checkout)
     return Catalog(models, pairs, rails, engines, broken, files.replaced)

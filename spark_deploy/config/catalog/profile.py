@@ -18,7 +18,7 @@ from spark_deploy.config.settings.engine import (
     OPTION_NAMES,
     KvCache,
     Limits,
-    broken_words,
+    engine_violations,
 )
 from spark_deploy.config.settings.service import CatalogName
 
@@ -235,4 +235,4 @@ class Profile:
     def violations(self) -> Iterator[Violation]:
         for violation in self.speculation.violations() if self.speculation else ():
             yield violation._replace(key=("speculation", *violation.key))
-        yield from broken_words(self.options, self.environment)
+        yield from engine_violations(self.options, self.environment)

@@ -60,7 +60,7 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 
-class Lazily(Mapping[_K, _V]):
+class LazyMapping(Mapping[_K, _V]):
     """Documents that are read on first use; documents with mistakes are left out.
 
     Reading all pairs takes longer than planning.
@@ -121,12 +121,12 @@ class Catalog:
             self._refuse("profiles", name, self.profile_names, (f"profiles/{name}",), wanted)
         return self.profiles[wanted]
 
-    def knowing(self, anatomies: Mapping[str, Anatomy]) -> Catalog:
+    def with_anatomies(self, anatomies: Mapping[str, Anatomy]) -> Catalog:
         """Return the catalog with the anatomies of models, drafters and adapters."""
 
         def model(name: str) -> Model | None:
             value = self.models.get(name)
-            return _known(value, anatomies) if value else None
+            return _model_with_anatomies(value, anatomies) if value else None
 
         def profile(pair: tuple[str, str]) -> Profile | None:
             value = self.profiles.get(pair)
@@ -136,8 +136,8 @@ class Catalog:
             known = replace(drafter, anatomy=anatomies.get(drafter.repository))
             return replace(value, speculation=known)
 
-        models: Mapping[str, Model] = Lazily(self.models, model)
-        return replace(self, models=models, profiles=Lazily(self.profiles, profile))
+        models: Mapping[str, Model] = LazyMapping(self.models, model)
+        return replace(self, models=models, profiles=LazyMapping(self.profiles, profile))
 
     @property
     def profile_names(self) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ class Catalog:
         )
 
 
-def _known(model: Model, anatomies: Mapping[str, Anatomy]) -> Model:
+def _model_with_anatomies(model: Model, anatomies: Mapping[str, Anatomy]) -> Model:
     adapters = {
         name: replace(entry, anatomy=anatomies.get(entry.repository))
         for name, entry in model.adapters.items()

@@ -60,8 +60,8 @@ _OPTIONS = {
     ("kv_cache", "size_gib"): Option("kv-cache-memory-bytes", "engine.kv_cache_gib"),
     ("kv_cache", "dtype"): Option("kv-cache-dtype"),
 }
-DECIDING = {option.name: key for key, option in _OPTIONS.items()}
-INSTEAD = {
+PROFILE_KEYS = {option.name: key for key, option in _OPTIONS.items()}
+SETTINGS_INSTEAD = {
     option.name: f"set {option.setting or f'{section}.{field} in a profile of your own'}"
     for (section, field), option in _OPTIONS.items()
 }
@@ -87,7 +87,7 @@ OWNED_OPTIONS = {
     "api-key": "set serve.api_key: the gateway checks the key",
     "ssl-keyfile": "leave it out: TLS ends at the gateway",
     "ssl-certfile": "leave it out: TLS ends at the gateway",
-    **INSTEAD,
+    **SETTINGS_INSTEAD,
     "device-memory-utilization": "set engine.memory_fraction",
     "num-gpu-blocks-override": "set engine.kv_cache_gib",
     "language-model-only": "set engine.vision",
@@ -101,7 +101,7 @@ OWNED_OPTIONS = {
     "config": "write the options here: options in a file are not checked",
 }
 # Options that guard rails read: allowed, but only with their full names.
-JUDGED_OPTIONS = (
+CHECKED_OPTIONS = (
     "additional-config", "async-scheduling", "attention-backend", "attention-config",
     "compilation-config", "data-parallel-size",
     "distributed-executor-backend", "enable-expert-parallel", "enforce-eager", "hf-overrides",
@@ -121,7 +121,7 @@ _PATH = re.compile(r"(/|~/|\.{1,2}/).*|[^{}\s]+\.(jinja2?|py)")
 _NO_FILES = ("root-path", "middleware", "allowed-origins")  # begin with / as addresses do
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Return the option as the engine writes it."""
     return name.replace("_", "-")
 
@@ -129,16 +129,16 @@ def canonical(name: str) -> str:
 def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield (option, problem, fix) for each refused option."""
     for option in sorted(options):
-        name = canonical(option).removeprefix("no-")
-        meant = [known for known in (*OWNED_OPTIONS, *JUDGED_OPTIONS) if known.startswith(name)]
+        name = canonical_name(option).removeprefix("no-")
+        meant = [known for known in (*OWNED_OPTIONS, *CHECKED_OPTIONS) if known.startswith(name)]
         value = options[option]
         if name in OWNED_OPTIONS:
             yield option, "is set elsewhere", OWNED_OPTIONS[name]
-        elif meant and name not in JUDGED_OPTIONS:
+        elif meant and name not in CHECKED_OPTIONS:
             yield option, f"is taken by the engine for {meant[0]}", f"write {meant[0]} in full"
-        elif name in DEVICE_OPTIONS and value is not None and whole(value) is None:
+        elif name in DEVICE_OPTIONS and value is not None and parse_whole_number(value) is None:
             yield option, f"{value!r} is no whole number", "write a number such as 1"
-        elif name not in _NO_FILES and (file := _missing_file(structure(value))):
+        elif name not in _NO_FILES and (file := _missing_file(decode_mapping(value))):
             message = f"{file} is not in the engine's container"
             fix = "name a file of the image (/vllm-workspace/...) or checkpoint (/model/...)"
             if name == "chat-template":
@@ -162,15 +162,15 @@ def canonical_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's view of ``options``: canonical names, and mappings for JSON text."""
     result: dict[str, Any] = {}
     for option, value in options.items():
-        name = canonical(option)
+        name = canonical_name(option)
         if name.startswith("no-") and value is True:
             result[name.removeprefix("no-")] = False
         else:
-            result[name] = structure(value)
+            result[name] = decode_mapping(value)
     return result
 
 
-def structure(value: Any) -> Any:
+def decode_mapping(value: Any) -> Any:
     """Return the mapping in JSON text, or the value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
@@ -180,7 +180,7 @@ def structure(value: Any) -> Any:
         return value
 
 
-def whole(value: Any) -> int | None:
+def parse_whole_number(value: Any) -> int | None:
     """Return a whole number that the engine would read from ``value``; ``None``: none."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -243,7 +243,9 @@ def _accept_vllm_names(schema: dict[str, Any]) -> None:
 _CONFIG = ConfigDict(extra="forbid", json_schema_extra=_accept_vllm_names)
 
 
-def broken_words(options: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Violation]:
+def engine_violations(
+    options: Mapping[str, Any], environment: Mapping[str, str]
+) -> Iterator[Violation]:
     """Yield refused options and variables."""
     for option, message, fix in option_problems(options):
         yield Violation(("options", option), message, fix)
@@ -288,7 +290,7 @@ class ServiceEngineSettings:
     visible on the host."""
 
     def violations(self) -> Iterator[Violation]:
-        return broken_words(self.options, self.environment)
+        return engine_violations(self.options, self.environment)
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)

@@ -23,7 +23,7 @@ _User = Annotated[str, text("^[a-z_][a-z0-9_-]*$", "an account name", "spark")]
 
 
 # System folders, and folders that accounts other than root can write.
-_BELOW_REFUSED = (
+_REFUSED_PARENTS = (
     *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr"),
     *("/home", "/root", "/tmp", "/var/cache", "/var/log", "/var/run", "/var/spool", "/var/tmp"),
     *("/var/lib/apt", "/var/lib/dpkg", "/var/lib/docker", "/var/lib/spark", "/var/lib/systemd"),
@@ -31,9 +31,9 @@ _BELOW_REFUSED = (
 _REFUSED = ("/media", "/mnt", "/opt", "/srv", "/var", "/var/lib", "/lost+found")
 
 
-def _belongs_to_system(folder: str) -> bool:
+def _is_system_folder(folder: str) -> bool:
     """Return whether a folder belongs to the system, or accounts other than root can write it."""
-    inside = any(folder == parent or folder.startswith(f"{parent}/") for parent in _BELOW_REFUSED)
+    inside = any(folder == parent or folder.startswith(f"{parent}/") for parent in _REFUSED_PARENTS)
     return inside or folder in _REFUSED
 
 
@@ -133,7 +133,7 @@ class PathSettings:
 
     def violations(self) -> Iterator[Violation]:
         for kind in ("models_dir", "sources_dir"):
-            if _belongs_to_system(path := getattr(self, kind)):
+            if _is_system_folder(path := getattr(self, kind)):
                 message = f"{path} belongs to the system, or accounts other than root can write it"
                 fix = "name a folder that only root can write, such as /srv/spark/models"
                 yield Violation((kind,), message, fix)

@@ -79,7 +79,7 @@ def load_hosts(
     """
     problems: list[Problem] = []
     common = _common_layers(root, checkout, problems)
-    data = _with_own_names(undot(overrides or {}), "--data", problems)
+    data = _rename_vllm_keys(undot(overrides or {}), "--data", problems)
     last = [Layer("--data", data)] if overrides else []
     loaded: dict[str, HostSettings] = {}
     for group, hosts in groups.items():
@@ -149,10 +149,10 @@ def _file_layer(path: Path, root: Path, checkout: Path, problems: list[Problem])
     shown = path.relative_to(base).as_posix()
     data, mistakes = read_mapping(path, shown=shown)
     problems.extend(mistakes)
-    return [Layer(shown, _with_own_names(data, shown, problems))]
+    return [Layer(shown, _rename_vllm_keys(data, shown, problems))]
 
 
-def _with_own_names(data: dict[str, Any], shown: str, problems: list[Problem]) -> dict[str, Any]:
+def _rename_vllm_keys(data: dict[str, Any], shown: str, problems: list[Problem]) -> dict[str, Any]:
     """Replace vLLM's names of engine settings by our names."""
     services = data.get("services")
     owners: dict[str, Any] = {"": data}
@@ -363,11 +363,11 @@ def _text_of(reference: SecretRef) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{reference.file} cannot be read ({type(error).__name__})") from None
     if reference.command:
-        return _printed_by(reference.command)
+        return _command_output(reference.command)
     raise ValueError("is made on the host, not read here")
 
 
-def _printed_by(argv: tuple[str, ...]) -> str:
+def _command_output(argv: tuple[str, ...]) -> str:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:

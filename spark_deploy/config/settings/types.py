@@ -202,7 +202,7 @@ class Settings:
         return max(1, len(self.cluster.hosts))
 
     @property
-    def kept_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """Memory that the engine must leave to system, containers and services."""
         containers = sum(self.allow_containers.values())
         others = sum(service.memory_bytes for service in self.services.values())
@@ -271,13 +271,13 @@ def broken_rules(
     """Yield every broken rule; models and profiles are looked up in the catalog, if given."""
     if catalog:
         yield from _unknown_names(settings, catalog)
-    yield from _unready_times(settings)
+    yield from _broken_schedule(settings)
     yield from _broken_services(settings)
     yield from _broken_replicas(settings)
     yield from _broken_in_sections(settings)
 
 
-def _unready_times(settings: Settings) -> Iterator[Violation]:
+def _broken_schedule(settings: Settings) -> Iterator[Violation]:
     served = PairSettings(settings.model, settings.profile)
     timed = [PairSettings(entry.model, entry.profile) for entry in settings.schedule]
     for place, pair in enumerate(timed):

@@ -149,10 +149,10 @@ def test_start_verifies_after_removing_the_container(host, checkpoint, monkeypat
 
 def test_drafter_and_adapter_are_verified_too(host, checkpoint, tmp_path):
     drafter = make_checkpoint(tmp_path / "drafter", SHARD)
-    tree, beside = ({"path": str(path), "digest": DIGEST} for path in (checkpoint, drafter))
-    release = host.release(tree=tree, beside=[beside])
+    tree, companion = ({"path": str(path), "digest": DIGEST} for path in (checkpoint, drafter))
+    release = host.release(tree=tree, companions=[companion])
     serve.check_checkpoints(release)
-    other = host.release(tree=tree, beside=[{**beside, "digest": "e" * 64}])
+    other = host.release(tree=tree, companions=[{**companion, "digest": "e" * 64}])
     assert str(drafter) in refusal(other).where
     replace_file(drafter / SHARD)
     with pytest.raises(HostToolError, match="drafter"):

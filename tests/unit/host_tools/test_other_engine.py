@@ -11,7 +11,7 @@ from spark_host.engine import serve
 from spark_host.engine.client import ENGINES, Engine
 from stub_host import REPOSITORY, release_data
 
-from spark_deploy.config.settings.engine import DECIDING
+from spark_deploy.config.settings.engine import PROFILE_KEYS
 
 OTHER = dataclasses.replace(
     ENGINES["vllm"],
@@ -69,7 +69,7 @@ def test_only_engine_plan_modules_have_engine_options():
     allowed = {folder / f"{name}.py" for name in names}
     option = re.compile(r"[\"'](?:--)?([a-z]+(?:-[a-z]+)+)[\"']")
     options = {name for path in allowed for name in option.findall(path.read_text())}
-    options |= set(DECIDING)
+    options |= set(PROFILE_KEYS)
     assert {"max-num-seqs", "block-size", "tensor-parallel-size", "served-model-name"} <= options
     violations = set()
     for path in set(folder.rglob("*.py")) - allowed:

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pyinfra.connectors import util
 
-from spark_deploy.config.errors import SparkError, heard, shown
+from spark_deploy.config.errors import SparkError, printable, printable_output
 from spark_deploy.inventory import output_limits
 
 ESCAPES = b"\x1b]0;owned\x07\x1b[2J\x1b[1Afine\xff\x9b31m\r{}"
@@ -38,15 +38,15 @@ def controls_terminal(text: str) -> bool:
 @example(r"C:\b\f\r \\u001b")
 @example("line one\nline two\ttabbed 😀")
 def test_plain_text_is_unchanged(text):
-    assert shown(text) == text
-    assert json.loads(heard(json.dumps(text))) == text
+    assert printable(text) == text
+    assert json.loads(printable_output(json.dumps(text))) == text
 
 
 @given(st.text())
 @example("a\x1b[2Jb")
 @example("\u202egnp.exe")
 def test_shown_text_has_no_control_characters(text):
-    assert not controls_terminal(shown(text))
+    assert not controls_terminal(printable(text))
 
 
 @given(st.text(), st.booleans())
@@ -56,7 +56,7 @@ def test_shown_text_has_no_control_characters(text):
 @example("a\b\b\rb\f", True)
 @example("\u009b31m", False)
 def test_parsed_json_has_no_control_characters(text, ascii_only):
-    line = heard(json.dumps({"a": text, "b": 1}, ensure_ascii=ascii_only))
+    line = printable_output(json.dumps({"a": text, "b": 1}, ensure_ascii=ascii_only))
     data = json.loads(line)
     assert data["b"] == 1
     assert not controls_terminal(data["a"])

@@ -202,7 +202,7 @@ def test_peer_copies_int4_checkpoint_without_16_bit_repository() -> None:
     jobs = jobs_of(plan_of(**INT4), ())
     digest = jobs[1].job.proof.digest
     members = [
-        Member("a", "http://a", {digest: "there"}, {digest: "e" * 64}),
+        Member("a", "http://a", {digest: "complete"}, {digest: "e" * 64}),
         Member("b", "http://b", {digest: "missing"}),
     ]
     assert with_peers(jobs[1], "b", members).job.argv[-2] == "--or-copy"

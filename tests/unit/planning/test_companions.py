@@ -80,7 +80,7 @@ def test_drafter_is_downloaded_mounted_and_counted(method: Any) -> None:
     drafter = plan.sources[1]
     [mount] = [mount for mount in plan.serve.engine.mounts if mount.source == drafter.dir]
     assert (mount.target, mount.read_only) == ("/drafter", True)
-    trees = [(tree.path, tree.digest) for tree in plan.serve.beside]
+    trees = [(tree.path, tree.digest) for tree in plan.serve.companions]
     assert trees == [(drafter.dir, drafter.digest)]
     assert drafts_of(plan) == {"method": method, "num_speculative_tokens": 3, "model": "/drafter"}
     assert plan.memory.drafter_bytes == GIB
@@ -124,7 +124,7 @@ def test_adapter_has_name_mount_and_slot() -> None:
     assert value_of(plan, "--lora-modules") == "law=/adapters/0"
     assert value_of(plan, "--max-lora-rank") == "64"  # the next slot width
     assert "--enable-lora" in argv
-    [tree] = plan.serve.beside
+    [tree] = plan.serve.companions
     mounts = {mount.source: mount.target for mount in plan.serve.engine.mounts}
     assert mounts[tree.path] == "/adapters/0"
     assert plan.memory.weights_bytes - without.memory.weights_bytes == 64 << 20
@@ -143,7 +143,7 @@ def test_lock_needs_all_mounted_repositories() -> None:
 
 def test_release_without_companions_has_no_companion_field() -> None:
     release = make_plan().serve
-    assert '"beside"' not in text_of(release)
+    assert '"companions"' not in text_of(release)
     assert parse(Release, text_of(release)).trees == (release.tree,)
 
 

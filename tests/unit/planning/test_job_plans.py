@@ -213,12 +213,12 @@ def test_pruning_keeps_planned_release_and_configured_number_of_others() -> None
 
 TREE = "f" * 64
 STATES: dict[str, State] = {
-    "+": "there", "~": "under way", "-": "missing", "=": "needless",
+    "+": "complete", "~": "running", "-": "missing", "=": "not needed",
 }  # fmt: skip
 
 
 def members(states: str, digest: str = TREE) -> list[Member]:
-    """Return hosts a, b, ... with states of a tree: there +, running ~, missing -, needless =."""
+    """Return hosts a, b, ... with the states of a tree, as signs of ``STATES``."""
     pairs = zip("abcdefgh", states, strict=False)
     return [Member(name, name, {digest: STATES[state]}) for name, state in pairs]
 
@@ -255,7 +255,7 @@ def test_hosts_do_not_wait_for_each_other(states: str) -> None:
 
 @pytest.mark.parametrize("complete", [0, 1, 3])
 def test_no_host_sends_more_than_eight_copies(complete: int) -> None:
-    states: list[State] = ["there"] * complete + ["missing"] * (100 - complete)
+    states: list[State] = ["complete"] * complete + ["missing"] * (100 - complete)
     hosts = [Member(f"h{n}", f"h{n}", {TREE: state}) for n, state in enumerate(states)]
     urls = [peers_of(host.name, TREE, hosts) for host in hosts[complete:]]
     assert max(Counter(peers[0] for peers in urls if peers).values()) <= 8
@@ -285,7 +285,7 @@ def with_peer(state: State, receipts: dict[str, str]) -> list[Member]:
 
 
 def test_peers_are_added_to_fetch_order_only() -> None:
-    work = with_peers(FETCH, "me", with_peer("under way", {}))
+    work = with_peers(FETCH, "me", with_peer("running", {}))
     assert work.job == FETCH.job
     [order], [original] = ([json.loads(f.content) for f in w.inputs] for w in (work, FETCH))
     assert order.pop("peers") == {"urls": ["http://peer:1"]}
@@ -293,18 +293,18 @@ def test_peers_are_added_to_fetch_order_only() -> None:
 
 
 def test_built_tree_is_copied_only_with_hash_of_receipt() -> None:
-    work = with_peers(BUILD, "me", with_peer("there", {BUILD_TREE.digest: "a" * 64}))
+    work = with_peers(BUILD, "me", with_peer("complete", {BUILD_TREE.digest: "a" * 64}))
     plan, copy = work.inputs
     assert plan == BUILD.inputs[0]
     assert work.job.digest == BUILD.job.digest
     assert work.job.argv == (*BUILD.job.argv, "--or-copy", copy.path)
     order = documents.parse(CopyPlan, copy.content.decode())
     assert order == CopyPlan(BUILD_TREE.digest, (FinishedTree("http://peer:1", "a" * 64),))
-    assert with_peers(BUILD, "me", with_peer("there", {})) is BUILD
+    assert with_peers(BUILD, "me", with_peer("complete", {})) is BUILD
 
 
 def test_jobs_are_unchanged_without_peers() -> None:
-    alone = with_peer("there", {})[1:]
+    alone = with_peer("complete", {})[1:]
     assert all(with_peers(work, "me", alone) is work for work in WORKS)
     assert with_peers(BUILD, "me", with_peer("missing", {})) is BUILD
 

@@ -12,7 +12,7 @@ from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import GIB, convert, schema_of, typed
-from spark_deploy.config.settings.engine import INSTEAD, EngineSettings
+from spark_deploy.config.settings.engine import SETTINGS_INSTEAD, EngineSettings
 from spark_deploy.config.settings.types import COMMAND_FLAGS, Settings
 
 DECLARATION = "spark_deploy/config/settings/service.py"
@@ -138,7 +138,7 @@ def test_a_new_engine_argument_needs_one_declaration(checkout):
 
 
 def test_suggested_settings_exist():
-    chosen = {fix.removeprefix("set ") for fix in INSTEAD.values() if "profile" not in fix}
+    chosen = {fix.removeprefix("set ") for fix in SETTINGS_INSTEAD.values() if "profile" not in fix}
     assert chosen
     assert {f"engine.{key}" for key in typed(EngineSettings())} > chosen
 
