@@ -255,7 +255,7 @@ def draft_of(
     if task != "chat":
         draft.put("task", task, _TASK_COMMENTS[task])
     if anatomy.vision_bytes and anatomy.architecture.endswith("ForConditionalGeneration"):
-        draft.put("vision", True, "It has a vision tower; `engine.vision: on` uses it.")
+        draft.put("vision", True, "Has a vision tower; set engine.vision: true to use it.")
     if isinstance(content.documents.get(CONFIG, {}).get("audio_config"), dict):
         draft.put("audio", True, "config.json describes an audio tower; checks send two sounds.")
     if any(path.startswith("model") for path in content.files):
@@ -300,7 +300,7 @@ def _about(anatomy: Anatomy, content: Described, card: Card, revision: str) -> I
     total = sum(size for size in content.files.values() if size and 0 < size < _MAX_FILE_BYTES)
     yield (
         f"Written by `spark-deploy add` from {anatomy.repository} at {revision}, commit "
-        f"{anatomy.commit[:12]}. Not checked yet: a deploy does."
+        f"{anatomy.commit[:12]}. Not checked yet; the first deploy checks it."
     )
     yield f"licence: {card.license or 'unknown'}" + (", gated" if card.gated else "")
     yield (
@@ -325,7 +325,7 @@ def _is_plausible(value: object) -> bool:
 
 def _open(anatomy: Anatomy, content: Described) -> Iterator[str]:
     if anatomy.cache_unknown:
-        yield f"KV cache of a token: {anatomy.cache_unknown}; set engine.kv_cache_gib to be sure"
+        yield f"KV cache of a token: {anatomy.cache_unknown}; set engine.kv_cache_gib to limit it"
     if anatomy.drafter_bytes:
         yield "speculation: it has a built-in drafter; measure how many drafts pay off"
     if content.documents.get(CONFIG, {}).get("auto_map"):

@@ -122,7 +122,7 @@ def climb(
     stages = ", ".join(str(step.profile) for step in steps)
     changes.confirm(
         options.yes,
-        f"{', '.join(names)}: serve {stages} in turn, then the settings again? "
+        f"{', '.join(names)}: serve {stages} one after another, then your settings again? "
         "Clients get 503 during each change.",
     )
     results: list[BenchResult] = []
@@ -133,7 +133,7 @@ def climb(
                 return code, results
             results += [measure_host(target) for target in select_hosts(step)]
     finally:
-        note("serving the settings again")
+        note("deploying your settings again")
         code_after = _deploy(options, names)
     return code_after, results
 
@@ -171,7 +171,7 @@ def _read_result(path: Path) -> BenchResult:
         return parse(BenchResult, path.read_text(encoding="utf-8"))
     except (OSError, DocumentError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        fix = "name files that `spark-deploy bench` wrote (DIR/HOST-TIME.json)"
+        fix = "pass files written by `spark-deploy bench` (DIR/HOST-TIME.json)"
         raise SparkError.one(str(path), f"is not a result of bench: {reason}", fix) from error
 
 

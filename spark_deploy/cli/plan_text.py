@@ -228,7 +228,7 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         f"{gib(memory.floor_bytes)} the watchdog stops the engine",
     )
     for text in memory.unknown:
-        yield row("", f"NOT KNOWN: {text}; the engine reports it at the first start")
+        yield row("", f"UNKNOWN: {text}; the engine reports it at the first start")
     if memory.counted_by:
         yield row("", f"KV cache size of a token as measured by an engine: {memory.counted_by}")
     context = plan.serve.check.max_model_len
@@ -262,7 +262,7 @@ def speed_lines(
         text += f", {_range(total, factor)} in total for {requests}"
     basis = "not yet measured on a Spark"
     if count := calibration.reports:
-        basis = f"times {factor:.2f} by {count} report{'s' if count > 1 else ''} of a Spark"
+        basis = f"scaled by {factor:.2f} from {count} Spark report{'s' if count > 1 else ''}"
     yield row("speed", f"{text} (computed, {basis}: {page('speed')})")
     largest = sorted(single.parts_s, key=lambda part: -part[1])[:4]
     shares = ", ".join(f"{name} {seconds / single.step_s:.0%}" for name, seconds in largest)

@@ -53,7 +53,7 @@ _SECRET = re.compile(
     r"|AKIA)[\w-]{8,}|\beyJ[\w-]+\.[\w-]+\.|://[^/\s@:]+:[^/\s@]*@|-----BEGIN "
 )
 _SECRET_KEY = re.compile(r"(?i)(token|secret|password|api[-_]?key)$")
-_UNPROVEN = "no queried host serves and has checked it"
+_UNPROVEN = "no host of this run serves it with a passed check"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -278,7 +278,7 @@ def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
         known = lock.sources.get(repo)
         if known is not None and known.commit != source.commit:
             problem = f"locked here at {known.commit[:12]}, shared at {source.commit[:12]}"
-            fix = f"remove it from {host.settings.lock_path.name}, or serve your own"
+            fix = f"remove it from {host.settings.lock_path.name} to use the shared commit"
             raise LockError.one(repo, problem, fix)
         on_hub = hub.look_up(settings.endpoint, repo, source.commit, token)
         if on_hub.commit != source.commit:

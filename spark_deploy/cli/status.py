@@ -241,8 +241,8 @@ def status_lines(host: Mapping[str, Any]) -> Iterator[str]:
         yield f"{host['host']}: not set up yet"
     else:
         yield f"{host['host']}: {_release_text(host)}"
-        wants = f" (wants {host['planned_pair']})" if host["drift"] and host["planned"] else ""
-        yield _row("plan", f"{host['drift'] or 'as planned'}{wants}")
+        planned = f" (planned: {host['planned_pair']})" if host["drift"] and host["planned"] else ""
+        yield _row("plan", f"{host['drift'] or 'as planned'}{planned}")
         if host["rollout"]:
             yield _row("rollout", host["rollout"]["text"].removeprefix("rollout "))
         yield from _details(host)
@@ -256,7 +256,7 @@ def _service_lines(service: Mapping[str, Any]) -> Iterator[str]:
     if service.get("rollout"):
         yield _row("", service["rollout"]["text"])
     if service["drift"]:
-        yield _row("", f"{service['drift']} (wants {service['planned'] or 'nothing'})")
+        yield _row("", f"{service['drift']} (planned: {service['planned'] or 'nothing'})")
     elif service["proof"]:
         yield _row("", _proof_text(service["proof"]))
     if service.get("requests"):

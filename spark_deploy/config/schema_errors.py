@@ -138,15 +138,15 @@ def _fix(error: jsonschema.ValidationError) -> str:
         "minimum": f"use {limit} or more",
         "exclusiveMinimum": f"use more than {limit}",
         "maximum": f"use {limit} or less",
-        "uniqueItems": "name each once",
-        "minLength": "write a text, or leave the key out",
-        "minItems": "name at least one",
-        "maxProperties": "keep one key",
-        "minProperties": "give one key",
+        "uniqueItems": "list each value once",
+        "minLength": "write a text, or remove the key",
+        "minItems": "list at least one value",
+        "maxProperties": "keep a single key",
+        "minProperties": "set one key",
         "anyOf": "use one of these forms",
         "oneOf": "use one of these forms",
     }
-    return fixes.get(str(error.validator), "write it in another form") + _example(schema)
+    return fixes.get(str(error.validator), "write it as described") + _example(schema)
 
 
 def _in_words(types: str | list[str]) -> str:
@@ -204,7 +204,7 @@ def _wrong_with(scalar: Any) -> Iterator[tuple[str, str]]:
             yield "is too large a number", f"write a number below {limit}"
     elif isinstance(scalar, str):
         if not _is_unicode(scalar):
-            yield "contains an invalid character", "write the text again"
+            yield "contains an invalid character", "remove it, or type the text again"
     elif scalar is not None:
         shown = str(scalar)[:60]
         message = f"{shown} is a {type(scalar).__name__}, not text or a number"

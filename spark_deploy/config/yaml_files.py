@@ -109,7 +109,7 @@ def read_mapping(
     except yaml.YAMLError as error:
         return {}, [_yaml_problem(error, path, shown)]
     except _TooLargeError as error:
-        return {}, [Problem(shown, str(error), "check the path of the file")]
+        return {}, [Problem(shown, str(error), "use a smaller file, or check its path")]
     except RecursionError:
         return {}, [Problem(shown, "nests too deeply", "write fewer levels")]
     except (ValueError, OverflowError, AttributeError, KeyError) as error:

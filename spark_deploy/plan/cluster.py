@@ -82,7 +82,9 @@ def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port
     fabric, known = settings.fabric, {port.interface: port for port in host_ports.ports}
     if missing := [name for name in fabric.interfaces if name not in known]:
         what = f"{', '.join(missing)}: no such interface (found: {', '.join(known) or 'none'})"
-        raise PlanError.one(f"{host}: fabric.interfaces", what, "look at `ip link` there")
+        raise PlanError.one(
+            f"{host}: fabric.interfaces", what, "run `ip link` on that host to list them"
+        )
     if fabric.interfaces:
         return [known[name] for name in fabric.interfaces]
     cabled = sorted((port for port in host_ports.ports if port.device and port.up), key=_slot)

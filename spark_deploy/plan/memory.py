@@ -154,7 +154,7 @@ def _unknown(model: Model, profile: Profile) -> Iterator[str]:
     elif drafter is not None and drafter.cache_unknown:
         yield f"KV cache of a token, the drafter's: {drafter.cache_unknown}"
     elif relative_width(profile.kv_cache.dtype) is None and anatomy.cache:
-        yield f"KV cache of a token: not worked out for {profile.kv_cache.dtype}"
+        yield f"KV cache of a token: not computed for {profile.kv_cache.dtype}"
     if anatomy.context_tokens is None:
         yield "longest context: missing in config.json; set engine.max_context_tokens"
 

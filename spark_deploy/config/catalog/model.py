@@ -86,7 +86,7 @@ class Tensors:
             if actual != expected:
                 source = self.counts.source
                 fix = f"correct the patterns, or the count, by the source: {source}"
-                message = f"stands for {actual} names, counts.{key} says {expected}"
+                message = f"the patterns match {actual} names, but counts.{key} is {expected}"
                 yield Violation((key,), message, fix)
 
     def _wrong_donor_shapes(self, donor: str | None) -> Iterator[Violation]:

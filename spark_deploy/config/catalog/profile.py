@@ -64,17 +64,17 @@ class Speculation:
 
     def violations(self) -> Iterator[Violation]:
         if self.method in METHODS_WITH_REPOSITORY and self.repository is None:
-            message = f"is needed by {self.method}: the model has no weights for it"
+            message = f"is required by {self.method}: the model has no weights for it"
             yield Violation(("repository",), message, "name the drafter's repository")
         if self.method == "ngram" and self.repository is not None:
             message = "ngram drafts without weights"
-            yield Violation(("repository",), message, "leave it out, or choose another method")
+            yield Violation(("repository",), message, "remove it, or choose another method")
         if self.method == "mtp" and self.tokens > _MAX_MTP_TOKENS:
             message = f"{self.tokens} draft tokens are too many for an MTP layer"
             yield Violation(("tokens",), message, f"draft {_MAX_MTP_TOKENS} or fewer")
         for key in ("longest_match", "shortest_match"):
             if self.method != "ngram" and getattr(self, key) is not None:
-                yield Violation((key,), f"{self.method} matches no tokens", "leave it out")
+                yield Violation((key,), f"{self.method} matches no tokens", "remove it")
         if (self.shortest_match or 0) > (self.longest_match or 64):
             message = (
                 f"{self.shortest_match} is above longest_match, which is {self.longest_match or 64}"

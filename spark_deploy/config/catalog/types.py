@@ -109,7 +109,7 @@ class Catalog:
         """Return notes for the plan of a pair."""
         named = (f"models/{model}", f"profiles/{profile}")
         return tuple(
-            f"catalog/{entry}.yml of your folder replaces ours"
+            f"catalog/{entry}.yml in your folder replaces the shipped file"
             for entry in named
             if entry in self.replaced
         )

@@ -37,7 +37,7 @@ class ClusterSettings:
     def violations(self) -> Iterator[Violation]:
         if len(self.hosts) == 1:
             message = f"{self.hosts[0]} is the only host"
-            yield Violation(("hosts",), message, "name two hosts or more, or none")
+            yield Violation(("hosts",), message, "list at least two hosts, or none")
         try:
             ipaddress.IPv4Network(self.subnet or "0.0.0.0/0")
         except ValueError as error:
@@ -61,7 +61,7 @@ class ReplicasSettings:
     def violations(self) -> Iterator[Violation]:
         if len(self.hosts) == 1:
             message = f"{self.hosts[0]} is the only host"
-            yield Violation(("hosts",), message, "name two hosts or more, or none")
+            yield Violation(("hosts",), message, "list at least two hosts, or none")
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -108,14 +108,18 @@ class FabricSettings:
                 continue
             if not network.is_private:
                 yield Violation(
-                    key, "is no private network", "use a network in 192.168.0.0/16 or 10.0.0.0/8"
+                    key, "is not a private network", "use a network in 192.168.0.0/16 or 10.0.0.0/8"
                 )
             if network.num_addresses < _FIRST + len(self.hosts) + 2:
-                yield Violation(key, "has too few addresses", "take a /24")
+                yield Violation(key, "has too few addresses", "use a /24 network")
         if self.measure and self.restore:
-            yield Violation(("measure",), "restored networks cannot be measured", "leave one out")
+            yield Violation(
+                ("measure",),
+                "restored networks cannot be measured",
+                "set only one of measure and restore",
+            )
         if self.interfaces and len(self.interfaces) != len(self.networks):
             message = f"{len(self.interfaces)} interfaces for {len(self.networks)} networks"
             yield Violation(
-                ("interfaces",), message, "name an interface for each of fabric.networks"
+                ("interfaces",), message, "list an interface for each of fabric.networks"
             )

@@ -135,9 +135,9 @@ def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]
         if name in OWNED_OPTIONS:
             yield option, "is set elsewhere", OWNED_OPTIONS[name]
         elif meant and name not in CHECKED_OPTIONS:
-            yield option, f"is taken by the engine for {meant[0]}", f"write {meant[0]} in full"
+            yield option, f"is an abbreviation of {meant[0]}", f"write {meant[0]} in full"
         elif name in DEVICE_OPTIONS and value is not None and parse_whole_number(value) is None:
-            yield option, f"{value!r} is no whole number", "write a number such as 1"
+            yield option, f"{value!r} is not a whole number", "write a number such as 1"
         elif name not in _NO_FILES and (file := _missing_file(decode_mapping(value))):
             message = f"{file} is not in the engine's container"
             fix = "name a file of the image (/vllm-workspace/...) or checkpoint (/model/...)"

@@ -135,7 +135,7 @@ class PathSettings:
         for kind in ("models_dir", "sources_dir"):
             if _is_system_folder(path := getattr(self, kind)):
                 message = f"{path} belongs to the system, or accounts other than root can write it"
-                fix = "name a folder that only root can write, such as /srv/spark/models"
+                fix = "use a folder that only root can write, such as /srv/spark/models"
                 yield Violation((kind,), message, fix)
         kinds = ("models_dir", "sources_dir", "cache_dir")
         paths = sorted((getattr(self, kind), kind) for kind in kinds)

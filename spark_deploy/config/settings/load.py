@@ -277,19 +277,19 @@ def with_template(engine: EngineSettings, root: Path) -> EngineSettings | Violat
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         message = f"{path} cannot be read ({type(error).__name__})"
-        return Violation(_KEY, message, "name a text file of this machine")
-    if wrong := _wrong_with(text):
-        return Violation(_KEY, f"{path} {wrong}", "name a file with a Jinja template of a chat")
+        return Violation(_KEY, message, "set it to a text file on this machine")
+    if wrong := _template_problem(text):
+        return Violation(_KEY, f"{path} {wrong}", "set it to a file with a Jinja chat template")
     return dataclasses.replace(engine, options={**engine.options, OPTION: text})
 
 
-def _wrong_with(text: str) -> str | None:
+def _template_problem(text: str) -> str | None:
     if len(text.encode()) > LARGEST_BYTES:
         return f"is larger than {LARGEST_BYTES} bytes"
     if _CONTROL.search(text):
         return "contains a control character"
     if "messages" not in text or "{" not in text:
-        return "reads no messages"
+        return "does not use the variable messages"
     if text.startswith("-"):
         return "starts with '-', like an option of the engine"
     return None
@@ -308,7 +308,7 @@ def with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeSe
     if requantize.calibration is None:
         return requantize
     path = root / Path(requantize.calibration).expanduser()
-    fix = 'name a file of this machine with a line {"text": "..."} for each text'
+    fix = 'use a local file of JSON lines, each {"text": "..."}'
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -317,7 +317,7 @@ def with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeSe
         return Violation(
             ("calibration",),
             f"{path} is larger than {MAX_CALIBRATION_BYTES} bytes",
-            "take a part of it",
+            "use a smaller file",
         )
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
@@ -364,7 +364,7 @@ def _text_of(reference: SecretRef) -> str:
             raise ValueError(f"{reference.file} cannot be read ({type(error).__name__})") from None
     if reference.command:
         return _command_output(reference.command)
-    raise ValueError("is made on the host, not read here")
+    raise ValueError("is generated on the host and cannot be read here")
 
 
 def _command_output(argv: tuple[str, ...]) -> str:

@@ -205,7 +205,9 @@ class ServeSettings:
         for key in ("tls_certificate", "tls_key"):
             if self.tls == "own-cert" and not getattr(self, key):
                 message = "is needed with tls: own-cert"
-                yield Violation((key,), message, "name a PEM file of this machine", set_by=("tls",))
+                yield Violation(
+                    (key,), message, "set it to a PEM file on this machine", set_by=("tls",)
+                )
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)

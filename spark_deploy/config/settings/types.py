@@ -283,14 +283,14 @@ def _broken_schedule(settings: Settings) -> Iterator[Violation]:
     for place, pair in enumerate(timed):
         if pair not in (served, *settings.keep_ready):
             message = f"{pair.model} with {pair.profile} is not kept ready"
-            fix = f"keep_ready: [{{model: {pair.model}, profile: {pair.profile}}}]"
+            fix = f"add keep_ready: [{{model: {pair.model}, profile: {pair.profile}}}]"
             yield Violation(("schedule", place), message, fix)
     if timed and settings.ranks > 1:
         message = "members of a cluster change together, but a timer changes a single host"
         yield Violation(("schedule",), message, "remove the schedule or the cluster")
     if timed and served not in timed:
         message = f"no entry returns to {served.model} with {served.profile}"
-        fix = "add a time for it, or make the pair of another time the model and profile"
+        fix = "add an entry for it, or set model and profile to a scheduled pair"
         yield Violation(("schedule",), message, fix)
 
 
@@ -300,10 +300,12 @@ def _broken_replicas(settings: Settings) -> Iterator[Violation]:
         return
     if settings.cluster.hosts:
         message = "a host is in a cluster or a replica, not both"
-        yield Violation(("replicas", "hosts"), message, "remove one of them")
+        yield Violation(
+            ("replicas", "hosts"), message, "remove it from cluster.hosts or replicas.hosts"
+        )
     if EXPOSURES[settings.serve.expose].audience is None or settings.serve.expose == "docker":
         message = f"replicas do not reach each other with expose: {settings.serve.expose}"
-        yield Violation(("serve", "expose"), message, "set tailscale, or lan")
+        yield Violation(("serve", "expose"), message, "set serve.expose to tailscale or lan")
     if settings.serve.tls != "off":
         message = "replicas connect to each other without TLS"
         yield Violation(("serve", "tls"), message, "set expose: tailscale, which encrypts")
@@ -319,8 +321,8 @@ def _broken_replicas(settings: Settings) -> Iterator[Violation]:
 def _broken_services(settings: Settings) -> Iterator[Violation]:
     ports, answered = {settings.serve.port: "serve.port"}, dict[str, str]()
     if settings.replicas.hosts and ports.setdefault(settings.replicas.port, "") == "serve.port":
-        message = f"{settings.replicas.port} is serve.port, too"
-        yield Violation(("replicas", "port"), message, "choose another one")
+        message = f"{settings.replicas.port} is also serve.port"
+        yield Violation(("replicas", "port"), message, "set replicas.port to another port")
     for name, service in settings.services.items():
         where = ("services", name)
         if name == MAIN_SERVICE:
@@ -331,7 +333,7 @@ def _broken_services(settings: Settings) -> Iterator[Violation]:
             first = answered.setdefault(path, name)
             if first != name:
                 message = f"{path} is answered by services.{first}"
-                yield Violation((*where, "paths"), message, "keep it for one service")
+                yield Violation((*where, "paths"), message, "list the path for a single service")
         if taken != f"services.{name}.port":
             message = f"{service.port} is the port of {taken}"
             yield Violation((*where, "port"), message, "set a different port for each service")

@@ -162,7 +162,7 @@ def test_count_reveals_missing_pattern(tensors: dict[str, Any], key: str) -> Non
     tensors[key] = tensors[key][:-1]
     message = tensor_problems(tensors)
     assert f"tensors.{key}: " in message
-    assert f"counts.{key} says {tensors['counts'][key]}" in message
+    assert f"counts.{key} is {tensors['counts'][key]}" in message
 
 
 def test_refuses_donor_without_shapes(tensors: dict[str, Any]) -> None:

@@ -87,25 +87,6 @@ def test_serves_all_names_in_order() -> None:
     assert arguments[start + 3].startswith("--")
 
 
-def test_v2_drafts_two_tokens_without_prefix_caching() -> None:
-    drafts = json.loads(value_of(argv(), "--speculative-config"))
-    assert drafts == {"method": "mtp", "moe_backend": "triton", "num_speculative_tokens": 2}
-    assert "--no-enable-prefix-caching" in argv()
-    assert value_of(argv(), "--gpu-memory-utilization") == "0.8"
-
-
-def test_v2_tq_compresses_cache_of_four_sequences() -> None:
-    arguments = argv("v2-tq")
-    assert value_of(arguments, "--kv-cache-dtype") == "turboquant_k8v4"
-    assert value_of(arguments, "--max-num-seqs") == "4"
-    assert "--speculative-config" in arguments
-
-
-def test_agent_caches_prefixes_without_drafts() -> None:
-    assert "--enable-prefix-caching" in argv("agent")
-    assert "--speculative-config" not in argv("agent")
-
-
 def test_online_fp8_quantises_only_shared_experts() -> None:
     targets = json.loads(value_of(argv("online-fp8"), "--quantization-config"))["targets"]
     [pattern] = [target.removeprefix("re:") for target in targets]
@@ -165,17 +146,6 @@ def test_engine_listens_on_unix_socket_only(profile: str) -> None:
     arguments = argv(profile)
     assert not {"--quantization", "--port", "--host", "--api-key"} & set(arguments)
     assert value_of(arguments, "--uds") == "/run/spark/engine.sock"
-
-
-def test_environment_loads_plugin_only_if_image_has_it() -> None:
-    with_plugin, without = plan_of().serve.engine.env, plan_of(profile="base").serve.engine.env
-    assert with_plugin["VLLM_PLUGINS"] == "spark"
-    assert "VLLM_PLUGINS" not in without
-    fixed = {
-        "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "MAX_JOBS": "2",
-        "FLASHINFER_NVCC_THREADS": "1",
-    }  # fmt: skip
-    assert fixed.items() <= with_plugin.items()
 
 
 def test_own_head_keeps_16_bits_in_checkpoint_and_is_int8_in_engine() -> None:
@@ -320,10 +290,6 @@ def test_check_requires_prefill_kernel_of_profile(name: str) -> None:
     assert not re.search(pattern, FLASHINFER_PREFILL)
     # A fallback of the engine is not the requested kernel.
     assert not re.search(pattern, TRITON_PREFILL.replace("requested=triton", "requested=auto"))
-
-
-def test_default_profile_requires_prefill_kernel() -> None:
-    assert settings_of().profile in PREFILL
 
 
 def test_prefill_kernel_of_settings_is_required() -> None:

@@ -30,15 +30,6 @@ def test_claim_passed_in_result_file(name: str, row: Any) -> None:
     assert [item["passed"] for item in rows if item["claim"] == row.claim] == [True]
 
 
-def test_results_page_lists_all_profiles_with_results() -> None:
-    page = (CHECKOUT / "proofs/profiles.md").read_text("utf-8")
-    for name, profile in PROFILES.items():
-        section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-        assert bool(section) is bool(profile.proven)
-        assert all(f"(results/gpu/{row.result})" in section for row in profile.proven)
-    assert PROFILES[DEFAULT.profile].proven
-
-
 def test_profiles_without_plugin_need_no_plugin_and_drafts_are_checked() -> None:
     for profile in PROFILES.values():
         assert profile.plugin or not profile.tree_needs_plugin, profile.name

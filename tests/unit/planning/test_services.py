@@ -72,10 +72,11 @@ def test_change_of_service_keeps_main_release() -> None:
     assert plan.services[0].serve != changed.services[0].serve
 
 
-def test_suggests_sufficient_memory_of_service() -> None:
-    def problems_with(memory_gib: float) -> list[Any]:
-        return problems(services={"embed": {**SMALL, "memory_gib": memory_gib}}, **SHORT)
+def problems_with(memory_gib: float) -> list[Any]:
+    return problems(services={"embed": {**SMALL, "memory_gib": memory_gib}}, **SHORT)
 
+
+def test_suggests_sufficient_memory_of_service() -> None:
     [problem] = problems_with(3)
     assert problem.where == "services.embed"
     enough = float(problem.fix.split("memory_gib to ")[1].split(",")[0])
@@ -84,11 +85,8 @@ def test_suggests_sufficient_memory_of_service() -> None:
 
 
 def test_suggests_lower_memory_of_services_for_main_service() -> None:
-    def problems_with(memory_gib: int) -> list[Any]:
-        return problems(services={"second": {**SMALL, "memory_gib": memory_gib}}, **SHORT)
-
     [problem] = [p for p in problems_with(90) if "does not fit on one host" in p.what]
-    match = re.search(r"lower services\.second\.memory_gib to (\d+) together", problem.fix)
+    match = re.search(r"lower services\.embed\.memory_gib to (\d+) together", problem.fix)
     assert match is not None, problem.fix
     assert problems_with(int(match[1])) == []
     assert problems_with(int(match[1]) + 1) != []

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spark_deploy.config.catalog.model import HybridModel, PlainModel
-from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents import GIB, convert, schema_of, typed
-from spark_deploy.config.settings.engine import SETTINGS_INSTEAD, EngineSettings
+from spark_deploy.config.documents import convert, typed
 from spark_deploy.config.settings.types import COMMAND_FLAGS, Settings
 
 DECLARATION = "spark_deploy/config/settings/service.py"
@@ -137,12 +134,6 @@ def test_a_new_engine_argument_needs_one_declaration(checkout):
     assert left == "{} ['--max-naps 0: not possible in a profile']"
 
 
-def test_suggested_settings_exist():
-    chosen = {fix.removeprefix("set ") for fix in SETTINGS_INSTEAD.values() if "profile" not in fix}
-    assert chosen
-    assert {f"engine.{key}" for key in typed(EngineSettings())} > chosen
-
-
 def test_all_yml_contains_every_default():
     data = yaml.safe_load((CHECKOUT / "group_vars/all.yml").read_text("utf-8"))
     expected = typed(Settings())
@@ -152,18 +143,3 @@ def test_all_yml_contains_every_default():
             del expected[group]
     assert data == expected
     assert convert(Settings, data) == Settings()
-
-
-def test_schema_shows_sizes_in_gib():
-    memory = schema_of(Settings, "settings")["properties"]["memory"]["properties"]
-    assert memory["total_gib"]["default"] == 119.7
-    assert memory["reserve_gib"]["default"] == 12
-    assert Settings().memory.reserve_bytes == 12 * GIB
-
-
-HIDDEN = [(HybridModel, "name"), (PlainModel, "anatomy"), (Profile, "engine_mode")]
-
-
-@pytest.mark.parametrize(("document", "hidden"), HIDDEN)
-def test_schema_omits_computed_fields(document, hidden):
-    assert hidden not in schema_of(document, "x")["properties"]

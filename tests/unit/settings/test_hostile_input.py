@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import HfApi
-from huggingface_hub.hf_api import ModelInfo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +22,7 @@ from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.hosts.status import Evidence
 from spark_deploy.inventory.plans import read_inventory
-from spark_deploy.lock import hub, registry
+from spark_deploy.lock import registry
 from spark_deploy.lock.file import read_lock
 from spark_deploy.plan.resolve import problems_of
 from tests.unit.hostile import JSON, YAML, accepted_or_refused, check_problems, tries
@@ -168,22 +166,6 @@ def test_any_value_in_a_catalog_file(catalog_copy, name, data):
                 catalog.profile("v2", model)
     finally:
         path.write_text(original)
-
-
-SIBLING = st.fixed_dictionaries(
-    {"rfilename": JSON}, optional={"size": JSON, "blobId": JSON, "lfs": JSON}
-)
-LISTING = st.fixed_dictionaries(
-    {"sha": JSON, "siblings": st.lists(SIBLING, max_size=2)}, optional={"id": JSON}
-)
-
-
-@tries(40)
-@given(JSON | LISTING)
-def test_any_answer_of_a_hub(monkeypatch, answer):
-    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: ModelInfo(**answer))
-    with accepted_or_refused():
-        hub.look_up("http://hub.invalid", "org/base", "main", None)
 
 
 @pytest.fixture

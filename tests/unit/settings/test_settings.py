@@ -35,11 +35,6 @@ def refused(root: Path, hosts=("spark-1",), **more) -> str:
     return str(caught.value)
 
 
-def test_uses_defaults_without_files(root):
-    settings = load(root)["spark-1"].settings
-    assert (settings.model, settings.profile, settings.serve.port) == ("qwen3.5-122b", "v2", 8000)
-
-
 def test_later_files_override_and_merge(root):
     write(root, "group_vars/all.yml", "serve: {port: 9000, drain_s: 1}\n")
     write(root, "group_vars/spark.yml", "serve: {port: 9001}\nprofile: base\n")
@@ -53,11 +48,6 @@ def test_later_files_override_and_merge(root):
 
 def test_lock_file_is_next_to_group_vars(root):
     assert load(root)["spark-1"].lock_path == root / "spark.lock.yml"
-
-
-def test_dotted_data_sets_one_key(root):
-    settings = load(root, overrides={"serve.port": 9000})["spark-1"].settings
-    assert (settings.serve.port, settings.serve.drain_s) == (9000, 30)
 
 
 def test_empty_mappings_and_files_change_nothing(root):
@@ -131,8 +121,6 @@ WRONG = {
     "key on the wrong level": ("port: 80", "port: unknown key", "did you mean serve.port?"),
     "a proxy with a login": ("proxy: {url: 'http://ann:p/w@rd@proxy:3128'}",
      'proxy.url: "http://...@proxy:3128" has none of the accepted forms', "{env: NAME}"),
-    "misspelt nested key": ("serve: {prot: 1}", "serve.prot: unknown key",
-     "did you mean serve.port?"),
     "negative memory of a container": ("allow_containers: {comfyui: -1}",
      "allow_containers.comfyui: -1 is less than the minimum of 0", "use 0 or more"),
     "a user that is none": ('docker: {users: ["ann; reboot"]}',
@@ -140,11 +128,8 @@ WRONG = {
      "write an account name, such as spark"),
     "unknown profile": ("profile: v3",
      f"'v3' is not a profile (known: {', '.join(catalog_names('profiles'))})", "v2"),
-    "unknown model": ("model: qwen3.5-122", "is not a model", "did you mean qwen3.5-122b?"),
     "text for a number": ("serve: {port: http}", '"http" is not a whole number',
      "write a whole number from 1 to 65535"),
-    "port out of range": ("serve: {port: 70000}", "70000 is greater than the maximum of 65535",
-     "use 65535 or less"),
     "number for text": ("expect: {gpu_name: 24.04}", "24.04 is not text", 'quotes: "24.04"'),
     "unknown exposure": ("serve: {expose: web}", "not one of loopback, docker, tailscale",
      "use one of these"),
@@ -166,8 +151,6 @@ WRONG = {
     "invalid release name": ("releases: {rollback_to: yesterday}",
      "does not have the required form",
      "write a release as `spark-deploy status` names it, such as main-0123456789ab"),
-    "negative number of releases": ("releases: {keep: -1}", "-1 is less than the minimum of 0",
-     "use 0 or more"),
     "memory reserve too large": ("memory: {reserve_gib: 120}", "leaves nothing", "lower it"),
     "path inside a path": ("paths: {sources_dir: /srv/spark/models/sources}",
      "is inside the folder of models_dir", "choose folders that do not contain each other"),
@@ -187,8 +170,6 @@ WRONG = {
      "hub.token"),
     "loader of the engine": ("engine: {environment: {LD_PRELOAD: /cache/x.so}}",
      "load or run other code", "into the image"),
-    "another Python for the engine": ("engine: {environment: {PYTHONPATH: /cache}}",
-     "load or run other code", "into the image"),
     "another docker": ("engine: {environment: {DOCKER_HOST: 'tcp://a'}}", "docker and runtimes",
      "leave it out"),
     "variable with a line break": ('engine: {environment: {A: "x\\nLD_PRELOAD=/y"}}',
@@ -197,8 +178,6 @@ WRONG = {
      "5000 is greater than the maximum of 1024", "use 1024 or less"),
     "template outside the container": ("engine: {options: {chat-template: /home/me/chat.jinja}}",
      "/home/me/chat.jinja is not in the engine's container", "set engine.chat_template: FILE"),
-    "template next to the inventory": ("engine: {options: {chat-template: chat.jinja}}",
-     "chat.jinja is not in the engine's container", "set engine.chat_template: FILE"),
     "adapter outside the container": ("engine: {options: {lora-modules: sql=/data/sql}}",
      "/data/sql is not in the engine's container", "/vllm-workspace/..."),
     "infinite": ("memory: {total_gib: .inf}", "memory.total_gib: inf is not a usable number",
@@ -208,8 +187,6 @@ WRONG = {
     "too large a whole number": (f"engine: {{options: {{seed: {2**63}}}}}", "seed: is too large",
      "below"),
     "not a number": ("engine: {memory_fraction: .nan}", "memory_fraction: nan is not", "finite"),
-    "not a number for the engine": ("engine: {options: {seed: .nan}}", "seed: nan is not",
-     "finite"),
     "a date": ("profile: 2026-01-31", "2026-01-31 is a date", 'quotes: "2026-01-31"'),
     "a 13th month": ("profile: 2026-13-31", "has an invalid value", "put it in quotes"),
     "a key that is a list": ("? [a]\n: 1", "a key is a list or a mapping", "correct the YAML"),
