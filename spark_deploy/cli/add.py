@@ -112,8 +112,6 @@ def add(
 
 
 class _Added(NamedTuple):
-    """A pair that was added to the catalog."""
-
     model: str
     profile: str
     repository: str
@@ -196,7 +194,6 @@ def _write(place: str, host: Target, profile: str, *, force: bool) -> _Added:
 
 
 def _plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str]:
-    """Return the plan of the new pair as text, and add the figures to ``data``."""
     host = select_hosts(options, must_serve=False)[0].serving(added.model, added.profile)
     plan = build_plan(host)
     data["release"] = plan.serve.name

@@ -204,7 +204,6 @@ def _measure(target: Target, measurement: Measurement, started_at: str, files: P
 
 
 def published_figures(catalog: Catalog, served: Served) -> tuple[Published, ...]:
-    """Return published figures of the measured pair, for one request at a time."""
     profile = catalog.profiles.get((served.profile, served.model))
     return tuple(
         Published(figure.tokens_per_s, figure.source)

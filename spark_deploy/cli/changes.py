@@ -254,7 +254,6 @@ def deploy(
 
 
 def _log_folder() -> Path:
-    """Return the folder for pyinfra's logs; a temporary folder if home is not writable."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spark-deploy"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -206,7 +206,6 @@ def answering_hosts(hosts: list[Target], options: Options, service: str | None) 
 
 
 def _tailnet_addresses(hosts: list[Target]) -> dict[str, str]:
-    """Read addresses that the settings do not contain from hosts."""
     unknown = [
         host
         for host in hosts
@@ -377,7 +376,6 @@ def connection_lines(server: Connection) -> Iterator[str]:
 
 
 def example(base_url: str, model: str, read_key: str, ca: str | None) -> str:
-    """Return a shell line that sends a question."""
     body = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
     trust = f"--cacert {shlex.quote(ca)} " if ca else ""
     # Every user of this machine could read a key in argv, so the header comes from stdin.

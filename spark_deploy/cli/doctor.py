@@ -49,7 +49,6 @@ def doctor(options: Options, is_report: bool, out: str | None) -> int:
 
 
 def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
-    """Write a redacted report; return 1 if a host did not answer."""
     plans = {host.name: build_plan(host, estimate=True) for host in hosts}
 
     def read(host: Host, target: Target) -> HostData | None:

@@ -174,7 +174,6 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
 
 
 def chosen_services(host: Target, service: str | None) -> list[str]:
-    """Return the named service, or all services of the host; refuse an unknown name."""
     services = [MAIN_SERVICE, *host.settings.settings.services]
     if service is None:
         return services
@@ -259,7 +258,6 @@ def query(
 def query_or_note(
     hosts: Sequence[Target], read: Callable[[Host, Target], T | None]
 ) -> Iterator[tuple[Target, T]]:
-    """Yield the hosts that answer; print why others do not."""
     for answer in query(hosts, read):
         if answer.value is None:
             note(f"{answer.host.name}: {answer.problem}")

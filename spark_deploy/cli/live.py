@@ -178,7 +178,6 @@ def top(options: Options, once: bool, service: str | None) -> int:
 
 
 def _keep_samples(process: subprocess.Popen[str], samples: list[Sample]) -> None:
-    """Keep the last two samples."""
     for sample in parse_samples(process.stdout or ()):
         samples[:] = [*samples[-1:], sample]
 
@@ -235,7 +234,6 @@ def _show(rows: list[Now], options: Options, once: bool) -> None:
 
 
 def table(rows: Sequence[Now]) -> Table:
-    """Return a row for each service; long names are cut on a narrow screen."""
     result = Table("host", box=None, pad_edge=False)
     result.columns[0].overflow = "ellipsis"
     for title in ("running", "waiting", "tok/s", "accepted", "cache", "free GiB", "°C", "W"):

@@ -87,7 +87,6 @@ def read_calibration(root: Path, catalog: Catalog) -> Calibration:
 
 
 def measured_speeds(root: Path, catalog: Catalog) -> Iterator[MeasuredSpeed]:
-    """Yield the speeds in reports of the checkout and of ``root``."""
     folders = (CHECKOUT / "reports", root / "reports")
     files = [*root.glob("spark-report-*.json"), *(p for f in folders for p in f.glob("*.json"))]
     for path in sorted({path.resolve() for path in files}):

@@ -52,8 +52,6 @@ PHASES = {
 
 @dataclass(slots=True)
 class HostView:
-    """The state of a host during a deploy."""
-
     name: str
     step: str = "connecting"
     task: str = ""  # of the step
@@ -72,7 +70,6 @@ class HostView:
         return [line for line in self.notes if not (_ROLLOUT.match(line) or _JOB.match(line))]
 
     def line(self) -> tuple[str, str]:
-        """Return task and progress."""
         if self.failed:
             return f"FAILED in {self.failed}", ""
         if self.is_done:
@@ -128,7 +125,6 @@ class Transcript:
         return [line] if re.match(r"(warning|error|!!!)\b", line.lower()) else []
 
     def start_operation(self, name: str, now_s: float) -> None:
-        """Start an operation, ``Role | Name``."""
         self._add_time(now_s)
         role, _, name = (word.strip() for word in name.partition("|"))
         self.part = _PART_OF_ROLE.get(role, "host")
@@ -160,7 +156,6 @@ class Transcript:
 
 
 def minutes(seconds: float) -> str:
-    """Return a duration: 0:52, 6:14, 1:02:03."""
     total_minutes, rest = divmod(round(seconds), 60)
     hours, rest_minutes = divmod(total_minutes, 60)
     return f"{hours}:{rest_minutes:02d}:{rest:02d}" if hours else f"{rest_minutes}:{rest:02d}"

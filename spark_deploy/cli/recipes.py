@@ -371,7 +371,6 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
 
 
 def _option_values(words: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield options by vLLM's full names with their values."""
     name: str | None = None
     values: list[str] = []
     for word in words:

@@ -117,7 +117,6 @@ def file_text(report: Report) -> str:
 
 
 def write_report(hosts: tuple[HostReport, ...], path: Path | None) -> tuple[Report, Path]:
-    """Write the file, by default ``spark-report-TIME.json``."""
     at = datetime.now(timezone.utc)
     try:
         project = version("dgx-spark-deploy")

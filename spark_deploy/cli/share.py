@@ -77,8 +77,6 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Shared:
-    """The content of a shared file."""
-
     shared: Literal[1]  # version of this format
     name: CatalogName  # of the model
     model: dict[str, Any]

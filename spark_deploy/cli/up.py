@@ -106,7 +106,6 @@ def _show_answer(host: Target, options: Options) -> None:
 
 
 def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
-    """Install SSH key and sudo rule where missing; asks for the password once."""
     access = check_access(hosts)
     if access.silent and len(access.silent) == len(hosts):
         raise SparkError(list(access.problems()))
@@ -131,8 +130,6 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """The state of a host that determines the changes of a deploy."""
-
     status: HostStatus
     jobs: Jobs
     last: Rollout | None  # to the release that serves, or to the planned release

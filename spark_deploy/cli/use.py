@@ -106,7 +106,6 @@ def edit_line(edit: Edit) -> str:
 
 
 def _parse_choice(choice: str, catalog: Catalog) -> dict[str, str]:
-    """Return the model and profile in MODEL, PROFILE or MODEL/PROFILE."""
     models, profiles = sorted(catalog.models), sorted(set(catalog.profile_names))
     model, slash, profile = choice.partition("/")
     if slash and model in models and profile in profiles:
@@ -151,7 +150,6 @@ def _file_of(host: HostSettings, key: str, all_hosts: Sequence[Target], chosen: 
 
 
 def _files(host: HostSettings) -> tuple[Path, Path, Path]:
-    """Return the settings files of a host, highest priority first."""
     return (
         host.root / "host_vars" / f"{host.host.removeprefix('@')}.yml",
         host.root / "group_vars" / f"{host.group}.yml",

@@ -109,7 +109,6 @@ def convert(cls: type[_T], data: Any, context: Any = None) -> _T:
 
 
 def violations(error: ValidationError) -> Iterator[Violation]:
-    """Yield the reasons of a refusal by ``convert``."""
     for each in error.errors(include_url=False):
         context = each.get("ctx", {})
         fix = context.get("fix", "correct it")
@@ -117,7 +116,7 @@ def violations(error: ValidationError) -> Iterator[Violation]:
 
 
 def typed(value: Any, *, nulls: bool = True) -> dict[str, Any]:
-    """Return a document as people would type it, with or without keys that are null."""
+    """Return a document as YAML data, with or without keys that are null."""
     data = _adapter(type(value)).dump_python(value, mode="json", exclude_none=not nulls)
     return cast(dict[str, Any], data)
 

@@ -24,7 +24,6 @@ class SparkError(PyinfraError):
 
     @classmethod
     def one(cls: type[_Error], where: str, what: str, fix: str) -> _Error:
-        """Build the error for a single problem."""
         return cls([Problem(where, what, fix)])
 
 
@@ -47,7 +46,6 @@ class PlanError(SparkError):
 def unreachable(
     where: str, reason: str, fix: str = "run again; finished steps stay done"
 ) -> Problem:
-    """Describe an unreachable host."""
     return Problem(where, f"unreachable: {reason}", fix)
 
 
@@ -66,19 +64,19 @@ _KEPT = re.compile(r"u000[9a]", re.IGNORECASE)
 
 
 def printable(text: str) -> str:
-    """Return a text, of several lines perhaps, with a mark for each character that is no text."""
+    """Return a text with U+FFFD for each control or invisible character."""
     return _IN_TEXT.sub("\ufffd", text)
 
 
-def one_line(words: object) -> str:
+def one_line(text: object) -> str:
     """Return the first line of untrusted text without control characters."""
-    line = printable((str(words).strip().splitlines() or ["no reason given"])[0])[:300]
+    line = printable((str(text).strip().splitlines() or ["no reason given"])[0])[:300]
     # Unassigned letters as well.
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in line)
 
 
 def without_errno(reason: str) -> str:
-    """Return a reason without the numbers that Python puts before an error of the system."""
+    """Return an error text without Python's ``[Errno N]``."""
     return re.sub(r"\[Errno \S+\] ", "", reason)
 
 

@@ -77,12 +77,10 @@ _Validator = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
 
 
 def closest(word: str, known: Sequence[str]) -> str | None:
-    """Return the known name that ``word`` is most likely a misspelling of."""
     return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
 
 
 def _suggest_key(path: KeyPath, level: Schema, schema: Schema) -> str:
-    """Suggest a known key."""
     key = str(path[-1])
     known = sorted(level.get("properties", {}))
     if guess := closest(key, known):

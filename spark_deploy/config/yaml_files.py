@@ -139,7 +139,6 @@ def _yaml_problem(error: yaml.YAMLError, path: Path, shown: str) -> Problem:
 
 
 def load_schema(name: str, *, checkout: Path = CHECKOUT) -> dict[str, Any]:
-    """Return ``schema/<name>.schema.json`` as plain data."""
     text = (checkout / "schema" / f"{name}.schema.json").read_text(encoding="utf-8")
     schema: dict[str, Any] = json.loads(text)
     return schema

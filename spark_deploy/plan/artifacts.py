@@ -278,7 +278,6 @@ def requantized_plan(
 
 
 def original_bytes(model: Architecture) -> int:
-    """Estimate the size of the 16-bit repository from the architecture."""
     weights = weights_of(replace(model, mtp_scheme="bf16"))
     packed = weights.experts_bytes + weights.attention_bytes
     return weights.tree_bytes - packed + round(packed * _INT4_RATIO)
@@ -330,7 +329,6 @@ def locked_image(model: Model, settings: Settings, lock: Lock, role: str) -> Loc
 def companion_plans(
     model: Model, profile: Profile, settings: Settings, lock: Lock
 ) -> tuple[CompanionPlan, ...]:
-    """Return the companion repositories to mount, the drafter's first."""
     drafts = profile.speculation
     companions = [
         (f"{ADAPTERS_MOUNT}/{number}", adapter.repository, adapter.revision)

@@ -74,7 +74,6 @@ def present_addresses(host: str, settings: Settings, host_ports: Ports) -> str:
 
 
 def netplan_of(ports: Sequence[FabricPort]) -> str:
-    """Return netplan's file: fixed addresses, and no waiting for cables at boot."""
     return _NETPLAN_HEAD + "".join(_NETPLAN_PORT.format(**dataclasses.asdict(p)) for p in ports)
 
 
@@ -98,13 +97,12 @@ def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port
 
 
 def _slot(port: Port) -> tuple[int, str]:
-    """Return the sort key of a port: the same slot on each host, by PCI domain."""
+    """Sort by PCI domain and slot, equal on all hosts."""
     match = _INTERFACE.match(port.interface)
     return (int(match[1] or 0), match[2]) if match else (0, port.interface)
 
 
 def _conflicts(host: str, planned: FabricPort, host_ports: Ports) -> Iterator[Problem]:
-    """Yield addresses on the host that conflict with the planned address of a port."""
     network = ipaddress.IPv4Interface(planned.address).network
     present = [(port.interface, text) for port in host_ports.ports for text in port.addresses]
     for interface, text in present:
@@ -199,7 +197,7 @@ def links(settings: Settings, ports: Mapping[str, Ports]) -> tuple[Link, ...]:
 def _ambiguous(
     hosts: Sequence[str], fabric: Mapping[str, Ports], network: ipaddress.IPv4Network
 ) -> Iterator[Problem]:
-    """Yield addresses used twice, and networks on two cables of a host: packets would go astray."""
+    """Yield addresses used twice, and networks on two cables of a host."""
     owners: dict[str, str] = {}
     for host in hosts:
         ports = _cluster_ports(fabric[host].ports, network)

@@ -185,7 +185,6 @@ def _adapter_options(model: Model) -> dict[str, Any]:
 
 
 def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
-    """Return the profile's own options, combined with the plan's choice of kernels."""
     options = {canonical_name(name): value for name, value in profile.options.items()}
     if options.setdefault("kernel-config", {}) is not None:
         defaults = dict(KERNEL_CONFIG)

@@ -22,7 +22,6 @@ _MAX_CONNECTIONS = 256  # per client address; all clients of a proxy share its a
 
 
 def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> GatewayPlan:
-    """Return the gateway of a service; ``settings`` are those of the service on this host."""
     serve = settings.serve
     return GatewayPlan(
         settings=Gateway(

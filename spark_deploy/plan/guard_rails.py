@@ -119,7 +119,6 @@ def facts_of(
 
 
 def _logs_questions(environment: Mapping[str, str], options: Mapping[str, Any]) -> bool:
-    """Return whether the engine would log prompts or answers."""
     loud = any(options.get(name) not in (None, False) for name in _LOGGING_OPTIONS)
     debug = environment.get("VLLM_LOGGING_LEVEL", "").strip().upper() == "DEBUG"
     return loud or debug or "VLLM_REQUEST_BODY_LOG_LEVEL" in environment
@@ -238,7 +237,6 @@ def _refuse_unknown(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> Non
 def pair_problems(
     model: Model, profile: Profile, settings: Settings, engines: Engines
 ) -> list[Problem]:
-    """Return why a model cannot be served with a profile, apart from memory."""
     return [
         *_limit_problems(model, profile),
         *_spread_problems(model, profile, settings),

@@ -83,7 +83,6 @@ def plan_host(request: Request) -> HostPlan:
 
 
 def base_plan(settings: Settings) -> types.BasePlan:
-    """Return the plan of packages and host settings, independent of any model."""
     # nginx's JavaScript module chooses among several services.
     packages = (*BASE_PACKAGES, *([types.NJS] if settings.services else ()))
     return types.BasePlan(settings=settings.base, packages=packages, paths=settings.paths)
@@ -197,7 +196,6 @@ def _ports_of(service: ServicePlan) -> tuple[int, ...]:
 
 
 def _fields(part: PairPlan) -> dict[str, Any]:
-    """Return the fields of a part as arguments for the plan that extends it."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 

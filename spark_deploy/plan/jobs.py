@@ -157,10 +157,7 @@ def fetch_order(
 
 
 def requantize_job(plan: RequantizedPlan, image: Job) -> Work:
-    """Quantise a 16-bit repository in the engine's image.
-
-    The job downloads the repository itself: a host that copies the result does not need it.
-    """
+    """Download and quantise a 16-bit repository; a host that copies the result needs neither."""
     digest = digest_of({"kind": REQUANTIZE_JOB, "tree": plan.digest, "dir": plan.dir})
     original = replace(plan.order.original, token_file=hub_token_file(digest))
     text = ManagedFile(f"{job_dir(digest)}/calibration.jsonl", plan.calibration.encode())
@@ -208,10 +205,7 @@ def _discard_job(tree: CheckpointPlan, base: SourcePlan) -> Work:
 
 
 def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
-    """Build the engine image, or pull it if it needs no plugin.
-
-    Paths of the build context are relative.
-    """
+    """Build the engine image, or pull it if it needs no plugin; context paths are relative."""
     kind: JobKind = IMAGE_BUILD_JOB if plan.plugin else IMAGE_PULL_JOB
     digest = digest_of({"kind": kind, "image": plan.digest})
     inside = f"{job_dir(digest)}/context"
@@ -236,7 +230,7 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
 
 
 def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
-    """Return every job of a pair, in an order that respects ``after``."""
+    """Return the jobs of a pair in an order that respects ``after``."""
     companions = {companion.source.dir for companion in pair.companions}
     fetches = {
         source.dir: fetch_job(source, None if source.dir in companions else pair.checkpoint)
@@ -264,7 +258,6 @@ def _unique(works: Iterable[Work]) -> tuple[Work, ...]:
 
 
 def preparation_name(job: Job) -> str:
-    """Return the name of the operation that prepares a pair."""
     return f"Have ready: {job.title}"
 
 
@@ -301,10 +294,7 @@ class Member:
 
 
 def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
-    """Return the trees that jobs can share: downloads while they run, builds when complete.
-
-    The blobs of an image's base are a single tree.
-    """
+    """Return the folders that jobs can share: downloads while they run, builds when complete."""
     trees: dict[str, SharedTree] = {}
     for work in jobs:
         proof, name = work.job.proof, work.job.digest12
@@ -318,7 +308,6 @@ def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
 
 
 def trees_to_share(me: str, members: Sequence[Member]) -> frozenset[str]:
-    """Return the trees of a host that another host lacks."""
     mine = next(member.trees for member in members if member.name == me)
     return frozenset(
         digest

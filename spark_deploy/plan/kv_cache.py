@@ -75,7 +75,7 @@ def prefill_backend(profile: Profile) -> str:
 
 
 def shape_of(model: Model, profile: Profile, ranks: int = 1) -> CacheShape | None:
-    """Return the block arithmetic of a model's cache; ``None`` if unknown."""
+    """Return the cache's shape; ``None`` if unknown."""
     if isinstance(model, PlainModel):
         return _plain_shape(model, profile)
     return cache_shape(_rank_architecture(model.architecture, ranks), profile)
@@ -146,7 +146,6 @@ def state_bytes(model: Architecture, drafts: int) -> int:
 
 
 def _group_layers(kinds: Iterable[int]) -> int:
-    """Return the layers per group; all groups of the cache have the same size."""
     counts = sorted(count for count in kinds if count) or [1]
     return counts[-1] if counts[-1] < 1.25 * counts[0] else counts[0]
 

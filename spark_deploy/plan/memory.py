@@ -212,7 +212,6 @@ def _own_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
 
 
 def vision_bytes(model: Model, profile: Profile) -> int:
-    """Return the bytes of the vision tower, which is never quantised."""
     if isinstance(model, PlainModel):
         # The engine drops towers on request; dropping those for pictures drops audio as well.
         loads_towers = profile.vision or not model.vision or model.audio

@@ -89,7 +89,6 @@ def _command(name: str, verb: str) -> ManagedFile:
 
 
 def release_files_of(plan: ServicePlan) -> tuple[ManagedFile, ...]:
-    """Return release.json and unit limits of the current and the scheduled releases."""
     scheduled = {change.release.name: change.release for change in plan.schedule}
     scheduled.pop(plan.serve.name, None)
     files = (file for release in (*scheduled.values(), plan.serve) for file in _files(release))
@@ -108,7 +107,7 @@ def _files(release: Release) -> tuple[ManagedFile, ...]:
 
 
 def _cluster_drop_ins(release: Release) -> Iterator[ManagedFile]:
-    """Yield drop-ins that let members of a cluster, and only them, reach each other."""
+    """Yield drop-ins with which only members of a cluster reach each other."""
     if release.cluster is not None:
         addresses = " ".join(member.address for member in release.cluster.members)
         path = f"{units.drop_in_dir(units.WATCH.of(release.name))}/50-cluster.conf"
@@ -120,10 +119,7 @@ def _cluster_drop_ins(release: Release) -> Iterator[ManagedFile]:
 
 
 def _socket_mount(service: str) -> ManagedFile:
-    """Return the mount unit of the engine's socket folder.
-
-    A separate file system limits what the engine can fill, and follows no symbolic link.
-    """
+    """Return the mount unit of the socket folder, which limits size and symbolic links."""
     folder = engine_dir(service)
     text = (
         "[Unit]\n"
@@ -203,7 +199,6 @@ def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
 
 
 def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
-    """Return the requirements of the proof: by model, profile and the plugin's log."""
     model, profile, settings = resolved.model, resolved.profile, resolved.settings
     required, forbidden = engine.lines_of(model, profile, plugin=plugin)
     published = model if isinstance(model, PlainModel) else None

@@ -93,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A pair that fits on this host and that no rule refuses."""
+    """A pair that fits and that no rule refuses."""
 
     model: Model
     profile: Profile  # with the host's settings applied
@@ -163,7 +163,6 @@ def _prefixed(where: str, problems: Iterable[Problem]) -> list[Problem]:
 
 
 def pair_of(settings: Settings, catalog: Catalog) -> tuple[Model, Profile]:
-    """Return model and effective profile, whether they fit or not."""
     profile = catalog.profile(settings.profile, settings.model)
     return catalog.model(settings.model), effective_profile(profile, settings)
 
@@ -317,7 +316,7 @@ def _levers(
     catalog: Catalog,
     fractions: Sequence[float],
 ) -> list[Lever]:
-    """Return the changes that apply here, in order of their cost for a user."""
+    """Return the applicable changes, the cheapest for the user first."""
     higher = [value for value in fractions if value > profile.limits.memory_fraction]
     reserve_gib = math.ceil(settings.memory.reserve_bytes / GIB)
     reserves = range(reserve_gib - 1, _LEAST_RESERVE_GIB - 1, -1)
@@ -372,7 +371,6 @@ def _similar_profiles(profile: Profile, model: Model, catalog: Catalog) -> list[
 
 
 def _setting(section: str, name: str) -> Callable[[Settings, Any], Settings]:
-    """Return a function that changes a setting of a section."""
     return lambda settings, value: replace(
         settings, **{section: replace(getattr(settings, section), **{name: value})}
     )

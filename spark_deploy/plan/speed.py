@@ -83,7 +83,7 @@ def tokens_per_step(drafts: int) -> float:
 
 
 def experts_touched(model: Architecture, tokens: int) -> float:
-    """Return the expected experts per layer if each of ``tokens`` chooses independently."""
+    """Return the expected experts per layer if tokens choose independently."""
     left_out = 1 - model.experts_per_token / model.experts
     return model.experts * float(1 - left_out**tokens)
 

@@ -14,7 +14,7 @@ from spark_deploy.config.documents import CLOSED, FromKey
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class CacheLayers:
-    """Layers of a model that keep the same of a request."""
+    """Layers that cache the same data of a request."""
 
     kind: Literal["full", "sliding", "latent", "state"]
     """full and sliding: keys and values; latent: MLA; state: fixed size per request."""
@@ -72,5 +72,4 @@ class Anatomy:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes that are always loaded."""
         return sum(self.weights.values())

@@ -112,5 +112,4 @@ class OpenQuestions:
 
     @property
     def all(self) -> tuple[Question, ...]:
-        """Every question, in the order of the page."""
         return tuple(question for part in self.parts for question in part.questions)

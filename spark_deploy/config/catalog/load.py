@@ -37,7 +37,7 @@ def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catal
     """Return the catalog; files are read on first use, and a mistake only affects that name.
 
     Args:
-        checkout: folder with our catalog.
+        checkout: folder with the shipped catalog.
         own: folder with the user's ``catalog/``, which wins by name.
     """
     files = _Files(checkout, own)
@@ -79,7 +79,6 @@ def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catal
 def _collecting_problems(
     broken: dict[tuple[str, ...], tuple[Problem, ...]], *place: str
 ) -> Iterator[None]:
-    """Record the mistakes of a document and leave it out."""
     try:
         yield
     except CatalogError as error:
@@ -88,8 +87,6 @@ def _collecting_problems(
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Catalog files of the checkout and of the user."""
-
     checkout: Path
     own: Path | None
 
@@ -98,7 +95,7 @@ class _Files:
 
     @property
     def replaced(self) -> frozenset[str]:
-        """Names of our files that the user's files replace."""
+        """Shipped files that the user's files replace."""
         return frozenset(
             f"{kind}/{name}"
             for kind in ("models", "profiles")
@@ -113,18 +110,19 @@ class _Files:
         parent = data.pop("based_on", None)
         if parent is None:
             return data
-        base = self._read(kind, parent, ours=parent == name)
+        base = self._read(kind, parent, shipped=parent == name)
         if "based_on" in base:
             message = f"is based on {parent}, which is itself based on a file"
             raise CatalogError.one(shown, message, f"base it on {base['based_on']} directly")
         inherited = {key: value for key, value in base.items() if key not in not_inherited}
         return merge(inherited, data, null_keeps=False)
 
-    def _read(self, kind: str, name: object, *, ours: bool = False) -> _Data:
-        """Read a file; with ``ours``, the checkout's, which a user's file of this name extends."""
+    def _read(self, kind: str, name: object, *, shipped: bool = False) -> _Data:
+        """Read a file; ``shipped``: the checkout's, which the user's file of this name extends."""
         shown = f"catalog/{kind}/{name}.yml"
-        found = self.of(kind).get(str(name), self.checkout / shown)
-        data, problems = read_mapping(self.checkout / shown if ours else found, shown=shown)
+        path = self.checkout / shown
+        path = path if shipped else self.of(kind).get(str(name), path)
+        data, problems = read_mapping(path, shown=shown)
         if problems:
             raise CatalogError(problems)
         return data
@@ -137,12 +135,10 @@ def read_file(kind: str, name: str, *, own: Path) -> _Data:
 
 
 def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
-    """Return ``catalog/open_questions.yml``."""
     return _shipped(OpenQuestions, "open_questions", checkout)
 
 
 def read_families() -> Families:
-    """Return ``catalog/families.yml``."""
     return _shipped(Families, "families", CHECKOUT)
 
 
@@ -169,7 +165,6 @@ def _with_model_changes(model: Model, plain: Profile, data: _Data, schema: Schem
 
 
 def _shipped(kind: type[_Document], name: str, checkout: Path) -> _Document:
-    """Return ``catalog/<name>.yml`` of the checkout."""
     shown = f"catalog/{name}.yml"
     data, problems = read_mapping(checkout / shown, shown=shown)
     if problems:

@@ -174,12 +174,10 @@ class Architecture:
 
     @property
     def attention_layers(self) -> int:
-        """Layers with full attention."""
         return self.layers // self.full_attention_every
 
     @property
     def linear_layers(self) -> int:
-        """Layers with a gated delta net."""
         return self.layers - self.attention_layers
 
     def violations(self) -> Iterator[Violation]:
@@ -369,6 +367,5 @@ _OF_TASK = {"chat": _CHAT, "completion": _COMPLETION}
 
 
 def questions_of(model: Model) -> tuple[Question, ...]:
-    """Return the questions of a model, or the default questions of its task."""
     task = model.task if isinstance(model, PlainModel) else "chat"
     return model.check.questions or _OF_TASK.get(task, ())

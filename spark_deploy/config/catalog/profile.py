@@ -213,7 +213,6 @@ class Profile:
 
     @property
     def traits(self) -> dict[str, Any]:
-        """Return the value of each of ``TRAITS``."""
         return {name: of(self) for name, of in TRAITS.items()}
 
     @property

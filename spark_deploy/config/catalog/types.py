@@ -88,7 +88,7 @@ class LazyMapping(Mapping[_K, _V]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Catalog:
-    """Everything there is to choose from, and the rules between it."""
+    """Models, profiles, guard rails and engines."""
 
     models: Mapping[str, Model]
     profiles: Mapping[tuple[str, str], Profile]  # (profile, model): as this model wants it
@@ -96,17 +96,15 @@ class Catalog:
     engines: Engines
     # Problems of files, or of profile and model, that were read: they affect only their names.
     broken: Mapping[tuple[str, ...], tuple[Problem, ...]] = field(default_factory=dict)
-    # Our files, as models/NAME, that the user's files replace.
+    # Shipped files, as models/NAME, that the user's files replace.
     replaced: frozenset[str] = frozenset()
 
     def model(self, name: str) -> Model:
-        """Return a model by name, or raise ``CatalogError``."""
         if name not in self.models:
             self._refuse("models", name, tuple(self.models), (f"models/{name}",))
         return self.models[name]
 
     def notes(self, model: str, profile: str) -> tuple[str, ...]:
-        """Return notes for the plan of a pair."""
         named = (f"models/{model}", f"profiles/{profile}")
         return tuple(
             f"catalog/{entry}.yml in your folder replaces the shipped file"
@@ -186,7 +184,7 @@ class Families:
     families: tuple[Family, ...] = Field(description="The first that fits counts.")
 
     def of(self, model_type: str, repository: str) -> Family | None:
-        """Return the family of a repository; ``None``: it is not known."""
+        """Return the family of a repository; ``None`` if unknown."""
         return next(
             (
                 entry

@@ -94,7 +94,7 @@ class FabricSettings:
     """Restore the old network. Command: `spark-deploy fabric --restore`."""
 
     def address(self, number: int, network: str) -> str:
-        """Return the address of the host of this number, with the length of the network."""
+        """Return the address of host ``number`` in a network, with prefix length."""
         parsed = ipaddress.IPv4Network(network)
         return f"{parsed[_FIRST + number]}/{parsed.prefixlen}"
 

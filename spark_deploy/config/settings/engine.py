@@ -83,21 +83,21 @@ OWNED_OPTIONS = {
     "served-model-name": "set serve.names",
     "host": "set serve.expose: only the gateway is reachable",
     "port": "set serve.port: only the gateway is reachable",
-    "uds": "leave it out: the gateway talks to this socket",
+    "uds": "remove it: the gateway talks to this socket",
     "api-key": "set serve.api_key: the gateway checks the key",
-    "ssl-keyfile": "leave it out: TLS ends at the gateway",
-    "ssl-certfile": "leave it out: TLS ends at the gateway",
+    "ssl-keyfile": "remove it: TLS ends at the gateway",
+    "ssl-certfile": "remove it: TLS ends at the gateway",
     **SETTINGS_INSTEAD,
     "device-memory-utilization": "set engine.memory_fraction",
     "num-gpu-blocks-override": "set engine.kv_cache_gib",
     "language-model-only": "set engine.vision",
     "enable-prefix-caching": "set prefix_caching in a profile of your own, or choose agent",
     "runner": "set task in the model's file, of kind: plain",
-    "quantization": "leave it out: the checkpoint has it",
+    "quantization": "remove it: the checkpoint has it",
     "hf-token": "set hub.token",
-    "cpu-offload-gb": "leave it out: CPU and GPU share their memory",
-    "kv-offloading-size": "leave it out: CPU and GPU share their memory",
-    "kv-transfer-config": "leave it out: this prefix cache is untested here",
+    "cpu-offload-gb": "remove it: CPU and GPU share their memory",
+    "kv-offloading-size": "remove it: CPU and GPU share their memory",
+    "kv-transfer-config": "remove it: this prefix cache is untested here",
     "config": "write the options here: options in a file are not checked",
 }
 # Options that guard rails read: allowed, but only with their full names.
@@ -122,7 +122,6 @@ _NO_FILES = ("root-path", "middleware", "allowed-origins")  # begin with / as ad
 
 
 def canonical_name(name: str) -> str:
-    """Return the option as the engine writes it."""
     return name.replace("_", "-")
 
 
@@ -140,7 +139,7 @@ def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]
             yield option, f"{value!r} is not a whole number", "write a number such as 1"
         elif name not in _NO_FILES and (file := _missing_file(decode_mapping(value))):
             message = f"{file} is not in the engine's container"
-            fix = "name a file of the image (/vllm-workspace/...) or checkpoint (/model/...)"
+            fix = "use a file of the image (/vllm-workspace/...) or checkpoint (/model/...)"
             if name == "chat-template":
                 fix = "set engine.chat_template: FILE to a local file"
             yield option, message, fix
@@ -171,7 +170,7 @@ def canonical_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_mapping(value: Any) -> Any:
-    """Return the mapping in JSON text, or the value unchanged."""
+    """Decode a mapping in JSON text; return other values unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
@@ -181,7 +180,7 @@ def decode_mapping(value: Any) -> Any:
 
 
 def parse_whole_number(value: Any) -> int | None:
-    """Return a whole number that the engine would read from ``value``; ``None``: none."""
+    """Return the integer that the engine would read from ``value``, if any."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     return int(value) if isinstance(value, str) and value.isdecimal() else None
@@ -198,9 +197,9 @@ _REFUSED = {
     _LOADER: ("makes programs load or run other code", "put it into the image"),
     _RUNTIMES: (
         "is read by docker and runtimes, which run as root",
-        "leave it out: the plan configures the GPU",
+        "remove it: the plan configures the GPU",
     ),
-    "VLLM_SERVER_DEV_MODE": ("opens paths that change a running engine", "leave it out"),
+    "VLLM_SERVER_DEV_MODE": ("opens paths that change a running engine", "remove it"),
 }
 _MAX_BYTES = 32_768
 
@@ -246,7 +245,6 @@ _CONFIG = ConfigDict(extra="forbid", json_schema_extra=_accept_vllm_names)
 def engine_violations(
     options: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Iterator[Violation]:
-    """Yield refused options and variables."""
     for option, message, fix in option_problems(options):
         yield Violation(("options", option), message, fix)
     for name, message, fix in environment_problems(environment):

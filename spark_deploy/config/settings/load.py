@@ -46,14 +46,11 @@ class HostSettings:
 
     @property
     def lock_path(self) -> Path:
-        """The lock file of this inventory."""
         return self.root / self.settings.lock_file
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A source of settings."""
-
     shown: str
     data: dict[str, Any]
 
@@ -153,7 +150,6 @@ def _file_layer(path: Path, root: Path, checkout: Path, problems: list[Problem])
 
 
 def _rename_vllm_keys(data: dict[str, Any], shown: str, problems: list[Problem]) -> dict[str, Any]:
-    """Replace vLLM's names of engine settings by our names."""
     services = data.get("services")
     owners: dict[str, Any] = {"": data}
     if isinstance(services, dict):
@@ -237,7 +233,6 @@ def _as_host(made: HostSettings, host: str) -> HostSettings:
 
 
 def _origin(layers: Sequence[Layer], path: KeyPath) -> str:
-    """Name the last layer that sets ``path``."""
     for layer in reversed(layers):
         data: Any = layer.data
         for part in path:

@@ -40,7 +40,6 @@ class SecretRef:
 
     @property
     def value(self) -> tuple[str, ...]:
-        """Return the name, path or argument list."""
         name = self.env or self.file
         return (name,) if name else self.command or ()
 

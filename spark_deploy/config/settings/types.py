@@ -198,7 +198,7 @@ class Settings:
 
     @property
     def ranks(self) -> int:
-        """Return on how many hosts, with a GPU each, the model is spread."""
+        """Number of hosts, each with a GPU, that serve the model together."""
         return max(1, len(self.cluster.hosts))
 
     @property
@@ -210,12 +210,10 @@ class Settings:
 
     @property
     def ready_pairs(self) -> tuple[PairSettings, ...]:
-        """Pairs to keep ready, without the served pair."""
         served = PairSettings(self.model, self.profile)
         return tuple(pair for pair in dict.fromkeys(self.keep_ready) if pair != served)
 
     def of_service(self, name: str) -> Settings:
-        """Return the settings of an additional service."""
         service = self.services[name]
         names = [field.name for field in dataclasses.fields(service.engine)]
         reserve_gib = self.memory.total_gib - service.memory_gib
@@ -230,24 +228,18 @@ class Settings:
 
     @property
     def all_served(self) -> tuple[Settings, ...]:
-        """Return these settings for each service and each pair to have ready; main comes first."""
+        """Settings of the main service, of each pair to keep ready and of each service."""
         ready = (self.of_pair(pair) for pair in self.ready_pairs)
         return (self, *ready, *map(self.of_service, self.services))
 
     def of_pair(self, pair: PairSettings) -> Settings:
-        """Return these settings as they would be with another pair to serve."""
         return dataclasses.replace(self, model=pair.model, profile=pair.profile)
 
 
 def _unknown_names(
     settings: Settings, catalog: Callable[[str], Sequence[str]]
 ) -> Iterator[Violation]:
-    """Yield every model and profile that is in no catalog.
-
-    Args:
-        settings: of one host.
-        catalog: returns the names there are of ``models`` or ``profiles``.
-    """
+    """Yield models and profiles that are in no catalog; ``catalog`` lists the names of a kind."""
     for prefix, pair in [
         ((), settings),
         *((("keep_ready", i), p) for i, p in enumerate(settings.keep_ready)),

@@ -427,9 +427,9 @@ def refused_settings(option: str, value: Any = True) -> str:
         ("no-enforce-e", "enforce-eager"),
         ("num-gpu-blocks-override", "engine.kv_cache_gib"),
         ("config", "options"),
-        ("cpu-offload-gb", "leave it out"),
-        ("kv_offloading_size", "leave it out"),
-        ("kv_transfer_config", "leave it out"),
+        ("cpu-offload-gb", "remove it"),
+        ("kv_offloading_size", "remove it"),
+        ("kv_transfer_config", "remove it"),
     ],
 )
 def test_refuses_aliases_of_decided_options(option: str, fix: str) -> None:
