@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 import click
 
-from spark_deploy.config.errors import printable
+from spark_deploy.config.printable import printable
 
 SECTIONS = {
     "Set up": {

@@ -34,7 +34,8 @@ from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.profile import is_repository
 from spark_deploy.config.catalog.types import Engine, Engines, Families
-from spark_deploy.config.errors import CatalogError, SparkError, one_line, printable
+from spark_deploy.config.errors import CatalogError, SparkError
+from spark_deploy.config.printable import one_line, printable
 from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.lock.headers import (
     anatomy_of,

@@ -19,7 +19,8 @@ from rich.text import Text
 from spark_contract.documents import plain
 
 from spark_deploy.config.checkout import catalog_names
-from spark_deploy.config.errors import Problem, printable
+from spark_deploy.config.errors import Problem
+from spark_deploy.config.printable import printable
 
 # For shell completion; commands report unreadable files themselves.
 FILE = click.Path(readable=False)

@@ -23,13 +23,8 @@ from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.errors import (
-    Problem,
-    SettingsError,
-    SparkError,
-    unreachable,
-    without_errno,
-)
+from spark_deploy.config.errors import Problem, SettingsError, SparkError, unreachable
+from spark_deploy.config.printable import without_errno
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings

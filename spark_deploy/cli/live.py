@@ -23,7 +23,7 @@ from spark_deploy.bench.host import HEAT, Login, parse_heat
 from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.console import Options, note, service_option, shared_options
 from spark_deploy.cli.hosts import chosen_services, select_hosts
-from spark_deploy.config.errors import printable
+from spark_deploy.config.printable import printable
 from spark_deploy.plan.memory import GIB
 
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}

@@ -17,7 +17,8 @@ from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
 from paramiko.ssh_exception import ConfigParseError
 from pyinfra.connectors.sshuserclient.client import SSHClient, get_host_keys
 
-from spark_deploy.config.errors import Problem, SettingsError, one_line
+from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.config.printable import one_line
 from spark_deploy.inventory.host_names import LOCAL
 
 CONNECT_TIMEOUT_S = 10.0

@@ -16,7 +16,7 @@ from pyinfra.api.output import echo
 from pyinfra.connectors import util
 from pyinfra.connectors.util import OutputLine
 
-from spark_deploy.config.errors import printable_output
+from spark_deploy.config.printable import printable_output
 from spark_deploy.inventory.login import refuse_prompt
 
 MAX_BYTES = 128 << 20

@@ -21,7 +21,8 @@ from spark_contract.fetching import (
     token_question,
 )
 
-from spark_deploy.config.errors import LockError, one_line, without_errno
+from spark_deploy.config.errors import LockError
+from spark_deploy.config.printable import one_line, without_errno
 from spark_deploy.lock.types import LockedImage
 
 # Of a look-up, which reads a few megabytes at most.

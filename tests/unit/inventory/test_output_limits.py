@@ -18,7 +18,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pyinfra.connectors import util
 
-from spark_deploy.config.errors import SparkError, printable, printable_output
+from spark_deploy.config.errors import SparkError
+from spark_deploy.config.printable import printable, printable_output
 from spark_deploy.inventory import output_limits
 
 ESCAPES = b"\x1b]0;owned\x07\x1b[2J\x1b[1Afine\xff\x9b31m\r{}"

@@ -1,0 +1,45 @@
+"""Make text from hosts and hubs safe for a terminal: no control or invisible characters."""
+
+from __future__ import annotations
+
+import re
+
+# Control characters except tab, and changes of the writing direction.
+_UNSEEN = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
+_IN_TEXT = re.compile(f"[{_UNSEEN}]")
+# The same as JSON spells it, behind an even number of backslashes: a parser would bring it back.
+_IN_JSON = re.compile(
+    r"(?<!\\)((?:\\\\)*)\\(?:u(?:00(?:[01][0-9a-f]|7f|[89][0-9a-f])|20(?:0[ef]|2[89a-e]|6[6-9])|"
+    r"feff)|[bfr])",
+    re.IGNORECASE,
+)
+_KEPT = re.compile(r"u000[9a]", re.IGNORECASE)
+
+
+def printable(text: str) -> str:
+    """Return a text with U+FFFD for each control or invisible character."""
+    return _IN_TEXT.sub("\ufffd", text)
+
+
+def one_line(text: object) -> str:
+    """Return the first line of untrusted text without control characters."""
+    line = printable((str(text).strip().splitlines() or ["no reason given"])[0])[:300]
+    # Unassigned letters as well.
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in line)
+
+
+def without_errno(reason: str) -> str:
+    """Return an error text without Python's ``[Errno N]``."""
+    return re.sub(r"\[Errno \S+\] ", "", reason)
+
+
+def printable_output(line: str) -> str:
+    """Return a line of host output without control characters, also inside JSON."""
+    text = printable(line.rstrip("\r\n"))
+    return _IN_JSON.sub(_marked, text) if '"' in text else text
+
+
+def _marked(match: re.Match[str]) -> str:
+    if _KEPT.search(match[0]):
+        return match[0]
+    return f"{match[1]}\\ufffd"
