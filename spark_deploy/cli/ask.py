@@ -11,7 +11,7 @@ from spark_deploy.bench.result import Answer
 from spark_deploy.cli.connect import answering_hosts, open_endpoint
 from spark_deploy.cli.console import Options, note, print_result, service_option, shared_options
 from spark_deploy.cli.hosts import Target, select_hosts
-from spark_deploy.config.errors import shown
+from spark_deploy.config.printable import printable
 
 
 @click.command
@@ -51,7 +51,7 @@ def ask_host(
             return
         pieces.append(piece)
         if is_shown:
-            print(shown(piece), end="", flush=True)
+            print(printable(piece), end="", flush=True)
 
     with open_endpoint(target, service) as endpoint:
         answer = measure_answer(endpoint, question, tokens, temperature=None, show=show)

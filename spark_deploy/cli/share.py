@@ -33,7 +33,8 @@ from spark_deploy.cli.hosts import (
 )
 from spark_deploy.config.catalog.load import read_file
 from spark_deploy.config.documents import CLOSED, convert, schema_of, typed
-from spark_deploy.config.errors import CatalogError, LockError, Problem, one_line
+from spark_deploy.config.errors import CatalogError, LockError, Problem
+from spark_deploy.config.printable import one_line
 from spark_deploy.config.schema_errors import dotted, problems_of
 from spark_deploy.config.settings import allowed
 from spark_deploy.config.settings.engine import canonical_options

@@ -12,10 +12,15 @@ from spark_deploy.config.catalog.guard_rails import GuardRail, all_hold
 from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import ENGINE_NAME, Catalog, Engines, version_of
-from spark_deploy.config.errors import PlanError, Problem, one_line
+from spark_deploy.config.errors import PlanError, Problem
+from spark_deploy.config.printable import one_line
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.allowed import IGNORED_VARIABLES, unlisted
-from spark_deploy.config.settings.engine import DEVICE_OPTIONS, canonical_options, parse_whole_number
+from spark_deploy.config.settings.engine import (
+    DEVICE_OPTIONS,
+    canonical_options,
+    parse_whole_number,
+)
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.engine_arguments import brings_own_class, stretches_context
 from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens

@@ -37,57 +37,14 @@ RAILS = shipped_catalog().rails
 V2 = CATALOG.profile("v2", "large")
 NATIVE_CONTEXT = LARGE.architecture.max_context_tokens
 
-CALM: dict[str, Any] = {
-    "model": "m",
-    "profile": "p",
-    "kv_cache": "auto",
-    "speculation_method": None,
-    "speculation_tokens": 0,
-    "own_draft_model": False,
-    "drafts_by_option": False,
-    "prefix_caching": False,
-    "max_sequences": 4,
-    "max_batched_tokens": 8192,
-    "memory_fraction": 0.8,
-    "devices": 1,
-    "executor": "",
-    "block_tokens": 2096,
-    "attention_backend": "",
-    "has_attention_backend": False,
-    "async_scheduling": True,
-    "atomic_add": False,
-    "unread_variables": False,
-    "stretched_context": False,
-    "xqa_decode": True,
-    "eager": False,
-    "piecewise_graphs": False,
-    "pipeline_stages": 1,
-    "expert_width_per_device": 1024,
-    "hosts": 1,
-    "deep_gemm": False,
-    "formats": "org/model-int4",
-    "online_quantisation": False,
-    "engine_counts_cache_as_used": False,
-    "engine_prefixes_unproven": False,
-    "expose": "loopback",
-    "tls": "off",
-    "plugin": True,
-    "engine_mode": "native",
-    "shared_experts": "fp8-donor",
-    "head": "int8-g128",
-    "vision": False,
-    "load_format": "fastsafetensors",
-    "tree_needs_plugin": True,
-    "tree_repeats_names": False,
-    "plugins_by_environment": False,
-    "old_runner": False,
-    "trust_remote_code": False,
-    "unlisted_options": (),
-    "unpickles": False,
-    "docker_listens": False,
-    "questions_logged": False,
-    "compaction_proactiveness": None,
-}
+
+def facts(profile: Profile, model: Any = LARGE, **settings: Any) -> dict[str, Any]:
+    chosen = settings_of(**settings)
+    return facts_of(model, profile, plan_memory(model, profile, chosen), chosen)
+
+
+# A release to which no rule applies.
+CALM = {**facts(V2), "speculation_method": None, "speculation_tokens": 0}
 TQ = {"kv_cache": "turboquant_k8v4", "max_sequences": 1}
 STOCK = {"plugin": False, "tree_needs_plugin": False}
 TRIPS: dict[str, dict[str, Any]] = {
@@ -220,7 +177,7 @@ def test_reports_all_refusals_together() -> None:
 LOGGED = "questions-in-the-journal"
 WARNINGS: list[tuple[str, dict[str, Any], bool]] = [
     ("ignored-variables", {"engine.environment": {"VLLM_ATTENTION_BACKEND": "FLASHINFER"}}, True),
-    ("ignored-variables", {"engine.environment": {"VLLM_USE_V1": "1", "OMP": "4"}}, True),
+    ("ignored-variables", {"engine.environment": {"VLLM_USE_V1": "1", "MAX_JOBS": "4"}}, True),
     ("ignored-variables", {"engine.environment": {"VLLM_USE_FLASHINFER_SAMPLER": "0"}}, False),
     ("marlin-atomic-add", {"engine.environment": {"VLLM_MARLIN_USE_ATOMIC_ADD": "1"}}, True),
     ("open-network-without-tls", {"serve.expose": "lan"}, True),
