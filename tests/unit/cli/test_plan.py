@@ -70,7 +70,7 @@ def lock_path(tmp_path):
          ("Qwen/Qwen3.5-122B-A10B (estimated, not locked), 250.2 GB",)),
         (("--model", "qwen3-4b", "--profile", "plain"),
          ("qwen3-4b with plain fits as far as known\n", "downloads   files of unknown size and",
-          "UNKNOWN   weights, context and KV cache")),
+          "weights, context and KV cache")),
     ],
 )  # fmt: skip
 def test_a_verbose_estimate_works_offline(spark_deploy, words, texts):
