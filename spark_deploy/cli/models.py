@@ -50,7 +50,7 @@ class ListedModel:
 @shared_options(hosts=False)
 def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
     lock = read_lock(Path(Settings().lock_file))
-    catalog = read_catalog(own=Path.cwd()).knowing(lock.anatomies)
+    catalog = read_catalog(own=Path.cwd()).with_anatomies(lock.anatomies)
     listed = [
         describe(model, catalog, lock)
         for model in catalog.models.values()

@@ -67,7 +67,7 @@ def summary_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
     yield row("disk", f"{size(after_bytes)} in total, {size(peak_bytes)} at peak")
     yield row("memory", _memory_summary(plan, profile))
     for text in plan.memory.unknown:
-        yield row("NOT KNOWN", text)
+        yield row("UNKNOWN", text)
     requested, used = profile.limits.memory_fraction, plan.memory.memory_fraction
     if used < requested and not profile.kv_cache.size_bytes:
         yield row("", f"memory share lowered from {requested:g} to {used:g}; the rest is reserved")
