@@ -491,6 +491,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"structured_outputs_config": {"reasoning_parser_plugin": "/model/parser.py"}},
         {"ec-transfer-config": {"ec_connector_module_path": "ours.connector"}},
         {"additional-config": {"spark": {"lm_head_times": "/tmp/x"}}},
+        {"compilation-config": '{"a":' * 9000},
         {"no-such-switch": True},
         {"max-logprobs": "ours.module"},
         {"max-logprobs": ["/cache/x.so"]},
