@@ -31,9 +31,8 @@ def command_rows() -> Iterator[str]:
 
 def _arguments(command: click.Command) -> str:
     arguments = [part for part in command.params if isinstance(part, click.Argument)]
-    return "".join(f" {part.metavar}" for part in arguments if part.name != "words").replace(
-        "|", "\\|"
-    )
+    names = [part.metavar or part.human_readable_name for part in arguments if part.name != "words"]
+    return "".join(f" {name}" for name in names).replace("|", "\\|")
 
 
 def _options(command: click.Command, changes_hosts: bool) -> Iterator[str]:

@@ -83,10 +83,13 @@ def _sweep(path: Path, sweep: dict[str, Any]) -> Iterator[str]:
 
 
 def proven_rows(checkout: Path) -> Iterator[str]:
+    """Yield a row per part; the column of Sparks appears with the first report."""
     reports = _reports(checkout)
-    yield from ("| part | virtual lab | H200, H100 | DGX Spark |", "|---|---|---|---|")
+    columns = ["part", "virtual lab", "H200, H100", *(["DGX Spark"] if reports else [])]
+    yield from (row(*columns), f"|{'---|' * len(columns)}")
     for part in read_questions(checkout).parts:
-        yield row(part.part, part.lab, part.gpu, _on_sparks(part, reports))
+        sparks = [_on_sparks(part, reports)] if reports else []
+        yield row(part.part, part.lab, part.gpu, *sparks)
 
 
 def question_rows(checkout: Path) -> Iterator[str]:

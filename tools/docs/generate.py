@@ -137,14 +137,19 @@ def profile_sections() -> Iterator[str]:
         yield row(f"`{shown.name}`", shown.choose_when, parts, "yes" if shown.plugin else "no")
     for model in _for_sparks():
         yield from ("", f"### Memory of {model.name}", "")
-        names = [name for name in _fitting(model) if name != "plain"]  # equals base
-        fitting = [catalog().profile(name, model.name) for name in names]
+        fitting = [catalog().profile(name, model.name) for name in _fitting(model)]
+        fitting = [profile for profile in fitting if _is_for_use(profile)]
         if not fitting:
             yield "No profile fits on a single host."
             continue
         yield "| profile | weights | drafter | KV cache | tokens | full-length requests |"
         yield "|---|---|---|---|---|---|"
         yield from (_memory_row(model, profile) for profile in fitting)
+
+
+def _is_for_use(profile: Profile) -> bool:
+    """Return False for stages of a comparison, and for plain, which equals base."""
+    return profile.name != "plain" and not profile.choose_when.startswith("you compare stages")
 
 
 def rail_rows() -> Iterator[str]:
