@@ -52,6 +52,12 @@ _MODULES = {
     **dict.fromkeys(_CHANGES, "changes"), **dict.fromkeys(("top", "logs"), "live"),
     "settings": "use",
 }  # fmt: skip
+# What people type who know other tools.
+_SIMILAR = {
+    "ls": "models", "list": "models", "search": "models", "ps": "status", "run": "up",
+    "serve": "up", "deploy": "up", "switch": "use", "chat": "ask", "rm": "uninstall",
+    "remove": "uninstall", "pull": "add", "undo": "rollback",
+}  # fmt: skip
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
@@ -101,6 +107,10 @@ def _print_os_error(error: OSError) -> int:
 
 
 def _call(words: list[str]) -> int:
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    elif words == ["version"]:
+        words = ["--version"]
     try:
         command = GROUP.main(words, "spark-deploy", standalone_mode=False)
     except click.ClickException as error:
@@ -133,7 +143,7 @@ def _run(command: Callable[[], int]) -> int:
 
 def _queries_hosts(name: str, words: Sequence[str]) -> bool:
     """Whether a command uses pyinfra's connections."""
-    if "--help" in words:
+    if {"-h", "--help"} & {*words}:
         return False
     if name in ("plan", "update"):
         return "--on-host" in words or "--counted" in words
@@ -163,8 +173,9 @@ class _Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the named command; suggest a name for an unknown command."""
         if args and args[0] not in COMMANDS and not ctx.resilient_parsing:
-            guess = get_close_matches(args[0], COMMANDS, n=1)
-            hint = f" Did you mean {guess[0]}?" if guess else ""
+            close = get_close_matches(args[0], COMMANDS, n=1)
+            guess = _SIMILAR.get(args[0]) or next(iter(close), "")
+            hint = f" Did you mean {guess}?" if guess else ""
             ctx.fail(f"No such command '{args[0]}'.{hint}")
         if args and not ctx.resilient_parsing and _queries_hosts(args[0], args[1:]):
             # gevent must patch before anything imports ssl.
@@ -203,4 +214,5 @@ GROUP = _Group(
         )
     ],
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip

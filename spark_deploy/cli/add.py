@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -50,6 +51,8 @@ from spark_deploy.plan.resolve import pair_of
 # The same weights in formats that the engine does not read.
 _OTHER_FORMATS = ("original/*", "metal/*", "onnx/*", "openvino/*", "*.gguf", "consolidated*")
 _MAX_FILE_BYTES = 1 << 50
+# The page of a repository at the hub, perhaps of a revision.
+_PAGE = re.compile(r"https?://[^/]+/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?\Z")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TASK_COMMENTS = {
     "completion": "Without a chat template it completes texts; there is no chat.",
@@ -75,6 +78,8 @@ def add(
     """Write and validate the catalog file; print the plan and open questions."""
     if requantize:
         return _requantize(options, place, on)
+    if page := _PAGE.match(place):
+        place = f"{page[1]}@{page[2] or 'main'}"
     # The current settings of the hosts may not fit the new model.
     profile, options = options.profile or "plain", replace(options, profile=None)
     # Hosts may differ in hub and folder: the first host decides.

@@ -109,11 +109,17 @@ def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "")
 
 
 def inventory_path(options: Options) -> Path:
-    """Return the given inventory, or that of the working directory or checkout, or fail."""
+    """Return the inventory to use, or fail.
+
+    It is the given file or folder, or else the first of the working directory, the directories
+    above it, and the checkout.
+    """
     default = Path("inventory/spark.py")
     if options.inventory:
-        return Path(options.inventory)
-    for path in (default, CHECKOUT / default):
+        given = Path(options.inventory)
+        return given / default if (given / default).is_file() else given
+    above = (directory / default for directory in Path.cwd().parents)
+    for path in (default, *above, CHECKOUT / default):
         if path.is_file():
             return path
     fix = "run `spark-deploy init DIR` and change to DIR; or set --inventory"

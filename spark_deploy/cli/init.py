@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import click
+import yaml
 
 from spark_deploy.cli import update
 from spark_deploy.cli.catalog_files import SCHEMAS
@@ -88,6 +89,8 @@ def init(
     """Write missing files and renew schemas; keep all other files."""
     folder = Path(directory)
     hosts = _host_lines(host, user) if host else _default_hosts(folder, local)
+    if host and (folder / HOSTS_FILE).exists():
+        _refuse_missing_hosts(folder / HOSTS_FILE, hosts)
     texts = {
         folder / HOSTS_FILE: HOSTS_HEAD + "".join(hosts),
         folder / "group_vars/all.yml": _settings(options.model, options.profile),
@@ -128,6 +131,15 @@ def init(
     hint = "      (to check first: `spark-deploy plan`, `spark-deploy doctor`)"
     print_result(options, data, [[f"next: {command}", hint]])
     return 0
+
+
+def _refuse_missing_hosts(file: Path, lines: Sequence[str]) -> None:
+    """Refuse hosts that an existing hosts.yml lacks, because init keeps that file."""
+    present = read_hosts(file).hosts
+    missing = [line.strip() for line in lines if not yaml.safe_load(line).keys() <= present.keys()]
+    if missing:
+        problem, fix = "exists, and init does not change it", f"add to it: {'; '.join(missing)}"
+        raise SparkError.one(str(file), problem, fix)
 
 
 def _default_hosts(folder: Path, local: bool) -> list[str]:

@@ -35,7 +35,9 @@ def test_every_command_has_help_and_shared_options(name, capsys):
     assert COMMANDS[name][:40] in text
     assert not re.search(r"``|`|\x1b|\*\*", text)
     options = ["--json"]
-    options += ["--inventory", "--limit", "--data"] if name not in ("init", "settings") else []
+    options += (
+        ["--inventory", "--limit", "--data"] if name not in ("init", "settings", "models") else []
+    )
     for option in options:
         assert re.search(rf"{option}\b.*\S", text)
     assert ("Plan with this model instead" in text) == (name in PLANNING)
@@ -47,7 +49,7 @@ OWN = ("--inventory", "own/inventory/spark.py")
 @pytest.mark.parametrize(
     "words",
     [
-        ("init", "own", "--host", "b"), ("settings",), ("connect", *OWN),
+        ("init", "own", "--host", "a"), ("settings",), ("models",), ("connect", *OWN),
         ("update", "--check", *OWN), ("plan", "--estimate", *OWN), ("use", "agent", "--dry", *OWN),
     ],
     ids=lambda words: words[0],
@@ -202,3 +204,25 @@ def test_output_works_on_an_ascii_terminal(tmp_path):
     done = run("use", "agent", str(folder / "inventory/spark.py"), "--dry", **ascii_only)
     assert (done.returncode, done.stderr) == (0, "")
     assert "profile: v2 ? agent (a)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["-h"], 0, "Usage: spark-deploy"),
+        (["up", "-h"], 0, "Usage: spark-deploy up"),
+        (["help"], 0, "Usage: spark-deploy"),
+        (["help", "up"], 0, "Usage: spark-deploy up"),
+        (["version"], 0, "spark-deploy "),
+        (["ls"], 2, "Did you mean models?"),
+        (["ps"], 2, "Did you mean status?"),
+        (["rm"], 2, "Did you mean uninstall?"),
+        (["stauts"], 2, "Did you mean status?"),
+    ],
+)
+def test_accepts_usual_words_for_help_and_suggests_commands(
+    words: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == code
+    output = capsys.readouterr()
+    assert text in output.out + output.err

@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from spark_deploy.cli import init, main
+from spark_deploy.cli.console import Options
+from spark_deploy.cli.hosts import inventory_path
 from spark_deploy.config.errors import LockError
 from tests import forked
 
@@ -85,7 +87,7 @@ def test_existing_files_are_kept_and_schemas_renewed(capsys):
     assert result["next"] == ["cd own && spark-deploy up"]
     assert (settings.read_text(), schema.read_text()) == ("profile: base\n", current)
     assert "kept     own/group_vars/all.yml" in captured.err
-    init_folder("--host", "c")
+    init_folder("--host", "b")
     assert hosts(folder) == {"b": None}
 
 
@@ -197,3 +199,24 @@ def test_failed_init_leaves_no_files(words, text, capsys):
     assert "written" not in captured
     assert not list(Path().glob("own/*"))
     assert hosts(init_folder("--host", "a")) == {"a": None}
+
+
+def test_refuses_further_hosts_in_an_existing_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    host = ["init", ".", "--host", "spark-1=192.0.2.1", "--user", "me"]
+    assert main(host) == 0
+    assert main(host) == 0
+    before = (tmp_path / "hosts.yml").read_text()
+    assert main(["init", ".", "--host", "spark-2=192.0.2.2", "--user", "me"]) == 1
+    assert "spark-2: {address: 192.0.2.2, user: me}" in capsys.readouterr().err
+    assert (tmp_path / "hosts.yml").read_text() == before
+
+
+def test_commands_find_the_folder_from_below_and_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", ".", "--host", "spark-1=192.0.2.1", "--user", "me"]) == 0
+    below = tmp_path / "notes/deep"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    assert inventory_path(Options()) == tmp_path / "inventory/spark.py"
+    assert inventory_path(Options(inventory=str(tmp_path))) == tmp_path / "inventory/spark.py"
