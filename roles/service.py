@@ -19,7 +19,7 @@ from spark_deploy.hosts.gateway import (
     replace_key,
     set_timers,
 )
-from spark_deploy.hosts.jobs import wait_for_jobs
+from spark_deploy.hosts.jobs import compare_donor_tensors, wait_for_jobs
 from spark_deploy.hosts.releases import roll_back, verify_rollback
 from spark_deploy.hosts.serve import (
     check_unit_files,
@@ -57,6 +57,7 @@ def prepare(*, jobs: Sequence[Work], release: str) -> None:
         release=release,
         retire_others=True,
     )
+    compare_donor_tensors(name="Compare the FP8 source tensors of hosts", jobs=tuple(jobs))
 
 
 @deploy("Serve")

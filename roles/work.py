@@ -17,7 +17,7 @@ from spark_deploy.hosts.downloads import (
 )
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
-from spark_deploy.hosts.jobs import start_job, wait_for_jobs
+from spark_deploy.hosts.jobs import compare_donor_tensors, start_job, wait_for_jobs
 from spark_deploy.hosts.payload import install_quantiser
 from spark_deploy.hosts.status import JobStates
 from spark_deploy.plan.jobs import Work, preparation_name
@@ -96,6 +96,9 @@ def ready(*, jobs: Sequence[Work], service: str) -> None:
     target = f"{service}-ready"
     _start(jobs, target, lambda work: preparation_name(work.job))
     wait_for_jobs(name="Wait for the other pairs", jobs=_specs(jobs), release=target)
+    compare_donor_tensors(
+        name="Compare the FP8 source tensors of the other pairs", jobs=tuple(jobs)
+    )
 
 
 @deploy("Sources")

@@ -79,6 +79,8 @@ def up(options: Options) -> int:
         changes.confirm(options.yes, "Continue?")
     changes.print_command(words)
     code = changes.deploy("up", hosts, options)
+    if code == 0 and not options.dry:
+        update.lock_donor_tensors(hosts)
     if code == 0 and not options.dry and not options.json:
         stopped = {a.host.name for a in answers if a.value and a.value.status.stopped(MAIN_SERVICE)}
         chats = {name for name, plan in plans.items() if plan.serve.check.task == "chat"}

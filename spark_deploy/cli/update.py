@@ -24,14 +24,18 @@ from spark_deploy.inventory.plans import (
 )
 from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import Names, refuse_two_revisions, required_names, resolve
-from spark_deploy.lock.types import Lock
+from spark_deploy.lock.types import Lock, VerifiedNames, names_to_verify
+from spark_deploy.plan.jobs import built_title
+from spark_deploy.plan.types import CheckpointPlan, SourcePlan
 
 
 @click.command
 @click.option("--only", multiple=True, metavar="NAME", help="Only this repository or image.")
 @click.option("--missing", is_flag=True, help="Lock only names that are not locked yet.")
 @click.option("--check", is_flag=True, help="Only check; exit with 1 if a name is missing.")
-@click.option("--counted", is_flag=True, help="Read measured KV-cache sizes from hosts.")
+@click.option(
+    "--counted", is_flag=True, help="Read KV-cache sizes and FP8 source hashes from hosts."
+)
 @shared_options(plans=True)
 def update(options: Options, only: Sequence[str], missing: bool, check: bool, counted: bool) -> int:
     return lock_names(options, only, missing=missing, check=check, counted=counted)
@@ -61,7 +65,7 @@ def lock_names(
             continue
         for host in hosts:
             lock = verify_names_if_online(host.settings.settings, host.catalog, lock, note)
-        _write(path, _with_cache_sizes(lock, hosts) if counted else lock)
+        _write(path, _with_host_values(lock, hosts) if counted else lock)
     if options.json:
         locks = {str(path): typed(read_lock(path), nulls=False) for path in by_path}
         print(json.dumps(locks, indent=1))
@@ -128,9 +132,62 @@ def _write(path: Path, lock: Lock) -> None:
     note(f"{path}: written ({len(new.keys() - old.keys())} added, {moved} moved)")
 
 
-def _with_cache_sizes(lock: Lock, hosts: Sequence[Target]) -> Lock:
-    """Add the KV-cache sizes that proven engines of these hosts measured."""
+def lock_donor_tensors(hosts: Sequence[Target]) -> None:
+    """Lock the hashes of FP8 source tensors after a first build, unless locked is required."""
+    by_path: dict[Path, list[Target]] = {}
+    for host in hosts:
+        if host.settings.settings.locked == "required":
+            continue
+        if any(_unlocked_donors(host, read_lock(host.settings.lock_path))):
+            by_path.setdefault(host.settings.lock_path, []).append(host)
+    for path, unlocked in by_path.items():
+        lock = before = read_lock(path)
+        for host, status in query_or_note(unlocked, read_status):
+            lock = _with_donor_hashes(lock, host, status)
+        if lock != before:
+            _write(path, lock)
+
+
+def _donors(host: Target) -> Iterator[tuple[VerifiedNames, CheckpointPlan]]:
+    """Yield the builds of a host that read donor tensors, as the lock names them."""
+    plan = build_plan(host)
+    for pair in (*plan.served, *plan.ready):
+        built = pair.checkpoint
+        if built and built.donor and isinstance(built.base, SourcePlan):
+            yield names_to_verify(built.order, built.base.locked, built.donor), built
+
+
+def _unlocked_donors(host: Target, lock: Lock) -> Iterator[VerifiedNames]:
+    for names, _ in _donors(host):
+        if lock.has_verified(names) and lock.donor_sha256(names) is None:
+            yield names
+
+
+def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
+    """Add the hashes of the donor tensors that this host built from."""
+    states = {state.title: state for state in (status.report.jobs if status.report else ())}
+    for names, built in _donors(host):
+        state = states.get(built_title(built))
+        sha256, locked = state.donor_sha256 if state else None, lock.donor_sha256(names)
+        if sha256 is None or not lock.has_verified(names):
+            continue
+        if locked not in (None, sha256):
+            raise LockError.one(
+                f"{host.name}: {built.dir}",
+                f"was built from FP8 source tensors with sha256 {sha256}, the lock has {locked}",
+                "check which hub or proxy sent other bytes; if the host is wrong, move the "
+                "directory away there and run the deploy again",
+            )
+        if locked is None:
+            note(f"  {names.build}: FP8 source tensors have sha256 {sha256}, built by {host.name}")
+            lock = lock.extended_by(names=[replace(lock.names[names.build], donor_sha256=sha256)])
+    return lock
+
+
+def _with_host_values(lock: Lock, hosts: Sequence[Target]) -> Lock:
+    """Add KV-cache sizes that proven engines measured, and hashes of FP8 source tensors."""
     for host, status in query_or_note(hosts, read_status):
+        lock = _with_donor_hashes(lock, host, status)
         for anatomy in _measured(host, status, lock):
             lock = lock.extended_by(anatomies=[anatomy])
             if size := anatomy.counted:

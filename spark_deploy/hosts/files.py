@@ -96,13 +96,17 @@ def pack_files(files: Iterable[ManagedFile]) -> str:
     return base64.encodebytes(buffer.getvalue()).decode()
 
 
+_DISK_FIX = "files not written; fix: check for a read-only or full disk (findmnt, df, dmesg)"
+
+
 def unpack_script(files: Iterable[ManagedFile]) -> str:
     """Return the script that unpacks ``pack_files(files)`` from standard input.
 
     Each file is written under a temporary name, flushed and renamed: readers never see half of it.
     """
     lines = [
-        "set -e; umask 077; d=$(mktemp -d); trap 'rm -rf \"$d\"' EXIT",
+        f"set -e; umask 077; d=; fix() {{ echo {shlex.quote(_DISK_FIX)} >&2; }}",
+        "trap '[ $? = 0 ] || fix; rm -rf \"$d\"' EXIT; d=$(mktemp -d)",
         'base64 -d | tar -xzf - -C "$d"',
         'put() { install -D -o root -g root -m "$2" "$d/$1" "$3.spark-new"'
         ' && sync "$3.spark-new" && mv -fT "$3.spark-new" "$3"; }',

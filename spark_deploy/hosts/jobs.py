@@ -5,16 +5,19 @@ attaches.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import gevent
 from pyinfra import host
 from pyinfra.api import FunctionCommand, Host, State
-from spark_contract.job import FETCH_JOB, Job, JobState
+from spark_contract.documents import parse
+from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, Job, JobState, ReceiptProof
+from spark_contract.orders import BuildPlan
 from spark_contract.paths import hub_token_file
 from spark_contract.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_DIR, drop_in_dir
 
-from spark_deploy.hosts.commands import HEARTBEAT_S, log_once, run_reconnecting, shell
+from spark_deploy.hosts.commands import HEARTBEAT_S, current_host, log_once, run_reconnecting, shell
 from spark_deploy.hosts.downloads import with_known_peers
 from spark_deploy.hosts.facts import find_cached_value, read_fact
 from spark_deploy.hosts.files import pack_files, place_files, unpack_script
@@ -25,6 +28,8 @@ from spark_deploy.plan.jobs import Work
 from spark_deploy.plan.types import ManagedFile
 
 POLL_EVERY_S = 2.0
+# Hashes of the FP8 source's tensors that hosts of this run used, by digest of the checkpoint.
+_donor_hashes: WeakKeyDictionary[Host, dict[str, str]] = WeakKeyDictionary()
 PREPARE_TIMEOUT_S = 6 * 3600
 
 
@@ -141,6 +146,7 @@ def wait_for_jobs(
         if retire_others and name and name["service"] == service and name[0] != release
     )
     finished = states.done(names) and target not in states.linked
+    _note_donor_hashes(current_host(), jobs, states.states)
     if finished and not replaced:
         host.noop(f"{len(names)} jobs are proven")
         return
@@ -149,6 +155,35 @@ def wait_for_jobs(
     if not finished:
         yield FunctionCommand(_wait, [tuple(jobs), timeout_s], {})
         yield shell(_disable_at_boot((target,)))
+
+
+def _note_donor_hashes(at: Host, jobs: Sequence[Job], states: Mapping[str, JobState]) -> None:
+    for job in jobs:
+        state = states.get(job.digest12)
+        if state and state.donor_sha256 and isinstance(job.proof, ReceiptProof):
+            _donor_hashes.setdefault(at, {})[job.proof.digest] = state.donor_sha256
+
+
+@host_operation
+def compare_donor_tensors(jobs: Sequence[Work]) -> None:
+    """Refuse a checkpoint from FP8 source tensors that differ from the lock or another host."""
+    for work in jobs:
+        proof = work.job.proof
+        if work.job.kind != CHECKPOINT_JOB or not isinstance(proof, ReceiptProof):
+            continue
+        known = {at.name: hashes.get(proof.digest) for at, hashes in _donor_hashes.items()}
+        own = known.get(host.name)
+        order = parse(BuildPlan, work.inputs[-1].content.decode())
+        expected = {"the lock": order.donor_sha256, **dict(sorted(known.items()))}
+        for source, sha256 in expected.items():
+            if own and sha256 and sha256 != own:
+                refuse(
+                    f"{host.name}: {proof.tree}",
+                    f"was built from FP8 source tensors with sha256 {own}, {source} has {sha256}",
+                    "check which hub or proxy sent other bytes; on the wrong host move the "
+                    "directory away and run the deploy again",
+                )
+    host.noop("the FP8 source tensors match the lock and the other hosts")
 
 
 @host_command
@@ -183,6 +218,7 @@ def _wait(_: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool:
         if failed:
             return False
         if all(name in states and states[name].state == "done" for name in titles):
+            _note_donor_hashes(host, jobs, states)
             return True
         gevent.sleep(POLL_EVERY_S)
     refuse(f"{host.name}: jobs", f"still not done after {timeout_s} s", "run again to attach")

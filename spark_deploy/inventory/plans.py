@@ -28,7 +28,7 @@ from spark_deploy.inventory.host_names import CONTEXT_KEY, context_of, host_prob
 from spark_deploy.lock import headers
 from spark_deploy.lock.file import checked, write_lock
 from spark_deploy.lock.resolve import companions, locked_for, size
-from spark_deploy.lock.types import Lock, VerifiedNames
+from spark_deploy.lock.types import Lock, VerifiedNames, names_to_verify
 from spark_deploy.plan.artifacts import checkpoint_plan
 from spark_deploy.plan.cluster import Wave, waves_of
 from spark_deploy.plan.resolve import Request, pair_of
@@ -103,7 +103,7 @@ def unverified_builds(
             continue  # the base is on no hub; the builder verifies it
         plan = checkpoint_plan(*pair_of(served, catalog), served, lock)
         if plan is not None and isinstance(plan.base, SourcePlan):
-            names = headers.names_to_verify(plan.order, plan.base.locked, plan.donor)
+            names = names_to_verify(plan.order, plan.base.locked, plan.donor)
             if not lock.has_verified(names):
                 yield names, plan.order
 

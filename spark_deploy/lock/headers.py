@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spark_contract import documents, orders
-from spark_contract.documents import DocumentError, plain, text_of
+from spark_contract.documents import DocumentError, text_of
 from spark_contract.errors import problem_in
 from spark_contract.orders import (
     ALL_DOCUMENTS,
@@ -32,34 +32,17 @@ from spark_contract.orders import (
 
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import LockError, SettingsError
 from spark_deploy.config.settings.load import read_secret
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.lock.kv_cache_spec import Missing, Numbers, cache_layers
-from spark_deploy.lock.types import LockedSource, VerifiedNames
+from spark_deploy.lock.types import VerifiedNames
 
 _UNAVAILABLE = 4  # the builder's exit code for failures of network or disk
-# Fields of a build plan that do not affect tensor names: locations and output.
-_UNRELATED_FIELDS = ("digest", "recipe_version", "base", "donor", "layout", "out", "extra")
 
 
 class HeadersUnavailableError(LockError):
     """The hub did not send the headers."""
-
-
-def names_to_verify(
-    order: BuildPlan, base: LockedSource, donor: LockedSource | None
-) -> VerifiedNames:
-    """Return the identity of a verification, without counts."""
-    fields = {key: value for key, value in plain(order).items() if key not in _UNRELATED_FIELDS}
-    places = [f"{source.repo}@{source.commit}" for source in (base, donor) if source is not None]
-    return VerifiedNames(
-        build=f"{order.name}, shared experts {order.shared_experts}, head {order.head}",
-        question=digest_of({"builder": fields, "places": places}),
-        base=places[0],
-        donor=places[1] if donor is not None else None,
-    )
 
 
 def check_names(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> VerifiedNames:

@@ -10,6 +10,8 @@ from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
+from spark_contract.documents import plain
+from spark_contract.orders import BuildPlan
 from spark_contract.units import COMMIT, SHA256
 
 from spark_deploy.config.catalog.anatomy import Anatomy
@@ -100,6 +102,8 @@ class VerifiedNames:
     """Names of the drafter."""
     mtp_from_donor: int = Field(default=0, ge=0)
     """Of these, names that only the donor has."""
+    donor_sha256: _Sha256 | SkipJsonSchema[None] = None
+    """Hash of the donor's tensors in the first build; later builds must have the same."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -169,9 +173,31 @@ class Lock:
         verified = self.names.get(names.build)
         return verified is not None and verified.question == names.question
 
+    def donor_sha256(self, names: VerifiedNames) -> str | None:
+        """Return the locked hash of the donor's tensors that a build reads."""
+        return self.names[names.build].donor_sha256 if self.has_verified(names) else None
+
     def source(self, repo: str, revision: str) -> LockedSource | None:
         source = self.sources.get(repo)
         return source if source and source.revision == revision else None
+
+
+# Fields of a build plan that do not affect tensor names: locations and output.
+_UNRELATED_FIELDS = ("digest", "recipe_version", "base", "donor", "layout", "out", "extra")
+
+
+def names_to_verify(
+    order: BuildPlan, base: LockedSource, donor: LockedSource | None
+) -> VerifiedNames:
+    """Return the identity of a verification, without counts."""
+    fields = {key: value for key, value in plain(order).items() if key not in _UNRELATED_FIELDS}
+    places = [f"{source.repo}@{source.commit}" for source in (base, donor) if source is not None]
+    return VerifiedNames(
+        build=f"{order.name}, shared experts {order.shared_experts}, head {order.head}",
+        question=digest_of({"builder": fields, "places": places}),
+        base=places[0],
+        donor=places[1] if donor is not None else None,
+    )
 
 
 def without_tag(reference: str) -> str:

@@ -17,7 +17,7 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.lock.types import Lock, LockedImage, LockedSource, why_left_out
+from spark_deploy.lock.types import Lock, LockedImage, LockedSource, names_to_verify, why_left_out
 from spark_deploy.plan import types
 from spark_deploy.plan.engine_arguments import ADAPTERS_MOUNT, DRAFTER_MOUNT
 from spark_deploy.plan.jobs import fetch_order
@@ -140,8 +140,13 @@ def checkpoint_plan(
             fix = "set sources.donor, or use a profile with another shared_experts"
             raise PlanError.one(f"catalog/models/{model.name}.yml", what, fix)
         donor = locked_source(lock, sources.donor, sources.revision)
+    order = _order(model, profile, settings, base, donor)
+    if isinstance(order.donor, orders.DonorUrl) and isinstance(base, SourcePlan):
+        # Not part of the digest: the hash is known after the first build.
+        sha256 = lock.donor_sha256(names_to_verify(order, base.locked, donor))
+        order = replace(order, donor=replace(order.donor, sha256=sha256))
     return CheckpointPlan(
-        order=_order(model, profile, settings, base, donor),
+        order=order,
         base=base,
         donor=donor,
         output_bytes=_output_bytes(model, profile, base.size_bytes),

@@ -169,6 +169,10 @@ def requantize_job(plan: RequantizedPlan, image: Job) -> Work:
     )
 
 
+def built_title(plan: CheckpointPlan) -> str:
+    return f"build {plan.order.name}-{plan.digest[:12]}"
+
+
 def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
     """Build the hybrid checkpoint from the complete base and ranges of the donor."""
     digest = digest_of({"kind": CHECKPOINT_JOB, "checkpoint": plan.digest, "dir": plan.dir})
@@ -176,7 +180,7 @@ def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
     if isinstance(donor, DonorUrl):
         order = replace(order, donor=replace(donor, token_file=hub_token_file(digest)))
         hub = (plan.base if isinstance(plan.base, SourcePlan) else plan.base.original).hub
-    title, after = f"build {plan.order.name}-{plan.digest[:12]}", (base.digest12,)
+    title, after = built_title(plan), (base.digest12,)
     return _builder_work(digest, CHECKPOINT_JOB, title, order, plan.output_bytes, hub, after=after)
 
 

@@ -158,3 +158,4 @@ class JobState:
     last_line: str | None
     log_tail: tuple[str, ...]
     memory: JobMemory | None = field(default=None, metadata=OPTIONAL)
+    donor_sha256: str | None = field(default=None, metadata=OPTIONAL)  # of a built checkpoint

@@ -121,6 +121,8 @@ class DonorUrl(Wire):
     """``{endpoint}/{org}/{repo}/resolve/{commit}``, read in ranges."""
 
     url: str
+    # Hash that the lock requires of all tensors that the build reads; None: accept and record.
+    sha256: str | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ class BuildPlan:
         check_plain_directory("out", self.out)
         if isinstance(self.donor, DonorUrl):
             check_form("donor.url", self.donor.url, f"https?://.+/resolve/{COMMIT}/?")
+            check_form("donor.sha256", self.donor.sha256, SHA256)
         elif self.donor is not None:
             check_form("donor.dir", self.donor.dir, _DIRECTORY)
         for size in self.block_shape:
@@ -194,6 +197,11 @@ class BuildPlan:
     @property
     def base_dir(self) -> Path:
         return Path(self.base.dir)
+
+    @property
+    def donor_sha256(self) -> str | None:
+        """The hash that the donor's tensors must have, if it is locked."""
+        return self.donor.sha256 if isinstance(self.donor, DonorUrl) else None
 
     @property
     def compares_with_donor(self) -> bool:

@@ -76,6 +76,8 @@ class CheckpointReceipt(Receipt):
     plan: BuildPlan
     tensors: int
     report: dict[str, Any]
+    # Of the donor's tensors that the build read: names, types, shapes and bytes.
+    donor_sha256: str | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)

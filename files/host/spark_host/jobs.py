@@ -18,6 +18,7 @@ from spark_contract import files, receipts, units
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.job import (
+    CHECKPOINT_JOB,
     AbsentProof,
     Job,
     JobMemory,
@@ -296,7 +297,16 @@ def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
         last_line=tail[-1] if tail else None,
         log_tail=tuple(tail) if state == "failed" else (),
         memory=last.memory if last else None,
+        donor_sha256=_donor_sha256(job) if state == "done" else None,
     )
+
+
+def _donor_sha256(job: Job) -> str | None:
+    """Return the hash of the donor's tensors in the receipt of a built checkpoint."""
+    if job.kind != CHECKPOINT_JOB or not isinstance(job.proof, ReceiptProof):
+        return None
+    receipt = receipts.find(Path(job.proof.tree))
+    return receipt.donor_sha256 if isinstance(receipt, receipts.CheckpointReceipt) else None
 
 
 def _judge(

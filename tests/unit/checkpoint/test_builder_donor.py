@@ -1,13 +1,16 @@
 """The donor by byte ranges: requests, refusals, tokens."""
 
+import shutil
 import time
+from functools import partial
 
 import pytest
 from builder_hub import Hub
 from builder_shards import Raw
-from builder_trees import DONOR_COMMIT, DONOR_SHAPES, tree_tensors
+from builder_trees import DONOR_COMMIT, DONOR_SHAPES, run_tool, tree_tensors
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from spark_checkpoint.headers import read_header
 from spark_checkpoint.sources.donor import NamedRange, merge_ranges
 
@@ -21,12 +24,12 @@ def build_remote(workshop, hub):
     workshop.write_base()
     workshop.write_donor(hub.root / DONOR)
 
-    def build(check=True, token=None, **wire):
+    def build(check=True, token=None, layout="overlay", **wire):
         donor = {"url": f"{hub.url}/{DONOR}", "tries": 3, "backoff_s": 0.01, "timeout_s": 5, **wire}
         if token is not None:
             (workshop.root / "token").write_text(token)
             donor["token_file"] = str(workshop.root / "token")
-        return workshop.build(check=check, donor=donor)
+        return workshop.build(check=check, donor=donor, layout=layout)
 
     return build
 
@@ -70,9 +73,70 @@ def joined_ranges(shard, names):
 def test_remote_donor_gives_the_same_result_as_a_local_donor(workshop, build_remote):
     build_remote()
     by_url = tree_tensors(workshop.out)
+    sha256 = workshop.read("receipt.json")["donor_sha256"]
     workshop.out.rename(workshop.out.with_name("by-url"))
     workshop.build()
     assert tree_tensors(workshop.out) == by_url
+    assert workshop.read("receipt.json")["donor_sha256"] == sha256
+
+
+def lie_about(hub, name):
+    """Flip the lowest bit of a tensor of the donor; every header stays the same."""
+    for path in (hub.root / DONOR).glob("*.safetensors"):
+        header = read_header(path)
+        if name in header.tensors:
+            at = header.file_offset(name)
+
+    def fault(handler, path, data):
+        byte_range = handler.headers.get("Range", "")
+        if not is_shard(path) or is_header(byte_range):
+            return False
+        first, last = parse_range(handler)
+        if not first <= at <= last or name not in str(data[: header_bytes(data)]):
+            return False
+        handler.serve(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        return True
+
+    hub.fault = fault
+
+
+def header_bytes(data):
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+@pytest.mark.parametrize("kind", ["an FP8 weight", "an MTP tensor"])
+def test_refuses_donor_bytes_that_differ_from_the_locked_hash(workshop, hub, remote, kind):
+    name = f"{workshop.modules[0]}.weight"
+    if kind == "an MTP tensor":
+        name, workshop.mtp = "mtp.fc.weight", {}  # the base has none
+        shutil.rmtree(workshop.base_dir)
+        workshop.write_base()
+    honest = workshop.donor[name]
+    lie_about(hub, name)
+    # Without a locked hash the first build is trusted: the changed weight still resembles the base.
+    build = partial(remote, layout="full")
+    build()
+    receipt = workshop.read("receipt.json")
+    assert workshop.result()[name].data != honest.data
+    assert run_tool("verify", workshop.out, "--full").returncode == 0
+    workshop.out.rename(workshop.out.with_name("first"))
+    hub.fault = None
+    build()
+    sha256 = workshop.read("receipt.json")["donor_sha256"]
+    assert sha256 != receipt["donor_sha256"]
+    assert workshop.read("receipt.json")["digest"] == receipt["digest"]
+    workshop.out.rename(workshop.out.with_name("second"))
+    lie_about(hub, name)
+    refused = build(check=False, sha256=sha256)
+    assert refused.returncode == 3
+    assert f"{hub.url}/{DONOR}: sent tensors with sha256" in refused.stderr
+    assert not workshop.out.exists()
+    hub.fault = None
+    build(sha256=sha256)  # reads the ranges again
+    shard = workshop.out / workshop.index()[name]
+    with safe_open(shard, "np") as file:
+        assert file.get_slice(name).get_shape() == list(honest.shape)
+    assert workshop.result()[name].data == honest.data
 
 
 def test_reads_only_headers_and_required_ranges(workshop, hub, build_remote):

@@ -271,5 +271,15 @@ def test_reads_no_file_after_a_wrong_receipt(copy):
     assert requested(copy.peer) == {"receipt.json"}
 
 
+def test_copies_no_checkpoint_from_other_donor_tensors(copy):
+    url = f"{ABSENT}/lab/tiny-fp8/resolve/{'d' * 40}"
+    donor = {"url": url, "sha256": "0" * 64, "tries": 1, "backoff_s": 0}
+    plan = copy.workshop.plan
+    copy.workshop.plan = lambda **changes: plan(donor=donor, **changes)
+    with pytest.raises(AssertionError, match="is from FP8 source tensors"):
+        copy.build()
+    assert requested(copy.peer) == {"receipt.json"}
+
+
 def test_builds_if_the_peer_does_not_respond(copy):
     assert not copy.build(ABSENT)

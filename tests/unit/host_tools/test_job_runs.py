@@ -19,7 +19,7 @@ from spark_host.system import systemd
 from spark_host.watch import daily
 from stub_host import Host
 
-from tests.receipts import source_receipt
+from tests.receipts import checkpoint_receipt, source_receipt
 
 D12 = "0123456789ab"
 FIRST, SECOND, THIRD, FOURTH = (digit * 12 for digit in "1234")
@@ -176,6 +176,13 @@ def test_job_fails_without_a_valid_receipt(host, units, script, receipt_text, co
     assert (job["state"], job["exit_code"]) == ("failed", code)
     assert last_line in "".join(job["log_tail"][-1:])
     assert len(job["log_tail"]) <= 20
+
+
+def test_reports_the_donor_tensors_of_a_built_checkpoint(host: Host, units: dict[str, Any]) -> None:
+    receipt = write_job(host, "pass", kind="checkpoint")
+    document = json.loads(checkpoint_receipt(digest=D12.ljust(64, "0")))
+    receipt.write_text(json.dumps({**document, "donor_sha256": "a" * 64}))
+    assert [job["donor_sha256"] for job in poll(host)] == ["a" * 64]
 
 
 STALLS = "for i in range(200): print('phase=fetch bytes=1 total=9 eta_s=%d' % i); time.sleep(0.05)"

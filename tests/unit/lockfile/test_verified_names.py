@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from spark_contract.orders import expand_all
 
-from spark_deploy.cli import main
+from spark_deploy.cli import main, update
+from spark_deploy.cli.console import Options
+from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.secrets import SecretRef
@@ -22,6 +25,7 @@ from spark_deploy.lock import headers, resolve
 from spark_deploy.lock import hub as lookup
 from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.types import Lock, LockedImage
+from spark_deploy.plan.jobs import built_title
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (
@@ -166,6 +170,41 @@ def test_completes_a_lock_without_names(
     assert path.read_text() == old
     assert main(["update", "--missing", "inventory.py"]) == 0
     assert path.read_text() == whole
+
+
+@pytest.mark.parametrize("by_up", [True, False], ids=["up", "update --counted"])
+def test_locks_the_donor_tensors_that_a_host_built_from(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, by_up: bool
+) -> None:
+    path = here / "spark.lock.yml"
+    assert main(["update", "--missing", "inventory.py"]) == 0
+    planned, built_from = [], ["a" * 64]
+
+    def answer(hosts: list[Target], read: object) -> Iterator[tuple[Target, Any]]:
+        for host in hosts:
+            [built] = [pair.checkpoint for pair in build_plan(host).served]
+            assert built is not None
+            planned.append((built.digest, built.order.donor_sha256))
+            job = SimpleNamespace(title=built_title(built), donor_sha256=built_from[0])
+            report = SimpleNamespace(jobs=(job,))
+            yield host, SimpleNamespace(report=report, release=lambda name: None)
+
+    def read_hosts() -> int:
+        if by_up:
+            update.lock_donor_tensors(select_hosts(Options(inventory="inventory.py")))
+            return 0
+        return main(["update", "--missing", "--counted", "inventory.py"])
+
+    monkeypatch.setattr(update, "query_or_note", answer)
+    assert read_hosts() == 0
+    assert read_lock(path).names[BUILD].donor_sha256 == "a" * 64
+    whole = path.read_text()
+    built_from[0] = "b" * 64
+    assert read_hosts() == (0 if by_up else 1)  # up reads hosts only for hashes that are missing
+    assert path.read_text() == whole
+    if not by_up:
+        assert planned == [(planned[0][0], None), (planned[0][0], "a" * 64)]
+        assert "the lock has aaaa" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -119,6 +119,20 @@ def test_writes_a_file_next_to_the_target_and_renames_it(tmp_path):
     assert stat.S_IMODE(target.parent.stat().st_mode) == 0o755
 
 
+def test_failed_write_says_how_to_fix_the_disk(tmp_path):
+    (tmp_path / "file").write_text("")
+    file = ManagedFile(f"{tmp_path}/file/below", b"new\n")
+    done = subprocess.run(
+        ["sh", "-c", unpack_script([file])],
+        input=pack_files([file]),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "Not a directory" in done.stderr
+    assert "fix: check for a read-only" in done.stderr
+
+
 def test_read_tree_skips_bytecode(tmp_path):
     for name in ("bin/run", "__pycache__/x.pyc", "a.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

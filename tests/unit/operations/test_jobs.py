@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from spark_contract.documents import plain
 from spark_contract.job import ImageProof, Job, JobState, State
+from spark_contract.orders import DonorUrl
 from spark_contract.units import BOOT_LINKS
 
 from roles import tools
@@ -14,9 +15,10 @@ from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.hosts import jobs
 from spark_deploy.hosts.status import Jobs
-from spark_deploy.plan.jobs import Work
+from spark_deploy.plan.jobs import Work, checkpoint_job
 from spark_deploy.plan.types import ManagedFile, PayloadIdentity
 from tests.unit.operations.fake_host import FakeHost, describe, on, run_operation, unpack_sent
+from tests.unit.planning.plans import plan_of
 
 RELEASE = "main-aaaaaaaaaaaa"
 TARGET = f"spark-prepare@{RELEASE}.target"
@@ -67,6 +69,68 @@ def test_release_without_jobs_reuses_an_answer():
         *_, command = map(describe, jobs.wait_for_jobs._inner((), "main-ready", 60, False))
     assert host.fact_reads == 1
     assert READY in command
+
+
+def built_work(locked=None):
+    """Return the job of a checkpoint, with the hash of donor tensors in the lock."""
+    plan = plan_of("large", "v2").checkpoint
+    assert isinstance(plan.order.donor, DonorUrl)
+    order = replace(plan.order, donor=replace(plan.order.donor, sha256=locked))
+    return checkpoint_job(replace(plan, order=order), JOB)
+
+
+class Builders:
+    """Hosts of a run that built the same checkpoint from donor tensors with these hashes."""
+
+    def __init__(self, monkeypatch, **hashes):
+        self.current = None
+        monkeypatch.setattr(jobs, "current_host", lambda: self.current)
+        monkeypatch.setattr(jobs, "_donor_hashes", {})
+        self.hosts = [self._host(name, sha256) for name, sha256 in hashes.items()]
+
+    def _host(self, name, sha256):
+        job = built_work().job
+        state = JobState(
+            job.digest, job.title, job.kind, "done", "", 0, None, None, None, (), None, sha256
+        )
+        return FakeHost(name=name, JobStates=Jobs({job.digest12: state}), FileStates={})
+
+    def compare(self, work):
+        """Return the refusals by host."""
+        refused = {}
+        for host in self.hosts:
+            self.current = host
+            run_operation(host, jobs.wait_for_jobs, (work.job,), RELEASE, 60)
+        for host in self.hosts:
+            text = run_operation(host, jobs.compare_donor_tensors, (work,))
+            refused |= {host.name: text[0]} if text else {}
+        return refused
+
+
+ONE, OTHER = "a" * 64, "b" * 64
+
+
+@pytest.mark.parametrize(
+    ("hashes", "locked", "refused"),
+    [
+        ((ONE, ONE), None, ""),
+        ((ONE, ONE), ONE, ""),
+        ((ONE, None), None, ""),  # built before hashes were recorded
+        ((ONE, OTHER), None, "xy"),
+        ((ONE, OTHER), ONE, "xy"),
+        ((OTHER, OTHER), ONE, "xy"),
+        ((OTHER, None), ONE, "x"),
+    ],
+)
+def test_refuses_donor_tensors_that_differ_between_hosts_or_from_the_lock(
+    monkeypatch, hashes, locked, refused
+):
+    builders = Builders(monkeypatch, x=hashes[0], y=hashes[1])
+    problems = builders.compare(built_work(locked))
+    assert "".join(problems) == refused
+    for name, text in problems.items():
+        assert f"{name}: /" in text
+        assert "fix: " in text
 
 
 def test_failed_job_of_another_release_does_not_end_the_wait(monkeypatch):

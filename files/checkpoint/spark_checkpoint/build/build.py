@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -24,6 +25,7 @@ from spark_checkpoint.directory import (
     INDEX_NAME,
     QUANTIZATION_NAME,
     Checkpoint,
+    Span,
     list_files,
     read_checkpoint,
     read_config,
@@ -73,7 +75,8 @@ def _write_result(
     required = required_donor_tensors(plan, sources)
     peak = peak_bytes(plan, base, required, sources.mtp_missing)
     storage.check_free_space(plan.out_dir.parent, peak, f"building {plan.name}")
-    changes = _make_changes(plan, sources, required, work, donor_dir, progress)
+    spans, donor_sha256 = _stage_donor(plan, sources, required, donor_dir, progress)
+    changes = _make_changes(plan, sources, required, spans, work, progress)
     result_dir.mkdir()
     writer = Writer(result_dir, base, hashes, changes, progress)
     layout = writer.write_overlay() if plan.layout == "overlay" else writer.write_full()
@@ -102,9 +105,45 @@ def _write_result(
         plan=plan,
         tensors=len(layout.index),
         report=report,
+        donor_sha256=donor_sha256,
     )
     verify.write_receipt(result_dir, receipt)
     return report
+
+
+def _stage_donor(
+    plan: BuildPlan,
+    sources: Sources,
+    required: dict[str, Tensor],
+    donor_dir: Path,
+    progress: Progress,
+) -> tuple[dict[str, Span], str | None]:
+    """Download the donor's tensors; return their locations and the hash that the plan may lock."""
+    if sources.donor is None or not required:
+        return {}, None
+    spans = sources.donor.stage(required, donor_dir, progress)
+    sha256 = hash_tensors(required, spans)
+    if isinstance(plan.donor, DonorUrl) and plan.donor.sha256 not in (None, sha256):
+        # The next run must not reuse these bytes.
+        shutil.rmtree(donor_dir)
+        raise GateRefused(
+            plan.donor.url,
+            f"sent tensors with sha256 {sha256}, the lock requires {plan.donor.sha256}",
+            "check the hub and proxies for changed content, then run again; if the lock is wrong, "
+            "delete donor_sha256 of this build from it",
+        )
+    return spans, sha256
+
+
+def hash_tensors(tensors: Mapping[str, Tensor], spans: Mapping[str, Span]) -> str:
+    """Return a hash of names, types, shapes and bytes, independent of files and requests."""
+    hasher = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        hasher.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\n".encode())
+        for buffer in storage.read_buffers(*spans[name]):
+            hasher.update(buffer)
+    return hasher.hexdigest()
 
 
 def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, verify.FileHashes]:
@@ -217,13 +256,11 @@ def _make_changes(
     plan: BuildPlan,
     sources: Sources,
     required: dict[str, Tensor],
+    spans: dict[str, Span],
     work: Path,
-    donor_dir: Path,
     progress: Progress,
 ) -> Changes:
     changes = Changes()
-    donor = sources.donor
-    spans = donor.stage(required, donor_dir, progress) if donor is not None and required else {}
     with closing(Staging(work / "new-tensors")) as stage:
         maker = TensorMaker(
             sources.base,

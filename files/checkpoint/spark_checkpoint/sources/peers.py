@@ -217,6 +217,11 @@ def _read_receipt(
         raise GateRefused(url, f"is not a receipt ({error})", _FIX) from error
     if isinstance(receipt, receipts.SourceReceipt) or receipt.digest != plan.digest:
         raise GateRefused(url, "belongs to another checkpoint", _FIX)
+    if isinstance(plan, BuildPlan) and isinstance(receipt, receipts.CheckpointReceipt):
+        locked = plan.donor_sha256
+        if locked not in (None, receipt.donor_sha256):
+            problem = f"is from FP8 source tensors {receipt.donor_sha256}, the lock has {locked}"
+            raise GateRefused(url, problem, _FIX)
     return receipt
 
 
