@@ -58,6 +58,9 @@ class Peers:
     def __init__(self, plan: FetchPlan, stop: threading.Event):
         self._plan, self._stop = plan, stop
         self._patience_s = plan.peers.patience_s if plan.peers else 0.0
+        # Of a peer that downloads the file itself. Lower than for a copy: with a slow line of all
+        # hosts the hub is not faster.
+        self._least_bytes_per_s = plan.least_bytes_per_s / 4
         self._lock = threading.Lock()
         urls = plan.peers.urls if plan.peers else ()
         self._peers = [_Peer(of_tree(url, plan.digest), time.monotonic()) for url in urls]
@@ -67,7 +70,7 @@ class Peers:
         path, plan = file.path, self._plan
         # Every host downloads in the same order, several files at once: at the least rate a peer
         # has the file after so long.
-        expected_s = plan.parallel * file.size_bytes / max(plan.least_bytes_per_s, 1)
+        expected_s = plan.parallel * file.size_bytes / max(self._least_bytes_per_s, 1)
         deadline = time.monotonic() + _WAITS * self._patience_s + expected_s
         while active := [p for p in self._peers if p.skipped_until <= time.monotonic()]:
             client = self._new_client()
@@ -158,7 +161,7 @@ class Peers:
             return progress != peer.progress
         grown = (progress[1] or 0) - (peer.progress[1] or 0)
         elapsed_s = now - peer.progressed_at
-        return grown > 0 and grown >= self._plan.least_bytes_per_s * elapsed_s
+        return grown > 0 and grown >= self._least_bytes_per_s * elapsed_s
 
 
 _Plan = BuildPlan | RequantizePlan
