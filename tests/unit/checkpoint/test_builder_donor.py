@@ -105,7 +105,7 @@ def header_bytes(data):
 
 
 @pytest.mark.parametrize("kind", ["an FP8 weight", "an MTP tensor"])
-def test_refuses_donor_bytes_that_differ_from_the_locked_hash(workshop, hub, remote, kind):
+def test_refuses_donor_bytes_that_differ_from_the_locked_hash(workshop, hub, build_remote, kind):
     name = f"{workshop.modules[0]}.weight"
     if kind == "an MTP tensor":
         name, workshop.mtp = "mtp.fc.weight", {}  # the base has none
@@ -114,7 +114,7 @@ def test_refuses_donor_bytes_that_differ_from_the_locked_hash(workshop, hub, rem
     honest = workshop.donor[name]
     lie_about(hub, name)
     # Without a locked hash the first build is trusted: the changed weight still resembles the base.
-    build = partial(remote, layout="full")
+    build = partial(build_remote, layout="full")
     build()
     receipt = workshop.read("receipt.json")
     assert workshop.result()[name].data != honest.data
