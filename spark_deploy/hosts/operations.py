@@ -36,7 +36,7 @@ from pyinfra.api.command import PyinfraCommand
 from pyinfra.api.exceptions import PyinfraError
 
 from spark_deploy.config.errors import Problem, SettingsError, unreachable
-from spark_deploy.hosts.commands import current_host, is_disconnected, shell
+from spark_deploy.hosts.commands import CommandFailed, current_host, is_disconnected, shell
 from spark_deploy.hosts.facts import FactUnavailable
 
 P = ParamSpec("P")
@@ -282,6 +282,12 @@ def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[
             return body(state, host, *args, **kwargs)
         except Refused as refused:
             return _refuse(state, host, str(refused))
+        except CommandFailed as failure:
+            where = f"{host.name}: {body.__name__}"
+            problem = Problem(where, str(failure), "run again; finished steps stay done")
+            if is_disconnected(host) or isinstance(failure.__cause__, SSHException):
+                problem = unreachable(where, "the connection was lost")
+            return _refuse(state, host, str(problem))
 
     return guarded
 

@@ -60,7 +60,8 @@ CODE = re.compile(
 @functools.cache
 def sources(version: str) -> dict[str, ast.Module]:
     root = fetch(version, FILES)
-    return {file: ast.parse((root / file).read_text()) for file in FILES if (root / file).exists()}
+    present = sorted(file for file in FILES if (root / file).exists())
+    return {file: ast.parse((root / file).read_text()) for file in present}
 
 
 @functools.cache
@@ -88,13 +89,16 @@ def fields(version: str) -> dict[str, dict[str, str]]:
 @functools.cache
 def options(version: str) -> dict[str, str]:
     """Return all options of ``vllm serve`` with their annotations."""
-    known = {name: text for item in fields(version).values() for name, text in item.items()}
+    classes = {name.lower(): item for name, item in fields(version).items()}
     result = {}
     for node in ast.walk(sources(version)[ARGUMENTS]):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             text = ast.unparse(node)
-            field = re.search(r"_kwargs\['(\w+)'\]", text)
-            annotation = known.get(field[1], "") if field else "str" * ("type=str" in text)
+            field = re.search(r"(\w+)_kwargs\['(\w+)'\]", text)
+            annotation = "str" * ("type=str" in text)
+            if field:
+                config = f"{field[1].replace('_', '')}config"
+                annotation = classes.get(config, {}).get(field[2], "")
             names = (word.value for word in node.args if isinstance(word, ast.Constant))
             result |= {name[2:]: annotation for name in names if name.startswith("--")}
     for name in ("BaseFrontendArgs", "FrontendArgs"):

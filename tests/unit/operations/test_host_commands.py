@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from paramiko import SSHException
 from pyinfra.api.command import FunctionCommand
 from pyinfra.api.exceptions import ConnectError, PyinfraError
 
 from spark_deploy.hosts import commands
+from spark_deploy.hosts.commands import CommandFailed
 from spark_deploy.hosts.facts import FactUnavailable
 from spark_deploy.hosts.operations import host_command, host_operation, refuse
 from tests.unit.operations.fake_host import Failed, FakeHost, on
@@ -126,3 +128,28 @@ def test_refusing_command_fails_its_host():
     with on(host) as state:
         assert run(state, host, {}) is False
     assert host.logs == REFUSAL
+
+
+@host_command
+def losing_command(state: Any, host: Any) -> bool:
+    try:
+        raise SSHException("SSH session not active")
+    except SSHException as error:
+        raise CommandFailed("stat /etc", "SSHException SSH session not active") from error
+
+
+@host_command
+def failing_command(state: Any, host: Any) -> bool:
+    raise CommandFailed("docker info", "no such command")
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [(losing_command, "connection was lost"), (failing_command, "no such command")],
+)
+def test_failed_or_lost_command_fails_its_host_without_traceback(command, text):
+    host = FakeHost()
+    run: Callable[..., bool] = FunctionCommand(command, [], {}).execute
+    with on(host) as state:
+        assert run(state, host, {}) is False
+    assert text in "\n".join(host.logs)
