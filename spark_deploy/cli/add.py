@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import click
 from spark_contract import orders
@@ -52,7 +53,7 @@ from spark_deploy.plan.resolve import pair_of
 _OTHER_FORMATS = ("original/*", "metal/*", "onnx/*", "openvino/*", "*.gguf", "consolidated*")
 _MAX_FILE_BYTES = 1 << 50
 # The page of a repository at the hub, perhaps of a revision.
-_PAGE = re.compile(r"https?://[^/]+/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?\Z")
+_PAGE = re.compile(r"https?://([^/]+)/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?\Z")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TASK_COMMENTS = {
     "completion": "Without a chat template it completes texts; there is no chat.",
@@ -78,12 +79,13 @@ def add(
     """Write and validate the catalog file; print the plan and open questions."""
     if requantize:
         return _requantize(options, place, on)
-    if page := _PAGE.match(place):
-        place = f"{page[1]}@{page[2] or 'main'}"
     # The current settings of the hosts may not fit the new model.
     profile, options = options.profile or "plain", replace(options, profile=None)
     # Hosts may differ in hub and folder: the first host decides.
     host = select_hosts(options, must_serve=False)[0]
+    hubs = ("huggingface.co", urlsplit(host.settings.settings.hub.endpoint).netloc)
+    if (page := _PAGE.match(place)) and page[1] in hubs:
+        place = f"{page[2]}@{page[3] or 'main'}"
     if options.dry:
         return _preview(options, place, host)
     added = _write(place, host, profile, force=force)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -119,11 +120,20 @@ def inventory_path(options: Options) -> Path:
         given = Path(options.inventory)
         return given / default if (given / default).is_file() else given
     above = (directory / default for directory in Path.cwd().parents)
-    for path in (default, *above, CHECKOUT / default):
+    for path in (default, *filter(_is_trusted, above), CHECKOUT / default):
         if path.is_file():
             return path
     fix = "run `spark-deploy init DIR` and change to DIR; or set --inventory"
     raise SettingsError.one(str(default), "is missing in this directory", fix)
+
+
+def _is_trusted(inventory: Path) -> bool:
+    """Whether only this user and root could write an inventory, which is a Python program."""
+    try:
+        states = [path.stat() for path in (inventory, *list(inventory.parents)[:2])]
+    except OSError:
+        return False
+    return all(s.st_uid in (0, os.getuid()) and not s.st_mode & 0o022 for s in states)
 
 
 def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:

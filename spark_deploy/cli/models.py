@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
 
 from spark_deploy.cli.console import Options, note, print_result, shared_options
+from spark_deploy.cli.hosts import inventory_path
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.types import Catalog
-from spark_deploy.config.errors import SparkError
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import SettingsError, SparkError
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.cluster import ClusterSettings
 from spark_deploy.config.settings.types import Settings
@@ -49,8 +50,13 @@ class ListedModel:
 @click.option("--all", "shows_all", is_flag=True, help="Include models of the virtual lab.")
 @shared_options(hosts=False)
 def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
-    lock = read_lock(Path(Settings().lock_file))
-    catalog = read_catalog(own=Path.cwd()).with_anatomies(lock.anatomies)
+    try:
+        root = inventory_path(options).resolve().parents[1]
+    except SettingsError:  # without a folder of hosts: only our models
+        root = CHECKOUT
+    lock = read_lock(root / Settings().lock_file)
+    own = None if root == CHECKOUT else root
+    catalog = read_catalog(own=own).with_anatomies(lock.anatomies)
     listed = [
         describe(model, catalog, lock)
         for model in catalog.models.values()

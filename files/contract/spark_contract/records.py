@@ -93,7 +93,8 @@ class DailyReport:
 
     at: str
     problems: tuple[Problem, ...]
-    hashed_parts: int = field(default=0, metadata=OPTIONAL)  # next part of the checkpoints to hash
+    next_part: int = field(default=0, metadata=OPTIONAL)  # of the checkpoints, to hash next
+    damaged_parts: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,9 +216,9 @@ class MemorySettings:
 
     total_gib: Gib = Field(default=119.7, gt=0)
     """MemTotal of the host: 119.7 on a 128 GB Spark; newer units show 121.7."""
-    reserve_gib: Gib = Field(default=12, ge=0)
-    """Memory for the system and other workloads. When less than half of it is available, or less
-    than 4 GiB, the engine is stopped, at start or later."""
+    reserve_gib: Gib = Field(default=12, ge=1)
+    """Memory for the system and other workloads. When less than half of it is available (and less
+    than 4 GiB), the engine is stopped, at start or later."""
     start_wait_s: int = Field(default=300, ge=0)
     """Seconds to wait before a start until a stopped engine has freed memory."""
 

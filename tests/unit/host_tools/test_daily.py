@@ -127,6 +127,13 @@ def test_each_damaged_document_is_reported(serving, content):
         path.write_bytes(before)
 
 
+def test_a_failing_inspection_does_not_hide_others(serving: ServingHost) -> None:
+    serving.clock_synchronised = "no"
+    broken = serving.host.paths.state / "good/folder.json"
+    broken.mkdir(parents=True)
+    assert {where for where, _ in serving.inspect()} == {"clock", "daily check"}
+
+
 def test_healthy_host_has_no_problems(serving):
     serving.write_certificate(300)
     assert serving.inspect() == []

@@ -63,3 +63,11 @@ def test_lists_masked_units(tmp_path, name):
 
 def test_host_without_units_has_no_overrides(tmp_path):
     assert unit_files.overrides(Paths(tmp_path)) == ()
+
+
+def test_lists_a_drop_in_of_ours_that_became_a_link(tmp_path: Path) -> None:
+    write(tmp_path, *OURS)
+    path = tmp_path / OURS[3].lstrip("/")
+    path.unlink()
+    path.symlink_to("/dev/null")
+    assert unit_files.overrides(Paths(tmp_path)) == (OURS[3],)

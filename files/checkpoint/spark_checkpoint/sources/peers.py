@@ -34,6 +34,7 @@ from spark_checkpoint.sources.connections import SKIP_S, SlowSource, cancelled
 from spark_checkpoint.storage import check_free_space, clear, write_durably
 from spark_checkpoint.verify import verify_checkpoint, write_receipt
 
+_NOTE_S = 600.0  # between notes while a peer is waited for
 _POLL_S = 1.0
 _TIMEOUT_S = 10.0
 _WAITS = 20  # a small file may take so many times the patience: the peer fetches others first
@@ -72,6 +73,7 @@ class Peers:
         # has the file after so long.
         expected_s = plan.parallel * file.size_bytes / max(self._least_bytes_per_s, 1)
         deadline = time.monotonic() + _WAITS * self._patience_s + expected_s
+        next_note = time.monotonic() + _NOTE_S
         while active := [p for p in self._peers if p.skipped_until <= time.monotonic()]:
             client = self._new_client()
             if client is None:
@@ -88,6 +90,9 @@ class Peers:
                     note(f"peer: {peer.url}: not used again: {path} was not there in time")
                     peer.skipped_until = float("inf")
                 return False
+            if time.monotonic() > next_note:  # output also shows the job that it is not stuck
+                note(f"peer: {path} is not complete there yet")
+                next_note += _NOTE_S
             if self._stop.wait(_POLL_S):
                 raise cancelled(path)
         return False

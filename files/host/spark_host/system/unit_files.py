@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -14,8 +15,13 @@ _SEARCHED = (
     "/etc/systemd/system.control",
     "/run/systemd/system.control",
     "/run/systemd/transient",
+    "/run/systemd/generator.early",
+    "/etc/systemd/system.attached",
+    "/run/systemd/system.attached",
     UNITS_DIR,
     "/run/systemd/system",
+    "/run/systemd/generator",
+    "/run/systemd/generator.late",
     "/usr/local/lib/systemd/system",
 )
 _UNIT = r"spark-(?:daily|gateway|hours|job|prepare|return|serve|share|switch|watch)"
@@ -50,8 +56,9 @@ def _overrides_in(directory: str, paths: Paths) -> Iterator[str]:
             instance = re.search("@[^.]", name) and not name.startswith("spark-hours@")
             if directory != UNITS_DIR or instance or path.is_symlink():
                 yield f"{directory}/{name}"
-        elif _DROP_IN_DIR.match(name) and path.is_dir():
-            for entry in os.listdir(path):
-                managed = directory == UNITS_DIR and _OUR_DROP_IN.match(f"{name}/{entry}")
-                if entry.endswith(".conf") and not managed:
-                    yield f"{directory}/{name}/{entry}"
+        elif _DROP_IN_DIR.match(name):
+            with contextlib.suppress(OSError):  # removed meanwhile, or no folder
+                for entry in os.listdir(path):
+                    ours = directory == UNITS_DIR and _OUR_DROP_IN.match(f"{name}/{entry}")
+                    if entry.endswith(".conf") and (not ours or (path / entry).is_symlink()):
+                        yield f"{directory}/{name}/{entry}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,26 +25,36 @@ class _Part(NamedTuple):
     size_bytes: int
     sha256: str
 
+    @property
+    def key(self) -> str:
+        return f"{self.tree / self.name}@{self.offset}"
 
-def hash_next(trees: Iterable[Path], position: int) -> tuple[tuple[Problem, ...], int]:
-    """Hash the next 1/14 of the bytes in ``trees``.
 
-    Returns the problem found, and the position of the next part. A damaged part keeps the position,
-    so that each further call reports it until the checkpoint is built anew.
+def hash_next(
+    trees: Iterable[Path], position: int, damaged: Collection[str] = ()
+) -> tuple[dict[str, Problem], int]:
+    """Hash the next 1/14 of the bytes in ``trees``, after the parts that were ``damaged`` before.
+
+    Returns a problem for each damaged part, and the position of the next part.
     """
     parts = [part for tree in dict.fromkeys(trees) for part in _parts(tree)]
+    hashed = [part for part in parts if part.key in damaged]
     left = sum(part.size_bytes for part in parts) / DAYS
-    until_s = time.monotonic() + _LIMIT_S
     for _ in parts:
-        if left <= 0 or time.monotonic() > until_s:
+        if left <= 0:
             break
-        position %= len(parts)
-        part = parts[position]
-        if problem := _problem(part):
-            return (problem,), position
+        part = parts[position % len(parts)]
+        hashed.append(part)
         left -= part.size_bytes
-        position += 1
-    return (), position
+        position = (position + 1) % len(parts)
+    until_s = time.monotonic() + _LIMIT_S
+    problems: dict[str, Problem] = {}
+    for number, part in enumerate(hashed):
+        if time.monotonic() > until_s:
+            return problems, (position - (len(hashed) - number)) % len(parts)
+        if problem := _problem(part):
+            problems[part.key] = problem
+    return problems, position
 
 
 def _parts(tree: Path) -> Iterator[_Part]:
@@ -77,5 +87,7 @@ def _problem(part: _Part) -> Problem | None:
 
 def _report(part: _Part, message: str) -> Problem:
     receipt = part.tree / RECEIPT_NAME
-    fix = f"check the disk (smartctl, journalctl -k); rm {receipt}; deploy again to rebuild it"
-    return Problem("checkpoint", f"{part.tree / part.name} is damaged: {message}", fix)
+    file = part.tree / part.name
+    # A later time makes every checkpoint that shares the file by a hard link hash it again.
+    fix = f"check the disk (smartctl, journalctl -k); touch {file}; rm {receipt}; deploy again"
+    return Problem("checkpoint", f"{file} is damaged: {message}", fix)

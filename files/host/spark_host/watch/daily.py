@@ -16,7 +16,7 @@ from spark_contract.release import Release
 from spark_contract.units import GATEWAY, WATCH
 
 from spark_host.records import boot, proof
-from spark_host.system import folders, programs, unit_files
+from spark_host.system import folders, programs
 from spark_host.system.host import Host, load_gateway
 from spark_host.system.programs import log
 from spark_host.watch import checkpoint_hashes
@@ -35,21 +35,39 @@ _GIB = 1 << 30
 def inspect(host: Host) -> DailyReport:
     releases = [r for name in host.disk.names(host.paths) if (r := host.release(name))]
     running = [release for release in releases if host.units.is_active(release.serve_unit)]
-    last = host.disk.read(DailyReport, host.paths.daily)
+    last = host.disk.read(DailyReport, host.paths.daily) or DailyReport("", ())
     trees = (tree for trees in _booted(releases, host).values() for tree in trees)
-    damage, hashed = checkpoint_hashes.hash_next(trees, last.hashed_parts if last else 0)
-    problems = (
-        *_watched(running, host),
-        *_certificates(running, host.paths),
-        *_journal(host.paths),
-        *_disks(running, host.paths),
-        *_clock(running, host),
-        *_checkpoints(releases, host),
-        *_proofs(running, host),
-        *_units(host.paths),
-        *_documents(host.paths),
+    damage, position = last.damaged_parts, last.next_part
+
+    def hash_checkpoints() -> Iterator[Problem]:
+        nonlocal damage, position
+        found, position = checkpoint_hashes.hash_next(trees, position, damage)
+        damage = tuple(found)
+        yield from found.values()
+
+    problems = _collect(
+        _watched(running, host),
+        _certificates(running, host.paths),
+        _journal(host.paths),
+        _disks(running, host.paths),
+        _clock(running, host),
+        _checkpoints(releases, host),
+        _proofs(running, host),
+        _documents(host.paths),
+        hash_checkpoints(),
     )
-    return DailyReport(host.clock.now(), (*problems, *damage), hashed)
+    return DailyReport(host.clock.now(), tuple(problems), position, damage)
+
+
+def _collect(*inspections: Iterator[Problem]) -> Iterator[Problem]:
+    """Yield the problems of all; an inspection that fails must not hide the others."""
+    for inspection in inspections:
+        try:
+            yield from inspection
+        except (OSError, ValueError, RecursionError) as error:
+            name = getattr(inspection, "__name__", "inspection").strip("_")
+            fix = "check the disk (dmesg) and the file; then spark-host daily"
+            yield Problem("daily check", f"{name} failed: {type(error).__name__} {error}", fix)
 
 
 def _watched(running: list[Release], host: Host) -> Iterator[Problem]:
@@ -149,12 +167,6 @@ def _proofs(running: list[Release], host: Host) -> Iterator[Problem]:
         elif age_s > PROOF_DAYS * _DAY_S:
             message = f"{release.name} was proven {age_s / _DAY_S:.0f} days ago"
             yield Problem("proof", message, "run spark-check")
-
-
-def _units(paths: Paths) -> Iterator[Problem]:
-    for path in unit_files.overrides(paths):
-        fix = f"rm {path}; systemctl daemon-reload; or list it in expect.unit_overrides"
-        yield Problem("systemd", f"{path} changes a unit of this project", fix)
 
 
 def _documents(paths: Paths) -> Iterator[Problem]:
