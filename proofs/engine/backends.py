@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from proofs.kernel_notes import find_note
 from proofs.result_files import describe_run
 
 PUBLISHED_BF16 = "published-bf16"  # the plan of a repository with BF16 experts
@@ -50,21 +51,6 @@ OPTION_PINS = (
 )
 VARIABLE_PINS = ("VLLM_USE_DEEP_GEMM", "VLLM_USE_FLASHINFER_SAMPLER")
 PINS = (*OPTION_PINS, *VARIABLE_PINS)
-NOTES = {
-    r".* attention: FLASH_ATTN 3 / FLASH_ATTN 2": (
-        "GPU proofs ran version 3, which is for Hopper only; a GB10 has version 2 only"
-    ),
-    r".* (linear .*|LM head): .*Machete.* / .*Marlin.*": (
-        "a GB10 has no Machete; GPU proofs disable it (VLLM_DISABLED_KERNELS) and run Marlin"
-    ),
-    r".* (linear .*|experts): .*H(UMMING|umming).* / .*M(ARLIN|arlin).*": (
-        "GPU proofs ran Marlin, which their result files name"
-    ),
-    r".* router: .* / plain GEMM": (
-        "Hopper's kernels for routers exclude a GB10, which multiplies by cuBLAS"
-    ),
-}
-"""Reasons to accept a difference without a pin, by ``CHOICE: ON 9.0 / ON 12.1``."""
 
 
 @dataclass(frozen=True)
@@ -373,11 +359,6 @@ def compare(plans: Path, choices: dict[str, dict[str, Any]]) -> dict[str, Any]:
             for (choice, values), cases in sorted(differences.items())
         ],
     }  # fmt: skip
-
-
-def find_note(choice: str, values: tuple[str, str]) -> str | None:
-    difference = f"{choice}: {values[0]} / {values[1]}"
-    return next((note for known, note in NOTES.items() if re.fullmatch(known, difference)), None)
 
 
 def main() -> None:

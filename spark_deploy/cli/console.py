@@ -137,7 +137,7 @@ _HOSTS = (
 )  # fmt: skip
 _PLANS = (model_option(), profile_option())
 _CHANGES = (
-    click.option("--dry", is_flag=True, help="Print changes, make none."),
+    click.option("--dry", is_flag=True, help="Show the changes without making them."),
     click.option("-y", "--yes", is_flag=True, help="Skip the confirmation."),
     click.option("-v", "--verbose", is_flag=True, help="Print pyinfra's own output."),
 )

@@ -46,7 +46,7 @@ class Edit:
 @click.argument(
     "choice", metavar="MODEL|PROFILE|MODEL/PROFILE", shell_complete=names_of("models", "profiles")
 )
-@click.option("--dry", is_flag=True, help="Print the edits, make none.")
+@click.option("--dry", is_flag=True, help="Show the changes without making them.")
 @shared_options()
 def use(options: Options, choice: str) -> int:
     edits, hosts = select(options, choice)

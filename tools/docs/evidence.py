@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from proofs.kernel_notes import find_note
 from proofs.result_files import CHECKOUT, find_kind
 from spark_deploy.cli.report import Report, read_report
 from spark_deploy.config.catalog.guard_rails import Part, Question
@@ -15,6 +16,17 @@ from spark_deploy.config.catalog.load import read_questions
 from tools.docs.declared import row
 
 RESULTS = CHECKOUT / "proofs/results"
+SWEEP_GROUPS = {
+    "for good": "permanent failure",
+    "once": "transient failure",
+    "first deploy, run after run": "first deploy, interrupted in every run",
+    "profile switch, run after run": "profile switch, interrupted in every run",
+    "work of the host": "jobs and rollouts on the host",
+    "records": "state files",
+    "before": "missing before the deploy",
+    "during": "lost during the deploy",
+}
+"""Titles of groups in result files; other groups keep their names."""
 
 
 def result_rows(folder: str) -> Iterator[str]:
@@ -48,7 +60,9 @@ def kernel_rows() -> Iterator[str]:
     layers: dict[tuple[str, ...], dict[str, None]] = {}
     for entry in table["differences"]:
         kernels = (entry[device].rpartition(" > ")[2] for device in devices)
-        key = (*kernels, entry["note"] if entry["planned"] else "every plan pins it")
+        first, second = (entry[device] for device in devices)
+        note = find_note(entry["choice"], (first, second))
+        key = (*kernels, note if entry["planned"] else "every plan pins it")
         layers.setdefault(key, {})[re.sub(r"linear .*", "linear layers", entry["choice"])] = None
     yield row(
         "layers", *(f"{key}, {device['name']}" for key, device in devices.items()), "handled by"
@@ -76,7 +90,7 @@ def _sweep(path: Path, sweep: dict[str, Any]) -> Iterator[str]:
     )
     yield from ("", "| group | cases | passed |", "|---|---|---|")
     for group, counts in sweep["tried"].items():
-        yield row(group, counts["cases"], counts["held"])
+        yield row(SWEEP_GROUPS.get(group, group), counts["cases"], counts["held"])
     failed = [case for case in sweep["rows"] if case["wrong"]]
     yield from (f"\nFailed: {case['case']}: {case['wrong'][:200]}" for case in failed)
     yield ""

@@ -167,7 +167,7 @@ def profile_proofs() -> Iterator[str]:
             statement = (proof.what, evidence.device_of(proof.result))
             link = f"[{name}](results/gpu/{proof.result})"
             proofs.setdefault(statement, []).append(link)
-    yield from ("| shown | on | profiles, with result files |", "|---|---|---|")
+    yield from ("| what was verified | GPU | profiles and result files |", "|---|---|---|")
     for (shown, device), links in proofs.items():
         yield row(shown, device, ", ".join(links))
 
@@ -203,7 +203,7 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "steps": lambda: speed.step_rows(catalog()),
     },
     "proofs/speed-model.md": {"numbers": speed.number_rows},
-    "docs/reference/test-coverage.md": {
+    "docs/reference/what-is-proven.md": {
         "parts": functools.partial(evidence.proven_rows, CHECKOUT),
         "kernels": evidence.kernel_rows,
         "questions": functools.partial(evidence.question_rows, CHECKOUT),

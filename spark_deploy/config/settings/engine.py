@@ -262,8 +262,8 @@ class ServiceEngineSettings:
     kv_cache_gib: Gib | None = Field(default=None, gt=0)
     """Pins the KV cache to this size (GiB) instead of deriving it from the memory fraction."""
     drafts: int | None = Field(default=None, ge=0, le=3, examples=[1])
-    """Draft tokens of each step by the model's MTP layer; 0: none. The check then requires that
-    half of them are accepted."""
+    """Draft tokens per step from the model's MTP layer; 0: none. The check then requires that half
+    of them are accepted."""
     head: Literal["keep", "int8-g128", "int8-triton"] | None = None
     """LM head, as `head` of a profile; may need a new checkpoint."""
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])

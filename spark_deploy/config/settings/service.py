@@ -69,7 +69,7 @@ _File = Annotated[
 CatalogName = Annotated[str, Field(json_schema_extra=CATALOG_NAME)]
 ServedName = Annotated[str, Field(json_schema_extra=SERVED_NAME)]
 _AUDIENCES = ", ".join(
-    f"{exposure.audience or 'no client'} ({name})" for name, exposure in EXPOSURES.items()
+    f"{exposure.audience or 'nobody'} ({name})" for name, exposure in EXPOSURES.items()
 )
 
 # YAML reads the bare word off as false.
@@ -148,8 +148,8 @@ class ServeSettings:
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the gateway.")
     expose: Expose = Field(
         default="loopback",
-        description=f"Who reaches the gateway apart from this host: {_AUDIENCES}; lan listens on "
-        "every address. The API key is always required. The engine is not restarted.",
+        description=f"Who besides this host can reach the gateway: {_AUDIENCES}; lan listens on "
+        "every address. The API key is always required. Changing it does not restart the engine.",
     )
     address: str | None = Field(
         default=None,
@@ -159,9 +159,9 @@ class ServeSettings:
     """Name or address that clients in the network use for this host; certificates include it. null:
     ssh.hostname, otherwise the inventory name."""
     tls: _Tls = "off"
-    """With expose: lan. own-cert: your certificate and key files; private-ca: this machine creates
-    a CA in ca_dir and a certificate for each host, and renews it. On the host, 127.0.0.1 stays
-    plain HTTP."""
+    """Applies only with expose: lan. own-cert: your certificate and key files; private-ca: this
+    machine creates a CA in ca_dir and a certificate for each host, and renews it. On the host,
+    127.0.0.1 stays plain HTTP."""
     tls_certificate: _File | None = None
     """With own-cert: PEM file on the controller with certificate and chain."""
     tls_key: _File | None = None
@@ -172,8 +172,8 @@ class ServeSettings:
     """With private-ca: local folder of the CA: ca.pem for clients, and ca-key.pem. Created if
     missing; keep a copy."""
     api_key: OwnSecret = Field(default_factory=SecretRef)
-    """generate: the host makes a random key once and keeps it. Or where the controller reads it:
-    {env: NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}."""
+    """generate: the host makes a random key once and keeps it. Alternatively, where the
+    controller reads it from: {env: NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}."""
     max_body_mib: int = Field(default=32, ge=1, le=4096)
     """Largest request body, in MiB; images travel in it as base64."""
     max_requests_per_s: int | None = Field(default=50, ge=1)
@@ -281,7 +281,7 @@ class ServiceSettings:
     profile: CatalogName = Field(description="A file name in catalog/profiles without .yml.")
     port: int = Field(ge=1, le=65535, description="Port of the gateway.")
     memory_gib: Gib = Field(gt=0)
-    """Memory of the engine; the main service gets that much less. Rounded down to 1 % of
+    """Memory of the engine, taken from the main service. Rounded down to 1 % of
     memory.total_gib."""
     names: tuple[ServedName, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """As serve.names."""

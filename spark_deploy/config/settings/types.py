@@ -167,7 +167,8 @@ class Settings:
     expect: ExpectSettings = Field(default_factory=ExpectSettings)
     reboot: Literal["report", "allow"] = "report"
     """Pending reboot (new kernel or driver). report: only print it; allow: reboot such hosts in
-    turn and check each before the next. A cause that remains is not retried."""
+    turn and check each before the next. If a reboot does not clear the cause, the host is not
+    rebooted again for it."""
     takeover: tuple[ContainerName, ...] = Field(
         default=(), examples=[["old-vllm"]], json_schema_extra=UNIQUE
     )
@@ -180,8 +181,8 @@ class Settings:
     allow_containers: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict, examples=[{"comfyui": 12}]
     )
-    """Unmanaged containers (by name) that may use the GPU, and GiB for each; the engine gets that
-    much less."""
+    """Unmanaged containers allowed to use the GPU, by name, with the memory (GiB) reserved for
+    each; this is subtracted from the engine's share."""
     override_rails: dict[str, Annotated[str, Field(min_length=8)]] = Field(
         default_factory=dict,
         examples=[{"trust-remote-code": "the parser in our image was reviewed in November"}],

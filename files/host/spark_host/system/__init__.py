@@ -1,1 +1,1 @@
-"""The host as our tools see it: systemd, docker, programs and files; used by every other room."""
+"""The host: systemd, docker, programs and files; used by every other package."""
