@@ -32,7 +32,7 @@ venv: .venv/installed ## the controller's Python environment, pinned with hashes
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := -q -o tmp_path_retention_policy=failed --numprocesses $(shell expr 2 \* $$(nproc)) --dist worksteal
 
-test: venv kernels ## unit tests and the lab tests of the whole path, from nothing (root)
+test: venv kernels ## unit tests and the core lab tests, from nothing (root)
 	$(PY) -m lab prepare --engine none --engine-trees
 	@# The real engine's image and the base of another release go on beside the unit tests.
 	@$(PY) -m lab prepare --engine cpu --variant awkward >/dev/null & prepared=$$!; \
@@ -50,10 +50,10 @@ fmt: venv ## format and fix what can be fixed
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
-unit: venv ## every unit test, the slow ones as well; no network
+unit: venv ## all unit tests, including slow ones; no network
 	$(PY) -m pytest $(PARALLEL) tests/unit
 
-pythons: ## unit tests on each of PYTHONS that is installed, in environments of their own in build/pythons
+pythons: ## unit tests on every installed Python of PYTHONS, with environments in build/pythons
 	@failed=; for version in $(PYTHONS); do \
 	  python=$$(tools/find_python $$version) || continue; \
 	  echo "Python $$version"; \
@@ -61,35 +61,35 @@ pythons: ## unit tests on each of PYTHONS that is installed, in environments of 
 	  build/pythons/$$version/bin/python -m pytest $(PARALLEL) tests/unit || failed="$$failed $$version"; \
 	done; test -z "$$failed" || { echo "error: unit tests failed on Python$$failed"; exit 1; }
 
-engine: venv ## the plugin in the real engine (CPU build), a quarter of an hour (root)
+engine: venv ## test the plugin in vLLM's CPU build: 15 minutes (root)
 	$(PY) -m lab prepare --engine cpu
 	$(PY) -m pytest tests/engine
 
-host: venv ## lab tests of converging, switching and serving (root)
+host: venv ## lab tests of deploys, switches and serving (root)
 	$(PY) -m pytest tests/host
 
 faults: venv ## lab tests that break things on purpose (root)
 	$(PY) -m pytest tests/faults
 
-gpu-plans: venv ## write into build/plans what `make gpu` serves with; the CUDA machine needs only them
+gpu-plans: venv ## write the plans for `make gpu` to build/plans; a CUDA machine needs nothing else from here
 	@mkdir -p build/plans
 	@for profile in $(basename $(notdir $(wildcard catalog/profiles/*.yml))); do \
 	  .venv/bin/spark-deploy plan inventory/spark.py --estimate --json --profile $$profile \
 	    > build/plans/$$profile.json || exit 1; done
 	@$(PY) -m proofs.releases.planning build/plans
 
-site: venv ## the documentation as a site, in build/site
+site: venv ## build the documentation site in build/site
 	@test -d build/site-venv || $(PYTHON) -m venv build/site-venv
 	build/site-venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 build/site-venv/bin/mkdocs build --strict
 
-editor: venv ## completion and marks of the real YAML language server (npm)
+editor: venv ## test completion and diagnostics with the YAML language server (npm)
 	$(PY) -m pytest -q tests/editor
 
-clients: venv ## clients by their real packages, with what `connect` prints, against a real gateway (npm, PyPI)
+clients: venv ## test real clients with the output of `connect` and a real gateway (npm, PyPI)
 	$(PY) -m pytest -q tests/clients
 
-recording: venv ## the film at the top of the README, from a real run in the lab (root)
+recording: venv ## record the animation at the top of the README in the lab (root)
 	@test -d build/record-venv || $(PYTHON) -m venv build/record-venv
 	build/record-venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/record.txt
 	PATH=$$PWD/build/record-venv/bin:$$PATH $(PY) tools/docs/record.py
@@ -97,18 +97,18 @@ recording: venv ## the film at the top of the README, from a real run in the lab
 # One command for each kind of machine: `gpu-all` and `cpu-all` make every result file again but those
 # of the training, which `gpu-train` makes: other weights, which the others would then be judged by.
 SPARK_GPU_RESULTS ?= build/gpu-results
-gpu-all: ## all result files of a CUDA machine: make gpu, then alone make gpu-times (make gpu-train stays apart)
+gpu-all: ## all results that need a CUDA GPU: make gpu, then make gpu-times on an idle GPU (not make gpu-train)
 	@SPARK_GPU_RESULTS=$(abspath $(SPARK_GPU_RESULTS)) $(MAKE) --no-print-directory gpu; held=$$?; \
 	  $(MAKE) --no-print-directory gpu-times && exit $$held
 
 GPU_PYTHON ?= python3
 PYTHONS ?= 3.10 3.11 3.12 3.13
-gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it
+gpu: ## all proofs on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds options
 	@test -d build/plans || $(MAKE) --no-print-directory gpu-plans \
 	  || echo "no plans could be made here: tests that serve them are skipped (make gpu-plans elsewhere)"
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
 
-cpu-all: ## all result files of a machine without a GPU, one after another (root, with the lab)
+cpu-all: ## all results that need no GPU, one after another (root, lab)
 	@$(MAKE) --no-print-directory cpu-proofs && $(MAKE) --no-print-directory cpu-sizes && \
 	  $(MAKE) --no-print-directory cpu-seeing && $(MAKE) --no-print-directory cpu-models
 
@@ -119,23 +119,23 @@ cpu-plugin: venv
 	$(PY) -m lab.engine run -m pip install --quiet --no-index --no-deps --no-build-isolation \
 	  --target build/cpu/plugin build/cpu/context
 
-cpu-proofs: cpu-plugin ## claims that need no GPU, in the engine's CPU build; ONLY=dflash: one of its files (root)
+cpu-proofs: cpu-plugin ## proofs in vLLM's CPU build; ONLY=dflash runs one of them (root)
 	$(ON_CPU) proofs.on_cpu build/cpu/results $(or $(ONLY),steered prefixes dflash)
 
-cpu-sizes: cpu-plugin ## true layer sizes there against transformers; 20 GB of memory; file in build/cpu/results (root)
+cpu-sizes: cpu-plugin ## full-size layers in vLLM's CPU build, compared with transformers; needs 20 GB of memory (root)
 	$(ON_CPU) proofs.on_cpu build/cpu/results sizes
 
 SEEING = spark-1 --inventory proofs/releases/inventory/two.py --model lab-tiny --profile v2-seeing
-cpu-seeing: cpu-plugin ## pictures seen, and a damaged tower noticed, there; the model learns first; a quarter of an hour (root)
+cpu-seeing: cpu-plugin ## image recognition in vLLM's CPU build, with a trained and a damaged vision tower: 15 minutes (root)
 	@mkdir -p build/cpu/plans
 	.venv/bin/spark-deploy plan $(SEEING) --estimate --json > build/cpu/plans/seeing.json
 	@test -e build/cpu/eyes.npz || $(ON_CPU) proofs.releases.eyes $(CURDIR)/build/cpu/eyes.npz
 	$(ON_CPU) proofs.on_cpu build/cpu/results seeing
 
-cpu-models: venv ## plain repositories in a guest of the lab; file in proofs/results/cpu (root)
+cpu-models: venv ## published models in a guest of the lab; writes to proofs/results/cpu (root)
 	RESULTS=write $(PY) -m pytest tests/host/test_plain_models.py
 
-gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in build/recall
+gpu-train: ## train the recall model again on a CUDA machine, minutes; writes to build/recall
 	@rm -rf build/recall
 	$(GPU_PYTHON) -m proofs.recall.race build/recall/first
 	$(GPU_PYTHON) -m proofs.recall.training build/recall/further --further build/recall/first --seed 112
@@ -144,7 +144,7 @@ gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in b
 
 # Beside nothing else: other work on the card would be in the times.
 HEAD := proofs/kernels/lm_head
-gpu-times: ## times of the head's kernels, alone on a CUDA machine; files in SPARK_GPU_RESULTS
+gpu-times: ## times of the LM head kernels on an idle GPU; writes to SPARK_GPU_RESULTS
 	@mkdir -p $(SPARK_GPU_RESULTS)
 	$(GPU_PYTHON) $(HEAD).py --tiles 9.0 --out $(SPARK_GPU_RESULTS)/lm-head.json
 	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD).py --tiles 12.1 --out $(SPARK_GPU_RESULTS)/lm-head-spark-tiles.json
@@ -154,7 +154,7 @@ gpu-times: ## times of the head's kernels, alone on a CUDA machine; files in SPA
 	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD)_sweep.py --batches 1,8,16,32 --inputs 3072 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-no-wgmma.json
 	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD)_sweep.py --batches 64 --inputs 3072 --spark --out $(SPARK_GPU_RESULTS)/lm-head-sweep-48-programs.json
 
-kernels: venv build/triton ## kernels of the head and of TurboQuant compiled for a Spark, without a GPU; fetches 190 MB once
+kernels: venv build/triton ## compile the LM head and TurboQuant kernels for a Spark (no GPU needed; fetches 190 MB once)
 	PYTHONPATH=build/triton $(PY) -m pytest -q \
 	  tests/unit/plugin/test_head_for_a_spark.py tests/engine/test_turboquant_for_a_spark.py
 
@@ -164,7 +164,7 @@ build/triton: requirements/kernels.txt
 	  --target $@.part -r requirements/kernels.txt
 	@mv $@.part $@ && touch $@
 
-backends: venv build/backends/installed ## which kernels vLLM chooses on an H200 and on a GB10, without a GPU; 10 GB of wheels; file in proofs/results/cpu
+backends: venv build/backends/installed ## list the kernels that vLLM chooses on an H200 and a GB10 (no GPU needed; 10 GB of wheels)
 	@rm -rf build/backends/plans && mkdir -p build/backends/plans
 	@for profile in $(basename $(notdir $(wildcard catalog/profiles/*.yml))); do \
 	  .venv/bin/spark-deploy plan inventory/spark.py --estimate --json --profile $$profile \
@@ -189,38 +189,38 @@ define demo
 	$(PY) -m lab demo --engine $(1) --skip-requirements
 endef
 
-demo: ## two virtual hosts from nothing to a proven model server, with real vLLM (root)
+demo: ## deploy two bare virtual hosts and check their servers, with real vLLM (root)
 	$(call demo,cpu)
 
 demo-fast: ## the same with a stub engine, in a few minutes (root)
 	$(call demo,stub)
 
 VARIANT ?=
-lab-up: venv ## bring up the virtual lab with two hosts (root); VARIANT=lived-in chooses their image
+lab-up: venv ## start the virtual lab with two hosts (root); VARIANT=lived-in chooses their image
 	$(PY) -m lab up 2 $(addprefix --variant ,$(VARIANT))
 
-lab-down: venv ## take the virtual lab down (root)
+lab-down: venv ## stop the virtual lab (root)
 	$(PY) -m lab down
 
-lab-purge: venv ## take the lab down and give back its disks and caches (root)
+lab-purge: venv ## stop the lab and delete its disks and caches (root)
 	$(PY) -m lab down --purge
 
-lab-model: venv ## train the lab's model anew, into the tree (root, minutes)
+lab-model: venv ## train the lab's model again (root, minutes)
 	OMP_WAIT_POLICY=PASSIVE $(PY) -m lab.engine run -m lab.model train
 
-plan: venv ## print the plan of the hosts in inventory/spark.py; touches no host
+plan: venv ## print the plan of the hosts in inventory/spark.py; contacts no host
 	.venv/bin/spark-deploy plan
 
-docs: venv ## write schemas, group_vars/all.yml and reference pages from what they are generated from
+docs: venv ## regenerate schemas, group_vars/all.yml and the generated pages and tables
 	$(PY) tools/docs/generate.py
 
-golden: venv ## write the expected plans anew; read the diff before committing
+golden: venv ## rewrite the expected plans; read the diff before committing
 	GOLDEN=write $(PY) -m pytest -q tests/unit/planning/test_goldens.py
 
 # uv comes from requirements/audit.txt, with a hash like everything else.
 COMPILE = build/audit-venv/bin/uv pip compile --universal --python-version 3.10 --generate-hashes \
   --no-header --no-annotate --quiet
-lock-requirements: build/audit-venv/installed ## pin the Python dependencies anew, with hashes and without addresses
+lock-requirements: build/audit-venv/installed ## pin the Python dependencies again, with hashes and without index addresses
 	$(COMPILE) pyproject.toml --output-file requirements/run.txt
 	$(COMPILE) pyproject.toml --extra dev --output-file requirements/dev.txt
 	for name in audit docs kernels record; do \
@@ -244,8 +244,8 @@ sbom: build/audit-venv/installed ## list the packages sent to hosts and the file
 	  --spec-version 1.6 --output-reproducible --output-file dist/host-packages.cdx.json
 	cd files/image && git ls-files -z | xargs -0 sha256sum > $(CURDIR)/dist/image-files.sha256
 
-checksums: sbom ## hashes of everything in dist, in dist/SHA256SUMS
+checksums: sbom ## write checksums of all files in dist to dist/SHA256SUMS
 	cd dist && find . -maxdepth 1 -type f ! -name SHA256SUMS -printf '%P\0' | sort -z | xargs -0 sha256sum > SHA256SUMS
 
-release: venv ## make release VERSION=1.2.3: changelog, wheel, commit and tag, from a green tree
+release: venv ## make release VERSION=1.2.3: changelog, wheel, commit and tag; needs a clean tree
 	@$(PY) -m tools.release "$(VERSION)"
