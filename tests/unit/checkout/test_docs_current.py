@@ -44,7 +44,7 @@ def test_result_files_are_referenced():
 
 def test_quantisation_table_matches_results():
     page = (CHECKOUT / "proofs/engine-proofs.md").read_text("utf-8")
-    table = page.partition("| tree | all positions: divergence |")[2].partition("\n\n")[0]
+    table = page.partition("| checkpoint | all positions: divergence |")[2].partition("\n\n")[0]
     shown = [[float(cell) for cell in row.split("|")[2:-1]] for row in table.splitlines()[2:]]
     result = json.loads((CHECKOUT / "proofs/results/gpu/requantize.json").read_text("utf-8"))
     rows = [row["numbers"] for row in result["rows"] if row["numbers"].get("positions")]
