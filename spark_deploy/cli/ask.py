@@ -49,6 +49,10 @@ def ask_host(
                 note("the model reasons before it answers ...")
             reasoning_seen = True
             return
+        # Models put empty lines between reasoning and answer.
+        piece = piece if pieces else piece.lstrip()
+        if not piece:
+            return
         pieces.append(piece)
         if is_shown:
             print(printable(piece), end="", flush=True)
