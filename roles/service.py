@@ -42,10 +42,10 @@ from spark_deploy.plan.types import GatewayPlan, ManagedFile, NeedsPlan, Schedul
 def reboot(*, plan: NeedsPlan, serve: Release) -> None:
     """Reboot hosts in sequence if needed and allowed.
 
-    Comes first: a driver that needs a reboot would fail later steps.
+    Runs first: a driver that needs a reboot would make later steps fail.
     """
     for (name,) in in_waves((member.name,) for member in inventory if plan.reboot == "allow"):
-        reboot_host(name=f"Reboot {name} where it is due", needs=plan, serve=serve)
+        reboot_host(name=f"Reboot {name} if required", needs=plan, serve=serve)
 
 
 @deploy("Prepare")

@@ -12,8 +12,8 @@ from spark_deploy.bench.protocols import SEEDS
 from spark_deploy.bench.result import Answer, BenchResult, Load
 
 _SEEDS = (
-    "five prompts, one after the other, greedy; tokens of the usage block over wall time; second "
-    "run, the first is the warm-up"
+    "five prompts in sequence, greedy decoding; tokens (usage block) divided by wall time; second "
+    "run, after a warm-up run"
 )
 _GRID = "llama-benchy {}: means over its runs, sum of all clients; counts tokens of the stream"
 _LOADS = (

@@ -175,14 +175,16 @@ def _read_result(path: Path) -> BenchResult:
         raise SparkError.one(str(path), f"is not a result of bench: {reason}", fix) from error
 
 
-def _measure(target: Target, measurement: Measurement, started_at: str, files: Path) -> BenchResult:
-    """Measure a host; ``files`` is the path of further files, without extension."""
+def _measure(
+    target: Target, measurement: Measurement, started_at: str, output_stem: Path
+) -> BenchResult:
+    """Measure a host; ``output_stem`` is the path prefix of the raw result files."""
     service = chosen_services(target, measurement.service or MAIN_SERVICE)[0]
     connection, login = connection_of(target, service=service), login_of(target)
     served, release = host.read_served(login, service)
     notes: list[str] = []
     note(f"{target.name}: {served.model} with {served.profile} ({served.release})")
-    raw = files.with_name(f"{files.name}.llama-benchy.json")
+    raw = output_stem.with_name(f"{output_stem.name}.llama-benchy.json")
     with ExitStack() as stack:
         endpoint = stack.enter_context(open_endpoint(target, service))
         context_tokens = release.check.max_model_len
@@ -199,7 +201,7 @@ def _measure(target: Target, measurement: Measurement, started_at: str, files: P
         tuple(notes), loads, vllm_version, published_figures(target.catalog, served),
     )  # fmt: skip
     if cells or loads:
-        _submit(target, release, result, files, raw)
+        _submit(target, release, result, output_stem, raw)
     return result
 
 
@@ -287,9 +289,9 @@ class _Run:
             runs=self.measurement.runs or full.runs,
         )
         grid = full.fitting(self.context_tokens)
-        if left_out := [str(depth) for depth in full.depths if depth not in grid.depths]:
+        if excluded := [str(depth) for depth in full.depths if depth not in grid.depths]:
             context = f"the context of {self.context_tokens} tokens"
-            self.notes.append(f"depths {', '.join(left_out)} exceed {context}")
+            self.notes.append(f"depths {', '.join(excluded)} exceed {context}")
         if not grid.depths:
             return None, ()
         note(f"llama-benchy: depths {grid.depths}, clients {grid.concurrencies}, {grid.runs} runs")

@@ -83,8 +83,8 @@ def _run_tool(options: Options, command: str, words: list[str], service: str | N
     for host in hosts if service in (None, MAIN_SERVICE) else ():
         # The cluster could not start without all members.
         members = host.settings.settings.cluster.hosts
-        if left_out := [name for name in members if name not in names]:
-            problem = f"is in a cluster with {', '.join(left_out)}, which you did not select"
+        if excluded := [name for name in members if name not in names]:
+            problem = f"is in a cluster with {', '.join(excluded)}, which you did not select"
             raise SparkError.one(host.name, problem, next_command(options, command, *members))
     services = {host.name: chosen_services(host, service) for host in hosts}
 
@@ -237,7 +237,7 @@ def confirm(is_confirmed: bool, question: str) -> None:
 def deploy(
     command: str, hosts: Sequence[Target], options: Options, *, as_json: bool = False
 ) -> int:
-    """Run the deploy of a command in this process; return pyinfra's exit code."""
+    """Run a command's pyinfra deploy in this process; return pyinfra's exit code."""
     run = functools.partial(
         run_deploy,
         CHECKOUT / deploy_file(command),

@@ -19,7 +19,7 @@ from spark_deploy.lock.types import LockedSource
 from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.host import disk_total, document
 from spark_deploy.plan.memory import gib
-from spark_deploy.plan.speed import TOLERANCE, Calibration, Speed, next_lever, speed_of
+from spark_deploy.plan.speed import TOLERANCE, Calibration, Speed, best_speedup, speed_of
 from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServicePlan
 
 RATES_MB_PER_S = (25, 100)  # lines of 200 Mbit/s and 1 Gbit/s
@@ -230,7 +230,7 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
     for text in memory.unknown:
         yield row("", f"UNKNOWN: {text}; the engine reports it at the first start")
     if memory.counted_by:
-        yield row("", f"KV cache size of a token as measured by an engine: {memory.counted_by}")
+        yield row("", f"KV cache size per token, as measured by {memory.counted_by}")
     context = plan.serve.check.max_model_len
     if memory.kv_tokens is None:
         return
@@ -271,9 +271,11 @@ def speed_lines(
         f"a step takes {single.step_s * 1000:.0f} ms and yields {single.tokens_per_step:.2f} "
         f"tokens: {shares}",
     )
-    lever = next_lever(model, profile)
-    gain = f"{lever.setting}, about +{lever.gain:.0%}" if lever else "no setting gains 1 %"
-    yield row("", f"next lever: {gain}")
+    speedup = best_speedup(model, profile)
+    text = "no other setting gains 1 % or more"
+    if speedup:
+        text = f"best further speedup: {speedup.setting}, about +{speedup.gain:.0%}"
+    yield row("", text)
 
 
 def _no_speed(plan: HostPlan, model: Model, profile: Profile) -> str:
@@ -306,7 +308,7 @@ def _disk(plan: HostPlan) -> Iterator[str]:
 def _serving(release: Release, gateway: GatewayPlan) -> Iterator[str]:
     urls = ", ".join(f"{url} ({who})" for url, who in base_urls(gateway))
     names = ", ".join(release.names)
-    yield row("serves", f"{urls} as {names}; key in {gateway.settings.key_path}")
+    yield row("serves", f"{urls}, serving {names}; API key in {gateway.settings.key_path}")
     check = release.check
     parts = [f"{len(check.questions)} questions", f"{len(check.copy)} copies"]
     parts += [text for name, text in _CHECKS.items() if getattr(check, name)]

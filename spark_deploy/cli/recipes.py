@@ -62,11 +62,13 @@ class Recipe:
     open: list[str] = field(default_factory=list)
 
 
-def draft_of_recipe(data: Mapping[str, Any], source: str, engine: Engine | None = None) -> Draft:
-    """Return the catalog file of a recipe, without parsers that ``engine`` lacks."""
+def catalog_file_from_recipe(
+    data: Mapping[str, Any], source: str, engine: Engine | None = None
+) -> Draft:
+    """Draft a catalog file from a recipe, without parsers that ``engine`` lacks."""
     recipe = _read(data, source)
     if not is_repository(recipe.repository):
-        problem = f"names no repository of the hub ({recipe.repository[:60]!r})"
+        problem = f"does not name a Hub repository ({recipe.repository[:60]!r})"
         raise CatalogError.one(source, problem, "write ORG/NAME as the model")
     arguments = read_arguments(recipe.words)
     for kind, parser in list(arguments.parsers.items()):
@@ -327,7 +329,7 @@ def _add_argument(name: str, value: Any, arguments: Arguments) -> None:
     elif name == "speculative-config":
         _add_speculation(_mapping(value), arguments)
     elif name == "trust-remote-code":
-        arguments.unused.append(f"--{name}: foreign code is not run")
+        arguments.unused.append(f"--{name}: third-party code is never run")
     elif name != "enable-auto-tool-choice":  # follows from the parser
         arguments.profile.setdefault("options", {})[name] = value
 

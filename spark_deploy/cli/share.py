@@ -156,9 +156,9 @@ def _shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
     return Shared(
         shared=1,
         name=plan.model,
-        model=read_file("models", plan.model, own=root),
+        model=read_file("models", plan.model, user_dir=root),
         profile_name=plan.profile,
-        profile=read_file("profiles", plan.profile, own=root),
+        profile=read_file("profiles", plan.profile, user_dir=root),
         sources={
             source.repo: Identity(revision=source.revision, commit=source.commit)
             for source in locked
@@ -231,9 +231,9 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
     for (kind, name), keys in contents.items():
         existing: dict[str, object] | None = None
         with suppress(CatalogError):  # no such file yet
-            existing = read_file(kind, name, own=root)
+            existing = read_file(kind, name, user_dir=root)
         if existing != keys:
-            head = f"# Added by `spark-deploy add` from a shared file of {shared.name}.\n"
+            head = f"# Added by `spark-deploy add` from the shared file for model {shared.name}.\n"
             text = yaml.safe_dump(dict(keys), sort_keys=False, width=96, allow_unicode=True)
             texts[kind, name] = head + text
     locked = list(_confirmed(shared, host))

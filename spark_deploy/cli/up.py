@@ -174,8 +174,8 @@ def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
         text = f"{rollout_text(state.status, rollout)}; this run attaches to it"
         if rollout.release != plan.serve.name:
             text = (
-                f"{rollout_text(state.status, rollout)}; until it ends a change to "
-                f"{plan.model} with {plan.profile} is refused: run again then"
+                f"{rollout_text(state.status, rollout)}; a change to {plan.model} with "
+                f"{plan.profile} is refused until it ends; run this again afterwards"
             )
     elif reason:
         text = "; ".join(_steps(plan, state))

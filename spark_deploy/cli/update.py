@@ -175,7 +175,7 @@ def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
             raise LockError.one(
                 f"{host.name}: {built.dir}",
                 f"was built from FP8 source tensors with sha256 {sha256}, the lock has {locked}",
-                "check which hub or proxy sent other bytes; if the host is wrong, move the "
+                "check which hub or proxy sent different bytes; if the host is wrong, move the "
                 "directory away there and run the deploy again",
             )
         if locked is None:
@@ -191,7 +191,8 @@ def _with_host_values(lock: Lock, hosts: Sequence[Target]) -> Lock:
         for anatomy in _measured(host, status, lock):
             lock = lock.extended_by(anatomies=[anatomy])
             if size := anatomy.counted:
-                note(f"  {anatomy.repository}: {size.token_bytes:,} bytes per token, by {size.by}")
+                text = f"{size.token_bytes:,} bytes per token, measured by {size.by}"
+                note(f"  {anatomy.repository}: {text}")
     return lock
 
 

@@ -52,12 +52,12 @@ def form(pattern: str, description: str, example: str) -> JsonDict:
 def name_entries(field: str) -> BeforeValidator:
     """Put the key of each entry of a mapping into this field; for use in ``Annotated``."""
 
-    def name(entries: Any) -> Any:
+    def add_key_as_field(entries: Any) -> Any:
         if not isinstance(entries, dict):
             return entries
         return {k: {**v, field: k} if isinstance(v, dict) else v for k, v in entries.items()}
 
-    return BeforeValidator(name)
+    return BeforeValidator(add_key_as_field)
 
 
 class Violation(NamedTuple):
@@ -163,7 +163,7 @@ def _texts_below_fields(cls: type[Any]) -> dict[str, str]:
 
 
 def _tidy(node: Schema, parts: Schema) -> Schema:
-    """Return a level of pydantic's schema as errors quote it and editors show it."""
+    """Simplify one level of pydantic's schema for error messages and editors."""
     node = {**parts.get(node.get("$ref", "").rpartition("/")[2], {}), **node}
     node = {key: value for key, value in node.items() if key not in ("title", "$ref")}
     if node.get("default", 0) is None:

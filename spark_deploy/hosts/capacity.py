@@ -91,7 +91,7 @@ def _memory_holder_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Proble
         # A process that exited during the survey may have been part of our engine.
         if container_id(app.cgroup) not in known_containers and (app.cgroup or not survey.serving)
     }
-    fix = "stop it if it may use more, or add its name to allow_memory_holders:"
+    fix = "stop it if its memory use could grow, or add its name to allow_memory_holders"
     for process in survey.processes:
         gpu_name = on_gpu.pop(process.pid, None)
         if is_managed(process.cgroup) or container_id(process.cgroup) in known_containers:

@@ -58,7 +58,7 @@ def read_pair(certificate: str, key: str) -> Pair:
 
 
 def check_gateway(plan: GatewayPlan) -> list[Problem]:
-    """Return why a gateway cannot have a certificate as set."""
+    """Return the problems that prevent this gateway from using its configured certificate."""
     if plan.tls is None:
         return []
     if plan.address is None:
@@ -195,7 +195,7 @@ def renewal_reason(
     """Return why a certificate (PEM) must be renewed for ``names``; "" if it is valid."""
     authority = _read_authority(ca_dir)
     if authority is None:
-        return f"no CA in {ca_dir} yet; it is created now"
+        return f"no CA in {ca_dir} yet; creating one"
     if not certificate or not public_key:
         return "the host has no certificate or no key"
     try:

@@ -46,7 +46,7 @@ def parse_daemon_json(text: str) -> dict[str, Any]:
 
 
 def merge(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Objects merge, lists unite, other values are replaced by ``wanted``."""
+    """Merge objects recursively, append missing list items, replace everything else."""
     result = dict(present)
     for key, value in wanted.items():
         old = result.get(key)
@@ -364,7 +364,7 @@ def check_gpu_container(plan: DockerPlan) -> Commands:
     # The engine's start uses these arguments, so they count like a version.
     wanted = tuple(key["gpu_through"].split())
     if receipt and (old, receipt.docker_arguments) == (key, wanted):
-        host.noop(f"a container saw {receipt.gpu} with these versions")
+        host.noop(f"{receipt.gpu} was visible inside a container with these versions")
         return
     changes = [
         f"{name} {old.get(name)} -> {new}" for name, new in key.items() if old.get(name) != new

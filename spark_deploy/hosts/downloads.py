@@ -47,17 +47,17 @@ class DaemonProxy(LineFact):
     """
 
     def command(self, path: str) -> str:
-        lines = (
+        proxy_lines = (
             "grep -aiE '^(http|https|no)_proxy=' | sed 's/^[^=]*/\\L&/; s,/$,,' | LC_ALL=C sort -u"
         )
         return (
             "pid=$(systemctl show -p MainPID --value docker.service 2>/dev/null); "
             '[ "${pid:-0}" -gt 0 ] || exit 0; '
-            f"a=$(tr '\\0' '\\n' < /proc/$pid/environ | {lines}); "
-            f"b=$(cat {shlex.quote(path)} 2>/dev/null | {lines}); "
+            f"a=$(tr '\\0' '\\n' < /proc/$pid/environ | {proxy_lines}); "
+            f"b=$(cat {shlex.quote(path)} 2>/dev/null | {proxy_lines}); "
             'if [ "$a" = "$b" ]; then echo same; exit; fi; '
-            "without() { printf '%s\\n' \"$1\" | grep -v ^no_; }; "
-            '[ "$(without "$a")" = "$(without "$b")" ] && echo same-proxy || echo differs'
+            "urls() { printf '%s\\n' \"$1\" | grep -v ^no_; }; "
+            '[ "$(urls "$a")" = "$(urls "$b")" ] && echo same-proxy || echo differs'
         )
 
 

@@ -41,8 +41,8 @@ _FULL_MBIT_PER_S = 200_000  # of a cable, reported by each of the two interfaces
 _LARGE_MTU = 9000
 
 
-def read_reach(links: Sequence[FabricLink]) -> dict[str, str]:
-    """Return by address whether full-size packets return: "yes", "no" or "unknown"."""
+def read_reachability(links: Sequence[FabricLink]) -> dict[str, str]:
+    """Map each address to whether full-size packets get a reply: "yes", "no" or "unknown"."""
     targets = tuple((link.interface, link.address, link.mtu) for link in links)
     return read_fact(Reach, _sudo=False, links=targets)
 
@@ -107,7 +107,8 @@ def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> I
 def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
     """Give each cabled port an address; an existing network is kept.
 
-    ``check`` logs in again once the host has applied it; if that fails, the old network returns.
+    ``check`` logs in again once the host has applied it; if that fails, the previous network
+    settings are restored.
     """
     netplan, ports = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
     if netplan.in_trial:
@@ -123,7 +124,7 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
     _check_ports_free(plan, netplan)
     log_once(f"{NETPLAN_FILE}, tried for {plan.confirm_s} s:\n{plan.netplan}")
     yield StringCommand(HOST_TOOL, FABRIC, "try", _stdin=documents.text_of(plan))
-    fix = f"wait: the old network returns in {plan.confirm_s} s"
+    fix = f"wait: the previous network settings are restored in {plan.confirm_s} s"
     yield FunctionCommand(_run_step, ["settled", fix], {})
     if check is not None:
         yield check
@@ -203,7 +204,7 @@ def measure_links(links: Sequence[FabricLink]) -> None:
             log_once(f"{link.interface} to {link.host} ({link.address}): {most}")
         host.noop("measured when the deploy runs")
         return
-    _warn_or_refuse(judge_links(host.name, links, read_reach(links)))
+    _warn_or_refuse(judge_links(host.name, links, read_reachability(links)))
     for link in links:
         speed = _measure_tcp(link)
         log(describe_speed(link, speed))
@@ -246,7 +247,7 @@ def _measure_rdma(link: FabricLink) -> float | None:
     """
     hosts = (host, state.inventory.get_host(link.host))
     if not all(_run_test(end, "command -v ib_write_bw", "")[0] for end in hosts):
-        log(f"{link.interface}: RDMA was not measured; install perftest on both hosts for that")
+        log(f"{link.interface}: RDMA not measured; to measure it, install perftest on both hosts")
         return None
     test = f"ib_write_bw -R -F -D 2 --report_gbits -p {secrets.choice(_PORTS)}"
     listen = _unit_command(

@@ -132,7 +132,7 @@ def as_root(script: str) -> str:
 
 
 def parse_key_values(lines: Iterable[str]) -> dict[str, str]:
-    """Values may be quoted; the last of equal keys wins."""
+    """Values may be quoted; if a key is repeated, the last value wins."""
     values: dict[str, str] = {}
     for line in lines:
         key, equals, value = line.partition("=")

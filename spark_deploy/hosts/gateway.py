@@ -84,7 +84,7 @@ def configure_gateway(plan: GatewayPlan) -> Commands:
     if service and service.gateway.active == "active" and (changed or difference):
         if difference:
             host.log(f"gateway: {difference}")
-        yield from _restart_older_watchdog(plan, service.active)
+        yield from _restart_outdated_watchdog(plan, service.active)
         yield tool.line(tool.GATEWAY_RELOAD, plan.settings.service)
     elif not changed:
         host.noop("the gateway is as planned")
@@ -103,8 +103,8 @@ def replace_key(plan: GatewayPlan) -> Commands:
     yield tool.line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
 
-def _restart_older_watchdog(plan: GatewayPlan, release: str | None) -> Commands:
-    """Restart a watchdog of older tools, which would write older gateway files.
+def _restart_outdated_watchdog(plan: GatewayPlan, release: str | None) -> Commands:
+    """Restart a watchdog that runs older tools, which would write outdated gateway files.
 
     It follows addresses that come and go; engines continue.
     """

@@ -84,7 +84,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     token = [*_token_file(work)]
     yield shell(
         f"{_enable_at_boot(target)}; "
-        # An old status would look like that of this attempt.
+        # A stale status file would be mistaken for this attempt's.
         f"rm -f {job.dir}/status.json {job.dir}/progress; "
         f"systemctl reset-failed {job.unit} 2>/dev/null; "
         # A single command sends the token and starts the job, which removes the token: a killed
@@ -180,7 +180,7 @@ def compare_donor_tensors(jobs: Sequence[Work]) -> None:
                 refuse(
                     f"{host.name}: {proof.tree}",
                     f"was built from FP8 source tensors with sha256 {own}, {source} has {sha256}",
-                    "check which hub or proxy sent other bytes; on the wrong host move the "
+                    "check which hub or proxy sent different bytes; on the wrong host move the "
                     "directory away and run the deploy again",
                 )
     host.noop("the FP8 source tensors match the lock and the other hosts")

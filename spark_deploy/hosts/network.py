@@ -82,8 +82,10 @@ def _gid_index(gids: list[list[str]], device: str | None, addresses: tuple[str, 
         return None
     a, b, c, d = map(int, addresses[0].partition("/")[0].split("."))
     wanted = f"{_MAPPED}{a:02x}{b:02x}:{c:02x}{d:02x}"
-    rows = (words for words in gids if len(words) == 3)
-    return next((int(index) for own, index, gid in rows if (own, gid) == (device, wanted)), None)
+    for row_device, index, gid in (row for row in gids if len(row) == 3):
+        if (row_device, gid) == (device, wanted):
+            return int(index)
+    return None
 
 
 _MAX_BYTES = 8192

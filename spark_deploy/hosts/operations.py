@@ -93,7 +93,7 @@ mv -fT {lease}.new {lease}
 echo taken"""
 
 
-def release_script(path: str, token: str) -> str:
+def unlock_script(path: str, token: str) -> str:
     lease = shlex.quote(path)
     return f"""[ -f {lease} ] || exit 0
 umask 077; exec 9>>{lease}.lock; flock -w 20 9
@@ -134,8 +134,8 @@ class ReturnLeases(BaseStateCallback):
             # Python drops handlers at exit; a second signal would become the exit code.
             atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, _INTERRUPTS)
             sys.stderr.write(
-                "interrupted: leases are returned; work started on hosts continues, and the next "
-                "run finishes it\n"
+                "interrupted: locks released; work already started on the hosts continues, and the "
+                "next run picks it up\n"
             )
             state.pool.kill(block=False)
             gevent.kill(main, SystemExit(128 + number))  # type: ignore[arg-type]  # never None
@@ -152,7 +152,7 @@ class ReturnLeases(BaseStateCallback):
         if lease.renewing is not None:
             lease.renewing.kill()
         try:
-            _run_script(host, release_script(LEASE, this_run()))
+            _run_script(host, unlock_script(LEASE, this_run()))
         except _CONNECTION_ERRORS as error:
             host.log(f"the lease was not returned ({type(error).__name__}) and will expire")
 

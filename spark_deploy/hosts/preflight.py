@@ -12,7 +12,7 @@ from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.host import DOCKER_DIR, GB10
 from spark_deploy.hosts import capacity
 from spark_deploy.hosts.commands import is_predicted, log
-from spark_deploy.hosts.fabric import find_differences, judge_links, read_reach
+from spark_deploy.hosts.fabric import find_differences, judge_links, read_reachability
 from spark_deploy.hosts.facts import prefetch, read_fact, values_by_host
 from spark_deploy.hosts.gpu import GpuState
 from spark_deploy.hosts.operations import Commands, Refused, host_operation, warn
@@ -257,7 +257,7 @@ def check_cluster(needs: NeedsPlan) -> None:
     if not needs.cluster:
         host.noop("not part of a cluster")
         return
-    verdict = judge_links(host.name, needs.links, read_reach(needs.links))
+    verdict = judge_links(host.name, needs.links, read_reachability(needs.links))
     problems = [*verdict.problems, *find_differences(needs.cluster, values_by_host(HostSurvey))]
     if problems:
         raise Refused(*problems)

@@ -160,7 +160,7 @@ class HostStatus:
 def stopped_text(service: str, stopped: Stopped) -> str:
     who = stopped.by or "someone on the host"
     return (
-        f"{service} was stopped on purpose by {who} and is down since {stopped.at}"
+        f"{service} was stopped on purpose by {who} and has been down since {stopped.at}"
         f"{f' until {stopped.until}' if stopped.until else ''}; `spark-deploy start` starts it"
     )
 

@@ -132,7 +132,7 @@ def groups_from(
     generated: Mapping[str, Any] | None = None,
     host_data: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Group]:
-    """Return several groups: ``globals().update(_groups_from(...))``."""
+    """Build several groups at once: ``globals().update(groups_from(...))``."""
     _make_importable()
     limit_output()
     arguments, stem = command_line(), Path(file).stem
@@ -197,10 +197,10 @@ def _load_settings(
         settings = dataclasses.replace(loaded.settings, ssh=ssh)
         hosts[name] = dataclasses.replace(loaded, settings=settings)
     problems += duplicate_address_problems(endpoints)
-    fix = f"set a host of this inventory: {', '.join(hosts)}"
+    fix = f"set a host in this inventory: {', '.join(hosts)}"
     for canary in dict.fromkeys(loaded.settings.rollout.canary for loaded in hosts.values()):
         if canary is not None and canary not in hosts:
-            message = f"'{canary}' is not a host of this inventory"
+            message = f"'{canary}' is not a host in this inventory"
             problems.append(Problem("rollout.canary", message, fix))
     if problems:
         raise SettingsError(problems)

@@ -111,7 +111,7 @@ def _wrong_name(host: str) -> tuple[str, str] | None:
 
 
 def _joined_strings(file: Path) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Yield adjacent strings, joined by Python for lack of a comma."""
+    """Yield adjacent strings that Python joins because a comma is missing."""
     run: list[tokenize.TokenInfo] = []
     for token in _tokens(file):
         if token.type == tokenize.STRING and not token.string.lower().startswith(("f", "rf", "fr")):
@@ -125,7 +125,7 @@ def _joined_strings(file: Path) -> Iterator[tuple[str, tuple[int, str]]]:
 
 
 def _tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
-    """Stop at errors, which running the file reports better."""
+    """Stop silently at syntax errors; executing the file gives a better message."""
     if not file.is_file():
         return
     try:

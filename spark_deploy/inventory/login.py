@@ -224,7 +224,9 @@ def check_login(state: State, host: Host, endpoint: Endpoint) -> bool:
     if access.ready:
         host.log("a new login works")
         return True
-    fix = "wait: the old network returns by itself; then check the cable and `ip route`"
+    fix = (
+        "wait until the previous network settings are restored; then check the cable and `ip route`"
+    )
     return _log_problem(host, f"no new login at {endpoint.hostname} ({access.detail})", fix)
 
 

@@ -145,7 +145,7 @@ def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
     """
     lock = read_headers(settings, catalog, lock, log)
     for names, order in unverified_builds(settings, catalog, lock):
-        verified = headers.check_names(names, order, settings.hub)
+        verified = headers.check_sources(names, order, settings.hub)
         lock = lock.extended_by(names=[verified])
         counts = [(verified.base_tensors, verified.base), (verified.donor_tensors, verified.donor)]
         texts = [f"{count:,} names of {source.split('@')[0]}" for count, source in counts if source]

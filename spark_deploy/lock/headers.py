@@ -45,8 +45,8 @@ class HeadersUnavailableError(LockError):
     """The hub did not send the headers."""
 
 
-def check_names(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> VerifiedNames:
-    """Check the sources of a build by their headers, and return ``names`` with counts.
+def check_sources(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> VerifiedNames:
+    """Check the sources of a build by reading their headers; return ``names`` with counts.
 
     Raises:
         HeadersUnavailableError: the hub did not send the headers.

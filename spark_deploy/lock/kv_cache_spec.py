@@ -135,7 +135,7 @@ def _layer_names(config: Numbers, kind: str) -> list[str]:
 
 def _listed_layers(layer_types: tuple[str, ...], layers: int) -> list[str]:
     if len(layer_types) != layers:
-        raise Missing(f"layer_types lists {len(layer_types)} layers of {layers}")
+        raise Missing(f"layer_types lists {len(layer_types)} layers, but the model has {layers}")
     unknown = next((name for name in layer_types if name not in _LAYERS), None)
     if unknown is not None:
         raise Missing(f"layers of type {unknown[:40]!r} are unknown")

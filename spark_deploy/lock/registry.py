@@ -138,7 +138,8 @@ class _Client:
         digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
         claimed = headers.get("Docker-Content-Digest", digest)
         if claimed != digest or (version.startswith("sha256:") and version != digest):
-            what = f"the registry sent other bytes than {one_line(claimed)}"
+            expected = claimed if claimed != digest else version
+            what = f"the registry's response does not match digest {one_line(expected)}"
             raise LockError.one(f"image {self._shown}", what, "try again; check for a proxy")
         data: dict[str, Any] = json.loads(body)
         return data, digest
@@ -147,7 +148,7 @@ class _Client:
         digest = manifest["config"]["digest"]
         body, _ = self._get(f"{self._base}/blobs/{digest}")
         if f"sha256:{hashlib.sha256(body).hexdigest()}" != digest:
-            what = f"the registry sent other bytes than {one_line(digest)}"
+            what = f"the registry's response does not match digest {one_line(digest)}"
             raise LockError.one(f"image {self._shown}", what, "try again; check for a proxy")
         data: dict[str, Any] = json.loads(body)
         return data

@@ -61,7 +61,8 @@ def refuse_two_revisions(sources: Iterable[tuple[str, str]]) -> None:
     known: dict[str, str] = {}
     for repo, revision in sorted(sources):
         if known.setdefault(repo, revision) != revision:
-            what = f"is requested at {known[repo]} and {revision}, but a lock has a single revision"
+            both = f"both {known[repo]} and {revision}"
+            what = f"is requested at {both}; a lock file pins one revision"
             fix = "use the same revision, or a separate lock_file for the other hosts"
             raise LockError.one(repo, what, fix)
 

@@ -68,7 +68,7 @@ def served_source(model: Model, lock: Lock) -> LockedSource:
 def source_plan(source: LockedSource, settings: Settings) -> SourcePlan:
     folder = f"{source.repo.replace('/', '--')}-{source.commit[:12]}"
     if source.left_out:
-        # A download without these files is another tree.
+        # A partial download has different contents, so it gets its own folder.
         folder += f"-{source.digest[:12]}"
     path = f"{settings.paths.sources_dir}/{folder}"
     return SourcePlan(source, path, settings.hub, settings.downloads)
@@ -137,7 +137,7 @@ def checkpoint_plan(
     if profile.shared_experts in orders.WITH_DONOR:
         if sources.donor is None:
             what = f"profile {profile.name} needs an FP8 source checkpoint; this model has none"
-            fix = "set sources.donor, or use a profile with another shared_experts"
+            fix = "set sources.donor, or use a profile with a different shared_experts value"
             raise PlanError.one(f"catalog/models/{model.name}.yml", what, fix)
         donor = locked_source(lock, sources.donor, sources.revision)
     order = _order(model, profile, settings, base, donor)

@@ -39,7 +39,7 @@ _INTERFACE = re.compile(r"en(?:P(\d+))?p(.*)")
 _RDMA_ARGUMENTS = ("--ulimit=memlock=-1:-1", "--device=/dev/infiniband")
 # Each release has two of these ports on the fabric, so members of different releases never meet.
 _FIRST_PORT = 29500
-_CONFIRM_S = 90  # the old network returns unless a new login over it succeeded
+_CONFIRM_S = 90  # without a new login by then, the previous network settings are restored
 _PORTS = 2000
 
 
@@ -365,14 +365,14 @@ def waves_of(
     """
     unique = [wave for wave in dict.fromkeys(clusters) if wave]
     members = {name for wave in unique for name in wave}
-    waves = _single_waves({n: rollout for n, rollout in rollouts.items() if n not in members})
+    waves = _standalone_waves({n: rollout for n, rollout in rollouts.items() if n not in members})
     canaries = {rollout.canary for rollout in rollouts.values()}
     for wave in unique:
         waves.insert(0 if canaries.intersection(wave) else len(waves), wave)
     return tuple(waves)
 
 
-def _single_waves(rollouts: Mapping[str, RolloutSettings]) -> list[Wave]:
+def _standalone_waves(rollouts: Mapping[str, RolloutSettings]) -> list[Wave]:
     canaries = [name for name in rollouts if any(r.canary == name for r in rollouts.values())]
     waves: list[Wave] = [(name,) for name in canaries]
     wave: Wave = ()

@@ -239,12 +239,12 @@ def _refuse_unknown(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> Non
         raise PlanError(problems)
 
 
-def pair_problems(
+def model_profile_problems(
     model: Model, profile: Profile, settings: Settings, engines: Engines
 ) -> list[Problem]:
     return [
         *_limit_problems(model, profile),
-        *_spread_problems(model, profile, settings),
+        *_multi_host_problems(model, profile, settings),
         *_architecture_problems(model, profile, settings, engines),
         *_parser_problems(model, settings, engines),
     ]
@@ -340,7 +340,7 @@ def engine_problems(
         yield Problem(f"images.{model.image.role}", what, fix)
 
 
-def _spread_problems(model: Model, profile: Profile, settings: Settings) -> Iterator[Problem]:
+def _multi_host_problems(model: Model, profile: Profile, settings: Settings) -> Iterator[Problem]:
     ranks = settings.ranks
     if isinstance(model, PlainModel):
         if ranks > 1:

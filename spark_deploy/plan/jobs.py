@@ -65,16 +65,16 @@ class Work:
     def files(self) -> tuple[ManagedFile, ...]:
         job_json = ManagedFile(f"{self.job.dir}/job.json", text_of(self.job).encode())
         order = f"{units.drop_in_dir(self.job.unit)}/order.conf"
-        return (*self.inputs, job_json, ManagedFile(order, self._order().encode()))
+        return (*self.inputs, job_json, ManagedFile(order, self._dependency_drop_in().encode()))
 
-    def _order(self) -> str:
+    def _dependency_drop_in(self) -> str:
         required = [units.JOB.of(digest12) for digest12 in self.job.after]
         if self.job.kind in IMAGE_JOBS:
             required.append("docker.service")
         names = " ".join(required)
         text = f"Requires={names}\nAfter={names}\n" if required else ""
         if isinstance(self.job.proof, ReceiptProof):
-            # A boot without that disk must not fill the root file system.
+            # If that disk is not mounted at boot, the job must not fill the root filesystem.
             text += needs_mounts(self.job.proof.receipt)
         return f"[Unit]\n{text}"
 

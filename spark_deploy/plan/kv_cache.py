@@ -176,7 +176,7 @@ def _plain_shape(model: PlainModel, profile: Profile) -> CacheShape | None:
     )
     sizes = {max(1, round(layer.token_bytes * width)) for layer in attention}
     if len(sizes) != 1 or len(states) > 1:
-        return _summed_shape(layers, width, page_tokens)
+        return _upper_bound_shape(layers, width, page_tokens)
     return _grouped_shape(attention, states, sizes.pop(), page_tokens, profile)
 
 
@@ -206,7 +206,7 @@ def _grouped_shape(
     )
 
 
-def _summed_shape(layers: Iterable[CacheLayers], width: float, page_tokens: int) -> CacheShape:
+def _upper_bound_shape(layers: Iterable[CacheLayers], width: float, page_tokens: int) -> CacheShape:
     """Overestimate mixed layer sizes: count each as if it kept the whole context."""
     layers = tuple(layers)
     per_token = sum(round(layer.token_bytes * width) * layer.layers for layer in layers)

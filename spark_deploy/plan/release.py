@@ -256,7 +256,7 @@ def timer_files(schedule: Sequence[ScheduledPlan]) -> tuple[ManagedFile, ...]:
     files = []
     for name, calendar in times.items():
         text = (
-            f"[Unit]\nDescription=Times at which the Spark service changes to {name}\n\n"
+            f"[Unit]\nDescription=Schedule for switching the Spark service to {name}\n\n"
             f"[Timer]\n{calendar}Unit={units.SWITCH.of(name)}\nAccuracySec=10s\n\n"
             "[Install]\nWantedBy=timers.target\n"
         )

@@ -36,8 +36,8 @@ _Part = TypeVar("_Part", Profile, Limits, KvCache)
 _ACCEPTANCE_FLOOR = 0.5
 _MAX_SUGGESTIONS = 3
 _MAX_HOSTS = 8
-_LEAST_RESERVE_GIB = 8
-_LEAST_CONTEXT_TOKENS = 8192
+_MIN_RESERVE_GIB = 8
+_MIN_CONTEXT_TOKENS = 8192
 _USUAL_FRACTION = 0.8
 
 Fits = Callable[[Settings], bool]
@@ -171,7 +171,7 @@ def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
     """Load, check, compute memory and apply guard rails; ``None`` if memory does not suffice."""
     model, profile = pair_of(settings, catalog)
     refuse_impossible_trees(model, profile, settings)
-    if problems := rails.pair_problems(model, profile, settings, catalog.engines):
+    if problems := rails.model_profile_problems(model, profile, settings, catalog.engines):
         raise PlanError(problems)
     if missing_bytes(model, profile, settings) > 0:
         return None
@@ -205,7 +205,7 @@ def _problems(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lever:
+class Adjustment:
     """A setting that a user can change; each further value leaves the engine more memory."""
 
     setting: str  # changed at most once per suggestion
@@ -231,10 +231,10 @@ def _refusal(
         f"{gib(settings.memory.total_bytes)} ({gib(settings.reserved_bytes)} stay reserved)"
     )
     usual = _suggestions(
-        _levers(model, profile, settings, catalog, [_USUAL_FRACTION]), settings, fits
+        _adjustments(model, profile, settings, catalog, [_USUAL_FRACTION]), settings, fits
     )
     changes = usual or _suggestions(
-        _levers(model, profile, settings, catalog, _all_fractions(catalog)), settings, fits
+        _adjustments(model, profile, settings, catalog, _all_fractions(catalog)), settings, fits
     )
     smaller = _smaller_model(model, profile, settings, catalog, fits)
     fix = "; or ".join([*changes, *smaller][:_MAX_SUGGESTIONS])
@@ -256,37 +256,41 @@ def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
     return None
 
 
-def _suggestions(levers: Sequence[Lever], settings: Settings, fits: Fits) -> list[str]:
+def _suggestions(adjustments: Sequence[Adjustment], settings: Settings, fits: Fits) -> list[str]:
     """Return up to three suggestions, the least intrusive first: single changes, then pairs."""
-    suggestions: dict[tuple[Lever, ...], str] = {}
-    sizes = range(1, len({lever.setting for lever in levers}) + 1)
-    for chosen in (group for size in sizes for group in itertools.combinations(levers, size)):
+    suggestions: dict[tuple[Adjustment, ...], str] = {}
+    sizes = range(1, len({adjustment.setting for adjustment in adjustments}) + 1)
+    for chosen in (group for size in sizes for group in itertools.combinations(adjustments, size)):
         if len(suggestions) == _MAX_SUGGESTIONS:
             break
-        has_repeats = len({lever.setting for lever in chosen}) < len(chosen)
+        has_repeats = len({adjustment.setting for adjustment in chosen}) < len(chosen)
         if has_repeats or any(set(earlier) <= set(chosen) for earlier in suggestions):
             continue
-        if values := _least_values(chosen, settings, fits):
+        if values := _smallest_changes(chosen, settings, fits):
             pairs = zip(chosen, values, strict=True)
-            suggestions[chosen] = " and ".join(lever.advice.format(value) for lever, value in pairs)
+            suggestions[chosen] = " and ".join(
+                adjustment.advice.format(value) for adjustment, value in pairs
+            )
     return list(suggestions.values())
 
 
-def _least_values(chosen: Sequence[Lever], settings: Settings, fits: Fits) -> list[Any]:
-    """Return the smallest change of each setting with which they fit together; empty if none do."""
-    values = [lever.values[-1] for lever in chosen]
+def _smallest_changes(chosen: Sequence[Adjustment], settings: Settings, fits: Fits) -> list[Any]:
+    """Return the smallest change to each setting that makes the deployment fit; [] if none does."""
+    values = [adjustment.values[-1] for adjustment in chosen]
 
-    def fits_with(place: int, value: Any) -> bool:
+    def fits_with(index: int, value: Any) -> bool:
         changed = settings
-        for number, lever in enumerate(chosen):
-            changed = lever.change(changed, value if number == place else values[number])
+        for other, adjustment in enumerate(chosen):
+            changed = adjustment.change(changed, value if other == index else values[other])
         return fits(changed)
 
     if not fits_with(0, values[0]):
         return []
-    for place, lever in enumerate(chosen):
-        last, fits_at = len(lever.values) - 1, functools.partial(fits_with, place)
-        values[place] = lever.values[bisect.bisect_left(lever.values, True, hi=last, key=fits_at)]
+    for index, adjustment in enumerate(chosen):
+        last, fits_at = len(adjustment.values) - 1, functools.partial(fits_with, index)
+        values[index] = adjustment.values[
+            bisect.bisect_left(adjustment.values, True, hi=last, key=fits_at)
+        ]
     return values
 
 
@@ -309,44 +313,50 @@ def _smaller_model(
     return [f"choose model {largest.name}"] if largest else []
 
 
-def _levers(
+def _adjustments(
     model: Model,
     profile: Profile,
     settings: Settings,
     catalog: Catalog,
     fractions: Sequence[float],
-) -> list[Lever]:
+) -> list[Adjustment]:
     """Return the applicable changes, the cheapest for the user first."""
     higher = [value for value in fractions if value > profile.limits.memory_fraction]
     reserve_gib = math.ceil(settings.memory.reserve_bytes / GIB)
-    reserves = range(reserve_gib - 1, _LEAST_RESERVE_GIB - 1, -1)
-    share_gib = min(_share_gib(settings), settings.memory.total_bytes // GIB + 1)
+    reserves = range(reserve_gib - 1, _MIN_RESERVE_GIB - 1, -1)
+    share_gib = min(_service_memory_gib(settings), settings.memory.total_bytes // GIB + 1)
     shares = range(share_gib - 1, len(settings.services) - 1, -1) if settings.services else ()
     context = context_tokens(model, profile)
     halves = [context >> n for n in range(1, context.bit_length())]
-    halves = [tokens for tokens in halves if tokens >= _LEAST_CONTEXT_TOKENS]
+    halves = [tokens for tokens in halves if tokens >= _MIN_CONTEXT_TOKENS]
     no_drafts = [0] * bool(profile.speculation)
     names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
     pinned = settings.engine.kv_cache_gib is not None
     engine = functools.partial(_setting, "engine")
-    levers = [
-        Lever("vision", "set engine.vision to false", [False] * profile.vision, engine("vision")),
-        Lever("cache", "drop engine.kv_cache_gib", [None] * pinned, engine("kv_cache_gib")),
-        Lever("fraction", "raise engine.memory_fraction to {}", higher, engine("memory_fraction")),
-        Lever(
+    adjustments = [
+        Adjustment(
+            "vision", "set engine.vision to false", [False] * profile.vision, engine("vision")
+        ),
+        Adjustment("cache", "drop engine.kv_cache_gib", [None] * pinned, engine("kv_cache_gib")),
+        Adjustment(
+            "fraction", "raise engine.memory_fraction to {}", higher, engine("memory_fraction")
+        ),
+        Adjustment(
             "reserve", "lower memory.reserve_gib to {}", reserves, _setting("memory", "reserve_gib")
         ),
-        Lever("services", f"lower {names} to {{}} together", shares, _share),
-        Lever(
+        Adjustment("services", f"lower {names} to {{}} together", shares, _scale_service_memory),
+        Adjustment(
             "context", "set engine.max_context_tokens to {}", halves, engine("max_context_tokens")
         ),
-        Lever("drafts", "set engine.drafts to {}", no_drafts, engine("drafts")),
+        Adjustment("drafts", "set engine.drafts to {}", no_drafts, engine("drafts")),
         *(
-            Lever("profile", "choose profile {}", [name], lambda s, name: replace(s, profile=name))
+            Adjustment(
+                "profile", "choose profile {}", [name], lambda s, name: replace(s, profile=name)
+            )
             for name in _similar_profiles(profile, model, catalog)
         ),
     ]
-    return [lever for lever in levers if lever.values]
+    return [adjustment for adjustment in adjustments if adjustment.values]
 
 
 def _all_fractions(catalog: Catalog) -> list[float]:
@@ -376,14 +386,14 @@ def _setting(section: str, name: str) -> Callable[[Settings, Any], Settings]:
     )
 
 
-def _share_gib(settings: Settings) -> int:
+def _service_memory_gib(settings: Settings) -> int:
     return sum(service.memory_bytes for service in settings.services.values()) // GIB
 
 
-def _share(settings: Settings, size_gib: int) -> Settings:
-    part = size_gib / max(1, _share_gib(settings))
+def _scale_service_memory(settings: Settings, total_gib: int) -> Settings:
+    factor = total_gib / max(1, _service_memory_gib(settings))
     services = {
-        name: replace(service, memory_gib=service.memory_gib * part)
+        name: replace(service, memory_gib=service.memory_gib * factor)
         for name, service in settings.services.items()
     }
     return replace(settings, services=services)

@@ -31,7 +31,7 @@ FIRST_ACCEPTED, LATER_ACCEPTED = 0.95, 0.684
 TOLERANCE = 0.15
 """Largest deviation that the page leaves unexplained."""
 MAX_DRAFTS = 3
-_WORTH = 0.01
+_MIN_GAIN = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Lever:
+class Speedup:
     setting: str
     gain: float  # 0.1 is ten percent
 
@@ -84,18 +84,18 @@ def tokens_per_step(drafts: int) -> float:
 
 def experts_touched(model: Architecture, tokens: int) -> float:
     """Return the expected experts per layer if tokens choose independently."""
-    left_out = 1 - model.experts_per_token / model.experts
-    return model.experts * float(1 - left_out**tokens)
+    excluded = 1 - model.experts_per_token / model.experts
+    return model.experts * float(1 - excluded**tokens)
 
 
-def next_lever(model: HybridModel, profile: Profile) -> Lever | None:
+def best_speedup(model: HybridModel, profile: Profile) -> Speedup | None:
     now = speed_of(model.architecture, profile).tokens_per_s
-    levers = [
-        Lever(setting, speed_of(model.architecture, other).tokens_per_s / now - 1)
+    speedups = [
+        Speedup(setting, speed_of(model.architecture, other).tokens_per_s / now - 1)
         for setting, other in _changes(model, profile)
     ]
-    best = max(levers, key=lambda lever: lever.gain, default=None)
-    return best if best and best.gain >= _WORTH else None
+    best = max(speedups, key=lambda speedup: speedup.gain, default=None)
+    return best if best and best.gain >= _MIN_GAIN else None
 
 
 def _changes(model: HybridModel, profile: Profile) -> Iterator[tuple[str, Profile]]:

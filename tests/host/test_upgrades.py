@@ -114,8 +114,8 @@ def test_reboots_hosts_one_by_one_if_allowed(pair: Pair) -> None:
     assert refused.exit_code != 0
     run.assert_succeeded()
     assert {name for name in run.changed if name.startswith("Reboots")} == {
-        f"Reboots | Reboot {FIRST} where it is due",
-        f"Reboots | Reboot {SECOND} where it is due",
+        f"Reboots | Reboot {FIRST} if required",
+        f"Reboots | Reboot {SECOND} if required",
     }
     assert all(boot_of(guest) != boot for guest, boot in zip(pair.guests, boots, strict=True))
     # The second host rebooted after the first was proven.

@@ -97,7 +97,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 def checkpoint_from_headers(
     directory: Path, shards: dict[str, Header], index: Mapping[str, str] | None
 ) -> Checkpoint:
-    """Return a checkpoint from headers in natural order."""
+    """Build a Checkpoint from shard headers, given in natural sort order of file name."""
     owner: dict[str, str] = {}
     copies: dict[str, list[str]] = {}
     for shard, header in shards.items():

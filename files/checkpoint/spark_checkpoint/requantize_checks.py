@@ -72,7 +72,7 @@ def check_packable(plan: RequantizePlan, original: Checkpoint) -> None:
         reason = excluded_by_name(module) or _excluded_by_shape(find_weight(module, original))
         if reason:
             problem = f"must be packed, but AutoRound leaves it in 16 bits: {reason}"
-            fix = f"name {module}{WEIGHT} in the model's tensors instead"
+            fix = f"list {module}{WEIGHT} under the model's tensors instead"
             raise GateRefused(module, problem, fix)
 
 

@@ -108,7 +108,7 @@ class Wire:
         check_range("slow_after_s", self.slow_after_s, 0.1)
 
     @property
-    def least_bytes_per_s(self) -> float:
+    def min_bytes_per_s(self) -> float:
         """Rate below which a mirror or peer is slow; half of a lower limit of our own."""
         if self.rate_limit_bytes_per_s is None:
             return self.slow_bytes_per_s
@@ -187,7 +187,7 @@ def is_inside(path: str) -> bool:
 DOCKER_HUB = "registry-1.docker.io"
 # Cancel a pull below this rate for so long.
 PULL_STALL_S = 300.0
-PULL_LEAST_BYTES_PER_S = 1024
+PULL_MIN_BYTES_PER_S = 1024
 # ``uname -m`` -> name in registries.
 ARCHITECTURES = {"aarch64": "arm64", "x86_64": "amd64"}
 MANIFEST_TYPES = (

@@ -88,7 +88,7 @@ def _choices(body: str, pattern: str) -> list[str]:
         return [str(number) for number in range(first, last + 1, step)]
     words = body.split(",")
     if len(words) < 2 or len(set(words)) != len(words):
-        raise PatternError(pattern, f"{{{body}}} needs two or more different words")
+        raise PatternError(pattern, f"{{{body}}} must list at least two distinct alternatives")
     return words
 
 

@@ -154,8 +154,10 @@ class Layers:
                 self._count(layer, status, event["progressDetail"])
             kind = (layer, re.sub(r"\d+", "#", status))  # "Retrying in 5 seconds", "in 4 seconds"
             bytes_now = sum(self._downloaded.values()) + sum(self._unpacked.values())
-            least = fetching.PULL_LEAST_BYTES_PER_S * self._stall_s if self._is_downloading() else 1
-            if kind not in self._seen or bytes_now - self._progress_bytes >= least:
+            min_bytes = (
+                fetching.PULL_MIN_BYTES_PER_S * self._stall_s if self._is_downloading() else 1
+            )
+            if kind not in self._seen or bytes_now - self._progress_bytes >= min_bytes:
                 self._progress_at, self._progress_bytes = now, bytes_now
             self._seen.add(kind)
 

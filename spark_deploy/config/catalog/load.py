@@ -112,10 +112,10 @@ class _Files:
             return data
         base = self._read(kind, parent, shipped=parent == name)
         if "based_on" in base:
-            message = f"is based on {parent}, which is itself based on a file"
+            message = f"is based on {parent}, which is itself based on another file"
             raise CatalogError.one(shown, message, f"base it on {base['based_on']} directly")
         inherited = {key: value for key, value in base.items() if key not in not_inherited}
-        return merge(inherited, data, null_keeps=False)
+        return merge(inherited, data, keep_on_null=False)
 
     def _read(self, kind: str, name: object, *, shipped: bool = False) -> _Data:
         """Read a file; ``shipped``: the checkout's, which the user's file of this name extends."""
@@ -128,10 +128,10 @@ class _Files:
         return data
 
 
-def read_file(kind: str, name: str, *, own: Path) -> _Data:
+def read_file(kind: str, name: str, *, user_dir: Path) -> _Data:
     """Return a file of ``models`` or ``profiles``, merged with the ``based_on`` file."""
-    left = _NOT_INHERITED if kind == "profiles" else ()
-    return _Files(CHECKOUT, own).merged(kind, name, not_inherited=left)
+    excluded_keys = _NOT_INHERITED if kind == "profiles" else ()
+    return _Files(CHECKOUT, user_dir).merged(kind, name, not_inherited=excluded_keys)
 
 
 def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
@@ -157,7 +157,7 @@ def _with_model_changes(model: Model, plain: Profile, data: _Data, schema: Schem
     changes = [change.set for change in model.changes if all_hold(change.when, plain.traits)]
     changed = data
     for change in changes:
-        changed = merge(changed, change, null_keeps=False)
+        changed = merge(changed, change, keep_on_null=False)
     if changes:
         shown = f"catalog/models/{model.name}.yml: changes of profile {plain.name}"
         plain = _checked(_CheckedProfile, changed, schema, shown, name=plain.name)

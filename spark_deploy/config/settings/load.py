@@ -103,20 +103,20 @@ def load_hosts(
 
 
 def merge(
-    base: dict[str, Any], new: Mapping[str, Any], *, null_keeps: bool = True
+    base: dict[str, Any], new: Mapping[str, Any], *, keep_on_null: bool = True
 ) -> dict[str, Any]:
     """Return ``base`` with ``new`` merged in: mappings by key, other values replaced.
 
-    With ``null_keeps`` an empty mapping (``serve:`` with all keys commented out) changes nothing;
+    With ``keep_on_null`` an empty mapping (``serve:`` with all keys commented out) changes nothing;
     otherwise null removes the mapping.
     """
     merged = dict(base)
     for key, value in new.items():
         old = merged.get(key)
-        if isinstance(old, dict) and value is None and null_keeps:
+        if isinstance(old, dict) and value is None and keep_on_null:
             continue
         if isinstance(old, dict) and isinstance(value, Mapping):
-            merged[key] = merge(old, value, null_keeps=null_keeps)
+            merged[key] = merge(old, value, keep_on_null=keep_on_null)
         else:
             merged[key] = copy.deepcopy(value)
     return merged

@@ -264,13 +264,13 @@ def broken_rules(
     """Yield every broken rule; models and profiles are looked up in the catalog, if given."""
     if catalog:
         yield from _unknown_names(settings, catalog)
-    yield from _broken_schedule(settings)
-    yield from _broken_services(settings)
-    yield from _broken_replicas(settings)
-    yield from _broken_in_sections(settings)
+    yield from _schedule_violations(settings)
+    yield from _service_violations(settings)
+    yield from _replica_violations(settings)
+    yield from _section_violations(settings)
 
 
-def _broken_schedule(settings: Settings) -> Iterator[Violation]:
+def _schedule_violations(settings: Settings) -> Iterator[Violation]:
     served = PairSettings(settings.model, settings.profile)
     timed = [PairSettings(entry.model, entry.profile) for entry in settings.schedule]
     for place, pair in enumerate(timed):
@@ -287,7 +287,7 @@ def _broken_schedule(settings: Settings) -> Iterator[Violation]:
         yield Violation(("schedule",), message, fix)
 
 
-def _broken_replicas(settings: Settings) -> Iterator[Violation]:
+def _replica_violations(settings: Settings) -> Iterator[Violation]:
     replicas = settings.replicas
     if not replicas.hosts:
         return
@@ -311,7 +311,7 @@ def _broken_replicas(settings: Settings) -> Iterator[Violation]:
         yield Violation(("rollout", "at_once"), message, f"set at most {len(replicas.hosts) - 1}")
 
 
-def _broken_services(settings: Settings) -> Iterator[Violation]:
+def _service_violations(settings: Settings) -> Iterator[Violation]:
     ports, answered = {settings.serve.port: "serve.port"}, dict[str, str]()
     if settings.replicas.hosts and ports.setdefault(settings.replicas.port, "") == "serve.port":
         message = f"{settings.replicas.port} is also serve.port"
@@ -325,8 +325,8 @@ def _broken_services(settings: Settings) -> Iterator[Violation]:
         for path in service.paths:
             first = answered.setdefault(path, name)
             if first != name:
-                message = f"{path} is answered by services.{first}"
-                yield Violation((*where, "paths"), message, "list the path for a single service")
+                message = f"{path} is already served by services.{first}"
+                yield Violation((*where, "paths"), message, "list the path under one service only")
         if taken != f"services.{name}.port":
             message = f"{service.port} is the port of {taken}"
             yield Violation((*where, "port"), message, "set a different port for each service")
@@ -334,7 +334,7 @@ def _broken_services(settings: Settings) -> Iterator[Violation]:
             yield violation._replace(key=(*where, *violation.key))
 
 
-def _broken_in_sections(settings: Settings) -> Iterator[Violation]:
+def _section_violations(settings: Settings) -> Iterator[Violation]:
     for field in dataclasses.fields(settings):
         section = getattr(settings, field.name)
         if hasattr(section, "violations"):

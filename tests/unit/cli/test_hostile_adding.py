@@ -170,12 +170,15 @@ FILES = {
     "a million values": (f"a: [{'1,' * 1_000_000}]", "has more than 200000 values"),
     "nine megabytes": (f"a: {'x' * 9_000_000}", "is larger than"),
     "addresses in addresses": (f"shared: 1\nname: '{'://' * 300_000}'", "the required form"),
-    "a date for a name": ("model: 2026-01-01\ncommand: vllm serve", "names no repository"),
+    "a date for a name": (
+        "model: 2026-01-01\ncommand: vllm serve",
+        "does not name a Hub repository",
+    ),
     "a file name for a repository": ("model: org/../../x\ncommand: vllm serve x", "no repository"),
     "a line more": ('model: "org/x\\n"\ncommand: vllm serve x', "no repository"),
     "a name that no file can have": (
         f"model: org/{'x' * 5000}\ncommand: vllm serve x",
-        "names no repository",
+        "does not name a Hub repository",
     ),
 }
 

@@ -105,7 +105,7 @@ def test_stopped_and_rolled_back_services_show_time_and_person(tmp_path):
         "at": "2026-11-21T09:00:00Z",
     }  # fmt: skip
     text = text_of(tmp_path, data)
-    assert "stopped on purpose by ann@desk and is down since 2026-11-21T10:00:00Z" in text
+    assert "stopped on purpose by ann@desk and has been down since 2026-11-21T10:00:00Z" in text
     assert "rolled back from main-b at 2026-11-21T09:00:00Z, by hand" in text
     data["releases"].append({**data["releases"][0], "name": "main-b", "profile": "v2-tq"})
     assert "rolled back from lab-stub with v2-tq, main-b at" in text_of(tmp_path, data)

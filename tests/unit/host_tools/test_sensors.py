@@ -43,7 +43,7 @@ def test_stuck_power_supply_makes_an_event(alarms):
     events = [alarms.events(Reading(55, 850, 22.0, 99)) for _ in range(4)]
     assert [[kind for kind, _ in sample] for sample in events] == [[], [], ["power"], []]
     recovered = alarms.events(Reading(61, 2400, 70.0, 95))
-    assert "has power again" in recovered[0][1]
+    assert "are back to normal" in recovered[0][1]
 
 
 @pytest.mark.parametrize(

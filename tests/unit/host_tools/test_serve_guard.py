@@ -95,7 +95,7 @@ def test_single_low_sample_is_only_recorded(host, monkeypatch):
 
     assert result.ok, result.failed
     [finding] = [finding for finding in result.checks if finding.name == "memory"]
-    assert finding.detail.startswith("3.0 GiB or more were available while it started")
+    assert finding.detail.startswith("available memory never fell below 3.0 GiB")
     memory = result.start_memory
     assert memory is not None
     assert (memory.lowest_bytes, memory.floor_bytes) == (3 * GIB, FLOOR_BYTES)

@@ -149,7 +149,7 @@ def write_daemon_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 
 
 def changed_files(before: Before | None, root: Path) -> list[ManagedItem]:
-    return baseline.shared_file_things(footprint(), before, "", Paths(root))
+    return baseline.changed_shared_files(footprint(), before, "", Paths(root))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ CLUSTER = {"cluster": {"hosts": ["a", "b"]}}
         (CLUSTER, {"profile": "base"}, "b: profile: differs from a"),
         (CLUSTER, {"lock_file": "other.yml"}, "b: lock_file: differs from a"),
         (CLUSTER, {"cluster": {"hosts": []}}, "b: cluster.hosts: a lists this host"),
-        ({"rollout": {"canary": "z"}}, {}, "'z' is not a host of this inventory"),
+        ({"rollout": {"canary": "z"}}, {}, "'z' is not a host in this inventory"),
     ],
 )
 def test_refuses_wrong_cluster(repository, group, host, message):

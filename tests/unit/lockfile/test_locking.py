@@ -243,7 +243,7 @@ def test_suggests_supported_engine_versions(settings, server, tmp_path):
     [
         ("many", True, False, "no linux/amd64 image"),
         ("v9", True, False, "no such image or tag"),
-        ("plain", True, True, "sent other bytes"),
+        ("plain", True, True, "does not match digest"),
         ("plain", False, False, r"registries\.insecure"),
     ],
 )

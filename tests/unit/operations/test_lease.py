@@ -16,7 +16,7 @@ from pyinfra.api.command import FunctionCommand
 
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.hosts import operations
-from spark_deploy.hosts.operations import host_operation, release_script, take_script, this_run
+from spark_deploy.hosts.operations import host_operation, take_script, this_run, unlock_script
 from tests.unit.operations.fake_host import FakeHost, local_shell, on
 
 MACHINE = this_run().rpartition("-")[0]
@@ -35,7 +35,7 @@ def take(path: Path, token: str, who: str) -> str:
 
 
 def release(path: Path, token: str) -> None:
-    local_shell(release_script(str(path), token))
+    local_shell(unlock_script(str(path), token))
 
 
 def local_host() -> FakeHost:
@@ -191,5 +191,5 @@ def test_interrupted_run_ends_at_once_and_returns_its_lease(tmp_path, number):
     process.send_signal(number)  # from the parent, after the terminal's
     output, _ = process.communicate(timeout=15)
     assert process.returncode == 128 + number
-    assert output.count("interrupted: leases are returned") == 1
+    assert output.count("interrupted: locks released") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["slow.py"]

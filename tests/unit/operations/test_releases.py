@@ -203,7 +203,7 @@ def test_deploy_reports_a_stopped_service_and_leaves_it_stopped():
     stopped = {"schema_version": 1, "at": at, "by": by, "release": RELEASE}
     host = serving(stopped_by_hand=stopped, active=None)
     assert roll_out(host) == []
-    assert f"stopped on purpose by ann@desk and is down since {at}" in host.logs[0]
+    assert f"stopped on purpose by ann@desk and has been down since {at}" in host.logs[0]
     assert "`spark-deploy start` starts it" in host.logs[0]
     assert run_operation(host, serve.verify_service, PLAN, SimpleNamespace()) == []
 

@@ -19,7 +19,7 @@ from spark_deploy.config.errors import CatalogError, PlanError, SettingsError
 from spark_deploy.config.settings.engine import OWNED_OPTIONS
 from spark_deploy.hosts.payload import supported_engines
 from spark_deploy.plan.engine_arguments import engine_options
-from spark_deploy.plan.guard_rails import apply_rails, facts_of, pair_problems
+from spark_deploy.plan.guard_rails import apply_rails, facts_of, model_profile_problems
 from spark_deploy.plan.memory import plan_memory
 from spark_deploy.plan.resolve import problems_of, resolve
 from tests.unit.planning.plans import (
@@ -616,7 +616,9 @@ def test_accepts_context_stretched_by_option_with_warning() -> None:
 
 def test_refuses_more_sequences_than_tokens_per_step() -> None:
     limits = replace(V2.limits, max_sequences=4, max_batched_tokens=3)
-    [problem] = pair_problems(LARGE, replace(V2, limits=limits), settings_of(), CATALOG.engines)
+    [problem] = model_profile_problems(
+        LARGE, replace(V2, limits=limits), settings_of(), CATALOG.engines
+    )
     assert "max_batched_tokens (3)" in problem.what
     assert "set engine.max_sequences to 3 or less" in problem.fix
 

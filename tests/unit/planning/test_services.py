@@ -122,7 +122,7 @@ def test_ports_and_files_of_all_services_are_checked_and_kept() -> None:
                 "b": {**SMALL, "port": 8002, "paths": ["/v1/score"]},
             },
             "services.b.paths",
-            "is answered by services.a",
+            "is already served by services.a",
         ),
     ],
 )

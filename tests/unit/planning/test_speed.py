@@ -16,8 +16,8 @@ from spark_deploy.plan.resolve import pair_of
 from spark_deploy.plan.speed import (
     HEADS,
     TOLERANCE,
+    best_speedup,
     experts_touched,
-    next_lever,
     speed_of,
     tokens_per_step,
 )
@@ -95,19 +95,23 @@ def test_long_contexts_cost_less_with_smaller_cache() -> None:
 
 def test_next_lever_is_not_yet_used_by_profile() -> None:
     base, v2 = (CATALOG.profile(name, "large") for name in ("base", "v2"))
-    lever = next_lever(LARGE, base)
-    assert (lever.setting, lever.gain > 0.2) == ("engine.drafts: 1", True)
+    speedup = best_speedup(LARGE, base)
+    assert (speedup.setting, speedup.gain > 0.2) == ("engine.drafts: 1", True)
     drafting = replace(base, speculation=Speculation(method="mtp", tokens=3))
-    assert next_lever(LARGE, drafting).setting == "engine.head: int8-g128"
-    assert next_lever(LARGE, v2).setting == "engine.head: int8-triton"
-    assert next_lever(LARGE, replace(v2, head="int8-triton")) is None
+    assert best_speedup(LARGE, drafting).setting == "engine.head: int8-g128"
+    assert best_speedup(LARGE, v2).setting == "engine.head: int8-triton"
+    assert best_speedup(LARGE, replace(v2, head="int8-triton")) is None
 
 
 def test_plan_text_shows_computed_range_and_causes() -> None:
     text = "\n".join(plan_lines(plan_of(), *pair_of(settings_of(), CATALOG)))
     speed = text.partition("  speed  ")[2]
     assert speed.lstrip().startswith("37 to 51 tokens/s for one request")
-    for part in ("routed experts 40%", "in total for 4", "next lever: engine.head: int8-triton"):
+    for part in (
+        "routed experts 40%",
+        "in total for 4",
+        "best further speedup: engine.head: int8-triton",
+    ):
         assert part in speed
 
 

@@ -45,7 +45,7 @@ def test_detects_spills_and_too_much_shared_memory() -> None:
 def test_image_check_notes_compiled_kernels() -> None:
     assert kernels.compile_kernels() == (
         [],
-        [f"{len(TILES) + 1} kernels of the head compiled for a Spark"],
+        [f"{len(TILES) + 1} LM head kernels compiled for a Spark"],
     )
 
 

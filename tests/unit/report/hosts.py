@@ -21,7 +21,7 @@ RELEASE = "main-0123456789ab"
 CHECKS = [
     {"name": "ready", "detail": "the engine answers", "seconds": 612.0},
     {"name": "log lines", "detail": "3 expected log lines found"},
-    {"name": "answers", "detail": "2 answered right, 'PROMPT' by 'ANSWER'"},
+    {"name": "answers", "detail": "2 answered correctly, such as 'PROMPT' with 'ANSWER'"},
     {"name": "acceptance", "detail": "81% of 70 drafted tokens were accepted (floor 50%)"},
 ]
 PROOF: dict[str, Any] = {

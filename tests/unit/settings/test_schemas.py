@@ -100,5 +100,5 @@ def test_yaml_files_follow_their_schema(path):
     data = yaml.safe_load(text) or {}
     if "based_on" in data:
         parent = yaml.safe_load((path.parent / f"{data.pop('based_on')}.yml").read_text("utf-8"))
-        data = merge(parent, data, null_keeps=False)
+        data = merge(parent, data, keep_on_null=False)
     jsonschema.Draft202012Validator(schema).validate(data)

@@ -241,4 +241,4 @@ def test_accepts_container_paths_and_urls_in_options(root, options):
 def test_undot_and_merge_nest_mappings():
     assert undot({"a.b": 1, "a.c": 2}) == {"a": {"b": 1, "c": 2}}
     assert merge({"a": {"b": 1}}, {"a": None}) == {"a": {"b": 1}}
-    assert merge({"a": {"b": 1}}, {"a": None}, null_keeps=False) == {"a": None}
+    assert merge({"a": {"b": 1}}, {"a": None}, keep_on_null=False) == {"a": None}

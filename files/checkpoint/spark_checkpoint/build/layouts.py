@@ -173,7 +173,9 @@ class Writer:
         self.progress.phase("write", result_bytes(base, self.changes))
         with ThreadPoolExecutor(WORKERS) as pool:
             entries = [
-                entry for entry in pool.map(self._write_full_file, names) if entry is not None
+                entry
+                for entry in pool.map(self._write_file_of_full_layout, names)
+                if entry is not None
             ]
         index = {name: shard for name, shard in base.owner.items() if name not in added}
         for old, tensors in added.items():
@@ -181,8 +183,8 @@ class Writer:
             index.update({tensor.name: shard for tensor in tensors})
         return Layout(sorted(entries, key=lambda entry: entry.path), index)
 
-    def _write_full_file(self, name: str) -> ReceiptFile | None:
-        """Write a file; return None for a shard without remaining tensors."""
+    def _write_file_of_full_layout(self, name: str) -> ReceiptFile | None:
+        """Write a file; return None for a shard with no tensors left."""
         if name == GRAFT_SHARD:
             return self._write_new_shard(name, self.changes.added[""])
         source, target = self.base.directory / name, self.result_dir / name

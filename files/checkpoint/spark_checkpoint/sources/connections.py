@@ -57,7 +57,7 @@ class SlowSource(TransferFailed):
 
 
 class Floor(NamedTuple):
-    """The least mean rate of a response, measured over windows after a grace period."""
+    """The minimum mean rate of a response, measured over windows after a grace period."""
 
     bytes_per_s: float
     window_s: float
@@ -71,7 +71,7 @@ class Floor(NamedTuple):
         if not replaceable:
             return Floor(_MINIMUM_BYTES_PER_S / wire.parallel, 2 * wire.timeout_s)
         slow_s = wire.slow_after_s
-        return Floor(wire.least_bytes_per_s / wire.parallel, slow_s, slow_s / 2, 3 * slow_s)
+        return Floor(wire.min_bytes_per_s / wire.parallel, slow_s, slow_s / 2, 3 * slow_s)
 
 
 class RateLimit:

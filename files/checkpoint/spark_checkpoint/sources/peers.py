@@ -59,9 +59,9 @@ class Peers:
     def __init__(self, plan: FetchPlan, stop: threading.Event):
         self._plan, self._stop = plan, stop
         self._patience_s = plan.peers.patience_s if plan.peers else 0.0
-        # Of a peer that downloads the file itself. Lower than for a copy: with a slow line of all
-        # hosts the hub is not faster.
-        self._least_bytes_per_s = plan.least_bytes_per_s / 4
+        # Minimum rate for a peer that is still downloading the file: lower than for a finished
+        # copy, because hosts that share a slow line get nothing faster from the hub.
+        self._min_bytes_per_s = plan.min_bytes_per_s / 4
         self._lock = threading.Lock()
         urls = plan.peers.urls if plan.peers else ()
         self._peers = [_Peer(of_tree(url, plan.digest), time.monotonic()) for url in urls]
@@ -69,9 +69,9 @@ class Peers:
     def fetch(self, file: FetchFile, download: Callable[[HttpClient, str], None]) -> bool:
         """Download a file from a peer; return False if no peer has it or will soon."""
         path, plan = file.path, self._plan
-        # Every host downloads in the same order, several files at once: at the least rate a peer
-        # has the file after so long.
-        expected_s = plan.parallel * file.size_bytes / max(self._least_bytes_per_s, 1)
+        # Every host downloads in the same order, several files at once: at the minimum rate a peer
+        # has the file after this time.
+        expected_s = plan.parallel * file.size_bytes / max(self._min_bytes_per_s, 1)
         deadline = time.monotonic() + _WAITS * self._patience_s + expected_s
         next_note = time.monotonic() + _NOTE_S
         while active := [p for p in self._peers if p.skipped_until <= time.monotonic()]:
@@ -161,12 +161,12 @@ class Peers:
             return False
 
     def _has_advanced(self, peer: _Peer, progress: _Progress | None, now: float) -> bool:
-        """Return whether a peer's phase changed, or its bytes grew at the least rate."""
+        """Return whether a peer's phase changed, or its bytes grew at the minimum rate."""
         if progress is None or peer.progress is None or progress[0] != peer.progress[0]:
             return progress != peer.progress
         grown = (progress[1] or 0) - (peer.progress[1] or 0)
         elapsed_s = now - peer.progressed_at
-        return grown > 0 and grown >= self._least_bytes_per_s * elapsed_s
+        return grown > 0 and grown >= self._min_bytes_per_s * elapsed_s
 
 
 _Plan = BuildPlan | RequantizePlan

@@ -116,7 +116,7 @@ class Probe:
         if finished is None:
             raise CheckError(f"the streamed answer has no finish_reason, after {short(text)}")
         if not usage:
-            raise CheckError("the streamed answer carries no usage")
+            raise CheckError("the streamed answer has no usage block")
         counted = (int(usage.get(key, 0)) for key in ("completion_tokens", "prompt_tokens"))
         return Streamed(text, wait_s, *counted)
 

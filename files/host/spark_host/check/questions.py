@@ -67,8 +67,8 @@ def all_answers(probe: Probe, only: tuple[Question, ...] = ()) -> str:
     for question in questions:
         answer = probe.say(question.prompt, question.max_tokens, thinking=question.thinking)
         _judge(question, answer, weight="warn" if question.thinking else None)
-        last = f"{short(question.prompt, 40)} by {short(answer, 40)}"
-    return f"{len(questions)} answered right, {last}"
+        last = f"{short(question.prompt, 40)} with {short(answer, 40)}"
+    return f"{len(questions)} answered correctly, such as {last}"
 
 
 def copies(probe: Probe) -> str:
@@ -106,7 +106,7 @@ def conversation(probe: Probe) -> str:
         answer = content(probe.chat(messages, question.max_tokens))
         _judge(question, answer, f"in turn {turn} of a conversation ")
         messages.append({"role": "assistant", "content": answer})
-    return f"{len(questions)} turns of a conversation were answered right"
+    return f"all {len(questions)} turns of a conversation were answered correctly"
 
 
 def parallel(probe: Probe) -> str:
@@ -123,7 +123,7 @@ def parallel(probe: Probe) -> str:
             except CheckError as error:
                 raise CheckError(f"among {_STREAMS} streams at once {error}") from error
             probe.tokens_seen += answer.tokens
-    return f"{_STREAMS} streams at once were answered right"
+    return f"{_STREAMS} concurrent streams were answered correctly"
 
 
 def stream(probe: Probe) -> str:
@@ -207,14 +207,14 @@ def needle(probe: Probe) -> str:
     tokens = probe.plan.needle.context_tokens if probe.plan.needle else 0
     half = _FILLER * (tokens // 24)
     answer = probe.say(f"{half}{_NEEDLE} {half}\n{_QUESTION}", 64)
-    where = f"a number in the middle of about {tokens} tokens"
+    hidden = f"a number hidden in the middle of about {tokens} tokens"
     if _NUMBER not in answer:
-        raise CheckError(f"{where} was not found: {short(answer)}")
-    return f"{where} was found"
+        raise CheckError(f"did not find {hidden}: {short(answer)}")
+    return f"found {hidden}"
 
 
 def prefix_reuse(probe: Probe) -> str:
-    """Later turns of a long conversation hit the prefix cache and are answered right.
+    """Later turns of a long conversation hit the prefix cache and are answered correctly.
 
     The first turn is longer than two cache blocks, and starts with a new number, so that only this
     conversation can cause hits.
@@ -278,7 +278,7 @@ def image(probe: Probe) -> str:
         if not re.search(rf"\b{colour}\b", answer, re.IGNORECASE):
             text = f"a picture that is all {colour} was called {short(answer)}"
             raise CheckError(text, None if len(set(answers)) == 1 else "warn")
-    return f"{len(_COLOURS)} pictures were named by their colour"
+    return f"named the colour of all {len(_COLOURS)} pictures correctly"
 
 
 def _media(kind: str, data: dict[str, str], text: str) -> Message:

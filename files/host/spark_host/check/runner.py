@@ -188,8 +188,9 @@ def _judge_memory(guard: StartGuard, *, ready: bool) -> Finding:
     if memory is None:
         return Finding(MEMORY, False, "not measured", 0.0)
     text = (
-        f"{memory.lowest_bytes / GIB:.1f} GiB or more were available while it started "
-        f"(least after {memory.after_s:.0f} s, floor {memory.floor_bytes / GIB:.1f} GiB)"
+        f"available memory never fell below {memory.lowest_bytes / GIB:.1f} GiB during startup "
+        f"(lowest after {memory.after_s:.0f} s; minimum allowed "
+        f"{memory.floor_bytes / GIB:.1f} GiB)"
     )
     return Finding(MEMORY, True, text + (failures and f"; {failures}"), 0.0)
 

@@ -205,7 +205,7 @@ def remains(before: Before | None, paths: Paths) -> Iterator[ManagedItem]:
         yield ManagedItem("group", "docker")
 
 
-def shared_file_things(
+def changed_shared_files(
     footprint: Footprint, before: Before | None, keep_docker: str, paths: Paths
 ) -> list[ManagedItem]:
     """Return shared files that we changed; ``keep_docker``: why Docker's settings stay."""

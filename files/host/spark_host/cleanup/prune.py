@@ -40,17 +40,17 @@ def plan_prune(keep: Keep, paths: Paths) -> Pruning:
     parents = {"tree": keep.models_dir, "source": keep.sources_dir, "cache": keep.cache_dir}
     places = [(kind, paths.below(parent)) for kind, parent in parents.items()]
     managed, others = resources.folders(places, known, paths)
-    folders = [folder for folder in managed if folder.of not in needed]
+    folders = [folder for folder in managed if folder.owner not in needed]
     folders += [
         Folder("cache", path, path)
         for folder in managed
-        if folder.kind == "cache" and folder.of in needed
+        if folder.kind == "cache" and folder.owner in needed
         for path in sorted(folder.path.iterdir())
         if path.name not in kept
     ]
     folders += resources.old_tools(paths)
     removed_images, kept_images = _split_images(keep, kept, busy, known, paths)
-    gone = {folder.of for folder in folders}
+    gone = {folder.owner for folder in folders}
     freed = resources.freed_bytes(folder.path for folder in folders)
     sizes = {str(path): size for path, size in freed.items()}
     sizes |= resources.image_bytes(removed_images, kept_images)
@@ -155,8 +155,8 @@ def remove(plan: Pruning, paths: Paths) -> Pruning:
     for name in named("tree", "source", "cache", "tools"):
         resources.remove_folder(Path(name))
     problems = [docker.remove_image(name) for name in reversed(named("image"))]  # most layers first
-    for name in named("job"):  # last: without the job, a pulled image is not known as ours
-        _remove_folder_of(paths.job(name) / "job.json")
+    for name in named("job"):  # last: without its job, a pulled image is not recognised as ours
+        _remove_with_folder(paths.job(name) / "job.json")
         shutil.rmtree(paths.units / f"{units.JOB.of(name)}.d", ignore_errors=True)
     systemd.reload()
     return replace(plan, problems=tuple(filter(None, problems)))
@@ -176,11 +176,11 @@ def _remove_release(name: str, paths: Paths) -> None:
     for template in (units.SERVE, units.WATCH, units.PREPARE):
         shutil.rmtree(paths.units / f"{template.of(name)}.d", ignore_errors=True)
     (paths.boot_links / units.PREPARE.of(name)).unlink(missing_ok=True)
-    _remove_folder_of(paths.release(name))
+    _remove_with_folder(paths.release(name))
 
 
-def _remove_folder_of(document: Path) -> None:
-    """Remove a folder, first the document without which it is ignored."""
+def _remove_with_folder(document: Path) -> None:
+    """Delete the document first (a folder without it is ignored), then the folder."""
     files.remove(document)
     shutil.rmtree(document.parent)
 

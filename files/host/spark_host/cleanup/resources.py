@@ -32,11 +32,11 @@ _OLD_TOOLS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """``of`` is the final or original path."""
+    """``owner`` is the final or original path."""
 
     kind: str  # "tree" | "source" | "cache" | "tools"
     path: Path
-    of: Path
+    owner: Path
 
 
 @dataclass(frozen=True, slots=True)

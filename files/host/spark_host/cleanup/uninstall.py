@@ -110,7 +110,7 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
     keep_docker = _keep_docker(packages, footprint, unmanaged.with_gpu)
     things += [*_units_and_configuration(paths), *_files(footprint, keep_docker, paths)]
     if deployed:
-        things += baseline.shared_file_things(footprint, before, keep_docker, paths)
+        things += baseline.changed_shared_files(footprint, before, keep_docker, paths)
         things += [*baseline.host_settings(footprint, before), *packages]
     things += [*baseline.remains(before, paths), *_tools_and_records(paths)]
     if things:

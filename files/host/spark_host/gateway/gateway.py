@@ -153,7 +153,7 @@ def wait_until_listening(
 
 def _wrong_addresses(settings: Gateway, master: int) -> str | None:
     wanted = {listener.address for listener in listeners.wanted(settings).listeners}
-    actual = listeners.listening(master, settings.port)
+    actual = listeners.listening_addresses(master, settings.port)
     if wanted == actual:
         return None
     named = [", ".join(sorted(addresses)) or "nothing" for addresses in (actual, wanted)]

@@ -64,14 +64,14 @@ def wanted(settings: Gateway) -> Listeners:
     return Listeners(tuple(listeners), missing)
 
 
-def listening(pid: int, port: int) -> frozenset[str]:
+def listening_addresses(pid: int, port: int) -> frozenset[str]:
     files = set()
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
             files.add(os.readlink(entry.path))
     addresses = set()
+    # /proc/net/tcp6 does not exist if IPv6 is disabled.
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        # no second table without IPv6
         for line in table.read_text().splitlines()[1:] if table.exists() else []:
             _, local, _, state, *_, inode = line.split()[:10]
             address, _, number = local.partition(":")

@@ -35,7 +35,7 @@ class Route:
     method: str
     path: str
     pattern: str = ""  # with a group called `id`
-    end: str = ""
+    suffix: str = ""
     engine: str = ""  # the engine's path, if it differs
 
     @property
@@ -46,13 +46,14 @@ class Route:
     def location(self) -> str:
         if not self.pattern:
             return f"= {self.path}"
-        return f'~ "^{self.path}{self.pattern}{self.end}$"'
+        return f'~ "^{self.path}{self.pattern}{self.suffix}$"'
 
     @property
-    def forwarded(self) -> str:
+    def upstream_path(self) -> str:
+        """Return the path that is sent to the engine."""
         if self.engine:
             return self.engine
-        return f"{self.path}$id{self.end}" if self.pattern else self.path
+        return f"{self.path}$id{self.suffix}" if self.pattern else self.path
 
 
 ROUTES = (
@@ -117,7 +118,7 @@ def _choose_by_name(route: Route) -> tuple[str, ...]:
 
 
 def _forward(route: Route, service: str, settings: Gateway, paths: Paths) -> tuple[str, str]:
-    target = f"http://{_upstream(service, settings)}{route.forwarded}"
+    target = f"http://{_upstream(service, settings)}{route.upstream_path}"
     return _refuse_if_closed(service, paths), f"proxy_pass {target}$is_args$args;"
 
 

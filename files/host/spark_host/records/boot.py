@@ -49,8 +49,8 @@ def withdraw_good(release: Release, host: Host) -> None:
     record = good(release.service, host)
     if record.release == release.name:
         before, *previous = record.previous or (None,)
-        rivals = set(enabled(release.service, host)) - {release.name}
-        if rivals and before not in rivals:  # one of two links must be the good release's
+        others = set(enabled(release.service, host)) - {release.name}
+        if others and before not in others:  # if two links exist, one must be the good release's
             return
         record = replace(record, release=before, previous=tuple(previous))
         host.disk.write(host.paths.good(release.service), record)
@@ -59,11 +59,12 @@ def withdraw_good(release: Release, host: Host) -> None:
 def enable_only(release: Release, host: Host) -> None:
     """Make only this release start at boot.
 
-    The order survives a power cut: of two links :func:`obstacle` allows only the good release.
+    The steps are ordered to be safe across a power cut: if two links exist, only the known-good
+    release may start (see :func:`obstacle`).
     """
-    rivals = enabled(release.service, host)
-    if rivals and good(release.service, host).release not in rivals:
-        record_good(release, host)  # one of two links must be the good release's
+    others = enabled(release.service, host)
+    if others and good(release.service, host).release not in others:
+        record_good(release, host)  # if two links exist, one must be the good release's
     host.units.enable(release.serve_unit)
     record_good(release, host)
     for name in enabled(release.service, host):
@@ -89,9 +90,9 @@ def obstacle(release: Release, host: Host) -> str | None:
 
 
 def _good_rival(release: Release, host: Host) -> str | None:
-    rivals = enabled(release.service, host)
+    others = enabled(release.service, host)
     last_good = good(release.service, host).release
-    allowed = release.name not in rivals or last_good not in rivals or last_good == release.name
+    allowed = release.name not in others or last_good not in others or last_good == release.name
     return None if allowed else last_good
 
 
@@ -160,7 +161,8 @@ def _cancel_return(service: str, host: Host) -> None:
 def retire_service(service: str, host: Host) -> int:
     """Remove a service; `prune` removes its files later.
 
-    Records first, because a good release must boot; the engine last, so that a run can be repeated.
+    Delete the records first: a release recorded as good starts at boot. Stop the engine last, so an
+    interrupted run can be repeated.
     """
     host.disk.remove(host.paths.good(service))
     host.disk.remove(host.paths.stopped(service))

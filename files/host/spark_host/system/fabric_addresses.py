@@ -183,7 +183,7 @@ def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
         if regained and not (missing or now[1]) and time.monotonic() - since >= _STILL_S:
             return record
         time.sleep(_PAUSE_S)
-    message = f"addresses still change after {_APPLY_S:.0f} s"
+    message = f"addresses are still changing after {_APPLY_S:.0f} s"
     if seen and seen[0]:
         port = seen[0][0]
         message = f"{port.interface} did not get {port.address} with MTU {port.mtu}"

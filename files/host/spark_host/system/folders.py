@@ -65,7 +65,7 @@ def _run(*argv: str) -> bool:
 
 
 def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
-    """Return bytes and files of a folder; stop counting above either limit."""
+    """Return a folder's size in bytes and its file count; stop once either limit is exceeded."""
     size = count = 0
     todo = [os.fspath(folder)]
     while todo and size <= max_bytes and count <= max_files:

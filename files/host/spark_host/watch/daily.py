@@ -52,7 +52,7 @@ def inspect(host: Host) -> DailyReport:
         _disks(running, host.paths),
         _clock(running, host),
         _checkpoints(releases, host),
-        _proofs(running, host),
+        _stale_proof_problems(running, host),
         _documents(host.paths),
         hash_checkpoints(),
     )
@@ -159,7 +159,7 @@ def _booted(releases: list[Release], host: Host) -> dict[str, list[Path]]:
     }
 
 
-def _proofs(running: list[Release], host: Host) -> Iterator[Problem]:
+def _stale_proof_problems(running: list[Release], host: Host) -> Iterator[Problem]:
     for release in running:
         age_s = _age_s(proof.read(release.name, host))
         if age_s is None:

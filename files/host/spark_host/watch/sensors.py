@@ -92,5 +92,6 @@ class GpuAlarms:
             return [(release.POWER, text)]
         if self.weak and not weak and busy >= _BUSY_PERCENT:
             self.weak = False
-            return [(release.POWER, f"the GPU has power again: {clock:.0f} MHz, {power:.0f} W")]
+            text = f"GPU clock and power are back to normal: {clock:.0f} MHz, {power:.0f} W"
+            return [(release.POWER, text)]
         return []

@@ -33,18 +33,18 @@ def compile_kernels() -> tuple[list[str], list[str]]:
         try:
             usages = dict(compile_all())
         except ImportError as error:
-            return [], [f"kernels of the head were not compiled: {error}"]
+            return [], [f"the LM head kernels were not compiled: {error}"]
         except Exception as error:  # an incompatible Triton, or an assembler without sm_121
             message = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
             if type(error).__name__ == "PTXASError":
-                return [f"kernels of the head: the assembler rejects sm_{SPARK}: {message}"], []
-            return [], [f"kernels of the head were not compiled: {message}"]
+                return [f"the LM head kernels: the assembler rejects sm_{SPARK}: {message}"], []
+            return [], [f"the LM head kernels were not compiled: {message}"]
     problems = [
         f"{name}: {usage.shared_bytes} bytes of shared memory, a Spark has {SHARED_BYTES}"
         for name, usage in usages.items()
         if usage.shared_bytes > SHARED_BYTES
     ]
-    notes = [f"{len(usages)} kernels of the head compiled for a Spark"]
+    notes = [f"{len(usages)} LM head kernels compiled for a Spark"]
     if spilling := [name for name, usage in usages.items() if usage.spilled_bytes]:
         notes.append(f"slow because of register spills: {', '.join(spilling)}")
     return problems, notes

@@ -133,14 +133,16 @@ def _check_round_trip() -> list[str]:
     ]
     problems = []
     if listed != fused:
-        problems.append(f"round trip: only {len(listed)} of {len(fused)} modules use FP8")
+        problems.append(f"configuration: only {len(listed)} of {len(fused)} modules use FP8")
     if names.are_all_shards_listed(
         "mtp.layers.0.mlp.shared_expert.down_proj", config.fp8_modules, {}
     ):
-        problems.append("round trip: the drafter's shared expert uses FP8")
+        problems.append("configuration: the drafter's shared expert uses FP8")
     for name, shards in names.FUSED.items():
         if tuple(packed.get(name, ())) != shards:
-            problems.append(f"round trip: {name} is fused from {packed.get(name)}, not {shards}")
+            problems.append(
+                f"configuration: {name} is fused from {packed.get(name)}, expected {shards}"
+            )
     return problems + _check_mapper(config, model)
 
 
@@ -157,7 +159,7 @@ def _check_mapper(config: Any, model: Any) -> list[str]:
         "lm_head.weight": [],
     }
     return [
-        f"round trip: {name} is loaded as {mapped}, not {loaded}"
+        f"name mapping does not round-trip: {name} maps to {mapped}, expected {loaded}"
         for name, loaded in expected.items()
         if (mapped := mapper.apply_list([name])) != loaded
     ]

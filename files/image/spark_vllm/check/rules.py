@@ -146,7 +146,7 @@ class Inherits(Rule):
     def _violations(self, node: ast.stmt) -> Iterator[str]:
         bases = [ast.unparse(base) for base in getattr(node, "bases", [])]
         if self.base not in bases:
-            yield f"has the bases ({', '.join(bases)}), not {self.base}"
+            yield f"inherits from ({', '.join(bases)}), expected {self.base}"
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def _parse_rule(requirement: Any) -> rules.Rule:
 
 def _parse_strings(items: Any) -> tuple[str, ...]:
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise ValueError(f"{items}: accepted: a list of strings")
+        raise ValueError(f"expected a list of strings, got {items!r}")
     return tuple(items)
 
 
