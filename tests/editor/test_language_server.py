@@ -145,7 +145,7 @@ def test_completes_models_and_profiles(
     assert keys <= editor.complete(path, schema_comment(like))
 
 
-def test_completes_and_marks_files_of_init(server: Path, tmp_path: Path) -> None:
+def test_completes_and_marks_files_written_by_init(server: Path, tmp_path: Path) -> None:
     words = ["init", str(tmp_path), "--host", "spark-1=192.0.2.1", "--host", "b", "--user", "ann"]
     subprocess.run([sys.executable, "-m", "spark_deploy", *words], check=True, cwd=CHECKOUT)
     editor = Editor(server, tmp_path)

@@ -67,7 +67,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
     lab("down", *NAMES)
 
 
-def test_bad_release_reaches_only_one_host(three: Three) -> None:
+def test_bad_release_stays_on_one_host(three: Three) -> None:
     old, began = three.settle(), three.rollouts()
 
     three.site.choose(engine=GARBAGE)

@@ -13,7 +13,7 @@ from tests.faults.bad_releases import BAD_RELEASES
 from tests.faults.bench import SPARK_HOST, A, B, Bench, C
 
 
-def test_switches_to_another_release_and_back(bench: Bench) -> None:
+def test_switches_to_a_different_release_and_back(bench: Bench) -> None:
     bench.serve_proven(A)
     bench.release(B, engine__argv=["--kv-cache-dtype", "fp8"])
     bench.assert_switches(B)

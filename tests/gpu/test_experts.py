@@ -83,7 +83,9 @@ def _experts(hidden: int, width: int, *, right_order: bool) -> float:
 
 @pytest.mark.parametrize("hidden", [2048, 3072])
 @pytest.mark.parametrize("width", [256, 512])
-def test_experts_of_several_groups_are_correct(hidden: int, width: int, results: Path) -> None:
+def test_experts_with_several_scale_groups_are_correct(
+    hidden: int, width: int, results: Path
+) -> None:
     error = _experts(hidden, width, right_order=False)
     claim = f"experts {width} wide, {hidden} inputs: equal their dequantised weights"
     result_files.record_row(

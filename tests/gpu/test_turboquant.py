@@ -267,7 +267,7 @@ def test_too_long_lengths_on_the_cpu_are_harmless(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_captured_verify_step_uses_lengths_of_the_replay(
+def test_captured_verify_step_uses_the_lengths_at_replay(
     preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
     errors = {}

@@ -62,7 +62,7 @@ def new_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewHost]:
     lab("down", GUEST)
 
 
-def test_sends_no_password_to_unconfirmed_host_key(new_host: NewHost) -> None:
+def test_never_sends_a_password_to_an_unconfirmed_host_key(new_host: NewHost) -> None:
     run = new_host.bootstrap(password=new_host.password, confirmed=False)
     assert run.exit_code != 0
     assert not new_host.known_hosts.exists()
@@ -77,7 +77,7 @@ def test_wrong_password_changes_nothing(new_host: NewHost, tmp_path: Path) -> No
     assert "authorized_keys" not in new_host.console("ls -A /home/spark/.ssh 2>/dev/null || :")
 
 
-def test_installs_key_with_one_password_and_leaks_none(new_host: NewHost) -> None:
+def test_installs_key_after_one_password_prompt_without_leaking_it(new_host: NewHost) -> None:
     run = new_host.bootstrap("-vvv", "--debug", password=new_host.password).assert_succeeded()
     assert len(run.changed) == 3
     assert new_host.about["password"] not in run.stderr + str(run.document)

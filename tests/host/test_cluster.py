@@ -87,7 +87,7 @@ def test_second_run_changes_nothing(pair: Pair) -> None:
     pair.site.deploy().assert_unchanged()
 
 
-def test_only_members_reach_cluster_ports(pair: Pair) -> None:
+def test_only_members_can_connect_to_cluster_ports(pair: Pair) -> None:
     pair.wait_until_open()
     release, port = pair.release(), pair.head.release_document()["cluster"]["port"]
     assert pair.head.run(f"ss -tlnH 'sport = :{port}'") != "", "no listener to protect"

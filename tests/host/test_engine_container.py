@@ -37,7 +37,7 @@ def test_engine_does_not_run_as_root(gateway: GatewayHost) -> None:
     assert set(running.split()) == {uid} != {"0"}
 
 
-def test_kernel_confirms_missing_privileges(gateway: GatewayHost) -> None:
+def test_kernel_shows_container_dropped_privileges(gateway: GatewayHost) -> None:
     pid = gateway.guest.container()["State"]["Pid"]
     status = gateway.guest.run(f"cat /proc/{pid}/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -67,7 +67,7 @@ def test_socket_is_on_separate_small_filesystem(gateway: GatewayHost) -> None:
     assert abs(int(gateway.guest.run("df --output=avail /run | tail -1")) - int(before)) < 1024
 
 
-def test_symlinks_of_engine_account_open_no_host_file(gateway: GatewayHost) -> None:
+def test_symlinks_by_the_engine_account_cannot_open_host_files(gateway: GatewayHost) -> None:
     before = gateway.guest.run("stat -c '%a %U:%G %Y' /etc/shadow; sha256sum /etc/shadow")
     refused = gateway.guest.run(
         f"{AS_ENGINE} sh -c 'ln -s /etc/shadow /run/spark/main/.open.1'; echo $?", check=False

@@ -28,7 +28,7 @@ def test_second_run_changes_nothing(prepared: Prepared) -> None:
     prepared.run().assert_unchanged()
 
 
-def test_changes_no_driver_package(prepared: Prepared) -> None:
+def test_does_not_change_driver_packages(prepared: Prepared) -> None:
     now = prepared.guest.run("dpkg-query -W -f '${Package} ${Version}\\n'").splitlines()
     before = prepared.installed.splitlines()
     assert set(before) <= set(now)  # nothing upgraded, nothing removed
@@ -109,7 +109,7 @@ def test_stops_only_named_containers(prepared: Prepared) -> None:
     assert left["HostConfig"]["RestartPolicy"]["Name"] == "no"
 
 
-def test_keeps_foreign_daemon_json_keys_and_running_containers(prepared: Prepared) -> None:
+def test_keeps_unmanaged_daemon_json_keys_and_running_containers(prepared: Prepared) -> None:
     guest = prepared.guest
     guest.run(
         'echo \'{"log-opts": {"max-size": "10m"}, "labels": ["a=b"]}\' '
@@ -151,7 +151,7 @@ def test_waits_for_package_lock_and_names_its_holder(prepared: Prepared) -> None
     prepared.run().assert_unchanged()
 
 
-def test_ignores_broken_foreign_apt_source(prepared: Prepared) -> None:
+def test_ignores_a_broken_third_party_apt_source(prepared: Prepared) -> None:
     guest = prepared.guest
     guest.run(
         "apt-get remove -qy jq; "

@@ -99,7 +99,9 @@ def test_each_address_uses_both_hosts_and_second_run_changes_nothing(replicas: R
 
 
 @pytest.mark.parametrize("replica", ["first", "second"])
-def test_clients_see_no_error_if_replica_is_killed(replicas: Replicas, replica: str) -> None:
+def test_clients_do_not_see_an_error_if_a_replica_is_killed(
+    replicas: Replicas, replica: str
+) -> None:
     guest: Guest = getattr(replicas, replica)
     with Clients(replicas.first) as clients:
         time.sleep(2)

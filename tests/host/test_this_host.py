@@ -93,7 +93,7 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
     return own_machine
 
 
-def test_root_deploys_own_machine_without_sudo(inside: Inside) -> None:
+def test_deploys_to_own_machine_as_root_without_sudo(inside: Inside) -> None:
     inside.deploy().assert_succeeded()
     release = inside.guest.release()
     inside.deploy().assert_unchanged()
@@ -181,7 +181,7 @@ def test_user_deploys_own_machine_after_bootstrap(inside: Inside, password: str)
     inside.deploy(user=USER).assert_unchanged()
 
 
-def test_unbootstrap_removes_rule_and_keeps_foreign_keys(inside: Inside, password: str) -> None:
+def test_unbootstrap_removes_rule_and_keeps_unmanaged_keys(inside: Inside, password: str) -> None:
     keys = f"/home/{USER}/.ssh/authorized_keys"
     before = inside.run(f"cat {keys}").stdout
     assert before

@@ -141,7 +141,7 @@ def _paths(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("seconds", [0.3, 2.0])
-def test_keeps_foreign_files_and_next_run_finishes_killed_uninstall(
+def test_keeps_unmanaged_files_and_next_run_finishes_killed_uninstall(
     tmp_path: Path, seconds: float
 ) -> None:
     guest, site = fresh(SPARE[1], tmp_path)

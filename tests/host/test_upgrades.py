@@ -52,7 +52,7 @@ def assert_changed_only(run: Run, *names: str) -> None:
     assert run.changed == list(names), run.stderr[-4000:]
 
 
-def test_proves_new_driver_without_restart(pair: Pair) -> None:
+def test_checks_again_after_driver_update_without_restart(pair: Pair) -> None:
     guest = pair.guests[0]
     before = guest.invocation()
     guest.run(
@@ -72,7 +72,7 @@ def test_proves_new_driver_without_restart(pair: Pair) -> None:
     assert_changed_only(pair.site.deploy("--limit", FIRST))
 
 
-def test_warns_of_slower_server_with_rollback(pair: Pair) -> None:
+def test_warns_about_a_slower_server_and_offers_rollback(pair: Pair) -> None:
     guest = pair.guests[0]
     guest.run("echo slow > /run/spark/engines/main/stub-fault")
     set_driver(guest, NEW, "580.178.04+labstub")

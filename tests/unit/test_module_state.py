@@ -43,7 +43,7 @@ DRAWN = re.compile(
 @pytest.mark.parametrize(
     "side", ["spark_deploy/", "files/contract/", "files/host/", "files/checkpoint/", "roles/"]
 )
-def test_modules_keep_no_state_of_a_run(side: str) -> None:
+def test_modules_do_not_keep_state_from_a_run(side: str) -> None:
     none(
         [
             f"{name} {result}"

@@ -92,7 +92,7 @@ def test_published_figures_match_the_measured_pair(model, profile, figures):
         ),
     ],
 )
-def test_the_title_names_what_results_share_and_differ_in(other, title):
+def test_the_title_names_what_results_share_and_where_they_differ(other, title):
     assert report.title_of([result(), *other]) == title
 
 
@@ -133,7 +133,7 @@ def test_a_result_matches_its_schema_and_survives_writing():
     assert parse(BenchResult, text_of(result())) == result()
 
 
-def test_results_of_the_virtual_lab_are_marked():
+def test_virtual_lab_results_are_marked():
     lab = parse(BenchResult, (CHECKOUT / "tests/fixtures/bench-of-two-protocols.json").read_text())
     reason = lab.served.invalid_reason
     assert reason.startswith("Stand-ins: driver 580.159.03+labstub, toolkit 1.19.0+labstub. ")
@@ -156,7 +156,7 @@ def test_compare_reads_files_and_refuses_others(tmp_path, capsys):
     assert f"{files[1]}: is not a result of bench" in capsys.readouterr().err
 
 
-def test_json_of_several_hosts_is_one_document(tmp_path, monkeypatch, capsys):
+def test_json_for_several_hosts_is_one_document(tmp_path, monkeypatch, capsys):
     hosts = [SimpleNamespace(name=name) for name in ("a", "b")]
     monkeypatch.setattr(bench, "select_hosts", lambda options, must_serve: hosts)
     monkeypatch.setattr(bench, "_measure_host", lambda host, how, out: (result(), host.name))
@@ -170,7 +170,7 @@ def submit(tmp_path, raw: dict[str, Any] | None = None, **changes: Any) -> dict[
     return {path.name: path.read_text() for path in paths}
 
 
-def test_the_csv_equals_that_of_llama_benchy(tmp_path):
+def test_csv_matches_llama_benchy(tmp_path):
     text = submit(tmp_path, json.loads(BENCHY.read_text()))["benchmark.csv"]
     rows, recorded = (
         list(csv.DictReader(lines.splitlines()))

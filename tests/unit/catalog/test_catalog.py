@@ -115,7 +115,7 @@ def test_files_of_inventory_override_catalog_with_note(tmp_path: Path) -> None:
         assert read_catalog(FIXTURE, own=folder) == CATALOG
 
 
-def test_mistake_in_file_of_inventory_is_reported(tmp_path: Path) -> None:
+def test_reports_error_in_an_inventory_catalog_file(tmp_path: Path) -> None:
     folder = tmp_path / "catalog/models"
     folder.mkdir(parents=True)
     (folder / "mine.yml").write_text("kind: plain\nrepository: not a repository\n")

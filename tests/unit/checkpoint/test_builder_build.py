@@ -50,7 +50,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("case", RECIPES)
-def test_produces_the_bytes_of_the_recipe_version(tmp_path, case):
+def test_produces_the_bytes_expected_for_the_recipe_version(tmp_path, case):
     workshop = Workshop(tmp_path, write_shard=write_shard_by_hand)
     changes = dict(RECIPES[case])
     if changes.pop("graft", False):
@@ -124,7 +124,7 @@ def test_writes_a_complete_receipt_and_does_nothing_the_second_time(workshop, la
     assert {p.name: p.stat().st_mtime_ns for p in workshop.out.iterdir()} == before
 
 
-def test_never_replaces_the_checkpoint_of_another_plan(workshop):
+def test_never_replaces_the_checkpoint_of_a_different_plan(workshop):
     workshop.build()
     assert workshop.build(check=False, digest="2" * 64).returncode == 3
     assert workshop.read("receipt.json")["digest"] == "1" * 64
@@ -198,7 +198,7 @@ def test_receipt_of_a_rewritten_shard_lists_the_hash_of_every_piece(workshop):
     assert reused > 10
 
 
-def test_refuses_a_result_with_a_wrong_name_of_the_right_count(workshop, monkeypatch):
+def test_refuses_a_result_with_the_right_count_but_a_wrong_name(workshop, monkeypatch):
     def misname(name):
         correct = overlay_name(name)
         return correct[:-3] + "f8" if name == f"{MODULE}.up_proj.weight" else correct

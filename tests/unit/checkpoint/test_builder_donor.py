@@ -165,7 +165,7 @@ def test_reads_only_headers_and_required_ranges(workshop, hub, build_remote):
     assert ranges_bytes < sum(path.stat().st_size for path in shards) / 4
 
 
-def test_refuses_a_donor_of_other_shapes_by_headers(workshop, hub, build_remote):
+def test_refuses_a_donor_with_different_shapes_from_headers(workshop, hub, build_remote):
     name = f"{workshop.modules[0]}.weight"
     raw = workshop.donor[name]
     workshop.donor[name] = Raw(raw.dtype, raw.shape[::-1], raw.data)
@@ -178,7 +178,7 @@ def test_refuses_a_donor_of_other_shapes_by_headers(workshop, hub, build_remote)
     assert all(map(is_header, ranges))
 
 
-def test_refuses_a_base_of_other_shapes_without_a_request(workshop, hub, build_remote):
+def test_refuses_a_base_with_different_shapes_without_a_request(workshop, hub, build_remote):
     shapes = [{**DONOR_SHAPES[0], "weight": [256, 256], "scale": [2, 2]}, DONOR_SHAPES[1]]
     donor = {"url": f"{hub.url}/{DONOR}", "tries": 8, "backoff_s": 1.0}
     done = workshop.build(check=False, donor=donor, donor_shapes=shapes)
@@ -191,7 +191,7 @@ def test_refuses_the_whole_file_for_a_range(hub, build_remote):
     assert build_remote(check=False).returncode == 4
 
 
-def test_waits_for_the_retry_after_of_a_busy_server(hub, build_remote):
+def test_waits_for_retry_after_from_a_busy_server(hub, build_remote):
     times = []
 
     def busy(handler, path, data):
@@ -240,7 +240,7 @@ BAD_RESPONSES = {
 
 
 @pytest.mark.parametrize("kind", BAD_RESPONSES)
-def test_refuses_a_response_of_another_range(workshop, hub, build_remote, kind):
+def test_refuses_a_response_with_a_different_range(workshop, hub, build_remote, kind):
     def respond_wrongly(handler, path, data):
         if not reads_weights(handler, path):
             return False
@@ -285,7 +285,7 @@ def test_renews_an_expired_signed_link(hub, build_remote):
     assert max(uses.values()) == 2
 
 
-def test_refuses_another_commit(hub, build_remote):
+def test_refuses_a_different_commit(hub, build_remote):
     hub.headers = {"X-Repo-Commit": "e" * 40}
     done = build_remote(check=False)
     assert done.returncode == 3

@@ -112,7 +112,7 @@ def test_refuses_a_bad_order_before_any_change(order, tmp_path, case):
 
 
 @pytest.mark.parametrize("pieces", [True, False])
-def test_lists_pieces_of_a_resumed_file_on_request(order, source, tmp_path, pieces):
+def test_lists_the_pieces_in_a_resumed_file_on_request(order, source, tmp_path, pieces):
     data = os.urandom((9 << 20) + 5)
     (source / LARGE).write_bytes(data)
     path = order(pieces=pieces)
@@ -154,7 +154,7 @@ def test_fetches_without_a_removed_token(order, hub, source, tmp_path):
 
 
 @pytest.mark.parametrize("bypassed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_uses_the_proxy_of_the_environment_unless_bypassed(order, hub, source, tmp_path, bypassed):
+def test_uses_the_proxy_in_the_environment_unless_bypassed(order, hub, source, tmp_path, bypassed):
     (tmp_path / "empty").mkdir()
     with Hub(tmp_path / "empty" if bypassed else hub.root) as proxy:
         urls = [f"{hub.url}/{REPOSITORY}" if bypassed else f"http://hub.invalid/{REPOSITORY}"]
@@ -168,7 +168,7 @@ def test_uses_the_proxy_of_the_environment_unless_bypassed(order, hub, source, t
 
 
 @pytest.mark.slow
-def test_logs_in_to_the_proxy_and_prints_no_password(order, hub, tmp_path):
+def test_logs_in_to_the_proxy_without_printing_the_password(order, hub, tmp_path):
     with Hub(hub.root) as proxy:
         urls = [f"http://hub.invalid/{REPOSITORY}"]
         address = proxy.url.replace("http://", "http://ann:pass%20word@")

@@ -186,7 +186,7 @@ def test_refuses_an_unusable_config_before_reading_donor_or_shards(workshop, hub
 @pytest.mark.parametrize(
     "choice", [{}, {"shared_experts": "int8-g128", "layout": "full"}, {"head": "int8-g128"}]
 )
-def test_accepts_null_as_the_config_of_modules(workshop, choice):
+def test_accepts_null_as_module_config(workshop, choice):
     workshop.change_base_config(extra_config(None))
     workshop.build(**choice)
     assert isinstance(workshop.quantization()["extra_config"], dict)
@@ -279,7 +279,7 @@ def test_refuses_wrong_values_with_right_names_and_shapes(square, damage):
     assert problem in message
 
 
-def test_reports_the_rounding_error_of_fp8(workshop):
+def test_reports_the_fp8_rounding_error(workshop):
     workshop.build()
     report = workshop.read("receipt.json")["report"]["shared_experts"]
     expected = [

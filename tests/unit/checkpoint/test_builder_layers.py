@@ -117,7 +117,7 @@ def test_fetches_blobs_from_a_peer(registry, fetch, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["manifests", "blobs"])
-def test_refuses_content_of_another_digest(registry, fetch, tmp_path, kind):
+def test_refuses_content_with_a_different_digest(registry, fetch, tmp_path, kind):
     manifest = registry.put("manifests", manifest_of(LAYER))
     data = manifest_of(LAYER) if kind == "manifests" else LAYER
     other = manifest_of(CONFIG) if kind == "manifests" else LAYER[::-1]
@@ -128,7 +128,7 @@ def test_refuses_content_of_another_digest(registry, fetch, tmp_path, kind):
     assert not (tmp_path / "out").exists()
 
 
-def test_requests_no_token_over_http_for_a_tls_registry():
+def test_does_not_request_a_token_over_http_for_a_tls_registry():
     challenge = 'Bearer realm="http://127.0.0.1:1/token",service="s"'
     assert request_token(challenge, None, "https", None) is None
     assert request_token('Basic realm="x"', None, "https", None) is None

@@ -93,7 +93,7 @@ def test_ignores_local_files_with_other_content(order, source, tmp_path):
     assert (cache / LARGE).read_bytes() == bytes(LARGE_BYTES)
 
 
-def test_needs_no_network_if_every_file_is_local(order, hub, source, tmp_path):
+def test_works_offline_if_every_file_is_local(order, hub, source, tmp_path):
     run_tool("fetch", order(urls=[], look_in=[str(source)]))
     assert contents(tmp_path / "out") == contents(source)
     assert hub.requests == []

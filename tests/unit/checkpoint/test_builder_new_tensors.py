@@ -51,7 +51,7 @@ def test_refuses_to_pack_a_head_that_the_engine_would_pad(workshop):
     assert "a multiple of 64" in refused(workshop, head="int8-g128")
 
 
-def test_int8_shared_experts_need_no_donor_and_no_plugin(workshop):
+def test_int8_shared_experts_need_neither_donor_nor_plugin(workshop):
     choices = {"shared_experts": "int8-g128", "head": "int8-g128", **NO_DONOR}
     workshop.build(layout="full", **choices)
     result = workshop.result()
@@ -76,7 +76,7 @@ def test_own_fp8_equals_the_donor_of_the_same_rule(workshop, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_keep_changes_no_tensor(workshop, layout):
+def test_keep_does_not_change_tensors(workshop, layout):
     workshop.build(layout=layout, shared_experts="keep", **NO_DONOR)
     assert workshop.result() == {**workshop.base, **workshop.mtp}
     assert workshop.quantization()["quant_method"] == "auto-round"
@@ -237,7 +237,7 @@ def test_compares_grafted_mtp_tensors_with_sizes_in_the_config(workshop):
     assert "64" in message
 
 
-def test_grafts_a_norm_of_zeros_that_engines_add_to_1(workshop):
+def test_grafts_an_all_zero_norm_that_engines_add_to_1(workshop):
     workshop.mtp = {}
     workshop.write_base()
     fill(NORM, b"\0")(workshop.donor)
@@ -263,7 +263,7 @@ def test_lists_mtp_blocks_with_packed_tensors(workshop, as_list):
     assert int4 not in quantization["extra_config"]
 
 
-def test_corrects_a_wrong_block_list_of_the_base(workshop):
+def test_corrects_a_wrong_block_list_in_the_base(workshop):
     wrong = "model.language_model.layers,mtp.layers"
     workshop.change_base_config(
         lambda c: c["quantization_config"].update(block_name_to_quantize=wrong)

@@ -69,7 +69,7 @@ def test_reduces_smaller_blocks_at_the_edges(shape):
     assert spread(maxima, shape, (128, 128)).shape == shape
 
 
-def test_scales_a_block_of_zeros_above_zero():
+def test_scale_of_an_all_zero_block_is_above_zero():
     codes, scales = quantise_blocks(np.zeros((128, 256), np.float32), (128, 128))
     assert not codes.any()
     assert (from_bf16_bits(scales) > 0).all()

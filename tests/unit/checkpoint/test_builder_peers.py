@@ -68,7 +68,7 @@ def sent_bytes(hub):
     return sum(size for status, size in hub.sent.items() if status < 300)
 
 
-def test_downloads_from_a_peer_with_the_key_and_without_the_hub(
+def test_downloads_from_peer_using_key_without_contacting_hub(
     peer_order, hub, peer, fetch, tmp_path
 ):
     (tmp_path / "token").write_text("the-token-of-the-hub\n")
@@ -171,7 +171,7 @@ def test_leaves_a_slow_peer_and_resumes_from_the_hub(peer_order, hub, peer, fetc
     assert len(sent) == 1
 
 
-def test_refuses_wrong_bytes_of_a_peer(peer_order, peer, source, fetch, tmp_path):
+def test_refuses_wrong_bytes_from_a_peer(peer_order, peer, source, fetch, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(source, other)
     flip(other / LARGE, keep_time=False, offset=1_000_000)
@@ -180,14 +180,14 @@ def test_refuses_wrong_bytes_of_a_peer(peer_order, peer, source, fetch, tmp_path
     assert "sha256 is" in fetch(peer_order(peer)).stderr
 
 
-def test_queries_no_peer_without_a_key(peer_order, peer, fetch, tmp_path):
+def test_does_not_query_peers_without_a_key(peer_order, peer, fetch, tmp_path):
     path = peer_order(peer)
     (tmp_path / "key").unlink()
     fetch(path)
     assert peer.requests == []
 
 
-def test_uses_no_proxy_for_peers(peer_order, hub, peer, tmp_path):
+def test_does_not_use_a_proxy_for_peers(peer_order, hub, peer, tmp_path):
     with Hub(tmp_path / "proxied") as proxy:
         command = [sys.executable, "-m", "spark_checkpoint", "fetch", peer_order(peer, tries=1)]
         environment = {**tool_environment(), "http_proxy": proxy.url, "no_proxy": ""}
@@ -265,13 +265,13 @@ def test_builds_if_bytes_differ_from_the_receipt(copy):
     assert not copy.build()
 
 
-def test_reads_no_file_after_a_wrong_receipt(copy):
+def test_does_not_read_files_after_a_wrong_receipt(copy):
     copy.receipt_sha256 = "0" * 64
     assert not copy.build()
     assert requested(copy.peer) == {"receipt.json"}
 
 
-def test_copies_no_checkpoint_from_other_donor_tensors(copy):
+def test_does_not_copy_a_checkpoint_built_from_different_donor_tensors(copy):
     url = f"{ABSENT}/lab/tiny-fp8/resolve/{'d' * 40}"
     donor = {"url": url, "sha256": "0" * 64, "tries": 1, "backoff_s": 0}
     plan = copy.workshop.plan

@@ -82,6 +82,6 @@ def test_writes_and_reads_the_same_plan(workshop):
     assert documents.parse(BuildPlan, documents.text_of(plan)) == plan
 
 
-def test_refuses_a_plan_of_another_recipe_version(workshop):
+def test_refuses_a_plan_with_a_different_recipe_version(workshop):
     with pytest.raises(HostToolError, match="made for recipe version 999"):
         read_build_plan(workshop.write_plan(recipe_version=999))

@@ -102,7 +102,7 @@ def test_refuses_the_same_sources_as_a_build(scene, case):
     assert early.stderr.replace(PLACE, "") == late.stderr.replace(str(workshop.base_dir), "")
 
 
-def test_unavailable_hub_is_another_error_than_wrong_sources(scene):
+def test_unavailable_hub_and_wrong_sources_are_different_errors(scene):
     workshop, hub = scene
     publish(workshop, hub)
     hub.fault = lambda handler, path, data: handler.answer(404, b"") or True

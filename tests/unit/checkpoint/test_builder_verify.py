@@ -139,7 +139,7 @@ def test_hashes_touched_files_once_and_updates_only_their_stamp(workshop, layout
     assert after == before
 
 
-def test_adds_missing_inodes_to_the_receipt_of_an_older_builder(workshop):
+def test_adds_missing_inodes_to_a_receipt_from_an_older_builder(workshop):
     workshop.build()
     new = workshop.read("receipt.json")
     old = {**new, "files": [{k: v for k, v in f.items() if k != "inode"} for f in new["files"]]}
@@ -207,7 +207,7 @@ def test_keeps_the_base_of_an_overlay(workshop):
     assert_keeps_base(workshop, 3)
 
 
-def test_keeps_the_base_of_another_checkpoint(built, tmp_path):
+def test_keeps_the_base_of_a_different_checkpoint(built, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(built.base_dir, other)
     assert_keeps_base(built, 3, base=other)

@@ -249,9 +249,7 @@ def cases(*, once: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", cases(once=False))
-def test_failing_hub_leaves_no_checkpoint_and_the_next_fetch_finishes(
-    scene: Scene, case: str
-) -> None:
+def test_failed_fetch_leaves_nothing_and_the_next_fetch_finishes(scene: Scene, case: str) -> None:
     failure = FAILURES[case]
     scene.fail(scene.hub, failure, None)
     error = failure.error
@@ -329,7 +327,7 @@ def test_ends_after_the_longest_outage(scene: Scene) -> None:
     assert time.monotonic() - started >= 1.5
 
 
-def test_waits_for_no_outage_of_a_mirror(scene: Scene) -> None:
+def test_does_not_wait_for_a_mirror_outage(scene: Scene) -> None:
     scene.write_order(ABSENT, scene.hub.url, outage_s=600)
     started = time.monotonic()
     scene.fetch()

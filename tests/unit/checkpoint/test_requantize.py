@@ -265,7 +265,7 @@ def test_compares_kept_experts_with_a_fused_tensor(bench):
         ({"mtp_tensors": [*MTP, "mtp.fc.{qweight,qzeros,scales}"]}, "mtp.fc: must be packed"),
     ],
 )
-def test_starts_no_container_without_the_prerequisites(bench, changes, problem):
+def test_does_not_start_a_container_without_the_prerequisites(bench, changes, problem):
     assert problem in bench.refused(**changes)
     assert not any(line.startswith("run ") for line in bench.calls())
 

@@ -109,7 +109,7 @@ def test_writes_a_planned_catalog_file_once(hub, site, capsys):
     assert add(site, "org/Tiny-Chat", "--force") == 0
 
 
-def test_json_lists_files_choice_and_next_commands(hub, site, capsys):
+def test_json_lists_files_selection_and_next_commands(hub, site, capsys):
     publish(hub, "org/Tiny-Chat")
     assert add(site, "org/Tiny-Chat", "--json", "--use") == 0
     result = json.loads(capsys.readouterr().out)

@@ -42,7 +42,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return sent
 
 
-def test_prints_answer_without_control_characters_and_speed(
+def test_prints_speed_and_answer_stripped_of_control_characters(
     requests: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ask", "capital of France?", "spark-1", "--tokens", "99"]) == 0

@@ -145,7 +145,7 @@ def test_a_rollback_shows_both_releases_before_it_asks(
     assert (result, len(ran), len(questions)) == expected
 
 
-def test_the_command_contains_the_path_of_pyinfra_outside_of_path(monkeypatch, capsys):
+def test_the_command_contains_pyinfras_path_if_it_is_not_in_path(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     _, _, err = run(monkeypatch, capsys, "prune", "--dry")
     assert Path(shlex.split(err)[0]).is_file()

@@ -94,7 +94,7 @@ def test_wrong_usage_exits_with_2(words, text, capsys):
     assert (captured.out, text in captured.err) == ("", True)
 
 
-def test_hosts_are_arguments_or_limit_options(monkeypatch):
+def test_hosts_can_be_given_as_arguments_or_with_limit(monkeypatch):
     selected = []
     monkeypatch.setattr(
         live, "select_hosts", lambda options, must_serve: selected.append(options) or []
@@ -165,7 +165,7 @@ def test_hosts_and_own_models_are_completed(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_closed_or_full_output_causes_no_traceback(line, code, text):
+def test_closed_or_full_output_never_causes_a_traceback(line, code, text):
     command = f"{sys.executable} -m spark_deploy {line}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=CHECKOUT, capture_output=True, text=True, check=False
@@ -176,7 +176,7 @@ def test_closed_or_full_output_causes_no_traceback(line, code, text):
 
 
 @pytest.mark.slow
-def test_a_command_needs_no_environment(tmp_path):
+def test_a_command_does_not_need_an_environment(tmp_path):
     code = "import sys; from spark_deploy.cli import main; sys.exit(main())"
     environment = {"PYTHONPATH": str(CHECKOUT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     command = [sys.executable, "-c", code, "connect"]

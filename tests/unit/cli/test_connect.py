@@ -154,7 +154,7 @@ TAILNET = {"serve.expose": "tailscale"}
         ({**TAILNET, "serve.address": "a.tail"}, {}, "http://a.tail:8000/v1", None),
     ],
 )
-def test_each_kind_of_gateway_has_url_and_tunnel(tmp_path, settings, extra, url, tunnel):
+def test_each_gateway_type_has_a_url_and_tunnel(tmp_path, settings, extra, url, tunnel):
     server = connection_of(target_of(tmp_path, **settings), **extra)
     assert (server.base_url, server.tunnel) == (url, tunnel)
     assert f"{url}/chat/completions" in server.example

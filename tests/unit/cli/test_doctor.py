@@ -50,7 +50,7 @@ def test_a_verdict_shows_problems_and_warnings_with_fixes():
 
 
 @pytest.mark.parametrize(("lines", "is_shown"), [(["0"], False), (["3"], True), ([], False)])
-def test_failed_allocations_of_the_driver_are_shown(lines, is_shown):
+def test_failed_driver_allocations_are_shown(lines, is_shown):
     rows = verdict_of(survey(driver_memory=lines))["looks"]
     assert ("driver" in rows) == is_shown
     assert "blocks" in rows
@@ -70,7 +70,7 @@ def test_other_engines_are_listed_with_the_commands_that_replace_them():
 
 
 @pytest.mark.parametrize("setting", ["takeover", "allow_containers"])
-def test_listed_containers_need_no_replacement(setting):
+def test_listed_containers_are_not_replaced(setting):
     assert verdict_of(survey(containers=[RUNNING]), **{setting: ("ollama",)})["move"] == []
     assert verdict_of(survey(containers=[]))["move"] == []
 

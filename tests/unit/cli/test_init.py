@@ -192,7 +192,7 @@ def test_up_reports_an_unreachable_host_without_a_password_prompt(hangs_up):
         ((), "--host spark-1=192.168.1.21"),
     ],
 )
-def test_failed_init_leaves_no_files(words, text, capsys):
+def test_failed_init_leaves_nothing_behind(words, text, capsys):
     assert main(["init", "own", *words]) == 1
     captured = capsys.readouterr().err
     assert text in captured

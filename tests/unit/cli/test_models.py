@@ -20,7 +20,7 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[st
     return {model["name"]: model for model in json.loads(capsys.readouterr().out)}
 
 
-def test_lists_catalog_models_without_those_of_the_lab(
+def test_lists_catalog_models_except_lab_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

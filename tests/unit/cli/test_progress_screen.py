@@ -78,7 +78,7 @@ def test_each_host_has_one_row(width):
     assert lines[2].startswith("1:15  model and image")
 
 
-def test_hosts_wait_for_the_host_of_a_rollback():
+def test_other_hosts_wait_while_one_rolls_back():
     log = LOG.replace("Serve | Serve the release on", "Rollback | Roll back on")
     transcript, _ = read(log[: log.index("[a]  rollout of")])
     first, second, _ = rows(transcript)
@@ -168,7 +168,7 @@ def test_an_interrupted_deploy_exits_with_130(interrupt, tmp_path):
     assert "work on hosts continues" in out.getvalue()
 
 
-def test_a_deploy_that_reaches_no_host_shows_the_reason_only():
+def test_a_deploy_that_cannot_connect_to_any_host_shows_only_the_reason():
     log = """\
 --> Loading config...
 --> Connecting to hosts...

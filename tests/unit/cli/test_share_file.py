@@ -99,7 +99,7 @@ def test_json_describes_the_file_and_missing_results(site, tmp_path, capsys):
     assert result["next"] == [f"spark-deploy add '{path}'"]
 
 
-def test_an_own_profile_is_shared_without_its_base(site, other, tmp_path):
+def test_a_user_profile_is_shared_without_its_base(site, other, tmp_path):
     (site / "catalog/profiles").mkdir(parents=True)
     mine = {"based_on": "plain", "summary": "Mine", "choose_when": "I do", "prefix_caching": True}
     (site / "catalog/profiles/mine.yml").write_text(yaml.safe_dump(mine))
@@ -187,7 +187,7 @@ def test_a_check_result_is_shared_without_the_host(site, other, tmp_path, monkey
     assert "checked by the author: full check of 2020" in capsys.readouterr().out
 
 
-def test_secrets_of_the_settings_are_not_shared(site, file, monkeypatch):
+def test_secrets_in_settings_are_not_shared(site, file, monkeypatch):
     settings = site / "group_vars/spark.yml"
     monkeypatch.setenv("CANARY", CANARY)
     monkeypatch.setenv("A_PROXY", f"http://me:{CANARY}@proxy.example:3128")

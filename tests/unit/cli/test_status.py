@@ -129,7 +129,7 @@ def test_a_rollout_in_progress_is_shown_for_every_service(tmp_path):
     ("counts", "expected"),
     [({"main": Count(2, 1)}, {"running": 2, "waiting": 1}), ({}, None)],
 )
-def test_requests_of_running_engines_are_counted(tmp_path, monkeypatch, capsys, counts, expected):
+def test_requests_in_running_engines_are_counted(tmp_path, monkeypatch, capsys, counts, expected):
     host = SimpleNamespace(
         get_fact=lambda fact, services=None: counts if services else host_status(document())
     )
@@ -142,7 +142,7 @@ def test_requests_of_running_engines_are_counted(tmp_path, monkeypatch, capsys, 
     assert json.loads(capsys.readouterr().out)[0]["requests"] == expected
 
 
-def test_each_pair_to_keep_ready_lists_missing_jobs(tmp_path):
+def test_lists_missing_jobs_for_each_keep_ready_pair(tmp_path):
     summary = summary_of(Answer(target_of(tmp_path), host_status(document())))
     pair = {"model": "lab-tiny", "profile": "base"}
     summary["ready"] = [{**pair, "missing": []}, {**pair, "missing": ["fetch x", "build y"]}]
@@ -158,7 +158,7 @@ def test_each_pair_to_keep_ready_lists_missing_jobs(tmp_path):
         (HostStatus(None, "its host tools are of another version"), "lab-1: release unknown: its"),
     ],
 )
-def test_status_without_readable_tools_shows_no_release(tmp_path, data, line):
+def test_status_without_readable_tools_does_not_show_a_release(tmp_path, data, line):
     text = text_of(tmp_path, data)
     assert text.startswith(line)
     assert "serves nothing" not in text

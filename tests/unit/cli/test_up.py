@@ -56,7 +56,7 @@ def test_a_dry_run_prints_the_pyinfra_command(monkeypatch, capsys):
     assert command.endswith("deploy.py --dry")
 
 
-def test_up_and_init_can_lock_names_without_options_of_update(monkeypatch, tmp_path):
+def test_up_and_init_lock_without_update_options(monkeypatch, tmp_path):
     path = tmp_path / "spark.lock.yml"
     host = SimpleNamespace(catalog=None, settings=SimpleNamespace(lock_path=path, settings=None))
     monkeypatch.setattr(update, "select_hosts", lambda _options: [host])
@@ -128,7 +128,7 @@ def test_other_changes_name_old_and_new_release(release, text):
 
 
 @pytest.mark.parametrize(("name", "compiles"), [(OLD, False), ("embed-aaaaaaaaaaaa", True)])
-def test_the_cache_of_a_release_of_the_service_saves_compilation(name, compiles):
+def test_the_cache_of_an_earlier_release_saves_compilation(name, compiles):
     data = status()
     data["releases"].append({**data["releases"][0], "name": name, "cache": PLAN.cache_dir})
     assert text_of(data).endswith(COMPILING) is compiles
@@ -139,7 +139,7 @@ def test_the_cache_of_a_release_of_the_service_saves_compilation(name, compiles)
     [(OLD, "until it ends a change to large with v2 is refused"),
      (PLAN.serve.name, "this run attaches to it")],
 )  # fmt: skip
-def test_a_running_rollout_is_attached_to_or_refuses_another(release, text):
+def test_attaches_to_a_running_rollout_of_the_release_and_refuses_others(release, text):
     data = status(None, name=release)
     rollout = {"release": release, "since": "2026-11-21T10:00:00Z", "phase": "start"}
     data["services"]["main"]["rollout"] = rollout
@@ -165,7 +165,7 @@ def test_a_start_shows_the_time_of_the_last_successful_start(last, proof, text):
 @pytest.mark.parametrize(
     ("data", "release"), [(status(None), PLAN.serve.name), (status(OLD), OLD), (None, None)]
 )
-def test_the_last_rollout_is_that_of_the_serving_or_planned_release(data, release):
+def test_the_last_rollout_is_for_the_serving_or_planned_release(data, release):
     commands = []
 
     def run_shell_command(line: str, **_: object) -> tuple[bool, SimpleNamespace]:

@@ -26,7 +26,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_line_of_the_key_changes_and_comments_stay(site, capsys):
+def test_the_key_line_changes_and_comments_stay(site, capsys):
     assert main(["use", "agent"]) == 0
     assert (site / "group_vars/all.yml").read_text() == ALL.replace("v2  #", "agent  #")
     text = capsys.readouterr()
@@ -84,7 +84,7 @@ def test_a_dry_run_and_a_repeated_choice_write_nothing(site, capsys):
         ("", "profile: agent\n"),
     ],
 )
-def test_every_form_of_yaml_is_edited_in_place(site, before, after):
+def test_every_yaml_style_is_edited_in_place(site, before, after):
     (site / "group_vars/all.yml").write_text(before)
     (site / "group_vars/spark.yml").write_text("lock_file: spark.lock.yml\n")
     assert main(["use", "agent"]) == 0
@@ -106,7 +106,7 @@ def test_a_choice_that_cannot_be_served_can_be_replaced(site, present):
     assert "model: qwen3.5-122b " in (site / "group_vars/all.yml").read_text()
 
 
-def test_settings_of_other_hosts_are_not_judged(site, capsys):
+def test_settings_of_other_hosts_are_not_checked(site, capsys):
     (site / "host_vars").mkdir()
     (site / "host_vars/a.yml").write_text("model: qwen3.5-397b\n")
     assert main(["use", "agent", "b"]) == 0

@@ -72,7 +72,7 @@ def test_host_reads_every_planned_document(plan, tmp_path):
         {"hub.token": {"env": "TOKEN"}, "keep_ready": [{"model": "large", "profile": "base"}]},
     ],
 )
-def test_host_reads_documents_of_other_settings(choices, tmp_path):
+def test_host_reads_documents_from_different_settings(choices, tmp_path):
     assert_host_reads(plan_of(**choices), tmp_path)
 
 

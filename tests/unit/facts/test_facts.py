@@ -66,7 +66,7 @@ def at(value: Any, path: str) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_fact_parses_output_of_the_tool(case):
+def test_fact_parses_tool_output(case):
     data = yaml.safe_load(case.read_text())
     fact = FACTS[case.parent.name]()
     output = output_of(data["sections"])

@@ -123,7 +123,7 @@ def test_release_is_unproven_without_complete_evidence(path, value, reason):
     assert reason in host_status(document).unproven("main", RELEASE)
 
 
-def test_missing_and_other_tools_prove_nothing_and_are_no_error():
+def test_missing_or_different_tools_prove_nothing_without_an_error():
     assert "tools" in Status().process([]).unproven("main", RELEASE)
     other = Status().process(['{"schema_version": 2, "colour": "red"}'])
     assert other.installed

@@ -12,7 +12,7 @@ from stub_host import Host
 
 
 @pytest.mark.parametrize("fault", ["never-ready", "crash-at-start", "oom-at-start", "unhealthy"])
-def test_engine_not_ready_at_the_limit_fails(host, fault):
+def test_fails_if_engine_is_not_ready_before_timeout(host, fault):
     release = host.release(timeouts__start_s=1)
     host.start(release, fault)
     result = check(host, release, "quick")
@@ -103,7 +103,7 @@ def test_proof_is_bound_to_run_and_versions(host):
     assert unproven_reason(host, "run-2", now) is None
 
 
-def test_quick_check_without_full_check_is_no_proof(host):
+def test_quick_check_without_full_check_is_not_a_proof(host):
     release = host.release()
     host.started(release)
     versions = check(host, release, "quick").versions
@@ -124,7 +124,7 @@ CACHE_LINE = (
 )
 
 
-def test_proof_keeps_log_lines_and_cache_size_of_a_rotated_journal(host, monkeypatch):
+def test_proof_keeps_log_lines_and_cache_size_after_journal_rotation(host, monkeypatch):
     release = host.release()
     host.started(release)
     assert check(host, release, "full").kv_cache is None, "the log has tokens, but no bytes"

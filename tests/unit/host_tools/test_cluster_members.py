@@ -58,7 +58,7 @@ def test_joined_members_have_a_connection_to_the_head(tmp_path, address, connect
     assert [member.host for member in members] == missing
 
 
-def test_reads_connections_of_tcp6(tmp_path):
+def test_reads_tcp6_connections(tmp_path):
     paths = write_tables(tmp_path, HEAD)
     local, remote = (f"{'0' * 16}FFFF0000{in_hex(*end)}" for end in ((HEAD, PORT), (WORKER, 9)))
     table = tmp_path / "proc/net/tcp6"

@@ -58,7 +58,7 @@ def run_engine(host: Host, client: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_docker_client_gets_no_engine_variables(host, client):
+def test_docker_client_does_not_get_engine_variables(host, client):
     run_engine(host, client)
     variables = client_environment(client)
     assert set(variables) <= {"HOME", "LC_ALL", "PATH"}

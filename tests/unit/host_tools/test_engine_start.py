@@ -151,7 +151,7 @@ def test_second_start_waits_for_the_first(turns):
         (CHAT, ("activating", "start-pre")),  # a restart of the same release
     ],
 )
-def test_only_another_start_blocks(turns, name, state):
+def test_only_a_different_start_blocks(turns, name, state):
     turns.systemd.states = [state]
     turns.wait(name)
     assert turns.reports == []

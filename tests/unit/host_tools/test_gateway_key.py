@@ -35,7 +35,7 @@ def test_gateway_verb_becomes_nginx(nginx_host):
         assert "nginx" in Path(f"/proc/{client.process.pid}/comm").read_text()
 
 
-def test_key_reaches_neither_engine_argv_nor_readable_files(client):
+def test_key_is_neither_in_engine_argv_nor_in_readable_files(client):
     client.status(CHAT, QUESTION)
     assert client.key not in client.host.log.read_text()
     assert client.key not in Path(f"/proc/{client.process.pid}/cmdline").read_text()

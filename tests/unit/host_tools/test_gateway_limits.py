@@ -54,7 +54,7 @@ def stored_bytes(client: GatewayClient) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("balancer", [False, True], ids=["gateway", "balancer"])
-def test_stores_no_body_without_key(nginx_host, balancer):
+def test_does_not_store_a_body_without_a_key(nginx_host, balancer):
     replicas = {"port": free_port(), "others": []} if balancer else None
     settings = {"max_body_bytes": 8 * MIB, "replicas": replicas}
     with recording_gateway(nginx_host, **settings) as client, ExitStack() as stack:

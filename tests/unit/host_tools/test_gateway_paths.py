@@ -101,7 +101,7 @@ def request(method: str, target: str, key: str | None, body: bytes = b"") -> byt
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
-def test_only_allowed_path_spellings_reach_the_engine(recorded):
+def test_only_allowed_path_spellings_are_forwarded_to_the_engine(recorded):
     engine, requests = recorded.engines["main"], corpus()
     assert len(requests) >= 1000
     for method, target in requests:
@@ -120,7 +120,7 @@ def test_only_allowed_path_spellings_reach_the_engine(recorded):
     assert {line.removesuffix(" HTTP/1.1") for line in reached} >= expected
 
 
-def test_body_and_headers_smuggle_no_request(recorded):
+def test_requests_cannot_be_smuggled_in_bodies_or_headers(recorded):
     key = recorded.key
     hidden = request("GET", "/metrics", key)
     for method, target in [line.split(" ", 1) for line in ALLOWED]:

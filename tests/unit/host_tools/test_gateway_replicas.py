@@ -92,13 +92,13 @@ def test_prefers_the_least_busy_host(replicas):
     waiting.join()
 
 
-def test_closed_host_loses_no_request(replicas):
+def test_closing_a_host_does_not_lose_requests(replicas):
     replicas.close_own()
     assert replicas.answering_hosts(6) == ["other"] * 6
 
 
 @pytest.mark.parametrize("status", [503, LOST])
-def test_retries_unanswered_requests_of_a_lost_host(replicas, status):
+def test_retries_unanswered_requests_to_a_lost_host(replicas, status):
     replicas.other.status = status
     assert replicas.answering_hosts(6) == ["own"] * 6
     assert replicas.other.requests
@@ -133,6 +133,6 @@ def test_counts_a_request_once_against_the_limits(replicas):
     assert {replicas.ask()[0] for _ in range(40)} == {200}
 
 
-def test_port_of_the_gateway_serves_locally(replicas):
+def test_gateway_port_serves_locally(replicas):
     assert b"data: " in replicas.client.start_long_answer().read()
     assert replicas.other.requests == []

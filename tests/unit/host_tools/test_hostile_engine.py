@@ -86,7 +86,7 @@ def test_engine_cannot_write_to_gateway_folders(host, prepared):
 
 
 @root_only
-def test_opening_traffic_follows_no_link_at_the_socket(host, prepared, secret):
+def test_opening_traffic_does_not_follow_a_symlink_at_the_socket(host, prepared, secret):
     with as_engine():
         (writable_mounts(host, prepared)[0] / "engine.sock").symlink_to(secret)
     with pytest.raises((HostToolError, OSError)):
@@ -96,7 +96,7 @@ def test_opening_traffic_follows_no_link_at_the_socket(host, prepared, secret):
 
 
 @root_only
-def test_opening_traffic_follows_no_link_at_the_traffic_file(host, prepared, secret):
+def test_opening_traffic_does_not_follow_a_symlink_at_the_traffic_file(host, prepared, secret):
     folder = host.paths.service_run(prepared.service)
     os.chown(folder, NOBODY.pw_uid, -1)
     traffic_file = host.paths.traffic(prepared.service)
@@ -255,7 +255,7 @@ def test_live_status_has_a_short_message(host, answer, ok):
     assert len(live.detail) <= 300
 
 
-def test_client_follows_no_link_to_a_socket(host, tmp_path):
+def test_client_does_not_follow_a_symlink_to_a_socket(host, tmp_path):
     release = host.release()
     path = host.paths.engine_socket(release.service)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def test_unresponsive_docker_socket_is_a_stall(tmp_path, monkeypatch):
         assert "stalled" in pull_error()
 
 
-def test_slow_download_is_no_stall(daemon):
+def test_slow_download_is_not_a_stall(daemon):
     def download(answer: Answer, reference: str) -> None:
         for count in range(30):  # 6 KB/s, three times as long as the stall timeout
             answer.send(layer(A, "Downloading", count * 300, 1 << 20))
@@ -113,7 +113,7 @@ def test_slow_download_is_no_stall(daemon):
 
 
 @pytest.mark.parametrize("status", ["Verifying Checksum", "Download complete", "Extracting"])
-def test_unpacking_is_no_stall(daemon, status):
+def test_unpacking_is_not_a_stall(daemon, status):
     def unpack(answer: Answer, reference: str) -> None:
         answer.send(layer(A, "Downloading", 5, 5), layer(A, status))
         time.sleep(3 * STALL_S)
@@ -141,7 +141,7 @@ def test_unpacking_is_limited():
     assert "docker downloaded all layers" in str(layers.stalled(3999.0))
 
 
-def test_unpacking_hides_no_stall_of_another_layer():
+def test_unpacking_does_not_hide_a_stall_in_a_different_layer():
     layers = Layers(0.0, 300.0)
     layers.add_event(layer(B, "Downloading", 10, 100), 1.0)
     unpack_for(layers, 400, layer(B, ""))

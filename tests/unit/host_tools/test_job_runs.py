@@ -262,7 +262,7 @@ def test_failed_rebuild_keeps_the_renamed_checkpoint(host):
     assert (renamed / "whole.safetensors").read_text() == "intact"
 
 
-def test_job_is_done_if_another_checkpoint_makes_it_needless(host, units):
+def test_job_is_done_if_a_different_checkpoint_makes_it_unnecessary(host, units):
     receipt = host.paths.root / "tree/receipt.json"
     write_job(host, "raise SystemExit(3)", unless={"receipt": str(receipt), "digest": "e" * 64})
     receipt.parent.mkdir()

@@ -84,7 +84,7 @@ def test_serves_only_verified_files_of_a_running_download(peer):
     assert peer.ask(f"/{FETCHED}/files/parts/two.part")[0] == 404
 
 
-def test_serves_no_files_of_a_running_build(peer):
+def test_does_not_serve_files_of_a_running_build(peer):
     peer.write(f"{growing_tree(Path('/srv/models/y-1'))}/growing", "half")
     assert peer.ask(f"/{BUILT}/files/growing")[0] == 404
     assert peer.ask(f"/{BUILT}/files/file") == (200, b"built")
@@ -104,7 +104,7 @@ def test_needs_the_key(peer, key):
         f"/{BUILT}/files/", f"/{'c' * 64}/files/file",
     ],
 )  # fmt: skip
-def test_serves_no_other_file(peer, path):
+def test_does_not_serve_any_other_file(peer, path):
     assert peer.ask(path)[0] in (400, 404)
 
 

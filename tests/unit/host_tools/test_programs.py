@@ -70,7 +70,7 @@ def hanging_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systemd, "_JOURNAL_S", 0.2)
 
 
-def test_timeout_of_systemd_is_not_an_empty_answer(hanging_systemd):
+def test_systemd_timeout_is_not_an_empty_answer(hanging_systemd):
     done = systemd.systemctl("stop", "x.service", timeout_s=0.2)
     assert (done.returncode, done.stderr) == (124, "no answer within 0 s")
     with pytest.raises(HostToolError, match="systemctl show: no answer"):

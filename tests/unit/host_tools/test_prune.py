@@ -59,7 +59,7 @@ def test_reported_bytes_match_the_freed_space(machine):
     assert reported > 3 * 64 * 1024
 
 
-def test_linked_file_frees_no_space(machine, checkpoints):
+def test_removing_a_linked_file_does_not_free_space(machine, checkpoints):
     os.link(checkpoints["a"] / "weights", machine.paths.root / "users-own")
     sizes = {Path(item.name).name: item.bytes for item in machine.plan().items}
     # Only the receipt's.
@@ -268,7 +268,9 @@ def test_keeps_results_of_unfinished_jobs(machine, running):
     assert machine.paths.job(second).is_dir()
 
 
-def test_reports_a_failed_image_and_removes_the_rest(machine, checkpoints, monkeypatch):
+def test_reports_image_that_cannot_be_removed_and_removes_the_rest(
+    machine, checkpoints, monkeypatch
+):
     machine.image("spark-vllm:two", "p2", size=130)
     failure = subprocess.CompletedProcess((), 1, "", "conflict: image is being used")
     monkeypatch.setattr(docker, "client", lambda *words, **_: failure)

@@ -80,7 +80,7 @@ def test_rollback_that_fails_too_reports_both_reasons(sim):
 
 
 @pytest.mark.parametrize("phase", ["stop", "start"])
-def test_log_tail_is_not_of_an_earlier_run(sim, phase):
+def test_log_tail_is_not_from_an_earlier_run(sim, phase):
     if phase == "start":
         sim.broken[B] = "dies"
     result = deploy(sim, B, stop=["fail"] if phase == "stop" else [])
@@ -109,7 +109,7 @@ def test_earlier_good_record_survives_clock_steps(sim):
     assert (sim.good(), sim.enabled()) == (A, [A])
 
 
-def test_unstoppable_candidate_gets_no_traffic(sim):
+def test_unstoppable_candidate_never_gets_traffic(sim):
     result = deploy(sim, B, enable=["fail"], stop=["", "fail"])
     assert result.state == "rollback-failed"
     assert (list(sim.engines), sim.open_to) == ([B], None)
@@ -122,7 +122,7 @@ def test_unstoppable_candidate_gets_no_traffic(sim):
         (["kill before", "fail"], "was killed in phase open; and then: "),
     ],
 )
-def test_proven_engine_is_not_stopped_for_its_gateway(sim, faults, reason):
+def test_gateway_failure_does_not_stop_a_proven_engine(sim, faults, reason):
     result = deploy(sim, A, bring_up=faults)
     assert (result.state, result.failed_phase, result.serving) == ("refused", "open", A)
     assert reason in str(result.reason)

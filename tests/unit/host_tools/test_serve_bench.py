@@ -129,7 +129,7 @@ def test_each_changed_part_has_a_rollback_hint(changes, parts, hints):
     assert all(hint in line for hint, line in zip(hints, lines, strict=True))
 
 
-def test_speed_is_measured_once_per_versions(host, monkeypatch):
+def test_speed_is_measured_once_per_version_set(host, monkeypatch):
     release = release_with_bench(host)
     host.started(release, STUB_PIECE_S="0.0005")
     assert measure(host, release, monkeypatch)["phases"] == ["bench"]

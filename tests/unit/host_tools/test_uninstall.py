@@ -228,7 +228,7 @@ def test_removes_every_state_file(tmp_path):
     assert [Path(thing.name).name for thing in things if thing.stays] == ["theirs"]
 
 
-def test_missing_folder_is_no_failure(tmp_path):
+def test_missing_folder_is_not_a_failure(tmp_path):
     missing, empty = tmp_path / "missing", tmp_path / "empty"
     empty.mkdir()
     things = [ManagedItem("directory", str(path)) for path in (missing, empty)]

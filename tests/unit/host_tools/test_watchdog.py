@@ -166,7 +166,7 @@ def test_engine_with_pidfd_and_its_unit_are_killed_without_docker(
     assert events[0].text == "too little; the engine is stopped"
 
 
-def test_killing_an_exited_engine_is_no_error():
+def test_killing_an_exited_engine_is_not_an_error():
     child = subprocess.Popen(["true"])
     pidfd = os.pidfd_open(child.pid)
     child.wait()

@@ -136,7 +136,7 @@ def test_prompts_once_for_all_hosts_that_need_a_password(tty, hosts):
     assert data["spark-1"]["_sudo"] is False
 
 
-def test_all_groups_of_a_command_share_the_password(tty, hosts):
+def test_all_groups_in_a_command_share_the_password(tty, hosts):
     def prompt() -> PasswordPrompt:
         return groups._once_per_command("password", lambda: PasswordPrompt(tty.ask))
 
@@ -168,7 +168,7 @@ def test_unconfirmed_host_keys_are_not_recorded(tty, hosts, tmp_path, answer):
     assert not (tmp_path / "known_hosts").exists()
 
 
-def test_prompts_for_no_password_without_a_key_to_install(tty, hosts, tmp_path, monkeypatch):
+def test_does_not_prompt_for_a_password_without_a_key_to_install(tty, hosts, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "empty"))
     keyless = {name: {**data, "ssh_key": None} for name, data in hosts.items()}
     with pytest.raises(SettingsError, match="run `ssh-keygen -t ed25519`"):
@@ -176,7 +176,7 @@ def test_prompts_for_no_password_without_a_key_to_install(tty, hosts, tmp_path, 
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_sends_no_password_to_a_host_with_an_unseen_key(hosts, monkeypatch, tmp_path):
+def test_never_sends_a_password_to_a_host_with_an_unseen_key(hosts, monkeypatch, tmp_path):
     monkeypatch.delenv(bootstrap.HOST_KEYS_FILE_VARIABLE)
     for contact in ("try_key", "accepts_password"):
         monkeypatch.setattr(bootstrap, contact, never)
@@ -244,7 +244,7 @@ def test_local_machine_needs_only_the_sudo_password(passwordless_sudo, tty, monk
     assert passwordless_sudo or contact.password.unmask() == "x"
 
 
-def test_refuses_host_of_a_foreign_inventory():
+def test_refuses_a_host_from_a_different_inventory():
     with pytest.raises(SettingsError, match="spark-1: is not listed in an inventory file"):
         contact_in({"spark-1": {}}, "spark-1")
 

@@ -73,7 +73,7 @@ def problems_with(member: Settings) -> list[str]:
     return [problem.where for problem in cluster_problems(hosts)]
 
 
-def test_refuses_member_with_another_release():
+def test_refuses_a_member_with_a_different_release():
     digest, changing = release_digest(HEAD), set()
     for path, value in leaves(HEAD):
         for other in other_values(path, value):
@@ -136,7 +136,7 @@ def test_refuses_two_names_for_one_machine(repository, ssh, refused):
         repository.read()
 
 
-def test_replicas_use_the_fast_address_of_each_host(repository):
+def test_replicas_connect_through_the_fast_address_of_each_host(repository):
     repository.list_hosts('["a", "b", "c"]')
     repository.write("group_vars/spark.yml", REPLICAS)
     repository.write("host_vars/b.yml", "fleet: {address: 10.0.0.2}\n")

@@ -41,7 +41,7 @@ def test_uses_group_vars_next_to_the_inventory(repository):
     assert data["ssh_strict_host_key_checking"] == "yes"
 
 
-def test_root_login_needs_no_sudo(repository, monkeypatch):
+def test_root_login_does_not_use_sudo(repository, monkeypatch):
     repository.write("host_vars/spark-1.yml", "ssh: {user: root}\n")
     repository.write("home/.ssh/config", "Host spark-2\n  User root\n")
     monkeypatch.setenv("HOME", str(repository.root / "home"))
@@ -56,7 +56,7 @@ def test_root_login_needs_no_sudo(repository, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "login", "sudo"), [("root", "ann", True), ("ann", "root", False)]
 )
-def test_login_of_the_command_line_decides_about_sudo(repository, settings, login, sudo):
+def test_login_on_the_command_line_decides_about_sudo(repository, settings, login, sudo):
     repository.write("group_vars/spark.yml", f"ssh: {{user: {settings}}}\n")
     data = read_inventory(repository.inventory, data=[f"ssh_user={login}"])
     assert data["spark-1"]["_sudo"] is sudo
@@ -83,7 +83,7 @@ def test_settings_are_read_by_a_user_without_a_name(repository, monkeypatch):
     assert repository.read()["spark-1"]["_sudo"] is True
 
 
-def test_validates_data_of_the_command_line(repository):
+def test_validates_data_given_on_the_command_line(repository):
     done = repository.pyinfra("--data", "profile=v9", "--data", "serve.port=http")
     assert done.returncode == 1
     assert '--data: serve.port: "http" is not a whole number' in done.stderr
@@ -276,7 +276,7 @@ def test_accepts_settings_files_of_an_adjacent_inventory(repository):
     ],
     ids=["list", "list with data", "group with data", "host in two groups"],
 )
-def test_reads_plain_inventory_of_pyinfra(repository, text, hosts, connection):
+def test_reads_a_plain_pyinfra_inventory(repository, text, hosts, connection):
     repository.write("sparks.py", text)
     repository.write("group_vars/all.yml", "profile: base\n")
     data = repository.read()

@@ -72,7 +72,7 @@ def test_bootstrap_installs_the_sudo_rule_and_never_shows_the_password(ordinary,
     assert not list((ordinary.root / "home").iterdir())
 
 
-def test_bootstrap_changes_nothing_if_sudo_needs_no_password(ordinary):
+def test_bootstrap_changes_nothing_if_sudo_works_without_a_password(ordinary):
     (ordinary.root / "rule").touch()
     done = ordinary.run("pyinfra", "sparks.py", BOOTSTRAP, "-y")
     assert done.returncode == 0, done.stderr

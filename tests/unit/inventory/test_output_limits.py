@@ -56,7 +56,7 @@ def test_shown_text_has_no_control_characters(text):
 @example("\\b", True)
 @example("a\b\b\rb\f", True)
 @example("\u009b31m", False)
-def test_parsed_json_has_no_control_characters(text, ascii_only):
+def test_parsed_json_never_has_control_characters(text, ascii_only):
     line = printable_output(json.dumps({"a": text, "b": 1}, ensure_ascii=ascii_only))
     data = json.loads(line)
     assert data["b"] == 1
@@ -64,7 +64,7 @@ def test_parsed_json_has_no_control_characters(text, ascii_only):
 
 
 @pytest.mark.slow
-def test_pyinfra_with_v_prints_no_escape_sequences(repository):
+def test_pyinfra_with_v_never_prints_escape_sequences(repository):
     repository.list_hosts('["@local"]')
     repository.write("deploy.py", "from pyinfra.operations import server\n"
               f"server.shell(commands=[{PRINT_ESCAPES!r}])\n")  # fmt: skip

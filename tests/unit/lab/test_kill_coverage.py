@@ -47,7 +47,7 @@ def possible_values(value: ast.expr, function: ast.FunctionDef) -> set[str]:
     return set().union(*(possible_values(expression, function) for expression in assigned))
 
 
-def test_every_kind_of_job_is_killed() -> None:
+def test_every_job_type_is_killed() -> None:
     assert set(get_args(JobKind)) == set(JOBS) | set(JOBS_ELSEWHERE)
     assert not set(JOBS) & set(JOBS_ELSEWHERE)
     assert set(killed.IS_PROVEN) == set(killed.FORGET) == set(JOBS)

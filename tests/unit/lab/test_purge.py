@@ -44,7 +44,7 @@ def test_purge_deletes_the_folder_and_reports_its_size(
     assert f"0.0 GB freed: deleted {paths.state}" in capsys.readouterr().out
 
 
-def test_purge_keeps_files_of_a_remaining_mount(
+def test_purge_keeps_files_on_a_remaining_mount(
     paths: LabPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if os.geteuid() != 0:

@@ -150,7 +150,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_computes_cache_of_each_kind_of_layer(kind: str) -> None:
+def test_computes_cache_size_per_layer_type(kind: str) -> None:
     changes, expected = CACHES[kind]
     result = read_anatomy(**changes)
     fields = ("kind", "layers", "token_bytes", "window_tokens", "state_bytes")

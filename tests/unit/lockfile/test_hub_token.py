@@ -40,7 +40,7 @@ def test_sends_hugging_face_login_only_to_its_hub(
     assert read_hub_token(settings) == token
 
 
-def test_reads_token_of_hf_auth_login(tmp_path, monkeypatch):
+def test_reads_the_token_from_hf_auth_login(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     (tmp_path / "token").write_text("hf_file\n")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))

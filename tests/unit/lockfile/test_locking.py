@@ -167,7 +167,7 @@ def test_required_lock_refuses_new_names(settings, tmp_path):
     assert not (tmp_path / "spark.lock.yml").exists()
 
 
-def test_refuses_two_revisions_of_a_repository(settings, tmp_path):
+def test_refuses_a_repository_at_two_revisions(settings, tmp_path):
     tiny = CATALOG.model("lab-tiny")
     older = dataclasses.replace(tiny, sources=dataclasses.replace(tiny.sources, revision="v1"))
     profiles = {**CATALOG.profiles, ("base", "older"): CATALOG.profile("base", "lab-tiny")}
@@ -199,7 +199,7 @@ def test_reports_unreachable_hub():
         hub.look_up("http://127.0.0.1:9", "lab/tiny-int4", "main", None)
 
 
-def test_locks_digest_of_tag_and_size_of_platform(server):
+def test_locks_tag_digest_and_platform_size(server):
     result = registry.look_up(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
     assert (result.digest, result.size_bytes) == (sha(INDEX), 1000)
 

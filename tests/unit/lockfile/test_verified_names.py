@@ -141,7 +141,7 @@ def test_refuses_sources_that_differ_from_the_catalog(
     assert not (here / "spark.lock.yml").exists()
 
 
-def test_plan_needs_no_hub_after_update(
+def test_plan_works_without_the_hub_after_update(
     hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["update", "inventory.py", "--check"]) == 1
@@ -256,7 +256,7 @@ def test_required_lock_works_offline(
     assert "`spark-deploy update --missing`" in message
 
 
-def test_profiles_without_a_build_need_no_verification(
+def test_profiles_without_a_build_are_not_verified(
     hub: Hub, settings: Settings, lock: Lock
 ) -> None:
     base = dataclasses.replace(settings, profile="base")
@@ -264,7 +264,7 @@ def test_profiles_without_a_build_need_no_verification(
     assert hub.requests == []
 
 
-def test_token_reaches_only_the_hub(
+def test_token_is_sent_only_to_the_hub(
     hub: Hub, settings: Settings, lock: Lock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     canary, outputs, folders = "hf_canary0123456789", [], []

@@ -46,7 +46,7 @@ def test_merge_unites_lists_and_merges_objects():
 
 
 @given(json_objects, json_objects)
-def test_merge_is_idempotent_and_loses_no_key(present, wanted):
+def test_merge_is_idempotent_and_keeps_every_key(present, wanted):
     merged = docker.merge_with_runtime(present, wanted)
     assert docker.merge_with_runtime(merged, wanted) == merged
     assert set(merged) >= set(present) | set(wanted)
@@ -164,7 +164,7 @@ def test_reports_a_failed_pull_with_the_tools_fix(tool_folder):
 
 
 @pytest.mark.parametrize("script", ["exit 0", "exit 2", None])
-def test_checks_the_gpu_after_a_pull_with_older_tools_and_without_tools(tool_folder, script):
+def test_checks_gpu_after_pull_if_tools_are_old_or_missing(tool_folder, script):
     if script:
         install_stub(tool_folder, "spark-host", f'[ "$*" = "image {IMAGE}" ] || exit 9\n{script}')
     gpu._pull(None, IMAGE)

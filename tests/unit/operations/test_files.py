@@ -171,7 +171,7 @@ def test_unpacks_an_archive_with_its_receipt_and_leaves_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("received", [0, 100, -1])
-def test_never_unpacks_bytes_that_differ_from_those_sent(tmp_path, received):
+def test_never_unpacks_bytes_that_differ_from_what_was_sent(tmp_path, received):
     home, content = tmp_path / "tools/site", zip_package()
     home.mkdir(parents=True)
     (home / "before").touch()

@@ -84,7 +84,7 @@ def test_changed_settings_reload_only_a_running_gateway(active):
         ("loopback", NEW_TOOLS, OLD_TOOLS, False),  # follows no late address
     ],
 )
-def test_restarts_a_watchdog_of_older_tools_that_would_undo_the_reload(
+def test_restarts_a_watchdog_with_older_tools_that_would_undo_the_reload(
     expose, tools, running, restarts
 ):
     plan = exposed(expose)
@@ -154,7 +154,7 @@ def private_ca(tmp_path: Path) -> GatewayPlan:
     return exposed("lan", TlsPlan("private-ca", "", "", str(tmp_path / "ca"), names))
 
 
-def test_dry_run_creates_no_ca(private_ca):
+def test_dry_run_does_not_create_a_ca(private_ca):
     commands = configure(host_with(gateway_file(private_ca)), private_ca, executing=False)
     assert list(map(str, commands)) == ["true", RELOAD]
     assert private_ca.tls is not None

@@ -93,7 +93,7 @@ def test_other_errors_name_the_operation_or_a_defect():
     assert "fail: KeyError: 'x'\n  fix: report this" in message_of(KeyError("x"), connected=True)
 
 
-def test_dry_run_lets_errors_of_pyinfra_pass():
+def test_dry_run_passes_on_pyinfra_errors():
     with on(FakeHost(connected=False), False), pytest.raises(PyinfraError):
         list(fail._inner(PyinfraError("No hosts remaining!")))
 

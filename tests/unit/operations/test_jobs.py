@@ -162,7 +162,7 @@ def test_running_job_is_continued_at_boot_for_the_current_release(linked, pulled
     assert "systemctl start" not in command
 
 
-def test_refuses_to_start_a_job_of_unknown_state():
+def test_refuses_to_start_a_job_in_an_unknown_state():
     [command] = start(host_with("unknown", ()))
     assert command.startswith("_refuse(")
     assert "why" in command

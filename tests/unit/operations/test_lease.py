@@ -101,7 +101,7 @@ def test_takes_the_lease_of_a_killed_run_of_this_machine(path):
     assert path.read_text().startswith(this_run())
 
 
-def test_dry_run_and_unchanged_host_take_no_lease(path):
+def test_dry_run_and_unchanged_host_do_not_take_a_lease(path):
     take(path, OTHER, "ben@laptop")
     assert run(local_host(), executing=False) == ["first", "second"]
     path.unlink()
@@ -122,7 +122,7 @@ def test_expires_after_the_last_renewal(path):
 
 
 @pytest.mark.parametrize("content", ["", "\n", "x", "x y z\n", "\0\0", "a 99999999999 s $(id)\n"])
-def test_damaged_lease_runs_no_code_and_expires(path, content):
+def test_damaged_lease_expires_without_running_code(path, content):
     path.write_text(content)
     answer = take(path, OTHER, "ben@laptop")
     assert re.fullmatch(r"taken|held a \d+ s \$\(id\)", answer)

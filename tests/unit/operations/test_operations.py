@@ -120,7 +120,7 @@ def test_every_operation_has_a_case_that_acts_and_one_that_does_nothing():
 
 
 @pytest.mark.parametrize(("max_age_s", "reads"), [(facts.MAX_AGE_S, 1), (-1.0, 2)])
-def test_execution_reuses_only_a_recent_fact_of_the_prediction(monkeypatch, max_age_s, reads):
+def test_execution_reuses_only_recent_facts_from_the_prediction(monkeypatch, max_age_s, reads):
     monkeypatch.setattr(facts, "MAX_AGE_S", max_age_s)
     host = FakeHost(sections_of({"like": "DockerState/factory_without_runtime"}))
     with on(host, executing=False):

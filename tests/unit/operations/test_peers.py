@@ -90,7 +90,7 @@ class Fleet:
     [({"a": "done", "b": "done"}, True), ({"a": ""}, True), ({"a": "done", "b": ""}, False)],
     ids=["nothing missing", "single host", "disabled"],
 )
-def test_opens_no_port_without_need(monkeypatch, states, share):
+def test_does_not_open_a_port_without_need(monkeypatch, states, share):
     fleet = Fleet(monkeypatch, **states)
     assert fleet.share(share=share) == fleet.stop() == {name: [] for name in states}
     assert fleet.peers(next(reversed(states))) == []
@@ -137,7 +137,7 @@ def test_stops_sharing_left_by_an_interrupted_run(monkeypatch):
     assert {name: len(commands) for name, commands in fleet.stop().items()} == {"a": 1, "b": 0}
 
 
-def test_host_of_unknown_address_copies_but_serves_no_peers(monkeypatch):
+def test_host_with_unknown_address_copies_but_does_not_serve_peers(monkeypatch):
     fleet = Fleet(monkeypatch, a="", b="", c="")
     fleet.hosts["b"].facts["LoginAddress"] = ""
     assert [len(commands) for commands in fleet.share().values()] == [2, 1, 2]

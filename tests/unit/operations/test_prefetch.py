@@ -93,7 +93,7 @@ def test_reads_facts_again_after_a_lost_connection(host):
     assert host.fact_reads == 1
 
 
-def test_cached_value_expires_after_seconds_and_after_a_command(host, monkeypatch):
+def test_cached_value_expires_after_ttl_or_any_command(host, monkeypatch):
     prefetch()
     monkeypatch.setattr(facts, "MAX_AGE_S", -1)
     read(Output)

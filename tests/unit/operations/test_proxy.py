@@ -73,7 +73,7 @@ def test_second_run_changes_nothing_and_no_proxy_removes_the_file(secret):
         (NO_PROXY, True, "same", [f"rm -f -- {DROP_IN_PATH}", "restart"]),
     ],
 )
-def test_docker_restarts_only_for_another_proxy(settings, managed, daemon, expected):
+def test_docker_restarts_only_if_the_proxy_differs(settings, managed, daemon, expected):
     commands = set_docker_proxy(settings, *([DOCKER_DROP_IN] * managed), daemon=daemon)
     assert len(commands) == len(expected)
     for command, words in zip(commands, expected, strict=True):
@@ -110,7 +110,7 @@ def lines_of(settings: ProxySettings) -> list[str]:
         ([], "differs"),
     ],
 )
-def test_fact_compares_the_environment_of_docker_with_the_file(tmp_path, environment, result):
+def test_fact_compares_docker_environment_with_the_file(tmp_path, environment, result):
     file = tmp_path / "proxy.env"
     file.write_bytes(proxy_file(PROXY).content)
     clean = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}

@@ -74,7 +74,7 @@ def test_certificate_must_cover_the_name(tmp_path, names, host, good):
         assert_one(problems, f"not {host}", "serve.address")
 
 
-def test_refuses_a_pair_that_cannot_serve(tmp_path, monkeypatch):
+def test_refuses_an_unusable_certificate_and_key(tmp_path, monkeypatch):
     certificate, key = make_pair(tmp_path, f"DNS:{NAMES[0]}", days=3)
     other_key = make_pair(tmp_path, f"DNS:{NAMES[0]}", stem="other")[1]
     encrypted = str(tmp_path / "encrypted.pem")

@@ -21,7 +21,7 @@ def tools(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["json.py", "secrets.py", "spark_host/__init__.py"])
-def test_tools_run_no_code_of_the_current_directory(tools, tmp_path, name):
+def test_tools_never_run_code_in_the_current_directory(tools, tmp_path, name):
     home = tmp_path / "home"
     (home / name).parent.mkdir(parents=True)
     (home / name).write_text("raise SystemExit('code of a stranger')\n")
@@ -52,7 +52,7 @@ def run_from_memory(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_sent_tools_run_from_memory_and_leave_no_file(tmp_path):
+def test_sent_tools_run_from_memory_without_leaving_files(tmp_path):
     done = run_from_memory("help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "spark-host manifest" in done.stderr
@@ -63,7 +63,7 @@ def test_sent_tools_run_from_memory_and_leave_no_file(tmp_path):
     assert "models_dir: missing; fix:" in bad.stderr
 
 
-def test_sent_tools_ignore_python_of_the_current_directory(tmp_path):
+def test_sent_tools_ignore_python_files_in_the_current_directory(tmp_path):
     for name in ("spark_host", "base64", "tarfile"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('code of a stranger')")
     assert run_from_memory("help", cwd=tmp_path).returncode == 0

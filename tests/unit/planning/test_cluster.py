@@ -71,7 +71,7 @@ def plan_on(host: str, ports: dict[str, Ports], settings: Settings | None = None
     return plan_host(Request(host, settings, CATALOG, lock, PAYLOAD, ports))
 
 
-def test_both_interfaces_of_a_cable_link_to_the_other_member() -> None:
+def test_both_interfaces_on_a_cable_connect_to_the_peer() -> None:
     links = member_links(clustered(), "spark-1", FABRIC)
     assert {(link.interface, link.host, link.address) for link in links} == {
         ("enp1s0f1np1", "spark-2", "192.168.100.11"),
@@ -85,7 +85,7 @@ def test_all_members_get_one_release() -> None:
     assert first.cluster.head.host == "spark-1"
 
 
-def test_each_rank_gets_its_place_interface_and_devices() -> None:
+def test_each_rank_gets_its_index_interface_and_devices() -> None:
     head, worker = plan_on("spark-2", FABRIC).serve.cluster.members
     port = str(plan_on("spark-1", FABRIC).serve.cluster.port)
     assert head.argv == (
@@ -221,7 +221,7 @@ def test_guard_rails_apply_to_clusters(hosts: str, options: dict[str, Any], rule
     assert f"guard rail {rule}:" in problems_of(settings, shipped_catalog())[0].what
 
 
-def test_refuses_prefix_caching_of_397b_on_two_hosts() -> None:
+def test_refuses_prefix_caching_for_397b_on_two_hosts() -> None:
     pair = Settings(
         model="qwen3.5-397b", profile="agent", cluster=ClusterSettings(hosts=PAIR),
         memory=replace(Settings().memory, total_gib=400),
@@ -361,7 +361,7 @@ def test_links_ignore_lan_port_in_same_network() -> None:
     assert [link.address for link in links] == ["192.168.100.11", "192.168.101.11"]
 
 
-def test_link_speed_is_that_of_slower_end() -> None:
+def test_link_speed_is_limited_by_the_slower_end() -> None:
     slow = tuple(replace(port, speed_mbit_per_s=100000) for port in cabled_ports(0, 11))
     links = fabric_links("spark-1", fabric_settings(*PAIR), {**FABRIC, "spark-2": Ports(slow)})
     assert {link.speed_mbit_per_s for link in links} == {100000}

@@ -98,7 +98,7 @@ def test_unknown_cache_of_drafter_makes_cache_unknown() -> None:
     assert memory.unknown == ("KV cache of a token, the drafter's: layers of x are unknown",)
 
 
-def test_ngram_drafts_need_no_memory() -> None:
+def test_ngram_drafts_do_not_need_memory() -> None:
     plan = make_plan(Speculation(method="ngram", tokens=3, longest_match=5, shortest_match=2))
     assert drafts_of(plan) == {
         "method": "ngram", "num_speculative_tokens": 3,

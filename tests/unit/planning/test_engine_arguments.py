@@ -135,7 +135,7 @@ def test_vision_drops_text_only_flag() -> None:
     assert "--language-model-only" not in argv(vision=True)
 
 
-def test_option_of_settings_replaces_that_of_profile() -> None:
+def test_option_in_settings_replaces_the_profile_option() -> None:
     arguments = argv(options={"load_format": "safetensors"})
     assert arguments.count("--load-format") == 1
     assert value_of(arguments, "--load-format") == "safetensors"
@@ -227,7 +227,7 @@ def plain(**anatomy: Any) -> PlainModel:
     ],
     ids=["16-bit experts", "quantised experts", "dense", "unknown"],
 )
-def test_pins_only_16_bit_experts_of_plain_model(model: Model, pinned: bool) -> None:
+def test_pins_the_kernel_of_16_bit_experts_only(model: Model, pinned: bool) -> None:
     assert pins_drafter_experts(model, with_drafts(SHIPPED.profile("v2", MODEL), 2)) is pinned
     assert pins_target_experts(model, PLAIN) is pinned
 
@@ -292,7 +292,7 @@ def test_check_requires_prefill_kernel_of_profile(name: str) -> None:
     assert not re.search(pattern, TRITON_PREFILL.replace("requested=triton", "requested=auto"))
 
 
-def test_prefill_kernel_of_settings_is_required() -> None:
+def test_check_expects_the_configured_prefill_kernel() -> None:
     def lines(backend: str | None) -> list[str]:
         settings = settings_of(**{"engine.options": {"gdn_prefill_backend": backend}})
         profile = effective_profile(SHIPPED.profile("v2", MODEL), settings)

@@ -137,7 +137,7 @@ def test_rule_applies_to_its_combination_only(rule: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
-def test_warns_of_drafter_repository_on_hybrid_model(method: str) -> None:
+def test_warns_about_a_drafter_repository_on_a_hybrid_model(method: str) -> None:
     drafts = {"speculation_method": method, "speculation_tokens": 3, "own_draft_model": True}
     warnings = apply_rails(RAILS, {**CALM, **drafts})
     assert [warning.partition(":")[0] for warning in warnings] == ["drafter-of-a-repository"]
@@ -196,7 +196,7 @@ WARNINGS: list[tuple[str, dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("rule", "settings", "warned"), WARNINGS)
-def test_warns_of_settings(rule: str, settings: dict[str, Any], warned: bool) -> None:
+def test_warns_about_settings(rule: str, settings: dict[str, Any], warned: bool) -> None:
     warnings = resolve(settings_of(**settings), CATALOG).warnings
     assert any(text.startswith(rule) for text in warnings) is warned
 
@@ -339,7 +339,7 @@ def test_accepts_new_model_runner_with_turboquant() -> None:
          "own-head-wi"),
     ],
 )  # fmt: skip
-def test_rules_read_every_spelling_of_options(
+def test_rules_recognise_every_option_spelling(
     profile: str, options: dict[str, Any], rule: str
 ) -> None:
     texts = with_options(profile, **options)
@@ -389,7 +389,7 @@ def refused_settings(option: str, value: Any = True) -> str:
         ("kv_transfer_config", "remove it"),
     ],
 )
-def test_refuses_aliases_of_decided_options(option: str, fix: str) -> None:
+def test_refuses_aliases_of_options_that_are_set_elsewhere(option: str, fix: str) -> None:
     assert fix in refused_settings(option)
 
 
@@ -456,7 +456,7 @@ def test_refuses_decided_options_in_profiles(
 @pytest.mark.parametrize(
     "dtype", ["TurboQuant_k8v4", "FP8", "int8_per_token_head", "nvfp4", "turboquant"]
 )
-def test_refuses_cache_types_of_unknown_size(
+def test_refuses_cache_types_with_unknown_size(
     dtype: str, refused_profile: Callable[..., str]
 ) -> None:
     message = refused_profile(kv_cache={"dtype": dtype})
@@ -527,7 +527,7 @@ UNTRUSTED = [
 
 
 @pytest.mark.parametrize(("rule", "settings"), UNTRUSTED)
-def test_refuses_settings_that_run_foreign_code(rule: str, settings: dict[str, Any]) -> None:
+def test_refuses_settings_that_run_third_party_code(rule: str, settings: dict[str, Any]) -> None:
     assert any(f"guard rail {rule}:" in text for text in problem_texts(**settings))
 
 
@@ -573,7 +573,7 @@ def test_override_must_name_rule_and_warns(rule: str, settings: dict[str, Any]) 
         {"docker.daemon": {"log-opts": {"max-size": "50m"}}},
     ],
 )
-def test_accepts_settings_without_foreign_code(settings: dict[str, Any]) -> None:
+def test_accepts_settings_without_third_party_code(settings: dict[str, Any]) -> None:
     assert problem_texts(**settings) == []
 
 

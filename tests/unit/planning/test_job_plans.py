@@ -95,7 +95,7 @@ def test_image_job_waits_for_docker_and_has_its_build_context() -> None:
     assert {f"BASE={plan.base}", f"spark.digest={plan.digest}"} <= set(work.job.argv)
 
 
-def test_job_waits_for_file_system_of_its_target() -> None:
+def test_job_waits_for_its_target_filesystem() -> None:
     work = fetch_job(replace(SOURCE, dir="/big/50%/s"))
     files = {file.path: file.content.decode() for file in work.files()}
     assert files[f"/etc/systemd/system/{work.job.unit}.d/order.conf"] == (
@@ -125,7 +125,7 @@ def test_host_reads_orders_as_written(model: str, profile: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["large", "small"])
-def test_build_order_lists_donor_shapes_of_swapped_modules(model: str) -> None:
+def test_build_order_lists_donor_shapes_for_swapped_modules(model: str) -> None:
     order, shape = orders(model, "v2")["checkpoint"], CATALOG.model(model).architecture
     shapes = {
         name: (part["weight"], part["scale"])
@@ -169,7 +169,7 @@ def test_ready_pairs_do_not_change_served_release() -> None:
     assert jobs_of(ready, ()) == jobs_of(served, ())
 
 
-def test_switch_to_ready_pair_needs_no_more_jobs() -> None:
+def test_switching_to_a_ready_pair_does_not_need_jobs() -> None:
     plan = plan_ready(SMALL, BASE)
     done = {*digests(jobs_of(plan, ())), *digests(ready_jobs_of(plan, ()))}
     for pair in (SMALL, BASE):
@@ -235,7 +235,7 @@ def members(states: str, digest: str = TREE) -> list[Member]:
         ("-", {"a": ""}),
     ],
 )
-def test_complete_peers_come_first_in_turns(states: str, expected: dict[str, str]) -> None:
+def test_peers_with_all_files_come_first_and_rotate(states: str, expected: dict[str, str]) -> None:
     hosts = members(states)
     assert {name: "".join(peers_of(name, TREE, hosts)) for name in expected} == expected
 

@@ -127,7 +127,7 @@ def test_drafts_and_prefix_caching_need_more_states_per_request() -> None:
     assert kib[:2] == [24, 26]  # the MTP layer has a cache, too
 
 
-def test_model_without_linear_layers_has_pages_and_no_states() -> None:
+def test_model_without_linear_layers_has_pages_but_not_states() -> None:
     dense = replace(LARGE.architecture, full_attention_every=1, linear_attention=None)
     shape = cache_shape(dense, profile_with("v2"))
     assert (shape.block_tokens, shape.attention_groups, shape.state_blocks) == (16, 1, 0)

@@ -178,7 +178,7 @@ COUNTED = CountedCache(
 )
 
 
-def test_measured_cache_size_replaces_unknown_one() -> None:
+def test_measured_cache_size_replaces_an_unknown_size() -> None:
     blind, measured = (
         make_plan(anatomy=UNKNOWN),
         make_plan(anatomy=replace(UNKNOWN, counted=COUNTED)),

@@ -30,7 +30,7 @@ def test_claim_passed_in_result_file(name: str, row: Any) -> None:
     assert [item["passed"] for item in rows if item["claim"] == row.claim] == [True]
 
 
-def test_profiles_without_plugin_need_no_plugin_and_drafts_are_checked() -> None:
+def test_profiles_without_plugin_run_without_it_and_drafts_are_checked() -> None:
     for profile in PROFILES.values():
         assert profile.plugin or not profile.tree_needs_plugin, profile.name
         assert profile.check.acceptance_floor or not profile.speculation, profile.name
@@ -60,7 +60,7 @@ def test_drafts_setting_overrides_profile(profile: str, drafts: int) -> None:
     assert plan.serve.check.acceptance_floor == (0.5 if drafts else None)
 
 
-def test_guard_rails_check_drafts_of_settings() -> None:
+def test_guard_rails_check_drafts_in_settings() -> None:
     rule = "drafts-with-prefix-caching"
     for drafts, warned in ((1, True), (0, False)):
         warnings = plan_of(profile="agent", **{"engine.drafts": drafts}).warnings
@@ -91,7 +91,7 @@ def write_profile(checkout: Path, name: str, **keys: Any) -> None:
     (checkout / f"catalog/profiles/{name}.yml").write_text(yaml.safe_dump(keys))
 
 
-def test_based_on_changes_keys_and_inherits_no_claims(checkout: Path) -> None:
+def test_based_on_changes_keys_and_does_not_inherit_claims(checkout: Path) -> None:
     claim = {"what": "w", "result": "r.json", "claim": "c"}
     v2 = yaml.safe_load((checkout / "catalog/profiles/v2.yml").read_text())
     write_profile(checkout, "v2", **{**v2, "proven": [claim]})

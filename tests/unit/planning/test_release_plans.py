@@ -122,7 +122,7 @@ def scheduled(*times: dict[str, Any], **settings: Any) -> HostPlan:
     return plan_of("large", "v2", keep_ready=[NIGHT], schedule=list(times or TIMES), **settings)
 
 
-def test_scheduled_releases_equal_deployed_ones() -> None:
+def test_scheduled_releases_equal_deployed_releases() -> None:
     plan = scheduled()
     assert [change.at for change in plan.schedule] == ["Mon..Fri 08:00", "20:00", "Sun 10:00"]
     day, night, sunday = (change.release for change in plan.schedule)

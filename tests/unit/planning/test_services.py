@@ -65,7 +65,7 @@ def test_services_share_memory() -> None:
     assert plan.needs.memory_needed_bytes == needed
 
 
-def test_change_of_service_keeps_main_release() -> None:
+def test_changing_a_service_keeps_the_main_release() -> None:
     plan = with_services(embed=SMALL)
     changed = with_services(embed={**SMALL, "names": ["vectors"], "port": 8002})
     assert plan.serve == changed.serve
@@ -76,7 +76,7 @@ def problems_with(memory_gib: float) -> list[Any]:
     return problems(services={"embed": {**SMALL, "memory_gib": memory_gib}}, **SHORT)
 
 
-def test_suggests_sufficient_memory_of_service() -> None:
+def test_suggests_sufficient_memory_for_a_service() -> None:
     [problem] = problems_with(3)
     assert problem.where == "services.embed"
     enough = float(problem.fix.split("memory_gib to ")[1].split(",")[0])
@@ -84,7 +84,7 @@ def test_suggests_sufficient_memory_of_service() -> None:
     assert problems_with(enough - 2.5) != []
 
 
-def test_suggests_lower_memory_of_services_for_main_service() -> None:
+def test_suggests_less_memory_for_services_to_fit_the_main_service() -> None:
     [problem] = [p for p in problems_with(90) if "does not fit on one host" in p.what]
     match = re.search(r"lower services\.embed\.memory_gib to (\d+) together", problem.fix)
     assert match is not None, problem.fix

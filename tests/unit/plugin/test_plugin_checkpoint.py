@@ -270,7 +270,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
 
 @pytest.mark.parametrize("layout", ["overlay", "full"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_refuses_damage_by_tensor_name(write: Write, layout: str, damage: str) -> None:
+def test_error_names_the_damaged_tensor(write: Write, layout: str, damage: str) -> None:
     inflict, message = DAMAGES[damage]
     tree = write(layout, "int8-g128")
     inflict(tree, layout)
@@ -299,7 +299,7 @@ def test_refuses_implausible_scales(write: Write, layout: str, damage: str) -> N
     tree.refused(message)
 
 
-def test_accepts_any_positive_scale_of_a_block_of_zeros(write: Write) -> None:
+def test_accepts_any_positive_scale_for_an_all_zero_block(write: Write) -> None:
     def clear_second_block(raw: Raw) -> Raw:
         codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape).copy()
         codes[:128, 128:256] = 0
@@ -311,7 +311,7 @@ def test_accepts_any_positive_scale_of_a_block_of_zeros(write: Write) -> None:
     tree.check()
 
 
-def test_accepts_negative_int4_scales_of_autoround(write: Write) -> None:
+def test_accepts_negative_int4_scales_from_autoround(write: Write) -> None:
     def negate(raw: Raw) -> Raw:
         return raw._replace(data=(-np.frombuffer(raw.data, np.float16)).tobytes())
 

@@ -42,13 +42,13 @@ def test_marlin_wins_ties():
         {"batches": (3, 6, 9)},
     ],
 )
-def test_measurement_of_another_machine_or_shape_is_ignored(tmp_path, change):
+def test_measurement_from_a_different_machine_or_shape_is_ignored(tmp_path, change):
     path = tmp_path / "times.json"
     choice.write_choice(path, HERE, TIMES)
     assert choice.read_choice(path, dataclasses.replace(HERE, **change)) is None
 
 
-def test_missing_file_gives_no_choice(tmp_path):
+def test_selects_no_head_without_the_file(tmp_path):
     assert choice.read_choice(tmp_path / "times.json", HERE) is None
 
 

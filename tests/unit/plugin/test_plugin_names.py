@@ -102,7 +102,7 @@ def test_rules_match_exactly_the_listed_modules(chosen: set[tuple[int, str]]) ->
 @pytest.mark.parametrize(
     ("width", "accepted"), [(64, False), (128, False), (256, True), (512, True), (1024, True)]
 )
-def test_accepts_experts_of_several_groups_only(width: int, accepted: bool) -> None:
+def test_accepts_only_experts_with_several_scale_groups(width: int, accepted: bool) -> None:
     module = "language_model.model.layers.0.mlp.experts"
     if accepted:
         names.check_expert_width(module, width, 128)

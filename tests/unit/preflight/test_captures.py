@@ -111,7 +111,7 @@ HEALTHY: dict[str, Any] = {
 @pytest.mark.parametrize(
     "names", [*([name] for name in HEALTHY), [*HEALTHY]], ids=[*HEALTHY, "all"]
 )
-def test_output_of_healthy_hosts_passes(names):
+def test_output_from_healthy_hosts_passes(names):
     """Separately, and all output in one survey."""
     sections: dict[str, Any] = {}
     for name in names:
@@ -211,7 +211,7 @@ def start_messages(name: str) -> list[str]:
     return list(logs.start_messages(read(name).splitlines()))
 
 
-def test_reads_start_messages_of_engines():
+def test_reads_engine_start_messages():
     one_spark = start_messages("vllm-log--kv-cache-one-spark-qwen3.6-35b--03.txt")
     assert logs.kv_cache_tokens(one_spark) == 1_253_392
     assert logs.sizes_bytes(one_spark)["kv_cache"] == int(52.66 * (1 << 30))

@@ -281,14 +281,14 @@ def test_condition_gives_the_expected_problems_and_warnings(name):
 
 
 @pytest.mark.parametrize(("rule", "refused", "warned"), RULES)
-def test_plain_ubuntu_is_judged_by_the_rule(rule, refused, warned):
+def test_plain_ubuntu_follows_expect_dgx_os(rule, refused, warned):
     needs = {"expect": ExpectSettings(dgx_os=rule)}
     Case({"dgx_release": []}, ["DGX OS"] * refused, ["DGX OS"] * warned, needs).check()
 
 
 @pytest.mark.parametrize(("rule", "refused", "warned"), RULES)
 @pytest.mark.parametrize("score", ["1", "2.6", "6", "0", "0.0", '"?"'])
-def test_an_incomplete_vendor_update_is_judged_by_the_rule(rule, refused, warned, score):
+def test_an_incomplete_vendor_update_follows_the_expectation(rule, refused, warned, score):
     sections = {"torn": [f'{{"name": "OTA2.2", "torn": {score}}}']}
     words, needs = f"torn score {score} against OTA2.2", {"expect": ExpectSettings(dgx_os=rule)}
     torn = score[0] in "126"
@@ -361,7 +361,7 @@ def test_no_fix_removes_containers_or_volumes():
 
 
 @pytest.mark.parametrize(("device", "expected"), [("7", []), ("8", ["80.0 GiB to be written"])])
-def test_only_files_that_can_be_linked_need_no_room(device, expected):
+def test_hard_linkable_files_need_no_disk_space_but_others_do(device, expected):
     stored = [
         "device\t/srv/spark/models/x\t7",
         f"file\t{device}\t{80 << 30}\t/home/ann/.cache/huggingface/hub/x/blobs/{'ab' * 32}",
@@ -373,7 +373,7 @@ def test_only_files_that_can_be_linked_need_no_room(device, expected):
 @pytest.mark.parametrize(
     ("planned_gib", "fits"), [("90", True), ("82", True), ("80", False), ("", None)]
 )
-def test_memory_counts_what_the_stop_of_our_engine_frees(planned_gib, fits):
+def test_memory_counts_what_stopping_our_engine_frees(planned_gib, fits):
     """8.6 GiB are available and 90 GiB needed; an unmanaged process uses the GPU, too."""
     planned = str(int(planned_gib) << 30) if planned_gib else ""
     apps = {"compute_apps": ["78, python3"], "compute_cgroups": ["78 /user.slice/x"]}

@@ -60,7 +60,7 @@ def test_missing_restriction_is_rejected(release, root, name: str) -> None:
 
 @needs_root
 @pytest.mark.skipif(not readable, reason="an unnamed user cannot read this checkout")
-def test_process_has_only_the_rights_of_the_container(release, root):
+def test_process_has_only_the_container_privileges(release, root):
     checkpoint = root / "model"
     checkpoint.mkdir()
     engine, socket = container.from_release(release, checkpoint, root)

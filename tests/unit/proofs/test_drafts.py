@@ -98,7 +98,7 @@ DIFFERENT = [*TOKENS[:3], 99, *TOKENS[4:]]
         ("dflash-nan-eager", {"state": "refused", "error": ["NaN in lm_head"]}),
     ],
 )
-def test_acceptance_answers_and_refusals_are_judged(name: str, result: dict[str, Any]) -> None:
+def test_checks_acceptance_answers_and_refusals(name: str, result: dict[str, Any]) -> None:
     assert failed(results() | {name: result}) == [name]
 
 
@@ -108,7 +108,7 @@ def test_stage_profiles_includes_every_draft_case() -> None:
     assert names.count(cases.PLAIN) == 1
 
 
-def test_prompts_of_the_proofs_are_no_lessons() -> None:
+def test_proof_prompts_are_not_lessons() -> None:
     pytest.importorskip("torch", reason="needs torch")
     pytest.importorskip("transformers", reason="needs transformers")
     from proofs.drafts import training

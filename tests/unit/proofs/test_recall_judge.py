@@ -65,7 +65,7 @@ def test_model_and_engine_must_find_records(name: str, rows: list[judge.Row], pa
     assert verdict(name, run(rows)) is passed
 
 
-def test_unreliable_answers_of_the_model_are_ignored() -> None:
+def test_unreliable_model_answers_are_ignored() -> None:
     doubtful = answers()
     doubtful[10]["logprobs"] = [-0.1, -0.8]
     for reference in (LOST_RECORD, doubtful):
@@ -155,7 +155,7 @@ def judged(name: str, result: Result, plain: Result = PLAIN) -> Result:
     ],
     ids=["equal answers", "no cache hits", "wrong answer", "different token", "no reference"],
 )
-def test_cache_must_be_used_and_change_no_answer(result: Result, passed: bool) -> None:
+def test_cache_must_be_used_without_changing_answers(result: Result, passed: bool) -> None:
     assert judged("talk-cache", result)["passed"] is passed
 
 
@@ -217,7 +217,7 @@ OTHER_TOKEN[0]["tokens"] = [5, 5]
         ("drafts-damage", 70, answers(), False),
     ],
 )
-def test_drafts_change_no_answer_and_broken_drafter_is_detected(
+def test_drafts_do_not_change_answers_and_a_broken_drafter_is_detected(
     name: str, accepted: int, rows: list[judge.Row], passed: bool
 ) -> None:
     counters = {"x:num_draft_tokens": 100, "x:num_accepted_tokens": accepted}

@@ -46,7 +46,7 @@ def test_result_has_origin_and_make_target(path) -> None:
 
 
 @pytest.mark.parametrize(("whole", "parts"), WHOLE.items())
-def test_target_of_a_machine_runs_all_parts(whole: str, parts: tuple[str, ...]) -> None:
+def test_machine_target_runs_all_parts(whole: str, parts: tuple[str, ...]) -> None:
     run = set(commands(whole))
     for part in parts:
         words = ("pytest", ".json", " -m ")

@@ -50,7 +50,7 @@ def judged(results: dict[str, Row]) -> dict[str, Row]:
     return {row["claim"].partition(":")[0]: row for row in rows}
 
 
-def test_difference_of_compiled_code_is_not_caused_by_the_cache(results) -> None:
+def test_the_cache_does_not_cause_differences_in_compiled_code(results) -> None:
     rows = judged(results)
     assert all(row["passed"] for row in rows.values())
     others = rows["agent-full"]["numbers"]["others"]
@@ -72,7 +72,7 @@ def test_different_token_of_a_single_engine_fails(results, name: str, turn: int)
     assert failed == [name.partition("-2")[0].rstrip("-3456")]
 
 
-def test_noise_elsewhere_excuses_no_different_token(results) -> None:
+def test_noise_elsewhere_does_not_excuse_a_different_token(results) -> None:
     kept = results["agent-full"]["turns"][1]["answers"]
     kept[0]["logprobs"] = [-1.9, -1.9, -1.9]
     assert judged(results)["agent-full"]["passed"]

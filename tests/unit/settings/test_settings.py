@@ -91,7 +91,7 @@ VLLM = {
 
 
 @pytest.mark.parametrize("alias", VLLM)
-def test_accepts_vllm_names_of_engine_settings(root, alias):
+def test_accepts_vllm_names_for_engine_settings(root, alias):
     name, value = VLLM[alias]
     write(root, "group_vars/spark.yml", f"engine: {{{alias}: {value}}}\n")
     assert getattr(load(root)["spark-1"].settings.engine, name) == value
@@ -101,7 +101,7 @@ def test_accepts_vllm_names_of_engine_settings(root, alias):
     assert getattr(load(root, overrides=overrides)["spark-1"].settings.engine, name) == value
 
 
-def test_refuses_both_names_of_a_setting(root):
+def test_refuses_a_setting_given_under_both_names(root):
     text = "engine: {max_num_seqs: 4, max_sequences: 5}\n"
     write(root, "group_vars/spark.yml", text)
     assert "group_vars/spark.yml: engine.max_num_seqs" in refused(root)
@@ -170,7 +170,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "reason"), WRONG.items(), ids=lambda text: repr(text)[:60])
-def test_refuses_wrong_settings_with_where_what_and_fix(root, text, reason):
+def test_errors_for_invalid_settings_give_location_cause_and_fix(root, text, reason):
     write(root, "group_vars/spark.yml", text + "\n")
     message = refused(root)
     assert "group_vars/spark.yml" in message
@@ -188,7 +188,7 @@ ACTION = re.compile(
 )
 
 
-def test_reports_all_mistakes_of_all_hosts(root):
+def test_reports_all_mistakes_on_all_hosts(root):
     write(root, "group_vars/spark.yml", "serve: {port: x}\n")
     write(root, "host_vars/spark-1.yml", "profil: v2\n")
     write(root, "host_vars/spark-2.yml", "memory: {reserve_gib: many}\n")

@@ -102,7 +102,7 @@ def load(tmp_path: Path, settings: object) -> None:
 
 
 @pytest.mark.parametrize("settings", HOSTILE, ids=lambda settings: repr(settings)[:70])
-def test_refuses_hostile_values_of_settings(tmp_path, settings) -> None:
+def test_refuses_hostile_setting_values(tmp_path, settings) -> None:
     with pytest.raises(SettingsError):
         load(tmp_path, settings)
 

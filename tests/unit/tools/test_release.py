@@ -72,7 +72,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 @pytest.mark.slow
-def test_release_sets_version_dates_changelog_builds_commits_and_tags(project: Project) -> None:
+def test_release_bumps_version_updates_changelog_and_tags(project: Project) -> None:
     project.builds = True
     project.release()
     text, changelog, log, tags = project.state()
