@@ -295,7 +295,8 @@ class _Run:
         if not grid.depths:
             return None, ()
         note(f"llama-benchy: depths {grid.depths}, clients {grid.concurrencies}, {grid.runs} runs")
-        more = ["--book-url", self.measurement.book_url] if self.measurement.book_url else []
+        book_url = self.measurement.book_url
+        extra_options = ["--book-url", book_url] if book_url else []
         progress = ticking("llama-benchy", note, _TICK_S)
         with host.copy_tokenizer(self.login, self.release.tree.path) as folder, progress:
-            return protocols.measure_grid(python, self.endpoint, folder, grid, raw, more)
+            return protocols.measure_grid(python, self.endpoint, folder, grid, raw, extra_options)

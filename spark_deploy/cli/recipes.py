@@ -342,10 +342,10 @@ def _add_profile_key(name: str, value: Any, arguments: Arguments) -> None:
     if list(problems_of(value, schema, lambda path: "")):
         arguments.unused.append(f"--{name} {str(value)[:60]}: not possible in a profile")
         return
-    place = arguments.profile
+    section = arguments.profile
     for key in parents:
-        place = place.setdefault(key, {})
-    place[last] = value
+        section = section.setdefault(key, {})
+    section[last] = value
 
 
 def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:

@@ -81,7 +81,7 @@ def load_hosts(
     loaded: dict[str, HostSettings] = {}
     for group, hosts in groups.items():
         middle = _file_layer(root / "group_vars" / f"{group}.yml", root, checkout, problems)
-        own = [Layer("inventory", undot(generated))] if generated else []
+        generated_layers = [Layer("inventory", undot(generated))] if generated else []
         usual: HostSettings | None = None  # the same for all hosts without a file
         for host in hosts:
             if host in loaded:
@@ -91,7 +91,7 @@ def load_hosts(
             name = host.removeprefix("@")
             host_file = root / "host_vars" / f"{name}.yml"
             host_layers = _file_layer(host_file, root, checkout, problems)
-            layers = [*common, *middle, *own, *host_layers, *last]
+            layers = [*common, *middle, *generated_layers, *host_layers, *last]
             made = None if host_layers else usual
             if made is None:
                 made = _host_settings(host, group, root, layers, checkout, problems, must_serve)

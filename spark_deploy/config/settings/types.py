@@ -273,11 +273,11 @@ def broken_rules(
 def _schedule_violations(settings: Settings) -> Iterator[Violation]:
     served = PairSettings(settings.model, settings.profile)
     timed = [PairSettings(entry.model, entry.profile) for entry in settings.schedule]
-    for place, pair in enumerate(timed):
+    for index, pair in enumerate(timed):
         if pair not in (served, *settings.keep_ready):
             message = f"{pair.model} with {pair.profile} is not kept ready"
             fix = f"add keep_ready: [{{model: {pair.model}, profile: {pair.profile}}}]"
-            yield Violation(("schedule", place), message, fix)
+            yield Violation(("schedule", index), message, fix)
     if timed and settings.ranks > 1:
         message = "members of a cluster change together, but a timer changes a single host"
         yield Violation(("schedule",), message, "remove the schedule or the cluster")

@@ -254,20 +254,20 @@ def read_body(
 
 def _read_piece(response: BaseHTTPResponse, limit_bytes: int, started: float) -> bytes:
     parts: list[bytes] = []
-    left = limit_bytes
-    while left and (not parts or time.monotonic() - started < _PIECE_S):
-        part = response.read1(left, decode_content=False)
+    remaining_bytes = limit_bytes
+    while remaining_bytes and (not parts or time.monotonic() - started < _PIECE_S):
+        part = response.read1(remaining_bytes, decode_content=False)
         if not part:
             break
         parts.append(part)
-        left -= len(part)
+        remaining_bytes -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def release_connection(response: BaseHTTPResponse, wire: Wire) -> None:
     """Drain a short body to reuse the connection, otherwise close it."""
-    left = response.length_remaining
-    if left is not None and left <= _DRAIN_BYTES:
+    remaining_bytes = response.length_remaining
+    if remaining_bytes is not None and remaining_bytes <= _DRAIN_BYTES:
         with suppress(Retryable, HTTPError, OSError):
             for _ in read_body(response, _DRAIN_BYTES, wire, Floor.of(wire, replaceable=True)):
                 pass

@@ -226,7 +226,7 @@ def prefix_reuse(probe: Probe) -> str:
     waits, hits = [], []
     for turn in range(1, _TURNS + 1):
         messages.append(user(start if turn == 1 else _QUESTION))
-        before = _prefix_hits(probe)
+        hits_before = _prefix_hits(probe)
         answer = probe.streamed(messages, 64)
         probe.tokens_seen += answer.tokens
         if turn == 1 and answer.prompt_tokens <= block_tokens:
@@ -241,7 +241,7 @@ def prefix_reuse(probe: Probe) -> str:
         messages.append({"role": "assistant", "content": answer.text})
         waits.append(answer.wait_s)
         if turn > 1:
-            hits.append(_wait_for_hits(probe, before, turn))
+            hits.append(_wait_for_hits(probe, hits_before, turn))
     return (
         f"turn 2 began to answer after {waits[1]:.2f} s, turn 1 after {waits[0]:.2f} s; turns 2 "
         f"and 3 found {hits[0]:.0f} and {hits[1]:.0f} tokens of the conversation in the cache"

@@ -141,8 +141,8 @@ def package_things(
 def remove_packages(names: Iterable[str]) -> str:
     listed = list(names)
     output_of("apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120", "purge", *listed)
-    left = set(listed) & set(installed_packages())
-    return f"packages still installed: {', '.join(sorted(left))}" if left else ""
+    remaining = set(listed) & set(installed_packages())
+    return f"packages still installed: {', '.join(sorted(remaining))}" if remaining else ""
 
 
 def _usage(name: str, added: list[str], before: Before) -> str:
@@ -233,9 +233,9 @@ def restore_shared_file(
 ) -> None:
     was, target = _earlier_text(path, footprint, before, paths), paths.below(path)
     if path == footprint.daemon_json:
-        left = _without_our_keys(_read(target) or "", was, footprint)
-        if left != _parse(was or ""):
-            was = json.dumps(left, indent=4) + "\n"
+        remaining = _without_our_keys(_read(target) or "", was, footprint)
+        if remaining != _parse(was or ""):
+            was = json.dumps(remaining, indent=4) + "\n"
     if was is None:
         files.remove(target)
     else:
@@ -256,8 +256,8 @@ def _earlier_text(
 def _without_our_keys(now: str, was: str | None, footprint: Footprint) -> dict[str, Any]:
     """Restore our keys in daemon.json; keep other changes."""
     current, earlier = _parse(now), _parse(was or "")
-    left = {key: value for key, value in current.items() if key not in footprint.daemon_keys}
-    return left | {key: earlier[key] for key in footprint.daemon_keys if key in earlier}
+    remaining = {key: value for key, value in current.items() if key not in footprint.daemon_keys}
+    return remaining | {key: earlier[key] for key in footprint.daemon_keys if key in earlier}
 
 
 def _parse(text: str) -> dict[str, Any]:

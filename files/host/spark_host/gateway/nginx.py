@@ -282,9 +282,9 @@ def _replicas(
     """
     if settings.replicas is None:
         return "", "$binary_remote_addr", []
-    own = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
+    own_socket = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
     others = [resolved for name in settings.replicas.others if (resolved := _resolve(name))]
-    servers = [own, *(f"{address}:{port}" for address, port in others)]
+    servers = [own_socket, *(f"{address}:{port}" for address, port in others)]
     # Another balancer has already counted the client.
     balancers = ("unix:", *(address.strip("[]") for address, _ in others))
     ports = [Listener(item.address, settings.replicas.port, item.tls) for item in listening]
@@ -297,7 +297,7 @@ def _replicas(
         "TRIES": str(len(servers)),
     }
     text = fill("replicas.conf", values)
-    return "\n\n" + text.rstrip(), "$spark_client", [f"listen {own};"]
+    return "\n\n" + text.rstrip(), "$spark_client", [f"listen {own_socket};"]
 
 
 def _resolve(name: str) -> tuple[str, str] | None:

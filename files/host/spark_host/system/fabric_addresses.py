@@ -194,21 +194,21 @@ def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
 
 
 def _addresses() -> dict[str, tuple[str, ...]]:
-    shown = _ip("-j", "address", "show", "scope", "global")
+    output = _ip("-j", "address", "show", "scope", "global")
     return {
         link["ifname"]: tuple(
             f"{entry['local']}/{entry['prefixlen']}"
             for entry in link["addr_info"]
             if entry and not entry.get("temporary")
         )
-        for link in json.loads(shown or "[]")
+        for link in json.loads(output or "[]")
         if link  # `ip` prints an empty object for each filtered interface and address
     }
 
 
 def _default_routes() -> tuple[str, ...]:
-    shown = [_ip(version, "route", "show", "default") for version in ("-4", "-6")]
-    lines = (line.strip() for text in shown for line in text.splitlines())
+    outputs = [_ip(version, "route", "show", "default") for version in ("-4", "-6")]
+    lines = (line.strip() for text in outputs for line in text.splitlines())
     return tuple(line for line in lines if line and " proto ra " not in f"{line} ")
 
 
