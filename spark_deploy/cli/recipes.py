@@ -30,8 +30,8 @@ _IMAGE = "the engine image is images.engine of your settings, unchanged"
 # Why keys have no place in a catalog file.
 _REASONS = {
     "build_args": _IMAGE, "container": _IMAGE, "image": _IMAGE, "mods": _IMAGE, "runtime": _IMAGE,
-    "docker_image": _IMAGE, "pre_exec": "foreign commands are not run on hosts",
-    "post_exec": "foreign commands are not run on hosts",
+    "docker_image": _IMAGE, "pre_exec": "third-party commands are never run on hosts",
+    "post_exec": "third-party commands are never run on hosts",
     "dependencies": "the image contains the dependencies", "host": _SERVICE, "port": _SERVICE,
     "served_model_name": _SERVICE, "setup_command": "a deploy sets hosts up",
 }  # fmt: skip

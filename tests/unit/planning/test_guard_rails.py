@@ -464,7 +464,7 @@ def test_refuses_cache_types_with_unknown_size(
     assert "turboquant_k8v4" in message
 
 
-# Foreign code: refused unless the owner overrides the rule by name.
+# Third-party code: refused unless the owner overrides the rule by name.
 
 WHY = "reviewed by us in November"
 OPTIONS: dict[str, list[dict[str, Any]]] = {
