@@ -155,7 +155,7 @@ def test_power_cut_removes_the_trial(trial):
          "netplan did not finish"),
         ("ip", PROGRAMS["ip"].replace("cat $ROOT/others", """echo "[{\\"ifname\\": \\"eth0\\",
          \\"addr_info\\": [{\\"local\\": \\"10.0.0.$$\\", \\"prefixlen\\": 24}]}]" """),
-         "addresses still change"),
+         "addresses are still changing"),
     ],
     ids=["no address", "netplan hangs", "addresses change"],
 )  # fmt: skip
