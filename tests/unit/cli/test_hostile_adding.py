@@ -174,8 +174,11 @@ FILES = {
         "model: 2026-01-01\ncommand: vllm serve",
         "does not name a Hub repository",
     ),
-    "a file name for a repository": ("model: org/../../x\ncommand: vllm serve x", "no repository"),
-    "a line more": ('model: "org/x\\n"\ncommand: vllm serve x', "no repository"),
+    "a file name for a repository": (
+        "model: org/../../x\ncommand: vllm serve x",
+        "not name a Hub repository",
+    ),
+    "a line more": ('model: "org/x\\n"\ncommand: vllm serve x', "not name a Hub repository"),
     "a name that no file can have": (
         f"model: org/{'x' * 5000}\ncommand: vllm serve x",
         "does not name a Hub repository",
