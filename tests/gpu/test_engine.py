@@ -35,7 +35,7 @@ PARALLEL_ENGINES = {
 
 
 @pytest.mark.parametrize("stage", PARALLEL_ENGINES)
-def test_every_checked_row_passes(
+def test_every_judged_row_passes(
     stage: str, trees: Path, tmp_path: Path, results: Path, request: pytest.FixtureRequest
 ) -> None:
     if stage == "two-gpus" and torch.cuda.device_count() < 2:

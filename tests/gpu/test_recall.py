@@ -35,7 +35,7 @@ def recall_work(recall_trees: Path, shared_directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("stage", [*verdicts.JUDGES])
-def test_every_checked_row_passes(
+def test_every_judged_row_passes(
     stage: str, recall_trees: Path, recall_work: Path, results: Path
 ) -> None:
     if stage.startswith("flashinfer"):

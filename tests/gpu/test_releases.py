@@ -34,7 +34,7 @@ def test_two_hosts_answer_like_a_single_host(
     assert _failed("cluster", made, tmp_path / "work", results) == []
 
 
-def test_drafts_do_not_change_answers_in_plain_repositories(tmp_path: Path, results: Path) -> None:
+def test_drafts_of_plain_repositories_change_no_answer(tmp_path: Path, results: Path) -> None:
     made = tmp_path / "trees"
     for kind in ("fp8", "bf16"):
         trees.write_plain(made / f"plain-{kind}", kind)
