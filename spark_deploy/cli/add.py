@@ -30,7 +30,7 @@ from spark_deploy.cli.console import (
 )
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.plan_text import plan_lines, row
-from spark_deploy.cli.recipes import catalog_file_from_recipe
+from spark_deploy.cli.recipes import draft_from_recipe
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.catalog.model import HybridModel
@@ -149,7 +149,7 @@ def _preview(options: Options, place: str, host: Target) -> int:
         lines += [f"{repo} at {source.commit}" for repo, source in shared.sources.items()]
         print_result(options, {"would_write": lines}, [lines])
     else:
-        draft = catalog_file_from_recipe(data, Path(place).name, _engine(host))
+        draft = draft_from_recipe(data, Path(place).name, _engine(host))
         print_result(options, {"model": draft.name, "open": draft.open}, [[draft.text().rstrip()]])
     return 0
 
@@ -193,7 +193,7 @@ def _write(place: str, host: Target, profile: str, *, force: bool) -> _Added:
         repository = str(shared.model.get("repository") or shared.name)
         return _Added(shared.name, shared.profile_name, repository, files, left_open)
     if data is not None:
-        draft = catalog_file_from_recipe(data, Path(place).name, _engine(host))
+        draft = draft_from_recipe(data, Path(place).name, _engine(host))
     else:
         draft = _of_repository(place, host)
     texts = {("models", draft.name): draft.text()}

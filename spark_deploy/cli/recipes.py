@@ -62,9 +62,7 @@ class Recipe:
     open: list[str] = field(default_factory=list)
 
 
-def catalog_file_from_recipe(
-    data: Mapping[str, Any], source: str, engine: Engine | None = None
-) -> Draft:
+def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | None = None) -> Draft:
     """Draft a catalog file from a recipe, without parsers that ``engine`` lacks."""
     recipe = _read(data, source)
     if not is_repository(recipe.repository):

@@ -20,7 +20,7 @@ from spark_deploy.bench import report, submission
 from spark_deploy.bench.result import BenchResult, Published
 from spark_deploy.cli import bench, main
 from spark_deploy.cli.hosts import Target
-from spark_deploy.cli.recipes import catalog_file_from_recipe
+from spark_deploy.cli.recipes import draft_from_recipe
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from tests.unit.planning.plans import plan_of
@@ -201,7 +201,7 @@ def test_the_recipe_starts_the_measured_release(tmp_path):
 def test_add_reads_the_recipe_of_a_submission(profile):
     release = plan_of("large", profile).serve
     recipe = yaml.safe_load(submission._dump(submission.recipe_of(release, ORIGIN)))
-    draft = catalog_file_from_recipe(recipe, "recipe.yaml")
+    draft = draft_from_recipe(recipe, "recipe.yaml")
     assert (draft.repository, draft.revision) == (ORIGIN.repository, ORIGIN.commit)
 
 

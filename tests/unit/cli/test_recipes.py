@@ -6,7 +6,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 
-from spark_deploy.cli.recipes import catalog_file_from_recipe
+from spark_deploy.cli.recipes import draft_from_recipe
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.checkout import CHECKOUT
@@ -64,7 +64,7 @@ USED = {
 
 @pytest.mark.parametrize("name", READ)
 def test_a_recipe_becomes_a_valid_catalog_file(name, tmp_path):
-    draft = catalog_file_from_recipe(READ[name], name)
+    draft = draft_from_recipe(READ[name], name)
     folder = tmp_path / "catalog/models"
     folder.mkdir(parents=True)
     (folder / f"{draft.name}.yml").write_text(draft.text())
@@ -80,16 +80,14 @@ def test_a_recipe_becomes_a_valid_catalog_file(name, tmp_path):
 
 @pytest.mark.parametrize("name", READ)
 def test_every_key_is_used_or_reported(name):
-    draft = catalog_file_from_recipe(READ[name], name)
+    draft = draft_from_recipe(READ[name], name)
     text = "\n".join(draft.open)
     for key in READ[name].keys() - USED[name]:
         assert f"not used: {key}:" in text, key
 
 
 def test_code_and_secrets_are_reported_and_not_used():
-    text = {
-        name: "\n".join(catalog_file_from_recipe(data, name).open) for name, data in READ.items()
-    }
+    text = {name: "\n".join(draft_from_recipe(data, name).open) for name, data in READ.items()}
     assert "--trust-remote-code: third-party code is never run" in text["sparkrun-2.yaml"]
     assert "environment HF_TOKEN" in text["sparkrun-2.yaml"]
     assert "defaults.never_said: not in the command" in text["sparkrun-2.yaml"]
@@ -103,9 +101,7 @@ def test_code_and_secrets_are_reported_and_not_used():
     assert "--seed ${SEED}: the value depends on a shell" in text["nvidia.yaml"]
     for word in ("HEAD_IP=$(hostname -i)", "2>&1", "|", "tee", "log"):
         assert f"command: {word}: only " in text["nvidia.yaml"]
-    assert "hf_secret" not in "".join(
-        catalog_file_from_recipe(d, n).text() for n, d in READ.items()
-    )
+    assert "hf_secret" not in "".join(draft_from_recipe(d, n).text() for n, d in READ.items())
 
 
 def test_unlisted_options_are_reported_with_the_fix_and_not_used():
@@ -114,7 +110,7 @@ def test_unlisted_options_are_reported_with_the_fix_and_not_used():
         "--no-some-switch --ec-transfer-config.ec_connector_module_path ours "
         """--compilation-config '{"inductor_passes": {"post_grad_pass": "ours"}}'"""
     )
-    draft = catalog_file_from_recipe({"model": "org/x", "command": command}, "r")
+    draft = draft_from_recipe({"model": "org/x", "command": command}, "r")
     assert yaml.safe_load(draft.text())["changes"] == [{"set": {"options": {"seed": 1}}}]
     for name in ("environment VLLM_LOGGING_CONFIG_PATH", "environment VLLM_SOME_SWITCH",
                  "--some-switch", "--ec-transfer-config",
@@ -126,9 +122,7 @@ def test_unlisted_options_are_reported_with_the_fix_and_not_used():
 def test_an_unknown_parser_is_reported_and_left_out():
     engine = shipped_catalog().engines.engines["0.33.0"]
     text = "--reasoning-parser nano_v3 --tool-call-parser qwen3_coder"
-    draft = catalog_file_from_recipe(
-        {"model": "org/x", "command": f"vllm serve {text}"}, "r", engine
-    )
+    draft = draft_from_recipe({"model": "org/x", "command": f"vllm serve {text}"}, "r", engine)
     assert "not used: parsers.reasoning nano_v3: your engine has no such parser" in draft.open
     assert yaml.safe_load(draft.text())["parsers"] == {"tool_call": "qwen3_coder"}
 
@@ -144,25 +138,25 @@ SEVERAL = (
 @pytest.mark.parametrize("changes", SEVERAL, ids=str)
 def test_a_recipe_for_several_hosts_is_refused(changes):
     with pytest.raises(CatalogError, match=r"is for \d+ GPUs"):
-        catalog_file_from_recipe({**READ["sparkrun-2.yaml"], **changes}, "r.yaml")
+        draft_from_recipe({**READ["sparkrun-2.yaml"], **changes}, "r.yaml")
 
 
 @pytest.mark.parametrize("command", ["python -m sglang.launch_server", "vllm 'serve"])
 def test_a_command_without_vllm_serve_is_reported(command):
-    draft = catalog_file_from_recipe({"model": "org/x", "command": command}, "r.yaml")
+    draft = draft_from_recipe({"model": "org/x", "command": command}, "r.yaml")
     assert "not used: command: it does not call `vllm serve`" in draft.open
 
 
 def test_a_command_that_expands_too_far_is_refused():
     data = {"model": "org/x", "command": "{a}" * 10_000, "defaults": {"a": "x" * 1_000_000}}
     with pytest.raises(CatalogError, match="too long"):
-        catalog_file_from_recipe(data, "r.yaml")
+        draft_from_recipe(data, "r.yaml")
 
 
 def test_values_that_a_profile_cannot_express_are_reported(tmp_path):
     text = "--max-model-len auto --kv-cache-dtype nvfp4 --max-num-seqs -1 --seed 1"
     data = {"model": "org/x", "command": f"vllm serve org/x {text}"}
-    draft = catalog_file_from_recipe(data, "r.yaml")
+    draft = draft_from_recipe(data, "r.yaml")
     text = "\n".join(draft.open)
     for option in ("--max-model-len auto", "--kv-cache-dtype nvfp4", "--max-num-seqs -1"):
         assert f"{option}: not possible in a profile" in text
@@ -171,7 +165,7 @@ def test_values_that_a_profile_cannot_express_are_reported(tmp_path):
 
 def written(data: dict[str, Any], name: str) -> tuple[str, tuple[Problem, ...]]:
     try:
-        return catalog_file_from_recipe(data, name).text(), ()
+        return draft_from_recipe(data, name).text(), ()
     except CatalogError as error:
         return "", tuple(error.problems)
 
