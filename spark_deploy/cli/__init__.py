@@ -20,7 +20,7 @@ SECTIONS = {
     },
     "Change": {
         "use": "Select another model or profile in your settings files.",
-        "stop": "Stop serving until you run `start`, even across reboots and deploys.",
+        "stop": "Stop serving until you run start, even across reboots.",
         "start": "Start the last proven release of stopped hosts.",
         "rollback": "Return to the previous release.",
         "prune": "Remove files and images that no kept release needs.",

@@ -58,7 +58,7 @@ DOUBTS = [
     ("unsteady", "repeat", "the same greedy request gave"),
     ("sampler-wrong", "sampled", "which does not match"),
     ("no-tool", "tool call", "no tool was called"),
-    ("needle-lost", "needle", "was not found"),
+    ("needle-lost", "needle", "did not find"),
     ("needle-lost", "prefix reuse", "turn 1 of a long conversation was answered"),
     ("some-drafts", "acceptance", "the floor is 50%"),
 ]
