@@ -166,6 +166,7 @@ class _Group(click.Group):
         module = importlib.import_module(f"spark_deploy.cli.{_MODULES.get(cmd_name, cmd_name)}")
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         command.help = COMMANDS[cmd_name]
+        command.context_settings = self.context_settings  # also without this group's context
         return command
 
     def resolve_command(

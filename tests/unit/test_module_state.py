@@ -40,6 +40,7 @@ DRAWN = re.compile(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "side", ["spark_deploy/", "files/contract/", "files/host/", "files/checkpoint/", "roles/"]
 )

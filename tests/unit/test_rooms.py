@@ -179,6 +179,7 @@ def test_every_module_has_a_room() -> None:
     assert set(RANK) == set(rooms.values())
 
 
+@pytest.mark.slow
 def test_rooms_import_only_rooms_below() -> None:
     wrong = []
     for name, result, top in imported(""):

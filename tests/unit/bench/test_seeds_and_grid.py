@@ -94,6 +94,7 @@ def test_a_refused_request_does_not_print_the_key(model):
     assert "sk-wrong-key" not in f"{error.value}{wrong!r}"
 
 
+@pytest.mark.slow
 def test_seeds_run_twice_within_half_the_context(model, monkeypatch):
     monkeypatch.setattr(ticking, "EVERY_S", 0.05)
     notes: list[str] = []

@@ -49,6 +49,7 @@ GOLDEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RECIPES)
 def test_produces_the_bytes_expected_for_the_recipe_version(tmp_path, case):
     workshop = Workshop(tmp_path, write_shard=write_shard_by_hand)

@@ -104,6 +104,7 @@ def header_bytes(data):
     return 8 + int.from_bytes(data[:8], "little")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["an FP8 weight", "an MTP tensor"])
 def test_refuses_donor_bytes_that_differ_from_the_locked_hash(workshop, hub, build_remote, kind):
     name = f"{workshop.modules[0]}.weight"

@@ -147,6 +147,7 @@ def test_continues_without_a_refused_token(order, hub, source, tmp_path):
     assert "hf_expired" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_fetches_without_a_removed_token(order, hub, source, tmp_path):
     run_tool("fetch", order(token_file=str(tmp_path / "removed")))
     assert contents(tmp_path / "out") == contents(source)
@@ -250,6 +251,7 @@ def test_resumes_inside_a_file_after_a_kill(order, hub, source, tmp_path):
     assert not (tmp_path / ".out.partial").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["damaged part", "no ranges"])
 def test_fetches_a_file_again_if_it_cannot_resume(order, hub, source, tmp_path, case):
     hub.fault = lambda h, path, data: path.endswith(LARGE) and (send_half(h, path, data) or True)
@@ -262,6 +264,7 @@ def test_fetches_a_file_again_if_it_cannot_resume(order, hub, source, tmp_path, 
     assert contents(tmp_path / "out") == contents(source)
 
 
+@pytest.mark.slow
 def test_limits_the_rate_of_all_files_together(order, source, tmp_path):
     started = time.monotonic()
     run_tool("fetch", order(rate_limit_bytes_per_s=2_800_000, parallel=4))
@@ -276,6 +279,7 @@ def test_refuses_announced_other_content_at_the_first_byte(order, hub):
     assert "the hub offers" in done.stderr
 
 
+@pytest.mark.slow
 def test_refuses_a_second_fetch_of_the_same_checkpoint(order, hub, tmp_path):
     released = threading.Event()
     hub.fault = lambda h, path, data: released.wait(20) and False

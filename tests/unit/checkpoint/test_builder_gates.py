@@ -12,6 +12,7 @@ from spark_checkpoint import tensor_sets
 NAME_SETS = ("base_tensors", "donor_unmatched", "mtp_tensors")
 
 
+@pytest.mark.slow
 def test_error_lists_ten_names_and_counts_the_rest(workshop):
     plan, names = workshop.plan(), set(workshop.base)
     unpack_attention(workshop, "self_attn")
@@ -133,6 +134,7 @@ WRONG_PLANS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG_PLANS)
 def test_refuses_sources_that_differ_from_the_plan(workshop, case):
     changes, problem = WRONG_PLANS[case]
@@ -144,6 +146,7 @@ def test_refuses_base_weights_that_are_not_16_bit(workshop):
     assert "is F32 [128, 256], expected a 16-bit matrix" in refused(workshop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", [DONOR_SHAPES, []], ids=["planned", "not planned"])
 @pytest.mark.parametrize("suffix", ["weight", "weight_scale_inv"])
 def test_refuses_transposed_donor_tensors(workshop, suffix, shapes):

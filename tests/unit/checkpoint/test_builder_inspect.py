@@ -67,6 +67,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RESULTS)
 def test_recognises_results_and_missing_names(workshop, case):
     changes, kind, removed = RESULTS[case]
@@ -84,6 +85,7 @@ def test_recognises_results_and_missing_names(workshop, case):
     assert f"missing 1 (1 x {re.sub('[0-9]+', '{N}', removed)}" in message
 
 
+@pytest.mark.slow
 def test_compares_sources_with_a_plan(workshop):
     workshop.build()
     code, message = compare_with_plan(workshop, workshop.base_dir)
@@ -91,6 +93,7 @@ def test_compares_sources_with_a_plan(workshop):
     assert compare_with_plan(workshop, workshop.donor_dir)[0] == 3
 
 
+@pytest.mark.slow
 def test_reports_a_name_that_the_indexed_shard_lacks(workshop):
     workshop.build(layout="full")
     index = workshop.out / "model.safetensors.index.json"

@@ -42,6 +42,7 @@ def test_links_local_files_by_content(order, hub, source, tmp_path, link_name):
     assert contents(tmp_path / "out") == contents(source)
 
 
+@pytest.mark.slow
 def test_searches_directories_deeper_than_python_and_kernel_allow(order, hub, source, tmp_path):
     cache = tmp_path / "cache"
     cache.mkdir()

@@ -101,6 +101,7 @@ def test_aligns_every_tensor_despite_odd_sizes(workshop):
 # --- names in several shards ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("differing", [False, True])
 def test_writes_a_repeated_name_once_from_the_last_shard(workshop, layout, differing):
@@ -131,6 +132,7 @@ def test_lists_mtp_tensors_that_the_base_index_omits(workshop):
 # --- MTP tensors from the donor ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_grafts_missing_mtp_tensors_in_16_bit(workshop, layout):
     mtp, workshop.mtp = workshop.mtp, {}

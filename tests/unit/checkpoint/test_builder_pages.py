@@ -69,6 +69,7 @@ def fetch(disk, source, urls, **options):
     run_tool("fetch", disk / "fetch.json")
 
 
+@pytest.mark.slow
 def test_drops_fetched_and_verified_files(disk, hub):
     write_big(hub.root / "r/model.safetensors", cached=False)
     fetch(disk, hub.root / "r", [f"{hub.url}/r/"], pieces=True)
@@ -79,6 +80,7 @@ def test_drops_fetched_and_verified_files(disk, hub):
     assert is_dropped(fetched)
 
 
+@pytest.mark.slow
 def test_drops_both_sides_of_a_local_copy(disk):
     local = write_big(disk / "cache/model.safetensors")
     local.chmod(0o600)  # private: copied, not linked
@@ -87,6 +89,7 @@ def test_drops_both_sides_of_a_local_copy(disk):
     assert is_dropped(local)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pinned", [True, False])
 def test_drops_files_that_a_build_reads_and_writes(disk, pinned):
     workshop = Workshop(disk)

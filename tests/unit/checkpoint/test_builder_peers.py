@@ -78,6 +78,7 @@ def test_downloads_from_peer_using_key_without_contacting_hub(
     assert all(KEY not in str(headers) for _, headers, _ in hub.requests)
 
 
+@pytest.mark.slow
 def test_resumes_from_the_hub_if_a_peer_fails_within_a_file(peer_order, hub, peer, fetch):
     def fail(handler, path, data):
         if not path.endswith(LARGE) or handler.headers.get("Range") == "bytes=0-0":
@@ -93,6 +94,7 @@ def test_resumes_from_the_hub_if_a_peer_fails_within_a_file(peer_order, hub, pee
     assert ranges == {f"bytes={SIZE // 4}-{SIZE - 1}"}
 
 
+@pytest.mark.slow
 def test_downloads_from_the_hub_if_no_peer_responds(peer_order, hub, fetch):
     started = time.monotonic()
     fetch(peer_order(ABSENT))
@@ -152,6 +154,7 @@ def test_does_not_wait_long_for_a_file_that_a_peer_lacks(peer_order, hub, peer, 
     assert time.monotonic() - started < 12
 
 
+@pytest.mark.slow
 def test_leaves_a_slow_peer_and_resumes_from_the_hub(peer_order, hub, peer, fetch):
     sent = []
 
@@ -238,6 +241,7 @@ def copy(workshop, tmp_path, request):
         yield Copy(workshop, peer, request.param)
 
 
+@pytest.mark.slow
 def test_copies_a_checkpoint_and_links_the_base(copy):
     shutil.rmtree(copy.workshop.donor_dir)  # a build is impossible
     assert copy.build()
@@ -281,5 +285,6 @@ def test_does_not_copy_a_checkpoint_built_from_different_donor_tensors(copy):
     assert requested(copy.peer) == {"receipt.json"}
 
 
+@pytest.mark.slow
 def test_builds_if_the_peer_does_not_respond(copy):
     assert not copy.build(ABSENT)

@@ -20,6 +20,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", COUNTS)
 def test_catalog_patterns_expand_to_the_published_counts(model):
     tensors = yaml.safe_load((ROOT / f"catalog/models/{model}.yml").read_text())["tensors"]

@@ -18,6 +18,7 @@ def clock(monkeypatch):
     return now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_prints_readable_lines_and_never_exceeds_a_total(workshop, layout):
     lines = workshop.build(layout=layout, head="int8-g128").stdout.splitlines()

@@ -87,6 +87,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_refuses_the_same_sources_as_a_build(scene, case):
     workshop, hub = scene

@@ -64,6 +64,7 @@ OVERLAY_DAMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "damage"),
     [(layout, name) for layout in LAYOUTS for name in DAMAGES]

@@ -248,6 +248,7 @@ def cases(*, once: bool) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(once=False))
 def test_failed_fetch_leaves_nothing_and_the_next_fetch_finishes(scene: Scene, case: str) -> None:
     failure = FAILURES[case]
@@ -318,6 +319,7 @@ def test_waits_for_the_end_of_an_outage_and_resumes(scene: Scene) -> None:
     assert all(byte_range and not byte_range.startswith("bytes=0-") for byte_range in ranges)
 
 
+@pytest.mark.slow
 def test_ends_after_the_longest_outage(scene: Scene) -> None:
     scene.write_order(ABSENT, outage_s=1.5)
     started = time.monotonic()
@@ -342,6 +344,7 @@ def crawl(handler: Any, path: str, data: bytes) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_leaves_a_slow_mirror_and_resumes_from_the_hub(scene: Scene) -> None:
     scene.content_host.fault = crawl
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
@@ -354,6 +357,7 @@ def test_leaves_a_slow_mirror_and_resumes_from_the_hub(scene: Scene) -> None:
     assert {path.rpartition("/")[2] for path, *_ in scene.content_host.requests} == {LARGE}
 
 
+@pytest.mark.slow
 def test_keeps_a_mirror_that_is_fast_enough(scene: Scene) -> None:
     scene.fail(scene.content_host, FAILURES["slow"], None)
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
@@ -361,6 +365,7 @@ def test_keeps_a_mirror_that_is_fast_enough(scene: Scene) -> None:
     assert not scene.hub.requests
 
 
+@pytest.mark.slow
 def test_uses_a_slow_mirror_if_the_hub_fails(scene: Scene) -> None:
     slow = Failure(send_and_crawl, "")
     scene.fail(scene.content_host, slow, 2)  # as often as the first pass tries

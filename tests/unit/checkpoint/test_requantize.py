@@ -168,6 +168,7 @@ def bench(tmp_path):
     return Bench(tmp_path)
 
 
+@pytest.mark.slow
 def test_quantises_and_publishes_a_checkpoint_once(bench):
     assert bench.run().returncode == 0
     receipt = bench.read("receipt.json")

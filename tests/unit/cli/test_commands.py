@@ -46,6 +46,7 @@ def test_every_command_has_help_and_shared_options(name, capsys):
 OWN = ("--inventory", "own/inventory/spark.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

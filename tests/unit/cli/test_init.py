@@ -114,6 +114,7 @@ def test_commented_settings_are_valid_and_can_be_planned(monkeypatch, capsys):
     assert (plan["host"], plan["profile"]) == ("a", "agent")
 
 
+@pytest.mark.slow
 def test_pyinfra_reads_the_same_hosts():
     folder = init_folder("--host", "a=10.0.0.7", "--user", "nvidia")
     words = ("pyinfra", "inventory/spark.py", "debug-inventory")

@@ -47,6 +47,7 @@ def test_a_word_selects_models_and_a_typo_is_refused(
     assert "qwen3.5-122b" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3-4b", "gpt-oss-120b", "qwen3.5-35b"])
 def test_use_selects_a_profile_that_serves_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str

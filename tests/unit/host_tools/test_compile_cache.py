@@ -211,6 +211,7 @@ def make_huge(folder: Path, _: Path) -> None:
         os.posix_fallocate(file.fileno(), 0, 1 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "is_copied"),
     [(make_links, True), (make_special, True), (make_deep, False), (make_huge, False)],
@@ -297,6 +298,7 @@ def test_hanging_coreutils_are_killed(monkeypatch, tmp_path):
     assert not folders.copy_tree(tmp_path, tmp_path / "copy")
 
 
+@pytest.mark.slow
 def test_empties_the_engine_socket_folder_whatever_it_contains(tmp_path):
     outside, folder = tmp_path / "outside", tmp_path / "folder"
     for path in (outside, folder):

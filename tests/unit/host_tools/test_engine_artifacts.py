@@ -86,6 +86,7 @@ def test_unchanged_checkpoint_is_not_hashed(host, checkpoint):
     assert verify(host, checkpoint) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip_byte, replace_file])
 def test_refuses_a_changed_byte(host, checkpoint, damage):
     damage(checkpoint / SHARD)
@@ -115,6 +116,7 @@ def test_touched_files_are_hashed_once(host, checkpoint):
     assert {**receipt, "files": 0} == {**before, "files": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [("inode",), ("inode", "modified_ns")])
 def test_receipt_without_stats_is_completed_by_hashing(host, checkpoint, keys):
     remove_stats(checkpoint, *keys)

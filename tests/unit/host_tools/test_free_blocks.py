@@ -117,6 +117,7 @@ def test_useless_defragmentation_is_repeated_less_often(host, monkeypatch, helps
     assert rounds > 10 if helps else 1 < rounds <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "failures", "loads", "fails"),
     [

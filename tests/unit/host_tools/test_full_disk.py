@@ -29,6 +29,7 @@ files.write_text(Path(sys.argv[1]), "the next content" * 20)
 """
 
 
+@pytest.mark.slow
 def test_full_disk_keeps_the_previous_file(tmp_path):
     path = tmp_path / "good.json"
     files.write_text(path, "the previous content")

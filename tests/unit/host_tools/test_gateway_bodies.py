@@ -94,6 +94,7 @@ def random_body(rng: random.Random) -> str:
     return "{" + ",".join(members) + "}"
 
 
+@pytest.mark.slow
 def test_model_name_scanner_agrees_with_python(services):
     rng, routed = random.Random(7), 0
     for _ in range(300):

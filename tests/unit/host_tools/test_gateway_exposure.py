@@ -65,6 +65,7 @@ def curl(*options: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
+@pytest.mark.slow
 def test_exposure_changes_keep_running_answers(client):
     port, pid = client.settings.port, client.process.pid
     assert listening(client) == LOOPBACK

@@ -44,6 +44,7 @@ def test_key_is_neither_in_engine_argv_nor_in_readable_files(client):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
+@pytest.mark.slow
 def test_closing_traffic_returns_503_and_keeps_running_answers(client):
     answer = client.start_long_answer()
     traffic.close("main", client.host.paths)
@@ -62,6 +63,7 @@ def test_absent_engine_returns_503(client):
         assert json.load(refused)["error"]["code"] == 503
 
 
+@pytest.mark.slow
 def test_streams_answers(client):
     start = time.monotonic()
     answer = client.start_long_answer()
@@ -93,6 +95,7 @@ def test_errors_fit_openai_and_anthropic_clients(client, path, body, key, status
     assert error["error"]["message"]
 
 
+@pytest.mark.slow
 def test_new_key_replaces_the_old_and_keeps_running_answers(client):
     old, answer = client.key, client.start_long_answer()
     gateway.new_key("main", client.host.paths)

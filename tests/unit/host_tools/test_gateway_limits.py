@@ -53,6 +53,7 @@ def stored_bytes(client: GatewayClient) -> dict[str, int]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balancer", [False, True], ids=["gateway", "balancer"])
 def test_does_not_store_a_body_without_a_key(nginx_host, balancer):
     replicas = {"port": free_port(), "others": []} if balancer else None
@@ -126,6 +127,7 @@ def test_large_bodies_without_key_do_not_block_clients(nginx_host):
         assert client.engines["main"].body_sizes == [2 * MIB]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "key"),
     [("/v1/models", "wrong"), ("/v1/models", ""), ("/no-such-path", ""), ("/health", "")],
@@ -153,6 +155,7 @@ def answered(connections: list[socket.socket]) -> list[int]:
     return statuses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_key", [True, False])
 def test_limits_connections_per_address(nginx_host, with_key):
     with recording_gateway(nginx_host, max_connections=5) as client, ExitStack() as stack:

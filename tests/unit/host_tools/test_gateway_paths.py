@@ -120,6 +120,7 @@ def test_only_allowed_path_spellings_are_forwarded_to_the_engine(recorded):
     assert {line.removesuffix(" HTTP/1.1") for line in reached} >= expected
 
 
+@pytest.mark.slow
 def test_requests_cannot_be_smuggled_in_bodies_or_headers(recorded):
     key = recorded.key
     hidden = request("GET", "/metrics", key)

@@ -133,6 +133,7 @@ def test_counts_a_request_once_against_the_limits(replicas):
     assert {replicas.ask()[0] for _ in range(40)} == {200}
 
 
+@pytest.mark.slow
 def test_gateway_port_serves_locally(replicas):
     assert b"data: " in replicas.client.start_long_answer().read()
     assert replicas.other.requests == []

@@ -112,6 +112,7 @@ def test_slow_download_is_not_a_stall(daemon):
     image.pull(REFERENCE, stall_s=STALL_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["Verifying Checksum", "Download complete", "Extracting"])
 def test_unpacking_is_not_a_stall(daemon, status):
     def unpack(answer: Answer, reference: str) -> None:
@@ -186,6 +187,7 @@ def test_missing_image_after_the_pull_is_an_error(daemon):
     assert "the image is missing" in pull_error()
 
 
+@pytest.mark.slow
 def test_cuts_overlong_lines(daemon, monkeypatch):
     lengths, parse = [], image._parse_event
 

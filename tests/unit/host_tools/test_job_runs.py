@@ -189,6 +189,7 @@ STALLS = "for i in range(200): print('phase=fetch bytes=1 total=9 eta_s=%d' % i)
 MOVES = "for i in range(30): print('phase=fetch bytes=%d total=9' % i); time.sleep(0.1)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "code"), [(STALLS, 4), (f"{MOVES}\nexit(3)", 3)])
 def test_stall_timeout_ends_a_job_without_progress(host, units, monkeypatch, script, code):
     monkeypatch.setattr(jobs, "_STALL_S", 2.0)

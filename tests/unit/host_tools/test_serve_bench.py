@@ -69,6 +69,7 @@ def test_measures_speed_within_the_time_limit(host):
     assert 0 < bench["first_token_s"]["median"] < 0.5
 
 
+@pytest.mark.slow
 def test_busy_engine_is_not_measured(host):
     release = release_with_bench(host)
     engine = host.started(release, STUB_PIECE_S="0.0005")

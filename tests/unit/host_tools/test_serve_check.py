@@ -76,6 +76,7 @@ def test_every_check_has_a_fault_that_fails_it():
     assert violated | SEPARATE_TESTS | OTHER_TASKS == {"ready", *ALL_CHECKS, "same run"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "violated", "message"), VIOLATIONS)
 def test_each_fault_fails_its_check(host, monkeypatch, fault, violated, message):
     # Checks of the same kind fail, too.

@@ -53,6 +53,7 @@ def test_root_login_does_not_use_sudo(repository, monkeypatch):
     groups.get_ssh_config.cache.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "login", "sudo"), [("root", "ann", True), ("ann", "root", False)]
 )

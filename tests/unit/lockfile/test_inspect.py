@@ -113,6 +113,7 @@ def test_reports_uninspectable_repository_in_one_problem(
     assert "Traceback" not in output.err
 
 
+@pytest.mark.slow
 def test_prints_repository_names_without_control_characters(
     hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,6 +124,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 def test_refuses_sources_that_differ_from_the_catalog(
     hub: Hub, here: Path, capsys: pytest.CaptureFixture[str], wrong: str

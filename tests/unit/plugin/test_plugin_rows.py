@@ -104,6 +104,7 @@ def test_refuses_unknown_name_and_key(tmp_path: Path) -> None:
         table.read_rows(written(tmp_path / "rows.yml", f"{row}\nmore: 1"))
 
 
+@pytest.mark.slow
 def test_table_contains_every_file() -> None:
     files = sorted((IMAGE / "spark_vllm/check").glob("*.yml"))
     stated = [row for path in files for row in yaml.safe_load(path.read_text())["rows"]]
