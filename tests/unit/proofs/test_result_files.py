@@ -1,4 +1,4 @@
-"""Result files: origin, make target, rows of failed engines, and quotes in the catalog."""
+"""Result files: origin, make target, and quotes in the catalog."""
 
 import ast
 import hashlib
@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from proofs import result_files
-from proofs.recall import run as recall_run
 from proofs.result_files import find_kind
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
@@ -170,63 +168,3 @@ def test_quotes_match_figures_and_device_of_the_result(name, text, source):
 
 def test_unsupported_figure_is_detected() -> None:
     assert unsupported("the tokens stand still for 1.1 s", ["serve-v2-long.json"]) == ["1.1"]
-
-
-ANSWER = {"tokens": [1, 2], "text": "one two", "logprobs": [-0.1, -0.2], "margins": [1.0, 2.0]}
-KEPT = {"tokens": [1, 2], "text": "one two"}
-
-
-def row(passed: bool | None, *cases: str, claim: str = "claim") -> dict[str, Any]:
-    return {"claim": claim, "passed": passed, "cases": list(cases), "numbers": {}}
-
-
-def test_failed_engines_are_named() -> None:
-    rows = [row(True, "a", "b"), row(False, "c", "b"), row(None, "d")]
-    assert result_files.failed_engines(rows) == {"b", "c"}
-    assert result_files.failed_engines([row(False, claim="e: judged")]) == {"e"}
-
-
-def test_raw_answers_of_every_turn_are_kept() -> None:
-    result = {"answers": [ANSWER], "turns": [{"answers": [ANSWER]}], "other_beginning": [ANSWER]}
-    assert result_files.raw_answers(result) == {
-        "answers": [KEPT], "turns": [[KEPT]], "other_beginning": [KEPT]
-    }  # fmt: skip
-    assert result_files.raw_answers({"state": "refused"}) == {}
-
-
-def recall_answer(right: bool) -> dict[str, Any]:
-    question = {"length": 4096, "kind": "record", "depth": 0.5, "right": right, "tokens": [7]}
-    return {**question, "logprobs": [-1.0], "steps": [{"7": -1.0}]}
-
-
-@pytest.mark.parametrize(("passed", "kept"), [(False, True), (True, False), (None, False)])
-def test_recall_result_keeps_wrong_answers_of_failed_rows(passed, kept) -> None:
-    result = {
-        "state": "ran",
-        "case": {"options": {}},
-        "recall": [recall_answer(True), recall_answer(False)],
-    }
-    document = recall_run.document("recall", {"one": result}, [row(passed, "one")], {})
-    wrong = [{"kind": "record", "length": 4096, "depth": 0.5, "tokens": [7]}]
-    assert document["runs"]["one"].get("wrong_in_recall") == (wrong if kept else None)
-
-
-@pytest.mark.parametrize(
-    ("rows", "failure", "kept"),
-    [([row(False, "one"), row(True, "two")], None, {"one"}), ([], "Traceback", {"one", "two"})],
-    ids=["a failed row", "the judge failed"],
-)
-def test_engine_result_keeps_answers_after_a_failure(rows, failure, kept) -> None:
-    ran = {"case": {"options": {}, "tree": "/trees/t"}, "state": "ran", "log_lines": []}
-    results = {name: {**ran, "answers": [ANSWER]} for name in ("one", "two")}
-    engines = result_files.describe_engines(results, rows, failure)
-    assert {name for name, engine in engines.items() if engine.get("answers") == [KEPT]} == kept
-
-
-@pytest.mark.parametrize("passed", [True, False])
-def test_release_result_keeps_answers_of_failed_rows(passed) -> None:
-    from proofs.releases import run as releases
-
-    result = {"state": "served", "answers": [ANSWER], "compared": {"answers": []}}
-    kept = releases._kept("one", result, [row(passed, "one")])
-    assert ("answers" in kept, "compared" in kept) == (not passed, not passed)
