@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -151,63 +153,71 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
         child = subprocess.Popen(
             job.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, **job.env}, cwd=folder, text=True, errors="replace", bufsize=1,
+            start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         line = ERROR + Problem(job.argv[0], str(error.strerror), "run the deploy again").line
         log(line)
         return 4, [line]
     # The child must leave a state to resume.
-    signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
-    written, progress = 0.0, ""
-    stall = _StallTimeout(child)
-    for line in child.stdout or ():
-        text = line.rstrip("\n")
-        log(text)
-        tail.append(text)
-        phase_and_bytes = text.partition(" total=")[0]
-        if phase_and_bytes != progress:
-            stall.postpone()
-        if text.startswith(PHASE):
-            progress = phase_and_bytes
-        # On a full disk: report the original error.
-        with contextlib.suppress(OSError):
-            if text.startswith(PHASE):
-                files.write_text(folder / "progress", text + "\n")
-            elif time.monotonic() - written > _TAIL_PERIOD_S:
-                files.write_text(folder / "tail", "\n".join(tail) + "\n")
-                written = time.monotonic()
-    code = child.wait()
-    if stall.has_expired:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: child.send_signal(signal.SIGTERM))
+    written = 0.0
+    try:
+        for text in _lines_until_stall(child):
+            log(text)
+            tail.append(text)
+            # On a full disk: report the original error.
+            with contextlib.suppress(OSError):
+                if text.startswith(PHASE):
+                    files.write_text(folder / "progress", text + "\n")
+                elif time.monotonic() - written > _TAIL_PERIOD_S:
+                    files.write_text(folder / "tail", "\n".join(tail) + "\n")
+                    written = time.monotonic()
+        return child.wait(_STALL_S), list(tail)
+    except (TimeoutError, subprocess.TimeoutExpired):
+        _end_process_group(child)
         what = f"no progress for {_STALL_S:.0f} s"
         fix = "check disk (dmesg) and network, then run the deploy again: it resumes"
         tail.append(ERROR + Problem(job.title, what, fix).line)
         log(tail[-1])
         return 4, list(tail)
-    return code, list(tail)
 
 
-class _StallTimeout:
-    """Stops a child process unless ``postpone`` is called in time."""
+def _lines_until_stall(child: subprocess.Popen[str]) -> Iterator[str]:
+    """Yield output lines until all writers have closed the pipe; TimeoutError after a stall.
 
-    def __init__(self, child: subprocess.Popen[str]):
-        self.has_expired = False
-        self._child, self._moved_at = child, time.monotonic()
-        threading.Thread(target=self._watch, daemon=True).start()
+    A thread reads, because processes that the child started can hold the pipe after its end.
+    """
+    lines: queue.Queue[str | None] = queue.Queue(_TAIL_LINES)
 
-    def postpone(self) -> None:
-        self._moved_at = time.monotonic()
+    def read() -> None:
+        for line in child.stdout or ():
+            lines.put(line.rstrip("\n"))
+        lines.put(None)
 
-    def _watch(self) -> None:
-        while (left_s := self._moved_at + _STALL_S - time.monotonic()) > 0:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(left_s)
+    threading.Thread(target=read, daemon=True).start()
+    moved_at, progress = time.monotonic(), ""
+    while (left_s := moved_at + _STALL_S - time.monotonic()) > 0:
+        with contextlib.suppress(queue.Empty):
+            text = lines.get(timeout=left_s)
+            if text is None:
                 return
-        self.has_expired = True
-        self._child.terminate()
-        try:
-            self._child.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
+            phase_and_bytes = text.partition(" total=")[0]
+            if phase_and_bytes != progress:
+                moved_at = time.monotonic()
+            if text.startswith(PHASE):
+                progress = phase_and_bytes
+            yield text
+    raise TimeoutError
+
+
+def _end_process_group(child: subprocess.Popen[str]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_STOP_S)
 
 
 def end(digest12: str, paths: Paths, *, success: bool) -> None:

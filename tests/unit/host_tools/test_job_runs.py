@@ -2,6 +2,9 @@
 
 import errno
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +20,7 @@ from spark_host import __main__, jobs
 from spark_host.system import host as system
 from spark_host.system import systemd
 from spark_host.watch import daily
-from stub_host import Host
+from stub_host import Host, wait_until
 
 from tests.receipts import checkpoint_receipt, source_receipt
 
@@ -187,10 +190,13 @@ def test_reports_the_donor_tensors_of_a_built_checkpoint(host: Host, units: dict
 
 STALLS = "for i in range(200): print('phase=fetch bytes=1 total=9 eta_s=%d' % i); time.sleep(0.05)"
 MOVES = "for i in range(30): print('phase=fetch bytes=%d total=9' % i); time.sleep(0.1)"
+CLOSES_OUTPUT = "import os; os.close(1); os.close(2); time.sleep(60)"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "code"), [(STALLS, 4), (f"{MOVES}\nexit(3)", 3)])
+@pytest.mark.parametrize(
+    ("script", "code"), [(STALLS, 4), (CLOSES_OUTPUT, 4), (f"{MOVES}\nexit(3)", 3)]
+)
 def test_stall_timeout_ends_a_job_without_progress(host, units, monkeypatch, script, code):
     monkeypatch.setattr(jobs, "_STALL_S", 2.0)
     write_job(host, f"import time\n{script}")
@@ -198,6 +204,41 @@ def test_stall_timeout_ends_a_job_without_progress(host, units, monkeypatch, scr
     assert jobs.run(D12, host.paths) == code
     assert time.monotonic() - started < 9
     assert ("no progress" in "".join(poll(host)[0]["log_tail"])) == (code == 4)
+
+
+HOLDS_PIPE = """
+import os, signal, time
+if os.fork():
+    {child}
+{grandchild}
+open("pid", "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+IGNORES_TERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+def is_running(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", str(pid)], capture_output=True, text=True).stdout
+    return state.strip()[:1] not in ("", "Z")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("child", ["time.sleep(60)", "os._exit(0)"], ids=["stalled", "ended"])
+@pytest.mark.parametrize("grandchild", [IGNORES_TERM, "os.setsid()"], ids=["in group", "escaped"])
+def test_stall_timeout_ends_a_job_whose_grandchild_holds_the_output(
+    host, units, monkeypatch, child, grandchild
+):
+    monkeypatch.setattr(jobs, "_STALL_S", 2.0)
+    monkeypatch.setattr(jobs, "_STOP_S", 0.5)
+    write_job(host, HOLDS_PIPE.format(child=child, grandchild=grandchild))
+    started = time.monotonic()
+    assert jobs.run(D12, host.paths) == 4
+    assert time.monotonic() - started < 9
+    pid = int((host.paths.job(D12) / "pid").read_text())
+    if grandchild == IGNORES_TERM:
+        wait_until(lambda: not is_running(pid), "end of the grandchild")
+    else:
+        os.kill(pid, signal.SIGKILL)  # systemd ends other processes of the unit
 
 
 def test_missing_program_is_reported(host, units):
