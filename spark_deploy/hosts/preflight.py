@@ -16,6 +16,7 @@ from spark_deploy.hosts.fabric import find_differences, judge_links, read_reacha
 from spark_deploy.hosts.facts import prefetch, read_fact, values_by_host
 from spark_deploy.hosts.gpu import GpuState
 from spark_deploy.hosts.operations import Commands, Refused, host_operation, warn
+from spark_deploy.hosts.status import unit_overrides_problem
 from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.plan.types import NeedsPlan
 
@@ -154,6 +155,8 @@ def _health_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         message = f"the vendor's update is incomplete: {score}"
         fix = "finish it with the DGX Dashboard or apt full-upgrade, reboot; or set expect.dgx_os"
         yield needs.expect.dgx_os == "require", Problem("updates", message, fix)
+    if paths := sorted(set(survey.unit_overrides) - set(needs.expect.unit_overrides)):
+        yield True, unit_overrides_problem(paths)
     yield from _package_findings(survey)
 
 

@@ -25,9 +25,15 @@ from spark_deploy.hosts.commands import (
 )
 from spark_deploy.hosts.facts import HostFact, read_fact, read_fact_now, run_fact
 from spark_deploy.hosts.files import place_files
-from spark_deploy.hosts.operations import Commands, host_command, host_operation, refuse
+from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation, refuse
 from spark_deploy.hosts.preflight import fact_arguments, read_survey
-from spark_deploy.hosts.status import HostStatus, Status, UsersKnown, parse_status
+from spark_deploy.hosts.status import (
+    HostStatus,
+    Status,
+    UsersKnown,
+    parse_status,
+    unit_overrides_problem,
+)
 from spark_deploy.hosts.survey import HostSurvey
 from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.types import GatewayPlan, ManagedFile, NeedsPlan
@@ -112,13 +118,9 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
 
 @host_operation
 def check_unit_files(accepted: Sequence[str]) -> None:
-    """Refuse a host where a drop-in, mask or unit file that is not ours changes our units.
-
-    Such a file can start an engine without its check while the service looks unchanged.
-    """
-    if changed := read_fact(Status).unit_overrides(accepted):
-        fix = "remove them and run systemctl daemon-reload, or list them in expect.unit_overrides"
-        refuse(f"{host.name}: systemd", f"{', '.join(changed)}: not written by a deploy", fix)
+    """Refuse files that change our units and appeared since preflight."""
+    if paths := read_fact(Status).unit_overrides(accepted):
+        raise Refused(unit_overrides_problem(paths))
     host.noop("only a deploy's files and accepted files change the units")
 
 

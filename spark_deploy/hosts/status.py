@@ -157,6 +157,15 @@ class HostStatus:
         return next((text for wrong, text in reasons if wrong), "")
 
 
+def unit_overrides_problem(paths: Iterable[str]) -> Problem:
+    """Report files that change our units.
+
+    Such a file can start an engine without its check while the service looks unchanged.
+    """
+    fix = "remove them and run systemctl daemon-reload, or list them in expect.unit_overrides"
+    return Problem("systemd", f"{', '.join(paths)}: not written by a deploy", fix)
+
+
 def stopped_text(service: str, stopped: Stopped) -> str:
     who = stopped.by or "someone on the host"
     return (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spark_contract import machine
+from spark_contract import machine, unit_files
 from spark_contract.errors import Problem
 from spark_contract.paths import DAILY, RELEASES_DIR, Paths
 from spark_contract.records import DailyReport, Stopped
@@ -190,6 +190,7 @@ echo '== stubs'
 dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {STAND_IN}
 echo '== daily'; head -c 65536 {DAILY} 2>/dev/null; echo
 echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
+echo '== unit-files'; {unit_files.list_command()}
 """
 
 
@@ -215,6 +216,7 @@ class Survey:
     parents: tuple[disk.ParentDirectory, ...] = ()  # parent directories of our places
     stopped: Mapping[str, Stopped] = field(default_factory=dict)  # services a user stopped
     engine_bytes: Mapping[str, int] = field(default_factory=dict)  # planned, by running unit
+    unit_overrides: tuple[str, ...] = ()  # unmanaged files that change our units
 
     @property
     def obtainable_bytes(self) -> int | None:
@@ -303,4 +305,5 @@ class HostSurvey(facts.HostFact[Survey]):
                 for name, text in zip(stopped[::2], stopped[1::2], strict=False)
             },
             engine_bytes={unit: int(planned) for unit, _, planned in engines if planned.isdigit()},
+            unit_overrides=unit_files.overrides(sections["unit-files"]),
         )

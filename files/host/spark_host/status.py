@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from spark_contract import unit_files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import DailyReport, Stopped
@@ -30,8 +31,9 @@ from spark_host.engine.client import Engine
 from spark_host.gateway import gateway, traffic
 from spark_host.records import boot, proof, versions
 from spark_host.rollout import record
-from spark_host.system import cluster, systemd, unit_files
+from spark_host.system import cluster, systemd
 from spark_host.system.host import Host, release_names
+from spark_host.system.programs import patient_output_of
 from spark_host.watch import watchdog
 
 _DETAIL_LENGTH = 300
@@ -67,8 +69,14 @@ def main(words: list[str], paths: Paths) -> Status:
         more_live=tuple(answers[1:]),
         events={name: watchdog.events(name, paths) for name in services},
         daily=host.disk.read(DailyReport, paths.daily),
-        unit_overrides=unit_files.overrides(paths),
+        unit_overrides=unit_overrides(paths),
     )
+
+
+def unit_overrides(paths: Paths) -> tuple[str, ...]:
+    root = str(paths.root).rstrip("/")
+    lines = patient_output_of("sh", "-c", unit_files.list_command(root)) or ""
+    return unit_files.overrides(lines.splitlines(), root)
 
 
 def _active_state(unit: str, units: _Units) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.paths import Paths
-from spark_host.system import unit_files
+from spark_host.status import unit_overrides
 
 ETC = "/etc/systemd/system"
 OURS = (
@@ -22,6 +22,8 @@ FOREIGN = (
     f"{ETC}/spark-master.service.d/override.conf",  # Apache Spark
     f"{ETC}/spark-worker.service",
     f"{ETC}/spark-serve@.service.d/README",  # systemd reads only *.conf
+    f"{ETC}/spark-serve@.service.d/spark-serve@a.service",
+    f"{ETC}/multi-user.target.wants/spark-serve@main-0123456789ab.service",
     "/usr/lib/systemd/system/service.d/10-timeout.conf",  # of a package
 )
 
@@ -41,28 +43,31 @@ def write(root: Path, *files: str) -> None:
         f"{ETC}/spark-serve@main-0123456789ab.service.d/override.conf",
         f"{ETC}/spark-serve@main-0123456789ab.service",
         f"{ETC}/spark-.service.d/a.conf",
+        f"{ETC}/spark-@.service.d/a.conf",
+        f"{ETC}/spark-@main-0123456789ab.service.d/a.conf",
         f"{ETC}/service.d/a.conf",
         f"{ETC}/spark-daily.timer.d/a.conf",
         "/etc/systemd/system.control/spark-serve@main-0123456789ab.service.d/50-MemoryMax.conf",
         "/run/systemd/system.control/spark-gateway@main.service.d/50-CPUQuota.conf",
         "/run/systemd/system/spark-watch@.service.d/a.conf",
+        "/usr/lib/systemd/system/spark-serve@.service.d/a.conf",
         "/run/systemd/transient/spark-serve@x.service",
     ],
 )
 def test_lists_files_that_change_our_units(tmp_path, file):
     write(tmp_path, *OURS, *FOREIGN, file)
-    assert unit_files.overrides(Paths(tmp_path)) == (file,)
+    assert unit_overrides(Paths(tmp_path)) == (file,)
 
 
 @pytest.mark.parametrize("name", ["spark-serve@main-0123456789ab.service", "spark-watch@.service"])
 def test_lists_masked_units(tmp_path, name):
     write(tmp_path, *(file for file in OURS if not file.endswith(name)))
     (tmp_path / ETC.lstrip("/") / name).symlink_to("/dev/null")
-    assert unit_files.overrides(Paths(tmp_path)) == (f"{ETC}/{name}",)
+    assert unit_overrides(Paths(tmp_path)) == (f"{ETC}/{name}",)
 
 
 def test_host_without_units_has_no_overrides(tmp_path):
-    assert unit_files.overrides(Paths(tmp_path)) == ()
+    assert unit_overrides(Paths(tmp_path)) == ()
 
 
 def test_lists_a_drop_in_of_ours_that_became_a_link(tmp_path: Path) -> None:
@@ -70,4 +75,10 @@ def test_lists_a_drop_in_of_ours_that_became_a_link(tmp_path: Path) -> None:
     path = tmp_path / OURS[3].lstrip("/")
     path.unlink()
     path.symlink_to("/dev/null")
-    assert unit_files.overrides(Paths(tmp_path)) == (OURS[3],)
+    assert unit_overrides(Paths(tmp_path)) == (OURS[3],)
+
+
+def test_lists_a_drop_in_directory_that_is_a_link(tmp_path: Path) -> None:
+    write(tmp_path, *OURS, "/tmp/d/a.conf")
+    (tmp_path / f"{ETC}/spark-serve@.service.d".lstrip("/")).symlink_to(tmp_path / "tmp/d")
+    assert unit_overrides(Paths(tmp_path)) == (f"{ETC}/spark-serve@.service.d",)

@@ -131,9 +131,15 @@ def warned(*warnings: str, **sections: Any) -> Case:
 GNOME_SHELL = ["9 2097152 /user.slice/x gnome-shell"]
 LANGUAGE = " language-pack-gnome-de-base  translations"
 NO_TAILSCALE = ["sh: 1: tailscale: not found"]
+DROP_IN = "/etc/systemd/system/spark-serve@.service.d/override.conf"
+UNIT_FILES = [f"f {DROP_IN.replace('/spark-', '/ spark-')}"]
 TAILSCALE = {"tailscale": True}
 CASES = {
     "factory Spark": fits(),
+    "drop-in of a local administrator": refused(f"{DROP_IN}|remove", unit_files=UNIT_FILES),
+    "drop-in that the owner accepts": fits(
+        {"expect": ExpectSettings(unit_overrides=(DROP_IN,))}, unit_files=UNIT_FILES
+    ),
     # Other users must not be able to replace models.
     "owned by a user": writable("ann/ann/755//data", "belongs to ann"),
     "owned by an unknown user": writable("1007/1007/755//data", "belongs to 1007"),

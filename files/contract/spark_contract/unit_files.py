@@ -1,0 +1,66 @@
+"""Files that change our systemd units, but were not written by a deploy."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+
+from spark_contract.units import HOURS, JOB, PREPARE, SERVE, UNITS_DIR, WATCH
+
+_PACKAGED = "/usr/lib/systemd/system"
+# systemd.unit(5), by priority
+_SEARCHED = (
+    "/etc/systemd/system.control",
+    "/run/systemd/system.control",
+    "/run/systemd/transient",
+    "/run/systemd/generator.early",
+    "/etc/systemd/system.attached",
+    "/run/systemd/system.attached",
+    UNITS_DIR,
+    "/run/systemd/system",
+    "/run/systemd/generator",
+    "/run/systemd/generator.late",
+    "/usr/local/lib/systemd/system",
+    _PACKAGED,
+)
+_UNIT = r"spark-(?:daily|gateway|hours|job|prepare|return|serve|share|switch|watch)"
+_UNIT_FILE = re.compile(rf"{_UNIT}(?:@[^/]*)?\.(?:service|timer|target)\Z")
+# Drop-ins of a unit, of its template, of units with the same prefix, and of all units of a type.
+_DROP_IN_DIR = re.compile(rf"(?:(?:{_UNIT}|spark-)(?:@[^/]*)?\.)?(?:service|timer|target)\.d\Z")
+_OUR_DROP_IN = re.compile(
+    rf"(?:{SERVE.name}|{WATCH.name})@[^/]+\.service\.d/50-(?:release|cluster)\.conf\Z"
+    rf"|{JOB.name}@[^/]+\.service\.d/order\.conf\Z"
+    rf"|{PREPARE.name}@[^/]+\.target\.d/[0-9a-f]{{12}}\.conf\Z"
+)
+
+
+def list_command(root: str = "") -> str:
+    """Return a command that prints type, directory and name of possible overrides."""
+    directories = " ".join(shlex.quote(f"{root}{directory}") for directory in _SEARCHED)
+    return (
+        f"find {directories} -mindepth 1 -maxdepth 2 '(' -name 'spark-*' -o -path '*.d/*.conf' ')' "
+        "-printf '%y %H/ %P\\n' 2>/dev/null || true"
+    )
+
+
+def overrides(lines: Iterable[str], root: str = "") -> tuple[str, ...]:
+    """Return the drop-ins, masks and unit files that change our units and are not ours."""
+    return tuple(sorted(path for line in lines if (path := _override_in(line, root))))
+
+
+def _override_in(line: str, root: str) -> str | None:
+    kind, _, path = line.partition(" ")
+    directory, _, name = path.removeprefix(root).partition("/ ")
+    folder, _, drop_in = name.partition("/")
+    is_link = kind == "l"
+    if drop_in.endswith(".conf") or (is_link and _DROP_IN_DIR.match(folder)):
+        # Packages may add drop-ins for all units.
+        is_other = directory == _PACKAGED and not folder.startswith("spark-")
+        is_ours = directory == UNITS_DIR and _OUR_DROP_IN.match(name) and not is_link
+        is_override = _DROP_IN_DIR.match(folder) and not is_other and not is_ours
+    else:
+        # Our units are templates and single units; an instance would replace its template.
+        is_instance = re.search("@[^.]", name) and not name.startswith(f"{HOURS.name}@")
+        is_override = _UNIT_FILE.match(name) and (directory != UNITS_DIR or is_instance or is_link)
+    return f"{directory}/{name}" if is_override else None
