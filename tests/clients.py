@@ -1,7 +1,5 @@
 """Clients that send requests continuously from units on the guest, and the answers they got."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rules for the whole suite: lab tests must really run in CI."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Runs Python modules, forked from an interpreter that has already imported their dependencies."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

@@ -4,8 +4,6 @@
 durations and random ids in our records, the content of secrets, and the host's names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

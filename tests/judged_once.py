@@ -1,7 +1,5 @@
 """Caches the catalog's files and their validation for tests that read them often."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ Tests inspect guests with ``ssh``, ``systemctl``, ``docker`` and ``curl``, never
 test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

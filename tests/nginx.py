@@ -1,7 +1,5 @@
 """This machine's nginx for tests, or the lab's unpacked nginx."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user who follows the pages, with a folder and a terminal, connected to the lab."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

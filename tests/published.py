@@ -1,7 +1,5 @@
 """Adds and queries the models that ``lab.model.published`` writes, without a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

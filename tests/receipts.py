@@ -1,7 +1,5 @@
 """Receipts as the builder writes them, for trees that tests make by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

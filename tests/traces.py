@@ -1,7 +1,5 @@
 """The state of a host as comparable text: whether it serves, and every trace of a change."""
 
-from __future__ import annotations
-
 from tests.labkit import CHECKOUT, Guest
 
 _IMAGES = "docker images --no-trunc --format '{{.Repository}} {{.Tag}} {{.Digest}} {{.ID}}' | sort"

@@ -1,7 +1,5 @@
 """opencode and Claude Code with the text of `connect` and a real gateway (`make clients`; npm)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 The whole program is several gigabytes, so only the statements that read the environment are run.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

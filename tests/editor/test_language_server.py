@@ -3,8 +3,6 @@
 The first line of each file names the schema.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 proofs/faults.md documents the same table; tests/unit/lab/test_fault_lists.py compares them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

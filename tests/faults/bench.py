@@ -1,7 +1,5 @@
 """A guest with the host tools and the stub engine, without a deploy; tests write its releases."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Faults are injected into the two hosts of the fleet, or into a bench guest without a deploy."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Copies of guests' disks, so that every case of a sweep starts from the same bytes."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

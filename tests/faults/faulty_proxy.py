@@ -1,7 +1,5 @@
 """A proxy to the lab's servers that injects a fault into the requests of a client address."""
 
-from __future__ import annotations
-
 import http.client
 import re
 import socket

@@ -11,8 +11,6 @@
 Only pyinfra's operation loop is wrapped.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """All faults of the stub engine, read from its source code."""
 
-from __future__ import annotations
-
 import re
 
 from tests.labkit import CHECKOUT

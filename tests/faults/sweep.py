@@ -5,8 +5,6 @@ to the folder in ``SPARK_SWEEP_RESULTS``. ``SPARK_SWEEP_GUESTS`` names the guest
 parallel, and ``SPARK_SWEEP_CASES`` is a regular expression that selects cases.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """A deploy of a bad release fails; the old release keeps serving and stays proven."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

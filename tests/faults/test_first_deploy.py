@@ -3,8 +3,6 @@
 Each test continues from the previous test.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator

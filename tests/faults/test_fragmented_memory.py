@@ -3,8 +3,6 @@
 The guest has its own /proc/buddyinfo, from reports (lab/buddyinfo), and its own kernel tunables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -3,8 +3,6 @@
 test_sweep_resources.py fills the disk before and during rollouts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """An incomplete checkpoint is never served. test_sweep_kill.py kills builds too."""
 
-from __future__ import annotations
-
 from tests.faults.pause import JOBS, Pause, assert_repaired, kill_running, running_deploy
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, lab

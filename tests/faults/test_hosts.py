@@ -1,7 +1,5 @@
 """A rollout replaces hosts in the configured order."""
 
-from __future__ import annotations
-
 from tests.host.conftest import Fleet
 from tests.labkit import rollouts_overlap
 

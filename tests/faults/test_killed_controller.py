@@ -1,7 +1,5 @@
 """The next run finishes the work of a killed controller; test_sweep_kill.py tries all points."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Memory becomes free long after a process exits: a rollout waits for it, or rolls back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Hosts download files from each other, so that the hub sends each byte only once."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A rollout to three hosts stops at the first failure and skips lost hosts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """A rollout ends with a proven release; otherwise the old release serves again."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

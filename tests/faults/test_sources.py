@@ -3,8 +3,6 @@
 test_sweep_network.py tries failures of the hub.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A rollout on a deployed host rejects every fault of the stub engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue

@@ -3,8 +3,6 @@
 ``interruptions.py`` lists the points from an undisturbed run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

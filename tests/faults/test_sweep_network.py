@@ -1,7 +1,5 @@
 """A failing hub, registry or package server: the deploy says so, and the next run repairs."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import signal

@@ -4,8 +4,6 @@
 files and directory entries are lost.
 """
 
-from __future__ import annotations
-
 from tests.faults.interruptions import STEPS, Place, list_host_steps
 from tests.faults.sweep import Sweep
 from tests.faults.test_sweep_kill import HOST_WORK, interrupt_host_steps, places

@@ -1,7 +1,5 @@
 """A resource is missing: the deploy says so, the old release serves, and the next run repairs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any

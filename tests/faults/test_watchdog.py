@@ -1,7 +1,5 @@
 """Wedged, leaking and crashing engines are restarted, but only up to the start limit."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

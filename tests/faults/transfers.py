@@ -1,7 +1,5 @@
 """Traffic of hub and registry, read from their logs, and rate limits for links."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

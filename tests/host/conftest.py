@@ -1,7 +1,5 @@
 """The fleet of all lab tests: two new hosts, the second as a Spark comes out of the box."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A guest whose gateway tests open and close, and requests to it from this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

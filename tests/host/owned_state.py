@@ -1,7 +1,5 @@
 """What belongs to the owner of a host, read with ordinary tools and compared."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

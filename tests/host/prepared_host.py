@@ -1,7 +1,5 @@
 """A guest that `deploys/prepare.py` prepared, and the names of its operations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

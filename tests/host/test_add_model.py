@@ -3,8 +3,6 @@
 The stub engine serves it, so the weights are a single norm.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

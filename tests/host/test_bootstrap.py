@@ -1,7 +1,5 @@
 """Bootstrap installs a key with one password, and leaks no password."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

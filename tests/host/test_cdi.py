@@ -1,7 +1,5 @@
 """A host with forced CDI: the specification is generated, updated and used."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Two hosts that serve a model together are deployed, proven, lost and restored together."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """The real engine on two hosts, a rank each, over the network between them."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An engine's compile cache survives image changes, but not failed candidates or new drivers."""
 
-from __future__ import annotations
-
 from tests.host.gateway_host import GatewayHost
 from tests.host.test_upgrades import NEW, OLD, set_driver
 

@@ -1,7 +1,5 @@
 """Bare hosts become proven servers; a second run makes no change."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -3,8 +3,6 @@
 `spark-deploy status --files` lists what is managed.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The engine's container as Docker created it, and the rights of its account on the host."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.host.gateway_host import GatewayHost

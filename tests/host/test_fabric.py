@@ -1,7 +1,5 @@
 """Two hosts with cables (veth pairs), with netplan over networkd and over NetworkManager."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A gated repository is refused without a token, fetched with it; the token leaves no trace."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

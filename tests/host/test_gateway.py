@@ -1,7 +1,5 @@
 """Access to a server from outside: every exposure, the key and the limits."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

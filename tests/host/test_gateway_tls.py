@@ -1,7 +1,5 @@
 """Certificates of a gateway on the network, checked with curl and openssl from this machine."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Guests of the lab are separate systems that keep their disks, and leave no trace afterwards."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Both checkpoint layouts through the whole deploy, and a base that is not kept."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """While a controller changes a host, a second controller refuses to change it."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

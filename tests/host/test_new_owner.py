@@ -1,7 +1,5 @@
 """A new owner does each documented job with as many commands and edits as the page states."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

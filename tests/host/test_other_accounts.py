@@ -1,7 +1,5 @@
 """Other accounts, containers and network peers cannot read, write or reach a serving host."""
 
-from __future__ import annotations
-
 import shlex
 import socket
 

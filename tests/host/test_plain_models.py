@@ -1,7 +1,5 @@
 """Models written by transformers are added with a single command and proven."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A host is prepared once; later runs repair only what changed."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """A host that does not meet the requirements is refused before any change."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

@@ -1,7 +1,5 @@
 """A run prints progress at least every ten seconds."""
 
-from __future__ import annotations
-
 import time
 
 from tests.host.conftest import Fleet

@@ -1,7 +1,5 @@
 """Prune removes what no kept release needs; pairs in `keep_ready` are prepared in advance."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

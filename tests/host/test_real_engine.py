@@ -1,7 +1,5 @@
 """The real engine (vLLM's CPU build) switches profiles while clients send requests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A model is requantized to INT4 with real AutoRound, despite a killed job, and served."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

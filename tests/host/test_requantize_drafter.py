@@ -1,7 +1,5 @@
 """A drafter is requantized to INT4; its drafts are still accepted."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rollback, stop and start: shown first, done once, proven."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A host switches at scheduled times, and starts again after a timed stop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

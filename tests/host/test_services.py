@@ -1,7 +1,5 @@
 """Two services on a host are rolled out, proven, rolled back and stopped independently."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

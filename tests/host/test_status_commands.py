@@ -1,7 +1,5 @@
 """doctor, status and connect: before an install, while hosts serve, and for clients."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

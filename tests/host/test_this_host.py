@@ -3,8 +3,6 @@
 The first test runs as root, the others as a user whose sudo requires a password.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import shlex

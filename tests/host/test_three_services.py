@@ -1,7 +1,5 @@
 """A chat model, an embedder and a reranker on a host share an address."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.labkit import SPARE, Guest, Site, guest_named

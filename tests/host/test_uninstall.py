@@ -1,7 +1,5 @@
 """An uninstall restores the host to the state before the first deploy, by ordinary tools."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """After an upgrade of a host, the next run reports it and proves the server again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

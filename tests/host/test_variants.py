@@ -3,8 +3,6 @@
 RESULTS=write updates proofs/results/lab/variants.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

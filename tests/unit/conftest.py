@@ -1,7 +1,5 @@
 """Rules for all unit tests."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Hostile input for property-based tests: anything is accepted or refused with clear problems."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Programs that tests need: if missing, tests are skipped, but fail in CI."""
 
-from __future__ import annotations
-
 import os
 from typing import NoReturn
 

@@ -1,7 +1,5 @@
 """Scripts of hosts, run by a real shell with stand-in programs."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Complete status documents from the few keys that matter to a test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from spark_contract.documents import read

@@ -1,7 +1,5 @@
 """Reports of results, their comparison, and files for submission."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Protocols ``seeds`` and ``llama-benchy``, and queries of the measured host."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reading the catalog: mistakes affect only the files that contain them."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Catalog files, shared files and locks with arbitrary values: planned, or refused in lines."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Commands and deploys on the pages exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

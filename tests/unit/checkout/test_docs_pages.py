@@ -1,7 +1,5 @@
 """YAML, links, settings, make targets and named tests on the pages are valid."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures on the pages exist, are used, and show the recorded output."""
 
-from __future__ import annotations
-
 import re
 
 from spark_deploy.config.checkout import CHECKOUT

@@ -1,7 +1,5 @@
 """An installed wheel works like the checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

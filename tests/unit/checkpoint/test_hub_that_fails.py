@@ -1,7 +1,5 @@
 """All hub failures against the real fetcher: one error line, no data loss, recovery."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

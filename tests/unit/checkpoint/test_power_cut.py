@@ -5,8 +5,6 @@ without a journal flush (``EXT4_IOC_SHUTDOWN``) and mounts it again: unsynced fi
 entries are gone. The test requires that some were.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """``spark-deploy ask`` prints an answer as it arrives, and its speed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

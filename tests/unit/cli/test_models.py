@@ -1,7 +1,5 @@
 """``spark-deploy models`` lists what fits; ``use MODEL`` selects a profile that serves it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

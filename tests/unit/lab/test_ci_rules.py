@@ -1,7 +1,5 @@
 """In CI a lab test that is skipped or missing fails the run."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The demo prints requirements first, and needs only Python until then."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The documented tables of faults match the lists that the tests use."""
 
-from __future__ import annotations
-
 import re
 
 from spark_deploy.config.checkout import CHECKOUT

@@ -1,7 +1,5 @@
 """Equal hosts have equal digests; every relevant difference shows."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

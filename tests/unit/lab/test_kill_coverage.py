@@ -1,7 +1,5 @@
 """The tests that kill a controller cover every kind of job and every phase of a rollout."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

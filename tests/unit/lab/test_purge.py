@@ -1,7 +1,5 @@
 """``lab purge`` deletes only the lab's folder."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

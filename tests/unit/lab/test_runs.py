@@ -1,7 +1,5 @@
 """`Run.assert_unchanged` fails for runs that failed, changed something or had no results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

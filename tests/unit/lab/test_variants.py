@@ -1,7 +1,5 @@
 """Host variants are data: each is complete and passed the lab tests."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Repositories and inventories for lab-tiny: names and shapes without weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sizes of repositories: weights from headers, cache from config.json."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Any response of a hub gives a valid lock or a problem in a line."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

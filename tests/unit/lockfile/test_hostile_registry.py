@@ -1,7 +1,5 @@
 """Any response of a registry gives a problem in a line, within a time limit."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import socket

@@ -1,7 +1,5 @@
 """``add --dry``: files, sizes and matching models of a repository."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Code and pickle files of a repository are not downloaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compare tensor names of sources with the catalog before a download."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

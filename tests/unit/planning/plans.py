@@ -1,7 +1,5 @@
 """Plans of the test catalog, and of the shipped catalog with a made-up lock."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Checkpoints: bases that are not kept, prebuilt hybrids, INT4 checkpoints of our own."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

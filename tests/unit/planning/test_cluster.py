@@ -1,7 +1,5 @@
 """Networks between hosts, the release of a cluster, and rollout waves."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

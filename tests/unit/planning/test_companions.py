@@ -1,7 +1,5 @@
 """Drafters and adapters: repositories that are mounted next to the model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

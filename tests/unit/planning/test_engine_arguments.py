@@ -1,7 +1,5 @@
 """Arguments and environment of the engine, and the log lines that the check requires."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Guard rails and other refusals of a plan: rules, facts, spellings of options, overrides."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Jobs of a host: downloads, builds, images, pairs to keep ready, peer downloads, pruning."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

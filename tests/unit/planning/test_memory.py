@@ -1,7 +1,5 @@
 """Memory of hybrid models: weights, cache blocks, and suggestions when a pair does not fit."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A new model or profile is a single file: all tests pass after `make golden docs`."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

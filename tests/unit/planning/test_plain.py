@@ -1,7 +1,5 @@
 """Plans of repositories that are served as published."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

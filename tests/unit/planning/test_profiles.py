@@ -1,7 +1,5 @@
 """Profiles: claims have results, stages of the ladder, based_on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

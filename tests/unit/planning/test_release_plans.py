@@ -1,7 +1,5 @@
 """The release of a service and the files on the host: digests, timers, commands."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

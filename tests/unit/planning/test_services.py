@@ -1,7 +1,5 @@
 """Several services on a host share memory, ports and the main gateway."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

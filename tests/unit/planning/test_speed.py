@@ -1,7 +1,5 @@
 """Computed decode speed, compared with published figures."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Small hybrid checkpoints, written without code of the plugin, and their weights in plain BF16."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An INT4 base and an FP8 donor of two layers, with the real names and random bytes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Recorded GPU answers are within the limits of the judge."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Needs triton, which includes an assembler and cuobjdump; `make kernels` installs it.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Imports of code that only runs on CUDA machines."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks before loading: intact checkpoints pass, damage is refused by tensor name."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Table of block sizes: complete, and within the limits of each device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The image's Dockerfile: labels, installation without dependencies, final check."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Names of modules and tensors: fusion, renames of an overlay, width of experts."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

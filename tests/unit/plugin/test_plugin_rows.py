@@ -1,7 +1,5 @@
 """The table of required upstream symbols: strict parsing, completeness, packaging."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

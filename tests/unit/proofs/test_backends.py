@@ -1,7 +1,5 @@
 """The recorded table of kernel choices covers the profiles and has the pins of the plans."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The judges of the recall proofs detect wrong answers and damage."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Judge of planned releases on two hosts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Values that would be unsafe in a shell, unit or configuration file are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A release is complete, or the tree stays unchanged."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The engine's image gets only the plugin, built reproducibly."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
