@@ -1,5 +1,3 @@
-"""Allowed options and variables of the engine against the sources of vLLM."""
-
 from __future__ import annotations
 
 import ast

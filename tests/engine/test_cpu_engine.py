@@ -1,5 +1,3 @@
-"""The plugin in the real engine (CPU build): dequantisation, loading, drafts, refusals."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The engine's option names against those that the plan sets or checks."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""The plugin's table of engine symbols against the sources of released engines."""
-
 from __future__ import annotations
 
 import ast

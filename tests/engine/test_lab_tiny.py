@@ -1,5 +1,3 @@
-"""The lab's trained model, tested with a second implementation in torch and transformers."""
-
 from __future__ import annotations
 
 import json

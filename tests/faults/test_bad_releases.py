@@ -1,5 +1,3 @@
-"""A deploy of a bad release fails; the old release keeps serving and stays proven."""
-
 import re
 
 import pytest

@@ -1,5 +1,3 @@
-"""An incomplete checkpoint is never served. test_sweep_kill.py kills builds too."""
-
 from tests.faults.pause import JOBS, Pause, assert_repaired, kill_running, running_deploy
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, lab

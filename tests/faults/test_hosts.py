@@ -1,5 +1,3 @@
-"""A rollout replaces hosts in the configured order."""
-
 from tests.host.conftest import Fleet
 from tests.labkit import rollouts_overlap
 

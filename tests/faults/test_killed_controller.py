@@ -1,5 +1,3 @@
-"""The next run finishes the work of a killed controller; test_sweep_kill.py tries all points."""
-
 import signal
 import time
 from collections.abc import Callable

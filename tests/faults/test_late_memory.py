@@ -1,5 +1,3 @@
-"""Memory becomes free long after a process exits: a rollout waits for it, or rolls back."""
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

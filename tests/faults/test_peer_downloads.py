@@ -1,5 +1,3 @@
-"""Hosts download files from each other, so that the hub sends each byte only once."""
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""A rollout to three hosts stops at the first failure and skips lost hosts."""
-
 import os
 import subprocess
 import time

@@ -1,5 +1,3 @@
-"""A rollout ends with a proven release; otherwise the old release serves again."""
-
 import json
 import time
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""A rollout on a deployed host rejects every fault of the stub engine."""
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue

@@ -1,5 +1,3 @@
-"""A failing hub, registry or package server: the deploy says so, and the next run repairs."""
-
 import itertools
 import re
 import signal

@@ -1,5 +1,3 @@
-"""A resource is missing: the deploy says so, the old release serves, and the next run repairs."""
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any

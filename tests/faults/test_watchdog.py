@@ -1,5 +1,3 @@
-"""Wedged, leaking and crashing engines are restarted, but only up to the start limit."""
-
 import time
 from typing import Any
 

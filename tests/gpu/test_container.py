@@ -1,5 +1,3 @@
-"""The engine under the restrictions of the container: rights, kernels, a served release."""
-
 from __future__ import annotations
 
 import json

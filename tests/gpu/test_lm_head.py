@@ -1,5 +1,3 @@
-"""The INT8 LM-head kernel on this device: correct for any batch and shape, safe in CUDA graphs."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Stages of the recall proofs: every judged row must pass."""
-
 from __future__ import annotations
 
 import fcntl

@@ -1,5 +1,3 @@
-"""Planned releases over HTTP: two hosts, plain repositories, pictures."""
-
 from __future__ import annotations
 
 import os

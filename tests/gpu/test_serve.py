@@ -1,5 +1,3 @@
-"""Every profile served over HTTP with the planned arguments, on the lab's trained model."""
-
 from __future__ import annotations
 
 from pathlib import Path

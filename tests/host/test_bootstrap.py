@@ -1,5 +1,3 @@
-"""Bootstrap installs a key with one password, and leaks no password."""
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A host with forced CDI: the specification is generated, updated and used."""
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,5 +1,3 @@
-"""Two hosts that serve a model together are deployed, proven, lost and restored together."""
-
 import socket
 import threading
 import time

@@ -1,5 +1,3 @@
-"""The real engine on two hosts, a rank each, over the network between them."""
-
 import sys
 import time
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""An engine's compile cache survives image changes, but not failed candidates or new drivers."""
-
 from tests.host.gateway_host import GatewayHost
 from tests.host.test_upgrades import NEW, OLD, set_driver
 

@@ -1,5 +1,3 @@
-"""Bare hosts become proven servers; a second run makes no change."""
-
 import re
 import shlex
 import subprocess

@@ -1,5 +1,3 @@
-"""The engine's container as Docker created it, and the rights of its account on the host."""
-
 import pytest
 
 from tests.host.gateway_host import GatewayHost

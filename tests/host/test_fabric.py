@@ -1,5 +1,3 @@
-"""Two hosts with cables (veth pairs), with netplan over networkd and over NetworkManager."""
-
 import json
 import os
 import re

@@ -1,5 +1,3 @@
-"""A gated repository is refused without a token, fetched with it; the token leaves no trace."""
-
 import base64
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""Access to a server from outside: every exposure, the key and the limits."""
-
 import base64
 import itertools
 import json

@@ -1,5 +1,3 @@
-"""Certificates of a gateway on the network, checked with curl and openssl from this machine."""
-
 import base64
 import json
 import shlex

@@ -1,5 +1,3 @@
-"""Guests of the lab are separate systems that keep their disks, and leave no trace afterwards."""
-
 import re
 import subprocess
 from pathlib import Path

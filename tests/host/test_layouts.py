@@ -1,5 +1,3 @@
-"""Both checkpoint layouts through the whole deploy, and a base that is not kept."""
-
 import base64
 import hashlib
 import io

@@ -1,5 +1,3 @@
-"""While a controller changes a host, a second controller refuses to change it."""
-
 import signal
 
 import pytest

@@ -1,5 +1,3 @@
-"""A new owner does each documented job with as many commands and edits as the page states."""
-
 import re
 import subprocess
 import sys

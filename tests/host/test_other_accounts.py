@@ -1,5 +1,3 @@
-"""Other accounts, containers and network peers cannot read, write or reach a serving host."""
-
 import shlex
 import socket
 

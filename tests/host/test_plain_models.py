@@ -1,5 +1,3 @@
-"""Models written by transformers are added with a single command and proven."""
-
 import json
 import os
 import re

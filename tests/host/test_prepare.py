@@ -1,5 +1,3 @@
-"""A host is prepared once; later runs repair only what changed."""
-
 import subprocess
 
 import pytest

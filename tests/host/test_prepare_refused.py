@@ -1,5 +1,3 @@
-"""A host that does not meet the requirements is refused before any change."""
-
 import json
 import shlex
 

@@ -1,5 +1,3 @@
-"""A changed setting switches the profile without a rebuild."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""A run prints progress at least every ten seconds."""
-
 import time
 
 from tests.host.conftest import Fleet

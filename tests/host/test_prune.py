@@ -1,5 +1,3 @@
-"""Prune removes what no kept release needs; pairs in `keep_ready` are prepared in advance."""
-
 import re
 from collections.abc import Iterator
 

@@ -1,5 +1,3 @@
-"""The real engine (vLLM's CPU build) switches profiles while clients send requests."""
-
 import json
 from collections.abc import Callable
 from typing import Any

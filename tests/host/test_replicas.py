@@ -1,5 +1,3 @@
-"""Two hosts serve the same model at the same address; clients notice neither loss nor rollout."""
-
 from __future__ import annotations
 
 import json

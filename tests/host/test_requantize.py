@@ -1,5 +1,3 @@
-"""A model is requantized to INT4 with real AutoRound, despite a killed job, and served."""
-
 import json
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""A drafter is requantized to INT4; its drafts are still accepted."""
-
 import re
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Rollback, stop and start: shown first, done once, proven."""
-
 from collections.abc import Iterator
 
 import pytest

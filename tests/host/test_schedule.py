@@ -1,5 +1,3 @@
-"""A host switches at scheduled times, and starts again after a timed stop."""
-
 from collections.abc import Iterator
 
 import pytest

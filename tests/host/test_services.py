@@ -1,5 +1,3 @@
-"""Two services on a host are rolled out, proven, rolled back and stopped independently."""
-
 import json
 from collections.abc import Iterator
 

@@ -1,5 +1,3 @@
-"""doctor, status and connect: before an install, while hosts serve, and for clients."""
-
 import json
 import socket
 import subprocess

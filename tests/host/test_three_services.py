@@ -1,5 +1,3 @@
-"""A chat model, an embedder and a reranker on a host share an address."""
-
 import pytest
 
 from tests.labkit import SPARE, Guest, Site, guest_named

@@ -1,5 +1,3 @@
-"""An uninstall restores the host to the state before the first deploy, by ordinary tools."""
-
 import difflib
 import json
 import re

@@ -1,5 +1,3 @@
-"""After an upgrade of a host, the next run reports it and proves the server again."""
-
 import json
 from collections.abc import Iterator
 from typing import Any

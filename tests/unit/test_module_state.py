@@ -1,5 +1,3 @@
-"""Modules keep no state of a run: state travels in values."""
-
 import ast
 import re
 from collections.abc import Iterator

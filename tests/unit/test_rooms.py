@@ -1,5 +1,3 @@
-"""Allowed imports between rooms, from the bottom up."""
-
 import ast
 import re
 import subprocess

@@ -1,5 +1,3 @@
-"""Reports of results, their comparison, and files for submission."""
-
 import csv
 import hashlib
 import json

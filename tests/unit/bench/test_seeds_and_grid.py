@@ -1,5 +1,3 @@
-"""Protocols ``seeds`` and ``llama-benchy``, and queries of the measured host."""
-
 import json
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Protocol ``vllm-bench``: `vllm bench serve` in a container on the host."""
-
 from __future__ import annotations
 
 import json

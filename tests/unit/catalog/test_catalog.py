@@ -1,5 +1,3 @@
-"""Reading the catalog: mistakes affect only the files that contain them."""
-
 import copy
 import shutil
 from pathlib import Path

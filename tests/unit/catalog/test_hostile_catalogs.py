@@ -1,5 +1,3 @@
-"""Catalog files, shared files and locks with arbitrary values: planned, or refused in lines."""
-
 import dataclasses
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""Code and contract come from the same checkout."""
-
 import subprocess
 import sys
 

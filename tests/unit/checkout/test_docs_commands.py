@@ -1,5 +1,3 @@
-"""Commands and deploys on the pages exist."""
-
 import re
 import shlex
 from collections.abc import Iterator

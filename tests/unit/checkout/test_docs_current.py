@@ -1,5 +1,3 @@
-"""Generated pages are current, and pages name existing files and results."""
-
 import re
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""YAML, links, settings, make targets and named tests on the pages are valid."""
-
 import ast
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Pictures on the pages exist, are used, and show the recorded output."""
-
 import re
 
 from spark_deploy.config.checkout import CHECKOUT

@@ -1,5 +1,3 @@
-"""An installed wheel works like the checkout."""
-
 import json
 import os
 import shutil

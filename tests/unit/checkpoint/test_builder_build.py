@@ -1,5 +1,3 @@
-"""The result of a build, in both layouts."""
-
 import hashlib
 import json
 import os

@@ -1,5 +1,3 @@
-"""The donor by byte ranges: requests, refusals, tokens."""
-
 import shutil
 import time
 from functools import partial

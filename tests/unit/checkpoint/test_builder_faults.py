@@ -1,5 +1,3 @@
-"""Kills, full disks, power cuts and changing sources: the result is complete or absent."""
-
 import json
 import os
 import re

@@ -1,5 +1,3 @@
-"""Downloads from a hub on localhost."""
-
 import base64
 import contextlib
 import hashlib

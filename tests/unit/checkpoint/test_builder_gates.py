@@ -1,5 +1,3 @@
-"""Checks of base and donor: names, dtypes, shapes and values."""
-
 import re
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Header reader and writer against the safetensors package; hostile headers and indexes."""
-
 import json
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Reports on checkpoints and repositories, and comparison with plans."""
-
 import json
 import re
 

@@ -1,5 +1,3 @@
-"""Image blobs from a registry on localhost with tokens, and from peers."""
-
 import hashlib
 import json
 import os

@@ -1,5 +1,3 @@
-"""Reuse files of this host, such as a cache of the real huggingface_hub."""
-
 import hashlib
 import json
 import os

@@ -1,5 +1,3 @@
-"""New tensors: packed INT8, own FP8, grafted MTP, prebuilt hybrids, names in several shards."""
-
 import json
 import random
 

@@ -1,5 +1,3 @@
-"""Number formats and INT8 scales against their definitions."""
-
 import numpy as np
 import pytest
 from builder_shards import bf16, e4m3_codes, e4m3_values

@@ -1,5 +1,3 @@
-"""Fetched, hashed and built files leave the page cache, as mincore(2) reports."""
-
 import ctypes
 import json
 import mmap

@@ -1,5 +1,3 @@
-"""Downloads from other hosts, with a peer and a hub on localhost."""
-
 import hashlib
 import json
 import os

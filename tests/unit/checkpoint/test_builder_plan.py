@@ -1,5 +1,3 @@
-"""Plans, orders, and the catalog's exact tensor sets."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Progress lines of key=value pairs, even without progress."""
-
 import re
 import time
 

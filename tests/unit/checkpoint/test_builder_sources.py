@@ -1,5 +1,3 @@
-"""Check base and donor of a plan by headers before a download; hostile hubs."""
-
 import contextlib
 import io
 import json

@@ -1,5 +1,3 @@
-"""Verify finished checkpoints; discard a base only after verifying the result."""
-
 import json
 import os
 import re

@@ -1,5 +1,3 @@
-"""All hub failures against the real fetcher: one error line, no data loss, recovery."""
-
 import json
 import os
 import re

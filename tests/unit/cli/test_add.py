@@ -1,5 +1,3 @@
-"""``spark-deploy add``: a catalog file from a repository or recipe, its plan, open questions."""
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""``spark-deploy ask`` prints an answer as it arrives, and its speed."""
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,3 @@
-"""Commands that change hosts: the printed pyinfra command, confirmations, stop and start."""
-
 import io
 import re
 import shlex

@@ -1,5 +1,3 @@
-"""Help, options, completion and output streams of all commands."""
-
 import json
 import os
 import re

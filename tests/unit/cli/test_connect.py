@@ -1,5 +1,3 @@
-"""``spark-deploy connect``: URLs, setup of clients, and tunnels."""
-
 import os
 import re
 import signal

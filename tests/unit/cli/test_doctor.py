@@ -1,5 +1,3 @@
-"""``spark-deploy doctor``: verdicts, other engines, files that hosts already have."""
-
 import dataclasses
 import json
 import re

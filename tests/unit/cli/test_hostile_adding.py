@@ -1,5 +1,3 @@
-"""``spark-deploy add`` with hostile sources: a valid file, or a problem and no file."""
-
 import json
 from collections.abc import Iterator
 from typing import Any

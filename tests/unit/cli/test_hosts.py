@@ -1,5 +1,3 @@
-"""Hosts without access are reported with a fix; slow hosts are named."""
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

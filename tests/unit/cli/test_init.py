@@ -1,5 +1,3 @@
-"""``spark-deploy init``: the folder, existing files, and mistakes."""
-
 import io
 import json
 import os

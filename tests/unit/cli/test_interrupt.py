@@ -1,5 +1,3 @@
-"""Ctrl-C: exit codes, messages, and the cursor of the terminal."""
-
 import os
 import pty
 import signal

@@ -1,5 +1,3 @@
-"""``bench --ladder`` serves and measures each stage, then serves the settings again."""
-
 import io
 import sys
 from dataclasses import replace

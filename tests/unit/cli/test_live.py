@@ -1,5 +1,3 @@
-"""``spark-deploy logs`` and ``top``: merged journals, samples, rates and the table."""
-
 import io
 import json
 import sys

@@ -1,5 +1,3 @@
-"""``spark-deploy models`` lists what fits; ``use MODEL`` selects a profile that serves it."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""``spark-deploy plan``, ``update`` and ``settings``; output at every width of the terminal."""
-
 import contextlib
 import fcntl
 import io

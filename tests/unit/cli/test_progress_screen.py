@@ -1,5 +1,3 @@
-"""The progress of a deploy in a terminal and in a file."""
-
 import io
 import re
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""Recipes of other projects become catalog files; unused keys are reported."""
-
 from typing import Any
 
 import pytest

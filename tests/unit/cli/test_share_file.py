@@ -1,5 +1,3 @@
-"""``spark-deploy share`` and ``add FILE``: the same release elsewhere, without secrets."""
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,5 +1,3 @@
-"""``spark-deploy status``: text and data from documents of lab hosts."""
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

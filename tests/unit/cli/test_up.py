@@ -1,5 +1,3 @@
-"""``spark-deploy up``: access, the preview of changes, and the confirmation."""
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,5 +1,3 @@
-"""`use` edits the settings file of the choice and keeps the rest."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The host reads every planned document with the same content."""
-
 import json
 import re
 import shutil

@@ -1,5 +1,3 @@
-"""Reading and writing of documents between controller and hosts."""
-
 import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal

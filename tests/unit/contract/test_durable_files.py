@@ -1,5 +1,3 @@
-"""Files are complete or absent; stale temporary files are removed."""
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Status and deploy report the same reason for a pending reboot."""
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Receipts of downloads and checkpoints."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Shared names are defined only in the contract."""
-
 import ast
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Commands of the host tool exist."""
-
 import importlib
 import re
 import subprocess

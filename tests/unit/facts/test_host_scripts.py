@@ -1,5 +1,3 @@
-"""Scripts of facts, run by a real shell with stub programs."""
-
 import subprocess
 import sys
 import time

@@ -1,5 +1,3 @@
-"""Any output of a hostile host gives a value or an error of that host."""
-
 import importlib
 import inspect
 import json

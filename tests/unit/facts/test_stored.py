@@ -1,5 +1,3 @@
-"""Stored weights are matched by hash, never only by size."""
-
 import hashlib
 import subprocess
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Facts that read the output of our own tools and engines."""
-
 import copy
 import socketserver
 import threading

@@ -1,5 +1,3 @@
-"""Comparison of recorded answers, step by step up to the first different token."""
-
 import json
 import math
 import stat

@@ -1,5 +1,3 @@
-"""Time limits of a check, and the run to which a proof is bound."""
-
 import json
 
 import pytest

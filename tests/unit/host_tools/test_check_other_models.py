@@ -1,5 +1,3 @@
-"""Checks of pooling, base and audio models; each fails by its fault."""
-
 import pytest
 from engine_checks import check, failed
 from spark_contract.release import Release

@@ -1,5 +1,3 @@
-"""The daily check covers every byte of the served checkpoints within 14 days."""
-
 import hashlib
 import os
 from pathlib import Path

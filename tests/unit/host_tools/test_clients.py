@@ -1,5 +1,3 @@
-"""The output of `connect`, used by a shell and by real clients of a real gateway."""
-
 import json
 import shlex
 import subprocess

@@ -1,5 +1,3 @@
-"""Members of a cluster: ranks, firewall, joins, losses and silence."""
-
 import dataclasses
 import socket
 import threading

@@ -1,5 +1,3 @@
-"""The compile cache of a release: kept, copied from a proven release, or empty."""
-
 import os
 import pwd
 import subprocess

@@ -1,5 +1,3 @@
-"""The daily inspection reports each problem."""
-
 import os
 import subprocess
 from collections.abc import Callable

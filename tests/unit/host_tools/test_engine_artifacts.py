@@ -1,5 +1,3 @@
-"""An engine starts only on verified checkpoints that only root can write to."""
-
 import hashlib
 import json
 import os

@@ -1,5 +1,3 @@
-"""The engine's container: environment and GPU specification."""
-
 import os
 import stat
 import subprocess

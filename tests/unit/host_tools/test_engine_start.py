@@ -1,5 +1,3 @@
-"""Starting an engine: preconditions, turns and memory."""
-
 import fcntl
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""Evidence of a running engine: fixed messages, numbers and versions."""
-
 import json
 import subprocess
 import sys

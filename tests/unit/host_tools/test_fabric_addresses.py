@@ -1,5 +1,3 @@
-"""A network between hosts is temporary until it is confirmed."""
-
 import io
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""Fragmented memory: limits, defragmentation at a start, and events."""
-
 import shutil
 import threading
 import time

@@ -1,5 +1,3 @@
-"""A full disk loses no state file, and does not prevent a server from starting."""
-
 import errno
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""The gateway finds the model name in any body and forwards the body unchanged."""
-
 import json
 import random
 import re

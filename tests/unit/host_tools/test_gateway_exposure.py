@@ -1,5 +1,3 @@
-"""Addresses, TLS and rate limits of a running gateway."""
-
 import json
 import os
 import socket

@@ -1,5 +1,3 @@
-"""The gateway's key, its allow-list, and its answers while the engine is away."""
-
 import json
 import stat
 import sys

@@ -1,5 +1,3 @@
-"""Limits of the gateway against clients without a key."""
-
 import contextlib
 import os
 import select

@@ -1,5 +1,3 @@
-"""Only allowed paths reach the engine, in any spelling."""
-
 import itertools
 import re
 import socket

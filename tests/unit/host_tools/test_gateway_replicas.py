@@ -1,5 +1,3 @@
-"""A gateway that balances requests over hosts."""
-
 import json
 import socket
 import threading

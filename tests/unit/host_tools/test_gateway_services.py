@@ -1,5 +1,3 @@
-"""A gateway in front of several services."""
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor

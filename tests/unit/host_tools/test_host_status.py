@@ -1,5 +1,3 @@
-"""`spark-host status` as the controller reads it."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""A hostile engine cannot make root change other files, and its answers are limited."""
-
 import os
 import pwd
 import resource

@@ -1,5 +1,3 @@
-"""An image from local blobs: a real nginx and a docker that pulls."""
-
 import hashlib
 import json
 import os

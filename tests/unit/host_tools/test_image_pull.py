@@ -1,5 +1,3 @@
-"""Progress, stall timeout, errors and login of an image pull."""
-
 import base64
 import json
 import socket

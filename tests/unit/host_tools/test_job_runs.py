@@ -1,5 +1,3 @@
-"""Results and states of jobs."""
-
 import errno
 import json
 import os

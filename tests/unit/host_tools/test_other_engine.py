@@ -1,5 +1,3 @@
-"""Another engine is a row of metric names; only a few modules contain engine-specific names."""
-
 import dataclasses
 import re
 

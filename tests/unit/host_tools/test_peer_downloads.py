@@ -1,5 +1,3 @@
-"""Peer downloads from a real nginx on 127.0.0.1."""
-
 import http.client
 import subprocess
 import time

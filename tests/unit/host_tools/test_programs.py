@@ -1,5 +1,3 @@
-"""Programs run with time limits; a timeout of systemd is not an empty answer."""
-
 import os
 import subprocess
 import time

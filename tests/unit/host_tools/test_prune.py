@@ -1,5 +1,3 @@
-"""Prune removes only what no kept release needs, and reports the freed space."""
-
 import errno
 import os
 import subprocess

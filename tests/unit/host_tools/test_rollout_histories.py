@@ -1,5 +1,3 @@
-"""After any fault, kill or power cut in a rollout, a proven release serves."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,3 @@
-"""Requests and records of rollouts, targets of rollbacks, and stopped services."""
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,3 @@
-"""GPU alarms: heat and a stuck power supply."""
-
 import pytest
 from spark_host.watch import sensors
 from spark_host.watch.sensors import GpuAlarms, Reading

@@ -1,5 +1,3 @@
-"""The speed is measured once per versions; a clear slowdown is reported."""
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

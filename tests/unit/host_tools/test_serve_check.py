@@ -1,5 +1,3 @@
-"""Each check passes on a healthy engine and fails by the fault that violates it."""
-
 import re
 from typing import Any
 

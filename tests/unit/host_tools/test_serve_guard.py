@@ -1,5 +1,3 @@
-"""The start guard kills an engine before the host runs out of memory."""
-
 import os
 import signal
 import subprocess

@@ -1,5 +1,3 @@
-"""On an overloaded host tools wait for late answers, and a missing answer is no change."""
-
 import json
 import os
 import time

@@ -1,5 +1,3 @@
-"""Uninstall removes only what we created."""
-
 import json
 import subprocess
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Drop-ins, masks and unit files that no deploy wrote are listed."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""systemd accepts the units; limits of starts and logs are consistent."""
-
 import configparser
 import re
 import shutil

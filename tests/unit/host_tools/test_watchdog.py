@@ -1,5 +1,3 @@
-"""The watchdog kills stalled engines, even if docker, disk or driver hang."""
-
 import errno
 import os
 import re

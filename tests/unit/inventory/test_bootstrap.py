@@ -1,5 +1,3 @@
-"""Bootstrap trusts no changed host key, asks for a password once, and never shows it."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Clusters and replicas: listed hosts exist, and settings match where they must."""
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,5 +1,3 @@
-"""Inventory files, read by pyinfra and by our commands; no host is reached."""
-
 import contextlib
 import json
 import re

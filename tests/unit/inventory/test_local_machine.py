@@ -1,5 +1,3 @@
-"""``@local``, the machine that runs the deploy; sudo, id and HOME are replaced."""
-
 import os
 import subprocess
 

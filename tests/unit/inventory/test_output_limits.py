@@ -1,5 +1,3 @@
-"""Output of hosts cannot control the operator's terminal or fill the memory."""
-
 import io
 import json
 import os

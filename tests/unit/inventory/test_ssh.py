@@ -1,5 +1,3 @@
-"""SSH connections of the controller, and mistakes in the files of ssh."""
-
 import socket
 from pathlib import Path
 from types import SimpleNamespace

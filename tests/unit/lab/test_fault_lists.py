@@ -1,5 +1,3 @@
-"""The documented tables of faults match the lists that the tests use."""
-
 import re
 
 from spark_deploy.config.checkout import CHECKOUT

@@ -1,5 +1,3 @@
-"""Equal hosts have equal digests; every relevant difference shows."""
-
 import json
 import os
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""The tests that kill a controller cover every kind of job and every phase of a rollout."""
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Parts of the lab that protect the machine it runs on, without a guest."""
-
 import os
 import subprocess
 

@@ -1,5 +1,3 @@
-"""``lab purge`` deletes only the lab's folder."""
-
 import argparse
 import os
 import subprocess

@@ -1,5 +1,3 @@
-"""`Run.assert_unchanged` fails for runs that failed, changed something or had no results."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Host variants are data: each is complete and passed the lab tests."""
-
 import json
 import re
 import subprocess

@@ -1,5 +1,3 @@
-"""Sizes of repositories: weights from headers, cache from config.json."""
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Any response of a hub gives a valid lock or a problem in a line."""
-
 import json
 import re
 import socket

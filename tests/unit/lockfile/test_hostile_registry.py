@@ -1,5 +1,3 @@
-"""Any response of a registry gives a problem in a line, within a time limit."""
-
 import contextlib
 import io
 import socket

@@ -1,5 +1,3 @@
-"""Which token a hub gets: ``hub.token``, the login that belongs to it, or none."""
-
 import pytest
 from huggingface_hub import constants
 

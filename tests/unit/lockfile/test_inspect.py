@@ -1,5 +1,3 @@
-"""``add --dry``: files, sizes and matching models of a repository."""
-
 import json
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Code and pickle files of a repository are not downloaded."""
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Locking against a hub and a registry that answer over real HTTP on this machine."""
-
 import dataclasses
 import hashlib
 import json

@@ -1,5 +1,3 @@
-"""Compare tensor names of sources with the catalog before a download."""
-
 import dataclasses
 import os
 import subprocess

@@ -1,5 +1,3 @@
-"""daemon.json is merged, the daemon's settings are read, and the GPU is checked in a container."""
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Links between hosts: faults found by ping, TCP and RDMA tests; measuring makes no change."""
-
 import json
 from dataclasses import replace
 from typing import Any

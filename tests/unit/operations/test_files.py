@@ -1,5 +1,3 @@
-"""Managed files: compared with a single fact, sent on standard input, put in place by a rename."""
-
 import ast
 import base64
 import hashlib

@@ -1,5 +1,3 @@
-"""The gateway's files: sent when they differ, applied by a reload, secrets never shown."""
-
 import re
 import subprocess
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Commands that survive a lost connection, and errors that fail only their host."""
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Files that protect a host, read by apt and systemd themselves."""
-
 import re
 import shutil
 import subprocess

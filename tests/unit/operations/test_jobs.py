@@ -1,5 +1,3 @@
-"""Jobs: started once, attached to, continued at boot only for the current choice."""
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,3 @@
-"""Two runs never change a host at once; the second names the first."""
-
 import os
 import re
 import shlex

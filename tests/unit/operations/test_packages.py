@@ -1,5 +1,3 @@
-"""Installing packages: never driver, kernel or firmware; broken sources and locks stop no run."""
-
 import inspect
 from contextlib import nullcontext
 from dataclasses import replace

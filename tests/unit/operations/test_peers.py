@@ -1,5 +1,3 @@
-"""Peer downloads: opened only where they help, and closed at the end of the run."""
-
 import dataclasses
 import json
 from collections.abc import Iterator

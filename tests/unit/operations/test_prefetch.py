@@ -1,5 +1,3 @@
-"""Facts read ahead in parallel, and reused only while they are valid."""
-
 from collections.abc import Iterable, Iterator
 
 import gevent

@@ -1,5 +1,3 @@
-"""The proxy of jobs and image pulls: secret, and docker restarts only for another proxy."""
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Reboots only for a pending cause, once for each, and never after another host failed."""
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace

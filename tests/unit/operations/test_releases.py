@@ -1,5 +1,3 @@
-"""Changes of a release: start, watch, stop after a failure, roll back; and pruning."""
-
 import json
 from types import SimpleNamespace
 from typing import Any

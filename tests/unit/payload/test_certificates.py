@@ -1,5 +1,3 @@
-"""Certificates that could not serve are refused before any connection; openssl is the reference."""
-
 import dataclasses
 import stat
 import subprocess

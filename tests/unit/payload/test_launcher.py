@@ -1,5 +1,3 @@
-"""The host tools: run only our code, installed or from memory."""
-
 import os
 import subprocess
 from pathlib import Path

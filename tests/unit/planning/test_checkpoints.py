@@ -1,5 +1,3 @@
-"""Checkpoints: bases that are not kept, prebuilt hybrids, INT4 checkpoints of our own."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

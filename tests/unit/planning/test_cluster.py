@@ -1,5 +1,3 @@
-"""Networks between hosts, the release of a cluster, and rollout waves."""
-
 import re
 from dataclasses import replace
 from typing import Any

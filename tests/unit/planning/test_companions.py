@@ -1,5 +1,3 @@
-"""Drafters and adapters: repositories that are mounted next to the model."""
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,3 @@
-"""Arguments and environment of the engine, and the log lines that the check requires."""
-
 import json
 import re
 from collections.abc import Sequence

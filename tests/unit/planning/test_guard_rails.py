@@ -1,5 +1,3 @@
-"""Guard rails and other refusals of a plan: rules, facts, spellings of options, overrides."""
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Jobs of a host: downloads, builds, images, pairs to keep ready, peer downloads, pruning."""
-
 import json
 from collections import Counter
 from dataclasses import replace

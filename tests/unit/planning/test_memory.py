@@ -1,5 +1,3 @@
-"""Memory of hybrid models: weights, cache blocks, and suggestions when a pair does not fit."""
-
 import functools
 import itertools
 import json

@@ -1,5 +1,3 @@
-"""A new model or profile is a single file: all tests pass after `make golden docs`."""
-
 import os
 import re
 import shutil

@@ -1,5 +1,3 @@
-"""Plans of repositories that are served as published."""
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Profiles: claims have results, stages of the ladder, based_on."""
-
 import json
 import shutil
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The release of a service and the files on the host: digests, timers, commands."""
-
 import re
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""Several services on a host share memory, ports and the main gateway."""
-
 import json
 import re
 from dataclasses import replace

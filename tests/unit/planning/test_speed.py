@@ -1,5 +1,3 @@
-"""Computed decode speed, compared with published figures."""
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""Recorded GPU answers are within the limits of the judge."""
-
 import json
 from pathlib import Path
 from typing import Any

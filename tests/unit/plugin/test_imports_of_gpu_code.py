@@ -1,5 +1,3 @@
-"""Imports of code that only runs on CUDA machines."""
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Checks before loading: intact checkpoints pass, damage is refused by tensor name."""
-
 import json
 import re
 import time

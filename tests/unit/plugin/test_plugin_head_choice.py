@@ -1,5 +1,3 @@
-"""The opt-in head uses the kernel measured select_fastest on this machine, or Marlin."""
-
 import dataclasses
 import json
 

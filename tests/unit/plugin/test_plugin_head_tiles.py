@@ -1,5 +1,3 @@
-"""Table of block sizes: complete, and within the limits of each device."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The image's Dockerfile: labels, installation without dependencies, final check."""
-
 import os
 import re
 import subprocess

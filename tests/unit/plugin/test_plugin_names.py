@@ -1,5 +1,3 @@
-"""Names of modules and tensors: fusion, renames of an overlay, width of experts."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,3 @@
-"""The table of required upstream symbols: strict parsing, completeness, packaging."""
-
 import re
 import shutil
 import subprocess

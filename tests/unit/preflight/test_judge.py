@@ -1,5 +1,3 @@
-"""Preflight reports every reason against a host, with a fix, and nothing else."""
-
 import json
 import subprocess
 import time

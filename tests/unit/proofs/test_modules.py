@@ -1,5 +1,3 @@
-"""Proofs rarely run: their imports, plans and the watchdog judge are tested here."""
-
 import importlib
 import json
 import pkgutil

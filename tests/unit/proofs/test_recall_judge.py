@@ -1,5 +1,3 @@
-"""The judges of the recall proofs detect wrong answers and damage."""
-
 import json
 from typing import Any
 

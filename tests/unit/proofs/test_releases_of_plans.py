@@ -1,5 +1,3 @@
-"""Judge of planned releases on two hosts."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Result files: origin, make target, and quotes in the catalog."""
-
 import ast
 import hashlib
 import json

@@ -1,5 +1,3 @@
-"""Reports of Sparks correct the computed speed of plans."""
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Reports contain no prompts and no private data."""
-
 import copy
 import json
 from typing import Any

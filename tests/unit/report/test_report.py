@@ -1,5 +1,3 @@
-"""``doctor --report``: content, answers to open questions, and the file."""
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""Chat templates of users."""
-
 import hashlib
 from pathlib import Path
 

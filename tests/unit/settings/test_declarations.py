@@ -1,5 +1,3 @@
-"""Settings and engine arguments are declared once; the rest is generated."""
-
 import shutil
 import subprocess
 import sys

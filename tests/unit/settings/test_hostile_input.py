@@ -1,5 +1,3 @@
-"""Any file, option or answer is accepted or refused with problems; nothing else is raised."""
-
 import hashlib
 import io
 import json

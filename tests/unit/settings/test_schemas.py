@@ -1,5 +1,3 @@
-"""Schemas and YAML files of the repository agree."""
-
 import json
 import re
 

@@ -1,5 +1,3 @@
-"""Values that would be unsafe in a shell, unit or configuration file are refused."""
-
 from pathlib import Path
 
 import pytest

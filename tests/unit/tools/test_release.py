@@ -1,5 +1,3 @@
-"""A release is complete, or the tree stays unchanged."""
-
 import datetime
 import os
 import subprocess

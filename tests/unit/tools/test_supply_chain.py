@@ -1,5 +1,3 @@
-"""The engine's image gets only the plugin, built reproducibly."""
-
 import re
 import subprocess
 from pathlib import Path
