@@ -2,10 +2,14 @@
 
 # With a NaN scale the engine reports no error and repeats a token; a scale that is far too large
 # is finite and drowns all other weights. Negative scales and zeros are valid: symmetric AutoRound
-# writes negative scales, and the engine pads with zeros.
+# writes negative scales, and the engine pads with zeros. A single small scale is valid too: some
+# rows of trained weights are almost zero.
 
 from __future__ import annotations
 
+import re
+import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +26,14 @@ _FP8_NAN = 0x7F  # of e4m3fn, without the sign; it has no infinity
 _SHOWN = 5
 _INTEGER_SCALES = frozenset({"scales", "w13_scales", "w2_scales"})
 _SAMPLE_NUMBERS = 1 << 18
-MAX_SCALE_RATIO = 1000
-"""Of a scale to the 99th percentile of the tensor."""
+MAX_SCALE_RATIO = 256
+"""Of a scale to the median of its tensor; groups of zeros do not count."""
+MAX_MEDIAN_RATIO = 16
+"""Between the median of a tensor and that of the same tensors in all layers, on both sides."""
+MAX_LOGIT = 64.0
+"""Root mean square of the head's logits for a row of ones, and its inverse."""
+_ZERO_GROUP = 1.1e-5  # AutoRound writes 1e-5 for a group of zeros
+_ZERO_GROUP_INT8 = 1.0  # of our builder
 _FIX = (
     "fix: verify the checkpoint with `spark_checkpoint verify --full`, "
     "build it again if that passes"
@@ -63,6 +73,13 @@ def check_model(model: torch.nn.Module, skipped: tuple[str, ...] = ()) -> None:
     wrong = [name for name, logits in heads if not is_finite(logits)]
     if wrong:
         raise ValueError(_refusal(model, "logits", wrong))
+    for name, logits in heads:
+        size = float(logits.float().square().mean().sqrt())
+        if not 1 / MAX_LOGIT <= size <= MAX_LOGIT:
+            raise ValueError(
+                f"{type(model).__name__}: {name}: logits of size {size:g} for inputs of size 1, "
+                f"expected 1/{MAX_LOGIT:g} to {MAX_LOGIT:g}: the head's scales are wrong; {_FIX}"
+            )
     logger.info(
         "spark: all numbers of %d tensors and the logits of %d heads of %s are finite",
         count,
@@ -82,27 +99,41 @@ def check_finite_tensors(model: torch.nn.Module, skipped: tuple[str, ...] = ()) 
 
 
 def check_scale_sizes(model: torch.nn.Module) -> None:
-    scales = {
-        name: tensor.detach()
-        for name, tensor in model.named_parameters()
-        if name.rpartition(".")[2] in _INTEGER_SCALES
-    }
-    wrong = [name for name, tensor in scales.items() if not has_plausible_scales(tensor)]
+    wrong = []
+    kinds: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, tensor in model.named_parameters():
+        if name.rpartition(".")[2] not in _INTEGER_SCALES or tensor.is_meta:
+            continue
+        largest, median = measure_scales(tensor.detach())
+        if median:
+            kinds[re.sub(r"\.\d+\.", ".N.", name)][name] = median
+        if largest > MAX_SCALE_RATIO * median:
+            wrong.append(name)
+    for medians in kinds.values():
+        middle = statistics.median(medians.values())
+        low, high = middle / MAX_MEDIAN_RATIO, middle * MAX_MEDIAN_RATIO
+        wrong += [name for name, median in medians.items() if not low <= median <= high]
     if wrong:
         raise ValueError(
-            f"{type(model).__name__}: a scale is over {MAX_SCALE_RATIO} times the 99th percentile: "
-            f"{_names(wrong)}; it would drown all other weights; {_FIX}"
+            f"{type(model).__name__}: a scale is over {MAX_SCALE_RATIO} times the median of its "
+            f"tensor, or that median is over {MAX_MEDIAN_RATIO} times (or below "
+            f"1/{MAX_MEDIAN_RATIO}) of the other layers': {_names(wrong)}; the answers would be "
+            f"wrong; {_FIX}"
         )
 
 
-def has_plausible_scales(scales: torch.Tensor) -> bool:
-    if scales.is_meta or not scales.numel():
-        return True
+def measure_scales(scales: torch.Tensor) -> tuple[float, float]:
+    """Return the largest and the median magnitude, without groups of zeros; 0 if all are."""
+    largest, samples = 0.0, []
     values = scales.flatten()
-    sample = values[:: 1 + len(values) // _SAMPLE_NUMBERS].float().abs()
-    percentile = sample.sort().values[int(0.99 * (len(sample) - 1))]
-    largest = max(chunk.abs().max() for chunk in _chunks(values))
-    return bool(largest.float() <= MAX_SCALE_RATIO * percentile) or not bool(percentile)
+    step = 1 + len(values) // _SAMPLE_NUMBERS
+    for chunk in _chunks(values):
+        sizes = chunk.float().abs()
+        used = sizes[(sizes > _ZERO_GROUP) & (sizes != _ZERO_GROUP_INT8)]
+        if used.numel():
+            largest = max(largest, float(used.max()))
+            samples.append(used[::step])
+    return largest, float(torch.cat(samples).median()) if samples else 0.0
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

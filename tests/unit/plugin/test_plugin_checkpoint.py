@@ -18,6 +18,7 @@ from tests.unit.checkpoint.builder_shards import (
     ITEM_BYTES,
     Raw,
     bf16_tensor,
+    bf16_values,
     read_shard,
     write_shard,
 )
@@ -91,9 +92,9 @@ class Checkpoint:
     def configure_module(self, name: str, **entry: Any) -> None:
         self.configure(lambda config: config["extra_config"].update({name: entry}))
 
-    def check(self, mtp_layers: int = 1, layers: int = LAYERS) -> None:
+    def check(self, mtp_layers: int = 1, layers: int = LAYERS, experts: int = EXPERTS) -> None:
         config = json.loads((self.root / "config.json").read_text())["quantization_config"]
-        sizes = {"layers": layers, "mtp_layers": mtp_layers, "experts": EXPERTS}
+        sizes = {"layers": layers, "mtp_layers": mtp_layers, "experts": experts}
         check_checkpoint(str(self.root), read_settings(config), **sizes)
 
     def refused(self, message: str, **sizes: int) -> None:
@@ -277,7 +278,8 @@ SCALES: dict[str, tuple[float, str]] = {
     "a negative block scale": (-11904.0, r"gate_proj\.weight_scale_inv\w*: .*such as -11904"),
     "a block scale of zero": (0.0, r"not above zero, such as 0\b"),
     "a block scale that is no number": (float("nan"), r".*such as nan"),
-    "a block scale far outside": (300.0, r"scale 300 is over 1000 times the median"),
+    "a block scale 512 times as large": (512 * 0.005, r"gate_proj\.weight_scale_inv\w*: scale 2"),
+    "a block scale 2**20 times as small": (2**-20 * 0.005, r"gate_proj\.weight_scale_inv\w*: "),
 }
 
 
@@ -295,16 +297,65 @@ def test_refuses_implausible_scales(write: Write, layout: str, damage: str) -> N
     tree.refused(message)
 
 
-def test_accepts_any_positive_scale_for_an_all_zero_block(write: Write) -> None:
-    def clear_second_block(raw: Raw) -> Raw:
+def multiply_scales(factor: float) -> Callable[[Raw], Raw]:
+    return lambda raw: bf16_tensor(bf16_values(raw) * np.float32(factor))
+
+
+@pytest.mark.parametrize("factor", [512, 2**-20])
+def test_refuses_a_module_whose_scales_all_differ_from_other_layers(
+    write: Write, factor: float
+) -> None:
+    tree = write("full")
+    tree.edit_tensor(fp8("full", "weight_scale_inv"), multiply_scales(factor))
+    tree.refused(r"mlp\.shared_expert\.gate_proj\.weight_scale_inv: scale ")
+
+
+def clear_blocks(*blocks: int) -> Callable[[Raw], Raw]:
+    """Return a change that zeroes blocks of a weight of two block columns."""
+
+    def clear(raw: Raw) -> Raw:
         codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape).copy()
-        codes[:128, 128:256] = 0
+        for number in blocks:
+            row, column = divmod(number, 2)
+            codes[128 * row : 128 * row + 128, 128 * column : 128 * column + 128] = 0
         return raw._replace(data=codes.tobytes())
 
+    return clear
+
+
+def test_accepts_any_positive_scale_for_an_all_zero_block(write: Write) -> None:
     tree = write("full")
-    tree.edit_tensor(fp8("full", "weight"), clear_second_block)
+    tree.edit_tensor(fp8("full", "weight"), clear_blocks(1))
     tree.edit_tensor(fp8("full", "weight_scale_inv"), set_second_scale(300.0))
     tree.check()
+
+
+@pytest.mark.parametrize("scale_of_zeros", [1e-12, 1.0])
+def test_accepts_real_blocks_among_mostly_zero_blocks(write: Write, scale_of_zeros: float) -> None:
+    def change_scales(raw: Raw) -> Raw:
+        values = bf16_values(raw).copy()
+        values.flat[:5] = scale_of_zeros
+        return bf16_tensor(values)
+
+    tree = write("full")
+    for layer in range(LAYERS):
+        gate = GATE.replace("layers.1.", f"layers.{layer}.")
+        tree.edit_tensor(f"{gate}.weight", clear_blocks(0, 1, 2, 3, 4))
+        tree.edit_tensor(f"{gate}.weight_scale_inv", change_scales)
+    tree.check()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"layers": LAYERS - 1}, f"num_hidden_layers is {LAYERS - 1}"),
+        ({"experts": EXPERTS - 1}, f"num_experts is {EXPERTS - 1}"),
+    ],
+)
+def test_refuses_a_config_with_fewer_layers_or_experts(
+    write: Write, sizes: dict[str, int], message: str
+) -> None:
+    write().refused(message, **sizes)
 
 
 def test_accepts_negative_int4_scales_from_autoround(write: Write) -> None:

@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import math
 import re
-import statistics
-import struct
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from spark_vllm.checkpoint import names
-from spark_vllm.checkpoint.headers import INDEX, Headers, Tensor, read_headers
+from spark_vllm.checkpoint.headers import INDEX, Headers, read_headers
 from spark_vllm.checkpoint.names import FP8_WEIGHT, TEXT_LAYERS
+from spark_vllm.checkpoint.scales import find_scale_problems
 from spark_vllm.checkpoint.settings import Settings
 
 # Layers of the same kind have the same modules, and every layer has every expert: comparing layers
@@ -46,6 +44,22 @@ def find_missing_modules(tensors: Iterable[str], layers: int, experts: int) -> I
         yield from (f"{TEXT_LAYERS}{number}.{name}" for name in sorted(needed - modules))
 
 
+def find_wrong_counts(tensors: Iterable[str], layers: int, experts: int) -> Iterator[str]:
+    """Yield layers and experts that config.json leaves out: the engine would skip their tensors."""
+    _, by_layer = _group_modules(tensors)
+    last = max(by_layer, default=-1)
+    if last >= layers:
+        yield f"config.json: num_hidden_layers is {layers}, but the tensors have {last + 1} layers"
+    numbers = {
+        int(name.split(".")[2])
+        for modules in by_layer.values()
+        for name in modules
+        if name.startswith("mlp.experts.") and name.split(".")[2].isdecimal()
+    }
+    if max(numbers, default=-1) >= experts:
+        yield f"config.json: num_experts is {experts}, but the tensors have {len(numbers)} experts"
+
+
 def _group_modules(tensors: Iterable[str]) -> tuple[set[str], dict[int, set[str]]]:
     """Return the modules outside the text layers, and the modules of each layer."""
     outside: set[str] = set()
@@ -73,72 +87,6 @@ def _expected_experts(modules: set[str], experts: int) -> set[str]:
     if not any(name.startswith("mlp.experts.0.") for name in modules):
         return set()
     return {f"mlp.experts.{n}.{part}" for n in range(experts) for part in PROJECTIONS}
-
-
-# A negative FP8 scale inverts a block, and a far too large scale drowns all other weights.
-# INT4 scales are excluded: symmetric AutoRound writes negative scales for half of the groups.
-
-
-MAX_SCALE_RATIO = 1000
-"""Of a block scale to the median of the module."""
-
-_FORMATS = {"F16": "e", "F32": "f"}
-
-
-def find_scale_problems(directory: Path, headers: Headers, settings: Settings) -> Iterator[str]:
-    weight_part = names.FP8_WEIGHT if settings.overlay else "weight"
-    scale_part = names.FP8_SCALE if settings.overlay else "weight_scale_inv"
-    for module in settings.fp8_modules:
-        scale = headers.tensors.get(f"{module}.{scale_part}")
-        weight = headers.tensors.get(f"{module}.{weight_part}")
-        if scale and weight and len(scale.shape) == len(weight.shape) == 2:
-            problem = _describe_bad_scale(directory, weight, scale, settings.block_shape)
-            if problem:
-                yield f"{scale.file}: {module}.{scale_part}: {problem}"
-
-
-def _describe_bad_scale(
-    directory: Path, weight: Tensor, scale: Tensor, block: tuple[int, int]
-) -> str | None:
-    values = _read_floats(directory, scale)
-    bad = [value for value in values if not (math.isfinite(value) and value > 0)]
-    if bad:
-        return f"{len(bad)} of {len(values)} block scales are not above zero, such as {bad[0]:g}"
-    limit = MAX_SCALE_RATIO * statistics.median(values)
-    columns = scale.shape[1]
-    for number, value in enumerate(values):
-        # A block of zeros may have any scale.
-        if value > limit and _has_weights(directory, weight, divmod(number, columns), block):
-            return f"scale {value:g} is over {MAX_SCALE_RATIO} times the median of the module"
-    return None
-
-
-def _read_floats(directory: Path, tensor: Tensor) -> list[float]:
-    data = _read(directory, tensor, 0, tensor.size_bytes)
-    if tensor.dtype == "BF16":  # the upper half of a float32
-        data = b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
-    code = _FORMATS.get(tensor.dtype, "f")
-    return list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))
-
-
-def _has_weights(
-    directory: Path, weight: Tensor, position: tuple[int, int], block: tuple[int, int]
-) -> bool:
-    """Return whether the block at (row, column) has a weight other than zero."""
-    rows, columns = weight.shape
-    first, left = position[0] * block[0], position[1] * block[1]
-    width = min(block[1], columns - left)
-    lines = (
-        _read(directory, weight, row * columns + left, width)
-        for row in range(first, min(first + block[0], rows))
-    )
-    return any(code & 0x7F for line in lines for code in line)
-
-
-def _read(directory: Path, tensor: Tensor, start: int, length: int) -> bytes:
-    with (directory / tensor.file).open("rb") as stream:
-        stream.seek(tensor.start_bytes + start)
-        return stream.read(length)
 
 
 SHOWN = 8
@@ -183,6 +131,7 @@ def check_checkpoint(
     headers = read_headers(path)
     problems = list(_find_header_problems(headers, settings, mtp_layers, experts))
     problems += find_scale_problems(path, headers, settings)
+    problems += find_wrong_counts(headers.index, layers, experts)
     problems += [
         f"{INDEX}: no {'tensor below ' if name.endswith('.') else ''}{name}"
         for name in find_missing_modules(headers.index, layers, experts)
