@@ -74,13 +74,17 @@ def prompts_of(case: dict[str, Any], tokenizer: Any) -> list[Any]:
     ]
 
 
-def questions(case: dict[str, Any]) -> list[str]:
+def expected_answers() -> dict[str, str]:
+    """Return the lab's questions and strings to repeat, each with text that the answer contains."""
     from lab.model import lessons
 
     facts = json.loads((lessons.HERE / "facts.json").read_text())
-    prompts = [item["prompt"] for item in facts["questions"]]
-    copies = [f"Repeat exactly: {text}" for text in facts["copy"]["strings"]]
-    texts = (prompts + copies)[: case.get("prompt_count", 8)]
+    answers = {item["prompt"]: item["answer"] for item in facts["questions"]}
+    return answers | {f"Repeat exactly: {text}": text for text in facts["copy"]["strings"]}
+
+
+def questions(case: dict[str, Any]) -> list[str]:
+    texts = list(expected_answers())[: case.get("prompt_count", 8)]
     if case.get("long_last"):
         # Longer than any earlier request: a fresh prompt while the others have a prefix.
         texts = texts[:6] + [FILLER * 40 + text for text in texts[:2]]

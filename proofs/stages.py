@@ -24,6 +24,7 @@ from proofs.engine import profile_cases, quick
 from proofs.engine import run as engine_run
 from proofs.judges import engine as engine_judge
 from proofs.judges import profiles as profile_judge
+from proofs.judges.damages import judge_damages
 from proofs.judges.quality import judge_quality
 from proofs.judges.talks import judge_conversations
 from proofs.result_files import ENDING, describe_run, read_command
@@ -34,6 +35,7 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "eager": engine_cases.eager_cases,
     "refused": lambda: [case for case, _ in engine_cases.refused_cases()],
     "nan": lambda: [case for case, _ in engine_cases.nan_cases()],
+    "damages": engine_cases.damage_cases,
     "speculation": engine_cases.speculation_cases,
     "turboquant": engine_cases.turboquant_cases,
     "profiles": profile_cases.profile_cases,
@@ -58,6 +60,7 @@ KERNELS = {
     "experts": ["fused_marlin_moe"],
     "lm-head-batches": ["spark_vllm.head.kernel.logits"],
     "lm-head-nan": ["spark_vllm.head.kernel.logits"],
+    "needles": ["SparkTurboQuantImpl.do_kv_cache_update (the engine's own store kernel)"],
     "marlin-atomic-add": ["marlin_gemm (the engine's own)"],
     "turboquant-layer": ["SparkTurboQuantImpl", "TurboQuantAttentionImpl (the engine's own)"],
 }
@@ -136,6 +139,7 @@ def judge_stage(
     refusals = {"refused": engine_cases.refused_cases, "nan": engine_cases.nan_cases}
     judges: dict[str, Callable[[], Rows]] = {
         "eager": lambda: engine_judge.judge_eager(results, work, trees),
+        "damages": lambda: judge_damages(results, trees),
         "turboquant": lambda: engine_judge.judge_turboquant(results),
         "speculation": lambda: engine_judge.judge_speculation(results),
         "profiles": lambda: profile_judge.judge_profiles(results),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from proofs.prompts import expected_answers
+from proofs.trees import damages
+
 SHARED_EXPERTS = (
     r"re:^language_model\.model\.layers\.\d+\.mlp\.shared_expert"
     r"\.(gate_proj|up_proj|down_proj)$"
@@ -80,26 +83,45 @@ def refused_cases() -> list[tuple[dict[str, Any], str]]:
 
 
 def nan_cases() -> list[tuple[dict[str, Any], str]]:
-    """Checkpoints with a single wrong number; the engine must refuse them by tensor name.
+    """Checkpoints with wrong numbers or counts; the engine must refuse them by name.
 
-    FP8 block scales are checked before loading, all other tensors after.
+    Counts and FP8 block scales are checked before loading, all other tensors after.
     """
-    quiet = {"capture": False}
     scale = "layers.1.mlp.shared_expert.up_proj.weight_scale_inv: "
-    pairs = (
-        ("nan-fp8-weight", "wide-full", "layers.1.mlp.shared_expert.gate_up_proj.weight"),
-        ("nan-fp8-scale", "wide-full", f"{scale}1 of "),
-        ("negative-fp8-scale", "wide-full", f"{scale}1 of "),
-        ("large-fp8-scale", "wide-full", f"{scale}scale 11904 is over 1000 times"),
-        ("nan-int4-scale", "wide-full", "layers.0.linear_attn.out_proj.scales"),
-        (
-            "large-int4-scale",
-            "wide-full",
-            "times the 99th percentile: language_model.model.layers.0",
-        ),
-        ("nan-head-scale", "wide-overlay-head8", "lm_head.scales"),
-    )
-    return [(case(name, f"{tree}-{name}", **quiet), text) for name, tree, text in pairs]
+    out = "layers.0.linear_attn.out_proj.scales"
+    texts = {
+        "wide-full": {
+            "nan-fp8-weight": "layers.1.mlp.shared_expert.gate_up_proj.weight",
+            "nan-fp8-scale": f"{scale}1 of ",
+            "negative-fp8-scale": f"{scale}1 of ",
+            "nan-int4-scale": out,
+            "fp8-block-512": f"{scale}scale 0.09",
+            "fp8-block-tiny": f"{scale}scale 1.",
+            "fp8-module-512": f"{scale}scale 0.09",
+            "fp8-module-tiny": f"{scale}scale 1.",
+            "int4-group-512": f"language_model.model.{out}",
+            "int4-module-512": f"language_model.model.{out}",
+            "int4-module-tiny": f"language_model.model.{out}",
+            "fewer-layers": "num_hidden_layers is 3",
+            "fewer-experts": "num_experts is 4",
+        },
+        "wide-overlay-head8": {
+            "nan-head-scale": "lm_head.scales",
+            "head-group-512": "lm_head.scales",
+            "head-512": "lm_head: logits of size ",
+        },
+    }
+    return [
+        (case(name, f"{tree}-{name}", capture=False), text)
+        for tree, damages in texts.items()
+        for name, text in damages.items()
+    ]
+
+
+def damage_cases() -> list[dict[str, Any]]:
+    """Damages that no distribution gives away, for the questions of the start check."""
+    more = {"prompt_count": len(expected_answers()), "tokens": 64, "capture": False}
+    return [case(f"damage-{name}", f"tiny-full-head8-{name}", **more) for name in damages.TRAINED]
 
 
 def speculation_cases() -> list[dict[str, Any]]:

@@ -115,7 +115,7 @@ def damaged(good: Path, name: str) -> Path:
     return target
 
 
-def _edit_json(path: Path, change: Any) -> None:
+def edit_json(path: Path, change: Any) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.unlink()
@@ -172,7 +172,7 @@ def damage(full: Path, overlay: Path) -> Iterator[Path]:
     tree = damaged(full, "no-mtp-file")
     mtp = {name for name in names_of(tree) if name.startswith("mtp.")}
     files = {json.loads((tree / INDEX).read_text())["weight_map"][name] for name in mtp}
-    _edit_json(tree / INDEX, lambda index: [index["weight_map"].pop(name) for name in mtp])
+    edit_json(tree / INDEX, lambda index: [index["weight_map"].pop(name) for name in mtp])
     unindexed = damaged(tree, "x").rename(full.with_name(f"{full.name}-mtp-not-in-index"))
     yield unindexed
     for file in files:
@@ -189,7 +189,7 @@ def damage(full: Path, overlay: Path) -> Iterator[Path]:
     drop_names(tree, {layer.format(1, "up") + ".weight_scale_inv_fp8"})
     yield tree
     tree = damaged(full, "no-block-names")
-    _edit_json(
+    edit_json(
         tree / "config.json",
         lambda config: config["quantization_config"].pop("block_name_to_quantize"),
     )

@@ -17,6 +17,7 @@ from lab.model.spread import spread
 from proofs.drafts.trees import make_drafts
 from proofs.recall import trees as recall_trees
 from proofs.recall.trees import RECALL
+from proofs.trees import damages
 from proofs.trees import special as single
 from proofs.trees.build import (
     VARIANTS,
@@ -55,7 +56,7 @@ def _make_wide(out: Path, work: Path, special: bool) -> None:
     _build_variants(out, work, "wide", *write_wide(out))
     made = list(damage(out / "wide-full", out / "wide-overlay"))
     if special:
-        made += single.make_nan(out / "wide-full", out / "wide-overlay-head8")
+        made += damages.make_visible(out / "wide-full", out / "wide-overlay-head8")
     print("damaged:", *(tree.name for tree in made))
 
 
@@ -64,6 +65,7 @@ def _make_tiny(out: Path, work: Path, hub: Path, special: bool) -> None:
     _build_variants(out, work, "tiny", base, donor)
     if special:
         make_drafts(out, base)
+        print("damaged:", *(tree.name for tree in damages.make_plausible(out / "tiny-full-head8")))
 
 
 def _build_variants(out: Path, work: Path, kind: str, base: Path, donor: Path) -> None:

@@ -1,9 +1,8 @@
-"""Checkpoints of single proofs: steered drafts, true layer sizes, NaN."""
+"""Checkpoints of single proofs: steered drafts, true layer sizes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from lab.model.original import Floats
 from lab.model.safetensors import write_file
 from lab.model.shape import Shape
 from proofs.trees import steered
-from proofs.trees.build import INDEX, SEED, WIDE, build, damaged, plan, rewrite, stored_bytes
+from proofs.trees.build import INDEX, SEED, WIDE, build, plan
 
 STEERED = {"steered-0": 1.0, "steered-50": 0.5, "steered-95": 0.05}
 """Trees by about how many of the first drafts are accepted, with the share of odd tokens."""
@@ -50,7 +49,6 @@ TRUE_SHARD_BYTES = 256_000_000
 """Small enough that replaced tensors share files with other tensors, as in the real base."""
 TRUE_122B = replace(TRUE_35B, hidden=3072, shared_width=1024, heads=32, linear_value_heads=64)
 MTP_BLOCKS = "model.language_model.layers,mtp.layers"
-LAYER = "model.language_model.layers.{}."
 
 
 def make_steered(out: Path, work: Path) -> None:
@@ -149,24 +147,3 @@ def pack_drafter(base: Path, weights: dict[str, Floats]) -> None:
             "data_type": "float",
         }
         path.write_text(json.dumps(content, indent=1))
-
-
-def make_nan(full: Path, overlay_head8: Path) -> Iterator[Path]:
-    """Damage single numbers; names, types and shapes stay right."""
-    up = LAYER.format(1) + "mlp.shared_expert.up_proj.weight"
-    yield _with_nan(full, "nan-fp8-weight", up, b"\x7f")
-    scale = f"{up}_scale_inv"
-    yield _with_nan(full, "nan-fp8-scale", scale, b"\xc0\x7f")
-    yield _with_nan(full, "negative-fp8-scale", scale, b"\x3a\xc6")  # -11904
-    yield _with_nan(full, "large-fp8-scale", scale, b"\x3a\x46")
-    scale = LAYER.format(0) + "linear_attn.out_proj.scales"
-    yield _with_nan(full, "nan-int4-scale", scale, b"\x00\x7e")  # FP16; the rest are BF16
-    yield _with_nan(full, "large-int4-scale", scale, b"\xff\xfb")  # -65504
-    yield _with_nan(overlay_head8, "nan-head-scale", "lm_head.scales_int8", b"\xc0\x7f")
-
-
-def _with_nan(good: Path, name: str, tensor: str, nan: bytes) -> Path:
-    tree = damaged(good, name)
-    data = stored_bytes(tree, tensor)
-    rewrite(tree, tensor, nan + data[len(nan) :])
-    return tree

@@ -8,14 +8,16 @@ it no longer fails, upstream is fixed.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from proofs import result_files
+pytest.importorskip("vllm")
 
-torch = pytest.importorskip("torch")
+import torch
+
+from proofs import result_files
+from proofs.kernels.turboquant_slots import dequantise_slots, open_backend
 
 HEADS, KV_HEADS, SIZE, BLOCK = 8, 2, 128, 16
 PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
@@ -35,21 +37,14 @@ class Batch:
         cached: tuple[int, ...] = (0, 24, 20),
         new: tuple[int, ...] = (40, 8, 3),
     ) -> None:
-        stock = pytest.importorskip("vllm.v1.attention.backends.turboquant_attn")
-        from spark_vllm import turboquant
+        from vllm.v1.attention.backends import turboquant_attn as stock
 
         self.cached, self.new, self.own = cached, new, own
         longest = max(c + n for c, n in zip(cached, new, strict=True))
-        config = SimpleNamespace(
-            attention_config=SimpleNamespace(tq_max_kv_splits_for_cuda_graph=8),
-            model_config=SimpleNamespace(max_model_len=longest + BLOCK),
-            speculative_config=SimpleNamespace(num_speculative_tokens=2),
-        )
-        for module in (stock, turboquant):
-            monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
-        impl = turboquant.SparkTurboQuantImpl if own else stock.TurboQuantAttentionImpl
         self.metadata_type = stock.TurboQuantMetadata
-        self.impl = impl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, kv_cache_dtype=preset)
+        self.impl = open_backend(
+            monkeypatch.setattr, own, preset, (HEADS, KV_HEADS, SIZE), longest + BLOCK
+        )
         self.layer = torch.nn.Module()
         torch.manual_seed(0)
         blocks = -(-longest // BLOCK)
@@ -139,58 +134,6 @@ class Batch:
             query, key, value, attn_mask=mask, scale=SIZE**-0.5
         )
         return out.transpose(0, 1)
-
-
-def dequantise_slots(slots: Any, config: Any) -> tuple[Any, Any]:
-    """Return keys and values in float32.
-
-    A slot holds the key (FP8, or centroid numbers and a 16-bit norm) and then the value (numbers,
-    a 16-bit scale and a 16-bit smallest value); numbers lie one after the other, low bits first.
-
-    Args:
-        slots: bytes ``[tokens, heads, slot]``.
-        config: the engine's ``TurboQuantConfig``: bit widths and sizes of the format.
-    """
-    size, key_bytes = config.head_dim, config.key_packed_size
-    if config.key_fp8:
-        key = slots[..., :size].contiguous().view(torch.float8_e4m3fn).float()
-    else:
-        key = _rotated_key(slots[..., :key_bytes], config) @ _hadamard(size, slots.device)
-    bits = config.effective_value_quant_bits
-    data_bytes = size * bits // 8
-    value = _numbers(slots[..., key_bytes : key_bytes + data_bytes], bits, size).float()
-    scale = _half(slots, key_bytes + data_bytes)
-    smallest = _half(slots, key_bytes + data_bytes + 2)
-    return key, value * scale + smallest
-
-
-def _rotated_key(part: Any, config: Any) -> Any:
-    from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
-
-    size, bits = config.head_dim, config.key_mse_bits
-    centroids = get_centroids(size, config.centroid_bits).to(part.device)
-    keys = centroids[_numbers(part[..., : size * bits // 8], bits, size).long()]
-    if config.norm_correction:
-        keys = keys / keys.norm(dim=-1, keepdim=True)
-    return keys * _half(part, size * bits // 8)
-
-
-def _numbers(data: Any, bits: int, count: int) -> Any:
-    places = torch.arange(8, device=data.device, dtype=torch.uint8)
-    stream = (data.unsqueeze(-1) >> places) & 1
-    groups = stream.flatten(-2)[..., : count * bits].unflatten(-1, (count, bits)).int()
-    return (groups << torch.arange(bits, device=data.device)).sum(-1)
-
-
-def _half(slots: Any, place: int) -> Any:
-    return slots[..., place : place + 2].contiguous().view(torch.float16).float()
-
-
-def _hadamard(size: int, device: Any) -> Any:
-    matrix = torch.ones(1, 1, device=device)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / size**0.5
 
 
 def error(value: Any, reference: Any) -> float:

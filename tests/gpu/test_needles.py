@@ -1,0 +1,75 @@
+"""Cache formats that still find needles among similar keys with outlier channels.
+
+Keys and values are those of the real cache slots; attention is torch, because the backend equals
+attention over its slots (test_turboquant.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proofs import result_files
+
+pytest.importorskip("vllm")
+
+import torch
+
+from proofs.kernels import needles as needle_chains
+from proofs.kernels.turboquant_slots import dequantise_slots, open_backend
+
+BLOCK, SEEDS = 16, 4
+FOUND_BY_16_BIT = 0.95
+LOSSES = {
+    "turboquant_k8v4": (0.0, 0.02),
+    "turboquant_4bit_nc": (0.02, 0.08),
+    "turboquant_k3v4_nc": (0.08, 1.0),
+    "turboquant_3bit_nc": (0.08, 1.0),
+}
+"""Share of the chains found by 16 bit that the format must lose: more than, at most."""
+
+
+def through_cache(preset: str, keys: Any, values: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return keys and values as a cache of this format stores them."""
+    size = keys.shape[-1]
+    impl = open_backend(monkeypatch.setattr, True, preset, (1, 1, size), len(keys))
+    store = torch.zeros(
+        (len(keys) // BLOCK, BLOCK, 1, impl.tq_config.slot_size_aligned),
+        dtype=torch.uint8,
+        device="cuda",
+    )
+    slots = torch.arange(len(keys), device="cuda")
+    impl.do_kv_cache_update(
+        torch.nn.Module(), keys[:, None], values[:, None], store.transpose(1, 2), slots
+    )
+    key, value = dequantise_slots(store.flatten(0, 1), impl.tq_config)
+    return key[:, 0], value[:, 0]
+
+
+@pytest.mark.parametrize("preset", LOSSES)
+def test_format_loses_as_many_chains_as_its_guard_rail_says(
+    preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
+) -> None:
+    by_16_bit, by_format = [], []
+    for seed in range(SEEDS):
+        made = needle_chains.make_needles(seed, "cuda")
+        by_16_bit.append(needle_chains.find_chains(made, made.keys, made.values))
+        stored = through_cache(preset, made.keys, made.values, monkeypatch)
+        by_format.append(needle_chains.find_chains(made, *stored))
+    known, found = torch.cat(by_16_bit), torch.cat(by_format)
+    lost = float((known & ~found).sum() / known.sum())
+    above, at_most = LOSSES[preset]
+    good = float(known.float().mean()) >= FOUND_BY_16_BIT and above <= lost <= at_most
+    result_files.record_row(
+        results,
+        "needles",
+        f"{preset}: loses {above:.0%} to {at_most:.0%} of the chains that 16 bit finds",
+        good,
+        chains=len(known),
+        found_by_16_bit=round(float(known.float().mean()), 4),
+        found=round(float(found.float().mean()), 4),
+        lost=round(lost, 4),
+    )
+    assert good
