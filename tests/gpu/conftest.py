@@ -76,7 +76,6 @@ def quality_trees(trees: Path, recall_weights: Path, shared_directory: Path) -> 
 
 @pytest.fixture(scope="session")
 def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that all processes of this run share."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
 

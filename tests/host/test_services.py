@@ -21,7 +21,6 @@ def both_answer(guest: Guest) -> bool:
 
 
 def containers(guest: Guest) -> dict[str, str]:
-    """Return the container of each service."""
     out = guest.run("docker ps --format '{{.Label \"spark.service\"}} {{.ID}}'")
     return dict(line.split() for line in out.splitlines())
 

@@ -35,7 +35,6 @@ BOMBS = (
 
 
 def tries(number: int) -> settings:
-    """Return settings for a property with this number of examples."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     return settings(max_examples=examples(number), deadline=None, suppress_health_check=checks)
 

@@ -93,7 +93,6 @@ def _assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnA
 
 
 def _changes(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> Iterator[str]:
-    """Yield changes of module-level names in a function."""
     nodes = list(ast.walk(function))
     changed = [
         (node.lineno, value.id)
@@ -112,7 +111,6 @@ def _changes(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) 
 
 
 def _changed_by(node: ast.AST) -> ast.expr | None:
-    """Return the value that a node changes."""
     if isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
         return node.value
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

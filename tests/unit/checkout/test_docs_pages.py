@@ -70,7 +70,6 @@ def test_yaml_on_pages_is_valid(name: str, tmp_path: Path) -> None:
 
 
 def write_added_models(name: str, root: Path) -> None:
-    """Write the models that a page adds."""
     folder = root / "catalog/models"
     folder.mkdir(parents=True)
     for repository in re.findall(r"^spark-deploy add (\S+/\S+)", text_of(name), re.M):

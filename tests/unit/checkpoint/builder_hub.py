@@ -102,7 +102,6 @@ def send_and_crawl(handler, data):
 
 
 def fetch_order(directory, out, urls, **changes):
-    """Return FETCH.json for the files of a directory."""
     files = [
         {
             "path": str(path.relative_to(directory)),

@@ -216,7 +216,6 @@ def tree_of(cache, name):
 
 
 def fetch(cache, name, look_in):
-    """Fetch a repository from the cache only."""
     out = cache.parents[3] / f"sources/{name}-{COMMIT[:12]}"
     order = fetch_order(tree_of(cache, name), out, urls=[], look_in=[str(look_in)])
     path = cache.parents[3] / f"fetch-{name}.json"

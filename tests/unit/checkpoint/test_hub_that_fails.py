@@ -40,7 +40,6 @@ def status(code: int, **headers: str) -> Response:
 
 
 def send_head(handler: Any, data: bytes) -> bytes:
-    """Send the head of a response and return the requested bytes."""
     first = int((handler.headers.get("Range") or "bytes=0-").partition("=")[2].partition("-")[0])
     rest = data[first:]
     handler.send_response(206 if first else 200)

@@ -115,7 +115,6 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def select_calls(calls: int) -> list[int]:
-    """Return all calls for the table, otherwise a selection."""
     return (
         list(range(1, calls + 1)) if os.environ.get("SPARK_SWEEP_RESULTS") else spread_calls(calls)
     )

@@ -41,7 +41,6 @@ def publish(
     hub: Hub, repo: str, files: dict[str, Any] = CHAT, listing: dict[str, Any] | None = None,
     **config: Any,
 ) -> None:  # fmt: skip
-    """Publish a repository with documents and metadata on the hub."""
     folder = hub.root / repo / "resolve" / COMMIT
     folder.mkdir(parents=True)
     for name, content in files.items():

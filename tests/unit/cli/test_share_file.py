@@ -66,8 +66,6 @@ def file(shared: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def edit(file: Path) -> Callable[[Callable[[Any], Any]], None]:
-    """Return a function that edits the shared file."""
-
     def run(change: Callable[[Any], Any]) -> None:
         data = yaml.safe_load(file.read_text())
         change(data)

@@ -32,7 +32,6 @@ PLANS = [
 
 
 def write_files(plan: HostPlan, root: Path) -> Paths:
-    """Write the files of a deploy below a root."""
     paths = Paths(root)
     work = (*jobs_of(plan, ()), *discard_jobs_of(plan))
     for file in (
@@ -46,7 +45,6 @@ def write_files(plan: HostPlan, root: Path) -> Paths:
 
 
 def assert_host_reads(plan: HostPlan, root: Path) -> None:
-    """Compare every planned document with the host's reading."""
     paths = write_files(plan, root)
     release = system.load_release(plan.serve.name, paths)
     assert text_of(release) == release_files_of(plan)[0].content.decode()

@@ -18,7 +18,6 @@ NAMES = {
 
 
 def string_constants(path: Path) -> set[str]:
-    """Return the string constants of a module."""
     tree = ast.parse(path.read_text("utf-8"))
     return {
         node.value

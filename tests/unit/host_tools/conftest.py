@@ -80,7 +80,6 @@ def nginx_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nginx_host(host: Host, nginx_program: Path) -> Host:
-    """A host with nginx."""
     if os.geteuid() != 0:
         missing("needs root, to run nginx as its own account")
     link_into(host.paths.root, nginx_program)
@@ -96,7 +95,6 @@ def client(nginx_host: Host) -> Iterator[GatewayClient]:
 
 @pytest.fixture
 def js_host(nginx_host: Host) -> Host:
-    """A host with nginx and its JavaScript module."""
     if not (nginx_host.paths.root / "usr/lib/nginx/modules" / MODULE).exists():
         missing("needs libnginx-mod-http-js, or the lab's packages: python -m lab prepare")
     return nginx_host

@@ -147,7 +147,6 @@ def answers(engine: Engine) -> bool:
 
 
 def write_program(path: Path, script: str) -> Path:
-    """Write an executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)

@@ -91,7 +91,6 @@ def run(host: Fabric, *words: str) -> None:
 
 @pytest.fixture
 def trial(host: Fabric) -> Fabric:
-    """A host with an unconfirmed trial."""
     run(host, "try")
     return host
 

@@ -31,7 +31,6 @@ def status(connection: socket.socket) -> int:
 
 
 def request(path: str, key: str = "", *, method: str = "POST", length: int = 2) -> bytes:
-    """Return the head of a request."""
     lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {length}"]
     lines += [f"X-Api-Key: {key}"] if key else []
     return "\r\n".join([*lines, "", ""]).encode()

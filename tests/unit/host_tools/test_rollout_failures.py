@@ -37,7 +37,6 @@ def assert_serves_nothing(sim: SimulatedHost) -> None:
 
 @pytest.fixture
 def sim() -> SimulatedHost:
-    """A host that serves A."""
     sim = SimulatedHost()
     sim.deploy(A)
     return sim

@@ -106,7 +106,6 @@ def run_story(story: Story, faults: dict[int, str], then: Sequence[str] = ()) ->
 
 
 def run_with_faults(name: str, faults: Sequence[str]) -> None:
-    """Run a story with each fault at each call."""
     story = STORIES[name]
     calls = run_story(story, {}).calls_of_first
     for number in range(1, calls + 1):

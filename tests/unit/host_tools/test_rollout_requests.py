@@ -151,7 +151,6 @@ def test_refused_unit_is_an_error(sim):
 
 
 def make_good(sim: SimulatedHost, *names: str) -> None:
-    """Make releases good in this order."""
     for name in names:
         sim.proven.add(name)
         boot.enable_only(release_of(name), sim.host())

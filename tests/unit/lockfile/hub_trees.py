@@ -103,7 +103,6 @@ def write_shard(path: Path, entries: Entries) -> None:
 
 
 def write_inventory(folder: Path, variables: str, host: str = "spark-1") -> None:
-    """Write an inventory of a host with these variables."""
     (folder / "group_vars").mkdir(parents=True)
     (folder / "group_vars/lab.yml").write_text(variables)
     (folder / "inventory.py").write_text(

@@ -9,8 +9,6 @@ from tests.unit.operations.fake_host import FakeHost, local_shell, on
 
 
 class Output(HostFact[list[str]]):
-    """The output of a script."""
-
     default = list
 
     def command(self, script: str) -> str:

@@ -163,7 +163,6 @@ PLAN: Any = SimpleNamespace(service="main", name=RELEASE, cluster=None)
 
 
 def serving(release: dict[str, Any] | None = None, **service: Any) -> FakeHost:
-    """Return a host that serves RELEASE, with changes."""
     main = {**PROVEN["services"]["main"], **service}
     changes = {"services": {"main": main}, "releases": [{**PROVEN_RELEASE, **(release or {})}]}
     return FakeHost(Status=host_status({**PROVEN, **changes}))

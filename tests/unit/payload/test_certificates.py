@@ -137,7 +137,6 @@ def test_gateway_with_a_certificate_needs_a_name(tmp_path):
 
 
 def sign_with_stolen_key(ca: Path, name: str, folder: Path) -> Path:
-    """Return a certificate signed by openssl with the CA's key."""
     key, request, leaf, more = (folder / f"stolen.{end}" for end in ("key", "csr", "pem", "ext"))
     openssl("req", *EC, "-subj", "/CN=x", "-keyout", key, "-out", request)
     more.write_text(f"subjectAltName={name}\nextendedKeyUsage=serverAuth\n")

@@ -112,7 +112,6 @@ TRIPS: dict[str, dict[str, Any]] = {
 
 
 def with_options(profile: str = "v2", **options: Any) -> list[str]:
-    """Return the problems of a profile with engine options."""
     return problem_texts(profile=profile, **{"engine.options": options})
 
 

@@ -56,7 +56,6 @@ class Checkpoint:
         )
 
     def add(self, file: str, name: str, raw: Raw) -> None:
-        """Add a tensor to a file, not to the index."""
         self.edit_file(file, lambda tensors: tensors.update({name: raw}))
 
     def remove(self, *names: str) -> None:

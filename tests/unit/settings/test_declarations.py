@@ -61,7 +61,6 @@ for naps in ("5", "0"):
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the checkout."""
     copy = tmp_path / "checkout"
     for part in PARTS:
         ignore = shutil.ignore_patterns("__pycache__")
