@@ -2,15 +2,12 @@ import importlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import spark_host.__main__ as host
 from spark_contract import tool
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.hosts.payload import read_payload
-from spark_deploy.plan.release import unit_files_of
 
 # Commands after the tool's name.
 COMMAND = re.compile(rf"{tool.TOOL} ([a-z]+(?:-[a-z]+)*)")
@@ -73,17 +70,3 @@ def test_messages_and_pages_name_existing_commands(room):
         for word in COMMAND.findall(page.read_text("utf-8"))
     }
     assert {item for item in result if item[0] not in {*host.VERBS, "help"}} == set()
-
-
-def test_spark_check_runs_the_check_command(tmp_path):
-    files = {Path(file.path).name: file for file in unit_files_of(read_payload().units)}
-    repeat = tmp_path / "tool"
-    repeat.write_text('#!/bin/sh\necho "$@"\n')
-    repeat.chmod(0o755)
-    text = files[tool.CHECK_TOOL].content.decode().replace(tool.HOST_TOOL, str(repeat))
-    text = text.replace("exec sudo -- ", ": ")  # root or not, this is about the words
-    output = subprocess.run(
-        ["sh", "-c", text.split("\n", 1)[1], "x", "--quick"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert output.stdout.split() == [tool.CHECK, "--quick"]

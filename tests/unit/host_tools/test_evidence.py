@@ -115,16 +115,6 @@ def test_firmware_excludes_serial_numbers(host):
     }  # fmt: skip
 
 
-def test_kernel_faults_are_counted():
-    text = (
-        "NVRM: Xid (PCI:000f:01:00): 119, pid=1, name=CANARY, Timeout\n"
-        "NVRM: nvAssertOkFailedNoLog: Assertion failed: Out of memory [NV_ERR_NO_MEMORY]\n"
-        "NVRM: nvAssertOkFailedNoLog: Assertion failed: Out of memory [NV_ERR_NO_MEMORY]\n"
-        "oom-kill:constraint=CONSTRAINT_NONE\nOut of memory: Killed process 9 (CANARY)\n"
-    )
-    assert logs.parse_kernel_faults(text) == {"xid": 1, "no_memory": 2, "oom_kills": 1}
-
-
 def test_older_tools_without_evidence_are_reported():
     assert Fact().process(["spark-host status [--live]: everything"]) is None
     assert Fact().process([]) is None

@@ -126,11 +126,3 @@ def test_release_is_not_broken_if_docker_is_late(host, late):
     problem = serve.part_problem(host.release())
     assert isinstance(problem, docker.DaemonSilent)
     assert "not on this host" not in str(problem)
-
-
-def test_optional_program_has_a_short_timeout(late):
-    late.program("nvidia-smi", 0.5, prints="580.142")
-    assert programs.output_of("nvidia-smi") is None
-    late.program("nvidia-smi", 0.8, 0.8, prints="580.142")
-    with pytest.raises(programs.ProgramSilent):
-        programs.patient_output_of("nvidia-smi")

@@ -9,7 +9,6 @@ import pytest
 from spark_contract.documents import text_of
 from spark_contract.paths import TOOLS_DIR
 
-from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.plan.host import document, image_after_bytes
 from spark_deploy.plan.jobs import keep_of
@@ -212,11 +211,3 @@ def test_commands_run_as_root(tmp_path: Path, name: str, user_id: int, output: s
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == output
-
-
-def test_messages_name_installed_commands_only() -> None:
-    sources = [*CHECKOUT.glob("files/host/**/*.py"), *CHECKOUT.glob("spark_deploy/**/*.py")]
-    names = set()
-    for source in sources:
-        names |= set(re.findall(r"`(spark-(?:host|check)\b)", source.read_text("utf-8")))
-    assert names == {path.rpartition("/")[2] for path in COMMANDS}
