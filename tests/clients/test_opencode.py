@@ -64,9 +64,7 @@ def client_text(client: str, connection: Connection) -> str:
     return "\n".join(CLIENTS[client].text(connection))
 
 
-def test_opencode_answers(
-    npm: Callable[[str], Path], connection: Connection, tmp_path: Path
-) -> None:
+def test_opencode_answers(npm, connection, tmp_path):
     opencode = npm(OPENCODE) / "opencode"
     (tmp_path / "opencode.json").write_text(client_text("opencode", connection))
     output = run_shell(
@@ -75,9 +73,7 @@ def test_opencode_answers(
     assert ANSWER in output
 
 
-def test_claude_code_answers(
-    npm: Callable[[str], Path], connection: Connection, tmp_path: Path
-) -> None:
+def test_claude_code_answers(npm, connection, tmp_path):
     claude = npm(CLAUDE_CODE) / "claude"
     output = run_shell(
         client_text("claude", connection), str(claude), "-p", QUESTION, home=tmp_path

@@ -81,14 +81,12 @@ def reference(engine: Engine, plain: Path) -> dict[str, Any]:
     return engine.answers(plain)[0]
 
 
-def test_installed_engine_passes_the_check(engine: Engine) -> None:
+def test_installed_engine_passes_the_check(engine):
     done = engine.run("-m", "spark_vllm.check")
     assert re.search(r"vLLM 0\.32\.0 is compatible \(\d\d+ checks\)", done.stdout)
 
 
-def test_dequantises_tensors_bit_for_bit(
-    engine: Engine, hybrid: Any, work: Path, overlay: Path, plain: Path
-) -> None:
+def test_dequantises_tensors_bit_for_bit(engine, hybrid, work, overlay, plain):
     full = hybrid.write(work / "full-keep", layout="full")
     kept = hybrid.write_plain(work / "plain-keep")
     pairs = [str(path) for path in (overlay, plain, full, kept)]
@@ -97,9 +95,7 @@ def test_dequantises_tensors_bit_for_bit(
     assert counts[0] == counts[1] > 200
 
 
-def test_portable_overlay_answers_like_the_plain_checkpoint(
-    engine: Engine, overlay: Path, reference: dict[str, Any]
-) -> None:
+def test_portable_overlay_answers_like_the_plain_checkpoint(engine, overlay, reference):
     answers, log = engine.answers(overlay, load_format="spark_portable")
     assert answers == reference
     assert "spark_inc: 12 FP8 block names in 8 modules, block_shape=[128, 128]" in log
@@ -107,9 +103,7 @@ def test_portable_overlay_answers_like_the_plain_checkpoint(
     assert re.search(r"spark: all numbers of \d{2,} tensors and the logits of 1 heads of", log)
 
 
-def test_full_layout_with_drafts_answers_like_the_plain_checkpoint(
-    engine: Engine, hybrid: Any, work: Path, reference: dict[str, Any]
-) -> None:
+def test_full_layout_with_drafts_answers_like_the_plain_checkpoint(engine, hybrid, work, reference):
     full = hybrid.write(work / "full", layout="full", head="int8-g128")
     speculation = {"method": "mtp", "num_speculative_tokens": 2}
     answers, log = engine.answers(
@@ -122,7 +116,7 @@ def test_full_layout_with_drafts_answers_like_the_plain_checkpoint(
     assert re.search(r"spark portable mode: .* for Qwen3_5MoeMTP", log)
 
 
-def test_refuses_a_missing_scale_before_loading(engine: Engine, hybrid: Any, work: Path) -> None:
+def test_refuses_a_missing_scale_before_loading(engine, hybrid, work):
     tree = hybrid.write(work / "damaged", layout="overlay")
     index = json.loads((tree / hybrids.INDEX).read_text())
     name = next(name for name in index["weight_map"] if name.endswith("weight_scale_inv_fp8"))
@@ -131,7 +125,7 @@ def test_refuses_a_missing_scale_before_loading(engine: Engine, hybrid: Any, wor
     assert f"no {name}" in engine.refusal("engine_config.py", tree)
 
 
-def test_refuses_a_nan_scale_with_the_tensor_name(engine: Engine, hybrid: Any, work: Path) -> None:
+def test_refuses_a_nan_scale_with_the_tensor_name(engine, hybrid, work):
     tree = hybrid.write(work / "not-a-number", layout="overlay")
     [shard] = [path for path in tree.glob("*.safetensors") if "overlay" in path.name]
     tensors = hybrids.read_shard(shard)
@@ -145,7 +139,7 @@ def test_refuses_a_nan_scale_with_the_tensor_name(engine: Engine, hybrid: Any, w
     assert "layers.1.mlp.shared_expert.down_proj.weight" in log
 
 
-def test_detects_damaged_numbers_in_every_dtype(engine: Engine) -> None:
+def test_detects_damaged_numbers_in_every_dtype(engine):
     done = engine.run(str(HERE / "engine_finite.py"))
     report = json.loads(done.stdout.splitlines()[-1])
     for dtype, finite in report["verdicts"].items():
@@ -166,15 +160,15 @@ def test_detects_damaged_numbers_in_every_dtype(engine: Engine) -> None:
     assert report["modules_without_flags"] == []
 
 
-def test_portable_format_refuses_a_plain_checkpoint(engine: Engine, plain: Path) -> None:
+def test_portable_format_refuses_a_plain_checkpoint(engine, plain):
     log = engine.refusal("engine_run.py", plain, load_format="spark_portable")
     assert "is not a hybrid checkpoint" in log
 
 
-def test_engine_without_the_plugin_refuses_a_hybrid(overlay: Path, work: Path) -> None:
+def test_engine_without_the_plugin_refuses_a_hybrid(overlay, work):
     log = Engine(work / "nothing", work).refusal("engine_config.py", overlay)
     assert "Unknown quantization method: spark_inc" in log
 
 
-def test_accepts_an_intact_checkpoint(engine: Engine, overlay: Path) -> None:
+def test_accepts_an_intact_checkpoint(engine, overlay):
     engine.run(str(HERE / "engine_config.py"), str(overlay), "{}")

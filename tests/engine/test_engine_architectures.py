@@ -75,7 +75,7 @@ def lines() -> Iterator[str]:
             yield from (f"    {key}: [", *text.splitlines(), "    ]")
 
 
-def test_engines_file_equals_sources() -> None:
+def test_engines_file_equals_sources():
     text = "\n".join(lines()) + "\n"
     if os.environ.get("ENGINES") == "write":
         FILE.write_text(text, encoding="utf-8")
@@ -83,7 +83,7 @@ def test_engines_file_equals_sources() -> None:
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_groups_include_every_served_model(version: str) -> None:
+def test_groups_include_every_served_model(version):
     ignored = {
         "_SPECULATIVE_DECODING_MODELS", "_TRANSFORMERS_BACKEND_MODELS", "_VLLM_MODELS",
         "_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS",
@@ -93,7 +93,7 @@ def test_groups_include_every_served_model(version: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-def test_engine_has_every_parser_of_the_catalog(kind: str) -> None:
+def test_engine_has_every_parser_of_the_catalog(kind):
     listed = set(parsers(SUPPORTED_ENGINES[-1], kind))
     assert len(listed) > 30
     catalog = read_catalog()
@@ -103,7 +103,7 @@ def test_engine_has_every_parser_of_the_catalog(kind: str) -> None:
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_catalog_lists_supported_engines(version: str) -> None:
+def test_catalog_lists_supported_engines(version):
     engine = read_catalog().engines.engines[version]
     assert engine.lists("LlamaForCausalLM")
     assert engine.lists("BertModel")

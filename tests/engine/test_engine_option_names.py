@@ -36,7 +36,7 @@ def spellings(version: str) -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_aliases_of_reserved_options_are_reserved(version: str) -> None:
+def test_aliases_of_reserved_options_are_reserved(version):
     options = list(spellings(version))
     assert len(options) > 150
     for names in options:
@@ -45,21 +45,21 @@ def test_aliases_of_reserved_options_are_reserved(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_engine_options_are_no_abbreviations_of_reserved_options(version: str) -> None:
+def test_engine_options_are_no_abbreviations_of_reserved_options(version):
     own = {name for names in spellings(version) for name in names}
     problems = option_problems(dict.fromkeys(own))
     assert [option for option, what, _ in problems if "abbreviation" in what] == []
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_reserved_options_exist(version: str) -> None:
+def test_reserved_options_exist(version):
     own = {name for names in spellings(version) for name in names}
     only_newer = {"device-memory-utilization"} if version == "0.30.0" else set()
     assert {*OWNED_OPTIONS, *CHECKED_OPTIONS} - SERVER_OPTIONS - only_newer - own == set()
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_prefill_kernel_option_and_log_line(version: str) -> None:
+def test_prefill_kernel_option_and_log_line(version):
     assert {"gdn-prefill-backend"} in list(spellings(version))
     text = (fetch(version, {LINEAR}) / LINEAR).read_text()
     assert '"Using %s GDN prefill kernel (requested=%s, head_k_dim=%s)."' in text
@@ -71,5 +71,5 @@ def test_prefill_kernel_option_and_log_line(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_parser_accepts_abbreviations(version: str) -> None:
+def test_parser_accepts_abbreviations(version):
     assert "allow_abbrev" not in ast.unparse(tree(version, PARSER))

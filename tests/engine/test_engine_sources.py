@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from engine_mutants import Mutant, Mutation, mutations
+from engine_mutants import Mutant, mutations
 from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check.rules import Sources
-from spark_vllm.check.table import TABLE, Row, check_table, rows_for
+from spark_vllm.check.table import TABLE, check_table, rows_for
 from wheel_sources import RELEASES, fetch
 
 from lab.engine.patch import ENGINE_VERSION
@@ -21,21 +21,21 @@ def released(version: str) -> Path:
     return fetch(version, FILES)
 
 
-def test_supported_engines_have_recorded_sources() -> None:
+def test_supported_engines_have_recorded_sources():
     assert set(RELEASES) == set(SUPPORTED_ENGINES)
 
 
-def test_supports_the_lab_engine() -> None:
+def test_supports_the_lab_engine():
     assert ENGINE_VERSION in SUPPORTED_ENGINES
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_released_engine_meets_every_requirement(version: str) -> None:
+def test_released_engine_meets_every_requirement(version):
     assert check_table(Sources(released(version)), version) == []
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_engine_installs_the_packages_of_the_plugin(version: str) -> None:
+def test_engine_installs_the_packages_of_the_plugin(version):
     about = f"{RELEASES[version].project.replace('-', '_')}-{version}.dist-info/METADATA"
     text = (fetch(version, {about}) / about).read_text()
     required = {name.lower() for name in re.findall(r"^Requires-Dist: ([\w-]+)", text, re.M)}
@@ -51,7 +51,7 @@ def engine_imports(tree: ast.Module) -> dict[str, str]:
     }
 
 
-def test_engine_imports_have_rows() -> None:
+def test_engine_imports_have_rows():
     imported = set()
     for path in PLUGIN.rglob("*.py"):
         imported |= set(engine_imports(ast.parse(path.read_text())).values())
@@ -62,7 +62,7 @@ NEW_METHODS = {"SparkIncConfig.enter_portable_mode", "Int8Head._choose_kernel"}
 """Methods of the plugin that the engine's classes lack."""
 
 
-def test_overridden_methods_have_rows() -> None:
+def test_overridden_methods_have_rows():
     listed = {tuple(row.symbol.rpartition(":")[2].split(".")[-2:]) for row in TABLE}
     methods = {names[-1] for names in listed}
     missing = []
@@ -86,7 +86,7 @@ def test_overridden_methods_have_rows() -> None:
     assert missing == []
 
 
-def test_batch_fields_have_rows() -> None:
+def test_batch_fields_have_rows():
     text = (PLUGIN / "turboquant.py").read_text()
     read = {
         node.attr
@@ -107,7 +107,7 @@ def test_batch_fields_have_rows() -> None:
     assert read - rows == set()
 
 
-def test_rows_name_plugin_files() -> None:
+def test_rows_name_plugin_files():
     for row in TABLE:
         places = (PLUGIN / row.used_by, PLUGIN.parent / row.used_by)
         assert any(path.is_file() for path in places), row
@@ -122,7 +122,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize(("version", "row", "mutate"), MUTANTS)
-def test_refuses_a_changed_engine(version: str, row: Row, mutate: Mutation) -> None:
+def test_refuses_a_changed_engine(version, row, mutate):
     root = released(version)
     mutant = Mutant(root, row)
     mutate(mutant)
@@ -134,5 +134,5 @@ def test_refuses_a_changed_engine(version: str, row: Row, mutate: Mutation) -> N
         assert problem.endswith(row.used_by)
 
 
-def test_rows_have_mutants() -> None:
+def test_rows_have_mutants():
     assert {id(row) for row in TABLE} == {id(param.values[1]) for param in MUTANTS}

@@ -27,22 +27,22 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(output.splitlines()[-1])
 
 
-def test_decoded_hybrid_answers_every_lesson(report: dict[str, Any]) -> None:
+def test_decoded_hybrid_answers_every_lesson(report):
     assert report["lessons"] > 40
     assert report["wrong"] == []
 
 
-def test_chat_template_renders_the_lessons_prompts(report: dict[str, Any]) -> None:
+def test_chat_template_renders_the_lessons_prompts(report):
     assert report["same_prompts"]
 
 
-def test_damage_changes_answers(report: dict[str, Any]) -> None:
+def test_damage_changes_answers(report):
     assert len(report["damaged"]) == 5
     for damage, (wrong, lessons) in report["damaged"].items():
         assert wrong >= lessons / 4, damage
 
 
-def test_training_again_gives_the_same_tensors(tmp_path: Path) -> None:
+def test_training_again_gives_the_same_tensors(tmp_path):
     again = tmp_path / "weights.npz"
     run(tmp_path, "-m", "lab.model", "train", "--out", str(again))
     assert read(TINY, again).keys() == read(TINY).keys()

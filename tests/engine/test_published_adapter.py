@@ -56,7 +56,7 @@ def served(plan: HostPlan, work: Path) -> dict[str, Any]:
     return replies
 
 
-def test_adapter_is_locked_and_mounted(plan: HostPlan, work: Path) -> None:
+def test_adapter_is_locked_and_mounted(plan, work):
     [tree] = [source for source in plan.sources if source.locked.repo == "org/tiny-law"]
     assert (tree.dir, "/adapters/0") in {
         (mount.source, mount.target) for mount in plan.serve.engine.mounts
@@ -68,11 +68,11 @@ def test_adapter_is_locked_and_mounted(plan: HostPlan, work: Path) -> None:
     assert "adapter_config.json" in sizes
 
 
-def test_engine_lists_the_names_of_the_release(plan: HostPlan, served: dict[str, Any]) -> None:
+def test_engine_lists_the_names_of_the_release(plan, served):
     assert [model["id"] for model in served["models"]["data"]] == list(plan.serve.names)
 
 
-def test_adapter_and_model_answer(served: dict[str, Any]) -> None:
+def test_adapter_and_model_answer(served):
     replies = [
         (status, body["choices"][0]["message"]["content"] if status == 200 else None)
         for status, body in served["answers"]

@@ -150,27 +150,27 @@ def files_bytes(plan: HostPlan, work: Path, number: int = 0) -> int:
 
 
 @pytest.mark.parametrize("model", DECODERS)
-def test_decoder_added_by_one_command_answers(served: Served, model: str) -> None:
+def test_decoder_added_by_one_command_answers(served, model):
     _, answers, logs = served
     assert DECODERS[model] in logs[model]
     assert answers[model]["text"] == "Paris"
 
 
 @pytest.mark.parametrize("model", [*DECODERS, *OTHERS])
-def test_planned_weights_equal_the_files(served: Served, work: Path, model: str) -> None:
+def test_planned_weights_equal_the_files(served, work, model):
     plan = served[0][model]
     assert plan.memory.weights_bytes == pytest.approx(files_bytes(plan, work), rel=0.01)
 
 
 @pytest.mark.parametrize("model", [*DECODERS, "tiny-qwen3 by tiny-draft"])
-def test_planned_cache_equals_the_engines_log(served: Served, model: str) -> None:
+def test_planned_cache_equals_the_engines_log(served, model):
     plans, _, logs = served
     assert plans[model].memory.unknown == ()
     logged = logged_cache_tokens(logs[model])
     assert plans[model].memory.kv_tokens == pytest.approx(logged, rel=0.001)
 
 
-def test_embedder_and_reranker_answer(served: Served) -> None:
+def test_embedder_and_reranker_answer(served):
     answers = served[1]
     assert answers["tiny-embedder"] == [128, 128]
     bread, train = answers["tiny-reranker"]
@@ -178,11 +178,11 @@ def test_embedder_and_reranker_answer(served: Served) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTING)
-def test_answers_with_drafts(served: Served, name: str) -> None:
+def test_answers_with_drafts(served, name):
     assert served[1][name]["text"] == "Paris"
 
 
-def test_engine_accepts_drafts_and_plan_counts_the_drafter(served: Served, work: Path) -> None:
+def test_engine_accepts_drafts_and_plan_counts_the_drafter(served, work):
     plans, answers, _ = served
     name = "tiny-qwen3 by tiny-draft"
     counters = answers[name]["counters"]

@@ -30,7 +30,7 @@ def kernels(preset: str) -> list[str]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_kernels_fit_without_spills(version: str, preset: str) -> None:
+def test_kernels_fit_without_spills(version, preset):
     root = fetch(version, FILES)
     for heads, block, even in CASES:
         used = launches(root, preset, heads, block, even)
@@ -40,7 +40,7 @@ def test_kernels_fit_without_spills(version: str, preset: str) -> None:
         assert [usage for usage in used if usage.spilled_bytes] == []
 
 
-def test_presets_equal_backend() -> None:
+def test_presets_equal_backend():
     backend = next(file for file in FILES if file.endswith("turboquant_attn.py"))
     for version in SUPPORTED_ENGINES:
         text = (fetch(version, FILES) / backend).read_text()
@@ -59,6 +59,6 @@ def changed(tmp_path: Path, old: str, new: str) -> list[Usage]:
     return launches(root, PRESETS[0], *CASES[0])
 
 
-def test_spilling_tile_detected(tmp_path: Path) -> None:
+def test_spilling_tile_detected(tmp_path):
     spilling = changed(tmp_path, "BLOCK_KV = 4", "BLOCK_KV = 16")
     assert [usage.kernel for usage in spilling if usage.spilled_bytes] == ["_tq_decode_stage1"]

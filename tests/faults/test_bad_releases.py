@@ -20,7 +20,7 @@ def guest(fleet: Fleet) -> Guest:
 
 
 @pytest.mark.parametrize("case", DEPLOYED)
-def test_deploy_fails_and_only_old_release_is_proven(fleet: Fleet, guest: Guest, case: str) -> None:
+def test_deploy_fails_and_only_old_release_is_proven(fleet, guest, case):
     before, release, argv = guest.serving(), guest.release(), guest.argv()
     forget_other_proofs(guest, release)
     proofs = evidence(guest)

@@ -64,7 +64,7 @@ def wait_for_candidate_start(process: subprocess.Popen[str]) -> str:
     pytest.fail(f"no candidate was started:\n{''.join(lines)[-4000:]}")
 
 
-def test_reports_failed_check_with_engine_log(first: FirstDeploy) -> None:
+def test_reports_failed_check_with_engine_log(first):
     run = first.failed
     assert run.exit_code != 0
     assert f"{first.candidate}: failed-no-previous in phase start: " in run.stderr
@@ -72,7 +72,7 @@ def test_reports_failed_check_with_engine_log(first: FirstDeploy) -> None:
     assert re.search(STARTED, run.stderr), run.stderr[-4000:]
 
 
-def test_candidate_neither_runs_nor_boots_nor_is_rollback_target(first: FirstDeploy) -> None:
+def test_candidate_neither_runs_nor_boots_nor_is_rollback_target(first):
     first.assert_nothing_left()
     service = first.guest.json(f"{SPARK_HOST} status")["services"]["main"]
     assert (service["good"], service["active"]) == (None, None)
@@ -83,7 +83,7 @@ def test_candidate_neither_runs_nor_boots_nor_is_rollback_target(first: FirstDep
     first.assert_nothing_left()
 
 
-def test_host_stays_usable_and_status_reports_no_server(first: FirstDeploy) -> None:
+def test_host_stays_usable_and_status_reports_no_server(first):
     guest = first.guest
     image = info()["images"]["cuda-check"]
     name = f"{image['repository']}@{image['digest']}"
@@ -94,7 +94,7 @@ def test_host_stays_usable_and_status_reports_no_server(first: FirstDeploy) -> N
     assert f"{NAME}: a deploy would go ahead" in first.site.cli("doctor").stdout
 
 
-def test_reboot_does_not_start_candidate(first: FirstDeploy) -> None:
+def test_reboot_does_not_start_candidate(first):
     first.guest.reboot()
 
     first.guest.wait_until_booted()
@@ -102,7 +102,7 @@ def test_reboot_does_not_start_candidate(first: FirstDeploy) -> None:
     assert first.guest.run("journalctl -b -o cat -u 'spark-serve@*'") == ""
 
 
-def test_power_cut_while_first_release_loads_leaves_nothing(first: FirstDeploy) -> None:
+def test_power_cut_while_first_release_loads_leaves_nothing(first):
     first.site.choose(engine={"environment": {"STUB_LOAD_S": "60"}})
     process = first.site.start()
     release = wait_for_candidate_start(process)
@@ -117,7 +117,7 @@ def test_power_cut_while_first_release_loads_leaves_nothing(first: FirstDeploy) 
     assert first.guest.json(f"{SPARK_HOST} switch-poll {release}")["state"] == "interrupted"
 
 
-def test_corrected_settings_are_served_and_next_deploy_changes_nothing(first: FirstDeploy) -> None:
+def test_corrected_settings_are_served_and_next_deploy_changes_nothing(first):
     guest = first.guest
     first.site.choices.clear()
     first.site.choose(**USUAL)

@@ -126,7 +126,7 @@ def fetch_over_line(eight: Eight, count: int, *, share: bool = True) -> dict[str
     }
 
 
-def test_eight_new_hosts_download_one_copy_and_second_run_changes_nothing(eight: Eight) -> None:
+def test_eight_new_hosts_download_one_copy_and_second_run_changes_nothing(eight):
     hub, registry = HubLog(), RegistryLog()
     run = eight.site.deploy(timeout_s=2400).assert_succeeded()
     first = eight.guests[0]
@@ -147,9 +147,7 @@ def test_eight_new_hosts_download_one_copy_and_second_run_changes_nothing(eight:
     eight.site.deploy(timeout_s=1200).assert_unchanged()
 
 
-def test_eight_hosts_take_little_longer_than_one(
-    eight: Eight, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eight_hosts_take_little_longer_than_one(eight, capsys):
     single, all_hosts = runs = [fetch_over_line(eight, count) for count in (1, 8)]
     with capsys.disabled():
         sys.stdout.write(f"\n{runs}\n")
@@ -162,9 +160,7 @@ def test_eight_hosts_take_little_longer_than_one(
     assert all_hosts["seconds"] <= single["seconds"] * 1.3 + over_network_s
 
 
-def test_hub_traffic_grows_with_hosts_only_without_sharing(
-    eight: Eight, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hub_traffic_grows_with_hosts_only_without_sharing(eight, capsys):
     runs = {}
     for count in (1, 2, 4):
         for share in (True, False):
@@ -186,7 +182,7 @@ def test_hub_traffic_grows_with_hosts_only_without_sharing(
     )  # fmt: skip
 
 
-def test_rebuilt_host_downloads_from_peers_while_they_serve(eight: Eight) -> None:
+def test_rebuilt_host_downloads_from_peers_while_they_serve(eight):
     eight.site.hosts[:] = NAMES
     *seven, last = eight.guests
     began = time.monotonic()

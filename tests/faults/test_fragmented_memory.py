@@ -69,19 +69,19 @@ def kernel_log(bench: Bench, text: str) -> Iterator[None]:
         bench.run("rm -r /usr/local/bin/journalctl /run/bench")
 
 
-def test_healthy_host_keeps_caches(bench: Bench) -> None:
+def test_healthy_host_keeps_caches(bench):
     bench.serve_proven(A)
     assert compaction_requests(bench) == ["", ""]
 
 
-def test_start_compacts_memory_and_serves(bench: Bench) -> None:
+def test_start_compacts_memory_and_serves(bench):
     with effective_compaction(bench), kernel_log(bench, NO_MEMORY):
         set_buddyinfo(bench, "fragmented")
         bench.serve_proven(A)
     assert compaction_requests(bench) == ["3", "1"]
 
 
-def test_frees_blocks_while_engine_loads(bench: Bench) -> None:
+def test_frees_blocks_while_engine_loads(bench):
     bench.release(A, engine__env={"STUB_LOAD_S": "6"})
     bench.start_switch(A)
     bench.guest.wait("docker ps -q --filter name=spark- | grep .")
@@ -91,7 +91,7 @@ def test_frees_blocks_while_engine_loads(bench: Bench) -> None:
     assert compaction_requests(bench) == ["3", "1"]
 
 
-def test_driver_without_blocks_fails_start_and_names_reboot(bench: Bench) -> None:
+def test_driver_without_blocks_fails_start_and_names_reboot(bench):
     with kernel_log(bench, NO_MEMORY):
         set_buddyinfo(bench, "fragmented")
         bench.release(A)
@@ -102,7 +102,7 @@ def test_driver_without_blocks_fails_start_and_names_reboot(bench: Bench) -> Non
     assert "reboot" in result["reason"]
 
 
-def test_unit_may_write_only_two_tunables(bench: Bench) -> None:
+def test_unit_may_write_only_two_tunables(bench):
     bench.release(A)
     bench.write(
         DROP_IN,

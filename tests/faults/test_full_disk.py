@@ -30,7 +30,7 @@ def small_disk(bench: Bench) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_disk")
-def test_server_starts_although_proof_cannot_be_written(bench: Bench) -> None:
+def test_server_starts_although_proof_cannot_be_written(bench):
     bench.serve_proven(A)
     bench.run(FILL)
 

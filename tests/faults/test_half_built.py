@@ -1,5 +1,4 @@
 from tests.faults.pause import JOBS, Pause, assert_repaired, kill_running, running_deploy
-from tests.host.conftest import Fleet
 from tests.labkit import Guest, lab
 
 
@@ -20,7 +19,7 @@ def delete_unserved_checkpoints(guest: Guest) -> str:
     return tree
 
 
-def test_build_continues_at_boot_after_power_cut(fleet: Fleet) -> None:
+def test_build_continues_at_boot_after_power_cut(fleet):
     guest = fleet.guests[0]
     fleet.settle(guest)
     tree, before = delete_unserved_checkpoints(guest), guest.serving()
@@ -46,7 +45,7 @@ def test_build_continues_at_boot_after_power_cut(fleet: Fleet) -> None:
     assert guest.serving() != before
 
 
-def test_abandoned_build_does_not_continue_at_boot(fleet: Fleet) -> None:
+def test_abandoned_build_does_not_continue_at_boot(fleet):
     guest = fleet.guests[0]
     fleet.settle(guest)
     delete_unserved_checkpoints(guest)
@@ -66,7 +65,7 @@ def test_abandoned_build_does_not_continue_at_boot(fleet: Fleet) -> None:
     fleet.site.deploy(*limit).assert_unchanged()
 
 
-def test_checkpoint_that_lost_a_file_is_never_served(fleet: Fleet) -> None:
+def test_checkpoint_that_lost_a_file_is_never_served(fleet):
     guest = fleet.guests[0]
     fleet.settle(guest)
     tree = delete_unserved_checkpoints(guest)

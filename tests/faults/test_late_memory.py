@@ -30,7 +30,7 @@ def needs_more_than_left(bench: Bench, wait_s: float) -> dict[str, float]:
     return memory_needs(bench.memory_bytes("MemAvailable") - HELD // 2, wait_s)
 
 
-def test_rollout_waits_for_late_memory(bench: Bench) -> None:
+def test_rollout_waits_for_late_memory(bench):
     bench.serve_proven(A)
     bench.release(B, memory=needs_more_than_left(bench, 60))
     with memory_hog(bench):
@@ -49,7 +49,7 @@ def test_rollout_waits_for_late_memory(bench: Bench) -> None:
     bench.assert_serves(B)
 
 
-def test_rollout_rolls_back_if_memory_stays_in_use(bench: Bench) -> None:
+def test_rollout_rolls_back_if_memory_stays_in_use(bench):
     bench.serve_proven(A)
     bench.release(B, memory=needs_more_than_left(bench, 4))
     with memory_hog(bench):
@@ -74,7 +74,7 @@ def wait_until_restarted(bench: Bench) -> None:
     bench.assert_serves(A)
 
 
-def test_failed_rollback_recovers_once_memory_is_free(bench: Bench) -> None:
+def test_failed_rollback_recovers_once_memory_is_free(bench):
     needs = needs_more_than_left(bench, 3)
     bench.serve_proven(A, memory=needs, restart={"delay_s": 3, "burst": 20, "interval_s": 300})
     bench.release(B, memory=needs)
@@ -110,7 +110,7 @@ def unremovable_container(bench: Bench) -> Iterator[None]:
                   f"kill -CONT {shim}")  # fmt: skip
 
 
-def test_starts_nothing_while_old_container_cannot_be_removed(bench: Bench) -> None:
+def test_starts_nothing_while_old_container_cannot_be_removed(bench):
     soon = memory_needs(1 << 28, 4)
     bench.serve_proven(A, memory=soon, restart={"delay_s": 3, "burst": 20, "interval_s": 300})
     bench.release(B, memory=soon)

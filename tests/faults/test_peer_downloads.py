@@ -50,7 +50,7 @@ def largest_part(guest: Guest) -> int:
                          "| sort -n | tail -1 | grep . || echo 0"))  # fmt: skip
 
 
-def test_two_new_hosts_download_one_copy(three: Three) -> None:
+def test_two_new_hosts_download_one_copy(three):
     first, second, _ = three.guests
     three.limit_to(first, second)
     hub, registry = HubLog(), RegistryLog()
@@ -72,7 +72,7 @@ def test_two_new_hosts_download_one_copy(three: Three) -> None:
     three.site.deploy().assert_unchanged()
 
 
-def test_later_host_downloads_everything_from_peers(three: Three) -> None:
+def test_later_host_downloads_everything_from_peers(three):
     first, _, third = three.guests
     three.limit_to(*three.guests)
     hub, registry = HubLog(), RegistryLog()
@@ -86,7 +86,7 @@ def test_later_host_downloads_everything_from_peers(three: Three) -> None:
     three.site.deploy().assert_unchanged()
 
 
-def test_hub_sends_only_the_rest_if_a_peer_dies(three: Three) -> None:
+def test_hub_sends_only_the_rest_if_a_peer_dies(three):
     first, _, third = three.guests
     three.limit_to(first, third)
     third.run("rm -rf /srv/spark/sources/*")
@@ -112,7 +112,7 @@ def test_hub_sends_only_the_rest_if_a_peer_dies(three: Three) -> None:
     assert all(stopped_sharing(guest) for guest in (first, third))
 
 
-def test_built_checkpoint_is_copied_not_rebuilt(three: Three) -> None:
+def test_built_checkpoint_is_copied_not_rebuilt(three):
     first, second, _ = three.guests
     three.limit_to(first, second)
     three.site.choose(model="lab-stub", profile="v2")

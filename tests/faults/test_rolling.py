@@ -63,7 +63,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
     lab("down", *NAMES)
 
 
-def test_bad_release_stays_on_one_host(three: Three) -> None:
+def test_bad_release_stays_on_one_host(three):
     old, began = three.settle(), three.rollouts()
 
     three.site.choose(engine=GARBAGE)
@@ -80,7 +80,7 @@ def test_bad_release_stays_on_one_host(three: Three) -> None:
     three.site.deploy().assert_unchanged()
 
 
-def test_failure_on_second_host_keeps_first_and_spares_third(three: Three) -> None:
+def test_failure_on_second_host_keeps_first_and_spares_third(three):
     old = three.settle()
 
     three.site.choose(serve={"names": ["renamed"]})
@@ -99,7 +99,7 @@ def test_failure_on_second_host_keeps_first_and_spares_third(three: Three) -> No
     assert [name for name in again.changed if name in serve] == serve[1:]
 
 
-def test_unreachable_host_does_not_block_others(three: Three) -> None:
+def test_unreachable_host_does_not_block_others(three):
     old = three.settle()
     down = three.guests[1]
     three.site.choose(serve={"names": ["renamed"]})
@@ -115,7 +115,7 @@ def test_unreachable_host_does_not_block_others(three: Three) -> None:
     assert f"Serve | Serve the release on {down.name}" in again.changed
 
 
-def test_host_lost_before_its_rollout_delays_others_only_minutes(three: Three) -> None:
+def test_host_lost_before_its_rollout_delays_others_only_minutes(three):
     old = three.settle()
     lost = three.guests[0]
     three.site.choose(serve={"names": ["renamed"]})
@@ -134,7 +134,7 @@ def test_host_lost_before_its_rollout_delays_others_only_minutes(three: Three) -
     three.assert_next_deploy_aligns_all()
 
 
-def test_power_cut_during_first_rollout_spares_other_hosts(three: Three) -> None:
+def test_power_cut_during_first_rollout_spares_other_hosts(three):
     old, began = three.settle(), three.rollouts()
     lost = three.guests[0]
     three.site.choose(engine={"environment": {"STUB_LOAD_S": "20"}})

@@ -1,6 +1,5 @@
 import json
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -9,7 +8,7 @@ from tests.faults.bad_releases import BAD_RELEASES
 from tests.faults.bench import SPARK_HOST, A, B, Bench, C
 
 
-def test_switches_to_a_different_release_and_back(bench: Bench) -> None:
+def test_switches_to_a_different_release_and_back(bench):
     bench.serve_proven(A)
     bench.release(B, engine__argv=["--kv-cache-dtype", "fp8"])
     bench.assert_switches(B)
@@ -17,7 +16,7 @@ def test_switches_to_a_different_release_and_back(bench: Bench) -> None:
     bench.assert_switches(A)
 
 
-def test_switch_to_serving_release_restarts_nothing(bench: Bench) -> None:
+def test_switch_to_serving_release_restarts_nothing(bench):
     bench.serve_proven(A)
     before = bench.guest.invocation(A)
     bench.assert_switches(A)
@@ -29,7 +28,7 @@ def nearly_all_memory(bench: Bench) -> int:
 
 
 @pytest.mark.parametrize("case", BAD_RELEASES)
-def test_bad_release_rolls_back(bench: Bench, case: str) -> None:
+def test_bad_release_rolls_back(bench, case):
     changes, phase = BAD_RELEASES[case].release, BAD_RELEASES[case].phase
     if f"spark-serve@{A}.service" not in bench.guest.serving():
         bench.serve_proven(A)
@@ -45,7 +44,7 @@ def test_bad_release_rolls_back(bench: Bench, case: str) -> None:
     bench.assert_serves(A)
 
 
-def test_bad_first_release_leaves_nothing_running_or_enabled(bench: Bench) -> None:
+def test_bad_first_release_leaves_nothing_running_or_enabled(bench):
     bench.wipe()
     bench.release(B, engine__env={"STUB_FAULT": "garbage"})
 
@@ -57,7 +56,7 @@ def test_bad_first_release_leaves_nothing_running_or_enabled(bench: Bench) -> No
     assert bench.run("systemctl is-system-running || true") in ("running", "degraded")
 
 
-def test_result_keeps_log_of_failed_start(bench: Bench) -> None:
+def test_result_keeps_log_of_failed_start(bench):
     bench.serve_proven(A)
     bench.release(B, engine__env={"STUB_FAULT": "oom-at-start"})
     tail = "\n".join(bench.switch(B)["log_tail"])
@@ -88,7 +87,7 @@ def switch_until_phase(bench: Bench, phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", ["drain", "stop", "memory", "start", "check", "open", "enable"])
-def test_killed_rollout_ends_with_proven_server(bench: Bench, phase: str) -> None:
+def test_killed_rollout_ends_with_proven_server(bench, phase):
     switch_until_phase(bench, phase)
 
     bench.run(f"systemctl kill -s KILL spark-switch@{B}")
@@ -100,7 +99,7 @@ def test_killed_rollout_ends_with_proven_server(bench: Bench, phase: str) -> Non
     bench.assert_serves(B if finished else A)
 
 
-def test_rollout_killed_in_enable_rolls_back_if_enable_fails_again(bench: Bench) -> None:
+def test_rollout_killed_in_enable_rolls_back_if_enable_fails_again(bench):
     switch_until_phase(bench, "enable")
     bench.fail_systemctl(BLOCKED_CALL["enable"], "Read-only file system")
 
@@ -116,7 +115,7 @@ def test_rollout_killed_in_enable_rolls_back_if_enable_fails_again(bench: Bench)
     bench.assert_serves(A)
 
 
-def test_old_release_serves_on_if_systemd_cannot_stop_it(bench: Bench) -> None:
+def test_old_release_serves_on_if_systemd_cannot_stop_it(bench):
     bench.serve_proven(A)
     bench.release(B)
     before = bench.guest.invocation(A)
@@ -134,7 +133,7 @@ def test_old_release_serves_on_if_systemd_cannot_stop_it(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("phase", ["stop", "start", "check", "enable"])
-def test_power_cut_during_rollout_boots_old_release(bench: Bench, phase: str) -> None:
+def test_power_cut_during_rollout_boots_old_release(bench, phase):
     switch_until_phase(bench, phase)
 
     bench.power_cut()
@@ -147,7 +146,7 @@ def test_power_cut_during_rollout_boots_old_release(bench: Bench, phase: str) ->
     bench.assert_switches(B)
 
 
-def test_proven_release_restarts_after_power_cut(bench: Bench) -> None:
+def test_proven_release_restarts_after_power_cut(bench):
     bench.serve_proven(A)
     bench.power_cut()
     bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
@@ -156,7 +155,7 @@ def test_proven_release_restarts_after_power_cut(bench: Bench) -> None:
     assert (status["unproven"], status["proof"]["level"]) == (None, "quick")
 
 
-def test_only_good_release_boots_if_two_are_enabled(bench: Bench) -> None:
+def test_only_good_release_boots_if_two_are_enabled(bench):
     bench.serve_proven(A)
     bench.release(B)
     bench.run(f"systemctl enable -q spark-serve@{B}")
@@ -165,7 +164,7 @@ def test_only_good_release_boots_if_two_are_enabled(bench: Bench) -> None:
     assert bench.guest.serving() == [f"spark-serve@{A}.service"]
 
 
-def test_service_stopped_by_hand_stays_down_after_reboot(bench: Bench) -> None:
+def test_service_stopped_by_hand_stays_down_after_reboot(bench):
     bench.serve_proven(A)
     bench.run(f"{SPARK_HOST} stop-service main")
     bench.power_cut()
@@ -185,7 +184,7 @@ def switch_from_a_to_b(bench: Bench) -> None:
     bench.assert_switches(B)
 
 
-def test_rollback_restores_previous_release(bench: Bench) -> None:
+def test_rollback_restores_previous_release(bench):
     switch_from_a_to_b(bench)
     plan = bench.guest.json(f"{SPARK_HOST} rollback main --dry")
     assert (plan["from"]["name"], plan["to"]["name"]) == (B, A)
@@ -194,7 +193,7 @@ def test_rollback_restores_previous_release(bench: Bench) -> None:
     bench.assert_serves(A)
 
 
-def test_failed_rollback_keeps_serving_release(bench: Bench) -> None:
+def test_failed_rollback_keeps_serving_release(bench):
     switch_from_a_to_b(bench)
     bench.release(A, engine__env={"STUB_FAULT": "garbage"})
 
@@ -205,7 +204,7 @@ def test_failed_rollback_keeps_serving_release(bench: Bench) -> None:
     assert not bench.status()["services"]["main"]["rolled_back"]
 
 
-def test_rollback_refuses_release_without_checkpoint(bench: Bench) -> None:
+def test_rollback_refuses_release_without_checkpoint(bench):
     switch_from_a_to_b(bench)
     bench.release(A, tree={"path": "/srv/spark/models/gone", "digest": "d" * 64})
 
@@ -216,7 +215,7 @@ def test_rollback_refuses_release_without_checkpoint(bench: Bench) -> None:
     bench.assert_serves(B)
 
 
-def test_refuses_second_rollout_while_one_runs(bench: Bench) -> None:
+def test_refuses_second_rollout_while_one_runs(bench):
     bench.serve_proven(A)
     bench.release(B, engine__env={"STUB_LOAD_S": "3"})
     bench.release(C)
@@ -231,7 +230,7 @@ def test_refuses_second_rollout_while_one_runs(bench: Bench) -> None:
     bench.assert_serves(B)
 
 
-def test_second_engine_cannot_start_while_one_serves(bench: Bench) -> None:
+def test_second_engine_cannot_start_while_one_serves(bench):
     bench.serve_proven(A)
     bench.release(B, memory={"needed_bytes": 1, "wait_s": 1, "floor_bytes": 1})
     began = bench.run("date +%s").strip()
@@ -243,9 +242,7 @@ def test_second_engine_cannot_start_while_one_serves(bench: Bench) -> None:
     bench.assert_serves(A)
 
 
-def test_clients_get_answers_or_503_during_rollout(
-    bench: Bench, record_property: Callable[[str, object], None]
-) -> None:
+def test_clients_get_answers_or_503_during_rollout(bench, record_property):
     bench.serve_proven(A, engine__env=SLOW)
     bench.release(B, engine__env=SLOW)
     with clients(bench.guest, "main-model") as seen:
@@ -262,7 +259,7 @@ def test_clients_get_answers_or_503_during_rollout(
     bench.assert_serves(A)
 
 
-def test_answers_longer_than_drain_are_cut_detectably(bench: Bench) -> None:
+def test_answers_longer_than_drain_are_cut_detectably(bench):
     limits = {"start_s": 20, "stop_s": 2, "drain_s": 2}
     bench.serve_proven(A, engine__env=SLOW, timeouts=limits)  # an answer takes 20 s
     bench.release(B)

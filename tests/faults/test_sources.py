@@ -9,7 +9,6 @@ import pytest
 
 from tests.faults.pause import JOBS, Pause, assert_repaired
 from tests.faults.test_half_built import delete_unserved_checkpoints, partial_files
-from tests.host.conftest import Fleet
 from tests.labkit import STATE, Guest, lab
 
 ACCESS_LOG = STATE / "run" / "hub-access.jsonl"
@@ -35,9 +34,7 @@ def requested_paths(guest: Guest, log_start: int) -> list[str]:
 @pytest.mark.parametrize(
     ("job", "phase", "free_bytes"), [("fetch", "fetch", 262144), ("checkpoint", "write", 65536)]
 )
-def test_disk_filling_during_job_loses_nothing(
-    fleet: Fleet, job: str, phase: str, free_bytes: int
-) -> None:
+def test_disk_filling_during_job_loses_nothing(fleet, job, phase, free_bytes):
     guest = fleet.guests[0]
     fleet.settle(guest)
     before = guest.serving()
@@ -84,7 +81,7 @@ def assert_one_full_disk_error(output: str) -> None:
     assert "Traceback" not in output
 
 
-def test_reuses_files_from_hugging_face_cache(fleet: Fleet) -> None:
+def test_reuses_files_from_hugging_face_cache(fleet):
     guest = fleet.guests[0]
     fleet.settle(guest)
     guest.run(

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
@@ -33,7 +33,7 @@ def trials(fleet: Fleet) -> Iterator[list[Trial]]:
     fleet.settle().assert_unchanged()
 
 
-def test_candidate_without_fault_is_proven(trials: list[Trial]) -> None:
+def test_candidate_without_fault_is_proven(trials):
     trial = trials[0]
     with trial.candidate("sound", env={}) as name:
         result = trial.change_to(name)
@@ -44,9 +44,7 @@ def test_candidate_without_fault_is_proven(trials: list[Trial]) -> None:
 
 
 @pytest.mark.parametrize("fault", WARNINGS)
-def test_warns_about_doubtful_behaviour(
-    trials: list[Trial], fault: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_warns_about_doubtful_behaviour(trials, fault, record_property):
     trial = trials[0]
     with trial.candidate(fault, env={"STUB_FAULT": fault}) as name:
         result = trial.change_to(name)
@@ -85,9 +83,7 @@ def outcomes(
 
 
 @pytest.mark.parametrize("fault", NEVER_PROVEN)
-def test_fault_is_never_proven(
-    outcomes: dict[str, Future[Outcome]], fault: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_fault_is_never_proven(outcomes, fault, record_property):
     outcome = outcomes[fault].result()
 
     record_property("reason", f"{outcome.result['failed_phase']}: {outcome.result['reason']}")

@@ -15,7 +15,6 @@ from tests.faults.interruptions import (
     Operation,
     Place,
     Point,
-    Scenario,
     interrupt_and_repair,
     interrupt_host_step,
     interrupt_in_a_row,
@@ -78,7 +77,7 @@ def finish(sweep: Sweep, group: str, place: Place) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=list(SCENARIOS))
-def test_next_run_finishes_interrupted_run(places: list[Place], scenario: Scenario) -> None:
+def test_next_run_finishes_interrupted_run(places, scenario):
     sweep, group = Sweep("kill"), scenario.name
     operations = run_undisturbed(places[0], scenario, sweep.code)
     points = {str(point): point for point in points_on_new_hosts(group, operations)}
@@ -92,7 +91,7 @@ def test_next_run_finishes_interrupted_run(places: list[Place], scenario: Scenar
 
 
 @pytest.mark.parametrize("name", CHAINED)
-def test_last_run_finishes_chain_of_interrupted_runs(places: list[Place], name: str) -> None:
+def test_last_run_finishes_chain_of_interrupted_runs(places, name):
     sweep, scenario, group = Sweep("kill"), SCENARIOS[name], f"{name}, run after run"
     operations = run_undisturbed(places[0], scenario, sweep.code)
     chains = {
@@ -125,7 +124,7 @@ def interrupt_host_case(
     return interrupt_host_step(place, *cases[case])
 
 
-def test_next_run_finishes_host_work_killed_in_any_phase(places: list[Place]) -> None:
+def test_next_run_finishes_host_work_killed_in_any_phase(places):
     sweep = Sweep("kill")
     interrupt_host_steps(sweep, places, *KILLED)
     finish(sweep, HOST_WORK, places[0])

@@ -144,9 +144,7 @@ def error_line(output: str) -> str:
 
 
 @pytest.mark.parametrize("service", list(SERVICES))
-def test_deploy_reports_failing_server_and_next_run_repairs(
-    proxy: FaultyProxy, places: list[Place], service: str
-) -> None:
+def test_deploy_reports_failing_server_and_next_run_repairs(proxy, places, service):
     sweep = Sweep("network")
     cases = {f"{service}: {kind}": kind for kind in SERVICES[service].kinds}
     sweep.run_group(

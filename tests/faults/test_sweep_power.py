@@ -4,7 +4,7 @@
 files and directory entries are lost.
 """
 
-from tests.faults.interruptions import STEPS, Place, list_host_steps
+from tests.faults.interruptions import STEPS, list_host_steps
 from tests.faults.sweep import Sweep
 from tests.faults.test_sweep_kill import HOST_WORK, interrupt_host_steps, places
 
@@ -18,7 +18,7 @@ COUNTED = (
 )
 
 
-def test_power_cut_in_any_step_is_repaired(places: list[Place]) -> None:
+def test_power_cut_in_any_step_is_repaired(places):
     sweep = Sweep("power-lab")
     interrupt_host_steps(sweep, places, "power cut")
     sweep.write(

@@ -257,9 +257,7 @@ def invocation_of(guest: Guest) -> str:
 
 
 @pytest.mark.parametrize("group", list(CASES))
-def test_deploy_reports_missing_resource_and_next_run_repairs(
-    places: list[Place], group: str
-) -> None:
+def test_deploy_reports_missing_resource_and_next_run_repairs(places, group):
     sweep = Sweep("resources")
     sweep.run_group(
         group, CASES[group], places, lambda place, case: fail_and_repair(place, group, case)

@@ -67,7 +67,7 @@ def assert_start_limit_reached(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("fault", "event"), [("wedge", "stalled"), ("leak", "starving")])
-def test_restarts_wedged_or_leaking_engine(bench: Bench, fault: str, event: str) -> None:
+def test_restarts_wedged_or_leaking_engine(bench, fault, event):
     bench.serve_proven(A, **({"memory": memory_limits(bench)} if fault == "leak" else {}))
     before = bench.guest.invocation(A)
     inject(bench, fault)
@@ -81,7 +81,7 @@ def test_restarts_wedged_or_leaking_engine(bench: Bench, fault: str, event: str)
     assert bench.guest.invocation(A) != before
 
 
-def test_engine_wedging_after_every_start_reaches_start_limit(bench: Bench) -> None:
+def test_engine_wedging_after_every_start_reaches_start_limit(bench):
     serve_with_three_starts(bench)
     for start in range(1, SHORT["burst"] + 1):
         bench.guest.wait(f"systemctl is-active {UNIT} && systemctl is-active {WATCH}", seconds=60)
@@ -94,7 +94,7 @@ def test_engine_wedging_after_every_start_reaches_start_limit(bench: Bench) -> N
     assert_start_limit_reached(bench)
 
 
-def test_long_answer_is_not_a_stall(bench: Bench) -> None:
+def test_long_answer_is_not_a_stall(bench):
     bench.serve_proven(A, engine__env={"STUB_PIECE_S": "0.05"})
     bench.start_long_request()
     time.sleep(8)  # the request runs more than twice as long as the stall limit
@@ -102,7 +102,7 @@ def test_long_answer_is_not_a_stall(bench: Bench) -> None:
     assert restarts(bench) == 0
 
 
-def test_rolls_back_if_engine_loads_more_than_host_memory(bench: Bench) -> None:
+def test_rolls_back_if_engine_loads_more_than_host_memory(bench):
     bench.serve_proven(A)
     before = bench.guest.invocation(A)
     timeouts = {"start_s": 60, "stop_s": 5, "drain_s": 5}
@@ -127,9 +127,7 @@ def test_rolls_back_if_engine_loads_more_than_host_memory(bench: Bench) -> None:
     ("fault", "events"),
     [("crash-at-start", 0), ("greedy-load", SHORT["burst"] - 1), ("leak", SHORT["burst"])],
 )
-def test_engine_failing_repeatedly_reaches_start_limit(
-    bench: Bench, fault: str, events: int
-) -> None:
+def test_engine_failing_repeatedly_reaches_start_limit(bench, fault, events):
     serve_with_three_starts(bench, memory=memory_limits(bench))
     inject(bench, fault, lasting=True)
     if fault != "leak":
@@ -140,7 +138,7 @@ def test_engine_failing_repeatedly_reaches_start_limit(
     bench.assert_switches(A)
 
 
-def test_hot_gpu_is_reported_without_a_restart(bench: Bench) -> None:
+def test_hot_gpu_is_reported_without_a_restart(bench):
     smi = bench.run("command -v nvidia-smi")
     bench.run(f'sed -i \'s/"temperature.gpu": "36"/"temperature.gpu": "95"/\' {smi}')
     try:
@@ -152,13 +150,13 @@ def test_hot_gpu_is_reported_without_a_restart(bench: Bench) -> None:
     assert restarts(bench) == 0
 
 
-def test_server_restarts_with_docker(bench: Bench) -> None:
+def test_server_restarts_with_docker(bench):
     bench.serve_proven(A)
     bench.run("systemctl restart docker")
     wait_for_restart(bench)
 
 
-def test_docker_upgrade_restarts_server_and_next_rollout_proves_it(bench: Bench) -> None:
+def test_docker_upgrade_restarts_server_and_next_rollout_proves_it(bench):
     bench.serve_proven(A)
     before = bench.guest.invocation(A)
     # A daemon upgrade leaves a proof of another version, and a reinstalled package.
@@ -183,7 +181,7 @@ def test_docker_upgrade_restarts_server_and_next_rollout_proves_it(bench: Bench)
     assert status["proof"]["last_full"]["versions"]["docker"] == version
 
 
-def test_docker_prune_keeps_running_server(bench: Bench) -> None:
+def test_docker_prune_keeps_running_server(bench):
     bench.serve_proven(A)
     bench.run("docker system prune -af --volumes >/dev/null")
     bench.assert_serves(A)

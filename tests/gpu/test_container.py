@@ -51,9 +51,7 @@ def _record(results: Path, claims: dict[str, bool], **numbers: Any) -> list[str]
     return [claim for claim, passed in claims.items() if not passed]
 
 
-def test_process_is_restricted_and_kernels_run(
-    release: Release, trees: Path, root: Path, results: Path
-) -> None:
+def test_process_is_restricted_and_kernels_run(release, trees, root, results):
     engine, _ = container.from_release(release, trees / "tiny-overlay-head8", root)
     command = [sys.executable, "-m", "proofs.in_container", "--kernels"]
     process = container.start(engine, command, root, root / "log")
@@ -76,9 +74,7 @@ def test_process_is_restricted_and_kernels_run(
     assert failed + _record(results, claims, **kernels) == []
 
 
-def test_release_passes_the_full_check(
-    release: Release, trees: Path, root: Path, results: Path
-) -> None:
+def test_release_passes_the_full_check(release, trees, root, results):
     engine, socket = container.from_release(release, trees / "tiny-overlay-head8", root)
     argv, changed = server.adapt_arguments(release, None, {})
     command = [sys.executable, "-m", "proofs.engine.served", "serve", *argv]

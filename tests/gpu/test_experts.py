@@ -6,7 +6,6 @@ them. When the second test fails, upstream is fixed and both checks can be remov
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,9 +82,7 @@ def _experts(hidden: int, width: int, *, right_order: bool) -> float:
 
 @pytest.mark.parametrize("hidden", [2048, 3072])
 @pytest.mark.parametrize("width", [256, 512])
-def test_experts_with_several_scale_groups_are_correct(
-    hidden: int, width: int, results: Path
-) -> None:
+def test_experts_with_several_scale_groups_are_correct(hidden, width, results):
     error = _experts(hidden, width, right_order=False)
     claim = f"experts {width} wide, {hidden} inputs: equal their dequantised weights"
     result_files.record_row(
@@ -95,9 +92,7 @@ def test_experts_with_several_scale_groups_are_correct(
 
 
 @pytest.mark.parametrize("hidden", [2048, 3072])
-def test_experts_of_a_single_group_are_wrong_because_of_scale_order(
-    hidden: int, results: Path
-) -> None:
+def test_experts_of_a_single_group_are_wrong_because_of_scale_order(hidden, results):
     stock = _experts(hidden, GROUP, right_order=False)
     cured = _experts(hidden, GROUP, right_order=True)
     claim = (

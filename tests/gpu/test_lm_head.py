@@ -53,7 +53,7 @@ def test_quantising_in_blocks_equals_quantising_whole():
         assert torch.equal(in_blocks, at_once)
 
 
-def test_quantising_needs_memory_for_the_result_and_five_blocks() -> None:
+def test_quantising_needs_memory_for_the_result_and_five_blocks():
     from spark_vllm.head.quantise import ROWS_PER_BLOCK, quantise_rows
 
     weight = torch.randn(16 * ROWS_PER_BLOCK, 1024, device="cuda", dtype=torch.bfloat16)

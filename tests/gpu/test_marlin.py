@@ -66,9 +66,7 @@ def _wants(inputs: int, outputs: int, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 @pytest.mark.parametrize("name", [*REACHED, *NOT_REACHED])
-def test_atomic_add_applies_to_narrow_modules_only(
-    name: str, monkeypatch: pytest.MonkeyPatch, results: Path
-) -> None:
+def test_atomic_add_applies_to_narrow_modules_only(name, monkeypatch, results):
     shape = {**REACHED, **NOT_REACHED}[name]
     reached = _wants(*shape, monkeypatch)
     passed = reached is (name in REACHED)
@@ -78,7 +76,7 @@ def test_atomic_add_applies_to_narrow_modules_only(
 
 
 @pytest.mark.parametrize("name", REACHED)
-def test_error_time_and_repeatability_of_atomic_add(name: str, results: Path) -> None:
+def test_error_time_and_repeatability_of_atomic_add(name, results):
     from timing import graph_us
 
     inputs, outputs = REACHED[name]

@@ -6,7 +6,6 @@ attention over its slots (test_turboquant.py).
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,9 +48,7 @@ def through_cache(preset: str, keys: Any, values: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("preset", LOSSES)
-def test_format_loses_as_many_chains_as_its_guard_rail_says(
-    preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
-) -> None:
+def test_format_loses_as_many_chains_as_its_guard_rail_says(preset, monkeypatch, results):
     by_16_bit, by_format = [], []
     for seed in range(SEEDS):
         made = needle_chains.make_needles(seed, "cuda")

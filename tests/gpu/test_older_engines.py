@@ -38,9 +38,7 @@ def _folder(version: str) -> Path:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_older_engine_answers_like_the_16_bit_reference(
-    version: str, trees: Path, tmp_path: Path, results: Path
-) -> None:
+def test_older_engine_answers_like_the_16_bit_reference(version, trees, tmp_path, results):
     before = [
         str(_folder(version)),
         str(CHECKOUT / "files/image"),

@@ -33,9 +33,7 @@ def recall_work(recall_trees: Path, shared_directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("stage", [*verdicts.JUDGES])
-def test_every_judged_row_passes(
-    stage: str, recall_trees: Path, recall_work: Path, results: Path
-) -> None:
+def test_every_judged_row_passes(stage, recall_trees, recall_work, results):
     if stage.startswith("flashinfer"):
         pytest.importorskip("flashinfer", reason="needs FlashInfer")
     rows = run.prove([stage], recall_trees, recall_work, results, at_once=8, within_s=WITHIN_S)

@@ -24,24 +24,20 @@ def _failed(stage: str, made: Path, work: Path, results: Path) -> list[str]:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_two_hosts_answer_like_a_single_host(
-    recall_weights: Path, tmp_path: Path, results: Path
-) -> None:
+def test_two_hosts_answer_like_a_single_host(recall_weights, tmp_path, results):
     made = tmp_path / "trees"
     trees.make_pair(trees.recall_trees.read_weights(recall_weights), made)
     assert _failed("cluster", made, tmp_path / "work", results) == []
 
 
-def test_drafts_of_plain_repositories_change_no_answer(tmp_path: Path, results: Path) -> None:
+def test_drafts_of_plain_repositories_change_no_answer(tmp_path, results):
     made = tmp_path / "trees"
     for kind in ("fp8", "bf16"):
         trees.write_plain(made / f"plain-{kind}", kind)
     assert _failed("plain", made, tmp_path / "work", results) == []
 
 
-def test_pictures_are_recognised_and_damaged_towers_detected(
-    eyes: Path, tmp_path: Path, results: Path
-) -> None:
+def test_pictures_are_recognised_and_damaged_towers_detected(eyes, tmp_path, results):
     made = tmp_path / "trees"
     trees.make_seeing(eyes, made)
     trees.damage_eyes(made / "seeing")

@@ -32,13 +32,13 @@ def _failed(trees: Path, out: Path, profile: str, tree: str, kind: str = "") -> 
 
 
 @pytest.mark.parametrize("profile", sorted(TREES))
-def test_profile_serves_over_http(profile: str, trees: Path, results: Path) -> None:
+def test_profile_serves_over_http(profile, trees, results):
     assert _failed(trees, results, profile, TREES[profile]) == []
 
 
-def test_pictures_are_served_over_http(trees: Path, results: Path) -> None:
+def test_pictures_are_served_over_http(trees, results):
     assert _failed(trees, results, "v2", "tiny-overlay-head8", "pictures") == []
 
 
-def test_long_prompts_change_the_watchdogs_metrics(trees: Path, results: Path) -> None:
+def test_long_prompts_change_the_watchdogs_metrics(trees, results):
     assert _failed(trees, results, "v2", "long", "long") == []

@@ -169,9 +169,7 @@ def _workspace() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_cached_rows_are_correct_with_a_longer_fresh_prompt(
-    preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
-) -> None:
+def test_cached_rows_are_correct_with_a_longer_fresh_prompt(preset, monkeypatch, results):
     errors, format_error = {}, {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
@@ -192,9 +190,7 @@ def test_cached_rows_are_correct_with_a_longer_fresh_prompt(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_too_long_lengths_on_the_cpu_are_harmless(
-    preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
-) -> None:
+def test_too_long_lengths_on_the_cpu_are_harmless(preset, monkeypatch, results):
     errors = {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
@@ -210,9 +206,7 @@ def test_too_long_lengths_on_the_cpu_are_harmless(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_captured_verify_step_uses_the_lengths_at_replay(
-    preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
-) -> None:
+def test_captured_verify_step_uses_the_lengths_at_replay(preset, monkeypatch, results):
     errors = {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
@@ -239,9 +233,7 @@ def test_captured_verify_step_uses_the_lengths_at_replay(
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("context", [16384, 131072])
-def test_long_contexts_are_attended_fully(
-    preset: str, context: int, monkeypatch: pytest.MonkeyPatch, results: Path
-) -> None:
+def test_long_contexts_are_attended_fully(preset, context, monkeypatch, results):
     """A long chunk after a long prefix, and a verify row of another long request."""
     batch = Batch(True, preset, monkeypatch, cached=(context, context - 5), new=(300, 3))
     verify, chunk = batch.run((1, 0))

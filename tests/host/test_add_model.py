@@ -55,7 +55,7 @@ def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
     shutil.rmtree(STATE / "hub" / NAME)
 
 
-def test_adds_and_serves_model_with_two_commands(owner: Owner) -> None:
+def test_adds_and_serves_model_with_two_commands(owner):
     before, [add, up_words] = len(owner.commands), typed_commands("add a model", repository=NAME)
     added = owner.run(*add)
     assert added.returncode == 0, added.stdout + added.stderr
@@ -71,7 +71,7 @@ def test_adds_and_serves_model_with_two_commands(owner: Owner) -> None:
     assert guest.run("cat /srv/spark/sources/*/model.safetensors | wc -c").strip() != "0"
 
 
-def test_plan_reports_files_already_on_host(owner: Owner) -> None:
+def test_plan_reports_files_already_on_host(owner):
     done = owner.run("plan", "--on-host", "--json")
     assert done.returncode == 0, done.stderr
     [plan] = json.loads(done.stdout)

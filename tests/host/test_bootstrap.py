@@ -58,7 +58,7 @@ def new_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewHost]:
     lab("down", GUEST)
 
 
-def test_never_sends_a_password_to_an_unconfirmed_host_key(new_host: NewHost) -> None:
+def test_never_sends_a_password_to_an_unconfirmed_host_key(new_host):
     run = new_host.bootstrap(password=new_host.password, confirmed=False)
     assert run.exit_code != 0
     assert not new_host.known_hosts.exists()
@@ -66,14 +66,14 @@ def test_never_sends_a_password_to_an_unconfirmed_host_key(new_host: NewHost) ->
     assert "password" not in log.lower()
 
 
-def test_wrong_password_changes_nothing(new_host: NewHost, tmp_path: Path) -> None:
+def test_wrong_password_changes_nothing(new_host, tmp_path):
     (tmp_path / "wrong").write_text("not it\n")
     run = new_host.bootstrap(password=tmp_path / "wrong")
     assert run.exit_code != 0
     assert "authorized_keys" not in new_host.console("ls -A /home/spark/.ssh 2>/dev/null || :")
 
 
-def test_installs_key_after_one_password_prompt_without_leaking_it(new_host: NewHost) -> None:
+def test_installs_key_after_one_password_prompt_without_leaking_it(new_host):
     run = new_host.bootstrap("-vvv", "--debug", password=new_host.password).assert_succeeded()
     assert len(run.changed) == 3
     assert new_host.about["password"] not in run.stderr + str(run.document)
@@ -85,11 +85,11 @@ def test_installs_key_after_one_password_prompt_without_leaking_it(new_host: New
     assert new_host.about["host_key"] in new_host.known_hosts.read_text()
 
 
-def test_second_run_changes_nothing(new_host: NewHost) -> None:
+def test_second_run_changes_nothing(new_host):
     new_host.bootstrap().assert_unchanged()
 
 
-def test_refuses_changed_host_key(new_host: NewHost) -> None:
+def test_refuses_changed_host_key(new_host):
     recorded = new_host.known_hosts.read_text()
     other = next(g for g in info()["guests"] if g["name"] != GUEST and g["host_key"])
     new_host.known_hosts.write_text(f"{new_host.about['ip']} {other['host_key']}\n")
@@ -102,7 +102,7 @@ def test_refuses_changed_host_key(new_host: NewHost) -> None:
     assert new_host.about["host_key"] not in left
 
 
-def test_adds_deploy_account_to_bootstrapped_host(new_host: NewHost) -> None:
+def test_adds_deploy_account_to_bootstrapped_host(new_host):
     new_host.use_deploy_account()
     run = new_host.bootstrap().assert_succeeded()  # with the existing key, without a password
     assert len(run.changed) == 2
@@ -111,7 +111,7 @@ def test_adds_deploy_account_to_bootstrapped_host(new_host: NewHost) -> None:
     new_host.bootstrap().assert_unchanged()
 
 
-def test_deploy_account_key_is_refused_from_another_address(new_host: NewHost) -> None:
+def test_deploy_account_key_is_refused_from_another_address(new_host):
     key = Path(info()["ssh"]["key"]).read_text()
     output = new_host.console(
         f"umask 077; cat > /root/stolen <<'KEY'\n{key}KEY\n"
@@ -124,7 +124,7 @@ def test_deploy_account_key_is_refused_from_another_address(new_host: NewHost) -
     )
 
 
-def test_unbootstrap_revokes_access_and_bootstrap_restores_it(new_host: NewHost) -> None:
+def test_unbootstrap_revokes_access_and_bootstrap_restores_it(new_host):
     new_host.unbootstrap(dry=True).assert_succeeded()
     assert new_host.ssh("spark-deploy").stdout.strip() == "0"
     new_host.unbootstrap().assert_succeeded()

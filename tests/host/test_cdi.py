@@ -17,7 +17,7 @@ def forced(gateway: GatewayHost) -> Iterator[GatewayHost]:
     gateway.guest.run(f"sed -i 's/^mode = .*/mode = \"auto\"/' {CONFIG}; rm -rf /etc/cdi")
 
 
-def test_generates_specification_and_updates_it_with_driver(forced: GatewayHost) -> None:
+def test_generates_specification_and_updates_it_with_driver(forced):
     guest, unit = forced.guest, forced.guest.serving()[0]
     # No container starts without a specification.
     image = guest.run("docker images -q | head -n 1")
@@ -44,7 +44,7 @@ def test_generates_specification_and_updates_it_with_driver(forced: GatewayHost)
         set_driver(guest, NEW, OLD)
 
 
-def test_boot_with_new_driver_updates_specification(forced: GatewayHost) -> None:
+def test_boot_with_new_driver_updates_specification(forced):
     guest, unit = forced.guest, forced.guest.serving()[0]
     forced.site.deploy().assert_succeeded()
     set_driver(guest, OLD, NEW)

@@ -65,7 +65,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     lab("down", HEAD, WORKER)
 
 
-def test_both_have_one_release_and_head_answers(pair: Pair) -> None:
+def test_both_have_one_release_and_head_answers(pair):
     assert pair.head.answers()
     release = pair.release()
     path = f"/etc/spark/releases/{release}/release.json"
@@ -79,11 +79,11 @@ def test_both_have_one_release_and_head_answers(pair: Pair) -> None:
     assert pair.worker.run("ss -tln 'sport = :8000' | tail -n +2") == ""
 
 
-def test_second_run_changes_nothing(pair: Pair) -> None:
+def test_second_run_changes_nothing(pair):
     pair.site.deploy().assert_unchanged()
 
 
-def test_only_members_can_connect_to_cluster_ports(pair: Pair) -> None:
+def test_only_members_can_connect_to_cluster_ports(pair):
     pair.wait_until_open()
     release, port = pair.release(), pair.head.release_document()["cluster"]["port"]
     assert pair.head.run(f"ss -tlnH 'sport = :{port}'") != "", "no listener to protect"
@@ -96,7 +96,7 @@ def test_only_members_can_connect_to_cluster_ports(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("rank", ["worker", "head"])
-def test_dead_rank_closes_gateway_and_both_restart(pair: Pair, rank: str) -> None:
+def test_dead_rank_closes_gateway_and_both_restart(pair, rank):
     pair.wait_until_open()
     release, before = pair.release(), [guest.invocation() for guest in pair.guests]
     guest: Guest = getattr(pair, rank)
@@ -109,7 +109,7 @@ def test_dead_rank_closes_gateway_and_both_restart(pair: Pair, rank: str) -> Non
         assert guest.invocation() != invocation
 
 
-def test_lost_fabric_closes_gateway_until_it_returns(pair: Pair) -> None:
+def test_lost_fabric_closes_gateway_until_it_returns(pair):
     pair.wait_until_open()
     release = pair.release()
     with pair.lost_fabric():
@@ -119,7 +119,7 @@ def test_lost_fabric_closes_gateway_until_it_returns(pair: Pair) -> None:
     assert pair.release() == release
 
 
-def test_pair_serves_again_after_power_cut_of_head(pair: Pair) -> None:
+def test_pair_serves_again_after_power_cut_of_head(pair):
     pair.wait_until_open()
     release = pair.release()
     pair.head.power_cut()
@@ -128,7 +128,7 @@ def test_pair_serves_again_after_power_cut_of_head(pair: Pair) -> None:
     assert pair.head.answers()
 
 
-def test_failed_candidate_leaves_both_on_old_release(pair: Pair) -> None:
+def test_failed_candidate_leaves_both_on_old_release(pair):
     pair.wait_until_open()
     old = pair.release()
     pair.choose_fault("garbage")
@@ -142,7 +142,7 @@ def test_failed_candidate_leaves_both_on_old_release(pair: Pair) -> None:
     assert f"SPARK-{old[-12:]}" not in pair.head.run("iptables -S")
 
 
-def test_both_roll_back_together(pair: Pair) -> None:
+def test_both_roll_back_together(pair):
     pair.wait_until_open()
     newer = pair.release()
     pair.site.deploy(deploy="deploys/rollback.py").assert_succeeded()
@@ -153,7 +153,7 @@ def test_both_roll_back_together(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("rank", ["worker", "head"])
-def test_power_cut_during_rollout_restores_old_release(pair: Pair, rank: str) -> None:
+def test_power_cut_during_rollout_restores_old_release(pair, rank):
     pair.wait_until_open()
     old = pair.release()
     pair.choose_fault("never-ready")

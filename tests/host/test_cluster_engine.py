@@ -45,7 +45,7 @@ def wait_until_restored(pair: Pair) -> float:
     return time.monotonic() - began
 
 
-def test_two_ranks_give_trained_answers(pair: Pair) -> None:
+def test_two_ranks_give_trained_answers(pair):
     assert pair.release()
     assert pair.worker.argv()[-1] == "--headless"
     for prompt, answer in ANSWERS.items():
@@ -54,9 +54,7 @@ def test_two_ranks_give_trained_answers(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("rank", ["worker", "head"])
-def test_killed_rank_closes_gateway_and_restarts(
-    pair: Pair, rank: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_rank_closes_gateway_and_restarts(pair, rank, capsys):
     guest: Guest = getattr(pair, rank)
     # The rank's process, not the container, like a fault in the engine.
     ranks = "docker top $(docker ps -q --filter label=spark.release) -eo pid,args"
@@ -67,9 +65,7 @@ def test_killed_rank_closes_gateway_and_restarts(
         sys.stdout.write(f"\n{rank}: closed after {closed_s:.1f} s, back {restored_s:.0f} s later")
 
 
-def test_lost_fabric_closes_gateway_until_it_returns(
-    pair: Pair, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lost_fabric_closes_gateway_until_it_returns(pair, capsys):
     began = time.monotonic()
     with pair.lost_fabric():
         while pair.head.call("GET", "/health")[0] == 200:
@@ -81,7 +77,7 @@ def test_lost_fabric_closes_gateway_until_it_returns(
         sys.stdout.write(f"\ncable: closed after {closed_s:.1f} s, back {restored_s:.0f} s later")
 
 
-def test_single_host_gives_same_tokens(pair: Pair) -> None:
+def test_single_host_gives_same_tokens(pair):
     together = {prompt: answer_to(pair, prompt) for prompt in (*ANSWERS, LONG)}
     pair.site.hosts[:] = [HEAD]
     pair.site.choose(cluster=None)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.host.conftest import FIRST, Fleet
+from tests.host.conftest import FIRST
 from tests.labkit import Guest, rollouts_overlap
 
 pytestmark = pytest.mark.gate
 
 
-def test_bare_hosts_become_proven_servers(fleet: Fleet) -> None:
+def test_bare_hosts_become_proven_servers(fleet):
     for guest in fleet.guests:
         assert len(guest.serving()) == 1
         assert guest.boots() == guest.serving()
@@ -21,7 +21,7 @@ def test_bare_hosts_become_proven_servers(fleet: Fleet) -> None:
         assert_proven(guest)
 
 
-def test_new_hosts_start_in_parallel(fleet: Fleet) -> None:
+def test_new_hosts_start_in_parallel(fleet):
     assert rollouts_overlap(fleet.guests, number=0)
 
 
@@ -32,7 +32,7 @@ def assert_proven(guest: Guest) -> str:
     return invocation
 
 
-def test_second_run_changes_nothing(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_run_changes_nothing(fleet, capsys):
     fleet.settle()
     # The journal filter has whole seconds: exclude the run before.
     since = {guest.name: guest.run("sleep 1; date +%s") for guest in fleet.guests}
@@ -72,7 +72,7 @@ DIFFERENCES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_dry_run_predicts_exact_changes(fleet: Fleet, name: str) -> None:
+def test_dry_run_predicts_exact_changes(fleet, name):
     command, choices, operations = DIFFERENCES[name]
     fleet.settle()
     guest = fleet.guests[0]
@@ -86,13 +86,13 @@ def test_dry_run_predicts_exact_changes(fleet: Fleet, name: str) -> None:
     assert predicted.predicted == run.changed == operations
 
 
-def test_dry_run_on_bare_hosts_predicts_first_run(fleet: Fleet) -> None:
+def test_dry_run_on_bare_hosts_predicts_first_run(fleet):
     # Peer downloads are decided during the run and leave nothing behind.
     changed = [name for name in fleet.first.changed if not name.endswith(" peer downloads")]
     assert fleet.bare.dry.assert_succeeded().predicted == changed
 
 
-def test_both_hosts_serve_again_after_reboot(fleet: Fleet) -> None:
+def test_both_hosts_serve_again_after_reboot(fleet):
     fleet.settle()
     before = [(guest.serving(), assert_proven(guest)) for guest in fleet.guests]
     with ThreadPoolExecutor() as pool:
@@ -106,7 +106,7 @@ def test_both_hosts_serve_again_after_reboot(fleet: Fleet) -> None:
     fleet.site.deploy().assert_unchanged()
 
 
-def test_only_gateway_accepts_requests(fleet: Fleet) -> None:
+def test_only_gateway_accepts_requests(fleet):
     fleet.settle()
     guest = fleet.guests[0]
 
@@ -123,7 +123,7 @@ def test_only_gateway_accepts_requests(fleet: Fleet) -> None:
     assert {address for address in listening if address.endswith(":8000")} == loopback
 
 
-def test_up_plans_operations_of_printed_command(fleet: Fleet) -> None:
+def test_up_plans_operations_of_printed_command(fleet):
     done = fleet.site.cli("up", "--dry", "--verbose")
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stderr.splitlines() if "deploy.py --limit" in line]

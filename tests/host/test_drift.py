@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
 
-from tests.host.conftest import Fleet
 from tests.labkit import Guest, Site
 
 Resource = dict[str, Any]
@@ -70,7 +69,7 @@ def list_owned(site: Site, guest: Guest) -> list[Resource]:
     return owned
 
 
-def test_repairs_content_mode_and_owner_of_all_files(fleet: Fleet) -> None:
+def test_repairs_content_mode_and_owner_of_all_files(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     files = [entry for entry in list_owned(fleet.site, guest) if entry["kind"] == "file"]
@@ -89,7 +88,7 @@ def test_repairs_content_mode_and_owner_of_all_files(fleet: Fleet) -> None:
         assert guest.run("systemctl is-active spark-daily.timer") == "active", change
 
 
-def test_list_of_managed_files_is_complete(fleet: Fleet) -> None:
+def test_list_of_managed_files_is_complete(fleet):
     fleet.settle()
     for guest in fleet.guests:
         listed = {entry["name"] for entry in list_owned(fleet.site, guest)}
@@ -103,7 +102,7 @@ def test_list_of_managed_files_is_complete(fleet: Fleet) -> None:
         assert set(current) - listed == set()
 
 
-def test_each_file_is_repaired_alone(fleet: Fleet) -> None:
+def test_each_file_is_repaired_alone(fleet):
     fleet.settle()
     files = [entry for entry in list_owned(fleet.site, fleet.guests[0]) if entry["kind"] == "file"]
     # Change the content on one host and the mode of the same file on the other.
@@ -166,7 +165,7 @@ def expected_operations(owned: Resource) -> set[str]:
     return {START if is_engine else owned["operation"], *further}
 
 
-def test_each_other_resource_is_repaired_alone(fleet: Fleet) -> None:
+def test_each_other_resource_is_repaired_alone(fleet):
     fleet.settle()
     owned = [list_owned(fleet.site, guest) for guest in fleet.guests]
     assert {entry["kind"] for entry in owned[0]} - {"file"} == set(KINDS)

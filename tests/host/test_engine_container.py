@@ -1,12 +1,10 @@
 import pytest
 
-from tests.host.gateway_host import GatewayHost
-
 FOLDER = "/run/spark/engines/main"
 AS_ENGINE = "setpriv --reuid spark-engine --regid spark-engine --clear-groups"
 
 
-def test_container_has_no_unneeded_privileges(gateway: GatewayHost) -> None:
+def test_container_has_no_unneeded_privileges(gateway):
     container = gateway.guest.container()
     host = container["HostConfig"]
     assert host["CapDrop"] == ["ALL"]
@@ -25,7 +23,7 @@ def test_container_has_no_unneeded_privileges(gateway: GatewayHost) -> None:
     assert not any(mount["RW"] for mount in models)
 
 
-def test_engine_does_not_run_as_root(gateway: GatewayHost) -> None:
+def test_engine_does_not_run_as_root(gateway):
     guest, container = gateway.guest, gateway.guest.container()
     uid, gid = guest.run("id -u spark-engine; id -g spark-engine").split()
     assert container["Config"]["User"] == f"{uid}:{gid}"
@@ -33,7 +31,7 @@ def test_engine_does_not_run_as_root(gateway: GatewayHost) -> None:
     assert set(running.split()) == {uid} != {"0"}
 
 
-def test_kernel_shows_container_dropped_privileges(gateway: GatewayHost) -> None:
+def test_kernel_shows_container_dropped_privileges(gateway):
     pid = gateway.guest.container()["State"]["Pid"]
     status = gateway.guest.run(f"cat /proc/{pid}/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -49,7 +47,7 @@ def test_kernel_shows_container_dropped_privileges(gateway: GatewayHost) -> None
     assert {"nosuid", "nodev", "noexec"} <= set(mounts["/run/spark"])
 
 
-def test_socket_is_on_separate_small_filesystem(gateway: GatewayHost) -> None:
+def test_socket_is_on_separate_small_filesystem(gateway):
     command = f"findmnt --json --bytes -o FSTYPE,SIZE,OPTIONS --mountpoint {FOLDER}"
     [mount] = gateway.guest.json(command)["filesystems"]
     assert mount["fstype"] == "tmpfs"
@@ -63,7 +61,7 @@ def test_socket_is_on_separate_small_filesystem(gateway: GatewayHost) -> None:
     assert abs(int(gateway.guest.run("df --output=avail /run | tail -1")) - int(before)) < 1024
 
 
-def test_symlinks_by_the_engine_account_cannot_open_host_files(gateway: GatewayHost) -> None:
+def test_symlinks_by_the_engine_account_cannot_open_host_files(gateway):
     before = gateway.guest.run("stat -c '%a %U:%G %Y' /etc/shadow; sha256sum /etc/shadow")
     refused = gateway.guest.run(
         f"{AS_ENGINE} sh -c 'ln -s /etc/shadow /run/spark/main/.open.1'; echo $?", check=False
@@ -86,7 +84,7 @@ def test_symlinks_by_the_engine_account_cannot_open_host_files(gateway: GatewayH
 
 
 @pytest.mark.parametrize("unit", ["spark-serve@", "spark-watch@", "spark-gateway@"])
-def test_every_unit_has_memory_limit(gateway: GatewayHost, unit: str) -> None:
+def test_every_unit_has_memory_limit(gateway, unit):
     name = gateway.guest.run(
         f"systemctl list-units --plain --no-legend '{unit}*' | cut -d' ' -f1 | head -1"
     )

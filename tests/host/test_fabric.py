@@ -103,14 +103,14 @@ def assert_bare(guest: Guest) -> None:
     assert netplan_files(guest) == []
 
 
-def test_dry_run_shows_file_and_changes_nothing(site: Site) -> None:
+def test_dry_run_shows_file_and_changes_nothing(site):
     run = site.deploy(deploy=FABRIC, dry=True).assert_succeeded()
     assert "192.168.100.11/24" in run.stderr
     for guest in map(guest_named, NAMES):
         assert_bare(guest)
 
 
-def test_refuses_port_configured_by_another_file(site: Site, renderer: str) -> None:
+def test_refuses_port_configured_by_another_file(site, renderer):
     file, write, remove = FOREIGN[renderer]
     guest = guest_named(NAMES[0])
     guest.run(write)
@@ -121,7 +121,7 @@ def test_refuses_port_configured_by_another_file(site: Site, renderer: str) -> N
     assert_bare(guest)
 
 
-def test_configures_all_ports_and_second_run_changes_nothing(site: Site) -> None:
+def test_configures_all_ports_and_second_run_changes_nothing(site):
     guests = [guest_named(name) for name in NAMES]
     before = [guest.run(MANAGEMENT_STATE) for guest in guests]
     site.deploy(deploy=FABRIC).assert_succeeded()
@@ -146,7 +146,7 @@ def sent_bytes(guest: Guest, port: str) -> int:
 MEASURE = ("--data", "fabric.measure=true")
 
 
-def test_measures_each_cable_in_both_directions_and_leaves_nothing(site: Site) -> None:
+def test_measures_each_cable_in_both_directions_and_leaves_nothing(site):
     guests = [guest_named(name) for name in NAMES]
     before = {(guest.name, port): sent_bytes(guest, port) for guest in guests for port in PORTS}
     run = site.deploy(*MEASURE, deploy=FABRIC).assert_unchanged()
@@ -171,7 +171,7 @@ def test_measures_each_cable_in_both_directions_and_leaves_nothing(site: Site) -
         assert guest.run("ss -tlnH 'sport >= 20000 and sport < 29000'") == ""
 
 
-def test_reports_slow_cable(site: Site) -> None:
+def test_reports_slow_cable(site):
     guest = guest_named(NAMES[0])
     guest.run("tc qdisc add dev fab1 root tbf rate 50mbit burst 64kb latency 50ms")
     began = time.monotonic()
@@ -183,7 +183,7 @@ def test_reports_slow_cable(site: Site) -> None:
     assert took_s < 120
 
 
-def test_survives_reboot(site: Site) -> None:
+def test_survives_reboot(site):
     guest = guest_named(NAMES[0])
     guest.reboot()
     lay_cables()
@@ -191,7 +191,7 @@ def test_survives_reboot(site: Site) -> None:
     guest.wait(f"ip link show fab1 | grep -q 'mtu {MTU}'", seconds=30)
 
 
-def test_restores_old_network_on_request(site: Site) -> None:
+def test_restores_old_network_on_request(site):
     site.deploy("--data", "fabric.restore=true", deploy=FABRIC).assert_succeeded()
     for guest in map(guest_named, NAMES):
         assert_bare(guest)
@@ -211,7 +211,7 @@ def wait_for_restore(guest: Guest, seconds: float = 120) -> None:
     guest.wait(f"! test -e {TRIAL} && ! {restoring}", seconds=seconds)
 
 
-def test_unconfirmed_trial_is_reverted(site: Site) -> None:
+def test_unconfirmed_trial_is_reverted(site):
     guest = guest_named(NAMES[1])
     start_trial(guest, confirm_s=20)
     wait_for_restore(guest)
@@ -220,7 +220,7 @@ def test_unconfirmed_trial_is_reverted(site: Site) -> None:
     assert_bare(guest)
 
 
-def test_network_that_breaks_login_is_reverted(site: Site, renderer: str) -> None:
+def test_network_that_breaks_login_is_reverted(site, renderer):
     guest = guest_named(NAMES[1])
     before = guest.run(MANAGEMENT_STATE)
     assert "fd00:7::5/64" in before
@@ -237,7 +237,7 @@ def test_network_that_breaks_login_is_reverted(site: Site, renderer: str) -> Non
     assert guest.run(MANAGEMENT_STATE) == before
 
 
-def test_power_cut_ends_trial(site: Site) -> None:
+def test_power_cut_ends_trial(site):
     guest = guest_named(NAMES[1])
     start_trial(guest, confirm_s=600)
     guest.power_cut()
@@ -247,7 +247,7 @@ def test_power_cut_ends_trial(site: Site) -> None:
     assert netplan_files(guest) == []
 
 
-def test_controller_killed_in_trial_leaves_old_or_new_network(site: Site) -> None:
+def test_controller_killed_in_trial_leaves_old_or_new_network(site):
     guest = guest_named(NAMES[1])
     process = site.start(deploy=FABRIC)
     guest.wait(f"test -e {TRIAL} || test -e {FILE}", seconds=120)

@@ -23,7 +23,7 @@ from tests.labkit import CHECKOUT, info
 pytestmark = pytest.mark.usefixtures("close_gateway_afterwards")
 
 
-def test_closed_to_network_by_default(gateway: GatewayHost) -> None:
+def test_closed_to_network_by_default(gateway):
     gateway.deploy_only_gateway()
     assert gateway.listening() == LOOPBACK
     assert gateway.curl(gateway.url()) == "curl 7"
@@ -38,7 +38,7 @@ def other_network(gateway: GatewayHost) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("other_network")
-def test_open_to_containers_but_not_network(gateway: GatewayHost) -> None:
+def test_open_to_containers_but_not_network(gateway):
     run = gateway.deploy_only_gateway(expose="docker")
     bridge = gateway.guest.run("ip -4 -o addr show docker0 | sed 's/.*inet //; s,/.*,,'")
     assert run.changed == [CONFIGURE]
@@ -71,7 +71,7 @@ def tailscale(gateway: GatewayHost, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("tailscale")
-def test_refuses_tailnet_until_up_then_binds_it(gateway: GatewayHost) -> None:
+def test_refuses_tailnet_until_up_then_binds_it(gateway):
     before = gateway.engine()
     refused = gateway.deploy(expose="tailscale")
     assert refused.exit_code != 0
@@ -98,7 +98,7 @@ def test_refuses_tailnet_until_up_then_binds_it(gateway: GatewayHost) -> None:
     gateway.site.deploy().assert_unchanged()
 
 
-def test_network_needs_a_key_and_gets_only_allowed_paths(gateway: GatewayHost) -> None:
+def test_network_needs_a_key_and_gets_only_allowed_paths(gateway):
     gateway.deploy_only_gateway(expose="lan")
     assert {*LOOPBACK, "0.0.0.0"} <= gateway.listening()
     assert gateway.curl(gateway.url()) == "200"
@@ -115,7 +115,7 @@ def test_network_needs_a_key_and_gets_only_allowed_paths(gateway: GatewayHost) -
         assert gateway.curl(gateway.url(path), body=body) == "200", path
 
 
-def test_refuses_requests_over_limits(gateway: GatewayHost) -> None:
+def test_refuses_requests_over_limits(gateway):
     gateway.deploy_only_gateway(expose="lan", max_body_mib=1, max_requests_per_s=2)
     body = {"model": "lab-model", "prompt": "x" * (2 << 20)}
     big = gateway.site.root / "big.json"
@@ -127,7 +127,7 @@ def test_refuses_requests_over_limits(gateway: GatewayHost) -> None:
     assert {request.result() for request in requests} == {"200", "429"}
 
 
-def test_new_key_works_at_once_without_engine_restart(gateway: GatewayHost) -> None:
+def test_new_key_works_at_once_without_engine_restart(gateway):
     gateway.deploy_only_gateway(expose="lan")
     old, engine = gateway.guest.key(), gateway.engine()
     answer = stream(gateway, old)
@@ -147,7 +147,7 @@ def test_new_key_works_at_once_without_engine_restart(gateway: GatewayHost) -> N
     gateway.site.deploy().assert_unchanged()
 
 
-def test_streams_tokens_without_buffering(gateway: GatewayHost) -> None:
+def test_streams_tokens_without_buffering(gateway):
     gateway.deploy_only_gateway(expose="lan")
     answer = stream(gateway, gateway.guest.key(), letters=80)
     assert answer.stdout is not None
@@ -159,7 +159,7 @@ def test_streams_tokens_without_buffering(gateway: GatewayHost) -> None:
     assert arrivals[-1] - arrivals[0] > 0.8
 
 
-def test_drain_finishes_running_answers_and_refuses_new_requests(gateway: GatewayHost) -> None:
+def test_drain_finishes_running_answers_and_refuses_new_requests(gateway):
     gateway.deploy_only_gateway(expose="lan", drain_s=10)
     key, before = gateway.guest.key(), gateway.guest.serving()
     gateway.site.choose(profile="v2-tq")

@@ -17,7 +17,7 @@ def private_ca(gateway: GatewayHost) -> dict[str, Any]:
     return {"expose": "lan", "tls": "private-ca", "ca_dir": str(gateway.site.root / "ca")}
 
 
-def test_private_ca_issues_and_renews_certificates(gateway: GatewayHost) -> None:
+def test_private_ca_issues_and_renews_certificates(gateway):
     private = private_ca(gateway)
     gateway.deploy_only_gateway(**private)
     shown = gateway.connect()
@@ -77,7 +77,7 @@ def own_certificate(
     }  # fmt: skip
 
 
-def test_own_certificate_is_checked_before_connecting_and_then_served(gateway: GatewayHost) -> None:
+def test_own_certificate_is_checked_before_connecting_and_then_served(gateway):
     right = own_certificate(gateway, f"IP:{gateway.guest.ip}")
     wrong_name = own_certificate(gateway, "DNS:other.example.org", "name")
     wrong_key = {**right, "tls_key": wrong_name["tls_key"]}
@@ -100,7 +100,7 @@ def test_own_certificate_is_checked_before_connecting_and_then_served(gateway: G
     assert gateway.guest.run("ls /etc/spark/gateway") == "main.json"
 
 
-def test_secrets_are_in_no_output_argv_or_log(gateway: GatewayHost) -> None:
+def test_secrets_are_in_no_output_argv_or_log(gateway):
     key = "a-key-of-my-own-0123456789"
     key_file = gateway.site.root / "api-key"
     key_file.write_text(key + "\n")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import safetensors
 
-from tests.host.conftest import Fleet
 from tests.labkit import Guest, info, lab
 
 FULL = {"layout": "full", "keep_base": True}
@@ -44,9 +43,7 @@ def plain_name(name: str) -> str:
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 
-def test_both_layouts_have_equal_tensors_and_base_can_be_deleted(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_both_layouts_have_equal_tensors_and_base_can_be_deleted(fleet, tmp_path):
     fleet.settle()
     guest = fleet.guests[0]
     only = ("--limit", guest.name)
@@ -81,7 +78,7 @@ def test_both_layouts_have_equal_tensors_and_base_can_be_deleted(
     assert guest.serving() == serving
 
 
-def test_large_files_can_live_on_another_disk(fleet: Fleet) -> None:
+def test_large_files_can_live_on_another_disk(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     only = ("--limit", guest.name)
@@ -103,9 +100,7 @@ def test_large_files_can_live_on_another_disk(fleet: Fleet) -> None:
     assert guest.answers()
 
 
-def test_prebuilt_hybrid_is_compared_with_fp8_source_and_served(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_prebuilt_hybrid_is_compared_with_fp8_source_and_served(fleet, tmp_path):
     fleet.settle()
     guest = fleet.guests[0]
     only = ("--limit", guest.name)
@@ -129,7 +124,7 @@ def test_prebuilt_hybrid_is_compared_with_fp8_source_and_served(
 
 
 @pytest.mark.engine
-def test_real_engine_serves_full_layout_without_base(fleet: Fleet) -> None:
+def test_real_engine_serves_full_layout_without_base(fleet):
     guest = fleet.guests[0]
     lab("prepare", "--engine", "cpu")
     fleet.settle()

@@ -28,9 +28,7 @@ def is_held(guest: Guest) -> bool:
     return "yes" in guest.run(f"test -e {LEASE} && echo yes || :")
 
 
-def test_second_controller_is_refused_and_changes_nothing(
-    sites: tuple[Site, Site], guest: Guest
-) -> None:
+def test_second_controller_is_refused_and_changes_nothing(sites, guest):
     ann, ben = sites
     first = ann.start(deploy=DEPLOY)
     guest.wait(f"test -e {LEASE}")
@@ -49,9 +47,7 @@ def test_second_controller_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("signal_sent", [signal.SIGKILL, signal.SIGINT])
-def test_interrupted_run_does_not_block_next_run(
-    sites: tuple[Site, Site], guest: Guest, signal_sent: signal.Signals
-) -> None:
+def test_interrupted_run_does_not_block_next_run(sites, guest, signal_sent):
     ann, ben = sites
     guest.run(f"rm -f {DRIVER_HOLD}; systemctl stop docker.socket docker")
     run = ann.start(deploy=DEPLOY)

@@ -33,13 +33,13 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     return Walk(owner, guest_named(name), owner.run(*up, "-y"))
 
 
-def test_first_server_takes_two_commands(walk: Walk) -> None:
+def test_first_server_takes_two_commands(walk):
     assert walk.first.returncode == 0, walk.first.stdout[-4000:] + walk.first.stderr[-2000:]
     assert (len(walk.owner.commands), walk.owner.edits) == (2, 0)
     assert walk.guest.answers()
 
 
-def test_switch_takes_one_edit_and_one_command(walk: Walk) -> None:
+def test_switch_takes_one_edit_and_one_command(walk):
     before = len(walk.owner.commands)
     [switch], [rollback] = typed_commands("switch model or profile"), typed_commands("roll back")
     walk.owner.set_profile("agent")
@@ -52,7 +52,7 @@ def test_switch_takes_one_edit_and_one_command(walk: Walk) -> None:
     assert (walk.owner.edits, len(walk.owner.commands) - before) == (1, 2)
 
 
-def test_up_after_rollback_restarts_nothing(walk: Walk) -> None:
+def test_up_after_rollback_restarts_nothing(walk):
     before = walk.guest.invocation()
     walk.owner.set_profile("v2")
     done = walk.owner.run("up", "-y")
@@ -60,7 +60,7 @@ def test_up_after_rollback_restarts_nothing(walk: Walk) -> None:
     assert walk.guest.invocation() == before
 
 
-def test_client_needs_two_commands_without_copying_a_key(walk: Walk) -> None:
+def test_client_needs_two_commands_without_copying_a_key(walk):
     tunnel, [evaluated] = typed_commands("connect through an SSH tunnel")
     assert evaluated == "$(spark-deploy connect spark-1 --for env)"
     with walk.owner.running(*tunnel):
@@ -74,7 +74,7 @@ def test_client_needs_two_commands_without_copying_a_key(walk: Walk) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "35352137"), done.stderr
 
 
-def test_one_command_frees_the_gpu(walk: Walk) -> None:
+def test_one_command_frees_the_gpu(walk):
     [stop] = typed_commands("free the GPU")
     stopped = walk.owner.run(*stop)
     assert stopped.returncode == 0, stopped.stderr
@@ -91,16 +91,14 @@ def test_one_command_frees_the_gpu(walk: Walk) -> None:
         ("measure speed", ("--protocol", "seeds", "--out", "bench"), r"tok/s"),
     ],
 )
-def test_status_job_takes_one_command(
-    walk: Walk, job: str, options: tuple[str, ...], answer: str
-) -> None:
+def test_status_job_takes_one_command(walk, job, options, answer):
     [typed] = typed_commands(job)
     done = walk.owner.run(*typed, *options)
     assert done.returncode == 0, done.stderr
     assert re.search(answer, done.stdout), done.stdout
 
 
-def test_schedule_takes_one_edit_and_one_command(walk: Walk) -> None:
+def test_schedule_takes_one_edit_and_one_command(walk):
     [up], path = typed_commands("switch by time of day"), walk.owner.folder / "group_vars/all.yml"
     before = path.read_text()
     pairs = [{"model": "lab-stub", "profile": name} for name in ("v2", "agent")]
@@ -114,13 +112,13 @@ def test_schedule_takes_one_edit_and_one_command(walk: Walk) -> None:
     path.write_text(before)
 
 
-def test_all_parts_log_to_one_stream(walk: Walk) -> None:
+def test_all_parts_log_to_one_stream(walk):
     output = walk.owner.run("logs", "-n", "400").stdout
     parts = ("engine", "gateway", "watch")
     assert [part for part in parts if part not in output] == []
 
 
-def test_uninstall_and_unbootstrap_take_one_command_each(walk: Walk) -> None:
+def test_uninstall_and_unbootstrap_take_one_command_each(walk):
     [uninstall], [unbootstrap] = typed_commands("uninstall"), typed_commands("revoke access")
     removed = walk.owner.run(*uninstall, "-y")
     assert removed.returncode == 0, removed.stdout[-4000:] + removed.stderr

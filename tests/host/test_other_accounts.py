@@ -44,7 +44,7 @@ def run_as(account: str, gateway: GatewayHost, command: str) -> str:
 
 
 @pytest.mark.parametrize("account", [MALLORY, ENGINE], ids=["account", "engine"])
-def test_other_account_cannot_write_managed_files(gateway: GatewayHost, account: str) -> None:
+def test_other_account_cannot_write_managed_files(gateway, account):
     paths = run_as(account, gateway, f"find {MANAGED} -not -type l -writable").splitlines()
     own = ("/run/spark/engines/main", "/srv/spark/cache/") if account == ENGINE else ()
     assert [path for path in paths if not path.startswith(own)] == []
@@ -52,7 +52,7 @@ def test_other_account_cannot_write_managed_files(gateway: GatewayHost, account:
         assert run_as(account, gateway, f"test -w {parent} && echo writable") == ""
 
 
-def test_other_account_cannot_read_secrets(gateway: GatewayHost) -> None:
+def test_other_account_cannot_read_secrets(gateway):
     key = gateway.guest.key()
     assert run_as(MALLORY, gateway, "cat /etc/spark/api-key") == ""
     run_as(MALLORY, gateway, f"find {PLACES} -type f -readable -print0 > /tmp/readable; :")
@@ -70,7 +70,7 @@ def test_other_account_cannot_read_secrets(gateway: GatewayHost) -> None:
         assert key not in output
 
 
-def test_other_account_cannot_control_units_or_containers(gateway: GatewayHost) -> None:
+def test_other_account_cannot_control_units_or_containers(gateway):
     assert run_as(MALLORY, gateway, "docker ps && echo yes") == ""
     assert run_as(MALLORY, gateway, "sudo -n true && echo yes") == ""
     unit = gateway.guest.serving()[0]
@@ -84,7 +84,7 @@ def test_other_account_cannot_control_units_or_containers(gateway: GatewayHost) 
     assert run_as(MALLORY, gateway, "cat /run/spark/*.env /var/lib/spark/answers/*") == ""
 
 
-def test_prompts_are_stored_nowhere(gateway: GatewayHost) -> None:
+def test_prompts_are_stored_nowhere(gateway):
     # Generated on the host, because sudo logs the commands of this test.
     output = gateway.guest.run(SEND_SECRET_WORD)
     word = gateway.guest.run("cat /root/word")
@@ -98,7 +98,7 @@ def test_prompts_are_stored_nowhere(gateway: GatewayHost) -> None:
     assert paths == ""
 
 
-def test_unmanaged_container_can_connect_only_to_ssh(gateway: GatewayHost) -> None:
+def test_unmanaged_container_can_connect_only_to_ssh(gateway):
     # Like a container on Docker's bridge.
     gateway.guest.run(
         "ip netns add neighbour; ip link add nb0 type veth peer name nb1; "
@@ -114,7 +114,7 @@ def test_unmanaged_container_can_connect_only_to_ssh(gateway: GatewayHost) -> No
     assert set(out.splitlines()) == {"172.17.0.1 22", f"{gateway.guest.ip} 22"}
 
 
-def test_network_can_connect_only_to_ssh(gateway: GatewayHost) -> None:
+def test_network_can_connect_only_to_ssh(gateway):
     paths = []
     for port in range(1, 65536):
         with socket.socket() as probe:

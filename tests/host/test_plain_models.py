@@ -106,9 +106,7 @@ def task_of(site: Site, model: str) -> str:
 
 
 @pytest.mark.parametrize("model", DECODERS)
-def test_adds_and_proves_decoder(
-    site: Site, guest: Guest, model: str, rows: list[dict[str, Any]]
-) -> None:
+def test_adds_and_proves_decoder(site, guest, model, rows):
     add_or_fail(site, f"org/{model}")
     deploy_s = deploy_model(site, model)
 
@@ -118,7 +116,7 @@ def test_adds_and_proves_decoder(
     rows.append(row_of(site, guest, model, deploy_s))
 
 
-def test_adds_and_proves_embedder(site: Site, guest: Guest, rows: list[dict[str, Any]]) -> None:
+def test_adds_and_proves_embedder(site, guest, rows):
     add_or_fail(site, "org/tiny-embedder")
     assert task_of(site, "tiny-embedder") == "embedding"
     deploy_s = deploy_model(site, "tiny-embedder")
@@ -129,7 +127,7 @@ def test_adds_and_proves_embedder(site: Site, guest: Guest, rows: list[dict[str,
     rows.append(row_of(site, guest, "tiny-embedder", deploy_s))
 
 
-def test_adds_and_proves_reranker(site: Site, guest: Guest, rows: list[dict[str, Any]]) -> None:
+def test_adds_and_proves_reranker(site, guest, rows):
     add_or_fail(site, "org/tiny-reranker")
     assert task_of(site, "tiny-reranker") == "reranking"
     deploy_s = deploy_model(site, "tiny-reranker")
@@ -140,7 +138,7 @@ def test_adds_and_proves_reranker(site: Site, guest: Guest, rows: list[dict[str,
     rows.append(row_of(site, guest, "tiny-reranker", deploy_s))
 
 
-def test_plans_unknown_kv_cache_with_engine_measurement(site: Site, guest: Guest) -> None:
+def test_plans_unknown_kv_cache_with_engine_measurement(site, guest):
     add_or_fail(site, "org/tiny-odd")
     deploy_model(site, "tiny-odd")
     assert planned(site)["memory"]["kv_tokens"] is None
@@ -152,9 +150,7 @@ def test_plans_unknown_kv_cache_with_engine_measurement(site: Site, guest: Guest
     site.deploy().assert_unchanged()
 
 
-def test_fetches_drafter_and_accepts_drafts(
-    site: Site, guest: Guest, rows: list[dict[str, Any]]
-) -> None:
+def test_fetches_drafter_and_accepts_drafts(site, guest, rows):
     add_or_fail(site, "org/tiny-qwen3")
     path = site.root / "catalog/models/tiny-qwen3.yml"
     path.write_text(

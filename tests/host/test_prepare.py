@@ -3,13 +3,13 @@ import subprocess
 import pytest
 
 from tests.host import prepared_host as steps
-from tests.host.prepared_host import Prepared, prepared
+from tests.host.prepared_host import prepared
 from tests.labkit import Guest, info
 
 __all__ = ["prepared"]
 
 
-def test_containers_of_prepared_host_see_gpu(prepared: Prepared) -> None:
+def test_containers_of_prepared_host_see_gpu(prepared):
     guest = prepared.guest
     assert "nvidia" in guest.json("docker info --format '{{json .Runtimes}}'")
     listed = guest.run(f"docker run --rm --runtime=nvidia {prepared.image()} nvidia-smi -L")
@@ -20,11 +20,11 @@ def test_containers_of_prepared_host_see_gpu(prepared: Prepared) -> None:
     assert guest.run("ss -Hltn 'sport = :80'") == ""
 
 
-def test_second_run_changes_nothing(prepared: Prepared) -> None:
+def test_second_run_changes_nothing(prepared):
     prepared.run().assert_unchanged()
 
 
-def test_does_not_change_driver_packages(prepared: Prepared) -> None:
+def test_does_not_change_driver_packages(prepared):
     now = prepared.guest.run("dpkg-query -W -f '${Package} ${Version}\\n'").splitlines()
     before = prepared.installed.splitlines()
     assert set(before) <= set(now)  # nothing upgraded, nothing removed
@@ -72,13 +72,13 @@ DRIFT = {
 
 
 @pytest.mark.parametrize("name", DRIFT)
-def test_repairs_only_the_change(prepared: Prepared, name: str) -> None:
+def test_repairs_only_the_change(prepared, name):
     command, expected = DRIFT[name]
     prepared.guest.run(command)
     assert prepared.run().changed == expected
 
 
-def test_dry_run_predicts_repairs(prepared: Prepared) -> None:
+def test_dry_run_predicts_repairs(prepared):
     prepared.guest.run(
         f"{DRIFT['package source edited'][0]}; rm -rf /var/lib/spark/jobs; "
         "systemctl stop docker docker.socket; systemctl unmask hibernate.target"
@@ -89,7 +89,7 @@ def test_dry_run_predicts_repairs(prepared: Prepared) -> None:
     again.assert_unchanged()
 
 
-def test_stops_only_named_containers(prepared: Prepared) -> None:
+def test_stops_only_named_containers(prepared):
     guest = prepared.guest
     guest.run(
         f"docker tag {prepared.image()} ollama/ollama:1; docker run -d --name ollama "
@@ -105,7 +105,7 @@ def test_stops_only_named_containers(prepared: Prepared) -> None:
     assert left["HostConfig"]["RestartPolicy"]["Name"] == "no"
 
 
-def test_keeps_unmanaged_daemon_json_keys_and_running_containers(prepared: Prepared) -> None:
+def test_keeps_unmanaged_daemon_json_keys_and_running_containers(prepared):
     guest = prepared.guest
     guest.run(
         'echo \'{"log-opts": {"max-size": "10m"}, "labels": ["a=b"]}\' '
@@ -125,7 +125,7 @@ def test_keeps_unmanaged_daemon_json_keys_and_running_containers(prepared: Prepa
     assert "nvidia" in merged["runtimes"]
 
 
-def test_waits_for_package_lock_and_names_its_holder(prepared: Prepared) -> None:
+def test_waits_for_package_lock_and_names_its_holder(prepared):
     guest = prepared.guest
     guest.run(
         "apt-get remove -qy jq; systemd-run -q --unit=holder python3 -c 'import fcntl, time; "
@@ -147,7 +147,7 @@ def test_waits_for_package_lock_and_names_its_holder(prepared: Prepared) -> None
     prepared.run().assert_unchanged()
 
 
-def test_ignores_a_broken_third_party_apt_source(prepared: Prepared) -> None:
+def test_ignores_a_broken_third_party_apt_source(prepared):
     guest = prepared.guest
     guest.run(
         "apt-get remove -qy jq; "
@@ -158,7 +158,7 @@ def test_ignores_a_broken_third_party_apt_source(prepared: Prepared) -> None:
     assert run.changed == [steps.PACKAGES]
 
 
-def test_host_protection_is_optional(prepared: Prepared) -> None:
+def test_host_protection_is_optional(prepared):
     guest = prepared.guest
     target = guest.run("systemctl get-default")
     assert guest.run("systemctl is-active earlyoom", check=False) == "inactive"
@@ -177,7 +177,7 @@ def test_host_protection_is_optional(prepared: Prepared) -> None:
     assert prepared.run().changed == [steps.LOGIN]
 
 
-def test_sets_and_restores_compaction(prepared: Prepared) -> None:
+def test_sets_and_restores_compaction(prepared):
     guest, step = prepared.guest, "Base | Set the kernel's compaction"
     read = "cat /proc/sys/vm/compaction_proactiveness"
     with prepared.site.chosen(base={"compaction_proactiveness": 0}):
@@ -196,7 +196,7 @@ def can_use_docker(guest: Guest) -> bool:
     return done.returncode == 0
 
 
-def test_listed_user_can_use_docker_from_next_login(prepared: Prepared) -> None:
+def test_listed_user_can_use_docker_from_next_login(prepared):
     guest = prepared.guest
     assert guest.run("getent group docker").endswith(":")
     assert not can_use_docker(guest)
@@ -206,7 +206,7 @@ def test_listed_user_can_use_docker_from_next_login(prepared: Prepared) -> None:
     prepared.run().assert_unchanged()
 
 
-def test_reboot_changes_nothing(prepared: Prepared) -> None:
+def test_reboot_changes_nothing(prepared):
     prepared.guest.reboot()
     prepared.guest.wait("systemctl is-active docker", seconds=60)
     prepared.run().assert_unchanged()

@@ -69,7 +69,7 @@ def execute(prepared: Prepared, command: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_refuses_before_any_change(prepared: Prepared, name: str) -> None:
+def test_refuses_before_any_change(prepared, name):
     cause, repair, words = PROBLEMS[name]
     execute(prepared, cause)
     # A run that got further would create this again.
@@ -84,7 +84,7 @@ def test_refuses_before_any_change(prepared: Prepared, name: str) -> None:
     prepared.guest.run("mkdir -p /var/lib/spark/switch")
 
 
-def test_quotes_docker_start_error(prepared: Prepared) -> None:
+def test_quotes_docker_start_error(prepared):
     guest = prepared.guest
     wrong = {**guest.json("cat /etc/docker/daemon.json"), "no-such-key": 1}
     guest.run(
@@ -100,7 +100,7 @@ def test_quotes_docker_start_error(prepared: Prepared) -> None:
     assert prepared.run().changed == [RUNNING]
 
 
-def test_rejects_repository_key_with_wrong_digest(prepared: Prepared) -> None:
+def test_rejects_repository_key_with_wrong_digest(prepared):
     guest = prepared.guest
     guest.run("rm -f /etc/apt/keyrings/spark-* /etc/apt/sources.list.d/spark-*")
     guest.run("apt-get remove -qy cuda-toolkit-13-0")
@@ -120,7 +120,7 @@ def test_rejects_repository_key_with_wrong_digest(prepared: Prepared) -> None:
     assert prepared.run().changed == [CUDA_REPOSITORY, CUDA_TOOLKIT]
 
 
-def test_refuses_package_that_changes_driver(prepared: Prepared) -> None:
+def test_refuses_package_that_changes_driver(prepared):
     guest = prepared.guest
     guest.run(
         """set -e; mkdir -p /srv/repo/a/DEBIAN /srv/repo/b/DEBIAN; cd /srv/repo

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import pytest
 
 from spark_deploy.config.catalog.load import read_catalog
-from tests.host.conftest import Fleet
 from tests.labkit import Guest, lab
 
 pytestmark = pytest.mark.gate
@@ -58,7 +57,7 @@ class Served:
         )
 
 
-def test_switch_and_return_share_one_checkpoint(fleet: Fleet) -> None:
+def test_switch_and_return_share_one_checkpoint(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     first, argv = Served.on(guest), guest.argv()
@@ -87,7 +86,7 @@ def test_switch_and_return_share_one_checkpoint(fleet: Fleet) -> None:
     fleet.site.deploy().assert_unchanged()
 
 
-def test_serves_every_alias(fleet: Fleet) -> None:
+def test_serves_every_alias(fleet):
     fleet.settle(serve={"names": ["spark", "qwen", "assistant"]})
     guest = fleet.guests[0]
 
@@ -97,7 +96,7 @@ def test_serves_every_alias(fleet: Fleet) -> None:
 
 
 @pytest.mark.engine
-def test_real_engine_serves_built_hybrid(fleet: Fleet) -> None:
+def test_real_engine_serves_built_hybrid(fleet):
     guest = fleet.guests[0]
     lab("prepare", "--engine", "cpu")
     fleet.settle()

@@ -1,18 +1,17 @@
 import time
 
-from tests.host.conftest import Fleet
 from tests.runs import read_output
 
 LONGEST_SILENCE_S = 10
 
 
-def test_first_run_prints_progress(fleet: Fleet) -> None:
+def test_first_run_prints_progress(fleet):
     # Packages, Docker, downloads, the build and both engines.
     assert fleet.first.seconds > 3 * LONGEST_SILENCE_S
     assert fleet.first.silence.seconds <= LONGEST_SILENCE_S, fleet.first.silence
 
 
-def test_slow_job_and_slow_engine_print_progress(fleet: Fleet) -> None:
+def test_slow_job_and_slow_engine_print_progress(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     job_s, load_s = 15, 40

@@ -55,7 +55,7 @@ def serve_base_profile(fleet: Fleet) -> tuple[Guest, str]:
 
 
 @pytest.mark.usefixtures("foreign_image_and_model")
-def test_prune_removes_what_dry_run_lists(fleet: Fleet) -> None:
+def test_prune_removes_what_dry_run_lists(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     first = guest.release()
@@ -85,7 +85,7 @@ def test_prune_removes_what_dry_run_lists(fleet: Fleet) -> None:
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
 
 
-def test_removes_unneeded_checkpoint(fleet: Fleet) -> None:
+def test_removes_unneeded_checkpoint(fleet):
     guest, serving = serve_base_profile(fleet)
     tree = guest.run("ls -d /srv/spark/models/lab-*")
     free = int(guest.run("df --output=avail -B1 /srv/spark | tail -1"))
@@ -103,7 +103,7 @@ def test_removes_unneeded_checkpoint(fleet: Fleet) -> None:
     assert guest.answers()
 
 
-def test_prepared_pair_needs_no_download_or_build_at_rollout(fleet: Fleet) -> None:
+def test_prepared_pair_needs_no_download_or_build_at_rollout(fleet):
     guest, serving = serve_base_profile(fleet)
     prune(fleet, guest).assert_succeeded()
     before = guest.invocation()

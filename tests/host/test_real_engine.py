@@ -1,5 +1,4 @@
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,9 +61,7 @@ def compare(guest: Guest, release: str) -> dict[str, Any]:
     return result
 
 
-def test_clients_get_right_answers_or_503_while_profiles_switch(
-    site: Site, recorded: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_clients_get_right_answers_or_503_while_profiles_switch(site, recorded, record_property):
     guest = guest_named(NAME)
     first, tree = guest.release(), guest.run("ls -i1 /srv/spark/models/*/*.safetensors")
     with clients(guest, guest.names()[0], count=1, **REQUEST) as answers:
@@ -93,7 +90,7 @@ def test_clients_get_right_answers_or_503_while_profiles_switch(
     site.deploy().assert_unchanged()
 
 
-def test_release_gives_same_answers_after_round_trip(site: Site, recorded: str) -> None:
+def test_release_gives_same_answers_after_round_trip(site, recorded):
     guest = guest_named(NAME)
     before = guest.run(f"sha256sum {ANSWERS}/*")
     result = compare(guest, recorded)
@@ -102,7 +99,7 @@ def test_release_gives_same_answers_after_round_trip(site: Site, recorded: str) 
     assert guest.run(f"sha256sum {ANSWERS}/*") == before
 
 
-def test_other_profile_gives_similar_answers(site: Site, recorded: str) -> None:
+def test_other_profile_gives_similar_answers(site, recorded):
     guest = guest_named(NAME)
     site.choose(profile="v2-tq")
     site.deploy().assert_succeeded()

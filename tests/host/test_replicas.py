@@ -86,7 +86,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
     lab("down", FIRST, SECOND)
 
 
-def test_each_address_uses_both_hosts_and_second_run_changes_nothing(replicas: Replicas) -> None:
+def test_each_address_uses_both_hosts_and_second_run_changes_nothing(replicas):
     before = replicas.answer_counts()
     for guest in replicas.guests:
         for _ in range(6):
@@ -97,9 +97,7 @@ def test_each_address_uses_both_hosts_and_second_run_changes_nothing(replicas: R
 
 
 @pytest.mark.parametrize("replica", ["first", "second"])
-def test_clients_do_not_see_an_error_if_a_replica_is_killed(
-    replicas: Replicas, replica: str
-) -> None:
+def test_clients_do_not_see_an_error_if_a_replica_is_killed(replicas, replica):
     guest: Guest = getattr(replicas, replica)
     with Clients(replicas.first) as clients:
         time.sleep(2)
@@ -109,7 +107,7 @@ def test_clients_do_not_see_an_error_if_a_replica_is_killed(
     guest.wait("curl -fsS http://127.0.0.1:8000/health", seconds=200)
 
 
-def test_power_loss_of_replica_fails_only_running_requests(replicas: Replicas) -> None:
+def test_power_loss_of_replica_fails_only_running_requests(replicas):
     with Clients(replicas.first) as clients:
         time.sleep(2)
         lab("break", "kill-guest", SECOND)
@@ -121,7 +119,7 @@ def test_power_loss_of_replica_fails_only_running_requests(replicas: Replicas) -
     assert clients.answers["right"] > 40
 
 
-def test_rollout_drains_replicas_one_by_one_unnoticed_by_clients(replicas: Replicas) -> None:
+def test_rollout_drains_replicas_one_by_one_unnoticed_by_clients(replicas):
     before = [guest.release() for guest in replicas.guests]
     replicas.site.choose(engine={"environment": {"STUB_SOMETHING": "else"}})
     with Clients(replicas.first) as clients:

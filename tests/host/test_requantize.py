@@ -89,7 +89,7 @@ def completed_blocks(name: str) -> list[str]:
     return json.loads(text)["completed_blocks"] if text else []
 
 
-def test_killed_job_resumes_after_its_last_block(site: Site) -> None:
+def test_killed_job_resumes_after_its_last_block(site):
     guest = guest_named(NAME)
     results: list[subprocess.CompletedProcess[str]] = []
     first = threading.Thread(target=lambda: results.append(requantize(site)))
@@ -116,7 +116,7 @@ def test_killed_job_resumes_after_its_last_block(site: Site) -> None:
     assert guest.run(f"ls -d {Path(tree).parent}/.*.partial 2>/dev/null || :") == ""
 
 
-def test_real_engine_serves_hybrid_on_requantized_base(site: Site) -> None:
+def test_real_engine_serves_hybrid_on_requantized_base(site):
     guest = guest_named(NAME)
     site.choose(checkpoint={"source": "requantized"})
     site.deploy().assert_succeeded()
@@ -125,7 +125,7 @@ def test_real_engine_serves_hybrid_on_requantized_base(site: Site) -> None:
     site.deploy().assert_unchanged()
 
 
-def test_peer_copies_checkpoint_without_original(site: Site) -> None:
+def test_peer_copies_checkpoint_without_original(site):
     site.hosts = [NAME, OTHER]
     site.deploy().assert_succeeded()
     first, other = guest_named(NAME), guest_named(OTHER)

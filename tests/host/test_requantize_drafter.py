@@ -45,7 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return site
 
 
-def test_job_packs_drafter_as_listed(site: Site) -> None:
+def test_job_packs_drafter_as_listed(site):
     guest = guest_named(NAME)
     done = requantize(site)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -65,7 +65,7 @@ def test_job_packs_drafter_as_listed(site: Site) -> None:
         assert quantization["extra_config"][module]["bits"] == 16
 
 
-def test_hybrid_accepts_drafts(site: Site) -> None:
+def test_hybrid_accepts_drafts(site):
     guest = guest_named(NAME)
     site.choose(checkpoint={"source": "requantized"})
     site.deploy().assert_succeeded()

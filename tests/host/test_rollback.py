@@ -11,7 +11,7 @@ def rollback(fleet: Fleet, *arguments: str, dry: bool = False) -> Run:
     return fleet.site.deploy(*arguments, dry=dry, deploy="deploys/rollback.py")
 
 
-def test_rollback_shows_both_releases_and_next_deploy_reports_it(fleet: Fleet) -> None:
+def test_rollback_shows_both_releases_and_next_deploy_reports_it(fleet):
     fleet.settle()
     first = [guest.release() for guest in fleet.guests]
     fleet.site.choose(profile="v2-tq")
@@ -42,7 +42,7 @@ def test_rollback_shows_both_releases_and_next_deploy_reports_it(fleet: Fleet) -
     assert "was rolled back" not in fleet.site.deploy().assert_unchanged().stderr
 
 
-def test_rolls_back_to_named_release(fleet: Fleet) -> None:
+def test_rolls_back_to_named_release(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     only, named = ("--limit", guest.name), guest.release()
@@ -69,7 +69,7 @@ def start_afterwards(fleet: Fleet) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("start_afterwards")
-def test_stop_survives_reboot_and_deploy_until_start(fleet: Fleet) -> None:
+def test_stop_survives_reboot_and_deploy_until_start(fleet):
     fleet.settle()
     guest, other = fleet.guests
     only, release, of_other = ("--limit", guest.name), guest.release(), footprint(other)

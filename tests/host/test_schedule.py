@@ -18,7 +18,7 @@ def unschedule_afterwards(gateway: GatewayHost) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unschedule_afterwards")
-def test_switches_at_scheduled_time_and_deploy_keeps_it(gateway: GatewayHost) -> None:
+def test_switches_at_scheduled_time_and_deploy_keeps_it(gateway):
     guest, site = gateway.guest, gateway.site
     day = guest.release()
     soon = guest.run("date -d '+5 minutes' +%H:%M").strip()
@@ -51,7 +51,7 @@ def test_switches_at_scheduled_time_and_deploy_keeps_it(gateway: GatewayHost) ->
 
 
 @pytest.mark.usefixtures("unschedule_afterwards")
-def test_refuses_time_that_systemd_rejects(gateway: GatewayHost) -> None:
+def test_refuses_time_that_systemd_rejects(gateway):
     gateway.site.choose(keep_ready=[NIGHT], schedule=[{"at": "25:99", **DAY}])
     run = gateway.deploy()
     assert run.exit_code != 0
@@ -60,7 +60,7 @@ def test_refuses_time_that_systemd_rejects(gateway: GatewayHost) -> None:
 
 
 @pytest.mark.usefixtures("unschedule_afterwards")
-def test_timed_stop_ends_despite_reboot(gateway: GatewayHost) -> None:
+def test_timed_stop_ends_despite_reboot(gateway):
     guest = gateway.guest
     release = guest.release()
     code, output = gateway.site.cli_output("stop", NAME, "--for", "2m")

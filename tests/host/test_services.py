@@ -31,7 +31,7 @@ def guest(fleet: Fleet) -> Iterator[Guest]:
     fleet.settle()
 
 
-def test_deploys_second_service_and_second_run_changes_nothing(fleet: Fleet, guest: Guest) -> None:
+def test_deploys_second_service_and_second_run_changes_nothing(fleet, guest):
     first = fleet.settle(guest, services={"second": SECOND})
     assert "Serve | Start new services" in first.changed
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
@@ -49,7 +49,7 @@ def test_deploys_second_service_and_second_run_changes_nothing(fleet: Fleet, gue
     assert status_json["services"][0]["proof"]["current"]
 
 
-def test_rollout_of_one_service_keeps_engine_of_the_other(fleet: Fleet, guest: Guest) -> None:
+def test_rollout_of_one_service_keeps_engine_of_the_other(fleet, guest):
     fleet.settle(guest, services={"second": SECOND})
     before = containers(guest)
     fleet.settle(guest, services={"second": {**SECOND, "profile": "v2"}})
@@ -58,7 +58,7 @@ def test_rollout_of_one_service_keeps_engine_of_the_other(fleet: Fleet, guest: G
     assert after["second"] != before["second"]
 
 
-def test_bad_second_service_rolls_back_while_first_serves(fleet: Fleet, guest: Guest) -> None:
+def test_bad_second_service_rolls_back_while_first_serves(fleet, guest):
     fleet.settle(guest, services={"second": SECOND})
     before = containers(guest)
     fleet.site.choose(services={"second": {**SECOND, **BAD}})
@@ -67,7 +67,7 @@ def test_bad_second_service_rolls_back_while_first_serves(fleet: Fleet, guest: G
     assert both_answer(guest)
 
 
-def test_both_serve_after_reboot(fleet: Fleet, guest: Guest) -> None:
+def test_both_serve_after_reboot(fleet, guest):
     fleet.settle(guest, services={"second": SECOND})
     guest.reboot()
     guest.wait("test $(systemctl is-active 'spark-serve@*' | grep -cx active) = 2", seconds=120)
@@ -75,7 +75,7 @@ def test_both_serve_after_reboot(fleet: Fleet, guest: Guest) -> None:
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
 
 
-def test_stops_and_starts_one_service_or_all(fleet: Fleet, guest: Guest) -> None:
+def test_stops_and_starts_one_service_or_all(fleet, guest):
     fleet.settle(guest, services={"second": SECOND})
     assert fleet.site.cli("stop", "--limit", guest.name, "--service", "second").returncode == 0
     assert set(containers(guest)) == {"main"}
@@ -86,7 +86,7 @@ def test_stops_and_starts_one_service_or_all(fleet: Fleet, guest: Guest) -> None
     assert both_answer(guest)
 
 
-def test_service_removed_from_settings_is_stopped_and_pruned(fleet: Fleet, guest: Guest) -> None:
+def test_service_removed_from_settings_is_stopped_and_pruned(fleet, guest):
     fleet.settle(guest, services={"second": SECOND})
     release = next(unit for unit in guest.boots() if "@second-" in unit)
     fleet.site.reset("services")

@@ -3,7 +3,7 @@ import socket
 import subprocess
 from typing import Any
 
-from tests.host.conftest import FIRST, SECOND, Fleet
+from tests.host.conftest import FIRST, SECOND
 from tests.labkit import wait_for_port
 
 
@@ -13,7 +13,7 @@ def row(text: str, title: str) -> str:
     return rows[0].removeprefix(title).strip()
 
 
-def test_doctor_checks_bare_host_without_changing_it(fleet: Fleet) -> None:
+def test_doctor_checks_bare_host_without_changing_it(fleet):
     alone, both = fleet.bare.doctor_first, fleet.bare.doctor_both
     assert alone.returncode == 0, alone.stdout + alone.stderr
     assert "NVIDIA GB10" in row(alone.stdout, "gpu")
@@ -26,7 +26,7 @@ def test_doctor_checks_bare_host_without_changing_it(fleet: Fleet) -> None:
     assert "Traceback" not in alone.stderr + both.stderr
 
 
-def test_status_and_doctor_report_findings_of_daily_check(fleet: Fleet) -> None:
+def test_status_and_doctor_report_findings_of_daily_check(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     timer = guest.unit("spark-daily.timer", "UnitFileState", "ActiveState")
@@ -41,7 +41,7 @@ def test_status_and_doctor_report_findings_of_daily_check(fleet: Fleet) -> None:
     assert watch not in repaired.stdout
 
 
-def test_status_shows_release_and_differences_from_plan(fleet: Fleet) -> None:
+def test_status_shows_release_and_differences_from_plan(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     release = guest.release()
@@ -61,7 +61,7 @@ def test_status_shows_release_and_differences_from_plan(fleet: Fleet) -> None:
     assert "gateway" in row(shut.stdout, "plan")
 
 
-def test_printed_connect_commands_work(fleet: Fleet) -> None:
+def test_printed_connect_commands_work(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     printed = fleet.site.cli("connect", "--limit", FIRST)
@@ -87,7 +87,7 @@ def test_printed_connect_commands_work(fleet: Fleet) -> None:
     assert "35352137" in answer["choices"][0]["message"]["content"]
 
 
-def test_tunnel_fails_if_port_is_taken(fleet: Fleet) -> None:  # else a stranger gets the key
+def test_tunnel_fails_if_port_is_taken(fleet):  # else a stranger gets the key
     command = row(fleet.site.cli("connect", "--limit", FIRST).stdout, "from here")
     with socket.create_server(("127.0.0.1", 8000)):
         done = subprocess.run(

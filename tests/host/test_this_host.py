@@ -91,7 +91,7 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
     return own_machine
 
 
-def test_deploys_to_own_machine_as_root_without_sudo(inside: Inside) -> None:
+def test_deploys_to_own_machine_as_root_without_sudo(inside):
     inside.deploy().assert_succeeded()
     release = inside.guest.release()
     inside.deploy().assert_unchanged()
@@ -130,7 +130,7 @@ def sudo_rule(inside: Inside) -> str:
     return inside.run(f"cat {RULE} 2>/dev/null").stdout
 
 
-def test_preflight_suggests_bootstrap_if_sudo_needs_password(inside: Inside, password: str) -> None:
+def test_preflight_suggests_bootstrap_if_sudo_needs_password(inside, password):
     run = inside.deploy(user=USER)
     assert run.exit_code != 0
     assert "deploys/bootstrap.py" in run.stderr
@@ -139,9 +139,7 @@ def test_preflight_suggests_bootstrap_if_sudo_needs_password(inside: Inside, pas
 @pytest.mark.parametrize(
     ("file", "fix"), [("", PASSWORD_FILE_VARIABLE), ("wrong", "right password")]
 )
-def test_bootstrap_without_right_password_changes_nothing(
-    inside: Inside, password: str, file: str, fix: str
-) -> None:
+def test_bootstrap_without_right_password_changes_nothing(inside, password, file, fix):
     export = f"export {PASSWORD_FILE_VARIABLE}=/home/{USER}/{file}; " if file else ""
     run = inside.pyinfra("deploys/bootstrap.py", environment=export)
     assert run.exit_code != 0
@@ -150,9 +148,7 @@ def test_bootstrap_without_right_password_changes_nothing(
     assert sudo_rule(inside) == ""
 
 
-def test_bootstrap_asks_once_in_terminal_and_installs_sudo_rule(
-    inside: Inside, password: str
-) -> None:
+def test_bootstrap_asks_once_in_terminal_and_installs_sudo_rule(inside, password):
     command = inside.command("deploys/bootstrap.py", "-vvv", "--debug", user=USER)
     done = inside.run(
         f"{SPY} touch /root/log; {{ until grep -q 'login and sudo' /root/log; do sleep 0.2; "
@@ -171,7 +167,7 @@ def test_bootstrap_asks_once_in_terminal_and_installs_sudo_rule(
     inside.pyinfra("deploys/bootstrap.py").assert_unchanged()
 
 
-def test_user_deploys_own_machine_after_bootstrap(inside: Inside, password: str) -> None:
+def test_user_deploys_own_machine_after_bootstrap(inside, password):
     inside.site.choose(profile="v2")
     release = inside.guest.release()
     inside.deploy(user=USER).assert_succeeded()
@@ -179,7 +175,7 @@ def test_user_deploys_own_machine_after_bootstrap(inside: Inside, password: str)
     inside.deploy(user=USER).assert_unchanged()
 
 
-def test_unbootstrap_removes_rule_and_keeps_unmanaged_keys(inside: Inside, password: str) -> None:
+def test_unbootstrap_removes_rule_and_keeps_unmanaged_keys(inside, password):
     keys = f"/home/{USER}/.ssh/authorized_keys"
     before = inside.run(f"cat {keys}").stdout
     assert before

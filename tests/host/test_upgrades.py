@@ -48,7 +48,7 @@ def assert_changed_only(run: Run, *names: str) -> None:
     assert run.changed == list(names), run.stderr[-4000:]
 
 
-def test_checks_again_after_driver_update_without_restart(pair: Pair) -> None:
+def test_checks_again_after_driver_update_without_restart(pair):
     guest = pair.guests[0]
     before = guest.invocation()
     guest.run(
@@ -68,7 +68,7 @@ def test_checks_again_after_driver_update_without_restart(pair: Pair) -> None:
     assert_changed_only(pair.site.deploy("--limit", FIRST))
 
 
-def test_warns_about_a_slower_server_and_offers_rollback(pair: Pair) -> None:
+def test_warns_about_a_slower_server_and_offers_rollback(pair):
     guest = pair.guests[0]
     guest.run("echo slow > /run/spark/engines/main/stub-fault")
     set_driver(guest, NEW, "580.178.04+labstub")
@@ -83,7 +83,7 @@ def test_warns_about_a_slower_server_and_offers_rollback(pair: Pair) -> None:
     assert_changed_only(pair.site.deploy("--limit", FIRST))
 
 
-def test_reports_pending_reboot_without_rebooting(pair: Pair) -> None:
+def test_reports_pending_reboot_without_rebooting(pair):
     guest = pair.guests[1]
     boot = boot_of(guest)
     guest.run("echo linux-image-x > /run/reboot-required.pkgs; touch /run/reboot-required")
@@ -93,7 +93,7 @@ def test_reports_pending_reboot_without_rebooting(pair: Pair) -> None:
     assert boot_of(guest) == boot
 
 
-def test_reboots_hosts_one_by_one_if_allowed(pair: Pair) -> None:
+def test_reboots_hosts_one_by_one_if_allowed(pair):
     first, second = pair.guests
     boots = [boot_of(guest) for guest in pair.guests]
     # Half an upgrade: the library is new, but only a reboot loads the new module.

@@ -108,7 +108,7 @@ def write_result(host: OwnedHost) -> None:
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def test_doctor_accepts_host_before_changes(host: OwnedHost) -> None:
+def test_doctor_accepts_host_before_changes(host):
     assert "bootstrap" in host.doctor_new
     code, output = host.doctor_ready
     assert code == 0, output
@@ -116,24 +116,24 @@ def test_doctor_accepts_host_before_changes(host: OwnedHost) -> None:
     host.measured["doctor"] = {"exit_code": code, "warnings": warned}
 
 
-def test_first_deploy_serves(host: OwnedHost) -> None:
+def test_first_deploy_serves(host):
     host.first.assert_succeeded()
     assert host.guest.answers()
     host.measured["first"] = {"changed": len(host.first.changed), "served": True}
 
 
-def test_second_deploy_changes_nothing(host: OwnedHost) -> None:
+def test_second_deploy_changes_nothing(host):
     second = host.site.deploy().assert_unchanged()
     host.measured["second"] = {"changed": len(second.changed)}
 
 
-def test_owner_state_is_unchanged(host: OwnedHost) -> None:
+def test_owner_state_is_unchanged(host):
     changes = list_changes(host.before, host.owned_state())
     assert changes == []
     host.measured["owners"] = {**host.before.counts, "changed": len(changes)}
 
 
-def test_serves_after_reboot_and_owner_state_is_unchanged(host: OwnedHost) -> None:
+def test_serves_after_reboot_and_owner_state_is_unchanged(host):
     host.guest.reboot(seconds=120)
     host.guest.wait("systemctl is-active 'spark-serve@*' && echo", seconds=60)
     host.guest.wait("systemctl is-active docker")
@@ -150,7 +150,7 @@ def test_serves_after_reboot_and_owner_state_is_unchanged(host: OwnedHost) -> No
     }  # fmt: skip
 
 
-def test_proxied_host_downloads_only_through_proxy(host: OwnedHost) -> None:
+def test_proxied_host_downloads_only_through_proxy(host):
     if not host.variant.proxied:
         assert host.guest.run("curl -s -o /dev/null http://10.77.0.1:8082/; echo $?") == "0"
         return
@@ -165,7 +165,7 @@ def test_proxied_host_downloads_only_through_proxy(host: OwnedHost) -> None:
         assert [line for line in requests if place in line and path in line], (place, path)
 
 
-def test_copies_valid_cached_weights_and_downloads_damaged(host: OwnedHost) -> None:
+def test_copies_valid_cached_weights_and_downloads_damaged(host):
     blobs = "/home/*/.cache/huggingface/hub/*/blobs"
     weights = {}  # by name, which is the digest that the content should have
     for line in host.guest.run(f"sha256sum {blobs}/*[0-9a-f] 2>/dev/null || :").splitlines():
@@ -183,7 +183,7 @@ def test_copies_valid_cached_weights_and_downloads_damaged(host: OwnedHost) -> N
         assert (name in requests) is not valid
 
 
-def test_report_contains_measurements_but_no_private_data(host: OwnedHost, tmp_path: Path) -> None:
+def test_report_contains_measurements_but_no_private_data(host, tmp_path):
     file = tmp_path / "report.json"
     code, output = host.site.cli_output("doctor", "--report", "--out", str(file))
     assert code == 0, output
@@ -206,7 +206,7 @@ def test_report_contains_measurements_but_no_private_data(host: OwnedHost, tmp_p
         assert private.lower() not in text.lower(), private
 
 
-def test_doctor_warns_of_cloned_keys_wrong_clock_and_failed_updates(tmp_path: Path) -> None:
+def test_doctor_warns_of_cloned_keys_wrong_clock_and_failed_updates(tmp_path):
     cloned = next(read for read in map(variant.read, variant.names()) if read.cloned_host_key)
     lab("up", *SPARE, "--fresh", "--variant", cloned.name)
     for name, torn in zip(SPARE, (0, 3), strict=True):  # the variants have other scores

@@ -42,7 +42,7 @@ DRAWN = re.compile(
 @pytest.mark.parametrize(
     "side", ["spark_deploy/", "files/contract/", "files/host/", "files/checkpoint/", "roles/"]
 )
-def test_modules_do_not_keep_state_from_a_run(side: str) -> None:
+def test_modules_do_not_keep_state_from_a_run(side):
     none(
         [
             f"{name} {result}"
@@ -135,7 +135,7 @@ def _changed_by(node: ast.AST) -> ast.expr | None:
         "@functools.lru_cache\ndef f():\n    return ask()",
     ],
 )
-def test_finds_every_kind_of_module_state(code: str) -> None:
+def test_finds_every_kind_of_module_state(code):
     assert list(state_of(ast.parse(code)))
 
 
@@ -148,5 +148,5 @@ def test_finds_every_kind_of_module_state(code: str) -> None:
         "FORM = re.compile('x')",
     ],
 )
-def test_accepts_constants_in_modules(code: str) -> None:
+def test_accepts_constants_in_modules(code):
     assert list(state_of(ast.parse(code))) == []

@@ -170,7 +170,7 @@ def none(offenders: list[str]) -> None:
     assert not offenders, "\n" + "\n".join(offenders)
 
 
-def test_every_module_has_a_room() -> None:
+def test_every_module_has_a_room():
     """A new file that fits no room is a question to answer first, not an exception."""
     rooms = {name: room_of(name) for name in MODULES}
     none([name for name, room in rooms.items() if room is None])
@@ -178,7 +178,7 @@ def test_every_module_has_a_room() -> None:
 
 
 @pytest.mark.slow
-def test_rooms_import_only_rooms_below() -> None:
+def test_rooms_import_only_rooms_below():
     wrong = []
     for name, result, top in imported(""):
         room, theirs = room_of(name), room_of(file_of(result) or "")
@@ -190,7 +190,7 @@ def test_rooms_import_only_rooms_below() -> None:
     none(wrong)
 
 
-def test_rooms_import_only_their_libraries() -> None:
+def test_rooms_import_only_their_libraries():
     standard, allowed = {*sys.stdlib_module_names, "__future__"}, dict(ROOMS)
     none(
         [
@@ -201,7 +201,7 @@ def test_rooms_import_only_their_libraries() -> None:
     )
 
 
-def test_modules_never_import_in_a_cycle() -> None:
+def test_modules_never_import_in_a_cycle():
     graph = {
         name: {ours for result in imports(name) if (ours := _ours(result)) and ours != name}
         for name in MODULES
@@ -234,7 +234,7 @@ def reached_from(start: str) -> list[str]:
     return sorted(reached)
 
 
-def test_plan_is_pure() -> None:
+def test_plan_is_pure():
     """Catalog, lock and payload are loaded before: same request, same plan."""
     # The package finds the contract of its checkout when it is imported.
     reached = set(reached_from("spark_deploy/plan/")) - {"spark_deploy/__init__.py"}
@@ -249,7 +249,7 @@ def test_plan_is_pure() -> None:
     none(reading)
 
 
-def test_roles_are_independent() -> None:
+def test_roles_are_independent():
     roles = [name for name in MODULES if name.startswith("roles/")]
     others = [
         f"{name} imports {result}" for name, result, top in imported("roles/") if top == "roles"
@@ -263,20 +263,20 @@ def test_roles_are_independent() -> None:
     none(others + labs)
 
 
-def test_host_code_imports_no_controller() -> None:
+def test_host_code_imports_no_controller():
     result = imported("files", "lab", "bench")
     none([f"{name} imports {it}" for name, it, top in result if top in {"spark_deploy", "roles"}])
 
 
 @pytest.mark.parametrize("side", ["host", "checkpoint", "image"])
-def test_host_packages_are_independent(side: str) -> None:
+def test_host_packages_are_independent(side):
     mine = {"host": "spark_host", "checkpoint": "spark_checkpoint", "image": "spark_vllm"}[side]
     others = OURS - {mine, "spark_contract"}
     result = imported(f"files/{side}/")
     none([f"{name} imports {it}" for name, it, top in result if top in others])
 
 
-def test_product_files_are_short() -> None:
+def test_product_files_are_short():
     product = [name for name in MODULES if name.startswith(("spark_deploy/", "files/", "roles/"))]
     lengths = {name: len((CHECKOUT / name).read_text("utf-8").splitlines()) for name in product}
     none([f"{name}: {lines} lines" for name, lines in lengths.items() if lines > LONGEST_FILE])
@@ -285,7 +285,7 @@ def test_product_files_are_short() -> None:
 @pytest.mark.parametrize(
     "path", sorted((CHECKOUT / "inventory").glob("*.py")), ids=lambda p: p.name
 )
-def test_inventory_helpers_start_with_an_underscore(path: Path) -> None:
+def test_inventory_helpers_start_with_an_underscore(path):
     """Every public list or tuple of an inventory file is a group, imported names included."""
     tree = ast.parse(path.read_text("utf-8"))
     public = set()

@@ -26,7 +26,7 @@ def changed(checkout: Path, name: str, **keys: Any) -> Path:
     return checkout
 
 
-def test_broken_model_affects_only_itself(checkout: Path) -> None:
+def test_broken_model_affects_only_itself(checkout):
     catalog = read_catalog(changed(checkout, "models/huge", summary=7))
     assert catalog.model("small") == CATALOG.model("small")
     assert catalog.profile("v2", "large") == CATALOG.profile("v2", "large")
@@ -37,7 +37,7 @@ def test_broken_model_affects_only_itself(checkout: Path) -> None:
         catalog.profile("v2", "huge")
 
 
-def test_invalid_change_affects_only_its_pair(checkout: Path) -> None:
+def test_invalid_change_affects_only_its_pair(checkout):
     change = {"when": {"kv_cache": {"starts_with": "turbo"}}, "set": {"limits": {"sequences": 1}}}
     catalog = read_catalog(changed(checkout, "models/small", changes=[change]))
     assert catalog.profile("v2-tq", "large") == CATALOG.profile("v2-tq", "large")
@@ -47,7 +47,7 @@ def test_invalid_change_affects_only_its_pair(checkout: Path) -> None:
         catalog.profile("v2-tq", "small")
 
 
-def test_broken_and_missing_profiles_have_different_messages(checkout: Path) -> None:
+def test_broken_and_missing_profiles_have_different_messages(checkout):
     catalog = read_catalog(changed(checkout, "profiles/agent", plugin="yes please"))
     with pytest.raises(CatalogError, match=r"catalog/profiles/agent.yml: plugin"):
         catalog.profile("agent", "large")
@@ -57,7 +57,7 @@ def test_broken_and_missing_profiles_have_different_messages(checkout: Path) -> 
     assert "agent" not in catalog.profile_names
 
 
-def test_later_changes_win_and_conditions_read_the_profile_file(checkout: Path) -> None:
+def test_later_changes_win_and_conditions_read_the_profile_file(checkout):
     changes = [
         {"set": {"limits": {"max_sequences": 8}, "prefix_caching": True}},
         {"when": {"prefix_caching": {"is": True}}, "set": {"limits": {"max_sequences": 2}}},
@@ -67,7 +67,7 @@ def test_later_changes_win_and_conditions_read_the_profile_file(checkout: Path) 
     assert catalog.profile("agent", "large").limits.max_sequences == 2
 
 
-def test_refuses_condition_on_unknown_key(checkout: Path) -> None:
+def test_refuses_condition_on_unknown_key(checkout):
     changes = [{"when": {"name": {"is": "v2"}}, "set": {"vision": True}}]
     catalog = read_catalog(changed(checkout, "models/large", changes=changes))
     with pytest.raises(CatalogError, match="changes"):
@@ -81,7 +81,7 @@ def test_refuses_condition_on_unknown_key(checkout: Path) -> None:
         ("profile_overrides", "changes, a list of"),
     ],
 )
-def test_old_key_is_refused_with_new_spelling(checkout: Path, key: str, fix: str) -> None:
+def test_old_key_is_refused_with_new_spelling(checkout, key, fix):
     old: dict[str, Any] = {key: {"v2": {}}}
     if key.startswith("gdn"):
         model = yaml.safe_load((checkout / "catalog/models/large.yml").read_text("utf-8"))
@@ -91,7 +91,7 @@ def test_old_key_is_refused_with_new_spelling(checkout: Path, key: str, fix: str
         catalog.model("large")
 
 
-def test_files_of_inventory_override_catalog_with_note(tmp_path: Path) -> None:
+def test_files_of_inventory_override_catalog_with_note(tmp_path):
     models, profiles = tmp_path / "catalog/models", tmp_path / "catalog/profiles"
     models.mkdir(parents=True)
     profiles.mkdir()
@@ -111,7 +111,7 @@ def test_files_of_inventory_override_catalog_with_note(tmp_path: Path) -> None:
         assert read_catalog(FIXTURE, own=folder) == CATALOG
 
 
-def test_reports_error_in_an_inventory_catalog_file(tmp_path: Path) -> None:
+def test_reports_error_in_an_inventory_catalog_file(tmp_path):
     folder = tmp_path / "catalog/models"
     folder.mkdir(parents=True)
     (folder / "mine.yml").write_text("kind: plain\nrepository: not a repository\n")
@@ -140,7 +140,7 @@ def tensor_problems(tensors: dict[str, Any], donor: str | None = "Org/Donor") ->
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_counts_and_shapes_name_their_source(name: str) -> None:
+def test_counts_and_shapes_name_their_source(name):
     tensors = tensors_of(name)  # empty if based_on another model
     counts = tensors.get("counts")
     assert counts is None or len(counts["source"]) > 10
@@ -148,20 +148,20 @@ def test_counts_and_shapes_name_their_source(name: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["base", "mtp", "swap", "donor_unmatched"])
-def test_count_reveals_missing_pattern(tensors: dict[str, Any], key: str) -> None:
+def test_count_reveals_missing_pattern(tensors, key):
     tensors[key] = tensors[key][:-1]
     message = tensor_problems(tensors)
     assert f"tensors.{key}: " in message
     assert f"counts.{key} is {tensors['counts'][key]}" in message
 
 
-def test_refuses_donor_without_shapes(tensors: dict[str, Any]) -> None:
+def test_refuses_donor_without_shapes(tensors):
     tensors["donor_shapes"] = []
     assert "modules are only here or only in tensors.swap" in tensor_problems(tensors)
     assert not tensor_problems(tensors, donor=None)
 
 
-def test_refuses_inconsistent_shapes(tensors: dict[str, Any]) -> None:
+def test_refuses_inconsistent_shapes(tensors):
     twice = {**tensors, "donor_shapes": tensors["donor_shapes"] * 2}
     assert "repeats the name" in tensor_problems(twice)
     tensors["donor_shapes"][0]["scale"] = [24, 8]

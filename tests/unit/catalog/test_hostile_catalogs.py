@@ -97,7 +97,7 @@ def check_plan(own: Path, model: dict[str, Any], profile: dict[str, Any], anatom
         plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
 
 
-def test_unchanged_documents_are_check_plan(own: Path) -> None:
+def test_unchanged_documents_are_check_plan(own):
     check_plan(own, MODEL, {**PROFILE, "speculation": None}, ANATOMY)
     catalog = read_catalog(own / "ours", own=own / "mine")
     assert catalog.model("dense").adapters["law"].rank == 16
@@ -110,7 +110,7 @@ def test_unchanged_documents_are_check_plan(own: Path) -> None:
 @example(text=encoded({**MODEL, "memory": {"runtime_gib": 10**30}}))
 @example(text=encoded({**MODEL, "changes": [{"set": {"limits": None}}]}))
 @example(text=encoded({**MODEL, "adapters": {"law": {"repository": "org/dense", "rank": 1}}}))
-def test_any_model_file_is_planned_or_refused(own: Path, text: bytes) -> None:
+def test_any_model_file_is_planned_or_refused(own, text):
     check_plan(own, json.loads(text), {**PROFILE, "speculation": None}, ANATOMY)
 
 
@@ -119,7 +119,7 @@ def test_any_model_file_is_planned_or_refused(own: Path, text: bytes) -> None:
 @example(text=encoded({**PROFILE, "options": {"block-size": 10**30}}))
 @example(text=encoded({**PROFILE, "options": {"block-size": 0}}))
 @example(text=encoded({**PROFILE, "kv_cache": {"size_gib": 1e-9}}))
-def test_any_profile_file_is_planned_or_refused(own: Path, text: bytes) -> None:
+def test_any_profile_file_is_planned_or_refused(own, text):
     check_plan(own, {**MODEL, "adapters": {}}, json.loads(text), ANATOMY)
 
 
@@ -130,9 +130,7 @@ def test_any_profile_file_is_planned_or_refused(own: Path, text: bytes) -> None:
 )
 @example(text=encoded({**READ, "cache": [{"kind": "full", "layers": 1}]}), bits="auto")
 @example(text=encoded({**READ, "weights": {"BF16": 2**62}}), bits="auto")
-def test_any_lock_file_is_planned_or_refused(
-    own: Path, locked: str, text: bytes, bits: str
-) -> None:
+def test_any_lock_file_is_planned_or_refused(own, locked, text, bits):
     path = own / "lock.yml"
     data = {**yaml.safe_load(locked), "anatomies": {"org/dense": json.loads(text)}}
     path.write_text(json.dumps(data))
@@ -144,6 +142,6 @@ def test_any_lock_file_is_planned_or_refused(
 
 @tries(60)
 @given(text=changed_in_one_place(encoded(SHARED)))
-def test_any_shared_file_is_read_or_refused(text: bytes) -> None:
+def test_any_shared_file_is_read_or_refused(text):
     with accepted_or_refused(in_one_line=True):
         read_shared(json.loads(text), "x.yml")

@@ -27,7 +27,7 @@ SHOWN = sorted(set(find_commands()))
 
 
 @pytest.mark.parametrize(("page", "line"), SHOWN, ids=lambda text: text.replace(" ", "_"))
-def test_commands_on_pages_exist(page: str, line: str) -> None:
+def test_commands_on_pages_exist(page, line):
     name, *words = shlex.split(line, comments=True)
     assert name in COMMANDS, f"{page}: {name}"
     command = GROUP.get_command(click.Context(GROUP), name)
@@ -42,7 +42,7 @@ def test_commands_on_pages_exist(page: str, line: str) -> None:
         pytest.fail(f"{page}: spark-deploy {line}: {error.message}")
 
 
-def test_deploys_on_pages_exist() -> None:
+def test_deploys_on_pages_exist():
     deploys = {
         (page.name, deploy)
         for page in PAGES
@@ -52,6 +52,6 @@ def test_deploys_on_pages_exist() -> None:
     assert [item for item in deploys if not (CHECKOUT / item[1]).is_file()] == []
 
 
-def test_searches_find_commands() -> None:
+def test_searches_find_commands():
     assert len(SHOWN) > 40
     assert {"init", "up", "rollback", "connect"} <= {line.split()[0] for _, line in SHOWN}

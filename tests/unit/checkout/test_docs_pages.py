@@ -28,7 +28,7 @@ def text_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_make_targets_on_pages_exist(name: str) -> None:
+def test_make_targets_on_pages_exist(name):
     targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.M))
     shown = re.findall(r"(?:^|`)make ((?:[a-z-]+ ?)+)(?=[`#\n&|]|$)", text_of(name), re.M)
     assert {word for words in shown for word in words.split()} <= targets
@@ -59,7 +59,7 @@ def load_settings(block: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if yaml_blocks(name)])
-def test_yaml_on_pages_is_valid(name: str, tmp_path: Path) -> None:
+def test_yaml_on_pages_is_valid(name, tmp_path):
     for number, block in enumerate(yaml_blocks(name)):
         block = block.replace("model: NAME", "model: qwen3.5-35b").replace("NAME", "plain")
         data = yaml.safe_load(block)
@@ -87,7 +87,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_links_on_pages_work(name: str) -> None:
+def test_links_on_pages_work(name):
     page = CHECKOUT / name
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text_of(name))):
         if re.match(r"^[a-z]+:", target):
@@ -114,7 +114,7 @@ def test_settings_on_pages_exist():
     assert [item for item in named if item[2] not in sections[item[1]]] == []
 
 
-def test_security_promises_name_existing_tests() -> None:
+def test_security_promises_name_existing_tests():
     promises = text_of("SECURITY.md").partition("## Promises")[2].partition("\n## ")[0]
     rows = [line for line in promises.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 25

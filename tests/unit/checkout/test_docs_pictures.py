@@ -5,7 +5,7 @@ from spark_deploy.config.checkout import CHECKOUT
 PAGES = [CHECKOUT / "README.md", *CHECKOUT.glob("docs/**/*.md")]
 
 
-def test_pictures_exist_and_are_used() -> None:
+def test_pictures_exist_and_are_used():
     shown = {
         (page.parent / picture).resolve()
         for page in PAGES

@@ -64,14 +64,14 @@ def run(installed: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[
     )  # fmt: skip
 
 
-def test_wheel_sends_the_same_bytes_as_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_wheel_sends_the_same_bytes_as_the_checkout(installed, tmp_path):
     tools, image, where = run(installed, "python", "-c", DIGESTS, cwd=tmp_path).stdout.split()
     here = read_payload()
     assert (tools, image) == (here.tools_digest, here.image_context_digest)
     assert str(installed.parent) in where
 
 
-def test_wheel_creates_and_plans_a_configuration(installed: Path, tmp_path: Path) -> None:
+def test_wheel_creates_and_plans_a_configuration(installed, tmp_path):
     made = run(installed, "spark-deploy", "init", "own", "--host", "spark-1", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     own = tmp_path / "own"
@@ -87,7 +87,7 @@ def test_wheel_creates_and_plans_a_configuration(installed: Path, tmp_path: Path
     assert "did you mean model?" in wrong.stderr
 
 
-def test_wheel_runs_deploys_with_pyinfra(installed: Path, tmp_path: Path) -> None:
+def test_wheel_runs_deploys_with_pyinfra(installed, tmp_path):
     assert run(installed, "spark-deploy", "init", "own", "--local", cwd=tmp_path).returncode == 0
     own = tmp_path / "own"
     line = run(installed, "spark-deploy", "rotate-key", "--dry", cwd=own)
@@ -95,7 +95,7 @@ def test_wheel_runs_deploys_with_pyinfra(installed: Path, tmp_path: Path) -> Non
     assert "Ready: " in line.stdout + line.stderr, line.stdout + line.stderr
 
 
-def test_plan_without_configuration_points_to_init(installed: Path, tmp_path: Path) -> None:
+def test_plan_without_configuration_points_to_init(installed, tmp_path):
     plan = run(installed, "spark-deploy", "plan", "--estimate", cwd=tmp_path)
     assert plan.returncode == 1
     assert not plan.stdout

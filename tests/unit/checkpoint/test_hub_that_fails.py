@@ -245,7 +245,7 @@ def cases(*, once: bool) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(once=False))
-def test_failed_fetch_leaves_nothing_and_the_next_fetch_finishes(scene: Scene, case: str) -> None:
+def test_failed_fetch_leaves_nothing_and_the_next_fetch_finishes(scene, case):
     failure = FAILURES[case]
     scene.fail(scene.hub, failure, None)
     error = failure.error
@@ -253,13 +253,13 @@ def test_failed_fetch_leaves_nothing_and_the_next_fetch_finishes(scene: Scene, c
 
 
 @pytest.mark.parametrize("case", cases(once=True))
-def test_recovers_from_a_single_failure(scene: Scene, case: str) -> None:
+def test_recovers_from_a_single_failure(scene, case):
     scene.fail(scene.hub, FAILURES[case], 1)
     record("once", case, scene.fetch)
 
 
 @pytest.mark.parametrize("times", [1, None], ids=["once", "for good"])
-def test_renews_expired_links(scene: Scene, times: int | None) -> None:
+def test_renews_expired_links(scene, times):
     scene.hub.redirect_to = lambda path: scene.content_host.url + path
     scene.fail(scene.content_host, Failure(status(403), ""), times)
     if times:
@@ -277,12 +277,12 @@ def test_renews_expired_links(scene: Scene, times: int | None) -> None:
         ("http://hub/file", "ftp://hub/file"),
     ],
 )
-def test_redirects_never_leave_http_or_tls(address: str, location: str) -> None:
+def test_redirects_never_leave_http_or_tls(address, location):
     with pytest.raises(TransferFailed):
         _resolve_redirect(address, location)
 
 
-def test_describes_a_refused_connection_without_python_objects(scene: Scene) -> None:
+def test_describes_a_refused_connection_without_python_objects(scene):
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and does not listen
         scene.write_order(f"http://127.0.0.1:{bound.getsockname()[1]}")
@@ -293,7 +293,7 @@ def test_describes_a_refused_connection_without_python_objects(scene: Scene) -> 
 
 
 @pytest.mark.slow
-def test_waits_for_the_end_of_an_outage_and_resumes(scene: Scene) -> None:
+def test_waits_for_the_end_of_an_outage_and_resumes(scene):
     scene.fail(scene.hub, Failure(send_half, ""), None)
     assert run_tool("fetch", scene.order, check=False).returncode == 4
     started = time.monotonic()
@@ -315,7 +315,7 @@ def test_waits_for_the_end_of_an_outage_and_resumes(scene: Scene) -> None:
 
 
 @pytest.mark.slow
-def test_ends_after_the_longest_outage(scene: Scene) -> None:
+def test_ends_after_the_longest_outage(scene):
     scene.write_order(ABSENT, outage_s=1.5)
     started = time.monotonic()
     done = run_tool("fetch", scene.order, check=False)
@@ -324,7 +324,7 @@ def test_ends_after_the_longest_outage(scene: Scene) -> None:
     assert time.monotonic() - started >= 1.5
 
 
-def test_does_not_wait_for_a_mirror_outage(scene: Scene) -> None:
+def test_does_not_wait_for_a_mirror_outage(scene):
     scene.write_order(ABSENT, scene.hub.url, outage_s=600)
     started = time.monotonic()
     scene.fetch()
@@ -340,7 +340,7 @@ def crawl(handler: Any, path: str, data: bytes) -> bool:
 
 
 @pytest.mark.slow
-def test_leaves_a_slow_mirror_and_resumes_from_the_hub(scene: Scene) -> None:
+def test_leaves_a_slow_mirror_and_resumes_from_the_hub(scene):
     scene.content_host.fault = crawl
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
     started = time.monotonic()
@@ -353,7 +353,7 @@ def test_leaves_a_slow_mirror_and_resumes_from_the_hub(scene: Scene) -> None:
 
 
 @pytest.mark.slow
-def test_keeps_a_mirror_that_is_fast_enough(scene: Scene) -> None:
+def test_keeps_a_mirror_that_is_fast_enough(scene):
     scene.fail(scene.content_host, FAILURES["slow"], None)
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
     scene.fetch()
@@ -361,7 +361,7 @@ def test_keeps_a_mirror_that_is_fast_enough(scene: Scene) -> None:
 
 
 @pytest.mark.slow
-def test_uses_a_slow_mirror_if_the_hub_fails(scene: Scene) -> None:
+def test_uses_a_slow_mirror_if_the_hub_fails(scene):
     slow = Failure(send_and_crawl, "")
     scene.fail(scene.content_host, slow, 2)  # as often as the first pass tries
     scene.hub.fault = lambda handler, path, data: handler.answer(404, b"") or True
@@ -382,7 +382,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_tries_the_next_address_after_the_timeout(scene: Scene) -> None:
+def test_tries_the_next_address_after_the_timeout(scene):
     port = int(scene.hub.url.rpartition(":")[2])
     with socket.socket(socket.AF_INET6) as hole, socket.socket(socket.AF_INET6) as filling:
         # A listener with a full queue that never accepts: it ignores further SYNs.

@@ -13,11 +13,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from builder_faults import run_broken, spread_calls
-from builder_hub import Hub, fetch_order
+from builder_hub import fetch_order
 from builder_trees import file_entries, run_tool, tool_environment, tree_tensors
 
 from tests.faults.sweep import Sweep, assert_all_passed
@@ -137,7 +136,7 @@ def sweep_calls(group: str, calls: int, cut_at: Callable[[int], bool]) -> None:
     assert sum(lost) > len(lost) // 4, "too little was lost for a valid test"
 
 
-def test_state_file_is_complete_or_absent_and_kept_once_reported(disk: Disk) -> None:
+def test_state_file_is_complete_or_absent_and_kept_once_reported(disk):
     place = disk.place / "records"
 
     def run_writer(number: int) -> subprocess.CompletedProcess[str]:
@@ -192,9 +191,7 @@ def cut_each_call(
     return expected
 
 
-def test_fetch_is_complete_or_absent_and_the_next_run_finishes(
-    disk: Disk, hub: Hub, tmp_path: Path
-) -> None:
+def test_fetch_is_complete_or_absent_and_the_next_run_finishes(disk, hub, tmp_path):
     source = hub.root / "r"
     (source / "sub").mkdir(parents=True)
     for number, size in enumerate((3_000_000, 70_000, 0)):
@@ -205,7 +202,7 @@ def test_fetch_is_complete_or_absent_and_the_next_run_finishes(
     assert cut_each_call("fetch", disk, order, out, file_entries) == file_entries(source)
 
 
-def test_build_is_complete_or_absent_and_the_next_run_finishes(disk: Disk, workshop: Any) -> None:
+def test_build_is_complete_or_absent_and_the_next_run_finishes(disk, workshop):
     workshop.write_base()
     workshop.write_donor()
     out = disk.place / "models" / "out"

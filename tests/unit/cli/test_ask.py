@@ -38,9 +38,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return sent
 
 
-def test_prints_speed_and_answer_stripped_of_control_characters(
-    requests: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prints_speed_and_answer_stripped_of_control_characters(requests, capsys):
     assert main(["ask", "capital of France?", "spark-1", "--tokens", "99"]) == 0
     assert requests == [("http://spark-1/v1", "capital of France?", 99, None)]
     output = capsys.readouterr()
@@ -50,9 +48,7 @@ def test_prints_speed_and_answer_stripped_of_control_characters(
     assert "20 tokens, 10.0 tok/s, first token after 0.25 s" in output.err
 
 
-def test_json_has_an_object_for_each_host(
-    requests: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_an_object_for_each_host(requests, capsys):
     assert main(["ask", "?", "spark-1", "spark-2", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
     assert [(r["host"], r["completion_tokens"], r["tokens_per_s"]) for r in results] == [

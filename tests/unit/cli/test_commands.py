@@ -219,9 +219,7 @@ def test_output_works_on_an_ascii_terminal(tmp_path):
         (["stauts"], 2, "Did you mean status?"),
     ],
 )
-def test_accepts_usual_words_for_help_and_suggests_commands(
-    words: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accepts_usual_words_for_help_and_suggests_commands(words, code, text, capsys):
     assert main(words) == code
     output = capsys.readouterr()
     assert text in output.out + output.err

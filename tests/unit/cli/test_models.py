@@ -16,9 +16,7 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[st
     return {model["name"]: model for model in json.loads(capsys.readouterr().out)}
 
 
-def test_lists_catalog_models_except_lab_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lists_catalog_models_except_lab_models(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     models, catalog = listed(capsys), read_catalog()
     assert models.keys() == {name for name in catalog.models if not name.startswith("lab-")}
@@ -34,9 +32,7 @@ def test_lists_catalog_models_except_lab_models(
     )  # fmt: skip
 
 
-def test_a_word_selects_models_and_a_typo_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_word_selects_models_and_a_typo_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert set(listed(capsys, "embed")) == {"jina-embeddings-v5-small"}
     assert main(["models", "qwen3.5-122c"]) == 1
@@ -45,9 +41,7 @@ def test_a_word_selects_models_and_a_typo_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3-4b", "gpt-oss-120b", "qwen3.5-35b"])
-def test_use_selects_a_profile_that_serves_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
+def test_use_selects_a_profile_that_serves_the_model(tmp_path, monkeypatch, model):
     monkeypatch.chdir(tmp_path)
     assert main(["init", ".", "--host", "spark-1=192.0.2.1", "--user", "me"]) == 0
     assert main(["use", model]) == 0

@@ -64,7 +64,7 @@ def test_healthy_checkpoints_are_read_once_in_14_days(tmp_path):
     assert 28 <= parts <= 28 + DAYS // 2
 
 
-def test_lost_file_is_reported_and_other_trees_are_ignored(tmp_path: Path) -> None:
+def test_lost_file_is_reported_and_other_trees_are_ignored(tmp_path):
     tree = write_tree(tmp_path / "tree")
     assert hash_next([tmp_path / "none", tmp_path], 3) == ({}, 3)
     (tree / "a.bin").unlink()

@@ -125,7 +125,7 @@ def test_each_damaged_document_is_reported(serving, content):
         path.write_bytes(before)
 
 
-def test_a_failing_inspection_does_not_hide_others(serving: ServingHost) -> None:
+def test_a_failing_inspection_does_not_hide_others(serving):
     serving.clock_synchronised = "no"
     broken = serving.host.paths.state / "good/folder.json"
     broken.mkdir(parents=True)

@@ -179,7 +179,7 @@ def test_job_fails_without_a_valid_receipt(host, units, script, receipt_text, co
     assert len(job["log_tail"]) <= 20
 
 
-def test_reports_the_donor_tensors_of_a_built_checkpoint(host: Host, units: dict[str, Any]) -> None:
+def test_reports_the_donor_tensors_of_a_built_checkpoint(host, units):
     receipt = write_job(host, "pass", kind="checkpoint")
     document = json.loads(checkpoint_receipt(digest=D12.ljust(64, "0")))
     receipt.write_text(json.dumps({**document, "donor_sha256": "a" * 64}))

@@ -68,7 +68,7 @@ def test_host_without_units_has_no_overrides(tmp_path):
     assert unit_overrides(Paths(tmp_path)) == ()
 
 
-def test_lists_a_drop_in_of_ours_that_became_a_link(tmp_path: Path) -> None:
+def test_lists_a_drop_in_of_ours_that_became_a_link(tmp_path):
     write(tmp_path, *OURS)
     path = tmp_path / OURS[3].lstrip("/")
     path.unlink()
@@ -76,7 +76,7 @@ def test_lists_a_drop_in_of_ours_that_became_a_link(tmp_path: Path) -> None:
     assert unit_overrides(Paths(tmp_path)) == (OURS[3],)
 
 
-def test_lists_a_drop_in_directory_that_is_a_link(tmp_path: Path) -> None:
+def test_lists_a_drop_in_directory_that_is_a_link(tmp_path):
     write(tmp_path, *OURS, "/tmp/d/a.conf")
     (tmp_path / f"{ETC}/spark-serve@.service.d".lstrip("/")).symlink_to(tmp_path / "tmp/d")
     assert unit_overrides(Paths(tmp_path)) == (f"{ETC}/spark-serve@.service.d",)

@@ -44,28 +44,26 @@ def run(
     ],
     ids=["a test", "a file", "all folders", "not reached", "no test", "none in the gate"],
 )
-def test_lab_test_that_does_not_run_fails_ci(
-    tmp_path: Path, folder: str, words: list[str], text: str
-) -> None:
+def test_lab_test_that_does_not_run_fails_ci(tmp_path, folder, words, text):
     assert run(tmp_path, folder, text, *words).returncode != 0
 
 
 @pytest.mark.parametrize(
     ("ci", "text", "words"), [("", SKIPS, "tests/faults"), ("true", RUNS, "tests/unit")]
 )
-def test_lab_may_be_missing_elsewhere(tmp_path: Path, ci: str, text: str, words: str) -> None:
+def test_lab_may_be_missing_elsewhere(tmp_path, ci, text, words):
     assert run(tmp_path, "faults", text, words, ci=ci).returncode == 0
 
 
 @pytest.mark.slow
-def test_lab_tests_refuse_xdist(tmp_path: Path) -> None:
+def test_lab_tests_refuse_xdist(tmp_path):
     done = run(tmp_path, "host", RUNS, "tests", "-n", "2", ci="", plugin="xdist")
     assert done.returncode == 1
     assert "1 passed, 1 error" in done.stdout
 
 
 @pytest.mark.slow
-def test_every_lab_test_is_collected() -> None:
+def test_every_lab_test_is_collected():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *LAB_FOLDERS], cwd=CHECKOUT, capture_output=True, text=True, check=False,

@@ -10,12 +10,12 @@ from spark_deploy.config.settings.load import load_hosts
 from tests.labkit import CHECKOUT
 
 
-def test_lab_commands_import_only_the_standard_library() -> None:
+def test_lab_commands_import_only_the_standard_library():
     program = f"import sys; sys.path.insert(0, {str(CHECKOUT)!r}); import lab.cli, lab.hub.server"
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
 
 
-def test_engine_memory_matches_the_plan() -> None:
+def test_engine_memory_matches_the_plan():
     settings = load_hosts({"lab": ["lab-1"]}, root=CHECKOUT)["lab-1"]
     plan = build_plan(Target("lab-1", {}, settings, read_catalog()), estimate=True)
     needed = plan.needs.memory_needed_bytes

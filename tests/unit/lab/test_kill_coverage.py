@@ -43,14 +43,14 @@ def possible_values(value: ast.expr, function: ast.FunctionDef) -> set[str]:
     return set().union(*(possible_values(expression, function) for expression in assigned))
 
 
-def test_every_job_type_is_killed() -> None:
+def test_every_job_type_is_killed():
     assert set(get_args(JobKind)) == set(JOBS) | set(JOBS_ELSEWHERE)
     assert not set(JOBS) & set(JOBS_ELSEWHERE)
     assert set(killed.IS_PROVEN) == set(killed.FORGET) == set(JOBS)
     assert {*killed.GATE_JOBS, killed.LONG_JOB} == set(JOBS)
 
 
-def test_every_phase_is_killed() -> None:
+def test_every_phase_is_killed():
     phases: set[str] = set()
     for path in sorted((CHECKOUT / "files/host/spark_host").rglob("*.py")):
         for function, call in calls(path, "phase"):

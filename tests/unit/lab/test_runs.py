@@ -17,7 +17,7 @@ def results(*operations: dict[str, Any]) -> dict[str, Any]:
     return {"results": {"operations": list(operations)}}
 
 
-def test_accepts_run_without_changes() -> None:
+def test_accepts_run_without_changes():
     run_of(results(IDLE)).assert_unchanged()
 
 
@@ -29,8 +29,6 @@ def test_accepts_run_without_changes() -> None:
         (results(IDLE), 1),
     ],
 )  # fmt: skip
-def test_rejects_run_that_failed_changed_or_has_no_results(
-    document: dict[str, Any], exit_code: int
-) -> None:
+def test_rejects_run_that_failed_changed_or_has_no_results(document, exit_code):
     with pytest.raises(AssertionError):
         run_of(document, exit_code).assert_unchanged()

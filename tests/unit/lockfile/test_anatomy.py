@@ -66,7 +66,7 @@ def settings_for(hub: Hub, tmp_path: Path, **changes: Any) -> Any:
     return dataclasses.replace(result, model="tiny", profile="plain")
 
 
-def test_sums_weights_by_part_and_dtype(hub: Hub, tmp_path: Path) -> None:
+def test_sums_weights_by_part_and_dtype(hub, tmp_path):
     config = {**QWEN3, "num_nextn_predict_layers": 1}
     write_repository(hub.root, REPO, ENTRIES, COMMIT, config)
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
@@ -84,7 +84,7 @@ def test_sums_weights_by_part_and_dtype(hub: Hub, tmp_path: Path) -> None:
     assert lock.extended_by([moved]).anatomies == {}
 
 
-def test_required_lock_refuses_unread_headers(hub: Hub, tmp_path: Path) -> None:
+def test_required_lock_refuses_unread_headers(hub, tmp_path):
     write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
     settings = settings_for(hub, tmp_path, locked="required")
@@ -96,7 +96,7 @@ def test_required_lock_refuses_unread_headers(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_left_out_files_are_not_counted(hub: Hub, tmp_path: Path) -> None:
+def test_left_out_files_are_not_counted(hub, tmp_path):
     folder = write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
     (folder / "model.safetensors.index.json").unlink()
     (folder / "consolidated.safetensors").write_bytes(
@@ -146,7 +146,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_computes_cache_size_per_layer_type(kind: str) -> None:
+def test_computes_cache_size_per_layer_type(kind):
     changes, expected = CACHES[kind]
     result = read_anatomy(**changes)
     fields = ("kind", "layers", "token_bytes", "window_tokens", "state_bytes")
@@ -165,7 +165,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_reports_unknown_cache(case: str) -> None:
+def test_reports_unknown_cache(case):
     changes, reason = UNKNOWN[case]
     result = read_anatomy(**changes)
     assert reason in result.cache_unknown
@@ -177,7 +177,7 @@ IMPOSSIBLE = ({"num_hidden_layers": -3}, {"head_dim": 2**80}, {"num_key_value_he
 
 
 @pytest.mark.parametrize("changes", IMPOSSIBLE, ids=str)
-def test_refuses_impossible_numbers(changes: dict[str, Any]) -> None:
+def test_refuses_impossible_numbers(changes):
     with pytest.raises(LockError) as refused:
         read_anatomy(**changes)
     [problem] = refused.value.problems
@@ -205,7 +205,7 @@ EVERYTHING = {
 @example(text=json.dumps({**QWEN3, "num_attention_heads": 2**31, "hidden_size": 1}).encode())
 @example(text=json.dumps({**QWEN3, "quantization_config": [1]}).encode())
 @example(text=json.dumps({**QWEN3, "model_type": "q\x1b[2Jwen"}).encode())
-def test_any_configuration_is_read_or_refused(text: bytes) -> None:
+def test_any_configuration_is_read_or_refused(text):
     try:
         config = json.loads(text)
     except (ValueError, RecursionError):

@@ -2,7 +2,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         yield running
 
 
-def test_retries_public_repository_without_expired_token(hub: Hub) -> None:
+def test_retries_public_repository_without_expired_token(hub):
     refusal = {"X-Error-Message": "Invalid credentials in Authorization header"}
     hub.fault = lambda handler, path, data: (
         handler.headers.get("Authorization") and (handler.answer(401, b"", refusal) or True)
@@ -89,7 +89,7 @@ def test_retries_public_repository_without_expired_token(hub: Hub) -> None:
 @example(answer=json.dumps({**ANSWER, "sha": "\ud7fc"}).encode())
 @example(answer=json.dumps({**ANSWER, "siblings": {"a": 1}}).encode())
 @example(answer=json.dumps({**ANSWER, "id": "other/repo"}).encode())
-def test_hub_response_gives_a_valid_lock_or_a_problem(hub: Hub, answer: bytes) -> None:
+def test_hub_response_gives_a_valid_lock_or_a_problem(hub, answer):
     hub.fault = lambda handler, path, data: handler.serve(answer) or True
     path = hub.root / "spark.lock.yml"
     try:
@@ -141,9 +141,7 @@ def send_slowly(handler: Any) -> None:
 
 
 @pytest.mark.parametrize("act", [send_forever, send_slowly])
-def test_limits_size_and_time_of_hub_responses(
-    hub: Hub, act: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_size_and_time_of_hub_responses(hub, act, monkeypatch):
     monkeypatch.setattr(lookup, "_LONGEST_S", 1)
     monkeypatch.setattr(lookup, "_LONGEST_BYTES", 10_000_000)
     hub.fault = lambda handler, path, data: act(handler) or True
@@ -152,9 +150,7 @@ def test_limits_size_and_time_of_hub_responses(
 
 
 @pytest.mark.parametrize("act", [hang_up, stay_silent, send_too_little, refuse_with_escapes])
-def test_reports_interrupted_hub_response_in_one_line(
-    hub: Hub, act: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_interrupted_hub_response_in_one_line(hub, act, monkeypatch):
     monkeypatch.setattr(lookup, "_TIMEOUT_S", 0.3)
     hub.fault = lambda handler, path, data: act(handler) or True
     with pytest.raises(LockError, match="the hub cannot be reached: ") as caught:
@@ -163,7 +159,7 @@ def test_reports_interrupted_hub_response_in_one_line(
     assert problem.line.isprintable()
 
 
-def test_stops_waiting_for_a_slow_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stops_waiting_for_a_slow_hub(hub, monkeypatch):
     def send_single_bytes(handler: Any, path: str, data: bytes) -> bool:
         handler.answer(200, b"", announced=len(data))
         for at in range(len(data)):
@@ -183,7 +179,7 @@ def test_stops_waiting_for_a_slow_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch)
      ("http", "http://other.invalid/x", True), ("http", "https://other.invalid/x", True),
      ("https", "http://hub.invalid/x", False), ("https", "ftp://hub.invalid/x", False)],
 )  # fmt: skip
-def test_hub_redirects_never_leave_https(before: str, location: str, accepted: bool) -> None:
+def test_hub_redirects_never_leave_https(before, location, accepted):
     answered = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:

@@ -66,18 +66,18 @@ def look_up_refused(address: str) -> str:
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_reports_invalid_registry_response_in_one_line(answer: bytes) -> None:
+def test_reports_invalid_registry_response_in_one_line(answer):
     with respond_with(answer) as address:
         look_up_refused(address)
 
 
-def test_limits_size_of_registry_responses() -> None:
+def test_limits_size_of_registry_responses():
     with respond_with(OK + b"\r\n", b"{" * (1 << 20)) as address:
         assert "longer than" in look_up_refused(address)
 
 
 @pytest.mark.parametrize("head", [OK + b"X: ", OK + b"\r\n"], ids=["head", "body"])
-def test_stops_waiting_for_a_slow_registry(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stops_waiting_for_a_slow_registry(head, monkeypatch):
     monkeypatch.setattr(registry, "LIMIT_S", 0.5)
     with respond_with(head, b"x", pause_s=0.05) as address:
         began = time.monotonic()
@@ -86,7 +86,7 @@ def test_stops_waiting_for_a_slow_registry(head: bytes, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("target", ["ftp://127.0.0.1:1/x", "file:///etc/hostname", "gopher://a/"])
-def test_registry_redirects_stay_with_http(target: str) -> None:
+def test_registry_redirects_stay_with_http(target):
     redirect = f"HTTP/1.1 302 x\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n"
     with respond_with(redirect.encode()) as address:
         output = look_up_refused(address)
@@ -98,7 +98,7 @@ def test_registry_redirects_stay_with_http(target: str) -> None:
     [("https", "https", True), ("http", "https", True), ("http", "http", True),
      ("https", "http", False), ("https", "ftp", False), ("http", "ftp", False)],
 )  # fmt: skip
-def test_registry_redirects_never_leave_https(before: str, after: str, accepted: bool) -> None:
+def test_registry_redirects_never_leave_https(before, after, accepted):
     handler = registry._SafeRedirects()
     request = urllib.request.Request(f"{before}://registry.invalid/v2/")
     redirect = partial(

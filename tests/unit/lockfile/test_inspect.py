@@ -47,9 +47,7 @@ def matches(result: dict[tuple[str, str], str | None]) -> set[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_compares_repository_with_every_model(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compares_repository_with_every_model(here, capsys):
     parts = {
         (name, part)
         for name, model in HYBRIDS.items()
@@ -64,9 +62,7 @@ def test_compares_repository_with_every_model(
 
 
 @pytest.mark.slow
-def test_recognises_hybrid_repository(
-    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recognises_hybrid_repository(hub, here, capsys):
     fp8 = {name: item for name, item in donor_entries().items() if ".shared_expert." in name}
     swapped = {name: item for name, item in fp8.items() if name.startswith("model.")}
     write_repository(hub.root, "lab/hybrid", {**base_entries(), **swapped}, commit="4" * 40)
@@ -74,9 +70,7 @@ def test_recognises_hybrid_repository(
     assert matches(result) == {(name, "hybrid") for name in TINY}
 
 
-def test_prints_files_sizes_and_matching_models(
-    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prints_files_sizes_and_matching_models(hub, here, capsys):
     assert main(["add", "--dry", BASE, "inventory.py"]) == 0
     text = capsys.readouterr().out
     tree = next((hub.root / BASE).rglob("config.json")).parent
@@ -98,9 +92,7 @@ def test_prints_files_sizes_and_matching_models(
         ("no repository", "is neither a directory nor org/name"),
     ],
 )
-def test_reports_uninspectable_repository_in_one_problem(
-    here: Path, capsys: pytest.CaptureFixture[str], place: str, what: str
-) -> None:
+def test_reports_uninspectable_repository_in_one_problem(here, capsys, place, what):
     assert main(["add", "--dry", place, "inventory.py"]) == 1
     output = capsys.readouterr()
     assert output.out == ""
@@ -110,9 +102,7 @@ def test_reports_uninspectable_repository_in_one_problem(
 
 
 @pytest.mark.slow
-def test_prints_repository_names_without_control_characters(
-    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prints_repository_names_without_control_characters(hub, here, capsys):
     entries = {**base_entries(), "\x1b[2Jmodel.\x07weight": ("BF16", (1,))}
     tree = write_repository(hub.root, "lab/odd", entries, commit="5" * 40)
     (tree / "a\x1b[31mb.txt").write_text("x")

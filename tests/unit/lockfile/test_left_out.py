@@ -39,7 +39,7 @@ def look_up(tmp_path: Path) -> Iterator[LookUp]:
         yield look_up_files
 
 
-def test_leaves_out_pickle_and_code(look_up: LookUp, tmp_path: Path) -> None:
+def test_leaves_out_pickle_and_code(look_up, tmp_path):
     result = look_up(*DOWNLOADED, "model.safetensors", *CODE)
     assert {file.path for file in result.files} == {*DOWNLOADED, "model.safetensors"}
     assert result.left_out.keys() == set(CODE)
@@ -51,7 +51,7 @@ def test_leaves_out_pickle_and_code(look_up: LookUp, tmp_path: Path) -> None:
     assert "modeling_x.py: is code" in path.read_text()
 
 
-def test_hosts_never_download_left_out_files(look_up: LookUp) -> None:
+def test_hosts_never_download_left_out_files(look_up):
     settings = settings_of()
     source = source_plan(look_up("model.safetensors", "config.json", *CODE), settings)
     [order] = fetch_job(source).inputs
@@ -59,7 +59,7 @@ def test_hosts_never_download_left_out_files(look_up: LookUp) -> None:
     assert fetched == {"model.safetensors", "config.json"}
 
 
-def test_refuses_repository_with_pickle_weights_only(look_up: LookUp) -> None:
+def test_refuses_repository_with_pickle_weights_only(look_up):
     with pytest.raises(LockError) as caught:
         look_up("config.json", "pytorch_model-00001-of-00002.bin", "modeling_x.py")
     [problem] = caught.value.problems
@@ -70,16 +70,16 @@ def test_refuses_repository_with_pickle_weights_only(look_up: LookUp) -> None:
 
 
 @pytest.mark.parametrize("path", ["a.PY", "x/y.Pkl", "w.ckpt", "a.tar.py", "liba.so", "go.sh"])
-def test_recognises_code_in_any_spelling(path: str) -> None:
+def test_recognises_code_in_any_spelling(path):
     assert why_left_out(path)
 
 
 @pytest.mark.parametrize("path", ["LICENSE", ".gitignore", "py", "a.py.md", "model.bin.index.json"])
-def test_downloads_text_files(path: str) -> None:
+def test_downloads_text_files(path):
     assert why_left_out(path) is None
 
 
-def test_refuses_old_lock_with_code() -> None:
+def test_refuses_old_lock_with_code():
     files = (
         SourceFile("model.safetensors", 1, sha256="a" * 64),
         SourceFile("modeling_x.py", 1, git_sha1="b" * 40),
@@ -90,7 +90,7 @@ def test_refuses_old_lock_with_code() -> None:
     assert f"update --only {REPO}" in caught.value.problems[0].fix
 
 
-def test_left_out_files_change_the_directory() -> None:
+def test_left_out_files_change_the_directory():
     weights = (SourceFile("model.safetensors", 1, sha256="a" * 64),)
     plain = LockedSource(REPO, "main", "1" * 40, weights)
     partial = LockedSource(REPO, "main", "1" * 40, weights, {"x.py": "is code"})

@@ -73,9 +73,7 @@ def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_stores_verified_names_in_the_lock(
-    hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
-) -> None:
+def test_stores_verified_names_in_the_lock(hub, settings, lock, tmp_path):
     output: list[str] = []
     verified = verify_names(settings, CATALOG, lock, output.append)
     result = verified.names[BUILD]
@@ -93,7 +91,7 @@ def test_stores_verified_names_in_the_lock(
     assert hub.requests == []
 
 
-def test_downloads_headers_only(hub: Hub, settings: Settings, lock: Lock) -> None:
+def test_downloads_headers_only(hub, settings, lock):
     verify_names(settings, CATALOG, lock, quiet)
     for repo in (BASE, DONOR):
         ranges = requested_ranges(hub, repo)
@@ -122,9 +120,7 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
-def test_refuses_sources_that_differ_from_the_catalog(
-    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str], wrong: str
-) -> None:
+def test_refuses_sources_that_differ_from_the_catalog(hub, here, capsys, wrong):
     repo, change, message = WRONG[wrong]
     entries = base_entries() if repo == BASE else donor_entries()
     change(entries)
@@ -138,9 +134,7 @@ def test_refuses_sources_that_differ_from_the_catalog(
     assert not (here / "spark.lock.yml").exists()
 
 
-def test_plan_works_without_the_hub_after_update(
-    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_works_without_the_hub_after_update(hub, here, capsys):
     assert main(["update", "inventory.py", "--check"]) == 1
     assert main(["update", "--missing", "inventory.py"]) == 0
     assert BUILD in read_lock(here / "spark.lock.yml").names
@@ -151,9 +145,7 @@ def test_plan_works_without_the_hub_after_update(
     assert (hub.requests, capsys.readouterr().err) == ([], "")
 
 
-def test_completes_a_lock_without_names(
-    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_completes_a_lock_without_names(hub, here, capsys):
     assert main(["update", "--missing", "inventory.py"]) == 0
     path = here / "spark.lock.yml"
     whole = path.read_text()
@@ -170,9 +162,7 @@ def test_completes_a_lock_without_names(
 
 
 @pytest.mark.parametrize("by_up", [True, False], ids=["up", "update --counted"])
-def test_locks_the_donor_tensors_that_a_host_built_from(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, by_up: bool
-) -> None:
+def test_locks_the_donor_tensors_that_a_host_built_from(here, capsys, monkeypatch, by_up):
     path = here / "spark.lock.yml"
     assert main(["update", "--missing", "inventory.py"]) == 0
     planned, built_from = [], ["a" * 64]
@@ -205,7 +195,7 @@ def test_locks_the_donor_tensors_that_a_host_built_from(
 
 
 @pytest.mark.slow
-def test_new_commit_needs_a_new_verification(hub: Hub, settings: Settings, lock: Lock) -> None:
+def test_new_commit_needs_a_new_verification(hub, settings, lock):
     verified = verify_names(settings, CATALOG, lock, quiet)
     write_repository(hub.root, BASE, base_entries(), commit="3" * 40)
     moved = verified.extended_by([lookup.look_up(hub.url, BASE, "main", None)])
@@ -216,7 +206,7 @@ def test_new_commit_needs_a_new_verification(hub: Hub, settings: Settings, lock:
 
 
 @pytest.mark.slow
-def test_changed_catalog_needs_a_new_verification(hub: Hub, settings: Settings, lock: Lock) -> None:
+def test_changed_catalog_needs_a_new_verification(hub, settings, lock):
     verified = verify_names(settings, CATALOG, lock, quiet)
     model = CATALOG.model("lab-tiny")
     sets = dataclasses.replace(model.tensors, base=(*model.tensors.base, "model.new.weight"))
@@ -226,9 +216,7 @@ def test_changed_catalog_needs_a_new_verification(hub: Hub, settings: Settings, 
         verify_names(settings, catalog, verified, quiet)
 
 
-def test_deploy_continues_without_the_hub(
-    hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
-) -> None:
+def test_deploy_continues_without_the_hub(hub, settings, lock, tmp_path):
     path, output = tmp_path / "spark.lock.yml", []
     hub.fault = lambda handler, path, data: handler.answer(404, b"") or True
     assert verified_lock(settings, CATALOG, path, lock, output.append) == lock
@@ -241,9 +229,7 @@ def test_deploy_continues_without_the_hub(
     assert BUILD in read_lock(path).names
 
 
-def test_required_lock_works_offline(
-    hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
-) -> None:
+def test_required_lock_works_offline(hub, settings, lock, tmp_path):
     output: list[str] = []
     strict = dataclasses.replace(settings, locked="required")
     assert verified_lock(strict, CATALOG, tmp_path / "spark.lock.yml", lock, output.append) == lock
@@ -253,17 +239,13 @@ def test_required_lock_works_offline(
     assert "`spark-deploy update --missing`" in message
 
 
-def test_profiles_without_a_build_are_not_verified(
-    hub: Hub, settings: Settings, lock: Lock
-) -> None:
+def test_profiles_without_a_build_are_not_verified(hub, settings, lock):
     base = dataclasses.replace(settings, profile="base")
     assert verify_names(base, CATALOG, lock, quiet) == lock
     assert hub.requests == []
 
 
-def test_token_is_sent_only_to_the_hub(
-    hub: Hub, settings: Settings, lock: Lock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_is_sent_only_to_the_hub(hub, settings, lock, tmp_path, monkeypatch):
     canary, outputs, folders = "hf_canary0123456789", [], []
     monkeypatch.setenv("CANARY_TOKEN", canary)
     real = subprocess.run
@@ -287,17 +269,13 @@ def test_token_is_sent_only_to_the_hub(
     assert not any(os.path.exists(folder) for folder in folders)
 
 
-def test_ignores_python_files_in_the_working_directory(
-    hub: Hub, settings: Settings, lock: Lock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ignores_python_files_in_the_working_directory(hub, settings, lock, tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise SystemExit('a file of the folder was run')\n")
     monkeypatch.chdir(tmp_path)
     assert BUILD in verify_names(settings, CATALOG, lock, quiet).names
 
 
-def test_reports_killed_reader_in_one_line(
-    settings: Settings, lock: Lock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_killed_reader_in_one_line(settings, lock, monkeypatch):
     killed = subprocess.CompletedProcess([], -9, "", "")
     monkeypatch.setattr(headers.subprocess, "run", lambda *_, **__: killed)
     with pytest.raises(LockError, match="the header reader exited with -9") as caught:

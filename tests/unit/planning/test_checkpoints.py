@@ -1,6 +1,5 @@
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ GIB = 1 << 30
         ({**INT4, **DISCARD}, "downloaded again"),
     ],
 )  # fmt: skip
-def test_refuses_checkpoints_that_cannot_be_built(settings: dict[str, Any], message: str) -> None:
+def test_refuses_checkpoints_that_cannot_be_built(settings, message):
     with pytest.raises(PlanError) as error:
         plan_of(**settings)
     assert message in str(error.value)
@@ -47,7 +46,7 @@ def test_refuses_checkpoints_that_cannot_be_built(settings: dict[str, Any], mess
     assert [message in str(problem) for problem in problems(**settings)] == [True]
 
 
-def test_layout_changes_checkpoint_and_keep_base_does_not() -> None:
+def test_layout_changes_checkpoint_and_keep_base_does_not():
     overlay, full, discarded = plan_of(), plan_of(**FULL), plan_of(**DISCARD)
     assert overlay.checkpoint.digest != full.checkpoint.digest
     assert discarded.checkpoint.digest == full.checkpoint.digest
@@ -55,14 +54,14 @@ def test_layout_changes_checkpoint_and_keep_base_does_not() -> None:
 
 
 @pytest.mark.parametrize(("settings", "kept"), [(FULL, 1), (DISCARD, 0)])
-def test_disk_plan_counts_discarded_base_at_peak_only(settings: dict[str, Any], kept: int) -> None:
+def test_disk_plan_counts_discarded_base_at_peak_only(settings, kept):
     plan = plan_of(**settings)
     base = plan.checkpoint.base
     [use] = [use for use in plan.disk if use.path == base.dir]
     assert (use.peak_bytes, use.after_bytes) == (base.size_bytes, kept * base.size_bytes)
 
 
-def test_plan_text_reports_downloads_of_rebuild() -> None:
+def test_plan_text_reports_downloads_of_rebuild():
     plan = plan_of(**DISCARD)
     text = "\n".join(plan_lines(plan, *pair_of(settings_of(**DISCARD), CATALOG)))
     base = size(plan.checkpoint.base.size_bytes)
@@ -72,7 +71,7 @@ def test_plan_text_reports_downloads_of_rebuild() -> None:
     assert "a rebuild downloads" not in kept
 
 
-def test_discarded_base_is_fetched_only_without_checkpoint_and_removed_last() -> None:
+def test_discarded_base_is_fetched_only_without_checkpoint_and_removed_last():
     plan = plan_of(**DISCARD)
     fetch, build, _image = jobs_of(plan, ())
     [removal] = discard_jobs_of(plan)
@@ -85,7 +84,7 @@ def test_discarded_base_is_fetched_only_without_checkpoint_and_removed_last() ->
     assert removal.job.argv[-4:] == ("discard", base, "--tree", plan.checkpoint.dir)
 
 
-def test_base_that_is_kept_again_is_fetched_by_another_job() -> None:
+def test_base_that_is_kept_again_is_fetched_by_another_job():
     fetch = jobs_of(plan_of(**FULL), ())[0].job
     assert discard_jobs_of(plan_of(**FULL)) == ()
     assert fetch.unless is None
@@ -101,9 +100,7 @@ def test_base_that_is_kept_again_is_fetched_by_another_job() -> None:
         (FULL, 3 * GIB, 5),  # the base is fetched again
     ],
 )
-def test_needs_disk_only_for_missing_files(
-    settings: dict[str, Any], present_bytes: int, needed_gib: int
-) -> None:
+def test_needs_disk_only_for_missing_files(settings, present_bytes, needed_gib):
     plan = plan_of(**settings)
     base, tree = plan.checkpoint.base.dir, plan.checkpoint.dir
     needs = replace(plan.needs, disk_needed_bytes=((base, 5 * GIB), (tree, 4 * GIB)))
@@ -116,7 +113,7 @@ def test_needs_disk_only_for_missing_files(
 
 
 @pytest.mark.parametrize(("layout", "pieces"), [("overlay", False), ("full", True)])
-def test_download_is_hashed_in_pieces_for_full_layout_only(layout: str, pieces: bool) -> None:
+def test_download_is_hashed_in_pieces_for_full_layout_only(layout, pieces):
     [order] = jobs_of(plan_of(**{"checkpoint.layout": layout}), ())[0].inputs
     assert json.loads(order.content)["pieces"] is pieces
 
@@ -125,7 +122,7 @@ def repositories(**settings: Any) -> set[str]:
     return {repo for repo, _ in required_names(settings_of(**settings), CATALOG).sources}
 
 
-def test_prebuilt_hybrid_replaces_base_and_keeps_donor() -> None:
+def test_prebuilt_hybrid_replaces_base_and_keeps_donor():
     assert repositories(**PREBUILT) == {"other/large-hybrid", "org/large-fp8"}
     plan, built = plan_of(**PREBUILT), plan_of(**FULL)
     assert [source.locked.repo for source in plan.sources] == ["other/large-hybrid"]
@@ -146,7 +143,7 @@ def requantize_order(work: Work) -> dict[str, Any]:
     return json.loads(order.content)
 
 
-def test_int4_checkpoint_is_made_from_16_bit_repository_in_engine_image() -> None:
+def test_int4_checkpoint_is_made_from_16_bit_repository_in_engine_image():
     assert repositories(**INT4) == {"org/large", "org/large-fp8"}
     plan = plan_of(**INT4)
     image, made, built = jobs_of(plan, ())
@@ -161,7 +158,7 @@ def test_int4_checkpoint_is_made_from_16_bit_repository_in_engine_image() -> Non
     assert tuple(order["mtp_tensors"]) == build.mtp_tensors
 
 
-def test_profile_without_build_serves_int4_checkpoint() -> None:
+def test_profile_without_build_serves_int4_checkpoint():
     plan = plan_of(profile="base", **INT4)
     assert plan.tree.dir == plan.serve.tree.path == plan.requantized.dir
     assert [work.job.kind for work in jobs_of(plan, ())] == ["image-pull", "requantize"]
@@ -177,11 +174,11 @@ def test_profile_without_build_serves_int4_checkpoint() -> None:
         ({"hub.token": {"env": "TOKEN"}}, True),
     ],
 )
-def test_int4_folder_is_named_by_inputs_only(change: dict[str, Any], same: bool) -> None:
+def test_int4_folder_is_named_by_inputs_only(change, same):
     assert (plan_of(**INT4, **change).requantized.dir == plan_of(**INT4).requantized.dir) is same
 
 
-def test_calibration_text_is_sent_with_job_and_names_checkpoint(tmp_path: Path) -> None:
+def test_calibration_text_is_sent_with_job_and_names_checkpoint(tmp_path):
     folders = set()
     for text in ("one", "two"):
         path = tmp_path / f"{text}.jsonl"
@@ -194,7 +191,7 @@ def test_calibration_text_is_sent_with_job_and_names_checkpoint(tmp_path: Path) 
     assert len(folders) == 2
 
 
-def test_peer_copies_int4_checkpoint_without_16_bit_repository() -> None:
+def test_peer_copies_int4_checkpoint_without_16_bit_repository():
     jobs = jobs_of(plan_of(**INT4), ())
     digest = jobs[1].job.proof.digest
     members = [
@@ -205,7 +202,7 @@ def test_peer_copies_int4_checkpoint_without_16_bit_repository() -> None:
     assert not [work for work in jobs if work.job.kind == "fetch"]
 
 
-def test_int4_checkpoint_needs_disk_and_16_bit_repository_is_pruned() -> None:
+def test_int4_checkpoint_needs_disk_and_16_bit_repository_is_pruned():
     plan = plan_of(**INT4)
     path = plan.requantized.dir
     assert dict(plan.needs.disk_needed_bytes)[path] > plan.requantized.size_bytes
@@ -220,12 +217,12 @@ def test_int4_checkpoint_needs_disk_and_16_bit_repository_is_pruned() -> None:
         ({"requantize.iters": 1}, "requantize.calibration"),
     ],
 )
-def test_refuses_int4_checkpoint_without_inputs(settings: dict[str, Any], message: str) -> None:
+def test_refuses_int4_checkpoint_without_inputs(settings, message):
     with pytest.raises(PlanError, match=message):
         plan_of(**{**INT4, **settings})
 
 
-def test_plan_text_names_folder_and_command_of_int4_checkpoint() -> None:
+def test_plan_text_names_folder_and_command_of_int4_checkpoint():
     plan, pair = plan_of(**INT4), pair_of(settings_of(**INT4), CATALOG)
     text = "\n".join(plan_text(plan, *pair, verbose=True))
     assert f"in {plan.requantized.dir}: AutoRound, 0 steps" in text
@@ -233,7 +230,7 @@ def test_plan_text_names_folder_and_command_of_int4_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "no json\n", '{"prompt": "x"}\n', '{"text": 3}\n'])
-def test_refuses_calibration_file_without_texts(tmp_path: Path, content: str) -> None:
+def test_refuses_calibration_file_without_texts(tmp_path, content):
     path = tmp_path / "text.jsonl"
     path.write_text(content)
     with pytest.raises(SettingsError, match=r"requantize\.calibration"):

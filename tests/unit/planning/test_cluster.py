@@ -67,7 +67,7 @@ def plan_on(host: str, ports: dict[str, Ports], settings: Settings | None = None
     return plan_host(Request(host, settings, CATALOG, lock, PAYLOAD, ports))
 
 
-def test_both_interfaces_on_a_cable_connect_to_the_peer() -> None:
+def test_both_interfaces_on_a_cable_connect_to_the_peer():
     links = member_links(clustered(), "spark-1", FABRIC)
     assert {(link.interface, link.host, link.address) for link in links} == {
         ("enp1s0f1np1", "spark-2", "192.168.100.11"),
@@ -75,13 +75,13 @@ def test_both_interfaces_on_a_cable_connect_to_the_peer() -> None:
     }
 
 
-def test_all_members_get_one_release() -> None:
+def test_all_members_get_one_release():
     first, second = (plan_on(host, FABRIC).serve for host in PAIR)
     assert first == second
     assert first.cluster.head.host == "spark-1"
 
 
-def test_each_rank_gets_its_index_interface_and_devices() -> None:
+def test_each_rank_gets_its_index_interface_and_devices():
     head, worker = plan_on("spark-2", FABRIC).serve.cluster.members
     port = str(plan_on("spark-1", FABRIC).serve.cluster.port)
     assert head.argv == (
@@ -97,7 +97,7 @@ def test_each_rank_gets_its_index_interface_and_devices() -> None:
     ]
 
 
-def test_only_cluster_members_use_the_host_network() -> None:
+def test_only_cluster_members_use_the_host_network():
     single, member = plan_of("large").serve, plan_on("spark-1", FABRIC).serve
     assert single.cluster is None
     assert "--network=none" in single.engine.docker_args
@@ -111,7 +111,7 @@ def test_only_cluster_members_use_the_host_network() -> None:
     assert single_args == member_args
 
 
-def test_unit_of_member_fences_its_ports() -> None:
+def test_unit_of_member_fences_its_ports():
     plan = plan_on("spark-1", FABRIC)
     path = f"{plan.serve.serve_unit}.d/50-cluster.conf"
     [text] = [f.content.decode() for f in release_files_of(plan) if f.path.endswith(path)]
@@ -122,7 +122,7 @@ def test_unit_of_member_fences_its_ports() -> None:
     assert not [file for file in release_files_of(plan_of("large")) if "cluster" in file.path]
 
 
-def test_subnet_without_rdma_uses_tcp() -> None:
+def test_subnet_without_rdma_uses_tcp():
     ports = {host: Ports((replace(LAN, addresses=(f"10.1.0.{number}/16",)),))
              for number, host in enumerate(PAIR, 1)}  # fmt: skip
     head = plan_on("spark-1", ports, clustered(subnet="10.1.0.0/16")).serve.cluster.head
@@ -131,7 +131,7 @@ def test_subnet_without_rdma_uses_tcp() -> None:
     assert "NCCL_IB_HCA" not in head.env
 
 
-def test_refuses_host_without_cable() -> None:
+def test_refuses_host_without_cable():
     bare = Ports((LAN, Port("enp1s0f0np0", False, 1500, None, (), None, None)))
     with pytest.raises(PlanError) as error:
         plan_on("spark-1", {**FABRIC, "spark-2": bare})
@@ -159,13 +159,13 @@ def readdressed(ports: tuple[Port, ...], *addresses: str) -> tuple[Port, ...]:
         ((LAN, *cabled_ports(1, 10)), "spark-2: cluster: has 192.168.100.10"),
     ],
 )  # fmt: skip
-def test_refuses_ambiguous_networks(second: tuple[Port, ...], message: str) -> None:
+def test_refuses_ambiguous_networks(second, message):
     with pytest.raises(PlanError) as error:
         plan_on("spark-1", {**FABRIC, "spark-2": Ports(second)})
     assert message in str(error.value)
 
 
-def test_each_release_has_its_own_ports() -> None:
+def test_each_release_has_its_own_ports():
     base = clustered()
     watch = replace(base.watch, stall_s=10 * base.watch.stall_s)
     clusters = [plan_on("spark-1", FABRIC, settings).serve.cluster
@@ -174,11 +174,11 @@ def test_each_release_has_its_own_ports() -> None:
     assert all(29500 <= cluster.port < cluster.proven_port < 31500 for cluster in clusters)
 
 
-def test_plan_without_hosts_has_placeholder_addresses() -> None:
+def test_plan_without_hosts_has_placeholder_addresses():
     assert "ADDRESS-OF-spark-1" in plan_on("spark-1", {}).serve.cluster.members[1].argv
 
 
-def test_two_hosts_split_weights_and_hold_more_cache() -> None:
+def test_two_hosts_split_weights_and_hold_more_cache():
     single, pair = plan_of("large").memory, plan_on("spark-1", FABRIC).memory
     # Routers and vision tower are not split.
     assert 0.5 < pair.weights_bytes / single.weights_bytes < 0.55
@@ -186,14 +186,14 @@ def test_two_hosts_split_weights_and_hold_more_cache() -> None:
 
 
 @pytest.mark.parametrize(("count", "fits"), [(1, False), (2, False), (4, True)])
-def test_397b_needs_four_hosts(count: int, fits: bool) -> None:
+def test_397b_needs_four_hosts(count, fits):
     hosts = tuple(f"spark-{number}" for number in range(count)) if count > 1 else ()
     settings = Settings(model="qwen3.5-397b", cluster=ClusterSettings(hosts=hosts))
     problems = problems_of(settings, shipped_catalog())
     assert not problems if fits else "or 4 hosts that serve it together" in problems[0].fix
 
 
-def test_suggests_host_counts_that_split_model_evenly() -> None:
+def test_suggests_host_counts_that_split_model_evenly():
     three = Settings(cluster=ClusterSettings(hosts=("a", "b", "c")))
     problem = problems_of(three, shipped_catalog())[0]
     assert problem.where == "cluster.hosts"
@@ -211,13 +211,13 @@ def test_suggests_host_counts_that_split_model_evenly() -> None:
         ("ab", {"distributed-executor-backend": "ray"}, "ray"),
     ],
 )
-def test_guard_rails_apply_to_clusters(hosts: str, options: dict[str, Any], rule: str) -> None:
+def test_guard_rails_apply_to_clusters(hosts, options, rule):
     settings = Settings(cluster=ClusterSettings(hosts=tuple(hosts)))
     settings = replace(settings, engine=replace(settings.engine, options=options))
     assert f"guard rail {rule}:" in problems_of(settings, shipped_catalog())[0].what
 
 
-def test_refuses_prefix_caching_for_397b_on_two_hosts() -> None:
+def test_refuses_prefix_caching_for_397b_on_two_hosts():
     pair = Settings(
         model="qwen3.5-397b", profile="agent", cluster=ClusterSettings(hosts=PAIR),
         memory=replace(Settings().memory, total_gib=400),
@@ -231,7 +231,7 @@ def test_refuses_prefix_caching_for_397b_on_two_hosts() -> None:
     ("version", "refused"),
     [("2.28.9", True), ("2.29.2", True), ("2.29.3", False), ("2.29.30", False), ("2.30.4", False)],
 )
-def test_check_rejects_nccl_versions_that_deadlock(version: str, refused: bool) -> None:
+def test_check_rejects_nccl_versions_that_deadlock(version, refused):
     line = f"INFO 11-22 [pynccl.py:148] vLLM is using nccl=={version}"
     pair, single = plan_on("spark-1", FABRIC).serve.check, plan_of("large").serve.check
     assert any(re.search(pattern, line) for pattern in pair.log_forbidden) is refused
@@ -253,7 +253,7 @@ def addresses(plan: FabricPlan) -> dict[str, str]:
     return {port.interface: port.address for port in plan.ports}
 
 
-def test_twin_ports_get_addresses_in_separate_networks() -> None:
+def test_twin_ports_get_addresses_in_separate_networks():
     assert addresses(network_plan("spark-1", LAN, *reversed(without_addresses(1)))) == {
         "enp1s0f1np1": "192.168.100.11/24", "enP2p1s0f1np1": "192.168.101.11/24",
     }  # fmt: skip
@@ -263,7 +263,7 @@ def test_twin_ports_get_addresses_in_separate_networks() -> None:
     }  # fmt: skip
 
 
-def test_netplan_configures_only_cabled_ports_as_optional() -> None:
+def test_netplan_configures_only_cabled_ports_as_optional():
     plan = network_plan("spark-1", LAN, *without_addresses(1))
     network = yaml.safe_load(plan.netplan)["network"]
     assert network["version"] == 2
@@ -273,7 +273,7 @@ def test_netplan_configures_only_cabled_ports_as_optional() -> None:
         assert (port["mtu"], port["optional"], port["dhcp4"]) == (9000, True, False)
 
 
-def test_configures_listed_ports_without_rdma() -> None:
+def test_configures_listed_ports_without_rdma():
     plan = network_plan(
         "spark-2", LAN, Port("eth1", True, 1500, None, (), None, None),
         interfaces=("eth1",), networks=("10.9.0.0/24",), mtu=1500,
@@ -293,19 +293,17 @@ def test_configures_listed_ports_without_rdma() -> None:
          "used by enP7s7"),
     ],
 )  # fmt: skip
-def test_refuses_conflicting_ports(
-    ports: tuple[Port, ...], fabric: dict[str, Any], message: str
-) -> None:
+def test_refuses_conflicting_ports(ports, fabric, message):
     with pytest.raises(PlanError, match=message):
         network_plan("spark-1", *ports, **fabric)
 
 
-def test_refuses_host_outside_fabric() -> None:
+def test_refuses_host_outside_fabric():
     with pytest.raises(PlanError, match=r"fabric\.hosts"):
         network_plan("spark-9", LAN, *without_addresses(1))
 
 
-def test_returns_present_addresses() -> None:
+def test_returns_present_addresses():
     ports = Ports((LAN, *cabled_ports(1, 50)))
     assert present_addresses("spark-1", fabric_settings(), ports) == (
         "enp1s0f1np1 192.168.100.50/24, enP2p1s0f1np1 192.168.101.50/24"
@@ -323,11 +321,11 @@ def test_returns_present_addresses() -> None:
         ({"measure": True, "restore": True}, "restored networks cannot be measured"),
     ],
 )
-def test_rejects_unusable_fabric_settings(fabric: dict[str, Any], message: str) -> None:
+def test_rejects_unusable_fabric_settings(fabric, message):
     assert [broken for broken in FabricSettings(**fabric).violations() if message in broken.what]
 
 
-def test_links_cover_both_twins_from_both_ends() -> None:
+def test_links_cover_both_twins_from_both_ends():
     links = [
         (link.interface, link.address)
         for host in PAIR
@@ -339,14 +337,14 @@ def test_links_cover_both_twins_from_both_ends() -> None:
     ]  # fmt: skip
 
 
-def test_each_host_measures_link_to_next_host() -> None:
+def test_each_host_measures_link_to_next_host():
     names = ("a", "b", "c")
     ports = {name: Ports(cabled_ports(0, number)) for number, name in enumerate(names, 10)}
     settings = fabric_settings(*names)
     assert [fabric_links(name, settings, ports)[0].host for name in names] == ["b", "c", "a"]
 
 
-def test_links_ignore_lan_port_in_same_network() -> None:
+def test_links_ignore_lan_port_in_same_network():
     ports = {
         name: Ports((
             replace(LAN, addresses=(f"192.168.100.{number + 100}/24",)), *cabled_ports(0, number),
@@ -357,13 +355,13 @@ def test_links_ignore_lan_port_in_same_network() -> None:
     assert [link.address for link in links] == ["192.168.100.11", "192.168.101.11"]
 
 
-def test_link_speed_is_limited_by_the_slower_end() -> None:
+def test_link_speed_is_limited_by_the_slower_end():
     slow = tuple(replace(port, speed_mbit_per_s=100000) for port in cabled_ports(0, 11))
     links = fabric_links("spark-1", fabric_settings(*PAIR), {**FABRIC, "spark-2": Ports(slow)})
     assert {link.speed_mbit_per_s for link in links} == {100000}
 
 
-def test_links_without_rdma_follow_subnet_or_interfaces() -> None:
+def test_links_without_rdma_follow_subnet_or_interfaces():
     ports = {
         name: Ports((LAN, Port("eth1", True, 1400, None, (f"10.9.0.{number}/24",), None, None)))
         for number, name in enumerate(PAIR, 1)
@@ -375,7 +373,7 @@ def test_links_without_rdma_follow_subnet_or_interfaces() -> None:
         assert (link.interface, link.address, link.mtu) == ("eth1", "10.9.0.2", 1400)
 
 
-def test_refuses_to_measure_without_addresses_or_second_host() -> None:
+def test_refuses_to_measure_without_addresses_or_second_host():
     bare = {**FABRIC, "spark-2": Ports((LAN, *without_addresses(0)))}
     with pytest.raises(PlanError, match="shares a network with spark-2"):
         fabric_links("spark-1", fabric_settings(*PAIR), bare)
@@ -401,18 +399,18 @@ def test_refuses_to_measure_without_addresses_or_second_host() -> None:
         ({"canary": "elsewhere", "at_once": "all"}, "a b c d e"),
     ],
 )
-def test_hosts_change_in_waves_after_canary(rollout: dict[str, Any], expected: str) -> None:
+def test_hosts_change_in_waves_after_canary(rollout, expected):
     waves = waves_of(dict.fromkeys("abcde", RolloutSettings(**rollout)))
     assert " | ".join(" ".join(wave) for wave in waves) == expected
 
 
-def test_smallest_at_once_limits_wave() -> None:
+def test_smallest_at_once_limits_wave():
     at_once = {"a": "all", "b": "all", "c": 2, "d": "all", "e": "all"}
     waves = waves_of({host: RolloutSettings(n) for host, n in at_once.items()})  # type: ignore[arg-type]
     assert waves == (("a", "b"), ("c", "d"), ("e",))
 
 
-def test_cluster_members_change_together() -> None:
+def test_cluster_members_change_together():
     plain = dict.fromkeys("abcd", RolloutSettings())
     assert waves_of(plain, [("b", "c"), ("b", "c"), ()]) == (("a",), ("d",), ("b", "c"))
     canary = dict.fromkeys("abcd", RolloutSettings(canary="c"))

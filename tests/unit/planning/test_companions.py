@@ -69,7 +69,7 @@ def drafts_of(plan: HostPlan) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3", "draft_model"])
-def test_drafter_is_downloaded_mounted_and_counted(method: Any) -> None:
+def test_drafter_is_downloaded_mounted_and_counted(method):
     plan, without = make_plan(replace(EAGLE, method=method)), make_plan()
     assert [source.locked.repo for source in plan.sources] == [REPO, DRAFT]
     assert [work.job.kind for work in jobs_of(plan, ())] == ["fetch", "fetch", "image-pull"]
@@ -87,14 +87,14 @@ def test_drafter_is_downloaded_mounted_and_counted(method: Any) -> None:
     assert plan.serve.name != without.serve.name
 
 
-def test_unknown_cache_of_drafter_makes_cache_unknown() -> None:
+def test_unknown_cache_of_drafter_makes_cache_unknown():
     unknown = replace(DRAFTER, cache=(), cache_unknown="layers of x are unknown")
     memory = make_plan(EAGLE, anatomies=(ANATOMY, unknown)).memory
     assert memory.kv_tokens is None
     assert memory.unknown == ("KV cache of a token, the drafter's: layers of x are unknown",)
 
 
-def test_ngram_drafts_do_not_need_memory() -> None:
+def test_ngram_drafts_do_not_need_memory():
     plan = make_plan(Speculation(method="ngram", tokens=3, longest_match=5, shortest_match=2))
     assert drafts_of(plan) == {
         "method": "ngram", "num_speculative_tokens": 3,
@@ -104,7 +104,7 @@ def test_ngram_drafts_do_not_need_memory() -> None:
     assert len(plan.sources) == 1
 
 
-def test_drafts_setting_keeps_method_or_disables_drafter() -> None:
+def test_drafts_setting_keeps_method_or_disables_drafter():
     fewer, off = (make_plan(EAGLE, **{"engine.drafts": drafts}) for drafts in (1, 0))
     config = drafts_of(fewer)
     assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 1)
@@ -112,7 +112,7 @@ def test_drafts_setting_keeps_method_or_disables_drafter() -> None:
     assert len(off.sources) == 1
 
 
-def test_adapter_has_name_mount_and_slot() -> None:
+def test_adapter_has_name_mount_and_slot():
     plan, without = make_plan(model=ADAPTED), make_plan()
     argv = plan.serve.engine.argv
     assert plan.serve.names == ("dense", "law")
@@ -126,24 +126,24 @@ def test_adapter_has_name_mount_and_slot() -> None:
     assert plan.memory.weights_bytes - without.memory.weights_bytes == 64 << 20
 
 
-def test_refuses_adapters_with_drafts() -> None:
+def test_refuses_adapters_with_drafts():
     with pytest.raises(PlanError, match="unverified with adapters"):
         make_plan(Speculation(method="ngram", tokens=3), model=ADAPTED)
 
 
-def test_lock_needs_all_mounted_repositories() -> None:
+def test_lock_needs_all_mounted_repositories():
     settings = replace(settings_of(), model="dense", profile="plain")
     wanted = required_names(settings, catalog_with(ADAPTED, EAGLE))
     assert {repo for repo, _ in wanted.sources} == {REPO, DRAFT, "org/lora"}
 
 
-def test_release_without_companions_has_no_companion_field() -> None:
+def test_release_without_companions_has_no_companion_field():
     release = make_plan().serve
     assert '"companions"' not in text_of(release)
     assert parse(Release, text_of(release)).trees == (release.tree,)
 
 
-def test_block_size_option_is_counted() -> None:
+def test_block_size_option_is_counted():
     plan = make_plan(options={"block-size": 64})
     assert plan.memory.block_tokens == 64
     assert value_of(plan, "--block-size") == "64"
@@ -160,5 +160,5 @@ def test_block_size_option_is_counted() -> None:
         {"method": "ngram", "tokens": 2, "longest_match": 2, "shortest_match": 3},
     ],
 )
-def test_rejects_invalid_speculation(drafts: dict[str, Any]) -> None:
+def test_rejects_invalid_speculation(drafts):
     assert len(list(Speculation(**drafts).violations())) == 1

@@ -8,7 +8,7 @@ import pytest
 from spark_vllm.head.choice import IMAGE_VARIABLE
 
 from spark_deploy.config.catalog.anatomy import Anatomy
-from spark_deploy.config.catalog.model import Model, PlainModel
+from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.errors import PlanError
 from spark_deploy.plan.engine_arguments import (
@@ -66,24 +66,24 @@ def value_of(arguments: Sequence[str], flag: str) -> str:
         ({"a": "with space; rm -rf"}, ["--a", "with space; rm -rf"]),
     ],
 )
-def test_options_become_unquoted_arguments(options: Any, arguments: list[str]) -> None:
+def test_options_become_unquoted_arguments(options, arguments):
     assert option_arguments(options) == arguments
 
 
 @pytest.mark.parametrize("options", [{"a": "-x"}, {"a": -1}, {"a": ["b", "--c"]}])
-def test_refuses_value_that_looks_like_option(options: Any) -> None:
+def test_refuses_value_that_looks_like_option(options):
     with pytest.raises(PlanError, match="begins with '-'"):
         option_arguments(options)
 
 
-def test_serves_all_names_in_order() -> None:
+def test_serves_all_names_in_order():
     arguments = argv()
     start = arguments.index("--served-model-name")
     assert arguments[start + 1 : start + 3] == ("first", "second")
     assert arguments[start + 3].startswith("--")
 
 
-def test_online_fp8_quantises_only_shared_experts() -> None:
+def test_online_fp8_quantises_only_shared_experts():
     targets = json.loads(value_of(argv("online-fp8"), "--quantization-config"))["targets"]
     [pattern] = [target.removeprefix("re:") for target in targets]
     layer = "language_model.model.layers.47.mlp"
@@ -110,9 +110,7 @@ NOT_TUNED = {"enable_flashinfer_autotune": False, "enable_jit_warmup": False}
         ({"kernel-config": None}, None),
     ],
 )
-def test_disables_kernel_tuning_unless_options_enable_it(
-    options: dict[str, Any], kernel_config: dict[str, Any] | None
-) -> None:
+def test_disables_kernel_tuning_unless_options_enable_it(options, kernel_config):
     arguments = argv(options=options)
     assert arguments.count("--kernel-config") == (kernel_config is not None)
     if kernel_config is not None:
@@ -120,31 +118,31 @@ def test_disables_kernel_tuning_unless_options_enable_it(
 
 
 @pytest.mark.parametrize("option", ["kernel-config", "additional-config"])
-def test_refuses_option_that_is_not_a_mapping(option: str) -> None:
+def test_refuses_option_that_is_not_a_mapping(option):
     with pytest.raises(PlanError) as error:
         argv(OWN_HEAD, options={option: "auto"})
     assert error.value.problems[0].where == f"engine option {option}"
 
 
-def test_vision_drops_text_only_flag() -> None:
+def test_vision_drops_text_only_flag():
     assert "--language-model-only" in argv()
     assert "--language-model-only" not in argv(vision=True)
 
 
-def test_option_in_settings_replaces_the_profile_option() -> None:
+def test_option_in_settings_replaces_the_profile_option():
     arguments = argv(options={"load_format": "safetensors"})
     assert arguments.count("--load-format") == 1
     assert value_of(arguments, "--load-format") == "safetensors"
 
 
 @pytest.mark.parametrize("profile", ["v2", "v2-tq", "base"])
-def test_engine_listens_on_unix_socket_only(profile: str) -> None:
+def test_engine_listens_on_unix_socket_only(profile):
     arguments = argv(profile)
     assert not {"--quantization", "--port", "--host", "--api-key"} & set(arguments)
     assert value_of(arguments, "--uds") == "/run/spark/engine.sock"
 
 
-def test_own_head_keeps_16_bits_in_checkpoint_and_is_int8_in_engine() -> None:
+def test_own_head_keeps_16_bits_in_checkpoint_and_is_int8_in_engine():
     profiles = {**CATALOG.profiles, ("v2", "large"): OWN_HEAD}
     plan = plan_with(settings_of(), replace(CATALOG, profiles=profiles))
     assert plan.checkpoint.order.head == "keep"
@@ -165,7 +163,7 @@ def test_own_head_keeps_16_bits_in_checkpoint_and_is_int8_in_engine() -> None:
         ('{"gdn_prefill_backend": "triton"}', {"gdn_prefill_backend": "triton"}),
     ],
 )
-def test_own_head_merges_with_additional_config(options: Any, added: dict[str, Any]) -> None:
+def test_own_head_merges_with_additional_config(options, added):
     chosen = {"additional-config": options} if options else {}
     merged = json.loads(value_of(argv(OWN_HEAD, options=chosen), "--additional-config"))
     spark = {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMES, **added.get("spark", {})}
@@ -183,7 +181,7 @@ TRITON_EXPERTS = (
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PLANS if pair[0] in PINNED], ids="-".join)
-def test_pins_kernel_of_16_bit_drafter_experts(pair: tuple[str, str]) -> None:
+def test_pins_kernel_of_16_bit_drafter_experts(pair):
     release = PLANS[pair].serve
     arguments = release.engine.argv
     drafts = "--speculative-config" in arguments
@@ -193,12 +191,12 @@ def test_pins_kernel_of_16_bit_drafter_experts(pair: tuple[str, str]) -> None:
     assert (TRITON_EXPERTS_LINE in release.check.log_required) is pinned
 
 
-def test_pins_drafter_kernel_of_cluster_model() -> None:
+def test_pins_drafter_kernel_of_cluster_model():
     profile = SHIPPED.profile("v2", "qwen3.5-397b")
     assert pins_drafter_experts(SHIPPED.model("qwen3.5-397b"), profile)
 
 
-def test_only_pinned_kernel_matches_required_line() -> None:
+def test_only_pinned_kernel_matches_required_line():
     assert re.search(TRITON_EXPERTS_LINE, TRITON_EXPERTS)
     assert re.search(TRITON_EXPERTS_LINE, "Using TRITON Unquantized MoE LoRA backend")
     for other in ("FlashInfer CUTLASS", "BATCHED_TRITON"):
@@ -223,13 +221,13 @@ def plain(**anatomy: Any) -> PlainModel:
     ],
     ids=["16-bit experts", "quantised experts", "dense", "unknown"],
 )
-def test_pins_the_kernel_of_16_bit_experts_only(model: Model, pinned: bool) -> None:
+def test_pins_the_kernel_of_16_bit_experts_only(model, pinned):
     assert pins_drafter_experts(model, with_drafts(SHIPPED.profile("v2", MODEL), 2)) is pinned
     assert pins_target_experts(model, PLAIN) is pinned
 
 
 @pytest.mark.parametrize(("width", "backend"), [(768, "triton"), (None, None)])
-def test_pinned_target_kernel_is_set_and_required(width: int | None, backend: str | None) -> None:
+def test_pinned_target_kernel_is_set_and_required(width, backend):
     model = plain(expert_width=width, context_tokens=4096)
     options = engine_options(model, PLAIN, PLANS["qwen3-4b", "plain"].memory)
     assert options.get("moe-backend") == backend
@@ -248,13 +246,13 @@ def test_pinned_target_kernel_is_set_and_required(width: int | None, backend: st
         {"engine_mode": "portable"},
     ],
 )
-def test_options_and_portable_mode_disable_pinning(change: dict[str, Any]) -> None:
+def test_options_and_portable_mode_disable_pinning(change):
     model, profile = plain(expert_width=768), replace(PLAIN, **change)
     assert not pins_target_experts(model, profile)
     assert TRITON_EXPERTS_LINE not in lines_of(model, profile, plugin=False)[0]
 
 
-def test_does_not_pin_drafter_of_other_repository_or_portable_mode() -> None:
+def test_does_not_pin_drafter_of_other_repository_or_portable_mode():
     profile = SHIPPED.profile("v2", MODEL)
     for changed in (
         replace(profile, speculation=replace(profile.speculation, repository="org/drafter")),
@@ -280,7 +278,7 @@ PREFILL = {
 
 
 @pytest.mark.parametrize("name", PREFILL)
-def test_check_requires_prefill_kernel_of_profile(name: str) -> None:
+def test_check_requires_prefill_kernel_of_profile(name):
     [pattern] = PREFILL[name]
     assert re.search(pattern, TRITON_PREFILL)
     assert not re.search(pattern, FLASHINFER_PREFILL)
@@ -288,7 +286,7 @@ def test_check_requires_prefill_kernel_of_profile(name: str) -> None:
     assert not re.search(pattern, TRITON_PREFILL.replace("requested=triton", "requested=auto"))
 
 
-def test_check_expects_the_configured_prefill_kernel() -> None:
+def test_check_expects_the_configured_prefill_kernel():
     def lines(backend: str | None) -> list[str]:
         settings = settings_of(**{"engine.options": {"gdn_prefill_backend": backend}})
         profile = effective_profile(SHIPPED.profile("v2", MODEL), settings)
@@ -299,7 +297,7 @@ def test_check_expects_the_configured_prefill_kernel() -> None:
     assert lines(None) == []
 
 
-def test_no_prefill_line_without_linear_layers_or_gpu() -> None:
+def test_no_prefill_line_without_linear_layers_or_gpu():
     model, profile = SHIPPED.model(MODEL), SHIPPED.profile("v2", MODEL)
     dense = replace(model.architecture, full_attention_every=1)
     assert prefill_line(replace(model, architecture=dense), profile) == []

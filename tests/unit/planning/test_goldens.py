@@ -100,14 +100,14 @@ def golden_of(model: str, profile: str) -> str:
 
 
 @pytest.mark.parametrize(("model", "profile"), PLANS, ids=[f"{m}--{p}" for m, p in PLANS])
-def test_plan_matches_reviewed_golden(model: str, profile: str) -> None:
+def test_plan_matches_reviewed_golden(model, profile):
     path, text = GOLDEN / f"{model}--{profile}.txt", golden_of(model, profile)
     if os.environ.get("GOLDEN") == "write":
         path.write_text(text, encoding="utf-8")
     assert path.read_text(encoding="utf-8") == text, "run `make golden` and review the difference"
 
 
-def test_no_golden_is_stale() -> None:
+def test_no_golden_is_stale():
     names = {f"{model}--{profile}.txt" for model, profile in PLANS}
     stale = [path for path in GOLDEN.iterdir() if path.name not in names]
     if os.environ.get("GOLDEN") == "write":

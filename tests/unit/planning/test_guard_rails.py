@@ -115,12 +115,12 @@ def with_options(profile: str = "v2", **options: Any) -> list[str]:
     return problem_texts(profile=profile, **{"engine.options": options})
 
 
-def test_every_rule_has_a_case() -> None:
+def test_every_rule_has_a_case():
     assert set(TRIPS) == {rail.rule for rail in RAILS}
 
 
 @pytest.mark.parametrize("rule", TRIPS)
-def test_rule_applies_to_its_combination_only(rule: str) -> None:
+def test_rule_applies_to_its_combination_only(rule):
     [rail] = [rail for rail in RAILS if rail.rule == rule]
     assert apply_rails([rail], CALM) == ()
     if rail.effect == "warn":
@@ -132,13 +132,13 @@ def test_rule_applies_to_its_combination_only(rule: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
-def test_warns_about_a_drafter_repository_on_a_hybrid_model(method: str) -> None:
+def test_warns_about_a_drafter_repository_on_a_hybrid_model(method):
     drafts = {"speculation_method": method, "speculation_tokens": 3, "own_draft_model": True}
     warnings = apply_rails(RAILS, {**CALM, **drafts})
     assert [warning.partition(":")[0] for warning in warnings] == ["drafter-of-a-repository"]
 
 
-def test_evidence_of_rules_exists() -> None:
+def test_evidence_of_rules_exists():
     results = CHECKOUT / "proofs/results"
     for rail in RAILS:
         if rail.evidence == "measured":
@@ -157,14 +157,14 @@ def test_evidence_of_rules_exists() -> None:
             assert re.search(r"#\d+|community|warnings of", rail.source), rail.rule
 
 
-def test_refuses_rule_about_unknown_fact() -> None:
+def test_refuses_rule_about_unknown_fact():
     misspelt = replace(CATALOG.rails[0], applies={"kv_cach": {"is": "auto"}})
     [problem] = problems_of(settings_of(), replace(CATALOG, rails=(misspelt,)))
     assert problem.where == f"catalog/guard_rails.yml: {misspelt.rule}: kv_cach"
     assert problem.fix == "did you mean kv_cache?"
 
 
-def test_reports_all_refusals_together() -> None:
+def test_reports_all_refusals_together():
     options = {"attention-backend": "FLASH_ATTN", "pipeline_parallel_size": 2}
     assert len(with_options("v2-tq", **options)) == 3  # the third: no second GPU
 
@@ -191,7 +191,7 @@ WARNINGS: list[tuple[str, dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("rule", "settings", "warned"), WARNINGS)
-def test_warns_about_settings(rule: str, settings: dict[str, Any], warned: bool) -> None:
+def test_warns_about_settings(rule, settings, warned):
     warnings = resolve(settings_of(**settings), CATALOG).warnings
     assert any(text.startswith(rule) for text in warnings) is warned
 
@@ -205,7 +205,7 @@ def test_warns_about_settings(rule: str, settings: dict[str, Any], warned: bool)
         ("registry.lan/engine:ours", False),  # unknown version
     ],
 )
-def test_prefixes_with_drafts_are_unproven_in_older_engines(image: str, unproven: bool) -> None:
+def test_prefixes_with_drafts_are_unproven_in_older_engines(image, unproven):
     agent = CATALOG.profile("agent", "large")
     assert facts(agent, **{"images.engine": image})["engine_prefixes_unproven"] is unproven
 
@@ -221,15 +221,13 @@ def test_prefixes_with_drafts_are_unproven_in_older_engines(image: str, unproven
     ],
 )
 @pytest.mark.parametrize("profile", ["v2", "v2-native", "base"])
-def test_refuses_experts_with_one_group_of_scales(
-    model: str, options: dict[str, Any], refused: bool, profile: str
-) -> None:
+def test_refuses_experts_with_one_group_of_scales(model, options, refused, profile):
     texts = problem_texts(model, profile, **{"engine.options": options})
     assert any("experts-of-one-group" in text for text in texts) is refused
     assert any("one-gpu-in-a-host" in text for text in texts)
 
 
-def test_turboquant_without_plugin_refuses_drafts_and_several_sequences() -> None:
+def test_turboquant_without_plugin_refuses_drafts_and_several_sequences():
     profile = CATALOG.profile("v2-tq", "large")
     assert profile.plugin
     stock = replace(
@@ -256,7 +254,7 @@ def test_turboquant_without_plugin_refuses_drafts_and_several_sequences() -> Non
         (f"vllm/vllm-openai@sha256:{'0' * 64}", False),
     ],
 )
-def test_refuses_engines_that_count_page_cache_as_used(image: str, refused: bool) -> None:
+def test_refuses_engines_that_count_page_cache_as_used(image, refused):
     for profile in ("v2-native", "online-fp8", "base", "v2"):
         texts = problem_texts(profile=profile, **{"images.engine": image})
         # With the plugin such an engine is unsupported anyway.
@@ -277,16 +275,14 @@ RUNNER, PLUGINS = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_PLUGINS"
           for names in ("", "spark", "other,spark")),
     ],
 )  # fmt: skip
-def test_rules_read_environment(
-    profile: str, environment: dict[str, str], rule: str, unaffected: str | None
-) -> None:
+def test_rules_read_environment(profile, environment, rule, unaffected):
     settings = {"engine.environment": environment}
     [text] = problem_texts(profile=profile, **settings)
     assert f"guard rail {rule}" in text
     assert unaffected is None or problem_texts(profile=unaffected, **settings) == []
 
 
-def test_accepts_new_model_runner_with_turboquant() -> None:
+def test_accepts_new_model_runner_with_turboquant():
     assert problem_texts(profile="v2-tq", **{"engine.environment": {RUNNER: "1"}}) == []
 
 
@@ -334,9 +330,7 @@ def test_accepts_new_model_runner_with_turboquant() -> None:
          "own-head-wi"),
     ],
 )  # fmt: skip
-def test_rules_recognise_every_option_spelling(
-    profile: str, options: dict[str, Any], rule: str
-) -> None:
+def test_rules_recognise_every_option_spelling(profile, options, rule):
     texts = with_options(profile, **options)
     assert any(f"guard rail {rule}" in text for text in texts), texts
 
@@ -353,7 +347,7 @@ def test_rules_recognise_every_option_spelling(
          "compilation-config": ' {"cudagraph_mode": "PIECEWISE"}'},
     ],
 )  # fmt: skip
-def test_accepts_harmless_options(options: dict[str, Any]) -> None:
+def test_accepts_harmless_options(options):
     assert with_options(**options) == []
 
 
@@ -384,18 +378,18 @@ def refused_settings(option: str, value: Any = True) -> str:
         ("kv_transfer_config", "remove it"),
     ],
 )
-def test_refuses_aliases_of_options_that_are_set_elsewhere(option: str, fix: str) -> None:
+def test_refuses_aliases_of_options_that_are_set_elsewhere(option, fix):
     assert fix in refused_settings(option)
 
 
 @pytest.mark.parametrize("value", ["two", [2], {"a": 1}, 1.5])
-def test_refuses_parallel_size_that_is_not_an_integer(value: Any) -> None:
+def test_refuses_parallel_size_that_is_not_an_integer(value):
     message = refused_settings("pipeline_parallel_size", value)
     assert "is not a whole number" in message
     assert "pipeline_parallel_size" in message
 
 
-def test_every_option_of_plan_is_owned_or_free() -> None:
+def test_every_option_of_plan_is_owned_or_free():
     options = engine_options(LARGE, V2, plan_memory(LARGE, V2, settings_of()))
     free = {"load-format", "reasoning-parser", "enable-auto-tool-choice", "tool-call-parser"}
     free |= {"disable-access-log-for-endpoints"}
@@ -414,9 +408,7 @@ def test_every_option_of_plan_is_owned_or_free() -> None:
         ("fastsafetensors", {"load-format": None}, False),
     ],
 )
-def test_rules_read_effective_load_format(
-    load_format: str, options: dict[str, Any], refused: bool
-) -> None:
+def test_rules_read_effective_load_format(load_format, options, refused):
     model = replace(LARGE, sources=replace(LARGE.sources, repeats_names=True))
     own = facts(replace(V2, load_format=load_format, options=options), model)
     if not refused:
@@ -442,18 +434,14 @@ def refused_profile(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("option", ["max-num-seqs", "device_memory_utilization", "spec-tok"])
-def test_refuses_decided_options_in_profiles(
-    option: str, refused_profile: Callable[..., str]
-) -> None:
+def test_refuses_decided_options_in_profiles(option, refused_profile):
     assert f"options.{option}" in refused_profile(options={option: 9})
 
 
 @pytest.mark.parametrize(
     "dtype", ["TurboQuant_k8v4", "FP8", "int8_per_token_head", "nvfp4", "turboquant"]
 )
-def test_refuses_cache_types_with_unknown_size(
-    dtype: str, refused_profile: Callable[..., str]
-) -> None:
+def test_refuses_cache_types_with_unknown_size(dtype, refused_profile):
     message = refused_profile(kv_cache={"dtype": dtype})
     assert dtype in message
     assert "turboquant_k8v4" in message
@@ -522,12 +510,12 @@ UNTRUSTED = [
 
 
 @pytest.mark.parametrize(("rule", "settings"), UNTRUSTED)
-def test_refuses_settings_that_run_third_party_code(rule: str, settings: dict[str, Any]) -> None:
+def test_refuses_settings_that_run_third_party_code(rule, settings):
     assert any(f"guard rail {rule}:" in text for text in problem_texts(**settings))
 
 
 @pytest.mark.parametrize(("rule", "settings"), UNTRUSTED)
-def test_override_must_name_rule_and_warns(rule: str, settings: dict[str, Any]) -> None:
+def test_override_must_name_rule_and_warns(rule, settings):
     other = "docker-on-the-network" if rule == "trust-remote-code" else "trust-remote-code"
     assert problem_texts(**settings, override_rails={other: WHY})
     if rule == "pickled-weights":
@@ -568,7 +556,7 @@ def test_override_must_name_rule_and_warns(rule: str, settings: dict[str, Any]) 
         {"docker.daemon": {"log-opts": {"max-size": "50m"}}},
     ],
 )
-def test_accepts_settings_without_third_party_code(settings: dict[str, Any]) -> None:
+def test_accepts_settings_without_third_party_code(settings):
     assert problem_texts(**settings) == []
 
 
@@ -579,13 +567,13 @@ def test_accepts_settings_without_third_party_code(settings: dict[str, Any]) -> 
         ("memory-fraction-unsafe", "cannot be overridden", "allowed: "),
     ],
 )
-def test_refuses_unknown_and_fixed_overrides(rule: str, what: str, fix: str) -> None:
+def test_refuses_unknown_and_fixed_overrides(rule, what, fix):
     [problem] = problems(override_rails={rule: WHY})
     assert what in problem.what
     assert fix in problem.fix
 
 
-def test_override_needs_reason() -> None:
+def test_override_needs_reason():
     with pytest.raises(SettingsError):
         settings_of(override_rails={"trust-remote-code": ""})
 
@@ -594,14 +582,14 @@ def test_override_needs_reason() -> None:
 
 
 @pytest.mark.parametrize("tokens", [NATIVE_CONTEXT + 1, 36 * NATIVE_CONTEXT])
-def test_refuses_context_beyond_native_length(tokens: int) -> None:
+def test_refuses_context_beyond_native_length(tokens):
     [problem] = problems(**{"engine.max_context_tokens": tokens})
     assert problem.where == "engine.max_context_tokens"
     assert f"set engine.max_context_tokens to {NATIVE_CONTEXT} or less" in problem.fix
     assert problems(**{"engine.max_context_tokens": NATIVE_CONTEXT}) == []
 
 
-def test_accepts_context_stretched_by_option_with_warning() -> None:
+def test_accepts_context_stretched_by_option_with_warning():
     stretched = {"engine.options": {"hf-overrides": {"rope_parameters": {"factor": 2.0}}}}
     longer = {"engine.max_context_tokens": NATIVE_CONTEXT + 1}
     assert problems("small", **longer, **stretched) == []
@@ -609,7 +597,7 @@ def test_accepts_context_stretched_by_option_with_warning() -> None:
     assert sum("stretched-context" in text for text in warnings) == 1
 
 
-def test_refuses_more_sequences_than_tokens_per_step() -> None:
+def test_refuses_more_sequences_than_tokens_per_step():
     limits = replace(V2.limits, max_sequences=4, max_batched_tokens=3)
     [problem] = model_profile_problems(
         LARGE, replace(V2, limits=limits), settings_of(), CATALOG.engines
@@ -629,7 +617,7 @@ def test_refuses_more_sequences_than_tokens_per_step() -> None:
         ("registry:5000/v0.9/vllm:nightly", False),
     ],
 )
-def test_refuses_engines_unsupported_by_plugin(image: str, refused: bool) -> None:
+def test_refuses_engines_unsupported_by_plugin(image, refused):
     engines = supported_engines()
     settings = settings_of(profile="v2", **{"images.engine": image})
     refusals = problems_of(settings, CATALOG, engines)
@@ -639,7 +627,7 @@ def test_refuses_engines_unsupported_by_plugin(image: str, refused: bool) -> Non
     assert not [p for p in problems_of(without, CATALOG, engines) if "plugin" in p.what]
 
 
-def test_refuses_unused_image_role() -> None:
+def test_refuses_unused_image_role():
     [problem] = problems(**{"images.engin": "vllm/vllm-openai:v0.32.0"})
     assert (problem.where, problem.fix) == ("images.engin", "did you mean images.engine?")
     [problem] = problems(**{"images.webui": "open-webui:1"})

@@ -43,13 +43,13 @@ def digests(works: tuple[Work, ...]) -> list[str]:
     return [work.job.digest for work in works]
 
 
-def test_mirrors_come_before_hub() -> None:
+def test_mirrors_come_before_hub():
     assert read(fetch_job(SOURCE), "fetch.json")["urls"] == [
         f"http://{host}/org/name/resolve/{'a' * 40}/" for host in ("mirror", "hub")
     ]
 
 
-def test_digest_of_download_depends_on_content_only() -> None:
+def test_digest_of_download_depends_on_content_only():
     digest = fetch_job(SOURCE).job.digest
     elsewhere = replace(SOURCE, hub=HubSettings(), downloads=DownloadSettings(outage_s=1))
     assert fetch_job(elsewhere).job.digest == digest
@@ -57,14 +57,14 @@ def test_digest_of_download_depends_on_content_only() -> None:
     assert fetch_job(replace(SOURCE, locked=other)).job.digest != digest
 
 
-def test_retry_settings_reach_downloads_and_builds() -> None:
+def test_retry_settings_reach_downloads_and_builds():
     works = jobs_of(plan_of(**{"downloads.outage_s": 0}), ())
     for order in (read(works[0], "fetch.json"), read(works[1], "plan.json")["donor"]):
         assert (order["tries"], order["backoff_s"]) == (2, 1.0)
     assert digests(works) == digests(jobs_of(plan_of(), ()))
 
 
-def test_each_job_with_hub_access_has_its_own_token_file() -> None:
+def test_each_job_with_hub_access_has_its_own_token_file():
     works = jobs_of(plan_of(**{"hub.token": {"env": "TOKEN"}}), ())
     fetch, build, image = works
     for work, order in (
@@ -77,7 +77,7 @@ def test_each_job_with_hub_access_has_its_own_token_file() -> None:
     assert digests(works) == digests(jobs_of(plan_of(), ()))
 
 
-def test_image_job_waits_for_docker_and_has_its_build_context() -> None:
+def test_image_job_waits_for_docker_and_has_its_build_context():
     plan = ImagePlan(
         base="r/b@sha256:" + "1" * 64, tag="spark-vllm:x", digest="3" * 64,
         context_digest="2" * 64, plugin=True, size_bytes=1,
@@ -91,7 +91,7 @@ def test_image_job_waits_for_docker_and_has_its_build_context() -> None:
     assert {f"BASE={plan.base}", f"spark.digest={plan.digest}"} <= set(work.job.argv)
 
 
-def test_job_waits_for_its_target_filesystem() -> None:
+def test_job_waits_for_its_target_filesystem():
     work = fetch_job(replace(SOURCE, dir="/big/50%/s"))
     files = {file.path: file.content.decode() for file in work.files()}
     assert files[f"/etc/systemd/system/{work.job.unit}.d/order.conf"] == (
@@ -110,7 +110,7 @@ def orders(model: str, profile: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("profile", CATALOG.profile_names)
 @pytest.mark.parametrize("model", ["large", "small"])
-def test_host_reads_orders_as_written(model: str, profile: str) -> None:
+def test_host_reads_orders_as_written(model, profile):
     written = orders(model, profile)
     kinds: dict[str, Any] = {"fetch": FetchPlan}
     if CATALOG.profile(profile, model).builds_checkpoint:
@@ -121,7 +121,7 @@ def test_host_reads_orders_as_written(model: str, profile: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["large", "small"])
-def test_build_order_lists_donor_shapes_for_swapped_modules(model: str) -> None:
+def test_build_order_lists_donor_shapes_for_swapped_modules(model):
     order, shape = orders(model, "v2")["checkpoint"], CATALOG.model(model).architecture
     shapes = {
         name: (part["weight"], part["scale"])
@@ -147,7 +147,7 @@ def plan_ready(*pairs: dict[str, str], **settings: Any) -> HostPlan:
     return plan_of("large", "v2", keep_ready=list(pairs), **settings)
 
 
-def test_ready_pair_adds_only_jobs_that_are_not_shared() -> None:
+def test_ready_pair_adds_only_jobs_that_are_not_shared():
     jobs = ready_jobs_of(plan_ready(SMALL), ())
     assert sorted(work.job.kind for work in jobs) == ["checkpoint", "fetch"]  # same image
     served, ready = plan_ready(), plan_ready(TURBOQUANT)
@@ -155,7 +155,7 @@ def test_ready_pair_adds_only_jobs_that_are_not_shared() -> None:
     assert [use.what for use in ready.disk if use not in served.disk] in ([], ["compile cache"])
 
 
-def test_ready_pairs_do_not_change_served_release() -> None:
+def test_ready_pairs_do_not_change_served_release():
     served, ready = plan_ready(), plan_ready({"model": "large", "profile": "v2"}, BASE, SMALL)
     assert [(pair.model, pair.profile) for pair in ready.ready] == [
         ("large", "base"),
@@ -165,14 +165,14 @@ def test_ready_pairs_do_not_change_served_release() -> None:
     assert jobs_of(ready, ()) == jobs_of(served, ())
 
 
-def test_switching_to_a_ready_pair_does_not_need_jobs() -> None:
+def test_switching_to_a_ready_pair_does_not_need_jobs():
     plan = plan_ready(SMALL, BASE)
     done = {*digests(jobs_of(plan, ())), *digests(ready_jobs_of(plan, ()))}
     for pair in (SMALL, BASE):
         assert set(digests(jobs_of(plan_of(pair["model"], pair["profile"]), ()))) <= done
 
 
-def test_ready_pairs_need_disk_images_and_locked_names() -> None:
+def test_ready_pairs_need_disk_images_and_locked_names():
     served, ready = plan_ready().needs, plan_ready(BASE, SMALL).needs
     added = sum(dict(ready.disk_needed_bytes).values())
     added -= sum(dict(served.disk_needed_bytes).values())
@@ -184,14 +184,14 @@ def test_ready_pairs_need_disk_images_and_locked_names() -> None:
     assert any("small" in repo for repo, _ in wanted.sources)
 
 
-def test_refuses_ready_pair_that_cannot_be_served() -> None:
+def test_refuses_ready_pair_that_cannot_be_served():
     refusals = problems(keep_ready=[{"model": "huge", "profile": "v2"}])
     assert refusals
     assert all("keep_ready huge with v2" in problem.where for problem in refusals)
 
 
 @pytest.mark.parametrize("pair", [BASE, SMALL, TURBOQUANT])
-def test_pruning_keeps_files_of_ready_pairs(pair: dict[str, str]) -> None:
+def test_pruning_keeps_files_of_ready_pairs(pair):
     keep = keep_of(plan_ready(pair))
     for plan in (plan_ready(), plan_of(pair["model"], pair["profile"])):
         mounts = {mount.source for mount in plan.serve.engine.mounts}
@@ -199,7 +199,7 @@ def test_pruning_keeps_files_of_ready_pairs(pair: dict[str, str]) -> None:
         assert {plan.image.tag, plan.image.base} <= keep.images
 
 
-def test_pruning_keeps_planned_release_and_configured_number_of_others() -> None:
+def test_pruning_keeps_planned_release_and_configured_number_of_others():
     plan = plan_ready(**{"releases.keep": 4})
     keep = keep_of(plan)
     assert (keep.releases, keep.releases_kept) == ({plan.serve.name}, 4)
@@ -231,13 +231,13 @@ def members(states: str, digest: str = TREE) -> list[Member]:
         ("-", {"a": ""}),
     ],
 )
-def test_peers_with_all_files_come_first_and_rotate(states: str, expected: dict[str, str]) -> None:
+def test_peers_with_all_files_come_first_and_rotate(states, expected):
     hosts = members(states)
     assert {name: "".join(peers_of(name, TREE, hosts)) for name in expected} == expected
 
 
 @pytest.mark.parametrize("states", ["----", "-+--", "-----", "+-------", "~--"])
-def test_hosts_do_not_wait_for_each_other(states: str) -> None:
+def test_hosts_do_not_wait_for_each_other(states):
     hosts = members(states)
     missing = {host.name for host in hosts if host.trees[TREE] == "missing"}
     waits_for = {name: missing.intersection(peers_of(name, TREE, hosts)) for name in missing}
@@ -250,7 +250,7 @@ def test_hosts_do_not_wait_for_each_other(states: str) -> None:
 
 
 @pytest.mark.parametrize("complete", [0, 1, 3])
-def test_no_host_sends_more_than_eight_copies(complete: int) -> None:
+def test_no_host_sends_more_than_eight_copies(complete):
     states: list[State] = ["complete"] * complete + ["missing"] * (100 - complete)
     hosts = [Member(f"h{n}", f"h{n}", {TREE: state}) for n, state in enumerate(states)]
     urls = [peers_of(host.name, TREE, hosts) for host in hosts[complete:]]
@@ -258,7 +258,7 @@ def test_no_host_sends_more_than_eight_copies(complete: int) -> None:
     assert sum(not peers for peers in urls) == (0 if complete else 1)
 
 
-def test_shares_tree_only_while_other_host_lacks_it() -> None:
+def test_shares_tree_only_while_other_host_lacks_it():
     assert trees_to_share("a", members("++")) == frozenset()
     assert trees_to_share("a", members("+-")) == {TREE}
     assert trees_to_share("b", members("+-")) == frozenset()
@@ -280,7 +280,7 @@ def with_peer(state: State, receipts: dict[str, str]) -> list[Member]:
     ]
 
 
-def test_peers_are_added_to_fetch_order_only() -> None:
+def test_peers_are_added_to_fetch_order_only():
     work = with_peers(FETCH, "me", with_peer("running", {}))
     assert work.job == FETCH.job
     [order], [original] = ([json.loads(f.content) for f in w.inputs] for w in (work, FETCH))
@@ -288,7 +288,7 @@ def test_peers_are_added_to_fetch_order_only() -> None:
     assert order == original
 
 
-def test_built_tree_is_copied_only_with_hash_of_receipt() -> None:
+def test_built_tree_is_copied_only_with_hash_of_receipt():
     work = with_peers(BUILD, "me", with_peer("complete", {BUILD_TREE.digest: "a" * 64}))
     plan, copy = work.inputs
     assert plan == BUILD.inputs[0]
@@ -299,13 +299,13 @@ def test_built_tree_is_copied_only_with_hash_of_receipt() -> None:
     assert with_peers(BUILD, "me", with_peer("complete", {})) is BUILD
 
 
-def test_jobs_are_unchanged_without_peers() -> None:
+def test_jobs_are_unchanged_without_peers():
     alone = with_peer("complete", {})[1:]
     assert all(with_peers(work, "me", alone) is work for work in WORKS)
     assert with_peers(BUILD, "me", with_peer("missing", {})) is BUILD
 
 
-def test_built_trees_are_shared_only_when_complete() -> None:
+def test_built_trees_are_shared_only_when_complete():
     trees = shared_trees(WORKS)
     assert [tree.unfinished for tree in trees] == [True, False, True]
     assert [tree.job for tree in trees] == [work.job.digest12 for work in WORKS]
@@ -315,9 +315,7 @@ def test_built_trees_are_shared_only_when_complete() -> None:
     ("states", "peers", "keeps"),
     [("---", {"a": "", "b": "a", "c": "ba"}, "a"), ("+=-", {"c": "a"}, "")],
 )
-def test_first_host_pulls_image_and_keeps_blobs_for_peers(
-    states: str, peers: dict[str, str], keeps: str
-) -> None:
+def test_first_host_pulls_image_and_keeps_blobs_for_peers(states, peers, keeps):
     tool, command, *arguments = IMAGE.job.argv
     for name, urls in peers.items():
         work = with_peers(IMAGE, name, members(states, IMAGE_TREE.digest))
@@ -330,6 +328,6 @@ def test_first_host_pulls_image_and_keeps_blobs_for_peers(
 
 
 @pytest.mark.parametrize("states", ["-", "=-"])
-def test_image_is_pulled_unchanged_if_not_shared(states: str) -> None:
+def test_image_is_pulled_unchanged_if_not_shared(states):
     hosts = members(states, IMAGE_TREE.digest)
     assert with_peers(IMAGE, hosts[-1].name, hosts) is IMAGE

@@ -3,7 +3,6 @@ import itertools
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,9 +47,7 @@ def memory_of(profile: str = "v2", **settings: Any) -> MemoryPlan:
     ("name", "tree_gb", "mtp_gb"),
     [("qwen3.5-122b", 72.37, 5.05), ("qwen3.5-35b", 21.09, 0.46), ("qwen3.5-397b", 224.3, 13.2)],
 )
-def test_computed_weights_match_published_checkpoints(
-    name: str, tree_gb: float, mtp_gb: float
-) -> None:
+def test_computed_weights_match_published_checkpoints(name, tree_gb, mtp_gb):
     sizes = weights_of(SHIPPED.model(name).architecture)
     assert sizes.tree_bytes / 1e9 == pytest.approx(tree_gb, rel=0.001)
     assert sizes.mtp_bytes / 1e9 == pytest.approx(mtp_gb, rel=0.01)
@@ -68,7 +65,7 @@ def test_computed_weights_match_published_checkpoints(
         ("turboquant_3bit_nc", 10784),
     ],
 )
-def test_cache_blocks_match_published_sizes(dtype: str, block_tokens: int) -> None:
+def test_cache_blocks_match_published_sizes(dtype, block_tokens):
     profile = profile_with("base", kv_cache=KvCache(dtype=dtype))
     assert cache_shape(LARGE.architecture, profile).block_tokens == block_tokens
 
@@ -82,7 +79,7 @@ RECALL = replace(
 @pytest.mark.parametrize(
     "stage", ["recall", "turboquant", "wide", "drafts", "prefixes", "flashinfer"]
 )
-def test_cache_blocks_match_running_engines(stage: str) -> None:
+def test_cache_blocks_match_running_engines(stage):
     path = CHECKOUT / f"proofs/results/gpu/recall-{stage}.json"
     runs = {name: run for name, run in json.loads(path.read_text())["runs"].items()
             if run["block_tokens"]}  # fmt: skip
@@ -107,15 +104,15 @@ def test_cache_blocks_match_running_engines(stage: str) -> None:
     ("model", "by_flashinfer", "by_triton"), [("large", 2112, 2096), ("small", 1088, 1056)]
 )
 def test_prefix_caching_rounds_blocks_to_64_unless_prefill_is_triton(
-    model: str, by_flashinfer: int, by_triton: int
-) -> None:
+    model, by_flashinfer, by_triton
+):
     architecture, agent = CATALOG.model(model).architecture, CATALOG.profile("agent", model)
     triton = replace(agent, options={"gdn_prefill_backend": "triton"})
     assert cache_shape(architecture, agent).block_tokens == by_flashinfer
     assert cache_shape(architecture, triton).block_tokens == by_triton
 
 
-def test_drafts_and_prefix_caching_need_more_states_per_request() -> None:
+def test_drafts_and_prefix_caching_need_more_states_per_request():
     shapes = [cache_shape(LARGE.architecture, profile_with(p)) for p in ("base", "v2", "agent")]
     assert [shape.attention_groups for shape in shapes] == [1, 1, 1]
     assert [shape.state_blocks for shape in shapes] == [3, 9, 6]
@@ -123,7 +120,7 @@ def test_drafts_and_prefix_caching_need_more_states_per_request() -> None:
     assert kib[:2] == [24, 26]  # the MTP layer has a cache, too
 
 
-def test_model_without_linear_layers_has_pages_but_not_states() -> None:
+def test_model_without_linear_layers_has_pages_but_not_states():
     dense = replace(LARGE.architecture, full_attention_every=1, linear_attention=None)
     shape = cache_shape(dense, profile_with("v2"))
     assert (shape.block_tokens, shape.attention_groups, shape.state_blocks) == (16, 1, 0)
@@ -133,40 +130,40 @@ def test_model_without_linear_layers_has_pages_but_not_states() -> None:
 
 
 @pytest.mark.parametrize("profile", ["v2", "v2-tq", "base"])
-def test_parts_add_up_to_memory_fraction(profile: str) -> None:
+def test_parts_add_up_to_memory_fraction(profile):
     plan = memory_of(profile)
     used = plan.weights_bytes + plan.drafter_bytes + plan.graphs_bytes + plan.kv_cache_bytes
     assert used == pytest.approx(0.8 * plan.total_bytes, abs=1)
     assert used + plan.reserve_bytes <= plan.total_bytes < 120 * GIB
 
 
-def test_reserve_and_allowed_containers_lower_memory_fraction() -> None:
+def test_reserve_and_allowed_containers_lower_memory_fraction():
     plan = memory_of(**{"memory.reserve_gib": 30})  # 12 of them by default
     assert plan.memory_fraction == 0.74
     assert plan.needed_bytes < 0.77 * plan.total_bytes
     assert memory_of(allow_containers={"comfyui": 12.5, "tts": 5.5}) == plan
 
 
-def test_pinned_cache_sets_memory_fraction() -> None:
+def test_pinned_cache_sets_memory_fraction():
     plan = memory_of(**{"engine.kv_cache_gib": 10})
     assert (plan.kv_cache_bytes, plan.memory_fraction) == (10 * GIB, 0.67)
     assert plan.memory_fraction * plan.total_bytes >= plan.weights_bytes + plan.kv_cache_bytes
 
 
-def test_turboquant_holds_more_tokens_and_needs_prefill_buffers() -> None:
+def test_turboquant_holds_more_tokens_and_needs_prefill_buffers():
     v2, turboquant = memory_of("v2"), memory_of("v2-tq")
     assert turboquant.kv_tokens > 2.5 * v2.kv_tokens > 2_400_000
     assert turboquant.graphs_bytes - v2.graphs_bytes == GIB // 2
 
 
-def test_vision_tower_reduces_cache() -> None:
+def test_vision_tower_reduces_cache():
     off, on = memory_of(), memory_of(**{"engine.vision": True})
     assert (off.vision_bytes, on.vision_bytes) == (0, 900_000_000)
     assert on.weights_bytes - off.weights_bytes == 900_000_000
     assert off.kv_cache_bytes - on.kv_cache_bytes == 900_000_000
 
 
-def test_host_vars_set_sequences_context_and_memory(tmp_path: Path) -> None:
+def test_host_vars_set_sequences_context_and_memory(tmp_path):
     (tmp_path / "host_vars").mkdir()
     (tmp_path / "host_vars" / "b.yml").write_text(
         "engine: {max_sequences: 2, max_context_tokens: 65536}\nmemory: {reserve_gib: 30}\n"
@@ -188,7 +185,7 @@ def test_host_vars_set_sequences_context_and_memory(tmp_path: Path) -> None:
     # Published for a Spark at 0.90 with vLLM 0.19: blocks / four cache groups.
     [("auto", 355_000), ("turboquant_4bit_nc", 1_400_000)],
 )
-def test_cache_size_of_122b_is_near_published_size(dtype: str, published_tokens: int) -> None:
+def test_cache_size_of_122b_is_near_published_size(dtype, published_tokens):
     profile = profile_with("v2", kv_cache=KvCache(dtype=dtype))
     limits = replace(profile.limits, memory_fraction=0.9, max_sequences=1)
     plan = plan_memory(LARGE, replace(profile, limits=limits), settings_of())
@@ -198,7 +195,7 @@ def test_cache_size_of_122b_is_near_published_size(dtype: str, published_tokens:
 # Suggestions for pairs that do not fit.
 
 
-def test_reports_sizes_and_alternatives_when_nothing_fits() -> None:
+def test_reports_sizes_and_alternatives_when_nothing_fits():
     [problem] = problems(model="huge")
     assert problem.where == "model huge with profile v2"
     assert "weights 194.2 GiB" in problem.what
@@ -256,9 +253,7 @@ def settings_from(suggestion: str) -> dict[str, Any]:
         ({"memory.reserve_gib": 110}, ["lower memory.reserve_gib to 41"]),
     ],
 )
-def test_suggests_cheapest_changes_and_each_fits(
-    settings: dict[str, Any], suggestions: list[str]
-) -> None:
+def test_suggests_cheapest_changes_and_each_fits(settings, suggestions):
     [problem] = problems(**settings)
     assert problem.fix.split("; or ") == suggestions
     for suggestion in suggestions:
@@ -272,7 +267,7 @@ def test_suggests_cheapest_changes_and_each_fits(
         {"engine.kv_cache_gib": 1, "engine.max_context_tokens": 32768},
     ],
 )
-def test_suggested_values_are_smallest_changes(settings: dict[str, Any]) -> None:
+def test_suggested_values_are_smallest_changes(settings):
     assert problems(**settings) != []
 
 
@@ -311,7 +306,7 @@ def fits_with_all_changes(count: int, model: str, total_gib: float) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize(("model", "profile"), PAIRS)
-def test_printed_suggestions_are_accepted(model: str, profile: str, count: int) -> None:
+def test_printed_suggestions_are_accepted(model, profile, count):
     pair: dict[str, Any] = {"model": model, "profile": profile}
     # Half of the memory, too: with all of it only the largest model is refused.
     for pair["memory.total_gib"] in (119.7, 48):
@@ -329,7 +324,7 @@ def test_printed_suggestions_are_accepted(model: str, profile: str, count: int) 
             assert suggestions_for(int(hosts.split()[0]), **pair) is None
 
 
-def test_suggests_smallest_memory_fraction_for_two_hosts() -> None:
+def test_suggests_smallest_memory_fraction_for_two_hosts():
     pair = {"model": "qwen3.5-397b", "profile": "v2"}
     fix = suggestions_for(2, **pair)
     assert fix is not None
@@ -342,7 +337,7 @@ def test_suggests_smallest_memory_fraction_for_two_hosts() -> None:
 # The plan's text about memory.
 
 
-def test_plan_text_explains_free_memory() -> None:
+def test_plan_text_explains_free_memory():
     text = "\n".join(plan_lines(plan_of(), *pair_of(settings_of(), CATALOG)))
     free = re.search(r"\+ free ([\d.]+) GiB", text)
     parts = re.search(
@@ -356,7 +351,7 @@ def test_plan_text_explains_free_memory() -> None:
     assert float(free[1]) >= 0.2 * 119.7 - 0.1
 
 
-def test_plan_text_counts_cache_like_engine() -> None:
+def test_plan_text_counts_cache_like_engine():
     plan, (model, profile) = plan_of(), pair_of(settings_of(), CATALOG)
     longest = plan.serve.check.max_model_len
     text = "\n".join(plan_lines(plan, model, profile))
@@ -370,7 +365,7 @@ def test_plan_text_counts_cache_like_engine() -> None:
 
 
 @pytest.mark.parametrize("portable", [False, True])
-def test_summary_mentions_compilation_on_gpu_only(portable: bool) -> None:
+def test_summary_mentions_compilation_on_gpu_only(portable):
     plan, (_, profile) = plan_of(), pair_of(settings_of(), CATALOG)
     check = replace(plan.serve.check, portable=portable)
     plan = replace(plan, serve=replace(plan.serve, check=check))
@@ -378,7 +373,7 @@ def test_summary_mentions_compilation_on_gpu_only(portable: bool) -> None:
 
 
 @pytest.mark.parametrize(("fraction", "lowered"), [(0.8, False), (0.93, True)])
-def test_summary_reports_lowered_memory_fraction(fraction: float, lowered: bool) -> None:
+def test_summary_reports_lowered_memory_fraction(fraction, lowered):
     chosen = {"engine.memory_fraction": fraction}
     plan, (_, profile) = plan_of(**chosen), pair_of(settings_of(**chosen), CATALOG)
     text = "\n".join(summary_lines(plan, profile))

@@ -81,7 +81,7 @@ def golden_files(checkout: Path) -> set[Path]:
 
 
 @pytest.mark.slow
-def test_new_model_and_profile_need_one_file_each(checkout: Path) -> None:
+def test_new_model_and_profile_need_one_file_each(checkout):
     before = golden_files(checkout)
     (checkout / "catalog/models/another.yml").write_text(new_model(checkout))
     (checkout / "catalog/profiles/one-draft.yml").write_text(PROFILE)

@@ -63,7 +63,7 @@ def refused(model: PlainModel = MODEL, **settings: Any) -> str:
     return "\n".join(str(problem) for problem in error.value.problems)
 
 
-def test_serves_downloaded_files_without_build() -> None:
+def test_serves_downloaded_files_without_build():
     plan = make_plan()
     assert plan.checkpoint is None
     assert [work.job.kind for work in jobs_of(plan, ())] == ["fetch", "image-pull"]
@@ -71,13 +71,13 @@ def test_serves_downloaded_files_without_build() -> None:
     assert plan.image.tag == plan.image.base
 
 
-def test_excluded_files_are_not_downloaded() -> None:
+def test_excluded_files_are_not_downloaded():
     whole, without = make_plan(), make_plan(replace(MODEL, leave_out=("original/*",)))
     assert whole.sources[0].size_bytes - without.sources[0].size_bytes == 17 * GIB
     assert whole.serve.tree.digest != without.serve.tree.digest
 
 
-def test_memory_follows_headers_and_config() -> None:
+def test_memory_follows_headers_and_config():
     memory = make_plan().memory
     # The model file lists no vision, so the engine keeps all towers.
     assert (memory.weights_bytes, memory.drafter_bytes) == (17 * GIB, 0)
@@ -85,7 +85,7 @@ def test_memory_follows_headers_and_config() -> None:
     assert memory.unknown == ()
 
 
-def test_vision_tower_is_loaded_only_with_vision() -> None:
+def test_vision_tower_is_loaded_only_with_vision():
     model = replace(MODEL, vision=True)
     off, on = make_plan(model), make_plan(model, **{"engine.vision": True})
     assert on.memory.weights_bytes - off.memory.weights_bytes == GIB
@@ -96,14 +96,14 @@ def test_vision_tower_is_loaded_only_with_vision() -> None:
     assert on.serve.check.image
 
 
-def test_fp8_cache_halves_block_size() -> None:
+def test_fp8_cache_halves_block_size():
     profile = catalog_of(MODEL).profile("plain", "dense")
     narrow = replace(profile, kv_cache=replace(profile.kv_cache, dtype="fp8"))
     shapes = [shape_of(replace(MODEL, anatomy=ANATOMY), p) for p in (profile, narrow)]
     assert shapes[0].block_bytes == 2 * shapes[1].block_bytes
 
 
-def test_sliding_window_keeps_window_and_tokens_of_step() -> None:
+def test_sliding_window_keeps_window_and_tokens_of_step():
     cache = tuple(replace(FULL, kind=kind, layers=16, window_tokens=window)
                   for kind, window in (("full", 0), ("sliding", 1024)))  # fmt: skip
     profile = catalog_of(MODEL).profile("plain", "dense")
@@ -116,7 +116,7 @@ def test_sliding_window_keeps_window_and_tokens_of_step() -> None:
 UNKNOWN = replace(ANATOMY, cache=(), cache_unknown="layers of odd are unknown")
 
 
-def test_unknown_cache_is_reported_and_limited_by_fraction() -> None:
+def test_unknown_cache_is_reported_and_limited_by_fraction():
     memory = make_plan(anatomy=UNKNOWN).memory
     assert (memory.kv_tokens, memory.full_context_users) == (None, None)
     assert memory.unknown == ("KV cache of a token: layers of odd are unknown",)
@@ -125,13 +125,13 @@ def test_unknown_cache_is_reported_and_limited_by_fraction() -> None:
     assert pinned.kv_cache_bytes == 8 * GIB
 
 
-def test_refuses_unread_headers_and_weights_that_do_not_fit() -> None:
+def test_refuses_unread_headers_and_weights_that_do_not_fit():
     assert "run `spark-deploy update --missing`" in refused(anatomy=None)
     large = replace(UNKNOWN, weights={"BF16": 200 * GIB})
     assert "does not fit on one host" in refused(anatomy=large)
 
 
-def test_refuses_architecture_that_engine_does_not_list() -> None:
+def test_refuses_architecture_that_engine_does_not_list():
     unlisted = replace(ANATOMY, architecture="NobodyForCausalLM")
     assert "NobodyForCausalLM" in refused(anatomy=unlisted, **{"images.engine": V033})
     newer = replace(ANATOMY, architecture="DoryForCausalLM")
@@ -145,7 +145,7 @@ def test_refuses_architecture_that_engine_does_not_list() -> None:
     )
 
 
-def test_refuses_parsers_that_engine_does_not_have() -> None:
+def test_refuses_parsers_that_engine_does_not_have():
     model = replace(MODEL, parsers=Parsers(reasoning="qwen", tool_call="nano_v3"))
     message = refused(model, **{"images.engine": V033})
     assert "parsers.reasoning: qwen is not a parser" in message
@@ -154,16 +154,16 @@ def test_refuses_parsers_that_engine_does_not_have() -> None:
     make_plan(model, **{"images.engine": "registry.example/vllm:nightly"})
 
 
-def test_refuses_profiles_that_build_checkpoints() -> None:
+def test_refuses_profiles_that_build_checkpoints():
     assert "profile plain" in refused(profile="v2")
 
 
-def test_has_no_problems_without_lock() -> None:
+def test_has_no_problems_without_lock():
     settings = replace(settings_of(), model="dense", profile="plain")
     assert problems_of(settings, catalog_of(MODEL)) == []
 
 
-def test_check_uses_default_questions() -> None:
+def test_check_uses_default_questions():
     check = make_plan().serve.check
     assert len(check.plain_questions) == 3
     assert not check.tool_call
@@ -174,7 +174,7 @@ COUNTED = CountedCache(
 )
 
 
-def test_measured_cache_size_replaces_an_unknown_size() -> None:
+def test_measured_cache_size_replaces_an_unknown_size():
     blind, measured = (
         make_plan(anatomy=UNKNOWN),
         make_plan(anatomy=replace(UNKNOWN, counted=COUNTED)),
@@ -194,20 +194,20 @@ def test_measured_cache_size_replaces_an_unknown_size() -> None:
     ],
     ids=["other cache type", "computed cache"],
 )
-def test_ignores_measured_cache_size_that_does_not_apply(anatomy: Anatomy) -> None:
+def test_ignores_measured_cache_size_that_does_not_apply(anatomy):
     assert make_plan(anatomy=anatomy).memory.counted_by == ""
 
 
 @pytest.mark.parametrize("anatomy", [ANATOMY, UNKNOWN], ids=["known", "unknown"])
 @pytest.mark.parametrize("verbose", [False, True])
-def test_plan_text_mentions_cache(anatomy: Anatomy, verbose: bool) -> None:
+def test_plan_text_mentions_cache(anatomy, verbose):
     model = replace(MODEL, anatomy=anatomy)
     profile = catalog_of(model).profile("plain", "dense")
     text = plan_text(make_plan(anatomy=anatomy), model, profile, verbose=verbose)
     assert "KV cache" in "\n".join(text)
 
 
-def test_refuses_narrow_experts_with_scales_in_groups() -> None:
+def test_refuses_narrow_experts_with_scales_in_groups():
     for quantisation in ("", "fp8"):
         make_plan(anatomy=replace(ANATOMY, expert_width=64, quantisation=quantisation))
     grouped = replace(ANATOMY, expert_width=64, quantisation="gptq, 4 bit")

@@ -21,19 +21,19 @@ LADDER = ("base", "base-mtp1", "hybrid", "hybrid-mtp1", "hybrid-mtp2", "v2", "v2
 
 
 @pytest.mark.parametrize(("name", "row"), PROVEN)
-def test_claim_passed_in_result_file(name: str, row: Any) -> None:
+def test_claim_passed_in_result_file(name, row):
     rows = json.loads((RESULTS / row.result).read_text("utf-8"))["rows"]
     assert [item["passed"] for item in rows if item["claim"] == row.claim] == [True]
 
 
-def test_profiles_without_plugin_run_without_it_and_drafts_are_checked() -> None:
+def test_profiles_without_plugin_run_without_it_and_drafts_are_checked():
     for profile in PROFILES.values():
         assert profile.plugin or not profile.tree_needs_plugin, profile.name
         assert profile.check.acceptance_floor or not profile.speculation, profile.name
     assert PROFILES["v2"].tree_needs_plugin
 
 
-def test_online_fp8_uses_tested_option() -> None:
+def test_online_fp8_uses_tested_option():
     runs = json.loads((RESULTS / "engine-speculation.json").read_text("utf-8"))["runs"]
     tested = runs["tiny-online-fp8"]["options"]["quantization_config"]
     assert PROFILES["online-fp8"].options["quantization-config"] == tested
@@ -49,14 +49,14 @@ def draft_tokens(plan: HostPlan) -> int:
 
 @pytest.mark.parametrize("profile", ["v2", "agent", "base"])
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3])
-def test_drafts_setting_overrides_profile(profile: str, drafts: int) -> None:
+def test_drafts_setting_overrides_profile(profile, drafts):
     plan = plan_of(profile=profile, **{"engine.drafts": drafts})
     assert draft_tokens(plan) == drafts
     assert bool(plan.memory.drafter_bytes) is bool(drafts)
     assert plan.serve.check.acceptance_floor == (0.5 if drafts else None)
 
 
-def test_guard_rails_check_drafts_in_settings() -> None:
+def test_guard_rails_check_drafts_in_settings():
     rule = "drafts-with-prefix-caching"
     for drafts, warned in ((1, True), (0, False)):
         warnings = plan_of(profile="agent", **{"engine.drafts": drafts}).warnings
@@ -67,7 +67,7 @@ def test_guard_rails_check_drafts_in_settings() -> None:
         assert any("flashinfer-without-drafts" in problem.what for problem in refusals) is refused
 
 
-def test_head_setting_changes_checkpoint_or_engine() -> None:
+def test_head_setting_changes_checkpoint_or_engine():
     assert plan_of().checkpoint.order.head == "int8-g128"
     for head in ("keep", "int8-triton"):
         plan = plan_of(**{"engine.head": head})
@@ -87,7 +87,7 @@ def write_profile(checkout: Path, name: str, **keys: Any) -> None:
     (checkout / f"catalog/profiles/{name}.yml").write_text(yaml.safe_dump(keys))
 
 
-def test_based_on_changes_keys_and_does_not_inherit_claims(checkout: Path) -> None:
+def test_based_on_changes_keys_and_does_not_inherit_claims(checkout):
     claim = {"what": "w", "result": "r.json", "claim": "c"}
     v2 = yaml.safe_load((checkout / "catalog/profiles/v2.yml").read_text())
     write_profile(checkout, "v2", **{**v2, "proven": [claim]})
@@ -100,7 +100,7 @@ def test_based_on_changes_keys_and_does_not_inherit_claims(checkout: Path) -> No
     assert (own.shared_experts, own.limits) == (base.shared_experts, base.limits)
 
 
-def test_based_on_needs_complete_base_and_own_description(checkout: Path) -> None:
+def test_based_on_needs_complete_base_and_own_description(checkout):
     write_profile(checkout, "one", based_on="v2", summary="s", choose_when="c")
     write_profile(checkout, "two", based_on="one", summary="s", choose_when="c")
     write_profile(checkout, "bare", based_on="v2")
@@ -111,7 +111,7 @@ def test_based_on_needs_complete_base_and_own_description(checkout: Path) -> Non
         catalog.profile("bare", "large")
 
 
-def test_ladder_changes_one_thing_per_stage() -> None:
+def test_ladder_changes_one_thing_per_stage():
     stages = {
         profile.stage: name
         for (name, model), profile in SHIPPED.profiles.items()
@@ -133,7 +133,7 @@ def test_ladder_changes_one_thing_per_stage() -> None:
     ]
 
 
-def test_published_speeds_name_their_source() -> None:
+def test_published_speeds_name_their_source():
     figures = [figure for name in SHIPPED.profile_names
                for figure in SHIPPED.profile(name, "qwen3.5-122b").published
                if figure.tokens_per_s]  # fmt: skip

@@ -17,14 +17,14 @@ from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import plan_of
 
 
-def test_v2_and_v2_tq_share_checkpoint_and_image() -> None:
+def test_v2_and_v2_tq_share_checkpoint_and_image():
     v2, turboquant = plan_of("large", "v2"), plan_of("large", "v2-tq")
     assert v2.checkpoint == turboquant.checkpoint
     assert v2.image == turboquant.image
     assert v2.serve.digest != turboquant.serve.digest
 
 
-def test_plans_are_reproducible() -> None:
+def test_plans_are_reproducible():
     first, second = plan_of(), plan_of()
     assert first == second
     assert first.serve.name == f"main-{first.serve.digest[:12]}"
@@ -50,26 +50,26 @@ def test_plans_are_reproducible() -> None:
         ({"memory.reserve_gib": 30}, False),
     ],
 )
-def test_release_digest_depends_on_how_engine_runs(change: dict[str, Any], same: bool) -> None:
+def test_release_digest_depends_on_how_engine_runs(change, same):
     base, changed = plan_of(), plan_of(**change)
     assert (changed.serve.digest == base.serve.digest) is same
     assert changed.checkpoint.digest == base.checkpoint.digest
     assert changed.sources[0].digest == base.sources[0].digest
 
 
-def test_names_are_independent_of_model_and_profile() -> None:
+def test_names_are_independent_of_model_and_profile():
     names = {"serve.names": ["assistant", "qwen"]}
     for model, profile in (("large", "v2"), ("small", "base")):
         assert plan_of(model, profile, **names).serve.names == ("assistant", "qwen")
 
 
-def test_release_contains_no_secret_reference() -> None:
+def test_release_contains_no_secret_reference():
     text = text_of(plan_of(**{"serve.api_key": {"env": "KEY"}, "hub.token": {"env": "TOK"}}).serve)
     assert '"KEY"' not in text
     assert '"TOK"' not in text
 
 
-def test_compile_cache_depends_on_base_image_and_drafts_not_on_plugin() -> None:
+def test_compile_cache_depends_on_base_image_and_drafts_not_on_plugin():
     ours, stock = plan_of("large", "v2"), plan_of("large", "v2-native")
     assert ours.image.tag != stock.image.tag
     assert ours.cache_dir == stock.cache_dir
@@ -78,13 +78,13 @@ def test_compile_cache_depends_on_base_image_and_drafts_not_on_plugin() -> None:
     assert other_image.cache_dir != ours.cache_dir
 
 
-def test_unpacked_image_fits_disk_estimate() -> None:
+def test_unpacked_image_fits_disk_estimate():
     # vllm/vllm-openai:v0.31.0: 11.0 GB compressed, 26.4 GB unpacked.
     image = replace(plan_of("small", "v2").image, size_bytes=11_000_000_000)
     assert image_after_bytes(image) >= 26_400_000_000
 
 
-def test_server_waits_for_disks_of_checkpoint_and_cache() -> None:
+def test_server_waits_for_disks_of_checkpoint_and_cache():
     paths = {"models_dir": "/disk-1/models"}
     plan = plan_of("small", "v2", paths=paths)
     drop_in = release_files_of(plan)[-1].content.decode()
@@ -99,9 +99,7 @@ def test_server_waits_for_disks_of_checkpoint_and_cache() -> None:
     ("context", "configured_s", "planned_s"),
     [(262144, 120, 263), (65536, 120, 120), (262144, 600, 600)],
 )
-def test_stall_timeout_exceeds_time_to_read_longest_prompt(
-    context: int, configured_s: int, planned_s: int
-) -> None:
+def test_stall_timeout_exceeds_time_to_read_longest_prompt(context, configured_s, planned_s):
     settings = {"engine.max_context_tokens": context, "watch.stall_s": configured_s}
     assert plan_of(**settings).serve.watch.stall_s == planned_s
 
@@ -117,7 +115,7 @@ def scheduled(*times: dict[str, Any], **settings: Any) -> HostPlan:
     return plan_of("large", "v2", keep_ready=[NIGHT], schedule=list(times or TIMES), **settings)
 
 
-def test_scheduled_releases_equal_deployed_releases() -> None:
+def test_scheduled_releases_equal_deployed_releases():
     plan = scheduled()
     assert [change.at for change in plan.schedule] == ["Mon..Fri 08:00", "20:00", "Sun 10:00"]
     day, night, sunday = (change.release for change in plan.schedule)
@@ -125,7 +123,7 @@ def test_scheduled_releases_equal_deployed_releases() -> None:
     assert night == plan_of("large", "v2-tq").serve
 
 
-def test_scheduled_releases_are_installed_and_kept() -> None:
+def test_scheduled_releases_are_installed_and_kept():
     plan = scheduled()
     names = {change.release.name for change in plan.schedule}
     paths = {file.path for file in release_files_of(plan)}
@@ -136,7 +134,7 @@ def test_scheduled_releases_are_installed_and_kept() -> None:
     assert plan.serve.name in document(plan)["unit"]["drop_in"]
 
 
-def test_release_has_one_timer_with_all_its_times() -> None:
+def test_release_has_one_timer_with_all_its_times():
     plan = scheduled()
     files = {file.path: file.content.decode() for file in timer_files(plan.schedule)}
     assert len(files) == 2
@@ -147,7 +145,7 @@ def test_release_has_one_timer_with_all_its_times() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_accepts_timers(tmp_path: Path) -> None:
+def test_systemd_accepts_timers(tmp_path):
     for file in timer_files(scheduled().schedule):
         name = Path(file.path).name
         (tmp_path / name).write_bytes(file.content)
@@ -175,9 +173,7 @@ def test_systemd_accepts_timers(tmp_path: Path) -> None:
         (TIMES, {"cluster.hosts": ["a", "b"]}, "members of a cluster change together"),
     ],
 )
-def test_refuses_invalid_schedules(
-    times: list[dict[str, Any]], settings: dict[str, Any], message: str
-) -> None:
+def test_refuses_invalid_schedules(times, settings, message):
     with pytest.raises(SettingsError, match=message):
         scheduled(*times, **settings)
 
@@ -196,7 +192,7 @@ COMMANDS = {file.path: file.content.decode() for file in unit_files_of(())}
         ("spark-host", 1000, "sudo -- /usr/local/bin/spark-host --deep a b"),
     ],
 )
-def test_commands_run_as_root(tmp_path: Path, name: str, user_id: int, output: str) -> None:
+def test_commands_run_as_root(tmp_path, name, user_id, output):
     programs = {
         "id": f"echo {user_id}",
         "sudo": 'echo sudo "$@"',

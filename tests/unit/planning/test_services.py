@@ -1,7 +1,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def with_services(**services: Any) -> HostPlan:
     return plan_of(services=services, **SHORT)
 
 
-def test_each_service_has_own_release_gateway_and_files() -> None:
+def test_each_service_has_own_release_gateway_and_files():
     plan = with_services(embed=SMALL)
     main, embed = plan.served
     assert [service_of(service.serve.name) for service in plan.served] == ["main", "embed"]
@@ -48,7 +47,7 @@ def test_each_service_has_own_release_gateway_and_files() -> None:
     assert json.loads(json.dumps(document(plan)))["services"]
 
 
-def test_services_share_memory() -> None:
+def test_services_share_memory():
     alone, plan = plan_of(**SHORT), with_services(embed=SMALL)
     total, [embed] = plan.memory.total_bytes, plan.services
     assert plan.memory.needed_bytes < alone.memory.needed_bytes
@@ -61,7 +60,7 @@ def test_services_share_memory() -> None:
     assert plan.needs.memory_needed_bytes == needed
 
 
-def test_changing_a_service_keeps_the_main_release() -> None:
+def test_changing_a_service_keeps_the_main_release():
     plan = with_services(embed=SMALL)
     changed = with_services(embed={**SMALL, "names": ["vectors"], "port": 8002})
     assert plan.serve == changed.serve
@@ -72,7 +71,7 @@ def problems_with(memory_gib: float) -> list[Any]:
     return problems(services={"embed": {**SMALL, "memory_gib": memory_gib}}, **SHORT)
 
 
-def test_suggests_sufficient_memory_for_a_service() -> None:
+def test_suggests_sufficient_memory_for_a_service():
     [problem] = problems_with(3)
     assert problem.where == "services.embed"
     enough = float(problem.fix.split("memory_gib to ")[1].split(",")[0])
@@ -80,7 +79,7 @@ def test_suggests_sufficient_memory_for_a_service() -> None:
     assert problems_with(enough - 2.5) != []
 
 
-def test_suggests_less_memory_for_services_to_fit_the_main_service() -> None:
+def test_suggests_less_memory_for_services_to_fit_the_main_service():
     [problem] = [p for p in problems_with(90) if "does not fit on one host" in p.what]
     match = re.search(r"lower services\.embed\.memory_gib to (\d+) together", problem.fix)
     assert match is not None, problem.fix
@@ -88,7 +87,7 @@ def test_suggests_less_memory_for_services_to_fit_the_main_service() -> None:
     assert problems_with(int(match[1]) + 1) != []
 
 
-def test_ports_and_files_of_all_services_are_checked_and_kept() -> None:
+def test_ports_and_files_of_all_services_are_checked_and_kept():
     plan = with_services(embed=SMALL)
     assert plan.needs.ports == (8000, 8001)
     keep = keep_of(plan)
@@ -122,7 +121,7 @@ def test_ports_and_files_of_all_services_are_checked_and_kept() -> None:
         ),
     ],
 )
-def test_refuses_conflicting_services(services: dict[str, Any], where: str, what: str) -> None:
+def test_refuses_conflicting_services(services, where, what):
     with pytest.raises(SparkError) as error:
         with_services(**services)
     text = " ".join(problem.line for problem in error.value.problems)
@@ -130,7 +129,7 @@ def test_refuses_conflicting_services(services: dict[str, Any], where: str, what
     assert what in text
 
 
-def test_main_gateway_routes_paths_and_model_names() -> None:
+def test_main_gateway_routes_paths_and_model_names():
     plan = with_services(embed={**SMALL, "paths": ["/v1/embeddings"], "names": ["vectors", "v"]})
     main, embed = (service.gateway.settings for service in plan.served)
     assert (main.routes, embed.routes) == ({"/v1/embeddings": "embed"}, {})
@@ -165,7 +164,7 @@ ANATOMIES = {
 }  # fmt: skip
 
 
-def test_documented_example_fits_on_one_spark(tmp_path: Path) -> None:
+def test_documented_example_fits_on_one_spark(tmp_path):
     page = (CHECKOUT / "docs/how-to/several-services.md").read_text()
     blocks = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S))
     [overrides] = [block for block in blocks if "model" in block]

@@ -1,7 +1,6 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ FIGURES = [
 
 
 @pytest.mark.parametrize(("name", "figure"), FIGURES)
-def test_computed_speed_is_near_published_figure(name: str, figure: Any) -> None:
+def test_computed_speed_is_near_published_figure(name, figure):
     model, profile = SHIPPED.model(figure.model), SHIPPED.profile(name, figure.model)
     speed = speed_of(model.architecture, profile, requests=figure.requests).tokens_per_s
     assert speed == pytest.approx(figure.tokens_per_s, rel=TOLERANCE)
@@ -50,13 +49,13 @@ def step_ms(hidden: int, layers: int, experts: int, vocabulary: int) -> float:
     return (routed + attention + states + small + head) / bytes_per_ms + layers * 0.092
 
 
-def test_step_time_of_plain_checkpoint_matches_second_computation() -> None:
+def test_step_time_of_plain_checkpoint_matches_second_computation():
     profile = SHIPPED.profile("base", "qwen3.5-122b")
     step = speed_of(SHIPPED.model("qwen3.5-122b").architecture, profile)
     assert step.step_s * 1000 == pytest.approx(step_ms(3072, 48, 1024, 248320), rel=1e-3)
 
 
-def test_head_efficiencies_match_result_file() -> None:
+def test_head_efficiencies_match_result_file():
     path = CHECKOUT / "proofs/results/gpu/lm-head.json"
     [shape] = [s for s in json.loads(path.read_text())["shapes"] if s["inputs"] == 3072]
     floor_us = sum(shape["floors"].values()) / 2  # of the INT8 values
@@ -65,7 +64,7 @@ def test_head_efficiencies_match_result_file() -> None:
         assert HEADS[head] == pytest.approx(width * floor_us / shape["us"][kernel]["1"], abs=0.03)
 
 
-def test_more_tokens_touch_more_experts_up_to_all() -> None:
+def test_more_tokens_touch_more_experts_up_to_all():
     shape = LARGE.architecture
     counts = [experts_touched(shape, tokens) for tokens in (1, 2, 3, 10, 1000)]
     assert counts[0] == pytest.approx(shape.experts_per_token)
@@ -74,12 +73,12 @@ def test_more_tokens_touch_more_experts_up_to_all() -> None:
     assert counts[-1] <= shape.experts
 
 
-def test_step_yields_one_token_and_accepted_drafts() -> None:
+def test_step_yields_one_token_and_accepted_drafts():
     expected = [1, 1.95, 1 + 2 * 0.8]
     assert [tokens_per_step(drafts) for drafts in range(3)] == pytest.approx(expected, abs=0.005)
 
 
-def test_long_contexts_cost_less_with_smaller_cache() -> None:
+def test_long_contexts_cost_less_with_smaller_cache():
     def speed(name: str, tokens: int) -> float:
         profile = CATALOG.profile(name, "large")
         return speed_of(LARGE.architecture, profile, context_tokens=tokens).tokens_per_s
@@ -89,7 +88,7 @@ def test_long_contexts_cost_less_with_smaller_cache() -> None:
     assert speed("v2", 200_000) < speed("v2-tq", 200_000)
 
 
-def test_next_lever_is_not_yet_used_by_profile() -> None:
+def test_next_lever_is_not_yet_used_by_profile():
     base, v2 = (CATALOG.profile(name, "large") for name in ("base", "v2"))
     speedup = best_speedup(LARGE, base)
     assert (speedup.setting, speedup.gain > 0.2) == ("engine.drafts: 1", True)
@@ -99,7 +98,7 @@ def test_next_lever_is_not_yet_used_by_profile() -> None:
     assert best_speedup(LARGE, replace(v2, head="int8-triton")) is None
 
 
-def test_plan_text_shows_computed_range_and_causes() -> None:
+def test_plan_text_shows_computed_range_and_causes():
     text = "\n".join(plan_lines(plan_of(), *pair_of(settings_of(), CATALOG)))
     speed = text.partition("  speed  ")[2]
     assert speed.lstrip().startswith("37 to 51 tokens/s for one request")
@@ -111,7 +110,7 @@ def test_plan_text_shows_computed_range_and_causes() -> None:
         assert part in speed
 
 
-def test_plan_text_reports_missing_speed() -> None:
+def test_plan_text_reports_missing_speed():
     v2 = CATALOG.profile("v2", "large")
     text = "\n".join(plan_lines(plan_of(), LARGE, replace(v2, engine_mode="portable")))
     assert "tokens/s" not in text

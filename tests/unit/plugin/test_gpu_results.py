@@ -17,7 +17,7 @@ def compared(name: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_answers_of_the_trained_model_differ_by_noise_only(name: str) -> None:
+def test_answers_of_the_trained_model_differ_by_noise_only(name):
     comparisons = compared(name)
     assert len(comparisons) >= 6
     assert [
@@ -25,7 +25,7 @@ def test_answers_of_the_trained_model_differ_by_noise_only(name: str) -> None:
     ] == []
 
 
-def test_only_the_plugins_turboquant_answers_like_a_single_sequence() -> None:
+def test_only_the_plugins_turboquant_answers_like_a_single_sequence():
     comparisons = compared("engine-turboquant")
     own = {claim: numbers for claim, numbers in comparisons.items() if "-stock" not in claim}
     (stock,) = [numbers for claim, numbers in comparisons.items() if claim.startswith(STOCK)]

@@ -24,30 +24,30 @@ LARGE = Tile(None, 64, 256, 1, False, 4, 5, 0)
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"to-{tile.max_batch}")
 @pytest.mark.parametrize("shape", kernels.SHAPES)
-def test_every_spark_tile_fits_without_spills(tile: Tile, shape: str) -> None:
+def test_every_spark_tile_fits_without_spills(tile, shape):
     used = kernels.compile_head(tile, shape)
     assert used.shared_bytes <= kernels.SHARED_BYTES
     assert used.registers * tile.warps * 32 <= kernels.REGISTERS
     assert used.spilled_bytes == 0
 
 
-def test_splitting_activations_does_not_spill() -> None:
+def test_splitting_activations_does_not_spill():
     assert kernels.compile_splitting().spilled_bytes == 0
 
 
-def test_detects_spills_and_too_much_shared_memory() -> None:
+def test_detects_spills_and_too_much_shared_memory():
     assert kernels.compile_head(SPILLING).spilled_bytes > 0
     assert kernels.compile_head(LARGE).shared_bytes > kernels.SHARED_BYTES
 
 
-def test_image_check_notes_compiled_kernels() -> None:
+def test_image_check_notes_compiled_kernels():
     assert kernels.compile_kernels() == (
         [],
         [f"{len(TILES) + 1} LM head kernels compiled for a Spark"],
     )
 
 
-def test_refuses_too_large_tile_and_notes_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_too_large_tile_and_notes_spills(monkeypatch):
     monkeypatch.setattr(kernels, "read_table", lambda: {"12.1": (LARGE,)})
     [problem], _ = kernels.compile_kernels()
     assert "head to any rows" in problem
@@ -58,9 +58,7 @@ def test_refuses_too_large_tile_and_notes_spills(monkeypatch: pytest.MonkeyPatch
     assert "register spills: head to any rows" in notes[-1]
 
 
-def test_old_assembler_fails_the_build_and_unknown_triton_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_old_assembler_fails_the_build_and_unknown_triton_does_not(monkeypatch):
     def raising(error: Exception) -> None:
         def compile_all() -> dict[str, kernels.Usage]:
             raise error

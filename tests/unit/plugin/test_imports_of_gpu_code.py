@@ -42,11 +42,11 @@ def exists(module: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CHECKOUT)))
-def test_every_import_exists(path: Path) -> None:
+def test_every_import_exists(path):
     assert [entry for entry in imported(path) if not exists(*entry)] == []
 
 
-def test_missing_modules_and_names_are_detected() -> None:
+def test_missing_modules_and_names_are_detected():
     assert exists("spark_vllm.head.kernel", "logits")
     assert exists("spark_vllm.head", "kernel")
     assert not exists("spark_vllm", "lm_head_kernel")

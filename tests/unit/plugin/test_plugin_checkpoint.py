@@ -113,7 +113,7 @@ Write = Callable[..., Checkpoint]
 
 
 @pytest.mark.parametrize(("layout", "head"), FORMS)
-def test_accepts_intact_checkpoints(write: Write, layout: str, head: str) -> None:
+def test_accepts_intact_checkpoints(write, layout, head):
     write(layout, head).check()
 
 
@@ -266,7 +266,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
 
 @pytest.mark.parametrize("layout", ["overlay", "full"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_error_names_the_damaged_tensor(write: Write, layout: str, damage: str) -> None:
+def test_error_names_the_damaged_tensor(write, layout, damage):
     inflict, message = DAMAGES[damage]
     tree = write(layout, "int8-g128")
     inflict(tree, layout)
@@ -289,7 +289,7 @@ def set_second_scale(value: float) -> Callable[[Raw], Raw]:
 
 @pytest.mark.parametrize("layout", ["overlay", "full"])
 @pytest.mark.parametrize("damage", SCALES)
-def test_refuses_implausible_scales(write: Write, layout: str, damage: str) -> None:
+def test_refuses_implausible_scales(write, layout, damage):
     value, message = SCALES[damage]
     tree = write(layout)
     tree.edit_tensor(fp8(layout, "weight_scale_inv"), set_second_scale(value))
@@ -301,9 +301,7 @@ def multiply_scales(factor: float) -> Callable[[Raw], Raw]:
 
 
 @pytest.mark.parametrize("factor", [512, 2**-20])
-def test_refuses_a_module_whose_scales_all_differ_from_other_layers(
-    write: Write, factor: float
-) -> None:
+def test_refuses_a_module_whose_scales_all_differ_from_other_layers(write, factor):
     tree = write("full")
     tree.edit_tensor(fp8("full", "weight_scale_inv"), multiply_scales(factor))
     tree.refused(r"mlp\.shared_expert\.gate_proj\.weight_scale_inv: scale ")
@@ -322,7 +320,7 @@ def clear_blocks(*blocks: int) -> Callable[[Raw], Raw]:
     return clear
 
 
-def test_accepts_any_positive_scale_for_an_all_zero_block(write: Write) -> None:
+def test_accepts_any_positive_scale_for_an_all_zero_block(write):
     tree = write("full")
     tree.edit_tensor(fp8("full", "weight"), clear_blocks(1))
     tree.edit_tensor(fp8("full", "weight_scale_inv"), set_second_scale(300.0))
@@ -330,7 +328,7 @@ def test_accepts_any_positive_scale_for_an_all_zero_block(write: Write) -> None:
 
 
 @pytest.mark.parametrize("scale_of_zeros", [1e-12, 1.0])
-def test_accepts_real_blocks_among_mostly_zero_blocks(write: Write, scale_of_zeros: float) -> None:
+def test_accepts_real_blocks_among_mostly_zero_blocks(write, scale_of_zeros):
     def change_scales(raw: Raw) -> Raw:
         values = bf16_values(raw).copy()
         values.flat[:5] = scale_of_zeros
@@ -351,13 +349,11 @@ def test_accepts_real_blocks_among_mostly_zero_blocks(write: Write, scale_of_zer
         ({"experts": EXPERTS - 1}, f"num_experts is {EXPERTS - 1}"),
     ],
 )
-def test_refuses_a_config_with_fewer_layers_or_experts(
-    write: Write, sizes: dict[str, int], message: str
-) -> None:
+def test_refuses_a_config_with_fewer_layers_or_experts(write, sizes, message):
     write().refused(message, **sizes)
 
 
-def test_accepts_negative_int4_scales_from_autoround(write: Write) -> None:
+def test_accepts_negative_int4_scales_from_autoround(write):
     def negate(raw: Raw) -> Raw:
         return raw._replace(data=(-np.frombuffer(raw.data, np.float16)).tobytes())
 
@@ -366,19 +362,19 @@ def test_accepts_negative_int4_scales_from_autoround(write: Write) -> None:
     tree.check()
 
 
-def test_refuses_an_overlay_that_lists_a_module_twice(write: Write) -> None:
+def test_refuses_an_overlay_that_lists_a_module_twice(write):
     tree = write()
     tree.list_in("model-00002-of-00002.safetensors", f"{GATE}.weight")
     tree.refused(r"lists .*gate_proj\.weight in addition")
 
 
-def test_refuses_a_missing_head(write: Write) -> None:
+def test_refuses_a_missing_head(write):
     tree = write()
     tree.remove("lm_head.weight")
     tree.refused(r"no lm_head\.weight")
 
 
-def test_packed_drafter_needs_a_matching_config(write: Write) -> None:
+def test_packed_drafter_needs_a_matching_config(write):
     """As in the 35B repository: experts and attention of the drafter in INT4, the rest 16-bit."""
     tree = write()
     source = read_shard(tree.root / tree.index[f"{EXPERT}.qweight"])
@@ -393,23 +389,23 @@ def test_packed_drafter_needs_a_matching_config(write: Write) -> None:
     tree.check()
 
 
-def test_requires_drafter_tensors_only_with_a_drafter(write: Write) -> None:
+def test_requires_drafter_tensors_only_with_a_drafter(write):
     tree = write("full")
     tree.remove(*[name for name in tree.index if name.startswith("mtp.")])
     tree.check(mtp_layers=0)
     tree.refused(r"no mtp\.fc\.weight")
 
 
-def test_refuses_a_checkpoint_with_fewer_layers_than_the_config(write: Write) -> None:
+def test_refuses_a_checkpoint_with_fewer_layers_than_the_config(write):
     last = re.escape(f"{TEXT}{LAYERS}.")
     write("full").refused(rf"{re.escape(INDEX)}: no tensor below {last}; fix: ", layers=LAYERS + 1)
 
 
-def test_drafter_of_the_122b_has_785_tensors() -> None:
+def test_drafter_of_the_122b_has_785_tensors():
     assert len(list_mtp_modules(1, 256)) == 785
 
 
-def test_refuses_a_repository_name() -> None:
+def test_refuses_a_repository_name():
     with pytest.raises(ValueError, match="not a directory"):
         check_checkpoint("org/name", None, layers=0, mtp_layers=0, experts=0)  # type: ignore[arg-type]
 
@@ -423,7 +419,7 @@ COMPARABLE = [n for n, model in HYBRIDS.items() if model.architecture.attention_
 
 
 @pytest.mark.parametrize("model", COMPARABLE)
-def test_finds_exactly_the_missing_modules_of_a_shipped_model(model: str) -> None:
+def test_finds_exactly_the_missing_modules_of_a_shipped_model(model):
     names = set(expand_all(HYBRIDS[model].tensors.base))
     shape = HYBRIDS[model].architecture
     started = time.monotonic()
@@ -450,7 +446,7 @@ def test_finds_exactly_the_missing_modules_of_a_shipped_model(model: str) -> Non
     ],
     ids=["another kind or format", "fused experts"],
 )  # fmt: skip
-def test_accepts_layers_that_differ_in_kind_or_format(tensors: Any, experts: int) -> None:
+def test_accepts_layers_that_differ_in_kind_or_format(tensors, experts):
     names = {f"{MODEL}norm.weight", f"{MODEL}embed_tokens.weight"}
     names |= {f"{TEXT}{tensor}" for tensor in tensors}
     assert list(find_missing_modules(names, 3, experts)) == []

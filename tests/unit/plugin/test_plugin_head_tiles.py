@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 from spark_vllm.head.tiles import TABLE_PATH, read_table, tile_for, tiles_for
@@ -7,26 +6,26 @@ from spark_vllm.head.tiles import TABLE_PATH, read_table, tile_for, tiles_for
 SHARED_BYTES = {"12.1": 99 * 1024, "default": 48 * 1024, "9.0": 227 * 1024}
 
 
-def test_every_batch_has_a_tile_on_every_device() -> None:
+def test_every_batch_has_a_tile_on_every_device():
     table = read_table()
     for capability in ((8, 0), (9, 0), (12, 1), (13, 7)):
         tiles = tiles_for(capability, table)
         assert all(tile_for(batch, tiles) in tiles for batch in range(1, 513))
 
 
-def test_tiles_of_a_table_use_the_same_arithmetic() -> None:
+def test_tiles_of_a_table_use_the_same_arithmetic():
     """Logits must not depend on the batch size; products of split activations are exact."""
     for name, tiles in read_table().items():
         assert len({tile.split for tile in tiles}) == 1, name
 
 
-def test_unknown_device_gets_the_default() -> None:
+def test_unknown_device_gets_the_default():
     table = read_table()
     assert tiles_for((13, 7), table) == table["default"]
     assert tiles_for((12, 1), table) == table["12.1"]
 
 
-def test_tiles_in_flight_fit_the_shared_memory_of_their_device() -> None:
+def test_tiles_in_flight_fit_the_shared_memory_of_their_device():
     for name, tiles in read_table().items():
         for tile in tiles:
             weight = tile.block_n * 128
@@ -35,7 +34,7 @@ def test_tiles_in_flight_fit_the_shared_memory_of_their_device() -> None:
             assert used <= SHARED_BYTES[name], (name, tile)
 
 
-def test_tiles_of_unmeasured_devices_use_no_hopper_features() -> None:
+def test_tiles_of_unmeasured_devices_use_no_hopper_features():
     table = read_table()
     for tile in (*table["default"], *table["12.1"]):
         assert not any((tile.bulk_copies, tile.early, tile.keep_output)), tile
@@ -52,7 +51,7 @@ def test_tiles_of_unmeasured_devices_use_no_hopper_features() -> None:
         (lambda tiles: tiles["12.1"][0].update(max_batch=16), "fix: sort them"),
     ],
 )
-def test_incomplete_table_is_rejected(change: object, message: str, tmp_path: Path) -> None:
+def test_incomplete_table_is_rejected(change, message, tmp_path):
     data = json.loads(TABLE_PATH.read_text())
     change(data["tiles"])  # type: ignore[operator]
     path = tmp_path / "tiles.json"

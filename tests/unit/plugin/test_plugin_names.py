@@ -11,7 +11,7 @@ MODULES = [
 ]
 
 
-def test_fuses_144_shards_to_96_modules() -> None:
+def test_fuses_144_shards_to_96_modules():
     assert len(MODULES) == 144
     fused = names.fused_modules(MODULES, names.FUSED)
     assert len(fused) == 96
@@ -33,11 +33,11 @@ def test_fuses_144_shards_to_96_modules() -> None:
         ("lm_head", False),
     ],
 )
-def test_recognises_exactly_the_listed_modules(module: str, is_listed: bool) -> None:
+def test_recognises_exactly_the_listed_modules(module, is_listed):
     assert names.are_all_shards_listed(module, MODULES, names.FUSED) is is_listed
 
 
-def test_refuses_half_a_fused_module() -> None:
+def test_refuses_half_a_fused_module():
     modules = [name for name in MODULES if not name.endswith("layers.3.mlp.shared_expert.up_proj")]
     with pytest.raises(ValueError, match=r"layers\.3\.mlp\.shared_expert\.gate_up_proj.*only"):
         names.fused_modules(modules, names.FUSED)
@@ -46,7 +46,7 @@ def test_refuses_half_a_fused_module() -> None:
 HEAD_RULES = names.overlay_rules(MODULES, head_int8=True)
 
 
-def test_renames_every_listed_module_and_the_head() -> None:
+def test_renames_every_listed_module_and_the_head():
     for module in MODULES:
         assert names.rename(f"{module}.weight_fp8", HEAD_RULES) == f"{module}.weight"
         scale = names.rename(f"{module}.weight_scale_inv_fp8", HEAD_RULES)
@@ -73,11 +73,11 @@ def test_renames_every_listed_module_and_the_head() -> None:
         "layers.1.mlp.shared_expert.gate_proj.weight",
     ],
 )
-def test_keeps_the_names_of_other_tensors(name: str) -> None:
+def test_keeps_the_names_of_other_tensors(name):
     assert names.rename(name, HEAD_RULES) == name
 
 
-def test_refuses_an_overlay_of_modules_outside_the_text_layers() -> None:
+def test_refuses_an_overlay_of_modules_outside_the_text_layers():
     with pytest.raises(ValueError, match="layout 'full'"):
         names.overlay_rules(["mtp.layers.0.mlp.shared_expert.down_proj"], head_int8=False)
 
@@ -86,7 +86,7 @@ PARTS = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "linear_att
 
 
 @given(st.sets(st.tuples(st.integers(0, 60), st.sampled_from(PARTS)), min_size=1))
-def test_rules_match_exactly_the_listed_modules(chosen: set[tuple[int, str]]) -> None:
+def test_rules_match_exactly_the_listed_modules(chosen):
     modules = [f"{names.TEXT_LAYERS}{layer}.{part}" for layer, part in chosen]
     rules = names.overlay_rules(modules, head_int8=False)
     for layer in range(62):
@@ -98,7 +98,7 @@ def test_rules_match_exactly_the_listed_modules(chosen: set[tuple[int, str]]) ->
 @pytest.mark.parametrize(
     ("width", "accepted"), [(64, False), (128, False), (256, True), (512, True), (1024, True)]
 )
-def test_accepts_only_experts_with_several_scale_groups(width: int, accepted: bool) -> None:
+def test_accepts_only_experts_with_several_scale_groups(width, accepted):
     module = "language_model.model.layers.0.mlp.experts"
     if accepted:
         names.check_expert_width(module, width, 128)

@@ -33,7 +33,7 @@ def written(path: Path, rows: str, names: str = "{base: 'vllm.a:B'}") -> Path:
 
 
 @pytest.mark.parametrize("requirement", RULES)
-def test_parses_every_kind_of_requirement(tmp_path: Path, requirement: str) -> None:
+def test_parses_every_kind_of_requirement(tmp_path, requirement):
     rows = f"- symbol: $base.c\n  requires: {requirement}\n  {REASON}"
     read = table.read_rows(written(tmp_path / "rows.yml", rows))
     expected = table.Row(
@@ -42,7 +42,7 @@ def test_parses_every_kind_of_requirement(tmp_path: Path, requirement: str) -> N
     assert read == (expected,)
 
 
-def test_row_can_name_versions_and_names_can_nest(tmp_path: Path) -> None:
+def test_row_can_name_versions_and_names_can_nest(tmp_path):
     rows = f"- symbol: $b\n  requires: exists\n  {REASON}\n  versions: [{SUPPORTED_ENGINES[1]}]"
     [row] = table.read_rows(written(tmp_path / "rows.yml", rows, "{a: vllm.a, b: '$a:B'}"))
     assert (row.symbol, row.versions) == ("vllm.a:B", (SUPPORTED_ENGINES[1],))
@@ -73,7 +73,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_refuses_invalid_row(tmp_path: Path, case: str) -> None:
+def test_refuses_invalid_row(tmp_path, case):
     text, words = WRONG[case]
     path = written(tmp_path / "rows.yml", f"- symbol: $base.c\n  {text}\n  {REASON}")
     with pytest.raises(ValueError, match=re.escape(words)) as error:
@@ -87,12 +87,12 @@ def test_refuses_invalid_row(tmp_path: Path, case: str) -> None:
     ("text", "words"),
     [("requires: exists\n  requires: absent", "duplicate key"), ("requires: {", "while parsing")],
 )
-def test_refuses_duplicate_key_and_invalid_yaml(tmp_path: Path, text: str, words: str) -> None:
+def test_refuses_duplicate_key_and_invalid_yaml(tmp_path, text, words):
     with pytest.raises(ValueError, match=f"rows.yml: (.|\n)*{words}(.|\n)*line [34]"):
         table.read_rows(written(tmp_path / "rows.yml", f"- symbol: a:b\n  {text}\n  {REASON}"))
 
 
-def test_refuses_unknown_name_and_key(tmp_path: Path) -> None:
+def test_refuses_unknown_name_and_key(tmp_path):
     row = f"- symbol: $bace.c\n  requires: exists\n  {REASON}"
     with pytest.raises(ValueError, match=r"row 1: .*\$bace\.c.*: accepted names: base"):
         table.read_rows(written(tmp_path / "rows.yml", row))
@@ -101,7 +101,7 @@ def test_refuses_unknown_name_and_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_table_contains_every_file() -> None:
+def test_table_contains_every_file():
     files = sorted((IMAGE / "spark_vllm/check").glob("*.yml"))
     stated = [row for path in files for row in yaml.safe_load(path.read_text())["rows"]]
     assert len(stated) == len(table.TABLE) > 100
@@ -109,7 +109,7 @@ def test_table_contains_every_file() -> None:
 
 
 @pytest.mark.slow
-def test_wheel_contains_every_file_of_the_plugin(tmp_path: Path) -> None:
+def test_wheel_contains_every_file_of_the_plugin(tmp_path):
     """Builds a copy like the Dockerfile, because a build leaves files in the source directory."""
     shutil.copytree(IMAGE, tmp_path / "image", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(

@@ -29,12 +29,12 @@ SERVED = {
 }
 
 
-def test_table_covers_every_shipped_profile() -> None:
+def test_table_covers_every_shipped_profile():
     assert set(TABLE["cases"]) == set(SERVED)
 
 
 @pytest.mark.parametrize("case", SERVED)
-def test_pins_of_the_plan_match_the_table(case: str) -> None:
+def test_pins_of_the_plan_match_the_table(case):
     plan = bf16_plan() if "BF16" in case else PLANS[SERVED[case]]
     assert isinstance(plan, HostPlan)
     engine = plan.serve.engine
@@ -54,7 +54,7 @@ def bf16_plan() -> HostPlan:
     return plan_host(Request("a", settings, shipped_catalog(), lock, PAYLOAD))
 
 
-def test_every_difference_is_pinned_or_explained() -> None:
+def test_every_difference_is_pinned_or_explained():
     assert not [
         difference["choice"]
         for difference in TABLE["differences"]
@@ -66,7 +66,7 @@ def test_every_difference_is_pinned_or_explained() -> None:
     ("layers", "unpinned"),
     [("drafter experts", "v2 of qwen3.5-122b"), ("target experts", "plain of a BF16 repository")],
 )
-def test_pins_exclude_flashinfer_from_16_bit_experts(layers: str, unpinned: str) -> None:
+def test_pins_exclude_flashinfer_from_16_bit_experts(layers, unpinned):
     chosen = {
         form: {
             case: choices["12.1"][form].get(layers, "") for case, choices in TABLE["cases"].items()

@@ -1,7 +1,6 @@
 import importlib
 import json
 import pkgutil
-from pathlib import Path
 
 import pytest
 from spark_contract import documents
@@ -17,7 +16,7 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(proofs.__path__
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_module_can_be_imported(name: str) -> None:
+def test_every_module_can_be_imported(name):
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -26,7 +25,7 @@ def test_every_module_can_be_imported(name: str) -> None:
         pytest.skip(f"needs {error.name}")
 
 
-def test_watchdog_gives_recorded_verdicts_for_long_prompts() -> None:
+def test_watchdog_gives_recorded_verdicts_for_long_prompts():
     kept = json.loads((CHECKOUT / "proofs/results/gpu/serve-v2-long.json").read_text())
     rows = long.judge(kept, "v2")
     for row, recorded in zip(rows, kept["rows"], strict=True):
@@ -36,7 +35,7 @@ def test_watchdog_gives_recorded_verdicts_for_long_prompts() -> None:
 
 
 @pytest.mark.parametrize("name", build.VARIANTS)
-def test_builder_accepts_the_plan_of_each_variant(name: str, monkeypatch, tmp_path: Path) -> None:
+def test_builder_accepts_the_plan_of_each_variant(name, monkeypatch, tmp_path):
     module = "model.layers.0.mlp.shared_expert.up_proj.weight"
     monkeypatch.setattr(build, "names_of", lambda _: {module, "mtp.norm.weight"})
     plan = build.plan(tmp_path / "base", tmp_path / "donor", tmp_path / "out", build.VARIANTS[name])
@@ -45,7 +44,7 @@ def test_builder_accepts_the_plan_of_each_variant(name: str, monkeypatch, tmp_pa
     assert read.mtp_tensors == ("mtp.norm.weight",)
 
 
-def test_proof_prompts_are_not_lessons() -> None:
+def test_proof_prompts_are_not_lessons():
     pytest.importorskip("torch", reason="needs torch")
     pytest.importorskip("transformers", reason="needs transformers")
     from proofs.drafts import training

@@ -57,7 +57,7 @@ def verdicts_by_engine(rows: list[judge.Row]) -> dict[str, bool | None]:
         ("tq", LOST_RECORD, False),
     ],
 )
-def test_model_and_engine_must_find_records(name: str, rows: list[judge.Row], passed: bool) -> None:
+def test_model_and_engine_must_find_records(name, rows, passed):
     assert verdict(name, run(rows)) is passed
 
 
@@ -72,9 +72,7 @@ def test_model_and_engine_must_find_records(name: str, rows: list[judge.Row], pa
     ],
     ids=["band lost", "no effect", "more than the band lost", "registers lost", "states: none"],
 )
-def test_damage_must_lose_exactly_the_damaged_part(
-    name: str, damage: Result, rows: list[judge.Row], passed: bool
-) -> None:
+def test_damage_must_lose_exactly_the_damaged_part(name, damage, rows, passed):
     assert verdict(name, run(rows, damage=damage)) is passed
 
 
@@ -119,7 +117,7 @@ def judged(name: str, result: Result, plain: Result = PLAIN) -> Result:
     ],
     ids=["equal answers", "no cache hits", "wrong answer", "different token", "no reference"],
 )
-def test_cache_must_be_used_without_changing_answers(result: Result, passed: bool) -> None:
+def test_cache_must_be_used_without_changing_answers(result, passed):
     assert judged("talk-cache", result)["passed"] is passed
 
 
@@ -135,7 +133,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_recorded_rows_pass_and_detect_damage(name: str) -> None:
+def test_recorded_rows_pass_and_detect_damage(name):
     path = CHECKOUT / f"proofs/results/gpu/{name}.json"
     rows = json.loads(path.read_text("utf-8"))["rows"]
     assert [row["claim"] for row in rows if row["passed"] is False] == []

@@ -29,7 +29,7 @@ def verdicts(two: dict[str, Any]) -> dict[str, bool]:
     return {row["claim"].partition(": ")[2]: row["passed"] for row in rows}
 
 
-def test_two_hosts_with_equal_answers_pass() -> None:
+def test_two_hosts_with_equal_answers_pass():
     assert len(verdicts(served())) == 5
     assert all(verdicts(served()).values())
 
@@ -49,6 +49,6 @@ def test_two_hosts_with_equal_answers_pass() -> None:
         ({"drafts": {"drafted": 100.0, "accepted": 60.0}}, "token for token as one-host"),
     ],
 )
-def test_two_hosts_with_differences_fail(changed: dict[str, Any], claim: str) -> None:
+def test_two_hosts_with_differences_fail(changed, claim):
     failed = [name for name, passed in verdicts(served(**changed)).items() if not passed]
     assert any(name.startswith(claim) for name in failed)

@@ -34,7 +34,7 @@ def commands(target: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_result_has_origin_and_make_target(path) -> None:
+def test_result_has_origin_and_make_target(path):
     result = json.loads(path.read_text("utf-8"))
     assert all(result[key] for key in ("command", "date", "commit", "device", "versions"))
     targets = {"gpu-train", "backends", *WHOLE["gpu-all"], *WHOLE["cpu-all"]}
@@ -42,7 +42,7 @@ def test_result_has_origin_and_make_target(path) -> None:
 
 
 @pytest.mark.parametrize(("whole", "parts"), WHOLE.items())
-def test_machine_target_runs_all_parts(whole: str, parts: tuple[str, ...]) -> None:
+def test_machine_target_runs_all_parts(whole, parts):
     run = set(commands(whole))
     for part in parts:
         words = ("pytest", ".json", " -m ")
@@ -51,7 +51,7 @@ def test_machine_target_runs_all_parts(whole: str, parts: tuple[str, ...]) -> No
         assert own <= run, part
 
 
-def test_head_times_record_their_command() -> None:
+def test_head_times_record_their_command():
     lines = commands("gpu-times")
     times = [path for path in RESULTS if find_kind(path.stem).target == "gpu-times"]
     assert len(times) > 5
@@ -63,7 +63,7 @@ def test_head_times_record_their_command() -> None:
         assert f"{command} --out /results/{path.name}" in lines
 
 
-def test_every_engine_stage_has_a_test_and_a_result() -> None:
+def test_every_engine_stage_has_a_test_and_a_result():
     """Stages are parsed, not imported: their module needs torch."""
     tree = ast.parse((CHECKOUT / "proofs/stages.py").read_text("utf-8"))
     [table] = [
@@ -77,7 +77,7 @@ def test_every_engine_stage_has_a_test_and_a_result() -> None:
     assert {f"engine-{stage}" for stage in stages} <= {path.stem for path in RESULTS}
 
 
-def test_make_gpu_serves_every_profile_with_a_stage() -> None:
+def test_make_gpu_serves_every_profile_with_a_stage():
     tests = (CHECKOUT / "tests/gpu/test_serve.py").read_text("utf-8")
     served = set(re.findall(r'^    "([\w-]+)": "tiny-', tests, re.M))
     files = (CHECKOUT / "catalog/profiles").glob("*.yml")
@@ -86,7 +86,7 @@ def test_make_gpu_serves_every_profile_with_a_stage() -> None:
     assert stages <= served
 
 
-def test_recall_weights_match_the_recorded_training() -> None:
+def test_recall_weights_match_the_recorded_training():
     recorded = json.loads((GPU / "recall-training-weights.json").read_text())
     data = (CHECKOUT / "proofs/recall/weights.npz").read_bytes()
     assert hashlib.sha256(data).hexdigest() == recorded["weights_sha256"]
@@ -164,5 +164,5 @@ def test_quotes_match_figures_and_device_of_the_result(name, text, source):
         assert any(device in known for known in devices), name
 
 
-def test_unsupported_figure_is_detected() -> None:
+def test_unsupported_figure_is_detected():
     assert unsupported("the tokens stand still for 1.1 s", ["serve-v2-long.json"]) == ["1.1"]

@@ -33,12 +33,12 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["chat.jinja", "{root}/chat.jinja"])
-def test_passes_template_text_to_the_engine(root: Path, form: str) -> None:
+def test_passes_template_text_to_the_engine(root, form):
     plan = plan_with(settings(root, f"{{chat_template: {form.format(root=root)}}}"))
     assert argument(plan) == TEMPLATE
 
 
-def test_template_text_is_part_of_the_release(root: Path) -> None:
+def test_template_text_is_part_of_the_release(root):
     names = []
     for text in (TEMPLATE, TEMPLATE, TEMPLATE + " "):
         (root / "chat.jinja").write_text(text)
@@ -49,13 +49,13 @@ def test_template_text_is_part_of_the_release(root: Path) -> None:
     assert len({*names, without.serve.name}) == 3
 
 
-def test_keeps_other_engine_options(root: Path) -> None:
+def test_keeps_other_engine_options(root):
     plan = plan_with(settings(root, "{chat_template: chat.jinja, options: {seed: 7}}"))
     assert argument(plan) == TEMPLATE
     assert "--seed" in plan.serve.engine.argv
 
 
-def test_plan_shows_template_by_lines_and_hash(root: Path) -> None:
+def test_plan_shows_template_by_lines_and_hash(root):
     chosen = settings(root, "{chat_template: chat.jinja}")
     text = "\n".join(plan_lines(plan_with(chosen), *pair_of(chosen, CATALOG)))
     digest = hashlib.sha256(TEMPLATE.encode()).hexdigest()[:12]
@@ -75,7 +75,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_refuses_invalid_template(root: Path, case: str) -> None:
+def test_refuses_invalid_template(root, case):
     data, output = WRONG[case]
     if data is None:
         (root / "chat.jinja").unlink()
@@ -87,7 +87,7 @@ def test_refuses_invalid_template(root: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["chat-template", "chat_template"])
-def test_refuses_two_templates(root: Path, option: str) -> None:
+def test_refuses_two_templates(root, option):
     with pytest.raises(SettingsError, match="keep only one"):
         settings(
             root, f"{{chat_template: chat.jinja, options: {{{option}: '{{{{ messages }}}}'}}}}"

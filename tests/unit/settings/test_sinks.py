@@ -98,13 +98,13 @@ def load(tmp_path: Path, settings: object) -> None:
 
 
 @pytest.mark.parametrize("settings", HOSTILE, ids=lambda settings: repr(settings)[:70])
-def test_refuses_hostile_setting_values(tmp_path, settings) -> None:
+def test_refuses_hostile_setting_values(tmp_path, settings):
     with pytest.raises(SettingsError):
         load(tmp_path, settings)
 
 
 @pytest.mark.parametrize("settings", GOOD, ids=lambda settings: repr(settings)[:70])
-def test_accepts_ordinary_values(tmp_path, settings) -> None:
+def test_accepts_ordinary_values(tmp_path, settings):
     load(tmp_path, settings)
 
 
@@ -122,9 +122,7 @@ GOOD_FILE = SourceFile("model.safetensors", 1, "a" * 64, None)
         LockedSource("org/repo", "main", "a" * 40, (SourceFile("x", 1, "a" * 64 + "\n", None),)),
     ],
 )
-def test_validates_hub_answers_with_the_lock_schema(
-    monkeypatch: pytest.MonkeyPatch, source: LockedSource
-) -> None:
+def test_validates_hub_answers_with_the_lock_schema(monkeypatch, source):
     monkeypatch.setattr(hub, "look_up", lambda *_: source)
     names = resolve.Names(frozenset({("org/repo", "main")}), frozenset())
     settings = next(iter(load_hosts({"spark": ["spark-1"]}, root=Path("/nowhere")).values()))

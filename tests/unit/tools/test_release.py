@@ -68,7 +68,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 @pytest.mark.slow
-def test_release_bumps_version_updates_changelog_and_tags(project: Project) -> None:
+def test_release_bumps_version_updates_changelog_and_tags(project):
     project.builds = True
     project.release()
     text, changelog, log, tags = project.state()
@@ -90,9 +90,7 @@ def test_release_bumps_version_updates_changelog_and_tags(project: Project) -> N
         ("0.1.9", "VERSION: 0.1.9 is older than 0.2.0"), ("0.2.0", "CHANGELOG.md: 0.2.0"),
     ],
 )  # fmt: skip
-def test_refuses_invalid_older_and_released_versions(
-    project: Project, version: str, where: str
-) -> None:
+def test_refuses_invalid_older_and_released_versions(project, version, where):
     before = project.state()
     with pytest.raises(ReleaseError, match=rf"^{where}.*\n  fix: "):
         project.release(version)
@@ -102,7 +100,7 @@ def test_refuses_invalid_older_and_released_versions(
 @pytest.mark.parametrize(
     ("file", "where"), [("new.py", r"git: .*new\.py"), (".git/broken", "make check")]
 )
-def test_refuses_changed_tree_and_failing_check(project: Project, file: str, where: str) -> None:
+def test_refuses_changed_tree_and_failing_check(project, file, where):
     (project.root / file).touch()
     before = project.state()
     with pytest.raises(ReleaseError, match=where):
@@ -111,7 +109,7 @@ def test_refuses_changed_tree_and_failing_check(project: Project, file: str, whe
 
 
 @pytest.mark.parametrize("step", ["pip wheel", "git commit"])
-def test_failed_step_restores_the_files(project: Project, step: str) -> None:
+def test_failed_step_restores_the_files(project, step):
     before = project.state()
     project.failing_step = step
     with pytest.raises(ReleaseError, match=rf"{step}.*exited with 1"):

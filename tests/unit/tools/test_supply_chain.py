@@ -10,7 +10,7 @@ from spark_deploy.config.checkout import CHECKOUT
 IMAGE = CHECKOUT / "files/image"
 
 
-def test_dockerfile_installs_nothing_but_the_plugin() -> None:
+def test_dockerfile_installs_nothing_but_the_plugin():
     joined = re.sub(r"\\\n", " ", (IMAGE / "Dockerfile").read_text())
     lines = [line.strip() for line in joined.splitlines() if not line.strip().startswith("#")]
     words = {line.split()[0] for line in lines if line}
@@ -25,7 +25,7 @@ def test_dockerfile_installs_nothing_but_the_plugin() -> None:
 
 
 @pytest.mark.parametrize("name", ["check", "release"])
-def test_workflow_pins_actions_and_calls_existing_targets(name: str) -> None:
+def test_workflow_pins_actions_and_calls_existing_targets(name):
     workflow = yaml.safe_load((CHECKOUT / f".github/workflows/{name}.yml").read_text())
     targets = re.findall(r"^([a-z-]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
     assert workflow["permissions"] == {"contents": "read"}
@@ -36,7 +36,7 @@ def test_workflow_pins_actions_and_calls_existing_targets(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_plugin_wheel_builds_reproducibly(tmp_path: Path) -> None:
+def test_plugin_wheel_builds_reproducibly(tmp_path):
     wheels = [
         build_plugin(tmp_path / name, time_s)
         for name, time_s in (("a", 1), ("deep/b", 1_700_000_000))
