@@ -33,7 +33,6 @@ SPARE = tuple(os.environ.get("SPARK_SPARE_GUESTS", "lab-21 lab-22").split())
 
 
 def lab(*arguments: str, timeout_s: float = 1500) -> str:
-    """Run ``python -m lab`` and return the output; raise RuntimeError with it on failure."""
     done = subprocess.run(
         [sys.executable, "-m", "lab", *arguments],
         cwd=CHECKOUT, capture_output=True, text=True, timeout=timeout_s, check=False,
@@ -48,7 +47,6 @@ def lab(*arguments: str, timeout_s: float = 1500) -> str:
 
 @contextmanager
 def broken(fault: str, guest: str) -> Iterator[None]:
-    """Break a guest with ``lab break`` during a block."""
     lab("break", fault, guest)
     try:
         yield
@@ -148,7 +146,6 @@ class Guest:
         return self.run(f"systemctl show -p InvocationID --value {unit}")
 
     def container(self) -> dict[str, Any]:
-        """Return ``docker inspect`` of the only engine container."""
         container: dict[str, Any]
         [container] = self.json("docker inspect $(docker ps -q --filter label=spark.release)")
         return container
@@ -163,7 +160,6 @@ class Guest:
         return list(zip(times[::2], times[1::2], strict=True))
 
     def boots(self) -> list[str]:
-        """Return the serve units that the next boot starts."""
         out = self.run(
             "ls /etc/systemd/system/multi-user.target.wants 2>/dev/null | grep '^spark-serve@' || :"
         )
@@ -245,7 +241,6 @@ class Guest:
             return int(code or 0), text
 
     def wait(self, command: str, *, seconds: float = 60) -> str:
-        """Wait until a command succeeds on the guest, or raise TimeoutError."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
@@ -279,7 +274,6 @@ class Site:
         self.choose()
 
     def choose(self, **settings: Any) -> None:
-        """Add settings to those chosen before, and write them over the lab's."""
         self.choices |= settings
         lab_settings = yaml.safe_load((self.checkout / "group_vars/lab.yml").read_text())
         merged = _merge(lab_settings, self.choices)
@@ -287,7 +281,6 @@ class Site:
 
     @contextmanager
     def chosen(self, **settings: Any) -> Iterator[None]:
-        """Choose settings during a block, and return to the earlier ones."""
         before = dict(self.choices)
         self.choose(**settings)
         try:
@@ -297,7 +290,6 @@ class Site:
             self.choose()
 
     def reset(self, *names: str) -> None:
-        """Return these settings to their defaults."""
         for name in names:
             self.choices.pop(name, None)
         self.choose()
@@ -398,7 +390,6 @@ def guest_named(name: str) -> Guest:
 
 
 def wait_for_port(port: int) -> None:
-    """Wait until a program on this machine listens on a loopback port."""
     deadline = time.monotonic() + 30
     while True:
         try:

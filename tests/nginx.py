@@ -1,5 +1,3 @@
-"""This machine's nginx for tests, or the lab's unpacked nginx."""
-
 import shutil
 import subprocess
 from pathlib import Path

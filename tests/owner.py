@@ -130,7 +130,6 @@ def new_owner(root: Path, name: str) -> tuple[Owner, list[str]]:
 
 
 def write_lab_settings(folder: Path, inventory: Path) -> None:
-    """Write the lab's hub, registry, packages and time limits; the owner's are in all.yml."""
     done = subprocess.run(
         [sys.executable, "-c", LAB_SETTINGS, str(inventory)],
         capture_output=True, text=True, check=True, cwd=CHECKOUT,

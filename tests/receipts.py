@@ -1,5 +1,3 @@
-"""Receipts as the builder writes them, for trees that tests make by hand."""
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -31,7 +31,6 @@ class Drafter(torch.nn.Module):
 
 
 def refusal(check: Callable[..., object], *arguments: object) -> str:
-    """Return the message of a refusal, or an empty text."""
     try:
         check(*arguments)
     except ValueError as error:

@@ -64,7 +64,6 @@ def sources(version: str) -> dict[str, ast.Module]:
 
 @functools.cache
 def fields(version: str) -> dict[str, dict[str, str]]:
-    """Return the annotations of all classes, with aliases resolved."""
     classes, aliases = {}, {}
     for file, module in sources(version).items():
         for node in module.body:
@@ -86,7 +85,6 @@ def fields(version: str) -> dict[str, dict[str, str]]:
 
 @functools.cache
 def options(version: str) -> dict[str, str]:
-    """Return all options of ``vllm serve`` with their annotations."""
     classes = {name.lower(): item for name, item in fields(version).items()}
     result = {}
     for node in ast.walk(sources(version)[ARGUMENTS]):
@@ -107,7 +105,6 @@ def options(version: str) -> dict[str, str]:
 
 @functools.cache
 def keys(version: str) -> dict[str, str]:
-    """Return the keys of JSON options with their annotations."""
     return {
         f"{option}.{key}": annotation
         for option, name in CLASSES.items()

@@ -26,7 +26,6 @@ def tree(version: str, file: str) -> ast.Module:
 
 
 def spellings(version: str) -> Iterator[set[str]]:
-    """Yield the names of every option."""
     for node in ast.walk(tree(version, ARGUMENTS)):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             words = [item.value for item in node.args if isinstance(item, ast.Constant)]

@@ -53,7 +53,6 @@ def run(work: Path, *argv: str) -> str:
 
 
 def publish(folder: Path, *repositories: str) -> Path:
-    """Write all published repositories, or the named ones, below the folder."""
     (folder / "hub").mkdir()
     selection = ["--only", *repositories] if repositories else []
     run(folder, "-m", "lab.model.published", "--out", str(folder / "hub"), *selection)

@@ -83,7 +83,6 @@ class Bench:
         self.run(f"mkdir -p $(dirname {path}) && cat > {path} <<'END'\n{text}\nEND")
 
     def release(self, name: str, **changes: Any) -> None:
-        """Install a release; ``section__key=value`` changes a value of ``release.json``."""
         data = release_data(name, self.image, **changes)
         self.write("/etc/spark/gateway/main.json", json.dumps(GATEWAY))
         self.write(f"/etc/spark/releases/{name}/release.json", json.dumps(data))
@@ -192,7 +191,6 @@ class Bench:
         return int(self.run(f"awk '/^{field}:/ {{print $2}}' /proc/meminfo")) * 1024
 
     def block_systemctl(self, pattern: str) -> None:
-        """Let rollouts wait in this systemctl call until ``unblock_systemctl``."""
         self._replace_systemctl(pattern, "while [ -e /run/bench ]; do sleep 0.1; done")
         self.write(
             "/etc/systemd/system/spark-switch@.service.d/bench.conf",

@@ -19,8 +19,6 @@ _BLOCK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault, and a pattern of paths."""
-
     kind: str
     match: str = ".*"
 

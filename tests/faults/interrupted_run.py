@@ -51,8 +51,6 @@ def _record_moment(moment: str) -> None:
 
 
 class Watched:
-    """An operation on a host, with its commands and their durations."""
-
     def __init__(self, number: int, name: str, host: Any):
         self.number, self.name, self.host = number, name, host
         self.seconds: list[float] = []

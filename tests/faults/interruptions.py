@@ -66,7 +66,6 @@ class Place:
             self.guest.wait(f"systemctl is-active {unit}", seconds=TIMEOUT_S)
 
     def cut_power(self) -> None:
-        """Cut the power, which loses unsynced data, and wait for the next boot."""
         lab("break", "power-cut", self.name)
         lab("up", self.name, "--engine", "stub")
         self.wait_until_up()
@@ -74,8 +73,6 @@ class Place:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to interrupt: the setup of the host, and the deploy file."""
-
     name: str
     set_up: Callable[[Place], None]
     deploy: str = DEPLOY
@@ -249,7 +246,6 @@ def interrupt_in_a_row(place: Place, scenario: Scenario, chain: list[Point]) -> 
 
 
 def repair(place: Place, scenario: Scenario) -> str:
-    """Check that the next run finishes, a second changes nothing, and the host is as expected."""
     serving = ", ".join(place.guest.serving()) or "nothing"
     place.deploy(scenario.deploy)
     place.site.deploy(deploy=scenario.deploy).assert_unchanged()

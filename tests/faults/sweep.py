@@ -53,7 +53,6 @@ class Sweep:
         self.code = _output_of("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty")
 
     def rows(self) -> list[Row]:
-        """Return the last row of every case."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         rows = [Row(**json.loads(line)) for line in lines]
         return list({(row.group, row.case): row for row in rows}.values())
@@ -85,8 +84,6 @@ class Sweep:
         self, group: str, cases: Iterable[str], places: Iterable[T],
         run: Callable[[T, str], tuple[str, str]],
     ) -> None:  # fmt: skip
-        """Run the cases of a group that have not passed yet, in parallel on all places."""
-
         def run_case(place: T, case: str) -> Row:
             return self.run_case(group, case, lambda: run(place, case))
 
@@ -179,7 +176,6 @@ def _output_of(*argv: str) -> str:
 def run_in_parallel(
     places: Iterable[T], cases: Iterable[str], run: Callable[[T, str], Row]
 ) -> None:
-    """Run the cases on all guests in parallel, a case at a time on each."""
     free: Queue[T] = Queue()
     for place in places:
         free.put(place)

@@ -54,7 +54,6 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FirstDeploy]:
 
 
 def wait_for_candidate_start(process: subprocess.Popen[str]) -> str:
-    """Return the release that a running deploy starts."""
     lines = []
     for line in process.stdout or ():
         lines.append(line)

@@ -81,8 +81,6 @@ def slow_line(guests: Sequence[Guest]) -> Iterator[None]:
 
 
 class Client:
-    """Sends a request to each host every second."""
-
     def __init__(self, guests: Sequence[Guest]):
         self._guests, self._stop = guests, threading.Event()
         self._model = guests[0].names()[0]
@@ -215,7 +213,6 @@ def write_eight_hosts(result: dict[str, Any]) -> None:
 def write_result(
     name: str, result: dict[str, Any], bars: list[tuple[str, list[float]]], title: str
 ) -> None:
-    """Write the result and a plot, if ``SPARK_LINE_RESULT`` names a folder."""
     if "SPARK_LINE_RESULT" not in os.environ:
         return
     folder = Path(os.environ["SPARK_LINE_RESULT"])

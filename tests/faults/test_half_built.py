@@ -13,7 +13,6 @@ def partial_files(guest: Guest) -> list[str]:
 
 
 def delete_unserved_checkpoints(guest: Guest) -> str:
-    """Return the folder of the checkpoint that stays."""
     tree: str = guest.release_document()["tree"]["path"]
     guest.run(f"find /srv/spark/models -mindepth 1 -maxdepth 1 ! -path {tree} -exec rm -rf {{}} +")
     return tree

@@ -38,7 +38,6 @@ class Three:
         return all(guest.answers() for guest in self.guests)
 
     def start_deploy(self, until: str) -> subprocess.Popen[str]:
-        """Start a deploy; return when it prints this text."""
         process = self.site.start()
         output = ""
         for line in process.stdout or ():

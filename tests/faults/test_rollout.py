@@ -73,7 +73,6 @@ SLOW = {"STUB_PIECE_S": "0.05"}
 
 
 def switch_until_phase(bench: Bench, phase: str) -> None:
-    """Start a rollout from A to B and wait until it is in this phase."""
     bench.serve_proven(A, engine__env=SLOW)
     memory = {"memory__needed_bytes": nearly_all_memory(bench)} if phase == "memory" else {}
     bench.release(B, engine__env={"STUB_LOAD_S": "3", **SLOW}, **memory)

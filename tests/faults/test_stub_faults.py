@@ -58,7 +58,6 @@ def test_warns_about_doubtful_behaviour(trials, fault, record_property):
 def outcomes(
     trials: list[Trial], request: pytest.FixtureRequest
 ) -> Iterator[dict[str, Future[Outcome]]]:
-    """Try all requested faults, in parallel on all hosts."""
     free: SimpleQueue[Trial] = SimpleQueue()
     for trial in trials:
         free.put(trial)

@@ -100,7 +100,6 @@ def use_proxy(place: Place) -> None:
 
 
 def fail_and_repair(proxy: FaultyProxy, name: str, place: Place, kind: str) -> tuple[str, str]:
-    """Deploy while a server is faulty, and again once it works."""
     service, guest = SERVICES[name], place.guest
     guest.run(service.need, timeout_s=200)
     before = guest.serving()

@@ -37,7 +37,6 @@ def wait_for_restart(bench: Bench) -> None:
 
 
 def memory_limits(bench: Bench, gib: int = 2) -> dict[str, int]:
-    """Return limits that an engine violates once it uses this much memory."""
     floor_bytes = bench.memory_bytes("MemAvailable") - (gib << 30)
     return {"needed_bytes": 1, "wait_s": 5, "floor_bytes": floor_bytes}
 

@@ -23,8 +23,6 @@ def checkpoint_sums(guest: Guest, folder: str = "/srv/spark/sources/*--tiny-int4
 
 
 class HubLog:
-    """The hub's answers with large files of a repository, from now on."""
-
     def __init__(self, repository: str = "tiny-int4"):
         self._start = ACCESS_LOG.stat().st_size
         self._sizes = {
@@ -51,8 +49,6 @@ class HubLog:
 
 
 class RegistryLog:
-    """The blobs that the registry sends, from now on."""
-
     def __init__(self) -> None:
         self._start = REGISTRY_LOG.stat().st_size
 
@@ -69,7 +65,6 @@ class RegistryLog:
 
 @contextmanager
 def limit_rate(link: str, rate: str, *matches: Sequence[str]) -> Iterator[None]:
-    """Limit the matching packets that leave a link, all together."""
     _tc(f"qdisc add dev {link} root handle 1: htb default 1")
     try:
         _tc(f"class add dev {link} parent 1: classid 1:1 htb rate 10gbit quantum 60000")

@@ -62,10 +62,6 @@ class Trial:
 
     @contextmanager
     def candidate(self, title: str, *, env: dict[str, str], **changes: Any) -> Iterator[str]:
-        """Install a variation with all checks enabled; remove it afterwards.
-
-        ``section__key=value`` changes a value.
-        """
         name = self._write(title, env, changes)
         try:
             yield name

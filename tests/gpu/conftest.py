@@ -1,5 +1,3 @@
-"""Fixtures of the GPU tests, which are skipped without CUDA."""
-
 from __future__ import annotations
 
 import fcntl
@@ -35,7 +33,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def trees(shared_directory: Path) -> Path:
-    """All checkpoints, from ``SPARK_GPU_TREES`` if set."""
     from proofs.trees import make as maker
 
     def make(out: Path) -> None:
@@ -46,7 +43,6 @@ def trees(shared_directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def recall_weights() -> Path:
-    """The recall model's weights, from ``SPARK_GPU_RECALL`` if set."""
     from proofs.recall import weights
 
     return _path_variable("RECALL") or weights.HERE
@@ -62,7 +58,6 @@ def eyes(shared_directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def quality_trees(trees: Path, recall_weights: Path, shared_directory: Path) -> Path:
-    """All checkpoints and those of stage quality."""
     from proofs.trees import make as maker
 
     def make(done: Path) -> None:
@@ -82,7 +77,6 @@ def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Directory for result files: ``SPARK_GPU_RESULTS``, or temporary."""
     kept = os.environ.get("SPARK_GPU_RESULTS")
     return Path(kept) if kept else tmp_path / "results"
 
@@ -93,7 +87,6 @@ def _path_variable(name: str) -> Path | None:
 
 
 def _hub(shared: Path) -> Path:
-    """Return a hub with the lab's trained model."""
     from lab.model import build
 
     return _path_variable("HUB") or make_once(shared, "hub", build.build)

@@ -118,7 +118,6 @@ def test_release_passes_the_full_check(release, trees, root, results):
 
 
 def _rights_of(user: int) -> dict[str, list[str]]:
-    """Return bounding set and no_new_privs of a user's processes, by pid."""
     rights = {}
     for path in Path("/proc").glob("[0-9]*/status"):
         text = path.read_text()

@@ -22,7 +22,6 @@ def recall_trees(recall_weights: Path, shared_directory: Path) -> Path:
 
 @pytest.fixture
 def recall_work(recall_trees: Path, shared_directory: Path) -> Path:
-    """Directory for engine results, with the reference that all stages share."""
     work = shared_directory / "recall-work"
     with (shared_directory / "recall.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

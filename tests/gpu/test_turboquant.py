@@ -67,12 +67,10 @@ class Batch:
             self.impl.do_kv_cache_update(self.layer, key, value, self.cache, slots.long())
 
     def run(self, order: tuple[int, ...], cpu_lengths: list[int] | None = None) -> list[Any]:
-        """Return the attention of the requests in ``order``, as separate tensors."""
         metadata = self.metadata(order, cpu_lengths)
         return list(self.forward(order, metadata).split([self.new[r] for r in order]))
 
     def forward(self, order: tuple[int, ...], metadata: Any) -> Any:
-        """Return the attention of the whole batch."""
         query = torch.cat([self.queries[r] for r in order])
         key = torch.cat([self.keys[r][self.cached[r] :] for r in order])
         value = torch.cat([self.values[r][self.cached[r] :] for r in order])
@@ -120,11 +118,9 @@ class Batch:
         return self.attend(request, *self.slots(request))
 
     def exact(self, request: int) -> Any:
-        """Return attention over the uncompressed keys and values."""
         return self.attend(request, self.keys[request].float(), self.values[request].float())
 
     def attend(self, request: int, key: Any, value: Any) -> Any:
-        """Return float32 attention of the request's queries."""
         group = HEADS // KV_HEADS
         key, value = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (key, value))
         query = self.queries[request].float().transpose(0, 1)

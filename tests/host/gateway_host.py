@@ -29,7 +29,6 @@ class GatewayHost:
         return self.site.deploy(*arguments)
 
     def deploy_only_gateway(self, **serve: Any) -> Run:
-        """Deploy settings that change the gateway; check that nothing else changes."""
         engine = self.engine()
         run = self.deploy(**serve).assert_succeeded()
         assert run.changed in ([CONFIGURE], []), run.changed
@@ -66,7 +65,6 @@ class GatewayHost:
         return f"{scheme}://{self.guest.ip}:8000{path}"
 
     def connect(self) -> dict[str, Any]:
-        """Return what `spark-deploy connect` prints for clients."""
         [values] = json.loads(self.site.cli("connect", "--json").stdout)
         return dict(values)
 

@@ -1,5 +1,3 @@
-"""A guest that `deploys/prepare.py` prepared, and the names of its operations."""
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -40,7 +40,6 @@ class Pair:
             time.sleep(1)
 
     def wait_until_closed(self, seconds: float = 30) -> float:
-        """Return the seconds until the gateway refused requests."""
         began = time.monotonic()
         while self.status() == 200:
             assert time.monotonic() - began < seconds, "the head answers although a rank is gone"

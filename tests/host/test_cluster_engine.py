@@ -38,7 +38,6 @@ def is_split(pair: Pair) -> bool:
 
 
 def wait_until_restored(pair: Pair) -> float:
-    """Return the seconds until the head answers correctly again."""
     began = time.monotonic()
     pair.wait_until_open(900)
     assert "35352137" in answer_to(pair, "What is 7823 * 4519?")

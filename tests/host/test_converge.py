@@ -26,7 +26,6 @@ def test_new_hosts_start_in_parallel(fleet):
 
 
 def assert_proven(guest: Guest) -> str:
-    """Return the invocation that the proof is about."""
     proof, invocation = guest.proof(), guest.invocation()
     assert (proof["ok"], proof["invocation_id"]) == (True, invocation)
     return invocation

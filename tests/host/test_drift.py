@@ -148,7 +148,6 @@ def state_command(owned: Resource) -> str:
 
 
 def apply_change(guest: Guest, owned: Resource) -> str:
-    """Change a resource; return the state before."""
     change, state = KINDS[owned["kind"]][0], state_command(owned)
     output = guest.run(
         f"{state}; echo ---; ( {change.format(name=owned['name'])} ) >&2 && echo --- && {state}"

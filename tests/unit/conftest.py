@@ -1,5 +1,3 @@
-"""Rules for all unit tests."""
-
 import gc
 
 import pytest

@@ -1,5 +1,3 @@
-"""How many examples a property is tried with."""
-
 from hypothesis import settings
 
 

@@ -58,7 +58,6 @@ def changed_in_one_place(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def hostile(data: bytes) -> st.SearchStrategy[bytes]:
-    """Return changed documents, and bytes that are no documents."""
     return changed_in_one_place(data) | st.sampled_from(BOMBS)
 
 
@@ -72,7 +71,6 @@ def accepted_or_refused(*, in_one_line: bool = False) -> Iterator[None]:
 
 
 def check_problems(error: SparkError, *, in_one_line: bool = False) -> None:
-    """Demand where, what and fix of every problem."""
     assert error.problems
     for problem in error.problems:
         assert problem.where

@@ -1,5 +1,3 @@
-"""Results of benchmarks, shared by tests."""
-
 from typing import Any
 
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Sample, Served

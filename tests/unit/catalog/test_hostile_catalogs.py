@@ -53,7 +53,6 @@ def encoded(document: dict[str, Any]) -> bytes:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """Return a small catalog, and a folder for files of the inventory."""
     for kind, names in {"models": (), "profiles": ("base.yml",)}.items():
         (tmp_path / "ours/catalog" / kind).mkdir(parents=True)
         (tmp_path / "mine/catalog" / kind).mkdir(parents=True)
@@ -72,14 +71,12 @@ def own(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def locked(own: Path) -> str:
-    """Return the text of a lock file."""
     lock = made_up_lock(settings_of(), read_catalog(CHECKOUT / "tests/fixtures/checkout"))
     write_lock(own / "lock.yml", lock)
     return (own / "lock.yml").read_text("utf-8")
 
 
 def check_plan(own: Path, model: dict[str, Any], profile: dict[str, Any], anatomy: Any) -> None:
-    """Plan with these files; refusals must be single lines."""
     for kind, name, document in (("models", "dense", model), ("profiles", "mine", profile)):
         path = own / f"mine/catalog/{kind}/{name}.yml"
         path.write_text(yaml.safe_dump(document), encoding="utf-8")

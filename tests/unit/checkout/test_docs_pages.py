@@ -79,7 +79,6 @@ def write_added_models(name: str, root: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives the headings of a page."""
     text = FENCE.sub("", page.read_text("utf-8"))
     titles = re.findall(r"^#+ (.+?)\s*$", text, re.M)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)

@@ -29,7 +29,6 @@ def spread_calls(calls):
 
 
 def flip(path, *, keep_time, offset=None):
-    """Flip a bit, by default near the end."""
     status = path.stat()
     offset = status.st_size - 100 if offset is None else offset
     with path.open("r+b") as file:

@@ -29,7 +29,6 @@ def relative(actual, expected):
 
 
 def refused(workshop, code=3, **changes):
-    """Require a refusal without changes; return the error line."""
     workshop.write_sources(**changes)
     before = workshop.base_hashes()
     done = workshop.build(check=False, **changes)

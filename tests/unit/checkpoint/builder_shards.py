@@ -68,7 +68,6 @@ def e4m3_values(codes):
 
 
 def fp8_pair(values):
-    """Return FP8 weight and BF16 block scales of a matrix, block by block."""
     rows, columns = values.shape
     grid = (-(-rows // BLOCK), -(-columns // BLOCK))
     codes, scales = np.zeros(values.shape, np.uint8), np.zeros(grid, "<u2")

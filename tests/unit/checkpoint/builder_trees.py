@@ -85,7 +85,6 @@ def _mlp_shapes():
 
 
 def mtp_originals(random):
-    """Return name → float32 of the MTP head."""
     tensors = {
         f"mtp.{n}.weight": np.ones(HIDDEN, np.float32) for n in ("norm", "pre_fc_norm_hidden")
     }
@@ -102,7 +101,6 @@ MTP_IN_FP8 = (".mlp.", ".self_attn.")
 
 @cache
 def _repositories(seed):
-    """Return base, MTP tensors, and a donor made from the same 16-bit values."""
     random = Bytes(seed)
     base, linear = language_tensors(random)
     originals = mtp_originals(random)
@@ -283,7 +281,6 @@ class Workshop:
 
 
 def tree_tensors(directory):
-    """Return name → Raw through the index."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     shards = {shard: read_shard(directory / shard) for shard in set(index.values())}
     return {name: shards[shard][name] for name, shard in index.items()}
@@ -308,7 +305,6 @@ def file_entries(directory, *, stamps=False, piece_bytes=None):
 
 
 def piece_lines(data, piece_bytes):
-    """Return size and hash of every piece, as in receipts."""
     pieces = [data[n : n + piece_bytes] for n in range(0, len(data), piece_bytes)]
     return [f"{len(piece)}:{hashlib.sha256(piece).hexdigest()}" for piece in pieces]
 

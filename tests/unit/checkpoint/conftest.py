@@ -1,5 +1,3 @@
-"""Fixtures; the builder is on the path as on a host, not installed."""
-
 import json
 import os
 import sys

@@ -147,7 +147,6 @@ def test_hashes_an_unpinned_base(workshop):
 
 
 def count_hashed_bytes(workshop, layout):
-    """Return how many bytes of the base a build hashes before it writes; remove the result."""
     done = workshop.build(layout=layout)
     phases = [line for line in done.stdout.splitlines() if line.startswith("phase=hash-base")]
     shutil.rmtree(workshop.out)

@@ -93,7 +93,6 @@ def test_fetch_broken_at_any_call_finishes_in_the_next_run(tmp_path, hub, reposi
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mount small filesystems in memory during the test."""
     mounted = []
 
     def mount(size_bytes):
@@ -153,11 +152,7 @@ def test_never_overwrites_an_existing_entry(tmp_path):
     assert out.read_text() == "existing"
 
 
-# --- order of fsync and rename -------------------------------------------------------------------
-
-
 def count_synced(out, journal):
-    """Check the order: files, receipt, directories, checkpoint, parent; return the synced paths."""
     events = [json.loads(line) for line in journal.read_text().splitlines()]
     receipt = next(n for n, e in enumerate(events) if str(e[1]).endswith("/receipt.json"))
     tree = events.index(["rename", str(out)])
@@ -203,9 +198,6 @@ def test_refuses_an_overlay_across_filesystems(scene, small_disk):
     assert done.returncode == 3
     assert "set layout to full" in done.stderr
     scene.build(layout="full", out=str(out))
-
-
-# --- sources that change -------------------------------------------------------------------------
 
 
 def largest_shard(workshop):

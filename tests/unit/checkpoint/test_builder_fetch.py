@@ -120,9 +120,6 @@ def test_lists_the_pieces_in_a_resumed_file_on_request(order, source, tmp_path, 
     assert listed == ({LARGE: piece_lines(data, 4 << 20)} if pieces else {})
 
 
-# --- tokens and proxies --------------------------------------------------------------------------
-
-
 def test_sends_the_token_to_the_hub_and_not_to_mirrors(order, hub, tmp_path):
     (tmp_path / "token").write_text("hf_secret")
     (tmp_path / "empty").mkdir()
@@ -187,11 +184,7 @@ def test_logs_in_to_the_proxy_without_printing_the_password(order, hub, tmp_path
     assert "pass" not in done.stderr + done.stdout + down.stderr + down.stdout
 
 
-# --- interruptions -------------------------------------------------------------------------------
-
-
 def send_half(handler, path, data):
-    """Send half of the large file, then break the connection."""
     if not path.endswith(LARGE) or handler.headers.get("Range"):
         return False
     handler.answer(200, data[: len(data) // 2], announced=len(data))

@@ -193,9 +193,6 @@ def test_accepts_null_as_module_config(workshop, choice):
     assert isinstance(workshop.quantization()["extra_config"], dict)
 
 
-# --- values of the donor -------------------------------------------------------------------------
-
-
 def swap_modules(first, second):
     def inflict(donor):
         for suffix in ("weight", "weight_scale_inv"):
@@ -206,8 +203,6 @@ def swap_modules(first, second):
 
 
 def edit_weight(change, dtype=np.uint8, suffix="weight"):
-    """Return a damage that changes a tensor of the up projection as a NumPy matrix."""
-
     def inflict(donor):
         raw = donor[f"{UP}.{suffix}"]
         matrix = np.frombuffer(raw.data, dtype).reshape(raw.shape).copy()

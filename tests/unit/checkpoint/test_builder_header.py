@@ -46,7 +46,6 @@ metadata = st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=3)
 
 
 def fill_bytes(drawn):
-    """Make the last length fill whole bytes."""
     dtype, shape = drawn
     if dtype not in PACKED:
         return dtype, shape
@@ -235,8 +234,6 @@ def test_never_writes_a_name_twice():
     with pytest.raises(HeaderRefused, match="written twice"):
         emit_header([("a", "U8", (1,)), ("a", "U8", (1,))], {})
 
-
-# --- the index -----------------------------------------------------------------------------------
 
 TEXT = st.text(max_size=8)
 LAYOUTS = ({}, {"indent": 2}, {"indent": "\t"}, {"separators": (",", ":")}, {"ensure_ascii": False})

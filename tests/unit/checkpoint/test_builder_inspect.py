@@ -14,7 +14,6 @@ def inspect(*arguments):
 
 
 def compare_with_plan(workshop, directory):
-    """Return the exit status and the message of a comparison."""
     done = run_tool("inspect", directory, "--plan", workshop.root / "plan.json", check=False)
     return done.returncode, done.stderr
 
@@ -105,12 +104,8 @@ def test_reports_a_name_that_the_indexed_shard_lacks(workshop):
     assert "missing 1 (1 x lm_head.weight)" in message
 
 
-# --- repositories --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def repository(workshop, hub):
-    """Return a directory served as lab/tiny, and a function that sets the listing."""
     workshop.write_base()
     tree = hub.root / "lab/tiny/resolve" / BASE_COMMIT
     tree.parent.mkdir(parents=True)
@@ -155,8 +150,6 @@ def test_refuses_a_missing_directory():
     assert run_tool("inspect", "/nowhere", check=False).returncode == 2
 
 
-# --- recipes by synthetic headers of a catalog's architecture ------------------------------------
-
 CATALOG = {
     path.stem: yaml.safe_load(path.read_text())
     for path in sorted((ROOT / "tests/fixtures/checkout/catalog/models").glob("*.yml"))
@@ -170,7 +163,6 @@ def sizes(model):
 
 
 def describe(names, model, method, fp8=()):
-    """Return anatomy and recipe of a shard with these names."""
     tensors = {}
     for name in names:
         dtype = "F8_E4M3" if name in fp8 else DTYPES.get(name[name.rindex(".") :], "BF16")

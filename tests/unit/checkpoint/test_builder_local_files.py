@@ -156,8 +156,6 @@ def test_never_uses_a_file_replaced_after_the_search(hub, tmp_path, trap):
     assert fetched.stat().st_nlink == 1
 
 
-# --- a cache of huggingface_hub ------------------------------------------------------------------
-
 COMMIT = "c" * 40
 SIZE_BYTES = (1 << 20) + 7
 # The repositories share two shards; shards of a model often have the same size.
@@ -185,7 +183,6 @@ def cache(tmp_path, monkeypatch):
     plain_headers = responses.file_headers
 
     def xet_headers(commit, record):
-        """Add the headers of a file in Xet storage."""
         if not record.large:
             return plain_headers(commit, record)
         named = {"X-Xet-Hash": xet_hash(record.disk_path.read_bytes()), "X-Xet-Refresh-Route": "/x"}

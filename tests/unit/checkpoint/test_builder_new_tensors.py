@@ -96,9 +96,6 @@ def test_aligns_every_tensor_despite_odd_sizes(workshop):
                 assert entry["data_offsets"][0] % ITEM_BYTES[entry["dtype"]] == 0
 
 
-# --- names in several shards ---------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("differing", [False, True])
@@ -125,9 +122,6 @@ def test_lists_mtp_tensors_that_the_base_index_omits(workshop):
     workshop.write_base(index_mtp=False)
     workshop.build()
     assert workshop.mtp.keys() <= workshop.result().keys()
-
-
-# --- MTP tensors from the donor ------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -272,12 +266,8 @@ def test_corrects_a_wrong_block_list_in_the_base(workshop):
     assert workshop.quantization()["block_name_to_quantize"] == "model.language_model.layers"
 
 
-# --- a prebuilt hybrid as the base ---------------------------------------------------------------
-
-
 @pytest.fixture
 def hybrid(workshop):
-    """Return a workshop with a hybrid of the same repositories as the base."""
     plan = workshop.plan()
     for module in workshop.modules:
         for suffix in ("weight", "weight_scale_inv"):

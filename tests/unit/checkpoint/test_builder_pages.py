@@ -20,7 +20,6 @@ LIBC.mmap.argtypes = [
 
 
 def resident_bytes(path):
-    """Return how much of a file is in the page cache."""
     size = path.stat().st_size
     pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
     with path.open("rb") as file:
@@ -42,7 +41,6 @@ def disk():
 
 
 def write_big(path, *, cached=True):
-    """Write a file, synced and by default in the page cache."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(os.urandom(1 << 20) * (BIG_BYTES >> 20) + os.urandom(BIG_BYTES % (1 << 20)))
     if cached:

@@ -27,12 +27,8 @@ def requested(hub):
     return {path.rpartition("/")[2] for path, *_ in hub.requests}
 
 
-# --- files ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def peer(tmp_path, source):
-    """A host with the files, at the URLs of nginx."""
     with Hub(tmp_path / "peer") as running:
         (running.root / TREE).mkdir()
         (running.root / TREE / "files").symlink_to(source)
@@ -52,8 +48,6 @@ def peer_order(order, tmp_path):
 
 @pytest.fixture
 def fetch(tmp_path, source):
-    """Fetch, and require the right result."""
-
     def run(path):
         done = run_tool("fetch", path)
         assert contents(tmp_path / "out") == contents(source)
@@ -197,14 +191,10 @@ def test_does_not_use_a_proxy_for_peers(peer_order, hub, peer, tmp_path):
     assert requested(peer) >= {LARGE, "a file.json"}
 
 
-# --- finished checkpoints ------------------------------------------------------------------------
-
 DIGEST = "1" * 64
 
 
 class Copy:
-    """A checkpoint at a peer, and a build that may copy it."""
-
     def __init__(self, workshop, peer, layout):
         self.workshop, self.peer, self.layout = workshop, peer, layout
         workshop.build(layout=layout)
@@ -217,7 +207,6 @@ class Copy:
         self.receipt_sha256 = hashlib.sha256(receipt).hexdigest()
 
     def build(self, url=None):
-        """Build or copy; require the original content; return whether it was copied."""
         order = {
             "schema_version": 1,
             "digest": DIGEST,

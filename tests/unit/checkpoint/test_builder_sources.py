@@ -23,7 +23,6 @@ def scene(tmp_path):
 
 
 def publish(workshop, hub):
-    """Move base and donor to the hub; return the directory of the base there."""
     workshop.write_base(receipt=False)
     base = hub.root / "lab/base/resolve" / BASE_COMMIT
     base.parent.mkdir(parents=True)
@@ -108,11 +107,7 @@ def test_unavailable_hub_and_wrong_sources_are_different_errors(scene):
     assert check_sources(workshop, hub).returncode == 4
 
 
-# --- hostile hubs --------------------------------------------------------------------------------
-
-
 def draw_shard(draw, data):
-    """Return a shard with a wrong header length or hostile header content."""
     length = int.from_bytes(data[:8], "little")
     raw, rest = data[8 : 8 + length], data[8 + length :]
     if draw(st.booleans()):

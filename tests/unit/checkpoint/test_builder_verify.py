@@ -159,9 +159,6 @@ def test_verifies_a_checkpoint_on_a_full_disk(workshop):
     assert list(workshop.out.glob(".*")) == []
 
 
-# --- discard ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def built(workshop):
     workshop.build(layout="full")

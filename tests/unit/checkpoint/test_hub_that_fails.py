@@ -90,7 +90,6 @@ def send_end_slowly(handler: Any, data: bytes) -> None:
 
 
 def trickle(handler: Any, text: bytes) -> None:
-    """Send single bytes until the client closes."""
     for at in range(len(text)):
         handler.wfile.write(text[at : at + 1])
         handler.wfile.flush()
@@ -176,7 +175,6 @@ class Scene:
     out: Path
 
     def fail(self, hub: Hub, failure: Failure, times: int | None) -> None:
-        """Make a hub fail for the large file, so often or always."""
         left = [times]
 
         def fault(handler: Any, path: str, data: bytes) -> bool:
@@ -228,7 +226,6 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def record(group: str, case: str, run: Callable[[], tuple[str, str]]) -> None:
-    """Run a case and write the row of the table; fail with the row."""
     sweep = Sweep("hub")
     row = sweep.run_case(group, case, run)
     sweep.write("A hub that fails", ABOUT, None, COUNTED, TEST)

@@ -86,7 +86,6 @@ class Disk:
             missing(f"mount is not allowed here: {done.stderr.strip()}")
 
     def cut(self) -> bool:
-        """Cut the power and mount again; return whether something was lost."""
         before = self.content()
         handle = os.open(self.place, os.O_RDONLY)
         fcntl.ioctl(handle, SHUTDOWN, struct.pack("I", WITHOUT_FLUSH))
@@ -96,7 +95,6 @@ class Disk:
         return self.content() != before
 
     def content(self) -> set[tuple[str, int]]:
-        """Return every path with the size."""
         paths = (path for path in self.place.rglob("*") if path.name != "lost+found")
         return {(str(path), path.stat().st_size if path.is_file() else 0) for path in paths}
 

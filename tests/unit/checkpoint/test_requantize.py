@@ -69,7 +69,6 @@ def is_packed(name, packs_drafter=False):
 
 @cache
 def packed_tensors(packs_drafter):
-    """Return the tensors of a correct result."""
     tensors = {}
     for name, weight in weights_and_tokenizer()[0].items():
         if is_packed(name, packs_drafter):
@@ -284,9 +283,6 @@ def test_makes_the_result_writable_by_root_only(bench):
     assert modes == {0o644}
 
 
-# --- modules that AutoRound cannot pack ----------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     root = tmp_path_factory.mktemp("published") / "tree"
@@ -317,7 +313,6 @@ def test_refuses_modules_that_autoround_leaves_in_16_bits(published, module, rea
 
 
 def write_fused(directory):
-    """Write four 16-bit experts in two fused tensors; return the checkpoint and the values."""
     shapes = {"gate_up_proj": (4, 2 * 128, 256), "down_proj": (4, 256, 64)}
     source = np.random.default_rng(0)
     values = {name: source.normal(size=shape).astype("f4") for name, shape in shapes.items()}

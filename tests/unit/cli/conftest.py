@@ -1,5 +1,3 @@
-"""Environment of all tests of the command line."""
-
 import os
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A host of the virtual lab as commands select it, and inventories."""
-
 from pathlib import Path
 
 from spark_deploy.cli.hosts import Target

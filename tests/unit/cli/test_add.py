@@ -52,7 +52,6 @@ def publish(
 
 
 def make_site(root: Path, hub: Hub) -> Path:
-    """Write an owner's folder with locked images."""
     (root / "group_vars").mkdir(parents=True)
     (root / "group_vars/spark.yml").write_text(f"hub: {{endpoint: {hub.url!r}}}\n")
     write_inventory(root / "sparks.py", "a")

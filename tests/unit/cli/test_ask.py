@@ -15,7 +15,6 @@ PIECES = [("let me think", True), ("Par", False), ("is\x1b]0;owned\x07\n", False
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Replace hosts and engine; return the requests."""
     sent: list[tuple[Any, ...]] = []
 
     @contextmanager

@@ -24,7 +24,6 @@ COMMANDS = ["fabric", "uninstall", "rollback", "prune", "rotate-key"]
 
 
 def run(monkeypatch, capsys, *words, code=0):
-    """Run a command with a fake deploy; return exit code, deploys and messages."""
     ran = []
 
     def run_deploy(deploy, hosts, data, **options):
@@ -43,7 +42,6 @@ def run(monkeypatch, capsys, *words, code=0):
 
 @pytest.fixture
 def questions(monkeypatch) -> list[str]:
-    """Answer yes in a terminal; collect the questions."""
     texts: list[str] = []
     monkeypatch.setattr(changes.click, "confirm", lambda text, **_: texts.append(text))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)

@@ -45,7 +45,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 def answers_of(hub: Hub) -> dict[str, bytes]:
-    """Return the hub's answers by the end of the path."""
     folder = hub.root / REPO / "resolve" / COMMIT
     result = {name: (folder / name).read_bytes() for name in (*DOCUMENTS, INDEX)}
     return {**result, "main": (hub.root / f"api/models/{REPO}/revision/main").read_bytes()}
@@ -84,7 +83,6 @@ def test_any_answer_of_a_hub_gives_a_draft_or_one_problem(hub, data):
 
 
 def listed(hub: Hub, *extra: str, size: int = 1, **changes: Any) -> bytes:
-    """Return the list of files with more of them, the first of a size, and other keys."""
     text = json.loads(answers_of(hub)["main"])
     text["siblings"][0]["size"] = size
     text["siblings"] += [{"rfilename": name, "size": 1} for name in extra]
@@ -92,7 +90,6 @@ def listed(hub: Hub, *extra: str, size: int = 1, **changes: Any) -> bytes:
 
 
 def of_length(number: int) -> bytes:
-    """Return the beginning of a file with this header length."""
     return number.to_bytes(8, "little") + b"{}"
 
 

@@ -20,7 +20,6 @@ from tests import forked
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    """No terminal, no hub, and not a Spark."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(init, "PRODUCT_NAME", tmp_path / "product_name")

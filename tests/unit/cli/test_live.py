@@ -13,8 +13,6 @@ from spark_deploy.config.errors import SparkError
 
 @pytest.fixture
 def ssh(monkeypatch, tmp_path):
-    """Return a function that sets the hosts and a Python script for each instead of ssh."""
-
     def install(**scripts: str) -> None:
         for name, script in scripts.items():
             (tmp_path / name).write_text(script)

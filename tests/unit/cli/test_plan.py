@@ -31,7 +31,6 @@ WIDTHS = [80, 100, 160]
 
 @pytest.fixture
 def spark_deploy(capsys, monkeypatch, tmp_path):
-    """Run a command in an empty folder; return exit code, output and messages."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str):
@@ -44,7 +43,6 @@ def spark_deploy(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def lock_path(tmp_path):
-    """Lock every name that the defaults need."""
     settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
     write_lock(tmp_path / "spark.lock.yml", made_up_lock(settings, shipped_catalog()))
     return tmp_path / "spark.lock.yml"

@@ -23,7 +23,6 @@ PROOF = {
 
 
 def document(checks: list[dict] | None = None, **proof) -> dict:
-    """Return the shortened status of a lab host."""
     return {
         "releases": [{
             "name": RELEASE, "model": "lab-stub", "profile": "v2", "names": ["lab-model"],

@@ -64,7 +64,6 @@ def test_up_and_init_lock_without_update_options(monkeypatch, tmp_path):
 
 
 def status(active: str | None = OLD, profile: str = "agent", **release) -> dict:
-    """Return the status of a host that serves a release, or none."""
     known = {
         "name": OLD, "model": "large", "profile": profile, "names": ["large"], "restarts": 0,
         "proof": None, "speed": [],

@@ -56,7 +56,6 @@ def good_outputs(name: str) -> list[list[str]]:
 
 @st.composite
 def hostile_output(draw: st.DrawFn, name: str) -> list[str]:
-    """Return good output with damaged lines."""
     lines = list(draw(st.sampled_from(good_outputs(name))))
     for _ in range(draw(st.integers(0, 4))):
         damage = draw(st.sampled_from(("replace", "insert", "drop", "cut", "join")))

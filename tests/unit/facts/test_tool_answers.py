@@ -51,8 +51,6 @@ vllm:num_requests_swapped{engine="0",model_name="m"} x
 
 
 class Engine(BaseHTTPRequestHandler):
-    """An engine that serves only metrics."""
-
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()

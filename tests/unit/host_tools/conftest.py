@@ -1,5 +1,3 @@
-"""Fixtures: a stub engine, reached over its unix socket, and a real nginx."""
-
 import os
 import shutil
 import subprocess
@@ -22,7 +20,6 @@ from tests.unit.prerequisites import missing
 
 @pytest.fixture(scope="session")
 def stub_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stub engine, compiled once."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.fail(
@@ -88,7 +85,6 @@ def nginx_host(host: Host, nginx_program: Path) -> Host:
 
 @pytest.fixture
 def client(nginx_host: Host) -> Iterator[GatewayClient]:
-    """A gateway in front of the stub engine."""
     with running_gateway(nginx_host) as running:
         yield running
 

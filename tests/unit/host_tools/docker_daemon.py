@@ -1,5 +1,3 @@
-"""A scripted docker daemon on a unix socket."""
-
 import json
 import socketserver
 import threading
@@ -43,7 +41,6 @@ class Daemon:
         self.script: Script = self.finish
 
     def finish(self, answer: Answer, reference: str) -> None:
-        """Complete a pull."""
         self.images.add(reference)
         answer.send({"status": f"Status: Downloaded newer image for {reference}"})
 

@@ -1,5 +1,3 @@
-"""Checks a release of the stub engine."""
-
 from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_host.check import runner

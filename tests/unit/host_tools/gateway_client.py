@@ -66,7 +66,6 @@ class GatewayClient:
         return self.ask(path, body, *args, **options)[0]
 
     def received(self) -> dict[str, list[str]]:
-        """Return and forget the paths that each engine received."""
         return {
             service: [line.split()[1] for line in lines]
             for service, engine in self.engines.items()

@@ -1,5 +1,3 @@
-"""A fake server on a unix socket that answers with JSON."""
-
 import json
 import threading
 from collections.abc import Callable, Iterator

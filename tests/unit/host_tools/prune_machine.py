@@ -82,7 +82,6 @@ class Machine:
         write_json(self.paths.job(digest12) / "status.json", {**RUN, "started_at": "then"})
 
     def on_host(self, path: Path) -> str:
-        """Return a path without the root of this test."""
         return "/" + str(path.relative_to(self.paths.root))
 
     def keep(self, releases_kept: int = 1, **changes: Any) -> str:

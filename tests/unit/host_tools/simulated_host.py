@@ -94,7 +94,6 @@ class SimulatedHost:
     paths = CachedPaths(Path("/"))
 
     def host(self, run: str | None = None) -> steps.Host:
-        """Return this host as the tools see it."""
         return steps.Host(
             self.paths, ports.Disk(self), ports.Systemd(self), ports.Clock(self),
             f"boot-{self.boots}", run, None, ports.Engines(self), ports.Gateway(self),
@@ -204,7 +203,6 @@ class SimulatedHost:
         self.driver += 1
 
     def serving(self) -> str | None:
-        """Return the release that answers clients."""
         name = self.open_to
         is_up = name in self.engines and self.unit(SERVE.of(str(name))).state == "active"
         return name if is_up and self.gateway_runs else None
@@ -253,7 +251,6 @@ class SimulatedHost:
         self._pass_until(self.now_s + seconds)
 
     def settle(self) -> None:
-        """Pass time until no unit changes."""
         while (due_s := self.next_due_s()) < NEVER_S:
             self._pass_until(due_s)
 

@@ -83,7 +83,6 @@ class Host:
 
     @property
     def here(self) -> system.Host:
-        """This directory as the tools see it."""
         return system.Host(self.paths)
 
     def gateway(self, **changes: Any) -> Gateway:
@@ -104,7 +103,6 @@ class Host:
         self.paths.gpu_receipt.write_text(text_of(GpuProof({}, arguments, "GPU 0")))
 
     def release(self, name: str = RELEASE, **changes: Any) -> Release:
-        """Write a release; return it as the tools read it."""
         if not self.paths.gateway_settings("main").exists():
             self.gateway()
         if not self.paths.gpu_receipt.exists():
@@ -133,7 +131,6 @@ class Host:
         return Engine(socket)
 
     def started(self, release: Release, fault: str = "", **environment: str) -> Engine:
-        """Run the stub and return when it listens."""
         engine = self.start(release, fault, STUB_LOAD_S="0", **environment)
         wait_until(lambda: answers(engine), "the stub engine listens")
         return engine

@@ -49,8 +49,6 @@ def engine(host: Host) -> Iterator[FakeEngine]:
 
 @pytest.fixture
 def serve(host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Release]:
-    """Make a release the only active one."""
-
     def activate(name: str) -> Release:
         def show(units: Any, _: Any) -> dict[str, Any]:
             return {unit: {"ActiveState": "active"} for unit in units if name in unit}

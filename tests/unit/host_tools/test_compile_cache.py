@@ -43,7 +43,6 @@ class Caches:
         return self.host.paths.below(str(release.cache))
 
     def make_proven(self, name: str = PROVEN, key: str = KEY) -> Path:
-        """Fill the cache of a release and record it as good."""
         folder = self.prepare(name, key)
         boot.record_good(self.release(name, key), self.system)
         (folder / "nv").mkdir()

@@ -48,7 +48,6 @@ class Fabric:
         program.chmod(0o755)
 
     def write_others(self, *addresses: dict[str, Any]) -> None:
-        """Set the addresses of eth0, as `ip` prints them."""
         links = [{}, {"ifname": "eth0", "addr_info": [*addresses]}] if addresses else []
         (self.root / "others").write_text(json.dumps(links))
 

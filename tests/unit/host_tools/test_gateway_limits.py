@@ -143,7 +143,6 @@ def test_limits_the_request_rate_per_address(nginx_host, path, key):
 
 
 def answered(connections: list[socket.socket]) -> list[int]:
-    """Return the statuses of the requests that the gateway has answered."""
     statuses = []
     for connection in connections:
         connection.settimeout(0.3)

@@ -49,7 +49,6 @@ def recorded(nginx_host: Host) -> Iterator[GatewayClient]:
 
 
 def send(client: GatewayClient, data: bytes) -> None:
-    """Send bytes unchanged and read the answer."""
     with socket.create_connection(("127.0.0.1", client.settings.port), 2) as connection:
         connection.sendall(data)
         try:

@@ -19,8 +19,6 @@ OTHER = "main-ffffffffffff"
 
 @pytest.fixture
 def read_status(host: Host, monkeypatch: pytest.MonkeyPatch):
-    """Return a function that reads the status; the units have the given properties."""
-
     def read(**unit: str) -> HostStatus:
         states = {"ActiveState": "active", "InvocationID": "run-1", "NRestarts": "2", **unit}
         known = system.release_names(host.paths)

@@ -134,7 +134,6 @@ Answer = Callable[[socket.socket], None]
 
 @contextmanager
 def answering(host: Host, answer: Answer) -> Iterator[Engine]:
-    """Listen on the engine's socket and answer every request."""
     release = host.release()
     path = host.paths.engine_socket(release.service)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,8 +160,6 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
 
 
 def repeat(head: bytes, data: bytes) -> Answer:
-    """Send data endlessly, as fast as the client reads."""
-
     def answer(connection: socket.socket) -> None:
         connection.sendall(HEAD + head)
         while True:

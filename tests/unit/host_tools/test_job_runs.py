@@ -32,7 +32,6 @@ WRITE_RECEIPT = (
 
 @pytest.fixture
 def units(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
-    """The units that systemd has loaded."""
     states: dict[str, dict[str, str]] = {}
     monkeypatch.setattr(systemd, "loaded", lambda patterns, fields: states)
     monkeypatch.setattr(systemd, "is_stopping", lambda: False)
@@ -40,7 +39,6 @@ def units(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
 
 
 def write_job(host: Host, script: str, digest: str = D12, **changes: Any) -> Path:
-    """Write a job that runs Python; return the path of the receipt it must write."""
     receipt = host.paths.root / f"out-{digest}/receipt.json"
     receipt.parent.mkdir(exist_ok=True)
     data = {

@@ -20,7 +20,6 @@ from spark_host.rollout.record import Record
 
 
 def deploy(sim: SimulatedHost, name: str, **faults_at: list[str]) -> Rollout:
-    """Deploy a release with faults at the first calls of these names."""
     sim.faults_at = {call.replace("_", " "): faults for call, faults in faults_at.items()}
     sim.deploy(name)
     sim.faults_at = {}

@@ -1,5 +1,3 @@
-"""A repository of a user, with an inventory and settings."""
-
 import os
 import subprocess
 from pathlib import Path

@@ -26,8 +26,6 @@ def never(*_: Any) -> Any:
 
 
 class Terminal:
-    """Answers prompts and remembers them."""
-
     def __init__(self, password: str = "x", answer: str = "y"):
         self.password, self.answer = password, answer
         self.prompts: list[str] = []

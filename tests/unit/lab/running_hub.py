@@ -1,5 +1,3 @@
-"""The lab's model hub, served by threads of the test process."""
-
 import socket
 import threading
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A hub with the sources of lab-tiny."""
-
 from collections.abc import Iterator
 from pathlib import Path
 

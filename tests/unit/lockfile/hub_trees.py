@@ -19,7 +19,6 @@ Entries = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def modules() -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the swapped modules with the shapes of weight and scales."""
     return {
         module: (part.weight, part.scale)
         for part in TENSORS.donor_shapes
@@ -113,7 +112,6 @@ def write_inventory(folder: Path, variables: str, host: str = "spark-1") -> None
 
 
 def header_bytes(path: Path) -> int:
-    """Return where the header of a shard ends."""
     with path.open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")
 

@@ -40,7 +40,6 @@ ANSWER: dict[str, Any] = {
 
 
 def change_large_file(**changes: Any) -> bytes:
-    """Return the response with other values of the large file."""
     [small, large] = json.loads(json.dumps(ANSWER["siblings"]))
     return json.dumps({**ANSWER, "siblings": [small, {**large, **changes}]}).encode()
 

@@ -28,7 +28,6 @@ TINY = {name for name, model in HYBRIDS.items() if model.tensors == TENSORS}
 
 @pytest.fixture
 def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with an inventory that names the hub."""
     write_inventory(tmp_path / "here", f"hub: {{endpoint: '{hub.url}'}}\n")
     forked.fork_builder(monkeypatch)
     monkeypatch.chdir(tmp_path / "here")

@@ -61,7 +61,6 @@ def quiet(text: str) -> None:
 
 @pytest.fixture
 def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with an inventory of lab-tiny."""
     folder = tmp_path / "here"
     variables = f"model: lab-tiny\nhub: {{endpoint: '{hub.url}'}}\nlocked: first-use\n"
     write_inventory(folder, variables)

@@ -105,7 +105,6 @@ class FakeHost:
 
 
 def local_shell(script: str) -> str:
-    """Run a command on this machine, as a host's shell."""
     gevent.sleep(0.01)
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
     return done.stdout if done.returncode == 0 else Failed(done.stdout + done.stderr)
@@ -139,13 +138,11 @@ def describe(command: Any) -> str:
 def run_operation(
     host: FakeHost, operation: Any, *arguments: Any, executing: bool = True, **named: Any
 ) -> list[str]:
-    """Return the commands of an operation, as text."""
     with on(host, executing):
         return [describe(command) for command in operation._inner(*arguments, **named)]
 
 
 def unpack_sent(command: Any) -> list[bytes]:
-    """Unpack the files on a command's standard input."""
     archive = base64.b64decode(command.connector_arguments.get("_stdin", ""))
     if not archive:
         return []

@@ -140,8 +140,6 @@ IMAGE = f"nvidia/cuda@sha256:{'5' * 64}"
 
 @pytest.fixture
 def tool_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of a host's tool; commands run on this machine."""
-
     def run(host: Any, command: str, *, timeout_s: int) -> list[str]:
         output = local_shell(command)
         if isinstance(output, Failed):

@@ -105,7 +105,6 @@ def measure(
 
 
 def orders(host: FakeHost) -> list[tuple[str, dict[str, Any]]]:
-    """Return the commands of TCP tests, with their orders."""
     tests = [
         (script, options["_stdin"])
         for script, options in host.commands

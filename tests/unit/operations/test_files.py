@@ -33,8 +33,6 @@ FIRST, SECOND = ManagedFile("/etc/one", b"1"), ManagedFile("/etc/two", b"2", 0o6
 
 
 class Disk(FakeHost):
-    """A host with files that records the paths of each query."""
-
     def __init__(self, *files: ManagedFile):
         super().__init__(files=files)
         self.queries: list[tuple[str, ...]] = []

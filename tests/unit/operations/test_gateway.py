@@ -46,7 +46,6 @@ def exposed(expose: Any, tls: TlsPlan | None = None) -> GatewayPlan:
 def host_with(
     *files: ManagedFile, active: bool = True, difference: str | None = None, tools: str = OLD_TOOLS
 ) -> FakeHost:
-    """Return a host with files, a gateway, and a watchdog of the old tools."""
     contents = {file.path: file.content for file in files}
     state = {"active": "active" if active else "inactive", "difference": difference}
     return FakeHost(

@@ -31,7 +31,6 @@ WORK = Work(JOB, (ManagedFile("/i", b"i"),))
 
 
 def host_with(state: State, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) -> FakeHost:
-    """Return a host with a job of this state; boots pull in ``linked`` targets."""
     job = JobState(JOB.digest, JOB.title, JOB.kind, state, "why", None, None, None, "why", ())
     return FakeHost(JobStates=Jobs({JOB.digest12: job}, linked, pulled), FileStates={})
 
@@ -70,7 +69,6 @@ def test_release_without_jobs_reuses_an_answer():
 
 
 def built_work(locked=None):
-    """Return the job of a checkpoint, with the hash of donor tensors in the lock."""
     plan = plan_of("large", "v2").checkpoint
     assert isinstance(plan.order.donor, DonorUrl)
     order = replace(plan.order, donor=replace(plan.order.donor, sha256=locked))
@@ -78,8 +76,6 @@ def built_work(locked=None):
 
 
 class Builders:
-    """Hosts of a run that built the same checkpoint from donor tensors with these hashes."""
-
     def __init__(self, monkeypatch, **hashes):
         self.current = None
         monkeypatch.setattr(jobs, "current_host", lambda: self.current)
@@ -94,7 +90,6 @@ class Builders:
         return FakeHost(name=name, JobStates=Jobs({job.digest12: state}), FileStates={})
 
     def compare(self, work):
-        """Return the refusals by host."""
         refused = {}
         for host in self.hosts:
             self.current = host

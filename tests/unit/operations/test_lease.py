@@ -60,7 +60,6 @@ def never_reached() -> Any:
 
 
 def run(host: FakeHost, body: Any = change, executing: bool = True) -> list[str]:
-    """Return the commands of an operation, or the refusal."""
     with on(host, executing) as state:
         state.callback_handlers = [operations.ReturnLeases()]
         operations.hold_lease(state, host)

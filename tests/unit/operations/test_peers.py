@@ -54,7 +54,6 @@ class Fleet:
         yield "put " + " ".join(file.path for file in files)
 
     def run(self, operation: Any, *arguments: Any) -> dict[str, list[str]]:
-        """Return the commands of an operation by host."""
         commands = {}
         for name, host in self.hosts.items():
             self.current, state = host, host.state
@@ -72,7 +71,6 @@ class Fleet:
         return self.run(downloads.stop_sharing)
 
     def work(self, name: str, number: int = 0) -> Work:
-        """Return a job of a host with the peers it copies from."""
         self.current = self.hosts[name]
         with on(self.current):
             return downloads.with_known_peers(WORKS[number])

@@ -29,7 +29,6 @@ def after_failure(host: FakeHost, *others: FakeHost) -> FakeHost:
 
 
 def rollback_host(**result: Any) -> FakeHost:
-    """Return a host with this result of ``rollback --dry``."""
     return FakeHost(RollbackPreview=RollbackPreview().process([json.dumps(result)]))
 
 

@@ -30,7 +30,6 @@ def public_key_of(key: bytes) -> bytes:
 
 
 def make_pair(folder: Path, name: str, days: int = 90, stem: str = "host") -> list[str]:
-    """Create a certificate and key with openssl; return their paths."""
     certificate, key = folder / f"{stem}.pem", folder / f"{stem}-key.pem"
     openssl("req", "-x509", *EC, "-subj", "/CN=x", "-addext", f"subjectAltName={name}",
             "-keyout", key, "-out", certificate, "-days", days)  # fmt: skip
@@ -47,7 +46,6 @@ def verify(ca: Path, leaf: Path, *words: str) -> str:
 
 
 def assert_one(problems: list[Any], *parts: str) -> None:
-    """Check for a single problem with these parts."""
     assert len(problems) == 1, problems
     assert [part for part in parts if part not in str(problems[0])] == []
 

@@ -9,7 +9,6 @@ from spark_deploy.hosts.payload import memory_command, packed_tools, read_payloa
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """Install the tools as on a host."""
     for file in read_payload().tools:
         path = tmp_path / "tools" / file.path
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,6 @@ def settings_of(model: str = "large", profile: str = "v2", **more: Any) -> Setti
 
 
 def plan_of(model: str = "large", profile: str = "v2", **more: Any) -> HostPlan:
-    """Return the plan of host ``a``."""
     return plan_with(settings_of(model, profile, **more))
 
 
@@ -51,7 +50,6 @@ def plan_with(settings: Settings, catalog: Catalog = CATALOG) -> HostPlan:
 
 @functools.cache
 def shipped_catalog() -> Catalog:
-    """Return the shipped catalog, read once per process."""
     return read_catalog()
 
 
@@ -79,12 +77,10 @@ def _plans(catalog: Catalog, default: Settings) -> Iterator[tuple[str, str, Host
 
 
 def problems(model: str = "large", profile: str = "v2", **more: Any) -> list[Problem]:
-    """Return why a pair cannot be planned."""
     return problems_of(settings_of(model, profile, **more), CATALOG)
 
 
 def problem_texts(model: str = "large", profile: str = "v2", **more: Any) -> list[str]:
-    """Return the messages of the problems of a pair."""
     return [problem.what for problem in problems(model, profile, **more)]
 
 

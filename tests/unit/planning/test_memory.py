@@ -204,7 +204,6 @@ def test_reports_sizes_and_alternatives_when_nothing_fits():
 
 
 def settings_from(suggestion: str) -> dict[str, Any]:
-    """Parse a suggestion like a user: into settings of group_vars."""
     change: dict[str, Any] = {}
     for part in suggestion.split(" and "):
         setting = re.fullmatch(r"(?:lower|raise|set) (\S+) to (\S+)", part)
@@ -272,7 +271,6 @@ def test_suggested_values_are_smallest_changes(settings):
 
 
 def shipped_settings(count: int, **overrides: Any) -> Settings:
-    """Return the settings of the first host of a cluster; dotted keys."""
     hosts = [f"host-{number}" for number in range(count)]
     if count > 1:
         overrides["cluster.hosts"] = hosts
@@ -280,7 +278,6 @@ def shipped_settings(count: int, **overrides: Any) -> Settings:
 
 
 def suggestions_for(count: int, **overrides: Any) -> str | None:
-    """Return the suggestions for a pair that does not fit; ``None`` if it fits."""
     refusals = problems_of(shipped_settings(count, **overrides), SHIPPED)
     return next((p.fix for p in refusals if "does not fit on" in p.what), None)
 

@@ -35,7 +35,6 @@ GOLDENS = "tests/unit/planning/test_goldens.py"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Return a copy of the working tree."""
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=CHECKOUT, capture_output=True, text=True, check=True,

@@ -91,7 +91,6 @@ class Hybrid:
         return next(tensors[name] for tensors in self.files.values() if name in tensors)
 
     def write(self, out: Path, *, layout: str, head: str = "keep") -> Path:
-        """Write the checkpoint in ``layout``; return the directory."""
         out.mkdir(parents=True)
         new: dict[str, Raw] = {}
         gone = {f"{module}.weight" for module in self.modules}
@@ -114,7 +113,6 @@ class Hybrid:
         return out
 
     def write_plain(self, out: Path, *, head: str = "keep") -> Path:
-        """Write the same weights as plain BF16, without any quantisation config."""
         out.mkdir(parents=True)
         index: dict[str, str] = {}
         for file, tensors in self.files.items():

@@ -14,8 +14,6 @@ TEXT = "model.language_model."
 
 
 class Random:
-    """Random tensors in each format."""
-
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
 
@@ -95,7 +93,6 @@ def _drafter(random: Random) -> dict[str, Raw]:
 
 
 def base_config() -> dict[str, Any]:
-    """Return the base's config.json, as far as the plugin reads it."""
     sixteen = {"bits": 16, "data_type": "float"}
     shared = [name for n in range(LAYERS) for name in _shared(f"{TEXT}layers.{n}")]
     return {
@@ -114,7 +111,6 @@ def base_config() -> dict[str, Any]:
 
 
 def write_sources(out: Path) -> tuple[Path, Path]:
-    """Write base and donor below ``out`` and return their directories."""
     random = Random(seed=20)
     base, donor = out / "base", out / "donor"
     base.mkdir()

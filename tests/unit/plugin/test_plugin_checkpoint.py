@@ -39,8 +39,6 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
 
 
 class Checkpoint:
-    """A written checkpoint that can be damaged."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self.index: dict[str, str] = json.loads((root / INDEX).read_text())["weight_map"]
@@ -59,19 +57,16 @@ class Checkpoint:
         self.edit_file(file, lambda tensors: tensors.update({name: raw}))
 
     def remove(self, *names: str) -> None:
-        """Remove tensors from their file and from the index."""
         for name in names:
             self.edit_file(self.index.pop(name), lambda tensors, name=name: tensors.pop(name))
         self.write_index()
 
     def unlist(self, prefix: str) -> None:
-        """Remove names from the index only."""
         for name in [name for name in self.index if name.startswith(prefix)]:
             del self.index[name]
         self.write_index()
 
     def list_in(self, file: str, name: str) -> None:
-        """Add a name to the index only."""
         self.index[name] = file
         self.write_index()
 
@@ -409,8 +404,6 @@ def test_refuses_a_repository_name():
     with pytest.raises(ValueError, match="not a directory"):
         check_checkpoint("org/name", None, layers=0, mtp_layers=0, experts=0)  # type: ignore[arg-type]
 
-
-# --- missing modules of the shipped models -------------------------------------------------------
 
 CATALOG = shipped_catalog()
 HYBRIDS = {n: model for n, model in CATALOG.models.items() if isinstance(model, HybridModel)}

@@ -32,7 +32,6 @@ def read(name: str) -> str:
 
 
 def section(name: str, **more: Any) -> Any:
-    """Return a function that puts a capture into a section."""
     return lambda capture: {name: {"capture": capture}, **more}
 
 
@@ -42,7 +41,6 @@ def uname(name: str) -> dict[str, Any]:
 
 
 def smi_csv(name: str) -> dict[str, Any]:
-    """Return our two columns of a query for more columns."""
     cells = read(name).splitlines()[-1].split(", ")
     driver = next(cell for cell in cells if re.fullmatch(r"\d{3}\.\d+(\.\d+)?", cell))
     gpu = next(cell for cell in cells if cell.startswith("NVIDIA"))
@@ -50,7 +48,6 @@ def smi_csv(name: str) -> dict[str, Any]:
 
 
 def smi_table(name: str) -> dict[str, Any]:
-    """Return the results of our queries on a host with a captured table."""
     text = read(name)
     driver = re.search(r"Driver Version: (\S+)", text)[1]
     gpu = re.search(r"\d\s+(NVIDIA \S+)", text)[1]
@@ -63,7 +60,6 @@ def smi_table(name: str) -> dict[str, Any]:
 
 
 def kib(text: str) -> int:
-    """Read a size of ``df -h`` or ``free -h``."""
     number, unit = re.fullmatch(r"([\d.]+)([A-Z]i?)", text).groups()
     return int(float(number) * KIB[unit])
 
