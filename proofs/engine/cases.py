@@ -120,7 +120,7 @@ def nan_cases() -> list[tuple[dict[str, Any], str]]:
 
 def damage_cases() -> list[dict[str, Any]]:
     """Damages that no distribution gives away, for the questions of the start check."""
-    more = {"prompt_count": len(expected_answers()), "tokens": 64, "capture": False}
+    more = {"prompt_count": len(expected_answers()), "tokens": 300, "capture": False}
     return [case(f"damage-{name}", f"tiny-full-head8-{name}", **more) for name in damages.TRAINED]
 
 

@@ -9,8 +9,9 @@ from proofs.judges.answers import Row, row
 from proofs.prompts import expected_answers
 from proofs.trees.damages import TRAINED
 
-ONLY_BY_HASH = frozenset({"scale-4", "swapped", "inverted"})
-"""Damages of a single module: the answers stay right; the file hashes differ."""
+ONLY_BY_HASH = frozenset({"scale-4", "swapped", "swapped-everywhere", "inverted"})
+"""The answers stay right; the file hashes differ. With small inputs silu(gate) * up is nearly
+silu(up) * gate."""
 
 
 def judge_damages(results: dict[str, Row], trees: Path) -> list[Row]:

@@ -6,7 +6,6 @@ no distribution gives away, for the questions of the start check.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ def make_visible(full: Path, overlay_head8: Path) -> Iterator[Path]:
         "fp8-module-tiny": (f"{UP}_scale_inv", -20, None),
         "int4-group-512": (OUT, 9, 1),
         "int4-module-512": (OUT, 9, None),
-        "int4-module-tiny": (OUT, -8, None),
+        "int4-module-tiny": (OUT, -5, None),
     }
     for name, (tensor, power, count) in powers.items():
         yield _change(full, name, [tensor], _shift(power, count, half=tensor == OUT))
@@ -119,9 +118,12 @@ def _swap(good: Path, name: str, gates: list[str]) -> Path:
 
 def _configure(good: Path, name: str, **numbers: int) -> Path:
     tree = damaged(good, name)
-    path = tree / "config.json"
-    text = json.loads(path.read_text())["text_config"]
-    if not numbers.keys() <= text.keys():
-        raise ValueError(f"{path}: text_config lacks {sorted(numbers)}")
-    edit_json(path, lambda config: config["text_config"].update(numbers))
+    edit_json(tree / "config.json", lambda config: _set(config["text_config"], numbers))
     return tree
+
+
+def _set(text: dict[str, Any], numbers: dict[str, int]) -> None:
+    if not numbers.keys() <= text.keys():
+        raise ValueError(f"text_config lacks {sorted(numbers)}")
+    text.update(numbers)
+    text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
