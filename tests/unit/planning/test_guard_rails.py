@@ -50,6 +50,7 @@ TRIPS: dict[str, dict[str, Any]] = {
     "turboquant-with-attention-backend": {**TQ, "has_attention_backend": True},
     "turboquant-on-the-old-runner": {**TQ, "old_runner": True},
     "turboquant-three-bit-keys": {"kv_cache": "turboquant_3bit_nc", "max_sequences": 1},
+    "turboquant-four-bit-keys": {"kv_cache": "turboquant_4bit_nc", "max_sequences": 1},
     "drafts-with-prefix-caching": {"speculation_tokens": 2, "prefix_caching": True},
     "drafts-with-prefix-caching-in-older-engines": {
         "speculation_tokens": 2,

@@ -12,6 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from spark_checkpoint.build.comparison import (
+    Comparison,
+    Error,
+    check_outliers,
+    check_scale_sizes,
+)
 from spark_checkpoint.build.write import Changes, NewTensor, Staging, split_span
 from spark_checkpoint.directory import Checkpoint, Span, read_span
 from spark_checkpoint.errors import GateRefused
@@ -20,13 +26,11 @@ from spark_checkpoint.number_formats import (
     GROUP,
     PACK,
     ZERO_POINT_BYTE,
-    Codes,
     Floats,
     bf16_bits,
     dequantise,
     floats,
     from_bf16_bits,
-    from_e4m3,
     pack_rows,
     quantise_blocks,
     quantise_rows,
@@ -39,12 +43,6 @@ from spark_checkpoint.tensor_sets import FP8, SCALE, WEIGHT, scale_of
 MODULE_LIMIT = 0.04
 # Errors of blocks spread wider than those of modules.
 BLOCK_LIMIT = 0.08
-# Half a step of 3 mantissa bits, plus rounding of the scale to BF16.
-_ROUNDING = 2.0**-4 + 2.0**-7
-# Half the smallest step, in units of the block's scale, likewise.
-_SMALLEST = 2.0**-10 * (1 + 2.0**-3)
-# Blocks of a row to compare at once: float32 copies fit the processor's cache.
-_BLOCKS = 8
 _CODE_WEIGHTS = 64 << 10
 # Codes to pack at once: longer rows of the packed weight need fewer writes.
 _BLOCK_BYTES = 3 << 20
@@ -54,84 +52,6 @@ _FIX = "use donor and base of the same model, at the locked commits"
 _MTP_FIX = "download the donor again, or use the FP8 repository of the same model"
 
 _T = TypeVar("_T")
-
-
-class Error(NamedTuple):
-    """Error of FP8 weights.
-
-    ``module`` and ``worst_block`` are relative (root of squared error over squared weight);
-    ``beyond`` is the number of elements that rounding does not explain.
-    """
-
-    module: float
-    worst_block: float
-    beyond: int
-
-
-class Comparison:
-    def __init__(self, scales: Floats, block: tuple[int, int]):
-        self._scales, self._block = scales, block
-        self._lost: list[Any] = []
-        self._power: list[Any] = []
-        self._beyond = 0
-        self.any_nonzero = False
-        self.any_nan = False
-
-    def add(self, weights: Floats, codes: Codes) -> None:
-        scales, width = self._scales[len(self._lost)], self._block[1]
-        lost: list[Any] = []
-        power: list[Any] = []
-        for first in range(0, len(scales), _BLOCKS):
-            columns = slice(first * width, (first + _BLOCKS) * width)
-            part = weights[:, columns]
-            scale = np.repeat(scales[first : first + _BLOCKS], width)[: part.shape[1]]
-            sums = self._compare(part, codes[:, columns], scale)
-            lost.append(sums[0])
-            power.append(sums[1])
-        self._lost.append(np.concatenate(lost))
-        self._power.append(np.concatenate(power))
-
-    def _compare(self, weights: Floats, codes: Codes, scale: Floats) -> tuple[Any, Any]:
-        """Count elements beyond rounding; return the sums of squares of each block."""
-        # In place: allocating large arrays costs more than the arithmetic.
-        error, power = from_e4m3(codes), np.abs(weights)
-        error *= scale
-        error -= weights
-        np.abs(error, out=error)
-        allowed = np.maximum(power * np.float32(_ROUNDING), scale * np.float32(_SMALLEST))
-        self._beyond += int(error.size - np.count_nonzero(error <= allowed))
-        self.any_nonzero = self.any_nonzero or bool(codes.any())
-        self.any_nan = self.any_nan or bool(((codes & 0x7F) == 0x7F).any())
-        return (
-            reduce_blocks(np.add, np.square(error, out=error), self._block)[0],
-            reduce_blocks(np.add, np.square(power, out=power), self._block)[0],
-        )
-
-    def error(self) -> Error:
-        lost, power = np.array(self._lost, np.float64), np.array(self._power, np.float64)
-        blank = power == 0
-        by_block = np.sqrt(lost / np.where(blank, 1, power))
-        worst = float(np.where(blank & (lost > 0), np.inf, by_block).max())
-        total = power.sum()
-        module = float(np.sqrt(lost.sum() / total)) if total > 0 else worst
-        return Error(module, worst, self._beyond)
-
-
-def _check_outliers(errors: Mapping[str, Error]) -> None:
-    """Refuse a donor if few modules have elements beyond rounding.
-
-    A donor made from slightly different weights has some in nearly every module.
-    """
-    damaged = {module: error.beyond for module, error in errors.items() if error.beyond}
-    if not damaged or len(damaged) * 10 > len(errors):
-        return
-    module, count = max(damaged.items(), key=lambda item: item[1])
-    raise GateRefused(
-        module,
-        f"{count} donor elements differ from the base by more than rounding, while "
-        f"{len(errors) - len(damaged)} of {len(errors)} modules have none: bytes are damaged",
-        "download the donor again",
-    )
 
 
 class Packed(NamedTuple):
@@ -218,7 +138,7 @@ class TensorMaker:
 
     def compare_with_donor(self) -> None:
         errors = self._run_in_parallel("spot-check", self._compare)
-        _check_outliers(dict(zip(self.modules, errors, strict=True)))
+        check_outliers(dict(zip(self.modules, errors, strict=True)))
         self.changes.report["shared_experts"] = {
             **_error_report([error.module for error in errors]),
             "elements_beyond_rounding": sum(error.beyond for error in errors),
@@ -254,27 +174,34 @@ class TensorMaker:
 
     def graft_mtp(self, names: Sequence[str]) -> None:
         """Add the donor's MTP tensors that the base lacks; FP8 becomes BF16."""
-        grafted = []
+        grafted, used_scales = [], {}
         for name in names:
             entry, span = self.donor[name], self.spans[name]
             if entry.dtype == FP8:
                 plain = self.stage.reserve(span.size_bytes * 2)
                 entry = Tensor("BF16", entry.shape, 0, plain.size_bytes)
-                _check_values(name, entry, self._stage_bf16(name, plain))
+                used: list[Any] = []
+                _check_values(name, entry, self._stage_bf16(name, plain, used))
+                used_scales[name] = self._donor_scales(name)[np.concatenate(used)]
                 span = plain
             else:
                 _check_values(name, entry, split_span(span, _PIECE_BYTES))
             grafted.append(NewTensor(name, entry.dtype, entry.shape, span))
+        check_scale_sizes(used_scales)
         self.changes.added.setdefault("", []).extend(grafted)
         self.changes.report["mtp_grafted"] = len(grafted)
 
-    def _stage_bf16(self, name: str, target: Span) -> Iterator[bytes]:
-        """Stage an FP8 matrix as BF16 and yield the bytes by rows of blocks."""
+    def _stage_bf16(self, name: str, target: Span, used: list[Any]) -> Iterator[bytes]:
+        """Stage an FP8 matrix as BF16 and yield the bytes by rows of blocks.
+
+        Appends to ``used``, for each row of blocks, which blocks have a weight other than zero.
+        """
         position, scales = 0, self._donor_scales(name)
         for rows in _read_fp8_rows(self.spans[name], scales, self.donor[name].shape[1], self.block):
             values = bf16_bits(rows).tobytes()
             self.stage.write(target, position, values)
             position += len(values)
+            used.append(reduce_blocks(np.maximum, np.abs(rows), self.block) > 0)
             yield values
 
     def _donor_scales(self, weight_name: str) -> Floats:

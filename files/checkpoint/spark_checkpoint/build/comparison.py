@@ -1,0 +1,117 @@
+"""Compare FP8 weights with the base's, and FP8 scales with each other."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.number_formats import Codes, Floats, from_e4m3, reduce_blocks
+
+# Half a step of 3 mantissa bits, plus rounding of the scale to BF16.
+_ROUNDING = 2.0**-4 + 2.0**-7
+# Half the smallest step, in units of the block's scale, likewise.
+_SMALLEST = 2.0**-10 * (1 + 2.0**-3)
+# Blocks of a row to compare at once: float32 copies fit the processor's cache.
+_BLOCKS = 8
+# Of a block scale to the median of the same module in all experts and layers; as in the plugin.
+_MIN_RATIO, _MAX_RATIO = 1 / 1024, 128
+
+
+class Error(NamedTuple):
+    """Error of FP8 weights.
+
+    ``module`` and ``worst_block`` are relative (root of squared error over squared weight);
+    ``beyond`` is the number of elements that rounding does not explain.
+    """
+
+    module: float
+    worst_block: float
+    beyond: int
+
+
+class Comparison:
+    def __init__(self, scales: Floats, block: tuple[int, int]):
+        self._scales, self._block = scales, block
+        self._lost: list[Any] = []
+        self._power: list[Any] = []
+        self._beyond = 0
+        self.any_nonzero = False
+        self.any_nan = False
+
+    def add(self, weights: Floats, codes: Codes) -> None:
+        scales, width = self._scales[len(self._lost)], self._block[1]
+        lost: list[Any] = []
+        power: list[Any] = []
+        for first in range(0, len(scales), _BLOCKS):
+            columns = slice(first * width, (first + _BLOCKS) * width)
+            part = weights[:, columns]
+            scale = np.repeat(scales[first : first + _BLOCKS], width)[: part.shape[1]]
+            sums = self._compare(part, codes[:, columns], scale)
+            lost.append(sums[0])
+            power.append(sums[1])
+        self._lost.append(np.concatenate(lost))
+        self._power.append(np.concatenate(power))
+
+    def _compare(self, weights: Floats, codes: Codes, scale: Floats) -> tuple[Any, Any]:
+        """Count elements beyond rounding; return the sums of squares of each block."""
+        # In place: allocating large arrays costs more than the arithmetic.
+        error, power = from_e4m3(codes), np.abs(weights)
+        error *= scale
+        error -= weights
+        np.abs(error, out=error)
+        allowed = np.maximum(power * np.float32(_ROUNDING), scale * np.float32(_SMALLEST))
+        self._beyond += int(error.size - np.count_nonzero(error <= allowed))
+        self.any_nonzero = self.any_nonzero or bool(codes.any())
+        self.any_nan = self.any_nan or bool(((codes & 0x7F) == 0x7F).any())
+        return (
+            reduce_blocks(np.add, np.square(error, out=error), self._block)[0],
+            reduce_blocks(np.add, np.square(power, out=power), self._block)[0],
+        )
+
+    def error(self) -> Error:
+        lost, power = np.array(self._lost, np.float64), np.array(self._power, np.float64)
+        blank = power == 0
+        by_block = np.sqrt(lost / np.where(blank, 1, power))
+        worst = float(np.where(blank & (lost > 0), np.inf, by_block).max())
+        total = power.sum()
+        module = float(np.sqrt(lost.sum() / total)) if total > 0 else worst
+        return Error(module, worst, self._beyond)
+
+
+def check_outliers(errors: Mapping[str, Error]) -> None:
+    """Refuse a donor if few modules have elements beyond rounding.
+
+    A donor made from slightly different weights has some in nearly every module.
+    """
+    damaged = {module: error.beyond for module, error in errors.items() if error.beyond}
+    if not damaged or len(damaged) * 10 > len(errors):
+        return
+    module, count = max(damaged.items(), key=lambda item: item[1])
+    raise GateRefused(
+        module,
+        f"{count} donor elements differ from the base by more than rounding, while "
+        f"{len(errors) - len(damaged)} of {len(errors)} modules have none: bytes are damaged",
+        "download the donor again",
+    )
+
+
+def check_scale_sizes(scales: Mapping[str, Floats]) -> None:
+    """Refuse implausible scales by weight name, without those of blocks of zeros."""
+    kinds: dict[str, dict[str, Floats]] = defaultdict(dict)
+    for name, values in scales.items():
+        kinds[re.sub(r"\.\d+\.", ".N.", name)][name] = values
+    for kind in kinds.values():
+        median = float(np.median(np.concatenate(list(kind.values()))))
+        for name, values in kind.items():
+            wrong = values[(values < _MIN_RATIO * median) | (values > _MAX_RATIO * median)]
+            if wrong.size:
+                raise GateRefused(
+                    f"donor {name}",
+                    f"has a scale of {wrong[0]:g}, the median of these modules is {median:g}",
+                    "download the donor again, or use the FP8 repository of the same model",
+                )
