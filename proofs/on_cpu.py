@@ -66,15 +66,7 @@ def prove_prefixes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
         case("prefixes-plain", "steered-95", options=plain, other_beginning=True, **more),
         case(name, "steered-95", options=kept, **more),
     ]
-    results = _run_cases(cases, work, out)
-    if results[name]["state"] != "ran":
-        error = str(results[name].get("error", [""])[0])[:200]
-        numbers = {"state": results[name]["state"], "error": error}
-        failed = {"claim": f"{name}: ran", "passed": False, "cases": [name], "numbers": numbers}
-        return [failed], _options(cases)
-    rows = judge.judge_prefixes(results)
-    own = [row for row in rows if row["cases"][:1] == [name] or row["claim"] == name]
-    return own, _options(cases)
+    return judge.judge_prefixes(_run_cases(cases, work, out), (name,)), _options(cases)
 
 
 def prove_dflash(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:

@@ -147,19 +147,10 @@ def judge_stage(
         "two-gpus": lambda: profile_judge.judge_steered(results, CASES[stage]()),
         "prefixes": lambda: [
             *judge_conversations(results),
-            *(
-                row
-                for row in profile_judge.judge_prefixes(results)
-                if row["claim"].startswith("prefixes-")
-            ),
+            *profile_judge.judge_prefixes(results, ("prefixes-eager", "prefixes-full")),
         ],
         "head-choice": lambda: profile_judge.judge_heads(results, CASES[stage]()),
-        # Logits of 256 experts depend on near ties; modules and blocks are judged instead.
-        "sizes": lambda: [
-            row
-            for row in profile_judge.judge_sizes(results, work, trees)
-            if row["passed"] is not None
-        ],
+        "sizes": lambda: profile_judge.judge_sizes(results, work, trees),
         "names": lambda: profile_judge.judge_names(results, CASES[stage](), trees),
         "long": lambda: profile_judge.judge_long(results),
         "quality": lambda: judge_quality(results, work),

@@ -6,15 +6,7 @@ from typing import Any
 
 from proofs.drafts.trees import DRAFTS, SPOILT_TENSOR, TOKENS
 from proofs.engine.cases import case, graphs
-from proofs.judges.answers import (
-    TRAINED_NOISE,
-    Row,
-    acceptance,
-    answers_agree,
-    attempt,
-    compare_answers,
-    row,
-)
+from proofs.judges.answers import Row, attempt, judge_same_answers, row
 
 TREE = "tiny-overlay-head8"
 PLAIN = "tiny-head8"
@@ -60,35 +52,24 @@ MAX_BY_CHANCE = 0.05
 
 
 def judge_drafts(results: dict[str, Row], cases: Cases) -> list[Row]:
-    return [
-        attempt(name, lambda n=name: judge_run(results, n))
-        for name in (case["name"] for case in cases if case["name"] != PLAIN)
-    ]
+    names = [case["name"] for case in cases if case["name"] != PLAIN]
+    return [attempt(name, judge_run, results, name) for name in names]
 
 
 def judge_run(results: dict[str, Row], name: str) -> Row:
     if name.endswith(SPOILT):
         return _refused(results[name], name)
-    if results[name]["state"] != "ran":
-        error = str(results[name].get("error", [""])[0])[:200]
-        return row(f"{name}: ran", False, [name], state=results[name]["state"], error=error)
-    comparison = compare_answers(results[PLAIN], results[name])
-    accepted = acceptance(results[name])
+    claim = f"more than {LEAST} of the drafts are accepted"
     if name.endswith(RANDOM):
-        right = accepted is not None and accepted < MAX_BY_CHANCE
-        words = f"at most {MAX_BY_CHANCE} of the drafts are accepted"
-    else:
-        right = (accepted or 0) > LEAST
-        words = f"more than {LEAST} of the drafts are accepted"
-    return row(
-        f"{name}: greedy answers equal {PLAIN} outside ties, {words}",
-        answers_agree(comparison, TRAINED_NOISE) and right,
-        [name, PLAIN],
-        acceptance=accepted,
-        counters=results[name]["counters"],
-        downgraded=[t for t in results[name].get("log_lines", []) if "setting cudagraph" in t],
-        **comparison,
-    )
+        claim = f"at most {MAX_BY_CHANCE} of the drafts are accepted"
+
+    def accepts(share: float | None) -> bool:
+        if share is None:
+            return False
+        return share < MAX_BY_CHANCE if name.endswith(RANDOM) else share > LEAST
+
+    claim = f"greedy answers equal {PLAIN} outside ties, {claim}"
+    return judge_same_answers(results, name, PLAIN, claim, accepts=accepts)
 
 
 def _refused(result: Row, name: str) -> Row:

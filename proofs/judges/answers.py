@@ -8,14 +8,22 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def row(claim: str, passed: bool, cases: list[str], **numbers: Any) -> Row:
-    return {"claim": claim, "passed": bool(passed), "cases": cases, "numbers": numbers}
+def row(claim: str, passed: bool | None, cases: list[str], **numbers: Any) -> Row:
+    """Return a row; ``passed`` is None if the numbers are shown, not judged."""
+    passed = passed if passed is None else bool(passed)
+    return {"claim": claim, "passed": passed, "cases": cases, "numbers": numbers}
 
 
-def attempt(name: str, judgement: Callable[[], Row]) -> Row:
-    """Return the row, or a failed row if the judge raises."""
+def failed_start(name: str, result: Row) -> Row:
+    """Return the row of an engine that gave no answers."""
+    error = str(result.get("error", [""])[0]).partition("\n")[0][:400]
+    return row(f"{name}: ran", False, [name], state=result["state"], error=error)
+
+
+def attempt(name: str, judge: Callable[..., Row], *arguments: Any, **named: Any) -> Row:
+    """Return the row of ``judge``, or a failed row if it raises."""
     try:
-        return judgement()
+        return judge(*arguments, **named)
     except Exception as error:  # a dead engine must not hide the other rows
         return row(name, False, [], judging=f"{type(error).__name__}: {error}"[:300])
 
@@ -54,8 +62,43 @@ def answers_agree(comparison: dict[str, Any], max_noise: float) -> bool:
     return not comparison["beyond_margin"] and comparison["largest_noise"] < max_noise
 
 
+def judge_same_answers(
+    results: dict[str, Row],
+    name: str,
+    reference: str,
+    claim: str,
+    *,
+    max_noise: float = TRAINED_NOISE,
+    accepts: Callable[[float | None], bool] = lambda share: True,
+) -> Row:
+    """Judge an engine's greedy answers against ``reference``, and its acceptance rate."""
+    result = results[name]
+    if result["state"] != "ran":
+        return failed_start(name, result)
+    comparison, share = compare_answers(results[reference], result), acceptance(result)
+    return row(
+        f"{name}: {claim}",
+        answers_agree(comparison, max_noise) and accepts(share),
+        [name, reference],
+        acceptance=share,
+        counters=result["counters"],
+        downgraded=[line for line in result["log_lines"] if "setting cudagraph" in line],
+        **comparison,
+    )
+
+
 def acceptance(result: Row) -> float | None:
     counters = result.get("counters", {})
     drafted = sum(v for k, v in counters.items() if k.endswith("num_draft_tokens"))
     accepted = sum(v for k, v in counters.items() if k.endswith("num_accepted_tokens"))
     return round(accepted / drafted, 3) if drafted else None
+
+
+def cache_hits(turn: Row) -> float:
+    """Return the tokens that a turn of a conversation found in the prefix cache."""
+    counts = [
+        value - turn["before"].get(key, 0)
+        for key, value in turn["counters"].items()
+        if key.endswith("prefix_cache_hits")
+    ]
+    return float(sum(counts))

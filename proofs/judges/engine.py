@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ from spark_vllm.checkpoint.settings import read_settings
 
 from proofs.engine.cases import OTHER_PRESETS
 from proofs.judges.answers import (
-    TRAINED_NOISE,
     TURBOQUANT_NOISE,
     Row,
-    acceptance,
-    answers_agree,
     attempt,
     compare_answers,
+    judge_same_answers,
     row,
 )
 
@@ -104,7 +101,7 @@ def judge_eager(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
             ("native-stock", "wide-native"),
         )
     }
-    pairs = (
+    equal = (
         ("full", "overlay"),
         ("full-head8", "overlay-head8"),
         ("overlay", "overlay-fast"),
@@ -118,31 +115,23 @@ def judge_eager(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
         ("online-fp8-stock", "overlay-head8"),
         ("plain-stock", "reference"),
     )
-    judgements: list[tuple[str, Callable[[], Row]]] = [
-        ("dispatch full", lambda: _judge_dispatch(results, "full")),
-        ("dispatch overlay", lambda: _judge_dispatch(results, "overlay")),
-        ("modules full", lambda: _judge_modules(results, capture, weights["full"], "full")),
-        (
-            "modules native-stock",
-            lambda: _judge_modules(results, capture, weights["native-stock"], "native-stock"),
+    full, head8 = weights["full"], weights["overlay-head8"]
+    return [
+        *(attempt(f"dispatch {n}", _judge_dispatch, results, n) for n in ("full", "overlay")),
+        *(
+            attempt(f"modules {n}", judge_modules, results, capture, weights[n], n)
+            for n in ("full", "native-stock")
         ),
         *(
-            (damage, lambda d=damage: _judge_damage(results, capture, weights["full"], d))
+            attempt(damage, _judge_damage, results, capture, full, damage)
             for damage in ("wrong-scale", "swapped-layers")
         ),
-        *(
-            (f"{name} = {other}", lambda o=name, t=other: _judge_equality(results, capture, o, t))
-            for name, other in pairs
-        ),
-        *(
-            (f"{name} ~ {other}", lambda o=name, t=other: _judge_logits(capture, o, t))
-            for name, other in near
-        ),
-        ("head8", lambda: _judge_head(capture, weights["overlay-head8"], "overlay-head8")),
-        ("triton head", lambda: _judge_triton_head(capture, weights["full"])),
-        ("untouched", lambda: _judge_unchanged_classes(results)),
+        *(attempt(f"{n} = {o}", _judge_equality, results, capture, n, o) for n, o in equal),
+        *(attempt(f"{n} ~ {o}", _judge_logits, capture, n, o) for n, o in near),
+        attempt("head8", _judge_head, capture, head8, "overlay-head8"),
+        attempt("triton head", _judge_triton_head, capture, full),
+        attempt("untouched", _judge_unchanged_classes, results),
     ]
-    return [attempt(name, judgement) for name, judgement in judgements]
 
 
 def _judge_dispatch(results: dict[str, Row], name: str) -> Row:
@@ -172,15 +161,20 @@ def _judge_dispatch(results: dict[str, Row], name: str) -> Row:
     )
 
 
-def _judge_modules(results: Any, capture: Any, weights: Weights, name: str) -> Row:
+def judge_modules(results: Any, capture: Any, weights: Weights, name: str) -> Row:
     errors = module_errors(results[name], capture[name], weights)
-    limits = {kind: FP8_LIMIT if kind == "fp8" else INT_LIMIT for kind in errors}
     good = all(
-        value["worst"] <= limits[kind]
+        value["worst"] <= (FP8_LIMIT if kind == "fp8" else INT_LIMIT)
         for kind, value in errors.items()
         if "not rounded" not in kind
     )
-    return row(f"{name}: every module equals the dequantised weight", good, [name], errors=errors)
+    return row(
+        f"{name}: every module equals the dequantised weight",
+        good,
+        [name],
+        errors=errors,
+        classes=sorted({" > ".join(v["method"]) for v in results[name]["modules"].values()}),
+    )
 
 
 def _judge_damage(results: Any, capture: Any, weights: Weights, name: str) -> Row:
@@ -237,8 +231,23 @@ def _compare_top_tokens(logits: torch.Tensor, reference: torch.Tensor) -> dict[s
 
 
 def _judge_head(capture: Any, weights: Weights, name: str) -> Row:
-    hidden, logits = capture[name]["hidden"], capture[name]["logits"]
+    return _compare_head(capture, name, weights.of("language_model.lm_head"))
+
+
+def _judge_triton_head(capture: Any, weights: Weights) -> Row:
+    from spark_vllm.head.quantise import dequantise_rows, quantise_rows
+
     weight = weights.of("language_model.lm_head")
+    own = dequantise_rows(*quantise_rows(weight), weight.shape[1])
+    result_row = _compare_head(capture, "head-triton", own)
+    hidden, logits = capture["head-triton"]["hidden"], capture["head-triton"]["logits"]
+    against = relative(logits, hidden.double() @ weight.double().t())
+    result_row["numbers"]["against_bf16"] = round(against, 5)
+    return result_row
+
+
+def _compare_head(capture: Any, name: str, weight: torch.Tensor) -> Row:
+    hidden, logits = capture[name]["hidden"], capture[name]["logits"]
     reference = hidden.double() @ weight.double().t()
     error, margins = relative(logits, reference), _compare_top_tokens(logits, reference)
     return row(
@@ -246,25 +255,6 @@ def _judge_head(capture: Any, weights: Weights, name: str) -> Row:
         error < INT_LIMIT and not margins["beyond_margin"],
         [name],
         error=round(error, 5),
-        **margins,
-    )
-
-
-def _judge_triton_head(capture: Any, weights: Weights) -> Row:
-    from spark_vllm.head.quantise import dequantise_rows, quantise_rows
-
-    hidden, logits = capture["head-triton"]["hidden"], capture["head-triton"]["logits"]
-    weight = weights.of("language_model.lm_head")
-    own = dequantise_rows(*quantise_rows(weight), weight.shape[1])
-    reference = hidden.double() @ own.double().t()
-    error, margins = relative(logits, reference), _compare_top_tokens(logits, reference)
-    against = relative(logits, hidden.double() @ weight.double().t())
-    return row(
-        "head-triton: head equals the dequantised weight",
-        error < INT_LIMIT and not margins["beyond_margin"],
-        ["head-triton"],
-        error=round(error, 5),
-        against_bf16=round(against, 5),
         **margins,
     )
 
@@ -294,7 +284,6 @@ def judge_refused(results: dict[str, Row], wanted: dict[str, str]) -> list[Row]:
 
 
 def judge_speculation(results: dict[str, Row]) -> list[Row]:
-    rows = []
     pairs = {
         "tiny-eager": "tiny-reference",
         "tiny-head8": "tiny-eager",
@@ -305,62 +294,36 @@ def judge_speculation(results: dict[str, Row]) -> list[Row]:
         "tiny-mtp2": "tiny-eager",
         "tiny-tq": "tiny-head8",
     }
-    for name in list(results):
+    for name in results:
         for head in ("head8", "triton"):
             if name.startswith(f"tiny-{head}-"):
                 pairs[name] = f"tiny-{head}"
-    for name, reference in pairs.items():
-        states = {results.get(key, {}).get("state") for key in (name, reference)}
-        if states != {"ran"}:
-            error = " | ".join(results.get(name, {}).get("error", []))[:400]
-            rows.append(
-                row(f"{name}: runs", False, [name], states=sorted(map(str, states)), error=error)
-            )
-            continue
-        comparison = compare_answers(results[reference], results[name])
-        accepted = acceptance(results[name])
-        good = answers_agree(comparison, TRAINED_NOISE) and (
-            accepted is None or accepted > LEAST_ACCEPTANCE
-        )
-        rows.append(
-            row(
-                f"{name}: greedy answers equal {reference} outside ties",
-                good,
-                [name, reference],
-                acceptance=accepted,
-                counters=results[name]["counters"],
-                downgraded=[t for t in results[name]["log_lines"] if "setting cudagraph" in t],
-                **comparison,
-            )
-        )
-    return rows
+    return [judge_trained_answers(results, *pair) for pair in pairs.items()]
+
+
+def judge_trained_answers(results: dict[str, Row], name: str, reference: str) -> Row:
+    """Judge answers of the trained model; an engine with MTP must accept drafts."""
+    return attempt(
+        name,
+        judge_same_answers,
+        results,
+        name,
+        reference,
+        f"greedy answers equal {reference} outside ties",
+        accepts=lambda share: "mtp" not in name or (share or 0) > LEAST_ACCEPTANCE,
+    )
 
 
 def judge_turboquant(results: dict[str, Row]) -> list[Row]:
     """Judge the plugin's TurboQuant backend against a single sequence; show the stock backend."""
-    own = ("tq-own", "tq-own-mtp2", "tq-own-full-mtp2")
-    others = tuple(f"tq-{preset}-full-mtp2" for preset in OTHER_PRESETS)
+    runs = {name: "tq-alone" for name in ("tq-own", "tq-own-mtp2", "tq-own-full-mtp2")}
+    runs |= {f"tq-{preset}-full-mtp2": f"tq-{preset}-alone" for preset in OTHER_PRESETS}
     stock = ("tq-stock", "tq-stock-mtp2", "tq-stock-full-mtp2")
+    claim = "greedy answers equal a single sequence outside ties"
     rows = [
-        attempt(name, lambda n=name: _judge_against_single_sequence(results, n))
-        for name in (*own, *others)
+        attempt(name, judge_same_answers, results, name, alone, claim, max_noise=TURBOQUANT_NOISE)
+        for name, alone in {**runs, **dict.fromkeys(stock, "tq-alone")}.items()
     ]
-    for name in stock:
-        shown = attempt(name, lambda n=name: _judge_against_single_sequence(results, n))
-        shown["claim"] = f"{name}: the stock backend for comparison, not judged"
-        shown["passed"] = None
-        rows.append(shown)
+    for name, shown in zip(stock, rows[len(runs) :], strict=True):
+        shown |= {"claim": f"{name}: the stock backend for comparison, not judged", "passed": None}
     return rows
-
-
-def _judge_against_single_sequence(results: dict[str, Row], name: str) -> Row:
-    preset = name.removeprefix("tq-").removesuffix("-full-mtp2")
-    alone = f"tq-{preset}-alone" if preset in OTHER_PRESETS else "tq-alone"
-    comparison = compare_answers(results[alone], results[name])
-    return row(
-        f"{name}: greedy answers equal a single sequence outside ties",
-        answers_agree(comparison, TURBOQUANT_NOISE),
-        [name, alone],
-        acceptance=acceptance(results[name]),
-        **comparison,
-    )

@@ -26,8 +26,9 @@ CLEAR = 0.02
 Weights = dict[str, torch.Tensor]
 
 
-def judge(name: str, capture: dict[str, Any], tree: Path) -> Row:
-    blocks = {key: value for key, value in capture["modules"].items() if key.endswith(".mlp")}
+def judge(name: str, capture: Path, tree: Path) -> Row:
+    modules = torch.load(capture)["modules"]
+    blocks = {key: value for key, value in modules.items() if key.endswith(".mlp")}
     config = json.loads((tree / "config.json").read_text())
     chosen = int(config["text_config"]["num_experts_per_tok"])
     reader = ModuleReader(tree, read_settings(config["quantization_config"]))

@@ -8,7 +8,7 @@ from itertools import combinations, product, zip_longest
 from typing import Any, NamedTuple
 
 from proofs.engine.profile_cases import COMPILED, EAGER, SHAPES, TWINS, again
-from proofs.judges.answers import Row, attempt, row
+from proofs.judges.answers import Row, attempt, cache_hits, row
 
 Results = dict[str, Row]
 Pair = tuple[str, str]
@@ -34,14 +34,14 @@ def judge_conversations(results: Results) -> list[Row]:
     excuses no difference: tokens may differ only in a tie, and at least one pair must compare each
     answer.
     """
-    return [attempt(name, lambda n=name: _judge_against_twins(results, n)) for name in TWINS]
+    return [attempt(name, _judge_against_twins, results, name) for name in TWINS]
 
 
 def _judge_against_twins(results: Results, name: str) -> Row:
     twin = TWINS[name]
     pairs = list(product(again(name), again(twin)))
     differences = _find_differences(results, pairs)
-    hits = [_count_hits(turn) for engine in again(name) for turn in results[engine]["turns"]]
+    hits = [cache_hits(turn) for engine in again(name) for turn in results[engine]["turns"]]
     good = (
         not differences["pairs_beyond_a_tie"]
         and differences["least_pairs_with_an_answer"]
@@ -122,15 +122,6 @@ def _compare(first_run: Row, second_run: Row) -> Iterator[Word]:
 
 def _list_turns(result: Row) -> list[list[Row]]:
     return [result["answers"], *(turn["answers"] for turn in result["turns"])]
-
-
-def _count_hits(turn: Row) -> float:
-    counts = [
-        value - turn["before"].get(key, 0)
-        for key, value in turn["counters"].items()
-        if key.endswith("prefix_cache_hits")
-    ]
-    return float(sum(counts))
 
 
 def _describe_position(word: Word) -> str:
