@@ -31,7 +31,7 @@ from proofs.releases import judge as release_judge
 from proofs.releases import run as releases
 from proofs.releases import server
 from proofs.releases import trees as release_trees
-from proofs.result_files import CHECKOUT, describe_run, find_kind
+from proofs.result_files import CHECKOUT, describe_run, find_kind, print_rows
 from proofs.trees import special
 from proofs.trees.build import VARIANTS, build, copy_trained, plan, write_wide
 
@@ -166,8 +166,7 @@ def main() -> None:
         }
         text = json.dumps(document, indent=1).replace(f"{out}/", "")  # no path of this machine
         (out / f"{name}.json").write_text(text + "\n")
-        for row in rows:
-            print(json.dumps({"claim": row["claim"], "passed": row["passed"]}), flush=True)
+        print_rows(rows)
 
 
 if __name__ == "__main__":

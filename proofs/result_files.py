@@ -86,6 +86,17 @@ def describe_run(device: str, *packages: str) -> dict[str, Any]:
     }
 
 
+def write_result(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def print_rows(rows: list[Row]) -> None:
+    for row in rows:
+        word = {True: "PASS", False: "FAIL", None: "SEEN"}[row["passed"]]
+        print(word, row["claim"], json.dumps(row["numbers"])[:400])
+
+
 def read_command() -> str:
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     return shlex.join(["python3", "-m", "pytest", test] if test else sys.orig_argv)

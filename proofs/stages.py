@@ -27,7 +27,7 @@ from proofs.judges import profiles as profile_judge
 from proofs.judges.damages import judge_damages
 from proofs.judges.quality import judge_quality
 from proofs.judges.talks import judge_conversations
-from proofs.result_files import ENDING, describe_run, read_command
+from proofs.result_files import ENDING, describe_run, print_rows, read_command, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -92,19 +92,13 @@ def prove(
         results |= engine_run.run_cases(wave, trees, work, at_once=at_once, within_s=left_s)
     for process in references:
         process.wait()
-    out.mkdir(parents=True, exist_ok=True)
     all_rows: Rows = []
     for stage in stages:
         rows, failure = judge_stage(stage, results, work, trees)
         if only is not None:
             rows = [row for row in rows if _has_run(row, results)]
         name = f"engine-{result or stage}"
-        document = {
-            "stage": stage,
-            "command": read_command(),
-            **_document(stage, name, results, rows, failure),
-        }
-        (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        write_result(out / f"{name}.json", _document(stage, results, rows, failure))
         broken = {
             "claim": f"{stage}: judged",
             "passed": False,
@@ -165,13 +159,14 @@ def judge_stage(
 
 
 def _document(
-    stage: str, name: str, results: dict[str, Any], rows: Rows, failure: str | None
+    stage: str, results: dict[str, Any], rows: Rows, failure: str | None
 ) -> dict[str, Any]:
     own = {case["name"] for case in CASES[stage]()}
     ran = {name: result for name, result in results.items() if "case" in result and name in own}
     return {
-        "seed": 0,
+        "stage": stage,
         **environment(),
+        "seed": 0,
         "rows": rows,
         "failure": failure,
         "runs": result_files.describe_engines(ran, rows, failure),
@@ -194,6 +189,7 @@ def environment() -> dict[str, Any]:
     needs = (importlib.metadata.requires("vllm") or []) if run["versions"]["vllm"] else []
     pinned = [text for text in needs if text.startswith(("torch==", "flashinfer-python=="))]
     return {
+        "command": read_command(),
         **run,
         "engine_pins": pinned,
         "cuda": torch.version.cuda,
@@ -207,13 +203,12 @@ def merge_rows(out: Path) -> None:
         name = path.name.removesuffix(ENDING)
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         document = {
-            "command": read_command(),
-            "seed": 0,
             **environment(),
+            "seed": 0,
             "kernels": KERNELS.get(name, []),
             "rows": sorted(rows, key=lambda row: row["claim"]),
         }
-        (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        write_result(out / f"{name}.json", document)
         path.unlink()
 
 
@@ -251,9 +246,7 @@ def main() -> None:
         a.stage, a.trees.resolve(), a.work.resolve(), a.out,
         at_once=a.at_once, within_s=a.within, only=only, result=a.result,
     )  # fmt: skip
-    for row in rows:
-        word = {True: "PASS", False: "FAIL", None: "SEEN"}[row["passed"]]
-        print(word, row["claim"], json.dumps(row["numbers"])[:420])
+    print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from proofs.drafts.network import DFlash, Draft, Eagle3
 from proofs.drafts.trees import LAYERS, SEEN_LAYERS, TOKENS
 from proofs.prompts import questions
 from proofs.recall import weights
+from proofs.result_files import write_result
 
 SEED, DRILL_SEED, HELD_OUT_SEED = 5, 17, 18
 DRILLS = 900
@@ -220,7 +221,7 @@ def main() -> None:
                 for name, value in draft.held.items()
             },
         )
-    (arguments.out / "drafts-training.json").write_text(json.dumps(seen, indent=1) + "\n")
+    write_result(arguments.out / "drafts-training.json", seen)
 
 
 if __name__ == "__main__":

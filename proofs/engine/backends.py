@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from proofs.kernel_notes import find_note
-from proofs.result_files import describe_run
+from proofs.result_files import describe_run, print_rows, write_result
 
 PUBLISHED_BF16 = "published-bf16"  # the plan of a repository with BF16 experts
 DEVICES: dict[str, dict[str, Any]] = {
@@ -396,9 +396,8 @@ def main() -> None:
         ],
         **compared,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1) + "\n")
-    print(*(row["claim"] for row in document["rows"]), open_choices or "holds")
+    write_result(out, document)
+    print_rows(document["rows"])
 
 
 if __name__ == "__main__":

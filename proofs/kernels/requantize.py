@@ -38,7 +38,7 @@ from lab.model.original import LAYERS, Floats  # noqa: E402
 from lab.model.safetensors import write_file, write_model  # noqa: E402
 from lab.model.shape import TINY  # noqa: E402
 from proofs import stages  # noqa: E402
-from proofs.result_files import read_command  # noqa: E402
+from proofs.result_files import print_rows, write_result  # noqa: E402
 
 SCRIPT = ROOT / "files/checkpoint/spark_checkpoint/autoround_job.py"
 NARROW = (".in_proj_a.weight", ".in_proj_b.weight")  # eight rows: AutoRound leaves them as they are
@@ -292,17 +292,15 @@ def write(
     rows += [{"claim": claim, "passed": passed, "cases": [], "numbers": {}}
              for claim, passed in judged.items()]  # fmt: skip
     document = {
-        "command": read_command(),
-        "seed": 5,
         **stages.environment(),
+        "seed": 5,
         "quantiser": quantiser,
         "caveats": CAVEATS,
         "settings": {**SETTINGS, "iters": iters, "perplexity_16_bit": perplexity},
         "rows": rows,
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "requantize.json").write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(rows, indent=1))
+    write_result(out / "requantize.json", document)
+    print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from proofs.judges.answers import acceptance
+from proofs.judges.answers import acceptance, row
 
 Row = dict[str, Any]
 Results = dict[str, dict[str, Any]]
@@ -28,7 +28,7 @@ def registers(rows: list[Row]) -> list[Row]:
 
 def by_length(rows: list[Row]) -> dict[str, dict[str, float | None]]:
     shares: dict[str, dict[str, float | None]] = {}
-    for length in sorted({row["length"] for row in rows}):
+    for length in sorted({answer["length"] for answer in rows}):
         selected = [row for row in rows if row["length"] == length]
         kinds = sorted({row["kind"] for row in selected})
         shares[str(length)] = {
@@ -39,8 +39,8 @@ def by_length(rows: list[Row]) -> dict[str, dict[str, float | None]]:
 
 def by_depth(rows: list[Row]) -> list[float | None]:
     quarters: list[list[Row]] = [[] for _ in range(PARTS)]
-    for row in looked_up(rows):
-        quarters[min(PARTS - 1, int(row["depth"] * PARTS))].append(row)
+    for answer in looked_up(rows):
+        quarters[min(PARTS - 1, int(answer["depth"] * PARTS))].append(answer)
     return [share(quarter) for quarter in quarters]
 
 
@@ -148,10 +148,6 @@ ENOUGH = 0.99
 REFERENCE = "recall-16bit"
 LOST = 0.1
 """Share that may be right without the cache."""
-
-
-def row(claim: str, passed: bool | None, names: list[str], **numbers: Any) -> Row:
-    return {"claim": claim, "passed": passed, "cases": names, "numbers": numbers}
 
 
 def answers_of(results: Results, name: str) -> list[Row]:

@@ -17,7 +17,7 @@ from typing import Any
 from proofs import result_files
 from proofs.engine import run as engine_run
 from proofs.recall import cases, judge, verdicts
-from proofs.result_files import read_command
+from proofs.result_files import print_rows, write_result
 
 CACHE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 CAVEATS = [
@@ -27,10 +27,6 @@ CAVEATS = [
     "autotuned Triton kernels take the first of their configurations, not the fastest",
     "the recall model is small (11 million weights) and trained on the language of the questions",
 ]
-
-
-def names(stage: str) -> list[str]:
-    return [case["name"] for case in cases.STAGES[stage]()]
 
 
 def run_cases(
@@ -76,7 +72,7 @@ def document(
     stage: str,
     results: dict[str, dict[str, Any]],
     rows: list[dict[str, Any]],
-    environment: dict[str, Any] | None,
+    environment: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return a result file: versions, device, rows, and each engine's options and figures.
 
@@ -89,9 +85,8 @@ def document(
     kept = result_files.failed_engines(rows)
     return {
         "stage": f"recall-{stage}",
-        "command": read_command(),
-        "seed": cases.TALK_SEED,
         **environment,
+        "seed": cases.TALK_SEED,
         "caveats": CAVEATS,
         "rows": rows,
         "runs": {
@@ -111,64 +106,35 @@ def prove(
     at_once: int = 10,
     limit_s: float = 400,
     within_s: float = float("inf"),
-    only: list[str] | None = None,
-    environment: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Run and judge stages; return all rows.
 
     Engines with a result in ``work`` are not run again. Limits: ``limit_s`` per engine,
-    ``within_s`` for all. ``only`` names the engines to run, in order; ``environment`` has versions
-    and device if another machine ran them.
+    ``within_s`` for all.
     """
-    wanted: dict[str, list[dict[str, Any]]] = {}
-    for stage in stages:
-        listed = cases.STAGES[stage]()
-        wanted[stage] = [case for case in listed if only is None or case["name"] in only]
+    wanted = {stage: cases.STAGES[stage]() for stage in stages}
     every = {case["name"]: case for listed in wanted.values() for case in listed}
-    if only is not None:
-        every = {name: every[name] for name in only if name in every}
     results = run_cases(
         list(every.values()), trees, work, at_once=at_once, limit_s=limit_s, within_s=within_s
     )
-    out.mkdir(parents=True, exist_ok=True)
     all_rows = []
     for stage, listed in wanted.items():
         own = {case["name"]: results[case["name"]] for case in listed}
         reference = read(cases.recall_cases()[0], work)
         rows = verdicts.JUDGES[stage](own, reference)
-        text = json.dumps(document(stage, own, rows, environment), indent=1)
-        (out / f"recall-{stage}.json").write_text(text + "\n")
+        write_result(out / f"recall-{stage}.json", document(stage, own, rows))
         all_rows += rows
     return all_rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trees", type=Path)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("out", type=Path)
+    for name in ("trees", "work", "out"):
+        parser.add_argument(name, type=Path)
     parser.add_argument("--stage", action="append", choices=list(cases.STAGES), required=True)
-    parser.add_argument("--only", action="append")
-    parser.add_argument("--at-once", type=int, default=10)
-    parser.add_argument("--within-s", type=float, default=float("inf"))
-    parser.add_argument(
-        "--environment",
-        type=Path,
-        help="file with versions and device of the machine that ran the engines",
-    )
-    a = parser.parse_args()
-    rows = prove(
-        a.stage,
-        a.trees,
-        a.work,
-        a.out,
-        at_once=a.at_once,
-        within_s=a.within_s,
-        only=a.only,
-        environment=json.loads(a.environment.read_text()) if a.environment else None,
-    )
-    for row in rows:
-        print(json.dumps({"claim": row["claim"], "passed": row["passed"]}))
+    arguments = parser.parse_args()
+    rows = prove(arguments.stage, arguments.trees, arguments.work, arguments.out)
+    print_rows(rows)
     sys.exit(any(row["passed"] is False for row in rows))
 
 

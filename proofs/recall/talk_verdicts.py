@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from proofs.judges.answers import acceptance
+from proofs.judges.answers import acceptance, failed_start, row
 from proofs.recall.judge import CLEAR, DOUBT, Results, Row, acceptance_by_place, talk_figures
 
 UNKNOWN = 0.1
@@ -28,10 +28,7 @@ def judge_talks(results: Results, plain_name: str) -> list[Row]:
                 _row(name, result, plain_engine, results.get(plain_engine, {}).get("talks", []))
             )
         else:
-            numbers = {"state": result["state"]}
-            rows.append(
-                {"claim": f"{name}: ran", "passed": False, "cases": [name], "numbers": numbers}
-            )
+            rows.append(failed_start(name, result))
     return rows
 
 
@@ -64,20 +61,22 @@ def _row(name: str, result: dict[str, Any], plain_engine: str, plain: list[Row])
             claim = f"{name}: the model gives {1 - UNKNOWN:.0%} right answers"
             passed = figures["wrong"] <= UNKNOWN * len(rows)
         passed &= (figures["tokens_found_in_cache"] > 0) == caching
-    numbers = {
+    return row(
+        claim,
+        passed,
+        [name, plain_engine],
         **figures,
-        "wrong_where_the_model_doubts": doubtful,
-        "other_than_plain": len(other),
-        "other_outside_doubt": outside,
-        "compared": len(pairs),
-        "right_token_moved_at_most": moved(pairs),
-        "wrong_rounds": sorted({answer["round"] for answer in rows if not answer["right"]}),
-        "repeats_differ": _repeats_differ(rows),
-        "block_tokens": result.get("block_tokens"),
-        "acceptance": acceptance(result),
-        "acceptance_by_place": acceptance_by_place(result),
-    }
-    return {"claim": claim, "passed": passed, "cases": [name, plain_engine], "numbers": numbers}
+        wrong_where_the_model_doubts=doubtful,
+        other_than_plain=len(other),
+        other_outside_doubt=outside,
+        compared=len(pairs),
+        right_token_moved_at_most=moved(pairs),
+        wrong_rounds=sorted({answer["round"] for answer in rows if not answer["right"]}),
+        repeats_differ=_repeats_differ(rows),
+        block_tokens=result.get("block_tokens"),
+        acceptance=acceptance(result),
+        acceptance_by_place=acceptance_by_place(result),
+    )
 
 
 def _surely_wrong(rows: list[Row]) -> int:
@@ -115,8 +114,7 @@ def _question(row: Row) -> tuple[Any, ...]:
 def _repeats_differ(rows: list[Row]) -> int:
     seen: dict[tuple[Any, ...], list[int]] = {}
     differ = 0
-    for row in rows:
-        key = row["client"], row["prompt"]
-        if seen.setdefault(key, row["tokens"]) != row["tokens"]:
-            differ += 1
+    for answer in rows:
+        key = answer["client"], answer["prompt"]
+        differ += seen.setdefault(key, answer["tokens"]) != answer["tokens"]
     return differ

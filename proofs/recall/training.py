@@ -31,6 +31,7 @@ from lab.model.network import Network, state
 from proofs import stages
 from proofs.recall import language, weights
 from proofs.recall.network import losses, make_network, put_in, use_own_rule
+from proofs.result_files import write_result
 
 SEED = 11
 RESULT = "recall-training.json"
@@ -247,13 +248,13 @@ def main() -> None:
     train(run, phases, arguments.workers)
     network, seen = run.network, run.seen
     about = {
+        **stages.environment(),
         "stage": "recall-training",
         "command": f"python3 -m proofs.recall.training OUT --seed {seed} --limit-s {limit_s:g}"
         + (" --further DIR" if arguments.further else ""),
         "seed": seed,
         "weights_sha256": save(network, out),
         "further_from_sha256": arguments.further and sha256(arguments.further / weights.NAME),
-        **stages.environment(),
         "caveats": CAVEATS,
     }
     seen["recall"] = []
@@ -263,8 +264,7 @@ def main() -> None:
             break
         seen["recall"].append(recall(network, device, length, rows))
         print(json.dumps(seen["recall"][-1]), file=sys.stderr, flush=True)
-        document = {**about, **seen}
-        (out / RESULT).write_text(json.dumps(document, indent=1) + "\n")
+        write_result(out / RESULT, {**about, **seen})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from proofs.judges.answers import acceptance
+from proofs.judges.answers import acceptance, failed_start, row
 from proofs.recall.judge import (
     ENOUGH,
     KNOWN,
@@ -24,7 +24,6 @@ from proofs.recall.judge import (
     looked_up,
     noise_row,
     recall_row,
-    row,
     share,
     states_row,
     sure,
@@ -40,8 +39,7 @@ def judge_flashinfer(results: Results, reference: dict[str, Any]) -> list[Row]:
         if "talk" in name or name in ahead:
             continue
         if not result.get("recall"):
-            error = str(result.get("error", [""])[0]).partition("\n")[0]
-            rows.append(row(f"{name}: ran", False, [name], state=result["state"], error=error))
+            rows.append(failed_start(name, result))
         elif "states" in name:
             rows.append(states_row(results, name, base))
         elif "noise" in name:
@@ -123,7 +121,7 @@ def judge_turboquant(results: Results, reference: dict[str, Any]) -> list[Row]:
     base, rows = reference.get("recall", []), []
     for name, result in results.items():
         if not result.get("recall"):
-            rows.append(row(f"{name}: ran", False, [name], state=result["state"]))
+            rows.append(failed_start(name, result))
             continue
         result_row = recall_row(results, name, base)
         if result["case"].get("stock_turboquant"):

@@ -9,7 +9,6 @@ Stages: ``cluster`` needs two GPUs; ``plain`` and ``seeing`` need one. PLANS is 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 import traceback
@@ -25,7 +24,7 @@ from proofs import result_files
 from proofs.engine.run import devices_shown
 from proofs.releases import asking, judge
 from proofs.releases.server import Server, read_release, servers_of
-from proofs.result_files import read_command
+from proofs.result_files import print_rows, write_result
 
 Row = dict[str, Any]
 START_S = 420
@@ -158,7 +157,6 @@ def prove(
     devices = devices_shown()
     until_s = time.monotonic() + within_s
     runs = [run for stage in stages for run in STAGES[stage]]
-    out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(len(runs)) as pool:
         waiting = {}
         for number, run in enumerate(runs):
@@ -170,14 +168,13 @@ def prove(
         own_results = {run.name: results[run.name] for run in STAGES[stage]}
         rows = JUDGES[stage](own_results)
         document = {
-            "command": read_command(),
-            "seed": 0,
             **environment(),
+            "seed": 0,
             "rows": rows,
             # Keep full answers of failed rows only.
             "runs": {name: _kept(name, job, rows) for name, job in own_results.items()},
         }
-        (out / f"release-{stage}.json").write_text(json.dumps(document, indent=1) + "\n")
+        write_result(out / f"release-{stage}.json", document)
         all_rows += rows
     return all_rows
 
@@ -197,8 +194,7 @@ def main() -> None:
         arguments.out.resolve(),
         arguments.within_s,
     )
-    for row in rows:
-        print("PASS" if row["passed"] else "FAIL", row["claim"], json.dumps(row["numbers"])[:300])
+    print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,10 @@
 """Serve a checkpoint over HTTP with the arguments of a profile, and test the answers.
 
-    python3 -m proofs.serve.case TREE OUT.json PLAN.json [--pictures | --long]
-
-PLAN.json is the output of ``spark-deploy plan --estimate --json``, with arguments and environment
-of the engine. The result lists replacements for this machine and a tiny model. ``--pictures`` keeps
-the vision tower, as with ``vision: true``. ``--long`` sends long prompts and samples the watchdog's
-metrics.
+The result lists replacements for this machine and a tiny model.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -19,12 +13,14 @@ from typing import Any
 
 from spark_contract import documents
 from spark_contract.release import Release
+from spark_host.engine.client import Engine, EngineError
 
 from proofs import stages
 from proofs.engine import quick
+from proofs.judges.answers import row
 from proofs.releases import asking
 from proofs.releases.server import MACHINE, Server
-from proofs.result_files import read_command
+from proofs.result_files import write_result
 from proofs.serve import long as serve_long
 from proofs.serve import talk as serve_talk
 
@@ -91,14 +87,14 @@ def serve(plan: dict[str, Any], tree: str, log: Path, kind: str) -> dict[str, An
         result["healthy_s"] = server.healthy(START_LIMIT_S)
         if result["healthy_s"] is not None:
             result["state"] = "talking"
-            socket, name = str(server.socket), release.names[0]
+            engine, name = Engine(server.socket), release.names[0]
             if kind == "long":
-                result.update(serve_long.talk(socket, name))
+                result.update(serve_long.talk(engine, name))
             else:
-                result.update(serve_talk.talk(socket, name, pictures=kind == "pictures"))
+                result.update(serve_talk.talk(engine, name, pictures=kind == "pictures"))
                 result["sampled"] = asking.run_check(server, release, "sampled")
             result["state"] = "served"
-    except (KeyError, ValueError, OSError) as error:
+    except (EngineError, KeyError, ValueError, OSError) as error:
         result["error"] = repr(error)
     finally:
         server.stop()
@@ -110,13 +106,18 @@ def serve(plan: dict[str, Any], tree: str, log: Path, kind: str) -> dict[str, An
 def judge_kernels(name: str, pinned: list[str], log: str) -> dict[str, Any]:
     matches = {pattern: bool(re.search(pattern, log)) for pattern in pinned}
     claim = f"{name}: the log names every kernel that the profile pins"
-    return {"claim": claim, "passed": all(matches.values()), "numbers": matches}
+    return row(claim, all(matches.values()), [], **matches)
 
 
 def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Serve ``tree`` with the plan of the first host, write the result file, return the rows.
+    """Serve ``tree``, write the result file, return the rows.
 
-    ``kind`` is ``pictures``, ``long`` or empty.
+    Args:
+        tree: the checkpoint.
+        out: the result file.
+        plan_path: output of ``spark-deploy plan --estimate --json``; the first host counts.
+        kind: ``pictures`` keeps the vision tower; ``long`` sends long prompts and samples the
+            watchdog's metrics.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     log_path = out.with_suffix(".log")
@@ -130,30 +131,6 @@ def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[s
         pinned = [text for text in plan["serve"]["check"]["log_required"] if "Using " in text]
         name = f"{profile}, {kind}" if kind else profile
         rows.append(judge_kernels(name, pinned, "\n".join(result["log"])))
-    document = {
-        "command": read_command(),
-        "tree": tree.name,
-        "seed": 0,
-        **stages.environment(),
-        "rows": rows,
-        **result,
-    }
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    document = {**stages.environment(), "tree": tree.name, "seed": 0, "rows": rows, **result}
+    write_result(out, document)
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tree", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("plan", type=Path)
-    kinds = parser.add_mutually_exclusive_group()
-    for kind in ("pictures", "long"):
-        kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="")
-    arguments = parser.parse_args()
-    for row in prove(arguments.tree, arguments.out, arguments.plan, arguments.kind):
-        print("PASS" if row["passed"] else "FAIL", row["claim"], json.dumps(row["numbers"])[:400])
-
-
-if __name__ == "__main__":
-    main()

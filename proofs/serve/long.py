@@ -5,19 +5,18 @@ The watchdog stops an engine without progress during requests.
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from proofs.prompts import random_prompts
-from proofs.serve.talk import ask
+from spark_contract.release import COMPLETIONS, Watch
+from spark_host.engine.client import Engine, Metrics, Sample
+from spark_host.watch.watchdog import StallDetector
 
-FILES = Path(__file__).resolve().parents[2] / "files"
-sys.path[:0] = [str(FILES / "contract"), str(FILES / "host")]
+from proofs.judges.answers import row
+from proofs.prompts import random_prompts
+from proofs.releases.asking import TIMEOUT_S
 
 CACHE_BYTES = 8 << 30
 PROMPT_TOKENS = 250_000
@@ -28,16 +27,14 @@ PARTS = 4
 
 
 class Sampler:
-    def __init__(self, sock: str) -> None:
-        self.sock = sock
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.seen: list[dict[str, float]] = []
         self._over = threading.Event()
 
     def run(self) -> None:
-        from spark_host.engine.client import Metrics
-
         while not self._over.is_set():
-            metrics = Metrics.parse(ask(self.sock, "GET", "/metrics")[1])
+            metrics = self.engine.metrics(TIMEOUT_S)
             tokens, usage = metrics.progress
             line = {"s": time.monotonic(), "running": metrics.running}
             self.seen.append({**line, "tokens": tokens, "usage": usage})
@@ -54,23 +51,20 @@ class Sampler:
         return self.seen
 
 
-def talk(sock: str, model: str) -> dict[str, Any]:
+def talk(engine: Engine, model: str) -> dict[str, Any]:
     prompts = random_prompts([PROMPT_TOKENS - number for number in range(TOGETHER + 1)])
-    _read(sock, model, prompts[0][:9000])  # compiles missing kernels
-    alone = Sampler(sock).during(lambda: _read(sock, model, prompts[0]))
+    _read(engine, model, prompts[0][:9000])  # compiles missing kernels
+    alone = Sampler(engine).during(lambda: _read(engine, model, prompts[0]))
     with ThreadPoolExecutor(TOGETHER) as pool:
-        many = Sampler(sock).during(
-            lambda: list(pool.map(lambda ids: _read(sock, model, ids), prompts[1:]))
+        many = Sampler(engine).during(
+            lambda: list(pool.map(lambda ids: _read(engine, model, ids), prompts[1:]))
         )
     return {"one prompt": _from_zero(alone), "four prompts": _from_zero(many)}
 
 
-def _read(sock: str, model: str, ids: list[int]) -> None:
+def _read(engine: Engine, model: str, ids: list[int]) -> None:
     body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
-    status, text = ask(sock, "POST", "/v1/completions", body)
-    if status != 200:
-        raise ValueError(f"status {status}: {text[:300]}")
-    used = json.loads(text)["usage"]["prompt_tokens"]
+    used = engine.ask(COMPLETIONS, body, TIMEOUT_S)["usage"]["prompt_tokens"]
     if used != len(ids):
         raise ValueError(f"{used} prompt tokens instead of {len(ids)}")
 
@@ -84,7 +78,7 @@ def judge(result: dict[str, Any], profile: str) -> list[dict[str, Any]]:
     """Judge that cache usage changes while the token count does not."""
     if result["state"] != "served":
         claim = f"{profile}, long prompts: the arguments serve over HTTP"
-        return [{"claim": claim, "passed": False, "numbers": {"state": result["state"]}}]
+        return [row(claim, False, [], state=result["state"])]
     return [
         _moves(result[prompts], f"{profile}, {prompts}")
         for prompts in ("one prompt", "four prompts")
@@ -107,11 +101,8 @@ def _moves(seen: list[dict[str, float]], name: str) -> dict[str, Any]:
         "stalled_by_tokens_alone": _stalled(running, took_s / PARTS, cache=False),
     }
     passed = not numbers["stalled"] and numbers["shares_in_use_seen"] > PARTS
-    return {
-        "claim": f"{name} of {PROMPT_TOKENS:,} tokens: the watchdog's metrics change all the time",
-        "passed": passed,
-        "numbers": numbers,
-    }
+    claim = f"{name} of {PROMPT_TOKENS:,} tokens: the watchdog's metrics change all the time"
+    return row(claim, passed, [], **numbers)
 
 
 def _longest_flat_s(seen: list[dict[str, float]], keys: tuple[str, ...]) -> float:
@@ -125,10 +116,6 @@ def _longest_flat_s(seen: list[dict[str, float]], keys: tuple[str, ...]) -> floa
 
 def _stalled(seen: list[dict[str, float]], limit_s: float, *, cache: bool) -> bool:
     """Return whether the watchdog would have stopped this engine at ``limit_s``."""
-    from spark_contract.release import Watch
-    from spark_host.engine.client import Metrics, Sample
-    from spark_host.watch.watchdog import StallDetector
-
     judge = StallDetector(Watch(limit_s, EVERY_S, None))
     names = {"vllm:num_requests_running": "running", "vllm:generation_tokens_total": "tokens"}
     if cache:

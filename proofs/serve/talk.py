@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import io
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from spark_contract.release import CHAT
+from spark_host.engine.client import Engine, Metrics
+
 from lab.model import lessons
+from proofs.judges.answers import row
 from proofs.prompts import FILLER, picture
+from proofs.releases.asking import TIMEOUT_S
 from proofs.releases.judge import failed_checks
 
 QUESTIONS = (
@@ -23,53 +26,27 @@ QUESTIONS = (
 FILLER_SENTENCES = 140
 """About 700 tokens: longer than two cache blocks of the lab's trained model."""
 COUNTERS = ("vllm:spec_decode_num", "vllm:generation_tokens_total", "vllm:prefix_cache")
-CHAT = "/v1/chat/completions"
-
-
-class UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=120)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(120)
-        self.sock.connect(self._path)
-
-
-def ask(path: str, method: str, target: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-    connection = UnixConnection(path)
-    content = json.dumps(body) if body else None
-    connection.request(method, target, content, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode()
 
 
 class Talk:
-    def __init__(self, sock: str, model: str) -> None:
-        self.sock = sock
+    def __init__(self, engine: Engine, model: str) -> None:
+        self.engine = engine
         self.question = {"model": model, "temperature": 0, "max_tokens": 200}
 
     def chat(self, content: Any, **more: Any) -> dict[str, Any]:
         messages = content if isinstance(content, list) and "role" in content[0] else None
         messages = messages or [{"role": "user", "content": content}]
         body = {**self.question, "messages": messages, **more}
-        status, text = ask(self.sock, "POST", CHAT, body)
-        if status != 200:
-            raise ValueError(f"status {status}: {text[:300]}")
-        message: dict[str, Any] = json.loads(text)["choices"][0]["message"]
+        message: dict[str, Any] = self.engine.ask(CHAT, body, TIMEOUT_S)["choices"][0]["message"]
         return message
 
     def stream(self) -> dict[str, Any]:
         messages = [{"role": "user", "content": QUESTIONS[0]}]
         body = {**self.question, "messages": messages, "stream": True}
-        status, text = ask(self.sock, "POST", CHAT, body)
-        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-        pieces = [json.loads(event)["choices"][0]["delta"] for event in events if event != "[DONE]"]
+        events = list(self.engine.stream_chat(body, TIMEOUT_S))
+        pieces = [event["choices"][0]["delta"] for event in events]
         return {
-            "status": status,
             "events": len(events),
-            "done": events[-1] == "[DONE]",
             "content": "".join(piece.get("content") or "" for piece in pieces),
             "reasoning": "".join(piece.get("reasoning") or "" for piece in pieces),
         }
@@ -88,10 +65,10 @@ class Talk:
             for turn in range(3):
                 if turn:
                     messages.append({"role": "user", "content": QUESTIONS[turn]})
-                before = self.counter("vllm:prefix_cache_hits_total")
+                before = self.prefix_hits()
                 text = self.chat(messages).get("content") or ""
                 messages.append({"role": "assistant", "content": text})
-                hits.append(self.counter("vllm:prefix_cache_hits_total") - before)
+                hits.append(self.prefix_hits() - before)
             rounds.append([m["content"] for m in messages if m["role"] == "assistant"])
         return {"answers": rounds, "tokens_found": hits}
 
@@ -110,20 +87,20 @@ class Talk:
         return answers
 
     def counters(self) -> list[str]:
-        lines = ask(self.sock, "GET", "/metrics")[1].splitlines()
+        lines = self.engine.get("/metrics").body.decode().splitlines()
         return [line for line in lines if line.startswith(COUNTERS)]
 
-    def counter(self, name: str) -> float:
-        return sum(float(line.split()[-1]) for line in self.counters() if line.startswith(name))
+    def prefix_hits(self) -> float:
+        return self.engine.metrics().prefix_hits or 0.0
 
 
-def talk(sock: str, model: str, *, pictures: bool) -> dict[str, Any]:
-    client = Talk(sock, model)
+def talk(engine: Engine, model: str, *, pictures: bool) -> dict[str, Any]:
+    client = Talk(engine, model)
     taught = lessons.facts()["tool"]  # the only tool that the lab's model was trained on
     wanted = taught["calls"][0]
     tool = client.chat(taught["prompt"].format(**wanted), tools=[taught["definition"]])
     result = {
-        "models": json.loads(ask(sock, "GET", "/v1/models")[1])["data"][0]["id"],
+        "models": engine.get("/v1/models").json()["data"][0]["id"],
         "chat": client.chat(QUESTIONS[0]),
         "stream": client.stream(),
         "tool": tool.get("tool_calls"),
@@ -138,71 +115,67 @@ def talk(sock: str, model: str, *, pictures: bool) -> dict[str, Any]:
 def judge(result: dict[str, Any], profile: str, *, pictures: bool) -> list[dict[str, Any]]:
     served = result["state"] == "served"
     name = f"{profile}{', pictures' if pictures else ''}"
-    rows = [_row(f"{name}: the arguments serve over HTTP", served, state=result["state"])]
+    rows = [row(f"{name}: the arguments serve over HTTP", served, [], state=result["state"])]
     if not served:
         return rows
     stream, together = result["stream"], result["together"]
     answered = "Paris" in (result["chat"].get("content") or "")
     parts = ("content", "reasoning")
-    same_stream = stream["done"] and all(
-        stream[part] == result["chat"].get(part) and stream[part] for part in parts
-    )
+    same_stream = all(stream[part] == result["chat"].get(part) and stream[part] for part in parts)
     calls = result["tool"] or []
     called = [json.loads(call["function"]["arguments"]) for call in calls]
     rows += [
-        _row(
+        row(
             f"{name}: answers and streams, reasoning apart, and calls a tool",
             answered and same_stream and called == [result["tool_wanted"]],
+            [],
             answer=result["chat"],
             stream=stream,
             tool=calls,
         ),
-        _row(
+        row(
             f"{name}: four concurrent questions are answered as sequential questions",
             together["alone"] == together["at_once"] and all(together["alone"]),
+            [],
             **together,
         ),
     ]
     rows.append(
-        _row(
+        row(
             f"{name}: sampled requests without a seed are answered",
             bool(result["sampled"]) and not failed_checks(result["sampled"]),
+            [],
             findings=result["sampled"],
         )
     )
-    drafted = _total(result, "vllm:spec_decode_num_draft_tokens_total")
     if "--speculative-config" in result["argv"]:
-        accepted = _total(result, "vllm:spec_decode_num_accepted_tokens_total")
-        share = round(accepted / drafted, 3) if drafted else 0.0
-        rows.append(_row(f"{name}: drafts are accepted", share > 0.3, acceptance=share))
+        counted = Metrics.parse("\n".join(result["counters"]))
+        share = round((counted.accepted or 0) / counted.drafted, 3) if counted.drafted else 0.0
+        rows.append(row(f"{name}: drafts are accepted", share > 0.3, [], acceptance=share))
     talked = result["conversation"]
     again = talked["answers"][0] == talked["answers"][1]
     if "--enable-prefix-caching" in result["argv"]:
         hits = talked["tokens_found"]
         rows.append(
-            _row(
+            row(
                 f"{name}: later turns of a conversation hit the cache, answers stay the same",
                 again and min(hits[1:]) > 0,
+                [],
                 **talked,
             )
         )
     else:
-        rows.append(_row(f"{name}: a repeated conversation gets the same answers", again, **talked))
+        rows.append(
+            row(f"{name}: a repeated conversation gets the same answers", again, [], **talked)
+        )
     if pictures:
         answers = result["pictures"]
         rows.append(
-            _row(
+            row(
                 f"{name}: requests with pictures are answered",
                 all(answers) and answers[0] == answers[2],
+                [],
                 answers=answers,
             )
         )
     return rows
-
-
-def _total(result: dict[str, Any], name: str) -> float:
-    return sum(float(line.split()[-1]) for line in result["counters"] if line.startswith(name))
-
-
-def _row(claim: str, passed: bool, **numbers: Any) -> dict[str, Any]:
-    return {"claim": claim, "passed": bool(passed), "numbers": numbers}
