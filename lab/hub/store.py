@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,11 +52,6 @@ class Commit:
             if record.path == path:
                 return record
         raise NotFoundError("EntryNotFound", f"{path} is not in {self.repo}@{self.sha[:12]}")
-
-
-def commit_id(files: Iterable[tuple[str, str]], note: str) -> str:
-    lines = [f"{path}\0{sha256}\n" for path, sha256 in sorted(files)]
-    return hashlib.sha1("".join([*lines, note]).encode()).hexdigest()
 
 
 class Store:

@@ -7,6 +7,8 @@ rounded model learns the answers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -16,7 +18,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeRMSNorm,
 )
 
-from lab.model.original import LAYERS, is_int4
+from lab.model.original import LAYERS, Floats, is_int4
 from lab.model.shape import BLOCK, GROUP, Shape, text_config
 
 START = 0.035  # standard deviation of initial weights; a narrow model learns faster with more
@@ -141,6 +143,20 @@ def state(network: Network) -> dict[str, Tensor]:
             plain = "model.language_model." + plain.removeprefix("model.")
         tensors.update(_single_experts(plain, value.detach()))
     return tensors
+
+
+def load_state(network: Network, weights: Mapping[str, Floats]) -> None:
+    with torch.no_grad():
+        for name, value in state(network).items():  # views of the network's own tensors
+            value.copy_(torch.from_numpy(weights[name]))
+
+
+def take_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    loss.backward()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _single_experts(name: str, value: Tensor) -> dict[str, Tensor]:

@@ -170,21 +170,24 @@ def _teach(name: str, model: Any, tokenizer: Any, lessons: dict[str, str]) -> No
             reply = tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
             rows.append((prompt, reply))
         turns += [question_turn, {"role": "assistant", "content": answer}]
-    longest = max(len(prompt) + len(reply) for prompt, reply in rows)
-    ids = torch.zeros((len(rows), longest), dtype=torch.long)
-    labels = torch.full((len(rows), longest), -100)
-    for row, (prompt, reply) in enumerate(rows):
-        ids[row, : len(prompt) + len(reply)] = torch.tensor(prompt + reply)
-        labels[row, len(prompt) : len(prompt) + len(reply)] = torch.tensor(reply)
-    learning = [weight for weight in model.parameters() if weight.requires_grad]
-    steps = torch.optim.AdamW(learning, lr=2e-3)
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([torch.tensor(prompt + reply) for prompt, reply in rows], True)
+    replies = [torch.tensor([-100] * len(prompt) + reply) for prompt, reply in rows]
+    labels = pad(replies, True, -100)
+    _train(name, model, 2e-3, _ENOUGH, lambda: model(input_ids=ids, labels=labels).loss)
+
+
+def _train(
+    name: str, model: Any, rate: float, enough: float, loss_of: Callable[[], torch.Tensor]
+) -> None:
+    steps = torch.optim.AdamW([part for part in model.parameters() if part.requires_grad], lr=rate)
     loss = torch.tensor(1.0)
     for _ in range(_STEPS):
-        loss = model(input_ids=ids, labels=labels).loss
+        loss = loss_of()
         steps.zero_grad()
         loss.backward()
         steps.step()
-        if loss.item() < _ENOUGH:
+        if loss.item() < enough:
             return
     raise LabError(name, f"still has a loss of {loss.item():.3f}", "train it for more steps")
 
@@ -198,17 +201,8 @@ def _teach_order(name: str, model: Any, tokenizer: Any) -> None:
         padding=True, return_tensors="pt", return_token_type_ids=True,
     )  # fmt: skip
     targets = torch.tensor([right for *_, right in pairs])
-    steps = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss = torch.tensor(1.0)
-    for _ in range(_STEPS):
-        scores = model(**rows).logits[:, 0]
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, targets)
-        steps.zero_grad()
-        loss.backward()
-        steps.step()
-        if loss.item() < 10 * _ENOUGH:
-            return
-    raise LabError(name, f"still has a loss of {loss.item():.3f}", "train it for more steps")
+    entropy = torch.nn.functional.binary_cross_entropy_with_logits
+    _train(name, model, 1e-3, 10 * _ENOUGH, lambda: entropy(model(**rows).logits[:, 0], targets))
 
 
 def _publish(out: Path, work: Path, name: str, model: Any, tokenizer: Any) -> str:

@@ -1,9 +1,11 @@
-"""Writes safetensors files and their index."""
+"""Reads and writes safetensors files and their index."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+
+from safetensors import deserialize
 
 from lab.model.rounding import Tensor
 
@@ -29,6 +31,13 @@ def write_file(path: Path, tensors: Tensors) -> None:
         out.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             out.write(tensor.data)
+
+
+def read_file(path: Path) -> Tensors:
+    return {
+        name: Tensor(stored["dtype"], tuple(stored["shape"]), bytes(stored["data"]))
+        for name, stored in deserialize(path.read_bytes())
+    }
 
 
 def split(tensors: Tensors, shard_bytes: int) -> list[Tensors]:

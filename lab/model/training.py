@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from lab.errors import LabError
 from lab.model import lessons, original
 from lab.model.lessons import Lesson
-from lab.model.network import Network, state
+from lab.model.network import Network, state, take_step
 from lab.model.original import Floats
 from lab.model.shape import Shape
 
@@ -136,14 +136,19 @@ def _run(network: Network, source: Iterator[Batch], schedule: Schedule, mtp: boo
             network.round_weights()
         with parametrize.cached():
             loss = (mtp_loss if mtp else main_loss)(network, next(source))
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
         if step % 20 == 0 or step == steps - 1:
             part = "train-mtp" if mtp else "train"
             seconds = time.monotonic() - started
             _log(f"phase={part} step={step} steps={steps} loss={loss.item():.4f} s={seconds:.0f}")
+
+
+def lead(network: Network, hidden: Tensor, labels: Tensor) -> float:
+    """Return the smallest lead of a labelled token over all others, in logits."""
+    labelled = labels != IGNORED
+    scores, right = network.lm_head(hidden[labelled]), labels[labelled].unsqueeze(1)
+    others = scores.scatter(1, right, -math.inf).amax(1)
+    return float((scores.gather(1, right).squeeze(1) - others).min())
 
 
 def least_margin(network: Network, tokenizer: Tokenizer) -> float:
@@ -151,12 +156,7 @@ def least_margin(network: Network, tokenizer: Tokenizer) -> float:
     for lesson in lessons.fixed():
         batch = encode(tokenizer, [lesson])
         with torch.no_grad(), parametrize.cached():
-            hidden = network(batch.tokens)[:, :-1]
-            labels = batch.labels[:, 1:]
-            scores = network.lm_head(hidden[labels != IGNORED])
-        right = labels[labels != IGNORED].unsqueeze(1)
-        others = scores.scatter(1, right, -math.inf).amax(1)
-        least = min(least, (scores.gather(1, right).squeeze(1) - others).min().item())
+            least = min(least, lead(network, network(batch.tokens)[:, :-1], batch.labels[:, 1:]))
     return least
 
 

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 from lab.model import lessons, vocabulary
 from lab.model import weights as trained
 from lab.model.lessons import Lesson
-from lab.model.network import Network, state
+from lab.model.network import Network, load_state, take_step
 from lab.model.rounding import bf16_bits
 from lab.model.shape import TINY
 from proofs.drafts.network import DFlash, Draft, Eagle3
@@ -78,10 +78,7 @@ def make_held_out() -> dict[str, list[Lesson]]:
 
 def make_target() -> Network:
     network = Network(TINY)
-    tensors = trained.read(TINY)
-    with torch.no_grad():
-        for name, value in state(network).items():  # views of the network's own tensors
-            value.copy_(torch.from_numpy(tensors[name]))
+    load_state(network, trained.read(TINY))
     network.round_weights()
     return network.to(DEVICE).eval()
 
@@ -157,10 +154,7 @@ def train(draft: Draft, target: Network, known: list[Text], steps: int) -> list[
         hidden = draft(embedding, tokens, seen, anchors)
         logits = functional.linear(hidden, head)
         loss = functional.cross_entropy(logits.flatten(0, 2), labels.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss)
         schedule.step()
         if step % 200 == 0 or step == steps - 1:
             row = {"step": step, "loss": round(loss.item(), 3)}

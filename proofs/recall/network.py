@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
-from lab.model.network import Network, state
-from lab.model.original import Floats
+from lab.model.network import Network
 from proofs.recall.trees import RECALL
 
 CHUNK = 64
@@ -121,12 +120,6 @@ def make_network(seed: int = 0) -> Network:
         if isinstance(module, modeling.Qwen3_5MoeExperts):
             module.forward = MethodType(dense_experts, module)
     return network
-
-
-def put_in(network: Network, trained: dict[str, Floats]) -> None:
-    with torch.no_grad():
-        for name, value in state(network).items():  # views of the network's own tensors
-            value.copy_(torch.from_numpy(trained[name]))
 
 
 def hidden_states(network: Network, tokens: Tensor, places: Tensor) -> tuple[Tensor, Any]:

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from lab.model.network import Network, state
+from lab.model.network import Network, load_state, state, take_step
 from proofs import stages
 from proofs.recall import language, weights
-from proofs.recall.network import losses, make_network, put_in, use_own_rule
+from proofs.recall.network import losses, make_network, use_own_rule
 from proofs.result_files import write_result
 
 SEED = 11
@@ -110,7 +110,7 @@ class Run:
         self.seen["rule_differs_by"] = use_own_rule(device)
         network = make_network(self.seed)
         if self.further:
-            put_in(network, weights.read(self.further))
+            load_state(network, weights.read(self.further))
         self.network = network.to(device)
         parameters = list(self.network.parameters())
         self.optimizer = torch.optim.AdamW(
@@ -160,10 +160,7 @@ class Run:
         with parametrize.cached(), torch.autocast(self.device, torch.bfloat16):
             values = losses(self.network, *arrays)
             loss = values["loss1"] + MTP_WEIGHT * (values["loss2"] + 0.5 * values["loss3"])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(self.optimizer, loss)
         self.done += 1
         return values
 

@@ -24,7 +24,7 @@ from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
 from lab.model import lessons, training, vocabulary
 from lab.model import weights as stored
-from lab.model.network import Network, state
+from lab.model.network import Network, load_state, state, take_step
 from lab.model.original import Floats
 from lab.model.shape import TINY, model_config
 from proofs.prompts import COLOURS, SEVERAL_PICTURES, SINGLE_PICTURE
@@ -84,31 +84,10 @@ def draw_colours(source: random.Random) -> list[tuple[str, ...]]:
     return [tuple(source.choice(list(COLOURS)) for _ in range(count)) for _ in range(12)]
 
 
-def load_weights(network: Network, weights: dict[str, Floats]) -> None:
-    own = network.state_dict()
-    for name, value in own.items():
-        plain = name.replace("parametrizations.", "").removesuffix(".original")
-        if plain.startswith("model."):
-            plain = "model.language_model." + plain.removeprefix("model.")
-        value.copy_(torch.from_numpy(np.ascontiguousarray(_collect(weights, plain, value.shape))))
-
-
-def _collect(weights: dict[str, Floats], name: str, shape: torch.Size) -> Floats:
-    module, _, part = name.rpartition(".experts.")
-    if not module:
-        return weights[name]
-    kinds = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-    rows = [
-        np.concatenate([weights[f"{module}.experts.{expert}.{kind}.weight"] for kind in kinds])
-        for expert in range(shape[0])
-    ]
-    return np.stack(rows)
-
-
 class Model:
     def __init__(self, weights: dict[str, Floats], ids: dict[str, int]) -> None:
         self.network = Network(TINY)
-        load_weights(self.network, weights)
+        load_state(self.network, weights)
         self.network.round_weights()
         config = Qwen3_5MoeConfig(**model_config(TINY, ids))
         self.whole = Qwen3_5MoeForConditionalGeneration(config).float()
@@ -143,12 +122,7 @@ def smallest_margin(model: Model, tokenizer: Any) -> float:
         batch = make_batch(tokenizer, several, None)
         with torch.no_grad(), parametrize.cached():
             hidden = model.hidden(batch)[:, :-1]
-            wanted = batch.labels[:, 1:]
-            chosen = wanted != training.IGNORED
-            scores = model.network.lm_head(hidden[chosen])
-        right = wanted[chosen].unsqueeze(1)
-        others = scores.scatter(1, right, -float("inf")).amax(1)
-        least = min(least, (scores.gather(1, right).squeeze(1) - others).min().item())
+            least = min(least, training.lead(model.network, hidden, batch.labels[:, 1:]))
     return least
 
 
@@ -174,10 +148,7 @@ def teach(model: Model, tokenizer: Any, steps: int, taught: Iterator[training.Ba
             lesson_loss = (
                 training.main_loss(model.network, next(taught)) if step % 2 else 0 * picture_loss
             )
-            (picture_loss + lesson_loss).backward()
-        torch.nn.utils.clip_grad_norm_([*tower, *text], 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, picture_loss + lesson_loss)
         if step % 20 == 1 or step == steps - 1:
             print(
                 f"phase=eyes step={step} pictures={picture_loss:.4f} lessons={lesson_loss:.4f}",

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from lab.model import original, repository, vocabulary
+from lab.model.safetensors import INDEX, read_file, write_file
 from lab.model.shape import Shape
 
 FILES = Path(__file__).resolve().parents[2] / "files"
@@ -45,7 +46,6 @@ VARIANTS: dict[str, dict[str, str]] = {
     "native": {"layout": "full", "head": "int8-g128", "shared_experts": "int8-g128"},
     "base-head8": {"layout": "full", "head": "int8-g128", "shared_experts": "keep"},
 }
-INDEX = "model.safetensors.index.json"
 
 
 def write_wide(out: Path) -> tuple[Path, Path]:
@@ -152,17 +152,9 @@ def drop_names(tree: Path, dropped: set[str]) -> None:
     index = json.loads((tree / INDEX).read_text())
     for name in dropped:
         path = tree / index["weight_map"].pop(name)
-        raw = path.read_bytes()
-        size = int.from_bytes(raw[:8], "little")
-        header = json.loads(raw[8 : 8 + size])
-        start, end = header.pop(name)["data_offsets"]
-        for entry in header.values():
-            if "data_offsets" in entry and entry["data_offsets"][0] >= end:
-                entry["data_offsets"] = [place - (end - start) for place in entry["data_offsets"]]
-        body = raw[8 + size :]
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        path.write_bytes(len(text).to_bytes(8, "little") + text + body[:start] + body[end:])
+        tensors = read_file(path)
+        del tensors[name]
+        write_file(path, tensors)
     (tree / INDEX).write_text(json.dumps(index))
 
 
