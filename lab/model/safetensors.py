@@ -36,7 +36,7 @@ def write_file(path: Path, tensors: Tensors) -> None:
 def read_file(path: Path) -> Tensors:
     return {
         name: Tensor(stored["dtype"], tuple(stored["shape"]), bytes(stored["data"]))
-        for name, stored in deserialize(path.read_bytes())
+        for name, stored in deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
     }
 
 
