@@ -202,6 +202,8 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
             # Left by a killed run of this machine.
             script = take_script(LEASE, token, holder(), replaces=other, check_only=check_only)
             answer = _run_script(host, script)
+    except SettingsError as error:  # sudo on this machine needs a password
+        return error.problems[0]
     except _CONNECTION_ERRORS as error:
         return unreachable(where, type(error).__name__)
     if answer in ("taken", "free"):

@@ -91,9 +91,9 @@ def test_service_removed_from_settings_is_stopped_and_pruned(fleet, guest):
     release = next(unit for unit in guest.boots() if "@second-" in unit)
     fleet.site.reset("services")
     dry = fleet.site.deploy("--limit", guest.name, dry=True)
-    assert any("Stop services" in name for name in dry.predicted), dry.predicted
+    assert any("Stop unlisted services" in name for name in dry.predicted), dry.predicted
     stopped = fleet.settle(guest)
-    assert any("Stop services" in name for name in stopped.changed)
+    assert any("Stop unlisted services" in name for name in stopped.changed)
     assert set(containers(guest)) == {"main"}
     assert release not in guest.boots()
     assert guest.run("systemctl is-active spark-gateway@second", check=False) != "active"

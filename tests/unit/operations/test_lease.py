@@ -13,6 +13,7 @@ import pytest
 from pyinfra.api.command import FunctionCommand
 
 from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import SettingsError
 from spark_deploy.hosts import operations
 from spark_deploy.hosts.operations import host_operation, take_script, this_run, unlock_script
 from tests.unit.operations.fake_host import FakeHost, local_shell, on
@@ -90,6 +91,16 @@ def test_refuses_a_host_that_another_run_changes(path, token, body):
     [refusal] = run(local_host(), body)
     assert "ben@laptop has been changing this host since 20" in refusal
     assert path.read_text().startswith(token)
+
+
+def test_a_missing_sudo_password_is_not_reported_as_a_lost_host(path):
+    def needs_password(script: str) -> str:
+        raise SettingsError.one("sudo", "needs a password", "run deploys/bootstrap.py once")
+
+    host = FakeHost(shell=needs_password)
+    host.data = {}
+    [refusal] = run(host)
+    assert "run deploys/bootstrap.py once" in refusal
 
 
 def test_takes_the_lease_of_a_killed_run_of_this_machine(path):

@@ -1,0 +1,161 @@
+"""An ordinary user follows the README on a bare machine, from the install to a second host."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.labkit import CHECKOUT, SPARE, Guest, Site, guest_named, info, lab
+from tests.owner import write_lab_settings
+
+LAPTOP, HOME, FOLDER = "lab-36", "/home/ana", "/home/ana/sparks"
+README = (CHECKOUT / "README.md").read_text("utf-8")
+
+
+@dataclass
+class User:
+    guest: Guest
+    environment: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def types(self, line: str) -> subprocess.CompletedProcess[str]:
+        self.lines.append(line)
+        exports = " ".join(f"{name}={value}" for name, value in self.environment.items())
+        script = f"cd {FOLDER} 2>/dev/null; export PATH=$HOME/venv/bin:$PATH {exports}; {line}"
+        login = f"sudo -n runuser -l ana -c {shlex.quote(script)}"
+        done = subprocess.run(
+            [*self.guest.login(), login],
+            capture_output=True, text=True, timeout=900, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        sys.stdout.write(f"$ {line}\n{done.stdout}{done.stderr}")
+        return done
+
+    def writes(self, path: str, text: str, mode: str = "600") -> None:
+        quoted = shlex.quote(text)
+        self.guest.run(
+            f"printf %s {quoted} > {path}; chown ana: {path}; chmod {mode} {path}", timeout_s=30
+        )
+
+    def answers_bootstrap_of(self, name: str) -> None:
+        """Answer the questions for the password and the host key of a new host."""
+        about = next(guest for guest in info()["guests"] if guest["name"] == name)
+        for question, answer in {
+            "PASSWORD": about["password"], "HOST_KEYS": f"{about['ip']} {about['host_key']}",
+        }.items():  # fmt: skip
+            self.writes(f"{HOME}/{question}", f"{answer}\n")
+            self.environment[f"SPARK_BOOTSTRAP_{question}_FILE"] = f"{HOME}/{question}"
+
+
+def readme_command(start: str) -> str:
+    """Return the command of the README that starts with these words, without its comment."""
+    [line] = [line for line in README.splitlines() if line.startswith(f"spark-deploy {start}")]
+    return line.partition("  #")[0].strip()
+
+
+def install(guest: Guest, work: Path) -> None:
+    """Install what `pipx install .` installs; guests cannot reach a package index."""
+    version = guest.run("python3 -c 'import sys; print(*sys.version_info[:2], sep=\".\")'")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", work, "."],
+                   cwd=CHECKOUT, check=True)  # fmt: skip
+    [wheel] = work.glob("*.whl")
+    target = [*pip, "install", "--target", work / "site", "--python-version", version,
+              "--only-binary=:all:", "--no-deps"]  # fmt: skip
+    subprocess.run([*target, "--require-hashes", "-r", "requirements/run.txt"],
+                   cwd=CHECKOUT, check=True)  # fmt: skip
+    subprocess.run([*target, wheel], cwd=work, check=True)
+    guest.run("useradd -m -s /bin/bash ana")
+    guest.run("runuser -l ana -c 'python3 -m venv --without-pip venv; mkdir -m 700 .ssh; "
+              "ssh-keygen -q -t ed25519 -N \"\" -f .ssh/id_ed25519'")  # fmt: skip
+    copy(guest, work / "site", f"{HOME}/venv/lib/python{version}/site-packages")
+    copy(guest, Path.home() / ".cache/spark-deploy", f"{HOME}/.cache/spark-deploy")
+    commands = {"spark-deploy": "spark_deploy", "pyinfra": "pyinfra"}
+    for command, module in commands.items():
+        text = f'#!/bin/sh\nexec {HOME}/venv/bin/python -m {module} "$@"\n'
+        guest.run(f"printf %s {shlex.quote(text)} > {HOME}/venv/bin/{command}; "
+                  f"chmod 755 {HOME}/venv/bin/{command}")  # fmt: skip
+    guest.run(f"chown -R ana: {HOME}")
+
+
+def copy(guest: Guest, source: Path, target: str) -> None:
+    unpack = [*guest.login(), f"sudo -n sh -c 'mkdir -p {target} && tar -C {target} -xf -'"]
+    with subprocess.Popen(["tar", "-C", source, "-cf", "-", "."], stdout=subprocess.PIPE) as tar:
+        subprocess.run(unpack, stdin=tar.stdout, check=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    new = [word for name in SPARE for word in ("--bootstrap-guest", name)]
+    lab("up", LAPTOP, *SPARE, "--fresh", *new, "--engine", "stub")
+    made = User(guest_named(LAPTOP))
+    install(made.guest, tmp_path_factory.mktemp("install"))
+    yield made
+    lab("down", LAPTOP, *SPARE)
+
+
+def add_lab_settings(user: User, work: Path) -> None:
+    """Write the lab's hub, registry and packages, which a real host has by default."""
+    (work / "group_vars").mkdir(parents=True)
+    site = Site(work / "lab", hosts=list(SPARE))
+    write_lab_settings(work, site.root / "inventory/lab.py")
+    settings = yaml.safe_load((work / "group_vars/spark.yml").read_text())
+    settings["ssh"].pop("key_file")  # the user has a key
+    user.writes(f"{FOLDER}/group_vars/spark.yml", yaml.safe_dump(settings), "644")
+
+
+def test_first_answer_takes_two_commands(user: User, tmp_path: Path) -> None:
+    address, login = guest_named(SPARE[0]).ip, info()["ssh"]["user"]
+    user.answers_bootstrap_of(SPARE[0])
+    init = readme_command("init").replace("192.168.1.21", address).replace("nvidia", login)
+    started = time.monotonic()
+    done = user.types(f"{init} --model lab-stub")
+    assert done.returncode == 0, done.stderr
+    add_lab_settings(user, tmp_path)
+    up = user.types("spark-deploy up -y")
+    assert up.returncode == 0, up.stdout[-4000:] + up.stderr[-2000:]
+    assert re.search(r"^spark-1: .*35352137", up.stdout, re.MULTILINE)
+    assert len(user.lines) == 2
+    sys.stdout.write(f"first answer after {time.monotonic() - started:.0f} s\n")
+
+
+def test_failed_switch_keeps_old_server(user: User) -> None:
+    path = f"{FOLDER}/group_vars/all.yml"
+    before = user.guest.run(f"cat {path}")
+    fault = "engine:\n  environment: {STUB_FAULT: garbage}\ncheck: {timeout_s: 10}\n"
+    user.writes(path, f"{before}\n{fault}", "644")
+    failed = user.types("spark-deploy up -y")
+    assert failed.returncode == 1, failed.stdout[-4000:]
+    assert "spark-1 still serves" in failed.stdout + failed.stderr
+    assert guest_named(SPARE[0]).answers()
+    user.writes(path, before, "644")
+
+
+def test_switch_and_rollback(user: User) -> None:
+    host = guest_named(SPARE[0])
+    first = host.release()
+    for line in readme_command("use").split(" && "):
+        done = user.types(f"{line} -y" if line.endswith(" up") else line)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert host.release() != first
+    done = user.types(f"{readme_command('rollback')} -y")
+    assert done.returncode == 0, done.stderr
+    assert host.release() == first
+
+
+def test_second_host(user: User) -> None:
+    address, login = guest_named(SPARE[1]).ip, info()["ssh"]["user"]
+    user.answers_bootstrap_of(SPARE[1])
+    added = user.types(f"spark-deploy init {FOLDER} --host spark-2={address} --user {login}")
+    assert added.returncode == 0, added.stderr
+    up = user.types("spark-deploy up -y")
+    assert up.returncode == 0, up.stdout[-4000:] + up.stderr[-2000:]
+    assert guest_named(SPARE[1]).answers()
