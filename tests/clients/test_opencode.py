@@ -4,8 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,6 @@ from tests.labkit import CHECKOUT
 sys.path.insert(0, str(CHECKOUT / "tests/unit/host_tools"))
 
 from gateway_client import running_gateway
-from stub_host import Host
 
 from spark_deploy.cli.connect import CLIENTS, Connection
 
@@ -24,7 +21,7 @@ QUESTION, ANSWER = "What is 7823 * 4519?", "35352137"
 
 
 @pytest.fixture
-def connection(nginx_host: Host) -> Iterator[Connection]:
+def connection(nginx_host):
     host = nginx_host
     # Otherwise the stub calls a tool in every answer, and agents never end.
     host.started(host.release(), STUB_FAULT="no-tool")
@@ -38,11 +35,11 @@ def connection(nginx_host: Host) -> Iterator[Connection]:
 
 
 @pytest.fixture(scope="session")
-def npm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def npm(tmp_path_factory):
     home, program = tmp_path_factory.mktemp("npm"), shutil.which("npm")
     assert program, "needs npm: apt-get install npm"
 
-    def install(package: str) -> Path:
+    def install(package):
         words = [program, "install", "--no-audit", "--no-fund", package]
         subprocess.run(words, cwd=home, check=True, capture_output=True)
         return home / "node_modules/.bin"
@@ -50,7 +47,7 @@ def npm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return install
 
 
-def run_shell(script: str, *words: str, home: Path) -> str:
+def run_shell(script, *words, home):
     done = subprocess.run(
         ["bash", "-euc", f'{script}\nexec "$0" "$@"', *words], cwd=home, timeout=180, check=False,
         capture_output=True, text=True, stdin=subprocess.DEVNULL,
@@ -60,7 +57,7 @@ def run_shell(script: str, *words: str, home: Path) -> str:
     return done.stdout
 
 
-def client_text(client: str, connection: Connection) -> str:
+def client_text(client, connection):
     return "\n".join(CLIENTS[client].text(connection))
 
 

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ BASE_URL = "http://127.0.0.1:8000/v1"
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+def config(tmp_path_factory):
     home = tmp_path_factory.mktemp("open-webui")
     argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
     # The wheel is only read, so any Python will do.
@@ -48,7 +47,7 @@ def test_reads_the_documented_names(config):
         assert f"os.getenv('{name}'" in config
 
 
-def index_of(name: str, body: list[ast.stmt]) -> int:
+def index_of(name, body):
     return next(
         index
         for index, node in enumerate(body)
@@ -57,7 +56,7 @@ def index_of(name: str, body: list[ast.stmt]) -> int:
     )
 
 
-def environment(home: Path) -> dict[str, str]:
+def environment(home):
     connection = Connection(
         "spark-1", BASE_URL, 8000, "here", "main-model", ("main-model",), "/etc/spark/api-key",
         f"echo {KEY}", None, None, None, "",

@@ -7,8 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ FOLDERS = ("group_vars", "catalog", "schema")
 
 
 class Editor:
-    def __init__(self, server: Path, root: Path) -> None:
+    def __init__(self, server, root):
         self.root, self.count = root, 0
         self.process = subprocess.Popen(
             [str(server), "--stdio"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -30,10 +28,10 @@ class Editor:
         self.request("initialize", processId=None, rootUri=root.as_uri(), capabilities=CAPABILITIES)
         self.notify("initialized")
 
-    def notify(self, method: str, **params: Any) -> None:
+    def notify(self, method, **params):
         self._send({"jsonrpc": "2.0", "method": method, "params": params})
 
-    def request(self, method: str, **params: Any) -> Any:
+    def request(self, method, **params):
         self.count += 1
         self._send({"jsonrpc": "2.0", "id": self.count, "method": method, "params": params})
         while True:
@@ -42,7 +40,7 @@ class Editor:
                 assert "error" not in message, message
                 return message["result"]
 
-    def open(self, path: str, text: str | None = None) -> list[str]:
+    def open(self, path, text=None):
         file = self.root / path
         text = file.read_text() if text is None else text
         document = {"uri": file.as_uri(), "languageId": "yaml", "version": 1, "text": text}
@@ -54,7 +52,7 @@ class Editor:
             if is_report and params["uri"] == file.as_uri():
                 return [item["message"] for item in params["diagnostics"]]
 
-    def complete(self, path: str, text: str) -> set[str]:
+    def complete(self, path, text):
         path = path.replace(".yml", f"-{self.count}.yml")
         self.open(path, text)
         lines = text.split("\n")
@@ -65,13 +63,13 @@ class Editor:
         )
         return {item["label"] for item in answer["items"]}
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message):
         body = json.dumps(message).encode()
         assert self.process.stdin
         self.process.stdin.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
         self.process.stdin.flush()
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self):
         assert self.process.stdout
         length = 0
         while line := self.process.stdout.readline().strip():
@@ -85,7 +83,7 @@ class Editor:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def server(tmp_path_factory):
     home = tmp_path_factory.mktemp("npm")
     npm = shutil.which("npm")
     assert npm, "needs npm: apt-get install npm"
@@ -95,7 +93,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def editor(server: Path, tmp_path: Path) -> Iterator[Editor]:
+def editor(server, tmp_path):
     for folder in FOLDERS:
         shutil.copytree(CHECKOUT / folder, tmp_path / folder)
     (tmp_path / "host_vars").mkdir()
@@ -105,13 +103,13 @@ def editor(server: Path, tmp_path: Path) -> Iterator[Editor]:
     editor.process.wait()
 
 
-def schema_comment(path: str) -> str:
+def schema_comment(path):
     first = (CHECKOUT / path).read_text().splitlines()[0]
     assert first.startswith("# yaml-language-server: $schema=")
     return first + "\n"
 
 
-def shipped() -> list[str]:
+def shipped():
     files = [*CHECKOUT.glob("group_vars/*.yml"), *CHECKOUT.glob("catalog/**/*.yml")]
     return sorted(str(file.relative_to(CHECKOUT)) for file in files)
 

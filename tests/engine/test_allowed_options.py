@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import ast
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from spark_vllm import SUPPORTED_ENGINES
@@ -56,14 +53,14 @@ CODE = re.compile(
 
 
 @functools.cache
-def sources(version: str) -> dict[str, ast.Module]:
+def sources(version):
     root = fetch(version, FILES)
     present = sorted(file for file in FILES if (root / file).exists())
     return {file: ast.parse((root / file).read_text()) for file in present}
 
 
 @functools.cache
-def fields(version: str) -> dict[str, dict[str, str]]:
+def fields(version):
     classes, aliases = {}, {}
     for file, module in sources(version).items():
         for node in module.body:
@@ -84,7 +81,7 @@ def fields(version: str) -> dict[str, dict[str, str]]:
 
 
 @functools.cache
-def options(version: str) -> dict[str, str]:
+def options(version):
     classes = {name.lower(): item for name, item in fields(version).items()}
     result = {}
     for node in ast.walk(sources(version)[ARGUMENTS]):
@@ -104,7 +101,7 @@ def options(version: str) -> dict[str, str]:
 
 
 @functools.cache
-def keys(version: str) -> dict[str, str]:
+def keys(version):
     return {
         f"{option}.{key}": annotation
         for option, name in CLASSES.items()
@@ -113,19 +110,19 @@ def keys(version: str) -> dict[str, str]:
 
 
 @functools.cache
-def variables(version: str) -> frozenset[str]:
+def variables(version):
     text = ast.unparse(sources(version)[ENVIRONMENT])
     return frozenset(re.findall(r"^    (\w+): ", text, re.MULTILINE))
 
 
-def nested(path: str, value: object) -> dict[str, object]:
+def nested(path, value):
     option, *rest = path.split(".")
     for key in reversed(rest):
         value = {key: value}
     return {option: value}
 
 
-def of_all(read: Callable[[str], Iterable[str]]) -> Iterator[str]:
+def of_all(read):
     for version in SUPPORTED_ENGINES:
         yield from read(version)
 

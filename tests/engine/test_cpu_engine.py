@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_process import run_engine
@@ -20,20 +17,20 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 class Engine:
-    def __init__(self, plugin: Path, work: Path) -> None:
+    def __init__(self, plugin, work):
         self._plugin, self._work = plugin, work
 
-    def run(self, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(self, *argv, check=True):
         environment = {"PYTHONPATH": str(self._plugin), "VLLM_PLUGINS": "spark"}
         return run_engine(self._work, *argv, check=check, **environment)
 
-    def answers(self, checkpoint: Path, **options: Any) -> tuple[dict[str, Any], str]:
+    def answers(self, checkpoint, **options):
         target = checkpoint.with_suffix(".answers.json")
         words = [str(checkpoint), str(target), json.dumps(options)]
         done = self.run(str(HERE / "engine_run.py"), *words)
         return json.loads(target.read_text()), done.stdout + done.stderr
 
-    def refusal(self, script: str, checkpoint: Path, **options: Any) -> str:
+    def refusal(self, script, checkpoint, **options):
         words = [str(checkpoint), json.dumps(options)]
         if script == "engine_run.py":
             words.insert(1, "/dev/null")
@@ -43,12 +40,12 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     return tmp_path_factory.mktemp("engine")
 
 
 @pytest.fixture(scope="module")
-def engine(work: Path) -> Engine:
+def engine(work):
     target, context = work / "plugin", work / "context"
     shutil.copytree(CHECKOUT / "files/image", context)
     engine = Engine(target, work)
@@ -58,7 +55,7 @@ def engine(work: Path) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def hybrid(work: Path) -> Any:
+def hybrid(work):
     hub = work / "hub"
     argv = [sys.executable, "-m", "lab.model", "build", "--out", str(hub), "--untrained"]
     subprocess.run(argv, check=True, cwd=CHECKOUT)
@@ -67,17 +64,17 @@ def hybrid(work: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def plain(hybrid: Any, work: Path) -> Path:
+def plain(hybrid, work):
     return hybrid.write_plain(work / "plain", head="int8-g128")
 
 
 @pytest.fixture(scope="module")
-def overlay(hybrid: Any, work: Path) -> Path:
+def overlay(hybrid, work):
     return hybrid.write(work / "overlay", layout="overlay", head="int8-g128")
 
 
 @pytest.fixture(scope="module")
-def reference(engine: Engine, plain: Path) -> dict[str, Any]:
+def reference(engine, plain):
     return engine.answers(plain)[0]
 
 

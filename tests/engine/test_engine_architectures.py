@@ -3,12 +3,9 @@
 ``ENGINES=write pytest tests/engine/test_engine_architectures.py`` writes it.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 from spark_vllm import SUPPORTED_ENGINES
@@ -36,7 +33,7 @@ HEAD = """\
 """
 
 
-def tables(version: str, file: str = REGISTRY) -> dict[str, set[str]]:
+def tables(version, file=REGISTRY):
     result: dict[str, set[str]] = {}
     for node in ast.parse((fetch(version, {file}) / file).read_text()).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -47,18 +44,18 @@ def tables(version: str, file: str = REGISTRY) -> dict[str, set[str]]:
     return result
 
 
-def names(version: str, groups: tuple[str, ...]) -> list[str]:
+def names(version, groups):
     names_of = tables(version)
     united = set().union(*(names_of[group] for group in groups))
     return sorted(united, key=lambda name: (name.lower(), name))
 
 
-def parsers(version: str, kind: str) -> list[str]:
+def parsers(version, kind):
     file, table = PARSERS[kind]
     return sorted(tables(version, file)[table])
 
 
-def lines() -> Iterator[str]:
+def lines():
     yield from (*HEAD.splitlines(), "engines:")
     for version in SUPPORTED_ENGINES:
         release = RELEASES[version]

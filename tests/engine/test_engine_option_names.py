@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 
 import pytest
 from spark_vllm import SUPPORTED_ENGINES
@@ -21,11 +18,11 @@ SERVER_OPTIONS = {
 """Options of ``vllm serve`` defined in another file."""
 
 
-def tree(version: str, file: str) -> ast.Module:
+def tree(version, file):
     return ast.parse((fetch(version, {ARGUMENTS, PARSER}) / file).read_text())
 
 
-def spellings(version: str) -> Iterator[set[str]]:
+def spellings(version):
     for node in ast.walk(tree(version, ARGUMENTS)):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             words = [item.value for item in node.args if isinstance(item, ast.Constant)]

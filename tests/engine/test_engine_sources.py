@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -17,7 +15,7 @@ PLUGIN = Path(__file__).parents[2] / "files/image/spark_vllm"
 FILES = {file for row in TABLE for file in Sources.files(row.symbol.partition(":")[0])}
 
 
-def released(version: str) -> Path:
+def released(version):
     return fetch(version, FILES)
 
 
@@ -42,7 +40,7 @@ def test_engine_installs_the_packages_of_the_plugin(version):
     assert {"torch", "safetensors", "transformers", "pyyaml"} <= required
 
 
-def engine_imports(tree: ast.Module) -> dict[str, str]:
+def engine_imports(tree):
     return {
         alias.asname or alias.name: f"{node.module}:{alias.name}"
         for node in ast.walk(tree)

@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_process import run_engine
@@ -14,13 +10,13 @@ from spark_deploy.config.checkout import CHECKOUT
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
-def run(work: Path, *argv: str) -> str:
+def run(work, *argv):
     environment = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(CHECKOUT)}
     return run_engine(work, *argv, **environment).stdout
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory):
     hub = tmp_path_factory.mktemp("trained") / "hub"
     run(hub.parent, "-m", "lab.model", "build", "--out", str(hub))
     output = run(hub.parent, "tests/engine/lab_tiny_reference.py", str(hub))

@@ -3,16 +3,12 @@
 Only the folders of the release's arguments are replaced by those of this machine.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.plan.types import HostPlan
 from tests.engine.test_published_models import (
     CAPITAL,
     case_of,
@@ -28,18 +24,18 @@ ADAPTER = {"adapters": {"law": {"repository": "org/tiny-law", "rank": 8}}}
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     return publish(tmp_path_factory.mktemp("adapter"), "org/tiny-qwen3", "org/tiny-law")
 
 
 @pytest.fixture(scope="module")
-def plan(work: Path) -> HostPlan:
+def plan(work):
     with serve_hub(work) as site:
         return plan_of(site, "tiny-qwen3", ADAPTER)
 
 
 @pytest.fixture(scope="module")
-def served(plan: HostPlan, work: Path) -> dict[str, Any]:
+def served(plan, work):
     own, law = plan.serve.names
     bodies = [
         {

@@ -4,15 +4,10 @@ The engine parses the plan's arguments; the plan's cache size is compared with t
 ``tests/host/test_plain_models.py`` covers the deployment to a host.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,7 +21,6 @@ from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import build_plan, select_hosts
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.types import HostPlan
 from tests.published import DECODERS, DRAFTS, PROFILE, WORDS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
@@ -42,17 +36,16 @@ BREAD, TRAIN = (
     "How do I bake bread at home without a machine?",
     "The next train leaves from platform four at noon.",
 )
-ENCODERS = {"tiny-embedder": "BertModel", "tiny-reranker": "BertForSequenceClassification"}
 OTHERS = {"tiny-embedder": "embedding", "tiny-reranker": "reranking"}
 DRAFTING = {"tiny-qwen3 by tiny-draft": DRAFTS, "tiny-qwen3 by words": WORDS}
 
 
-def run(work: Path, *argv: str) -> str:
+def run(work, *argv):
     done = run_engine(work, *argv, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     return done.stdout + done.stderr
 
 
-def publish(folder: Path, *repositories: str) -> Path:
+def publish(folder, *repositories):
     (folder / "hub").mkdir()
     selection = ["--only", *repositories] if repositories else []
     run(folder, "-m", "lab.model.published", "--out", str(folder / "hub"), *selection)
@@ -60,18 +53,18 @@ def publish(folder: Path, *repositories: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     return publish(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")
-def site(work: Path) -> Iterator[Path]:
+def site(work):
     with serve_hub(work) as folder:
         yield folder
 
 
 @contextmanager
-def serve_hub(work: Path) -> Iterator[Path]:
+def serve_hub(work):
     hub = Hub(Store(work / "hub"), FaultSwitch(work / "no-fault"), "", work / "access.jsonl")
     servers = make_servers(hub, "127.0.0.1", 0, 0)
     endpoint, hub.cdn_url = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
@@ -95,7 +88,7 @@ def serve_hub(work: Path) -> Iterator[Path]:
         server.shutdown()
 
 
-def plan_of(site: Path, model: str, extra: dict[str, Any] | None = None) -> HostPlan:
+def plan_of(site, model, extra=None):
     command = ["add", f"org/{model}", "--inventory", str(site / "sparks.py"), "--force"]
     assert main([*command, "--profile", "lab-plain"]) == 0
     if extra:
@@ -105,7 +98,7 @@ def plan_of(site: Path, model: str, extra: dict[str, Any] | None = None) -> Host
     return build_plan(select_hosts(options)[0])
 
 
-def case_of(name: str, plan: HostPlan, work: Path) -> dict[str, Any]:
+def case_of(name, plan, work):
     by_target = {mount.target: mount.source for mount in plan.serve.engine.mounts}
     trees = {
         tree.dir: work / "hub" / tree.locked.repo / tree.locked.commit for tree in plan.sources
@@ -119,11 +112,8 @@ def case_of(name: str, plan: HostPlan, work: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-Served = tuple[dict[str, HostPlan], dict[str, Any], dict[str, str]]
-
-
 @pytest.fixture(scope="module")
-def served(site: Path, work: Path) -> Served:
+def served(site, work):
     plans = {name: plan_of(site, name) for name in (*DECODERS, *OTHERS)}
     plans |= {
         name: plan_of(site, "tiny-qwen3", {"changes": [{"set": {"speculation": drafts}}]})
@@ -137,12 +127,12 @@ def served(site: Path, work: Path) -> Served:
     return plans, json.loads(answers.read_text()), dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def logged_cache_tokens(log: str) -> int | None:
+def logged_cache_tokens(log):
     sizes = re.findall(r"KV cache size: ([\d,]+) tokens", log)
     return int(sizes[-1].replace(",", "")) if sizes else None
 
 
-def files_bytes(plan: HostPlan, work: Path, number: int = 0) -> int:
+def files_bytes(plan, work, number=0):
     source = plan.sources[number].locked
     folder = work / "hub" / source.repo / source.commit
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

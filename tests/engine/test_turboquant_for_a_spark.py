@@ -3,16 +3,13 @@
 Needs triton (`make kernels`), which includes an assembler and cuobjdump; no GPU.
 """
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="needs triton: make kernels")
 
-from engine_launches import FILES, Usage, launches
+from engine_launches import FILES, launches
 from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check.kernels import SHARED_BYTES
 from wheel_sources import fetch
@@ -22,7 +19,7 @@ CASES = ((16, 16, True), (16, 128, False), (32, 16, False), (32, 128, True))
 """Query heads (35B, 122B), smallest or largest block of the engine, even or odd sizes."""
 
 
-def kernels(preset: str) -> list[str]:
+def kernels(preset):
     kind = "fp8" if preset == "turboquant_k8v4" else "mse"
     ends = ["_tq_decode_stage1", "_fwd_kernel_stage2", "_tq_full_dequant_kv"]
     return [f"_tq_fused_store_{kind}", *ends]
@@ -48,7 +45,7 @@ def test_presets_equal_backend():
         assert {name for name in listed.split('"') if name.startswith("turboquant")} == set(PRESETS)
 
 
-def changed(tmp_path: Path, old: str, new: str) -> list[Usage]:
+def changed(tmp_path, old, new):
     root = tmp_path / "engine"
     for file in FILES:
         (root / file).parent.mkdir(parents=True, exist_ok=True)

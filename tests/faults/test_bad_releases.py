@@ -4,8 +4,6 @@ import pytest
 
 from tests.faults.bad_releases import DEPLOYED
 from tests.faults.trial import evidence, forget_other_proofs
-from tests.host.conftest import Fleet
-from tests.labkit import Guest
 
 pytestmark = pytest.mark.gate
 
@@ -14,7 +12,7 @@ OUT_OF_MEMORY = r"\] +\(EngineCore pid=\d+\) ERROR ValueError: Free memory on de
 
 
 @pytest.fixture(scope="module")
-def guest(fleet: Fleet) -> Guest:
+def guest(fleet):
     fleet.settle(fleet.guests[0])
     return fleet.guests[0]
 

@@ -4,9 +4,6 @@ Each test continues from the previous test.
 """
 
 import re
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +26,7 @@ LEFTOVERS = (
 
 
 class FirstDeploy:
-    def __init__(self, root: Path):
+    def __init__(self, root):
         lab("up", NAME, "--fresh", "--engine", "stub")
         self.guest: Guest = guest_named(NAME)
         self.before = self.guest.run("ls -d /etc/spark /var/lib/spark 2>/dev/null || :")
@@ -40,20 +37,20 @@ class FirstDeploy:
         assert named, self.failed.stderr[-6000:]
         self.candidate = named[1]
 
-    def assert_nothing_left(self) -> None:
+    def assert_nothing_left(self):
         for command in LEFTOVERS:
             assert self.guest.run(command) == "", command
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FirstDeploy]:
+def first(tmp_path_factory):
     new_host = FirstDeploy(tmp_path_factory.mktemp("site"))
     assert new_host.before == ""
     yield new_host
     lab("down", NAME)
 
 
-def wait_for_candidate_start(process: subprocess.Popen[str]) -> str:
+def wait_for_candidate_start(process):
     lines = []
     for line in process.stdout or ():
         lines.append(line)

@@ -4,8 +4,6 @@
 each host. With `SPARK_LINE_RESULT` results and plots are written to that folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -13,7 +11,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,7 +21,7 @@ import pytest
 from spark_deploy.bench import report
 from tests.faults.test_peer_downloads import shared_blobs
 from tests.faults.transfers import FROM_HUB, HubLog, RegistryLog, checkpoint_sums, limit_rate
-from tests.labkit import Guest, Site, guest_named, info, lab
+from tests.labkit import Site, guest_named, info, lab
 
 NAMES = os.environ.get(
     "SPARK_EIGHT_GUESTS", "lab-20 lab-21 lab-22 lab-23 lab-24 lab-25 lab-26 lab-27"
@@ -43,14 +40,14 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 class Eight:
-    def __init__(self, site: Site):
+    def __init__(self, site):
         self.site = site
         self.guests = [guest_named(name) for name in NAMES]
         self.result: dict[str, Any] = {}
 
 
 @pytest.fixture(scope="module")
-def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eight]:
+def eight(tmp_path_factory):
     lab("up", *NAMES, "--fresh", "--engine", "stub", timeout_s=2400)
     site = Site(tmp_path_factory.mktemp("site"), hosts=list(NAMES))
     # Other runs publish their own stand-in under the same name.
@@ -67,7 +64,7 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eight]:
 
 
 @contextmanager
-def slow_line(guests: Sequence[Guest]) -> Iterator[None]:
+def slow_line(guests):
     line = [
         (*source, "match", "ip", "dst", guest.ip)
         for guest in guests
@@ -81,13 +78,13 @@ def slow_line(guests: Sequence[Guest]) -> Iterator[None]:
 
 
 class Client:
-    def __init__(self, guests: Sequence[Guest]):
+    def __init__(self, guests):
         self._guests, self._stop = guests, threading.Event()
         self._model = guests[0].names()[0]
         self.answers: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._send_requests)
 
-    def _send_requests(self) -> None:
+    def _send_requests(self):
         while not self._stop.is_set():
             for guest in self._guests:
                 status, body = guest.ask(model=self._model)
@@ -95,16 +92,16 @@ class Client:
                 self.answers["right" if right else f"{status} {body}"[:200]] += 1
             self._stop.wait(1)
 
-    def __enter__(self) -> Client:
+    def __enter__(self):
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._stop.set()
         self._thread.join()
 
 
-def fetch_over_line(eight: Eight, count: int, *, share: bool = True) -> dict[str, Any]:
+def fetch_over_line(eight, count, *, share=True):
     """Fetch the model again on some hosts; return bytes, and seconds of the jobs by systemd."""
     guests = eight.guests[:count]
     eight.site.hosts[:] = NAMES[:count]
@@ -201,7 +198,7 @@ def test_rebuilt_host_downloads_from_peers_while_they_serve(eight):
     }  # fmt: skip
 
 
-def write_eight_hosts(result: dict[str, Any]) -> None:
+def write_eight_hosts(result):
     bars = []
     if line := result.get("line"):
         bars = [(f"{run['hosts']} hosts", [run["seconds"]]) for run in line["runs"]]
@@ -210,9 +207,7 @@ def write_eight_hosts(result: dict[str, Any]) -> None:
     write_result("eight-hosts", {"benchmark": "eight hosts", **result}, bars, title)
 
 
-def write_result(
-    name: str, result: dict[str, Any], bars: list[tuple[str, list[float]]], title: str
-) -> None:
+def write_result(name, result, bars, title):
     if "SPARK_LINE_RESULT" not in os.environ:
         return
     folder = Path(os.environ["SPARK_LINE_RESULT"])

@@ -3,13 +3,12 @@
 The guest has its own /proc/buddyinfo, from reports (lab/buddyinfo), and its own kernel tunables.
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from lab.memory import BUDDYINFO, PROC
-from tests.faults.bench import A, Bench
+from tests.faults.bench import A
 
 VM = f"/{PROC}/sys/vm"
 DROP_IN = f"/etc/systemd/system/spark-serve@{A}.service.d/60-bench.conf"
@@ -26,16 +25,16 @@ NO_MEMORY = (
 )
 
 
-def set_buddyinfo(bench: Bench, name: str) -> None:
+def set_buddyinfo(bench, name):
     bench.write(f"/{PROC}/buddyinfo", (BUDDYINFO / f"{name}.txt").read_text().rstrip())
 
 
-def compaction_requests(bench: Bench) -> list[str]:
+def compaction_requests(bench):
     return [bench.run(f"cat {VM}/{name}").strip() for name in ("drop_caches", "compact_memory")]
 
 
 @pytest.fixture(autouse=True)
-def healthy(bench: Bench) -> Iterator[None]:
+def healthy(bench):
     bench.wipe()
     set_buddyinfo(bench, "healthy")
     bench.run(f": > {VM}/drop_caches; : > {VM}/compact_memory")
@@ -44,7 +43,7 @@ def healthy(bench: Bench) -> Iterator[None]:
 
 
 @contextmanager
-def effective_compaction(bench: Bench) -> Iterator[None]:
+def effective_compaction(bench):
     bench.write("/run/healthy", (BUDDYINFO / "healthy.txt").read_text().rstrip())
     bench.write("/run/systemd/system/compaction.path", COMPACTION_UNIT)
     bench.write(
@@ -59,7 +58,7 @@ def effective_compaction(bench: Bench) -> Iterator[None]:
 
 
 @contextmanager
-def kernel_log(bench: Bench, text: str) -> Iterator[None]:
+def kernel_log(bench, text):
     bench.write("/run/bench/kernel-log", text)
     bench.write("/usr/local/bin/journalctl", JOURNALCTL)
     bench.run("chmod 755 /usr/local/bin/journalctl")

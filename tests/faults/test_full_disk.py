@@ -3,11 +3,9 @@
 test_sweep_resources.py fills the disk before and during rollouts.
 """
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.faults.bench import A, Bench
+from tests.faults.bench import A
 
 STATE = "/var/lib/spark"
 # Leaves no byte free: whole blocks first, then single bytes.
@@ -18,7 +16,7 @@ FILL = (
 
 
 @pytest.fixture
-def small_disk(bench: Bench) -> Iterator[None]:
+def small_disk(bench):
     bench.wipe()
     bench.run(
         f"mkdir -p {STATE} && cp -a {STATE} /run/kept && "

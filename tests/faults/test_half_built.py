@@ -1,18 +1,18 @@
 from tests.faults.pause import JOBS, Pause, assert_repaired, kill_running, running_deploy
-from tests.labkit import Guest, lab
+from tests.labkit import lab
 
 
-def complete_checkpoints(guest: Guest) -> list[str]:
+def complete_checkpoints(guest):
     receipts = "find /srv/spark/models -mindepth 2 -name receipt.json -printf '%h\\n' | sort"
     return guest.run(receipts).splitlines()
 
 
-def partial_files(guest: Guest) -> list[str]:
+def partial_files(guest):
     folders = "/srv/spark/models /srv/spark/sources"
     return guest.run(f"find {folders} -path '*/.*.partial/*' -type f -size +0").splitlines()
 
 
-def delete_unserved_checkpoints(guest: Guest) -> str:
+def delete_unserved_checkpoints(guest):
     tree: str = guest.release_document()["tree"]["path"]
     guest.run(f"find /srv/spark/models -mindepth 1 -maxdepth 1 ! -path {tree} -exec rm -rf {{}} +")
     return tree

@@ -1,6 +1,5 @@
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from tests.faults.pause import (
     kill_running,
     running_deploy,
 )
-from tests.host.conftest import USUAL, Fleet
-from tests.labkit import Guest, lab
+from tests.host.conftest import USUAL
+from tests.labkit import lab
 
 # Prints output once the result of a job is complete.
 IS_PROVEN = {
@@ -42,7 +41,7 @@ BENCH, ROLLBACK = "bench", "rollback"
 @pytest.mark.gate
 @pytest.mark.parametrize("kind", GATE_JOBS)
 def test_killed_during_job(fleet, kind):
-    def settle_and_kill() -> None:
+    def settle_and_kill():
         fleet.settle(fleet.guests[0])
         kill_during_job(fleet, kind)
 
@@ -53,7 +52,7 @@ def test_killed_during_job(fleet, kind):
     "phase", [*(pytest.param(p, marks=pytest.mark.gate) for p in GATE_PHASES), *MORE_PHASES]
 )
 def test_killed_during_rollout_phase(fleet, phase):
-    def switch_to_other_profile() -> None:
+    def switch_to_other_profile():
         profile = fleet.guests[0].release_document()["profile"]
         kill_during_phase(fleet, phase, profile="v2" if profile == "v2-tq" else "v2-tq")
 
@@ -108,12 +107,12 @@ def test_killed_during_rollback(fleet):
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
 
 
-def rollout_result(guest: Guest, paused: dict[str, Any]) -> dict[str, Any]:
+def rollout_result(guest, paused):
     result: dict[str, Any] = guest.json(f"cat /var/lib/spark/switch/{paused['release']}.json")
     return result
 
 
-def retry_if_missed(fleet: Fleet, kill: Callable[[], None]) -> None:
+def retry_if_missed(fleet, kill):
     for _ in range(5):
         try:
             return kill()
@@ -122,7 +121,7 @@ def retry_if_missed(fleet: Fleet, kill: Callable[[], None]) -> None:
     return kill()
 
 
-def kill_during_job(fleet: Fleet, kind: str, seconds: float = 90) -> None:
+def kill_during_job(fleet, kind, seconds=90):
     guest = fleet.guests[0]
     guest.run(FORGET[kind], check=False)
     with (
@@ -133,7 +132,7 @@ def kill_during_job(fleet: Fleet, kind: str, seconds: float = 90) -> None:
 
         kill_running(process)
 
-        def starts() -> str:
+        def starts():
             return guest.run(f"journalctl -u {paused['unit']} -o cat | grep -c ^Starting")
 
         state, before = guest.unit(paused["unit"], "ActiveState", "SubState"), starts()
@@ -147,7 +146,7 @@ def kill_during_job(fleet: Fleet, kind: str, seconds: float = 90) -> None:
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
 
 
-def kill_during_phase(fleet: Fleet, phase: str, **choices: object) -> None:
+def kill_during_phase(fleet, phase, **choices):
     guest = fleet.guests[0]
     fleet.site.choices.clear()
     fleet.site.choose(**{**USUAL, **choices})

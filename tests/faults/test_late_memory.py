@@ -1,8 +1,7 @@
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.faults.bench import A, B, Bench
+from tests.faults.bench import A, B
 
 GIB = 1 << 30
 # Half of it is a margin for other programs on the machine that the guests share.
@@ -11,7 +10,7 @@ HOLDER = f"import time; kept = b'x' * {HELD}; print('held', flush=True); time.sl
 
 
 @contextmanager
-def memory_hog(bench: Bench) -> Iterator[None]:
+def memory_hog(bench):
     bench.run(f'systemd-run -q --collect --unit memory_hog python3 -c "{HOLDER}"')
     # Match the whole line, because systemd's own line quotes the program.
     bench.guest.wait("journalctl -u memory_hog -o cat | tail -n 1 | grep -qx held")
@@ -21,11 +20,11 @@ def memory_hog(bench: Bench) -> Iterator[None]:
         bench.run("systemctl stop memory_hog")
 
 
-def memory_needs(needed_bytes: int, wait_s: float) -> dict[str, float]:
+def memory_needs(needed_bytes, wait_s):
     return {"needed_bytes": needed_bytes, "wait_s": wait_s, "floor_bytes": 1 << 27}
 
 
-def needs_more_than_left(bench: Bench, wait_s: float) -> dict[str, float]:
+def needs_more_than_left(bench, wait_s):
     """Return needs that the host meets only while the memory hog does not run."""
     return memory_needs(bench.memory_bytes("MemAvailable") - HELD // 2, wait_s)
 
@@ -62,13 +61,13 @@ def test_rollout_rolls_back_if_memory_stays_in_use(bench):
         bench.assert_serves(A)
 
 
-def assert_down_until_next_start(bench: Bench) -> None:
+def assert_down_until_next_start(bench):
     assert bench.guest.serving() == []
     assert bench.guest.boots() == [f"spark-serve@{A}.service"]
     assert bench.guest.call("GET", "/health")[0] == 503
 
 
-def wait_until_restarted(bench: Bench) -> None:
+def wait_until_restarted(bench):
     # systemd keeps trying within the start limits.
     bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
     bench.assert_serves(A)
@@ -87,7 +86,7 @@ def test_failed_rollback_recovers_once_memory_is_free(bench):
 
 
 @contextmanager
-def unremovable_container(bench: Bench) -> Iterator[None]:
+def unremovable_container(bench):
     """Simulate an engine process stuck in the kernel: Docker fails at once instead of hanging."""
     shim = bench.run("pgrep -f [c]ontainerd-shim.*$(docker ps -q --no-trunc)")
     bench.write(

@@ -1,11 +1,10 @@
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.faults.transfers import FROM_HUB, HubLog, RegistryLog, checkpoint_sums, limit_rate
-from tests.labkit import Guest, Site, guest_named, lab
+from tests.labkit import Site, guest_named, lab
 
 NAMES = os.environ.get("SPARK_PEER_GUESTS", "lab-16 lab-17 lab-18").split()
 SHARE = "spark-share@trees.service"
@@ -13,16 +12,16 @@ SLOW = "16mbit"  # 12.6 MB take several seconds
 
 
 class Three:
-    def __init__(self, site: Site):
+    def __init__(self, site):
         self.site = site
         self.guests = [guest_named(name) for name in NAMES]
 
-    def limit_to(self, *guests: Guest) -> None:
+    def limit_to(self, *guests):
         self.site.hosts[:] = [guest.name for guest in guests]
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
+def three(tmp_path_factory):
     lab("up", *NAMES, "--fresh", "--engine", "stub")
     site = Site(tmp_path_factory.mktemp("site"), hosts=list(NAMES))
     site.choose(model="lab-stub", profile="base")
@@ -30,22 +29,22 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
     lab("down", *NAMES)
 
 
-def engine_image(guest: Guest) -> str:
+def engine_image(guest):
     return guest.run("docker image inspect -f '{{.Id}} {{.RootFS}} {{.RepoDigests}}' "
                      "$(docker images -q --no-trunc '*/lab/stub-engine')")  # fmt: skip
 
 
-def shared_blobs(guest: Guest) -> dict[str, int]:
+def shared_blobs(guest):
     lines = guest.run("cd /srv/spark/sources/image--*; stat -c '%n %s' sha256:*").splitlines()
     return {name: int(size) for name, size in map(str.split, lines)}
 
 
-def stopped_sharing(guest: Guest) -> bool:
+def stopped_sharing(guest):
     left = guest.run("ls /etc/spark/share.json /etc/spark/share-key 2>/dev/null || :")
     return left == "" and guest.unit(SHARE, "ActiveState")["ActiveState"] != "active"
 
 
-def largest_part(guest: Guest) -> int:
+def largest_part(guest):
     return int(guest.run("find /srv/spark/sources -name '*.part' -printf '%s\\n' 2>/dev/null "
                          "| sort -n | tail -1 | grep . || echo 0"))  # fmt: skip
 

@@ -1,43 +1,40 @@
 import os
-import subprocess
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.labkit import Site, broken, guest_named, lab
-from tests.runs import Run
 
 NAMES = os.environ.get("SPARK_ROLLING_GUESTS", "lab-13 lab-14 lab-15").split()
 GARBAGE = {"environment": {"STUB_FAULT": "garbage"}}
 
 
 class Three:
-    def __init__(self, site: Site):
+    def __init__(self, site):
         self.site = site
         self.guests = [guest_named(name) for name in NAMES]
 
-    def settle(self) -> list[str]:
+    def settle(self):
         self.site.choices.clear()
         self.set_host_vars(NAMES[1], "")
         self.site.choose(model="lab-stub", profile="v2")
         self.site.deploy().assert_succeeded()
         return self.releases()
 
-    def set_host_vars(self, name: str, text: str) -> None:
+    def set_host_vars(self, name, text):
         (self.site.root / "host_vars").mkdir(exist_ok=True)
         (self.site.root / f"host_vars/{name}.yml").write_text(text or "{}\n")
 
-    def releases(self) -> list[str]:
+    def releases(self):
         return [guest.release() for guest in self.guests]
 
-    def rollouts(self) -> list[str]:
+    def rollouts(self):
         return [guest.run("ls /var/lib/spark/switch") for guest in self.guests]
 
-    def all_answer(self) -> bool:
+    def all_answer(self):
         return all(guest.answers() for guest in self.guests)
 
-    def start_deploy(self, until: str) -> subprocess.Popen[str]:
+    def start_deploy(self, until):
         process = self.site.start()
         output = ""
         for line in process.stdout or ():
@@ -46,7 +43,7 @@ class Three:
                 return process
         raise AssertionError(f"never printed {until!r}:\n{output[-4000:]}")
 
-    def assert_next_deploy_aligns_all(self) -> Run:
+    def assert_next_deploy_aligns_all(self):
         run = self.site.deploy().assert_succeeded()
         assert len(set(self.releases())) == 1
         self.site.deploy().assert_unchanged()
@@ -54,7 +51,7 @@ class Three:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
+def three(tmp_path_factory):
     lab("up", *NAMES, "--fresh", "--engine", "stub")
     three = Three(Site(tmp_path_factory.mktemp("site"), hosts=NAMES))
     three.settle()

@@ -5,7 +5,7 @@ import pytest
 
 from tests.clients import assert_short_waits, clients, outages_s, overhead_s
 from tests.faults.bad_releases import BAD_RELEASES
-from tests.faults.bench import SPARK_HOST, A, B, Bench, C
+from tests.faults.bench import SPARK_HOST, A, B, C
 
 
 def test_switches_to_a_different_release_and_back(bench):
@@ -23,7 +23,7 @@ def test_switch_to_serving_release_restarts_nothing(bench):
     assert bench.guest.invocation(A) == before
 
 
-def nearly_all_memory(bench: Bench) -> int:
+def nearly_all_memory(bench):
     return bench.memory_bytes("MemTotal") - (64 << 20)
 
 
@@ -72,7 +72,7 @@ BLOCKED_CALL = {
 SLOW = {"STUB_PIECE_S": "0.05"}
 
 
-def switch_until_phase(bench: Bench, phase: str) -> None:
+def switch_until_phase(bench, phase):
     bench.serve_proven(A, engine__env=SLOW)
     memory = {"memory__needed_bytes": nearly_all_memory(bench)} if phase == "memory" else {}
     bench.release(B, engine__env={"STUB_LOAD_S": "3", **SLOW}, **memory)
@@ -177,7 +177,7 @@ def test_service_stopped_by_hand_stays_down_after_reboot(bench):
     bench.assert_serves(A)
 
 
-def switch_from_a_to_b(bench: Bench) -> None:
+def switch_from_a_to_b(bench):
     bench.serve_proven(A)
     bench.release(B)
     bench.assert_switches(B)

@@ -9,12 +9,12 @@ import pytest
 
 from tests.faults.pause import JOBS, Pause, assert_repaired
 from tests.faults.test_half_built import delete_unserved_checkpoints, partial_files
-from tests.labkit import STATE, Guest, lab
+from tests.labkit import STATE, lab
 
 ACCESS_LOG = STATE / "run" / "hub-access.jsonl"
 
 
-def finished_files(guest: Guest) -> str:
+def finished_files(guest):
     files = (
         "find /srv/spark/models /srv/spark/sources /etc/spark /var/lib/spark/proofs "
         "/var/lib/spark/good -path '*/.*' -prune -o -type f"
@@ -24,7 +24,7 @@ def finished_files(guest: Guest) -> str:
     )
 
 
-def requested_paths(guest: Guest, log_start: int) -> list[str]:
+def requested_paths(guest, log_start):
     with ACCESS_LOG.open() as lines:
         lines.seek(log_start)
         requests = [json.loads(line) for line in lines]
@@ -73,7 +73,7 @@ def test_disk_filling_during_job_loses_nothing(fleet, job, phase, free_bytes):
     assert set(kept) <= set(finished_files(guest).splitlines())
 
 
-def assert_one_full_disk_error(output: str) -> None:
+def assert_one_full_disk_error(output):
     full = [line for line in output.splitlines() if "No space left" in line]
     errors = {line.partition("error: ")[2] for line in full}
     assert len(errors) == 1, output[-4000:]

@@ -1,13 +1,11 @@
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from tests.faults.stub_faults import stub_faults
-from tests.faults.trial import Outcome, Trial, evidence
-from tests.host.conftest import Fleet
+from tests.faults.trial import Trial, evidence
 
 # Values that the check needs to notice a fault.
 NEEDS: dict[str, dict[str, Any]] = {
@@ -27,7 +25,7 @@ NEVER_PROVEN = [fault for fault in stub_faults() if fault not in (*NOT_FOR_A_CHE
 
 
 @pytest.fixture(scope="module")
-def trials(fleet: Fleet) -> Iterator[list[Trial]]:
+def trials(fleet):
     fleet.settle()
     yield [Trial.on(guest) for guest in fleet.guests]
     fleet.settle().assert_unchanged()
@@ -55,14 +53,12 @@ def test_warns_about_doubtful_behaviour(trials, fault, record_property):
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    trials: list[Trial], request: pytest.FixtureRequest
-) -> Iterator[dict[str, Future[Outcome]]]:
+def outcomes(trials, request):
     free: SimpleQueue[Trial] = SimpleQueue()
     for trial in trials:
         free.put(trial)
 
-    def run_trial(fault: str) -> Outcome:
+    def run_trial(fault):
         trial = free.get()
         try:
             needs = dict(NEEDS.get(fault, {}))

@@ -3,7 +3,6 @@
 ``interruptions.py`` lists the points from an undisturbed run.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -12,9 +11,7 @@ from tests.faults import disks
 from tests.faults.interruptions import (
     SCENARIOS,
     STEPS,
-    Operation,
     Place,
-    Point,
     interrupt_and_repair,
     interrupt_host_step,
     interrupt_in_a_row,
@@ -22,7 +19,7 @@ from tests.faults.interruptions import (
     list_points,
     run_undisturbed,
 )
-from tests.faults.sweep import GUESTS, Row, Sweep, run_in_parallel
+from tests.faults.sweep import GUESTS, Sweep, run_in_parallel
 from tests.labkit import lab
 
 HOST_WORK = "work of the host"
@@ -50,7 +47,7 @@ LONG_S = 1.5
 CHAINS = {"killed": "KILL", "interrupted": "INT", "cut off": "CUT"}
 
 
-def points_on_new_hosts(name: str, operations: list[Operation]) -> list[Point]:
+def points_on_new_hosts(name, operations):
     """Return the points that chains of interrupted runs do not cover."""
     points = list_points(operations, hows=("KILL", "INT", "CUT"))
     if name not in CHAINED:
@@ -63,7 +60,7 @@ def points_on_new_hosts(name: str, operations: list[Operation]) -> list[Point]:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
+def places(tmp_path_factory):
     expected: dict[str, list[str]] = {}
     yield [Place.on(name, tmp_path_factory.mktemp(name), expected) for name in GUESTS]
     for name in GUESTS:
@@ -71,7 +68,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
         lab("down", name)
 
 
-def finish(sweep: Sweep, group: str, place: Place) -> None:
+def finish(sweep, group, place):
     sweep.write("Interrupted runs", ABOUT, place.guest, COUNTED, listed=LISTED)
     sweep.assert_passed(group)
 
@@ -99,7 +96,7 @@ def test_last_run_finishes_chain_of_interrupted_runs(places, name):
         for title, how in CHAINS.items()
     }
 
-    def run_chain(place: Place, title: str) -> Row:
+    def run_chain(place, title):
         chain = chains[title]
         return sweep.run_chain(
             group, list(map(str, chain)), lambda: interrupt_in_a_row(place, scenario, chain)
@@ -110,7 +107,7 @@ def test_last_run_finishes_chain_of_interrupted_runs(places, name):
     finish(sweep, group, places[0])
 
 
-def interrupt_host_steps(sweep: Sweep, places: list[Place], *victims: str) -> None:
+def interrupt_host_steps(sweep, places, *victims):
     for scenario, steps in STEPS.items():
         cases = list_host_steps(steps, *victims)
         if sweep.open_cases(HOST_WORK, cases):
@@ -118,9 +115,7 @@ def interrupt_host_steps(sweep: Sweep, places: list[Place], *victims: str) -> No
         sweep.run_group(HOST_WORK, cases, places, partial(interrupt_host_case, cases))
 
 
-def interrupt_host_case(
-    cases: dict[str, tuple[str, str]], place: Place, case: str
-) -> tuple[str, str]:
+def interrupt_host_case(cases, place, case):
     return interrupt_host_step(place, *cases[case])
 
 

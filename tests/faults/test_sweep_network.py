@@ -2,7 +2,6 @@ import itertools
 import re
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -71,7 +70,7 @@ SPECIAL = {
 
 
 @pytest.fixture(scope="module")
-def proxy() -> Iterator[FaultyProxy]:
+def proxy():
     lab("up", *GUESTS, "--engine", "stub")  # creates the address to listen on
     proxy = FaultyProxy()
     yield proxy
@@ -79,7 +78,7 @@ def proxy() -> Iterator[FaultyProxy]:
 
 
 @pytest.fixture(scope="module")
-def places(proxy: FaultyProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
+def places(proxy, tmp_path_factory):
     places = [Place.on(name, tmp_path_factory.mktemp(name), {}) for name in GUESTS]
     for place in places:
         place.recreate()
@@ -91,7 +90,7 @@ def places(proxy: FaultyProxy, tmp_path_factory: pytest.TempPathFactory) -> Iter
         lab("down", name)
 
 
-def use_proxy(place: Place) -> None:
+def use_proxy(place):
     inventory = place.site.root / "inventory/lab.py"
     text, read = inventory.read_text(), '_state.read_text(encoding="utf-8")'
     assert text.count(read) == 1
@@ -99,7 +98,7 @@ def use_proxy(place: Place) -> None:
     inventory.write_text(text.replace(read, read + replaced))
 
 
-def fail_and_repair(proxy: FaultyProxy, name: str, place: Place, kind: str) -> tuple[str, str]:
+def fail_and_repair(proxy, name, place, kind):
     service, guest = SERVICES[name], place.guest
     guest.run(service.need, timeout_s=200)
     before = guest.serving()
@@ -131,7 +130,7 @@ def fail_and_repair(proxy: FaultyProxy, name: str, place: Place, kind: str) -> t
     )
 
 
-def error_line(output: str) -> str:
+def error_line(output):
     """Return the line with the error: the fix is on the same line or on the next."""
     lines = [re.sub(r"^\s*\[lab-\d+\] *", "", line).strip() for line in output.splitlines()]
     own = [line for line in lines if "; fix: " in line or line.startswith("error: ")]

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ COUNTED = (
 Act = Callable[[Guest], Any]
 
 
-def shell(command: str) -> Act:
+def shell(command):
     return lambda guest: guest.run(command, timeout_s=200)
 
 
@@ -39,14 +39,12 @@ class Lack:
     succeeds: bool | None = False
 
 
-def _commands(
-    take: str, give_back: str, choices: dict[str, Any] | None = None, **more: Any
-) -> Lack:
+def _commands(take, give_back, choices=None, **more):
     return Lack(shell(take), shell(give_back), choices or {}, **more)
 
 
-def _full_disk(free_bytes: int, **choices: Any) -> Lack:
-    def fill(guest: Guest) -> None:
+def _full_disk(free_bytes, **choices):
+    def fill(guest):
         lab("break", "disk-full", guest.name, "--value", str(free_bytes))
 
     return Lack(fill, lambda guest: lab("break", "disk-full", guest.name, "--heal"), choices)
@@ -59,12 +57,12 @@ _NO_INODE = "i=0; while touch {0}/filler$i 2>/dev/null; do i=$((i+1)); done"
 _FEW_INODES = "size=3g,nr_inodes=$(($(find {0} | wc -l) + 20))"
 
 
-def _small_disk(path: str, options: str, fill: str, **choices: Any) -> Lack:
+def _small_disk(path, options, fill, **choices):
     copy = _COPY.format(path, options.format(path))
     return _commands(f"{copy}; {fill.format(path)}", f"umount -l {path}; rm -rf /run/kept", choices)
 
 
-def _read_only(path: str, **choices: Any) -> Lack:
+def _read_only(path, **choices):
     mount = f"mount --bind {path} {path} && mount -o remount,bind,ro {path}"
     return _commands(mount, f"umount -l {path}", choices)
 
@@ -94,7 +92,7 @@ _RESET_CLOCK = f"rm -f {_SITE}.* /run/clock-shift"
 _YEAR_S = 366 * 86400
 
 
-def _shift_clock(seconds: int) -> str:
+def _shift_clock(seconds):
     return (
         f"cat > {_SITE}.py <<'END'\n{_CLOCK}\nEND\necho import zz_clock > {_SITE}.pth; "
         f"echo {seconds} > /run/clock-shift; "
@@ -189,7 +187,7 @@ CASES: dict[str, dict[str, Lack]] = {
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
+def places(tmp_path_factory):
     places = [Place.on(name, tmp_path_factory.mktemp(name), {}) for name in GUESTS]
     for place in places:
         place.recreate()
@@ -198,7 +196,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
         lab("down", name)
 
 
-def fail_and_repair(place: Place, group: str, case: str) -> tuple[str, str]:
+def fail_and_repair(place, group, case):
     lack, guest = CASES[group][case], place.guest
     place.choose()
     place.deploy()
@@ -234,7 +232,7 @@ def fail_and_repair(place: Place, group: str, case: str) -> tuple[str, str]:
     return saw, f"{state}; next run finished, second changed nothing"
 
 
-def deploy_and_take(place: Place, lack: Lack, case: str) -> tuple[int, str]:
+def deploy_and_take(place, lack, case):
     guest = place.guest
     if "clock" in case:
         shell(_shift_clock(3600))(guest)
@@ -249,7 +247,7 @@ def deploy_and_take(place: Place, lack: Lack, case: str) -> tuple[int, str]:
         lack.give_back(guest)
 
 
-def invocation_of(guest: Guest) -> str:
+def invocation_of(guest):
     return guest.run(
         "systemctl list-units --plain --no-legend --state=active 'spark-serve@*' | cut -d' ' -f1 "
         "| xargs -r systemctl show -p InvocationID --value"

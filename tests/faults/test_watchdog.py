@@ -1,9 +1,8 @@
 import time
-from typing import Any
 
 import pytest
 
-from tests.faults.bench import FAULT, LASTING, A, B, Bench
+from tests.faults.bench import FAULT, LASTING, A, B
 
 UNIT = f"spark-serve@{A}.service"
 WATCH = f"spark-watch@{A}.service"
@@ -12,42 +11,42 @@ EVENTS = "/var/lib/spark/events/main.jsonl"
 SHORT = {"delay_s": 3, "burst": 3, "interval_s": 300}
 
 
-def inject(bench: Bench, fault: str, *, lasting: bool = False) -> None:
+def inject(bench, fault, *, lasting=False):
     if lasting:
         bench.write(LASTING, fault)
     bench.write(FAULT, fault)
 
 
-def heal(bench: Bench) -> None:
+def heal(bench):
     bench.run(f"rm -f {FAULT} {LASTING}")
 
 
-def event_kinds(bench: Bench) -> list[str]:
+def event_kinds(bench):
     return [event["kind"] for event in bench.status()["events"]["main"]]
 
 
-def restarts(bench: Bench) -> int:
+def restarts(bench):
     return int(bench.run(f"systemctl show -p NRestarts --value {UNIT}"))
 
 
-def wait_for_restart(bench: Bench) -> None:
+def wait_for_restart(bench):
     bench.guest.wait(f"test $(systemctl show -p NRestarts --value {UNIT}) -ge 1", seconds=30)
     bench.guest.wait(f"systemctl is-active {UNIT}", seconds=60)
     bench.assert_serves(A)
 
 
-def memory_limits(bench: Bench, gib: int = 2) -> dict[str, int]:
+def memory_limits(bench, gib=2):
     floor_bytes = bench.memory_bytes("MemAvailable") - (gib << 30)
     return {"needed_bytes": 1, "wait_s": 5, "floor_bytes": floor_bytes}
 
 
-def serve_with_three_starts(bench: Bench, **changes: Any) -> None:
+def serve_with_three_starts(bench, **changes):
     # A rollout reloads systemd, which resets the count of starts.
     bench.serve_proven(A, restart=SHORT, **changes)
     bench.run(f"systemctl reset-failed {UNIT}; systemctl restart {UNIT}")
 
 
-def assert_start_limit_reached(bench: Bench) -> None:
+def assert_start_limit_reached(bench):
     bench.guest.wait(f"systemctl is-failed {UNIT}", seconds=240)
     count = restarts(bench)
     assert count == SHORT["burst"]  # the last restart was refused

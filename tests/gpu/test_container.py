@@ -1,20 +1,15 @@
-from __future__ import annotations
-
 import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from spark_contract.release import Release
 
 from proofs import container, in_container, result_files
 from proofs.releases import asking, judge, server
@@ -30,7 +25,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
+def root():
     # pytest's directories are too long for the path of a Unix socket.
     with tempfile.TemporaryDirectory(
         prefix="spark-", dir="/tmp", ignore_cleanup_errors=True
@@ -40,11 +35,11 @@ def root() -> Iterator[Path]:
 
 
 @pytest.fixture
-def release() -> Release:
+def release():
     return server.read_release(PLAN)
 
 
-def _record(results: Path, claims: dict[str, bool], **numbers: Any) -> list[str]:
+def _record(results, claims, **numbers):
     for claim, passed in claims.items():
         result_files.record_row(results, "container", claim, passed, **numbers)
         numbers = {}  # only in the first row
@@ -117,7 +112,7 @@ def test_release_passes_the_full_check(release, trees, root, results):
     assert failed == [], text[-3000:]
 
 
-def _rights_of(user: int) -> dict[str, list[str]]:
+def _rights_of(user):
     rights = {}
     for path in Path("/proc").glob("[0-9]*/status"):
         text = path.read_text()

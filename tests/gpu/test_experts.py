@@ -4,10 +4,7 @@ vLLM 0.30 to 0.33 computes experts with a single group of scales wrongly; plan a
 them. When the second test fails, upstream is fixed and both checks can be removed.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,7 +21,7 @@ WRONG = 0.05
 class Packed:
     """INT4 weights of all experts, inputs first, as in a GPTQ checkpoint."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs, outputs):
         codes = torch.randint(0, 16, (EXPERTS, inputs, outputs), device="cuda")
         self.scales = (torch.rand(EXPERTS, inputs // GROUP, outputs, device="cuda") + 0.5) * 0.01
         self.scales = self.scales.bfloat16()
@@ -35,7 +32,7 @@ class Packed:
         self.words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def _kernel_form(width: int, gate_up: Packed, down: Packed) -> tuple[Any, Any, Any, Any]:
+def _kernel_form(width, gate_up, down):
     """Return weights and scales of both steps as the engine prepares them."""
     module = pytest.importorskip("vllm.model_executor.layers.fused_moe.oracle.int_wna16")
     turned = [
@@ -47,7 +44,7 @@ def _kernel_form(width: int, gate_up: Packed, down: Packed) -> tuple[Any, Any, A
     return tuple(prepared[:4])  # type: ignore[return-value]
 
 
-def _experts(hidden: int, width: int, *, right_order: bool) -> float:
+def _experts(hidden, width, *, right_order):
     """Return the error of the engine's experts against dequantised experts.
 
     Args:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -15,7 +13,7 @@ BATCHES = [1, 2, 3, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 200]
 """Batches on both sides of every limit of the shipped tables."""
 
 
-def _head(rows: int, in_features: int):  # type: ignore[no-untyped-def]
+def _head(rows, in_features):  # type: ignore[no-untyped-def]
     from spark_vllm.head.quantise import dequantise_rows, quantise_rows
 
     weight = torch.randn(rows, in_features, device="cuda").bfloat16()
@@ -23,7 +21,7 @@ def _head(rows: int, in_features: int):  # type: ignore[no-untyped-def]
     return weight, values, scales, dequantise_rows(values, scales, in_features).double()
 
 
-def _error(value, reference) -> float:  # type: ignore[no-untyped-def]
+def _error(value, reference):  # type: ignore[no-untyped-def]
     return float((value.double() - reference).norm() / reference.norm())
 
 

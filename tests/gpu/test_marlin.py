@@ -4,11 +4,8 @@ It applies to modules with less than 2,048 outputs and at least 2,048 inputs: a 
 each in the 122B and the 35B.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +27,7 @@ NEAR = 0.01
 """Adding partial sums in BF16 costs 0.007; the default kernel adds in FP32."""
 
 
-def _module(inputs: int, outputs: int) -> tuple[Any, Any, Any]:
+def _module(inputs, outputs):
     """Return weights, scales and scratch of an INT4 module as the engine prepares them."""
     from vllm.model_executor.layers.quantization.utils import marlin_utils
     from vllm.model_executor.layers.quantization.utils.marlin_utils_test import marlin_quantize
@@ -43,7 +40,7 @@ def _module(inputs: int, outputs: int) -> tuple[Any, Any, Any]:
     return packed, scales, scratch
 
 
-def _product(x: Any, module: tuple[Any, Any, Any], outputs: int, atomic: bool) -> Any:
+def _product(x, module, outputs, atomic):
     from vllm import _custom_ops as ops
     from vllm.scalar_type import scalar_types
 
@@ -55,7 +52,7 @@ def _product(x: Any, module: tuple[Any, Any, Any], outputs: int, atomic: bool) -
     )  # fmt: skip
 
 
-def _wants(inputs: int, outputs: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+def _wants(inputs, outputs, monkeypatch):
     from vllm.model_executor.layers.quantization.utils import marlin_utils
 
     monkeypatch.setenv("VLLM_MARLIN_USE_ATOMIC_ADD", "1")

@@ -4,10 +4,6 @@ Keys and values are those of the real cache slots; attention is torch, because t
 attention over its slots (test_turboquant.py).
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from proofs import result_files
@@ -30,7 +26,7 @@ LOSSES = {
 """Share of the chains found by 16 bit that the format must lose: more than, at most."""
 
 
-def through_cache(preset: str, keys: Any, values: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def through_cache(preset, keys, values, monkeypatch):
     """Return keys and values as a cache of this format stores them."""
     size = keys.shape[-1]
     impl = open_backend(monkeypatch.setattr, True, preset, (1, 1, size), len(keys))

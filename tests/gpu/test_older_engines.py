@@ -4,8 +4,6 @@
 (``pip install --no-deps --target``), which precede the installed packages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -28,7 +26,7 @@ ENGINES = (
 )
 
 
-def _folder(version: str) -> Path:
+def _folder(version):
     named = dict(
         entry.split("=", 1) for entry in os.environ.get(NAMED, "").split(",") if "=" in entry
     )

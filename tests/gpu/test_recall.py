@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import fcntl
 import os
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +12,13 @@ WITHIN_S = float(os.environ.get("SPARK_GPU_WITHIN_S", "inf"))
 
 
 @pytest.fixture(scope="session")
-def recall_trees(recall_weights: Path, shared_directory: Path) -> Path:
+def recall_trees(recall_weights, shared_directory):
     weights = trees.read_weights(recall_weights)
     return make_once(shared_directory, "recall-trees", lambda out: trees.make(weights, out))
 
 
 @pytest.fixture
-def recall_work(recall_trees: Path, shared_directory: Path) -> Path:
+def recall_work(recall_trees, shared_directory):
     work = shared_directory / "recall-work"
     with (shared_directory / "recall.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

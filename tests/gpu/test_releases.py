@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _failed(stage: str, made: Path, work: Path, results: Path) -> list[str]:
+def _failed(stage, made, work, results):
     rows = run.prove([stage], made, PLANS, work, results, WITHIN_S)
     return [row["claim"] for row in rows if not row["passed"]]
 

@@ -3,8 +3,6 @@
 ``SPARK_GPU_AUTOROUND`` names a folder with AutoRound, which follows the installed packages.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -17,7 +15,7 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def _packages() -> Path:
+def _packages():
     named = os.environ.get("SPARK_GPU_AUTOROUND")
     if named:
         return Path(named).resolve()

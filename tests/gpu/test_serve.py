@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +22,7 @@ TREES = {
 pytestmark = pytest.mark.skipif(not PLANS.is_dir(), reason="needs plans: `make gpu-plans`")
 
 
-def _failed(trees: Path, out: Path, profile: str, tree: str, kind: str = "") -> list[Any]:
+def _failed(trees, out, profile, tree, kind=""):
     name = f"serve-{profile}{'-' + kind if kind else ''}.json"
     plan = PLANS / f"{profile}.json"
     return [r for r in serve_case.prove(trees / tree, out / name, plan, kind) if not r["passed"]]

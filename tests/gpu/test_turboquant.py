@@ -5,11 +5,6 @@ only kernel rounding remains. The plugin must pass and the stock backend must fa
 it no longer fails, upstream is fixed.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 pytest.importorskip("vllm")
@@ -29,14 +24,7 @@ DAMAGE = 10 * ROUNDING
 class Batch:
     """An attention layer with a filled cache: a fresh prompt, a continuation, a verify row."""
 
-    def __init__(
-        self,
-        own: bool,
-        preset: str,
-        monkeypatch: pytest.MonkeyPatch,
-        cached: tuple[int, ...] = (0, 24, 20),
-        new: tuple[int, ...] = (40, 8, 3),
-    ) -> None:
+    def __init__(self, own, preset, monkeypatch, cached=(0, 24, 20), new=(40, 8, 3)):
         from vllm.v1.attention.backends import turboquant_attn as stock
 
         self.cached, self.new, self.own = cached, new, own
@@ -66,11 +54,11 @@ class Batch:
             slots = self.table[request, 0] * BLOCK + torch.arange(len(key), device="cuda")
             self.impl.do_kv_cache_update(self.layer, key, value, self.cache, slots.long())
 
-    def run(self, order: tuple[int, ...], cpu_lengths: list[int] | None = None) -> list[Any]:
+    def run(self, order, cpu_lengths=None):
         metadata = self.metadata(order, cpu_lengths)
         return list(self.forward(order, metadata).split([self.new[r] for r in order]))
 
-    def forward(self, order: tuple[int, ...], metadata: Any) -> Any:
+    def forward(self, order, metadata):
         query = torch.cat([self.queries[r] for r in order])
         key = torch.cat([self.keys[r][self.cached[r] :] for r in order])
         value = torch.cat([self.values[r][self.cached[r] :] for r in order])
@@ -78,7 +66,7 @@ class Batch:
         self.impl.forward(self.layer, query, key, value, self.cache, metadata, out)
         return out.view(len(query), HEADS, SIZE)
 
-    def metadata(self, order: tuple[int, ...], cpu_lengths: list[int] | None = None) -> Any:
+    def metadata(self, order, cpu_lengths=None):
         """Describe the batch as the builder does; the plugin treats short rows as decodes."""
         new = torch.tensor([self.new[r] for r in order], dtype=torch.int32)
         lengths = torch.tensor([self.cached[r] + self.new[r] for r in order], dtype=torch.int32)
@@ -104,7 +92,7 @@ class Batch:
             seq_lens_cpu=on_cpu,
         )
 
-    def slots(self, request: int) -> tuple[Any, Any]:
+    def slots(self, request):
         """Return cached keys and values; new tokens of a chunk are not quantised."""
         before, fresh = self.cached[request], self.new[request]
         rows = self.store[self.table[request].long()].flatten(0, 1)[: before + fresh]
@@ -114,13 +102,13 @@ class Batch:
             value = torch.cat([value[:before], self.values[request][before:].float()])
         return key, value
 
-    def reference(self, request: int) -> Any:
+    def reference(self, request):
         return self.attend(request, *self.slots(request))
 
-    def exact(self, request: int) -> Any:
+    def exact(self, request):
         return self.attend(request, self.keys[request].float(), self.values[request].float())
 
-    def attend(self, request: int, key: Any, value: Any) -> Any:
+    def attend(self, request, key, value):
         group = HEADS // KV_HEADS
         key, value = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (key, value))
         query = self.queries[request].float().transpose(0, 1)
@@ -132,11 +120,11 @@ class Batch:
         return out.transpose(0, 1)
 
 
-def error(value: Any, reference: Any) -> float:
+def error(value, reference):
     return round(float((value.float() - reference).norm() / reference.norm()), 5)
 
 
-def report(out: Path, check: str, own: list[float], stock: list[float], **numbers: Any) -> None:
+def report(out, check, own, stock, **numbers):
     """Record a row; the plugin must be correct, the stock backend wrong.
 
     ``own`` and ``stock`` are errors of the two backends; stock errors are of requests that must be
@@ -151,12 +139,12 @@ def report(out: Path, check: str, own: list[float], stock: list[float], **number
     assert all(value > DAMAGE for value in stock)
 
 
-def _shown(errors: dict[bool, float]) -> dict[str, float]:
+def _shown(errors):
     return {"shown_stock": errors[False], "shown_own": errors[True]}
 
 
 @pytest.fixture(autouse=True)
-def _workspace() -> None:
+def _workspace():
     """Give the backend the scratch memory it shares with the engine."""
     from vllm.v1.worker import workspace
 

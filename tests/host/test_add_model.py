@@ -7,14 +7,12 @@ import json
 import re
 import shutil
 import struct
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.labkit import SPARE, STATE, guest_named, lab
-from tests.owner import Owner, new_owner, typed_commands
+from tests.owner import new_owner, typed_commands
 
 NAME, MODEL = "somebody/new-4b", "new-4b"
 CONFIG = {
@@ -24,7 +22,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def publish(store: Path) -> None:
+def publish(store):
     commit = "5" * 40
     tree = store / NAME / commit
     tree.mkdir(parents=True)
@@ -42,7 +40,7 @@ def publish(store: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
+def owner(tmp_path_factory):
     lab("up", SPARE[0], "--fresh", "--bootstrap-guest", SPARE[0], "--engine", "stub")
     shutil.rmtree(STATE / "hub" / NAME, ignore_errors=True)
     publish(STATE / "hub")

@@ -1,17 +1,15 @@
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.labkit import SPARE, Site, info, lab
-from tests.runs import Run
 
 GUEST = SPARE[1]
 
 
 class NewHost:
-    def __init__(self, root: Path):
+    def __init__(self, root):
         lab("up", GUEST, "--fresh", "--bootstrap-guest", GUEST)
         self.site = Site(root, hosts=[GUEST])
         self.known_hosts = root / "known_hosts"
@@ -23,18 +21,16 @@ class NewHost:
         self.host_keys = root / "host_keys"
         self.host_keys.write_text(f"{self.about['ip']} {self.about['host_key']}\n")
 
-    def bootstrap(
-        self, *arguments: str, password: Path | None = None, confirmed: bool = True
-    ) -> Run:
+    def bootstrap(self, *arguments, password=None, confirmed=True):
         env = {"SPARK_BOOTSTRAP_PASSWORD_FILE": str(password)} if password else {}
         if confirmed:
             env["SPARK_BOOTSTRAP_HOST_KEYS_FILE"] = str(self.host_keys)
         return self.site.deploy(*arguments, deploy="deploys/bootstrap.py", env=env)
 
-    def console(self, command: str) -> str:
+    def console(self, command):
         return lab("ssh", "--root", GUEST, command)
 
-    def ssh(self, user: str) -> subprocess.CompletedProcess[str]:
+    def ssh(self, user):
         return subprocess.run(
             ["ssh", "-i", info()["ssh"]["key"], "-o", f"UserKnownHostsFile={self.known_hosts}",
              "-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes",
@@ -42,18 +38,18 @@ class NewHost:
             capture_output=True, text=True, check=False, timeout=30,
         )  # fmt: skip
 
-    def use_deploy_account(self) -> None:
+    def use_deploy_account(self):
         folder = self.site.root / "host_vars"
         folder.mkdir(exist_ok=True)
         ssh = f"{{user: spark-deploy, first_user: {self.about['user']}}}"
         (folder / f"{GUEST}.yml").write_text(f"ssh: {ssh}\n")
 
-    def unbootstrap(self, *, dry: bool = False) -> Run:
+    def unbootstrap(self, *, dry=False):
         return self.site.deploy(dry=dry, deploy="deploys/unbootstrap.py")
 
 
 @pytest.fixture(scope="module")
-def new_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewHost]:
+def new_host(tmp_path_factory):
     yield NewHost(tmp_path_factory.mktemp("site"))
     lab("down", GUEST)
 

@@ -1,8 +1,6 @@
-from collections.abc import Iterator
-
 import pytest
 
-from tests.host.gateway_host import NAME, GatewayHost
+from tests.host.gateway_host import NAME
 from tests.host.test_upgrades import CDI, GPU_PROOF, NEW, OLD, assert_changed_only, set_driver
 
 CONFIG = "/etc/nvidia-container-runtime/config.toml"
@@ -10,7 +8,7 @@ SERVE = f"Serve | Serve the release on {NAME}"
 
 
 @pytest.fixture
-def forced(gateway: GatewayHost) -> Iterator[GatewayHost]:
+def forced(gateway):
     gateway.deploy()
     gateway.guest.run(f"sed -i 's/^mode = .*/mode = \"cdi\"/' {CONFIG}")
     yield gateway

@@ -1,10 +1,7 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,30 +13,30 @@ pytestmark = pytest.mark.timeout(1500)
 
 
 class Pair:
-    def __init__(self, root: Path, engine: str, **choices: Any):
+    def __init__(self, root, engine, **choices):
         lab("up", HEAD, WORKER, "--fresh", "--engine", engine)
         self.head, self.worker = guest_named(HEAD), guest_named(WORKER)
         self.guests = (self.head, self.worker)
         self.site = Site(root, hosts=[HEAD, WORKER])
         self.site.choose(cluster={"hosts": [HEAD, WORKER], "subnet": "10.77.0.0/24"}, **choices)
 
-    def release(self) -> str:
+    def release(self):
         assert self.head.release() == self.worker.release()
         return self.head.release()
 
-    def choose_fault(self, fault: str) -> None:
+    def choose_fault(self, fault):
         self.site.choose(engine={"environment": {"STUB_FAULT": fault}})
 
-    def status(self) -> int:
+    def status(self):
         return self.head.ask(model="lab-model")[0]
 
-    def wait_until_open(self, seconds: float = 240) -> None:
+    def wait_until_open(self, seconds=240):
         deadline = time.monotonic() + seconds
         while self.status() != 200:
             assert time.monotonic() < deadline, "the head does not answer"
             time.sleep(1)
 
-    def wait_until_closed(self, seconds: float = 30) -> float:
+    def wait_until_closed(self, seconds=30):
         began = time.monotonic()
         while self.status() == 200:
             assert time.monotonic() - began < seconds, "the head answers although a rank is gone"
@@ -47,7 +44,7 @@ class Pair:
         return time.monotonic() - began
 
     @contextmanager
-    def lost_fabric(self) -> Iterator[None]:
+    def lost_fabric(self):
         """Drop packets silently, as with a pulled cable; the controller still reaches both."""
         self.worker.run(f"ip route add blackhole {self.head.ip}/32")
         try:
@@ -57,7 +54,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory):
     new_pair = Pair(tmp_path_factory.mktemp("pair"), "stub", model="lab-stub", profile="v2")
     new_pair.site.deploy().assert_succeeded()
     yield new_pair

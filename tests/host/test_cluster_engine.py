@@ -1,6 +1,5 @@
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,25 +18,25 @@ pytestmark = pytest.mark.timeout(2400)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory):
     new_pair = Pair(tmp_path_factory.mktemp("pair"), "cpu", serve={"start_timeout_s": 2000})
     new_pair.site.deploy(timeout_s=2000).assert_succeeded()
     yield new_pair
     lab("down", HEAD, WORKER)
 
 
-def answer_to(pair: Pair, prompt: str) -> str:
+def answer_to(pair, prompt):
     status, body = pair.head.ask(prompt, model="lab-model")
     assert status == 200, body
     return str(body["choices"][0]["message"]["content"])
 
 
-def is_split(pair: Pair) -> bool:
+def is_split(pair):
     _, body = pair.head.ask(LONG, model="lab-model")
     return "tp2" in body["system_fingerprint"]
 
 
-def wait_until_restored(pair: Pair) -> float:
+def wait_until_restored(pair):
     began = time.monotonic()
     pair.wait_until_open(900)
     assert "35352137" in answer_to(pair, "What is 7823 * 4519?")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.host.conftest import FIRST
-from tests.labkit import Guest, rollouts_overlap
+from tests.labkit import rollouts_overlap
 
 pytestmark = pytest.mark.gate
 
@@ -25,7 +25,7 @@ def test_new_hosts_start_in_parallel(fleet):
     assert rollouts_overlap(fleet.guests, number=0)
 
 
-def assert_proven(guest: Guest) -> str:
+def assert_proven(guest):
     proof, invocation = guest.proof(), guest.invocation()
     assert (proof["ok"], proof["invocation_id"]) == (True, invocation)
     return invocation
@@ -134,6 +134,6 @@ def test_up_plans_operations_of_printed_command(fleet):
     assert len(operations_of(done.stderr)) > 20
 
 
-def operations_of(output: str) -> list[list[str]]:
+def operations_of(output):
     table = re.sub(r"\x1b\[[0-9;]*m", "", output).partition("Conditional Change")[2]
     return [row.split() for row in table.splitlines() if " | " in row]

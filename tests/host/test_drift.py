@@ -6,11 +6,8 @@
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
-
-from tests.labkit import Guest, Site
 
 Resource = dict[str, Any]
 RELEASE = re.compile(r"(/releases/|@)[a-z]+-[0-9a-f]{12}\b")  # also of earlier tests
@@ -64,7 +61,7 @@ WAIT = "Prepare | Wait for all jobs"
 FURTHER = {"tree": {WAIT}, "image": {WAIT}, "docker.io": {START}}
 
 
-def list_owned(site: Site, guest: Guest) -> list[Resource]:
+def list_owned(site, guest):
     shown = site.cli("status", "--files", "--planned", "--limit", guest.name, "--json")
     assert shown.returncode == 0, shown.stderr
     owned: list[Resource] = json.loads(shown.stdout)[guest.name]
@@ -124,7 +121,7 @@ def test_each_file_is_repaired_alone(fleet):
             assert rewritten == set(names)
 
 
-def group_files(files: Iterable[Resource]) -> Iterator[list[Resource]]:
+def group_files(files):
     """Yield single files, and the many modules of the host tools in five groups."""
     modules = []
     for entry in files:
@@ -136,7 +133,7 @@ def group_files(files: Iterable[Resource]) -> Iterator[list[Resource]]:
         yield modules[first::5]
 
 
-def stamps(guest: Guest) -> dict[str, str]:
+def stamps(guest):
     out = guest.run(
         "find /etc/spark /etc/systemd /etc/apt /etc/sysusers.d /usr/local -type f ! -name '*.pyc' "
         "-printf '%p %i %T@\\n'"
@@ -144,12 +141,12 @@ def stamps(guest: Guest) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in out.splitlines())
 
 
-def state_command(owned: Resource) -> str:
+def state_command(owned):
     _, state = KINDS[owned["kind"]]
     return f"( {state.format(name=owned['name'])} ) 2>/dev/null || :"
 
 
-def apply_change(guest: Guest, owned: Resource) -> str:
+def apply_change(guest, owned):
     change, state = KINDS[owned["kind"]][0], state_command(owned)
     output = guest.run(
         f"{state}; echo ---; ( {change.format(name=owned['name'])} ) >&2 && echo --- && {state}"
@@ -160,7 +157,7 @@ def apply_change(guest: Guest, owned: Resource) -> str:
     return before.strip()
 
 
-def expected_operations(owned: Resource) -> set[str]:
+def expected_operations(owned):
     further = FURTHER.get(owned["kind"], set()) | FURTHER.get(owned["name"], set())
     is_engine = owned["kind"] == "active" and owned["name"].startswith("spark-serve@")
     return {START if is_engine else owned["operation"], *further}

@@ -2,14 +2,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
 
 import pytest
 from spark_contract.documents import text_of
 from spark_contract.fabric import FabricPlan, FabricPort
 
 from spark_deploy.plan.cluster import netplan_of
-from tests.labkit import Guest, Site, guest_named, lab
+from tests.labkit import Site, guest_named, lab
 
 NAMES = os.environ.get("SPARK_FABRIC_GUESTS", "lab-39 lab-40").split()
 FILE = "/etc/netplan/40-spark-fabric.yaml"
@@ -57,12 +56,12 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module", params=["networkd", "NetworkManager"])
-def renderer(request: pytest.FixtureRequest) -> str:
+def renderer(request):
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def site(renderer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(renderer, tmp_path_factory):
     variant = ["--variant", "network-manager"] if renderer == "NetworkManager" else []
     lab("up", *NAMES, "--fresh", *variant)
     new_site = Site(tmp_path_factory.mktemp("site"), hosts=list(NAMES))
@@ -77,11 +76,11 @@ def site(renderer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
     lab("down", "--delete", *NAMES)
 
 
-def lay_cables() -> None:
+def lay_cables():
     lab("cable", *NAMES, *PORTS)
 
 
-def addresses(guest: Guest) -> dict[str, tuple[list[str], int]]:
+def addresses(guest):
     links = json.loads(guest.run("ip -j address show"))
     return {
         link["ifname"]: (
@@ -94,11 +93,11 @@ def addresses(guest: Guest) -> dict[str, tuple[list[str], int]]:
     }  # fmt: skip
 
 
-def netplan_files(guest: Guest) -> list[str]:
+def netplan_files(guest):
     return guest.run(f"ls {FILE} {TRIAL} 2>/dev/null || :").split()
 
 
-def assert_bare(guest: Guest) -> None:
+def assert_bare(guest):
     assert addresses(guest) == {"fab0": ([], 1500), "fab1": ([], 1500)}
     assert netplan_files(guest) == []
 
@@ -139,7 +138,7 @@ def test_configures_all_ports_and_second_run_changes_nothing(site):
     site.deploy(deploy=FABRIC).assert_unchanged()
 
 
-def sent_bytes(guest: Guest, port: str) -> int:
+def sent_bytes(guest, port):
     return int(guest.run(f"cat /sys/class/net/{port}/statistics/tx_bytes"))
 
 
@@ -198,7 +197,7 @@ def test_restores_old_network_on_request(site):
     site.deploy("--data", "fabric.restore=true", deploy=FABRIC).assert_unchanged()
 
 
-def start_trial(guest: Guest, confirm_s: int) -> None:
+def start_trial(guest, confirm_s):
     port = FabricPort("fab0", "192.168.100.77/24", MTU)
     plan = text_of(FabricPlan(netplan_of([port]), (port,), confirm_s))
     guest.run(f"cat > /tmp/plan <<'END'\n{plan}\nEND")
@@ -206,7 +205,7 @@ def start_trial(guest: Guest, confirm_s: int) -> None:
     guest.wait("ip -4 -o addr show fab0 | grep -q 192.168.100.77", seconds=60)
 
 
-def wait_for_restore(guest: Guest, seconds: float = 120) -> None:
+def wait_for_restore(guest, seconds=120):
     restoring = "systemctl is-active -q spark-fabric-return.service"
     guest.wait(f"! test -e {TRIAL} && ! {restoring}", seconds=seconds)
 

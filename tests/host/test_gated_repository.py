@@ -2,16 +2,13 @@ import base64
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import yaml
 
 from lab.paths import HOST_IP, HUB_PORT
 from tests.labkit import CHECKOUT, SPARE, STATE, Guest, Site, guest_named, lab, pythonpath
-from tests.runs import Run
 
 NAME = SPARE[0]
 CANARY = "hf_labcanary7d1e93c0b5"
@@ -33,29 +30,29 @@ class Gated:
     site: Site
     guest: Guest
 
-    def deploy(self, *more: str, login: str | None = None) -> Run:
+    def deploy(self, *more, login=None):
         return self.site.deploy(*more, env=self.environment(login))
 
-    def environment(self, login: str | None = None) -> dict[str, str]:
+    def environment(self, login=None):
         env = {**pythonpath(self.site.checkout), "LAB_HUB": CANARY}
         return env | ({"HF_TOKEN": login, "HF_ENDPOINT": HUB} if login else {})
 
-    def choose(self, **settings: Any) -> None:
+    def choose(self, **settings):
         self.site.choices.clear()
         self.site.choose(model="lab-gated", profile="v2", **settings)
 
-    def remove_model(self) -> None:
+    def remove_model(self):
         self.guest.run(
             "systemctl stop 'spark-serve@*' 'spark-watch@*'; rm -rf /srv/spark/sources/lab--gated*"
         )
 
-    def cli(self, *words: str) -> str:
+    def cli(self, *words):
         done = self.site.cli(*words, env=self.environment())
         return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gated]:
+def gated(tmp_path_factory):
     root = tmp_path_factory.mktemp("gated")
     checkout = root / "checkout"
     checkout.mkdir()
@@ -96,12 +93,12 @@ def test_refused_without_token_and_served_with_token(gated):
     gated.deploy().assert_unchanged()
 
 
-def assert_fetched(gated: Gated) -> None:
+def assert_fetched(gated):
     checkout = gated.guest.run("ls -d /srv/spark/sources/lab--gated-int4*")
     assert gated.guest.json(f"cat {checkout.splitlines()[0]}/receipt.json")
 
 
-def assert_token_absent(text: str) -> None:
+def assert_token_absent(text):
     assert CANARY not in text
     for cut in range(3):
         inside = base64.b64encode(CANARY[cut:].encode()).decode().rstrip("=")[:-2]

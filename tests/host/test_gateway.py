@@ -3,9 +3,7 @@ import itertools
 import json
 import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,6 @@ from tests.host.gateway_host import (
     NAME,
     QUESTION,
     TAILNET,
-    GatewayHost,
     stream,
 )
 from tests.labkit import CHECKOUT, info
@@ -31,7 +28,7 @@ def test_closed_to_network_by_default(gateway):
 
 
 @pytest.fixture
-def other_network(gateway: GatewayHost) -> Iterator[None]:
+def other_network(gateway):
     gateway.guest.run("docker network create other")
     yield
     gateway.guest.run("docker network rm other")
@@ -60,7 +57,7 @@ def test_open_to_containers_but_not_network(gateway):
 
 
 @pytest.fixture
-def tailscale(gateway: GatewayHost, tmp_path: Path) -> Iterator[None]:
+def tailscale(gateway, tmp_path):
     deb = tmp_path / "tailscale.deb"
     stub = CHECKOUT / "lab/stubs/tailscale"
     subprocess.run(["dpkg-deb", "--root-owner-group", "-b", stub, deb], check=True)

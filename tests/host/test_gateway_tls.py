@@ -4,16 +4,15 @@ import shlex
 import subprocess
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.host.gateway_host import CONFIGURE, NAME, GatewayHost
+from tests.host.gateway_host import CONFIGURE, NAME
 
 pytestmark = pytest.mark.usefixtures("close_gateway_afterwards")
 
 
-def private_ca(gateway: GatewayHost) -> dict[str, Any]:
+def private_ca(gateway):
     return {"expose": "lan", "tls": "private-ca", "ca_dir": str(gateway.site.root / "ca")}
 
 
@@ -46,7 +45,7 @@ def test_private_ca_issues_and_renews_certificates(gateway):
     gateway.site.deploy().assert_unchanged()
 
 
-def install_expiring_certificate(gateway: GatewayHost, days: int) -> None:
+def install_expiring_certificate(gateway, days):
     ca = gateway.site.root / "ca"
     script = (
         "cd $(mktemp -d) && openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes "
@@ -61,9 +60,7 @@ def install_expiring_certificate(gateway: GatewayHost, days: int) -> None:
         gateway.guest.run(f"printf %s {shlex.quote(text)} > /etc/spark/gateway/main.{path}")
 
 
-def own_certificate(
-    gateway: GatewayHost, names: str, stem: str = "own", days: int = 90
-) -> dict[str, Any]:
+def own_certificate(gateway, names, stem="own", days=90):
     certificate, key = (gateway.site.root / f"{stem}{end}" for end in (".pem", "-key.pem"))
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x", "-addext",
@@ -109,7 +106,7 @@ def test_secrets_are_in_no_output_argv_or_log(gateway):
     processes: list[str] = []
     stop = threading.Event()
 
-    def watch() -> None:
+    def watch():
         while not stop.is_set():
             processes.append(gateway.guest.run("ps axww -o args", check=False))
 

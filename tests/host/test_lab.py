@@ -7,7 +7,7 @@ from tests.labkit import STATE, guest_named, lab
 NAMES = ("lab-6", "lab-7")
 
 
-def leftovers(name: str) -> list[str]:
+def leftovers(name):
     commands = (["ip", "netns"], ["ip", "link"], ["losetup", "-a"], ["cat", "/proc/mounts"])
     shown = "".join(subprocess.check_output(command, text=True) for command in commands)
     lines = [line for line in shown.splitlines() if re.search(rf"\b{name}\b", line)]

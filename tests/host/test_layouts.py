@@ -4,31 +4,30 @@ import io
 import json
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors
 
-from tests.labkit import Guest, info, lab
+from tests.labkit import info, lab
 
 FULL = {"layout": "full", "keep_base": True}
 SOURCES = "/srv/spark/sources"
 
 
-def served_checkpoint(guest: Guest) -> str:
+def served_checkpoint(guest):
     mounts = guest.container()["Mounts"]
     sources = [str(mount["Source"]) for mount in mounts]
     return next(path for path in sources if path.startswith("/srv/spark/m"))
 
 
-def copy_checkpoint(guest: Guest, to: Path) -> tuple[dict[str, str], dict[str, Any]]:
+def copy_checkpoint(guest, to):
     packed = guest.run(f"tar -C {served_checkpoint(guest)} -c . | base64 -w0", timeout_s=300)
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed))) as archive:
         archive.extractall(to, filter="data")
     return tensor_hashes(to), json.loads((to / "receipt.json").read_text())
 
 
-def tensor_hashes(to: Path) -> dict[str, str]:
+def tensor_hashes(to):
     index = json.loads((to / "model.safetensors.index.json").read_text())["weight_map"]
     hashes: dict[str, dict[str, str]] = {}
     for shard in set(index.values()):
@@ -39,7 +38,7 @@ def tensor_hashes(to: Path) -> dict[str, str]:
     return {name: hashes[shard][name] for name, shard in index.items()}
 
 
-def plain_name(name: str) -> str:
+def plain_name(name):
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from tests.labkit import SPARE, Guest, Site, guest_named, lab
+from tests.labkit import SPARE, Site, guest_named, lab
 
 GUEST = SPARE[0]
 LEASE = "/run/spark-deploy.lease"
@@ -11,20 +11,20 @@ DEPLOY = "deploys/prepare.py"
 
 
 @pytest.fixture(scope="module")
-def guest() -> Guest:
+def guest():
     lab("up", GUEST, "--fresh")
     return guest_named(GUEST)
 
 
 @pytest.fixture(scope="module")
-def sites(tmp_path_factory: pytest.TempPathFactory, guest: Guest) -> tuple[Site, Site]:
+def sites(tmp_path_factory, guest):
     sites = [Site(tmp_path_factory.mktemp(name), hosts=[GUEST]) for name in ("ann", "ben")]
     for site in sites:
         site.choose(model="lab-stub", profile="v2", takeover=[])
     return sites[0], sites[1]
 
 
-def is_held(guest: Guest) -> bool:
+def is_held(guest):
     return "yes" in guest.run(f"test -e {LEASE} && echo yes || :")
 
 

@@ -26,7 +26,7 @@ class Walk:
 
 
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
+def walk(tmp_path_factory):
     name = SPARE[0]
     lab("up", name, "--fresh", "--bootstrap-guest", name, "--engine", "stub")
     owner, up = new_owner(tmp_path_factory.mktemp("owner"), name)

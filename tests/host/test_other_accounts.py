@@ -3,8 +3,6 @@ import socket
 
 import pytest
 
-from tests.host.gateway_host import GatewayHost
-
 MALLORY = "setpriv --reuid mallory --regid mallory --clear-groups"
 ENGINE = "setpriv --reuid spark-engine --regid spark-engine --clear-groups"
 MANAGED = (
@@ -34,11 +32,11 @@ for host in ("172.17.0.1", "{}"):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def mallory(gateway: GatewayHost) -> None:
+def mallory(gateway):
     gateway.guest.run("id mallory 2>/dev/null || useradd --create-home mallory")
 
 
-def run_as(account: str, gateway: GatewayHost, command: str) -> str:
+def run_as(account, gateway, command):
     words = shlex.quote(f"cd /tmp; {command}")
     return gateway.guest.run(f"{account} sh -c {words} 2>/dev/null", check=False, timeout_s=300)
 

@@ -1,14 +1,13 @@
 import json
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
 
 from proofs.result_files import describe_run
-from tests.labkit import CHECKOUT, SPARE, Guest, Site, guest_named
+from tests.labkit import CHECKOUT, SPARE, guest_named
 from tests.published import DECODERS, DRAFTS, START_S, add_or_fail, chat, embed, fresh_site, rerank
 
 pytestmark = pytest.mark.engine
@@ -18,17 +17,17 @@ RESULTS = CHECKOUT / "proofs/results/cpu/plain-models.json"
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+def site(tmp_path_factory):
     return fresh_site(tmp_path_factory.mktemp("plain"), NAME)
 
 
 @pytest.fixture(scope="module")
-def guest(site: Site) -> Guest:
+def guest(site):
     return guest_named(NAME)
 
 
 @pytest.fixture(scope="module")
-def rows(guest: Guest) -> Iterator[list[dict[str, Any]]]:
+def rows(guest):
     """Collect the rows of the result file; ``RESULTS=write`` writes it."""
     rows: list[dict[str, Any]] = []
     yield rows
@@ -45,40 +44,40 @@ def rows(guest: Guest) -> Iterator[list[dict[str, Any]]]:
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def deploy_model(site: Site, model: str) -> float:
+def deploy_model(site, model):
     site.choose(model=model, profile="lab-plain")
     run = site.deploy(timeout_s=2 * START_S).assert_succeeded()
     site.deploy().assert_unchanged()
     return run.seconds
 
 
-def log_of(guest: Guest) -> str:
+def log_of(guest):
     return guest.run(f"journalctl -u {guest.serving()[0]} -o cat")
 
 
-def checks_of(guest: Guest) -> dict[str, str]:
+def checks_of(guest):
     proof = guest.proof()
     assert proof["ok"], proof
     return {check["name"]: check["detail"] for check in proof["checks"]}
 
 
-def planned(site: Site) -> dict[str, Any]:
+def planned(site):
     done = site.cli("plan", "--json")
     assert done.returncode == 0, done.stderr
     plan: dict[str, Any] = json.loads(done.stdout)[0]
     return plan
 
 
-def weights_on(guest: Guest, tree: str) -> int:
+def weights_on(guest, tree):
     return int(guest.run(f"cat {tree}/*.safetensors | wc -c"))
 
 
-def counted_tokens(guest: Guest) -> int:
+def counted_tokens(guest):
     counts = re.findall(r"KV cache size: ([\d,]+) tokens", log_of(guest))
     return int(counts[-1].replace(",", ""))
 
 
-def row_of(site: Site, guest: Guest, model: str, deploy_s: float) -> dict[str, Any]:
+def row_of(site, guest, model, deploy_s):
     proof, plan = guest.proof(), planned(site)
     assert proof["ok"]
     memory = plan["memory"]
@@ -100,7 +99,7 @@ def row_of(site: Site, guest: Guest, model: str, deploy_s: float) -> dict[str, A
     return row
 
 
-def task_of(site: Site, model: str) -> str:
+def task_of(site, model):
     text = (site.root / f"catalog/models/{model}.yml").read_text()
     return str(yaml.safe_load(text)["task"])
 

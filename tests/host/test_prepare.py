@@ -4,7 +4,7 @@ import pytest
 
 from tests.host import prepared_host as steps
 from tests.host.prepared_host import prepared
-from tests.labkit import Guest, info
+from tests.labkit import info
 
 __all__ = ["prepared"]
 
@@ -191,7 +191,7 @@ def test_sets_and_restores_compaction(prepared):
     prepared.run().assert_unchanged()
 
 
-def can_use_docker(guest: Guest) -> bool:
+def can_use_docker(guest):
     done = subprocess.run([*guest.login(), "docker ps"], capture_output=True, check=False)
     return done.returncode == 0
 

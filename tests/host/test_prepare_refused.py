@@ -8,7 +8,6 @@ from tests.host.prepared_host import (
     CUDA_TOOLKIT,
     GUEST,
     RUNNING,
-    Prepared,
     prepared,
 )
 from tests.labkit import lab
@@ -60,7 +59,7 @@ PROBLEMS = {
 }
 
 
-def execute(prepared: Prepared, command: str) -> None:
+def execute(prepared, command):
     if command.startswith("break "):
         _, fault, *options = command.split()
         lab("break", fault, GUEST, *options)

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
 import pytest
 
 from spark_deploy.config.catalog.load import read_catalog
-from tests.labkit import Guest, lab
+from tests.labkit import lab
 
 pytestmark = pytest.mark.gate
 
@@ -14,18 +12,18 @@ CATALOG = read_catalog()
 DECLARED = {name: CATALOG.profile(name, "lab-tiny") for name in ("v2", "v2-tq")}
 
 
-def value_of(argv: list[str], option: str) -> str:
+def value_of(argv, option):
     return argv[argv.index(option) + 1]
 
 
-def label_of(metrics: str, metric: str, label: str) -> str:
+def label_of(metrics, metric, label):
     [sample] = [line for line in metrics.splitlines() if line.startswith(metric + "{")]
     match = re.search(rf'\b{label}="([^"]*)"', sample)
     assert match, sample
     return match[1]
 
 
-def assert_runs_as_declared(guest: Guest, profile: str) -> None:
+def assert_runs_as_declared(guest, profile):
     declared, argv, metrics = DECLARED[profile], guest.argv(), guest.metrics()
     limits = declared.limits
     assert value_of(argv, "--max-model-len") == str(limits.max_context_tokens)
@@ -44,7 +42,7 @@ class Served:
     inodes: str
 
     @classmethod
-    def on(cls, guest: Guest) -> Served:
+    def on(cls, guest):
         path = f"/etc/spark/releases/{guest.release()}/release.json"
         mounts = guest.container()["Mounts"]
         [tree] = [mount["Source"] for mount in mounts if mount["Destination"] == "/model"]

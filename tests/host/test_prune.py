@@ -1,11 +1,7 @@
 import re
-from collections.abc import Iterator
 
 import pytest
 
-from tests.host.conftest import Fleet
-from tests.labkit import Guest
-from tests.runs import Run
 from tests.traces import footprint
 
 PRUNE = "deploys/prune.py"
@@ -20,25 +16,25 @@ IMAGES = (
 )
 
 
-def prune(fleet: Fleet, guest: Guest, *, dry: bool = False) -> Run:
+def prune(fleet, guest, *, dry=False):
     return fleet.site.deploy("--limit", guest.name, dry=dry, deploy=PRUNE)
 
 
-def releases(guest: Guest) -> set[str]:
+def releases(guest):
     return set(guest.run("ls /etc/spark/releases").split())
 
 
-def trees(guest: Guest) -> list[str]:
+def trees(guest):
     return guest.run("ls -d /srv/spark/models/* /srv/spark/sources/* 2>/dev/null || :").split()
 
 
-def job_traces(guest: Guest) -> str:
+def job_traces(guest):
     receipts = "stat -c '%n %Y %i' /srv/spark/*/*/receipt.json"
     return guest.run(f"{receipts}; journalctl -o cat -u 'spark-job@*' | wc -l")
 
 
 @pytest.fixture
-def foreign_image_and_model(fleet: Fleet) -> Iterator[None]:
+def foreign_image_and_model(fleet):
     guest = fleet.guests[0]
     guest.run(IMAGES)
     guest.run("mkdir -p /srv/spark/models/mine && echo mine > /srv/spark/models/mine/file")
@@ -46,7 +42,7 @@ def foreign_image_and_model(fleet: Fleet) -> Iterator[None]:
     guest.run("docker rmi foreign/image:1; rm -r /srv/spark/models/mine")
 
 
-def serve_base_profile(fleet: Fleet) -> tuple[Guest, str]:
+def serve_base_profile(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     fleet.site.choose(profile="base", releases={"keep": 0})

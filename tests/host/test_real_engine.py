@@ -5,7 +5,7 @@ import pytest
 
 from spark_deploy.config.catalog.load import read_catalog
 from tests.clients import clients, outages_s
-from tests.labkit import SPARE, Guest, Site, guest_named, lab
+from tests.labkit import SPARE, Site, guest_named, lab
 
 pytestmark = pytest.mark.engine
 
@@ -34,7 +34,7 @@ NOISE_NATS = 0.01
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+def site(tmp_path_factory):
     lab("up", NAME, "--fresh", "--engine", "cpu")
     site = Site(tmp_path_factory.mktemp("real-engine"), hosts=[NAME])
     site.choose(model="lab-tiny", profile="v2")
@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 
 @pytest.fixture(scope="module")
-def recorded(site: Site) -> str:
+def recorded(site):
     guest = guest_named(NAME)
     guest.run(f"cat > prompts.txt <<'END'\n{PROMPTS}END")
     assert exit_code(guest, "--record prompts.txt") == 0
@@ -52,11 +52,11 @@ def recorded(site: Site) -> str:
     return release
 
 
-def exit_code(guest: Guest, options: str) -> int:
+def exit_code(guest, options):
     return int(guest.run(f"spark-check {options} >/dev/null 2>&1; echo $?"))
 
 
-def compare(guest: Guest, release: str) -> dict[str, Any]:
+def compare(guest, release):
     result: dict[str, Any] = guest.json(f"spark-check --compare {release} --json")
     return result
 

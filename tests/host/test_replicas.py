@@ -1,13 +1,9 @@
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +20,7 @@ BODY = {
 pytestmark = pytest.mark.timeout(1500)
 
 
-def send_request(guest: Guest) -> tuple[int, str]:
+def send_request(guest):
     done = subprocess.run(
         ["curl", "-sS", "-m", "60", "-w", "\n%{http_code}", "-H", f"Authorization: Bearer {KEY}",
          "-H", "Content-Type: application/json", "-d", json.dumps(BODY),
@@ -36,31 +32,31 @@ def send_request(guest: Guest) -> tuple[int, str]:
 
 
 class Clients:
-    def __init__(self, guest: Guest):
+    def __init__(self, guest):
         self._guest, self._stop = guest, threading.Event()
         self.answers: Counter[str] = Counter()
         self._threads = [threading.Thread(target=self._send_requests) for _ in range(4)]
 
-    def _send_requests(self) -> None:
+    def _send_requests(self):
         while not self._stop.is_set():
             status, text = send_request(self._guest)
             right = status == 200 and "Paris" in text
             self.answers["right" if right else f"{status} {text[:120]}"] += 1
             time.sleep(0.1)  # together below the gateway's limit of 50 requests/s
 
-    def __enter__(self) -> Clients:
+    def __enter__(self):
         for thread in self._threads:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._stop.set()
         for thread in self._threads:
             thread.join()
 
 
 class Replicas:
-    def __init__(self, root: Path):
+    def __init__(self, root):
         lab("up", FIRST, SECOND, "--fresh", "--engine", "stub")
         self.first, self.second = self.guests = [guest_named(FIRST), guest_named(SECOND)]
         (root / "key").write_text(KEY + "\n")
@@ -72,14 +68,14 @@ class Replicas:
             serve={"expose": "lan", "api_key": {"file": str(root / "key")}},
         )
 
-    def answer_counts(self) -> list[int]:
+    def answer_counts(self):
         successes = re.compile(r"^vllm:request_success_total\S* (\d+)", re.M)
         counts = [successes.findall(guest.metrics()) for guest in self.guests]
         return [sum(map(int, numbers)) for numbers in counts]
 
 
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+def replicas(tmp_path_factory):
     pair = Replicas(tmp_path_factory.mktemp("replicas"))
     pair.site.deploy().assert_succeeded()
     yield pair

@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +20,7 @@ CATALOG = CHECKOUT / "catalog/models/lab-tiny.yml"
 NARROW = ".linear_attn.{in_proj_qkv,in_proj_z,in_proj_a,in_proj_b,out_proj}."
 
 
-def own_model() -> dict[str, Any]:
+def own_model():
     tensors = yaml.safe_load(CATALOG.read_text())["tensors"]
     base, counts = tensors["base"], tensors["counts"]
     [line] = [name for name in base if NARROW in name]
@@ -48,7 +47,7 @@ def own_model() -> dict[str, Any]:
     }
 
 
-def calibration_text() -> str:
+def calibration_text():
     rows = [
         render([{"role": "user", "content": item["prompt"]}], thinking=False) + item["answer"]
         for item in facts()["questions"] * 8
@@ -57,7 +56,7 @@ def calibration_text() -> str:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+def site(tmp_path_factory):
     lab("up", NAME, OTHER, "--fresh", "--engine", "cpu")
     site = Site(tmp_path_factory.mktemp("requantize"), hosts=[NAME])
     models = site.root / "catalog/models"
@@ -74,7 +73,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return site
 
 
-def requantize(site: Site) -> subprocess.CompletedProcess[str]:
+def requantize(site):
     inventory = str(site.root / "inventory/lab.py")
     words = ["add", "lab-own", "--requantize", "--on", NAME, "--inventory", inventory, "-y", "-v"]
     return subprocess.run(
@@ -83,7 +82,7 @@ def requantize(site: Site) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def completed_blocks(name: str) -> list[str]:
+def completed_blocks(name):
     path = "/srv/spark/models/.*.partial/resume/group_0/resume_manifest.json"
     text = guest_named(name).run(f"cat {path} 2>/dev/null || :")
     return json.loads(text)["completed_blocks"] if text else []

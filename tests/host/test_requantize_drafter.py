@@ -1,11 +1,10 @@
 import re
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.host.test_requantize import own_model, requantize
-from tests.labkit import CHECKOUT, SPARE, Guest, Site, guest_named, lab
+from tests.labkit import CHECKOUT, SPARE, Site, guest_named, lab
 from tests.published import chat
 
 pytestmark = pytest.mark.engine
@@ -18,7 +17,7 @@ PACKED = (
 )
 
 
-def small_drafter() -> dict[str, Any]:
+def small_drafter():
     model = own_model()
     tensors = yaml.safe_load((CHECKOUT / "catalog/models/lab-tiny.yml").read_text())["tensors"]
     weights = {f"{module}.weight": f"{module}.{{qweight,qzeros,scales}}" for module in PACKED}
@@ -34,7 +33,7 @@ def small_drafter() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+def site(tmp_path_factory):
     lab("up", NAME, "--fresh", "--engine", "cpu")
     site = Site(tmp_path_factory.mktemp("requantize-drafter"), hosts=[NAME])
     models = site.root / "catalog/models"
@@ -84,7 +83,7 @@ def test_hybrid_accepts_drafts(site):
     site.deploy().assert_unchanged()
 
 
-def draft_counts(guest: Guest) -> tuple[float, float]:
+def draft_counts(guest):
     counts = re.findall(
         r"^vllm:spec_decode_num_(draft|accepted)_tokens_total\S* (\S+)$", guest.metrics(), re.M
     )

@@ -1,13 +1,9 @@
-from collections.abc import Iterator
-
 import pytest
 
-from tests.host.conftest import Fleet
-from tests.runs import Run
 from tests.traces import footprint
 
 
-def rollback(fleet: Fleet, *arguments: str, dry: bool = False) -> Run:
+def rollback(fleet, *arguments, dry=False):
     return fleet.site.deploy(*arguments, dry=dry, deploy="deploys/rollback.py")
 
 
@@ -63,7 +59,7 @@ def test_rolls_back_to_named_release(fleet):
 
 
 @pytest.fixture
-def start_afterwards(fleet: Fleet) -> Iterator[None]:
+def start_afterwards(fleet):
     yield
     fleet.site.cli_output("start")
 

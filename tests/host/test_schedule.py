@@ -1,8 +1,6 @@
-from collections.abc import Iterator
-
 import pytest
 
-from tests.host.gateway_host import NAME, GatewayHost
+from tests.host.gateway_host import NAME
 
 DAY = {"model": "lab-stub", "profile": "v2"}
 NIGHT = {"model": "lab-stub", "profile": "v2-tq"}
@@ -10,7 +8,7 @@ TIMERS = "systemctl list-timers --all --no-legend 'spark-hours@*' | wc -l"
 
 
 @pytest.fixture
-def unschedule_afterwards(gateway: GatewayHost) -> Iterator[None]:
+def unschedule_afterwards(gateway):
     yield
     gateway.site.cli_output("start", NAME)
     gateway.site.reset("schedule", "keep_ready")

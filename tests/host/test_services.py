@@ -1,32 +1,28 @@
 import json
-from collections.abc import Iterator
 
 import pytest
-
-from tests.host.conftest import Fleet
-from tests.labkit import Guest
 
 SECOND = {"model": "lab-stub", "profile": "agent", "port": 8001, "memory_gib": 2,
           "names": ["second"]}  # fmt: skip
 BAD = {"engine": {"environment": {"STUB_FAULT": "garbage"}}}
 
 
-def status_of(guest: Guest, port: int, model: str) -> int:
+def status_of(guest, port, model):
     return guest.ask(model=model, port=port)[0]
 
 
-def both_answer(guest: Guest) -> bool:
+def both_answer(guest):
     answers = [guest.ask(model="lab-model"), guest.ask(model="second", port=8001)]
     return all(status == 200 and "Paris" in str(body) for status, body in answers)
 
 
-def containers(guest: Guest) -> dict[str, str]:
+def containers(guest):
     out = guest.run("docker ps --format '{{.Label \"spark.service\"}} {{.ID}}'")
     return dict(line.split() for line in out.splitlines())
 
 
 @pytest.fixture(scope="module")
-def guest(fleet: Fleet) -> Iterator[Guest]:
+def guest(fleet):
     yield fleet.guests[0]
     fleet.settle()
 

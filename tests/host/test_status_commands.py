@@ -7,7 +7,7 @@ from tests.host.conftest import FIRST, SECOND
 from tests.labkit import wait_for_port
 
 
-def row(text: str, title: str) -> str:
+def row(text, title):
     rows = [line.strip() for line in text.splitlines() if line.strip().startswith(title)]
     assert len(rows) == 1, text
     return rows[0].removeprefix(title).strip()

@@ -31,16 +31,16 @@ class Inside:
     site: Site
     guest: Guest
 
-    def deploy(self, user: str = "root") -> Run:
+    def deploy(self, user="root"):
         self.copy(self.site.root / "group_vars")
         return self.pyinfra("deploy.py", user=user)
 
-    def pyinfra(self, deploy: str, *, user: str = USER, environment: str = "") -> Run:
+    def pyinfra(self, deploy, *, user=USER, environment=""):
         done = self.run(f"{environment}{self.command(deploy, '--json', user=user)}")
         document = json.loads(done.stdout) if done.returncode == 0 else {}
         return Run(done.returncode, document, done.stderr, 0.0, Silence(0.0, ""))
 
-    def command(self, deploy: str, *options: str, user: str) -> str:
+    def command(self, deploy, *options, user):
         path = f"{'/opt/bin:' if user == 'root' else ''}/usr/sbin:/usr/bin:/sbin:/bin"
         line = [
             "env", f"PYTHONPATH={CHECKOUT}:{CHECKOUT}/files/contract", f"PATH={path}",
@@ -50,14 +50,14 @@ class Inside:
         login = "" if user == "root" else f"runuser -u {user} -w {PASSWORD_FILE_VARIABLE} -- "
         return f"cd {self.site.root} && {login}{shlex.join(line)}"
 
-    def run(self, script: str) -> subprocess.CompletedProcess[str]:
+    def run(self, script):
         return subprocess.run(
             [sys.executable, "-m", "lab", "ssh", "--root", NAME, script],
             cwd=CHECKOUT, capture_output=True, text=True, timeout=600, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
 
-    def copy(self, *paths: Path) -> None:
+    def copy(self, *paths):
         names = " ".join(shlex.quote(str(path).lstrip("/")) for path in paths)
         unpack = f"{shlex.quote(sys.executable)} -m lab ssh --root {NAME} tar -C / -xf -"
         left_out = "--exclude=.git --exclude=.venv/lib64 --exclude=__pycache__ --exclude=test"
@@ -68,7 +68,7 @@ class Inside:
 
 
 @pytest.fixture(scope="module")
-def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
+def inside(tmp_path_factory):
     lab("up", NAME, "--fresh", "--engine", "stub")
     guest = guest_named(NAME)
     site = Site(tmp_path_factory.mktemp("inside"), hosts=["@local"])
@@ -111,7 +111,7 @@ SPY = """
 
 
 @pytest.fixture(scope="module")
-def password(inside: Inside) -> str:
+def password(inside):
     word = secrets.token_urlsafe(12)
     readable = " ".join(str(path) for path in Path(sys.base_prefix).parents[:-1])
     done = inside.run(
@@ -126,7 +126,7 @@ def password(inside: Inside) -> str:
     return word
 
 
-def sudo_rule(inside: Inside) -> str:
+def sudo_rule(inside):
     return inside.run(f"cat {RULE} 2>/dev/null").stdout
 
 

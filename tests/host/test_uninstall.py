@@ -3,12 +3,10 @@ import json
 import re
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.labkit import SPARE, Guest, Site, guest_named, lab
-from tests.runs import Run
+from tests.labkit import SPARE, Site, guest_named, lab
 
 UNINSTALL = "deploys/uninstall.py"
 ALL = ("--data", "uninstall.models=true", "--data", "uninstall.engine=true")
@@ -54,33 +52,33 @@ echo spark.master local > /etc/spark/conf/defaults; echo mine > /srv/spark/model
 """
 
 
-def snapshot(guest: Guest) -> list[str]:
+def snapshot(guest):
     return guest.run(SNAPSHOT, timeout_s=120).splitlines()
 
 
-def difference(before: list[str], after: list[str]) -> list[str]:
+def difference(before, after):
     diff = difflib.unified_diff(before, after, lineterm="", n=0)
     return [line for line in diff if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
 
-def fresh(name: str, root: Path) -> tuple[Guest, Site]:
+def fresh(name, root):
     lab("up", name, "--fresh", "--engine", "stub")
     site = Site(root, hosts=[name])
     site.choose(model="lab-stub", profile="v2")
     return guest_named(name), site
 
 
-def uninstall(site: Site, *words: str, dry: bool = False) -> Run:
+def uninstall(site, *words, dry=False):
     return site.deploy(*words, dry=dry, deploy=UNINSTALL)
 
 
-def serve(site: Site, guest: Guest) -> None:
+def serve(site, guest):
     site.deploy().assert_succeeded()
     assert guest.answers()
 
 
-def kill_during_uninstall(site: Site, guest: Guest, seconds: float) -> None:
-    def kill() -> None:
+def kill_during_uninstall(site, guest, seconds):
+    def kill():
         guest.wait(f"pgrep -f '{WORK}'", seconds=30)
         time.sleep(seconds)
         guest.run(f"pkill -9 -f '{WORK}'")
@@ -132,7 +130,7 @@ def test_restores_bare_host_and_lists_kept_files_first(tmp_path):
     assert (last.exit_code, last.changed) == (0, []), last.stderr[-3000:]
 
 
-def _paths(line: str) -> list[str]:
+def _paths(line):
     return re.findall(r"/[^ ,:]*", line)
 
 

@@ -1,11 +1,9 @@
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.labkit import SPARE, Guest, Site, guest_named, lab
-from tests.runs import Run
+from tests.labkit import SPARE, Site, guest_named, lab
 
 FIRST, SECOND = SPARE
 OLD, NEW = "580.159.03+labstub", "580.173.02+labstub"
@@ -15,35 +13,35 @@ GPU_PROOF = "Docker | Check the GPU in a container"
 
 
 class Pair:
-    def __init__(self, root: Any):
+    def __init__(self, root):
         lab("up", FIRST, SECOND, "--fresh", "--engine", "stub")
         self.site = Site(root, hosts=[FIRST, SECOND])
         self.site.choose(model="lab-stub", profile="v2", check={"bench_s": 3})
         self.guests = [guest_named(name) for name in (FIRST, SECOND)]
         self.site.deploy().assert_succeeded()
 
-    def status(self, name: str) -> dict[str, Any]:
+    def status(self, name):
         shown = self.site.cli("status", "--limit", name, "--json")
         status: dict[str, Any] = json.loads(shown.stdout)[0]
         return status
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory):
     new_pair = Pair(tmp_path_factory.mktemp("site"))
     yield new_pair
     lab("down", FIRST, SECOND)
 
 
-def boot_of(guest: Guest) -> str:
+def boot_of(guest):
     return guest.run("cat /proc/sys/kernel/random/boot_id")
 
 
-def set_driver(guest: Guest, old: str, new: str) -> None:
+def set_driver(guest, old, new):
     guest.run(f"sed -i 's/{old}/{new}/' {EDGE}/nvidia/version $(command -v nvidia-smi)")
 
 
-def assert_changed_only(run: Run, *names: str) -> None:
+def assert_changed_only(run, *names):
     run.assert_succeeded()
     assert run.changed == list(names), run.stderr[-4000:]
 

@@ -5,7 +5,6 @@ RESULTS=write updates proofs/results/lab/variants.json.
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -39,22 +38,22 @@ class OwnedHost:
     proxy_log_bytes: int  # before this host's deploys
     measured: dict[str, Any] = field(default_factory=dict)  # for the result file
 
-    def proxy_requests(self) -> list[str]:
+    def proxy_requests(self):
         log = PROXY_LOG.read_bytes()[self.proxy_log_bytes :].decode(errors="replace")
         return [line for line in log.splitlines() if "Request (file descriptor" in line]
 
-    def owned_state(self) -> OwnedState:
+    def owned_state(self):
         return read_state(self.guest.run, self.variant.owned_units)
 
 
-def variants() -> list[object]:
+def variants():
     return [
         pytest.param(name, marks=[pytest.mark.gate] if name == IN_THE_GATE else [])
         for name in variant.names()
     ]
 
 
-def site_for(root: Path, hosts: list[str], variant_: Variant) -> Site:
+def site_for(root, hosts, variant_):
     site = Site(root, hosts=hosts)
     site.choose(model="lab-stub", profile="v2")
     (root / "host_vars").mkdir()
@@ -64,9 +63,7 @@ def site_for(root: Path, hosts: list[str], variant_: Variant) -> Site:
 
 
 @pytest.fixture(scope="module", params=variants())
-def host(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OwnedHost]:
+def host(request, tmp_path_factory):
     chosen = variant.read(request.param)
     lab("up", NAME, "--fresh", "--bootstrap-guest", NAME, "--variant", chosen.name)
     log_bytes = PROXY_LOG.stat().st_size if PROXY_LOG.exists() else 0
@@ -88,7 +85,7 @@ def host(
     lab("down", NAME)
 
 
-def write_result(host: OwnedHost) -> None:
+def write_result(host):
     run = host.guest.run
     row = {
         "variant": host.variant.name,

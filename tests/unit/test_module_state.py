@@ -1,6 +1,5 @@
 import ast
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -54,7 +53,7 @@ def test_modules_do_not_keep_state_from_a_run(side):
     )
 
 
-def state_of(tree: ast.Module, *, may_remember: bool = False) -> Iterator[str]:
+def state_of(tree, *, may_remember=False):
     """Yield every kind of state in a module."""
     of_module = {
         name: node
@@ -83,7 +82,7 @@ def state_of(tree: ast.Module, *, may_remember: bool = False) -> Iterator[str]:
             yield from _changes(part, set(of_module))
 
 
-def _assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
+def _assigned(body):
     for node in body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -92,7 +91,7 @@ def _assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnA
             yield from _assigned(node.body)
 
 
-def _changes(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> Iterator[str]:
+def _changes(function, names):
     nodes = list(ast.walk(function))
     changed = [
         (node.lineno, value.id)
@@ -110,7 +109,7 @@ def _changes(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) 
             yield f"line {line}: {function.name} changes {name}"
 
 
-def _changed_by(node: ast.AST) -> ast.expr | None:
+def _changed_by(node):
     if isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
         return node.value
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

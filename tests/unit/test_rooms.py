@@ -2,7 +2,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -103,7 +102,7 @@ OURS = {
 LONGEST_FILE = 400  # lines of a product module
 
 
-def tracked() -> list[str]:
+def tracked():
     """Return every module of the product, tracked or new."""
     result = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
@@ -115,17 +114,17 @@ def tracked() -> list[str]:
 
 
 @cache
-def tree_of(name: str) -> ast.Module:
+def tree_of(name):
     return ast.parse((CHECKOUT / name).read_text("utf-8"))
 
 
 @cache
-def nodes_of(name: str) -> tuple[ast.AST, ...]:
+def nodes_of(name):
     return tuple(ast.walk(tree_of(name)))
 
 
 @cache
-def imports(name: str) -> tuple[str, ...]:
+def imports(name):
     result: list[str] = []
     for node in nodes_of(name):
         if isinstance(node, ast.Import):
@@ -136,7 +135,7 @@ def imports(name: str) -> tuple[str, ...]:
 
 
 @cache
-def file_of(module: str) -> str | None:
+def file_of(module):
     """Return the file of a dotted name of this project, which may end inside a module."""
     path = module.replace(".", "/")
     while path:
@@ -149,7 +148,7 @@ def file_of(module: str) -> str | None:
 
 
 @cache
-def room_of(name: str) -> str | None:
+def room_of(name):
     matching = [room for room in RANK if name == room or name.startswith(f"{room}/")]
     return max(matching, key=len, default=None)
 
@@ -158,14 +157,14 @@ MODULES = tracked()
 _FILES = frozenset(MODULES)
 
 
-def imported(*rooms: str) -> Iterator[tuple[str, str, str]]:
+def imported(*rooms):
     """Yield module, imported name and the name's top, of the modules below these paths."""
     for name in MODULES:
         if name.startswith(rooms):
             yield from ((name, result, result.split(".")[0]) for result in imports(name))
 
 
-def none(offenders: list[str]) -> None:
+def none(offenders):
     """Fail with every offender, not with the first."""
     assert not offenders, "\n" + "\n".join(offenders)
 
@@ -212,17 +211,17 @@ def test_modules_never_import_in_a_cycle():
     assert left == set()
 
 
-def _ours(imported: str) -> str | None:
+def _ours(imported):
     return file_of(imported) if imported.split(".")[0] in OURS else None
 
 
-def faces(name: str) -> set[str]:
+def faces(name):
     """Return the ``__init__`` modules that run before a module does."""
     above = [str(parent) for parent in Path(name).parents]
     return {f"{folder}/__init__.py" for folder in above} & set(MODULES) - {name}
 
 
-def reached_from(start: str) -> list[str]:
+def reached_from(start):
     """Return the modules below a folder, and our modules that they import."""
     reached: set[str] = set()
     coming = {name for name in MODULES if name.startswith(start)}

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import jsonschema
 import pytest
@@ -93,12 +93,12 @@ def test_the_title_names_what_results_share_and_where_they_differ(other, title):
 
 
 class Tags(HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tags: list[str] = []
         self.links: list[str] = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.links += [str(v) for k, v in attrs if k in ("src", "href", "xlink:href")]
 
@@ -161,7 +161,7 @@ def test_json_for_several_hosts_is_one_document(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "b.md").exists()
 
 
-def submit(tmp_path, raw: dict[str, Any] | None = None, **changes: Any) -> dict[str, str]:
+def submit(tmp_path, raw=None, **changes):
     paths = submission.write_submission(tmp_path, result(**changes), RELEASE, ORIGIN, raw)
     return {path.name: path.read_text() for path in paths}
 

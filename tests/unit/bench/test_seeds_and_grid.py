@@ -3,7 +3,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,7 +28,7 @@ class Model(BaseHTTPRequestHandler):
     requests: list[dict[str, Any]]
     has_usage = True
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         if self.headers["Authorization"] != f"Bearer {KEY}":
             self.send_error(401)
             return
@@ -48,12 +47,12 @@ class Model(BaseHTTPRequestHandler):
             self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")
 
-    def log_message(self, *words: Any) -> None:
+    def log_message(self, *words):
         pass
 
 
 @pytest.fixture
-def model() -> Iterator[type[Model]]:
+def model():
     handler = type("Handler", (Model,), {"requests": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     handler.port = server.server_address[1]  # type: ignore[attr-defined]
@@ -65,7 +64,7 @@ def model() -> Iterator[type[Model]]:
     server.server_close()
 
 
-def endpoint(model: Any, key: str = KEY) -> Endpoint:
+def endpoint(model, key=KEY):
     return Endpoint(f"http://127.0.0.1:{model.port}/v1", "m", key)
 
 

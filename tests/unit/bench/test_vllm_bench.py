@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import json
 import os
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from results import KEY
@@ -12,7 +8,6 @@ from results import KEY
 from spark_deploy import ticking
 from spark_deploy.bench import host, protocols
 from spark_deploy.bench.protocols import Case
-from spark_deploy.bench.result import Load
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SparkError
 from tests.unit.planning.plans import plan_of
@@ -40,7 +35,7 @@ CASE = Case(2, 64, 16)
 class Image:
     """A docker that runs containers as local shells."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, root, monkeypatch):
         self.root = root
         self.notes: list[str] = []
         (root / "api-key").write_text(f"{KEY}\n")
@@ -50,28 +45,28 @@ class Image:
         monkeypatch.setenv("PYTHONPATH", str(root))
         monkeypatch.setattr(protocols, "_OUT", str(root / "out.json"))
 
-    def put(self, name: str, text: str) -> None:
+    def put(self, name, text):
         path = self.root / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
 
-    def with_vllm(self, **changes: Any) -> Image:
+    def with_vllm(self, **changes):
         self.put("image/vllm", VLLM.format(root=self.root, python=sys.executable))
         saved = json.loads(RECORDED.read_text()) | changes
         (self.root / "saved.json").write_text(json.dumps(saved))
         return self
 
-    def measure(self) -> tuple[str | None, tuple[Load, ...]]:
+    def measure(self):
         login, key = host.Login("spark-1", (), False), str(self.root / "api-key")
         return protocols.measure_loads(login, RELEASE, 8017, key, [CASE], self.notes.append)
 
-    def recorded(self, name: str) -> list[str]:
+    def recorded(self, name):
         return (self.root / name).read_text().splitlines()
 
 
 @pytest.fixture
-def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
+def image(tmp_path, monkeypatch):
     return Image(tmp_path, monkeypatch)
 
 

@@ -16,11 +16,11 @@ from tests.unit.planning.plans import CATALOG, FIXTURE, shipped_catalog
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     return Path(shutil.copytree(FIXTURE, tmp_path / "checkout"))
 
 
-def changed(checkout: Path, name: str, **keys: Any) -> Path:
+def changed(checkout, name, **keys):
     path = checkout / f"catalog/{name}.yml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text("utf-8")), **keys}))
     return checkout
@@ -124,17 +124,17 @@ def test_reports_error_in_an_inventory_catalog_file(tmp_path):
 HYBRIDS = [n for n, m in shipped_catalog().models.items() if isinstance(m, HybridModel)]
 
 
-def tensors_of(model: str) -> dict[str, Any]:
+def tensors_of(model):
     path = CHECKOUT / f"catalog/models/{model}.yml"
     return yaml.safe_load(path.read_text("utf-8")).get("tensors", {})
 
 
 @pytest.fixture
-def tensors() -> dict[str, Any]:
+def tensors():
     return copy.deepcopy(tensors_of("qwen3.5-122b"))
 
 
-def tensor_problems(tensors: dict[str, Any], donor: str | None = "Org/Donor") -> str:
+def tensor_problems(tensors, donor="Org/Donor"):
     broken = convert(Tensors, tensors).violations(donor=donor)
     return "\n".join(f"tensors.{dotted(b.key)}: {b.what}; {b.fix}" for b in broken)
 

@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,12 +46,12 @@ SHARED: dict[str, Any] = {
 READ = typed(ANATOMY, nulls=False)
 
 
-def encoded(document: dict[str, Any]) -> bytes:
+def encoded(document):
     return json.dumps(document).encode()
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def own(tmp_path):
     for kind, names in {"models": (), "profiles": ("base.yml",)}.items():
         (tmp_path / "ours/catalog" / kind).mkdir(parents=True)
         (tmp_path / "mine/catalog" / kind).mkdir(parents=True)
@@ -70,13 +69,13 @@ def own(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def locked(own: Path) -> str:
+def locked(own):
     lock = made_up_lock(settings_of(), read_catalog(CHECKOUT / "tests/fixtures/checkout"))
     write_lock(own / "lock.yml", lock)
     return (own / "lock.yml").read_text("utf-8")
 
 
-def check_plan(own: Path, model: dict[str, Any], profile: dict[str, Any], anatomy: Any) -> None:
+def check_plan(own, model, profile, anatomy):
     for kind, name, document in (("models", "dense", model), ("profiles", "mine", profile)):
         path = own / f"mine/catalog/{kind}/{name}.yml"
         path.write_text(yaml.safe_dump(document), encoding="utf-8")

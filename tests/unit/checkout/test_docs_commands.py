@@ -1,6 +1,5 @@
 import re
 import shlex
-from collections.abc import Iterator
 
 import click
 import pytest
@@ -16,7 +15,7 @@ _COMMAND = re.compile(
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 
 
-def find_commands() -> Iterator[tuple[str, str]]:
+def find_commands():
     for page in PAGES:
         for code in _CODE.findall(page.read_text("utf-8")):
             for command in _COMMAND.findall(code):

@@ -1,7 +1,5 @@
 import ast
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,7 +21,7 @@ NAMES = [str(page.relative_to(CHECKOUT)) for page in PAGES]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)
 
 
-def text_of(name: str) -> str:
+def text_of(name):
     return (CHECKOUT / name).read_text("utf-8")
 
 
@@ -34,11 +32,11 @@ def test_make_targets_on_pages_exist(name):
     assert {word for words in shown for word in words.split()} <= targets
 
 
-def yaml_blocks(name: str) -> list[str]:
+def yaml_blocks(name):
     return [block for _, language, block in FENCE.findall(text_of(name)) if language == "yaml"]
 
 
-def is_part_of(kind: str, data: dict[str, Any]) -> bool:
+def is_part_of(kind, data):
     """Return whether a block is a document of a kind, or a valid part."""
     schema = load_schema(kind)
     if not set(data) <= set(schema["properties"]):
@@ -47,7 +45,7 @@ def is_part_of(kind: str, data: dict[str, Any]) -> bool:
     return Draft202012Validator(whole).is_valid(data)
 
 
-def load_settings(block: str, root: Path) -> None:
+def load_settings(block, root):
     """Load a block as settings; replace the user's models by a shipped model."""
     known = shipped_catalog().models
     named = re.findall(r"^model: (\S+)", block, re.M)
@@ -69,7 +67,7 @@ def test_yaml_on_pages_is_valid(name, tmp_path):
             load_settings(block, root)
 
 
-def write_added_models(name: str, root: Path) -> None:
+def write_added_models(name, root):
     folder = root / "catalog/models"
     folder.mkdir(parents=True)
     for repository in re.findall(r"^spark-deploy add (\S+/\S+)", text_of(name), re.M):
@@ -78,7 +76,7 @@ def write_added_models(name: str, root: Path) -> None:
         (folder / f"{stem}.yml").write_text(yaml.safe_dump(model))
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     text = FENCE.sub("", page.read_text("utf-8"))
     titles = re.findall(r"^#+ (.+?)\s*$", text, re.M)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)

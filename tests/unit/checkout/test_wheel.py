@@ -20,7 +20,7 @@ DIGESTS = (
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     """Install the wheel into an environment; return the folder of commands."""
     root = tmp_path_factory.mktemp("wheel")
     source = root / "source"
@@ -56,7 +56,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "venv/bin"
 
 
-def run(installed: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(installed, *words, cwd):
     env = {"PATH": "/usr/bin:/bin", "HOME": str(cwd)}
     return subprocess.run(
         [str(installed / words[0]), *words[1:]],

@@ -6,7 +6,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,15 @@ COUNTED = (
 Response = Callable[[Any, bytes], object]
 
 
-def close(handler: Any, data: bytes) -> None:
+def close(handler, data):
     handler.close_connection = True
 
 
-def status(code: int, **headers: str) -> Response:
+def status(code, **headers):
     return lambda handler, data: handler.answer(code, b"no", headers)
 
 
-def send_head(handler: Any, data: bytes) -> bytes:
+def send_head(handler, data):
     first = int((handler.headers.get("Range") or "bytes=0-").partition("=")[2].partition("-")[0])
     rest = data[first:]
     handler.send_response(206 if first else 200)
@@ -49,38 +49,38 @@ def send_head(handler: Any, data: bytes) -> bytes:
     return rest
 
 
-def send_half(handler: Any, data: bytes) -> None:
+def send_half(handler, data):
     rest = send_head(handler, data)
     handler.wfile.write(rest[: len(rest) // 2])
     handler.wfile.flush()
     handler.close_connection = True
 
 
-def stall(handler: Any, data: bytes) -> None:
+def stall(handler, data):
     send_half(handler, data)
     time.sleep(2)
 
 
-def reset(handler: Any, data: bytes) -> None:
+def reset(handler, data):
     send_half(handler, data)
     linger = struct.pack("ii", 1, 0)
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     handler.connection.close()
 
 
-def send_nothing(handler: Any, data: bytes) -> None:
+def send_nothing(handler, data):
     time.sleep(2)
     handler.close_connection = True
 
 
-def send_slowly(handler: Any, data: bytes) -> None:
+def send_slowly(handler, data):
     handler.answer(200, b"", announced=len(data))
     for at in range(0, len(data), len(data) // 4 + 1):
         time.sleep(0.3)
         handler.wfile.write(data[at : at + len(data) // 4 + 1])
 
 
-def send_end_slowly(handler: Any, data: bytes) -> None:
+def send_end_slowly(handler, data):
     """Send the end at 2 KB/s, for longer than the window of the mean rate."""
     rest = send_head(handler, data)
     handler.wfile.write(rest[:-8000])
@@ -89,24 +89,24 @@ def send_end_slowly(handler: Any, data: bytes) -> None:
         handler.wfile.write(rest[at : at + 1000])
 
 
-def trickle(handler: Any, text: bytes) -> None:
+def trickle(handler, text):
     for at in range(len(text)):
         handler.wfile.write(text[at : at + 1])
         handler.wfile.flush()
         time.sleep(0.1)
 
 
-def trickle_chunk(handler: Any, data: bytes) -> None:
+def trickle_chunk(handler, data):
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     trickle(handler, b"0" * 1000)
 
 
-def trickle_redirect(handler: Any, data: bytes) -> None:
+def trickle_redirect(handler, data):
     handler.answer(302, b"", {"Location": handler.path}, announced=1 << 30)
     trickle(handler, data)
 
 
-def flip_bit(handler: Any, data: bytes) -> None:
+def flip_bit(handler, data):
     middle = len(data) // 2
     handler.serve(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
 
@@ -174,10 +174,10 @@ class Scene:
     order: Path
     out: Path
 
-    def fail(self, hub: Hub, failure: Failure, times: int | None) -> None:
+    def fail(self, hub, failure, times):
         left = [times]
 
-        def fault(handler: Any, path: str, data: bytes) -> bool:
+        def fault(handler, path, data):
             if not path.endswith(LARGE) or left[0] == 0:
                 return False
             left[0] = None if left[0] is None else left[0] - 1
@@ -186,20 +186,20 @@ class Scene:
 
         hub.fault = fault
 
-    def write_order(self, *hubs: str, outage_s: float = 0, **changes: float) -> None:
+    def write_order(self, *hubs, outage_s=0, **changes):
         urls = [f"{url}/{REPOSITORY}/" for url in hubs]
         options = {"tries": 2, "timeout_s": 1, "outage_s": outage_s, **changes}
         order = fetch_order(self.source, self.out, urls, **options)
         self.order.write_text(json.dumps(order))
 
-    def fetch(self) -> tuple[str, str]:
+    def fetch(self):
         """Fetch and compare with the repository; return the columns of the table."""
         run_tool("fetch", self.order)
         for path in self.source.iterdir():
             assert (self.out / path.name).read_bytes() == path.read_bytes()
         return "nothing: it goes on by itself", "whole"
 
-    def fail_and_recover(self, error: str) -> tuple[str, str]:
+    def fail_and_recover(self, error):
         done = run_tool("fetch", self.order, check=False)
         assert done.returncode not in (0, 1), done.stderr[-2000:]
         line = done.stderr.strip().splitlines()[-1]
@@ -214,7 +214,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
+def scene(tmp_path):
     with Hub(tmp_path / "hub") as hub, Hub(tmp_path / "hub") as content_host:
         source = hub.root / REPOSITORY
         source.mkdir(parents=True)
@@ -225,14 +225,14 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         yield scene
 
 
-def record(group: str, case: str, run: Callable[[], tuple[str, str]]) -> None:
+def record(group, case, run):
     sweep = Sweep("hub")
     row = sweep.run_case(group, case, run)
     sweep.write("A hub that fails", ABOUT, None, COUNTED, TEST)
     assert_all_passed([row])
 
 
-def cases(*, once: bool) -> list[Any]:
+def cases(*, once):
     return [
         pytest.param(name, marks=pytest.mark.slow) if failure.slow else name
         for name, failure in FAILURES.items()
@@ -295,7 +295,7 @@ def test_waits_for_the_end_of_an_outage_and_resumes(scene):
     assert run_tool("fetch", scene.order, check=False).returncode == 4
     started = time.monotonic()
 
-    def fail_for_2_s(handler: Any, path: str, data: bytes) -> bool:
+    def fail_for_2_s(handler, path, data):
         return time.monotonic() - started < 2 and bool(status(503)(handler, data) or True)
 
     scene.hub.fault = fail_for_2_s
@@ -331,7 +331,7 @@ def test_does_not_wait_for_a_mirror_outage(scene):
 SLOW = {"parallel": 1, "slow_bytes_per_s": 50_000, "slow_after_s": 0.5}
 
 
-def crawl(handler: Any, path: str, data: bytes) -> bool:
+def crawl(handler, path, data):
     send_and_crawl(handler, data)
     return True
 
@@ -388,7 +388,7 @@ def test_tries_the_next_address_after_the_timeout(scene):
         filling.connect(("::1", port))
         scene.write_order(f"http://hub.test:{port}")
 
-        def fetch() -> tuple[str, str]:
+        def fetch():
             subprocess.run(
                 [sys.executable, "-c", RESOLVER, "fetch", str(scene.order)],
                 env=tool_environment(), check=True, timeout=60,

@@ -11,8 +11,6 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from builder_faults import run_broken, spread_calls
@@ -64,7 +62,7 @@ say(2, b"%d" % calls[0])
 class Disk:
     """A filesystem that can lose unsynced data."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root):
         self.image, self.place = root / "disk.img", root / "disk"
         self.place.mkdir()
         with self.image.open("wb") as file:
@@ -72,7 +70,7 @@ class Disk:
         subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(self.image)], check=True)
         self.mount()
 
-    def mount(self) -> None:
+    def mount(self):
         """Mount the image through a new loop device.
 
         An old device in another mount namespace would keep the filesystem that was shut down.
@@ -85,7 +83,7 @@ class Disk:
         if done.returncode != 0:
             missing(f"mount is not allowed here: {done.stderr.strip()}")
 
-    def cut(self) -> bool:
+    def cut(self):
         before = self.content()
         handle = os.open(self.place, os.O_RDONLY)
         fcntl.ioctl(handle, SHUTDOWN, struct.pack("I", WITHOUT_FLUSH))
@@ -94,16 +92,16 @@ class Disk:
         self.mount()
         return self.content() != before
 
-    def content(self) -> set[tuple[str, int]]:
+    def content(self):
         paths = (path for path in self.place.rglob("*") if path.name != "lost+found")
         return {(str(path), path.stat().st_size if path.is_file() else 0) for path in paths}
 
-    def sync(self) -> None:
+    def sync(self):
         subprocess.run(["sync", "-f", str(self.place)], check=True)
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
+def disk(tmp_path):
     if os.geteuid() != 0:
         missing("mounting a filesystem needs root")
     made = Disk(tmp_path)
@@ -111,17 +109,17 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", "-l", str(made.place)], check=True)
 
 
-def select_calls(calls: int) -> list[int]:
+def select_calls(calls):
     return (
         list(range(1, calls + 1)) if os.environ.get("SPARK_SWEEP_RESULTS") else spread_calls(calls)
     )
 
 
-def sweep_calls(group: str, calls: int, cut_at: Callable[[int], bool]) -> None:
+def sweep_calls(group, calls, cut_at):
     """Cut at every call; ``cut_at`` checks the state and returns whether something was lost."""
     sweep, lost = Sweep("power"), []
 
-    def cut(number: int) -> tuple[str, str]:
+    def cut(number):
         lost.append(cut_at(number))
         return "", "something was lost" if lost[-1] else "nothing was lost"
 
@@ -137,13 +135,13 @@ def sweep_calls(group: str, calls: int, cut_at: Callable[[int], bool]) -> None:
 def test_state_file_is_complete_or_absent_and_kept_once_reported(disk):
     place = disk.place / "records"
 
-    def run_writer(number: int) -> subprocess.CompletedProcess[str]:
+    def run_writer(number):
         return subprocess.run(
             [sys.executable, "-c", WRITER, str(place), str(number)], env=tool_environment(),
             capture_output=True, text=True, check=False,
         )  # fmt: skip
 
-    def cut_at(number: int) -> bool:
+    def cut_at(number):
         subprocess.run(["rm", "-rf", str(place)], check=True)
         place.mkdir()
         disk.sync()
@@ -164,14 +162,12 @@ def test_state_file_is_complete_or_absent_and_kept_once_reported(disk):
     sweep_calls("records", int(done.stderr), cut_at)
 
 
-def cut_each_call(
-    verb: str, disk: Disk, order: Path, out: Path, content: Callable[[Path], object]
-) -> object:
+def cut_each_call(verb, disk, order, out, content):
     """Cut the power at every call of the tool; return the content of an undisturbed run."""
     calls = run_broken(verb, order).calls
     expected = content(out)
 
-    def cut_at(number: int) -> bool:
+    def cut_at(number):
         subprocess.run(["rm", "-rf", str(out)], check=True)
         disk.sync()
         code = run_broken(verb, order, number=number).returncode

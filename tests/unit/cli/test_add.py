@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,18 @@ ENTRIES: dict[str, tuple[str, tuple[int, ...]]] = {"model.norm.weight": ("BF16",
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
+def hub(tmp_path):
     with Hub(tmp_path / "hub") as running:
         yield running
 
 
 @pytest.fixture
-def site(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site(hub, tmp_path, monkeypatch):
     forked.fork_builder(monkeypatch)
     return make_site(tmp_path / "site", hub)
 
 
-def publish(
-    hub: Hub, repo: str, files: dict[str, Any] = CHAT, listing: dict[str, Any] | None = None,
-    **config: Any,
-) -> None:  # fmt: skip
+def publish(hub, repo, files=CHAT, listing=None, **config):  # fmt: skip
     folder = hub.root / repo / "resolve" / COMMIT
     folder.mkdir(parents=True)
     for name, content in files.items():
@@ -51,7 +47,7 @@ def publish(
         path.write_text(json.dumps({**json.loads(path.read_text()), **(listing or {})}))
 
 
-def make_site(root: Path, hub: Hub) -> Path:
+def make_site(root, hub):
     (root / "group_vars").mkdir(parents=True)
     (root / "group_vars/spark.yml").write_text(f"hub: {{endpoint: {hub.url!r}}}\n")
     write_inventory(root / "sparks.py", "a")
@@ -62,11 +58,11 @@ def make_site(root: Path, hub: Hub) -> Path:
     return root
 
 
-def add(site: Path, place: str, *extra: str) -> int:
+def add(site, place, *extra):
     return main(["add", place, "--inventory", str(site / "sparks.py"), *extra])
 
 
-def catalog_file(site: Path, name: str) -> dict[str, Any]:
+def catalog_file(site, name):
     data: dict[str, Any] = yaml.safe_load((site / f"catalog/models/{name}.yml").read_text())
     return data
 

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +13,14 @@ PIECES = [("let me think", True), ("Par", False), ("is\x1b]0;owned\x07\n", False
 
 
 @pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def requests(monkeypatch):
     sent: list[tuple[Any, ...]] = []
 
     @contextmanager
-    def open_endpoint(target: Any, service: str | None) -> Iterator[Endpoint]:
+    def open_endpoint(target, service):
         yield Endpoint(f"http://{target.name}/v1", "m", "sk-key")
 
-    def measure(
-        endpoint: Endpoint, text: str, tokens: int, *, temperature: float | None, show: Any
-    ) -> Answer:
+    def measure(endpoint, text, tokens, *, temperature, show):
         sent.append((endpoint.base_url, text, tokens, temperature))
         for piece in PIECES:
             show(*piece)

@@ -6,7 +6,6 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import click
 import pytest
@@ -41,7 +40,7 @@ def run(monkeypatch, capsys, *words, code=0):
 
 
 @pytest.fixture
-def questions(monkeypatch) -> list[str]:
+def questions(monkeypatch):
     texts: list[str] = []
     monkeypatch.setattr(changes.click, "confirm", lambda text, **_: texts.append(text))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
@@ -147,7 +146,7 @@ def test_the_command_contains_pyinfras_path_if_it_is_not_in_path(monkeypatch, ca
     assert Path(shlex.split(err)[0]).is_file()
 
 
-def host_of(name: str, *members: str) -> Any:
+def host_of(name, *members):
     settings = SimpleNamespace(
         serve=SimpleNamespace(start_timeout_s=1, stop_timeout_s=1), services={"embed": None},
         cluster=SimpleNamespace(hosts=members),
@@ -157,7 +156,7 @@ def host_of(name: str, *members: str) -> Any:
     )
 
 
-def run_tool(command: str, options: Options, **values: Any) -> int:
+def run_tool(command, options, **values):
     required = {"service": None, **({"period": None} if command == "stop" else {})}
     return int(getattr(changes, command).callback.__wrapped__(options, **{**required, **values}))
 
@@ -188,7 +187,7 @@ def test_stop_and_start_run_one_command_per_host(
 ):
     commands: list[str] = []
 
-    def run_shell_command(words: Any, **_: Any) -> tuple[bool, Any]:
+    def run_shell_command(words, **_):
         commands.append(str(words))
         return True, SimpleNamespace(stdout="stopped\n")
 

@@ -20,7 +20,7 @@ def run(*words, **environment):
     return subprocess.run(command, cwd=CHECKOUT, env=env, capture_output=True, text=True)
 
 
-def complete(line: str) -> list[str]:
+def complete(line):
     count = str(len(line.split(" ")) - 1)
     done = run(COMP_WORDS=line, COMP_CWORD=count, _SPARK_DEPLOY_COMPLETE="bash_complete")
     return done.stdout.splitlines()

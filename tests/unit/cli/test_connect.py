@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -15,7 +14,7 @@ from tests.unit.cli.targets import target_of
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site(tmp_path, monkeypatch):
     (tmp_path / "inventory").mkdir()
     (tmp_path / "inventory/spark.py").write_text("spark = ['spark-1', 'spark-2']\n")
     (tmp_path / "group_vars").mkdir()
@@ -87,7 +86,7 @@ def test_a_failed_tunnel_ends_the_command_and_is_named(site):
     assert "spark-2: tunnel ended with exit code 255" in text
 
 
-def start_tunnels(site: Path) -> subprocess.Popen[str]:
+def start_tunnels(site):
     run = "import sys; from spark_deploy.cli import main; sys.exit(main())"
     return subprocess.Popen(
         [sys.executable, "-c", run, "connect", "--tunnel"],

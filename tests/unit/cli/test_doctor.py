@@ -13,7 +13,7 @@ from spark_deploy.cli.hosts import Answer
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError
 from spark_deploy.hosts.disk import Stored
-from spark_deploy.hosts.survey import Survey, stopped_script
+from spark_deploy.hosts.survey import stopped_script
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.surveyed import ollama, survey
 
@@ -23,12 +23,12 @@ SHARDS = (("a" * 64, 40_000_000_000), ("b" * 64, 32_000_000_000))
 FILES = frozenset({("66306", *SHARDS[0]), ("66306", "c" * 64, 5_000_000_000)})
 
 
-def verdict_of(host_survey: Survey, **needs: Any) -> dict[str, Any]:
+def verdict_of(host_survey, **needs):
     host: Any = SimpleNamespace(name="spark-1", data={})
     return doctor.verdict_of(Answer(host, host_survey), dataclasses.replace(NEEDS, **needs), {})
 
 
-def text_of(verdict: dict[str, Any]) -> str:
+def text_of(verdict):
     return "\n".join(doctor.verdict_lines(verdict))
 
 
@@ -87,7 +87,7 @@ def test_stopped_services_are_listed_and_stay_stopped():
 
 
 def test_the_survey_reads_each_stop_as_one_line(tmp_path):
-    def lines() -> list[str]:
+    def lines():
         script = ["sh", "-ec", stopped_script(str(tmp_path)) + "exit 0"]
         return subprocess.run(script, capture_output=True, text=True, check=True).stdout.split("\n")
 
@@ -109,7 +109,7 @@ def test_plan_on_host_shows_files_that_hosts_have(monkeypatch, capsys):
     queried: list[str] = []
     is_reached = True
 
-    def query(hosts: list[Any], _read: Any) -> list[Answer[Any]]:
+    def query(hosts, _read):
         queried.extend(host.name for host in hosts)
         needs = plan.build_plan(hosts[0], estimate=True).needs
         [(sha256, size_bytes)] = {file for _, files in needs.downloads for file in files}
@@ -136,7 +136,7 @@ def test_an_unreachable_hub_is_queried_once(monkeypatch, capsys):
     hosts: list[Any] = [SimpleNamespace(name=f"spark-{number}") for number in (1, 2, 3)]
     calls = []
 
-    def build_plan(host: Any, *, estimate: bool) -> Any:
+    def build_plan(host, *, estimate):
         calls.append((host.name, estimate))
         if not estimate:
             raise LockError.one("hub", "unreachable", "check the network")

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ DOCUMENTS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+def hub(tmp_path_factory):
     with Hub(tmp_path_factory.mktemp("hub")) as running, pytest.MonkeyPatch.context() as patch:
         forked.fork_builder(patch)
         folder = running.root / REPO / "resolve" / COMMIT
@@ -44,13 +43,13 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         yield running
 
 
-def answers_of(hub: Hub) -> dict[str, bytes]:
+def answers_of(hub):
     folder = hub.root / REPO / "resolve" / COMMIT
     result = {name: (folder / name).read_bytes() for name in (*DOCUMENTS, INDEX)}
     return {**result, "main": (hub.root / f"api/models/{REPO}/revision/main").read_bytes()}
 
 
-def draft_with(hub: Hub, end: str, answer: bytes) -> dict[str, Any]:
+def draft_with(hub, end, answer):
     """Return the draft with one answer replaced; empty if refused with one problem."""
     hub.fault = lambda item, path, data: item.serve(answer) or True if path.endswith(end) else None
     try:
@@ -82,14 +81,14 @@ def test_any_answer_of_a_hub_gives_a_draft_or_one_problem(hub, data):
     assert draft_with(hub, end, data.draw(hostile(text))).get("kind", "plain") == "plain"
 
 
-def listed(hub: Hub, *extra: str, size: int = 1, **changes: Any) -> bytes:
+def listed(hub, *extra, size=1, **changes):
     text = json.loads(answers_of(hub)["main"])
     text["siblings"][0]["size"] = size
     text["siblings"] += [{"rfilename": name, "size": 1} for name in extra]
     return json.dumps({**text, **changes}).encode()
 
 
-def of_length(number: int) -> bytes:
+def of_length(number):
     return number.to_bytes(8, "little") + b"{}"
 
 
@@ -137,7 +136,7 @@ ACCEPTED = {
 }  # fmt: skip
 
 
-def quick_or_slow(name: str) -> Any:
+def quick_or_slow(name):
     return pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
 
 
@@ -153,7 +152,7 @@ def test_odd_answers_give_a_valid_file(hub, case):
     assert draft_with(hub, end, answer(hub))["repository"] == REPO
 
 
-def aliases(levels: int) -> str:
+def aliases(levels):
     """Return a few lines that expand to 8**levels values."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, levels)]
@@ -221,8 +220,8 @@ def test_files_are_written_all_or_none(tmp_path, at, monkeypatch):
     (tmp_path / "catalog/profiles/mine.yml").write_text("# mine\n")
     calls = iter(range(1, 9))
 
-    def may_end(call: Any) -> Any:
-        def called(*words: Any) -> None:
+    def may_end(call):
+        def called(*words):
             if next(calls) == at:
                 raise Ended
             call(*words)

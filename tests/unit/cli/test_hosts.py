@@ -1,4 +1,3 @@
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,10 +27,10 @@ def test_known_connection_errors_get_a_fix(reason, fix):
 
 
 @pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+def hosts(monkeypatch, tmp_path):
     """A ready host, a host that rejects our key, and a slow host that is off."""
 
-    def query_host_key(endpoint: Endpoint) -> HostKey:
+    def query_host_key(endpoint):
         state: Any = "unreachable" if endpoint.host == "off" else "known"
         return HostKey(endpoint, endpoint.hostname, tmp_path, state, None, None, "no route")
 
@@ -60,7 +59,7 @@ def test_local_machine_has_no_access_if_sudo_needs_a_password(monkeypatch):
 
 
 def test_a_slow_query_names_only_hosts_without_an_answer(monkeypatch, capsys):
-    def connect(host: Any, **_options: Any) -> None:
+    def connect(host, **_options):
         gevent.sleep(0.3 if host.name == "slow" else 0)
 
     monkeypatch.setattr(cli_hosts, "QUIET_S", 0.1)

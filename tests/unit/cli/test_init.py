@@ -30,12 +30,12 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr(init.update, "lock_names", no_hub)
 
 
-def init_folder(*words: str) -> Path:
+def init_folder(*words):
     assert main(["init", "own", *words]) == 0
     return Path("own")
 
 
-def hosts(folder: Path) -> dict:
+def hosts(folder):
     return yaml.safe_load((folder / "hosts.yml").read_text())["hosts"]
 
 
@@ -159,7 +159,7 @@ def test_up_reports_an_unreachable_host_without_a_password_prompt(hangs_up):
         Path("own/hosts.yml").write_text(yaml.safe_dump({"hosts": captured}))
         over = threading.Event()
 
-        def hang_up() -> None:
+        def hang_up():
             while not over.is_set():
                 server.accept()[0].close()
 

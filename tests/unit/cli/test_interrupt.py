@@ -6,8 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -21,7 +19,7 @@ globals().update(_hosts_of(__file__))
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Path]:
+def site(tmp_path):
     """A folder with a host that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         accepted = []
@@ -36,7 +34,7 @@ def site(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def interrupted(site: Path, *words: str, once: str) -> tuple[int, str]:
+def interrupted(site, *words, once):
     """Run a command in a terminal; interrupt the process group after some output."""
     master, slave = pty.openpty()
     process = subprocess.Popen(

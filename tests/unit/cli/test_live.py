@@ -13,7 +13,7 @@ from spark_deploy.config.errors import SparkError
 
 @pytest.fixture
 def ssh(monkeypatch, tmp_path):
-    def install(**scripts: str) -> None:
+    def install(**scripts):
         for name, script in scripts.items():
             (tmp_path / name).write_text(script)
         hosts = [SimpleNamespace(name=name, data={"_sudo": False}) for name in scripts]
@@ -26,7 +26,7 @@ def ssh(monkeypatch, tmp_path):
     return install
 
 
-def entry(at_us: int, unit: str, text: object) -> str:
+def entry(at_us, unit, text):
     return json.dumps({"__REALTIME_TIMESTAMP": str(at_us), "_SYSTEMD_UNIT": unit, "MESSAGE": text})
 
 
@@ -55,7 +55,7 @@ def test_journals_are_merged_by_time_and_failures_reported(ssh, capsys, readable
     assert captured.err.startswith("" if readable else "c: journal unreadable")
 
 
-def sample(at: float, tokens: int, drafted: int = 0, accepted: int = 0) -> str:
+def sample(at, tokens, drafted=0, accepted=0):
     return (
         f"at {at}\n"
         'vllm:num_requests_running{engine="0",model_name="m"} 2.0\n'
@@ -68,7 +68,7 @@ def sample(at: float, tokens: int, drafted: int = 0, accepted: int = 0) -> str:
     )
 
 
-def rows(*services: live.Now, width: int = 100) -> list[str]:
+def rows(*services, width=100):
     console = Console(width=width, file=io.StringIO())
     console.print(live.table(services))
     return console.file.getvalue().splitlines()

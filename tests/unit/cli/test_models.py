@@ -11,7 +11,7 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.memory import missing_bytes
 
 
-def listed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, object]]:
+def listed(capsys, *words):
     assert main(["models", "--json", *words]) == 0
     return {model["name"]: model for model in json.loads(capsys.readouterr().out)}
 

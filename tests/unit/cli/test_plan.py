@@ -33,7 +33,7 @@ WIDTHS = [80, 100, 160]
 def spark_deploy(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str):
+    def run(*arguments):
         code = main(arguments)
         captured = capsys.readouterr()
         return code, captured.out, captured.err

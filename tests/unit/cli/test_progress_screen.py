@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spark_deploy.cli import progress_screen
-from spark_deploy.cli.progress_screen import HostView, Transcript, Watcher, watch
+from spark_deploy.cli.progress_screen import HostView, Transcript, watch
 from spark_deploy.hosts.releases import CHECK_WARNING
 from tools.docs.replay import feed
 
@@ -43,7 +43,7 @@ LOG = """\
 DOWNLOADING, LOADING = "2 min left", "WARNING 11-22 odd"
 
 
-def read(text: str) -> tuple[Transcript, list[str]]:
+def read(text):
     """Return the transcript of a log with a line per second, and the lines printed at once."""
     transcript = Transcript({name: HostView(name) for name in ("a", "b")})
     printed: list[str] = []
@@ -52,17 +52,17 @@ def read(text: str) -> tuple[Transcript, list[str]]:
     return transcript, printed
 
 
-def until(part: str) -> Transcript:
+def until(part):
     return read(LOG[: LOG.index(part) + len(part)])[0]
 
 
-def rows(transcript: Transcript, width: int = 100) -> list[str]:
+def rows(transcript, width=100):
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(progress_screen.rows(transcript, 75, width))
     return console.export_text().splitlines()
 
 
-def summary(transcript: Transcript, code: int) -> str:
+def summary(transcript, code):
     return "\n".join(text.plain for text in progress_screen.summary(transcript, code, 30))
 
 
@@ -145,7 +145,7 @@ def test_a_file_gets_changed_lines_every_half_minute(monkeypatch):
 def test_watch_returns_the_exit_code_and_keeps_the_log(tmp_path):
     out, path = io.StringIO(), tmp_path / "deep" / "up.log"
 
-    def run(watcher: Watcher) -> int:
+    def run(watcher):
         watcher.log(LOG)
         return 1
 
@@ -158,7 +158,7 @@ def test_watch_returns_the_exit_code_and_keeps_the_log(tmp_path):
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit(130)])
 def test_an_interrupted_deploy_exits_with_130(interrupt, tmp_path):
-    def run(watcher: Watcher) -> int:
+    def run(watcher):
         raise interrupt
 
     out = io.StringIO()

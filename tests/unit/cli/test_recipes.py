@@ -8,7 +8,7 @@ from spark_deploy.cli.recipes import draft_from_recipe
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.errors import CatalogError, Problem
+from spark_deploy.config.errors import CatalogError
 from spark_deploy.config.yaml_files import read_mapping
 from tests.unit.hostile import YAML
 from tests.unit.planning.plans import shipped_catalog
@@ -161,7 +161,7 @@ def test_values_that_a_profile_cannot_express_are_reported(tmp_path):
     assert yaml.safe_load(draft.text())["changes"] == [{"set": {"options": {"seed": 1}}}]
 
 
-def written(data: dict[str, Any], name: str) -> tuple[str, tuple[Problem, ...]]:
+def written(data, name):
     try:
         return draft_from_recipe(data, name).text(), ()
     except CatalogError as error:

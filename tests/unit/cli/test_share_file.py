@@ -1,8 +1,6 @@
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,24 +17,24 @@ from tests.unit.statuses import host_status
 CANARY = "canary-4f9c2d7b1e"
 
 
-def share(root: Path, choice: str, *extra: str) -> int:
+def share(root, choice, *extra):
     return main(["share", choice, "--inventory", str(root / "sparks.py"), *extra])
 
 
-def share_online(root: Path, out: Path) -> int:
+def share_online(root, out):
     """Share without main(), which would patch this process by gevent."""
     run = command.share.callback.__wrapped__
     options = Options(inventory=str(root / "sparks.py"))
     return int(run(options, choice="tiny/plain", out=str(out), unasked=False))
 
 
-def release_of(root: Path) -> Any:
+def release_of(root):
     options = Options(inventory=str(root / "sparks.py"), model="tiny", profile="plain")
     return build_plan(select_hosts(options)[0]).serve
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def shared(tmp_path_factory):
     """Folders of two owners; the first added and shared a model."""
     root = tmp_path_factory.mktemp("shared")
     with Hub(root / "hub") as hub, pytest.MonkeyPatch.context() as patch:
@@ -50,23 +48,23 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def site(shared: Path, tmp_path: Path) -> Path:
+def site(shared, tmp_path):
     return shutil.copytree(shared / "site", tmp_path / "site")
 
 
 @pytest.fixture
-def other(shared: Path, tmp_path: Path) -> Path:
+def other(shared, tmp_path):
     return shutil.copytree(shared / "other", tmp_path / "other")
 
 
 @pytest.fixture
-def file(shared: Path, tmp_path: Path) -> Path:
+def file(shared, tmp_path):
     return Path(shutil.copy(shared / "tiny.spark.yml", tmp_path))
 
 
 @pytest.fixture
-def edit(file: Path) -> Callable[[Callable[[Any], Any]], None]:
-    def run(change: Callable[[Any], Any]) -> None:
+def edit(file):
+    def run(change):
         data = yaml.safe_load(file.read_text())
         change(data)
         file.write_text(yaml.safe_dump(data))

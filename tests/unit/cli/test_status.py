@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +6,7 @@ import pytest
 from spark_deploy.cli import status
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.doctor import verdict_lines
-from spark_deploy.cli.hosts import Answer, Target
+from spark_deploy.cli.hosts import Answer
 from spark_deploy.cli.status import status_lines, summary_of
 from spark_deploy.hosts.status import Count, HostStatus
 from tests.unit.cli.targets import target_of
@@ -22,7 +21,7 @@ PROOF = {
 }
 
 
-def document(checks: list[dict] | None = None, **proof) -> dict:
+def document(checks=None, **proof):
     return {
         "releases": [{
             "name": RELEASE, "model": "lab-stub", "profile": "v2", "names": ["lab-model"],
@@ -44,7 +43,7 @@ def document(checks: list[dict] | None = None, **proof) -> dict:
     }  # fmt: skip
 
 
-def text_of(tmp_path: Path, data: dict | HostStatus, target: Target | None = None) -> str:
+def text_of(tmp_path, data, target=None):
     status = data if isinstance(data, HostStatus) else host_status(data)
     return "\n".join(status_lines(summary_of(Answer(target or target_of(tmp_path), status))))
 

@@ -24,7 +24,7 @@ OLD = "main-aaaaaaaaaaaa"
 PLAN = plan_of("large", "v2")
 
 
-def run_up(*, dry: bool) -> int:
+def run_up(*, dry):
     return up.up.callback.__wrapped__(Options(inventory="inventory/lab.py", dry=dry))
 
 
@@ -63,7 +63,7 @@ def test_up_and_init_lock_without_update_options(monkeypatch, tmp_path):
     assert update.lock_names(Options(), missing=True) == 0
 
 
-def status(active: str | None = OLD, profile: str = "agent", **release) -> dict:
+def status(active=OLD, profile="agent", **release):
     known = {
         "name": OLD, "model": "large", "profile": profile, "names": ["large"], "restarts": 0,
         "proof": None, "speed": [],
@@ -79,7 +79,7 @@ def status(active: str | None = OLD, profile: str = "agent", **release) -> dict:
     }  # fmt: skip
 
 
-def jobs(state: str, fetched_bytes: int = 0) -> Jobs:
+def jobs(state, fetched_bytes=0):
     progress = Progress("download", fetched_bytes, None, None, None)
     return Jobs({
         work.job.digest12: JobState(
@@ -90,7 +90,7 @@ def jobs(state: str, fetched_bytes: int = 0) -> Jobs:
     })  # fmt: skip
 
 
-def text_of(data: dict | None, states: Jobs | None = None, last: Rollout | None = None) -> str:
+def text_of(data, states=None, last=None):
     state = HostState(host_status(data) if data else HostStatus(None), states or Jobs({}), last)
     return preview(PLAN, Answer(SimpleNamespace(name="spark-1"), state))["text"]
 
@@ -165,7 +165,7 @@ def test_a_start_shows_the_time_of_the_last_successful_start(last, proof, text):
 def test_the_last_rollout_is_for_the_serving_or_planned_release(data, release):
     commands = []
 
-    def run_shell_command(line: str, **_: object) -> tuple[bool, SimpleNamespace]:
+    def run_shell_command(line, **_):
         commands.append(line)
         return False, SimpleNamespace(stdout="")
 

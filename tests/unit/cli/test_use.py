@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ memory: {reserve_gib: 13}
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site(tmp_path, monkeypatch):
     write_inventory(tmp_path / "inventory/spark.py", "a", "b")
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "group_vars/all.yml").write_text(ALL)

@@ -31,7 +31,7 @@ PLANS = [
 ]
 
 
-def write_files(plan: HostPlan, root: Path) -> Paths:
+def write_files(plan, root):
     paths = Paths(root)
     work = (*jobs_of(plan, ()), *discard_jobs_of(plan))
     for file in (
@@ -44,7 +44,7 @@ def write_files(plan: HostPlan, root: Path) -> Paths:
     return paths
 
 
-def assert_host_reads(plan: HostPlan, root: Path) -> None:
+def assert_host_reads(plan, root):
     paths = write_files(plan, root)
     release = system.load_release(plan.serve.name, paths)
     assert text_of(release) == release_files_of(plan)[0].content.decode()

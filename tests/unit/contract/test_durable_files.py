@@ -12,7 +12,7 @@ def test_error_names_the_target_file():
     assert refused.value.filename == "/proc/settings.yml"
 
 
-def ended_process() -> int:
+def ended_process():
     done = subprocess.Popen(["true"])
     done.wait()
     return done.pid

@@ -1,6 +1,5 @@
 import os
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,7 +41,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
-def deploy_reason(root: Path) -> str:
+def deploy_reason(root):
     """Run the deploy's commands in a shell, on a host below ``root``."""
     script = (gpu.GPU_SCRIPT + survey.IDENTITY_SCRIPT).replace("uname -r", f"echo {RUNNING}")
     for place in ("/run/", "/boot/", "/proc/driver", "/usr/lib/"):

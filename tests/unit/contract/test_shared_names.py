@@ -1,6 +1,5 @@
 import ast
 import re
-from pathlib import Path
 
 import pytest
 from spark_contract import job, release
@@ -17,7 +16,7 @@ NAMES = {
 }
 
 
-def string_constants(path: Path) -> set[str]:
+def string_constants(path):
     tree = ast.parse(path.read_text("utf-8"))
     return {
         node.value

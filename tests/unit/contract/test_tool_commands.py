@@ -13,7 +13,7 @@ from spark_deploy.config.checkout import CHECKOUT
 COMMAND = re.compile(rf"{tool.TOOL} ([a-z]+(?:-[a-z]+)*)")
 
 
-def contract_commands() -> set[str]:
+def contract_commands():
     """Return the commands in the contract: constants named like their value."""
     return {
         value

@@ -31,7 +31,7 @@ CAPTURES = Path(__file__).parents[2] / "fixtures" / "captures"
 CASES = sorted(Path(__file__).parent.glob("*/*.yml"))
 
 
-def lines_of(content: Any) -> list[str]:
+def lines_of(content):
     if isinstance(content, list):
         return [line for item in content for line in lines_of(item)]
     if isinstance(content, dict):
@@ -39,14 +39,14 @@ def lines_of(content: Any) -> list[str]:
     return str(content).splitlines()
 
 
-def output_of(sections: dict[str, Any]) -> list[str]:
+def output_of(sections):
     output = []
     for name, content in sections.items():
         output += [f"== {name}", *lines_of(content)]
     return output
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
@@ -56,7 +56,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def at(value: Any, path: str) -> Any:
+def at(value, path):
     for step in path.split("."):
         if step.isdigit():
             value = value[int(step)]

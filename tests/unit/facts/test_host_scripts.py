@@ -1,7 +1,6 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from pyinfra.api.exceptions import FactProcessError
@@ -98,7 +97,7 @@ LOCK = (
 AUDIT = 'echo "The following packages are only half configured:"; echo " nginx    small web server"'
 
 
-def read_half_installed(folder: Path) -> tuple[str, ...]:
+def read_half_installed(folder):
     return parse_audit(run_script(f"exec 2>&1\n{audit_script(str(folder))}\n:", folder))
 
 
@@ -130,7 +129,7 @@ DOCKER_DIR = "/var/lib/docker"
 OTHER = "/dev/shm"  # another filesystem than /
 
 
-def read_place(folder: Path, **stubs: str) -> disk.Place:
+def read_place(folder, **stubs):
     for name, script in stubs.items():
         install_stub(folder, name, script)
     lines = run_script(f"{disk.disk_script([DOCKER_DIR], [DOCKER_DIR])}\n:", folder)
@@ -165,7 +164,7 @@ OUTPUT = {
 }
 
 
-def read_docker(folder: Path) -> docker_facts.Docker:
+def read_docker(folder):
     fact = docker_facts.DockerState()
     return fact.process(run_script(fact.command((), str(folder / "receipt.json")), folder))
 

@@ -3,10 +3,8 @@ import inspect
 import json
 import pkgutil
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,7 +21,7 @@ from tests.unit.statuses import SERVICE, STATUS
 HERE = Path(__file__).parent
 
 
-def all_facts() -> Iterator[type[FactBase[Any]]]:
+def all_facts():
     for module in pkgutil.walk_packages(spark_deploy.hosts.__path__, "spark_deploy.hosts."):
         for _, kind in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
             if issubclass(kind, FactBase) and kind.__module__ == module.name:
@@ -48,14 +46,14 @@ ODD = st.one_of(
 )
 
 
-def good_outputs(name: str) -> list[list[str]]:
+def good_outputs(name):
     cases = [yaml.safe_load(path.read_text()) for path in sorted((HERE / name).glob("*.yml"))]
     outputs = [output_of(case["sections"]) for case in cases]
     return [*outputs, [json.dumps({**STATUS, "services": {"main": SERVICE}})], ["== end"], []]
 
 
 @st.composite
-def hostile_output(draw: st.DrawFn, name: str) -> list[str]:
+def hostile_output(draw, name):
     lines = list(draw(st.sampled_from(good_outputs(name))))
     for _ in range(draw(st.integers(0, 4))):
         damage = draw(st.sampled_from(("replace", "insert", "drop", "cut", "join")))
@@ -77,7 +75,7 @@ def test_any_output_gives_a_value_or_one_error(name):
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
     @given(lines=hostile_output(name))
-    def process(lines: list[str]) -> None:
+    def process(lines):
         started_s = time.process_time()
         with suppress(FactProcessError):
             fact.process(lines)

@@ -1,6 +1,5 @@
 import hashlib
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ HUB = "home/ann/.cache/huggingface/hub"
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """A hub cache with blobs a and b; a source with c in the receipt, and d."""
     blobs = tmp_path / HUB / "models--org--name/blobs"
     source = tmp_path / "sources/org--name-0123"
@@ -34,13 +33,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def read_stored(root: Path, *look_in: str) -> Stored:
+def read_stored(root, *look_in):
     globs = [f"{root}/{folder}" for folder in look_in or ("sources", f"home/*/{HUB[9:]}")]
     script = stored_script([f"{root}/sources/new"], globs)
     return parse_stored(split_sections(run_script(script))["stored"])
 
 
-def linkable_mib(root: Path, wanted: str, *look_in: str) -> int:
+def linkable_mib(root, wanted, *look_in):
     files = [(SHA256[letter], MIB) for letter in wanted]
     return read_stored(root, *look_in).linkable_bytes(f"{root}/sources/new", files) // MIB
 

@@ -1,9 +1,7 @@
 import copy
 import socketserver
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,17 +49,17 @@ vllm:num_requests_swapped{engine="0",model_name="m"} x
 
 
 class Engine(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(METRICS.encode())
 
-    def log_message(self, *words: object) -> None:
+    def log_message(self, *words):
         """Log nothing: a client of a Unix socket has no address."""
 
 
 @pytest.fixture
-def engine_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def engine_socket(tmp_path, monkeypatch):
     monkeypatch.setattr(status, "engine_dir", lambda name: str(tmp_path / name))
     (tmp_path / "main").mkdir()
     path = str(tmp_path / "main/engine.sock")

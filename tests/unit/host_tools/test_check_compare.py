@@ -1,16 +1,13 @@
 import json
 import math
 import stat
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from json_server import json_server
 from spark_contract.errors import HostToolError
-from spark_contract.release import Release
 from spark_host.check import compare, runner
 from spark_host.system import systemd
-from stub_host import Host
 
 OLD, NEW = "main-0123456789ab", "main-ba9876543210"
 SURE = {"yes": math.log(0.9), "no": math.log(0.1)}
@@ -18,12 +15,12 @@ UNSURE = {"yes": math.log(0.6), "no": math.log(0.4)}
 
 
 class FakeEngine:
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps: dict[str, list[tuple[str, dict[str, float]]]] = {}  # by prompt
         self.requests: list[dict[str, Any]] = []
         self.logprobs = True
 
-    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, body):
         self.requests.append(body)
         steps = self.steps[body["messages"][0]["content"]]
         content = [
@@ -41,16 +38,16 @@ class FakeEngine:
 
 
 @pytest.fixture
-def engine(host: Host) -> Iterator[FakeEngine]:
+def engine(host):
     fake = FakeEngine()
     with json_server(host.paths.engine_socket("main"), lambda _, body: fake.answer(body)):
         yield fake
 
 
 @pytest.fixture
-def serve(host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Release]:
-    def activate(name: str) -> Release:
-        def show(units: Any, _: Any) -> dict[str, Any]:
+def serve(host, monkeypatch):
+    def activate(name):
+        def show(units, _):
             return {unit: {"ActiveState": "active"} for unit in units if name in unit}
 
         monkeypatch.setattr(systemd, "show", show)
@@ -59,7 +56,7 @@ def serve(host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Releas
     return activate
 
 
-def run_check(host: Host, *words: str) -> int:
+def run_check(host, *words):
     return runner.main(list(words), host.paths)
 
 

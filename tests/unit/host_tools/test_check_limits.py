@@ -6,7 +6,6 @@ from spark_contract.records import CompileCache
 from spark_contract.tool import COMPILING
 from spark_host.check import runner
 from spark_host.records import proof
-from stub_host import Host
 
 
 @pytest.mark.parametrize("fault", ["never-ready", "crash-at-start", "oom-at-start", "unhealthy"])
@@ -32,7 +31,7 @@ def test_progress_shows_last_engine_log_line(host, monkeypatch):
     host.start(release, "never-ready")
     lines: list[str] = []
 
-    def report(line: str) -> None:
+    def report(line):
         lines.append(line)
         with host.log.open("a") as log:  # the journal contains the check's output, too
             log.write(f"{line}\n")
@@ -81,7 +80,7 @@ def test_check_prints_json_and_returns_exit_code(host, monkeypatch, capsys):
     assert lines[-1] == f"{release.name}: quick check failed: served names"
 
 
-def unproven_reason(host: Host, run: str, versions: dict[str, str]) -> str | None:
+def unproven_reason(host, run, versions):
     release = host.release()
     return proof.unproven_reason(stored_proof(host, release), release.digest, run, versions)
 

@@ -1,8 +1,6 @@
 import pytest
 from engine_checks import check, failed
-from spark_contract.release import Release
 from spark_host import status
-from stub_host import Host
 
 PLAIN = {
     "questions": [], "copy": [], "tool_call": False, "reasoning": False, "repeat": False,
@@ -19,7 +17,7 @@ COMPLETION = {
 }  # fmt: skip
 
 
-def release_of(host: Host, plan: dict[str, object]) -> Release:
+def release_of(host, plan):
     return host.release(**{f"check__{key}": value for key, value in {**PLAIN, **plan}.items()})
 
 

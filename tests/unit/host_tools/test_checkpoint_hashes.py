@@ -1,6 +1,5 @@
 import hashlib
 import os
-from pathlib import Path
 
 import pytest
 from spark_contract import documents
@@ -11,7 +10,7 @@ from spark_host.watch.checkpoint_hashes import DAYS, hash_next
 PIECE = 1000
 
 
-def write_tree(tree: Path) -> Path:
+def write_tree(tree):
     """Write a checkpoint: a file hashed in pieces, one hashed as a whole, one in a folder."""
     entries = []
     for name, size, with_pieces in (("a.bin", 25_500, True), ("b", 70, False), ("c/d", 900, False)):
@@ -28,7 +27,7 @@ def write_tree(tree: Path) -> Path:
     return tree
 
 
-def flip_byte(path: Path, offset: int) -> None:
+def flip_byte(path, offset):
     status = path.stat()
     with path.open("r+b") as file:
         file.seek(offset)

@@ -5,7 +5,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from gateway_client import GatewayClient
 
 from spark_deploy.cli.connect import CLIENTS, QUESTION, Connection, example
 from tests.open_webui import READS
@@ -15,7 +14,7 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
 @pytest.fixture
-def connection(client: GatewayClient) -> Connection:
+def connection(client):
     key = client.host.paths.below(client.settings.key_path)
     return Connection(
         host="spark-1", base_url=f"http://127.0.0.1:{client.settings.port}/v1", users="this host",
@@ -25,11 +24,11 @@ def connection(client: GatewayClient) -> Connection:
     )  # fmt: skip
 
 
-def example_of(name: str, connection: Connection) -> str:
+def example_of(name, connection):
     return "\n".join(CLIENTS[name].text(connection))
 
 
-def run_with_environment(name: str, connection: Connection, program: str) -> str:
+def run_with_environment(name, connection, program):
     """Run a Python program in a shell that evaluated an example."""
     done = subprocess.run(
         ["bash", "-euc", f'eval "$1"; {sys.executable} -c "$2"', "-",

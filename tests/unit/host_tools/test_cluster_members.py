@@ -2,8 +2,6 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cluster_release import HEAD, PORT, WORKER, cluster_release, in_hex, write_tables
@@ -86,7 +84,7 @@ CHAIN = f"SPARK-{cluster_release().name[-12:]}"
 
 
 @pytest.fixture
-def firewall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def firewall(tmp_path, monkeypatch):
     for name in ("iptables", "ip6tables"):
         write_program(tmp_path / name, IPTABLES.replace("$HERE", str(tmp_path)))
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -94,7 +92,7 @@ def firewall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rules(firewall: Path, program: str) -> list[str]:
+def rules(firewall, program):
     prefix = f"{program} -w 5 "
     lines = (firewall / "calls").read_text().splitlines()
     return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
@@ -144,7 +142,7 @@ LOCAL_HEAD, LOCAL_WORKER = "127.0.0.2", "127.0.0.3"
 class Pair:
     """A release of two members on this machine, and the state of one of them."""
 
-    def __init__(self, root: Path, address: str = LOCAL_HEAD, **changes: float) -> None:
+    def __init__(self, root, address=LOCAL_HEAD, **changes):
         self.root, self.address = root, address
         release = cluster_release()
         assert release.cluster is not None
@@ -164,23 +162,23 @@ class Pair:
         self.release = dataclasses.replace(release, cluster=self.cluster, watch=watch)
         self.paths = Paths(root)
 
-    def joined(self, joined: bool = True) -> Paths:
+    def joined(self, joined=True):
         head = (LOCAL_HEAD, self.cluster.port)
         worker = (LOCAL_WORKER, 40000)
         ends = (*head, *worker) if self.address == LOCAL_HEAD else (*worker, *head)
         return write_tables(self.root, self.address, *([(*ends, "01")] if joined else []))
 
-    def left(self) -> Paths:
+    def left(self):
         return self.joined(False)
 
-    def check(self, level: str, run: str = "run-1", *, at_start: bool = False) -> runner.Proof:
+    def check(self, level, run="run-1", *, at_start=False):
         self.paths.state.mkdir(parents=True, exist_ok=True)
         host = Host(self.paths)
         return runner.check(self.release, host, level, print, run, at_start=at_start)
 
 
 @pytest.fixture
-def stop() -> Iterator[threading.Event]:
+def stop():
     event = threading.Event()
     yield event
     event.set()

@@ -3,21 +3,19 @@ import pwd
 import subprocess
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.records import CompileCache, Finding, Proof
-from spark_contract.release import READY, Release, service_of
+from spark_contract.release import READY, service_of
 from spark_contract.tool import COMPILING
 from spark_host.engine import compile_cache
 from spark_host.records import boot, versions
 from spark_host.rollout import steps
 from spark_host.system import folders
 from spark_host.system.host import Host as System
-from stub_host import Host
 
 NOBODY = pwd.getpwnam("nobody")
 KEY, OTHER_BASE, OTHER_DRAFTS = "0123456789ab-mtp2", "ba9876543210-mtp2", "0123456789ab-mtp0"
@@ -26,23 +24,23 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
 
 
 class Caches:
-    def __init__(self, host: Host):
+    def __init__(self, host):
         self.host, self.system = host, System(host.paths)
         self.reports: list[str] = []
 
-    def release(self, name: str, key: str = KEY) -> Release:
+    def release(self, name, key=KEY):
         mount = {"source": f"/srv/cache/{key}", "target": "/cache", "read_only": False}
         return self.host.release(
             name, engine__mounts=[mount], engine__user="nobody", service=service_of(name)
         )
 
-    def prepare(self, name: str, key: str = KEY) -> Path:
+    def prepare(self, name, key=KEY):
         """Do what a start does; return the cache folder."""
         release = self.release(name, key)
         compile_cache.prepare(release, self.system, self.reports.append)
         return self.host.paths.below(str(release.cache))
 
-    def make_proven(self, name: str = PROVEN, key: str = KEY) -> Path:
+    def make_proven(self, name=PROVEN, key=KEY):
         folder = self.prepare(name, key)
         boot.record_good(self.release(name, key), self.system)
         (folder / "nv").mkdir()
@@ -52,12 +50,12 @@ class Caches:
 
 
 @pytest.fixture
-def caches(host: Host, monkeypatch: pytest.MonkeyPatch) -> Caches:
+def caches(host, monkeypatch):
     monkeypatch.setattr(versions, "driver", lambda: "580.159.03")
     return Caches(host)
 
 
-def content(folder: Path) -> list[str]:
+def content(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
@@ -147,7 +145,7 @@ def test_cache_that_does_not_fit_is_not_copied(caches, monkeypatch, name, key, d
 
 
 def test_only_the_start_with_an_empty_cache_compiles(caches, monkeypatch):
-    def compiles(name: str, run: str) -> bool:
+    def compiles(name, run):
         monkeypatch.setenv("INVOCATION_ID", run)
         caches.prepare(name)
         release = caches.release(name)
@@ -181,12 +179,12 @@ def test_rollout_reports_that_the_candidate_compiles(caches, monkeypatch, run):
     assert (COMPILING in caches.reports[-1]) is (run == "1")
 
 
-def make_links(folder: Path, outside: Path) -> None:
+def make_links(folder, outside):
     (folder / "file").symlink_to(outside / "secret")
     (folder / "folder").symlink_to(outside)
 
 
-def make_deep(folder: Path, _: Path) -> None:
+def make_deep(folder, _):
     """Nest folders beyond the longest path that the kernel takes and Python's recursion limit."""
     parent = os.open(folder, os.O_RDONLY)
     for _ in range(3000):
@@ -197,13 +195,13 @@ def make_deep(folder: Path, _: Path) -> None:
     os.close(parent)
 
 
-def make_special(folder: Path, _: Path) -> None:
+def make_special(folder, _):
     os.mkfifo(folder / "pipe")
     (folder / "unreadable").touch(0o000)
     (folder / "\n\x1b[2J\udcff").touch()
 
 
-def make_huge(folder: Path, _: Path) -> None:
+def make_huge(folder, _):
     with (folder / "huge").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 1 << 20)
 
@@ -239,7 +237,7 @@ def test_hostile_cache_content_does_not_block_a_start(
 def test_interrupted_copy_is_repeated(caches, monkeypatch):
     caches.make_proven()
 
-    def interrupt(_: Path, target: Path) -> bool:
+    def interrupt(_, target):
         (target / "half").mkdir(parents=True)
         raise KeyboardInterrupt
 
@@ -288,7 +286,7 @@ def test_refuses_link_at_the_cache_folder(caches, tmp_path):
 
 
 def test_hanging_coreutils_are_killed(monkeypatch, tmp_path):
-    def hang(*words: object, timeout: float, **_: object) -> None:
+    def hang(*words, timeout, **_):
         raise subprocess.TimeoutExpired(str(words), timeout)
 
     monkeypatch.setattr(subprocess, "run", hang)

@@ -3,7 +3,6 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ UNITS = {
 }  # fmt: skip
 
 
-def days_ago(days: float) -> str:
+def days_ago(days):
     return (datetime.now(timezone.utc) - timedelta(days=days)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -31,22 +30,22 @@ class ServingHost:
     units: set[str] = field(default_factory=lambda: set(UNITS))
     clock_synchronised: str = "yes"
 
-    def inspect(self) -> list[tuple[str, str]]:
+    def inspect(self):
         system = replace(self.host.here, units=self)  # type: ignore[arg-type]
         return [(problem.where, problem.what) for problem in daily.inspect(system).problems]
 
-    def is_active(self, unit: str) -> bool:
+    def is_active(self, unit):
         return unit in self.units
 
-    def write_proof(self, checked_at: str) -> None:
+    def write_proof(self, checked_at):
         result = proof.Proof(RELEASE, "d", "run-1", "full", True, checked_at, (), {}, {}, False, ())
         proof.write(result, self.host.here)
 
     @property
-    def checkpoint(self) -> Path:
+    def checkpoint(self):
         return self.host.paths.below("/srv/spark/models/x")
 
-    def write_certificate(self, days: int) -> None:
+    def write_certificate(self, days):
         files = {"certificate": "/etc/spark/cert.pem", "key": "/etc/spark/key.pem"}
         self.host.gateway(tls=files)
         path = self.host.paths.below(files["certificate"])
@@ -58,7 +57,7 @@ class ServingHost:
             check=True, capture_output=True,
         )  # fmt: skip
 
-    def fill_journal(self) -> None:
+    def fill_journal(self):
         file = self.host.paths.below("/var/log/journal/abc/system.journal")
         file.parent.mkdir(parents=True)
         file.write_bytes(bytes(200_000))
@@ -66,7 +65,7 @@ class ServingHost:
 
 
 @pytest.fixture
-def serving(host: Host, monkeypatch: pytest.MonkeyPatch) -> ServingHost:
+def serving(host, monkeypatch):
     serving = ServingHost(host)
     host.release()
     serving.checkpoint.mkdir(parents=True)
@@ -75,7 +74,7 @@ def serving(host: Host, monkeypatch: pytest.MonkeyPatch) -> ServingHost:
     monkeypatch.setattr(boot, "enabled", lambda service, host: [RELEASE])
     run = programs.output_of
 
-    def output_of(*argv: str) -> str | None:
+    def output_of(*argv):
         return serving.clock_synchronised if argv[0] == "timedatectl" else run(*argv)
 
     monkeypatch.setattr(programs, "output_of", output_of)

@@ -2,15 +2,13 @@ import hashlib
 import json
 import os
 import pwd
-from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.job import ReceiptProof
-from spark_contract.release import Release
 from spark_host import jobs
 from spark_host.engine import container, serve
-from stub_host import REPOSITORY, Host
+from stub_host import REPOSITORY
 
 from tests.receipts import source_receipt
 
@@ -19,7 +17,7 @@ SHARD, SMALL = "model-1.safetensors", "config.json"
 DIGEST = "d" * 64
 
 
-def entry(path: Path) -> dict[str, object]:
+def entry(path):
     status = path.stat()
     return {
         "path": path.name, "size_bytes": status.st_size, "modified_ns": status.st_mtime_ns,
@@ -27,7 +25,7 @@ def entry(path: Path) -> dict[str, object]:
     }  # fmt: skip
 
 
-def make_checkpoint(folder: Path, *names: str) -> Path:
+def make_checkpoint(folder, *names):
     folder.mkdir(mode=0o755)
     for name in names:
         (folder / name).write_bytes(bytes(100_000))
@@ -37,24 +35,24 @@ def make_checkpoint(folder: Path, *names: str) -> Path:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkpoint(tmp_path, monkeypatch):
     folders = (str(REPOSITORY / "files" / name) for name in ("contract", "checkpoint"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     return make_checkpoint(tmp_path / "tree", SHARD, SMALL)
 
 
-def release_of(host: Host, checkpoint: Path) -> Release:
+def release_of(host, checkpoint):
     tree = {"path": str(checkpoint), "digest": DIGEST}
     return host.release(tree=tree, engine__user="nobody")
 
 
-def flip_byte(path: Path) -> None:
+def flip_byte(path):
     with path.open("r+b") as file:
         file.seek(50_000)
         file.write(b"\x01")
 
 
-def replace_file(path: Path, *, damaged: bool = True) -> None:
+def replace_file(path, *, damaged=True):
     """Put another file of the same size and time in its place."""
     status, other = path.stat(), path.with_name("other")
     other.write_bytes(path.read_bytes())
@@ -64,7 +62,7 @@ def replace_file(path: Path, *, damaged: bool = True) -> None:
     other.rename(path)
 
 
-def remove_stats(checkpoint: Path, *keys: str) -> None:
+def remove_stats(checkpoint, *keys):
     receipt = json.loads((checkpoint / "receipt.json").read_text())
     for file in receipt["files"]:
         for key in keys:
@@ -72,7 +70,7 @@ def remove_stats(checkpoint: Path, *keys: str) -> None:
     (checkpoint / "receipt.json").write_text(json.dumps(receipt))
 
 
-def verify(host: Host, checkpoint: Path) -> list[str]:
+def verify(host, checkpoint):
     reports: list[str] = []
     serve.verify_checkpoints(release_of(host, checkpoint), reports.append)
     return reports
@@ -159,7 +157,7 @@ def test_drafter_and_adapter_are_verified_too(host, checkpoint, tmp_path):
         serve.verify_checkpoints(release, print)
 
 
-def refusal(release: Release) -> HostToolError:
+def refusal(release):
     with pytest.raises(HostToolError) as refused:
         serve.check_checkpoints(release)
     return refused.value

@@ -2,7 +2,6 @@ import os
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
@@ -10,7 +9,7 @@ from spark_contract.paths import Paths
 from spark_host.engine import container, serve
 from spark_host.records import versions
 from spark_host.system import docker
-from stub_host import RELEASE, REPOSITORY, Host, write_program
+from stub_host import RELEASE, REPOSITORY, write_program
 
 HOSTILE = {
     "LD_PRELOAD": "/cache/evil.so",
@@ -25,7 +24,7 @@ SHELL_VARIABLES = {"PWD", "SHLVL", "_", "OLDPWD"}  # of the fake docker client
 
 
 @pytest.fixture
-def client(host: Host, tmp_path: Path) -> Path:
+def client(host, tmp_path):
     """A docker client that records environment, arguments and the environment file."""
     return write_program(
         tmp_path / "bin/docker",
@@ -35,13 +34,13 @@ def client(host: Host, tmp_path: Path) -> Path:
     )
 
 
-def client_environment(client: Path) -> dict[str, str]:
+def client_environment(client):
     text = (client.parent.parent / "environ").read_text()
     variables = dict(line.split("=", 1) for line in text.removesuffix("\0").split("\0"))
     return {name: value for name, value in variables.items() if name not in SHELL_VARIABLES}
 
 
-def run_engine(host: Host, client: Path) -> None:
+def run_engine(host, client):
     host.release(engine__env=HOSTILE)
     done = subprocess.run(
         [sys.executable, "-m", "spark_host", "serve", RELEASE],
@@ -126,19 +125,19 @@ printf 'kind: nvidia.com/gpu\\nlibcuda.so.580.173.02\\n' > "${3#--output=}"
 
 
 @pytest.fixture
-def nvidia_ctk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def nvidia_ctk(tmp_path, monkeypatch):
     program = write_program(tmp_path / "bin/nvidia-ctk", NVIDIA_CTK)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.setattr(versions, "driver", lambda: NEW)
     return program
 
 
-def calls(program: Path) -> str:
+def calls(program):
     path = program.with_name("nvidia-ctk.calls")
     return path.read_text() if path.exists() else ""
 
 
-def write_specification(tmp_path: Path, text: str, name: str = "nvidia.yaml") -> Path:
+def write_specification(tmp_path, text, name="nvidia.yaml"):
     path = tmp_path / "etc/cdi" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

@@ -2,7 +2,6 @@ import fcntl
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ def test_traffic_closes_before_the_container_is_removed(host, monkeypatch):
     files.write_text(host.paths.traffic(release.service), "open\n")
     open_at_removal: list[bool] = []
 
-    def remove_container(_: str) -> None:
+    def remove_container(_):
         open_at_removal.append(traffic.is_open("main", host.paths))
 
     monkeypatch.setattr(docker, "remove_container", remove_container)
@@ -96,7 +95,7 @@ CHAT, EMBED = "main-0123456789ab", "embed-0123456789ab"
 class FakeSystemd:
     states: list[tuple[str, str]] = field(default_factory=list)  # of the chat unit; the last stays
 
-    def show(self, units: list[str], properties: list[str]) -> dict[str, dict[str, str]]:
+    def show(self, units, properties):
         assert (units, properties) == ([f"spark-serve@{CHAT}.service"], ["ActiveState", "SubState"])
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         return {units[0]: dict(zip(properties, state, strict=True))}
@@ -106,31 +105,31 @@ class FakeSystemd:
 class FakeClock:
     seconds: float = 0.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.seconds
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.seconds += seconds
 
 
 class Turns:
     """A host on which the chat service took the turn."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         paths = Paths(root)
         paths.run.mkdir(parents=True)
         self.systemd, self.clock, self.reports = FakeSystemd(), FakeClock(), list[str]()
         self.host: Any = system.Host(paths, units=self.systemd, clock=self.clock)  # type: ignore[arg-type]
         self.wait(CHAT)
 
-    def wait(self, name: str) -> Release:
+    def wait(self, name):
         release = read(Release, release_data(name, service=name.rpartition("-")[0]))
         serve.wait_for_turn(release, self.host, self.reports.append)
         return release
 
 
 @pytest.fixture
-def turns(tmp_path: Path) -> Turns:
+def turns(tmp_path):
     return Turns(tmp_path)
 
 
@@ -173,22 +172,22 @@ class Waiting:
     removed_after: int = 0
     freed_after: int = 0
 
-    def set_available(self, gib: int) -> None:
+    def set_available(self, gib):
         self.meminfo.write_text(f"MemTotal: {119 << 20} kB\nMemAvailable: {gib << 20} kB\n")
 
-    def report(self, text: str) -> None:
+    def report(self, text):
         self.reports.append(text)
         if len(self.reports) == self.removed_after:
             self.containers.clear()
         if len(self.reports) == self.freed_after:
             self.set_available(100)
 
-    def wait(self, wait_s: float = 30.0) -> None:
+    def wait(self, wait_s=30.0):
         plan = {"needed_bytes": 80 * GIB, "wait_s": wait_s, "floor_bytes": 4 * GIB}
         release = read(Release, release_data(memory=plan))
         memory.wait_for_memory(release, self.report, poll_s=0.01)
 
-    def list_containers(self, path: str, _: object) -> list[dict[str, list[str]]]:
+    def list_containers(self, path, _):
         [label] = json.loads(parse_qs(urlsplit(path).query)["filters"][0])["label"]
         by_label = {
             "spark.service=main": self.containers, "spark.service=embed": self.other_containers
@@ -197,7 +196,7 @@ class Waiting:
 
 
 @pytest.fixture
-def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
+def waiting(monkeypatch):
     # tmp_path is too long for the name of a socket.
     root = Path(tempfile.mkdtemp(prefix="spark-memory-"))
     waiting = Waiting(root / "meminfo")

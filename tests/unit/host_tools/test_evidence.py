@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 from spark_contract import documents
 from spark_contract.records import Rollout
-from spark_contract.status import Evidence
 from spark_host import evidence
 from spark_host.engine import logs
 from spark_host.system import docker, systemd
-from stub_host import RELEASE, Host
+from stub_host import RELEASE
 
 from spark_deploy.hosts.status import Evidence as Fact
 
@@ -69,12 +68,12 @@ def test_reports_mapped_libraries(tmp_path):
 
 
 @pytest.fixture
-def read_evidence(host: Host, monkeypatch: pytest.MonkeyPatch):
+def read_evidence(host, monkeypatch):
     states = {"ActiveState": "active", "InvocationID": "run-1"}
     monkeypatch.setattr(systemd, "show", lambda units, _: dict.fromkeys(units, states))
     monkeypatch.setattr(docker, "container", lambda *_: None)
 
-    def read() -> Evidence:
+    def read():
         document = documents.plain(evidence.evidence(host.paths))
         result = Fact().process([json.dumps(document)])
         assert result is not None

@@ -1,8 +1,6 @@
 import io
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from spark_contract.documents import text_of
@@ -37,38 +35,38 @@ PROGRAMS = {
 
 
 class Fabric:
-    def __init__(self, root: Path):
+    def __init__(self, root):
         self.root, self.paths = root, Paths(root)
 
-    def write_program(self, name: str, text: str) -> None:
+    def write_program(self, name, text):
         program = self.root / "bin" / name
         program.parent.mkdir(exist_ok=True)
         log = f'echo "{name} $*" >> $ROOT/log'
         program.write_text(f"#!/bin/sh\n{log}\n{text}\n".replace("$ROOT", str(self.root)))
         program.chmod(0o755)
 
-    def write_others(self, *addresses: dict[str, Any]) -> None:
+    def write_others(self, *addresses):
         links = [{}, {"ifname": "eth0", "addr_info": [*addresses]}] if addresses else []
         (self.root / "others").write_text(json.dumps(links))
 
-    def flush_others(self, queries: int) -> None:
+    def flush_others(self, queries):
         """Let eth0 have no address for some queries."""
         count = f"echo query >> $ROOT/queries; [ $(wc -l < $ROOT/queries) -gt {queries} ]"
         addresses = f"{{ {count} && cat $ROOT/others || echo '[]'; }}"
         self.write_program("ip", PROGRAMS["ip"].replace("cat $ROOT/others", addresses))
 
-    def queries(self) -> int:
+    def queries(self):
         return len((self.root / "queries").read_text().splitlines())
 
-    def log(self) -> str:
+    def log(self):
         return (self.root / "log").read_text()
 
-    def mtu(self) -> int:
+    def mtu(self):
         return int(json.loads((self.root / "port").read_text())[0]["mtu"])
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fabric:
+def host(tmp_path, monkeypatch):
     host = Fabric(tmp_path)
     for name, text in PROGRAMS.items():
         host.write_program(name, text)
@@ -82,14 +80,14 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fabric:
     return host
 
 
-def run(host: Fabric, *words: str) -> None:
+def run(host, *words):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdin", io.StringIO(text_of(PLAN)))
         assert fabric.main(list(words), host.paths) == 0
 
 
 @pytest.fixture
-def trial(host: Fabric) -> Fabric:
+def trial(host):
     run(host, "try")
     return host
 

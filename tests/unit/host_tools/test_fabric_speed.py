@@ -5,7 +5,6 @@ import io
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -20,12 +19,12 @@ TOKEN = "0123456789abcdef" * 2
 
 
 @pytest.fixture
-def order() -> SpeedOrder:
+def order():
     return SpeedOrder("lo", "127.0.0.1", free_port(), TOKEN, 20_000_000, 2.0)
 
 
 @contextmanager
-def listening(order: SpeedOrder) -> Iterator[None]:
+def listening(order):
     thread = threading.Thread(target=speed.listen, args=(order,), daemon=True)
     thread.start()
     yield
@@ -33,7 +32,7 @@ def listening(order: SpeedOrder) -> Iterator[None]:
     assert not thread.is_alive()
 
 
-def connect(order: SpeedOrder) -> socket.socket:
+def connect(order):
     until = time.monotonic() + 5
     while True:
         try:
@@ -58,7 +57,7 @@ def test_stalled_receiver_ends_at_the_time_limit(order):
     slow = dataclasses.replace(order, max_bytes=10**9, max_s=0.5)
     streams = []
 
-    def receive_nothing() -> None:
+    def receive_nothing():
         with socket.create_server((slow.address, slow.port)) as listener:
             streams.extend(listener.accept()[0] for _ in range(4))
             for stream in streams:

@@ -2,15 +2,12 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_checks import check_at_start
 from spark_contract.machine import GIB, FreeBlocks, parse_buddyinfo
-from spark_contract.release import Release
 from spark_host.engine import compile_cache, logs, memory
 from spark_host.watch import sensors, start_guard, watchdog
-from stub_host import Host
 
 from lab.memory import BUDDYINFO, PROC
 
@@ -19,11 +16,11 @@ NEEDED = {"needed_bytes": 90 * GIB, "wait_s": 1, "floor_bytes": 1}
 SAMPLES = {path.stem: path.read_text() for path in BUDDYINFO.glob("*.txt")}
 
 
-def set_buddyinfo(host: Host, name: str) -> None:
+def set_buddyinfo(host, name):
     (host.paths.root / PROC / "buddyinfo").write_text(SAMPLES[name])
 
 
-def written(host: Host) -> list[str]:
+def written(host):
     vm = host.paths.root / PROC / "sys/vm"
     return [(vm / name).read_text().strip() for name in ("drop_caches", "compact_memory")]
 
@@ -76,9 +73,7 @@ def test_start_continues_if_the_kernel_refuses(host):
     assert "drop_caches" in lines[-1]
 
 
-def release_with_driver_failures(
-    host: Host, monkeypatch: pytest.MonkeyPatch, count: int, **changes: Any
-) -> Release:
+def release_with_driver_failures(host, monkeypatch, count, **changes):
     monkeypatch.setattr(start_guard, "_BLOCKS_EVERY_S", 0.05)
     log = (CAPTURES / "journalctl--nvrm-no-memory--01.txt").read_text() * count
     monkeypatch.setattr(logs.programs, "read_output_start", lambda *_: log)
@@ -99,7 +94,7 @@ def test_useless_defragmentation_is_repeated_less_often(host, monkeypatch, helps
     """1.2 s have room for rests of 0.04, 0.08, 0.16, 0.32 and 0.64 s, or for many short rests."""
     calls: list[str] = []
 
-    def read_free_blocks() -> object:
+    def read_free_blocks():
         name = "healthy" if helps and calls[-1:] == ["defragment"] else "low"
         calls.append("read")
         return parse_buddyinfo(SAMPLES[name], 4096)

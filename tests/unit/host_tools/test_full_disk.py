@@ -2,7 +2,6 @@ import errno
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from engine_checks import check
@@ -13,7 +12,7 @@ from spark_host import __main__, status
 from spark_host.check import runner
 from spark_host.records import proof
 from spark_host.system import host as system
-from stub_host import REPOSITORY, Host
+from stub_host import REPOSITORY
 
 # A file size limit cuts a write short without an error, as a nearly full disk does. It applies to
 # the whole process, so it needs a separate one.
@@ -43,13 +42,13 @@ def test_full_disk_keeps_the_previous_file(tmp_path):
 
 
 class FullDisk(Disk):
-    def write(self, path: Path, document: object) -> None:
+    def write(self, path, document):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     remove, read = staticmethod(system.Disk.remove), staticmethod(system.Disk.read)
 
 
-def on_full_disk(host: Host) -> system.Host:
+def on_full_disk(host):
     return replace(host.here, disk=FullDisk(SimulatedHost()))  # type: ignore[arg-type]
 
 
@@ -80,7 +79,7 @@ def test_full_disk_removes_an_invalid_proof(host):
     ],
 )
 def test_os_error_is_a_single_line(error, message, monkeypatch, capsys):
-    def fail(*_: object) -> int:
+    def fail(*_):
         raise error
 
     monkeypatch.setattr(status, "main", fail)

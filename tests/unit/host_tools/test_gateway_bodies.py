@@ -3,7 +3,6 @@ import random
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gateway_client import CHAT, MIB, NAMES, recording_gateway
@@ -59,7 +58,7 @@ KEYS = ["model", "model ", "Model", "a", 'model"', "\\model"]
 SERVICE_OF = {"embedder": "embed", "ranker": "rank", "main-model": "main"}
 
 
-def random_value(rng: random.Random, depth: int) -> Any:
+def random_value(rng, depth):
     kind = rng.randrange(7 if depth < 4 else 4)
     if kind == 0:
         return rng.choice([None, True, -1.5e3, 7])
@@ -71,7 +70,7 @@ def random_value(rng: random.Random, depth: int) -> Any:
     return {rng.choice(KEYS): random_value(rng, depth + 1) for _ in items}
 
 
-def random_member(rng: random.Random, key: str, value: Any) -> str:
+def random_member(rng, key, value):
     text = json.dumps(key, ensure_ascii=rng.random() < 0.5)
     if key == "model" and rng.random() < 0.3:
         text = '"' + "".join(f"\\u{ord(letter):04x}" for letter in key) + '"'
@@ -79,7 +78,7 @@ def random_member(rng: random.Random, key: str, value: Any) -> str:
     return f"{space}{text}{space}:{space}{json.dumps(value, indent=rng.choice([None, 2]))}"
 
 
-def random_body(rng: random.Random) -> str:
+def random_body(rng):
     """Return JSON with `model` at any depth, escaped, repeated, long, in any order."""
     members = [
         random_member(rng, rng.choice(KEYS), random_value(rng, 1)) for _ in range(rng.randrange(4))
@@ -116,7 +115,7 @@ def test_scanner_ignores_text_that_is_not_json(services):
 
 @pytest.mark.slow
 def test_scanner_memory_is_constant(services):
-    def worker_bytes() -> int:
+    def worker_bytes():
         master = services.process.pid
         pids = Path(f"/proc/{master}/task/{master}/children").read_text().split()
         texts = [Path(f"/proc/{pid}/status").read_text() for pid in pids]

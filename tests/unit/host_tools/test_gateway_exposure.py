@@ -2,41 +2,38 @@ import json
 import os
 import socket
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
-from gateway_client import CHAT, OWN_KEY, QUESTION, GatewayClient
+from gateway_client import CHAT, OWN_KEY, QUESTION
 from spark_contract.errors import HostToolError
 from spark_host.gateway import gateway, listeners
-from stub_host import Host
 
 
-def listening(client: GatewayClient) -> set[str]:
+def listening(client):
     done = subprocess.run(["ss", "-Hltn"], capture_output=True, text=True, check=True)
     ends = (line.split()[3].rpartition(":") for line in done.stdout.splitlines())
     return {address for address, _, port in ends if port == str(client.settings.port)}
 
 
-def apply_settings(client: GatewayClient, **settings: Any) -> None:
+def apply_settings(client, **settings):
     client.host.gateway(port=client.settings.port, **settings)
     gateway.reload("main", client.host.paths)
 
 
-def difference(client: GatewayClient) -> str | None:
+def difference(client):
     return gateway.difference("main", client.host.paths)
 
 
 LOOPBACK = {"127.0.0.1"} | ({"[::1]"} if socket.has_ipv6 and listeners._is_local("::1") else set())
 
 
-def lan_address() -> str:
+def lan_address():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
 
 
-def make_certificate(host: Host, stem: str = "main") -> dict[str, str]:
+def make_certificate(host, stem="main"):
     folder = host.paths.root / "etc/spark/gateway"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
@@ -50,7 +47,7 @@ def make_certificate(host: Host, stem: str = "main") -> dict[str, str]:
     }
 
 
-def tls_handshake(client: GatewayClient, *options: str) -> str:
+def tls_handshake(client, *options):
     address = f"{lan_address()}:{client.settings.port}"
     return subprocess.run(
         ["openssl", "s_client", "-connect", address, *options],
@@ -58,7 +55,7 @@ def tls_handshake(client: GatewayClient, *options: str) -> str:
     ).stdout  # fmt: skip
 
 
-def curl(*options: str) -> str:
+def curl(*options):
     command = ["curl", "-s", "-w", "%{http_code}", *options]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
@@ -140,7 +137,7 @@ def test_requests_above_the_limit_get_429_with_retry_after(client):
 
 
 @pytest.fixture
-def tailnet_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tailnet_address(tmp_path, monkeypatch):
     """A file with the address that the fake tailscale reports; none if missing."""
     program, address = tmp_path / "bin/tailscale", tmp_path / "bin/address"
     program.parent.mkdir()

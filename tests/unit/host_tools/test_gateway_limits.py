@@ -7,22 +7,20 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from gateway_client import MIB, QUESTION, GatewayClient, free_port, recording_gateway
+from gateway_client import MIB, QUESTION, free_port, recording_gateway
 
 STRANGER = "127.0.0.2"
 COMPLETIONS = "/v1/completions"
 
 
-def connect(
-    client: GatewayClient, data: bytes, source: str = "127.0.0.1", port: int | None = None
-) -> socket.socket:
+def connect(client, data, source="127.0.0.1", port=None):
     address = ("127.0.0.1", port or client.settings.port)
     connection = socket.create_connection(address, 10, source_address=(source, 0))
     connection.sendall(data)
     return connection
 
 
-def status(connection: socket.socket) -> int:
+def status(connection):
     try:
         head = connection.recv(4096)
     except ConnectionResetError:
@@ -30,13 +28,13 @@ def status(connection: socket.socket) -> int:
     return int(head.split(b" ")[1]) if head else 0
 
 
-def request(path: str, key: str = "", *, method: str = "POST", length: int = 2) -> bytes:
+def request(path, key="", *, method="POST", length=2):
     lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {length}"]
     lines += [f"X-Api-Key: {key}"] if key else []
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def stored_bytes(client: GatewayClient) -> dict[str, int]:
+def stored_bytes(client):
     """Return the size of body files below /run and /var; nginx unlinks them while open."""
     sizes = {"run": 0, "var": 0}
     master = client.process.pid
@@ -142,7 +140,7 @@ def test_limits_the_request_rate_per_address(nginx_host, path, key):
             assert status(connection) == 200  # a client with a key behind the same address
 
 
-def answered(connections: list[socket.socket]) -> list[int]:
+def answered(connections):
     statuses = []
     for connection in connections:
         connection.settimeout(0.3)

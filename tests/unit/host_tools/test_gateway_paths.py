@@ -1,11 +1,10 @@
 import itertools
 import re
 import socket
-from collections.abc import Iterator
 
 import pytest
-from gateway_client import GatewayClient, recording_gateway
-from stub_host import REPOSITORY, Host
+from gateway_client import recording_gateway
+from stub_host import REPOSITORY
 
 # First lines of requests that may reach the engine.
 KEYLESS = re.compile(r"GET /health HTTP/1\.1")
@@ -43,12 +42,12 @@ SIMILAR = ("/v1/chat/completions/", "/v1/responses/render", "/v1/responses/resp_
 
 
 @pytest.fixture
-def recorded(nginx_host: Host) -> Iterator[GatewayClient]:
+def recorded(nginx_host):
     with recording_gateway(nginx_host) as client:
         yield client
 
 
-def send(client: GatewayClient, data: bytes) -> None:
+def send(client, data):
     with socket.create_connection(("127.0.0.1", client.settings.port), 2) as connection:
         connection.sendall(data)
         try:
@@ -58,7 +57,7 @@ def send(client: GatewayClient, data: bytes) -> None:
             pass
 
 
-def spellings(path: str) -> Iterator[str]:
+def spellings(path):
     yield path
     yield from (f"{path}{end}" for end in ("/", "//", "/.", "/..", "?", "?x=1", "#x", ";x", "%20"))
     yield from (f"{path}{end}" for end in ("%00", "%0d%0a", "%3f", "%23", "%2f", "\\", "\t", ".js"))
@@ -77,7 +76,7 @@ def spellings(path: str) -> Iterator[str]:
             yield f"{path}/{parent}{other}"
 
 
-def corpus() -> list[tuple[str, str]]:
+def corpus():
     allowed = [line.split(" ", 1)[1] for line in ALLOWED]
     lines = (REPOSITORY / "tests/fixtures/engine-routes-0.32.0.txt").read_text().splitlines()
     routes = [line.split()[0].replace("{response_id}", "resp_1") for line in lines]
@@ -91,7 +90,7 @@ def corpus() -> list[tuple[str, str]]:
     return list(dict.fromkeys([*plain, *variants]))
 
 
-def request(method: str, target: str, key: str | None, body: bytes = b"") -> bytes:
+def request(method, target, key, body=b""):
     lines = [f"{method} {target} HTTP/1.1", "Host: x", "Connection: close"]
     lines += [f"Authorization: Bearer {key}"] if key else []
     lines += [f"Content-Length: {len(body)}"] if body else []

@@ -1,20 +1,18 @@
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from gateway_client import CHAT, OWN_KEY, QUESTION, GatewayClient, free_port, running_gateway
+from gateway_client import CHAT, OWN_KEY, QUESTION, free_port, running_gateway
 from spark_host.gateway import traffic
-from stub_host import Host
 
 LOST = 0  # the host is lost before it answers
 
 
 class OtherGateway(ThreadingHTTPServer):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.status = 200
         self.requests: list[str] = []
@@ -26,10 +24,10 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: OtherGateway
 
-    def log_message(self, *words: object) -> None:
+    def log_message(self, *words):
         pass
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
         self.server.requests.append(f"{self.path} {self.headers['Authorization']}")
         self.server.may_answer.wait(10)
@@ -45,23 +43,23 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Replicas:
-    def __init__(self, client: GatewayClient, other: OtherGateway, port: int):
+    def __init__(self, client, other, port):
         self.client, self.other, self.port = client, other, port
 
-    def ask(self, key: str = OWN_KEY) -> tuple[int, bytes]:
+    def ask(self, key=OWN_KEY):
         return self.client.ask(CHAT, QUESTION, key=key, port=self.port)
 
-    def answering_hosts(self, requests: int) -> list[str]:
+    def answering_hosts(self, requests):
         answers = [self.ask() for _ in range(requests)]
         assert {status for status, _ in answers} == {200}
         return ["other" if b"the other" in text else "own" for _, text in answers]
 
-    def close_own(self) -> None:
+    def close_own(self):
         traffic.close("main", self.client.host.paths)
 
 
 @pytest.fixture
-def replicas(nginx_host: Host) -> Iterator[Replicas]:
+def replicas(nginx_host):
     with ExitStack() as stack:
         other = stack.enter_context(OtherGateway())
         threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()

@@ -8,7 +8,6 @@ from gateway_client import (
     MIB,
     NAMES,
     QUESTION,
-    GatewayClient,
     open_service,
     recording_gateway,
     running_gateway,
@@ -120,7 +119,7 @@ def test_routes_older_release_by_its_own_names(services):
     assert services.received() == {"embed": [CHAT, CHAT]}
 
 
-def send_together(client: GatewayClient, body: object, count: int) -> list[int]:
+def send_together(client, body, count):
     """Send requests to `embed`, which answers once each has arrived or was refused."""
     engine = client.engines["embed"]
     engine.may_answer.clear()
@@ -157,7 +156,7 @@ def test_model_list_covers_all_open_services(services):
         models = [{"id": name, "max_model_len": 4096} for name in NAMES[service]]
         engine.answer = json.dumps({"object": "list", "data": models}).encode()
 
-    def listed() -> list[str]:
+    def listed():
         return [model["id"] for model in json.loads(services.ask("/v1/models")[1])["data"]]
 
     assert listed() == ["main-model", "alias", "embedder", "org/ranker", "ranker"]

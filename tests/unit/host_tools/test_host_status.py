@@ -10,21 +10,21 @@ from spark_host.check import runner
 from spark_host.system import host as system
 from spark_host.system import systemd
 from spark_host.watch import watchdog
-from stub_host import RELEASE, Host
+from stub_host import RELEASE
 
-from spark_deploy.hosts.status import HostStatus, Status
+from spark_deploy.hosts.status import Status
 
 OTHER = "main-ffffffffffff"
 
 
 @pytest.fixture
-def read_status(host: Host, monkeypatch: pytest.MonkeyPatch):
-    def read(**unit: str) -> HostStatus:
+def read_status(host, monkeypatch):
+    def read(**unit):
         states = {"ActiveState": "active", "InvocationID": "run-1", "NRestarts": "2", **unit}
         known = system.release_names(host.paths)
         units = [template.of(name) for template in (SERVE, SWITCH) for name in known]
 
-        def loaded(_: object, properties: list[str]) -> dict[str, systemd.UnitState]:
+        def loaded(_, properties):
             unit = {name: states[name] for name in properties if name in states}
             return dict.fromkeys([*units, GATEWAY.of("main")], unit)
 

@@ -5,26 +5,24 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_contract.release import Release
 from spark_host import status
 from spark_host.engine import container, serve
 from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import traffic
 from spark_host.system import docker, systemd
 from spark_host.watch import watchdog
-from stub_host import RELEASE, Host, write_program
+from stub_host import RELEASE, write_program
 
 NOBODY = pwd.getpwnam("nobody")
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
 
 
-def writable_mounts(host: Host, release: Release) -> list[Path]:
+def writable_mounts(host, release):
     argv = container.docker_argv(release, host.paths)
     mounts = [argv[at + 1] for at, word in enumerate(argv) if word == "--mount"]
     fields = [dict(part.partition("=")[::2] for part in text.split(",")) for text in mounts]
@@ -32,7 +30,7 @@ def writable_mounts(host: Host, release: Release) -> list[Path]:
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> Path:
+def secret(tmp_path):
     """A file of root that the engine must not reach."""
     path = tmp_path / "shadow"
     path.write_text("root:secret\n")
@@ -41,7 +39,7 @@ def secret(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def prepared(host: Host, monkeypatch: pytest.MonkeyPatch) -> Release:
+def prepared(host, monkeypatch):
     monkeypatch.setattr(docker, "is_up", lambda: True)
     monkeypatch.setattr(serve, "check_artifacts", lambda _: None)
     mount = {"source": "/srv/spark/models/x", "target": "/model", "read_only": True}
@@ -51,7 +49,7 @@ def prepared(host: Host, monkeypatch: pytest.MonkeyPatch) -> Release:
 
 
 @contextmanager
-def as_engine() -> Iterator[None]:
+def as_engine():
     os.setegid(NOBODY.pw_gid)
     os.seteuid(NOBODY.pw_uid)
     try:
@@ -61,7 +59,7 @@ def as_engine() -> Iterator[None]:
         os.setegid(0)
 
 
-def is_untouched(secret: Path) -> bool:
+def is_untouched(secret):
     status = secret.stat()
     return (
         secret.read_text() == "root:secret\n"
@@ -122,23 +120,20 @@ def test_leftovers_of_the_engine_do_not_block_a_start(host, prepared, secret):
 
 
 @contextmanager
-def listening(path: Path) -> Iterator[socket.socket]:
+def listening(path):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(8)
         yield listener
 
 
-Answer = Callable[[socket.socket], None]
-
-
 @contextmanager
-def answering(host: Host, answer: Answer) -> Iterator[Engine]:
+def answering(host, answer):
     release = host.release()
     path = host.paths.engine_socket(release.service)
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    def serve_all(listener: socket.socket) -> None:
+    def serve_all(listener):
         while True:
             try:
                 connection, _ = listener.accept()
@@ -159,8 +154,8 @@ def answering(host: Host, answer: Answer) -> Iterator[Engine]:
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
 
 
-def repeat(head: bytes, data: bytes) -> Answer:
-    def answer(connection: socket.socket) -> None:
+def repeat(head, data):
+    def answer(connection):
         connection.sendall(HEAD + head)
         while True:
             connection.sendall(data)
@@ -168,12 +163,12 @@ def repeat(head: bytes, data: bytes) -> Answer:
     return answer
 
 
-def send(body: bytes) -> Answer:
+def send(body):
     head = HEAD + b"Content-Length: %d\r\n\r\n" % len(body)
     return lambda connection: connection.sendall(head + body)
 
 
-def trickle_head(connection: socket.socket) -> None:
+def trickle_head(connection):
     """Send the head of an answer a byte at a time; no single read waits for long."""
     connection.sendall(b"HTTP/1.1 200 OK\r\n")
     for _ in range(200):
@@ -197,7 +192,7 @@ DEEP_JSON = send(b"[" * 200_000)
 
 
 @contextmanager
-def memory_limit(limit_bytes: int) -> Iterator[None]:
+def memory_limit(limit_bytes):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10

@@ -4,16 +4,13 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
-from docker_daemon import Answer, Daemon, listening
+from docker_daemon import listening
 from spark_contract.documents import text_of
 from spark_contract.fetching import LayersPlan
-from stub_host import REPOSITORY, Host
+from stub_host import REPOSITORY
 
 LAYER = os.urandom(5 << 20)  # above the limit of nginx's direct I/O
 DOCKER = """#!{python}
@@ -25,7 +22,7 @@ sys.exit(7 if sys.argv[1] == "build" else 0)
 KIND = "application/vnd.docker.distribution.manifest.v2+json"
 
 
-def digest(data: bytes) -> str:
+def digest(data):
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
@@ -36,20 +33,20 @@ REFERENCE = f"registry.invalid/lab/engine@{digest(MANIFEST)}"
 
 
 @pytest.fixture
-def daemon(host: Host) -> Iterator[Daemon]:
+def daemon(host):
     with listening(host.paths.root / "docker.sock") as daemon:
         daemon.script = partial(pull, daemon)
         yield daemon
 
 
-def pull(daemon: Daemon, answer: Answer, reference: str) -> None:
+def pull(daemon, answer, reference):
     address, _, name = reference.partition("/")
     name, _, version = name.partition("@")
     if not address.startswith("127.0.0.1:"):
         daemon.finish(answer, reference)
         return
 
-    def ask(path: str) -> Any:
+    def ask(path):
         return urllib.request.urlopen(f"http://{address}/v2/{path}", timeout=5)
 
     try:
@@ -64,7 +61,7 @@ def pull(daemon: Daemon, answer: Answer, reference: str) -> None:
 
 
 @pytest.fixture
-def root(nginx_host: Host) -> Path:
+def root(nginx_host):
     root = nginx_host.paths.root
     (root / "job/manifests").mkdir(parents=True)
     (root / "job/manifests" / digest(MANIFEST)).write_bytes(MANIFEST)
@@ -77,7 +74,7 @@ def root(nginx_host: Host) -> Path:
     return root
 
 
-def run(root: Path, *, keep: bool = False, fetches: bool = True) -> tuple[int, list[Any], str]:
+def run(root, *, keep=False, fetches=True):
     """Run the job's command; return exit code, docker's arguments and errors.
 
     The blobs are already there; ``fetches`` is whether their fetcher succeeds.

@@ -2,12 +2,9 @@ import base64
 import json
 import socket
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from docker_daemon import Answer, Daemon, listening
+from docker_daemon import listening
 from spark_contract.errors import HostToolError
 from spark_contract.job import read_progress
 from spark_host import image
@@ -20,13 +17,13 @@ STALL_S = 0.5
 A, B = "a" * 12, "b" * 12
 
 
-def layer(name: str, status: str, current: int = 0, total: int = 0) -> dict[str, Any]:
+def layer(name, status, current=0, total=0):
     detail = {"current": current, "total": total} if total else {}
     return {"status": status, "progressDetail": detail, "id": name}
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+def daemon(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "docker.sock"))
     monkeypatch.setattr(image, "_POLL_S", 0.02)
     monkeypatch.setattr(image, "_REPORT_S", 0.05)
@@ -36,7 +33,7 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
         yield running
 
 
-def pull_error(stall_s: float = STALL_S) -> str:
+def pull_error(stall_s=STALL_S):
     with pytest.raises(HostToolError) as error:
         image.pull(REFERENCE, stall_s=stall_s)
     assert error.value.where == REFERENCE
@@ -46,7 +43,7 @@ def pull_error(stall_s: float = STALL_S) -> str:
 
 
 def test_progress_sums_the_bytes_of_all_layers(daemon, capsys):
-    def download(answer: Answer, reference: str) -> None:
+    def download(answer, reference):
         answer.send(layer(A, "Pulling fs layer"), layer(B, "Pulling fs layer"))
         answer.send(layer("c" * 12, "Already exists"), layer(A, "Downloading", 10, 40))
         time.sleep(0.2)
@@ -64,12 +61,12 @@ def test_progress_sums_the_bytes_of_all_layers(daemon, capsys):
     assert {("pull", 10, 500), ("pull", 30, 100), ("unpack", 7, 100)} <= sums
 
 
-def repeat_status(answer: Answer, _: str) -> None:
+def repeat_status(answer, _):
     # containerd's store repeats itself ten times a second.
     answer.repeat(layer(A, "Downloading", 3_000_000_000, 9_000_000_000))
 
 
-def trickle(answer: Answer, _: str) -> None:
+def trickle(answer, _):
     for count in range(1, 200):
         answer.send(layer(A, "Downloading", count, 1 << 30))
         time.sleep(0.05)
@@ -100,7 +97,7 @@ def test_unresponsive_docker_socket_is_a_stall(tmp_path, monkeypatch):
 
 
 def test_slow_download_is_not_a_stall(daemon):
-    def download(answer: Answer, reference: str) -> None:
+    def download(answer, reference):
         for count in range(30):  # 6 KB/s, three times as long as the stall timeout
             answer.send(layer(A, "Downloading", count * 300, 1 << 20))
             time.sleep(0.05)
@@ -113,7 +110,7 @@ def test_slow_download_is_not_a_stall(daemon):
 @pytest.mark.slow
 @pytest.mark.parametrize("status", ["Verifying Checksum", "Download complete", "Extracting"])
 def test_unpacking_is_not_a_stall(daemon, status):
-    def unpack(answer: Answer, reference: str) -> None:
+    def unpack(answer, reference):
         answer.send(layer(A, "Downloading", 5, 5), layer(A, status))
         time.sleep(3 * STALL_S)
         daemon.finish(answer, reference)
@@ -122,7 +119,7 @@ def test_unpacking_is_not_a_stall(daemon, status):
     image.pull(REFERENCE, stall_s=STALL_S)
 
 
-def unpack_for(layers: Layers, seconds: int, *others: dict[str, Any]) -> None:
+def unpack_for(layers, seconds, *others):
     for second in range(1, seconds):
         detail = {"current": second, "units": "s"}
         layers.add_event({"id": A, "status": "Extracting", "progressDetail": detail}, float(second))
@@ -166,7 +163,7 @@ def test_reports_http_errors(daemon):
 
 @pytest.mark.parametrize("half", [b"", b'{"status":"Downloading","progressDet'])
 def test_dying_daemon_is_an_error(daemon, half):
-    def die(answer: Answer, _: str) -> None:
+    def die(answer, _):
         answer.send(layer(A, "Downloading", 5, 50))
         answer.send_bytes(half) if half else None
         raise ConnectionAbortedError
@@ -189,11 +186,11 @@ def test_missing_image_after_the_pull_is_an_error(daemon):
 def test_cuts_overlong_lines(daemon, monkeypatch):
     lengths, parse = [], image._parse_event
 
-    def measured(line: bytes) -> dict[str, Any] | None:
+    def measured(line):
         lengths.append(len(line))
         return parse(line)
 
-    def flood(answer: Answer, _: str) -> None:
+    def flood(answer, _):
         answer.send_bytes(b'{"status": "')
         for _count in range(160):
             answer.send_bytes(b"x" * (1 << 16))
@@ -213,7 +210,7 @@ echo '{"Username": "somebody", "Secret": "s3cret"}'
 """
 
 
-def write_docker_config(home: Path, text: str) -> None:
+def write_docker_config(home, text):
     (home / ".docker").mkdir()
     (home / ".docker/config.json").write_text(text)
 

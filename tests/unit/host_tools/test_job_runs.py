@@ -18,7 +18,7 @@ from spark_host import __main__, jobs
 from spark_host.system import host as system
 from spark_host.system import systemd
 from spark_host.watch import daily
-from stub_host import Host, wait_until
+from stub_host import wait_until
 
 from tests.receipts import checkpoint_receipt, source_receipt
 
@@ -31,14 +31,14 @@ WRITE_RECEIPT = (
 
 
 @pytest.fixture
-def units(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+def units(monkeypatch):
     states: dict[str, dict[str, str]] = {}
     monkeypatch.setattr(systemd, "loaded", lambda patterns, fields: states)
     monkeypatch.setattr(systemd, "is_stopping", lambda: False)
     return states
 
 
-def write_job(host: Host, script: str, digest: str = D12, **changes: Any) -> Path:
+def write_job(host, script, digest=D12, **changes):
     receipt = host.paths.root / f"out-{digest}/receipt.json"
     receipt.parent.mkdir(exist_ok=True)
     data = {
@@ -59,13 +59,13 @@ def write_job(host: Host, script: str, digest: str = D12, **changes: Any) -> Pat
     return receipt
 
 
-def write_token(host: Host, digest: str) -> Path:
+def write_token(host, digest):
     token = host.paths.job(digest) / "hub-token"
     token.write_text("hf_canary")
     return token
 
 
-def poll(host: Host, *digests: str) -> list[dict[str, Any]]:
+def poll(host, *digests):
     return plain(jobs.poll(list(digests or [D12]), host.paths))
 
 
@@ -213,7 +213,7 @@ time.sleep(60)
 IGNORES_TERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
-def is_running(pid: int) -> bool:
+def is_running(pid):
     state = subprocess.run(["ps", "-o", "stat=", str(pid)], capture_output=True, text=True).stdout
     return state.strip()[:1] not in ("", "Z")
 
@@ -311,7 +311,7 @@ def test_job_is_done_if_a_different_checkpoint_makes_it_unnecessary(host, units)
     assert poll(host)[0]["state"] == "done"
 
 
-def write_removal(host: Host, script: str) -> Path:
+def write_removal(host, script):
     checkpoint = host.paths.root / "sources/base-0123456789ab"
     checkpoint.mkdir(parents=True, exist_ok=True)
     write_job(host, script, kind="discard", title="remove", proof={"absent": str(checkpoint)})
@@ -337,7 +337,7 @@ def test_full_disk_keeps_the_original_error(host, units, monkeypatch, capfd):
     write_job(host, "print('phase=fetch bytes=1'); print('error: the disk is full'); exit(4)")
     write_text = files.write_text
 
-    def fail_on_status(path: Path, text: str, mode: int = 0o644) -> None:
+    def fail_on_status(path, text, mode=420):
         if path.name == "progress" or '"failed"' in text:
             raise OSError(errno.ENOSPC, "No space left on device")
         write_text(path, text, mode)

@@ -21,7 +21,7 @@ OTHER = dataclasses.replace(
 
 
 @pytest.fixture
-def other(monkeypatch: pytest.MonkeyPatch) -> str:
+def other(monkeypatch):
     monkeypatch.setitem(ENGINES, "other", OTHER)
     return "other"
 

@@ -1,7 +1,6 @@
 import http.client
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from spark_contract.documents import text_of
 from spark_contract.errors import HostToolError
 from spark_contract.fetching import SHARE_SETTINGS, Share, SharedTree, growing_tree
 from spark_host.gateway import nginx
-from stub_host import Host
 
 FETCHED, BUILT = "a" * 64, "b" * 64
 KEY = "key-of-this-run-1234"
@@ -22,9 +20,7 @@ class Peer:
     root: Path
     port: int
 
-    def ask(
-        self, path: str, key: str | None = KEY, method: str = "GET", **headers: str
-    ) -> tuple[int, bytes]:
+    def ask(self, path, key=KEY, method="GET", **headers):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
@@ -32,14 +28,14 @@ class Peer:
         with connection.getresponse() as answer:
             return answer.status, answer.read()
 
-    def write(self, path: str, text: str) -> None:
+    def write(self, path, text):
         file = self.root / path.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
 
 @pytest.fixture
-def peer(nginx_host: Host, tmp_path: Path) -> Iterator[Peer]:
+def peer(nginx_host, tmp_path):
     peer = Peer(nginx_host.paths.root, free_port())
     trees = (
         SharedTree(FETCHED, "/srv/sources/x-1", "0123456789ab", unfinished=True),

@@ -1,8 +1,6 @@
 import os
 import subprocess
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 from spark_contract.errors import HostToolError
@@ -34,11 +32,11 @@ def test_stuck_program_does_not_block_and_is_not_restarted(monkeypatch):
     started: list[subprocess.Popen[str]] = []
 
     class Stuck(subprocess.Popen):  # type: ignore[type-arg]
-        def __init__(self, *words: Any, **more: Any) -> None:
+        def __init__(self, *words, **more):
             super().__init__(*words, **more)
             started.append(self)
 
-        def kill(self) -> None:
+        def kill(self):
             """Have no effect, as while a driver is stuck."""
 
     monkeypatch.setattr(subprocess, "Popen", Stuck)
@@ -59,7 +57,7 @@ def test_stuck_program_does_not_block_and_is_not_restarted(monkeypatch):
 
 
 @pytest.fixture
-def hanging_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def hanging_systemd(tmp_path, monkeypatch):
     for name in ("systemctl", "journalctl"):
         (tmp_path / name).write_text("#!/bin/sh\nexec sleep 30\n")
         (tmp_path / name).chmod(0o755)

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from prune_machine import BASE, RUN, A, B, C, D, Machine, add_generations, names, write_json
+from prune_machine import BASE, RUN, A, B, C, D, add_generations, names, write_json
 from spark_contract import files
 from spark_contract.documents import DocumentError
 from spark_contract.errors import HostToolError
@@ -16,7 +16,7 @@ from spark_host.system import docker
 
 
 @pytest.fixture
-def checkpoints(machine: Machine) -> dict[str, Path]:
+def checkpoints(machine):
     return add_generations(machine)
 
 
@@ -34,7 +34,7 @@ def test_removes_only_unneeded_files(machine, checkpoints):
 
 
 def test_works_on_a_full_disk(machine, checkpoints, monkeypatch):
-    def fail(path: Path, text: str, mode: int = 0o644) -> None:
+    def fail(path, text, mode=420):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     with monkeypatch.context() as full:

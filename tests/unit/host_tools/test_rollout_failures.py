@@ -10,7 +10,7 @@ import pytest
 from simulated_host import A, B, SimulatedHost
 from simulated_ports import Engines, release_of
 from spark_contract.errors import HostToolError
-from spark_contract.records import Good, Rollout
+from spark_contract.records import Good
 from spark_contract.release import Bench
 from spark_contract.units import SERVE
 from spark_host.engine.client import SilentError
@@ -19,23 +19,23 @@ from spark_host.rollout import rollout, steps
 from spark_host.rollout.record import Record
 
 
-def deploy(sim: SimulatedHost, name: str, **faults_at: list[str]) -> Rollout:
+def deploy(sim, name, **faults_at):
     sim.faults_at = {call.replace("_", " "): faults for call, faults in faults_at.items()}
     sim.deploy(name)
     sim.faults_at = {}
     return sim.outcome(name)
 
 
-def assert_serves(sim: SimulatedHost, name: str) -> None:
+def assert_serves(sim, name):
     assert (sim.serving(), sim.enabled(), sim.good()) == (name, [name], name)
 
 
-def assert_serves_nothing(sim: SimulatedHost) -> None:
+def assert_serves_nothing(sim):
     assert (sim.engines, sim.enabled(), sim.good()) == ({}, [], None)
 
 
 @pytest.fixture
-def sim() -> SimulatedHost:
+def sim():
     sim = SimulatedHost()
     sim.deploy(A)
     return sim
@@ -168,7 +168,7 @@ def test_busy_engine_is_drained_without_new_requests(sim):
     open_to: list[str | None] = []
 
     class BusyEngines(Engines):
-        def unfinished(self, *_: object) -> float:
+        def unfinished(self, *_):
             open_to.append(self.sim.open_to)
             answer = answers.pop(0)
             if isinstance(answer, SilentError):

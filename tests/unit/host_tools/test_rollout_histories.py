@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -19,7 +18,7 @@ class Story:
     broken: str = ""  # the step at which the target fails
     event: str = ""  # before the rollout
 
-    def begin(self) -> SimulatedHost:
+    def begin(self):
         sim = SimulatedHost()
         for name in self.before:
             sim.deploy(name)
@@ -50,7 +49,7 @@ STORIES = {
 }  # fmt: skip
 
 
-def assert_recovers(sim: SimulatedHost, story: Story) -> None:
+def assert_recovers(sim, story):
     """Without further faults the next deploys succeed."""
     sim.faults.clear()
     sim.calls_of_first = sim.calls
@@ -78,7 +77,7 @@ def assert_recovers(sim: SimulatedHost, story: Story) -> None:
     assert sim.serving() == other
 
 
-def run_story(story: Story, faults: dict[int, str], then: Sequence[str] = ()) -> SimulatedHost:
+def run_story(story, faults, then=()):
     sim = story.begin()
     served = sim.serving()
     sim.faults = dict(faults)
@@ -105,7 +104,7 @@ def run_story(story: Story, faults: dict[int, str], then: Sequence[str] = ()) ->
     return sim
 
 
-def run_with_faults(name: str, faults: Sequence[str]) -> None:
+def run_with_faults(name, faults):
     story = STORIES[name]
     calls = run_story(story, {}).calls_of_first
     for number in range(1, calls + 1):

@@ -1,6 +1,5 @@
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from simulated_host import A, B, SimulatedHost
@@ -18,29 +17,29 @@ RUN = "this-run"
 
 
 @pytest.fixture
-def sim() -> SimulatedHost:
+def sim():
     return SimulatedHost(releases={A, B, C})
 
 
-def begin(sim: SimulatedHost) -> StartedRollout:
+def begin(sim):
     return record.begin(A, sim.host())
 
 
-def poll(sim: SimulatedHost, begun: StartedRollout) -> Rollout:
+def poll(sim, begun):
     return record.poll(A, sim.host(), begun.request)
 
 
-def run_unit(sim: SimulatedHost) -> None:
+def run_unit(sim):
     unit = sim.unit(SWITCH.of(A))
     unit.state, unit.run = "activating", RUN
 
 
-def fail_unit(sim: SimulatedHost, run: str = "") -> None:
+def fail_unit(sim, run=""):
     unit = sim.unit(SWITCH.of(A))
     unit.state, unit.result, unit.run = "failed", "exit-code", run
 
 
-def write_record(sim: SimulatedHost, **values: Any) -> None:
+def write_record(sim, **values):
     data = record.Record(release_of(A), sim.host(RUN)).data
     sim.documents[sim.paths.rollout(A)] = replace(data, **{"state": "switched", **values})
 
@@ -107,7 +106,7 @@ def test_killed_rollout_is_interrupted(sim):
 
 
 def test_running_rollout_needs_unit_and_open_record(sim):
-    def running() -> RunningRollout | None:
+    def running():
         host = sim.host()
         unit = host.units.state(SWITCH.of(A), "ActiveState", "Job")
         return record.running_rollout(A, unit, host)
@@ -150,21 +149,21 @@ def test_refused_unit_is_an_error(sim):
         begin(sim)
 
 
-def make_good(sim: SimulatedHost, *names: str) -> None:
+def make_good(sim, *names):
     for name in names:
         sim.proven.add(name)
         boot.enable_only(release_of(name), sim.host())
 
 
-def named(name: str) -> NamedRelease:
+def named(name):
     return NamedRelease(name, "lab-stub", "v2")
 
 
-def plan(sim: SimulatedHost, target: str | None = None) -> Rollback:
+def plan(sim, target=None):
     return rollout.plan_rollback("main", target, sim.host())
 
 
-def refusal(sim: SimulatedHost, target: str | None = None) -> str:
+def refusal(sim, target=None):
     problem = plan(sim, target).problem
     assert problem is not None
     return f"{problem.where}: {problem.what}; {problem.fix}"

@@ -1,11 +1,10 @@
 import pytest
 from spark_host.watch import sensors
 from spark_host.watch.sensors import GpuAlarms, Reading
-from stub_host import Host
 
 
 @pytest.fixture
-def alarms(host: Host) -> GpuAlarms:
+def alarms(host):
     watch = {"stall_s": 1, "interval_s": 0.1, "hot_celsius": 90}
     return GpuAlarms(host.release(watch=watch).watch)
 

@@ -1,17 +1,15 @@
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from engine_checks import check, stored_proof
-from spark_contract.release import Release
 from spark_host.check import speed
 from spark_host.records import boot, proof, versions
 from spark_host.rollout import steps
 from spark_host.watch import watchdog
-from stub_host import Host, release_data
+from stub_host import release_data
 
 OLD, NEW = f"main-{'a' * 12}", f"main-{'b' * 12}"
 BENCH = {"limit_s": 0.3, "worse_percent": 15}
@@ -19,31 +17,28 @@ VERSIONS = {"kernel": "6.17", "driver": "580.142", "docker": "28.5.1", "toolkit"
 
 
 class FakeRecord:
-    def __init__(self) -> None:
+    def __init__(self):
         self.data: dict[str, Any] = {"phases": []}
 
-    def set(self, **values: Any) -> None:
+    def set(self, **values):
         self.data.update(values)
 
-    def report(self, text: str) -> None:
+    def report(self, text):
         pass
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name):
         self.data["phases"].append(name)
         yield
 
 
-def release_with_bench(host: Host, name: str = "main-0123456789ab", **changes: Any) -> Release:
+def release_with_bench(host, name="main-0123456789ab", **changes):
     plan = {**release_data()["check"], "bench": BENCH, "timeout_s": 5}
     release = host.release(name, check=plan, **changes)
     return replace(release, engine=replace(release.engine, max_sequences=3))
 
 
-def measure(
-    host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, *, dies: bool = False,
-    **parts: str,
-) -> dict[str, Any]:  # fmt: skip
+def measure(host, release, monkeypatch, *, dies=False, **parts):  # fmt: skip
     """Check a release fully under these versions, then measure as a rollout does."""
     monkeypatch.setattr(versions, "read", lambda: {**VERSIONS, **parts})
     check(host, release, "full")
@@ -98,7 +93,7 @@ STREAM, FIRST = "one_stream_tokens_per_s", "first_token_s"
     ],
 )  # fmt: skip
 def test_only_slowdowns_beyond_noise_are_reported(key, before, now, worse):
-    def spread(values: tuple[float, ...]) -> dict[str, float]:
+    def spread(values):
         return {"min": values[0], "median": values[len(values) // 2], "max": values[-1]}
 
     result = speed.compare({key: spread(now)}, {key: spread(before)}, 15)
@@ -159,7 +154,7 @@ def test_slowdown_after_upgrade_is_reported_with_rollback_hint(host, monkeypatch
 
 @pytest.mark.slow
 def test_new_image_is_compared_with_the_previous_release(host, monkeypatch):
-    def with_base(base: str, name: str) -> Release:
+    def with_base(base, name):
         image = {"tag": f"spark-vllm:{base}", "digest_label": None, "plugin": "1" * 12}
         return release_with_bench(host, name, image={**image, "base": f"vllm@sha256:{base}"})
 

@@ -1,5 +1,4 @@
 import re
-from typing import Any
 
 import pytest
 from engine_checks import check, failed, stored_proof, warned
@@ -64,7 +63,7 @@ DOUBTS = [
 SEPARATE_TESTS = {"first answer", "counters", "ready", "same run"}
 
 
-def leave_out(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+def leave_out(monkeypatch, *names):
     kept = tuple(item for item in runner.CHECKS if item.name not in names)
     monkeypatch.setattr(runner, "CHECKS", kept)
 
@@ -129,7 +128,7 @@ def test_requests_enable_or_disable_thinking(host, monkeypatch):
     requests: list[tuple[str, bool]] = []
     ask = Engine.ask
 
-    def record(self: Engine, path: str, body: dict[str, Any], timeout_s: float) -> Any:
+    def record(self, path, body, timeout_s):
         thinking = body["chat_template_kwargs"]["enable_thinking"]
         requests.append((body["messages"][0]["content"], thinking))
         return ask(self, path, body, timeout_s)

@@ -3,22 +3,20 @@ import signal
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from engine_checks import check, check_at_start, stored_proof
-from spark_contract.release import Release
 from spark_host.engine import container
 from spark_host.engine.memory import GIB
 from spark_host.system import docker, systemd
 from spark_host.watch import start_guard, watchdog
-from stub_host import Host, wait_until
+from stub_host import wait_until
 
 FLOOR_BYTES = 4 * GIB
 
 
 @pytest.fixture
-def meminfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def meminfo(tmp_path, monkeypatch):
     path = tmp_path / "meminfo"
     monkeypatch.setenv("SPARK_MEMINFO", str(path))
     set_available(path, 60)
@@ -26,10 +24,10 @@ def meminfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def systemctl_calls(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+def systemctl_calls(host, monkeypatch):
     calls: list[tuple[str, ...]] = []
 
-    def systemctl(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    def systemctl(*words, timeout_s=60):
         calls.append(words)
         host.engines[-1].kill()
         return subprocess.CompletedProcess(words, 0, "", "")
@@ -40,22 +38,22 @@ def systemctl_calls(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
 
 
 @pytest.fixture
-def pidfd(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def pidfd(host, monkeypatch):
     """The guard can open the engine's process."""
     monkeypatch.setattr(container, "open_process", lambda _: os.pidfd_open(host.engines[-1].pid))
 
 
-def set_available(meminfo: Path, gib: float) -> None:
+def set_available(meminfo, gib):
     temporary = meminfo.with_suffix(".new")
     temporary.write_text(f"MemTotal: {119 << 20} kB\nMemAvailable: {int(gib * (1 << 20))} kB\n")
     temporary.rename(meminfo)
 
 
-def lower_later(meminfo: Path, gib: float, seconds: float = 0.6) -> None:
+def lower_later(meminfo, gib, seconds=0.6):
     threading.Timer(seconds, set_available, (meminfo, gib)).start()
 
 
-def start(host: Host, load_s: str = "60") -> Release:
+def start(host, load_s="60"):
     memory = {"needed_bytes": 1, "wait_s": 1, "floor_bytes": FLOOR_BYTES}
     release = host.release(memory=memory, timeouts__start_s=30)
     host.start(release, STUB_LOAD_S=load_s)
@@ -100,7 +98,7 @@ def test_single_low_sample_is_only_recorded(host, monkeypatch):
 
 
 def test_very_short_check_has_a_memory_sample(host, monkeypatch):
-    def read_slowly() -> int:
+    def read_slowly():
         time.sleep(0.3)
         return 50 * GIB
 
@@ -126,16 +124,16 @@ def test_docker_kills_an_engine_that_the_guard_cannot(host, meminfo, monkeypatch
     kills: list[tuple[str, ...]] = []
     over = threading.Event()
 
-    def open_process(_: str) -> int | None:
+    def open_process(_):
         if obstacle == "slow docker":
             over.wait(3)
             return None
         return os.pidfd_open(host.engines[-1].pid)
 
-    def send_signal(*_: object) -> None:
+    def send_signal(*_):
         raise PermissionError(1, "Operation not permitted")
 
-    def client(*words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    def client(*words, timeout_s):
         kills.append(words)
         host.engines[-1].kill()
         return subprocess.CompletedProcess(words, 0, "", "")

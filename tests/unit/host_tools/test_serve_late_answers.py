@@ -1,9 +1,6 @@
 import json
 import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from json_server import json_server
@@ -13,7 +10,7 @@ from spark_host import jobs
 from spark_host.engine import serve
 from spark_host.records import proof, versions
 from spark_host.system import docker, programs, systemd
-from stub_host import Host, write_program
+from stub_host import write_program
 
 IMAGE = {"Config": {"Labels": {"spark.digest": "e" * 64}}}
 
@@ -21,11 +18,11 @@ IMAGE = {"Config": {"Labels": {"spark.digest": "e" * 64}}}
 class Late:
     """A docker daemon and programs with delays for their next answers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.docker_delays_s: list[float] = []
         self.folder = folder
 
-    def program(self, name: str, *delays_s: float, prints: str) -> None:
+    def program(self, name, *delays_s, prints):
         for number, delay_s in enumerate(delays_s):
             (self.folder / f"{name}.{number}").write_text(str(delay_s))
         write_program(
@@ -34,13 +31,13 @@ class Late:
             f"seconds=$(cat $turn); rm $turn; sleep $seconds; break; done; echo {prints}",
         )
 
-    def answer(self, path: str, _: Any) -> dict[str, Any]:
+    def answer(self, path, _):
         time.sleep(self.docker_delays_s.pop(0) if self.docker_delays_s else 0)
         return {"Version": "29.2.1"} if path == "/version" else IMAGE
 
 
 @pytest.fixture
-def late(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+def late(host, monkeypatch):
     late = Late(host.paths.root / "bin")
     late.folder.mkdir()
     path = host.paths.root / "docker.sock"

@@ -1,6 +1,5 @@
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ DAEMON_JSON = "/etc/docker/daemon.json"
 OUR_SETTINGS = {"log-opts": {"max-size": "50m"}, "runtimes": {"nvidia": {}}}
 
 
-def footprint(**changes: Any) -> Footprint:
+def footprint(**changes):
     values: dict[str, Any] = {
         "models_dir": "/srv/m", "sources_dir": "/srv/s", "cache_dir": "/srv/c",
         "files": (), "shared_files": (DAEMON_JSON,), "daemon_json": DAEMON_JSON,
@@ -29,7 +28,7 @@ def footprint(**changes: Any) -> Footprint:
     return Footprint(**{**values, **changes})
 
 
-def earlier_host(**changes: Any) -> Before:
+def earlier_host(**changes):
     values: dict[str, Any] = {
         "at": "then", "packages": ("libc6",), "groups": (), "masked": (), "boot_target": "",
         "docker_members": (), "images": (), "directories": (), "files": {},
@@ -40,14 +39,14 @@ def earlier_host(**changes: Any) -> Before:
 class Apt:
     """dpkg and apt with the dependencies of installed packages."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.needs: dict[str, tuple[str, ...]] = {
             "jq": ("libjq1",), "libjq1": (), "nginx-light": (), "docker.io": ("runc",),
             "runc": (), "libc6": (),
         }  # fmt: skip
         self.manual = {"jq", "nginx-light", "docker.io", "libc6"}
 
-    def output_of(self, *argv: str) -> str:
+    def output_of(self, *argv):
         if argv[0] == "dpkg-query":
             if argv[-1] in self.needs:
                 return "10\n"
@@ -60,28 +59,26 @@ class Apt:
                 purged |= unneeded
         return "".join(f"Purg {name} [1]\n" for name in sorted(purged))
 
-    def _with_dependents(self, purged: set[str]) -> set[str]:
+    def _with_dependents(self, purged):
         while more := {name for name, needs in self.needs.items() if purged & set(needs)} - purged:
             purged = purged | more
         return purged
 
-    def _unneeded(self, purged: set[str]) -> set[str]:
+    def _unneeded(self, purged):
         left = set(self.needs) - purged
         needed = {package for name in left for package in self.needs[name]}
         return left - needed - self.manual
 
 
 @pytest.fixture
-def apt(monkeypatch: pytest.MonkeyPatch) -> Apt:
+def apt(monkeypatch):
     apt = Apt()
     monkeypatch.setattr(baseline, "output_of", apt.output_of)
     monkeypatch.setattr(systemd, "state", lambda *words: {"ActiveState": "inactive"})
     return apt
 
 
-def reasons_to_stay(
-    before: Before | None, containers: tuple[str, ...] = (), **changes: Any
-) -> dict[str, str]:
+def reasons_to_stay(before, containers=(), **changes):
     """Return each listed package, and why it must stay."""
     obstacles = UnmanagedContainers(containers, (), frozenset()).obstacles(footprint())
     things = baseline.package_things(footprint(**changes), before, obstacles)
@@ -134,10 +131,10 @@ def test_packages_stay_without_a_baseline():
 
 
 @pytest.fixture
-def write_daemon_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def write_daemon_json(tmp_path, monkeypatch):
     monkeypatch.setattr(docker, "is_up", lambda: False)
 
-    def write(**settings: Any) -> Path:
+    def write(**settings):
         path = tmp_path / DAEMON_JSON.lstrip("/")
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({**settings, **OUR_SETTINGS}))
@@ -146,7 +143,7 @@ def write_daemon_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     return write
 
 
-def changed_files(before: Before | None, root: Path) -> list[ManagedItem]:
+def changed_files(before, root):
     return baseline.changed_shared_files(footprint(), before, "", Paths(root))
 
 
@@ -270,7 +267,7 @@ def test_manifest_lists_the_image_of_the_gpu_check(machine, monkeypatch):
     machine.images[reference]["RepoTags"] = ["cuda:mine"]
     assert list(uninstall._images(None, nothing, machine.paths)) == []
 
-    def silent(reference: str) -> None:
+    def silent(reference):
         raise docker.DaemonSilent("docker", "did not answer", "run again")
 
     monkeypatch.setattr(docker, "image", silent)

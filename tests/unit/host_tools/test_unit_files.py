@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 from spark_contract.paths import Paths
 from spark_host.status import unit_overrides
@@ -26,7 +24,7 @@ FOREIGN = (
 )
 
 
-def write(root: Path, *files: str) -> None:
+def write(root, *files):
     for file in files:
         path = root / file.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,14 +14,14 @@ UNITS = REPOSITORY / "files" / "units"
 RELEASES = [plan.serve for _, _, plan in shipped() if isinstance(plan, HostPlan)]
 
 
-def read_unit(text: str) -> configparser.RawConfigParser:
+def read_unit(text):
     parser = configparser.RawConfigParser(strict=False)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(text)
     return parser
 
 
-def section(unit: str, name: str) -> dict[str, str]:
+def section(unit, name):
     return dict(read_unit((UNITS / unit).read_text())[name])
 
 
@@ -44,7 +44,7 @@ def test_systemd_accepts_every_unit(tmp_path):
     assert [line for line in done.stderr.splitlines() if "spark-" in line] == []
 
 
-def limit_outlasts_all_starts(unit: dict[str, str], service: dict[str, str]) -> bool:
+def limit_outlasts_all_starts(unit, service):
     commands = section("spark-serve@.service", "Service")
     starting = [name for name in commands if name.startswith("ExecStart")]
     stopping = [name for name in commands if name.startswith("ExecStop")]

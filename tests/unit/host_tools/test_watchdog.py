@@ -5,9 +5,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from spark_contract import files
@@ -17,7 +15,7 @@ from spark_host.gateway import gateway
 from spark_host.system import docker
 from spark_host.watch import sensors, watchdog
 from spark_host.watch.watchdog import StallDetector
-from stub_host import RELEASE, Host, write_program
+from stub_host import RELEASE, write_program
 
 UNIT = f"spark-serve@{RELEASE}.service"
 STALL_S = 120
@@ -25,12 +23,12 @@ KILL_UNIT = ("kill", "--signal=KILL", UNIT)
 
 
 @pytest.fixture
-def detector(host: Host) -> StallDetector:
+def detector(host):
     watch = {"stall_s": STALL_S, "interval_s": 10, "hot_celsius": None}
     return StallDetector(host.release(watch=watch).watch)
 
 
-def sample(*, running: int = 1, prompt: int = 0, generated: int = 0, usage: float = 0.1) -> Metrics:
+def sample(*, running=1, prompt=0, generated=0, usage=0.1):
     return Metrics.parse(
         f'vllm:num_requests_running{{engine="0"}} {running}\n'
         f'vllm:prompt_tokens_total{{engine="0"}} {prompt}\n'
@@ -77,10 +75,10 @@ class EndLoopError(Exception):
 
 
 @pytest.fixture
-def kills(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def kills(host, monkeypatch):
     reasons: list[tuple[str, str]] = []
 
-    def kill_engine(release: Any, kind: str, reason: str, *_: object) -> None:
+    def kill_engine(release, kind, reason, *_):
         reasons.append((kind, reason))
         raise EndLoopError
 
@@ -91,11 +89,11 @@ def kills(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return reasons
 
 
-def run_watchdog(host: Host, monkeypatch: pytest.MonkeyPatch, max_samples: int = 100) -> int:
+def run_watchdog(host, monkeypatch, max_samples=100):
     """Run the watchdog until it kills an engine or took all samples; return their number."""
     samples = 0
 
-    def available_bytes() -> int:
+    def available_bytes():
         nonlocal samples
         if samples == max_samples:
             raise EndLoopError
@@ -109,7 +107,7 @@ def run_watchdog(host: Host, monkeypatch: pytest.MonkeyPatch, max_samples: int =
 
 
 @pytest.fixture
-def listener(host: Host) -> Iterator[socket.socket]:
+def listener(host):
     path = host.paths.engine_socket(host.release().service)
     path.parent.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as listening:
@@ -139,7 +137,7 @@ def test_absent_engine_is_left_to_systemd(host, kills, monkeypatch):
 
 
 @pytest.fixture
-def engine() -> Iterator[subprocess.Popen[bytes]]:
+def engine():
     child = subprocess.Popen(["sleep", "60"])
     yield child
     child.kill()
@@ -147,7 +145,7 @@ def engine() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture(autouse=True)
-def kill_units_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def kill_units_at_once(monkeypatch):
     monkeypatch.setattr(watchdog, "_UNIT_ENDS_S", 0.0)
 
 
@@ -188,7 +186,7 @@ def test_hanging_docker_does_not_stop_the_watchdog(host, systemctl_calls, monkey
 def test_unwritable_event_does_not_prevent_the_kill(host, engine, monkeypatch, capfd, disk):
     recovered = threading.Event()
 
-    def write(path: Path, text: str, mode: int = 0o644) -> None:
+    def write(path, text, mode=420):
         if disk == "hanging":
             recovered.wait(10)
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -231,10 +229,10 @@ def test_hanging_driver_and_gateway_error_do_not_delay_memory_samples(host, monk
     host.release(watch={"stall_s": 100, "interval_s": 0.01, "hot_celsius": None})
     driver_answers, follows = threading.Event(), threading.Event()
 
-    def metrics(self: Engine, timeout_s: float = 10) -> None:
+    def metrics(self, timeout_s=10):
         raise EngineError("HTTP 500")
 
-    def follow(*_: object) -> None:
+    def follow(*_):
         follows.set()
         raise FileNotFoundError(errno.ENOENT, "No such file", "/proc/1234/fd")
 

@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -18,49 +17,47 @@ from spark_deploy.inventory.login import (
     public_key,
 )
 
-Hosts = dict[str, dict[str, Any]]
 
-
-def never(*_: Any) -> Any:
+def never(*_):
     pytest.fail("was called")
 
 
 class Terminal:
-    def __init__(self, password: str = "x", answer: str = "y"):
+    def __init__(self, password="x", answer="y"):
         self.password, self.answer = password, answer
         self.prompts: list[str] = []
 
-    def ask(self, text: str) -> str:
+    def ask(self, text):
         self.prompts.append(text)
         return self.password
 
-    def prepare(self, hosts: Hosts) -> Hosts:
+    def prepare(self, hosts):
         prompt = PasswordPrompt(self.ask)
         return bootstrap.prepare(hosts, prompt=prompt, confirm=lambda _: self.answer)
 
 
-def contact_in(data: Hosts, name: str) -> bootstrap.Contact:
+def contact_in(data, name):
     return bootstrap.contact_of(Inventory((list(data.items()), {})).get_host(name))
 
 
-def host_key(path: Path, state: Any, name: str = "10.0.0.1", recorded: Any = None) -> HostKey:
+def host_key(path, state, name="10.0.0.1", recorded=None):
     endpoint = Endpoint("spark-1", "10.0.0.1", "ann", None, str(path), None, None)
     return HostKey(endpoint, name, path, state, ECDSAKey.generate(), recorded)
 
 
-def set_terminal(monkeypatch: pytest.MonkeyPatch, *, present: bool) -> None:
+def set_terminal(monkeypatch, *, present):
     monkeypatch.setattr("sys.stdin", type("Stdin", (), {"isatty": lambda self: present})())
 
 
 @pytest.fixture
-def tty(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def tty(monkeypatch):
     set_terminal(monkeypatch, present=True)
     monkeypatch.delenv(PASSWORD_FILE_VARIABLE, raising=False)
     return Terminal()
 
 
 @pytest.fixture
-def no_tty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_tty(monkeypatch, tmp_path):
     """No terminal; host keys and the password come from files."""
     set_terminal(monkeypatch, present=False)
     (tmp_path / "password").write_text("secret word\nsecond line\n")
@@ -69,14 +66,14 @@ def no_tty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hosts:
+def hosts(monkeypatch, tmp_path):
     """Two hosts without access and a ready host; files are in tmp_path."""
     (tmp_path / "id.pub").write_text("ssh-ed25519 AAAA ann@desk\n")
     keys = {f"{name}.test": ECDSAKey.generate() for name in ("spark-1", "spark-2", "ready")}
     lines = [HostKeyEntry([name], key).to_line() for name, key in keys.items()]
     (tmp_path / "host_keys").write_text("".join(lines))
 
-    def query(e: Endpoint) -> HostKey:
+    def query(e):
         return HostKey(e, e.hostname, Path(e.known_hosts), "new", keys[e.hostname], None)
 
     monkeypatch.setattr(bootstrap, "query_host_key", query)
@@ -133,7 +130,7 @@ def test_prompts_once_for_all_hosts_that_need_a_password(tty, hosts):
 
 
 def test_all_groups_in_a_command_share_the_password(tty, hosts):
-    def prompt() -> PasswordPrompt:
+    def prompt():
         return groups._once_per_command("password", lambda: PasswordPrompt(tty.ask))
 
     for expected in (1, 2):

@@ -1,8 +1,6 @@
 import dataclasses
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -11,7 +9,6 @@ from spark_contract.gateway import Replicas
 
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.load import HostSettings
-from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.clusters import cluster_problems
 from spark_deploy.inventory.host_names import CONTEXT_KEY
 from spark_deploy.plan.gateway import base_urls, gateway_plan
@@ -31,7 +28,7 @@ serve: {expose: lan, api_key: {env: KEY}}
 """
 
 
-def leaves(part: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(part, path=()):
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if dataclasses.is_dataclass(value):
@@ -40,7 +37,7 @@ def leaves(part: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
             yield (*path, field.name), value
 
 
-def other_values(path: tuple[str, ...], value: Any) -> tuple[Any, ...]:
+def other_values(path, value):
     if path in OTHER_VALUES:
         return (OTHER_VALUES[path],)
     if isinstance(value, bool):
@@ -50,20 +47,20 @@ def other_values(path: tuple[str, ...], value: Any) -> tuple[Any, ...]:
     return (f"{value}x",) if isinstance(value, str) else (1, 2048, 0.5, "on")
 
 
-def with_value(part: Any, path: tuple[str, ...], value: Any) -> Any:
+def with_value(part, path, value):
     name, *rest = path
     value = with_value(getattr(part, name), tuple(rest), value) if rest else value
     return dataclasses.replace(part, **{name: value})
 
 
-def release_digest(settings: Settings) -> str | None:
+def release_digest(settings):
     try:
         return plan_on(PAIR[0], FABRIC, settings).serve.digest
     except (SparkError, TypeError, ValueError, AttributeError, KeyError):  # not an allowed value
         return None
 
 
-def problems_with(member: Settings) -> list[str]:
+def problems_with(member):
     hosts = {
         name: HostSettings(name, "spark", Path(), settings, {})
         for name, settings in zip(PAIR, (HEAD, member), strict=True)

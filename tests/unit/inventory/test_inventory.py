@@ -23,7 +23,7 @@ from spark_deploy.plan.resolve import Request
 from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of
 
 
-def data_of(text: str, host: str) -> dict:
+def data_of(text, host):
     part = text.split(f"[{host}]")[1].split("--> Data:")[1]
     return json.JSONDecoder().raw_decode(part[part.index("{") :])[0]
 
@@ -143,7 +143,7 @@ def test_deploys_without_a_plan_accept_an_impossible_pair(name):
 def test_reports_closed_connection_in_one_line(repository):
     repository.list_hosts('["127.0.0.1"]')
 
-    def hang_up(listener: socket.socket) -> None:
+    def hang_up(listener):
         with contextlib.suppress(OSError):
             while True:
                 listener.accept()[0].close()
@@ -354,7 +354,7 @@ def test_config_py_refuses_plain_inventory_without_hosts(repository, text, messa
     assert (message or "") in done.stderr
 
 
-def use_our_config(repository) -> None:
+def use_our_config(repository):
     text = (CHECKOUT / "config.py").read_text()
     folder = "_pathlib.Path(__file__).resolve().parent"
     repository.write("config.py", text.replace(folder, repr(str(CHECKOUT))))

@@ -1,5 +1,4 @@
 import os
-import subprocess
 
 import pytest
 
@@ -22,31 +21,31 @@ ORDINARY_USER = "#!/bin/sh\ncase $* in -un) echo ann;; *) echo 1000;; esac\n"
 
 
 class Machine:
-    def __init__(self, repository) -> None:
+    def __init__(self, repository):
         self.repository, self.root = repository, repository.root
         for folder in ("home", "bin"):
             (self.root / folder).mkdir()
         self.add_program("sudo", SUDO_REFUSED)
         self.repository.list_hosts('["@local"]')
 
-    def add_program(self, name: str, text: str) -> None:
+    def add_program(self, name, text):
         path = self.root / "bin" / name
         path.write_text(text.replace("$ROOT", str(self.root)))
         path.chmod(0o755)
 
-    def run(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words, **variables):
         path = f"{self.root / 'bin'}:{os.environ['PATH']}"
         env = {"HOME": str(self.root / "home"), "PATH": path, **variables}
         return forked.run(words, cwd=self.root, env=env)
 
 
 @pytest.fixture
-def machine(repository) -> Machine:
+def machine(repository):
     return Machine(repository)
 
 
 @pytest.fixture
-def ordinary(machine: Machine) -> Machine:
+def ordinary(machine):
     """The machine of a user who is not root."""
     machine.add_program("sudo", SUDO_WITH_PASSWORD)
     machine.add_program("id", ORDINARY_USER)

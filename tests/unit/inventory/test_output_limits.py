@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ PRINT_ESCAPES = "printf '" + "".join(f"\\{byte:03o}" for byte in ESCAPES) + "\\n
 HARMLESS = st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.sampled_from("äé漢😀\t"))
 
 
-def controls_terminal(text: str) -> bool:
+def controls_terminal(text):
     return any(
         (ord(sign) < 32 and sign not in "\n\t") or 127 <= ord(sign) < 160 or sign in "\u202e\u2066"
         for sign in text
@@ -80,7 +79,7 @@ def test_pyinfra_with_v_never_prints_escape_sequences(repository):
     assert b"\x1b]0;" in plain.stderr or b"UnicodeDecodeError" in plain.stderr
 
 
-def read(stream: Any, *, print_output: bool = False) -> list[str]:
+def read(stream, *, print_output=False):
     queue: Queue[util.OutputLine] = Queue()
     output_limits.read_buffer("stdout", stream, queue, print_output, lambda line: f"[host] {line}")
     return [line.line for line in queue.queue]
@@ -99,7 +98,7 @@ def test_stops_reading_endless_output(monkeypatch):
 
 
 @pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def printed(monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(
         output_limits, "echo", lambda text, err: lines.append(text.removeprefix("[host] "))
@@ -123,17 +122,17 @@ def test_prints_ordinary_output_completely(printed):
 
 
 class HostileServer(paramiko.ServerInterface):
-    def check_auth_none(self, username: str) -> int:
+    def check_auth_none(self, username):
         return paramiko.AUTH_SUCCESSFUL
 
-    def get_allowed_auths(self, username: str) -> str:
+    def get_allowed_auths(self, username):
         return "none"
 
-    def check_channel_request(self, kind: str, chanid: int) -> int:
+    def check_channel_request(self, kind, chanid):
         return paramiko.OPEN_SUCCEEDED
 
-    def check_channel_exec_request(self, channel: Any, command: bytes) -> bool:
-        def talk() -> None:
+    def check_channel_exec_request(self, channel, command):
+        def talk():
             channel.sendall(b"before\n" + ESCAPES + b"\nafter\n")
             channel.sendall_stderr(ESCAPES + b"\n")
             channel.send_exit_status(0)
@@ -144,7 +143,7 @@ class HostileServer(paramiko.ServerInterface):
 
 
 @pytest.fixture
-def client() -> Iterator[paramiko.Transport]:
+def client():
     near, far = socket.socketpair()
     server = paramiko.Transport(far)
     server.add_server_key(paramiko.ECDSAKey.generate())

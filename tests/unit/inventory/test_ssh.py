@@ -1,5 +1,4 @@
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ CONFIGS = {
 }
 
 
-def endpoint(folder: Path, key_file: Path | None = None) -> Endpoint:
+def endpoint(folder, key_file=None):
     known_hosts, config = str(folder / "known_hosts"), str(folder / "config")
     key = str(key_file) if key_file else None
     return Endpoint("spark-1", "127.0.0.1", "me", 9, known_hosts, config, key)

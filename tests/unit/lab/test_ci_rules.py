@@ -17,9 +17,7 @@ SKIPS_ALL = "import pytest\npytest.skip('no lab', allow_module_level=True)\n"
 EXITS = "import pytest\ndef test_{}():\n    pytest.exit('enough', returncode=0)\n"
 
 
-def run(
-    tmp_path: Path, folder: str, text: str, *words: str, ci: str = "true", plugin: str = "no:xdist"
-) -> subprocess.CompletedProcess[str]:
+def run(tmp_path, folder, text, *words, ci="true", plugin="no:xdist"):
     (tmp_path / "tests" / folder).mkdir(parents=True)
     (tmp_path / "tests/unit").mkdir(exist_ok=True)
     (tmp_path / "tests/unit/test_one.py").write_text(RUNS.format("unit"))

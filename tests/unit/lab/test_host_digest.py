@@ -11,7 +11,7 @@ from tests.traces import difference
 PROOF = "var/lib/spark/proofs/main-0123456789ab.json"
 
 
-def make_root(root: Path, name: str = "lab-1") -> Path:
+def make_root(root, name="lab-1"):
     proof = {
         "release": "main-0123456789ab", "ok": True, "checked_at": "2026-11-22T14:49:13Z",
         "invocation_id": "ab12", "checks": [{"name": "copy", "ok": True, "seconds": 0.1}],
@@ -28,16 +28,16 @@ def make_root(root: Path, name: str = "lab-1") -> Path:
     return root
 
 
-def digest(root: Path, name: str = "lab-1") -> list[str]:
+def digest(root, name="lab-1"):
     return sorted(lines(root, (name,)))
 
 
-def change(root: Path, path: str, **values: object) -> None:
+def change(root, path, **values):
     document = json.loads((root / path).read_text())
     (root / path).write_text(json.dumps(document | values))
 
 
-def replace_link(root: Path) -> None:
+def replace_link(root):
     (root / "etc/spark/link").unlink()
     (root / "etc/spark/link").symlink_to("/lib/other")
 

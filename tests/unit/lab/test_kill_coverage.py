@@ -1,6 +1,4 @@
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 from typing import get_args
 
 from spark_contract.job import JobKind
@@ -15,7 +13,7 @@ JOBS_ELSEWHERE = {
 }
 
 
-def calls(path: Path, name: str) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
+def calls(path, name):
     for function in ast.walk(ast.parse(path.read_text("utf-8"))):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -27,7 +25,7 @@ def calls(path: Path, name: str) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
                     yield function, node
 
 
-def possible_values(value: ast.expr, function: ast.FunctionDef) -> set[str]:
+def possible_values(value, function):
     if isinstance(value, ast.Constant):
         return {str(value.value)}
     if isinstance(value, ast.IfExp):

@@ -1,7 +1,6 @@
 import argparse
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.unit.prerequisites import missing
 
 
 @pytest.fixture
-def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LabPaths:
+def paths(tmp_path, monkeypatch):
     monkeypatch.setattr(lifecycle, "down", lambda paths, names, delete: None)
     monkeypatch.setattr(cgroup, "trees", list)
     monkeypatch.setattr(network, "leftovers", list)
@@ -26,7 +25,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LabPaths:
     return LabPaths(state)
 
 
-def purge(paths: LabPaths, *names: str) -> int:
+def purge(paths, *names):
     options = argparse.Namespace(guests=list(names), delete=False, purge=True)
     return cli._down(paths, options)
 

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 
 from tests.runs import Run, Silence
@@ -9,11 +7,11 @@ CHANGED = {**IDLE, "success": ["spark-1"], "no_change": []}
 FAILED = {**IDLE, "error": ["spark-1"], "no_change": []}
 
 
-def run_of(document: dict[str, Any], exit_code: int = 0) -> Run:
+def run_of(document, exit_code=0):
     return Run(exit_code, document, "", 1.0, Silence(0.0, ""))
 
 
-def results(*operations: dict[str, Any]) -> dict[str, Any]:
+def results(*operations):
     return {"results": {"operations": list(operations)}}
 
 

@@ -1,13 +1,11 @@
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from spark_contract.orders import Described
 
-from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
@@ -16,7 +14,6 @@ from spark_deploy.lock import hub as lookup
 from spark_deploy.lock.file import checked, read_lock, write_lock
 from spark_deploy.lock.headers import anatomy_of
 from spark_deploy.lock.types import Lock
-from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.hostile import accepted_or_refused, hostile, tries
 from tests.unit.lockfile.hub_trees import (
     CATALOG,
@@ -50,17 +47,17 @@ CATALOG_OF_ONE = dataclasses.replace(
 )
 
 
-def describe(config: Any, parts: dict[str, dict[str, int]] | None = None) -> Described:
+def describe(config, parts=None):
     return Described(COMMIT, parts or {"text": {"BF16": 8}}, 1, False, {}, {"config.json": config})
 
 
-def read_anatomy(**changes: Any) -> Anatomy:
+def read_anatomy(**changes):
     """Return the anatomy of QWEN3 with changed fields; "removed" removes a field."""
     config = {key: value for key, value in {**QWEN3, **changes}.items() if value != "removed"}
     return anatomy_of(REPO, describe(config))
 
 
-def settings_for(hub: Hub, tmp_path: Path, **changes: Any) -> Any:
+def settings_for(hub, tmp_path, **changes):
     overrides = {"model": "lab-tiny", "hub.endpoint": hub.url, **changes}
     result = load_hosts({"lab": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
     return dataclasses.replace(result, model="tiny", profile="plain")

@@ -2,7 +2,6 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +38,13 @@ ANSWER: dict[str, Any] = {
 }
 
 
-def change_large_file(**changes: Any) -> bytes:
+def change_large_file(**changes):
     [small, large] = json.loads(json.dumps(ANSWER["siblings"]))
     return json.dumps({**ANSWER, "siblings": [small, {**large, **changes}]}).encode()
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+def hub(tmp_path_factory):
     with Hub(tmp_path_factory.mktemp("hub")) as running:
         listing = running.root / "api/models" / REPO / "revision/main"
         listing.parent.mkdir(parents=True)
@@ -109,30 +108,30 @@ def test_hub_response_gives_a_valid_lock_or_a_problem(hub, answer):
     assert not any(Path(file.path).is_absolute() or ".." in file.path for file in result.files)
 
 
-def hang_up(handler: Any) -> None:
+def hang_up(handler):
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
-def stay_silent(handler: Any) -> None:
+def stay_silent(handler):
     time.sleep(1)
 
 
-def send_too_little(handler: Any) -> None:
+def send_too_little(handler):
     handler.answer(200, b"{", announced=5000)
     hang_up(handler)
 
 
-def refuse_with_escapes(handler: Any) -> None:
+def refuse_with_escapes(handler):
     handler.answer(500, b"\x1b[2J", {"X-Error-Message": "over\x1b[2Jhere"})
 
 
-def send_forever(handler: Any) -> None:
+def send_forever(handler):
     handler.answer(200, b"", announced=1 << 40)
     while True:
         handler.wfile.write(b" " * 100_000)
 
 
-def send_slowly(handler: Any) -> None:
+def send_slowly(handler):
     handler.answer(200, b"", announced=1 << 40)
     while True:
         handler.wfile.write(b" ")
@@ -159,7 +158,7 @@ def test_reports_interrupted_hub_response_in_one_line(hub, act, monkeypatch):
 
 
 def test_stops_waiting_for_a_slow_hub(hub, monkeypatch):
-    def send_single_bytes(handler: Any, path: str, data: bytes) -> bool:
+    def send_single_bytes(handler, path, data):
         handler.answer(200, b"", announced=len(data))
         for at in range(len(data)):
             handler.wfile.write(data[at : at + 1])
@@ -181,13 +180,13 @@ def test_stops_waiting_for_a_slow_hub(hub, monkeypatch):
 def test_hub_redirects_never_leave_https(before, location, accepted):
     answered = []
 
-    def answer(request: httpx2.Request) -> httpx2.Response:
+    def answer(request):
         answered.append(str(request.url))
         if len(answered) == 1:
             return httpx2.Response(302, headers={"Location": location})
         return httpx2.Response(200, json=ANSWER)
 
-    def client() -> httpx2.Client:
+    def client():
         return httpx2.Client(transport=httpx2.MockTransport(answer), follow_redirects=True)
 
     huggingface_hub.set_client_factory(client)

@@ -5,7 +5,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.client import HTTPMessage
@@ -33,11 +32,11 @@ ANSWERS = {
 
 
 @contextmanager
-def respond_with(head: bytes, more: bytes = b"", pause_s: float = 0.0) -> Iterator[str]:
+def respond_with(head, more=b"", pause_s=0.0):
     """Respond to every request with ``head``, then repeat ``more`` until the client closes."""
     server = socket.create_server(("127.0.0.1", 0))
 
-    def respond() -> None:
+    def respond():
         with contextlib.suppress(OSError):
             while True:
                 with contextlib.suppress(ConnectionError), server.accept()[0] as client:
@@ -55,7 +54,7 @@ def respond_with(head: bytes, more: bytes = b"", pause_s: float = 0.0) -> Iterat
     server.close()
 
 
-def look_up_refused(address: str) -> str:
+def look_up_refused(address):
     with pytest.raises(LockError) as caught:
         registry.look_up(f"{address}/a/b:1", arch="aarch64", insecure=[address])
     [problem] = caught.value.problems

@@ -1,13 +1,11 @@
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from spark_deploy.cli import main
 from spark_deploy.config.catalog.model import HybridModel
 from tests import forked
-from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (
     BASE,
     CATALOG,
@@ -27,21 +25,21 @@ TINY = {name for name, model in HYBRIDS.items() if model.tensors == TENSORS}
 
 
 @pytest.fixture
-def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(hub, tmp_path, monkeypatch):
     write_inventory(tmp_path / "here", f"hub: {{endpoint: '{hub.url}'}}\n")
     forked.fork_builder(monkeypatch)
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
 
 
-def compare(capsys: pytest.CaptureFixture[str], place: str) -> dict[tuple[str, str], str | None]:
+def compare(capsys, place):
     """Return model and part → why a repository does not fit, or None."""
     assert main(["add", "--dry", place, "inventory.py", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["against"]
     return {(row["plan"], row["part"]): None if row["fits"] else row["why"] for row in rows}
 
 
-def matches(result: dict[tuple[str, str], str | None]) -> set[tuple[str, str]]:
+def matches(result):
     return {key for key, reason in result.items() if reason is None}
 
 

@@ -1,7 +1,4 @@
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from spark_contract.units import TREE_NAME
@@ -18,18 +15,17 @@ from tests.unit.planning.plans import settings_of
 REPO = "lab/mixed"
 DOWNLOADED = ["config.json", "tokenizer.json", "chat_template.jinja", "README.md", "merges.txt"]
 CODE = ["modeling_x.py", "pytorch_model.bin", "sub/training_args.BIN", "x.pt", "lib/libx.so.1"]
-LookUp = Callable[..., LockedSource]
 
 
-def entry(path: str) -> dict[str, Any]:
+def entry(path):
     return {"rfilename": path, "size": 9, "blobId": "b" * 40}
 
 
 @pytest.fixture
-def look_up(tmp_path: Path) -> Iterator[LookUp]:
+def look_up(tmp_path):
     with Hub(tmp_path / "hub") as hub:
 
-        def look_up_files(*paths: str) -> LockedSource:
+        def look_up_files(*paths):
             listing = hub.root / "api/models" / REPO / "revision/main"
             listing.parent.mkdir(parents=True, exist_ok=True)
             body = {"id": REPO, "sha": "1" * 40, "siblings": [entry(path) for path in paths]}

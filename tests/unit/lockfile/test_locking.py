@@ -29,16 +29,15 @@ CONFIGURATIONS = {
         "older": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
     }.items()
 }  # fmt: skip
-INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 
 CATALOG = shipped_catalog()
 
 
-def sha(data: bytes) -> str:
+def sha(data):
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def manifest_of(configuration: bytes) -> bytes:
+def manifest_of(configuration):
     layers = [{"size": 700}, {"size": 300}]
     return json.dumps({"config": {"digest": sha(configuration)}, "layers": layers}).encode()
 

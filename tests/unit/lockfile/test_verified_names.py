@@ -1,21 +1,17 @@
 import dataclasses
 import os
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from spark_contract.orders import expand_all
 
 from spark_deploy.cli import main, update
 from spark_deploy.cli.console import Options
-from spark_deploy.cli.hosts import Target, build_plan, select_hosts
+from spark_deploy.cli.hosts import build_plan, select_hosts
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.secrets import SecretRef
-from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.plans import verified_lock, verify_names
 from spark_deploy.lock import headers, resolve
 from spark_deploy.lock import hub as lookup
@@ -23,7 +19,6 @@ from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.types import Lock, LockedImage
 from spark_deploy.plan.jobs import built_title
 from tests import forked
-from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (
     BASE,
     CATALOG,
@@ -43,24 +38,24 @@ BUILD = "lab-tiny, shared experts fp8-donor, head int8-g128"
 
 
 @pytest.fixture
-def settings(hub: Hub, tmp_path: Path) -> Settings:
+def settings(hub, tmp_path):
     overrides = {"model": "lab-tiny", "hub.endpoint": hub.url}
     return load_hosts({"lab": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
 
 
 @pytest.fixture
-def lock(hub: Hub) -> Lock:
+def lock(hub):
     sources = [lookup.look_up(hub.url, repo, "main", None) for repo in (BASE, DONOR)]
     hub.requests.clear()
     return Lock.of(sources)
 
 
-def quiet(text: str) -> None:
+def quiet(text):
     pass
 
 
 @pytest.fixture
-def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(hub, tmp_path, monkeypatch):
     folder = tmp_path / "here"
     variables = f"model: lab-tiny\nhub: {{endpoint: '{hub.url}'}}\nlocked: first-use\n"
     write_inventory(folder, variables)
@@ -99,11 +94,11 @@ def test_downloads_headers_only(hub, settings, lock):
             assert last < header_bytes(path) < path.stat().st_size
 
 
-def without(part: str) -> Callable[[dict[str, Any]], None]:
+def without(part):
     return lambda entries: entries.pop(next(name for name in entries if part in name))
 
 
-def transpose(entries: dict[str, Any]) -> None:
+def transpose(entries):
     name = f"{next(iter(modules()))}.weight"
     dtype, shape = entries[name]
     entries[name] = (dtype, shape[::-1])
@@ -166,7 +161,7 @@ def test_locks_the_donor_tensors_that_a_host_built_from(here, capsys, monkeypatc
     assert main(["update", "--missing", "inventory.py"]) == 0
     planned, built_from = [], ["a" * 64]
 
-    def answer(hosts: list[Target], read: object) -> Iterator[tuple[Target, Any]]:
+    def answer(hosts, read):
         for host in hosts:
             [built] = [pair.checkpoint for pair in build_plan(host).served]
             assert built is not None
@@ -175,7 +170,7 @@ def test_locks_the_donor_tensors_that_a_host_built_from(here, capsys, monkeypatc
             report = SimpleNamespace(jobs=(job,))
             yield host, SimpleNamespace(report=report, release=lambda name: None)
 
-    def read_hosts() -> int:
+    def read_hosts():
         if by_up:
             update.lock_donor_tensors(select_hosts(Options(inventory="inventory.py")))
             return 0
@@ -249,7 +244,7 @@ def test_token_is_sent_only_to_the_hub(hub, settings, lock, tmp_path, monkeypatc
     monkeypatch.setenv("CANARY_TOKEN", canary)
     real = subprocess.run
 
-    def run(argv: list[str], **more: Any) -> Any:
+    def run(argv, **more):
         folders.append(more["cwd"])
         outputs.extend([*argv, (more["cwd"] / "plan.json").read_text()])
         assert (more["cwd"] / "token").stat().st_mode & 0o777 == 0o600

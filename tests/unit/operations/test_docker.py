@@ -1,7 +1,5 @@
 import json
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -85,7 +83,7 @@ OLD = "DockerState/docker_28_without_cdi"
 NEW = "DockerState/docker_29_with_cdi"
 
 
-def state(like: str, **changes: Any) -> docker_facts.Docker:
+def state(like, **changes):
     return docker_facts.DockerState().process(output_of(sections_of({"like": like, **changes})))
 
 
@@ -139,8 +137,8 @@ IMAGE = f"nvidia/cuda@sha256:{'5' * 64}"
 
 
 @pytest.fixture
-def tool_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    def run(host: Any, command: str, *, timeout_s: int) -> list[str]:
+def tool_folder(tmp_path, monkeypatch):
+    def run(host, command, *, timeout_s):
         output = local_shell(command)
         if isinstance(output, Failed):
             raise CommandFailed(command, output)

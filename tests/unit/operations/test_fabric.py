@@ -1,6 +1,5 @@
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from spark_contract.errors import ERROR
@@ -78,11 +77,11 @@ def test_judges_a_short_speed_test(link_mbit_per_s, gbit_per_s, problem, warning
     assert [warning in message.what for message in verdict.warnings] == [True] * bool(warning)
 
 
-def cable_end(gbit_per_s: float = 0, error: str = "", rdma: str | None = None) -> FakeHost:
+def cable_end(gbit_per_s=0, error="", rdma=None):
     """Return a host on the cable; ``rdma`` is the output of ib_write_bw, if installed."""
     result = {"schema_version": 1, "arrived_bytes": int(gbit_per_s * 125e6), "took_s": 1.0}
 
-    def shell(script: str) -> str:
+    def shell(script):
         if "ib_write_bw" in script:
             return Failed() if rdma is None else rdma
         return Failed(error) if error else json.dumps(result)
@@ -90,13 +89,7 @@ def cable_end(gbit_per_s: float = 0, error: str = "", rdma: str | None = None) -
     return FakeHost(shell=shell)
 
 
-def measure(
-    monkeypatch: pytest.MonkeyPatch,
-    sender: FakeHost,
-    listener: FakeHost,
-    executing: bool = True,
-    reached: str = "yes",
-) -> list[str]:
+def measure(monkeypatch, sender, listener, executing=True, reached="yes"):
     monkeypatch.setattr(fabric, "read_fact", lambda fact, **_: {LINK.address: reached})
     hosts = {"spark-1": sender, "spark-2": listener}
     with on(sender, executing) as state:
@@ -104,7 +97,7 @@ def measure(
         return [describe(command) for command in fabric.measure_links._inner([LINK])]
 
 
-def orders(host: FakeHost) -> list[tuple[str, dict[str, Any]]]:
+def orders(host):
     tests = [
         (script, options["_stdin"])
         for script, options in host.commands

@@ -7,9 +7,7 @@ import stat
 import subprocess
 import tarfile
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -33,16 +31,16 @@ FIRST, SECOND = ManagedFile("/etc/one", b"1"), ManagedFile("/etc/two", b"2", 0o6
 
 
 class Disk(FakeHost):
-    def __init__(self, *files: ManagedFile):
+    def __init__(self, *files):
         super().__init__(files=files)
         self.queries: list[tuple[str, ...]] = []
 
-    def get_fact(self, fact: Any, **arguments: Any) -> Any:
+    def get_fact(self, fact, **arguments):
         self.queries.append(tuple(arguments["paths"]))
         return super().get_fact(fact, **arguments)
 
 
-def place(*files: ManagedFile) -> list[Any]:
+def place(*files):
     return list(place_files(files))
 
 
@@ -141,14 +139,14 @@ def test_read_tree_skips_bytecode(tmp_path):
 PROGRAM = b"print('tools')\n" * 20_000
 
 
-def zip_package() -> bytes:
+def zip_package():
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as out:
         out.writestr("package/__init__.py", PROGRAM)
     return buffer.getvalue()
 
 
-def unpack(home: Path, content: bytes, sha256: str) -> subprocess.CompletedProcess[str]:
+def unpack(home, content, sha256):
     return subprocess.run(
         ["sh", "-c", unzip_script(str(home), sha256, "made of this")],
         input=encode_lines(content), capture_output=True, text=True, check=False,

@@ -2,7 +2,6 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from spark_contract.gateway import Gateway, tls_of
@@ -38,14 +37,12 @@ RESTART_WATCH = f"systemctl restart spark-watch@{RELEASE}.service"
 OLD_TOOLS, NEW_TOOLS = (f"/usr/local/lib/spark/{digit * 12}" for digit in "13")
 
 
-def exposed(expose: Any, tls: TlsPlan | None = None) -> GatewayPlan:
+def exposed(expose, tls=None):
     settings = replace(PLAN.settings, expose=expose, tls=TLS if tls else None)
     return replace(PLAN, settings=settings, tls=tls)
 
 
-def host_with(
-    *files: ManagedFile, active: bool = True, difference: str | None = None, tools: str = OLD_TOOLS
-) -> FakeHost:
+def host_with(*files, active=True, difference=None, tools=OLD_TOOLS):
     contents = {file.path: file.content for file in files}
     state = {"active": "active" if active else "inactive", "difference": difference}
     return FakeHost(
@@ -60,7 +57,7 @@ def host_with(
     )
 
 
-def configure(host: FakeHost, plan: GatewayPlan, executing: bool = True) -> list[Any]:
+def configure(host, plan, executing=True):
     with on(host, executing):
         return list(gateway.configure_gateway._inner(plan))
 
@@ -112,7 +109,7 @@ def test_removes_the_certificate_of_an_earlier_exposure():
     assert list(map(str, commands)) == [f"rm -f -- {TLS.key}", RELOAD]
 
 
-def with_key(folder: Path, key: str) -> GatewayPlan:
+def with_key(folder, key):
     (folder / "key").write_text(f"{key}\n")
     return replace(PLAN, key=SecretRef(file=str(folder / "key")))
 
@@ -146,7 +143,7 @@ def test_own_certificate_is_sent_with_a_private_key(tmp_path):
 
 
 @pytest.fixture
-def private_ca(tmp_path: Path) -> GatewayPlan:
+def private_ca(tmp_path):
     names = ("spark.example.org", "10.0.0.9")
     return exposed("lan", TlsPlan("private-ca", "", "", str(tmp_path / "ca"), names))
 
@@ -188,7 +185,7 @@ OLD_TIMER = "spark-hours@main-bbbbbbbbbbbb.timer"
 TIMER = ManagedFile(f"/etc/systemd/system/{TIMER_NAME}", b"[Timer]\n")
 
 
-def set_timers(running: dict[str, bool], *wanted: ManagedFile, rejected: str = "") -> list[str]:
+def set_timers(running, *wanted, rejected=""):
     files = {TIMER.path: state_of(TIMER)} if TIMER_NAME in running else {}
     host = FakeHost(Timers=running, FileStates=files, Calendars=rejected)
     return run_operation(host, gateway.set_timers, ["20:00"] * len(wanted), wanted)

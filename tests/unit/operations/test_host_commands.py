@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from paramiko import SSHException
@@ -14,18 +13,18 @@ from tests.unit.operations.fake_host import Failed, FakeHost, on
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(commands.gevent, "sleep", lambda s: now.__setitem__(0, now[0] + s))
     return now
 
 
-def answers(*results: str | Exception | None) -> FakeHost:
+def answers(*results):
     """Return a host that gives these results in turn; ``None`` cuts the connection silently."""
     queue = list(results)
 
-    def shell(script: str) -> str | Exception:
+    def shell(script):
         result = queue.pop(0) if queue else OSError("no route")
         if result is None:
             host.connected = False
@@ -66,12 +65,12 @@ def test_gives_up_a_host_after_minutes(clock):
 
 
 @host_operation
-def fail(error: Exception) -> Any:
+def fail(error):
     raise error
     yield
 
 
-def message_of(error: Exception, *, connected: bool) -> str:
+def message_of(error, *, connected):
     with on(FakeHost(connected=connected)):
         [command] = fail._inner(error)
     assert isinstance(command, FunctionCommand)
@@ -100,12 +99,12 @@ REFUSAL = ["disk: is full", "  fix: free some"]
 
 
 @host_operation
-def refusing_operation() -> None:
+def refusing_operation():
     refuse("disk", "is full", "free some")
 
 
 @host_command
-def refusing_command(state: Any, host: Any) -> bool:
+def refusing_command(state, host):
     refuse("disk", "is full", "free some")
 
 
@@ -129,7 +128,7 @@ def test_refusing_command_fails_its_host():
 
 
 @host_command
-def losing_command(state: Any, host: Any) -> bool:
+def losing_command(state, host):
     try:
         raise SSHException("SSH session not active")
     except SSHException as error:
@@ -137,7 +136,7 @@ def losing_command(state: Any, host: Any) -> bool:
 
 
 @host_command
-def failing_command(state: Any, host: Any) -> bool:
+def failing_command(state, host):
     raise CommandFailed("docker info", "no such command")
 
 

@@ -26,7 +26,7 @@ def test_unattended_upgrades_skip_only_driver_and_kernel(tmp_path):
     ).stdout.split()  # fmt: skip
     assert len(patterns) > 3
 
-    def is_blocked(package: str) -> bool:
+    def is_blocked(package):
         return any(re.match(pattern, package) for pattern in patterns)  # as unattended-upgrades
 
     assert [package for package in BLOCKED if not is_blocked(package)] == []

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from spark_contract.documents import plain
-from spark_contract.job import ImageProof, Job, JobState, State
+from spark_contract.job import ImageProof, Job, JobState
 from spark_contract.orders import DonorUrl
 from spark_contract.units import BOOT_LINKS
 
@@ -30,16 +30,16 @@ JOB = Job(
 WORK = Work(JOB, (ManagedFile("/i", b"i"),))
 
 
-def host_with(state: State, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) -> FakeHost:
+def host_with(state, linked, pulled=()):
     job = JobState(JOB.digest, JOB.title, JOB.kind, state, "why", None, None, None, "why", ())
     return FakeHost(JobStates=Jobs({JOB.digest12: job}, linked, pulled), FileStates={})
 
 
-def wait(host: FakeHost, *, retire_others: bool = True) -> list[str]:
+def wait(host, *, retire_others=True):
     return run_operation(host, jobs.wait_for_jobs, (JOB,), RELEASE, 60, retire_others)
 
 
-def start(host: FakeHost) -> list[str]:
+def start(host):
     return run_operation(host, jobs.start_job, WORK, RELEASE, (JOB.digest12,))
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyinfra.api.command import FunctionCommand
@@ -24,43 +23,43 @@ OTHER = "feedbeef-77"
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def path(tmp_path, monkeypatch):
     monkeypatch.setattr(operations, "LEASE", str(tmp_path / "lease"))
     return tmp_path / "lease"
 
 
-def take(path: Path, token: str, who: str) -> str:
+def take(path, token, who):
     return local_shell(take_script(str(path), token, who)).strip()
 
 
-def release(path: Path, token: str) -> None:
+def release(path, token):
     local_shell(unlock_script(str(path), token))
 
 
-def local_host() -> FakeHost:
+def local_host():
     host = FakeHost(shell=lambda script: local_shell(shlex.split(script)[-1]))
     host.data = {}
     return host
 
 
 @host_operation
-def change() -> Any:
+def change():
     yield "first"
     yield "second"
 
 
 @host_operation
-def do_nothing() -> Any:
+def do_nothing():
     yield from ()
 
 
 @host_operation
-def never_reached() -> Any:
+def never_reached():
     raise AssertionError("a host was inspected while another run changes it")
     yield
 
 
-def run(host: FakeHost, body: Any = change, executing: bool = True) -> list[str]:
+def run(host, body=change, executing=True):
     with on(host, executing) as state:
         state.callback_handlers = [operations.ReturnLeases()]
         operations.hold_lease(state, host)

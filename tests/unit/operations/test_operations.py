@@ -74,7 +74,7 @@ PLANS: dict[str, Any] = {
 }
 
 
-def frozen(value: Any) -> Any:
+def frozen(value):
     if isinstance(value, dict) and "other_mtu" in value:
         return FabricLink(**value)
     return tuple(frozen(item) for item in value) if isinstance(value, list) else value

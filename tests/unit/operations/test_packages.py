@@ -119,7 +119,7 @@ def test_apt_update_replaces_lists_left_empty_by_a_power_cut(tmp_path):
 
 
 def test_missing_package_is_reported_with_failed_updates(monkeypatch):
-    def run(host: object, command: str, *, timeout_s: int = 600) -> list[str]:
+    def run(host, command, *, timeout_s=600):
         if " update " in command:
             return ["Hit:1 http://ours", "Err:2 http://vendor ./ InRelease", "W: 403  Forbidden"]
         raise CommandFailed(command, "E: Unable to locate package toolkit")

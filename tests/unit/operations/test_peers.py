@@ -1,6 +1,5 @@
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from spark_deploy.config.settings.sources import FleetSettings
 from spark_deploy.hosts import downloads
 from spark_deploy.hosts.downloads import LoginAddress
 from spark_deploy.hosts.status import Jobs
-from spark_deploy.plan.jobs import Work, jobs_of
+from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.types import FileState, ManagedFile
 from tests.unit.operations.fake_host import FakeHost, describe, on
 from tests.unit.planning.plans import plan_of
@@ -27,7 +26,7 @@ RECEIPTS = {
 class Fleet:
     """Hosts of a run, in turn; all jobs of a host have the given state."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **states: str):
+    def __init__(self, monkeypatch, **states):
         self.hosts = {name: self._host(name, state) for name, state in states.items()}
         self.placed: dict[str, list[ManagedFile]] = {}
         self.current: Any = None
@@ -35,7 +34,7 @@ class Fleet:
         monkeypatch.setattr(downloads, "place_files", self._place)
         monkeypatch.setattr(downloads, "read_fact", self._read)
 
-    def _host(self, name: str, state: Any) -> FakeHost:
+    def _host(self, name, state):
         jobs = {
             work.job.digest12: JobState(
                 work.job.digest, "t", work.job.kind, state, "", None, None, None, None, ()
@@ -45,15 +44,15 @@ class Fleet:
         facts = {"JobStates": Jobs(jobs if state else {}), "LoginAddress": f"10.0.0.{name}"}
         return FakeHost(name=name, FileStates=RECEIPTS, **facts)
 
-    def _read(self, fact: Any, **arguments: Any) -> Any:
+    def _read(self, fact, **arguments):
         assert fact is not LoginAddress or arguments == {"_sudo": False}
         return self.current.facts[fact.__name__]
 
-    def _place(self, files: Any) -> Iterator[str]:
+    def _place(self, files):
         self.placed[self.current.name] = list(files)
         yield "put " + " ".join(file.path for file in files)
 
-    def run(self, operation: Any, *arguments: Any) -> dict[str, list[str]]:
+    def run(self, operation, *arguments):
         commands = {}
         for name, host in self.hosts.items():
             self.current, state = host, host.state
@@ -62,20 +61,20 @@ class Fleet:
                 commands[name] = [describe(command) for command in operation._inner(*arguments)]
         return commands
 
-    def share(self, **settings: Any) -> dict[str, list[str]]:
+    def share(self, **settings):
         fleet = FleetSettings(**settings)
         assert not any(self.run(downloads.note_files, WORKS, "main-a", fleet).values())
         return self.run(downloads.start_sharing, WORKS, fleet)
 
-    def stop(self) -> dict[str, list[str]]:
+    def stop(self):
         return self.run(downloads.stop_sharing)
 
-    def work(self, name: str, number: int = 0) -> Work:
+    def work(self, name, number=0):
         self.current = self.hosts[name]
         with on(self.current):
             return downloads.with_known_peers(WORKS[number])
 
-    def peers(self, name: str) -> list[str]:
+    def peers(self, name):
         order = json.loads(self.work(name).inputs[0].content)
         urls: list[str] = order.get("peers", {"urls": []})["urls"]
         return urls

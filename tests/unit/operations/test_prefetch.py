@@ -1,5 +1,3 @@
-from collections.abc import Iterable, Iterator
-
 import gevent
 import pytest
 
@@ -11,10 +9,10 @@ from tests.unit.operations.fake_host import FakeHost, local_shell, on
 class Output(HostFact[list[str]]):
     default = list
 
-    def command(self, script: str) -> str:
+    def command(self, script):
         return script
 
-    def process(self, output: Iterable[str]) -> list[str]:
+    def process(self, output):
         return list(output)
 
 
@@ -41,11 +39,11 @@ SCRIPTS = {
 class CountingHost(FakeHost):
     """Runs scripts, and notes the most at once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__({}, shell=self.count)
         self.running = self.most_at_once = 0
 
-    def count(self, script: str) -> str:
+    def count(self, script):
         self.running += 1
         self.most_at_once = max(self.most_at_once, self.running)
         gevent.sleep(0.01)
@@ -53,12 +51,12 @@ class CountingHost(FakeHost):
         return local_shell(script)
 
 
-def read(kind: type[Output]) -> list[str]:
+def read(kind):
     return read_fact(kind, script=SCRIPTS[kind][0])
 
 
 @pytest.fixture
-def host() -> Iterator[CountingHost]:
+def host():
     host = CountingHost()
     with on(host):
         for kind, (script, _) in SCRIPTS.items():

@@ -1,17 +1,14 @@
 import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pyinfra.api.command import StringCommand
 
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import ProxySettings
 from spark_deploy.hosts import downloads
 from spark_deploy.hosts.downloads import DOCKER_DROP_IN, DROP_IN_PATH, DaemonProxy, proxy_file
-from spark_deploy.plan.types import ManagedFile
 from tests.unit.operations.fake_host import FakeHost, on, unpack_sent
 from tests.unit.shell import install_stub, run_script
 
@@ -20,19 +17,19 @@ PASSWORD = "canary-5d1f"
 PROXY, NO_PROXY = ProxySettings("http://proxy:3128"), ProxySettings()
 
 
-def set_job_proxy(settings: ProxySettings, *files: ManagedFile) -> list[StringCommand]:
+def set_job_proxy(settings, *files):
     with on(FakeHost(files=files)):
         return list(downloads.configure_job_proxy._inner(settings))
 
 
-def set_docker_proxy(settings: ProxySettings, *files: ManagedFile, daemon: str) -> list[str]:
+def set_docker_proxy(settings, *files, daemon):
     """Return the commands on a host where docker has this proxy or another."""
     with on(FakeHost(files=files, DaemonProxy=daemon)):
         return list(map(str, downloads.configure_docker_proxy._inner(settings)))
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> ProxySettings:
+def secret(tmp_path):
     (tmp_path / "proxy").write_text(f"http://ann:{PASSWORD}@proxy:3128\n")
     return ProxySettings(SecretRef(file=str(tmp_path / "proxy")), direct=("lan", "10.0.0.1"))
 
@@ -92,7 +89,7 @@ def test_refuses_an_address_that_systemd_misreads_without_showing_it(tmp_path, a
 SLASH = ("HTTP_PROXY=http://proxy:3128/", "HTTPS_PROXY=http://proxy:3128/")
 
 
-def lines_of(settings: ProxySettings) -> list[str]:
+def lines_of(settings):
     return proxy_file(settings).content.decode().splitlines()
 
 

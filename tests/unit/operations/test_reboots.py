@@ -22,9 +22,7 @@ RELEASE: Any = SimpleNamespace(service="main", start_timeout_s=10)
 ALLOWED = dataclasses.replace(NEEDS, reboot="allow")
 
 
-def factory_spark(
-    rebooted_for: str = "", status: HostStatus | None = None, **sections: Any
-) -> FakeHost:
+def factory_spark(rebooted_for="", status=None, **sections):
     return FakeHost(
         sections_of({"like": "HostSurvey/factory_spark", **sections}),
         RebootedFor=lambda path: rebooted_for if path == MARKER else "",
@@ -32,7 +30,7 @@ def factory_spark(
     )
 
 
-def reboot(host: FakeHost, *failed: FakeHost, executing: bool = True) -> list[str]:
+def reboot(host, *failed, executing=True):
     results = {other: SimpleNamespace(error_ops={"op"}) for other in failed}
     host.state = SimpleNamespace(inventory=failed, results=results)
     return run_operation(host, serve.reboot_host, ALLOWED, RELEASE, executing=executing)
@@ -83,11 +81,11 @@ def test_reboot_marker_is_ignored_until_the_next_boot(tmp_path):
 def test_reboot_marker_contains_the_previous_boot_id(monkeypatch):
     written: list[str] = []
 
-    def run(host: Any, command: str, stdin: str = "", **_: Any) -> list[str]:
+    def run(host, command, stdin="", **_):
         written.extend([stdin] if stdin else [])
         return ["the-boot-before"]
 
-    def lose(*_: Any) -> None:
+    def lose(*_):
         raise ConnectError("spark-1 stayed unreachable")
 
     monkeypatch.setattr(serve, "run", run)

@@ -22,17 +22,17 @@ NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
 KEEP = Keep(2, frozenset(), frozenset(), frozenset(), "/m", "/s", "/c")
 
 
-def after_failure(host: FakeHost, *others: FakeHost) -> FakeHost:
+def after_failure(host, *others):
     results = {other: SimpleNamespace(error_ops=1) for other in others}
     host.state = SimpleNamespace(inventory=list(others), results=results)
     return host
 
 
-def rollback_host(**result: Any) -> FakeHost:
+def rollback_host(**result):
     return FakeHost(RollbackPreview=RollbackPreview().process([json.dumps(result)]))
 
 
-def roll_back(host: FakeHost, executing: bool = True) -> list[str]:
+def roll_back(host, executing=True):
     return run_operation(host, releases.roll_back, "main", None, 60, executing=executing)
 
 
@@ -92,7 +92,7 @@ def test_preview_facts_only_query():
     assert "prune --dry" in PrunePreview().command("{}")
 
 
-def refuse_after_failure(host: FakeHost) -> str:
+def refuse_after_failure(host):
     """Return why the current host must wait, or ""."""
     with on(host):
         try:
@@ -161,17 +161,17 @@ PLAN: Any = SimpleNamespace(service="main", name=RELEASE, cluster=None)
 [PROVEN_RELEASE] = PROVEN["releases"]
 
 
-def serving(release: dict[str, Any] | None = None, **service: Any) -> FakeHost:
+def serving(release=None, **service):
     main = {**PROVEN["services"]["main"], **service}
     changes = {"services": {"main": main}, "releases": [{**PROVEN_RELEASE, **(release or {})}]}
     return FakeHost(Status=host_status({**PROVEN, **changes}))
 
 
-def roll_out(host: FakeHost, plan: Any = PLAN, *scheduled: Any) -> list[str]:
+def roll_out(host, plan=PLAN, *scheduled):
     return run_operation(host, serve.roll_out, plan, 60, scheduled)
 
 
-def verify_rollback(host: FakeHost, chosen: str = "m/v2-tq") -> list[str]:
+def verify_rollback(host, chosen="m/v2-tq"):
     return run_operation(host, releases.verify_rollback, "main", chosen)
 
 
@@ -270,14 +270,14 @@ def test_dry_run_predicts_the_first_start_once():
 BEGUN = '{"release": "r", "request": "id1", "joined": false}'
 
 
-def rollout(**fields: Any) -> str:
+def rollout(**fields):
     return text_of(Rollout("r", **fields))
 
 
 SWITCHED = rollout(state="switched", phase="done", times_s={"start": 1.0})
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, *answers: str) -> tuple[bool, FakeHost]:
+def watch(monkeypatch, *answers):
     monkeypatch.setattr(releases, "POLL_EVERY_S", 0)
     queue = [BEGUN, *answers]
     host = FakeHost(shell=lambda script: queue.pop(0))
@@ -298,7 +298,7 @@ def test_keeps_watching_when_the_progress_is_unreadable(monkeypatch):
     assert "systemctl show: no answer within 60 s" in host.log_text
 
 
-def report(**result: Any) -> tuple[bool, list[str]]:
+def report(**result):
     host = FakeHost()
     good = releases.report_change(host, NEW, Rollout(NEW, **result))
     return good, host.log_text.splitlines()

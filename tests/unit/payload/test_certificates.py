@@ -3,7 +3,6 @@ import stat
 import subprocess
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ NAMES = ("spark.example.org", "10.0.0.9")
 EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
-def openssl(*words: object, text: str | None = None) -> str:
+def openssl(*words, text=None):
     done = subprocess.run(
         ["openssl", *map(str, words)], input=text, capture_output=True, text=True, check=False
     )
@@ -25,11 +24,11 @@ def openssl(*words: object, text: str | None = None) -> str:
     return done.stdout
 
 
-def public_key_of(key: bytes) -> bytes:
+def public_key_of(key):
     return openssl("pkey", "-pubout", text=key.decode()).encode()
 
 
-def make_pair(folder: Path, name: str, days: int = 90, stem: str = "host") -> list[str]:
+def make_pair(folder, name, days=90, stem="host"):
     certificate, key = folder / f"{stem}.pem", folder / f"{stem}-key.pem"
     openssl("req", "-x509", *EC, "-subj", "/CN=x", "-addext", f"subjectAltName={name}",
             "-keyout", key, "-out", certificate, "-days", days)  # fmt: skip
@@ -37,7 +36,7 @@ def make_pair(folder: Path, name: str, days: int = 90, stem: str = "host") -> li
     return [str(certificate), str(key)]
 
 
-def verify(ca: Path, leaf: Path, *words: str) -> str:
+def verify(ca, leaf, *words):
     done = subprocess.run(
         ["openssl", "verify", "-purpose", "sslserver", *words, "-CAfile", ca / "ca.pem", leaf],
         capture_output=True, text=True, check=False,
@@ -45,7 +44,7 @@ def verify(ca: Path, leaf: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def assert_one(problems: list[Any], *parts: str) -> None:
+def assert_one(problems, *parts):
     assert len(problems) == 1, problems
     assert [part for part in parts if part not in str(problems[0])] == []
 
@@ -134,7 +133,7 @@ def test_gateway_with_a_certificate_needs_a_name(tmp_path):
     assert check_gateway(dataclasses.replace(plan, address=NAMES[0])) == []
 
 
-def sign_with_stolen_key(ca: Path, name: str, folder: Path) -> Path:
+def sign_with_stolen_key(ca, name, folder):
     key, request, leaf, more = (folder / f"stolen.{end}" for end in ("key", "csr", "pem", "ext"))
     openssl("req", *EC, "-subj", "/CN=x", "-keyout", key, "-out", request)
     more.write_text(f"subjectAltName={name}\nextendedKeyUsage=serverAuth\n")

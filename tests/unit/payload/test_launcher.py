@@ -1,6 +1,5 @@
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -8,7 +7,7 @@ from spark_deploy.hosts.payload import memory_command, packed_tools, read_payloa
 
 
 @pytest.fixture
-def tools(tmp_path: Path) -> Path:
+def tools(tmp_path):
     for file in read_payload().tools:
         path = tmp_path / "tools" / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +40,7 @@ def test_child_processes_inherit_the_protection_and_the_callers_directory(tools,
     subprocess.run(["sh", "-c", script], check=True, cwd=folder)
 
 
-def run_from_memory(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_from_memory(*words, cwd):
     return subprocess.run(
         ["sh", "-c", memory_command(*words)],
         input=packed_tools(), capture_output=True, text=True, cwd=cwd, check=False,

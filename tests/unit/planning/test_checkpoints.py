@@ -1,6 +1,5 @@
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from spark_contract.documents import plain
@@ -11,7 +10,7 @@ from spark_deploy.config.errors import PlanError, SettingsError
 from spark_deploy.hosts.capacity import demands
 from spark_deploy.hosts.disk import Place
 from spark_deploy.lock.resolve import required_names, size
-from spark_deploy.plan.jobs import Member, Work, discard_jobs_of, jobs_of, keep_of, with_peers
+from spark_deploy.plan.jobs import Member, discard_jobs_of, jobs_of, keep_of, with_peers
 from spark_deploy.plan.resolve import pair_of
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
 from tests.unit.preflight.surveyed import survey
@@ -118,7 +117,7 @@ def test_download_is_hashed_in_pieces_for_full_layout_only(layout, pieces):
     assert json.loads(order.content)["pieces"] is pieces
 
 
-def repositories(**settings: Any) -> set[str]:
+def repositories(**settings):
     return {repo for repo, _ in required_names(settings_of(**settings), CATALOG).sources}
 
 
@@ -138,7 +137,7 @@ def test_prebuilt_hybrid_replaces_base_and_keeps_donor():
     assert plan.checkpoint.output_bytes > built.checkpoint.output_bytes
 
 
-def requantize_order(work: Work) -> dict[str, Any]:
+def requantize_order(work):
     [order] = [file for file in work.inputs if file.path.endswith("/requantize.json")]
     return json.loads(order.content)
 

@@ -1,10 +1,8 @@
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import yaml
-from spark_contract.fabric import FabricPlan
 
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings
@@ -20,7 +18,7 @@ from spark_deploy.plan.cluster import (
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.release import release_files_of
 from spark_deploy.plan.resolve import Request, problems_of
-from spark_deploy.plan.types import HostPlan, Port, Ports
+from spark_deploy.plan.types import Port, Ports
 from tests.unit.planning.plans import (
     CATALOG,
     PAYLOAD,
@@ -34,7 +32,7 @@ PAIR = ("spark-1", "spark-2")
 LAN = Port("enP7s7", True, 1500, 10000, ("192.168.1.10/24",), None, None)
 
 
-def cabled_ports(cage: int, last: int, *, gid: int = 3) -> tuple[Port, ...]:
+def cabled_ports(cage, last, *, gid=3):
     """Return the four interfaces of a Spark with a cable in cage 0 or 1."""
     ports = []
     for number in (0, 1):
@@ -47,7 +45,7 @@ def cabled_ports(cage: int, last: int, *, gid: int = 3) -> tuple[Port, ...]:
     return tuple(ports)
 
 
-def without_addresses(cage: int) -> tuple[Port, ...]:
+def without_addresses(cage):
     return tuple(replace(port, addresses=(), mtu=1500) for port in cabled_ports(cage, 0))
 
 
@@ -57,11 +55,11 @@ FABRIC = {
 }
 
 
-def clustered(hosts: tuple[str, ...] = PAIR, model: str = "large", **cluster: Any) -> Settings:
+def clustered(hosts=PAIR, model="large", **cluster):
     return replace(settings_of(model), cluster=ClusterSettings(hosts=hosts, **cluster))
 
 
-def plan_on(host: str, ports: dict[str, Ports], settings: Settings | None = None) -> HostPlan:
+def plan_on(host, ports, settings=None):
     settings = settings or clustered()
     lock = made_up_lock(settings, CATALOG)
     return plan_host(Request(host, settings, CATALOG, lock, PAYLOAD, ports))
@@ -140,7 +138,7 @@ def test_refuses_host_without_cable():
     assert "enp1s0f0np0 down without address" in problem.what
 
 
-def readdressed(ports: tuple[Port, ...], *addresses: str) -> tuple[Port, ...]:
+def readdressed(ports, *addresses):
     remaining = iter(addresses)
     return tuple(replace(p, addresses=(next(remaining),)) if p.up else p for p in ports)
 
@@ -238,18 +236,18 @@ def test_check_rejects_nccl_versions_that_deadlock(version, refused):
     assert not any(re.search(pattern, line) for pattern in single.log_forbidden)
 
 
-def fabric_settings(*hosts: str, cluster: ClusterSettings | None = None, **fabric: Any) -> Settings:
+def fabric_settings(*hosts, cluster=None, **fabric):
     cluster = cluster or (ClusterSettings() if hosts else ClusterSettings(hosts=PAIR))
     return replace(
         settings_of("large"), fabric=FabricSettings(hosts=hosts, **fabric), cluster=cluster
     )
 
 
-def network_plan(host: str, *ports: Port, **fabric: Any) -> FabricPlan:
+def network_plan(host, *ports, **fabric):
     return fabric_plan(host, fabric_settings(**fabric), Ports(ports))
 
 
-def addresses(plan: FabricPlan) -> dict[str, str]:
+def addresses(plan):
     return {port.interface: port.address for port in plan.ports}
 
 

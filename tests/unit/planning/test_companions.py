@@ -1,15 +1,12 @@
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from spark_contract.documents import parse, text_of
 from spark_contract.release import Release
 
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
-from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.profile import Adapter, Speculation
-from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import PlanError
 from spark_deploy.lock.resolve import required_names
 from spark_deploy.plan.host import plan_host
@@ -17,7 +14,6 @@ from spark_deploy.plan.jobs import jobs_of, keep_of
 from spark_deploy.plan.kv_cache import shape_of
 from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.resolve import Request
-from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of
 from tests.unit.planning.test_plain import ANATOMY, MODEL, REPO, catalog_of
 
@@ -31,9 +27,7 @@ ADAPTED = replace(MODEL, adapters={"law": Adapter(repository="org/lora", rank=48
 EAGLE = Speculation(method="eagle3", tokens=3, repository=DRAFT)
 
 
-def catalog_with(
-    model: PlainModel, drafts: Speculation | None = None, options: dict[str, Any] | None = None
-) -> Catalog:
+def catalog_with(model, drafts=None, options=None):
     catalog = catalog_of(model)
     profile = catalog.profile("plain", "dense")
     changed = replace(profile, speculation=drafts, options=options or {})
@@ -41,12 +35,8 @@ def catalog_with(
 
 
 def make_plan(
-    drafts: Speculation | None = None,
-    model: PlainModel = MODEL,
-    anatomies: tuple[Anatomy, ...] = (ANATOMY, DRAFTER, LORA),
-    options: dict[str, Any] | None = None,
-    **settings: Any,
-) -> HostPlan:
+    drafts=None, model=MODEL, anatomies=(ANATOMY, DRAFTER, LORA), options=None, **settings
+):
     chosen = replace(settings_of(**settings), model="dense", profile="plain")
     catalog = catalog_with(model, drafts, options)
     lock = made_up_lock(chosen, catalog)
@@ -59,12 +49,12 @@ def make_plan(
     return plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
 
 
-def value_of(plan: HostPlan, option: str) -> str:
+def value_of(plan, option):
     argv = plan.serve.engine.argv
     return argv[argv.index(option) + 1]
 
 
-def drafts_of(plan: HostPlan) -> dict[str, Any]:
+def drafts_of(plan):
     return json.loads(value_of(plan, "--speculative-config"))
 
 

@@ -1,15 +1,12 @@
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from spark_vllm.head.choice import IMAGE_VARIABLE
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
-from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.errors import PlanError
 from spark_deploy.plan.engine_arguments import (
     HEAD_TIMES,
@@ -42,7 +39,7 @@ OWN_HEAD = replace(V2, head="int8-triton")
 PLAIN = SHIPPED.profile("plain", "qwen3-4b")
 
 
-def argv(profile: str | Profile = "v2", **changes: Any) -> tuple[str, ...]:
+def argv(profile="v2", **changes):
     if isinstance(profile, str):
         profile = CATALOG.profile(profile, "large")
     profile = replace(profile, **changes)
@@ -50,7 +47,7 @@ def argv(profile: str | Profile = "v2", **changes: Any) -> tuple[str, ...]:
     return engine_arguments(LARGE, profile, memory, ["first", "second"])
 
 
-def value_of(arguments: Sequence[str], flag: str) -> str:
+def value_of(arguments, flag):
     return arguments[arguments.index(flag) + 1]
 
 
@@ -204,7 +201,7 @@ def test_only_pinned_kernel_matches_required_line():
         assert not re.search(TRITON_EXPERTS_LINE, line)
 
 
-def plain(**anatomy: Any) -> PlainModel:
+def plain(**anatomy):
     return PlainModel(
         name="x", kind="plain", summary="x", choose_when="x", repository="org/x",
         anatomy=Anatomy(repository="org/x", commit="0" * 40, **anatomy),
@@ -287,7 +284,7 @@ def test_check_requires_prefill_kernel_of_profile(name):
 
 
 def test_check_expects_the_configured_prefill_kernel():
-    def lines(backend: str | None) -> list[str]:
+    def lines(backend):
         settings = settings_of(**{"engine.options": {"gdn_prefill_backend": backend}})
         profile = effective_profile(SHIPPED.profile("v2", MODEL), settings)
         return prefill_line(SHIPPED.model(MODEL), profile)

@@ -8,7 +8,6 @@ import difflib
 import functools
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ PLANS = {(model, profile): plan for model, profile, plan in shipped()}
 
 
 @functools.cache
-def plan_lines(model: str, profile: str) -> tuple[str, ...]:
+def plan_lines(model, profile):
     """Return a plan as sorted lines `path = value`, or the refusals."""
     plan = PLANS[model, profile]
     if isinstance(plan, PlanError):
@@ -50,13 +49,13 @@ def plan_lines(model: str, profile: str) -> tuple[str, ...]:
     return (*sorted(digests), *(with_names(line, names) for line in flat_lines("", data)))
 
 
-def with_names(line: str, names: dict[str, str]) -> str:
+def with_names(line, names):
     for digest, name in names.items():
         line = line.replace(digest, name).replace(digest[:12], name)
     return line
 
 
-def flat_lines(path: str, value: Any) -> Iterator[str]:
+def flat_lines(path, value):
     """Yield a line for each value; an engine option and the values share a line."""
     if isinstance(value, dict) and value:
         for key in sorted(value):
@@ -68,7 +67,7 @@ def flat_lines(path: str, value: Any) -> Iterator[str]:
         yield f"{path} = {json.dumps(value)}"
 
 
-def join_options(items: list[Any]) -> list[Any]:
+def join_options(items):
     joined: list[Any] = []
     for item in items:
         option = joined[-1] if joined else None
@@ -80,7 +79,7 @@ def join_options(items: list[Any]) -> list[Any]:
     return joined
 
 
-def base_of(model: str, profile: str) -> tuple[str, str] | None:
+def base_of(model, profile):
     """Return the pair with which a golden is compared."""
     if (model, profile) == (DEFAULT.model, DEFAULT.profile):
         return None
@@ -90,7 +89,7 @@ def base_of(model: str, profile: str) -> tuple[str, str] | None:
     return (DEFAULT.model if profile == DEFAULT.profile else model, DEFAULT.profile)
 
 
-def golden_of(model: str, profile: str) -> str:
+def golden_of(model, profile):
     lines, base = plan_lines(model, profile), base_of(model, profile)
     if base is None or lines[0].startswith("refused"):
         return "\n".join([*lines, ""])

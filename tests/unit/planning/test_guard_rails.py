@@ -1,6 +1,5 @@
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import yaml
 
 from spark_deploy.config.catalog.load import read_catalog
-from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import CatalogError, PlanError, SettingsError
 from spark_deploy.config.settings.engine import OWNED_OPTIONS
@@ -34,7 +32,7 @@ V2 = CATALOG.profile("v2", "large")
 NATIVE_CONTEXT = LARGE.architecture.max_context_tokens
 
 
-def facts(profile: Profile, model: Any = LARGE, **settings: Any) -> dict[str, Any]:
+def facts(profile, model=LARGE, **settings):
     chosen = settings_of(**settings)
     return facts_of(model, profile, plan_memory(model, profile, chosen), chosen)
 
@@ -112,7 +110,7 @@ TRIPS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_options(profile: str = "v2", **options: Any) -> list[str]:
+def with_options(profile="v2", **options):
     return problem_texts(profile=profile, **{"engine.options": options})
 
 
@@ -352,7 +350,7 @@ def test_accepts_harmless_options(options):
     assert with_options(**options) == []
 
 
-def refused_settings(option: str, value: Any = True) -> str:
+def refused_settings(option, value=True):
     with pytest.raises(SettingsError) as error:
         settings_of(**{"engine.options": {option: value}})
     return str(error.value)
@@ -420,12 +418,12 @@ def test_rules_read_effective_load_format(load_format, options, refused):
 
 
 @pytest.fixture
-def refused_profile(tmp_path: Path) -> Callable[..., str]:
+def refused_profile(tmp_path):
     """Return a function that changes keys of profile v2 and returns the error."""
     checkout = Path(shutil.copytree(FIXTURE, tmp_path / "checkout"))
     path = checkout / "catalog/profiles/v2.yml"
 
-    def error_of(**change: Any) -> str:
+    def error_of(**change):
         path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | change))
         with pytest.raises(CatalogError) as error:
             read_catalog(checkout).profile("v2", "large")

@@ -15,7 +15,6 @@ from spark_deploy.lock.types import LockedSource, SourceFile
 from spark_deploy.plan.jobs import (
     Member,
     State,
-    Work,
     fetch_job,
     image_job,
     jobs_of,
@@ -26,7 +25,7 @@ from spark_deploy.plan.jobs import (
     trees_to_share,
     with_peers,
 )
-from spark_deploy.plan.types import HostPlan, ImagePlan, ManagedFile, SourcePlan
+from spark_deploy.plan.types import ImagePlan, ManagedFile, SourcePlan
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
 
 FILES = (SourceFile("a.safetensors", 10, sha256="b" * 64), SourceFile("c", 1, git_sha1="d" * 40))
@@ -35,11 +34,11 @@ HUB = HubSettings("http://hub/", ("http://mirror",))
 SOURCE = SourcePlan(LOCKED, "/s/org--name", HUB, DownloadSettings())
 
 
-def read(work: Work, name: str) -> Any:
+def read(work, name):
     return json.loads({file.path: file.content for file in work.files()}[f"{work.job.dir}/{name}"])
 
 
-def digests(works: tuple[Work, ...]) -> list[str]:
+def digests(works):
     return [work.job.digest for work in works]
 
 
@@ -99,7 +98,7 @@ def test_job_waits_for_its_target_filesystem():
     )
 
 
-def orders(model: str, profile: str) -> dict[str, Any]:
+def orders(model, profile):
     return {
         work.job.kind: json.loads(file.content)
         for work in jobs_of(plan_of(model, profile), ())
@@ -143,7 +142,7 @@ TURBOQUANT = {"model": "large", "profile": "v2-tq"}
 SMALL = {"model": "small", "profile": "v2"}
 
 
-def plan_ready(*pairs: dict[str, str], **settings: Any) -> HostPlan:
+def plan_ready(*pairs, **settings):
     return plan_of("large", "v2", keep_ready=list(pairs), **settings)
 
 
@@ -213,7 +212,7 @@ STATES: dict[str, State] = {
 }  # fmt: skip
 
 
-def members(states: str, digest: str = TREE) -> list[Member]:
+def members(states, digest=TREE):
     """Return hosts a, b, ... with the states of a tree, as signs of ``STATES``."""
     pairs = zip("abcdefgh", states, strict=False)
     return [Member(name, name, {digest: STATES[state]}) for name, state in pairs]
@@ -271,7 +270,7 @@ FETCH, BUILD, IMAGE = WORKS
 [BUILD_TREE], [IMAGE_TREE] = shared_trees([BUILD]), shared_trees([IMAGE])
 
 
-def with_peer(state: State, receipts: dict[str, str]) -> list[Member]:
+def with_peer(state, receipts):
     """Return a peer with all trees in a state, and a host without trees."""
     trees = {tree.digest: state for tree in shared_trees(WORKS)}
     return [

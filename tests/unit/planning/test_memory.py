@@ -11,15 +11,13 @@ from spark_contract.tool import COMPILING
 
 from spark_deploy.cli.plan_text import plan_lines, summary_lines
 from spark_deploy.config.catalog.model import HybridModel, LinearAttention
-from spark_deploy.config.catalog.profile import Profile, Speculation
+from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.engine import KvCache
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.kv_cache import cache_shape
 from spark_deploy.plan.memory import GIB, plan_memory, weights_of
 from spark_deploy.plan.resolve import pair_of, problems_of
-from spark_deploy.plan.types import MemoryPlan
 from tests.unit.planning.plans import (
     CATALOG,
     FIXTURE,
@@ -34,11 +32,11 @@ from tests.unit.planning.plans import (
 SHIPPED = shipped_catalog()
 
 
-def profile_with(name: str, **changes: Any) -> Profile:
+def profile_with(name, **changes):
     return replace(CATALOG.profile(name, "large"), **changes)
 
 
-def memory_of(profile: str = "v2", **settings: Any) -> MemoryPlan:
+def memory_of(profile="v2", **settings):
     chosen = settings_of(profile=profile, **settings)
     return plan_memory(*pair_of(chosen, CATALOG), chosen)
 
@@ -203,7 +201,7 @@ def test_reports_sizes_and_alternatives_when_nothing_fits():
     assert "choose model large, or 4 hosts that serve it together" in problem.fix
 
 
-def settings_from(suggestion: str) -> dict[str, Any]:
+def settings_from(suggestion):
     change: dict[str, Any] = {}
     for part in suggestion.split(" and "):
         setting = re.fullmatch(r"(?:lower|raise|set) (\S+) to (\S+)", part)
@@ -270,14 +268,14 @@ def test_suggested_values_are_smallest_changes(settings):
     assert problems(**settings) != []
 
 
-def shipped_settings(count: int, **overrides: Any) -> Settings:
+def shipped_settings(count, **overrides):
     hosts = [f"host-{number}" for number in range(count)]
     if count > 1:
         overrides["cluster.hosts"] = hosts
     return load_hosts({"spark": hosts}, root=NOWHERE, overrides=overrides)["host-0"].settings
 
 
-def suggestions_for(count: int, **overrides: Any) -> str | None:
+def suggestions_for(count, **overrides):
     refusals = problems_of(shipped_settings(count, **overrides), SHIPPED)
     return next((p.fix for p in refusals if "does not fit on" in p.what), None)
 
@@ -287,7 +285,7 @@ PAIRS = [pair for pair in itertools.product(MODELS, SHIPPED.profile_names) if pa
 
 
 @functools.cache
-def fits_with_all_changes(count: int, model: str, total_gib: float) -> bool:
+def fits_with_all_changes(count, model, total_gib):
     change = {
         "memory.total_gib": total_gib, "memory.reserve_gib": 8, "engine.vision": False,
         "engine.drafts": 0, "engine.max_context_tokens": 8192,

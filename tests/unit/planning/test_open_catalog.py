@@ -34,7 +34,7 @@ GOLDENS = "tests/unit/planning/test_goldens.py"
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=CHECKOUT, capture_output=True, text=True, check=True,
@@ -47,7 +47,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path / "checkout"
 
 
-def run(checkout: Path, *arguments: str, **variables: str) -> None:
+def run(checkout, *arguments, **variables):
     folders = (".", "files/contract", "files/checkpoint")
     path = os.pathsep.join(str(checkout / folder) for folder in folders)
     done = subprocess.run(
@@ -57,7 +57,7 @@ def run(checkout: Path, *arguments: str, **variables: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def new_model(checkout: Path) -> str:
+def new_model(checkout):
     path = checkout / f"catalog/models/{DEFAULT.model}.yml"
     text = path.read_text("utf-8")
     data = yaml.safe_load(text)
@@ -68,14 +68,14 @@ def new_model(checkout: Path) -> str:
     return f"{text.splitlines()[0]}\n{yaml.safe_dump(data)}"
 
 
-def catalog_tests(checkout: Path) -> list[str]:
+def catalog_tests(checkout):
     """Return the tests that name the catalog or the plans of its models, except this test."""
     tests = sorted((checkout / "tests/unit").rglob("test_*.py"))
     others = (test for test in tests if test.name != Path(__file__).name)
     return [str(test) for test in others if READS_CATALOG.search(test.read_text("utf-8"))]
 
 
-def golden_files(checkout: Path) -> set[Path]:
+def golden_files(checkout):
     return set((checkout / "tests/unit/planning/golden").iterdir())
 
 

@@ -1,12 +1,10 @@
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers, CountedCache
 from spark_deploy.config.catalog.model import Parsers, PlainModel
-from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import PlanError
 from spark_deploy.lock.types import SourceFile
 from spark_deploy.plan.host import plan_host
@@ -14,7 +12,6 @@ from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.kv_cache import shape_of
 from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.resolve import Request, problems_of
-from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of
 
 REPO = "org/dense"
@@ -30,7 +27,7 @@ MODEL = PlainModel(
 V033 = "registry.example/vllm:v0.33.0"
 
 
-def catalog_of(model: PlainModel) -> Catalog:
+def catalog_of(model):
     plain = replace(
         CATALOG.profile("base", "large"), name="plain", options={}, load_format="safetensors"
     )
@@ -39,12 +36,7 @@ def catalog_of(model: PlainModel) -> Catalog:
     return replace(CATALOG, models={**CATALOG.models, "dense": model}, profiles=profiles)
 
 
-def make_plan(
-    model: PlainModel = MODEL,
-    anatomy: Anatomy | None = ANATOMY,
-    profile: str = "plain",
-    **settings: Any,
-) -> HostPlan:
+def make_plan(model=MODEL, anatomy=ANATOMY, profile="plain", **settings):
     chosen = replace(settings_of(**settings), model="dense", profile=profile)
     catalog = catalog_of(model)
     lock = made_up_lock(chosen, catalog)
@@ -57,7 +49,7 @@ def make_plan(
     return plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
 
 
-def refused(model: PlainModel = MODEL, **settings: Any) -> str:
+def refused(model=MODEL, **settings):
     with pytest.raises(PlanError) as error:
         make_plan(model, **settings)
     return "\n".join(str(problem) for problem in error.value.problems)

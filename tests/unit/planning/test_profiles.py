@@ -1,7 +1,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -10,7 +9,6 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import CatalogError
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import FIXTURE, plan_of, problems, shipped_catalog
 
 RESULTS = CHECKOUT / "proofs/results/gpu"
@@ -39,7 +37,7 @@ def test_online_fp8_uses_tested_option():
     assert PROFILES["online-fp8"].options["quantization-config"] == tested
 
 
-def draft_tokens(plan: HostPlan) -> int:
+def draft_tokens(plan):
     argv = plan.serve.engine.argv
     if "--speculative-config" not in argv:
         return 0
@@ -79,11 +77,11 @@ def test_head_setting_changes_checkpoint_or_engine():
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     return Path(shutil.copytree(FIXTURE, tmp_path / "checkout"))
 
 
-def write_profile(checkout: Path, name: str, **keys: Any) -> None:
+def write_profile(checkout, name, **keys):
     (checkout / f"catalog/profiles/{name}.yml").write_text(yaml.safe_dump(keys))
 
 

@@ -3,7 +3,6 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from spark_contract.documents import text_of
@@ -13,7 +12,6 @@ from spark_deploy.config.errors import SettingsError
 from spark_deploy.plan.host import document, image_after_bytes
 from spark_deploy.plan.jobs import keep_of
 from spark_deploy.plan.release import release_files_of, timer_files, unit_files_of
-from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import plan_of
 
 
@@ -111,7 +109,7 @@ DAY = {"model": "large", "profile": "v2"}
 TIMES = [{"at": "Mon..Fri 08:00", **DAY}, {"at": "20:00", **NIGHT}, {"at": "Sun 10:00", **DAY}]
 
 
-def scheduled(*times: dict[str, Any], **settings: Any) -> HostPlan:
+def scheduled(*times, **settings):
     return plan_of("large", "v2", keep_ready=[NIGHT], schedule=list(times or TIMES), **settings)
 
 

@@ -18,7 +18,6 @@ from spark_deploy.plan.jobs import keep_of, served_jobs_of
 from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.release import release_files_of
 from spark_deploy.plan.resolve import Request
-from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, plan_of, problems
 
 SMALL: dict[str, Any] = {
@@ -28,7 +27,7 @@ SMALL: dict[str, Any] = {
 SHORT = {"engine.max_context_tokens": 32768}
 
 
-def with_services(**services: Any) -> HostPlan:
+def with_services(**services):
     return plan_of(services=services, **SHORT)
 
 
@@ -67,7 +66,7 @@ def test_changing_a_service_keeps_the_main_release():
     assert plan.services[0].serve != changed.services[0].serve
 
 
-def problems_with(memory_gib: float) -> list[Any]:
+def problems_with(memory_gib):
     return problems(services={"embed": {**SMALL, "memory_gib": memory_gib}}, **SHORT)
 
 

@@ -36,7 +36,7 @@ def test_computed_speed_is_near_published_figure(name, figure):
         assert speed == pytest.approx(figure.tokens_per_s, rel=0.002)
 
 
-def step_ms(hidden: int, layers: int, experts: int, vocabulary: int) -> float:
+def step_ms(hidden, layers, experts, vocabulary):
     """Compute the first token of the plain checkpoint a second time, from sizes of config.json."""
     int4, bytes_per_ms = 0.5 + 2 / 128 + 0.5 / 128, 273e6
     routed = layers * 8 * 3 * hidden * experts * int4 / 0.84
@@ -79,7 +79,7 @@ def test_step_yields_one_token_and_accepted_drafts():
 
 
 def test_long_contexts_cost_less_with_smaller_cache():
-    def speed(name: str, tokens: int) -> float:
+    def speed(name, tokens):
         profile = CATALOG.profile(name, "large")
         return speed_of(LARGE.architecture, profile, context_tokens=tokens).tokens_per_s
 

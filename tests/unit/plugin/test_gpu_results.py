@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,7 @@ TRAINED = ("engine-speculation", "engine-profiles", "engine-0.30.0", "engine-0.3
 STOCK = "tq-stock-full-mtp2: "
 
 
-def compared(name: str) -> dict[str, dict[str, Any]]:
+def compared(name):
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     return {row["claim"]: row["numbers"] for row in rows if "largest_noise" in row["numbers"]}
 

@@ -1,6 +1,4 @@
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,7 @@ FILES = [
 ]
 
 
-def imported(path: Path) -> Iterator[tuple[str, str]]:
+def imported(path):
     """Yield (module, name) of every import from our packages."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ROOTS:
@@ -22,7 +20,7 @@ def imported(path: Path) -> Iterator[tuple[str, str]]:
                 yield str(node.module), alias.name
 
 
-def exists(module: str, name: str) -> bool:
+def exists(module, name):
     place = ROOTS[module.split(".")[0]] / module.replace(".", "/")
     if (place / f"{name}.py").is_file() or (place / name).is_dir():
         return True

@@ -2,8 +2,6 @@ import json
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,77 +32,74 @@ FORMS = [(layout, head) for layout in ("overlay", "full") for head in ("keep", "
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+def hybrid(tmp_path_factory):
     return Hybrid(*write_sources(tmp_path_factory.mktemp("sources")))
 
 
 class Checkpoint:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         self.index: dict[str, str] = json.loads((root / INDEX).read_text())["weight_map"]
 
-    def edit_file(self, file: str, change: Callable[[dict[str, Raw]], object]) -> None:
+    def edit_file(self, file, change):
         tensors = read_shard(self.root / file)
         change(tensors)
         write_shard(self.root / file, tensors)
 
-    def edit_tensor(self, name: str, change: Callable[[Raw], Raw]) -> None:
+    def edit_tensor(self, name, change):
         self.edit_file(
             self.index[name], lambda tensors: tensors.update({name: change(tensors[name])})
         )
 
-    def add(self, file: str, name: str, raw: Raw) -> None:
+    def add(self, file, name, raw):
         self.edit_file(file, lambda tensors: tensors.update({name: raw}))
 
-    def remove(self, *names: str) -> None:
+    def remove(self, *names):
         for name in names:
             self.edit_file(self.index.pop(name), lambda tensors, name=name: tensors.pop(name))
         self.write_index()
 
-    def unlist(self, prefix: str) -> None:
+    def unlist(self, prefix):
         for name in [name for name in self.index if name.startswith(prefix)]:
             del self.index[name]
         self.write_index()
 
-    def list_in(self, file: str, name: str) -> None:
+    def list_in(self, file, name):
         self.index[name] = file
         self.write_index()
 
-    def retype(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    def retype(self, name, dtype, shape):
         size = ITEM_BYTES[dtype] * int(np.prod(shape))
         self.edit_tensor(name, lambda _: Raw(dtype, shape, bytes(size)))
 
-    def write_index(self) -> None:
+    def write_index(self):
         (self.root / INDEX).write_text(json.dumps({"weight_map": self.index}))
 
-    def configure(self, change: Callable[[dict[str, Any]], object]) -> None:
+    def configure(self, change):
         path = self.root / "config.json"
         config = json.loads(path.read_text())
         change(config["quantization_config"])
         path.write_text(json.dumps(config))
 
-    def configure_module(self, name: str, **entry: Any) -> None:
+    def configure_module(self, name, **entry):
         self.configure(lambda config: config["extra_config"].update({name: entry}))
 
-    def check(self, mtp_layers: int = 1, layers: int = LAYERS, experts: int = EXPERTS) -> None:
+    def check(self, mtp_layers=1, layers=LAYERS, experts=EXPERTS):
         config = json.loads((self.root / "config.json").read_text())["quantization_config"]
         sizes = {"layers": layers, "mtp_layers": mtp_layers, "experts": experts}
         check_checkpoint(str(self.root), read_settings(config), **sizes)
 
-    def refused(self, message: str, **sizes: int) -> None:
+    def refused(self, message, **sizes):
         with pytest.raises(ValueError, match=message):
             self.check(**sizes)
 
 
 @pytest.fixture
-def write(hybrid: Hybrid, tmp_path: Path) -> Callable[..., Checkpoint]:
-    def write(layout: str = "overlay", head: str = "keep") -> Checkpoint:
+def write(hybrid, tmp_path):
+    def write(layout="overlay", head="keep"):
         return Checkpoint(hybrid.write(tmp_path / "checkpoint", layout=layout, head=head))
 
     return write
-
-
-Write = Callable[..., Checkpoint]
 
 
 @pytest.mark.parametrize(("layout", "head"), FORMS)
@@ -112,20 +107,20 @@ def test_accepts_intact_checkpoints(write, layout, head):
     write(layout, head).check()
 
 
-def fp8(layout: str, part: str) -> str:
+def fp8(layout, part):
     return f"{GATE}.{part}" + ("_fp8" if layout == "overlay" else "")
 
 
-def set_blocks(blocks: str) -> Callable[[Checkpoint, str], None]:
+def set_blocks(blocks):
     return lambda tree, _: tree.configure(lambda c: c.update(block_name_to_quantize=blocks))
 
 
-def cut_file_short(tree: Checkpoint, _: str) -> None:
+def cut_file_short(tree, _):
     path = tree.root / OVERLAY_FILE
     path.write_bytes(path.read_bytes()[:-16])
 
 
-def remove_last_layer(tree: Checkpoint, _: str) -> None:
+def remove_last_layer(tree, _):
     last = f"{TEXT}{LAYERS - 1}."
     modules = [f"{TEXT}0.mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")]
     tree.configure(lambda config: config["fp8_block"].update(modules=modules))
@@ -277,7 +272,7 @@ SCALES: dict[str, tuple[float, str]] = {
 }
 
 
-def set_second_scale(value: float) -> Callable[[Raw], Raw]:
+def set_second_scale(value):
     bits = bf16_tensor(np.array([value], np.float32)).data
     return lambda raw: raw._replace(data=raw.data[:2] + bits + raw.data[4:])
 
@@ -291,7 +286,7 @@ def test_refuses_implausible_scales(write, layout, damage):
     tree.refused(message)
 
 
-def multiply_scales(factor: float) -> Callable[[Raw], Raw]:
+def multiply_scales(factor):
     return lambda raw: bf16_tensor(bf16_values(raw) * np.float32(factor))
 
 
@@ -302,10 +297,10 @@ def test_refuses_a_module_whose_scales_all_differ_from_other_layers(write, facto
     tree.refused(r"mlp\.shared_expert\.gate_proj\.weight_scale_inv: scale ")
 
 
-def clear_blocks(*blocks: int) -> Callable[[Raw], Raw]:
+def clear_blocks(*blocks):
     """Return a change that zeroes blocks of a weight of two block columns."""
 
-    def clear(raw: Raw) -> Raw:
+    def clear(raw):
         codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape).copy()
         for number in blocks:
             row, column = divmod(number, 2)
@@ -324,7 +319,7 @@ def test_accepts_any_positive_scale_for_an_all_zero_block(write):
 
 @pytest.mark.parametrize("scale_of_zeros", [1e-12, 1.0])
 def test_accepts_real_blocks_among_mostly_zero_blocks(write, scale_of_zeros):
-    def change_scales(raw: Raw) -> Raw:
+    def change_scales(raw):
         values = bf16_values(raw).copy()
         values.flat[:5] = scale_of_zeros
         return bf16_tensor(values)
@@ -349,7 +344,7 @@ def test_refuses_a_config_with_fewer_layers_or_experts(write, sizes, message):
 
 
 def test_accepts_negative_int4_scales_from_autoround(write):
-    def negate(raw: Raw) -> Raw:
+    def negate(raw):
         return raw._replace(data=(-np.frombuffer(raw.data, np.float16)).tobytes())
 
     tree = write()

@@ -27,7 +27,7 @@ RULES = {
 }
 
 
-def written(path: Path, rows: str, names: str = "{base: 'vllm.a:B'}") -> Path:
+def written(path, rows, names="{base: 'vllm.a:B'}"):
     path.write_text(f"names: {names}\nrows:\n{rows}\n")
     return path
 

@@ -12,8 +12,7 @@ from spark_host.engine import logs
 
 from spark_deploy.hosts.gpu import CudaState, Toolkit
 from spark_deploy.hosts.preflight import judge
-from spark_deploy.hosts.survey import Survey
-from spark_deploy.plan.types import HostPlan, NeedsPlan
+from spark_deploy.plan.types import HostPlan
 from tests.unit.facts.test_facts import CAPTURES
 from tests.unit.planning.plans import shipped
 from tests.unit.preflight.surveyed import problems, survey, warnings
@@ -27,27 +26,27 @@ UNIT = "spark-serve@main-0123456789ab.service"
 KIB = {"G": 1 << 20, "T": 1 << 30, "Gi": 1 << 20, "Ti": 1 << 30}
 
 
-def read(name: str) -> str:
+def read(name):
     return (CAPTURES / name).read_text()
 
 
-def section(name: str, **more: Any) -> Any:
+def section(name, **more):
     return lambda capture: {name: {"capture": capture}, **more}
 
 
-def uname(name: str) -> dict[str, Any]:
+def uname(name):
     words = read(name).split()
     return {"uname": [words[-2], words[2]], "kernels": [words[2]]}
 
 
-def smi_csv(name: str) -> dict[str, Any]:
+def smi_csv(name):
     cells = read(name).splitlines()[-1].split(", ")
     driver = next(cell for cell in cells if re.fullmatch(r"\d{3}\.\d+(\.\d+)?", cell))
     gpu = next(cell for cell in cells if cell.startswith("NVIDIA"))
     return {"smi": [f"{gpu}, {driver}", "rc=0"], "module": {"capture": MODULES[driver]}}
 
 
-def smi_table(name: str) -> dict[str, Any]:
+def smi_table(name):
     text = read(name)
     driver = re.search(r"Driver Version: (\S+)", text)[1]
     gpu = re.search(r"\d\s+(NVIDIA \S+)", text)[1]
@@ -59,27 +58,27 @@ def smi_table(name: str) -> dict[str, Any]:
     }
 
 
-def kib(text: str) -> int:
+def kib(text):
     number, unit = re.fullmatch(r"([\d.]+)([A-Z]i?)", text).groups()
     return int(float(number) * KIB[unit])
 
 
-def memory(name: str) -> dict[str, Any]:
+def memory(name):
     words = next(line for line in read(name).splitlines() if line.startswith("Mem:")).split()
     return {"meminfo": [f"MemTotal: {kib(words[1])} kB", f"MemAvailable: {kib(words[-1])} kB"]}
 
 
-def free_kib(name: str) -> int:
+def free_kib(name):
     """Read the free space of the root filesystem."""
     root = next(line.split() for line in read(name).splitlines() if line.endswith(" /"))
     return kib(root[3])
 
 
-def pci(name: str) -> dict[str, Any]:
+def pci(name):
     return {"pci": re.findall(r"\[(\w{4}:\w{4})\]", read(name))}
 
 
-def pci_names(name: str) -> dict[str, Any]:
+def pci_names(name):
     devices = re.findall(r"Device (?:\[10de:)?(\w{4})", read(name))
     return {"pci": [f"10de:{device}" for device in devices]}
 
@@ -159,7 +158,7 @@ NEEDS = {
 }
 
 
-def host_survey(host: str, needs: NeedsPlan, **changes: Any) -> Survey:
+def host_survey(host, needs, **changes):
     sections, available_kib = HOSTS[host]
     place = f"\t0\t/dev/nvme0n1p2\t{available_kib}\t/"
     places = [f"{path}{place}" for path, _ in needs.disk_needed_bytes]
@@ -203,7 +202,7 @@ def test_counts_faults_in_kernel_logs(name):
     assert logs.parse_kernel_faults(read(name)) == {**none, **KERNEL_FAULTS[name]}
 
 
-def start_messages(name: str) -> list[str]:
+def start_messages(name):
     return list(logs.start_messages(read(name).splitlines()))
 
 

@@ -24,15 +24,15 @@ ROOT = "root/root/755//"
 POOL = ["MemTotal: 127601228 kB", "MemAvailable: 120639488 kB"]
 
 
-def kernel(release: str, parameters: str) -> dict[str, Any]:
+def kernel(release, parameters):
     return {"uname": ["aarch64", release], "kernels": [release], "kernel_parameters": [parameters]}
 
 
-def fragmented(name: str) -> dict[str, Any]:
+def fragmented(name):
     return {"buddyinfo": ["4096", *(BUDDYINFO / f"{name}.txt").read_text().splitlines()]}
 
 
-def writable(line: str, words: str) -> Case:
+def writable(line, words):
     return Case({"parents": [ROOT, line]}, [f"/data: |{words}|chown root: /data"])
 
 
@@ -40,13 +40,11 @@ TOTAL = "MemTotal: 125513944 kB"
 IMAGE = {"images": ["spark-vllm:0123456789ab"]}
 
 
-def memory(available_kib: int, total: str = TOTAL, **more: Any) -> dict[str, Any]:
+def memory(available_kib, total=TOTAL, **more):
     return {"meminfo": [total, f"MemAvailable: {available_kib} kB"], **more}
 
 
-def places(
-    present_kib: int, available_kib: int, docker: str = "/dev/b", **more: Any
-) -> dict[str, Any]:
+def places(present_kib, available_kib, docker="/dev/b", **more):
     mount = "/" if docker == "/dev/a" else "/var/lib/docker"
     return {
         "places": [
@@ -57,7 +55,7 @@ def places(
     }
 
 
-def small(total_gib: int, needed_gib: int = 90) -> dict[str, Any]:
+def small(total_gib, needed_gib=90):
     return {"memory_total_min_bytes": total_gib << 30, "memory_needed_bytes": needed_gib << 30}
 
 
@@ -98,31 +96,31 @@ EMBED_LISTENS = {
 }
 
 
-def gateways(**ports: int) -> dict[str, Any]:
+def gateways(**ports):
     return {
         "ports": tuple(ports.values()),
         "gateways": {name: (port,) for name, port in ports.items()},
     }
 
 
-def unit(name: str) -> dict[str, Any]:
+def unit(name):
     return {"processes": [f"77 62914560 /system.slice/{name} python3"]}
 
 
-def engine(*cgroups: str) -> dict[str, Any]:
+def engine(*cgroups):
     apps = ["77, VLLM::EngineCore"]
     return {**SERVING, "compute_apps": apps, "compute_cgroups": list(cgroups)}
 
 
-def fits(needs: dict[str, Any] | None = None, **sections: Any) -> Case:
+def fits(needs=None, **sections):
     return Case(sections, [], [], needs or {})
 
 
-def refused(*problems: str, needs: dict[str, Any] | None = None, **sections: Any) -> Case:
+def refused(*problems, needs=None, **sections):
     return Case(sections, [*problems], None, needs or {})
 
 
-def warned(*warnings: str, **sections: Any) -> Case:
+def warned(*warnings, **sections):
     return Case(sections, [], [*warnings])
 
 

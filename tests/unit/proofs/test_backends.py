@@ -42,7 +42,7 @@ def test_pins_of_the_plan_match_the_table(case):
     assert not read_pins(remove_pins(list(engine.argv)), {})
 
 
-def bf16_plan() -> HostPlan:
+def bf16_plan():
     """Plan a repository with BF16 experts in config.json."""
     model, profile = SERVED["plain of a BF16 repository"]
     settings = replace(Settings(), model=model, profile=profile)

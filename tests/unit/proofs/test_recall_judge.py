@@ -3,14 +3,14 @@ from typing import Any
 
 import pytest
 
-from proofs.recall import judge, verdicts
+from proofs.recall import verdicts
 from spark_deploy.config.checkout import CHECKOUT
 
 LENGTH = 1000
 Result = dict[str, Any]
 
 
-def answers(lost: tuple[float, float] = (2, 2), registers_right: bool = True) -> list[judge.Row]:
+def answers(lost=(2, 2), registers_right=True):
     """Twenty records, evenly deep, and four registers; ``lost``: range of depths not found."""
     rows = []
     for number in range(24):
@@ -34,17 +34,17 @@ def answers(lost: tuple[float, float] = (2, 2), registers_right: bool = True) ->
 LOST_RECORD = answers(lost=(0.5, 0.55))
 
 
-def run(rows: list[judge.Row], **case: Any) -> Result:
+def run(rows, **case):
     return {"state": "ran", "case": {"options": {}, **case}, "recall": rows}
 
 
-def verdict(name: str, result: Result, reference: list[judge.Row] | None = None) -> bool | None:
+def verdict(name, result, reference=None):
     [row] = verdicts.judge_recall({name: result}, run(reference or answers()))
     passed: bool | None = row["passed"]
     return passed
 
 
-def verdicts_by_engine(rows: list[judge.Row]) -> dict[str, bool | None]:
+def verdicts_by_engine(rows):
     return {row["cases"][0]: row["passed"] for row in rows}
 
 
@@ -76,7 +76,7 @@ def test_damage_must_lose_exactly_the_damaged_part(name, damage, rows, passed):
     assert verdict(name, run(rows, damage=damage)) is passed
 
 
-def talk(*, hits: int = 50, caching: bool = True, **changed_row: Any) -> Result:
+def talk(*, hits=50, caching=True, **changed_row):
     """Three clients with three rounds; ``changed_row`` replaces fields of the fifth answer."""
     rows: list[Result] = [
         {
@@ -101,7 +101,7 @@ def talk(*, hits: int = 50, caching: bool = True, **changed_row: Any) -> Result:
 PLAIN = talk(hits=0, caching=False)
 
 
-def judged(name: str, result: Result, plain: Result = PLAIN) -> Result:
+def judged(name, result, plain=PLAIN):
     rows = verdicts.judge_prefixes({"talk-plain": plain, name: result}, {})
     return {row["cases"][0]: row for row in rows}[name]
 

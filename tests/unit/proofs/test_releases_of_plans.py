@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 
 from proofs.releases import judge
@@ -9,7 +7,7 @@ ANSWER = {"kind": "record", "wanted": [5, 6], "tokens": [5, 6], "logprobs": [-0.
 TWO = [[*("--nnodes", "2", "--node-rank", str(rank))] for rank in (0, 1)]
 
 
-def served(**changed: Any) -> dict[str, Any]:
+def served(**changed):
     return {
         "state": "served",
         "healthy_s": 60.0,
@@ -22,7 +20,7 @@ def served(**changed: Any) -> dict[str, Any]:
     }
 
 
-def verdicts(two: dict[str, Any]) -> dict[str, bool]:
+def verdicts(two):
     alone = served(log=["GPU KV cache size: 1,001 tokens, and more"])
     results = {"one-host": alone, "two-hosts-overlay": two, "two-hosts-full": served()}
     rows = [row for row in judge.judge_cluster(results) if row["cases"][0] == "two-hosts-overlay"]

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,7 @@ WHOLE = {
 """Make targets by the target that runs them all."""
 
 
-def commands(target: str) -> list[str]:
+def commands(target):
     environment = {**os.environ, "MAKEFLAGS": "", "GPU_PYTEST": ""}
     words = ["SPARK_GPU_RESULTS=/results", "GPU_PYTHON=python3", target]
     done = subprocess.run(
@@ -113,7 +111,7 @@ SAMPLES = 30
 """Longer lists are raw samples, which would match any figure."""
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def leaves(value):
     if isinstance(value, dict):
         for key, item in value.items():
             yield key
@@ -126,7 +124,7 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def numbers(name: str) -> set[float]:
+def numbers(name):
     """Return every number of a result file, including numbers in text."""
     [path] = FOLDER.rglob(name)
     texts = (str(leaf) for leaf in leaves(json.loads(path.read_text("utf-8"))))
@@ -134,14 +132,14 @@ def numbers(name: str) -> set[float]:
     return {float(number.replace(",", "")) for group in matches for number in group}
 
 
-def unsupported(text: str, files: list[str]) -> list[str]:
+def unsupported(text, files):
     """Return the figures of a text that no result file supports."""
     known = set[float]().union(*map(numbers, files))
     plain = re.sub(r"vLLM 0\.\d+|\b\d+\.\d+\.\d+\b|`[^`]*`", "", text)
     return [figure for figure in FIGURE.findall(plain) if not supported(figure, known)]
 
 
-def supported(figure: str, known: set[float]) -> bool:
+def supported(figure, known):
     plain = figure.rstrip(" %").replace(",", "")
     value, places = float(plain), len(plain.partition(".")[2])
     if value <= SMALL and "." not in plain:

@@ -1,12 +1,11 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hosts import report_of
 
 from spark_deploy.cli import plan
 from spark_deploy.cli.plan_text import speed_lines
-from spark_deploy.cli.report import HostReport, Report, file_text
+from spark_deploy.cli.report import Report, file_text
 from spark_deploy.cli.report_contents import with_answers
 from spark_deploy.plan.speed import Calibration, calibrated, speed_of
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of
@@ -20,7 +19,7 @@ def without_shipped_reports(monkeypatch, tmp_path):
     monkeypatch.setattr(plan, "CHECKOUT", tmp_path / "checkout")
 
 
-def host_that_measured(tokens_per_s: float | None, **changes: object) -> HostReport:
+def host_that_measured(tokens_per_s, **changes):
     host = report_of()
     assert host.serving
     measured = {} if tokens_per_s is None else {plan.ONE_STREAM: tokens_per_s}
@@ -28,7 +27,7 @@ def host_that_measured(tokens_per_s: float | None, **changes: object) -> HostRep
     return with_answers(replace(host, serving=serving))
 
 
-def write(folder: Path, name: str, *hosts: HostReport) -> None:
+def write(folder, name, *hosts):
     folder.mkdir(parents=True, exist_ok=True)
     numbered = tuple(replace(item, name=f"host-{place + 1}") for place, item in enumerate(hosts))
     report = Report(1, "2026-11-22T00:00:00Z", "0", numbered)

@@ -1,6 +1,5 @@
 import copy
 import json
-from typing import Any
 
 import pytest
 from hosts import CHECKS, EVIDENCE, PROOF, data_of, report_of, status_of
@@ -38,7 +37,7 @@ CANARIES = st.one_of(MACS, PUBLIC, PUBLIC6, TOKENS, KEYS, SERIALS)
 PROMPTS = st.text("abcdefghijklmnop ", min_size=12, max_size=40).map("CANARY {}".format)
 
 
-def report_text(text: Any) -> str:
+def report_text(text):
     return file_text(Report(1, "now", "1.0", (report_of(text),)))
 
 

@@ -18,7 +18,7 @@ from hosts import (
 from spark_deploy.cli import doctor, hosts
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import Answer
-from spark_deploy.cli.report import HostReport, Report, file_text, read_report
+from spark_deploy.cli.report import Report, file_text, read_report
 from spark_deploy.cli.report_contents import QUESTION_IDS, HostData, with_answers
 from spark_deploy.config.catalog.load import read_questions
 from spark_deploy.config.errors import SparkError
@@ -28,15 +28,15 @@ QUESTIONS = read_questions()
 ENGINE = EVIDENCE["engines"][0]
 
 
-def answers_of(host: HostReport) -> dict[str, str]:
+def answers_of(host):
     return {item.id: item.state for item in host.answers}
 
 
-def with_engine(**fields: object) -> HostData:
+def with_engine(**fields):
     return data_of(evidence={**EVIDENCE, "engines": [{**ENGINE, **fields}]})
 
 
-def with_proof(**proof: object) -> HostData:
+def with_proof(**proof):
     release = {**status_of()["releases"][0], "proof": {**PROOF, **proof}}
     return data_of(status_of(releases=[release]))
 

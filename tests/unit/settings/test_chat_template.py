@@ -1,5 +1,4 @@
 import hashlib
-from pathlib import Path
 
 import pytest
 
@@ -15,19 +14,19 @@ TEMPLATE = """{%- for message in messages %}
 """
 
 
-def settings(root: Path, output: str):
+def settings(root, output):
     (root / "group_vars").mkdir(exist_ok=True)
     (root / "group_vars/spark.yml").write_text(f"model: large\nprofile: v2\nengine: {output}\n")
     return load_hosts({"spark": ["a"]}, root=root, checkout=FIXTURE)["a"].settings
 
 
-def argument(plan) -> str | None:
+def argument(plan):
     argv = plan.serve.engine.argv
     return argv[argv.index("--chat-template") + 1] if "--chat-template" in argv else None
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     return tmp_path
 

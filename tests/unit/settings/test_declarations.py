@@ -1,7 +1,6 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -60,7 +59,7 @@ for naps in ("5", "0"):
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     copy = tmp_path / "checkout"
     for part in PARTS:
         ignore = shutil.ignore_patterns("__pycache__")
@@ -68,7 +67,7 @@ def checkout(tmp_path: Path) -> Path:
     return copy
 
 
-def run(checkout: Path, *words: str) -> str:
+def run(checkout, *words):
     path = f"{checkout}:{checkout / 'files/contract'}"
     done = subprocess.run(
         [sys.executable, *words],
@@ -79,7 +78,7 @@ def run(checkout: Path, *words: str) -> str:
     return done.stdout
 
 
-def contents(checkout: Path) -> dict[str, bytes]:
+def contents(checkout):
     files = (path for path in checkout.rglob("*") if path.is_file())
     return {path.relative_to(checkout).as_posix(): path.read_bytes() for path in files}
 

@@ -5,7 +5,6 @@ import shutil
 import urllib.error
 import urllib.request
 from email.message import Message
-from pathlib import Path
 
 import pytest
 import yaml
@@ -29,7 +28,7 @@ from tests.unit.planning.plans import shipped_catalog
 CATALOG = shipped_catalog()
 
 
-def keys_of(level: dict, prefix: str = "") -> list[str]:
+def keys_of(level, prefix=""):
     """Return every dotted key of a schema, with its sections."""
     keys = []
     for key, part in level.get("properties", {}).items():
@@ -37,7 +36,7 @@ def keys_of(level: dict, prefix: str = "") -> list[str]:
     return keys
 
 
-def schema_keys(name: str) -> list[str]:
+def schema_keys(name):
     return keys_of(json.loads((CHECKOUT / f"schema/{name}.schema.json").read_text()))
 
 
@@ -45,17 +44,17 @@ SETTINGS = schema_keys("settings")
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     (tmp_path / "group_vars").mkdir()
     return tmp_path
 
 
-def write(path: Path, text: str) -> Path:
+def write(path, text):
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     return path
 
 
-def put(document: dict, key: str, value: object) -> None:
+def put(document, key, value):
     """Set a dotted key, if its sections are mappings."""
     *above, last = key.split(".")
     level = document
@@ -108,7 +107,7 @@ def test_any_value_on_the_command_line(root, chosen):
         problems_of(loaded.settings, CATALOG)
 
 
-def dumped(values: st.SearchStrategy) -> st.SearchStrategy[str]:
+def dumped(values):
     return values.map(lambda value: yaml.dump(value, allow_unicode=True))
 
 
@@ -135,7 +134,7 @@ def test_any_value_as_host_list(root, hosts, ours):
 
 
 @pytest.fixture
-def catalog_copy(root: Path) -> Path:
+def catalog_copy(root):
     for part in ("schema", "catalog"):
         shutil.copytree(CHECKOUT / part, root / "checkout" / part)
     return root / "checkout"
@@ -168,7 +167,7 @@ def test_no_catalog_value_causes_a_traceback(catalog_copy, name, data):
 
 @pytest.fixture
 def registry_answers(monkeypatch):
-    def answer_with(*bodies: bytes, challenge: str = ""):
+    def answer_with(*bodies, challenge=""):
         left = list(bodies)
 
         def opened(request, timeout):
@@ -187,7 +186,7 @@ def registry_answers(monkeypatch):
     return answer_with
 
 
-def encoded(values: st.SearchStrategy) -> st.SearchStrategy[bytes]:
+def encoded(values):
     return values.map(lambda value: json.dumps(value).encode())
 
 

@@ -12,11 +12,11 @@ from spark_deploy.config.settings.load import merge
 SCHEMAS = sorted((CHECKOUT / "schema").glob("*.schema.json"))
 
 
-def schema_of(name: str) -> dict:
+def schema_of(name):
     return json.loads((CHECKOUT / "schema" / f"{name}.schema.json").read_text("utf-8"))
 
 
-def levels(schema: dict, path: str = ""):
+def levels(schema, path=""):
     """Yield (path, part) for the schema and everything described in it."""
     yield path, schema
     for key, part in schema.get("properties", {}).items():
@@ -68,7 +68,7 @@ def test_patterns_have_a_message_with_a_valid_example(name):
         assert re.search(part["pattern"], example), f"{where}: {example}"
 
 
-def patterns(part, where: str = ""):
+def patterns(part, where=""):
     """Yield (path, level) of all that have a pattern."""
     if isinstance(part, dict):
         if isinstance(part.get("pattern"), str):

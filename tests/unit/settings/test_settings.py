@@ -1,6 +1,5 @@
 import re
 import shutil
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -14,22 +13,22 @@ from spark_deploy.config.settings.types import Settings
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """An inventory of a user's own, outside the checkout."""
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "host_vars").mkdir()
     return tmp_path
 
 
-def write(root: Path, name: str, text: str) -> None:
+def write(root, name, text):
     (root / name).write_text(text, encoding="utf-8")
 
 
-def load(root: Path, hosts=("spark-1",), **more):
+def load(root, hosts=("spark-1",), **more):
     return load_hosts({"spark": list(hosts)}, root=root, **more)
 
 
-def refused(root: Path, hosts=("spark-1",), **more) -> str:
+def refused(root, hosts=("spark-1",), **more):
     with pytest.raises(SettingsError) as caught:
         load(root, hosts, **more)
     return str(caught.value)

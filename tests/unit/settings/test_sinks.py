@@ -13,11 +13,11 @@ REPOSITORY = {"url": "https://a.example", "suite": "noble", "components": ["main
               "key_url": "https://a.example/k", "key_sha256": KEY}  # fmt: skip
 
 
-def repository(**changes: object) -> dict[str, object]:
+def repository(**changes):
     return {"repositories": {"vendor": {**REPOSITORY, **changes}}}
 
 
-def nested(key: str, value: object) -> dict[str, object]:
+def nested(key, value):
     for part in reversed(key.split(".")):
         value = {part: value}
     return value  # type: ignore[return-value]
@@ -91,7 +91,7 @@ GOOD = [
 ]
 
 
-def load(tmp_path: Path, settings: object) -> None:
+def load(tmp_path, settings):
     (tmp_path / "group_vars").mkdir(exist_ok=True)
     (tmp_path / "group_vars/all.yml").write_text(yaml.safe_dump(settings))
     load_hosts({"spark": ["spark-1"]}, root=tmp_path)

@@ -1,8 +1,6 @@
 import datetime
 import os
 import subprocess
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +26,7 @@ CHANGELOG = (
 class Project:
     """A small project under git; without ``builds``, the wheel is not built."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         self.failing_step = ""
         self.builds = False
@@ -40,26 +38,26 @@ class Project:
         for words in ("init -q", "add -A", "commit -qm start"):
             self.git(*words.split())
 
-    def git(self, *words: str) -> str:
+    def git(self, *words):
         return runner(self.root)(["git", *words])
 
-    def run(self, command: Sequence[str]) -> str:
+    def run(self, command):
         if self.failing_step and self.failing_step in " ".join(command):
             raise subprocess.CalledProcessError(1, command)
         if "wheel" in command and not self.builds:
             return ""
         return runner(self.root)(command)
 
-    def release(self, version: str = "0.3.0") -> None:
+    def release(self, version="0.3.0"):
         release(self.root, version, DAY, self.run)
 
-    def state(self) -> tuple[str, ...]:
+    def state(self):
         texts = [(self.root / name).read_text() for name in ("pyproject.toml", "CHANGELOG.md")]
         return (*texts, self.git("log", "--format=%s"), self.git("tag"))
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+def project(tmp_path, monkeypatch):
     for person in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{person}_NAME", "ann")
         monkeypatch.setenv(f"GIT_{person}_EMAIL", "ann@example.org")

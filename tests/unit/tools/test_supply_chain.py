@@ -1,6 +1,5 @@
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
@@ -45,7 +44,7 @@ def test_plugin_wheel_builds_reproducibly(tmp_path):
     assert len(wheels[0]) > 10_000
 
 
-def build_plugin(folder: Path, time_s: int) -> bytes:
+def build_plugin(folder, time_s):
     """Build the plugin as the Dockerfile does, from files with this modification time."""
     [epoch] = re.findall(r"SOURCE_DATE_EPOCH=(\d+)", (IMAGE / "Dockerfile").read_text())
     environment = {"PYTHONHASHSEED": str(time_s % 9), "SOURCE_DATE_EPOCH": epoch}
