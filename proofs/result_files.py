@@ -87,8 +87,9 @@ def describe_run(device: str, *packages: str) -> dict[str, Any]:
 
 
 def write_result(path: Path, content: dict[str, Any]) -> None:
+    """Write a result file; the command of this process is the default."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps({"command": read_command(), **content}, indent=1) + "\n")
 
 
 def print_rows(rows: list[Row]) -> None:

@@ -27,7 +27,7 @@ from proofs.judges import profiles as profile_judge
 from proofs.judges.damages import judge_damages
 from proofs.judges.quality import judge_quality
 from proofs.judges.talks import judge_conversations
-from proofs.result_files import ENDING, describe_run, print_rows, read_command, write_result
+from proofs.result_files import ENDING, describe_run, print_rows, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -189,7 +189,6 @@ def environment() -> dict[str, Any]:
     needs = (importlib.metadata.requires("vllm") or []) if run["versions"]["vllm"] else []
     pinned = [text for text in needs if text.startswith(("torch==", "flashinfer-python=="))]
     return {
-        "command": read_command(),
         **run,
         "engine_pins": pinned,
         "cuda": torch.version.cuda,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -60,20 +59,23 @@ def accuracy(weight: torch.Tensor, heads: dict[str, Head], batch: int) -> dict[s
     return results
 
 
-def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
+def make_heads(
+    weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, tiles: Sequence[Tile]
+) -> dict[str, Head]:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    return {
+        "bf16": lambda x: x @ weight.t(),
+        "own": lambda x: logits(x, values, scales, tile_for(x.shape[0], tiles), processors),
+        "marlin": make_marlin_head(values, scales),
+    }
+
+
+def measure(in_features: int, tiles_name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     weight = torch.randn(ROWS, in_features, device="cuda").bfloat16()
     values, scales = quantise_rows(weight)
-    properties = torch.cuda.get_device_properties(0)
     tiles = read_table()[tiles_name]
-    heads: dict[str, Head] = {
-        "bf16": lambda x: x @ weight.t(),
-        "own": lambda x: logits(
-            x, values, scales, tile_for(x.shape[0], tiles), properties.multi_processor_count
-        ),
-    }
-    if marlin:
-        heads["marlin"] = make_marlin_head(values, scales)
+    heads = make_heads(weight, values, scales, tiles)
     times: dict[str, dict[int, float]] = {name: {} for name in heads}
     for batch in BATCHES:
         x = torch.randn(batch, in_features, device="cuda").bfloat16()
@@ -101,9 +103,8 @@ def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
     }
     if in_features == INPUTS[0]:
         result["limited"] = limited(values, scales, in_features)
-    if marlin:
-        times = measure_kernels(weight, values, scales, SERVED_BATCHES)
-        result["served"] = {"us": times, "choice": select_fastest(times)}
+    served = measure_kernels(weight, values, scales, SERVED_BATCHES)
+    result["served"] = {"us": served, "choice": select_fastest(served)}
     return result
 
 
@@ -133,21 +134,13 @@ def parts(
     return results
 
 
-def heavy_tailed(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
+def heavy_tailed(in_features: int, tiles_name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     heavy = torch.distributions.StudentT(torch.tensor(3.0, device="cuda")).sample(
         (65536, in_features)
     )
     heavy = heavy.bfloat16()
-    values, scales = quantise_rows(heavy)
-    tiles = read_table()[tiles_name]
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    heads: dict[str, Head] = {
-        "bf16": lambda x: x @ heavy.t(),
-        "own": lambda x: logits(x, values, scales, tile_for(x.shape[0], tiles), processors),
-    }
-    if marlin:
-        heads["marlin"] = make_marlin_head(values, scales)
+    heads = make_heads(heavy, *quantise_rows(heavy), read_table()[tiles_name])
     return accuracy(heavy, heads, 64)
 
 
@@ -170,11 +163,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiles", default=None, help="list of the table; default: this device's")
-    parser.add_argument("--no-marlin", action="store_true")
     arguments = parser.parse_args()
     properties = torch.cuda.get_device_properties(0)
     own = f"{properties.major}.{properties.minor}"
     name = arguments.tiles or (own if own in read_table() else "default")
+    from proofs.result_files import write_result
     from proofs.stages import environment
 
     document: dict[str, Any] = {
@@ -186,17 +179,11 @@ def main() -> None:
         "shapes": [],
     }
     for size in INPUTS:
-        shape = measure(size, name, not arguments.no_marlin)
+        shape = measure(size, name)
         torch.cuda.empty_cache()
-        shape["accuracy"]["student_t3"] = heavy_tailed(size, name, not arguments.no_marlin)
+        shape["accuracy"]["student_t3"] = heavy_tailed(size, name)
         document["shapes"].append(shape)
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    for shape in document["shapes"]:
-        print(shape["inputs"], shape["read_gb_per_s"], shape["floors"], shape["over_floor"])
-        for batch in BATCHES:
-            print("  ", batch, {name: times[batch] for name, times in shape["us"].items()})
-        print("  ", json.dumps(shape["parts"]))
-        print("  ", json.dumps(shape["accuracy"]), json.dumps(shape.get("limited")))
+    write_result(arguments.out, document)
 
 
 if __name__ == "__main__":

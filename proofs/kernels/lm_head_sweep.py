@@ -13,7 +13,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import itertools
-import json
 import multiprocessing
 import os
 import sys
@@ -144,6 +143,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batches.split(",")]
+    from proofs.result_files import write_result
     from proofs.stages import environment
 
     result = {
@@ -160,8 +160,7 @@ def main() -> None:
             for size in arguments.inputs.split(",")
         ],
     }
-    print("read", result["read_gb_per_s"])
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.out, result)
 
 
 if __name__ == "__main__":

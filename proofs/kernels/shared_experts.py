@@ -9,7 +9,6 @@ cache; times are per layer, medians of CUDA-graph replays. Needs vLLM.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    from proofs.result_files import write_result
     from proofs.stages import environment
 
     document = {
@@ -155,8 +155,7 @@ def main() -> None:
         "us_per_layer": measure(),
         "rows": [],
     }
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document["us_per_layer"], indent=1))
+    write_result(arguments.out, document)
 
 
 if __name__ == "__main__":
