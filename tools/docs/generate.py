@@ -1,7 +1,7 @@
 """Write the generated files; ``--check`` only reports whether they are current.
 
-Schemas, group_vars/all.yml and settings.md are generated. Other pages have generated tables between
-marks: from the catalog, plans, result files, open questions and reports of hosts.
+Schemas, group_vars/all.yml, settings.md and pictures are generated. Other pages have generated
+tables between marks: from the catalog, plans, result files, open questions and reports of hosts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spark_deploy.config.catalog.types import Catalog  # noqa: E402
 from spark_deploy.config.settings.types import Settings  # noqa: E402
 from spark_deploy.lock.resolve import size  # noqa: E402
 from spark_deploy.plan.memory import gib, loaded_bytes, plan_memory, weights_of  # noqa: E402
-from tools.docs import evidence, speed  # noqa: E402
+from tools.docs import evidence, screens, speed  # noqa: E402
 from tools.docs.commands import command_rows  # noqa: E402
 from tools.docs.declared import DOCUMENTS, all_yml, row, schema_file, settings_page  # noqa: E402
 
@@ -190,6 +190,10 @@ def _for_sparks() -> list[HybridModel]:
 
 FILES: dict[str, Callable[[], Iterable[str]]] = {
     **{f"schema/{name}.schema.json": functools.partial(schema_file, name) for name in DOCUMENTS},
+    **{
+        f"docs/screens/{name}.svg": functools.partial(screens.picture, name)
+        for name in screens.SCREENS
+    },
     "group_vars/all.yml": all_yml,
     "docs/reference/settings.md": settings_page,
 }

@@ -57,9 +57,8 @@ def main() -> int:
             record(Path(folder) / "sparks", guest_names(options.guests))
     tool = ["termtosvg-ng", "render", str(FILM / "first.cast"), str(FILM / "first.svg")]
     subprocess.run([*tool, "-m", str(FRAME_MS), "-D", "4000", "-t", "window_frame"], check=True)
-    return subprocess.run(
-        [sys.executable, CHECKOUT / "tools/docs/screens.py"], check=False
-    ).returncode
+    command = [sys.executable, str(CHECKOUT / "tools/docs/generate.py")]
+    return subprocess.run(command, check=False).returncode
 
 
 def record(folder: Path, names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Draw the pictures of commands in docs/screens; ``--check`` only compares.
+"""Pictures of commands in docs/screens.
 
 ``plan`` is computed. The other pictures replay a recording of the virtual lab in
 docs/screens/recorded (`make recording`): pyinfra's log with times, and the JSON of status and top.
@@ -6,34 +6,29 @@ docs/screens/recorded (`make recording`): pyinfra's log with times, and the JSON
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(CHECKOUT))
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
 
-from rich._export_format import CONSOLE_SVG_FORMAT  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.text import Text  # noqa: E402
-
-from spark_deploy.cli import console as cli_console  # noqa: E402
-from spark_deploy.cli import live, progress_screen  # noqa: E402
-from spark_deploy.cli.hosts import Target, build_plan  # noqa: E402
-from spark_deploy.cli.plan_text import plan_text  # noqa: E402
-from spark_deploy.cli.progress_screen import HostView, Transcript  # noqa: E402
-from spark_deploy.cli.status import host_fields, status_lines  # noqa: E402
-from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
-from spark_deploy.config.settings.load import load_hosts  # noqa: E402
-from spark_deploy.hosts.status import HostStatus  # noqa: E402
-from spark_deploy.plan.resolve import pair_of  # noqa: E402
-from tools.docs.replay import feed  # noqa: E402
+from spark_deploy.cli import console as cli_console
+from spark_deploy.cli import live, progress_screen
+from spark_deploy.cli.hosts import Target, build_plan
+from spark_deploy.cli.plan_text import plan_text
+from spark_deploy.cli.progress_screen import HostView, Transcript
+from spark_deploy.cli.status import host_fields, status_lines
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.hosts.status import HostStatus
+from spark_deploy.plan.resolve import pair_of
+from tools.docs.replay import feed
 
 OUT = CHECKOUT / "docs/screens"
 RECORDED = OUT / "recorded"
@@ -42,34 +37,16 @@ WIDTH = 100
 FORM = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
-def main() -> int:
-    """Write or check the pictures; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="only compare; exit with 1 if out of date"
-    )
-    check = parser.parse_args().check
-    stale = []
-    for name, (title, draw) in SCREENS.items():
-        path, drawn = OUT / f"{name}.svg", picture(name, title, draw)
-        if path.exists() and path.read_text("utf-8") == drawn:
-            continue
-        stale.append(path.name)
-        if not check:
-            path.write_text(drawn, encoding="utf-8")
-    if check and stale:
-        sys.stderr.write(f"{', '.join(stale)} out of date; run `python tools/docs/screens.py`\n")
-    return 1 if check and stale else 0
-
-
-def picture(name: str, title: str, draw: Callable[[Console], None]) -> str:
+def picture(name: str) -> Iterator[str]:
+    """Yield the lines of ``docs/screens/<name>.svg``."""
+    title, draw = SCREENS[name]
     console = Console(
         record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False,
         color_system="truecolor",
     )  # fmt: skip
     console.print(Text(f"$ {title}", "bold"))
     draw(console)
-    return console.export_svg(title=title, code_format=FORM, unique_id=name)
+    yield console.export_svg(title=title, code_format=FORM, unique_id=name)
 
 
 def plan(console: Console) -> None:
@@ -137,6 +114,3 @@ SCREENS: dict[str, tuple[str, Callable[[Console], None]]] = {
     "status": ("spark-deploy status", status),
     "top": ("spark-deploy top", top_once),
 }
-
-if __name__ == "__main__":
-    sys.exit(main())
