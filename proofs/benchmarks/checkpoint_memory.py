@@ -58,11 +58,13 @@ peak = next(line.split()[1] for line in lines if line.startswith("VmHWM"))
 open(sys.argv[1], "w").write(peak)
 sys.exit(code)
 """
-ONE = Architecture(layers=4, experts=16, vocabulary=8192, vision_blocks=2, shards=4, donor_shards=4)
+ONE = Architecture(layers=4, experts=16, vocabulary=8192, vision_depth=2, shards=4, donor_shards=4)
 # Four times the size in as many files; only routed experts grow.
 GROWN = replace(ONE, experts=7 * ONE.experts)
 # The same names, each with four times the bytes: rows twice as long, twice as many.
-WIDER = replace(ONE, hidden=2 * ONE.hidden, width=2 * ONE.width)
+WIDER = replace(
+    ONE, hidden=2 * ONE.hidden, expert_width=2 * ONE.expert_width, shared_width=2 * ONE.shared_width
+)
 LARGEST = Architecture(layers=60, experts=512, hidden=4096, shards=40, donor_shards=94)
 # Builds by their name in the result file, with the difference from an overlay that keeps the head.
 BOTH: dict[str, dict[str, str]] = {"full": {"layout": "full"}, "overlay": {}}
