@@ -34,7 +34,7 @@ class Hub:
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
 
-class _Handler(BaseHTTPRequestHandler):
+class FileHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     hub: Hub
@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             log.write(json.dumps(line) + "\n")
 
 
-class HubHandler(_Handler):
+class HubHandler(FileHandler):
     def route(self, path: str) -> None:
         fault = self.hub.faults.current("status", path)
         if fault is not None:
@@ -181,7 +181,7 @@ class HubHandler(_Handler):
         self.answer(HTTPStatus.TEMPORARY_REDIRECT, b"", {**headers, "Location": cached})
 
 
-class CdnHandler(_Handler):
+class CdnHandler(FileHandler):
     def route(self, path: str) -> None:
         if "Authorization" in self.headers:
             self.refuse(HTTPStatus.BAD_REQUEST, "only one auth mechanism allowed: drop the token")

@@ -12,9 +12,7 @@ import argparse
 import json
 import os
 import platform
-import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,10 +21,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = (".", "files/contract", "files/checkpoint", "proofs/benchmarks")
@@ -42,6 +38,10 @@ from checkpoint_trees import (  # noqa: E402
 )
 from spark_checkpoint.number_formats import from_bf16_bits, quantise_blocks  # noqa: E402
 
+from lab.hub.faults import FaultSwitch  # noqa: E402
+from lab.hub.server import FileHandler, Hub  # noqa: E402
+from lab.hub.store import FileRecord, NotFoundError, Store  # noqa: E402
+from lab.webserver import LabHttpServer  # noqa: E402
 from proofs.result_files import describe_run  # noqa: E402
 
 RESULT = ROOT / "proofs/results/checkpoint-memory.json"
@@ -79,39 +79,21 @@ LIMIT_BYTES = 256 << 20
 REPOSITORY = f"bench/donor/resolve/{DONOR_COMMIT}"
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Files(FileHandler):
     root: Path
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Log no requests."""
-
-    def do_GET(self) -> None:
-        path = self.root / unquote(urlsplit(self.path).path).lstrip("/")
-        if not path.is_file():
-            self.send_error(404)
-            return
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-            first, last = (int(match[1]), min(int(match[2]), size - 1)) if match else (0, size - 1)
-            self.send_response(206 if match else 200)
-            if match:
-                self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
-            self.send_header("Content-Length", str(last + 1 - first))
-            self.end_headers()
-            self.wfile.flush()
-            sock: socket.socket = self.connection
-            position = first
-            while position <= last:
-                position += os.sendfile(sock.fileno(), file.fileno(), position, last + 1 - position)
+    def route(self, path: str) -> None:
+        file = self.root / path.lstrip("/")
+        if not file.is_file():
+            raise NotFoundError("EntryNotFound", path)
+        self.send_file(FileRecord(path, file.stat().st_size, "", "", False, file), {})
 
 
 @contextmanager
 def serve(root: Path) -> Iterator[str]:
     """Serve a directory for the duration of a block; yields the address."""
-    handler = type("Handler", (_Handler,), {"root": root})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    hub = Hub(Store(root), FaultSwitch(root / "no-fault"), "", Path(os.devnull))
+    server = LabHttpServer(("127.0.0.1", 0), type("Handler", (_Files,), {"root": root, "hub": hub}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
