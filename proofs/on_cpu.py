@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +35,6 @@ from proofs.trees import special
 from proofs.trees.build import VARIANTS, build, copy_trained, plan, write_wide
 
 CAVEATS = ["portable mode: checkpoints dequantised to BF16, no quantised kernel runs", "eager"]
-REFERENCES = {"wide": "wide-overlay", "true-35b": "true-35b", "true-122b": "true-122b"}
-"""Reference names of the judge, and their checkpoints."""
 Rows = list[dict[str, Any]]
 
 
@@ -90,10 +87,8 @@ def prove_sizes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
     special.make_true(trees, folder, "true-35b", special.TRUE_35B, int4_mtp=True)
     special.make_true(trees, folder, "true-122b", special.TRUE_122B, int4_mtp=False)
     logs = _make_directory(work / "logs")
-    for name, tree in REFERENCES.items():  # sequential: each needs twice its weights in memory
-        words = [str(trees / tree), str(logs / f"transformers-{name}.pt")]
-        more = ["--pictures"] if name == "wide" else []
-        command = [sys.executable, "-m", "proofs.engine.transformers_case", *words, *more]
+    # One after another: each needs twice its weights in memory.
+    for command in run.reference_commands(trees, logs).values():
         subprocess.run(command, cwd=CHECKOUT, check=True)
     cases = [case for case in profile_cases.sizes_cases() if case["name"].endswith("-portable")]
     results = run.run_cases(cases, trees, logs, at_once=1, limit_s=1200)

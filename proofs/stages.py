@@ -214,19 +214,9 @@ def merge_rows(out: Path) -> None:
 def start_transformers(trees: Path, work: Path) -> list[subprocess.Popen[bytes]]:
     work.mkdir(parents=True, exist_ok=True)
     started = []
-    for name, tree in (("wide", "wide-overlay"), ("true-35b", None), ("true-122b", None)):
-        out = work / f"transformers-{name}.pt"
-        command = [
-            sys.executable,
-            "-m",
-            "proofs.engine.transformers_case",
-            str(trees / (tree or name)),
-        ]
-        more = ["--pictures"] if name == "wide" else []
-        with out.with_suffix(".log").open("wb") as log:
-            started.append(
-                subprocess.Popen([*command, str(out), *more], stdout=log, stderr=log, cwd=ROOT)
-            )
+    for name, command in engine_run.reference_commands(trees, work).items():
+        with (work / f"transformers-{name}.log").open("wb") as log:
+            started.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT))
     return started
 
 

@@ -242,31 +242,35 @@ def use_stock_turboquant() -> None:
     )
 
 
-def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
-    quickly = quick.is_enabled()
-    if quickly:
-        quick.start_quickly()
+def start_engine(case: dict[str, Any], **more: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the engine of a case with options ``more``, and the beginning of its result."""
     import torch
     import vllm
-    from vllm import LLM
+
+    if case.get("stock_turboquant"):
+        use_stock_turboquant()
+    options = {**COMMON, "model": case["tree"], **more, **case.get("options", {})}
+    options["additional_config"] = {**COMMON["additional_config"], **case.get("additional", {})}
+    started = time.monotonic()
+    llm = vllm.LLM(**quick.set_flash_attention(options))
+    load_s = round(time.monotonic() - started, 1)
+    versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+    return llm, {"load_s": load_s, "versions": versions}
+
+
+def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
+    if quick.is_enabled():
+        quick.start_quickly()
+    import torch
 
     recorder = Recorder()
     install_hooks(recorder)
-    if case.get("stock_turboquant"):
-        use_stock_turboquant()
     loads: list[dict[str, Any]] = []
     if case.get("count_names"):
         loaded_names.install(loads)
-    options = {**COMMON, "model": case["tree"], **case.get("options", {})}
-    options["additional_config"] = {**COMMON["additional_config"], **case.get("additional", {})}
-    if case["prompts"] in ("ids", "contexts"):
-        options["skip_tokenizer_init"] = True
-    options = quick.set_flash_attention(options)
-    started = time.monotonic()
-    llm = LLM(**options)
-    result: dict[str, Any] = {
-        "load_s": round(time.monotonic() - started, 1),
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+    bare = case["prompts"] in ("ids", "contexts")
+    llm, result = start_engine(case, skip_tokenizer_init=bare)
+    result |= {
         # Over several devices the model lives in other processes.
         "modules": describe_modules(recorder.models[0]) if recorder.models else {},
         "drafter_modules": describe_modules(recorder.models[1]) if len(recorder.models) > 1 else {},
@@ -274,7 +278,7 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     }
     if case.get("hook_modules"):
         watch_modules(recorder)
-    prompts = prompts_of(case, None if "skip_tokenizer_init" in options else llm.get_tokenizer())
+    prompts = prompts_of(case, None if bare else llm.get_tokenizer())
     if case.get("capture", True):
         hidden, logits, rows = prefill_logits(llm, recorder, prompts)
         torch.save(

@@ -62,6 +62,17 @@ def run_cases(
     return results
 
 
+def reference_commands(trees: Path, out: Path) -> dict[str, list[str]]:
+    """Return the commands that compute the judge's references with transformers."""
+    references = {"wide": "wide-overlay", "true-35b": "true-35b", "true-122b": "true-122b"}
+    module = [sys.executable, "-m", "proofs.engine.transformers_case"]
+    return {
+        name: [*module, str(trees / tree), str(out / f"transformers-{name}.pt")]
+        + ["--pictures"] * (name == "wide")
+        for name, tree in references.items()
+    }
+
+
 def devices_shown() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named:

@@ -237,7 +237,6 @@ def main() -> None:
         required=True,
         help="empty, or the directory of an earlier run to judge again",
     )
-    parser.add_argument("--iters", type=int, default=ITERATIONS["tuned"])
     options = parser.parse_args()
     work = options.work.resolve()
     values = rescale_channels(5)
@@ -250,7 +249,7 @@ def main() -> None:
         shutil.rmtree(work / name, ignore_errors=True)
     repository.write_plain(work / "16-bit", TINY, values, vocabulary.train(TINY.vocabulary))
     trees = {"ours": round_to_nearest(values, work / "ours")}
-    for name, iters in {**ITERATIONS, "tuned": options.iters}.items():
+    for name, iters in ITERATIONS.items():
         trees[name] = quantise_by_autoround(iters, values, work / name, options.packages)
     seconds = {name: read_state(work / name)["seconds_of_last_run"] for name in ITERATIONS}
     trees["damaged"] = swap_experts(trees["tuned"], work / "damaged")
@@ -263,14 +262,13 @@ def main() -> None:
     }
     done = read_state(work / "tuned")
     perplexity = compare_all(reference, reference)["perplexity_replies"]
-    write(options.out, figures, seconds, options.iters, perplexity, done["versions"])
+    write(options.out, figures, seconds, perplexity, done["versions"])
 
 
 def write(
     out: Path,
     figures: dict[str, Any],
     seconds: dict[str, float],
-    iters: int,
     perplexity: float,
     quantiser: dict[str, str],
 ) -> None:
@@ -296,7 +294,7 @@ def write(
         "seed": 5,
         "quantiser": quantiser,
         "caveats": CAVEATS,
-        "settings": {**SETTINGS, "iters": iters, "perplexity_16_bit": perplexity},
+        "settings": {**SETTINGS, "iters": ITERATIONS["tuned"], "perplexity_16_bit": perplexity},
         "rows": rows,
     }
     write_result(out / "requantize.json", document)

@@ -96,14 +96,9 @@ def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
 
 def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     quick.start_quickly()
-    import torch
-    import vllm
-    from vllm import LLM
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    if case.get("stock_turboquant"):
-        engine_case.use_stock_turboquant()
     if case.get("xqa"):
         # The kernel is compiled locally; skip the check for downloads.
         import vllm.utils.flashinfer as flashinfer_utils
@@ -115,22 +110,9 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
 
         flashinfer.utils.is_sm90a_supported = lambda *_: False
     damage.inflict(case.get("damage", {}))
-    options = {**engine_case.COMMON, "model": case["tree"], "skip_tokenizer_init": True}
-    options |= {"max_logprobs": KEPT, **case["options"]}
-    options["additional_config"] = {
-        **engine_case.COMMON["additional_config"],
-        **case.get("additional", {}),
-    }
-    options = quick.set_flash_attention(options)
-    started = time.monotonic()
-    llm = LLM(**options)
-    config = llm.llm_engine.vllm_config
-    result: dict[str, Any] = {
-        "load_s": round(time.monotonic() - started, 1),
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
-        "block_tokens": config.cache_config.block_size,
-        "flash_attention": os.environ.get(quick.FLASH, "2"),
-    }
+    llm, result = engine_case.start_engine(case, skip_tokenizer_init=True, max_logprobs=KEPT)
+    result["block_tokens"] = llm.llm_engine.vllm_config.cache_config.block_size
+    result["flash_attention"] = os.environ.get(quick.FLASH, "2")
     if case.get("recall"):
         result["recall"] = recall(llm, case["recall"])
     if case.get("talks"):

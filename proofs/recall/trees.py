@@ -1,6 +1,6 @@
 """Checkpoints of the recall model: INT4 base, FP8 donor, and the hybrid that a Spark serves.
 
-python3 -m proofs.recall.trees WEIGHTS_DIR OUT_DIR [--random]
+python3 -m proofs.recall.trees WEIGHTS_DIR OUT_DIR
 """
 
 from __future__ import annotations
@@ -97,13 +97,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("weights", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--random", action="store_true", help="untrained, to try the engines")
     arguments = parser.parse_args()
-    if arguments.random:
-        weights = original.random_weights(RECALL, SEED)
-    else:
-        weights = read_weights(arguments.weights)
-    make(weights, arguments.out.resolve())
+    make(read_weights(arguments.weights), arguments.out.resolve())
 
 
 if __name__ == "__main__":

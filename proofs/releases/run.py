@@ -1,6 +1,6 @@
 """Serve planned releases, judge the answers, write result files.
 
-    python3 -m proofs.releases.run TREES PLANS WORK OUT [--only STAGE] [--within-s S]
+    python3 -m proofs.releases.run TREES PLANS WORK OUT [--only STAGE]
 
 Stages: ``cluster`` needs two GPUs; ``plain`` and ``seeing`` need one. PLANS is written by
 ``proofs.releases.planning``, TREES by ``proofs.releases.trees``.
@@ -184,7 +184,6 @@ def main() -> None:
     for name in ("trees", "plans", "work", "out"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--only", action="append", choices=STAGES)
-    parser.add_argument("--within-s", type=float, default=float("inf"))
     arguments = parser.parse_args()
     rows = prove(
         arguments.only or list(STAGES),
@@ -192,7 +191,7 @@ def main() -> None:
         arguments.plans.resolve(),
         arguments.work.resolve(),
         arguments.out.resolve(),
-        arguments.within_s,
+        float("inf"),
     )
     print_rows(rows)
 

@@ -1,7 +1,5 @@
 """Checkpoints of the engine proofs: from the lab's generator and the product's builder.
 
-    python3 -m proofs.trees.make OUT [--hub HUB] [--special]
-
 ``wide``: random weights with real shapes of every layer kind (head size 256, linear heads of 128).
 ``tiny``: the lab's trained model from a hub on disk, for meaningful answers and drafts. Each as
 INT4 base, in both layouts, with both heads, and without plugin. Damaged copies are named after the

@@ -1,6 +1,6 @@
 """Make every checkpoint of the proofs.
 
-python3 -m proofs.trees.make OUT [--hub HUB] [--special]
+python3 -m proofs.trees.make OUT HUB
 """
 
 from __future__ import annotations
@@ -32,40 +32,37 @@ from proofs.trees.build import (
 )
 
 
-def make(out: Path, hub: Path | None, *, special: bool) -> None:
+def make(out: Path, hub: Path) -> None:
+    """Make them from random weights, and from the lab's trained model in ``hub``."""
     work = out / "work"
     work.mkdir(parents=True)
     with ProcessPoolExecutor(7) as pool:
-        jobs = []
-        if special:  # slow jobs first
-            true = {"true-35b": (single.TRUE_35B, True), "true-122b": (single.TRUE_122B, False)}
-            for name, (shape, int4_mtp) in true.items():
-                jobs.append(
-                    pool.submit(single.make_true, out, work, name, shape, int4_mtp=int4_mtp)
-                )
-            for make_one in (single.make_steered, single.make_long, single.make_narrow):
-                jobs.append(pool.submit(make_one, out, work))
-        jobs.append(pool.submit(_make_wide, out, work, special))
-        if hub:
-            jobs.append(pool.submit(_make_tiny, out, work, hub, special))
+        jobs = [  # slow jobs first
+            pool.submit(single.make_true, out, work, name, shape, int4_mtp=int4_mtp)
+            for name, shape, int4_mtp in (
+                ("true-35b", single.TRUE_35B, True),
+                ("true-122b", single.TRUE_122B, False),
+            )
+        ]
+        for make_one in (single.make_steered, single.make_long, single.make_narrow, _make_wide):
+            jobs.append(pool.submit(make_one, out, work))
+        jobs.append(pool.submit(_make_tiny, out, work, hub))
         for job in jobs:
             job.result()
 
 
-def _make_wide(out: Path, work: Path, special: bool) -> None:
+def _make_wide(out: Path, work: Path) -> None:
     _build_variants(out, work, "wide", *write_wide(out))
     made = list(damage(out / "wide-full", out / "wide-overlay"))
-    if special:
-        made += damages.make_visible(out / "wide-full", out / "wide-overlay-head8")
+    made += damages.make_visible(out / "wide-full", out / "wide-overlay-head8")
     print("damaged:", *(tree.name for tree in made))
 
 
-def _make_tiny(out: Path, work: Path, hub: Path, special: bool) -> None:
+def _make_tiny(out: Path, work: Path, hub: Path) -> None:
     base, donor = copy_trained(out, hub)
     _build_variants(out, work, "tiny", base, donor)
-    if special:
-        make_drafts(out, base)
-        print("damaged:", *(tree.name for tree in damages.make_plausible(out / "tiny-full-head8")))
+    make_drafts(out, base)
+    print("damaged:", *(tree.name for tree in damages.make_plausible(out / "tiny-full-head8")))
 
 
 def _build_variants(out: Path, work: Path, kind: str, base: Path, donor: Path) -> None:
@@ -102,10 +99,9 @@ def _wrong_scale(good: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--hub", type=Path)
-    parser.add_argument("--special", action="store_true", help="also the trees of single proofs")
+    parser.add_argument("hub", type=Path)
     arguments = parser.parse_args()
-    make(arguments.out.resolve(), arguments.hub, special=arguments.special)
+    make(arguments.out.resolve(), arguments.hub)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def trees(shared_directory: Path) -> Path:
     from proofs.trees import make as maker
 
     def make(out: Path) -> None:
-        maker.make(out, _hub(shared_directory), special=True)
+        maker.make(out, _hub(shared_directory))
 
     return _path_variable("TREES") or make_once(shared_directory, "trees", make)
 
