@@ -71,7 +71,10 @@ static void *misbehave(void *unused) {
 /* Weights that are larger than anybody planned: 4 GiB at some 1.5 GiB/s, the rest of a load after it. */
 static void load(void) {
     for (int step = 0; step < 256 && fault("greedy-load") && keep(16 << 20); step++) usleep(10000);
-    usleep((useconds_t)(config.load_s * 1e6));
+    usleep((useconds_t)(config.load_s * 0.8e6));
+    say("GPU KV cache size: %d tokens", config.max_model_len * config.max_num_seqs);
+    say("Maximum concurrency for %d tokens per request: %d.00x", config.max_model_len, config.max_num_seqs);
+    usleep((useconds_t)(config.load_s * 0.2e6));
     while (fault("never-ready")) usleep(200000);
 }
 
@@ -93,8 +96,7 @@ static void log_start(int argc, char **argv) {
         line = end ? end + 1 : NULL;
         if (!line) free(copy);
     }
-    say("GPU KV cache size: %d tokens", config.max_model_len * config.max_num_seqs);
-    say("Maximum concurrency for %d tokens per request: %d.00x", config.max_model_len, config.max_num_seqs);
+    say("Loading model from scratch...");
     if (fault("log-forbidden")) say("WARNING setting cudagraph_mode=PIECEWISE");
 }
 

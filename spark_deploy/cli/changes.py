@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import getpass
-import os
 import shlex
 import socket
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -43,7 +40,7 @@ from spark_deploy.cli.hosts import (
     select_hosts,
 )
 from spark_deploy.cli.progress_screen import INTERRUPTED, watch
-from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT, cache_folder
 from spark_deploy.config.errors import SettingsError, SparkError
 from spark_deploy.hosts.commands import shell
 from spark_deploy.hosts.status import RollbackPreview
@@ -235,32 +232,31 @@ def confirm(is_confirmed: bool, question: str) -> None:
 
 
 def deploy(
-    command: str, hosts: Sequence[Target], options: Options, *, as_json: bool = False
+    command: str,
+    hosts: Sequence[Target],
+    options: Options,
+    *,
+    as_json: bool = False,
+    failed: set[str] | None = None,
 ) -> int:
-    """Run a command's pyinfra deploy in this process; return pyinfra's exit code."""
+    """Run a command's pyinfra deploy in this process; return pyinfra's exit code.
+
+    ``failed`` gets the names of failed hosts.
+    """
     run = functools.partial(
         run_deploy,
         CHECKOUT / deploy_file(command),
         [(host.name, host.data) for host in hosts],
         options.data,
+        failed=failed,
     )
     if options.verbose or options.dry or as_json:
         return run(dry=options.dry, as_json=as_json)
     console = Console(stderr=options.json, highlight=False)
     return watch(
         lambda watcher: run(watcher=watcher, log=watcher.log),
-        [host.name for host in hosts], _log_folder() / f"{command}.log", console,
+        [host.name for host in hosts], cache_folder() / f"{command}.log", console,
     )  # fmt: skip
-
-
-def _log_folder() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spark-deploy"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        is_writable = os.access(folder, os.W_OK)
-    except OSError:
-        is_writable = False
-    return folder if is_writable else Path(tempfile.mkdtemp(prefix="spark-deploy-"))
 
 
 def pyinfra_command(

@@ -177,12 +177,7 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
         problem, fix = "cannot be combined", f"omit --{chosen[1]}"
         raise SparkError.one(f"--{chosen[0]} and --{chosen[1]}", problem, fix)
     hosts = answering_hosts(select_hosts(options, must_serve=False), options, service)
-    tailnet = _tailnet_addresses(hosts)
-    names = list(read_inventory(inventory_path(options), data=list(options.data), must_serve=False))
-    servers = [
-        connection_of(host, tailnet.get(host.name), names.index(host.name), service)
-        for host in hosts
-    ]
+    servers = connections_of(hosts, options, service)
     if client:
         _print_client(options, client, service, servers)
     elif tunnel:
@@ -203,6 +198,17 @@ def answering_hosts(hosts: list[Target], options: Options, service: str | None) 
         problem = f"is a worker of {head}, which answers clients"
         raise SparkError.one(name, problem, next_command(options, "connect", head))
     return answering
+
+
+def connections_of(
+    hosts: list[Target], options: Options, service: str | None = None
+) -> list[Connection]:
+    tailnet = _tailnet_addresses(hosts)
+    names = list(read_inventory(inventory_path(options), data=list(options.data), must_serve=False))
+    return [
+        connection_of(host, tailnet.get(host.name), names.index(host.name), service)
+        for host in hosts
+    ]
 
 
 def _tailnet_addresses(hosts: list[Target]) -> dict[str, str]:

@@ -58,6 +58,7 @@ class HostView:
     progress: str = ""  # of the task; never cut
     is_done: bool = False  # the step, on this host
     failed: str = ""  # the failed step
+    headline: str = ""  # what the host serves after the failure
     steps: int = 0
     changed: int = 0
     notes: list[str] = field(default_factory=list)  # of this step
@@ -93,8 +94,11 @@ class HostView:
         self.task, self.progress = text, ""
         if rollout := _ROLLOUT.match(text):
             self.task, self.progress = "engine", PHASES.get(rollout["phase"], rollout["phase"])
-            if waited := re.search(r"waited_s=(\d+)", rollout["detail"]):
-                self.progress += f", {minutes(int(waited[1]))}"
+            if waited := re.match(r"waited_s=(\d+) ?(?:limit_s=\d+ )?(.*)", rollout["detail"]):
+                total = minutes(int(waited[1]))
+                self.progress = (
+                    f"{waited[2]} ({total})" if waited[2] else f"{self.progress}, {total}"
+                )
             elif rollout["phase"] == "rollback":
                 self.progress += f": {rollout['detail']}"
         elif job := _JOB.match(text):
@@ -146,8 +150,13 @@ class Transcript:
     def fail_operation(self, name: str, now_s: float) -> list[str]:
         self.end_operation(name, now_s)
         host = self.hosts[name]
-        host.failed, host.problems = host.step, list(host.notes)
-        return [f"{name}: FAILED in {host.step}", *(f"  {note}" for note in host.notes)]
+        host.failed, host.problems = host.step, host.step_results
+        headlines = [note for note in host.problems if note.startswith(f"{name} ")]
+        if not headlines:
+            return [f"{name}: FAILED in {host.step}", *(f"  {note}" for note in host.problems)]
+        first = host.problems.index(headlines[0])
+        host.headline, host.problems = headlines[0], host.problems[first + 1 :]
+        return [host.headline]
 
     def _add_time(self, now_s: float) -> None:
         if self.part:
@@ -163,6 +172,8 @@ def minutes(seconds: float) -> str:
 
 class Watcher(BaseStateCallback):
     """Follows a deploy by pyinfra's callbacks and log lines."""
+
+    follows_progress = True
 
     def __init__(self, hosts: Sequence[str], console: Console, write: Callable[[str], object]):
         self.began_s = time.monotonic()
@@ -315,16 +326,19 @@ def _styled(text: str) -> Text:
 
 def summary(transcript: Transcript, code: int, took_s: float) -> Iterator[Text]:
     """Yield result and number of changes per host, then the time of each part."""
-    for host in transcript.hosts.values():
+    for host in sorted(transcript.hosts.values(), key=lambda host: not host.failed):
         outcome = Text(host.serves[0] if host.serves else "done", "green")
         if host.failed or (code and not host.serves):
             text = f"FAILED in {host.failed}" if host.failed else "not finished"
             outcome = Text(text, "bold red")
-        yield Text.assemble((host.name, "bold"), "  ", outcome)
+        heading = Text.assemble((host.name, "bold"), "  ", outcome)
+        yield Text(host.headline, "bold red") if host.headline else heading
         results = host.serves[1:] or ([] if host.serves else host.step_results or host.last_results)
         yield from (Text(f"  {line}") for line in ([] if host.failed else results))
         yield from (Text(f"  {line}", "red") for line in host.problems)
         changed = f"{host.changed} of {host.steps} steps" if host.changed else "nothing"
+        if host.headline:
+            changed += f"; failed in {host.failed}"
         running = host.progress if host.task == "engine" else f"{host.task}: {host.progress}"
         if code == INTERRUPTED and host.progress and not (host.failed or host.is_done):
             yield Text(f"  changed {changed}; still running on the host: {running}")

@@ -19,7 +19,7 @@ from spark_deploy.cli.hosts import Answer, Target, build_plan, query, read_statu
 from spark_deploy.cli.up import rollout_text
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
-from spark_deploy.hosts.status import Count, HostStatus, Requests
+from spark_deploy.hosts.status import Count, HostStatus, Requests, start_text
 from spark_deploy.hosts.uninstall import (
     gigabytes,
     list_resources,
@@ -333,6 +333,8 @@ def _proof_lines(proof: Mapping[str, Any]) -> Iterator[str]:
     if cache := proof.get("kv_cache"):
         size = gib(cache["size_bytes"])
         yield _row("cache", f"{cache['tokens']:,} tokens in {size}, measured by the engine")
+    if times_s := proof.get("start_times_s"):
+        yield _row("start", start_text(times_s))
     for text in proof.get("speed", ()):
         yield _row("speed", text.removeprefix(SPEED))
 

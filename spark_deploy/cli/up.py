@@ -24,7 +24,7 @@ from spark_contract.units import MAIN_SERVICE, PREPARE
 
 from spark_deploy.cli import changes, update
 from spark_deploy.cli.ask import ask_host
-from spark_deploy.cli.connect import QUESTION, answering_hosts
+from spark_deploy.cli.connect import QUESTION, answering_hosts, connections_of
 from spark_deploy.cli.console import Options, next_command, note, print_problem, shared_options
 from spark_deploy.cli.hosts import Answer, Target, build_plan, check_access, query, select_hosts
 from spark_deploy.cli.progress_screen import PHASES, minutes, print_text
@@ -78,19 +78,23 @@ def up(options: Options) -> int:
         # Even with an unchanged release a deploy may repair other parts of a host.
         changes.confirm(options.yes, "Continue?")
     changes.print_command(words)
-    code = changes.deploy("up", hosts, options)
+    failed: set[str] = set()
+    code = changes.deploy("up", hosts, options, failed=failed)
     if code == 0 and not options.dry:
         update.lock_donor_tensors(hosts)
-    if code == 0 and not options.dry and not options.json:
+    if (code == 0 or (code == 1 and failed)) and not options.dry and not options.json:
         stopped = {a.host.name for a in answers if a.value and a.value.status.stopped(MAIN_SERVICE)}
         chats = {name for name, plan in plans.items() if plan.serve.check.task == "chat"}
-        _show_answers([host for host in hosts if host.name in chats - stopped], options)
+        _show_answers([host for host in hosts if host.name in chats - stopped - failed], options)
     return code
 
 
 def _show_answers(hosts: list[Target], options: Options) -> None:
     with contextlib.suppress(SparkError):  # workers of a cluster only
-        for host in answering_hosts(hosts, options, None) if hosts else ():
+        answering = answering_hosts(hosts, options, None) if hosts else []
+        for host, server in zip(answering, connections_of(answering, options), strict=True):
+            tunnel = f" while `{next_command(options, 'connect', host.name, '--tunnel')}` runs"
+            print(f"{host.name}: {server.base_url}{tunnel if server.tunnel else ''}")
             _show_answer(host, options)
 
 
@@ -104,7 +108,7 @@ def _show_answer(host: Target, options: Options) -> None:
             print_problem(problem)
         return
     answer = one_line(result["answer"] or "only reasoning so far")
-    print(f"{host.name}: asked {QUESTION!r}, answered {answer!r} at {result['tokens_per_s']} tok/s")
+    print(f"  asked {QUESTION!r}, answered {answer!r} at {result['tokens_per_s']} tok/s")
     print(f"  clients: {next_command(options, 'connect', host.name)}")
 
 

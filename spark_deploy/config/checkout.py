@@ -5,6 +5,8 @@ An installed wheel carries the parts of the checkout that a deploy needs, in the
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 _CARRIED = Path(__file__).resolve().parent.parent / "_checkout"
@@ -14,6 +16,17 @@ CHECKOUT = _CARRIED if _CARRIED.is_dir() else _CARRIED.parent.parent
 def page(name: str) -> str:
     """Return the reference page of a subject; a wheel has no pages."""
     return f"docs/reference/{name}.md of dgx-spark-deploy"
+
+
+def cache_folder() -> Path:
+    """Return the folder for logs and downloads of this machine, or a temporary one."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spark-deploy"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_writable = os.access(folder, os.W_OK)
+    except OSError:
+        is_writable = False
+    return folder if is_writable else Path(tempfile.mkdtemp(prefix="spark-deploy-"))
 
 
 def catalog_names(

@@ -38,6 +38,7 @@ from pyinfra.api.exceptions import PyinfraError
 from spark_deploy.config.errors import Problem, SettingsError, unreachable
 from spark_deploy.hosts.commands import CommandFailed, current_host, is_disconnected, shell
 from spark_deploy.hosts.facts import FactUnavailable
+from spark_deploy.hosts.failures import RepeatFailures, read_status, serving_text, show_failure
 
 P = ParamSpec("P")
 Commands = Generator[str | PyinfraCommand, None, None]
@@ -160,7 +161,8 @@ class ReturnLeases(BaseStateCallback):
 def hold_lease(state: State, host: Host) -> None:
     """Take a lease before the first command that changes ``host``."""
     if ReturnLeases not in map(type, state.callback_handlers):
-        state.add_callback_handler(ReturnLeases())  # type: ignore[no-untyped-call]  # pyinfra
+        for handler in (ReturnLeases(), RepeatFailures()):
+            state.add_callback_handler(handler)  # type: ignore[no-untyped-call]  # pyinfra
         if pyinfra.is_cli:
             ReturnLeases.when_interrupted(state)
     _leases.setdefault(state.inventory.get_host(host.name), _Lease())
@@ -271,7 +273,10 @@ def refuse(where: str, message: str, fix: str) -> NoReturn:
 
 
 def _refuse(state: State, host: Host, text: str) -> bool:
-    show(host, text)
+    first, *more = text.splitlines()
+    if serving := serving_text(host.name, read_status(host)):
+        first = f"{serving}; this deploy failed: {first.removeprefix(f'{host.name}: ')}"
+    show_failure(host, [first, *more])
     return False
 
 

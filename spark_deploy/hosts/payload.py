@@ -24,7 +24,7 @@ from spark_contract.paths import CURRENT_TOOLS, QUANTISER, SITE, SYSUSERS, TOOLS
 from spark_contract.tool import TOOL
 from spark_contract.units import DAILY_LINK, DAILY_TIMER, UNITS_DIR
 
-from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT, cache_folder
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.commands import shell
@@ -121,8 +121,7 @@ def site_archive(requirements: str, python_version: str, machine: str) -> tuple[
     """Return a cached zip of the pinned wheels, and the digest."""
     pins = (CHECKOUT / requirements).read_bytes()
     key = hashlib.sha256(f"{python_version} {machine}\n".encode() + pins).hexdigest()
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cache = caches / "spark-deploy" / "site"
+    cache = cache_folder() / "site"
     path = cache / f"{key[:16]}.zip"
     if not path.exists():
         wheels = cache / f"{key[:16]}.wheels"

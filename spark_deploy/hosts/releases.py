@@ -4,6 +4,7 @@ The host itself drains, stops, starts, checks and rolls back (``spark-switch@REL
 that a killed controller cannot interrupt it.
 """
 
+import re
 import time
 from collections.abc import Sequence
 from weakref import WeakSet
@@ -28,6 +29,7 @@ from spark_deploy.hosts.commands import (
     run_reconnecting,
 )
 from spark_deploy.hosts.facts import read_fact
+from spark_deploy.hosts.failures import rollout_failure, show_failure
 from spark_deploy.hosts.operations import (
     Commands,
     Refused,
@@ -40,6 +42,7 @@ from spark_deploy.hosts.status import RollbackPreview, Status
 
 CHECK_WARNING = "check warning:"
 POLL_EVERY_S = 2.0
+PLAIN_HEARTBEAT_S = 30.0
 _interrupted: WeakSet[Host] = WeakSet()
 _not_changed: WeakSet[Host] = WeakSet()
 
@@ -100,15 +103,20 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
             host.log("a change to this release is already running; watching it")
         # The id identifies this change among changes to the same release.
         words = filter(None, (begun.release, begun.request))
-        return _watch(host, begun.release, tool.line(tool.SWITCH_POLL, *words), timeout_s)
+        subject = "the earlier release" if begun.to else "the new release"
+        poll = tool.line(tool.SWITCH_POLL, *words)
+        return _watch(state, host, begun.release, poll, timeout_s, subject)
     except ConnectError as error:
         fix = "run again when it is back: the host completes the change or rolls back by itself"
         raise Refused(unreachable(f"{host.name}: change", str(error), fix)) from error
 
 
-def _watch(host: Host, release: str, poll: str, timeout_s: int) -> bool:
+def _watch(state: State, host: Host, release: str, poll: str, timeout_s: int, subject: str) -> bool:
     deadline = time.monotonic() + timeout_s
-    last, logged_at = "", 0.0
+    last, logged_at, step = "", 0.0, ""
+    # Only a screen that updates in place needs every number.
+    handlers = getattr(state, "callback_handlers", ())
+    is_followed = any(getattr(handler, "follows_progress", False) for handler in handlers)
     while time.monotonic() < deadline:
         ok, out, err = run_reconnecting(host, poll)
         rollout = parse(Rollout, out) if ok else None
@@ -117,17 +125,21 @@ def _watch(host: Host, release: str, poll: str, timeout_s: int) -> bool:
             words = (rollout.progress or rollout.reason or "running").split(" ")
             progress = " ".join(word for word in words if not word.startswith(PHASE))
             text = f"{rollout.phase or 'waiting'}: {progress}"
-        if text != last or time.monotonic() - logged_at > HEARTBEAT_S:
+        now_s = time.monotonic()
+        is_due = now_s - logged_at > (HEARTBEAT_S if is_followed else PLAIN_HEARTBEAT_S)
+        if is_due or (is_followed and text != last) or re.sub(r"\d+", "", text) != step:
             host.log(f"rollout of {release}: {text}")
-            last, logged_at = text, time.monotonic()
+            last, logged_at, step = text, now_s, re.sub(r"\d+", "", text)
         if rollout is not None and rollout.state not in ("none", "running"):
-            return report_change(host, release, rollout)
+            return report_change(host, release, rollout, subject)
         gevent.sleep(POLL_EVERY_S)
     host.log_styled(f"rollout of {release}: still running after {timeout_s} s", fg="red")
     return False
 
 
-def report_change(host: Host, release: str, rollout: Rollout) -> bool:
+def report_change(
+    host: Host, release: str, rollout: Rollout, subject: str = "the new release"
+) -> bool:
     if rollout.state == "switched":
         times = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in rollout.times_s.items())
         host.log(f"serves {release} ({times})")
@@ -136,20 +148,7 @@ def report_change(host: Host, release: str, rollout: Rollout) -> bool:
         for line in rollout.bench:
             host.log_styled(line, fg=None if line.startswith(SPEED) else "yellow")
         return True
-    for line in rollout.log_tail:
-        host.log(f"  {line}")
-    kept = "; the current release keeps serving" if rollout.serving else ""
-    now = rollout.serving or "nothing"
-    if not rollout.ended_at:
-        # No outcome was written: cut off, or never run.
-        now = "not known from this change; `spark-deploy status` reads it from the host"
-    host.log_styled(
-        f"{release}: {rollout.state} in phase {rollout.failed_phase or rollout.phase}: "
-        f"{rollout.reason or 'it was interrupted'}\n"
-        f"  now serving: {now}\n"
-        f"  fix: correct the cause above and run again{kept}",
-        fg="red",
-    )
+    show_failure(host, rollout_failure(host, release, rollout, subject))
     return False
 
 

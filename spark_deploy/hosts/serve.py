@@ -32,6 +32,7 @@ from spark_deploy.hosts.status import (
     Status,
     UsersKnown,
     parse_status,
+    start_text,
     unit_overrides_problem,
 )
 from spark_deploy.hosts.survey import HostSurvey
@@ -167,6 +168,8 @@ def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Rele
         f"proof: {proof.level} check of {proof.checked_at}, {len(proof.checks)} checks; "
         f"one live answer in {live.seconds:.1f} s"
     )
+    if proof.start_times_s:
+        host.log(f"engine start: {start_text(proof.start_times_s)}")
     if proof.portable:
         host.log("portable mode: weights dequantised to BF16; proves no Spark kernel")
     if proof.stubbed:

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -164,6 +164,15 @@ def unit_overrides_problem(paths: Iterable[str]) -> Problem:
     """
     fix = "remove them and run systemctl daemon-reload, or list them in expect.unit_overrides"
     return Problem("systemd", f"{', '.join(paths)}: not written by a deploy", fix)
+
+
+_START_PHASES = {"graphs": "CUDA graphs"}
+
+
+def start_text(times_s: Mapping[str, float]) -> str:
+    """Describe the start of an engine by phase."""
+    phases = (f"{_START_PHASES.get(name, name)} {s:.0f} s" for name, s in times_s.items())
+    return f"{sum(times_s.values()):.0f} s ({', '.join(phases)})"
 
 
 def stopped_text(service: str, stopped: Stopped) -> str:

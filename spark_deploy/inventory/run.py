@@ -43,6 +43,7 @@ def run_deploy(
     log: Callable[[str], None] | None = None,
     dry: bool = False,
     as_json: bool = False,
+    failed: set[str] | None = None,
 ) -> int:
     """Run a deploy on hosts; return the exit code that pyinfra would have.
 
@@ -54,6 +55,7 @@ def run_deploy(
         log: gets log lines; by default they are printed.
         dry: print predicted changes instead.
         as_json: print plan and results as JSON.
+        failed: gets the names of failed hosts.
     """
     from pyinfra_cli.util import parse_cli_arg  # patches this process by gevent
 
@@ -80,6 +82,8 @@ def run_deploy(
                 return 1
             finally:
                 disconnect_all(state)
+                if failed is not None:
+                    failed.update(host.name for host in state.failed_hosts)
             return 1 if state.failed_hosts else 0
 
 

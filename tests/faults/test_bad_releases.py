@@ -7,8 +7,8 @@ from tests.faults.trial import evidence, forget_other_proofs
 
 pytestmark = pytest.mark.gate
 
-# The engine's log line, not the reason that quotes it.
-OUT_OF_MEMORY = r"\] +\(EngineCore pid=\d+\) ERROR ValueError: Free memory on device"
+# The engine's error as a reason, without the log's prefix.
+OUT_OF_MEMORY = r"\] +ValueError: Free memory on device"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_deploy_fails_and_only_old_release_is_proven(fleet, guest, case):
 
     assert run.exit_code != 0
     assert f"rolled-back in phase {DEPLOYED[case].phase}" in run.stderr
-    assert f"now serving: {release}\n" in run.stderr
+    assert f"{guest.name} still serves " in run.stderr
     if case == "out of memory at load":
         assert re.search(OUT_OF_MEMORY, run.stderr), run.stderr[-4000:]
     assert guest.serving() == before

@@ -14,7 +14,7 @@ from tests.labkit import SPARE, Guest, Site, guest_named, info, lab
 from tests.runs import Run
 
 NAME = SPARE[0]
-STARTED = r"\] +\(APIServer pid=\d+\) INFO .* Application startup complete\."
+STARTED = r"\(APIServer pid=\d+\) INFO .* Application startup complete\."
 # Units, jobs of systemd, units of the next boot, containers and listeners.
 LEFTOVERS = (
     "systemctl list-units --plain --no-legend --state=active,activating 'spark-*.service'",
@@ -65,7 +65,11 @@ def test_reports_failed_check_with_engine_log(first):
     assert run.exit_code != 0
     assert f"{first.candidate}: failed-no-previous in phase start: " in run.stderr
     assert "ent fjord" in run.stderr  # the engine's wrong answer
-    assert re.search(STARTED, run.stderr), run.stderr[-4000:]
+    assert re.search(f"{first.guest.name} serves nothing; .*rejected: wrong answer to", run.stderr)
+    assert not re.search(STARTED, run.stderr), run.stderr[-4000:]
+    engine_log = re.search(r"engine log: (\S+)", run.stderr)
+    assert engine_log
+    assert re.search(STARTED, Path(engine_log[1]).read_text())
 
 
 def test_candidate_neither_runs_nor_boots_nor_is_rollback_target(first):

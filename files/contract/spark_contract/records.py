@@ -63,6 +63,8 @@ class Proof:
     last_full: FullCheck | None = None
     bench: dict[str, Any] | None = None  # speed measurement
     start_memory: StartMemory | None = field(default=None, metadata=OPTIONAL)
+    # of the engine's start, by phase
+    start_times_s: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
     # Needed by later checks: journals are rotated.
     load_lines: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     kv_cache: CacheCount | None = field(default=None, metadata=OPTIONAL)

@@ -47,6 +47,7 @@ def when_installed(command: str) -> str:
 SPEED = "speed: "  # prefix of a measurement without regression
 PHASE = "phase="  # prefix of progress lines
 WAITED = "waited_s="  # in our own lines of the engine's log
+LIMIT = "limit_s="
 # FlashAttention 2 and Marlin contain PTX only: ptxas took 3 to 5 minutes on a single core.
 COMPILING = "compiling kernels for this GPU, first start only: 3 to 5 minutes"
 STAND_IN = "+labstub"  # in versions of lab stubs

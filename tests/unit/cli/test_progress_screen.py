@@ -25,14 +25,17 @@ LOG = """\
     [b]  No changes
 
 --> Starting operation: Serve | Serve the release on a
-    [a]  rollout of main-aaaaaaaaaaaa: start: waited_s=95 last: (EngineCore) WARNING 11-22 odd
+    [a]  rollout of main-aaaaaaaaaaaa: start: waited_s=95 loading weights, 31.2 of 72.4 GB, 48 s
     [a]  Success
     [b]  Skipped
 
 --> Starting operation: Serve | Serve the release on b
     [a]  Skipped
-    [b]  main-bbbbbbbbbbbb: rolled-back in phase check: it answers garbage
-    [b]    now serving: main-aaaaaaaaaaaa
+    [b]  main-bbbbbbbbbbbb: serves main-aaaaaaaaaaaa
+    [b]  rollout of main-bbbbbbbbbbbb: check: FAIL answers
+    [b]  b still serves x with agent; the new release was rejected: it answers garbage
+    [b]    main-bbbbbbbbbbbb: rolled-back in phase check: it answers garbage
+    [b]    engine log: /cache/b-engine.log
     [b]  Error: executed 0 commands
 
 --> Starting operation: Verify | Verify the service
@@ -40,7 +43,7 @@ LOG = """\
     [a]  proof: full check of 2026-11-22T08:01:58Z, 16 checks; one live answer in 0.1 s
     [a]  Success
 """
-DOWNLOADING, LOADING = "2 min left", "WARNING 11-22 odd"
+DOWNLOADING, LOADING = "2 min left", "72.4 GB, 48 s"
 
 
 def read(text):
@@ -91,12 +94,47 @@ def test_check_warnings_are_printed_at_once():
     assert printed == ["a: check warning: repeat: two answers differ"]
 
 
-def test_failures_are_printed_at_once_with_the_reason():
-    assert read(LOG)[1] == [
+HEADLINE = "b still serves x with agent; the new release was rejected: it answers garbage"
+
+
+def test_failures_are_printed_at_once():
+    assert read(LOG)[1] == [HEADLINE]
+    # A host that does not report what it serves.
+    lines = [line for line in LOG.splitlines(keepends=True) if "[b]  b still" not in line]
+    assert read("".join(lines))[1] == [
         "b: FAILED in Serve: Serve the release on b",
+        "  main-bbbbbbbbbbbb: serves main-aaaaaaaaaaaa",
         "  main-bbbbbbbbbbbb: rolled-back in phase check: it answers garbage",
-        "  now serving: main-aaaaaaaaaaaa",
+        "  engine log: /cache/b-engine.log",
     ]
+
+
+def test_the_summary_begins_with_what_a_failed_host_serves():
+    lines = summary(read(LOG)[0], 1).splitlines()
+    assert lines[:4] == [
+        HEADLINE,
+        "  main-bbbbbbbbbbbb: rolled-back in phase check: it answers garbage",
+        "  engine log: /cache/b-engine.log",
+        "  changed 1 of 3 steps; failed in Serve: Serve the release on b",
+    ]
+    assert lines[4].startswith("a  serves x")
+
+
+@pytest.mark.parametrize(
+    ("detail", "progress"),
+    [
+        ("start: waited_s=95 loading weights, 31.2 of 72.4 GB, 48 s",
+         "loading weights, 31.2 of 72.4 GB, 48 s (1:35)"),
+        ("start: waited_s=95", "loading the engine, 1:35"),
+        ("memory: waited_s=8 limit_s=90 1.0 GiB available, 2.0 GiB needed",
+         "1.0 GiB available, 2.0 GiB needed (0:08)"),
+        ("start: running", "loading the engine"),
+    ],
+)  # fmt: skip
+def test_a_rollout_shows_the_step_and_the_time(detail, progress):
+    host = HostView("a")
+    host.log(f"rollout of main-aaaaaaaaaaaa: {detail}")
+    assert host.line() == ("engine", progress)
 
 
 def test_the_summary_shows_result_proof_changes_and_times():
@@ -104,7 +142,6 @@ def test_the_summary_shows_result_proof_changes_and_times():
     for part in (
         "a  serves x with profile v2 as x at http://127.0.0.1:8000/v1\n",
         "  proof: full check of 2026-11-22T08:01:58Z",
-        "b  FAILED in Serve: Serve the release on b\n",
         "  changed 3 of 4 steps\n",
         "took 0:30 (host 0:04, model and image 0:05, engine 0:",
         "failed: exit code 1",
@@ -115,7 +152,7 @@ def test_the_summary_shows_result_proof_changes_and_times():
 @pytest.mark.parametrize(
     ("part", "code", "running"),
     [
-        (LOADING, 130, "still running on the host: loading the engine, 1:35"),
+        (LOADING, 130, "still running on the host: loading weights"),
         (DOWNLOADING, 130, "still running on the host: fetch org/a-long-name"),
         ("[b]  Success", 130, None),
         (LOADING, 1, None),

@@ -6,7 +6,7 @@ from spark_contract.job import JobState, Progress
 from spark_contract.records import Rollout
 from spark_contract.tool import COMPILING
 
-from spark_deploy.cli import hosts, up, update
+from spark_deploy.cli import connect, hosts, up, update
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import Answer
 from spark_deploy.cli.up import HostState, preview
@@ -17,6 +17,7 @@ from spark_deploy.inventory.host_keys import HostKey
 from spark_deploy.inventory.login import Access
 from spark_deploy.lock.resolve import Names
 from spark_deploy.plan.jobs import jobs_of
+from tests.unit.cli.targets import target_of
 from tests.unit.planning.plans import plan_of
 from tests.unit.statuses import host_status
 
@@ -197,3 +198,49 @@ def test_changes_of_additional_services_are_shown(others, monkeypatch):
 def test_downloaded_bytes_are_not_counted_again():
     assert " GB of files" in text_of(status(None), jobs("waiting"))
     assert "of files" not in text_of(status(None), jobs("running", fetched_bytes=10**12))
+
+
+@pytest.mark.parametrize(
+    ("code", "failing", "asked"),
+    [
+        (0, [], ["spark-1", "spark-2"]),
+        (1, ["spark-2"], ["spark-1"]),
+        (1, ["spark-1", "spark-2"], []),
+        (1, [], []),  # not connected
+        (130, ["spark-2"], []),
+    ],
+)
+def test_each_host_that_was_deployed_answers_a_question(
+    code, failing, asked, monkeypatch, tmp_path, capsys
+):
+    targets = [target_of(tmp_path, name) for name in ("spark-1", "spark-2")]
+    answers = [Answer(host, HostState(HostStatus(None), Jobs({}), None)) for host in targets]
+
+    def deploy(*_, failed):
+        failed.update(failing)
+        return code
+
+    def ask_host(host, *_, **__):
+        if host.name == "spark-2":
+            raise SparkError.one("spark-2: gateway", "no answer", "open the port")
+        return {"answer": "35352137\n", "tokens_per_s": 31.2}
+
+    monkeypatch.setattr(up, "select_hosts", lambda _options: targets)
+    monkeypatch.setattr(up, "_bootstrap", lambda *_: 0)
+    monkeypatch.setattr(up, "required_names", lambda *_: Names(frozenset(), frozenset()))
+    monkeypatch.setattr(up, "build_plan", lambda _host: PLAN)
+    monkeypatch.setattr(up, "query", lambda _hosts, _read: answers)
+    monkeypatch.setattr(up, "ask_host", ask_host)
+    monkeypatch.setattr(up.changes, "deploy", deploy)
+    monkeypatch.setattr(up.update, "lock_donor_tensors", lambda _hosts: None)
+    monkeypatch.setattr(connect, "read_inventory", lambda *_, **__: ["spark-1", "spark-2"])
+    options = Options(inventory="inventory/lab.py", yes=True)
+    assert up.up.callback.__wrapped__(options) == code
+    out, err = capsys.readouterr()
+    blocks = [line for line in out.splitlines() if "http://" in line]
+    assert [line.split(":")[0] for line in blocks] == asked
+    for port, (name, line) in enumerate(zip(asked, blocks, strict=True), 8000):
+        assert f"http://127.0.0.1:{port}/v1 while `" in line
+        assert f"connect {name} --tunnel" in line
+    assert ("'35352137' at 31.2 tok/s" in out) == ("spark-1" in asked)
+    assert ("open the port" in err) == ("spark-2" in asked)

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from engine_checks import check, failed, stored_proof
@@ -25,10 +26,11 @@ def test_check_waits_for_a_slow_engine(host):
     assert result.checks[0].seconds > 0.5
 
 
-def test_progress_shows_last_engine_log_line(host, monkeypatch):
+def test_progress_shows_the_phase_and_no_line_of_the_engine(host, monkeypatch):
     monkeypatch.setattr(runner, "_PROGRESS_S", 0.2)
+    monkeypatch.setattr(runner, "_PHASE_S", 0.0)
     release = host.release(timeouts__start_s=1.5)
-    host.start(release, "never-ready")
+    host.start(release, "never-ready", STUB_LOAD_S="1")
     lines: list[str] = []
 
     def report(line):
@@ -41,8 +43,9 @@ def test_progress_shows_last_engine_log_line(host, monkeypatch):
     progress = [line for line in lines if "waited_s=" in line]
     assert len(progress) > 2
     assert all(COMPILING in line for line in progress)
-    engine_lines = [line.partition(" last: ")[2] for line in progress]
-    assert all(line and "waited_s=" not in line for line in engine_lines)
+    phases = [re.sub(r".*limit_s=2 |, \d+ s;.*", "", line) for line in progress]
+    assert phases[-1] == "capturing CUDA graphs"
+    assert set(phases) <= {"starting the container", "loading weights", phases[-1]}
 
 
 def test_trickling_answer_ends_at_the_limit(host):

@@ -1,19 +1,15 @@
 import os
 import pwd
 import subprocess
-import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.records import CompileCache, Finding, Proof
 from spark_contract.release import READY, service_of
-from spark_contract.tool import COMPILING
 from spark_host.engine import compile_cache
 from spark_host.records import boot, versions
-from spark_host.rollout import steps
 from spark_host.system import folders
 from spark_host.system.host import Host as System
 
@@ -159,24 +155,6 @@ def test_only_the_start_with_an_empty_cache_compiles(caches, monkeypatch):
     boot.record_good(caches.release(PROVEN), caches.system)
     assert not compiles(PROVEN, "2")
     assert not compiles(CANDIDATE, "3")
-
-
-@pytest.mark.parametrize("run", ["1", "2"])
-def test_rollout_reports_that_the_candidate_compiles(caches, monkeypatch, run):
-    monkeypatch.setenv("INVOCATION_ID", "1")
-    monkeypatch.setattr(steps, "_REPORT_S", 0)
-    caches.prepare(CANDIDATE)
-    states = iter(["activating", "activating", "active"])
-    units = SimpleNamespace(
-        begin=lambda _: None,
-        journal=lambda *_, **__: ["Loading weights took 60 seconds"],
-        state=lambda *_: {"ActiveState": next(states), "InvocationID": run, "Job": "1"},
-    )
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None)
-    host: Any = replace(caches.system, units=units, clock=clock)  # type: ignore[arg-type]
-    record: Any = SimpleNamespace(report=caches.reports.append)
-    steps.start(caches.release(CANDIDATE), host, record)
-    assert (COMPILING in caches.reports[-1]) is (run == "1")
 
 
 def make_links(folder, outside):

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -277,11 +278,11 @@ def rollout(**fields):
 SWITCHED = rollout(state="switched", phase="done", times_s={"start": 1.0})
 
 
-def watch(monkeypatch, *answers):
+def watch(monkeypatch, *answers, state=None):
     monkeypatch.setattr(releases, "POLL_EVERY_S", 0)
     queue = [BEGUN, *answers]
     host = FakeHost(shell=lambda script: queue.pop(0))
-    return releases._begin_and_watch(None, host, "switch-begin r", 60), host
+    return releases._begin_and_watch(state, host, "switch-begin r", 60), host
 
 
 def test_watches_a_rollout_by_its_id(monkeypatch):
@@ -291,6 +292,16 @@ def test_watches_a_rollout_by_its_id(monkeypatch):
     assert all("switch-poll r id1" in script for script, _ in host.commands[1:])
 
 
+@pytest.mark.parametrize(("follows", "lines"), [(True, 4), (False, 2)])
+def test_plain_pyinfra_logs_a_step_once_and_a_screen_gets_every_number(monkeypatch, follows, lines):
+    steps = [f"waited_s={5 * n} loading weights, {n}.0 of 9.0 GB" for n in (1, 2, 3)]
+    steps += ["waited_s=20 compiling, 1 s"]
+    running = [rollout(state="running", phase="start", progress=step) for step in steps]
+    state = SimpleNamespace(callback_handlers=[SimpleNamespace(follows_progress=follows)])
+    _, host = watch(monkeypatch, *running, SWITCHED, state=state)
+    assert host.log_text.count("rollout of r: start: waited_s=") == lines
+
+
 def test_keeps_watching_when_the_progress_is_unreadable(monkeypatch):
     failed = Failed("error: systemctl show: no answer within 60 s; fix: run again")
     done, host = watch(monkeypatch, failed, SWITCHED)
@@ -298,35 +309,68 @@ def test_keeps_watching_when_the_progress_is_unreadable(monkeypatch):
     assert "systemctl show: no answer within 60 s" in host.log_text
 
 
-def report(**result):
-    host = FakeHost()
+REASON = "check answers: wrong answer to 'capital of France': 'Rome' does not match 'Paris'"
+ENDED = {"ended_at": "2026-01-01T00:00Z", "failed_phase": "check"}
+
+
+def report(active=OLD, is_open=True, **result):
+    """Report a rollout of a host that serves a release now; ``""``: it does not answer."""
+    release = {"name": OLD, "model": "large", "profile": "agent"}
+    service = {"active": active, "traffic_open": is_open}
+    status = host_status({"releases": [release], "services": {"main": service}}).report
+    host = FakeHost(shell=lambda _: Failed("busy") if active == "" else text_of(status))
     good = releases.report_change(host, NEW, Rollout(NEW, **result))
     return good, host.log_text.splitlines()
 
 
+SERVES, NOTHING = "spark-1 still serves large with agent; ", "spark-1 serves nothing; "
+UNKNOWN = "spark-1 does not report what it serves; "
+CUT_OFF = {"ended_at": None, "failed_phase": None, "phase": "start", "reason": None}
+MEMORY = "memory: 70.0 GiB needed, but the host has only 64.0 GiB; fix: choose a smaller model"
+NEVER_READY = "check ready: not ready after 2400 s: no answer; ValueError: Free memory on device"
+
+
 @pytest.mark.parametrize(
-    ("state", "serving", "kept"),
+    ("active", "state", "result", "headline", "more"),
     [
-        ("rolled-back", OLD, "; the current release keeps serving"),
-        ("failed-no-previous", None, ""),
-        ("rollback-failed", None, ""),
+        (OLD, "rolled-back", {}, f"{SERVES}the new release was rejected: wrong answer to", "fix: "),
+        (OLD, "refused", {"reason": MEMORY, "failed_phase": "prove"},
+         f"{SERVES}the new release was rejected: memory: 70.0 GiB", "fix: choose a smaller model"),
+        (OLD, "rolled-back", {"reason": NEVER_READY, "failed_phase": "start"},
+         f"{SERVES}the new release was rejected: not ready after", "ValueError: Free memory on"),
+        (None, "failed-no-previous", {}, f"{NOTHING}the new release was rejected: wrong answer",
+         "no earlier release to go back to"),
+        (None, "rollback-failed", {"reason": f"{REASON}; and the old release: it died"},
+         f"{NOTHING}the new release was rejected: wrong", "and the old release: it died"),
+        (OLD, "refused", {"serving": NEW}, f"{SERVES}the check of this release failed: ", "fix: "),
+        (OLD, "interrupted", CUT_OFF, f"{SERVES}the change to the new release was cut off: ", ""),
+        (None, "not-started", {**CUT_OFF, "reason": "error"}, f"{NOTHING}the change to", ""),
+        ("", "interrupted", CUT_OFF, f"{UNKNOWN}the change to the new release was", ""),
     ],
-)
-def test_failed_change_shows_log_reason_and_serving_release(state, serving, kept):
-    failure = {"failed_phase": "start", "reason": "did not start", "ended_at": "2026-01-01T00:00Z"}
-    good, lines = report(state=state, serving=serving, log_tail=["loading", "ERROR"], **failure)
+)  # fmt: skip
+def test_failed_change_names_serving_release_and_reasons(active, state, result, headline, more):
+    good, lines = report(active, state=state, **{**ENDED, "reason": REASON, **result})
     assert not good
-    assert lines[:3] == ["  loading", "  ERROR", f"{NEW}: {state} in phase start: did not start"]
-    assert lines[3] == f"  now serving: {serving or 'nothing'}"
-    assert lines[4].endswith(f"run again{kept}")
+    assert lines[0].startswith(headline)
+    assert len(lines[0]) < 220
+    phase = {**ENDED, **result}["failed_phase"] or result["phase"]
+    assert lines[1].startswith(f"  {NEW}: {state} in phase {phase}: ")
+    assert [line for line in lines[2:] if line.startswith(f"  {more}")]
 
 
-@pytest.mark.parametrize("state", ["interrupted", "not-started"])
-def test_change_without_outcome_does_not_claim_that_nothing_serves(state):
-    good, lines = report(state=state, phase="start")
-    assert not good
-    assert f"{state} in phase start" in lines[0]
-    assert "not known from this change" in lines[1]
+def test_engine_behind_a_closed_gateway_serves_nothing():
+    _, [headline, *_] = report(OLD, False, state="rollback-failed", reason=REASON, **ENDED)
+    assert headline.startswith(NOTHING)
+
+
+def test_engine_log_goes_only_to_a_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tail = ("loading \x1b[31m", "ERROR CANARY")
+    _, lines = report(state="rolled-back", reason=REASON, log_tail=tail, **ENDED)
+    path = lines[-1].removeprefix("  engine log: ")
+    assert "CANARY" not in "".join(lines)
+    assert path.startswith(str(tmp_path))
+    assert Path(path).read_text().splitlines() == ["loading \ufffd[31m", "ERROR CANARY"]
 
 
 def test_successful_change_shows_times_warnings_and_speed():

@@ -40,8 +40,8 @@ def _judge(
         return
     _refuse_repetition(question, answer, context, weight)
     raise CheckError(
-        f"{context}{short(question.prompt)} was answered {short(answer)}, "
-        f"which does not match {question.expect!r}",
+        f"{context}wrong answer to {short(question.prompt)}: {short(answer)} does not match "
+        f"{question.expect!r}",
         weight,
     )
 

@@ -18,7 +18,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import CacheCount, Finding, Proof
 from spark_contract.release import MEMORY, READY, Release
-from spark_contract.tool import PHASE, STAND_IN, WAITED
+from spark_contract.tool import LIMIT, PHASE, STAND_IN, WAITED
 
 from spark_host.check import compare
 from spark_host.check import speed as speed_check
@@ -27,6 +27,7 @@ from spark_host.check.probe import CheckError, Probe
 from spark_host.engine import compile_cache, logs
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.memory import GIB
+from spark_host.engine.start_phases import StartPhases
 from spark_host.gateway import traffic
 from spark_host.records import boot, proof, versions
 from spark_host.system import cluster, systemd
@@ -35,6 +36,7 @@ from spark_host.system.programs import Report
 from spark_host.watch.start_guard import StartGuard
 
 _PROGRESS_S = 5.0
+_PHASE_S = 1.0
 _LEVEL_FLAGS = {f"--{level}": level for level in proof.LEVELS}
 _USAGE = (
     "check [RELEASE] [--quick|--full|--deep] [--json], check --record [FILE], "
@@ -79,6 +81,7 @@ def check(
         probe = Probe(
             release, Engine.of(release, host.paths), lambda: [*kept, *read_log(release, before)]
         )
+        start_times_s: dict[str, float] = {}
         # A member that left does not join the same run again.
         had_joined = earlier is not None and earlier.ok
         membership = Membership(release, host.paths, complete=had_joined)
@@ -90,8 +93,12 @@ def check(
                 report(_describe(finding))
         else:
             note = compile_cache.compiling(release, before, host)
-            findings = [_wait_until_ready(probe, report, note, guard, membership)]
+            phases = StartPhases(release)
+            findings = [_wait_until_ready(probe, report, note, guard, membership, phases)]
             if findings[0].ok:
+                if guard:
+                    phases.update(probe.read_log(), findings[0].seconds)
+                    start_times_s = phases.durations_s(findings[0].seconds)
                 with suppress(EngineError):
                     probe.before = probe.engine.metrics()
                 findings += _run_checks(probe, level, report)
@@ -116,6 +123,7 @@ def check(
         portable=release.check.portable,
         stubbed=tuple(sorted(key for key, value in parts.items() if STAND_IN in value)),
         start_memory=guard.start_memory if guard else None,
+        start_times_s=start_times_s,
         load_lines=tuple(dict.fromkeys(probe.load_lines)),
         kv_cache=_logged_cache(probe) if findings[0].ok else None,
     )
@@ -245,7 +253,9 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
             return False, problem
         return (True, "the rank has joined the head") if membership.complete else None
 
-    return _wait("joined", poll, report, lambda waited: f"join {WAITED}{waited:.0f}")
+    return _wait(
+        "joined", poll, report, lambda waited: f"join {WAITED}{waited:.0f} joining the head"
+    )
 
 
 def wait_for_head(membership: Membership, report: Report) -> Finding:
@@ -263,16 +273,25 @@ def wait_for_head(membership: Membership, report: Report) -> Finding:
             (False, f"the head was not proven within {limit_s:.0f} s") if waited > limit_s else None
         )
 
-    return _wait("head", poll, report, lambda waited: f"head {WAITED}{waited:.0f}")
+    return _wait(
+        "head", poll, report, lambda waited: f"head {WAITED}{waited:.0f} waiting for the head"
+    )
 
 
 def _wait_until_ready(
-    probe: Probe, report: Report, note: str, guard: StartGuard | None, membership: Membership
+    probe: Probe,
+    report: Report,
+    note: str,
+    guard: StartGuard | None,
+    membership: Membership,
+    phases: StartPhases,
 ) -> Finding:
     limit_s, reason = probe.release.timeouts.start_s, ""
 
     def poll(waited: float) -> _Verdict | None:
         nonlocal reason
+        if waited - phases.updated_s >= _PHASE_S:
+            phases.update(probe.read_log(), waited)
         try:
             status = probe.engine.get("/health", 5).status
             if status == 200:
@@ -288,9 +307,8 @@ def _wait_until_ready(
         return (False, f"not ready after {limit_s:.0f} s: {reason}") if waited > limit_s else None
 
     def progress(waited: float) -> str:
-        lines = (line.strip() for line in reversed(probe.read_log()) if WAITED not in line)
-        last = next(filter(None, lines), reason)
-        return f"load {WAITED}{waited:.0f} limit_s={limit_s:.0f} {note}last: {last[:160]}"
+        text = "; ".join(filter(None, [phases.text(waited), note]))
+        return f"load {WAITED}{waited:.0f} {LIMIT}{limit_s:.0f} {text}"
 
     finding = _wait(READY, poll, report, progress)
     if not finding.ok:

@@ -53,7 +53,7 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     if source is None or not _copy(host.paths.below(str(source.cache)), folder, report):
         source, owner = None, container.account(release)
         folders.give(folder, owner.pw_uid, owner.pw_gid, 0o755)
-        report(f"{PHASE}cache starts empty")
+        report(f"{PHASE}cache the compile cache starts empty")
     _write(state_file, CompileCache(driver, source.name if source else None, run), host, report)
 
 
@@ -73,7 +73,7 @@ def compiling(release: Release, invocation_id: str, host: Host) -> str:
     state = _state(release, host)
     if state is None or state.copied_from is not None or release.check.portable:
         return ""
-    return f"{COMPILING}; " if state.invocation_id == invocation_id else ""
+    return COMPILING if state.invocation_id == invocation_id else ""
 
 
 def is_whole(release: Release, driver: str, host: Host) -> bool:

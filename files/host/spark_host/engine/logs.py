@@ -13,9 +13,12 @@ from spark_host.system import programs
 
 _GIB = 1 << 30
 _MAX_KERNEL_LINES = 60
+_MAX_ERROR_LENGTH = 300
 _PREFIX = re.compile(
     r"^(?:\([\w-]+ pid=\d+\) )?(?:INFO|WARNING) (?:[\d-]+ [\d:]+ )?\[[\w./-]+:\d+\] +(.*)$"
 )
+_ERROR_PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [\d-]+ [\d:]+ \[[\w./-]+:\d+\] +)?")
+_CONSEQUENCE = "Engine core initialization failed"  # of an earlier error
 _STARTED = "Application startup complete"
 _PLAIN = r"[\w .,:;'/()\[\]=%+<>-]{3,200}"
 _KERNEL = re.compile(rf"(?:(?:Using|Selected) {_PLAIN}|spark[: _]{_PLAIN}|CUDAGraphMode\.{_PLAIN})")
@@ -46,6 +49,14 @@ def start_messages(lines: Iterable[str]) -> Iterator[str]:
             return
         if match := _PREFIX.match(line):
             yield match[1].strip()
+
+
+def error_message(lines: Iterable[str]) -> str:
+    """Return the cause of a failed start as the engine logged it, without prefixes, or ""."""
+    texts = [_ERROR_PREFIX.sub("", line.strip()) for line in lines if _CONSEQUENCE not in line]
+    raised = [text for text in texts if re.match(r"(?:\w+\.)*\w*(?:Error|Exception)\b", text)]
+    others = [text for text in texts if re.search(r"\berror\b", text, re.IGNORECASE)]
+    return (raised or others or [""])[-1][:_MAX_ERROR_LENGTH]
 
 
 def kernel_lines(messages: Iterable[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from spark_contract.errors import HostToolError
 from spark_contract.machine import FreeBlocks, parse_buddyinfo
 from spark_contract.release import Release
-from spark_contract.tool import PHASE, WAITED
+from spark_contract.tool import LIMIT, PHASE, WAITED
 
 from spark_host.system import docker, programs
 from spark_host.system.programs import Report
@@ -120,7 +120,7 @@ def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_S) -
                 else f"stop the largest processes: {_largest_processes()}"
             )
             raise HostToolError("memory", f"{obstacle} after {waited:.0f} s", fix)
-        report(f"{PHASE}memory {WAITED}{waited:.0f} limit_s={wait_s:.0f} {obstacle}")
+        report(f"{PHASE}memory {WAITED}{waited:.0f} {LIMIT}{wait_s:.0f} {obstacle}")
         time.sleep(min(poll_s, max(0.0, wait_s - waited)))
 
 

@@ -33,6 +33,7 @@ def write(proof: Proof, host: Host) -> None:
         last_full=full,
         bench=before.bench if before else None,
         start_memory=proof.start_memory or (same_run.start_memory if same_run else None),
+        start_times_s=proof.start_times_s or (same_run.start_times_s if same_run else {}),
         load_lines=proof.load_lines or (same_run.load_lines if same_run else ()),
         kv_cache=proof.kv_cache or (same_run.kv_cache if same_run else None),
     )

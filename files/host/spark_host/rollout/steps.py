@@ -12,12 +12,12 @@ from spark_contract.errors import HostToolError
 from spark_contract.machine import BOOT_ID
 from spark_contract.paths import Paths
 from spark_contract.records import Proof
-from spark_contract.release import Release, service_of
-from spark_contract.tool import PHASE, WAITED
+from spark_contract.release import READY, Release, service_of
+from spark_contract.tool import LIMIT, PHASE, WAITED
 from spark_contract.units import SERVE
 
 from spark_host.check import runner, speed
-from spark_host.engine import compile_cache
+from spark_host.engine import logs
 from spark_host.engine import serve as serve_engines
 from spark_host.engine.client import EngineError, SilentError
 from spark_host.gateway import gateway as real_gateway
@@ -31,7 +31,7 @@ from spark_host.system.systemd import UnitState, is_queued
 from spark_host.watch import watchdog
 
 _REPORT_S = 5.0
-_TAIL_LINES = 40
+_TAIL_LINES = 200
 _STOP_S = 1800.0
 
 
@@ -198,7 +198,7 @@ def stop(unit: str, host: Host) -> HostToolError | None:
 
 def start(release: Release, host: Host, record: Record) -> None:
     """Start a unit and wait until it is active, which includes the quick check."""
-    unit, last = release.serve_unit, ""
+    unit = release.serve_unit
     host.units.begin(unit)
     began = reported = host.clock.monotonic()
     while True:
@@ -214,22 +214,25 @@ def start(release: Release, host: Host, record: Record) -> None:
         if host.clock.monotonic() - reported >= _REPORT_S:
             reported = host.clock.monotonic()
             run = state.get("InvocationID", "")
-            lines = host.units.journal(run, unit, lines=20)
-            engine_lines = [line.strip() for line in lines if WAITED not in line]
-            last = engine_lines[-1][:160] if engine_lines else last
-            note = compile_cache.compiling(release, run, host)
-            record.report(f"{PHASE}start {WAITED}{reported - began:.0f} {note}last: {last}")
+            step = _step_text(host.units.journal(run, unit, lines=_TAIL_LINES))
+            record.report(f"{PHASE}start {WAITED}{reported - began:.0f} {step}".rstrip())
         host.clock.sleep(0.25)
+
+
+def _step_text(lines: list[str]) -> str:
+    """Return the text of the last progress line that the unit's own steps printed."""
+    words = next((line for line in reversed(lines) if line.startswith(PHASE)), "").split()
+    return " ".join(word for word in words if not word.startswith((PHASE, WAITED, LIMIT)))
 
 
 def _start_failure(release: Release, state: UnitState, host: Host) -> str:
     last = proof.read(release.name, host)
+    failure = f"{release.serve_unit} did not start ({state.get('Result')})"
     if last and not last.ok and last.invocation_id == state.get("InvocationID"):
-        return _failures(last)
-    lines = reversed(log_tail(release, host))
-    error = next((line for line in lines if "error" in line.lower()), "")
-    text = f"{release.serve_unit} did not start ({state.get('Result')}); {error}"
-    return text.rstrip("; ")
+        failure = _failures(last)
+        if READY not in (finding.name for finding in last.failed):
+            return failure
+    return "; ".join(filter(None, [failure, logs.error_message(log_tail(release, host))]))
 
 
 def check(release: Release, host: Host, record: Record) -> None:
@@ -242,7 +245,7 @@ def check(release: Release, host: Host, record: Record) -> None:
 
 
 def _failures(result: Proof) -> str:
-    return "; ".join(f"{finding.name}: {finding.detail}" for finding in result.failed[:3])
+    return "; ".join(f"check {finding.name}: {finding.detail}" for finding in result.failed[:3])
 
 
 def log_tail(release: Release, host: Host) -> tuple[str, ...]:

@@ -1,0 +1,99 @@
+"""Summaries of failed changes: what the host serves now, the reasons, the engine's log."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from paramiko import SSHException
+from pyinfra.api import BaseStateCallback, Host, State
+from pyinfra.api.exceptions import PyinfraError
+from pyinfra.api.output import echo, format_text
+from spark_contract import tool
+from spark_contract.records import Rollout
+from spark_contract.release import service_of
+from spark_contract.units import MAIN_SERVICE
+
+from spark_deploy.config.checkout import cache_folder
+from spark_deploy.config.printable import printable
+from spark_deploy.hosts.commands import is_disconnected, shell
+from spark_deploy.hosts.status import HostStatus, parse_status
+
+_STATUS_TIMEOUT_S = 60
+_HEADLINE_LENGTH = 120
+_failures: WeakKeyDictionary[Host, Sequence[str]] = WeakKeyDictionary()
+
+
+class RepeatFailures(BaseStateCallback):
+    """Print the failures of each host again, after pyinfra's results."""
+
+    @staticmethod
+    def host_disconnect(state: State, host: Host) -> None:
+        for line in _failures.pop(host, ()) if host in state.failed_hosts else ():
+            echo(format_text(line, fg="red"), err=True)
+
+
+def show_failure(host: Host, lines: Sequence[str]) -> None:
+    _failures[host] = lines
+    for line in lines:
+        host.log_styled(line, fg="red")
+
+
+def read_status(host: Host) -> HostStatus:
+    """Return the status of a host where something failed; empty if it does not answer."""
+    command = shell(tool.when_installed(tool.line(tool.STATUS)))
+    try:
+        if is_disconnected(host):
+            return HostStatus(None)
+        ok, output = host.run_shell_command(
+            command, _sudo=host.data.get("_sudo", False), _timeout=_STATUS_TIMEOUT_S
+        )
+        return parse_status(output.stdout) if ok else HostStatus(None)
+    except (TimeoutError, OSError, EOFError, SSHException, PyinfraError, ValueError):
+        return HostStatus(None)
+
+
+def serving_text(name: str, status: HostStatus, service: str = MAIN_SERVICE) -> str:
+    """Return "spark-1 still serves X with Y"; "" if unknown."""
+    state = status.service(service)
+    if state is None:
+        return ""
+    active = status.release(state.active if state.traffic_open or state.head else None)
+    if active is None:
+        return f"{name} serves nothing"
+    return f"{name} still serves {active.model} with {active.profile}"
+
+
+def rollout_failure(
+    host: Host, release: str, rollout: Rollout, subject: str = "the new release"
+) -> list[str]:
+    """Describe a failed rollout; write the end of the engine's log to a file."""
+    serving = serving_text(host.name, read_status(host), service_of(release))
+    reason, *more = (rollout.reason or "it was interrupted").split("; ")
+    outcome = f"{subject} was rejected"
+    if not rollout.ended_at:  # cut off, or never run
+        outcome = f"the change to {subject} was cut off"
+    elif rollout.serving == release:
+        outcome = "the check of this release failed"
+    cause = re.sub(r"^check [\w ]+: ", "", reason)
+    cause = textwrap.shorten(cause, _HEADLINE_LENGTH, placeholder=" …")
+    serving = serving or f"{host.name} does not report what it serves"
+    lines = [f"{serving}; {outcome}: {cause}"]
+    phase = rollout.failed_phase or rollout.phase
+    lines.append(f"  {release}: {rollout.state} in phase {phase}: {reason}")
+    lines += [f"  {part}" for part in more]
+    if rollout.state == "failed-no-previous":
+        lines.append("  no earlier release to go back to")
+    if not any(part.startswith("fix: ") for part in more):
+        lines.append("  fix: correct the cause above and run again")
+    if rollout.log_tail:
+        lines.append(f"  engine log: {_write_log(host.name, rollout)}")
+    return [printable(line) for line in lines]
+
+
+def _write_log(name: str, rollout: Rollout) -> str:
+    path = cache_folder() / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-engine.log"
+    path.write_text("".join(f"{printable(line)}\n" for line in rollout.log_tail), "utf-8")
+    return str(path)

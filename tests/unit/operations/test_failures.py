@@ -1,0 +1,61 @@
+"""Failures of a plain pyinfra run: shown at once, and again after pyinfra's results."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from spark_contract.documents import text_of
+
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.hosts import operations
+from tests.unit.operations.fake_host import FakeHost
+from tests.unit.statuses import host_status
+
+REFUSED = """
+from pyinfra.context import host, state
+from spark_deploy.hosts import operations
+operations.LEASE = "{0}/lease"
+operations.hold_lease(state, host)
+@operations.host_operation
+def check():
+    if state.is_executing:
+        operations.refuse("memory", "70 GiB needed", "choose a smaller model")
+    yield "true"
+check(name="check")
+"""
+
+
+def test_plain_pyinfra_repeats_the_failure_at_the_end(tmp_path):
+    (tmp_path / "check.py").write_text(REFUSED.format(tmp_path))
+    done = subprocess.run(
+        [Path(sys.executable).with_name("pyinfra"), "@local", "check.py", "-y"], cwd=tmp_path,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'files/contract'}"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    before, _, after = done.stderr.partition("--> Disconnecting from hosts")
+    for part in (before, after):
+        assert part.count("memory: 70 GiB needed") == 1, done.stderr
+        assert part.count("  fix: choose a smaller model") == 1
+
+
+@pytest.mark.parametrize("active", ["main-aaaaaaaaaaaa", None])
+def test_a_refused_host_reports_what_it_serves(active):
+    releases = [{"name": "main-aaaaaaaaaaaa", "model": "large", "profile": "agent"}]
+    service = {"active": active, "traffic_open": True}
+    status = host_status({"releases": releases, "services": {"main": service}})
+    host = FakeHost(shell=lambda _: text_of(status.report))
+    operations._refuse(None, host, "spark-1: memory: 70 GiB needed\n  fix: a smaller model")
+    serves = "still serves large with agent" if active else "serves nothing"
+    assert host.logs == [
+        f"spark-1 {serves}; this deploy failed: memory: 70 GiB needed", "  fix: a smaller model",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_host_that_does_not_answer_is_refused_without_further_errors(lost):
+    host = FakeHost(shell=lambda _: TimeoutError("late"), connected=not lost)
+    assert operations._refuse(None, host, "spark-1: lost") is False
+    assert host.logs == ["spark-1: lost"]
