@@ -4,6 +4,7 @@ Each test continues from the previous test.
 """
 
 import re
+from pathlib import Path
 
 import pytest
 
