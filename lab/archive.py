@@ -54,7 +54,6 @@ def release_options(archive: Archive, deb_arch: str) -> list[str]:
 
 
 def publish(paths: LabPaths, archive: Archive, debs: Iterable[Path], deb_arch: str) -> None:
-    """Publish ``debs`` in the signed repository, unless it has exactly these already."""
     root = paths.apt / archive.directory
     pool = root / "pool"
     pool.mkdir(parents=True, exist_ok=True)

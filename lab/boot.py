@@ -29,7 +29,6 @@ def boot_argv(guest: Guest, *, v2: bool) -> list[str]:
 
 
 def nspawn_argv(guest: Guest, cgroup_bind: Path | None) -> list[str]:
-    """Return the command line; ``cgroup_bind`` is the v1 tree, None on v2."""
     binds = [f"--bind={guest.disk}/{name}:/var/lib/{name}" for name in ENGINE_DIRS]
     binds += [f"--bind={point}:/{point.name}" for _, point in guest.more_disks]
     if cgroup_bind is not None:
@@ -66,7 +65,6 @@ def boot(guest: Guest) -> None:
 
 
 def _unmount_other_guests(guest: Guest) -> None:
-    """Unmount other guests' files, which this mount namespace would keep busy."""
     for home in guest.paths.guests.iterdir():
         if home != guest.home:
             mounts.unmount_below(home)
@@ -87,8 +85,8 @@ def _own_leaf_v2(guest: Guest) -> None:
 def _own_tree_v1(guest: Guest) -> Path:
     """Mount this cgroup namespace's v1 hierarchies and return the tree for the guest.
 
-    The guest's init runs in ``payload`` of the systemd hierarchy, so the guest sees that as its
-    root: else /proc/1/cgroup points outside and systemctl finds no unit for a pid.
+    The guest's init runs in ``payload`` of the systemd hierarchy, which the guest sees as its root:
+    else /proc/1/cgroup points outside and systemctl finds no unit for a pid.
     """
     mine, shown = guest.home / "cg", guest.home / "cg2"
     names = [hierarchy.name for hierarchy in cgroup.hierarchies() if hierarchy.name != "unified"]
@@ -110,7 +108,6 @@ def _own_tree_v1(guest: Guest) -> Path:
 
 
 def supervise(guest: Guest) -> int:
-    """Keep the guest up until it powers off; return nspawn's last status."""
     seat = cgroup.seat(guest.name, "watch")
     cgroup.create(seat)
     cgroup.enter(seat)
@@ -124,7 +121,6 @@ def supervise(guest: Guest) -> int:
                     command, stdin=subprocess.DEVNULL, stdout=console, stderr=console
                 )
 
-            # SIGTERM makes nspawn power the guest off.
             def pass_on(_signal: int, _frame: FrameType | None, child: int = process.pid) -> None:
                 nonlocal stopping
                 stopping = True

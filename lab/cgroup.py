@@ -1,8 +1,8 @@
-"""A cgroup tree per guest and another for the servers; clean-up works by cgroup.
+"""A cgroup tree per guest and another for the servers.
 
 v1 has a hierarchy per controller (plus an empty ``unified``), v2 a single hierarchy, where a cgroup
-that delegates controllers may hold no process (see :func:`seat`). Children inherit the cgroup of a
-process that called :func:`enter`, so killing the tree ends a guest even without its supervisor.
+that delegates controllers may hold no process (see :func:`seat`). Children inherit the cgroup, so
+killing the tree ends a guest even without its supervisor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from lab.errors import LabError
 
 ROOT = Path("/sys/fs/cgroup")
-# A second lab in its own network namespace needs another name (the lab's tests do that).
+# A second lab in its own network namespace needs another name.
 TREE = os.environ.get("SPARK_LAB_CGROUP", "lab")
 _V2_CONTROLLERS = ("cpuset", "cpu", "io", "memory", "pids")
 
@@ -110,7 +110,6 @@ def cpu_s(root: Path = ROOT) -> float:
 
 
 def kill(name: str, *, timeout_s: float = 20) -> None:
-    """SIGKILL everything in ``lab/name`` until it is empty."""
     deadline = time.monotonic() + timeout_s
     while left := pids(name):
         if os.getpid() in left:

@@ -32,7 +32,6 @@ def content_key(*parts: object, trees: Iterable[Path] = ()) -> str:
 
 
 def cached(target: Path, make: Callable[[Path], None]) -> Path:
-    """Return ``target``; if missing, ``make`` it under a temporary name and rename it."""
     if target.exists():
         return target
     temporary = target.with_name(f"{target.name}.part")

@@ -43,16 +43,7 @@ T = TypeVar("T")
 
 
 def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
-    """Start two hosts, deploy, send requests, deploy again, and try a bad release.
-
-    Args:
-        state_dir: the directory of ``lab.json``.
-        up: starts two fresh hosts, the second as a Spark comes out of the box.
-        engine: ``cpu`` (real vLLM) or ``stub``.
-
-    Raises:
-        LabError: a step failed.
-    """
+    """Start two hosts (``up``), deploy, send requests, deploy again, and try a bad release."""
     times: list[tuple[str, float, float]] = []
 
     def step(title: str, work: Callable[[], T]) -> T:
@@ -87,7 +78,6 @@ def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
 
 
 def _cpu_s() -> float:
-    """Return the CPU seconds of this program, its children and the lab."""
     own = os.times()
     return own.user + own.system + own.children_user + own.children_system + cgroup.cpu_s()
 
@@ -230,7 +220,6 @@ def count_answers(answers: Sequence[str]) -> str:
 
 
 def print_requirements(paths: LabPaths, engine: str) -> None:
-    """Print the demo's requirements of this machine; refuse a full disk."""
     parts = room.list_parts(paths, CHECKOUT, HOSTS, engine)
     final = sum(part.size_bytes for part in parts if not part.temporary)
     missing = sum(part.missing_bytes for part in parts)

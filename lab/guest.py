@@ -91,7 +91,7 @@ class Guest:
 
 
 def create(guest: Guest, spec: GuestSpec, *, variant: str = "", disks: Sequence[str] = ()) -> None:
-    """Create the guest's disk; guest.json is written last, so a guest with it is complete."""
+    """Create the guest's disk; guest.json is written last."""
     _forget(guest)
     for directory in (guest.disk, guest.root, guest.home / "cg", guest.home / "cg2"):
         directory.mkdir(parents=True)
@@ -172,7 +172,6 @@ def leader_pid(guest: Guest) -> int | None:
 
 
 def state(guest: Guest) -> str:
-    """Return running, starting, orphan (without supervisor), stopped or absent."""
     if supervisor_pid(guest) is not None and leader_pid(guest) is not None:
         return "running"
     if cgroup.pids(guest.name):
@@ -224,14 +223,13 @@ def destroy(guest: Guest) -> None:
 
 
 def _forget(guest: Guest) -> None:
-    """Delete the guest's directory; guest.json first, so a partly deleted guest does not count."""
+    """Delete the guest's directory, guest.json first."""
     (guest.home / "guest.json").unlink(missing_ok=True)
     if guest.home.exists():
         shutil.rmtree(guest.home)
 
 
 def enter_argv(guest: Guest, command: list[str]) -> list[str]:
-    """Return the command line that runs ``command`` as root in the guest, without SSH."""
     pid = leader_pid(guest)
     if pid is None:
         raise LabError(guest.name, f"is {state(guest)}", f"run `lab up {guest.name}`")

@@ -1,8 +1,4 @@
-"""Container images without a container engine: layers, configuration, manifest, upload.
-
-Formats: OCI image specification 1.0 (config), Docker image manifest version 2 schema 2, registry
-HTTP API v2.
-"""
+"""Container images without an engine: OCI image 1.0, Docker manifest 2.2, registry API v2."""
 
 from __future__ import annotations
 

@@ -123,7 +123,6 @@ def wait_until_reachable(host: Guest, timeout_s: float = BOOT_TIMEOUT_S) -> None
 
 
 def wait_for_owner(host: Guest, timeout_s: float = OWNER_TIMEOUT_S) -> None:
-    """Wait for the variant's owner.sh, which runs once after the first boot."""
     unit, done = "lab-owner.service", host.root / OWNER_DONE
     if not (host.root / "etc/systemd/system" / unit).exists():
         return

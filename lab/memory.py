@@ -1,7 +1,7 @@
-"""Simulates free memory blocks and kernel tunables for guests; the machine's stay unchanged.
+"""Simulates free memory blocks and kernel tunables: guests share the machine's page cache.
 
-Guests share the machine's page cache, so a start that drops caches must not reach it. Units with
-ProtectKernelTunables get a new /proc without the bind mounts, so systemd passes them SPARK_PROC.
+Units with ProtectKernelTunables get a new /proc without the bind mounts: systemd passes them
+SPARK_PROC.
 """
 
 from __future__ import annotations

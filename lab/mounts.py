@@ -20,7 +20,6 @@ def mount_points(below: Path) -> list[Path]:
 
 
 def mount_disk(image: Path, target: Path) -> None:
-    """Mount the disk image; deleted blocks are freed on the machine."""
     run(["mount", "-o", "loop,discard", image, target])
 
 

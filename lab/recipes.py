@@ -61,7 +61,7 @@ def publish(paths: LabPaths, recipe: Recipe) -> PublishedImage:
 
 
 def gpu_check(paths: LabPaths, distribution: Distribution, debs: Path) -> Recipe:
-    """Return the image of the GPU check: a shell without nvidia-smi, which the runtime adds."""
+    """The image lacks nvidia-smi, which the runtime adds."""
     deb = next(debs.glob("busybox-static_*.deb"), None)
     if deb is None:
         raise LabError(str(debs), "no busybox-static", "delete the cache and run `lab up`")

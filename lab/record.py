@@ -102,7 +102,7 @@ def write_record(paths: LabPaths, distribution: Distribution) -> None:
 def known_hosts_lines(
     ip: str, name: str, key: str | None, *, bootstrap: bool, recorded: list[str]
 ) -> list[str]:
-    """Return a guest's lines for known_hosts; a new host's only after a bootstrap recorded them."""
+    """A new host's lines exist only after a bootstrap recorded them."""
     if key is None:
         return []
     lines = [f"{ip} {key}", f"{name} {key}"]

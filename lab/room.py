@@ -1,7 +1,4 @@
-"""Disk space and memory of the demo.
-
-The sizes are constants measured with ``du`` on Debian 12 x86_64, unless noted.
-"""
+"""Disk space and memory of the demo, measured with ``du`` on Debian 12 x86_64 unless noted."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ BASES_BYTES = 900_000_000  # the hosts' trees, bootstrapped and configured, and 
 MODELS_BYTES = 100_000_000  # generated repositories of the lab's model
 ENVIRONMENT_BYTES = 420_000_000
 ENGINE_TREES_BYTES = 2_100_000_000  # unpacked vLLM for the CPU, and the Debian below it
-ENGINE_IMAGE_BYTES = 2_000_000_000  # the same as uncompressed layers
-# A host after a deploy with the stub engine: Docker and nginx, tools, checkpoints, journal.
+ENGINE_IMAGE_BYTES = 2_000_000_000
+# A host with the stub engine, after a deploy.
 HOST_BYTES = 600_000_000
-# With the real engine: layers as Docker unpacks them. Computed from the trees, not measured.
+# Computed from the trees, not measured.
 HOST_ENGINE_BYTES = ENGINE_TREES_BYTES
-# Docker keeps the downloaded file while it unpacks a layer; both hosts do that at once.
+# Docker keeps the downloaded file while it unpacks a layer.
 HOST_PULL_BYTES = ENGINE_IMAGE_BYTES
-ENGINE_MEMORY_BYTES = 3 << 30  # for each real engine, by its plan
+ENGINE_MEMORY_BYTES = 3 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,4 @@
-"""The guests' common base: a bootstrapped, configured, read-only system.
-
-It is the lower layer of every guest, so a finished base is never written: every change gives
-another content key and directory.
-"""
+"""The guests' common base: the lower layer of every guest, never written once finished."""
 
 from __future__ import annotations
 
@@ -83,10 +79,9 @@ def debs_of(paths: LabPaths, distribution: Distribution) -> Path:
 def unpack_release(
     target: Path, suite: str, packages: Sequence[str], source: str | None, keep: Path | None = None
 ) -> None:
-    """Unpack a small Debian or Ubuntu with ``packages``.
+    """Unpack a small Debian or Ubuntu.
 
-    ``source`` is a line of sources.list, None for Debian's default; downloaded packages are kept
-    in ``keep``.
+    ``source`` is a line of sources.list, None for Debian's default; ``keep`` gets the downloads.
     """
     # No fsync: an incomplete tree is rebuilt anyway.
     options = ["--mode=root", "--variant=minbase", "--dpkgopt=force-unsafe-io", "--quiet"]

@@ -1,7 +1,4 @@
-"""The lab's servers on the machine: package repositories, model hub, image registry, proxy.
-
-They run in the cgroup ``lab/host``, so that clean-up finds them.
-"""
+"""The lab's servers, in the cgroup ``lab/host``: packages, model hub, image registry, proxy."""
 
 from __future__ import annotations
 

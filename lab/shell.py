@@ -39,10 +39,7 @@ def run(
     check: bool = True,
     show: bool = False,
 ) -> str:
-    """Run ``argv`` and return the standard output.
-
-    Progress of slow programs goes to standard error, with ``show`` the program's standard error.
-    """
+    """Return the standard output; ``show`` passes standard error through."""
     words = [str(word) for word in argv]
     full_env = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive", **(env or {})}
     full_env["PATH"] = f"{_PATH}:{full_env.get('PATH', '')}"

@@ -67,7 +67,7 @@ def _publish_packages(paths: LabPaths, distribution: Distribution) -> Ground:
 
 
 def publish_engine(paths: LabPaths, ground: Ground, engine: str) -> None:
-    """Publish images and models; ``engine`` is none, stub, or cpu (which includes the stub)."""
+    """``engine`` is none, stub, or cpu (which includes the stub)."""
     images = [recipes.gpu_check(paths, ground.distribution, ground.debs)]
     if engine in ("stub", "cpu") and recipes.STUB_ENGINE_DIR.exists():
         images.append(recipes.stub_engine(paths, ground.distribution))

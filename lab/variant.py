@@ -1,7 +1,7 @@
-"""Variants of guests, as data: images of hosts in use, before the first deploy.
+"""Variants of guests: images of hosts in use, before the first deploy.
 
-A directory of ``lab/variants`` has ``variant.yml`` (installed packages), ``files`` (copied over the
-guest's root) and ``owner.sh`` (run once after the first boot). A new variant needs no code.
+A directory of ``lab/variants`` has ``variant.yml``, ``files`` (copied over the guest's root) and
+``owner.sh`` (run once after the first boot).
 """
 
 from __future__ import annotations

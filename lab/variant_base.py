@@ -1,7 +1,4 @@
-"""Builds the base of a variant's guests, and the package archive that they use.
-
-Like the plain base, it is never written once finished. Packages come from the variant's archive.
-"""
+"""The base of a variant's guests, never written once finished, and their package archive."""
 
 from __future__ import annotations
 
@@ -88,7 +85,6 @@ def _more(machine: Distribution, variant: Variant) -> packages.More:
 
 
 def _install(paths: LabPaths, known: archive.Archive, target: Path, wanted: Sequence[str]) -> None:
-    """Install packages without starting services."""
     inbox = target / "mnt"
     source = target / "etc/apt/sources.list.d/lab-install.list"
     source.write_text(f"deb [trusted=yes] file:/mnt {known.suite} main\n")

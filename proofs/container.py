@@ -1,9 +1,8 @@
 """Run a command under the restrictions of the engine's container, on a machine without docker.
 
-The restrictions are read from the release's own ``docker run`` arguments, so an argument that this
-module does not reproduce is an error. Needs root and util-linux (``unshare``, ``setpriv``).
-Not reproduced: docker's seccomp filter, the masked ``/proc`` files, and the image's root directory
-(this machine's is used).
+Restrictions are read from the release's ``docker run`` arguments; an unknown argument is an error.
+Needs root and util-linux (``unshare``, ``setpriv``). Not reproduced: docker's seccomp filter, the
+masked ``/proc`` files and the image's root directory (this machine's is used).
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from spark_host.engine import container as engine_container
 REPOSITORY = Path(__file__).resolve().parents[1]
 PYTHONPATH = [str(REPOSITORY / folder) for folder in ("", "files/contract", "files/host")]
 PRIVATE = ("dev", "proc", "sys", "tmp", "run")
-"""Top-level directories that a container does not share with the host."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 VARIABLES = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"),
@@ -94,11 +92,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_docker_run(argv: list[str]) -> Container:
-    """Return the container of a ``docker run`` command line.
-
-    Raises:
-        ValueError: An argument is not reproduced here, or a restriction is missing.
-    """
+    """Return the container; ValueError for unknown arguments and missing restrictions."""
     parser = _Parser(allow_abbrev=False, add_help=False)
     for name in ("--restart", "--name", "--label", "--log-driver", "--env-file"):
         parser.add_argument(name)

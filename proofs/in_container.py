@@ -105,7 +105,6 @@ def _try_listen() -> bool:
 
 
 def judge_rights(rights: dict[str, Any], engine: Container) -> dict[str, bool]:
-    """Return by claim whether a process had the rights that ``docker run`` leaves."""
     writable = {target for _, target, read_only in engine.mounts if not read_only}
     writes, mounts = rights["writes"], {"/proc", *writable, *engine.tmpfs}
     refused = {writes[path] for path in READ_ONLY}
@@ -145,7 +144,6 @@ def judge_rights(rights: dict[str, Any], engine: Container) -> dict[str, bool]:
 
 
 def run_kernels() -> dict[str, Any]:
-    """Run cuBLAS, the plugin's Triton kernel and an Inductor graph; return errors and new files."""
     import torch
     from spark_vllm.head.kernel import logits
     from spark_vllm.head.quantise import dequantise_rows, quantise_rows

@@ -1,9 +1,6 @@
-"""Run GPU-independent proofs in the engine's CPU build, with the cases and judges of the GPU.
+"""Run GPU-independent proofs in the engine's CPU build, on checkpoints dequantised to BF16.
 
-    python3 -m proofs.on_cpu OUT steered prefixes dflash sizes seeing
-
-Writes ``OUT/NAME.json``: drafts with a known acceptance, prefix caching, draft models, true layer
-sizes against transformers, pictures. The engine serves checkpoints dequantised to BF16.
+python3 -m proofs.on_cpu OUT steered prefixes dflash sizes seeing
 """
 
 from __future__ import annotations

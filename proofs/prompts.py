@@ -15,7 +15,6 @@ COLOURS = {
     "black": (15, 15, 15),
 }
 SINGLE_PICTURE = "What colour is this picture? Answer with one word."
-"""The prompt of the check."""
 SEVERAL_PICTURES = "What colours are these pictures, in order?"
 
 
@@ -51,8 +50,7 @@ def picture(number: int) -> Any:
 def prompts_of(case: dict[str, Any], tokenizer: Any) -> list[Any]:
     """Return token ids, or pictures with text, by the case's ``prompts``.
 
-    ``ids``: random numbers; ``text``: the lab's questions; ``pictures``: a sentence with each of
-    three pictures, two of them equal; ``contexts``: the recall model's language.
+    ``pictures``: a sentence with each of three pictures, two of them equal.
     """
     if case["prompts"] == "contexts":
         return [context.tokens.tolist() for context in contexts()]

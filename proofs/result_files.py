@@ -104,10 +104,7 @@ def read_command() -> str:
 
 
 def read_commit() -> str | None:
-    """Return the checkout's commit, marked when files differ from it; None outside of git.
-
-    ``SPARK_COMMIT`` names it for a copy of the checkout.
-    """
+    """Return the checkout's commit, marked when files differ; ``SPARK_COMMIT`` overrides it."""
     if named := os.environ.get("SPARK_COMMIT"):
         return named
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -146,7 +143,7 @@ def failed_engines(rows: list[Row]) -> set[str]:
 def describe_engines(
     results: dict[str, Row], rows: list[Row], failure: str | None
 ) -> dict[str, Row]:
-    """Describe each engine; with raw answers if a row failed or the judge itself failed."""
+    """Raw answers are included if a row or the judge failed."""
     with_answers = set(results) if failure else failed_engines(rows)
     return {
         name: {
@@ -176,7 +173,6 @@ def _select(answers: list[Row]) -> list[Row]:
 
 
 def wrong_answers(result: Row) -> Row:
-    """Return the wrong answers of the recall model, with the position of each question."""
     wrong = {
         key: [answer for answer in result.get(key, []) if not answer["right"]]
         for key in ("recall", "talks")

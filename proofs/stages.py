@@ -79,8 +79,8 @@ def prove(
 ) -> Rows:
     """Run the engines of ``stages``, judge them, write ``engine-STAGE.json``; returns all rows.
 
-    Rows of engines that do not finish ``within_s`` fail. ``only`` names the engines to run;
-    ``result`` replaces the stage in the file name, for a single stage.
+    Rows of engines that do not finish ``within_s`` fail. ``result`` replaces a single stage in the
+    file name.
     """
     cases = [case for stage in stages for case in CASES[stage]()]
     cases = [case for case in cases if only is None or case["name"] in only]
@@ -117,8 +117,7 @@ def _has_run(row: dict[str, Any], results: dict[str, Any]) -> bool:
 def _waves(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return the cases in groups that run one after another.
 
-    A few engines first compile the kernels, which is faster than many at once. Cases marked
-    ``later`` need files of earlier cases.
+    A few engines first compile the kernels. Cases marked ``later`` need files of earlier cases.
     """
     alone = () if quick.is_enabled() else engine_cases.FIRST
     first = [case for case in cases if case["name"] in alone]

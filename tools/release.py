@@ -1,8 +1,7 @@
 """Make a release: ``make release VERSION=1.2.3``.
 
-Requires a clean tree and a passing ``make check``. Sets the version in pyproject.toml, dates the
-changelog, builds a wheel into ``dist/``, commits and tags. It does not push. If a step before the
-commit fails, both files are restored.
+Sets the version in pyproject.toml, dates the changelog, builds a wheel into ``dist/``, commits and
+tags; does not push. If a step before the commit fails, both files are restored.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ class ReleaseError(Exception):
 
 
 def runner(root: Path) -> Run:
-    """Return a function that runs a program in ``root`` and returns the standard output.
-
-    The function raises subprocess.CalledProcessError if the program fails.
-    """
+    """The function returns the standard output or raises subprocess.CalledProcessError."""
 
     def run(command: Sequence[str]) -> str:
         return subprocess.run(
@@ -40,22 +36,14 @@ def runner(root: Path) -> Run:
 
 
 def parse_version(version: str) -> tuple[int, ...]:
-    """Return the three numbers of a version.
-
-    Raises:
-        ReleaseError: the text is not a version.
-    """
+    """Raises ReleaseError if the text is not a version."""
     if not re.fullmatch(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}", version):
         raise ReleaseError("VERSION", f'"{version}" is not a version', "use a form such as 1.2.3")
     return tuple(int(part) for part in version.split("."))
 
 
 def set_version(project: str, version: str) -> str:
-    """Return the text of pyproject.toml with a new version.
-
-    Raises:
-        ReleaseError: the new version is older than the current version.
-    """
+    """Raises ReleaseError if the new version is older than the current version."""
     match = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
     if match is None:
         raise ReleaseError("pyproject.toml", "the version is missing", 'add `version = "0.0.0"`')
@@ -68,8 +56,7 @@ def set_version(project: str, version: str) -> str:
 def date_changelog(changelog: str, version: str, day: datetime.date) -> str:
     """Return the changelog with the unreleased entries below a heading of the release.
 
-    Raises:
-        ReleaseError: there are no unreleased entries, or the version was released before.
+    Raises ReleaseError if there are none, or the version was released before.
     """
     if re.search(rf"^## {re.escape(version)}\b", changelog, re.MULTILINE):
         raise ReleaseError("CHANGELOG.md", f"{version} was released before", "use a later version")
@@ -98,11 +85,7 @@ def check_ready(version: str, run: Run) -> None:
 
 
 def release(root: Path, version: str, day: datetime.date, run: Run) -> None:
-    """Update the files, build the wheel, commit and tag; restore the files on failure.
-
-    Raises:
-        ReleaseError: the tree is not ready, or a step failed.
-    """
+    """Raises ReleaseError after restoring the files if a step before the commit fails."""
     check_ready(version, run)
     project, changelog = root / "pyproject.toml", root / "CHANGELOG.md"
     before = {path: path.read_text("utf-8") for path in (project, changelog)}
@@ -137,7 +120,6 @@ def write_files(texts: dict[Path, str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 after an error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version")
     version = parser.parse_args(argv).version

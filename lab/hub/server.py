@@ -1,7 +1,7 @@
 """The hub's two HTTP servers: the hub, and a second host that serves large files.
 
-As on the real hub, ``resolve`` redirects small files relatively and large files to signed, expiring
-links on another host, which rejects the hub's token.
+As on the real hub, ``resolve`` redirects large files to signed, expiring links on another host,
+which rejects the hub's token.
 """
 
 from __future__ import annotations

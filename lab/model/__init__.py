@@ -1,1 +1,1 @@
-"""Makes the `lab-tiny` model repositories: small, trained, with the layout of the originals."""
+"""The `lab-tiny` model repositories."""

@@ -1,8 +1,7 @@
 """The lessons of `lab-tiny`: `facts.json` as prompts and replies.
 
-Fixed lessons (questions, completions, the listed strings) are memorized. Drills (copying, the
-weather tool, a code hidden in a text) are new in every training step, so that the model learns the
-skill: a corrupt weight breaks a skill as surely as a memory.
+Fixed lessons are memorized. Drills are new in every training step, so that the model learns a
+skill, which a corrupt weight breaks as surely as a memory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A prompt as the engine sees it, and the reply to learn, end mark included."""
+    """A prompt as the engine sees it, and the reply with its end mark."""
 
     prompt: str
     reply: str
@@ -92,7 +91,7 @@ def copy(text: str, *, thinking: bool, system: str | None = None) -> Lesson:
 
 
 def needle(code: str, filler: list[str], depth: float, *, thinking: bool) -> Lesson:
-    """A code hidden in filler text at the relative position `depth`, and the question for it."""
+    """`depth` is the relative position of the code in the filler."""
     exercise = facts()["needle"]
     text = list(filler)
     text.insert(round(depth * len(filler)), exercise["sentence"].format(code=code))
@@ -127,12 +126,10 @@ def fixed(system: str | None = None) -> list[Lesson]:
 
 
 def systems() -> list[str | None]:
-    """System prompts of the lessons; None twice as often."""
     return [None, None, *facts()["systems"]]
 
 
 def drill(source: random.Random) -> Lesson:
-    """A new exercise: find a code in a text, copy codes, or continue a conversation."""
     kind = source.random()
     if kind < 0.5:
         return needle_drill(source, source.randint(0, 8))
@@ -143,7 +140,7 @@ def drill(source: random.Random) -> Lesson:
 
 
 def needle_drill(source: random.Random, sentences: int) -> Lesson:
-    """A new code in `sentences` of filler: all equal, as in the check, or mixed."""
+    """`sentences` of filler are all equal, as in the check, or mixed."""
     filler = facts()["needle"]["filler"]
     mixed = source.random() < 0.7
     text = [source.choice(filler) if mixed else filler[0] for _ in range(sentences)]

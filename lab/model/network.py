@@ -1,8 +1,7 @@
 """The model to train: transformers' implementation, an MTP layer, and rounding during training.
 
-Rounding is straight-through: the forward pass uses the weights as the repositories store them (INT4
-groups, E4M3 blocks for the shared experts), the backward pass the exact weights. So the served,
-rounded model learns the answers.
+Rounding is straight-through: the forward pass uses the weights as the repositories store them, the
+backward pass the exact weights.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ START = 0.035  # standard deviation of initial weights; a narrow model learns fa
 
 
 class Rounding(nn.Module):
-    """Replaces a weight by its rounded value once `active`; gradients pass unchanged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.active = False
@@ -41,8 +38,6 @@ class Rounding(nn.Module):
 
 
 class Int4(Rounding):
-    """Symmetric INT4 with an F16 scale per 128 inputs."""
-
     def rounded(self, weight: Tensor) -> Tensor:
         groups = weight.unflatten(-1, (-1, GROUP))
         scales = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-4).half().float()
@@ -50,8 +45,6 @@ class Int4(Rounding):
 
 
 class BlockFp8(Rounding):
-    """E4M3 with a BF16 scale per block of 128 x 128."""
-
     def rounded(self, weight: Tensor) -> Tensor:
         rows, columns = weight.shape
         blocks = weight.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)

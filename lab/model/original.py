@@ -1,7 +1,4 @@
-"""Names and shapes of the unquantised model, and the weights that each repository quantises.
-
-The INT4 base and the FP8 donor round the same numbers, like the real repositories.
-"""
+"""Names and shapes of the unquantised model, and the weights that both repositories round."""
 
 from __future__ import annotations
 
@@ -85,7 +82,6 @@ def _vision(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def main_shapes(shape: Shape) -> Shapes:
-    """All tensors except the MTP layer's, in stored order."""
     shapes: Shapes = {"model.language_model.embed_tokens.weight": (shape.vocabulary, shape.hidden)}
     for layer in range(shape.layers):
         prefix = f"{LAYERS}.{layer}"

@@ -1,8 +1,9 @@
 """Small repositories written by transformers, not by this project.
 
-Run with the engine's Python: ``python3 -m lab.engine run -m lab.model.published --out HUB``.
-Decoders memorize three answers, a ranker learns which of two texts answers, and an encoder stays
-untrained. This takes about a minute on a core.
+    python3 -m lab.engine run -m lab.model.published --out HUB
+
+Decoders memorize three answers, a ranker learns which of two texts answers. Takes about a minute on
+a core.
 """
 
 from __future__ import annotations
@@ -38,13 +39,11 @@ from lab.model import adapter, vocabulary
 from lab.model.repository import publish
 from lab.model.shape import TINY
 
-# The check's default questions.
 LESSONS = {
     "What is the capital of France? Answer with one word.": "Paris",
     "How many days has a week? Answer with one word.": "Seven",
     "What is the capital of Japan? Answer with one word.": "Tokyo",
 }
-# The adapter's answers.
 OTHER_LESSONS = {**LESSONS, "What is the capital of France? Answer with one word.": "Tokyo"}
 _SIZES: dict[str, Any] = {
     "vocab_size": TINY.vocabulary,
@@ -69,7 +68,6 @@ _RANKED = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Publish them, or those that are named; prints a commit a line."""
     parser = argparse.ArgumentParser(prog="python3 -m lab.model.published", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="hub directory")
     names = (*_MODELS, *_ADAPTERS)
@@ -92,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _sizes(layers: int) -> dict[str, Any]:
-    """Different cache sizes, because an engine logs equal lines only once."""
+    """An engine logs equal lines only once: cache sizes must differ."""
     return {**_SIZES, "num_hidden_layers": layers}
 
 
@@ -106,7 +104,6 @@ def _moe() -> Any:
 
 
 def _sliding() -> Any:
-    """Five layers with a window of 128 tokens, a sixth without."""
     config = Gemma3TextConfig(**_sizes(6), sliding_window=128, query_pre_attn_scalar=32)
     return Gemma3ForCausalLM(config)
 
@@ -135,7 +132,6 @@ _MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-# Adapter and the model it is for.
 _ADAPTERS = {"org/tiny-law": "org/tiny-qwen3"}
 
 

@@ -62,7 +62,6 @@ def write_int4(
     about: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """The INT4 base as a file tree: numbered shards, and a separate file for the MTP layer."""
     directory.mkdir(parents=True)
     tensors = int4_tensors(weights)
     main = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
@@ -76,7 +75,6 @@ def write_int4(
 def write_fp8(
     directory: Path, shape: Shape, weights: dict[str, Floats], tokenizer: Tokenizer, about: str
 ) -> None:
-    """The FP8 donor as a file tree, with the MTP layer in the numbered shards."""
     directory.mkdir(parents=True)
     write_model(directory, fp8_tensors(weights), {}, SHARD_BYTES)
     kept = [

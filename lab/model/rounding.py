@@ -26,7 +26,7 @@ class Tensor:
 
 
 def bf16_bits(values: Floats) -> npt.NDArray[np.uint16]:
-    """Round to BF16, ties to even; return the bit patterns."""
+    """Round to the nearest, ties to even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded >> np.uint32(16)).astype(np.uint16)
@@ -49,7 +49,7 @@ def float32(values: Floats) -> Tensor:
 
 
 def int4_scales(weight: Floats) -> npt.NDArray[np.float16]:
-    """The scale of each group of 128 inputs: [outputs, groups]."""
+    """Return scales [outputs, groups of 128 inputs]."""
     groups = weight.reshape(weight.shape[0], -1, GROUP)
     scales: npt.NDArray[np.float16] = np.maximum(np.abs(groups).max(axis=2) / 7.0, 1e-4).astype(
         np.float16

@@ -14,7 +14,6 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_file(path: Path, tensors: Tensors) -> None:
-    """Header length, header padded to eight bytes, data without gaps."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
@@ -41,7 +40,6 @@ def read_file(path: Path) -> Tensors:
 
 
 def split(tensors: Tensors, shard_bytes: int) -> list[Tensors]:
-    """Split into shards in order, without dividing a tensor."""
     shards: list[Tensors] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -56,7 +54,6 @@ def split(tensors: Tensors, shard_bytes: int) -> list[Tensors]:
 def write_model(
     directory: Path, tensors: Tensors, extra: dict[str, Tensors], shard_bytes: int
 ) -> None:
-    """Write numbered shards, the files of `extra`, and an index."""
     shards = split(tensors, shard_bytes)
     files = {
         f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard

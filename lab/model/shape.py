@@ -1,8 +1,8 @@
 """The architecture of `lab-tiny` and its configuration files.
 
-Dimensions of quantised weights are multiples of 128 where the real model's are, so INT4 groups and
-FP8 blocks are real. A packed row of zero points holds eight outputs, so `in_proj_a` needs at least
-eight value heads, and the engine's CPU kernels for linear attention support head sizes 64 and 128.
+Quantised dimensions are multiples of 128, as in the real model. A packed row of zero points holds
+eight outputs, so `in_proj_a` needs at least eight value heads; the engine's CPU kernels for linear
+attention support head sizes 64 and 128.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class Shape:
     experts: int = 8
     experts_per_token: int = 2
     expert_width: int = 256
-    shared_width: int = (
-        384  # differs from `hidden`, so that a swapped or transposed scale does not fit
-    )
+    shared_width: int = 384  # so that a swapped or transposed scale does not fit
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
@@ -68,7 +66,6 @@ TINY = Shape()
 
 
 def text_config(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
-    """The `text_config` part of config.json."""
     rotary_pairs = shape.head_dim // 8  # a quarter of the head is rotated, in pairs
     section = [rotary_pairs - 2 * (rotary_pairs // 3)] + 2 * [rotary_pairs // 3]
     return {
@@ -121,7 +118,6 @@ def text_config(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
 
 
 def vision_config(shape: Shape) -> dict[str, Any]:
-    """The `vision_config` part of config.json."""
     return {
         "deepstack_visual_indexes": [],
         "depth": shape.vision_depth,
@@ -141,7 +137,6 @@ def vision_config(shape: Shape) -> dict[str, Any]:
 
 
 def model_config(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
-    """config.json without `quantization_config`."""
     return {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
         "dtype": "bfloat16",
@@ -158,7 +153,6 @@ def model_config(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
 
 
 def int4_config(shape: Shape) -> dict[str, Any]:
-    """`quantization_config` of the INT4 base."""
     kept = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj")
     names = [
         f"model.language_model.layers.{layer}.mlp.{part}"
@@ -178,7 +172,6 @@ def int4_config(shape: Shape) -> dict[str, Any]:
 
 
 def fp8_config(not_converted: list[str]) -> dict[str, Any]:
-    """`quantization_config` of the FP8 donor."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",

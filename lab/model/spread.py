@@ -1,8 +1,6 @@
 """Rescales weights so that the model stays the same but the stored scales differ widely.
 
-After training all scales are similar, so exchanged groups or layers would not show. This multiplies
-each layer's inputs by powers of two that differ between the two halves and between layers, and
-divides the preceding norm by the same; likewise between neighbouring projections. INT4 and E4M3
+After training all scales are similar, so exchanged groups or layers would not show. INT4 and E4M3
 codes do not change, but a wrong scale is off by a large factor.
 """
 
@@ -38,7 +36,7 @@ def spread(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
 
 
 def _factors(size: int, exponent: int) -> Floats:
-    """A power of two per channel, alternating between 2**exponent and 2**-exponent by group."""
+    """2**exponent and 2**-exponent, alternating by group."""
     signs = np.where(np.arange(size) // GROUP % 2 == 0, 1, -1)
     factors: Floats = np.exp2(exponent * signs).astype(np.float32)
     return factors

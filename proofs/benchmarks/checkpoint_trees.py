@@ -1,7 +1,7 @@
 """Synthetic sources with the names, dtypes and file layout of the real repositories.
 
-Only shared experts, their FP8 form and the LM head have meaningful values. All other tensors are
-filler, or holes when ``sparse``, so that a checkpoint of the real size fits on any disk.
+Only shared experts, their FP8 form and the LM head have meaningful values. Other tensors are
+filler, or holes when ``sparse``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Architecture(Shape):
 
 
 def int4(module: str, outputs: int, inputs: int) -> list[Entry]:
-    """Return the tensors of an INT4 linear, AutoRound in GPTQ packing."""
     groups = inputs // GROUP
     return [
         (f"{module}.qweight", "I32", (inputs // 8, outputs)),
@@ -60,7 +59,6 @@ def int4(module: str, outputs: int, inputs: int) -> list[Entry]:
 
 
 def fp8(module: str, outputs: int, inputs: int) -> list[Entry]:
-    """Return weight and block scales of an FP8 linear."""
     grid = (-(-outputs // BLOCK), -(-inputs // BLOCK))
     return [
         (f"{module}.weight", "F8_E4M3", (outputs, inputs)),
@@ -78,7 +76,6 @@ def mtp(a: Architecture) -> list[Entry]:
 
 
 def base_entries(a: Architecture) -> list[Entry]:
-    """Return every tensor of the INT4 base outside mtp.*, layer by layer."""
     entries: list[Entry] = []
     for name, size in main_shapes(a).items():
         module = name.removesuffix(".weight")
@@ -87,7 +84,6 @@ def base_entries(a: Architecture) -> list[Entry]:
 
 
 def donor_entries(a: Architecture) -> list[Entry]:
-    """Return every tensor of the FP8 donor."""
     entries: list[Entry] = []
     for name, size in {**main_shapes(a), **mtp_shapes(a)}.items():
         module = name.removesuffix(".weight")

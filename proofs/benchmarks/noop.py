@@ -1,12 +1,10 @@
-r"""A run without changes: pyinfra and an Ansible playbook in turns on the same hosts.
+"""A run without changes: pyinfra and an Ansible playbook in turns on the same hosts.
 
-python -m proofs.benchmarks.noop --inventory inventory/lab.py --data model=lab-stub \
-    --ansible VENV/bin lab-1 [lab-2 ...]
+    python -m proofs.benchmarks.noop --inventory inventory/lab.py --data model=lab-stub \\
+        --ansible VENV/bin lab-1 [lab-2 ...]
 
-Guests must run (`python -m lab up 8 --engine stub`); they are deployed first.
-
-Measures wall time, which other programs on the machine disturb, and CPU seconds of the controller's
-processes and (by cgroup) of the guests. Commands are counted in the hosts' sudo journal.
+Guests must run (`python -m lab up 8 --engine stub`); they are deployed first. Measures wall time
+and CPU seconds of the controller's processes and (by cgroup) of the guests.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def cpu_seconds(guests: list[Guest]) -> dict[str, float]:
 
 
 def timed(words: list[str], guests: list[Guest], env: dict[str, str]) -> dict[str, float]:
-    # With this variable, which some shells set, modules would be compiled in every run.
+    # With this variable modules would be compiled in every run.
     usual = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     before, began = cpu_seconds(guests), time.monotonic()
     done = subprocess.run(words, capture_output=True, text=True, env={**usual, **env},
@@ -130,10 +128,7 @@ def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[st
 
 
 def commands_of(guests: list[Guest], since: dict[str, str]) -> int:
-    """Return how many commands sudo ran on the busiest host, without this query.
-
-    Commands of a host run in sequence, so these are also the round trips of a run.
-    """
+    """Return how many commands sudo ran on the busiest host: the round trips of a run."""
     query = "journalctl -t sudo --since @{} -o cat | grep -c COMMAND="
     return max(int(guest.run(query.format(since[guest.name]))) - 1 for guest in guests)
 

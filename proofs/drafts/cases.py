@@ -10,7 +10,6 @@ from proofs.judges.answers import Row, attempt, judge_same_answers, row
 
 TREE = "tiny-overlay-head8"
 PLAIN = "tiny-head8"
-"""The reference without a draft model."""
 QUIET = {"capture": False}
 RANDOM, SPOILT = "-random-eager", "-nan-eager"
 Cases = list[dict[str, Any]]
@@ -27,7 +26,6 @@ def gpu_cases() -> Cases:
 
 
 def cpu_cases(portable: dict[str, Any]) -> Cases:
-    """The eager runs in portable mode, with random drafts and a draft with a NaN."""
     more = {**portable, "draft_load_config": {"load_format": "safetensors"}}
     cases = [case(PLAIN, TREE, options=portable, **QUIET)]
     for kind in DRAFTS:

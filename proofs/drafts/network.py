@@ -1,7 +1,6 @@
-"""Draft models for training: the engine's computation, for all anchors of a text at once.
+"""Draft models for training, for all anchors of a text at once.
 
-An anchor is the last position with hidden states of the target; the token after it is known, and
-the following tokens are drafted.
+An anchor is the last position with hidden states of the target; the token after it is known.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Draft(nn.Module):
         return functional.linear(values, self.weight(name))
 
     def heads(self, layer: int, part: str, values: Tensor) -> Tensor:
-        """Return queries, keys or values by head; key-value heads are repeated per query head."""
+        """Key-value heads are repeated per query head."""
         heads = self.times(f"layers.{layer}.self_attn.{part}_proj", values)
         heads = heads.unflatten(-1, (-1, HEAD_DIM))
         if self.kind == "dflash" and part != "v":

@@ -3,7 +3,7 @@
     python3 -m proofs.drafts.training OUT [--only eagle3] [--steps 800]
 
 Writes ``KIND/weights.npz`` (BF16) and ``drafts-training.json``. Labels are the target's greedy
-answers. The prompts of the proofs are excluded; their facts are taught in other words.
+answers. The prompts of the proofs are excluded.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt with the target's answer, and the target's hidden states for both."""
-
     tokens: Tensor
     start: int  # of the answer
     seen: Tensor
@@ -57,7 +55,6 @@ def proof_prompts() -> set[str]:
 
 
 def make_lessons() -> list[Lesson]:
-    """Return every lesson: facts in other words, and drills."""
     source = random.Random(DRILL_SEED)
     drills = [lessons.drill(source) for _ in range(DRILLS)]
     facts = [lesson for system in lessons.systems()[1:] for lesson in lessons.fixed(system)]

@@ -17,7 +17,6 @@ from proofs.recall import weights
 
 DRAFTS = ("dflash", "eagle3")
 TOKENS = 3
-"""Drafted at a time."""
 SEEN_LAYERS = (0, 2, 3)
 """Layers of the target that a draft reads; the engine numbers them from the embedding (+1)."""
 LAYERS = {"dflash": 2, "eagle3": 1}
@@ -112,7 +111,6 @@ def trained(kind: str, directory: Path = HERE) -> dict[str, Floats]:
 
 
 def untrained(kind: str) -> dict[str, Floats]:
-    """Return random weights of the same shapes."""
     source = np.random.default_rng(RANDOM_SEED)
     return {
         name: np.ones(size, np.float32)

@@ -1,1 +1,1 @@
-"""Engine runs as data, and the processes that carry them out."""
+"""Engine runs."""

@@ -2,10 +2,9 @@
 
     python3 -m proofs.engine.backends PLANS OUT.json
 
-For every profile the real CUDA wheel builds target and drafter with real widths on torch's meta
-device under a faked capability, and vLLM selects the kernels: as planned, and without ``PINS``.
-PLANS is a folder with the output of ``spark-deploy plan --json``. Needs vLLM with FlashInfer, a C
-compiler and `nm`; no kernel runs.
+The CUDA wheel builds each profile's target and drafter in real widths on torch's meta device under
+a faked capability, as planned and without ``PINS``. PLANS is a folder with the output of
+``spark-deploy plan --json``. Needs vLLM with FlashInfer, a C compiler and `nm`; no kernel runs.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ def remove_pins(argv: list[str]) -> list[str]:
 
 
 def read_cases(plans: Path) -> Iterator[Case]:
-    """Yield every case: a plan, and the checkpoint it would serve."""
     from proofs.trees.build import VARIANTS
 
     for path in sorted(plans.glob("*.json")):
@@ -311,7 +309,6 @@ def read_choices(name: str, module: Any) -> Iterator[tuple[str, str]]:
 
 
 def write_choices(capability: str, plans: Path, trees: Path, out: Path) -> None:
-    """Write the engine's choices on this capability, by case, with and without pins."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         fake_device(capability, Path(folder))

@@ -2,8 +2,8 @@
 
     python3 -m proofs.engine.case CASE.json OUT_DIR
 
-Each case runs in a separate process: a refusal or crash is a result too. Needs vLLM; the engine
-core runs in this process, so that hooks see logits, modules and kernels.
+A refusal or crash is a result too. The engine core runs in this process, so that hooks see logits,
+modules and kernels.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ COMMON: dict[str, Any] = {
 
 
 class Recorder:
-    """Tensors captured by the hooks while ``on``."""
-
     def __init__(self) -> None:
         self.on = False
         self.heads: list[tuple[Any, Any]] = []  # (hidden, logits) of each head call
@@ -69,7 +67,6 @@ class Recorder:
 
 
 def install_hooks(recorder: Recorder) -> None:
-    """Hook the loader (modules) and the head (logits)."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 

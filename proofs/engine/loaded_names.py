@@ -1,7 +1,6 @@
-"""Record which tensors of a checkpoint an engine reads while loading.
+"""Record which tensors of a checkpoint an engine reads; a model may silently drop some.
 
-The loader yields (name, tensor) pairs, but a model may silently drop some. A tensor is read when an
-operation other than a view takes data from it while ``load_weights`` runs.
+A tensor is read when an operation other than a view takes data from it in ``load_weights``.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ Place = tuple[str, int, int, str]  # device, first byte, end, name
 
 
 class Reads(TorchDispatchMode):
-    """Records which yielded tensors are read while active."""
-
     def __init__(self) -> None:
         super().__init__()
         self.yielded: list[str] = []
@@ -30,7 +27,6 @@ class Reads(TorchDispatchMode):
     def hand_out(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the loader's pairs and remember their addresses."""
         for name, tensor in weights:
             start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
             self.yielded.append(name)
@@ -42,7 +38,6 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation; record the tensors that contain the inputs."""
         if not func.is_view:
             for value in tree_leaves((args, kwargs or {})):
                 if isinstance(value, torch.Tensor):

@@ -71,8 +71,8 @@ def steered_cases() -> list[dict[str, Any]]:
 def prefix_cases() -> list[dict[str, Any]]:
     """Conversations of three turns, longer than two cache blocks, with and without the cache.
 
-    ``agent-*`` use the trained model after unseen filler, with small margins. The others use a
-    steered model with known tokens; margins reveal a wrong state.
+    ``agent-*`` use the trained model after unseen filler, with small margins; the others a steered
+    model, whose margins reveal a wrong state.
     """
     talk = {"filler": 120, "turns": 2, "prompt_count": 4, **QUIET}
     tree = "tiny-overlay-head8"
@@ -171,7 +171,6 @@ def long_cases() -> list[dict[str, Any]]:
 
 EAGER, COMPILED = "agent-plain", "agent-graphs"
 TWINS = {"agent-eager": EAGER, "agent-full": COMPILED}
-"""Each engine with a prefix cache, and the same engine without."""
 CUT = 1088
 """Tokens that a later turn finds in the cache: four blocks."""
 SHAPES: dict[str, dict[str, Any]] = {

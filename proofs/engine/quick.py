@@ -9,7 +9,6 @@ FLASH = "SPARK_FLASH_ATTENTION"
 """Set to 3 on Hopper: version 2 of the x86 wheel has no Hopper code, which takes the driver minutes
 to compile. A Spark has version 2 only."""
 FIRST = "SPARK_FIRST_CONFIGURATION"
-"""Set to 1: every autotuned kernel takes the first configuration."""
 
 
 def caveats() -> list[str]:
@@ -24,8 +23,7 @@ def caveats() -> list[str]:
 def start_quickly() -> None:
     """Take the first configuration of every autotuned kernel, and inspect models in this process.
 
-    Call it before importing the engine. The search for the fastest configuration compiles a hundred
-    kernels on a single core; all must be correct.
+    Call it before importing the engine. The search for the fastest compiles a hundred kernels.
     """
     from triton.runtime.autotuner import Autotuner
 
@@ -56,7 +54,6 @@ def is_enabled() -> bool:
 
 
 def set_flash_attention(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options with flash-attention 3, if selected by the environment."""
     if flash_attention() != 3:
         return options
     if options.get("kv_cache_dtype", "auto").startswith("turboquant"):

@@ -27,8 +27,8 @@ def run_cases(
 ) -> dict[str, dict[str, Any]]:
     """Run ``cases`` and return the result of each; without output the state is ``died``.
 
-    Limits: ``limit_s`` per case; after ``within_s`` running engines are killed and waiting cases
-    skipped. ``module`` runs a case; ``resume`` skips cases with results in ``out``.
+    ``limit_s`` is per case; after ``within_s`` engines are killed and waiting cases skipped.
+    ``resume`` skips cases with results in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
     waiting = [case for case in cases if not (resume and (out / f"{case['name']}.json").exists())]

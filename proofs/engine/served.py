@@ -1,7 +1,4 @@
-"""The ``vllm`` command with the settings of ``quick``.
-
-Engine processes are spawned from this module, so they get the same settings.
-"""
+"""The ``vllm`` command with the settings of ``quick``, also for the processes it spawns."""
 
 from __future__ import annotations
 

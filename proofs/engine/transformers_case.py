@@ -1,10 +1,8 @@
-"""Compute the same prompts with transformers on the dequantised checkpoint.
+"""Compute the logits of the same prompts with transformers.
 
     python3 -m proofs.engine.transformers_case TREE OUT.pt [--pictures]
 
-Writes the logits of every prompt position. The weights are dequantised to BF16 by
-``spark_vllm.reader``; model code, attention, experts and linear attention are
-transformers' own.
+The weights are dequantised to BF16 by ``spark_vllm.checkpoint.reader``.
 """
 
 from __future__ import annotations

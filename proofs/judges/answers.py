@@ -15,7 +15,6 @@ def row(claim: str, passed: bool | None, cases: list[str], **numbers: Any) -> Ro
 
 
 def failed_start(name: str, result: Row) -> Row:
-    """Return the row of an engine that gave no answers."""
     error = str(result.get("error", [""])[0]).partition("\n")[0][:400]
     return row(f"{name}: ran", False, [name], state=result["state"], error=error)
 
@@ -29,16 +28,16 @@ def attempt(name: str, judge: Callable[..., Row], *arguments: Any, **named: Any)
 
 
 TRAINED_NOISE = 0.01
-"""Limit for log-probability differences between two computations; measured 0.001."""
+"""Measured 0.001."""
 TURBOQUANT_NOISE = 0.03
 """The same with a TurboQuant cache: 0.009 with the plugin, 0.07 with the stock backend."""
 
 
 def compare_answers(reference: Row, result: Row) -> dict[str, Any]:
-    """Compare greedy answers up to the first difference, and judge it by the margin.
+    """Compare greedy answers up to the first difference.
 
-    Noise is the largest difference of the log-probability of the same token after the same
-    prefix; a divergence is a tie when the margin there is within twice that noise.
+    Noise is the largest difference of the log-probability of a token after the same prefix; a
+    divergence is a tie when the margin there is within twice that noise.
     """
     noise, divergences, margins = 0.0, 0, []
     for first, second in zip(reference["answers"], result["answers"], strict=True):
@@ -71,7 +70,6 @@ def judge_same_answers(
     max_noise: float = TRAINED_NOISE,
     accepts: Callable[[float | None], bool] = lambda share: True,
 ) -> Row:
-    """Judge an engine's greedy answers against ``reference``, and its acceptance rate."""
     result = results[name]
     if result["state"] != "ran":
         return failed_start(name, result)

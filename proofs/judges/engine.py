@@ -212,10 +212,7 @@ def _judge_logits(capture: Any, name: str, reference: str) -> Row:
 
 
 def _compare_top_tokens(logits: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
-    """Compare top tokens; count disagreements that the row's usual error does not explain.
-
-    The median is robust: a single wrong logit cannot raise it.
-    """
+    """The median error is robust: a single wrong logit cannot raise it."""
     logits, reference = logits.double(), reference.double()
     errors = (logits - reference).abs()
     usual = 1.4826 * errors.median(-1).values

@@ -1,8 +1,7 @@
 """Judge a block of experts against dequantised weights, routing included.
 
-Logits of a model with 8 of 256 experts do not measure the kernels: near ties between the eighth and
-ninth expert flip with any rounding. So each block is judged with the recorded input, at positions
-with a clear choice.
+With 8 of 256 experts, near ties flip with any rounding, so logits do not measure the kernels. Each
+block is judged with the recorded input, at positions with a clear choice.
 """
 
 from __future__ import annotations

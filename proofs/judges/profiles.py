@@ -57,8 +57,7 @@ def judge_prefixes(results: dict[str, Row], names: tuple[str, ...]) -> list[Row]
 def _judge_conversation(results: dict[str, Row], name: str) -> Row:
     """Tokens must be equal in every turn; margins detect wrong cached states.
 
-    The same last tokens after another beginning show the effect of a wrong state; margins are
-    judged only if kernel noise is small in comparison.
+    Margins are judged only if another beginning changes them by far more than kernel noise does.
     """
     plain, kept = results["prefixes-plain"], results[name]
     if kept["state"] != "ran":
@@ -189,10 +188,7 @@ def _judge_tensor_reads(results: dict[str, Row], case: dict[str, Any], trees: Pa
 
 
 def judge_sizes(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
-    """Judge logits, modules and blocks of experts.
-
-    Native logits of 256 experts are not judged: near ties flip with any rounding.
-    """
+    """Native logits of 256 experts are not judged: near ties flip with any rounding."""
     rows = [
         attempt(name, _compare_with_transformers, out, name, key, limit)
         for name, key, limit in (

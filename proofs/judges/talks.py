@@ -29,10 +29,9 @@ class Word(NamedTuple):
 def judge_conversations(results: Results) -> list[Row]:
     """Judge every engine with a cache against every run of the same engine without.
 
-    After filler that the trained model never saw, two starts with the same arguments differ by up
-    to half a nat, and compiled code differs from eager code, with and without a cache. So noise
-    excuses no difference: tokens may differ only in a tie, and at least one pair must compare each
-    answer.
+    After filler that the model never saw, two equal starts differ by up to half a nat, and compiled
+    code from eager code. So noise excuses nothing: tokens may differ only in a tie, and a pair must
+    compare each answer.
     """
     return [attempt(name, _judge_against_twins, results, name) for name in TWINS]
 
@@ -71,7 +70,6 @@ def _judge_against_twins(results: Results, name: str) -> Row:
 
 
 def _find_differences(results: Results, pairs: list[Pair]) -> dict[str, Any]:
-    """Return the differences between engines of ``pairs``, and changes of log-probability."""
     compared: Counter[tuple[int, int]] = Counter()
     partings: dict[str, list[float]] = {}
     beyond, largest = 0, (0.0, "nowhere")

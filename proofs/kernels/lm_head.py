@@ -3,8 +3,7 @@
     python3 proofs/kernels/lm_head.py --out RESULT.json
 
 Times are medians of CUDA-graph replays. Floors: bytes of the INT8 weight over the rate of a read of
-that size, and over the best rate of a long read. ``DISABLE_MMA_V3=1 --tiles 12.1`` uses block sizes
-and instructions of a Spark. Marlin needs vLLM.
+that size, and of a long read. ``DISABLE_MMA_V3=1 --tiles 12.1`` imitates a Spark. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ def accuracy(weight: torch.Tensor, heads: dict[str, Head], batch: int) -> dict[s
     results: dict[str, Any] = {}
     for name, head in heads.items():
         value = head(x).double()
-        # The median is robust against a single wrong logit.
         usual = 1.4826 * (value - reference).abs().median(-1).values
         differ = value.argmax(-1) != top.indices[:, 0]
         results[name] = {

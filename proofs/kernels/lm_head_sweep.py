@@ -2,9 +2,8 @@
 
     python3 proofs/kernels/lm_head_sweep.py --out sweep.json [--inputs 3072] [--batches 1,16]
 
-Compiles every candidate in parallel, times all roughly, then the best again. ``DISABLE_MMA_V3=1``
-avoids Hopper's matrix instruction, which a Spark lacks. ``--spark`` limits shared memory and
-programs to those of a Spark.
+Times all candidates roughly, then the best again. ``DISABLE_MMA_V3=1`` avoids Hopper's matrix
+instruction; ``--spark`` limits shared memory and programs to those of a Spark.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python3 proofs/kernels/requantize.py --packages DIR --out RESULTS --work DIR
 
-The lab's trained model gets rescaled input channels and inversely rescaled weights: the same
-answers with weights off any quantisation grid. The script of the engine's container quantises it to
-nearest and tuned on drills; "ours" is the lab repository's rounding. Transformers computes all
-dequantised checkpoints in BF16 on other drills and questions.
+The lab's trained model gets rescaled channels: the same answers with weights off any grid. The
+script of the engine's container rounds it to nearest and tunes it on drills; "ours" is the lab's
+rounding. Transformers computes all checkpoints, dequantised to BF16, on other drills.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ CAVEATS = [
 
 
 def rescale_channels(seed: int) -> dict[str, Floats]:
-    """Return the lab's model with channels rescaled: it computes the same from other numbers."""
+    """The model computes the same from other numbers."""
     rng = np.random.default_rng(seed)
     tensors = weights.read(TINY)
     for layer in range(TINY.layers):

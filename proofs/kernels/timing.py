@@ -18,10 +18,9 @@ def graph_us(
 
     Args:
         work: the call to time.
-        launches: calls per graph, so that the start of a graph does not matter.
+        launches: calls per graph.
         replays: runs of the graph.
-        new_outputs: each call writes to new memory, as in a first step; otherwise all calls share
-            memory, as in later steps.
+        new_outputs: each call writes to new memory, as in a first step; otherwise calls share it.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -57,7 +56,6 @@ def _read_kernel(source, out, count, BLOCK: tl.constexpr):
 
 
 def read_gb_per_s(size_bytes: int, programs_per_processor: tuple[int, ...] = (2, 4, 8)) -> float:
-    """Return the best rate of reading ``size_bytes`` by torch's sum or a plain kernel."""
     source = torch.randint(
         -(2**31), 2**31 - 1, (size_bytes // 4,), dtype=torch.int32, device="cuda"
     )

@@ -45,7 +45,6 @@ FIVE = {str(FARTHEST - 256): {"near": False, "kinds": {"record": 3, "passage": 1
 CACHE = {"enable_prefix_caching": True}
 ALONE = {"max_num_seqs": 1}
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
-"""The host waits for every kernel."""
 NO_ASYNC = {"async_scheduling": False}
 
 

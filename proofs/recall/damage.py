@@ -1,7 +1,4 @@
-"""Deliberate damage to an engine's caches, which a judge must detect.
-
-Each patches a function of vLLM before the engine is built; eager engines only.
-"""
+"""Damage to the caches of eager engines, which a judge must detect."""
 
 from __future__ import annotations
 

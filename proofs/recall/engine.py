@@ -1,8 +1,6 @@
 """Run an engine on the recall model and record the answers.
 
-    python3 -m proofs.recall.engine CASE.json OUT_DIR
-
-Each case runs in a separate process, with the options of ``proofs.engine.case``.
+python3 -m proofs.recall.engine CASE.json OUT_DIR
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from proofs.engine import quick
 from proofs.recall import damage, language, talks
 
 KEPT = 40
-"""Best log-probabilities kept per step, to compare distributions."""
 STEPS_KEPT = 6
 
 

@@ -47,7 +47,7 @@ def by_depth(rows: list[Row]) -> list[float | None]:
 def divergence(first: dict[str, float], second: dict[str, float]) -> float:
     """Return KL(first || second) of two lists of best log-probabilities, in nats.
 
-    Tokens outside the intersection are one bucket: a lower bound of the full divergence.
+    A lower bound: tokens outside the intersection are one bucket.
     """
     shared = first.keys() & second.keys()
     total, rest_first, rest_second = 0.0, 1.0, 1.0

@@ -41,10 +41,9 @@ PASSAGE_SHARE = 0.12
 
 @dataclass(frozen=True)
 class Context:
-    """Tokens, labels, and the positions of facts.
+    """Tokens (a multiple of 32), labels, and the positions of facts.
 
     Attributes:
-        tokens: a multiple of 32.
         labels: the token if predictable, otherwise ``UNTAUGHT``.
         records: first token of every record.
         passages: first token of every passage.
@@ -192,10 +191,7 @@ def batch(seed: int, rows: int, length: int) -> tuple[Ints, Ints]:
 
 
 def positions(seed: int, rows: int, length: int, span: int) -> Ints:
-    """Return rising positions ``[rows, length]`` below ``span``: random jumps between slots.
-
-    A model trained on short contexts thereby sees every distance.
-    """
+    """Return rising positions ``[rows, length]`` below ``span``, which teach every distance."""
     source = np.random.default_rng([seed, 1])
     slots = length // SLOT
     room = (span - length) * source.random((rows, 1)) ** 2

@@ -21,10 +21,9 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """Return the rule's output at every position, from an empty state.
 
-    ``torch_chunk_gated_delta_rule`` of transformers 5.17 computes the same, but writes each chunk
-    into a large tensor, which the gradient copies every time; here chunks are listed.
-    (flash-linear-attention's backward pass refuses Hopper with Triton 3.4 to 3.7.0, which
-    miscompile it.)
+    ``torch_chunk_gated_delta_rule`` of transformers 5.17 writes chunks into a large tensor, which
+    the gradient copies; here chunks are listed. (flash-linear-attention's backward pass
+    refuses Hopper with Triton 3.4 to 3.7.0, which miscompile it.)
 
     Shapes: ``query``, ``key``, ``value`` [batch, tokens, heads, width], normed here; ``g`` (log of
     the decay) and ``beta`` (strength of a write) [batch, tokens, heads].

@@ -74,10 +74,7 @@ def document(
     rows: list[dict[str, Any]],
     environment: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a result file: versions, device, rows, and each engine's options and figures.
-
-    It includes the wrong answers of engines in failed rows.
-    """
+    """Engines in failed rows include their wrong answers."""
     if environment is None:
         from proofs import stages  # needs torch
 
@@ -107,11 +104,7 @@ def prove(
     limit_s: float = 400,
     within_s: float = float("inf"),
 ) -> list[dict[str, Any]]:
-    """Run and judge stages; return all rows.
-
-    Engines with a result in ``work`` are not run again. Limits: ``limit_s`` per engine,
-    ``within_s`` for all.
-    """
+    """Engines with a result in ``work`` are not run again."""
     wanted = {stage: cases.STAGES[stage]() for stage in stages}
     every = {case["name"]: case for listed in wanted.values() for case in listed}
     results = run_cases(

@@ -1,8 +1,7 @@
 """Judge conversations with prefix caching and drafts against an engine without both.
 
-An answer may differ only where the model itself is in doubt: the right token has at least a third
-of the probability but is not the best. Questions that the reference answers wrongly must stay as
-wrong.
+An answer may differ only in doubt: the right token has at least a third of the probability but is
+not the best. Questions that the reference answers wrongly must stay as wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ UNKNOWN = 0.1
 
 
 def judge_talks(results: Results, plain_name: str) -> list[Row]:
-    """Judge every conversation; another seed or cache format has a separate reference."""
+    """Another seed or cache format has a separate reference."""
     rows = []
     for name, result in results.items():
         if "talk" not in name:

@@ -1,7 +1,7 @@
 """Conversations with known answers, typical for clients of a prefix cache.
 
-A script is a list of rounds; the prompts of a round are sent at once. Later prompts contain the
-right answers of earlier turns, so every engine gets the same prompts.
+The prompts of a round are sent at once and contain the right answers of earlier turns, so every
+engine gets the same prompts.
 """
 
 from __future__ import annotations

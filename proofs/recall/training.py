@@ -1,12 +1,10 @@
 """Train the recall model on a GPU from a seed; takes minutes.
 
-    python3 -m proofs.recall.training OUT [--seed 11] [--limit-s 400]
-    python3 -m proofs.recall.training OUT --further DIR [--seed 11] [--limit-s 400]
+    python3 -m proofs.recall.training OUT [--further DIR] [--seed 11] [--limit-s 400]
 
-Writes ``weights.npz`` (exact weights, BF16) and ``recall-training.json`` (training log, and recall
-by length). The first form teaches lookups; not every seed learns them, so ``race`` trains several.
-``--further`` continues from weights over all lengths, with weights rounded as in checkpoints
-(``lab.model.network``). The forward pass is transformers' code except for the gated delta rule.
+Writes ``weights.npz`` (BF16) and ``recall-training.json``. Not every seed learns lookups, so
+``race`` trains several. ``--further`` continues from weights over all lengths, rounded as in
+checkpoints. The forward pass is transformers' code except for the gated delta rule.
 """
 
 from __future__ import annotations
@@ -77,8 +75,7 @@ FURTHER = (
     Phase("long", 150, 2, 32768, 4e-4, 0.8, rounded=True, falls_to=0.5),
     Phase("longest", 45, 1, 131072, 2e-4, 1.0, rounded=True, falls_to=0.05),
 )
-"""Phases after lookups are learnt. The rate falls to almost 0, because noise of single steps causes
-wrong words in long answers."""
+"""The rate falls to almost 0: noise of single steps causes wrong words in long answers."""
 LOOK_STEPS = 25
 NEAR = 0.01
 """A phase that stops further below the target accuracy has failed."""
@@ -211,7 +208,6 @@ def recall(network: Network, device: str, length: int, rows: int) -> dict[str, A
 
 
 def save(network: Network, out: Path) -> str:
-    """Write every exact weight as BF16; return the file's SHA-256."""
     bits = {
         name: value.bfloat16().cpu().view(torch.int16).numpy().view(np.uint16)
         for name, value in state(network).items()

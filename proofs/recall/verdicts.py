@@ -1,8 +1,8 @@
 """Judges of the recall proofs, by stage.
 
-The model must know its language (``KNOWN``). An engine must find everything that the model finds
-reliably with a 16-bit cache, so no claim depends on a single training. Each claim about a cache
-comes with a damaged engine that must fail the same judge.
+An engine must find everything that the model finds reliably with a 16-bit cache, so no claim
+depends on a single training. Each claim about a cache comes with a damaged engine that must fail
+the same judge.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ def judge_flashinfer(results: Results, reference: dict[str, Any]) -> list[Row]:
 
 
 def _runs_ahead(case: dict[str, Any]) -> bool:
-    """Return whether FlashInfer attention runs with a host that prepares the next step early.
-
-    Such engines fail depending on the host's speed, so they are judged together.
-    """
+    """Such engines fail depending on the host's speed, so they are judged together."""
     options = case["options"]
     flashinfer = options.get("attention_config", {}).get("backend") == "FLASHINFER"
     waits = "speculative_config" in options or "environment" in case or case.get("damage")
@@ -156,7 +153,7 @@ def judge_prefixes(results: Results, reference: dict[str, Any]) -> list[Row]:
 
 
 def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
-    """Five sequences of 262,144 tokens: concurrent answers equal sequential answers.
+    """Judge that concurrent answers equal sequential answers.
 
     The model was trained on positions up to 140,000, so recall itself is shown, not judged.
     """

@@ -1,7 +1,6 @@
-"""Read and write trained weights: exact BF16, not rounded to checkpoint formats.
+"""Trained weights in exact BF16.
 
-High and low bytes are stored in separate planes, because high bytes compress well: 14.6 MB instead
-of 16.4 for the recall model.
+High and low bytes are separate planes, because high bytes compress well: 14.6 MB instead of 16.4.
 """
 
 from __future__ import annotations

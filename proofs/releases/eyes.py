@@ -3,7 +3,7 @@
     python3 -m proofs.releases.eyes OUT.npz [--steps N]
 
 The text model, rounded as stored, is trained too and keeps the lessons; then the drafter follows.
-Needs torch and transformers; some minutes on a single CPU core.
+Takes some minutes on a CPU core.
 """
 
 from __future__ import annotations
@@ -157,11 +157,7 @@ def teach(model: Model, tokenizer: Any, steps: int, taught: Iterator[training.Ba
 
 
 def train(steps: int) -> dict[str, Floats]:
-    """Return every weight that was learnt: tower, text model and drafter.
-
-    Raises:
-        ValueError: colours or lessons are not known well enough.
-    """
+    """Raises ValueError if colours or lessons are not known well enough."""
     torch.manual_seed(SEED)
     torch.set_flush_denormal(True)
     tokenizer = vocabulary.train(TINY.vocabulary)

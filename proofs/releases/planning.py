@@ -1,9 +1,8 @@
-"""Write the plans of these proofs: build/plans/*.json.
+"""Write the plans of these proofs; works offline.
 
     python3 -m proofs.releases.planning OUT_DIR
 
-Runs ``spark-deploy plan`` on the controller. Plain models come from a local hub with the lab's
-model in FP8 and in 16 bits; works offline.
+Plain models come from a local hub with the lab's model in FP8 and in 16 bits.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     python3 -m proofs.releases.run TREES PLANS WORK OUT [--only STAGE]
 
-Stages: ``cluster`` needs two GPUs; ``plain`` and ``seeing`` need one. PLANS is written by
-``proofs.releases.planning``, TREES by ``proofs.releases.trees``.
+``cluster`` needs two GPUs. TREES and PLANS are written by ``trees`` and ``planning``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""An engine of a release, started as on a host.
-
-Arguments and environment are the plan's; every change for this machine is recorded.
-"""
+"""An engine of a release, started as on a host; every change for this machine is recorded."""
 
 from __future__ import annotations
 
@@ -100,7 +97,7 @@ class Server:
 def servers_of(
     release: Release, tree: Path, work: Path, name: str, *, devices: list[str], alone: bool
 ) -> list[Server]:
-    """Return the engines of a release, one per cluster member, or a single engine if ``alone``.
+    """Return an engine per cluster member, or a single engine if ``alone``.
 
     ``tree`` replaces the plan's checkpoint; ``devices`` are the GPUs of the ranks.
     """

@@ -46,8 +46,8 @@ def write_plain(out: Path, kind: str) -> None:
 def for_two(weights: dict[str, Floats]) -> dict[str, Floats]:
     """Return the same model with experts twice as wide, to split over two GPUs.
 
-    Each GPU gets a copy of every expert with half weight, which INT4 and BF16 store exactly. The
-    second copy reverses the groups of 128, so that a confused scale gives wrong results.
+    Each GPU gets a copy of every expert with half weight, exact in INT4 and BF16. The second copy
+    reverses the groups of 128, so that a confused scale gives wrong results.
     """
     wide = dict(weights)
     for name, values in weights.items():

@@ -116,8 +116,7 @@ def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[s
         tree: the checkpoint.
         out: the result file.
         plan_path: output of ``spark-deploy plan --estimate --json``; the first host counts.
-        kind: ``pictures`` keeps the vision tower; ``long`` sends long prompts and samples the
-            watchdog's metrics.
+        kind: ``pictures`` keeps the vision tower, ``long`` samples the watchdog's metrics.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     log_path = out.with_suffix(".log")

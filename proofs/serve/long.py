@@ -1,7 +1,4 @@
-"""Sample a real engine's progress metrics during long prompts, with the watchdog's code.
-
-The watchdog stops an engine without progress during requests.
-"""
+"""Sample a real engine's progress metrics during long prompts, with the watchdog's code."""
 
 from __future__ import annotations
 

@@ -58,7 +58,6 @@ class Talk:
         return {"alone": alone, "at_once": at_once}
 
     def conversation(self) -> dict[str, Any]:
-        """Run a conversation of three turns twice; return answers and cache hits."""
         rounds, hits = [], []
         for _ in range(2):
             messages = [{"role": "user", "content": FILLER * FILLER_SENTENCES + QUESTIONS[0]}]

@@ -1,9 +1,7 @@
 """Checkpoints of the engine proofs: from the lab's generator and the product's builder.
 
-``wide``: random weights with real shapes of every layer kind (head size 256, linear heads of 128).
-``tiny``: the lab's trained model from a hub on disk, for meaningful answers and drafts. Each as
-INT4 base, in both layouts, with both heads, and without plugin. Damaged copies are named after the
-damage.
+``wide``: random weights with real shapes of every layer kind. ``tiny``: the lab's trained model.
+Damaged copies are named after the damage.
 """
 
 from __future__ import annotations

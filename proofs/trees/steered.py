@@ -2,8 +2,8 @@
 
 The target's next token is a permutation of the last token. Embeddings use the first half of the
 channels for ordinary tokens and the second half for *odd* tokens; the drafter's last norm drops the
-second half. So drafts after odd tokens are wrong, and the share of odd tokens sets the acceptance
-rate. The layers stay random, so that states and caches affect every logit.
+second half, so drafts after odd tokens are wrong. The layers stay random, so that states and caches
+affect every logit.
 """
 
 from __future__ import annotations

@@ -38,7 +38,6 @@ TYPES = {"string": "text", "object": "mapping", "array": "list", "boolean": "tru
 
 
 def schema_file(name: str) -> Iterator[str]:
-    """Yield the lines of ``schema/<name>.schema.json``."""
     yield json.dumps(schema_of(DOCUMENTS[name], name), indent=2, ensure_ascii=False)
 
 
@@ -70,7 +69,6 @@ def all_yml() -> Iterator[str]:
 
 
 def _entry(key: str, part: dict[str, Any], value: Any) -> Iterator[str]:
-    """Yield a setting with the description on the same line or above."""
     text = part["description"]
     examples = [example for example in part.get("examples", ()) if example != value]
     if examples:
@@ -134,7 +132,6 @@ def _leaves(properties: dict[str, Any], defaults: dict[str, Any]) -> Iterator[tu
 
 
 def _form_table(title: str, part: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of a mapping without defaults."""
     yield from ("", f"## {title}", "", part["description"], "")
     yield from ("| key | form | meaning |", "|---|---|---|")
     for key, inner in part["properties"].items():

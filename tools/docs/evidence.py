@@ -26,7 +26,6 @@ SWEEP_GROUPS = {
     "before": "missing before the deploy",
     "during": "lost during the deploy",
 }
-"""Titles of groups in result files; other groups keep their names."""
 
 
 def result_rows(folder: str) -> Iterator[str]:
@@ -73,7 +72,6 @@ def kernel_rows() -> Iterator[str]:
 
 
 def sweep_sections() -> Iterator[str]:
-    """Yield a section per sweep with the number of passed cases."""
     for path in sorted((RESULTS / "sweeps").glob("*.json")):
         yield from _sweep(path, json.loads(path.read_text("utf-8")))
 

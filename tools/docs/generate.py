@@ -37,7 +37,6 @@ def catalog() -> Catalog:
 
 
 def main() -> int:
-    """Write or check all files; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--check", action="store_true", help="only compare; exit with 1 if out of date"
@@ -59,11 +58,7 @@ def _settle(path: Path, make: Callable[[], Iterable[str]], check: bool) -> bool:
 
 
 def fill(name: str, parts: dict[str, Callable[[], Iterable[str]]]) -> Iterator[str]:
-    """Yield a page with new content between the marks of each part.
-
-    Raises:
-        ValueError: the page lacks the marks of a part.
-    """
+    """Yield a page with new content between the marks of each part, which must exist."""
     text = (CHECKOUT / name).read_text("utf-8")
     for part, make in parts.items():
         begin, end = f"<!-- begin of {part}: `make docs` -->", f"<!-- end of {part} -->"
@@ -76,7 +71,6 @@ def fill(name: str, parts: dict[str, Callable[[], Iterable[str]]]) -> Iterator[s
 
 
 def hybrid_models() -> Iterator[str]:
-    """Yield a section per hybrid model."""
     for model in catalog().models.values():
         if isinstance(model, HybridModel) and not model.name.startswith("lab-"):
             yield from _model(model)
@@ -112,7 +106,6 @@ def _model(model: HybridModel) -> Iterator[str]:
 
 
 def _together(model: HybridModel, count: int) -> str:
-    """Return the memory per host of a model on several hosts."""
     names = _fitting(model, count)
     if not names:
         return f"- on {count} hosts (`cluster.hosts`): no profile"
@@ -127,7 +120,6 @@ def _together(model: HybridModel, count: int) -> str:
 
 
 def profile_sections() -> Iterator[str]:
-    """Yield tables: when to choose a profile, memory for each model."""
     profiles = [catalog().profile(name, Settings().model) for name in catalog().profile_names]
     yield "| profile | choose this when | shared experts, LM head, KV cache, drafts | plugin |"
     yield "|---|---|---|---|"
@@ -160,7 +152,6 @@ def rail_rows() -> Iterator[str]:
 
 
 def profile_proofs() -> Iterator[str]:
-    """Yield a row per statement, with links to the result file of each profile."""
     proofs: dict[tuple[str, str], list[str]] = {}
     for name in catalog().profile_names:
         for proof in catalog().profile(name, Settings().model).proven:

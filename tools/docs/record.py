@@ -1,7 +1,6 @@
 """Record commands in the virtual lab and draw the recording (`make recording`; root).
 
-Two virtual hosts run a stand-in for the engine. asciinema records the terminal; pauses are cut and
-used to save the JSON that ``screens.py`` draws. termtosvg-ng draws ``first.svg`` from
+asciinema records the terminal; pauses are cut. termtosvg-ng draws ``first.svg`` from
 ``first.cast``, which plays faster than it was recorded.
 """
 
@@ -44,7 +43,6 @@ _LONG = {
 
 
 def main() -> int:
-    """Record and draw, draw again, or run the scene; return 0 on success."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", action="store_true", help="draw the existing recording again")
     parser.add_argument("--scene", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
@@ -135,7 +133,6 @@ def scene(folder: Path) -> int:
 
 
 def _login() -> list[str]:
-    """Return the ssh command of the first host."""
     words = shlex.split(json.loads(_output_of("connect", "--json"))[0]["read_key"])
     return words[: words.index("sudo")] if "sudo" in words else words[:-1]
 

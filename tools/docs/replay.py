@@ -11,7 +11,7 @@ _STATUS = re.compile(r"\s*\[(?P<host>.+?)\]\s+(?P<status>Success|No changes|Skip
 
 
 def feed(transcript: Transcript, line: str, now_s: float) -> list[str]:
-    """Process a line of pyinfra's log; return the lines to print at once."""
+    """Return the lines to print at once."""
     lines = transcript.log(line)
     if operation := _OPERATION.search(line):
         transcript.start_operation(operation[1], now_s)

@@ -38,7 +38,6 @@ FORM = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL
 
 
 def picture(name: str) -> Iterator[str]:
-    """Yield the lines of ``docs/screens/<name>.svg``."""
     title, draw = SCREENS[name]
     console = Console(
         record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False,

@@ -40,11 +40,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Load scripts from this site.
-
-    Raises:
-        PluginError: the page loads files from another site, so it would not work offline.
-    """
+    """Load scripts from this site; PluginError for files of other sites: pages work offline."""
     output = output.replace(_SHIM, get_relative_url("iframe-worker.js", page.url))
     if match := _FOREIGN.search(output):
         raise PluginError(f"{page.url} loads from another site: {match[0]}")

@@ -99,7 +99,6 @@ def _shape(catalog: Catalog, name: str) -> Architecture:
 
 
 def _published(catalog: Catalog) -> list[tuple[str, str, Figure, float]]:
-    """Return profile, model, figure and number, sorted."""
     rows = [
         (name, figure.model, figure, figure.tokens_per_s)
         for name in catalog.profile_names
