@@ -38,8 +38,9 @@ _OUR_DROP_IN = re.compile(
 def list_command(root: str = "") -> str:
     """Return a command that prints type, directory and name of possible overrides."""
     directories = " ".join(shlex.quote(f"{root}{directory}") for directory in _SEARCHED)
+    files = "'(' -name 'spark-*' -o -path '*.d/*.conf' -o -type l -name '*.d' ')'"
     return (
-        f"find {directories} -mindepth 1 -maxdepth 2 '(' -name 'spark-*' -o -path '*.d/*.conf' ')' "
+        f"find {directories} -mindepth 1 -maxdepth 2 {files} "
         "-printf '%y %H/ %P\\n' 2>/dev/null || true"
     )
 

@@ -166,8 +166,8 @@ def make_deep(folder, _):
     """Nest folders beyond the longest path that the kernel takes and Python's recursion limit."""
     parent = os.open(folder, os.O_RDONLY)
     for _ in range(3000):
-        os.mkdir("d", dir_fd=parent)
-        child = os.open("d", os.O_RDONLY, dir_fd=parent)
+        os.mkdir("d" * 250, dir_fd=parent)
+        child = os.open("d" * 250, os.O_RDONLY, dir_fd=parent)
         os.close(parent)
         parent = child
     os.close(parent)
@@ -285,11 +285,12 @@ def test_empties_the_engine_socket_folder_whatever_it_contains(tmp_path):
     assert (outside / "secret").read_text() == "kept"
 
 
-def test_proven_release_with_an_overfull_cache_starts_with_an_empty_one(caches, monkeypatch):
+@pytest.mark.parametrize("plant", [make_huge, make_deep])
+def test_proven_release_with_an_overfull_cache_starts_with_an_empty_one(caches, monkeypatch, plant):
     proven = caches.make_proven()
-    make_huge(proven, proven)
     release = caches.release(PROVEN)
     assert compile_cache.overflow(release, caches.system) == ""
+    plant(proven, proven)
     monkeypatch.setattr(compile_cache, "LIMIT_BYTES", 1 << 19)
     assert str(proven) in compile_cache.overflow(release, caches.system)
     assert content(caches.prepare(PROVEN)) == []

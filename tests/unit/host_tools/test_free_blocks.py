@@ -155,8 +155,10 @@ def test_watchdog_reports_fragmentation_once(host, monkeypatch):
     assert [event.kind for event in watchdog.events("main", host.paths)] == ["fragmented"]
 
 
-def test_watchdog_stops_an_engine_that_fills_the_disk(host, monkeypatch):
-    monkeypatch.setattr(compile_cache, "LIMIT_FILES", 2)
+@pytest.mark.parametrize(("limit", "size_bytes"), [("LIMIT_FILES", 0), ("LIMIT_BYTES", 40_000)])
+def test_watchdog_stops_an_engine_that_fills_the_disk(host, monkeypatch, limit, size_bytes):
+    assert compile_cache.LIMIT_BYTES == 20 << 30
+    monkeypatch.setattr(compile_cache, limit, 2 + 2 * size_bytes)
     mount = {"source": "/srv/cache/x", "target": "/cache", "read_only": False}
     release, killed = host.release(engine__mounts=[mount]), threading.Event()
     monkeypatch.setattr(watchdog, "kill_engine", lambda *_: killed.set())
@@ -170,7 +172,7 @@ def test_watchdog_stops_an_engine_that_fills_the_disk(host, monkeypatch):
     thread.start()
     assert not killed.wait(0.5)
     for number in range(3):
-        (cache / str(number)).touch()
+        (cache / str(number)).write_bytes(bytes(size_bytes))
     assert killed.wait(10)
     stop.set()
     thread.join()

@@ -74,7 +74,8 @@ def test_lists_a_drop_in_of_ours_that_became_a_link(tmp_path):
     assert unit_overrides(Paths(tmp_path)) == (OURS[3],)
 
 
-def test_lists_a_drop_in_directory_that_is_a_link(tmp_path):
+@pytest.mark.parametrize("name", ["service.d", "spark-serve@.service.d"])
+def test_lists_a_drop_in_directory_that_is_a_link(tmp_path, name):
     write(tmp_path, *OURS, "/tmp/d/a.conf")
-    (tmp_path / f"{ETC}/spark-serve@.service.d".lstrip("/")).symlink_to(tmp_path / "tmp/d")
-    assert unit_overrides(Paths(tmp_path)) == (f"{ETC}/spark-serve@.service.d",)
+    (tmp_path / ETC.lstrip("/") / name).symlink_to(tmp_path / "tmp/d")
+    assert unit_overrides(Paths(tmp_path)) == (f"{ETC}/{name}",)

@@ -75,6 +75,11 @@ def test_log_rate_limit_allows_a_start():
     assert burst / interval_s <= 500
 
 
+def test_refused_keys_cannot_flood_the_journal():
+    service = section("spark-gateway@.service", "Service")
+    assert int(service["LogRateLimitBurst"]) / int(service["LogRateLimitIntervalSec"]) < 1
+
+
 def test_docker_upgrade_restarts_the_server():
     unit = section("spark-serve@.service", "Unit")
     assert "docker.service" not in unit.get("Requires", "")

@@ -89,7 +89,8 @@ def overflow(release: Release, host: Host) -> str:
     size, count = folders.measure(folder, LIMIT_BYTES, LIMIT_FILES)
     if size <= LIMIT_BYTES and count <= LIMIT_FILES:
         return ""
-    return f"{folder} has {size / (1 << 30):.1f} GiB in {count} files, more than a compiler writes"
+    limits = f"{LIMIT_BYTES >> 30} GiB, {LIMIT_FILES} files and the longest path"
+    return f"{folder} exceeds what a compiler writes ({limits})"
 
 
 def _is_usable(release: Release, driver: str, host: Host) -> bool:

@@ -5,7 +5,7 @@ Entries may be replaced at any time, so they are opened first and changed by des
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import stat
 import subprocess
@@ -65,18 +65,25 @@ def _run(*argv: str) -> bool:
 
 
 def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
-    """Return a folder's size in bytes and its file count; stop once either limit is exceeded."""
+    """Return a folder's size in bytes and its file count; stop once either limit is exceeded.
+
+    Paths above the kernel's limit, which would hide files, exceed the limits, too.
+    """
     size = count = 0
     todo = [os.fspath(folder)]
     while todo and size <= max_bytes and count <= max_files:
-        with contextlib.suppress(OSError), os.scandir(todo.pop()) as entries:
-            for entry in entries:
-                count += 1
-                size += entry.stat(follow_symlinks=False).st_blocks * 512
-                if entry.is_dir(follow_symlinks=False):
-                    todo.append(entry.path)
-                if count > max_files:
-                    break
+        try:
+            with os.scandir(todo.pop()) as entries:
+                for entry in entries:
+                    count += 1
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        todo.append(entry.path)
+                    if count > max_files:
+                        break
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return max_bytes + 1, count
     return size, count
 
 
