@@ -138,11 +138,12 @@ _KEY = re.compile(
 _LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
 _MAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]+")
 _MAC = re.compile(
-    r"(?<![\w:-])[0-9A-Fa-f]{2}(?:[:-][0-9A-Fa-f]{2}){5}(?![\w:-])"
+    r"(?<!\w)[0-9A-Fa-f]{2}(?:[:-][0-9A-Fa-f]{2}){5,}(?!\w)"
     r"|(?<![\w.])[0-9A-Fa-f]{4}(?:\.[0-9A-Fa-f]{4}){2}(?!\w)"
 )
-_IPV6 = re.compile(r"(?<![\w.:])[0-9A-Fa-f]*:[0-9A-Fa-f:.]+(?![\w:])")
+_IPV6 = re.compile(r"(?<![0-9A-Fa-f.:])[0-9A-Fa-f]*:[0-9A-Fa-f:.]+(?![\w:])")
 _IPV4 = re.compile(r"(?<![\w.])\d+(?:\.\d+){3}(?!\w)")
+_NEXT_TO_ADDRESS = re.compile(r"^:(?!:)|\.+$|(?:(?<=::)|(?<!:)):$")
 _HOME = re.compile(r"(?<=/home/)[^/\s'\"]+")
 _SERIAL = re.compile(r"(?i)\b(?:serial|s/n|uuid)\b\W*(?:number|no)?\W*[\w-]+")
 _UUID = re.compile(r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b")
@@ -153,9 +154,9 @@ _WORDS = re.compile(r"[a-z]{4,}")
 
 def redacted(text: str) -> str:
     """Return a text without keys, tokens, serial numbers, addresses and names of people."""
+    text = _LOGIN.sub(f"{_GONE}@", text)
     for pattern in (_KEY, _UUID, _SERIAL, _MAIL, _MAC):
         text = pattern.sub(_GONE, text)
-    text = _LOGIN.sub(f"{_GONE}@", text)
     text = _HOME.sub(_GONE, text)
     text = _IPV4.sub(_without_address, _IPV6.sub(_without_address, text))
     return _LONG.sub(_without_secret, text)
@@ -164,7 +165,7 @@ def redacted(text: str) -> str:
 def _without_address(match: re.Match[str]) -> str:
     text = match[0]
     try:
-        address = ipaddress.ip_address(text if "::" in text else text.rstrip(".:"))
+        address = ipaddress.ip_address(_NEXT_TO_ADDRESS.sub("", text))
     except ValueError:  # a time of day, a version
         return text
     return text if address.is_loopback or address.is_unspecified else _GONE

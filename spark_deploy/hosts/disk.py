@@ -97,6 +97,11 @@ for path in {words}; do
     while [ -n "$there" ]; do there=${{there%/*}}; echo "${{there:-/}}"; done
   done
 done | sort -u | xargs -rd '\n' stat -L -c '%U/%G/%a/%n' -- 2>/dev/null
+echo '== read-only'
+for path in /etc /usr/local /var/lib {words}; do
+  while [ ! -d "$path" ]; do path=$(dirname "$path"); done
+  [ -w "$path" ] || echo "$path"
+done | sort -u
 echo '== docker-df'
 command -v docker >/dev/null 2>&1 && timeout 20 docker system df --format '{{{{json .}}}}'
 """

@@ -155,9 +155,16 @@ def _health_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         message = f"the vendor's update is incomplete: {score}"
         fix = "finish it with the DGX Dashboard or apt full-upgrade, reboot; or set expect.dgx_os"
         yield needs.expect.dgx_os == "require", Problem("updates", message, fix)
+    yield from _file_findings(needs, survey)
+    yield from _package_findings(survey)
+
+
+def _file_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
+    for path in survey.read_only:
+        fix = f"check why: findmnt -T {path}; dmesg; after a repair: mount -o remount,rw MOUNT"
+        yield _error("disk", f"{path} is read-only", fix)
     if paths := sorted(set(survey.unit_overrides) - set(needs.expect.unit_overrides)):
         yield True, unit_overrides_problem(paths)
-    yield from _package_findings(survey)
 
 
 def _package_findings(survey: Survey) -> Iterator[_Finding]:

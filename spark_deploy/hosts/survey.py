@@ -217,6 +217,7 @@ class Survey:
     stopped: Mapping[str, Stopped] = field(default_factory=dict)  # services a user stopped
     engine_bytes: Mapping[str, int] = field(default_factory=dict)  # planned, by running unit
     unit_overrides: tuple[str, ...] = ()  # unmanaged files that change our units
+    read_only: tuple[str, ...] = ()  # directories of the plan that root cannot write to
 
     @property
     def obtainable_bytes(self) -> int | None:
@@ -306,4 +307,5 @@ class HostSurvey(facts.HostFact[Survey]):
             },
             engine_bytes={unit: int(planned) for unit, _, planned in engines if planned.isdigit()},
             unit_overrides=unit_files.overrides(sections["unit-files"]),
+            read_only=tuple(sections["read-only"]) if sudo[0] != "no" else (),
         )

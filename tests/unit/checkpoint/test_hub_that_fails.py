@@ -349,6 +349,26 @@ def test_leaves_a_slow_mirror_and_resumes_from_the_hub(scene):
     assert {path.rpartition("/")[2] for path, *_ in scene.content_host.requests} == {LARGE}
 
 
+def ask_to_wait(handler: Any, path: str, data: bytes) -> bool:
+    handler.answer(503, b"", {"Retry-After": "100"})
+    return True
+
+
+def send_wrong_bytes(handler: Any, path: str, data: bytes) -> bool:
+    flip_bit(handler, data)
+    return True
+
+
+@pytest.mark.parametrize("fault", [ask_to_wait, send_wrong_bytes])
+def test_asks_a_useless_mirror_for_one_file_only(scene: Scene, fault: Any) -> None:
+    scene.content_host.fault = fault
+    scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
+    started = time.monotonic()
+    scene.fetch()
+    assert time.monotonic() - started < 10
+    assert {path.rpartition("/")[2] for path, *_ in scene.content_host.requests} == {LARGE}
+
+
 @pytest.mark.slow
 def test_keeps_a_mirror_that_is_fast_enough(scene):
     scene.fail(scene.content_host, FAILURES["slow"], None)

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -135,6 +136,17 @@ def read_place(folder, **stubs):
     lines = run_script(f"{disk.disk_script([DOCKER_DIR], [DOCKER_DIR])}\n:", folder)
     [place] = disk.parse_places(split_sections(lines)["places"])
     return place
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a filesystem")
+@pytest.mark.parametrize("options", ["ro", "rw"])
+def test_finds_read_only_filesystems(tmp_path, options):
+    script = tmp_path / "script"
+    mount = f"mount -t tmpfs -o {options} x {OTHER}\n"
+    script.write_text(mount + disk.disk_script([f"{OTHER}/a/b"]))
+    done = subprocess.run(["unshare", "-m", "sh", script], capture_output=True, text=True)
+    sections = split_sections(done.stdout.splitlines())
+    assert sections["read-only"] == ([OTHER] if options == "ro" else [])
 
 
 CONTAINERD_STORE = f"echo '{DOCKER_DIR}|[driver-type io.containerd.snapshotter.v1]'"

@@ -1,4 +1,5 @@
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -55,10 +56,10 @@ def test_does_not_store_a_body_without_a_key(nginx_host, balancer):
     settings = {"max_body_bytes": 8 * MIB, "replicas": replicas}
     with recording_gateway(nginx_host, **settings) as client, ExitStack() as stack:
         port = replicas["port"] if replicas else None
-        for path in ["/health", "/v1/chat/completions", "/metrics", "/"] * 5:
-            connection = stack.enter_context(
-                connect(client, request(path, length=8 * MIB), port=port)
-            )
+        paths = ["/health", "/v1/chat/completions", "/metrics", "/"] * 3
+        for path, method in itertools.product(paths, ("GET", "POST")):
+            head = request(path, method=method, length=8 * MIB)
+            connection = stack.enter_context(connect(client, head, port=port))
             connection.settimeout(2)
             with contextlib.suppress(OSError):
                 connection.sendall(b"x" * 4 * MIB)

@@ -83,11 +83,19 @@ def test_engine_cannot_write_to_gateway_folders(host, prepared):
 
 @root_only
 def test_opening_traffic_does_not_follow_a_symlink_at_the_socket(host, prepared, secret):
-    with as_engine():
-        (writable_mounts(host, prepared)[0] / "engine.sock").symlink_to(secret)
-    with pytest.raises((HostToolError, OSError)):
-        traffic.open_for(prepared, host.paths)
+    docker_socket = secret.with_name("docker.sock")
+    link = writable_mounts(host, prepared)[0] / "engine.sock"
+    with listening(docker_socket):
+        docker_socket.chmod(0o600)
+        for target in (secret, docker_socket):
+            with as_engine():
+                link.unlink(missing_ok=True)
+                link.symlink_to(target)
+            with pytest.raises((HostToolError, OSError)):
+                traffic.open_for(prepared, host.paths)
+        status = docker_socket.stat()
     assert is_untouched(secret)
+    assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o600, 0)
     assert not traffic.is_open(prepared.service, host.paths)
 
 

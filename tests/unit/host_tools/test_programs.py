@@ -6,6 +6,8 @@ import pytest
 from spark_contract.errors import HostToolError
 from spark_host.system import programs, systemd
 
+from tests.unit.shell import install_stub
+
 
 def test_programs_run_in_the_c_locale(monkeypatch):
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
@@ -20,6 +22,18 @@ def test_python_programs_do_not_inherit_our_variables(tmp_path, monkeypatch):
     # Set by our launcher; netplan would not start with it.
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     assert programs.output_of(str(program)) == "imported"
+
+
+@pytest.mark.parametrize(
+    ("message", "fix"),
+    [("it is masked.", "systemctl unmask x.service"), ("No", "journalctl -u x.service")],
+)
+def test_failed_change_of_a_unit_names_the_fix(tmp_path, monkeypatch, message, fix):
+    install_stub(tmp_path, "systemctl", f"echo {message} >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(HostToolError) as refused:
+        systemd.change("enable", "--now", "x.service")
+    assert (refused.value.what, refused.value.fix) == (message, fix)
 
 
 @pytest.mark.parametrize("argv", [("no-such-program",), ("false",), ("sleep", "5")])

@@ -151,11 +151,11 @@ def test_power_cut_between_two_links_allows_the_next_rollout(sim):
     assert sim.serving() == B
 
 
-@pytest.mark.parametrize(("began", "ok"), [("000000000", False), ("999999999", True)])
-def test_failed_candidate_loses_only_its_own_proof(sim, began, ok):
+@pytest.mark.parametrize(("phase", "ok"), [("start", False), ("stop", True)])
+def test_failed_candidate_loses_only_its_own_proof(sim, phase, ok):
     host = sim.host()
     record = Record(release_of(A), host)
-    record.data = replace(record.data, started_at=began, failed_phase="start", reason="it died")
+    record.data = replace(record.data, started_at="999999999", failed_phase=phase, reason="it died")
     before = proof.read(A, host)
     assert before is not None
     rollout.roll_back(release_of(A), None, host, record)

@@ -136,6 +136,7 @@ CASES = {
     "drop-in that the owner accepts": fits(
         {"expect": ExpectSettings(unit_overrides=(DROP_IN,))}, unit_files=UNIT_FILES
     ),
+    "read-only disk": refused("/var/lib is read-only|remount", read_only=["/var/lib"]),
     # Other users must not be able to replace models.
     "owned by a user": writable("ann/ann/755//data", "belongs to ann"),
     "owned by an unknown user": writable("1007/1007/755//data", "belongs to 1007"),

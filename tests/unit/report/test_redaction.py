@@ -47,12 +47,22 @@ def test_secrets_and_addresses_are_redacted(canary, prefix, suffix):
 
 
 @given(
-    address=PUBLIC,
-    before=st.sampled_from(["", "peer:", "12:", "http://"]),
-    after=st.sampled_from([":8000", ": no route", ".", "/v1"]),
+    address=PUBLIC | PUBLIC6 | MACS,
+    before=st.sampled_from(["", "peer:", "mac:", "http://", "ether "]),
+    after=st.sampled_from(["", ": no route", ".", "/v1"]),
 )
-def test_addresses_next_to_colons_are_redacted(address, before, after):
+def test_addresses_next_to_punctuation_are_redacted(address, before, after):
     assert address not in redacted(f"{before}{address}{after}")
+
+
+@pytest.mark.parametrize("login", ["ann:pa$$word", "ann:s%23cret!", "token"])
+def test_logins_in_addresses_are_redacted(login):
+    assert redacted(f"https://{login}@hub.example/x") == "https://<redacted>@hub.example/x"
+
+
+@given(address=PUBLIC)
+def test_addresses_with_a_port_are_redacted(address):
+    assert redacted(f"{address}:8000") == "<redacted>:8000"
 
 
 @pytest.mark.parametrize(

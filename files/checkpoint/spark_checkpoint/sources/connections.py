@@ -130,9 +130,11 @@ class RetryBudget:
         self._failures += 1
         reason = _describe_failure(error, self._wire.timeout_s)
         waited_s = time.monotonic() - self._progressed_at
-        is_too_long = waited_s >= self._floor.patience_s
+        requested_s = error.pause_s if isinstance(error, Retryable) else 0.0
+        is_too_long = waited_s + requested_s >= self._floor.patience_s
         if is_too_long or (self._failures >= self._wire.tries and waited_s >= self._outage_s):
-            is_slow = self._floor.patience_s < float("inf") and waited_s >= self._floor.window_s
+            is_replaceable = self._floor.patience_s < float("inf")
+            is_slow = is_replaceable and (is_too_long or waited_s >= self._floor.window_s)
             raise (SlowSource if is_slow else TransferFailed)(
                 self._url,
                 f"no progress in {self._failures} tries and {waited_s:.0f} s, last: {reason}",
@@ -141,8 +143,7 @@ class RetryBudget:
         pause_s = min(_PAUSE_LIMIT_S, self._wire.backoff_s * 2 ** (self._failures - 1))
         # Spread the retries of parallel requests that failed together.
         pause_s *= random.uniform(0.5, 1.0)
-        if isinstance(error, Retryable):
-            pause_s = max(pause_s, error.pause_s)
+        pause_s = max(pause_s, requested_s)
         left_s = max(0.0, self._outage_s - waited_s)
         until = f", for {left_s / 60:.0f} more minutes" if left_s > _PAUSE_LIMIT_S else ""
         note(f"retry: {self._url}: {reason}; again in {pause_s:.1f} s{until}")

@@ -230,7 +230,7 @@ class _Download:
             except (GateRefused, TransferFailed) as error:
                 if client.stop.is_set():
                     raise
-                if isinstance(error, SlowSource):
+                if isinstance(error, SlowSource | GateRefused):
                     self.skipped_until[base] = time.monotonic() + SKIP_S
                 failures.append(error)
                 if len(self.plan.urls) > 1:

@@ -67,10 +67,7 @@ def bring_up(release: Release, paths: Paths) -> None:
     make_key(settings, paths)
     if not systemd.is_active(settings.unit) or not boots(release.service, paths):
         systemd.reset(settings.unit)
-        done = systemd.systemctl("enable", "--now", settings.unit)
-        if done.returncode != 0:
-            fix = f"journalctl -u {settings.unit}"
-            raise HostToolError(settings.unit, done.stderr.strip(), fix)
+        systemd.change("enable", "--now", settings.unit)
     elif not is_current(settings, paths):
         reload(release.service, paths)
 

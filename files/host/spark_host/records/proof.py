@@ -40,10 +40,10 @@ def write(proof: Proof, host: Host) -> None:
     host.disk.write(host.paths.proof(proof.release), result)
 
 
-def withdraw(release: Release, since: str, host: Host) -> None:
+def withdraw(release: Release, host: Host) -> None:
     """Mark a failed candidate's proof as failed."""
     proof = read(release.name, host)
-    if proof and proof.ok and proof.checked_at >= since:
+    if proof and proof.ok:
         host.disk.write(host.paths.proof(release.name), replace(proof, ok=False))
 
 

@@ -112,15 +112,7 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
         host.traffic.close(release.service, host.paths)
         steps.stop(release.serve_unit, host)
         host.units.reset(release.serve_unit)
-        undo = [partial(proof.withdraw, release, record.data.started_at, host)]
-        # Only this phase writes the good record.
-        if "enable" in (*record.data.times_s, record.data.failed_phase):
-            undo.append(partial(boot.withdraw_good, release, host))
-        for step in undo:
-            try:
-                step()
-            except OSError as error:  # restoring the old release is more important
-                record.report(f"not withdrawn: {error}")
+        _withdraw(release, host, record)
         failure = None
         if old is not None:
             failure = _restore(old, host, record)
@@ -137,6 +129,22 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
     else:
         record.set(reason=f"{record.data.reason}; and the old release: {failure}")
         record.end("rollback-failed", boot.active(release.service, host))
+
+
+def _withdraw(release: Release, host: Host, record: Record) -> None:
+    """Withdraw what this rollout recorded in favour of a failed candidate."""
+    phases, undo = (*record.data.times_s, record.data.failed_phase), []
+    # A proof of an earlier run does not cover the next.
+    if "start" in phases:
+        undo.append(partial(proof.withdraw, release, host))
+    # Only this phase writes the good record.
+    if "enable" in phases:
+        undo.append(partial(boot.withdraw_good, release, host))
+    for step in undo:
+        try:
+            step()
+        except OSError as error:  # restoring the old release is more important
+            record.report(f"not withdrawn: {error}")
 
 
 def _restore(old: Release, host: Host, record: Record) -> str | None:

@@ -71,12 +71,14 @@ def invocation(unit: str) -> str | None:
     return state(unit, "InvocationID").get("InvocationID") or None
 
 
-def _change(verb: str, *words: str, limit_s: float = _LIMIT_S) -> None:
+def change(verb: str, *words: str, limit_s: float = _LIMIT_S) -> None:
+    """Run ``systemctl``; ``HostToolError`` if it fails."""
     unit = words[-1]
     done = systemctl(verb, *words, timeout_s=limit_s)
     if done.returncode != 0:
         message = done.stderr.strip() or "failed"
-        raise HostToolError(f"systemctl {verb} {unit}", message, f"journalctl -u {unit}")
+        fix = f"{'systemctl unmask' if 'masked' in message else 'journalctl -u'} {unit}"
+        raise HostToolError(f"systemctl {verb} {unit}", message, fix)
 
 
 def reload() -> None:
@@ -90,25 +92,25 @@ def reset(unit: str, limit_s: float = _LIMIT_S) -> None:
 def begin(unit: str) -> None:
     """Start a unit without waiting; reset earlier failures."""
     reset(unit)
-    _change("start", "--no-block", unit)
+    change("start", "--no-block", unit)
 
 
 def start(unit: str, limit_s: float) -> None:
     """Start a unit and wait until it is active; reset earlier failures."""
     reset(unit)
-    _change("start", unit, limit_s=limit_s)
+    change("start", unit, limit_s=limit_s)
 
 
 def stop(unit: str, limit_s: float) -> None:
-    _change("stop", unit, limit_s=limit_s)
+    change("stop", unit, limit_s=limit_s)
 
 
 def enable(unit: str) -> None:
-    _change("enable", unit, limit_s=_LINK_S)
+    change("enable", unit, limit_s=_LINK_S)
 
 
 def disable(unit: str) -> None:
-    _change("disable", unit, limit_s=_LINK_S)
+    change("disable", unit, limit_s=_LINK_S)
 
 
 def listed(pattern: str) -> list[str]:
