@@ -3,6 +3,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import recording_engine
 from gateway_client import (
     CHAT,
     MIB,
@@ -195,3 +196,13 @@ def test_names_the_missing_nginx_module(nginx_host):
     (nginx_host.paths.root / "usr/lib/nginx/modules" / MODULE).unlink()
     with pytest.raises(HostToolError, match="libnginx-mod-http-js"):
         nginx.config_text(nginx_host.gateway(names={"main": ["a"]}), nginx_host.paths)
+
+
+def test_engine_cannot_redirect_inside_the_gateway(services, monkeypatch):
+    for target in ("/refused/key", "/engine/embed/v1/models"):
+        head = b"HTTP/1.1 200 OK\r\nX-Accel-Redirect: %s\r\n" % target.encode()
+        monkeypatch.setattr(
+            recording_engine, "HEAD", head + b"Content-Length: %d\r\nConnection: close\r\n\r\n"
+        )
+        assert services.ask(CHAT, QUESTION) == (200, b"ok")
+        assert services.received() == {"main": [CHAT]}
