@@ -56,7 +56,7 @@ def rename_symbol(mutant: Mutant) -> None:
                 if name in (alias.name, alias.asname):
                     alias.name, alias.asname = f"{alias.name}_renamed", None
         else:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[attr-defined]
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 if isinstance(target, ast.Name):
                     target.id = f"{name}_renamed"

@@ -61,7 +61,6 @@ def test_prefill_kernel_option_and_log_line(version):
     assert '"Using %s GDN prefill kernel (requested=%s, head_k_dim=%s)."' in text
     for backend, pattern in PREFILL_LINES.items():
         chosen = re.search(rf'"{backend}": "([^"]+)",', text)
-        assert chosen is not None
         line = f"Using {chosen[1]} GDN prefill kernel (requested={backend}, head_k_dim=128)."
         assert re.search(pattern, line)
 

@@ -41,7 +41,7 @@ def _kernel_form(width, gate_up, down):
     ]
     layer = SimpleNamespace(intermediate_size_per_partition=width)
     prepared = module._process_weights_marlin(layer, None, 4, 8, GROUP, *turned)
-    return tuple(prepared[:4])  # type: ignore[return-value]
+    return tuple(prepared[:4])
 
 
 def _experts(hidden, width, *, right_order):

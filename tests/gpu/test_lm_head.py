@@ -13,7 +13,7 @@ BATCHES = [1, 2, 3, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 200]
 """Batches on both sides of every limit of the shipped tables."""
 
 
-def _head(rows, in_features):  # type: ignore[no-untyped-def]
+def _head(rows, in_features):
     from spark_vllm.head.quantise import dequantise_rows, quantise_rows
 
     weight = torch.randn(rows, in_features, device="cuda").bfloat16()
@@ -21,13 +21,13 @@ def _head(rows, in_features):  # type: ignore[no-untyped-def]
     return weight, values, scales, dequantise_rows(values, scales, in_features).double()
 
 
-def _error(value, reference):  # type: ignore[no-untyped-def]
+def _error(value, reference):
     return float((value.double() - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize(("name", "tiles"), TILES)
 @pytest.mark.parametrize(("rows", "in_features"), [(2000, 3072), (1999, 2048), (515, 3000)])
-def test_every_tile_is_correct_for_every_batch(name, tiles, rows, in_features):  # type: ignore[no-untyped-def]
+def test_every_tile_is_correct_for_every_batch(name, tiles, rows, in_features):
     from spark_vllm.head.kernel import logits
 
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_replayed_graph_uses_new_inputs():
 
 @pytest.mark.parametrize(("name", "tiles"), TILES)
 @pytest.mark.parametrize("damage", [float("nan"), float("inf")])
-def test_damaged_activation_gives_nan_logits_in_that_row_only(name, tiles, damage, results):  # type: ignore[no-untyped-def]
+def test_damaged_activation_gives_nan_logits_in_that_row_only(name, tiles, damage, results):
     from spark_vllm.head.kernel import logits
 
     from proofs import result_files
@@ -118,9 +118,7 @@ def test_int8_costs_less_than_one_percent_on_gaussian_weights():
 
 @pytest.mark.parametrize(("name", "tiles"), TILES)
 @pytest.mark.parametrize(("rows", "in_features"), [(2000, 3072), (1999, 2048), (515, 3000)])
-def test_logits_are_bit_identical_at_every_batch(  # type: ignore[no-untyped-def]
-    name, tiles, rows, in_features, results
-):
+def test_logits_are_bit_identical_at_every_batch(name, tiles, rows, in_features, results):
     """Batches use different tiles of a table, but the same arithmetic."""
     from spark_vllm.head.kernel import logits
 
@@ -142,7 +140,7 @@ def test_logits_are_bit_identical_at_every_batch(  # type: ignore[no-untyped-def
     assert passed, other
 
 
-def test_comparison_detects_a_tile_with_other_arithmetic():  # type: ignore[no-untyped-def]
+def test_comparison_detects_a_tile_with_other_arithmetic():
     from spark_vllm.head.kernel import logits
 
     torch.manual_seed(0)

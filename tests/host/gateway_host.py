@@ -79,7 +79,6 @@ def stream(host: GatewayHost, key: str, letters: int = 200) -> subprocess.Popen[
          "-d", json.dumps(body), host.url("/v1/chat/completions")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert curl.stdin is not None
     curl.stdin.write(f'header = "Authorization: Bearer {key}"\n')
     curl.stdin.close()
     curl.stdin = None

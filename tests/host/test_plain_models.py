@@ -166,7 +166,6 @@ def test_fetches_drafter_and_accepts_drafts(site, guest, rows):
     counted = re.search(
         r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", guest.metrics(), re.M
     )
-    assert counted is not None
     assert float(counted[1]) > 0
     rows.append({
         "model": "tiny-qwen3 with drafts of tiny-draft",

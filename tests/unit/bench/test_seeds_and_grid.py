@@ -55,7 +55,7 @@ class Model(BaseHTTPRequestHandler):
 def model():
     handler = type("Handler", (Model,), {"requests": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    handler.port = server.server_address[1]  # type: ignore[attr-defined]
+    handler.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield handler

@@ -22,7 +22,7 @@ def test_lists_catalog_models_except_lab_models(tmp_path, monkeypatch, capsys):
     assert models.keys() == {name for name in catalog.models if not name.startswith("lab-")}
     assert listed(capsys, "--all").keys() == set(catalog.models)
     large = models["qwen3.5-397b"]["profiles"]
-    assert (large["1"], large["2"], large["4"][0]) == ([], [], "v2")  # type: ignore[index]
+    assert (large["1"], large["2"], large["4"][0]) == ([], [], "v2")
     model = catalog.model("qwen3.5-397b")
     settings = Settings(model="qwen3.5-397b")
     assert missing_bytes(model, catalog.profile("v2", "qwen3.5-397b"), settings) > 0

@@ -103,7 +103,6 @@ def test_refuses_invalid_log_pattern(tmp_path):
 def test_parses_printed_error_line():
     error = HostToolError("/a/b: c", "is gone: really", "look: there")
     problem = problem_in(f"{ERROR}{error}")
-    assert problem is not None
     assert problem.line == str(error)
     assert problem.fix == "look: there"
     assert problem_in("all is well") is None

@@ -111,7 +111,6 @@ def test_half_installed_packages_do_not_count_during_an_installation(tmp_path, l
         [sys.executable, "-c", LOCK, str(tmp_path / lock)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert holder.stdout is not None
     holder.stdout.readline()
     assert read_half_installed(tmp_path) == ()
     holder.communicate("\n")

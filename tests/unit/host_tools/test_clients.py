@@ -87,7 +87,7 @@ def test_openai_client_streams(connection, client):
     openai = OpenAI(base_url=connection.base_url, api_key=client.key)
     assert [model.id for model in openai.models.list()] == ["main-model", "alias"]
     chunks = list(openai.chat.completions.create(
-        model="main-model", messages=MESSAGES, stream=True,  # type: ignore[arg-type]
+        model="main-model", messages=MESSAGES, stream=True,
         stream_options={"include_usage": True},
     ))  # fmt: skip
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
@@ -103,7 +103,7 @@ def test_clients_raise_authentication_errors(connection):
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=connection.base_url, api_key="wrong").chat.completions.create(
             model="main-model", messages=MESSAGES
-        )  # type: ignore[call-overload]
+        )
     root = connection.base_url.removesuffix("/v1")
     with pytest.raises(anthropic.AuthenticationError):
         anthropic.Anthropic(base_url=root, api_key="wrong").messages.create(

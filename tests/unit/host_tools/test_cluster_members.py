@@ -145,7 +145,6 @@ class Pair:
     def __init__(self, root, address=LOCAL_HEAD, **changes):
         self.root, self.address = root, address
         release = cluster_release()
-        assert release.cluster is not None
         members = tuple(
             dataclasses.replace(member, address=local)
             for member, local in zip(

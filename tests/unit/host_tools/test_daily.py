@@ -31,7 +31,7 @@ class ServingHost:
     clock_synchronised: str = "yes"
 
     def inspect(self):
-        system = replace(self.host.here, units=self)  # type: ignore[arg-type]
+        system = replace(self.host.here, units=self)
         return [(problem.where, problem.what) for problem in daily.inspect(system).problems]
 
     def is_active(self, unit):
@@ -142,7 +142,6 @@ def test_status_includes_daily_problems(serving):
     [stored] = serving.host.here.disk.read(DailyReport, serving.host.paths.daily).problems
     assert stored.where == "clock"
     result = status.main([], serving.host.paths).daily
-    assert result is not None
     assert result.problems == (stored,)
 
 

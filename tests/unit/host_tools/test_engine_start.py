@@ -119,7 +119,7 @@ class Turns:
         paths = Paths(root)
         paths.run.mkdir(parents=True)
         self.systemd, self.clock, self.reports = FakeSystemd(), FakeClock(), list[str]()
-        self.host: Any = system.Host(paths, units=self.systemd, clock=self.clock)  # type: ignore[arg-type]
+        self.host: Any = system.Host(paths, units=self.systemd, clock=self.clock)
         self.wait(CHAT)
 
     def wait(self, name):

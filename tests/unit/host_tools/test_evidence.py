@@ -49,7 +49,6 @@ def test_reports_mapped_libraries(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", waiting], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == "mapped\n"
         for pid, group in ((child.pid, "0::/docker-c0ffee.scope"), (1, "0::/init.scope")):
             process = tmp_path / f"proc/{pid}"

@@ -36,7 +36,6 @@ def written(host):
 )
 def test_limits(name, needed_gib, low, fragmented):
     blocks = parse_buddyinfo(SAMPLES[name], 4096)
-    assert blocks is not None
     assert blocks.is_low(int(needed_gib * GIB)) == low
     assert blocks.is_fragmented == fragmented
 
@@ -51,7 +50,6 @@ def test_limits(name, needed_gib, low, fragmented):
 )
 def test_pages_and_orders(page_bytes, counts, smallest_bytes, free_bytes):
     blocks = parse_buddyinfo(f"Node 0, zone   Normal {counts} \n", page_bytes)
-    assert blocks is not None
     assert blocks.free_bytes(smallest_bytes) == free_bytes
     assert parse_buddyinfo("", page_bytes) is None
 

@@ -49,7 +49,7 @@ class FullDisk(Disk):
 
 
 def on_full_disk(host):
-    return replace(host.here, disk=FullDisk(SimulatedHost()))  # type: ignore[arg-type]
+    return replace(host.here, disk=FullDisk(SimulatedHost()))
 
 
 def test_full_disk_does_not_fail_a_check(host):

@@ -45,7 +45,7 @@ def test_absent_failed_and_hanging_programs_have_no_output(monkeypatch, argv):
 def test_stuck_program_does_not_block_and_is_not_restarted(monkeypatch):
     started: list[subprocess.Popen[str]] = []
 
-    class Stuck(subprocess.Popen):  # type: ignore[type-arg]
+    class Stuck(subprocess.Popen):
         def __init__(self, *words, **more):
             super().__init__(*words, **more)
             started.append(self)

@@ -77,7 +77,6 @@ def test_engine_below_the_floor_is_killed_while_it_loads(host, meminfo):
         "the engine was stopped while it started; fix: lower engine.memory_fraction"
     )
     memory = stored_proof(host, release).start_memory
-    assert memory is not None
     assert memory.lowest_bytes == int(3.25 * GIB)
     assert watchdog.events("main", host.paths)[0].kind == "starving"
 
@@ -93,7 +92,6 @@ def test_single_low_sample_is_only_recorded(host, monkeypatch):
     [finding] = [finding for finding in result.checks if finding.name == "memory"]
     assert finding.detail.startswith("available memory never fell below 3.0 GiB")
     memory = result.start_memory
-    assert memory is not None
     assert (memory.lowest_bytes, memory.floor_bytes) == (3 * GIB, FLOOR_BYTES)
 
 
@@ -105,7 +103,6 @@ def test_very_short_check_has_a_memory_sample(host, monkeypatch):
     monkeypatch.setattr(start_guard, "available_bytes", read_slowly)
     with start_guard.StartGuard(start(host, load_s="0"), host.paths) as guard:
         memory = guard.start_memory
-    assert memory is not None
     assert memory.lowest_bytes == 50 * GIB
 
 
@@ -174,7 +171,6 @@ def test_only_checks_of_the_same_run_keep_the_memory_of_the_start(host, meminfo)
 
     check(host, release, "full")
     memory = stored_proof(host, release).start_memory
-    assert memory is not None
     assert memory.lowest_bytes == 17 * GIB
     check(host, release, "full", run="run-2")
     assert stored_proof(host, release).start_memory is None

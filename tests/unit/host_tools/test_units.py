@@ -16,7 +16,7 @@ RELEASES = [plan.serve for _, _, plan in shipped() if isinstance(plan, HostPlan)
 
 def read_unit(text):
     parser = configparser.RawConfigParser(strict=False)
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.optionxform = str
     parser.read_string(text)
     return parser
 

@@ -25,7 +25,6 @@ def test_enters_guest_root_even_if_the_lab_runs_in_a_chroot(tmp_path, monkeypatc
     with subprocess.Popen(
         ["unshare", "-m", "--", "sh", "-c", script], stdout=subprocess.PIPE, text=True
     ) as inside:
-        assert inside.stdout is not None
         assert inside.stdout.readline() == "up\n"
         monkeypatch.setattr(guest, "leader_pid", lambda _: inside.pid)
         argv = guest.enter_argv(Guest(LabPaths(tmp_path), "lab-1"), ["ls", "/"])
@@ -40,7 +39,6 @@ def test_reused_pid_is_not_mistaken_for_a_server(monkeypatch, tmp_path):
     words = ["sh", "-c", "echo up; read forever", "lab _hub"]
     hub = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        assert hub.stdout is not None
         assert hub.stdout.readline() == b"up\n"
         monkeypatch.setattr(cgroup, "pids", lambda name: {hub.pid})
         for name in ("hub", "registry"):

@@ -404,7 +404,7 @@ def test_hosts_change_in_waves_after_canary(rollout, expected):
 
 def test_smallest_at_once_limits_wave():
     at_once = {"a": "all", "b": "all", "c": 2, "d": "all", "e": "all"}
-    waves = waves_of({host: RolloutSettings(n) for host, n in at_once.items()})  # type: ignore[arg-type]
+    waves = waves_of({host: RolloutSettings(n) for host, n in at_once.items()})
     assert waves == (("a", "b"), ("c", "d"), ("e",))
 
 

@@ -322,7 +322,6 @@ def test_printed_suggestions_are_accepted(model, profile, count):
 def test_suggests_smallest_memory_fraction_for_two_hosts():
     pair = {"model": "qwen3.5-397b", "profile": "v2"}
     fix = suggestions_for(2, **pair)
-    assert fix is not None
     change = settings_from(fix.split("; or ")[0])
     assert 0.8 < change["engine.memory_fraction"] <= 0.9
     change["engine.memory_fraction"] = round(change["engine.memory_fraction"] - 0.01, 2)
@@ -340,8 +339,6 @@ def test_plan_text_explains_free_memory():
         r"below 4.0 GiB the watchdog stops",
         text,
     )
-    assert free is not None
-    assert parts is not None
     assert float(free[1]) == pytest.approx(float(parts[1]) + float(parts[2]), abs=0.11)
     assert float(free[1]) >= 0.2 * 119.7 - 0.1
 
@@ -351,7 +348,6 @@ def test_plan_text_counts_cache_like_engine():
     longest = plan.serve.check.max_model_len
     text = "\n".join(plan_lines(plan, model, profile))
     match = re.search(r"engine reports ([\d,]+): room for ([\d.]+) requests of ([\d,]+)", text)
-    assert match is not None
     tokens, requests, length = (float(number.replace(",", "")) for number in match.groups())
     assert (length, tokens) == (longest, plan.memory.counted_tokens(longest))
     assert tokens == pytest.approx(requests * length, rel=0.01)

@@ -87,7 +87,6 @@ def test_server_waits_for_disks_of_checkpoint_and_cache():
     plan = plan_of("small", "v2", paths=paths)
     drop_in = release_files_of(plan)[-1].content.decode()
     match = re.search(r"^RequiresMountsFor=(.*)$", drop_in, re.M)
-    assert match is not None
     mounts = match[1].split()
     assert mounts[0] == plan.serve.tree.path
     assert [path.split("/")[1] for path in mounts] == ["disk-1", "srv", "run"]

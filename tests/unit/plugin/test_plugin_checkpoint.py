@@ -397,7 +397,7 @@ def test_drafter_of_the_122b_has_785_tensors():
 
 def test_refuses_a_repository_name():
     with pytest.raises(ValueError, match="not a directory"):
-        check_checkpoint("org/name", None, layers=0, mtp_layers=0, experts=0)  # type: ignore[arg-type]
+        check_checkpoint("org/name", None, layers=0, mtp_layers=0, experts=0)
 
 
 CATALOG = shipped_catalog()

@@ -53,7 +53,7 @@ def test_tiles_of_unmeasured_devices_use_no_hopper_features():
 )
 def test_incomplete_table_is_rejected(change, message, tmp_path):
     data = json.loads(TABLE_PATH.read_text())
-    change(data["tiles"])  # type: ignore[operator]
+    change(data["tiles"])
     path = tmp_path / "tiles.json"
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=message):

@@ -13,7 +13,6 @@ DOCKERFILE = (IMAGE / "Dockerfile").read_text()
 def test_labels_name_base_plugin_and_supported_engines():
     labels = dict(re.findall(r'(spark\.\w+)="([^"]*)"', DOCKERFILE))
     version = re.search(r'^version = "(.*)"$', (IMAGE / "pyproject.toml").read_text(), re.M)
-    assert version is not None
     assert labels == {
         "spark.base": "${BASE}",
         "spark.plugin": version[1],

@@ -40,12 +40,7 @@ def run(rows, **case):
 
 def verdict(name, result, reference=None):
     [row] = verdicts.judge_recall({name: result}, run(reference or answers()))
-    passed: bool | None = row["passed"]
-    return passed
-
-
-def verdicts_by_engine(rows):
-    return {row["cases"][0]: row["passed"] for row in rows}
+    return row["passed"]
 
 
 @pytest.mark.parametrize(

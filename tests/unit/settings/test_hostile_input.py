@@ -178,7 +178,7 @@ def registry_answers(monkeypatch):
                 left.pop(0)
                 raise urllib.error.HTTPError("http://r", 401, "no", headers, None)
             answer = io.BytesIO(left.pop(0) if left else b"")
-            answer.headers, answer.length = headers, 0  # type: ignore[attr-defined]
+            answer.headers, answer.length = headers, 0
             return answer
 
         monkeypatch.setattr(registry, "open_url", opened)

@@ -20,7 +20,7 @@ def repository(**changes):
 def nested(key, value):
     for part in reversed(key.split(".")):
         value = {part: value}
-    return value  # type: ignore[return-value]
+    return value
 
 
 FOLDERS = ("paths.models_dir", "paths.sources_dir")
