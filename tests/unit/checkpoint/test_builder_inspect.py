@@ -2,11 +2,9 @@ import json
 import re
 
 import pytest
-import yaml
-from builder_trees import BASE_COMMIT, ROOT, run_tool
+from builder_trees import BASE_COMMIT, run_tool
 from spark_checkpoint.headers import Header, Tensor
-from spark_checkpoint.inspection import examine, find_missing_scales, name_recipe
-from spark_contract.orders import expand_all
+from spark_checkpoint.inspection import examine, name_recipe
 
 
 def inspect(*arguments):
@@ -150,75 +148,25 @@ def test_refuses_a_missing_directory():
     assert run_tool("inspect", "/nowhere", check=False).returncode == 2
 
 
-CATALOG = {
-    path.stem: yaml.safe_load(path.read_text())
-    for path in sorted((ROOT / "tests/fixtures/checkout/catalog/models").glob("*.yml"))
-    if "based_on" not in path.read_text()
-}
-DTYPES = {".qweight": "I32", ".qzeros": "I32", ".scales": "F16"}
-
-
-def sizes(model):
-    return tuple(CATALOG[model]["architecture"][key] for key in ("layers", "experts", "hidden"))
-
-
-def describe(names, model, method, fp8=()):
-    tensors = {}
-    for name in names:
-        dtype = "F8_E4M3" if name in fp8 else DTYPES.get(name[name.rindex(".") :], "BF16")
-        tensors[name] = Tensor(dtype, (sizes(model)[2],), 0, 2)
-    anatomy = examine({"model.safetensors": Header(tensors, {}, 8, 2)}, None)
-    return anatomy, name_recipe(anatomy, method, frozenset({"model.safetensors"}))
-
-
-@pytest.mark.parametrize("model", CATALOG)
-def test_recognises_and_measures_an_int4_base(model):
-    base, mtp = (expand_all(CATALOG[model]["tensors"][key]) for key in ("base", "mtp"))
-    # A ninth of the expert names suffices.
-    some = {n for n in base if ".mlp.experts." not in n or n.endswith(".up_proj.qweight")}
-    anatomy, recipe = describe(some | mtp, model, "auto-round")
-    assert recipe == "INT4 base, quant_method auto-round"
-    assert (anatomy.layers, anatomy.experts, anatomy.hidden) == sizes(model)
-    assert anatomy.mtp == len(mtp)
-
-
-@pytest.mark.parametrize("model", CATALOG)
-def test_recognises_a_donor_with_routed_experts(model):
-    tensors = CATALOG[model]["tensors"]
-    routed = {
-        name.removesuffix(".qweight")
-        for name in expand_all(tensors["base"])
-        if ".mlp.experts." in name and name.endswith(".up_proj.qweight")
-    }
-    modules = expand_all(tensors["swap"]) | routed
-    weights = {f"{module}.weight" for module in modules}
-    scales = {f"{module}.weight_scale_inv" for module in modules}
-    unmatched = expand_all(tensors["donor_unmatched"])
-    names = weights | scales | unmatched | {"model.language_model.norm.weight"}
-    anatomy, recipe = describe(names, model, "fp8", fp8=weights)
-    assert recipe == "FP8 donor, quant_method fp8"
-    assert (anatomy.layers, anatomy.hidden) == (sizes(model)[0], sizes(model)[2])
-    assert find_missing_scales(anatomy) == []
-
-
 ROUTED = "model.language_model.layers.0.mlp.experts.0.up_proj"
 
 
 @pytest.mark.parametrize(
-    ("kind", "routed", "shared", "is_fp8"),
+    ("kind", "routed", "shared", "fp8"),
     [
-        ("hybrid, full layout (needs the plugin)", ".qweight", ".weight", True),
-        (
-            "INT4 with INT8 shared experts (plain auto-round, no plugin)",
-            ".qweight",
-            ".qweight",
-            False,
-        ),
-        ("INT4 base", ".qweight", ".weight", False),
-        ("BF16 original", ".weight", ".weight", False),
-        ("unknown", None, ".weight", True),
+        ("hybrid, full layout (needs the plugin)", ".qweight", ".weight", {UP}),
+        ("INT4 with INT8 shared experts (plain auto-round, no plugin)", ".qweight", ".qweight", ()),
+        ("INT4 base", ".qweight", ".weight", ()),
+        ("FP8 donor", ".weight", ".weight", {UP, ROUTED}),
+        ("BF16 original", ".weight", ".weight", ()),
+        ("unknown", None, ".weight", {UP}),
     ],
 )
-def test_recipe_follows_from_routed_and_shared_experts(kind, routed, shared, is_fp8):
-    names = {UP + shared} | ({ROUTED + routed} if routed else set())
-    assert describe(names, "large", None, {UP + shared} if is_fp8 else ())[1] == kind
+def test_recipe_follows_from_routed_and_shared_experts(kind, routed, shared, fp8):
+    tensors = {}
+    for module, suffix in ((UP, shared), (ROUTED, routed)):
+        if suffix:
+            dtype = "I32" if suffix == ".qweight" else "F8_E4M3" if module in fp8 else "BF16"
+            tensors[module + suffix] = Tensor(dtype, (256,), 0, 2)
+    anatomy = examine({"model.safetensors": Header(tensors, {}, 8, 2)}, None)
+    assert name_recipe(anatomy, None, frozenset({"model.safetensors"})) == kind
