@@ -5,13 +5,11 @@ import pytest
 from spark_contract.documents import plain
 from spark_contract.job import AbsentProof, ReceiptProof
 
-from spark_deploy.cli.plan_text import plan_lines, plan_text
 from spark_deploy.config.errors import PlanError, SettingsError
 from spark_deploy.hosts.capacity import demands
 from spark_deploy.hosts.disk import Place
-from spark_deploy.lock.resolve import required_names, size
+from spark_deploy.lock.resolve import required_names
 from spark_deploy.plan.jobs import Member, discard_jobs_of, jobs_of, keep_of, with_peers
-from spark_deploy.plan.resolve import pair_of
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
 from tests.unit.preflight.surveyed import survey
 
@@ -58,16 +56,6 @@ def test_disk_plan_counts_discarded_base_at_peak_only(settings, kept):
     base = plan.checkpoint.base
     [use] = [use for use in plan.disk if use.path == base.dir]
     assert (use.peak_bytes, use.after_bytes) == (base.size_bytes, kept * base.size_bytes)
-
-
-def test_plan_text_reports_downloads_of_rebuild():
-    plan = plan_of(**DISCARD)
-    text = "\n".join(plan_lines(plan, *pair_of(settings_of(**DISCARD), CATALOG)))
-    base = size(plan.checkpoint.base.size_bytes)
-    assert f"a rebuild downloads {base} and 453.0 MB of donor ranges again" in text
-    assert f"0 B, {base} at peak for org/large-int4" in text
-    kept = "\n".join(plan_lines(plan_of(), *pair_of(settings_of(), CATALOG)))
-    assert "a rebuild downloads" not in kept
 
 
 def test_discarded_base_is_fetched_only_without_checkpoint_and_removed_last():
@@ -219,13 +207,6 @@ def test_int4_checkpoint_needs_disk_and_16_bit_repository_is_pruned():
 def test_refuses_int4_checkpoint_without_inputs(settings, message):
     with pytest.raises(PlanError, match=message):
         plan_of(**{**INT4, **settings})
-
-
-def test_plan_text_names_folder_and_command_of_int4_checkpoint():
-    plan, pair = plan_of(**INT4), pair_of(settings_of(**INT4), CATALOG)
-    text = "\n".join(plan_text(plan, *pair, verbose=True))
-    assert f"in {plan.requantized.dir}: AutoRound, 0 steps" in text
-    assert "`spark-deploy add --requantize`" in text
 
 
 @pytest.mark.parametrize("content", ["", "no json\n", '{"prompt": "x"}\n', '{"text": 3}\n'])

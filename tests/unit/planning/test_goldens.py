@@ -1,4 +1,4 @@
-"""Reviewed plans of every model and profile of the catalog; `make golden` rewrites them.
+"""Reviewed plans of every model and profile of the catalog, and texts; `make golden` rewrites them.
 
 The default pair and the first plain model are complete. Other models are differences from these,
 other profiles are differences from the default profile of their model.
@@ -8,19 +8,29 @@ import difflib
 import functools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.host import document
-from tests.unit.planning.plans import shipped
+from spark_deploy.plan.resolve import pair_of
+from tests.unit.planning.plans import CATALOG, plan_with, settings_of, shipped
 
 GOLDEN = Path(__file__).parent / "golden"
 DEFAULT = Settings()
 PLANS = {(model, profile): plan for model, profile, plan in shipped()}
+TEXTS = {
+    "default": {},
+    "discarded-base": {"checkpoint.layout": "full", "checkpoint.keep_base": False},
+    "int4-checkpoint": {"checkpoint.source": "requantized", "requantize.iters": 0},
+    "lowered-memory": {"engine.memory_fraction": 0.93},
+    "portable": {},
+}
 
 
 @functools.cache
@@ -42,15 +52,17 @@ def plan_lines(model, profile):
     built = data["checkpoint"].get("order", {})
     built |= {k: f"{len(v)} entries" for k, v in built.items() if isinstance(v, list)}
     # A digest is written once, and replaced by a name elsewhere.
+    digests = (f"{name} = {digest}" for digest, name in names_of(plan).items())
+    return (*sorted(digests), *(with_names(line, plan) for line in flat_lines("", data)))
+
+
+def names_of(plan):
     names = {plan.serve.digest: "RELEASE", plan.image.digest: "IMAGE"}
-    if plan.checkpoint:
-        names[plan.checkpoint.digest] = "CHECKPOINT"
-    digests = (f"{name} = {digest}" for digest, name in names.items())
-    return (*sorted(digests), *(with_names(line, names) for line in flat_lines("", data)))
+    return names | ({plan.checkpoint.digest: "CHECKPOINT"} if plan.checkpoint else {})
 
 
-def with_names(line, names):
-    for digest, name in names.items():
+def with_names(line, plan):
+    for digest, name in names_of(plan).items():
         line = line.replace(digest, name).replace(digest[:12], name)
     return line
 
@@ -93,21 +105,46 @@ def golden_of(model, profile):
     lines, base = plan_lines(model, profile), base_of(model, profile)
     if base is None or lines[0].startswith("refused"):
         return "\n".join([*lines, ""])
-    difference = difflib.unified_diff(plan_lines(*base), lines, n=0, lineterm="")
-    changed = [line for line in difference if not line.startswith(("---", "+++", "@@"))]
-    return "\n".join([f"as {' with '.join(base)}, but", *changed, ""])
+    return "\n".join([f"as {' with '.join(base)}, but", *changes(plan_lines(*base), lines), ""])
 
 
-@pytest.mark.parametrize(("model", "profile"), PLANS, ids=[f"{m}--{p}" for m, p in PLANS])
-def test_plan_matches_reviewed_golden(model, profile):
-    path, text = GOLDEN / f"{model}--{profile}.txt", golden_of(model, profile)
+def changes(before, after):
+    difference = difflib.unified_diff(before, after, n=0, lineterm="")
+    return [line for line in difference if not line.startswith(("---", "+++", "@@"))]
+
+
+def compare(name, text):
+    path = GOLDEN / name
     if os.environ.get("GOLDEN") == "write":
         path.write_text(text, encoding="utf-8")
     assert path.read_text(encoding="utf-8") == text, "run `make golden` and review the difference"
 
 
+@pytest.mark.parametrize(("model", "profile"), PLANS, ids=[f"{m}--{p}" for m, p in PLANS])
+def test_plan_matches_reviewed_golden(model, profile):
+    compare(f"{model}--{profile}.txt", golden_of(model, profile))
+
+
+def text_of(case):
+    settings = settings_of(**TEXTS[case])
+    plan, (model, profile) = plan_with(settings), pair_of(settings, CATALOG)
+    if case == "portable":
+        profile = replace(profile, engine_mode=case)
+        check = replace(plan.serve.check, portable=True)
+        plan = replace(plan, serve=replace(plan.serve, check=check))
+    return [with_names(line, plan) for line in plan_text(plan, model, profile, verbose=True)]
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_text_matches_reviewed_golden(case):
+    lines, base = text_of(case), text_of("default")
+    changed = lines if case == "default" else ["as default, but", *changes(base, lines)]
+    compare(f"text-{case}.txt", "\n".join([*changed, ""]))
+
+
 def test_no_golden_is_stale():
     names = {f"{model}--{profile}.txt" for model, profile in PLANS}
+    names |= {f"text-{case}.txt" for case in TEXTS}
     stale = [path for path in GOLDEN.iterdir() if path.name not in names]
     if os.environ.get("GOLDEN") == "write":
         for path in stale:

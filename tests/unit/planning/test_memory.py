@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from spark_contract.tool import COMPILING
 
-from spark_deploy.cli.plan_text import plan_lines, summary_lines
 from spark_deploy.config.catalog.model import HybridModel, LinearAttention
 from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.config.checkout import CHECKOUT
@@ -23,7 +21,6 @@ from tests.unit.planning.plans import (
     FIXTURE,
     LARGE,
     NOWHERE,
-    plan_of,
     problems,
     settings_of,
     shipped_catalog,
@@ -326,47 +323,3 @@ def test_suggests_smallest_memory_fraction_for_two_hosts():
     assert 0.8 < change["engine.memory_fraction"] <= 0.9
     change["engine.memory_fraction"] = round(change["engine.memory_fraction"] - 0.01, 2)
     assert suggestions_for(2, **{**pair, **change})
-
-
-# The plan's text about memory.
-
-
-def test_plan_text_explains_free_memory():
-    text = "\n".join(plan_lines(plan_of(), *pair_of(settings_of(), CATALOG)))
-    free = re.search(r"\+ free ([\d.]+) GiB", text)
-    parts = re.search(
-        r"free: ([\d.]+) GiB .*\(memory.reserve_gib\), ([\d.]+) GiB .*; "
-        r"below 4.0 GiB the watchdog stops",
-        text,
-    )
-    assert float(free[1]) == pytest.approx(float(parts[1]) + float(parts[2]), abs=0.11)
-    assert float(free[1]) >= 0.2 * 119.7 - 0.1
-
-
-def test_plan_text_counts_cache_like_engine():
-    plan, (model, profile) = plan_of(), pair_of(settings_of(), CATALOG)
-    longest = plan.serve.check.max_model_len
-    text = "\n".join(plan_lines(plan, model, profile))
-    match = re.search(r"engine reports ([\d,]+): room for ([\d.]+) requests of ([\d,]+)", text)
-    tokens, requests, length = (float(number.replace(",", "")) for number in match.groups())
-    assert (length, tokens) == (longest, plan.memory.counted_tokens(longest))
-    assert tokens == pytest.approx(requests * length, rel=0.01)
-    portable = "\n".join(plan_lines(plan, model, replace(profile, engine_mode="portable")))
-    assert ["larger cache blocks" in lines for lines in (text, portable)] == [False, True]
-
-
-@pytest.mark.parametrize("portable", [False, True])
-def test_summary_mentions_compilation_on_gpu_only(portable):
-    plan, (_, profile) = plan_of(), pair_of(settings_of(), CATALOG)
-    check = replace(plan.serve.check, portable=portable)
-    plan = replace(plan, serve=replace(plan.serve, check=check))
-    assert (COMPILING in "\n".join(summary_lines(plan, profile))) is not portable
-
-
-@pytest.mark.parametrize(("fraction", "lowered"), [(0.8, False), (0.93, True)])
-def test_summary_reports_lowered_memory_fraction(fraction, lowered):
-    chosen = {"engine.memory_fraction": fraction}
-    plan, (_, profile) = plan_of(**chosen), pair_of(settings_of(**chosen), CATALOG)
-    text = "\n".join(summary_lines(plan, profile))
-    assert (f"lowered from {fraction} to {plan.memory.memory_fraction:g}" in text) is lowered
-    assert (plan.memory.memory_fraction < fraction) is lowered

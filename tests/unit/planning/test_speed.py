@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.cli.plan_text import plan_lines, speed_lines
+from spark_deploy.cli.plan_text import speed_lines
 from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.plan.resolve import pair_of
 from spark_deploy.plan.speed import (
     HEADS,
     TOLERANCE,
@@ -16,7 +15,7 @@ from spark_deploy.plan.speed import (
     speed_of,
     tokens_per_step,
 )
-from tests.unit.planning.plans import CATALOG, LARGE, plan_of, settings_of, shipped_catalog
+from tests.unit.planning.plans import CATALOG, LARGE, shipped_catalog
 
 SHIPPED = shipped_catalog()
 FIGURES = [
@@ -98,23 +97,7 @@ def test_next_lever_is_not_yet_used_by_profile():
     assert best_speedup(LARGE, replace(v2, head="int8-triton")) is None
 
 
-def test_plan_text_shows_computed_range_and_causes():
-    text = "\n".join(plan_lines(plan_of(), *pair_of(settings_of(), CATALOG)))
-    speed = text.partition("  speed  ")[2]
-    assert speed.lstrip().startswith("37 to 51 tokens/s for one request")
-    for part in (
-        "routed experts 40%",
-        "in total for 4",
-        "best further speedup: engine.head: int8-triton",
-    ):
-        assert part in speed
-
-
-def test_plan_text_reports_missing_speed():
-    v2 = CATALOG.profile("v2", "large")
-    text = "\n".join(plan_lines(plan_of(), LARGE, replace(v2, engine_mode="portable")))
-    assert "tokens/s" not in text
-    assert "  speed       not computed for engines without a Spark's kernels\n" in text
+def test_speed_of_a_cluster_is_not_computed():
     pair = SimpleNamespace(serve=SimpleNamespace(cluster=SimpleNamespace(members=("a", "b"))))
-    [line] = speed_lines(pair, LARGE, v2)
-    assert line == "  speed       not computed for 2 Sparks as one server"
+    [line] = speed_lines(pair, LARGE, CATALOG.profile("v2", "large"))
+    assert "tokens/s" not in line
