@@ -324,7 +324,7 @@ class Site:
         reader.start()
         limiter.start()
         try:
-            stderr, silence = read_output(process.stderr, began)
+            stderr, silence = read_output(process.stderr, began)  # type: ignore[arg-type]
             reader.join()
             process.wait()
         finally:
