@@ -10,7 +10,8 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -203,6 +204,22 @@ def make_servers(hub: Hub, host: str, port: int, cdn_port: int) -> tuple[LabHttp
         LabHttpServer((host, bind), type(kind.__name__, (kind,), {"hub": hub}))
         for kind, bind in kinds
     )
+
+
+@contextmanager
+def running(store: Path, run_dir: Path) -> Iterator[str]:
+    """Serve ``store`` on free ports for the duration of a block; yield the hub's address."""
+    hub = Hub(Store(store), FaultSwitch(run_dir / "hub-fault.json"), "", run_dir / "access.jsonl")
+    servers = make_servers(hub, "127.0.0.1", 0, 0)
+    address, hub.cdn_url = (f"http://127.0.0.1:{server.server_port}" for server in servers)
+    for server in servers:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield address
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
 
 
 def serve(store: Path, run_dir: Path, host: str, port: int, cdn_port: int) -> None:

@@ -11,12 +11,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
-from lab.hub.faults import FaultSwitch
-from lab.hub.server import Hub, make_servers
-from lab.hub.store import Store
+from lab.hub.server import running
 from proofs.releases import trees
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import PlainModel
@@ -57,24 +54,16 @@ def main() -> None:
 def make_lock(store: Path) -> Lock:
     for name in ("fp8", "bf16"):
         trees.publish_plain(store, name)
-    hub = Hub(Store(store), FaultSwitch(store / "no-fault"), "", store / "access.jsonl")
-    servers = make_servers(hub, "127.0.0.1", 0, 0)
-    own = HubSettings(endpoint=f"http://127.0.0.1:{servers[0].server_address[1]}")
-    hub.cdn_url = f"http://127.0.0.1:{servers[1].server_address[1]}"
-    for server in servers:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        catalog = read_catalog(own=HERE)
-        models = [catalog.model(f"tiny-{name}") for name in ("fp8", "bf16")]
-        plain = [model for model in models if isinstance(model, PlainModel)]
+    catalog = read_catalog(own=HERE)
+    models = [catalog.model(f"tiny-{name}") for name in ("fp8", "bf16")]
+    plain = [model for model in models if isinstance(model, PlainModel)]
+    with running(store, store) as address:
+        own = HubSettings(endpoint=address)
         sources = [hubs.look_up(own.endpoint, model.repository, "main", None) for model in plain]
         anatomies = [
             read_anatomy(m.repository, s.commit, own) for m, s in zip(plain, sources, strict=True)
         ]
-        return Lock.of(sources, anatomies=anatomies)
-    finally:
-        for server in servers:
-            server.shutdown()
+    return Lock.of(sources, anatomies=anatomies)
 
 
 def run_plan(inventory: Path, chosen: list[str]) -> str:

@@ -6,16 +6,13 @@ The engine parses the plan's arguments; the plan's cache size is compared with t
 
 import json
 import re
-import threading
 from contextlib import contextmanager
 
 import pytest
 import yaml
 from engine_process import run_engine
 
-from lab.hub.faults import FaultSwitch
-from lab.hub.server import Hub, make_servers
-from lab.hub.store import Store
+from lab.hub.server import running
 from spark_deploy.cli import main
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import build_plan, select_hosts
@@ -65,27 +62,21 @@ def site(work):
 
 @contextmanager
 def serve_hub(work):
-    hub = Hub(Store(work / "hub"), FaultSwitch(work / "no-fault"), "", work / "access.jsonl")
-    servers = make_servers(hub, "127.0.0.1", 0, 0)
-    endpoint, hub.cdn_url = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
-    for server in servers:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-    root = work / "site"
-    (root / "group_vars").mkdir(parents=True)
-    (root / "group_vars/spark.yml").write_text(f"hub: {{endpoint: {endpoint!r}}}\n")
-    (root / "sparks.py").write_text(INVENTORY)
-    images = {
-        name: {"digest": f"sha256:{'1' * 64}", "size_bytes": 1000}
-        for name in Settings().images.values()
-    }
-    (root / "spark.lock.yml").write_text(
-        yaml.safe_dump({"schema_version": 1, "sources": {}, "images": images})
-    )
-    (root / "catalog/profiles").mkdir(parents=True)
-    (root / "catalog/profiles/lab-plain.yml").write_text(yaml.safe_dump(PROFILE))
-    yield root
-    for server in servers:
-        server.shutdown()
+    with running(work / "hub", work) as endpoint:
+        root = work / "site"
+        (root / "group_vars").mkdir(parents=True)
+        (root / "group_vars/spark.yml").write_text(f"hub: {{endpoint: {endpoint!r}}}\n")
+        (root / "sparks.py").write_text(INVENTORY)
+        images = {
+            name: {"digest": f"sha256:{'1' * 64}", "size_bytes": 1000}
+            for name in Settings().images.values()
+        }
+        (root / "spark.lock.yml").write_text(
+            yaml.safe_dump({"schema_version": 1, "sources": {}, "images": images})
+        )
+        (root / "catalog/profiles").mkdir(parents=True)
+        (root / "catalog/profiles/lab-plain.yml").write_text(yaml.safe_dump(PROFILE))
+        yield root
 
 
 def plan_of(site, model, extra=None):

@@ -12,8 +12,8 @@ from builder_trees import run_tool, tool_environment
 from huggingface_hub import file_download, scan_cache_dir, snapshot_download
 
 from lab.hub import responses
+from lab.hub.server import running
 from spark_deploy.hosts import disk, facts
-from tests.unit.lab.running_hub import RunningHub
 
 LARGE = "file-1.bin"
 LARGE_BYTES = 2_500_000
@@ -194,15 +194,12 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(responses, "file_headers", xet_headers)
     monkeypatch.setattr(file_download, "xet_get", xet_get)
     (tmp_path / "run").mkdir()
-    hub = RunningHub(root, tmp_path / "run")
     place = tmp_path / "home/.cache/huggingface/hub"
-    try:
+    with running(root, tmp_path / "run") as address:
         for name in SHARDS:
             # Sequential: threads that create the shared directory together do not all use it.
-            options = {"endpoint": hub.url, "cache_dir": place, "token": False, "max_workers": 1}
+            options = {"endpoint": address, "cache_dir": place, "token": False, "max_workers": 1}
             snapshot_download(f"lab/{name}", **options)
-    finally:
-        hub.close()
     shared = list(place.glob("blobs/??/*[0-9a-f]"))
     assert len([path for path in shared if not path.suffix]) == len(by_hash), "layout has changed"
     return place
