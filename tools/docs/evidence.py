@@ -31,6 +31,7 @@ SWEEP_GROUPS = {
 def result_rows(folder: str) -> Iterator[str]:
     yield row("result", "shows", "device", "date", "commit", "passed, failed, measured", "command")
     yield "|---|---|---|---|---|---|---|"
+    before = None
     for path in sorted((RESULTS / folder).glob("*.json")):
         result, kind = json.loads(path.read_text("utf-8")), find_kind(path.stem)
         verdicts = [entry["passed"] for entry in result.get("rows", []) if "passed" in entry]
@@ -38,18 +39,19 @@ def result_rows(folder: str) -> Iterator[str]:
         command = f"`make {kind.target}`" + (f"; needs {kind.needs}" if kind.needs else "")
         link = f"[{path.stem}]({folder}/{path.name})"
         commit = f"`{result['commit']}`"
-        yield row(link, kind.shows, _device(result), result["date"], commit, counts, command)
+        shows, before = "same" if kind == before else kind.shows, kind
+        yield row(link, shows, _device(result), result["date"], commit, counts, command)
 
 
 def device_of(name: str) -> str:
-    """Return the short name of the device of a result, such as H100."""
     [path] = RESULTS.glob(f"[gc]pu/{name}")
-    device = _device(json.loads(path.read_text("utf-8")))
-    return next((word for word in device.split() if re.match(r"[A-Z]+\d", word)), device)
+    return _device(json.loads(path.read_text("utf-8")))
 
 
 def _device(result: dict[str, Any]) -> str:
-    return str(result["device"]).partition(",")[0].partition("\n")[0]
+    """Return the short name of a GPU, such as H100, or the device."""
+    device = str(result["device"]).partition(",")[0].partition("\n")[0]
+    return next((word for word in device.split() if re.match(r"[A-Z]+\d", word)), device)
 
 
 def kernel_rows() -> Iterator[str]:
