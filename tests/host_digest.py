@@ -22,7 +22,7 @@ PLACES = (
 RECORDS = re.compile(r"/var/lib/spark/.*\.json|/srv/spark/.*/receipt\.json")
 # Times, durations, measurements and random ids.
 VARIES = re.compile(
-    r"at|.*_at|last_lines|.*_ns|inode|id|.*_id|request|seconds|times_s|bench|detail|progress|log_tail|"
+    r"at|.*_at|last_lines|.*_ns|inode|id|.*_id|request|seconds|(start_)?times_s|bench|detail|progress|log_tail|"
     r"load_lines|start_memory|(cached|free)_(before|after)_bytes"
     r"|donor_received_bytes"  # less after a continued build
 )
