@@ -58,7 +58,7 @@ class HostView:
     progress: str = ""  # of the task; never cut
     is_done: bool = False  # the step, on this host
     failed: str = ""  # the failed step
-    headline: str = ""  # what the host serves after the failure
+    headline: str = ""  # serving release and reason of the failure
     steps: int = 0
     changed: int = 0
     notes: list[str] = field(default_factory=list)  # of this step

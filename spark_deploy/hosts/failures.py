@@ -1,4 +1,4 @@
-"""Summaries of failed changes: what the host serves now, the reasons, the engine's log."""
+"""Summaries of failed changes: serving release, reasons, path of the engine's log."""
 
 from __future__ import annotations
 
@@ -78,8 +78,9 @@ def rollout_failure(
     elif rollout.serving == release:
         outcome = "the check of this release failed"
     cause = re.sub(r"^check [\w ]+: ", "", reason)
+    cause = re.sub(r"(wrong answer to (['\"]).*?\2): .*", r"\1", cause)
     cause = textwrap.shorten(cause, _HEADLINE_LENGTH, placeholder=" …")
-    serving = serving or f"{host.name} does not report what it serves"
+    serving = serving or f"{host.name} does not report its serving release"
     lines = [f"{serving}; {outcome}: {cause}"]
     phase = rollout.failed_phase or rollout.phase
     lines.append(f"  {release}: {rollout.state} in phase {phase}: {reason}")

@@ -275,7 +275,8 @@ def refuse(where: str, message: str, fix: str) -> NoReturn:
 def _refuse(state: State, host: Host, text: str) -> bool:
     first, *more = text.splitlines()
     if serving := serving_text(host.name, read_status(host)):
-        first = f"{serving}; this deploy failed: {first.removeprefix(f'{host.name}: ')}"
+        first = first.removeprefix(f"{host.name}: ")
+        first = f"{serving}; {'' if first.startswith('not ') else 'this deploy failed: '}{first}"
     show_failure(host, [first, *more])
     return False
 

@@ -42,16 +42,21 @@ def test_plain_pyinfra_repeats_the_failure_at_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("active", ["main-aaaaaaaaaaaa", None])
-def test_a_refused_host_reports_what_it_serves(active):
+@pytest.mark.parametrize(
+    ("problem", "outcome"),
+    [
+        ("memory: 70 GiB needed", "this deploy failed: memory: 70 GiB needed"),
+        ("not changed, because spark-0 failed", "not changed, because spark-0 failed"),
+    ],
+)
+def test_a_refused_host_reports_the_serving_release(active, problem, outcome):
     releases = [{"name": "main-aaaaaaaaaaaa", "model": "large", "profile": "agent"}]
     service = {"active": active, "traffic_open": True}
     status = host_status({"releases": releases, "services": {"main": service}})
     host = FakeHost(shell=lambda _: text_of(status.report))
-    operations._refuse(None, host, "spark-1: memory: 70 GiB needed\n  fix: a smaller model")
+    operations._refuse(None, host, f"spark-1: {problem}\n  fix: a smaller model")
     serves = "still serves large with agent" if active else "serves nothing"
-    assert host.logs == [
-        f"spark-1 {serves}; this deploy failed: memory: 70 GiB needed", "  fix: a smaller model",
-    ]  # fmt: skip
+    assert host.logs == [f"spark-1 {serves}; {outcome}", "  fix: a smaller model"]
 
 
 @pytest.mark.parametrize("lost", [True, False])

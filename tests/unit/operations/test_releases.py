@@ -324,7 +324,7 @@ def report(active=OLD, is_open=True, **result):
 
 
 SERVES, NOTHING = "spark-1 still serves large with agent; ", "spark-1 serves nothing; "
-UNKNOWN = "spark-1 does not report what it serves; "
+UNKNOWN = "spark-1 does not report its serving release; "
 CUT_OFF = {"ended_at": None, "failed_phase": None, "phase": "start", "reason": None}
 MEMORY = "memory: 70.0 GiB needed, but the host has only 64.0 GiB; fix: choose a smaller model"
 NEVER_READY = "check ready: not ready after 2400 s: no answer; ValueError: Free memory on device"
@@ -333,7 +333,8 @@ NEVER_READY = "check ready: not ready after 2400 s: no answer; ValueError: Free 
 @pytest.mark.parametrize(
     ("active", "state", "result", "headline", "more"),
     [
-        (OLD, "rolled-back", {}, f"{SERVES}the new release was rejected: wrong answer to", "fix: "),
+        (OLD, "rolled-back", {},
+         f"{SERVES}the new release was rejected: wrong answer to 'capital of France'\n", "fix: "),
         (OLD, "refused", {"reason": MEMORY, "failed_phase": "prove"},
          f"{SERVES}the new release was rejected: memory: 70.0 GiB", "fix: choose a smaller model"),
         (OLD, "rolled-back", {"reason": NEVER_READY, "failed_phase": "start"},
@@ -351,7 +352,7 @@ NEVER_READY = "check ready: not ready after 2400 s: no answer; ValueError: Free 
 def test_failed_change_names_serving_release_and_reasons(active, state, result, headline, more):
     good, lines = report(active, state=state, **{**ENDED, "reason": REASON, **result})
     assert not good
-    assert lines[0].startswith(headline)
+    assert f"{lines[0]}\n".startswith(headline)
     assert len(lines[0]) < 220
     phase = {**ENDED, **result}["failed_phase"] or result["phase"]
     assert lines[1].startswith(f"  {NEW}: {state} in phase {phase}: ")
