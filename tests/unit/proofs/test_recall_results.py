@@ -1,0 +1,25 @@
+import json
+
+import pytest
+
+from spark_deploy.config.checkout import CHECKOUT
+
+DAMAGED = {
+    "recall-recall": 3,
+    "recall-prefixes": 3,
+    "recall-drafts": 1,
+    "recall-flashinfer": 2,
+    "recall-turboquant": 0,  # damaged engines are in recall-recall
+    "recall-wide": 0,
+}
+"""Number of damaged engines that failed, by result file."""
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_recorded_rows_pass_and_detect_damage(name):
+    path = CHECKOUT / f"proofs/results/gpu/{name}.json"
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    assert [row["claim"] for row in rows if row["passed"] is False] == []
+    words = ("damage", "noise", "fi-gdn-states")
+    damaged = [row for row in rows if row["passed"] and any(word in row["claim"] for word in words)]
+    assert len(damaged) == DAMAGED[name]
