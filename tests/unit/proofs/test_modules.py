@@ -42,16 +42,3 @@ def test_builder_accepts_the_plan_of_each_variant(name, monkeypatch, tmp_path):
     read = documents.read(BuildPlan, plan)
     assert read.swap == (module.removesuffix(".weight"),)
     assert read.mtp_tensors == ("mtp.norm.weight",)
-
-
-def test_proof_prompts_are_not_lessons():
-    pytest.importorskip("torch", reason="needs torch")
-    pytest.importorskip("transformers", reason="needs transformers")
-    from proofs.drafts import training
-
-    prompts = training.proof_prompts()
-    assert len(prompts) == 8
-    others = training.make_held_out()
-    assert {lesson.prompt for lesson in others["asked"]} == prompts
-    untaught = {lesson.prompt for part in others.values() for lesson in part}
-    assert not untaught & {lesson.prompt for lesson in training.make_lessons()}
