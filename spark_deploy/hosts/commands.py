@@ -145,7 +145,9 @@ def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
             if lost_at is None:
                 host.log(f"connection lost ({reason}); reconnecting")
                 lost_at = time.monotonic()
-            host.disconnect()
+            # Host.disconnect() would run the callbacks for the end of a run, such as the lease's.
+            host.connector.disconnect()
+            host.connected = False
             gevent.sleep(pause_s)
             pause_s = min(pause_s + 1, _LONGEST_PAUSE_S)
     raise ConnectError(f"unreachable for {RECONNECT_TIMEOUT_S} s")

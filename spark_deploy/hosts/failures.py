@@ -23,6 +23,8 @@ from spark_deploy.hosts.status import HostStatus, parse_status
 
 _STATUS_TIMEOUT_S = 60
 _HEADLINE_LENGTH = 120
+# Reasons can quote an answer with semicolons.
+_REASON_SEPARATOR = re.compile(r"; (?=check |and the |fix: |[A-Za-z]+(?:Error|Exception)\b)")
 _failures: WeakKeyDictionary[Host, Sequence[str]] = WeakKeyDictionary()
 
 
@@ -71,7 +73,7 @@ def rollout_failure(
 ) -> list[str]:
     """Describe a failed rollout; write the end of the engine's log to a file."""
     serving = serving_text(host.name, read_status(host), service_of(release))
-    reason, *more = (rollout.reason or "it was interrupted").split("; ")
+    reason, *more = _REASON_SEPARATOR.split(rollout.reason or "it was interrupted")
     outcome = f"{subject} was rejected"
     if not rollout.ended_at:  # cut off, or never run
         outcome = f"the change to {subject} was cut off"

@@ -49,6 +49,7 @@ def test_unknown_and_later_lines_do_no_harm(host):
     assert phases.current == "image"
     phases.update([line for _, line in LINES], 4)  # read at once
     assert phases.durations_s(6) == {"image": 4, "ready": 2}
+    assert phases.durations_s(3.9) == {"image": 4, "ready": 0}  # rounded end
 
 
 @pytest.mark.parametrize(("change_gb", "text"), [(-30, "30.0 of"), (5, "0.0 of"), (-99, "70.0 of")])

@@ -58,7 +58,8 @@ class FakeHost:
         self.commands: list[tuple[str, dict[str, Any]]] = []  # script, options
         self.state: Any = SimpleNamespace(inventory=[], results={}, is_executing=True)
         transport = SimpleNamespace(is_active=lambda: self.connected)
-        self.connector = SimpleNamespace(client=SimpleNamespace(get_transport=lambda: transport))
+        client = SimpleNamespace(get_transport=lambda: transport)
+        self.connector = SimpleNamespace(client=client, disconnect=lambda: None)
 
     def get_fact(self, fact: Any, **arguments: Any) -> Any:
         arguments.pop("_sudo", None)
@@ -89,7 +90,7 @@ class FakeHost:
         self.connected = True
 
     def disconnect(self) -> None:
-        self.connected = False
+        raise AssertionError("pyinfra's callbacks for the end of a run, which return the lease")
 
     def noop(self, text: str) -> None:
         self.noops.append(text)

@@ -327,6 +327,7 @@ SERVES, NOTHING = "spark-1 still serves large with agent; ", "spark-1 serves not
 UNKNOWN = "spark-1 does not report its serving release; "
 CUT_OFF = {"ended_at": None, "failed_phase": None, "phase": "start", "reason": None}
 MEMORY = "memory: 70.0 GiB needed, but the host has only 64.0 GiB; fix: choose a smaller model"
+QUOTING = "check first answer: wrong answer to 'Who?': 'a; b; c' does not match 'd'"
 NEVER_READY = "check ready: not ready after 2400 s: no answer; ValueError: Free memory on device"
 
 
@@ -341,6 +342,7 @@ NEVER_READY = "check ready: not ready after 2400 s: no answer; ValueError: Free 
          f"{SERVES}the new release was rejected: not ready after", "ValueError: Free memory on"),
         (None, "failed-no-previous", {}, f"{NOTHING}the new release was rejected: wrong answer",
          "no earlier release to go back to"),
+        (OLD, "rolled-back", {"reason": f"{QUOTING}; fix: x"}, f"{SERVES}the new", "fix: x"),
         (None, "rollback-failed", {"reason": f"{REASON}; and the old release: it died"},
          f"{NOTHING}the new release was rejected: wrong", "and the old release: it died"),
         (OLD, "refused", {"serving": NEW}, f"{SERVES}the check of this release failed: ", "fix: "),
@@ -356,6 +358,7 @@ def test_failed_change_names_serving_release_and_reasons(active, state, result, 
     assert len(lines[0]) < 220
     phase = {**ENDED, **result}["failed_phase"] or result["phase"]
     assert lines[1].startswith(f"  {NEW}: {state} in phase {phase}: ")
+    assert ("'a; b; c'" in lines[1]) == ("'a; b; c'" in (result.get("reason") or ""))
     assert [line for line in lines[2:] if line.startswith(f"  {more}")]
 
 

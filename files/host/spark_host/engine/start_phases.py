@@ -66,7 +66,7 @@ class StartPhases:
     def durations_s(self, end_s: float) -> dict[str, float]:
         ends = [*list(self.began_s.values())[1:], end_s]
         return {
-            phase: round(end - began, 1)
+            phase: round(max(0.0, end - began), 1)
             for (phase, began), end in zip(self.began_s.items(), ends, strict=True)
         }
 
