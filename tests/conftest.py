@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if _is_lab(item.nodeid) and hasattr(item.config, "workerinput"):  # of pytest-xdist
+    if _is_lab(item.nodeid) and hasattr(item.config, "workerinput"):
         pytest.fail("lab tests share a lab: run them without pytest-xdist's -n", pytrace=False)
 
 

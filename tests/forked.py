@@ -66,7 +66,7 @@ def _server(ready: tuple[str, ...]) -> subprocess.Popen[str]:
         [sys.executable, "-m", "tests.forked", *ready], cwd=CHECKOUT,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    atexit.register(server.communicate)  # closes the input, which stops the server
+    atexit.register(server.communicate)
     return server
 
 
@@ -97,11 +97,11 @@ def _serve(ready: Sequence[str]) -> None:
     sys.path[1:1] = HOMES
     for module in ready:
         import_module(module)
-    if PYINFRA[-1] in ready:  # validate the catalog before the runs
+    if PYINFRA[-1] in ready:
         remember(pytest.MonkeyPatch())
         read_catalog()
     if ready == BUILDER:
-        import_module("spark_checkpoint.sources.connections").tls_context()  # loaded once
+        import_module("spark_checkpoint.sources.connections").tls_context()
     gc.freeze()
     for line in sys.stdin:
         with tempfile.TemporaryFile("r+") as out, tempfile.TemporaryFile("r+") as err:

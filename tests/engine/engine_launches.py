@@ -40,7 +40,7 @@ class Usage(NamedTuple):
 
 class Tensor:
     device = SimpleNamespace(index=0)
-    address = 0  # of new tensors
+    address = 0
 
     def __init__(self, *shape: int, dtype: str, strides: tuple[int, ...] = (), **_: Any) -> None:
         self.shape, self.dtype = shape, dtype
@@ -81,7 +81,7 @@ class Tensor:
     def __add__(self, other: Any) -> Tensor:
         return self
 
-    __truediv__ = __matmul__ = __add__  # the matrices are square
+    __truediv__ = __matmul__ = __add__
 
     def __getitem__(self, key: Any) -> Tensor:
         keys = [*(key if isinstance(key, tuple) else (key,)), *[slice(None)] * len(self.shape)]

@@ -25,8 +25,8 @@ class Fault:
 
 class FaultyProxy:
     def __init__(self) -> None:
-        self.faults: dict[str, Fault] = {}  # by client address
-        self.paths: dict[str, list[str]] = {}  # of requests that met a fault
+        self.faults: dict[str, Fault] = {}
+        self.paths: dict[str, list[str]] = {}
         self._servers = [self._listen(real, proxy) for real, proxy in PORTS.items()]
 
     def _listen(self, real: int, port: int) -> ThreadingHTTPServer:

@@ -38,8 +38,8 @@ class Row:
 
     group: str
     case: str
-    saw: str  # the message that the user sees
-    state: str  # of the host afterwards
+    saw: str
+    state: str
     wrong: str
     seconds: float = 0.0
     code: str = ""
@@ -72,7 +72,7 @@ class Sweep:
         try:
             saw, state = run()
             wrong = ""
-        except Exception as error:  # recorded in the row; the sweep continues
+        except Exception as error:
             saw, state, wrong = "", "", f"{type(error).__name__}: {error}"
             if not isinstance(error, AssertionError):
                 wrong += "\n" + traceback.format_exc()
@@ -141,7 +141,6 @@ class Sweep:
             "rows_shown": self.name != "kill",
             "not_tried": sorted(set(listed) - {row.case for row in rows}),
             "tried": {group: _tally(rows, group) for group in about},
-            # A sweep of hundreds of cases lists only failures.
             "rows": [asdict(row) for row in rows if len(rows) < MANY or row.wrong],
         }  # fmt: skip
         path = Path(folder) / f"{self.name}.json"

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     kept = os.environ.get("SPARK_GPU_RESULTS")
-    worker = hasattr(session.config, "workerinput")  # of pytest-xdist
+    worker = hasattr(session.config, "workerinput")
     if kept and not worker and not _missing():
         from proofs import stages
 

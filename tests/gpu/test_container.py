@@ -42,7 +42,7 @@ def release():
 def _record(results, claims, **numbers):
     for claim, passed in claims.items():
         result_files.record_row(results, "container", claim, passed, **numbers)
-        numbers = {}  # only in the first row
+        numbers = {}
     return [claim for claim, passed in claims.items() if not passed]
 
 

@@ -37,7 +37,7 @@ def test_every_judged_row_passes(stage, trees, tmp_path, results, request):
         pytest.skip("needs two devices")
     if stage == "quality":
         request.getfixturevalue("quality_trees")
-    if stage == "head-choice":  # the first start must measure
+    if stage == "head-choice":
         for path in HEAD_TIMES.values():
             Path(path).unlink(missing_ok=True)
     rows = stages.prove(

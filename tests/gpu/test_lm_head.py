@@ -61,7 +61,7 @@ def test_quantising_needs_memory_for_the_result_and_five_blocks():
     values, scales = quantise_rows(weight)
     torch.cuda.synchronize()
     extra_bytes = torch.cuda.max_memory_allocated() - before - values.nbytes - scales.nbytes
-    assert extra_bytes < 5 * ROWS_PER_BLOCK * 1024 * 4  # float32
+    assert extra_bytes < 5 * ROWS_PER_BLOCK * 1024 * 4
 
 
 def test_replayed_graph_uses_new_inputs():

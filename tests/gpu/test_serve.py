@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from proofs.serve import case as serve_case  # needs torch
+from proofs.serve import case as serve_case
 
 PLANS = Path(__file__).resolve().parents[2] / "build" / "plans"
 TREES = {

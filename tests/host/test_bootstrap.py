@@ -100,7 +100,7 @@ def test_refuses_changed_host_key(new_host):
 
 def test_adds_deploy_account_to_bootstrapped_host(new_host):
     new_host.use_deploy_account()
-    run = new_host.bootstrap().assert_succeeded()  # with the existing key, without a password
+    run = new_host.bootstrap().assert_succeeded()
     assert len(run.changed) == 2
     assert new_host.ssh("spark-deploy").stdout.strip() == "0"
     assert "password is required" in new_host.ssh(new_host.about["user"]).stderr

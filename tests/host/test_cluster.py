@@ -71,7 +71,6 @@ def test_both_have_one_release_and_head_answers(pair):
         argv = guest.argv()
         assert argv[argv.index("--node-rank") + 1] == rank
     assert argv[-1] == "--headless"
-    # A worker serves no clients.
     assert pair.worker.run("ss -tln 'sport = :8000' | tail -n +2") == ""
 
 
@@ -84,7 +83,7 @@ def test_only_members_can_connect_to_cluster_ports(pair):
     release, port = pair.release(), pair.head.release_document()["cluster"]["port"]
     assert pair.head.run(f"ss -tlnH 'sport = :{port}'") != "", "no listener to protect"
     for number in (port, port + 1):
-        with pytest.raises(TimeoutError):  # from the controller, on the same network
+        with pytest.raises(TimeoutError):
             socket.create_connection((pair.head.ip, number), 3).close()
     pair.worker.run(f"timeout 5 bash -c '</dev/tcp/{pair.head.ip}/{port + 1}'")
     for guest in pair.guests:

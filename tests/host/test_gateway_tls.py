@@ -22,7 +22,7 @@ def test_private_ca_issues_and_renews_certificates(gateway):
     shown = gateway.connect()
     assert shown["ca"] == f"{private['ca_dir']}/ca.pem"
     assert gateway.curl(gateway.url(scheme="https"), "--cacert", shown["ca"]) == "200"
-    assert gateway.curl(gateway.url(scheme="https")) == "curl 60"  # unknown CA
+    assert gateway.curl(gateway.url(scheme="https")) == "curl 60"
     assert gateway.curl(gateway.url()) == "400"
     verified = subprocess.run(
         ["openssl", "s_client", "-connect", f"{gateway.guest.ip}:8000", "-CAfile", shown["ca"],

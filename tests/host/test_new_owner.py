@@ -66,7 +66,7 @@ def test_client_needs_two_commands_without_copying_a_key(walk):
     with walk.owner.running(*tunnel):
         wait_for_port(8000)
         printed = walk.owner.run("connect", "spark-1", "--for", "env").stdout
-        assert re.search(r'OPENAI_API_KEY="\$\(.*\)"', printed)  # read when needed
+        assert re.search(r'OPENAI_API_KEY="\$\(.*\)"', printed)
         done = subprocess.run(
             ["bash", "-euc", f'{printed}\nexec "$0" -c "$1"', sys.executable, ASK],
             capture_output=True, text=True, timeout=60, check=False,

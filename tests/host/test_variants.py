@@ -35,8 +35,8 @@ class OwnedHost:
     doctor_new: str
     doctor_ready: tuple[int, str]
     first: Run
-    proxy_log_bytes: int  # before this host's deploys
-    measured: dict[str, Any] = field(default_factory=dict)  # for the result file
+    proxy_log_bytes: int
+    measured: dict[str, Any] = field(default_factory=dict)
 
     def proxy_requests(self):
         log = PROXY_LOG.read_bytes()[self.proxy_log_bytes :].decode(errors="replace")

@@ -93,19 +93,17 @@ def test_measures_the_gateway_without_the_key_in_arguments(image, monkeypatch):
         "--random-input-len": "64", "--random-output-len": "16",
     }  # fmt: skip
     assert {name: vllm[vllm.index(name) + 1] for name in options} == options
-    # Only the checkpoint is mounted.
     mounts = [docker[at + 1] for at, word in enumerate(docker) if word == "--mount"]
     assert mounts == [f"type=bind,source={RELEASE.tree.path},target=/model,readonly"]
     assert {"--read-only", "--rm", "NVIDIA_VISIBLE_DEVICES=void"} <= set(docker)
     assert docker[docker.index("--cap-drop") + 1] == "ALL"
-    # Notes: the start, the elapsed time, the result.
     assert image.notes[1] == "vllm-bench, 2 clients: 0 s"
     assert "tok/s" in image.notes[-1]
 
 
 def test_an_image_without_vllm_is_skipped(image):
     assert image.measure() == (None, ())
-    image.put("bin/docker", "#!/bin/sh\nexit 127\n")  # an image without a shell
+    image.put("bin/docker", "#!/bin/sh\nexit 127\n")
     assert image.measure() == (None, ())
 
 

@@ -119,8 +119,6 @@ def test_reports_error_in_an_inventory_catalog_file(tmp_path):
         read_catalog(FIXTURE, own=tmp_path).model("mine")
 
 
-# Tensor sets: patterns, numbers and shapes must agree.
-
 HYBRIDS = [n for n, m in shipped_catalog().models.items() if isinstance(m, HybridModel)]
 
 

@@ -107,7 +107,7 @@ def header_bytes(data):
 def test_refuses_donor_bytes_that_differ_from_the_locked_hash(workshop, hub, build_remote, kind):
     name = f"{workshop.modules[0]}.weight"
     if kind == "an MTP tensor":
-        name, workshop.mtp = "mtp.fc.weight", {}  # the base has none
+        name, workshop.mtp = "mtp.fc.weight", {}
         shutil.rmtree(workshop.base_dir)
         workshop.write_base()
     honest = workshop.donor[name]
@@ -131,7 +131,7 @@ def test_refuses_donor_bytes_that_differ_from_the_locked_hash(workshop, hub, bui
     assert f"{hub.url}/{DONOR}: sent tensors with sha256" in refused.stderr
     assert not workshop.out.exists()
     hub.fault = None
-    build(sha256=sha256)  # reads the ranges again
+    build(sha256=sha256)
     shard = workshop.out / workshop.index()[name]
     with safe_open(shard, "np") as file:
         assert file.get_slice(name).get_shape() == list(honest.shape)

@@ -33,7 +33,7 @@ class Registry(Hub):
         super().__init__(root)
         self._server.RequestHandlerClass = TokenHandler
         self.tokens = 0
-        self.left = {}  # requests by token
+        self.left = {}
 
     def path(self, kind, data):
         return self.root / "v2" / NAME / kind / digest(data)

@@ -122,7 +122,7 @@ def link_elsewhere(path, data):
 TRAPS = {
     "pipe": lambda path, data: os.mkfifo(path),
     "endless device": lambda path, data: path.symlink_to("/dev/zero"),
-    "device": lambda path, data: os.mknod(path, 0o020666, os.makedev(1, 5)),  # /dev/zero
+    "device": lambda path, data: os.mknod(path, 0o020666, os.makedev(1, 5)),
     "longer file": lambda path, data: path.write_bytes(data + b"and more"),
     "other content": lambda path, data: path.write_bytes(data[::-1]),
     "link": link_elsewhere,

@@ -230,7 +230,7 @@ def copy(workshop, tmp_path, request):
 
 @pytest.mark.slow
 def test_copies_a_checkpoint_and_links_the_base(copy):
-    shutil.rmtree(copy.workshop.donor_dir)  # a build is impossible
+    shutil.rmtree(copy.workshop.donor_dir)
     assert copy.build()
     assert authorizations(copy.peer) == {f"Bearer {KEY}"}
     out = copy.workshop.out

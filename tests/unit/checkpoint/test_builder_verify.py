@@ -100,7 +100,7 @@ def test_refuses_a_renamed_tensor(workshop, layout, choice, old, new):
     for path in workshop.out.iterdir():
         data, status = path.read_bytes(), path.stat()
         if path.name != "receipt.json":
-            path.unlink()  # it may be a link to the base
+            path.unlink()
             path.write_bytes(data.replace(f'"{old}"'.encode(), f'"{new}"'.encode()))
             os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
     done = run_tool("verify", workshop.out, check=False)
@@ -187,7 +187,7 @@ def test_removes_the_base_and_keeps_the_result(built, tmp_path):
     assert f"removed, {freed} bytes freed; {sizes[shard]} bytes stay" in done.stderr
     assert built.result() == tensors
     assert run_tool("verify", built.out, "--full").returncode == 0
-    assert discard(built).returncode == 0  # nothing left to do
+    assert discard(built).returncode == 0
 
 
 def test_keeps_the_base_of_a_damaged_result(built):

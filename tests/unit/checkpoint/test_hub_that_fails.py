@@ -117,8 +117,8 @@ class Failure:
 
     respond: Response
     error: str
-    once: bool = True  # recovers from a single failure
-    slow: bool = False  # needs seconds
+    once: bool = True
+    slow: bool = False
 
 
 FAILURES = {
@@ -281,7 +281,7 @@ def test_redirects_never_leave_http_or_tls(address, location):
 
 def test_describes_a_refused_connection_without_python_objects(scene):
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # and does not listen
+        bound.bind(("127.0.0.1", 0))
         scene.write_order(f"http://127.0.0.1:{bound.getsockname()[1]}")
         done = run_tool("fetch", scene.order, check=False)
     assert "last: connection refused;" in done.stderr
@@ -299,7 +299,7 @@ def test_waits_for_the_end_of_an_outage_and_resumes(scene):
         return time.monotonic() - started < 2 and bool(status(503)(handler, data) or True)
 
     scene.hub.fault = fail_for_2_s
-    assert run_tool("fetch", scene.order, check=False).returncode == 4  # without outage_s
+    assert run_tool("fetch", scene.order, check=False).returncode == 4
     scene.hub.requests.clear()
     scene.write_order(scene.hub.url, outage_s=60)
     started = time.monotonic()

@@ -95,7 +95,6 @@ def test_writes_a_planned_catalog_file_once(hub, site, capsys):
     out = capsys.readouterr().out
     assert "org/Tiny-Chat at 555555555555" in out
     assert "UNPROVEN" in out
-    # An existing file is not overwritten.
     assert add(site, "org/Tiny-Chat") == 1
     assert "--force" in capsys.readouterr().err
     assert add(site, "org/Tiny-Chat", "--force") == 0

@@ -34,7 +34,7 @@ def run(monkeypatch, capsys, *words, code=0):
     monkeypatch.setattr(changes, "run_deploy", run_deploy)
     monkeypatch.setattr(changes, "watch", lambda run, *_: run(watcher))
     monkeypatch.setattr(changes, "check_access", lambda _hosts: access)
-    place = 2 if words[0] == "add" else 1  # after the model
+    place = 2 if words[0] == "add" else 1
     result = main([*words[:place], INVENTORY, *words[place:]])
     return result, ran, capsys.readouterr().err
 

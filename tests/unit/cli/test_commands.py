@@ -55,7 +55,7 @@ OWN = ("--inventory", "own/inventory/spark.py")
 )  # fmt: skip
 def test_json_output_is_one_document(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(init, "_lock", lambda folder: None)  # needs a hub
+    monkeypatch.setattr(init, "_lock", lambda folder: None)
     main(["init", "own", "--host", "a"])
     capsys.readouterr()
     main([*words, "--json"])

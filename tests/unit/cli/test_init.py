@@ -92,7 +92,7 @@ def test_existing_files_are_kept_and_schemas_renewed(capsys):
 def test_a_published_model_gets_the_plain_profile():
     text = (init_folder("--host", "a", "--model", "qwen3-4b") / "group_vars/all.yml").read_text()
     assert yaml.safe_load(text)["profile"] == "plain"
-    assert "v2" not in text  # a profile for hybrid models
+    assert "v2" not in text
 
 
 def test_commented_settings_are_valid_and_can_be_planned(monkeypatch, capsys):

@@ -49,7 +49,7 @@ def interrupted(site, *words, once):
     while True:
         try:
             text += os.read(master, 65536).decode(errors="replace")
-        except OSError:  # the terminal was closed
+        except OSError:
             break
         if not sent and once in text:
             sent = True

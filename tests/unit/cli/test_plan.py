@@ -50,7 +50,6 @@ def lock_path(tmp_path):
         (("--data", "checkpoint.layout=full", "--data", "checkpoint.source=prebuilt"),
          ("int4-fp8-hybrid (estimated",)),
         (("--data", "checkpoint.source=requantized", "--data", "requantize.iters=0"),
-         # 125 billion weights
          ("Qwen/Qwen3.5-122B-A10B (estimated, not locked), 250.2 GB",)),
         (("--model", "qwen3-4b", "--profile", "plain"),
          ("qwen3-4b with plain fits as far as known\n", "downloads   files of unknown size and",

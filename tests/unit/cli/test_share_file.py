@@ -78,7 +78,7 @@ def test_a_shared_file_gives_the_same_release(site, other, file, capsys):
     assert "OPEN        shared without a check result" in out
     assert "spark-deploy use tiny/plain" in out
     assert release_of(other) == release_of(site)
-    assert not (other / "catalog/profiles").exists()  # equals the shipped profile
+    assert not (other / "catalog/profiles").exists()
 
 
 def test_json_describes_the_file_and_missing_results(site, tmp_path, capsys):

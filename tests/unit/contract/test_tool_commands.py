@@ -9,7 +9,6 @@ from spark_contract import tool
 
 from spark_deploy.config.checkout import CHECKOUT
 
-# Commands after the tool's name.
 COMMAND = re.compile(rf"{tool.TOOL} ([a-z]+(?:-[a-z]+)*)")
 
 

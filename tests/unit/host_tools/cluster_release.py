@@ -10,7 +10,7 @@ from stub_host import release_data
 
 HEAD, WORKER = "192.168.100.10", "192.168.100.11"
 PORT = 29533
-Connection = tuple[str, int, str, int, str]  # local and remote address, state
+Connection = tuple[str, int, str, int, str]
 
 
 def _member(host: str, address: str, rank: int) -> dict[str, object]:

@@ -28,7 +28,7 @@ class Answer:
             time.sleep(0.05)
 
 
-Script = Callable[[Answer, str], object]  # gets the image's reference
+Script = Callable[[Answer, str], object]
 
 
 class Daemon:
@@ -36,7 +36,7 @@ class Daemon:
         self.images: set[str] = set()
         self.pulled: list[str] = []
         self.auth: list[str | None] = []
-        self.disconnected = threading.Event()  # by the client
+        self.disconnected = threading.Event()
         self.status = 200
         self.script: Script = self.finish
 
@@ -78,7 +78,7 @@ def listening(path: Path) -> Iterator[Daemon]:
             try:
                 daemon.script(Answer(self), reference)
                 self.wfile.write(b"0\r\n\r\n")
-            except ConnectionAbortedError:  # the script disconnects
+            except ConnectionAbortedError:
                 self.close_connection = True
             except OSError:
                 daemon.disconnected.set()

@@ -33,7 +33,7 @@ OWN_KEY = "the gateway's key"
 class GatewayClient:
     host: Host
     process: subprocess.Popen[bytes]
-    engines: dict[str, RecordingEngine] = field(default_factory=dict)  # by service
+    engines: dict[str, RecordingEngine] = field(default_factory=dict)
 
     @property
     def settings(self) -> Gateway:

@@ -16,7 +16,7 @@ def json_server(path: Path, answer: Callable[[str, Any], Any]) -> Iterator[None]
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
             data = json.dumps(answer(self.path, body)).encode()
-            with suppress(BrokenPipeError):  # the client has disconnected
+            with suppress(BrokenPipeError):
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()

@@ -14,7 +14,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
 
 @dataclass
 class RecordingEngine:
-    lines: list[str] = field(default_factory=list)  # the first of each request
+    lines: list[str] = field(default_factory=list)
     body_sizes: list[int] = field(default_factory=list)
     last_body: bytes = b""
     answer: bytes = b"ok"
@@ -50,7 +50,7 @@ def recording(path: Path) -> Iterator[RecordingEngine]:
     engine = RecordingEngine()
 
     def accept(listener: socket.socket) -> None:
-        with suppress(OSError):  # closed
+        with suppress(OSError):
             while True:
                 connection = listener.accept()[0]
                 threading.Thread(target=engine.serve, args=(connection,), daemon=True).start()

@@ -51,7 +51,7 @@ class Unit:
     sub: str = "dead"
     result: str = "success"
     run: str = ""
-    due_s: float = NEVER_S  # time of the next state
+    due_s: float = NEVER_S
     starts: int = 0
 
     def set(self, state: str, sub: str, due_s: float = NEVER_S) -> None:
@@ -63,7 +63,7 @@ class SimulatedHost:
     broken: dict[str, str] = field(default_factory=dict)  # release -> the step at which it fails
     warning: str = ""  # of the full check
     documents: dict[Path, Any] = field(default_factory=dict)
-    links: set[str] = field(default_factory=set)  # units that start at boot
+    links: set[str] = field(default_factory=set)
     units: dict[str, Unit] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)  # release -> run of the unit
     open_to: str | None = None
@@ -85,9 +85,9 @@ class SimulatedHost:
     journal: list[str] = field(default_factory=lambda: ["a line of the last run"])
     calls: int = 0
     calls_of_first: int = 0
-    proven: set[str] = field(default_factory=set)  # releases that passed a full check
-    queued: list[str] = field(default_factory=list)  # rollouts that systemd will start
-    current: str | None = None  # the running rollout
+    proven: set[str] = field(default_factory=set)
+    queued: list[str] = field(default_factory=list)
+    current: str | None = None
     history: list[str] = field(default_factory=list)
     _checked: tuple[object, ...] = ()  # the state of the last invariant check
 

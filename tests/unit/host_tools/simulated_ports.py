@@ -34,7 +34,7 @@ def no_answer(where: str) -> HostToolError:
 
 @dataclass
 class Port:
-    sim: Any  # the SimulatedHost
+    sim: Any
 
     def problem_at(self, call: str) -> HostToolError | None:
         try:
@@ -170,7 +170,7 @@ class Clock(Port):
         return self.sim.now_s
 
     def sleep(self, seconds: float, /) -> None:
-        due_s = self.sim.next_due_s()  # skip to the next event
+        due_s = self.sim.next_due_s()
         wait_s = due_s - self.sim.now_s if due_s < NEVER_S else 0.0
         self.sim.call("sleep", lambda: self.sim.pass_time(max(seconds, wait_s, 0.5)))
 

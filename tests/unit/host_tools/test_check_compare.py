@@ -16,7 +16,7 @@ UNSURE = {"yes": math.log(0.6), "no": math.log(0.4)}
 
 class FakeEngine:
     def __init__(self):
-        self.steps: dict[str, list[tuple[str, dict[str, float]]]] = {}  # by prompt
+        self.steps: dict[str, list[tuple[str, dict[str, float]]]] = {}
         self.requests: list[dict[str, Any]] = []
         self.logprobs = True
 

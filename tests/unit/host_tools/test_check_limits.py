@@ -138,5 +138,4 @@ def test_proof_keeps_log_lines_and_cache_size_after_journal_rotation(host, monke
     assert check(host, release, "full").ok
     stored = stored_proof(host, release)
     assert (stored.load_lines, stored.kv_cache) == (first.load_lines, first.kv_cache)
-    # Lines of another run do not count.
     assert list(failed(check(host, release, "full", run="run-2"))) == ["log lines"]

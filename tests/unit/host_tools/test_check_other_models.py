@@ -37,7 +37,6 @@ def test_healthy_pooling_model_passes(host, plan, names, live):
     assert result.ok, result.failed
     general = {"ready", "served names", "context length", "log lines", "counters", "health"}
     assert {finding.name for finding in result.checks} == names | general
-    # A health answer is not enough for a start.
     quick = {finding.name for finding in check(host, release, "quick").checks}
     assert quick & names == {min(names)}
     answer = status.ask(release, host.paths)

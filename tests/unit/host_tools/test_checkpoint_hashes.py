@@ -47,7 +47,7 @@ def test_finds_flipped_byte_with_restored_time_within_14_days(tmp_path, name, of
     for _ in range(DAYS):
         problems, position = hash_next(trees, position, damaged)
         damaged = tuple(problems)
-    [part] = damaged  # reported again each day
+    [part] = damaged
     assert problems[part].what.startswith(str(trees[1] / name))
     flip_byte(trees[1] / name, offset)
     assert hash_next(trees, position, damaged)[0] == {}

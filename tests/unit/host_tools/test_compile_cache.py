@@ -87,7 +87,7 @@ WRONG = Finding("arithmetic", False, "", 0.0)
     ("checked_run", "checks", "keeps"),
     [
         ("1", (ANSWERED, WRONG), False),
-        ("1", (SILENT,), True),  # out of time
+        ("1", (SILENT,), True),
         ("1", (ANSWERED, replace(WRONG, weight="warn")), True),
         ("1", (ANSWERED,), True),
         ("0", (ANSWERED, WRONG), True),  # of an earlier run, because the last run was killed
@@ -204,7 +204,7 @@ def test_hostile_cache_content_does_not_block_a_start(
     assert new.stat().st_uid == NOBODY.pw_uid
     assert all(path.is_symlink() for path in new.iterdir() if path.name in ("file", "folder"))
     plant(new / "nv" if is_copied else new, outside)
-    caches.prepare(CANDIDATE)  # keeps this cache
+    caches.prepare(CANDIDATE)
     monkeypatch.setattr(versions, "driver", lambda: "590.10")
     assert content(caches.prepare(CANDIDATE)) == []
     assert (secret.read_text(), secret.stat().st_uid) == ("root's", 0)

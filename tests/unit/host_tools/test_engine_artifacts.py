@@ -86,7 +86,7 @@ def test_unchanged_checkpoint_is_not_hashed(host, checkpoint):
 @pytest.mark.parametrize("damage", [flip_byte, replace_file])
 def test_refuses_a_changed_byte(host, checkpoint, damage):
     damage(checkpoint / SHARD)
-    for _ in range(2):  # also at the next start
+    for _ in range(2):
         with pytest.raises(HostToolError) as refused:
             verify(host, checkpoint)
         assert refused.value.where == str(checkpoint / SHARD)

@@ -93,7 +93,7 @@ CHAT, EMBED = "main-0123456789ab", "embed-0123456789ab"
 
 @dataclass
 class FakeSystemd:
-    states: list[tuple[str, str]] = field(default_factory=list)  # of the chat unit; the last stays
+    states: list[tuple[str, str]] = field(default_factory=list)
 
     def show(self, units, properties):
         assert (units, properties) == ([f"spark-serve@{CHAT}.service"], ["ActiveState", "SubState"])
@@ -145,7 +145,7 @@ def test_second_start_waits_for_the_first(turns):
         (EMBED, ("failed", "failed")),
         (EMBED, ("activating", "auto-restart")),
         (EMBED, ("inactive", "dead")),
-        (CHAT, ("activating", "start-pre")),  # a restart of the same release
+        (CHAT, ("activating", "start-pre")),
     ],
 )
 def test_only_a_different_start_blocks(turns, name, state):
@@ -167,7 +167,7 @@ class Waiting:
 
     meminfo: Path
     containers: list[str] = field(default_factory=list)
-    other_containers: list[str] = field(default_factory=list)  # of another service
+    other_containers: list[str] = field(default_factory=list)
     reports: list[str] = field(default_factory=list)
     removed_after: int = 0
     freed_after: int = 0

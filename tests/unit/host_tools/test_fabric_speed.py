@@ -68,7 +68,7 @@ def test_stalled_receiver_ends_at_the_time_limit(order):
     began = time.monotonic()
     result = speed.send(slow)
     assert time.monotonic() - began < 3
-    assert result.arrived_bytes < slow.max_bytes / 4  # the kernel's buffers
+    assert result.arrived_bytes < slow.max_bytes / 4
     assert result.took_s < 1
 
 

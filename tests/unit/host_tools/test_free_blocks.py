@@ -45,7 +45,7 @@ def test_limits(name, needed_gib, low, fragmented):
     [
         (4096, "1 0 0 0 1 0 0 0 0 0 2", 64 << 10, (64 << 10) + (8 << 20)),
         (65536, "3 0 1", 64 << 10, (3 * 64 << 10) + (256 << 10)),
-        (4096, "9 0 0 0 0 0 0 0 0 0 2", 32 << 20, 8 << 20),  # the largest is 4 MiB
+        (4096, "9 0 0 0 0 0 0 0 0 0 2", 32 << 20, 8 << 20),
     ],
 )
 def test_pages_and_orders(page_bytes, counts, smallest_bytes, free_bytes):

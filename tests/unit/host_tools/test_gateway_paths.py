@@ -17,7 +17,6 @@ WITH_KEY = re.compile(
     r"|GET /v1/models(/[A-Za-z0-9][A-Za-z0-9._:-]*)?"
     r"|GET /v1/responses/resp_[A-Za-z0-9_-]+)(\?[!-~]*)? HTTP/1\.1"
 )
-# A request of each allowed kind.
 ALLOWED = (
     "GET /health",
     "POST /v1/chat/completions",
@@ -53,7 +52,7 @@ def send(client, data):
         try:
             while connection.recv(65536):
                 pass
-        except (ConnectionResetError, TimeoutError):  # the latter for a second request
+        except (ConnectionResetError, TimeoutError):
             pass
 
 

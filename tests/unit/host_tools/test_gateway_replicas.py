@@ -8,7 +8,7 @@ import pytest
 from gateway_client import CHAT, OWN_KEY, QUESTION, free_port, running_gateway
 from spark_host.gateway import traffic
 
-LOST = 0  # the host is lost before it answers
+LOST = 0
 
 
 class OtherGateway(ThreadingHTTPServer):
@@ -82,7 +82,7 @@ def test_prefers_the_least_busy_host(replicas):
     while not replicas.other.requests:
         waiting = threading.Thread(target=replicas.ask)
         waiting.start()
-        waiting.join(1)  # ends if the own host answers
+        waiting.join(1)
     assert replicas.answering_hosts(5) == ["own"] * 5
     replicas.other.may_answer.set()
     waiting.join()

@@ -88,7 +88,6 @@ def test_status_of_a_service_with_rollback_and_events(host, read_status):
     assert (main.rolled_back.from_release, main.rolled_back.to) == (OTHER, RELEASE)
     [event] = host_status.report.events["main"]
     assert (event.release, event.kind, event.text) == (RELEASE, "hot", "the GPU is at 91 °C")
-    # The format of the file.
     assert json.loads(host.paths.events("main").read_text()) == {
         "at": event.at, "release": RELEASE, "kind": "hot", "text": "the GPU is at 91 °C",
     }  # fmt: skip

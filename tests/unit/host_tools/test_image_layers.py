@@ -102,7 +102,6 @@ def run(root, *, keep=False, fetches=True):
     return done.returncode, calls, done.stderr
 
 
-# The job's command, which exits with 7.
 BUILT = (7, [["build", "."]])
 
 

@@ -150,7 +150,7 @@ def test_reports_memory_before_and_after_a_job(host, units, tmp_path, monkeypatc
     write_job(host, f"open({str(meminfo)!r}, 'w').write('{after}'); {WRITE_RECEIPT}")
     assert jobs.run(D12, host.paths) == 0
     assert "MemFree 100.00 GiB before, 98.00 GiB after" in capfd.readouterr().out
-    assert jobs.run(D12, host.paths) == 0  # already done
+    assert jobs.run(D12, host.paths) == 0
     assert poll(host)[0]["memory"] == {
         "free_before_bytes": 100 << 30, "free_after_bytes": 98 << 30,
         "cached_before_bytes": 1 << 30, "cached_after_bytes": 3 << 30,
@@ -161,7 +161,7 @@ def test_reports_memory_before_and_after_a_job(host, units, tmp_path, monkeypatc
     ("script", "receipt_text", "code", "last_line"),
     [
         ("print('all fine')", None, 5, "without a valid result"),
-        ("raise SystemExit(3)", source_receipt("f" * 64), 3, ""),  # of another digest
+        ("raise SystemExit(3)", source_receipt("f" * 64), 3, ""),
         ("raise SystemExit(4)", '{"digest": "01', 4, ""),
         ("for i in range(50): print(i)\nraise SystemExit('error: hub: 404')", None, 1, "hub: 404"),
     ],
@@ -305,7 +305,7 @@ def test_job_is_done_if_a_different_checkpoint_makes_it_unnecessary(host, units)
     write_job(host, "raise SystemExit(3)", unless={"receipt": str(receipt), "digest": "e" * 64})
     receipt.parent.mkdir()
     receipt.write_text(source_receipt("e" * 64, [{"path": "a", "size_bytes": 3}]))
-    assert jobs.run(D12, host.paths) == 3  # a file of the checkpoint is missing
+    assert jobs.run(D12, host.paths) == 3
     (receipt.parent / "a").write_text("abc")
     assert jobs.run(D12, host.paths) == 0
     assert poll(host)[0]["state"] == "done"

@@ -60,7 +60,6 @@ def test_reported_bytes_match_the_freed_space(machine):
 def test_removing_a_linked_file_does_not_free_space(machine, checkpoints):
     os.link(checkpoints["a"] / "weights", machine.paths.root / "users-own")
     sizes = {Path(item.name).name: item.bytes for item in machine.plan().items}
-    # Only the receipt's.
     assert sizes[f"model-{'a' * 12}"] <= 8192 < sizes[f"model-{'b' * 12}"]
 
 
@@ -86,7 +85,7 @@ def test_keeps_planned_releases_and_files(machine, checkpoints):
     plan = machine.plan(0, releases=[B], folders=folders, images=["spark-vllm:ready"])
     assert names(plan, "release") == [A, C]
     assert names(plan, "tree") == [f"model-{'c' * 12}"]
-    assert names(plan, "source") == []  # both are bases of kept checkpoints
+    assert names(plan, "source") == []
     assert names(plan, "image") == []
 
 
@@ -116,7 +115,7 @@ def test_keeps_unmanaged_files(machine):
     loop = machine.paths.root / "srv/models/loop"
     loop.symlink_to(loop)
     machine.image("ollama/ollama:latest", "x", size=9, label=None)
-    machine.image(BASE, "l1", size=100, label=None)  # pulled without a job
+    machine.image(BASE, "l1", size=100, label=None)
 
     plan = machine.plan(0)
     machine.prune(0)
@@ -203,7 +202,7 @@ def test_image_frees_only_its_own_layers(machine):
     sizes = {item.name: item.bytes for item in machine.plan().items if item.kind == "image"}
     assert sizes == {BASE: 100, "spark-vllm:two": 30}
     machine.prune()
-    assert machine.removed == ["spark-vllm:two", BASE]  # the top image first
+    assert machine.removed == ["spark-vllm:two", BASE]
     assert not machine.paths.job("0" * 12).exists()
 
 

@@ -13,10 +13,10 @@ FAULTS = ("kill before", "kill after", "cut before", "cut after", "reboot", "fai
 
 @dataclass(frozen=True)
 class Story:
-    before: tuple[str, ...] = ()  # deployed without a fault
+    before: tuple[str, ...] = ()
     target: str = B
-    broken: str = ""  # the step at which the target fails
-    event: str = ""  # before the rollout
+    broken: str = ""
+    event: str = ""
 
     def begin(self):
         sim = SimulatedHost()
@@ -59,7 +59,7 @@ def assert_recovers(sim, story):
     if boot.is_stopped("main", sim.host()):
         try:
             boot.start_service("main", sim.host())
-        except HostToolError:  # of a first release
+        except HostToolError:
             assert not sim.good()
     sim.deploy(story.target)
     if story.target not in sim.broken:

@@ -84,7 +84,7 @@ def test_unit_without_record_is_a_failure(sim, run, reason):
 
 def test_queued_rollout_has_not_failed(sim):
     begun = begin(sim)
-    sim.unit(SWITCH.of(A)).sub = "start"  # the job is queued
+    sim.unit(SWITCH.of(A)).sub = "start"
     assert poll(sim, begun).state == "none"
 
 

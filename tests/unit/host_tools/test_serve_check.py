@@ -59,7 +59,6 @@ DOUBTS = [
     ("needle-lost", "prefix reuse", "turn 1 of a long conversation was answered"),
     ("some-drafts", "acceptance", "the floor is 50%"),
 ]
-# Faults of these have separate tests below.
 SEPARATE_TESTS = {"first answer", "counters", "ready", "same run"}
 
 
@@ -76,7 +75,6 @@ def test_every_check_has_a_fault_that_fails_it():
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "violated", "message"), VIOLATIONS)
 def test_each_fault_fails_its_check(host, monkeypatch, fault, violated, message):
-    # Checks of the same kind fail, too.
     similar = {
         "wrong-arithmetic": ("conversation", "parallel", "repeat"),
         "stream-cut": ("parallel",),

@@ -109,7 +109,7 @@ def test_very_short_check_has_a_memory_sample(host, monkeypatch):
 @pytest.mark.usefixtures("pidfd")
 def test_memory_is_guarded_until_the_check_ends(host, meminfo):
     release = start(host, load_s="0")
-    (host.paths.engine_run("main") / "stub-fault").write_text("wedge")  # a slow answer
+    (host.paths.engine_run("main") / "stub-fault").write_text("wedge")
     lower_later(meminfo, 1)
 
     assert check_at_start(host, release).failed[0].name == "memory"

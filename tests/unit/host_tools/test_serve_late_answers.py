@@ -55,7 +55,7 @@ def late(host, monkeypatch):
 
 
 def test_waits_for_a_late_answer(late):
-    late.docker_delays_s = [0.8]  # the second attempt is in time
+    late.docker_delays_s = [0.8]
     late.program("nvidia-smi", 0.4, prints="580.142")
     late.program("nvidia-ctk", 0.4, prints="version 1.19.0")
 

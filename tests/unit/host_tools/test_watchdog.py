@@ -261,7 +261,7 @@ def test_pidfd_is_opened_only_for_this_container(engine, monkeypatch):
     os.close(pidfd)
     state["Id"] = "f" * 64
     assert container.open_process("spark-x") is None
-    state["State"] = {"Pid": 0}  # created, not running
+    state["State"] = {"Pid": 0}
     assert container.open_process("spark-x") is None
     monkeypatch.setattr(docker, "container", lambda name, limit_s: None)
     assert container.open_process("spark-x") is None

@@ -56,7 +56,7 @@ def with_value(part, path, value):
 def release_digest(settings):
     try:
         return plan_on(PAIR[0], FABRIC, settings).serve.digest
-    except (SparkError, TypeError, ValueError, AttributeError, KeyError):  # not an allowed value
+    except (SparkError, TypeError, ValueError, AttributeError, KeyError):
         return None
 
 

@@ -138,7 +138,7 @@ class HostileServer(paramiko.ServerInterface):
             channel.send_exit_status(0)
             channel.close()
 
-        threading.Timer(0.2, talk).start()  # after the reply to the request
+        threading.Timer(0.2, talk).start()
         return True
 
 

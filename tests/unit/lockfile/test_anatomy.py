@@ -76,7 +76,6 @@ def test_sums_weights_by_part_and_dtype(hub, tmp_path):
     assert all(last < header_bytes(path) for path, last in requested_ranges(hub, REPO))
     write_lock(tmp_path / "spark.lock.yml", lock)
     assert read_lock(tmp_path / "spark.lock.yml") == lock
-    # Another commit has no anatomy.
     moved = dataclasses.replace(lock.sources[REPO], commit="4" * 40)
     assert lock.extended_by([moved]).anatomies == {}
 

@@ -100,7 +100,6 @@ def test_hub_response_gives_a_valid_lock_or_a_problem(hub, answer):
         assert re.fullmatch(r"[^\n]+", problem.line)
         assert problem.line.isprintable()
         return
-    # An accepted lock can be read again.
     write_lock(path, Lock.of([result]))
     assert read_lock(path).sources == {REPO: result}
     assert all(type(file.size_bytes) is int for file in result.files)

@@ -55,7 +55,7 @@ class FakeHost:
         self.fact_reads = self.connects = 0
         self.noops: list[str] = []
         self.logs: list[str] = []
-        self.commands: list[tuple[str, dict[str, Any]]] = []  # script, options
+        self.commands: list[tuple[str, dict[str, Any]]] = []
         self.state: Any = SimpleNamespace(inventory=[], results={}, is_executing=True)
         transport = SimpleNamespace(is_active=lambda: self.connected)
         client = SimpleNamespace(get_transport=lambda: transport)

@@ -155,7 +155,7 @@ def unpack(home, content, sha256):
 
 def test_unpacks_an_archive_with_its_receipt_and_leaves_nothing_else(tmp_path):
     home, content = tmp_path / "tools/site", zip_package()
-    for _ in range(2):  # the second time over the first
+    for _ in range(2):
         done = unpack(home, content, hashlib.sha256(content).hexdigest())
         assert done.returncode == 0, done.stderr
         assert (home / "package/__init__.py").read_bytes() == PROGRAM

@@ -195,7 +195,7 @@ def test_timers_are_placed_started_and_removed():
     _, command = set_timers({}, TIMER)
     assert start in command
     assert set_timers({TIMER_NAME: True}, TIMER) == []
-    [command] = set_timers({TIMER_NAME: False}, TIMER)  # stopped by hand
+    [command] = set_timers({TIMER_NAME: False}, TIMER)
     assert start in command
     [command] = set_timers({OLD_TIMER: True})
     assert f"disable --now {OLD_TIMER}; rm -f /etc/systemd/system/{OLD_TIMER};" in command

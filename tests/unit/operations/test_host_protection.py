@@ -27,7 +27,7 @@ def test_unattended_upgrades_skip_only_driver_and_kernel(tmp_path):
     assert len(patterns) > 3
 
     def is_blocked(package):
-        return any(re.match(pattern, package) for pattern in patterns)  # as unattended-upgrades
+        return any(re.match(pattern, package) for pattern in patterns)
 
     assert [package for package in BLOCKED if not is_blocked(package)] == []
     assert [package for package in ALLOWED if is_blocked(package)] == []

@@ -105,14 +105,13 @@ def test_first_host_downloads_and_others_copy(monkeypatch):
 def test_new_host_copies_from_complete_hosts(monkeypatch):
     fleet = Fleet(monkeypatch, a="done", b="done", c="")
     commands = fleet.share()
-    assert [len(commands[name]) for name in "abc"] == [2, 2, 1]  # c gets only the key
+    assert [len(commands[name]) for name in "abc"] == [2, 2, 1]
     urls = ["http://10.0.0.a:8010", "http://10.0.0.b:8010"]
     assert sorted(fleet.peers("c")) == urls
     # A built checkpoint is identified by the hash of its receipt.
     copy = json.loads(fleet.work("c", 1).inputs[1].content)
     trees = sorted(copy["trees"], key=lambda tree: tree["url"])
     assert trees == [{"url": url, "receipt_sha256": "a" * 64} for url in urls]
-    # All hosts share one secret key.
     files = [file for files in fleet.placed.values() for file in files if file.path == SHARE_KEY]
     assert {file.mode for file in files} == {0o600}
     [key] = {file.content.decode().strip() for file in files}

@@ -189,7 +189,7 @@ def test_another_host_extends_the_ca_and_earlier_hosts_stay_trusted(tmp_path):
     first.write_bytes(issued.certificate)
     key, before = (ca / "ca-key.pem").read_bytes(), (ca / "ca.pem").read_bytes()
     issue(NAMES, str(ca))
-    assert (ca / "ca.pem").read_bytes() == before  # no new name
+    assert (ca / "ca.pem").read_bytes() == before
 
     second.write_bytes(issue(["spark-2.example.org"], str(ca)).certificate)
     assert (ca / "ca-key.pem").read_bytes() == key

@@ -27,7 +27,7 @@ FIXTURE = CHECKOUT / "tests" / "fixtures" / "checkout"
 CATALOG = read_catalog(FIXTURE)
 LARGE = CATALOG.model("large")
 PAYLOAD = PayloadIdentity("1" * 64, "2" * 64, "requirements.txt")
-NOWHERE = Path("/nonexistent")  # no group_vars
+NOWHERE = Path("/nonexistent")
 _SHARD_BYTES = 5_000_000_000
 _SMALL = ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json")
 

@@ -39,7 +39,6 @@ def test_refuses_checkpoints_that_cannot_be_built(settings, message):
     with pytest.raises(PlanError) as error:
         plan_of(**settings)
     assert message in str(error.value)
-    # Also without a lock.
     assert [message in str(problem) for problem in problems(**settings)] == [True]
 
 
@@ -82,7 +81,7 @@ def test_base_that_is_kept_again_is_fetched_by_another_job():
 @pytest.mark.parametrize(
     ("settings", "present_bytes", "needed_gib"),
     [
-        (DISCARD, 0, 5 + 4),  # base and checkpoint
+        (DISCARD, 0, 5 + 4),
         (DISCARD, 3 * GIB, 0),  # complete, even if smaller than planned
         (FULL, 3 * GIB, 5),  # the base is fetched again
     ],

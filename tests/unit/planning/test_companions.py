@@ -106,9 +106,9 @@ def test_adapter_has_name_mount_and_slot():
     plan, without = make_plan(model=ADAPTED), make_plan()
     argv = plan.serve.engine.argv
     assert plan.serve.names == ("dense", "law")
-    assert argv[argv.index("--served-model-name") + 2].startswith("--")  # without the adapter
+    assert argv[argv.index("--served-model-name") + 2].startswith("--")
     assert value_of(plan, "--lora-modules") == "law=/adapters/0"
-    assert value_of(plan, "--max-lora-rank") == "64"  # the next slot width
+    assert value_of(plan, "--max-lora-rank") == "64"
     assert "--enable-lora" in argv
     [tree] = plan.serve.companions
     mounts = {mount.source: mount.target for mount in plan.serve.engine.mounts}
@@ -137,7 +137,7 @@ def test_block_size_option_is_counted():
     plan = make_plan(options={"block-size": 64})
     assert plan.memory.block_tokens == 64
     assert value_of(plan, "--block-size") == "64"
-    assert shape_of(MODEL, catalog_of(MODEL).profile("plain", "dense")) is None  # unread headers
+    assert shape_of(MODEL, catalog_of(MODEL).profile("plain", "dense")) is None
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,6 @@ def test_does_not_pin_drafter_of_other_repository_or_portable_mode():
         assert TRITON_EXPERTS_LINE not in lines_of(SHIPPED.model(MODEL), changed, plugin=True)[0]
 
 
-# Prefill kernels of linear layers.
 TRITON_PREFILL = (
     "INFO [qwen_gdn.py:178] Using Triton/FLA GDN prefill kernel (requested=triton, head_k_dim=128)."
 )

@@ -37,7 +37,6 @@ def facts(profile, model=LARGE, **settings):
     return facts_of(model, profile, plan_memory(model, profile, chosen), chosen)
 
 
-# A release to which no rule applies.
 CALM = {**facts(V2), "speculation_method": None, "speculation_tokens": 0}
 TQ = {"kv_cache": "turboquant_k8v4", "max_sequences": 1}
 STOCK = {"plugin": False, "tree_needs_plugin": False}
@@ -165,7 +164,7 @@ def test_refuses_rule_about_unknown_fact():
 
 def test_reports_all_refusals_together():
     options = {"attention-backend": "FLASH_ATTN", "pipeline_parallel_size": 2}
-    assert len(with_options("v2-tq", **options)) == 3  # the third: no second GPU
+    assert len(with_options("v2-tq", **options)) == 3
 
 
 LOGGED = "questions-in-the-journal"
@@ -176,7 +175,7 @@ WARNINGS: list[tuple[str, dict[str, Any], bool]] = [
     ("marlin-atomic-add", {"engine.environment": {"VLLM_MARLIN_USE_ATOMIC_ADD": "1"}}, True),
     ("open-network-without-tls", {"serve.expose": "lan"}, True),
     ("open-network-without-tls", {"serve.expose": "lan", "serve.tls": "private-ca"}, False),
-    ("open-network-without-tls", {"serve.expose": "tailscale"}, False),  # encrypts
+    ("open-network-without-tls", {"serve.expose": "tailscale"}, False),
     ("open-network-without-tls", {"serve.expose": "docker"}, False),
     (LOGGED, {"engine.options": {"enable-log-requests": True}}, True),
     (LOGGED, {"engine.options": {"enable_log_outputs": True}}, True),
@@ -201,7 +200,7 @@ def test_warns_about_settings(rule, settings, warned):
         ("vllm/vllm-openai:v0.33.0", False),
         ("vllm/vllm-openai:v0.34.1", False),
         ("vllm/vllm-openai:v0.32.0", True),
-        ("registry.lan/engine:ours", False),  # unknown version
+        ("registry.lan/engine:ours", False),
     ],
 )
 def test_prefixes_with_drafts_are_unproven_in_older_engines(image, unproven):
@@ -575,9 +574,6 @@ def test_refuses_unknown_and_fixed_overrides(rule, what, fix):
 def test_override_needs_reason():
     with pytest.raises(SettingsError):
         settings_of(override_rails={"trust-remote-code": ""})
-
-
-# Limits of models and engines.
 
 
 @pytest.mark.parametrize("tokens", [NATIVE_CONTEXT + 1, 36 * NATIVE_CONTEXT])

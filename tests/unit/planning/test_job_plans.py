@@ -135,8 +135,6 @@ def test_build_order_lists_donor_shapes_for_swapped_modules(model):
         assert (weight, scale) == (expected, [size // 128 for size in expected])
 
 
-# Pairs of keep_ready, and pruning.
-
 BASE = {"model": "large", "profile": "base"}
 TURBOQUANT = {"model": "large", "profile": "v2-tq"}
 SMALL = {"model": "small", "profile": "v2"}
@@ -148,7 +146,7 @@ def plan_ready(*pairs, **settings):
 
 def test_ready_pair_adds_only_jobs_that_are_not_shared():
     jobs = ready_jobs_of(plan_ready(SMALL), ())
-    assert sorted(work.job.kind for work in jobs) == ["checkpoint", "fetch"]  # same image
+    assert sorted(work.job.kind for work in jobs) == ["checkpoint", "fetch"]
     served, ready = plan_ready(), plan_ready(TURBOQUANT)
     assert ready_jobs_of(ready, ()) == ()
     assert [use.what for use in ready.disk if use not in served.disk] in ([], ["compile cache"])
@@ -203,8 +201,6 @@ def test_pruning_keeps_planned_release_and_configured_number_of_others():
     keep = keep_of(plan)
     assert (keep.releases, keep.releases_kept) == ({plan.serve.name}, 4)
 
-
-# Peer downloads.
 
 TREE = "f" * 64
 STATES: dict[str, State] = {

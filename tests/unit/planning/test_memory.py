@@ -172,7 +172,7 @@ def test_host_vars_set_sequences_context_and_memory(tmp_path):
     )
     assert (limits.max_sequences, limits.max_context_tokens) == (2, 65536)
     assert own.kv_cache_bytes < default.kv_cache_bytes
-    assert own.full_context_users > default.full_context_users  # requests are shorter
+    assert own.full_context_users > default.full_context_users
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,6 @@ def test_cache_size_of_122b_is_near_published_size(dtype, published_tokens):
     limits = replace(profile.limits, memory_fraction=0.9, max_sequences=1)
     plan = plan_memory(LARGE, replace(profile, limits=limits), settings_of())
     assert plan.kv_tokens / 4 == pytest.approx(published_tokens, rel=0.05)
-
-
-# Suggestions for pairs that do not fit.
 
 
 def test_reports_sizes_and_alternatives_when_nothing_fits():

@@ -175,7 +175,7 @@ def test_measured_cache_size_replaces_an_unknown_size():
     assert memory.kv_tokens == pytest.approx(memory.kv_cache_bytes / 10_000, rel=0.001)
     assert memory.unknown == ()
     assert memory.counted_by.startswith("spark-1, main-abc")
-    assert measured.serve == blind.serve  # no restart
+    assert measured.serve == blind.serve
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ def test_plans_are_reproducible():
 @pytest.mark.parametrize(
     ("change", "same"),
     [
-        # Sources of files, and access.
         ({"hub.endpoint": "http://mirror.example"}, True),
         ({"downloads.outage_s": 9}, True),
         ({"hub.token": {"env": "TOKEN"}}, True),
@@ -40,7 +39,6 @@ def test_plans_are_reproducible():
         ({"serve.port": 9000, "serve.expose": "lan", "serve.max_body_mib": 1}, True),
         ({"disk.reserve_gib": 1}, True),
         ({"takeover": ["old"]}, True),
-        # How the engine runs.
         ({"engine.max_sequences": 2}, False),
         ({"serve.names": ["a", "b"]}, False),
         ({"engine.options": {"seed": 1}}, False),
@@ -100,8 +98,6 @@ def test_stall_timeout_exceeds_time_to_read_longest_prompt(context, configured_s
     settings = {"engine.max_context_tokens": context, "watch.stall_s": configured_s}
     assert plan_of(**settings).serve.watch.stall_s == planned_s
 
-
-# Schedules.
 
 NIGHT = {"model": "large", "profile": "v2-tq"}
 DAY = {"model": "large", "profile": "v2"}
@@ -174,8 +170,6 @@ def test_refuses_invalid_schedules(times, settings, message):
     with pytest.raises(SettingsError, match=message):
         scheduled(*times, **settings)
 
-
-# Commands on the host.
 
 COMMANDS = {file.path: file.content.decode() for file in unit_files_of(())}
 

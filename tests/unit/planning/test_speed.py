@@ -31,7 +31,7 @@ def test_computed_speed_is_near_published_figure(name, figure):
     model, profile = SHIPPED.model(figure.model), SHIPPED.profile(name, figure.model)
     speed = speed_of(model.architecture, profile, requests=figure.requests).tokens_per_s
     assert speed == pytest.approx(figure.tokens_per_s, rel=TOLERANCE)
-    if figure.fitted:  # the constants were fitted on these
+    if figure.fitted:
         assert speed == pytest.approx(figure.tokens_per_s, rel=0.002)
 
 

@@ -22,7 +22,7 @@ class Random:
 
     def fp8(self, out: int, width: int) -> dict[str, Raw]:
         codes = self._random.integers(0, 256, (out, width), np.uint8)
-        codes[(codes & 127) == 127] = 0  # the two codes of NaN
+        codes[(codes & 127) == 127] = 0
         scale = self._random.uniform(0.001, 0.01, (-(-out // 128), -(-width // 128)))
         return {
             "weight": Raw("F8_E4M3", (out, width), codes.tobytes()),

@@ -54,7 +54,7 @@ class Case:
 
     sections: dict[str, Any]
     problems: list[str] | None = dataclasses.field(default_factory=list)
-    warnings: list[str] | None = None  # None: not compared
+    warnings: list[str] | None = None
     needs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:

@@ -162,7 +162,6 @@ CASES = {
         driver_packages=["ii  nvidia-driver-580-open 580.1", "ii  nvidia-driver-590 590.4"],
     ),
     "system": refused("expected ubuntu 24.04", os_release=["ID=ubuntu", 'VERSION_ID="26.04"']),
-    # Health
     "sudo": refused("sudo|ann cannot become root|bootstrap", sudo=["no", "ann"]),
     **{
         f"half-installed {name}": refused(
@@ -170,7 +169,6 @@ CASES = {
         )
         for name in ("docker.io", "libnvidia-compute-580", "linux-image-6.17", "libc6")
     },
-    # As Sparks are delivered.
     "half-installed language": warned("packages|language-pack-gnome-de", dpkg_audit=[LANGUAGE]),
     "memory of a kexec handover": warned(
         "kernel|9.3 GiB|kho=off", meminfo=[*POOL, "CmaTotal: 0 kB", "CmaFree: 9748480 kB"]
@@ -196,7 +194,6 @@ CASES = {
         "tailscale|Stopped", needs=TAILSCALE, tailscale=["no Tailscale IPs; state: Stopped"]
     ),
     "tailscale": fits(TAILSCALE, tailscale=["100.101.102.103"]),
-    # Room on disk and in memory.
     "an engine serves": refused("memory|24.3 GiB|stop", meminfo=ENGINE_SERVES),
     "a process uses the memory": refused(
         *("process llama-server|40.0 GiB", "memory|57.2 GiB available"),
@@ -224,7 +221,6 @@ CASES = {
     ),
     "bytes in place": fits(**places(83886080, 26214400, **IMAGE)),
     "full disk, nothing to write": fits(**places(83886080, 1024, "/dev/a", **IMAGE)),
-    # Other users of the GPU, of memory and of our ports.
     **{
         f"container {state} {restart}": refused(
             f"ollama|{state}|{restart}|takeover", containers=[ollama(state, restart)]

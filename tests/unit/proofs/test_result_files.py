@@ -145,7 +145,7 @@ def supported(figure, known):
     if value <= SMALL and "." not in plain:
         return True
     half = 0.5 * 10**-places + 1e-9
-    scales = (1.0, 100.0, 1e3, 1e6, 1e-6)  # percent and other units
+    scales = (1.0, 100.0, 1e3, 1e6, 1e-6)
     return any(
         abs(number * scale - value) <= half or abs((1 - number) * scale - value) <= half
         for number in known

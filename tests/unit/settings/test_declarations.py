@@ -16,7 +16,6 @@ PARTS = (
     "docs", "group_vars", "schema",
     "catalog", "proofs", "tools", "tests", "lab", "reports",
 )  # fmt: skip
-# Inserted before watch.stall_s.
 MADE_UP = '    nap_s: int = Field(default=7, ge=1)\n    """Seconds of a nap."""\n'
 USE = """
 import pathlib, sys

@@ -115,7 +115,6 @@ def test_tls_needs_an_open_network(root, expose):
         assert f"private-ca with expose: {expose}" in refused(root)
 
 
-# A mistake in a settings file, and a part of its message.
 WRONG = {
     "profil: v2": "did you mean profile?",
     "port: 80": "did you mean serve.port?",
@@ -180,7 +179,6 @@ def test_errors_for_invalid_settings_give_location_cause_and_fix(root, text, rea
             assert ACTION.match(output), output
 
 
-# Fixes start with an instruction.
 ACTION = re.compile(
     r"fix: (did you mean|write|use|set|add|list|put|keep|lower|give|describe|correct|known|choose|"
     r"remove)\b"

@@ -48,9 +48,7 @@ HOSTILE = [
     *(nested(key, text) for key in FOLDERS for text in ("/", "/srv", "/var", "/data/../etc/x")),
     *(nested(key, text) for key in FOLDERS for text in ("/var/lib/spark/x", "/dev/shm/x", "x")),
     *(nested("downloads.look_in", [text]) for text in ("/a\n", "/a b", "/$(id)", "/a/../etc")),
-    # A file anywhere on the controller.
     *(nested("lock_file", text) for text in ("/etc/cron.d/x", "../x.yml", "a/../../x", "x\n")),
-    # Names in command lines and documents.
     *(nested("takeover", [text]) for text in ("-f", "a b", "a;b", "--all", "a\n")),
     *(nested("allow_memory_holders", [text]) for text in ("a\nb", "a\0")),
     *(nested("docker.users", [text]) for text in ("ann\n", "-G", "ann,root")),
