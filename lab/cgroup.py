@@ -100,12 +100,13 @@ def _read_pids(procs: Path) -> Iterator[int]:
     yield from (int(line) for line in text.split())
 
 
-def cpu_s(root: Path = ROOT) -> float:
+def cpu_s(name: str = "", root: Path = ROOT) -> float:
+    """Return the CPU seconds of ``lab/name``, of the whole lab by default."""
     if is_v2(root):
-        stat = root / TREE / "cpu.stat"
+        stat = root / TREE / name / "cpu.stat"
         words = stat.read_text().split() if stat.exists() else []
         return int(dict(zip(words[::2], words[1::2], strict=True)).get("usage_usec", "0")) / 1e6
-    usage = root / "cpuacct" / TREE / "cpuacct.usage"
+    usage = root / "cpuacct" / TREE / name / "cpuacct.usage"
     return int(usage.read_text()) / 1e9 if usage.exists() else 0.0
 
 

@@ -87,32 +87,14 @@ def layer_from_files(files: Mapping[str, tuple[bytes, int]], target: Path) -> La
     return _write_layer(target, fill, 6)
 
 
-class _HashingWriter(io.RawIOBase):
-    def __init__(self, packed: gzip.GzipFile):
-        self._packed = packed
-        self.sha256 = hashlib.sha256()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: object) -> int:
-        block = bytes(data)  # type: ignore[call-overload]  # bytes-like by RawIOBase's contract
-        self.sha256.update(block)
-        return self._packed.write(block)
-
-
 def _write_layer(target: Path, fill: Callable[[tarfile.TarFile], None], gzip_level: int) -> Layer:
-    if gzip_level == 0:
-        with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as tar:
-            fill(tar)
+    with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as tar:
+        fill(tar)
+    digest = diff_id = _file_digest(target)
+    if gzip_level:
+        target.write_bytes(gzip.compress(target.read_bytes(), gzip_level, mtime=0))
         digest = _file_digest(target)
-        return Layer(target, digest, digest, _size(target))
-    with target.open("wb") as raw, gzip.GzipFile("", "wb", gzip_level, raw, mtime=0) as packed:
-        hashing = _HashingWriter(packed)
-        with tarfile.open(fileobj=hashing, mode="w|", format=tarfile.GNU_FORMAT) as tar:
-            fill(tar)
-    diff_id = f"sha256:{hashing.sha256.hexdigest()}"
-    return Layer(target, _file_digest(target), diff_id, _size(target))
+    return Layer(target, digest, diff_id, target.stat().st_size)
 
 
 def config_bytes(layers: Sequence[Layer], config: ImageConfig) -> bytes:
@@ -216,10 +198,6 @@ def _file_digest(path: Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return f"sha256:{digest.hexdigest()}"
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size
 
 
 def read_published(paths: LabPaths) -> dict[str, PublishedImage]:

@@ -88,21 +88,20 @@ def release(root: Path, version: str, day: datetime.date, run: Run) -> None:
     """Raises ReleaseError after restoring the files if a step before the commit fails."""
     check_ready(version, run)
     project, changelog = root / "pyproject.toml", root / "CHANGELOG.md"
-    before = {path: path.read_text("utf-8") for path in (project, changelog)}
-    write_files(
-        {
-            project: set_version(before[project], version),
-            changelog: date_changelog(before[changelog], version, day),
-        }
-    )
+    texts = {
+        project: set_version(project.read_text("utf-8"), version),
+        changelog: date_changelog(changelog.read_text("utf-8"), version, day),
+    }
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
     wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check",
              "--no-deps", "--no-build-isolation", "--wheel-dir", "dist", "."]  # fmt: skip
-    files = [path.name for path in before]
+    files = [path.name for path in texts]
     try:
         run(wheel)
         run(["git", "commit", "--quiet", "--message", f"release: {version}", "--", *files])
     except subprocess.CalledProcessError as error:
-        write_files(before)
+        run(["git", "checkout", "--quiet", "--", *files])
         raise step_error(error, "fix the reported problem and run the release again") from None
     try:
         run(["git", "tag", "--annotate", "--message", version, f"v{version}"])
@@ -112,11 +111,6 @@ def release(root: Path, version: str, day: datetime.date, run: Run) -> None:
 
 def step_error(error: subprocess.CalledProcessError, fix: str) -> ReleaseError:
     return ReleaseError(" ".join(error.cmd), f"exited with {error.returncode}", fix)
-
-
-def write_files(texts: dict[Path, str]) -> None:
-    for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,12 +37,13 @@ def _sibling(record: FileRecord, *, blobs: bool) -> dict[str, object]:
     if blobs:
         answer |= {"size": record.size_bytes, "blobId": record.git_sha1}
         if record.large:
-            answer["lfs"] = {
-                "sha256": record.sha256,
-                "size": record.size_bytes,
-                "pointerSize": _POINTER_SIZE_BYTES,
-            }
+            answer["lfs"] = _lfs(record, "sha256")
     return answer
+
+
+def _lfs(record: FileRecord, digest: str) -> dict[str, object]:
+    size = {"size": record.size_bytes, "pointerSize": _POINTER_SIZE_BYTES}
+    return {digest: record.sha256, **size}
 
 
 def tree_entry(record: FileRecord) -> dict[str, object]:
@@ -53,11 +54,7 @@ def tree_entry(record: FileRecord) -> dict[str, object]:
         "oid": record.git_sha1,
     }
     if record.large:
-        entry["lfs"] = {
-            "oid": record.sha256,
-            "size": record.size_bytes,
-            "pointerSize": _POINTER_SIZE_BYTES,
-        }
+        entry["lfs"] = _lfs(record, "oid")
     return entry
 
 

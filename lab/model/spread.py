@@ -6,6 +6,9 @@ codes do not change, but a wrong scale is off by a large factor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from lab.model.original import LAYERS, Floats
@@ -21,53 +24,61 @@ FED_BY = {  # readers of each norm's output
     "post_attention_layernorm": ("mlp.",),
 }
 
+Factors = Callable[[int], Floats]  # by width
+
 
 def spread(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
     changed = dict(weights)
     for layer in range(shape.layers):
         exponent = shape.layers - 1 - 2 * layer  # 3, 1, -1, -3: any two differ by a factor of 4
-        prefix = f"{LAYERS}.{layer}."
-        for norm, readers in FED_BY.items():
-            _behind_norm(changed, prefix, norm, readers, exponent)
-        _inside_experts(changed, prefix, exponent)
+        factors = partial(_factors, exponent)
+        rescale_layer(changed, layer, factors)
         if shape.is_attention(layer):
-            _behind_values(changed, prefix, exponent)
+            _behind_values(changed, f"{LAYERS}.{layer}.", factors)
     return changed
 
 
-def _factors(size: int, exponent: int) -> Floats:
+def rescale_layer(weights: dict[str, Floats], layer: int, factors: Factors) -> None:
+    """Rescale the inputs of a layer and of its down projections."""
+    prefix = f"{LAYERS}.{layer}."
+    for norm, readers in FED_BY.items():
+        _behind_norm(weights, prefix, norm, readers, factors)
+    _inside_experts(weights, prefix, factors)
+
+
+def _factors(exponent: int, size: int) -> Floats:
     """2**exponent and 2**-exponent, alternating by group."""
     signs = np.where(np.arange(size) // GROUP % 2 == 0, 1, -1)
-    factors: Floats = np.exp2(exponent * signs).astype(np.float32)
-    return factors
+    made: Floats = np.exp2(exponent * signs).astype(np.float32)
+    return made
 
 
 def _behind_norm(
-    weights: dict[str, Floats], prefix: str, norm: str, readers: tuple[str, ...], exponent: int
+    weights: dict[str, Floats], prefix: str, norm: str, readers: tuple[str, ...], factors: Factors
 ) -> None:
     name = f"{prefix}{norm}.weight"
-    factors = _factors(weights[name].size, exponent)
-    weights[name] = (1 + weights[name]) / factors - 1  # these norms are stored minus one
+    scale = factors(weights[name].size)
+    weights[name] = (1 + weights[name]) / scale - 1  # these norms are stored minus one
     for reader in weights:
         if reader.startswith(tuple(prefix + part for part in readers)) and not reader.endswith(
             "down_proj.weight"
         ):
-            weights[reader] = weights[reader] * factors
+            weights[reader] = weights[reader] * scale
 
 
-def _inside_experts(weights: dict[str, Floats], prefix: str, exponent: int) -> None:
+def _inside_experts(weights: dict[str, Floats], prefix: str, factors: Factors) -> None:
     for name in [name for name in weights if name.startswith(f"{prefix}mlp.")]:
         if name.endswith("up_proj.weight"):
-            factors = _factors(weights[name].shape[0], exponent)
+            scale = factors(weights[name].shape[0])
             down = name.replace("up_proj", "down_proj")
-            weights[name] = weights[name] * factors[:, None]
-            weights[down] = weights[down] / factors
+            weights[name] = weights[name] * scale[:, None]
+            weights[down] = weights[down] / scale
 
 
-def _behind_values(weights: dict[str, Floats], prefix: str, exponent: int) -> None:
+def _behind_values(weights: dict[str, Floats], prefix: str, factors: Factors) -> None:
     """Each half of the output projection reads the values of a key-value head."""
     values, output = f"{prefix}self_attn.v_proj.weight", f"{prefix}self_attn.o_proj.weight"
-    factors = _factors(weights[output].shape[1], exponent)
+    scale = factors(weights[output].shape[1])
     share = weights[output].shape[1] // weights[values].shape[0]
-    weights[values] = weights[values] * factors[::share, None]
-    weights[output] = weights[output] / factors
+    weights[values] = weights[values] * scale[::share, None]
+    weights[output] = weights[output] / scale

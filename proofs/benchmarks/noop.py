@@ -54,16 +54,9 @@ LINKS = (CURRENT_TOOLS, SITE, DAILY_LINK)
 PLACED = f"for f in {' '.join(_OURS)}; do if [ -f $f ]; then echo $f; fi; done"
 
 
-def guest_cpu_s(name: str) -> float:
-    if cgroup.is_v2():
-        stat = (cgroup.ROOT / cgroup.TREE / name / "cpu.stat").read_text().split()
-        return int(stat[stat.index("usage_usec") + 1]) / 1e6
-    return int((cgroup.ROOT / "cpuacct" / cgroup.TREE / name / "cpuacct.usage").read_text()) / 1e9
-
-
 def cpu_seconds(guests: list[Guest]) -> dict[str, float]:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    hosts_s = sum(guest_cpu_s(guest.name) for guest in guests)
+    hosts_s = sum(cgroup.cpu_s(guest.name) for guest in guests)
     return {"controller_cpu_s": children.ru_utime + children.ru_stime, "hosts_cpu_s": hosts_s}
 
 

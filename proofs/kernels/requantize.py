@@ -36,6 +36,7 @@ from lab.model import lessons, original, repository, rounding, vocabulary, weigh
 from lab.model.original import LAYERS, Floats  # noqa: E402
 from lab.model.safetensors import write_file, write_model  # noqa: E402
 from lab.model.shape import TINY  # noqa: E402
+from lab.model.spread import rescale_layer  # noqa: E402
 from proofs import stages  # noqa: E402
 from proofs.result_files import print_rows, write_result  # noqa: E402
 
@@ -43,17 +44,6 @@ SCRIPT = ROOT / "files/checkpoint/spark_checkpoint/autoround_job.py"
 NARROW = (".in_proj_a.weight", ".in_proj_b.weight")  # eight rows: AutoRound leaves them as they are
 SETTINGS = {"nsamples": 32, "seqlen": 128, "batch": 8}
 ITERATIONS = {"nearest": 0, "tuned": 200}
-READERS = {
-    "input_layernorm": (
-        ".linear_attn.in_proj_",
-        ".self_attn.q_proj",
-        ".self_attn.k_proj",
-        ".self_attn.v_proj",
-    ),
-    "post_attention_layernorm": (".mlp.",),
-}
-
-
 CAVEATS = [
     "not a GB10, and seconds are of four small layers: no time of a Spark",
     "a model of 12 million weights does not show how a large model is rounded",
@@ -67,21 +57,9 @@ def rescale_channels(seed: int) -> dict[str, Floats]:
     rng = np.random.default_rng(seed)
     tensors = weights.read(TINY)
     for layer in range(TINY.layers):
-        prefix = f"{LAYERS}.{layer}"
-        for norm, readers in READERS.items():
-            name = f"{prefix}.{norm}.weight"
-            factors = np.exp(rng.normal(0, 0.3, tensors[name].size)).astype(np.float32)
-            tensors[name] = (1 + tensors[name]) / factors - 1
-            for reader in [name for name in tensors if name.startswith(prefix)]:
-                inner = reader.endswith("down_proj.weight") or reader == name
-                if not inner and any(part in reader for part in readers):
-                    tensors[reader] = tensors[reader] * factors
-        for up in [
-            name for name in tensors if name.startswith(prefix) and name.endswith("up_proj.weight")
-        ]:
-            factors = np.exp(rng.normal(0, 0.3, tensors[up].shape[0])).astype(np.float32)
-            down = up.replace("up_proj", "down_proj")
-            tensors[up], tensors[down] = tensors[up] * factors[:, None], tensors[down] / factors
+        rescale_layer(
+            tensors, layer, lambda size: np.exp(rng.normal(0, 0.3, size)).astype(np.float32)
+        )
     return tensors
 
 

@@ -6,7 +6,7 @@ engine gets the same prompts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -46,7 +46,12 @@ class Talk:
         appended = [*question.tokens, *question.answer]
         if kind == "register":  # a slot has two readings
             appended = [*appended, *appended, language.PAD, language.PAD]
-        self.made = _joined(self.made, np.array(appended))
+        made, untaught = self.made, np.full(len(appended), language.UNTAUGHT)
+        self.made = replace(
+            made,
+            tokens=np.concatenate([made.tokens, appended]),
+            labels=np.concatenate([made.labels, untaught]),
+        )
         return prompt
 
     def _question(self, kind: str, seed: int) -> Question:
@@ -67,17 +72,6 @@ class Talk:
             registers,
             self.made.long,
         )
-
-
-def _joined(made: Context, tokens: language.Ints) -> Context:
-    return Context(
-        np.concatenate([made.tokens, tokens]),
-        np.concatenate([made.labels, np.full(len(tokens), language.UNTAUGHT)]),
-        made.records,
-        made.passages,
-        made.registers,
-        made.long,
-    )
 
 
 def start(name: str, seed: int, length: int) -> Talk:

@@ -71,9 +71,8 @@ def fill(name: str, parts: dict[str, Callable[[], Iterable[str]]]) -> Iterator[s
 
 
 def hybrid_models() -> Iterator[str]:
-    for model in catalog().models.values():
-        if isinstance(model, HybridModel) and not model.name.startswith("lab-"):
-            yield from _model(model)
+    for model in _for_sparks():
+        yield from _model(model)
 
 
 def plain_models() -> Iterator[str]:
