@@ -121,11 +121,6 @@ def test_refuses_option_that_is_not_a_mapping(option):
     assert error.value.problems[0].where == f"engine option {option}"
 
 
-def test_vision_drops_text_only_flag():
-    assert "--language-model-only" in argv()
-    assert "--language-model-only" not in argv(vision=True)
-
-
 def test_option_in_settings_replaces_the_profile_option():
     arguments = argv(options={"load_format": "safetensors"})
     assert arguments.count("--load-format") == 1

@@ -15,19 +15,6 @@ from spark_deploy.plan.release import release_files_of, timer_files, unit_files_
 from tests.unit.planning.plans import plan_of
 
 
-def test_v2_and_v2_tq_share_checkpoint_and_image():
-    v2, turboquant = plan_of("large", "v2"), plan_of("large", "v2-tq")
-    assert v2.checkpoint == turboquant.checkpoint
-    assert v2.image == turboquant.image
-    assert v2.serve.digest != turboquant.serve.digest
-
-
-def test_plans_are_reproducible():
-    first, second = plan_of(), plan_of()
-    assert first == second
-    assert first.serve.name == f"main-{first.serve.digest[:12]}"
-
-
 @pytest.mark.parametrize(
     ("change", "same"),
     [
