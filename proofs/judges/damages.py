@@ -1,17 +1,36 @@
-"""Judge which damages of a trained model the questions of the start check see."""
+"""Judge which damages of a trained model are visible in answers."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from proofs.judges.answers import Row, row
 from proofs.prompts import expected_answers
+from proofs.result_files import CHECKOUT
 from proofs.trees.damages import TRAINED
 
-ONLY_BY_HASH = frozenset({"scale-4", "swapped", "swapped-everywhere", "inverted"})
-"""The answers stay right; the file hashes differ. With small inputs silu(gate) * up is nearly
-silu(up) * gate."""
+RIGHT = "every answer is right"
+MORE = "only questions that the start check does not ask are answered wrongly"
+CHECK = "questions of the start check are answered wrongly"
+VISIBLE = {
+    "scale-4-everywhere": CHECK,
+    "inverted-layer": MORE,
+    "inverted-everywhere": CHECK,
+    "one-expert-a-token": CHECK,
+}
+"""How far a damage is visible; of the others only file hashes tell. With small inputs,
+silu(gate) * up is nearly silu(up) * gate."""
+
+
+def start_check() -> dict[str, str]:
+    """Return what the model's start check asks without tools, with the expected pattern."""
+    check = yaml.safe_load((CHECKOUT / "catalog/models/lab-tiny.yml").read_text())["check"]
+    asked = {item["prompt"]: item["expect"] for item in check["questions"]}
+    return asked | {f"Repeat exactly: {text}": re.escape(text) for text in check["copy"]}
 
 
 def judge_damages(results: dict[str, Row], trees: Path) -> list[Row]:
@@ -23,20 +42,27 @@ def _judge(name: str, result: dict[str, Any], trees: Path) -> Row:
 
     tree = trees / f"tiny-full-head8-{name}"
     tokenizer = tokenizers.Tokenizer.from_file(str(tree / "tokenizer.json"))
+    patterns = {prompt: re.escape(text) for prompt, text in expected_answers().items()}
+    patterns |= start_check()
     answers = {
         prompt: tokenizer.decode(answer["tokens"])
         for prompt, answer in zip(expected_answers(), result.get("answers", []), strict=False)
     }
     wrong = {
-        prompt: answers[prompt][:80]
-        for prompt, expected in expected_answers().items()
-        if prompt in answers and expected not in answers[prompt]
+        prompt: text[:80]
+        for prompt, text in answers.items()
+        if not re.search(patterns[prompt], text)
     }
-    seen = bool(wrong)
-    expected_seen = name != "intact" and name not in ONLY_BY_HASH
-    claim = f"{name} ({TRAINED[name]}): " + (
-        "the questions of the start check see it" if expected_seen else "every answer is right"
+    by_check = sum(prompt in wrong for prompt in start_check())
+    seen = CHECK if by_check else MORE if wrong else RIGHT
+    expected = VISIBLE.get(name, RIGHT)
+    return row(
+        f"{name} ({TRAINED[name]}): {expected}",
+        len(answers) == len(patterns) and seen == expected,
+        [f"damage-{name}"],
+        questions=len(answers),
+        wrong=len(wrong),
+        start_check_asks=len(start_check()),
+        wrong_of_start_check=by_check,
+        wrong_answers=wrong,
     )
-    passed = len(answers) == len(expected_answers()) and seen is expected_seen
-    numbers = {"questions": len(answers), "wrong": len(wrong), "wrong_answers": wrong}
-    return row(claim, passed, [f"damage-{name}"], **numbers)

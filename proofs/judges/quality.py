@@ -39,7 +39,7 @@ def judge_quality(results: dict[str, Row], work: Path) -> list[Row]:
 def row(model: str, variant: str, own: dict[str, Any], base: dict[str, Any]) -> Row:
     name = f"{model}-{variant}"
     near = bool(own and base) and is_near(own, base, FARTHER[model])
-    claim = f"{name}: as near to the model in 16 bits as the INT4 base"
+    claim = f"{name}: where 16 bits are sure, it agrees as the INT4 base does; divergence in limits"
     if variant == BASE:
         claim = f"{name}: how far the INT4 base is from 16 bits"
     if variant == "wrong-scale":

@@ -39,26 +39,26 @@ class Endpoint:
         return f"Endpoint({self.base_url}, {self.model})"
 
 
-# --- seeds: the prompts of the community's table for this software
+# --- seeds: the prompts of the published table (bench_qwen35.sh of
+# albond/DGX_Spark_Qwen3.5-122B-A10B-AR-INT4)
 
 _REQUEST_LIMIT_S = 1800.0
 RUNS = 2  # the first is the warm-up
 # Name, tokens of the answer, and text.
 SEEDS = (
-    ("Q&A", 256, "Explain why the sky is blue and sunsets are red, for a curious adult."),
+    ("Q&A", 256, "What are the main differences between TCP and UDP? Be concise."),
     (
-        "code", 512, "Write a Python class for a least-recently-used cache, with type hints, "
-        "docstrings and three unit tests."
+        "code", 512, "Write a Python function that implements binary search on a sorted list. "
+        "Include type hints and docstring."
     ),
     (
-        "JSON", 1024, "Return a JSON array of 20 fictional employees, each with id, name, email, "
-        "department, salary, a list of skills and an address object. JSON only."
+        "JSON", 1024, "Generate a JSON array of 10 fictional employees with fields: name, age, "
+        "department, salary, email, skills (array of 3). Output ONLY valid JSON, no explanation."
     ),
-    ("math", 64, "What is 7823 * 4519? Answer with the number only."),
+    ("math", 64, "What is 7823 * 4519? Show only the answer."),
     (
-        "long code", 2048, "Write a complete command-line to-do application in Python: argparse, "
-        "storage in SQLite, add, list, finish, delete and search, error handling, and tests. "
-        "Show every file in full."
+        "long code", 2048, "Write a complete Python implementation of a red-black tree with "
+        "insert, delete, search, and in-order traversal. Include all rotation methods."
     ),
 )  # fmt: skip
 

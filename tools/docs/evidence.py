@@ -99,7 +99,7 @@ def _sweep(path: Path, sweep: dict[str, Any]) -> Iterator[str]:
 def proven_rows(checkout: Path) -> Iterator[str]:
     """Yield a row per part; the column of Sparks appears with the first report."""
     reports = _reports(checkout)
-    columns = ["part", "virtual lab", "H200, H100", *(["DGX Spark"] if reports else [])]
+    columns = ["part", "virtual lab", "H200 or H100", *(["DGX Spark"] if reports else [])]
     yield from (row(*columns), f"|{'---|' * len(columns)}")
     for part in read_questions(checkout).parts:
         sparks = [_on_sparks(part, reports)] if reports else []
