@@ -53,7 +53,6 @@ def seat(name: str, role: str, root: Path = ROOT) -> str:
 
 
 def create(name: str, root: Path = ROOT) -> None:
-    """Create the cgroup ``lab/name`` in every hierarchy; ``name`` may be ``lab-3/watch``."""
     v2 = is_v2(root)
     for hierarchy in hierarchies(root):
         directory = hierarchy

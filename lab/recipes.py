@@ -39,7 +39,6 @@ class Recipe:
 
 
 def publish(paths: LabPaths, recipe: Recipe) -> PublishedImage:
-    """Push the recipe's image unless the registry has it; the tag is the content key."""
     published = read_published(paths).get(recipe.name)
     repository = f"lab/{recipe.name}"
     if (

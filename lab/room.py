@@ -71,7 +71,6 @@ def _engine_parts(paths: LabPaths) -> list[Part]:
 
 
 def used_bytes(paths: Iterable[Path]) -> int:
-    """Return the disk usage of paths: each inode once, without other filesystems below."""
     existing = [str(path) for path in paths if path.exists()]
     if not existing:
         return 0

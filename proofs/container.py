@@ -167,7 +167,6 @@ def start(
 
 
 def enter(root: Path, container: Container) -> NoReturn:
-    """Build the root below ``root``, move into it, drop every right, become the command."""
     _bring_up_loopback()
     _mount("tmpfs", root, "-t", "tmpfs", "-o", "mode=755")
     _bind_machine(root, {Path(target).parts[1] for _, target, _ in container.mounts})

@@ -76,7 +76,6 @@ def prove_dflash(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
 
 
 def prove_sizes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
-    """Prove true layer sizes and pictures against transformers; 20 GB of memory."""
     trees = work / "trees"
     folder = _make_directory(trees / "work")
     base, donor = write_wide(trees)
@@ -95,7 +94,6 @@ def prove_sizes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
 
 
 def prove_seeing(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
-    """Prove that pictures are recognised and a damaged tower is detected; needs ``build/cpu``."""
     eyes, plans = CHECKOUT / "build/cpu/eyes.npz", CHECKOUT / "build/cpu/plans"
     # The machine is otherwise idle: the plan's cache size fits, and the check expects it.
     planned = list(server.read_release(plans / "seeing.json").engine.argv)

@@ -36,7 +36,6 @@ def runner(root: Path) -> Run:
 
 
 def parse_version(version: str) -> tuple[int, ...]:
-    """Raises ReleaseError if the text is not a version."""
     if not re.fullmatch(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}", version):
         raise ReleaseError("VERSION", f'"{version}" is not a version', "use a form such as 1.2.3")
     return tuple(int(part) for part in version.split("."))
@@ -69,7 +68,6 @@ def date_changelog(changelog: str, version: str, day: datetime.date) -> str:
 
 
 def check_ready(version: str, run: Run) -> None:
-    """Raise ReleaseError for a changed tree, a used tag or a failing ``make check``."""
     parse_version(version)
     changed = run(["git", "status", "--porcelain"]).splitlines()
     if changed:

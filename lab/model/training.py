@@ -31,7 +31,7 @@ class Schedule:
     steps: int = 400
     exact_steps: int = 300  # before the weights are rounded
     mtp_steps: int = 80
-    tokens_per_step: int = 1000  # padding included
+    tokens_per_step: int = 1000
     drills_per_round: int = 70  # a round is every fixed lesson once
     long_sentences: int = 60  # of filler, in one exercise of each round
     rate: float = 2e-3
@@ -46,7 +46,6 @@ class Batch:
 
 
 def encode(tokenizer: Tokenizer, batch_lessons: list[Lesson]) -> Batch:
-    """Label only the replies."""
     rows, targets = [], []
     for lesson in batch_lessons:
         prompt = tokenizer.encode(lesson.prompt).ids

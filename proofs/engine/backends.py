@@ -104,7 +104,6 @@ def read_cases(plans: Path) -> Iterator[Case]:
 
 
 def write_trees(out: Path) -> None:
-    """Write small checkpoints of every layout; real sizes are set when models are built."""
     import shutil
 
     from lab.model import original, repository, vocabulary

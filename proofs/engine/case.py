@@ -152,7 +152,6 @@ def to_request(prompt: Any) -> Any:
 
 
 def generate(llm: Any, prompts: list[Any], tokens: int, ignore_eos: bool) -> list[dict]:
-    """Return greedy tokens with the two best log-probabilities of each."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
@@ -216,7 +215,6 @@ def continue_conversations(
     tokens: int,
     ignore_eos: bool,
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Continue each conversation ``count`` times; return all turns and the last prompts."""
     results = []
     for turn in range(count):
         more = random_prompts([24 + turn])[0]
@@ -228,7 +226,6 @@ def continue_conversations(
 
 
 def use_stock_turboquant() -> None:
-    """Restore the engine's TurboQuant backend after the plugin has registered."""
     from vllm.plugins import load_general_plugins
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -17,7 +17,6 @@ FIRST = ("overlay", "tiny-mtp2", "tiny-head8-piecewise-mtp2", "tiny-triton-full"
 TRITON = {"spark": {"lm_head": "int8-triton", "lm_head_kernel": "own"}}
 
 OTHER_PRESETS = ("4bit_nc", "k3v4_nc", "3bit_nc")
-"""TurboQuant formats other than ``k8v4`` of profile v2-tq."""
 
 
 def case(name: str, tree: str, **more: Any) -> dict[str, Any]:
@@ -175,7 +174,6 @@ def speculation_cases() -> list[dict[str, Any]]:
 
 
 def turboquant_cases() -> list[dict[str, Any]]:
-    """TurboQuant on the trained model, with the plugin's and the stock backend."""
     plain = {"kv_cache_dtype": "turboquant_k8v4", "attention_config": {}}
     quiet = {"capture": False, "long_last": True}
     stock = {"stock_turboquant": True}

@@ -28,7 +28,6 @@ CONVERSATIONS = [2500, 2300, 2200, 1200]
 
 
 def profile_cases() -> list[dict[str, Any]]:
-    """Profiles without the plugin, and draft models, on the trained model."""
     full = graphs(FULL)
     online = {"quantization_config": ONLINE_FP8}
     cases = [case(drafts.PLAIN, drafts.TREE, **QUIET)]
@@ -157,7 +156,6 @@ def names_cases() -> list[dict[str, Any]]:
 
 
 def long_cases() -> list[dict[str, Any]]:
-    """Four prompts, three of them long: sequential without drafts, concurrent with drafts."""
     more = {"lengths": LONG_PROMPTS, "tokens": 32, **QUIET}
     many = {**LONG_OPTIONS, **TURBOQUANT, **graphs(FULL), **mtp(2)}
     return [
@@ -212,7 +210,6 @@ QUALITY_OPTIONS = {"max_model_len": 4096, "max_num_batched_tokens": 4096}
 
 
 def quality_cases() -> list[dict[str, Any]]:
-    """Logits of every position of the same prompts; eager, without drafts."""
     cases = []
     for model, prompts in MODELS.items():
         for variant, (tree, more) in VARIANTS.items():

@@ -63,7 +63,6 @@ def run_cases(
 
 
 def reference_commands(trees: Path, out: Path) -> dict[str, list[str]]:
-    """Return the commands that compute the judge's references with transformers."""
     references = {"wide": "wide-overlay", "true-35b": "true-35b", "true-122b": "true-122b"}
     module = [sys.executable, "-m", "proofs.engine.transformers_case"]
     return {

@@ -312,7 +312,6 @@ def judge_trained_answers(results: dict[str, Row], name: str, reference: str) ->
 
 
 def judge_turboquant(results: dict[str, Row]) -> list[Row]:
-    """Judge the plugin's TurboQuant backend against a single sequence; show the stock backend."""
     runs = {name: "tq-alone" for name in ("tq-own", "tq-own-mtp2", "tq-own-full-mtp2")}
     runs |= {f"tq-{preset}-full-mtp2": f"tq-{preset}-alone" for preset in OTHER_PRESETS}
     stock = ("tq-stock", "tq-stock-mtp2", "tq-stock-full-mtp2")

@@ -265,7 +265,6 @@ def _judge_pictures(out: Path) -> Row:
 
 
 def judge_long(results: dict[str, Row]) -> list[Row]:
-    """Judge TurboQuant at long contexts; the 16-bit cache is shown, not judged."""
     claim = (
         f"prompts of up to {max(LONG_PROMPTS):,} tokens "
         "answered as a single sequence without drafts"

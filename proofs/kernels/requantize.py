@@ -122,7 +122,6 @@ def round_to_nearest(values: dict[str, Floats], tree: Path) -> Path:
 
 
 def swap_experts(tree: Path, out: Path) -> Path:
-    """Copy a checkpoint with two experts of a layer swapped, which the judge must detect."""
     shutil.copytree(tree, out)
     config = out / "model.safetensors.index.json"
     index = json.loads(config.read_text())

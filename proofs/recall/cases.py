@@ -69,7 +69,6 @@ def recall_cases() -> list[dict[str, Any]]:
 
 
 def turboquant_cases() -> list[dict[str, Any]]:
-    """Every preset, with the plugin's and the stock backend: one sequence, and four with drafts."""
     cases = []
     for preset in PRESETS:
         options = {**ROOM, "kv_cache_dtype": f"turboquant_{preset}", "attention_config": {}}
@@ -97,7 +96,6 @@ def turboquant_cases() -> list[dict[str, Any]]:
 
 
 def wide_cases() -> list[dict[str, Any]]:
-    """Five sequences of 262,144 tokens, concurrent and sequential, by cache format."""
 
     def wide_options(gib: int, kind: str = "auto") -> dict[str, Any]:
         own = {"attention_config": {}} if kind != "auto" else {}
@@ -238,7 +236,6 @@ def flashinfer_cases() -> list[dict[str, Any]]:
 
 
 def waiting_cases() -> list[dict[str, Any]]:
-    """FlashInfer attention without drafts; the host waits for each step."""
     attention = {**ROOM, "attention_config": {"backend": "FLASHINFER"}, **NO_ASYNC}
     cases = [case("fi-none", options=ROOM, recall=SHORTER)]
     for mode, on in (("eager", {}), ("full", graphs(FULL))):

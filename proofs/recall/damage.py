@@ -7,7 +7,6 @@ from typing import Any
 
 
 def lose_band(start: int, end: int) -> None:
-    """Zero the keys and values of these positions."""
     from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
 
     project = Qwen3NextAttention._project_qkv_gate
@@ -56,7 +55,6 @@ def _without_state(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_no_states() -> None:
-    """Skip copying states to the block of a cached prefix."""
     from vllm.v1.worker import mamba_utils
 
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None:

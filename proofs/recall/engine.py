@@ -73,7 +73,6 @@ def recall(llm: Any, lengths: dict[str, dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
-    """Run the conversations of ``talks``; return every answer, with cache hits per round."""
     results = []
     for number, prompts in enumerate(talks.script(seed, long=long)):
         answers = generate(

@@ -43,7 +43,6 @@ def start(out: Path, seeds: int, limit_s: float) -> dict[Path, subprocess.Popen[
 
 
 def wait_for_first(racing: dict[Path, subprocess.Popen[bytes]]) -> Path:
-    """Return the directory of the first success and kill the rest; ValueError if all failed."""
     while True:
         ended = {own: process.poll() for own, process in racing.items()}
         ahead = next((own for own, code in ended.items() if code == 0), None)

@@ -226,17 +226,11 @@ def main() -> None:
     parser.add_argument("--further", type=Path, metavar="DIR", help="go on from the weights there")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--small", action="store_true", help="a few steps on a CPU")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     out, seed, limit_s = arguments.out, arguments.seed, arguments.limit_s
     out.mkdir(parents=True, exist_ok=True)
     phases = FURTHER if arguments.further else PHASES
-    if arguments.small:
-        phases = (
-            Phase("small", 4, 2, 256, 1e-3, 1),
-            Phase("more", 2, 2, 256, 1e-3, 1, rounded=True),
-        )
     run = Run(device, limit_s, seed, arguments.further)
     train(run, phases, arguments.workers)
     network, seen = run.network, run.seen
@@ -253,8 +247,6 @@ def main() -> None:
     seen["recall"] = []
     seen["phases"] = [asdict(phase) for phase in phases]
     for length, rows in ((512, 32), (4096, 8), (32768, 2), (131072, 1)):
-        if arguments.small and length > 512:
-            break
         seen["recall"].append(recall(network, device, length, rows))
         print(json.dumps(seen["recall"][-1]), file=sys.stderr, flush=True)
         write_result(out / RESULT, {**about, **seen})

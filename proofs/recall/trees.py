@@ -85,7 +85,6 @@ def write_sources(weights: dict[str, Floats], out: Path) -> tuple[Path, Path]:
 
 
 def move_special_tokens(path: Path) -> None:
-    """Give special tokens ids that no context uses."""
     config: dict[str, Any] = json.loads(path.read_text())
     for place, name in enumerate(SPECIAL):
         config[name] = UNUSED + place

@@ -127,7 +127,6 @@ def smallest_margin(model: Model, tokenizer: Any) -> float:
 
 
 def teach(model: Model, tokenizer: Any, steps: int, taught: Iterator[training.Batch]) -> None:
-    """Train on pictures, and on the lessons so that none is forgotten."""
     source = random.Random(SEED)
     text = [
         parameter

@@ -150,7 +150,6 @@ def _without_drafts(release: Release) -> Release:
 def prove(
     stages: list[str], trees: Path, plans: Path, work: Path, out: Path, within_s: float
 ) -> list[Row]:
-    """Run all releases of ``stages`` side by side; write ``release-STAGE.json``; return rows."""
     from proofs.stages import environment  # needs torch
 
     devices = devices_shown()

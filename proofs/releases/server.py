@@ -88,7 +88,6 @@ class Server:
         return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
 
     def kernel_lines(self) -> list[str]:
-        """Return the lines that name kernels, cache and plugin, each once."""
         lines = (line for line in self.lines() if any(text in line for text in KERNEL_LINES))
         texts = {line.split("] ", 1)[-1][:200] for line in lines}
         return sorted(line for line in texts if "cache directory" not in line)

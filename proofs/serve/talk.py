@@ -72,7 +72,6 @@ class Talk:
         return {"answers": rounds, "tokens_found": hits}
 
     def pictures(self) -> list[str | None]:
-        """Return the answers about three pictures; the first and last are equal."""
         answers = []
         for number in (1, 2, 1):
             file = io.BytesIO()

@@ -155,7 +155,6 @@ def drop_names(tree: Path, dropped: set[str]) -> None:
 
 
 def damage(full: Path, overlay: Path) -> Iterator[Path]:
-    """Make every damaged checkpoint; the suffix names the damage."""
     layer = "model.language_model.layers.{}.mlp.shared_expert.{}_proj"
     tree = damaged(full, "no-mtp-file")
     mtp = {name for name in names_of(tree) if name.startswith("mtp.")}

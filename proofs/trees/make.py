@@ -33,7 +33,6 @@ from proofs.trees.build import (
 
 
 def make(out: Path, hub: Path) -> None:
-    """Make them from random weights, and from the lab's trained model in ``hub``."""
     work = out / "work"
     work.mkdir(parents=True)
     with ProcessPoolExecutor(7) as pool:

@@ -42,7 +42,6 @@ def schema_file(name: str) -> Iterator[str]:
 
 
 def all_yml() -> Iterator[str]:
-    """Yield the lines of ``group_vars/all.yml``: every setting with default and description."""
     keys, defaults = schema_of(Settings, "settings")["properties"], typed(Settings())
     yield from ALL_YML_HEAD.splitlines()
     for key, part in keys.items():

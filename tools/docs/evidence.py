@@ -55,7 +55,6 @@ def _device(result: dict[str, Any]) -> str:
 
 
 def kernel_rows() -> Iterator[str]:
-    """Yield the table of kernels that vLLM chooses differently on an H200 and on a GB10."""
     table = json.loads((RESULTS / "cpu/backends.json").read_text("utf-8"))
     devices = table["devices"]
     layers: dict[tuple[str, ...], dict[str, None]] = {}
@@ -97,7 +96,6 @@ def _sweep(path: Path, sweep: dict[str, Any]) -> Iterator[str]:
 
 
 def proven_rows(checkout: Path) -> Iterator[str]:
-    """Yield a row per part; the column of Sparks appears with the first report."""
     reports = _reports(checkout)
     columns = ["part", "virtual lab", "H200 or H100", *(["DGX Spark"] if reports else [])]
     yield from (row(*columns), f"|{'---|' * len(columns)}")
@@ -107,7 +105,6 @@ def proven_rows(checkout: Path) -> Iterator[str]:
 
 
 def question_rows(checkout: Path) -> Iterator[str]:
-    """Yield a row per question; the column of answers appears with the first report."""
     reports = _reports(checkout)
     columns = ["question", "how a Spark answers it", *(["answers"] if reports else [])]
     yield from (row(*columns), f"|{'---|' * len(columns)}")

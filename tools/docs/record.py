@@ -105,7 +105,6 @@ def _speed_up(lines: list[str]) -> Iterator[str]:
 
 
 def scene(folder: Path) -> int:
-    """Run the commands; during the last change, to a broken engine, a client sends requests."""
     os.chdir(folder)
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     kept = folder / "recorded"

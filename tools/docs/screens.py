@@ -57,7 +57,6 @@ def plan(console: Console) -> None:
 
 
 def up_running(console: Console) -> None:
-    """Draw a first deploy while the engines load."""
     transcript, passed_s = replay(until=": bench: ")
     console.print(progress_screen.rows(transcript, passed_s, WIDTH))
 
@@ -94,7 +93,6 @@ def recorded(name: str) -> list[dict[str, Any]]:
 
 
 def replay(until: str | None = None) -> tuple[Transcript, float]:
-    """Replay the recorded deploy, or the part up to the last line with this text."""
     pairs = [
         line.partition(" ")[::2] for line in (RECORDED / "up.log").read_text("utf-8").splitlines()
     ]

@@ -76,7 +76,6 @@ def measured_rows(catalog: Catalog) -> Iterator[str]:
 
 
 def step_rows(catalog: Catalog) -> Iterator[str]:
-    """Yield the time of a decoding step by part, in milliseconds."""
     model = Settings().model
     names = dict.fromkeys(name for name, of, *_ in _published(catalog) if of == model)
     steps = [speed_of(_shape(catalog, model), catalog.profile(n, model)) for n in names]
