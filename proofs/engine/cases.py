@@ -12,6 +12,7 @@ SHARED_EXPERTS = (
     r"\.(gate_proj|up_proj|down_proj)$"
 )
 ONLINE_FP8 = {"targets": {SHARED_EXPERTS: "fp8_per_block"}}
+ONLINE: dict[str, Any] = {"plugins": "", "options": {"quantization_config": ONLINE_FP8}}
 FIRST = ("overlay", "tiny-mtp2", "tiny-head8-piecewise-mtp2", "tiny-triton-full")
 """They compile almost every kernel of their stage."""
 TRITON = {"spark": {"lm_head": "int8-triton", "lm_head_kernel": "own"}}
@@ -47,13 +48,7 @@ def eager_cases() -> list[dict[str, Any]]:
         case("plain-stock", "wide-base", plugins="", **hooks),
         case("plain-plugin", "wide-base", **hooks),
         case("native-stock", "wide-native", plugins="", **hooks),
-        case(
-            "online-fp8-stock",
-            "wide-base-head8",
-            plugins="",
-            options={"quantization_config": ONLINE_FP8},
-            **hooks,
-        ),
+        case("online-fp8-stock", "wide-base-head8", **ONLINE, **hooks),
         case("wrong-scale", "wide-full-wrong-scale", **hooks),
         case("swapped-layers", "wide-full-swapped-layers", **hooks),
     ]
@@ -131,46 +126,25 @@ def speculation_cases() -> list[dict[str, Any]]:
         case("tiny-head8", "tiny-overlay-head8", **quiet),
         case("tiny-triton", "tiny-overlay", additional=TRITON, **quiet),
         case("tiny-native", "tiny-native", plugins="", **quiet),
-        case(
-            "tiny-online-fp8",
-            "tiny-base-head8",
-            plugins="",
-            options={"quantization_config": ONLINE_FP8},
-            **quiet,
-        ),
+        case("tiny-online-fp8", "tiny-base-head8", **ONLINE, **quiet),
+        *(case(f"tiny-mtp{n}", "tiny-overlay", options=mtp(n), **quiet) for n in (1, 2)),
     ]
-    for tokens in (1, 2):
-        cases.append(case(f"tiny-mtp{tokens}", "tiny-overlay", options=mtp(tokens), **quiet))
     heads = {"head8": ("tiny-overlay-head8", {}), "triton": ("tiny-overlay", TRITON)}
-    for head, (tree, additional) in heads.items():
-        cases.append(
-            case(f"tiny-{head}-mtp2", tree, options=mtp(2), additional=additional, **quiet)
-        )
-        for mode in ("PIECEWISE", "FULL_AND_PIECEWISE"):
-            for spec in ({}, mtp(2)):
-                name = f"tiny-{head}-{mode.lower().replace('_and_piecewise', '')}"
-                cases.append(
-                    case(
-                        name + ("-mtp2" if spec else ""),
-                        tree,
-                        options={**graphs(mode), **spec},
-                        additional=additional,
-                        **quiet,
-                    )
-                )
-    cases.append(
-        case(
-            "tiny-tq",
-            "tiny-overlay-head8",
-            options={
-                "kv_cache_dtype": "turboquant_k8v4",
-                "max_num_seqs": 1,
-                "attention_config": {},
-            },
-            **quiet,
-        )
-    )
-    return cases
+    piecewise, full = graphs("PIECEWISE"), graphs("FULL_AND_PIECEWISE")
+    modes: dict[str, dict[str, Any]] = {
+        "mtp2": mtp(2),
+        "piecewise": piecewise,
+        "piecewise-mtp2": {**piecewise, **mtp(2)},
+        "full": full,
+        "full-mtp2": {**full, **mtp(2)},
+    }
+    cases += [
+        case(f"tiny-{head}-{mode}", tree, options=options, additional=additional, **quiet)
+        for head, (tree, additional) in heads.items()
+        for mode, options in modes.items()
+    ]
+    alone = {"kv_cache_dtype": "turboquant_k8v4", "max_num_seqs": 1, "attention_config": {}}
+    return [*cases, case("tiny-tq", "tiny-overlay-head8", options=alone, **quiet)]
 
 
 def turboquant_cases() -> list[dict[str, Any]]:

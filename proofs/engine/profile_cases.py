@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from proofs.drafts import cases as drafts
-from proofs.engine.cases import ONLINE_FP8, TRITON, case, graphs, mtp
+from proofs.engine.cases import ONLINE, ONLINE_FP8, TRITON, case, graphs, mtp
 
 QUIET = {"capture": False}
 HOOKS = {"hook_modules": True}
@@ -51,6 +51,7 @@ def profile_cases() -> list[dict[str, Any]]:
 def steered_cases() -> list[dict[str, Any]]:
     more = {"tokens": STEERED_TOKENS, **QUIET}
     full = graphs(FULL)
+    tq = {**TURBOQUANT, **full, **mtp(2)}
     return [
         case("steered-95-plain", "steered-95", **more),
         case("steered-0-full-mtp2", "steered-0", options={**full, **mtp(2)}, **more),
@@ -58,12 +59,7 @@ def steered_cases() -> list[dict[str, Any]]:
         case("steered-50-mtp2", "steered-50", options=mtp(2), **more),
         case("steered-95-full-mtp1", "steered-95", options={**full, **mtp(1)}, **more),
         case("steered-95-full-mtp2", "steered-95", options={**full, **mtp(2)}, **more),
-        case(
-            "steered-95-tq-full-mtp2",
-            "steered-95",
-            options={**TURBOQUANT, **full, **mtp(2)},
-            **more,
-        ),
+        case("steered-95-tq-full-mtp2", "steered-95", options=tq, **more),
     ]
 
 
@@ -157,12 +153,11 @@ def names_cases() -> list[dict[str, Any]]:
 
 def long_cases() -> list[dict[str, Any]]:
     more = {"lengths": LONG_PROMPTS, "tokens": 32, **QUIET}
+    alone = {**LONG_OPTIONS, "max_num_seqs": 1}
     many = {**LONG_OPTIONS, **TURBOQUANT, **graphs(FULL), **mtp(2)}
     return [
-        case("long-16-bit", "long", options={**LONG_OPTIONS, "max_num_seqs": 1}, **more),
-        case(
-            "long-alone", "long", options={**LONG_OPTIONS, **TURBOQUANT, "max_num_seqs": 1}, **more
-        ),
+        case("long-16-bit", "long", options=alone, **more),
+        case("long-alone", "long", options={**alone, **TURBOQUANT}, **more),
         case("long-own-full-mtp2", "long", options=many, **more),
     ]
 
@@ -202,7 +197,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid-head8": ("overlay-head8", {}),
     "hybrid-triton": ("overlay", {"additional": TRITON}),
     "native": ("native", {"plugins": ""}),
-    "online-fp8": ("base-head8", {"plugins": "", "options": {"quantization_config": ONLINE_FP8}}),
+    "online-fp8": ("base-head8", ONLINE),
     "wrong-scale": ("full-wrong-scale", {}),
 }
 """Checkpoint and options; the last is damaged and must be detected."""

@@ -48,9 +48,9 @@ BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 NO_ASYNC = {"async_scheduling": False}
 
 
-def case(name: str, **more: Any) -> dict[str, Any]:
+def case(name: str, tree: str = NAME, **more: Any) -> dict[str, Any]:
     options = {"enforce_eager": True, **more.pop("options", {})}
-    return {"name": name, "tree": NAME, "options": options, **more}
+    return {"name": name, "tree": tree, "options": options, **more}
 
 
 def recall_cases() -> list[dict[str, Any]]:
@@ -69,29 +69,17 @@ def recall_cases() -> list[dict[str, Any]]:
 
 
 def turboquant_cases() -> list[dict[str, Any]]:
-    cases = []
+    cases, stock = [], {"stock_turboquant": True, "recall": SHORTER}
     for preset in PRESETS:
         options = {**ROOM, "kv_cache_dtype": f"turboquant_{preset}", "attention_config": {}}
         many = {**options, **graphs(FULL), **mtp(2)}
         cases += [
             case(f"tq-{preset}", options=options, recall=LENGTHS),
             case(f"tq-{preset}-full-mtp2", options=many, recall=LENGTHS),
-            case(
-                f"tq-{preset}-stock-alone",
-                options={**options, **ALONE},
-                stock_turboquant=True,
-                recall=SHORTER,
-            ),
+            case(f"tq-{preset}-stock-alone", options={**options, **ALONE}, **stock),
         ]
         if preset in PRESETS[:2]:
-            cases.append(
-                case(
-                    f"tq-{preset}-stock-full-mtp2",
-                    options=many,
-                    stock_turboquant=True,
-                    recall=SHORTER,
-                )
-            )
+            cases.append(case(f"tq-{preset}-stock-full-mtp2", options=many, **stock))
     return cases
 
 
@@ -107,15 +95,11 @@ def wide_cases() -> list[dict[str, Any]]:
         case("wide-16bit-full-mtp2", options={**wide_options(11), **many}, recall=FIVE),
     ]
     for preset in PRESETS:
-        options = wide_options(4, f"turboquant_{preset}")
+        options, more = (wide_options(gib, f"turboquant_{preset}") for gib in (4, 7))
         cases.append(case(f"wide-tq-{preset}", options=options, recall=FIVE))
         if preset in PRESETS[:2]:
             cases += [
-                case(
-                    f"wide-tq-{preset}-full-mtp2",
-                    options={**wide_options(7, f"turboquant_{preset}"), **many},
-                    recall=FIVE,
-                ),
+                case(f"wide-tq-{preset}-full-mtp2", options={**more, **many}, recall=FIVE),
                 case(f"wide-tq-{preset}-alone", options={**options, **ALONE}, recall=FIVE),
             ]
     return cases
@@ -129,10 +113,9 @@ def prefix_cases() -> list[dict[str, Any]]:
         case("talk-mtp2", options={**TALKING, **mtp(2)}, long=True, **talk),
         case("talk-cache", options=both, long=True, **talk),
     ]
-    for drafts in (1, 2, 3):
-        cases.append(
-            case(f"talk-cache-mtp{drafts}", options={**both, **mtp(drafts)}, long=True, **talk)
-        )
+    cases += [
+        case(f"talk-cache-mtp{n}", options={**both, **mtp(n)}, long=True, **talk) for n in (1, 2, 3)
+    ]
     full = {**both, **graphs(FULL), **mtp(2)}
     piecewise = {**both, **graphs(PIECEWISE), **mtp(2)}
     cases += [
@@ -141,6 +124,8 @@ def prefix_cases() -> list[dict[str, Any]]:
         case("talk-cache-piecewise-mtp2", options=piecewise, long=True, **talk),
     ]
     small = {"max_num_batched_tokens": 256}
+    tq = {"kv_cache_dtype": f"turboquant_{PRESETS[0]}", "attention_config": {}}
+    tq["max_num_batched_tokens"] = 8192
     return [
         *cases,
         case("talk-cache-full-mtp2-no-async", options={**full, **NO_ASYNC}, long=True, **talk),
@@ -149,7 +134,8 @@ def prefix_cases() -> list[dict[str, Any]]:
         case("talk-other-plain", options=TALKING, long=True, talks=OTHER_SEED),
         case("talk-other-full-mtp2", options=full, long=True, talks=OTHER_SEED),
         case("talk-tight-full-mtp2", options={**full, **TIGHT}, **talk),
-        *held_talk_cases(full),
+        case("talk-tq-plain", options={**TALKING, **tq}, long=True, **talk),
+        case("talk-tq-cache-full-mtp2", options={**full, **tq}, long=True, **talk),
         case("talk-small-step", options={**both, **small}, **talk),
         case("talk-small-step-full-mtp2", options={**full, **small}, **talk),
         case("talk-damage-states", options=both, damage={"states": []}, **talk),
@@ -158,24 +144,12 @@ def prefix_cases() -> list[dict[str, Any]]:
     ]
 
 
-def held_talk_cases(full: dict[str, Any]) -> list[dict[str, Any]]:
-    cache = {"kv_cache_dtype": f"turboquant_{PRESETS[0]}", "attention_config": {}}
-    talk = {"talks": TALK_SEED, "long": True}
-    step = {"max_num_batched_tokens": 8192}
-    return [
-        case("talk-tq-plain", options={**TALKING, **cache, **step}, **talk),
-        case("talk-tq-cache-full-mtp2", options={**full, **cache, **step}, **talk),
-    ]
-
-
 def draft_cases() -> list[dict[str, Any]]:
     cases = [case("drafts-none", options={**ROOM, **graphs(FULL)}, recall=SHORTER)]
     for tree, short in ((NAME, "16bit"), (INT4_DRAFTS, "int4")):
         for drafts in (1, 2, 3):
             on = {**ROOM, **graphs(FULL), **mtp(drafts)}
-            cases.append(
-                {**case(f"drafts-{short}-mtp{drafts}", options=on, recall=SHORTER), "tree": tree}
-            )
+            cases.append(case(f"drafts-{short}-mtp{drafts}", tree, options=on, recall=SHORTER))
     broken = {**ROOM, **mtp(2)}
     return [*cases, case("drafts-damage", options=broken, damage={"drafts": []}, recall=SHORTER)]
 
@@ -215,11 +189,7 @@ def flashinfer_cases() -> list[dict[str, Any]]:
         case("fi-attention-full-mtp2", options=drafting, fa2=True, **lengths),
         case("fi-xqa-full-mtp2", options=drafting, fa2=True, xqa=True, **lengths),
         case(
-            "fi-attention-noise",
-            options={**attention, "enforce_eager": True},
-            fa2=True,
-            damage={"noise": [1.0]},
-            recall=SHORTER,
+            "fi-attention-noise", options=eager, fa2=True, damage={"noise": [1.0]}, recall=SHORTER
         ),
     ]
     full = {**talking, **graphs(FULL)}
