@@ -23,7 +23,6 @@ class Request:
     times: int
 
     def require_guest(self) -> Guest:
-
         if self.guest is None:
             raise LabError(self.name, "needs a guest", f"lab break {self.name} lab-1")
         return self.guest

@@ -37,10 +37,13 @@ class GuestSpec:
     password: str | None
 
 
-@dataclass(frozen=True, slots=True)
 class Guest:
-    paths: LabPaths
-    name: str
+    def __init__(self, paths: LabPaths, name: str):
+        self.paths, self.name = paths, name
+        self.home = paths.guests / name
+        self.disk_image, self.disk = self.home / "disk.img", self.home / "disk"
+        self.root = self.home / "root"
+        self.console = self.home / "console.log"
 
     @property
     def index(self) -> int:
@@ -51,36 +54,15 @@ class Guest:
         return guest_ip(self.index)
 
     @property
-    def home(self) -> Path:
-        return self.paths.guests / self.name
-
-    @property
-    def disk_image(self) -> Path:
-        return self.home / "disk.img"
-
-    @property
-    def disk(self) -> Path:
-        return self.home / "disk"
-
-    @property
     def more_disks(self) -> list[tuple[Path, Path]]:
         return [(image, image.with_suffix("")) for image in sorted(self.home.glob("disks/*.img"))]
-
-    @property
-    def root(self) -> Path:
-        return self.home / "root"
 
     @property
     def variant(self) -> str:
         path = self.home / "variant"
         return path.read_text() if path.exists() else ""
 
-    @property
-    def console(self) -> Path:
-        return self.home / "console.log"
-
     def spec(self) -> GuestSpec:
-
         try:
             return GuestSpec(**json.loads((self.home / "guest.json").read_text()))
         except FileNotFoundError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from lab.errors import LabError
@@ -17,45 +16,18 @@ USER = "spark"
 MAX_GUESTS = 40
 
 
-@dataclass(frozen=True, slots=True)
 class LabPaths:
-    state: Path
-
-    @property
-    def cache(self) -> Path:
-        return self.state / "cache"
-
-    @property
-    def guests(self) -> Path:
-        return self.state / "guests"
-
-    @property
-    def run(self) -> Path:
-        return self.state / "run"
-
-    @property
-    def apt(self) -> Path:
-        return self.state / "apt"
-
-    @property
-    def hub(self) -> Path:
-        return self.state / "hub"
-
-    @property
-    def registry(self) -> Path:
-        return self.state / "registry"
-
-    @property
-    def ssh_key(self) -> Path:
-        return self.state / "id_ed25519"
-
-    @property
-    def known_hosts(self) -> Path:
-        return self.state / "known_hosts"
-
-    @property
-    def record(self) -> Path:
-        return self.state / "lab.json"
+    def __init__(self, state: Path):
+        self.state = state
+        self.cache = state / "cache"
+        self.guests = state / "guests"
+        self.run = state / "run"
+        self.apt = state / "apt"
+        self.hub = state / "hub"
+        self.registry = state / "registry"
+        self.ssh_key = state / "id_ed25519"
+        self.known_hosts = state / "known_hosts"
+        self.record = state / "lab.json"
 
 
 def lab_paths() -> LabPaths:
@@ -83,7 +55,6 @@ def guest_names(words: list[str]) -> list[str]:
 
 
 def guest_index(name: str) -> int:
-
     prefix, _, number = name.partition("-")
     if prefix != "lab" or not number.isdigit() or not 1 <= int(number) <= MAX_GUESTS:
         raise LabError(name, "not a guest's name", f"use lab-1 .. lab-{MAX_GUESTS}, or a number")

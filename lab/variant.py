@@ -57,7 +57,6 @@ def names() -> list[str]:
 
 
 def read(name: str) -> Variant:
-
     if name not in names():
         raise LabError(f"variant {name}", "does not exist", f"choose one of {', '.join(names())}")
     import yaml  # here, because a lab without variants needs no packages

@@ -47,7 +47,6 @@ class Commit:
     files: tuple[FileRecord, ...]
 
     def file(self, path: str) -> FileRecord:
-
         for record in self.files:
             if record.path == path:
                 return record

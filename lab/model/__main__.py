@@ -14,7 +14,6 @@ from lab.model.shape import TINY
 
 
 def main(arguments: list[str] | None = None) -> int:
-
     parser = argparse.ArgumentParser(prog="python3 -m lab.model", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("build", help="write both repositories into a hub directory")

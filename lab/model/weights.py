@@ -39,7 +39,6 @@ def write(path: Path, weights: dict[str, Floats]) -> None:
 
 
 def read(shape: Shape, path: Path = FILE) -> dict[str, Floats]:
-
     weights = original.random_weights(shape, VISION_SEED)
     with np.load(path) as stored:
         names = {name for name in stored.files if not name.endswith(_SCALES)} - {"recipe"}

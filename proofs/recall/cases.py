@@ -84,7 +84,6 @@ def turboquant_cases() -> list[dict[str, Any]]:
 
 
 def wide_cases() -> list[dict[str, Any]]:
-
     def wide_options(gib: int, kind: str = "auto") -> dict[str, Any]:
         own = {"attention_config": {}} if kind != "auto" else {}
         return {**WIDE, "kv_cache_memory_bytes": gib << 30, "kv_cache_dtype": kind, **own}
