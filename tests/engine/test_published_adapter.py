@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 
 from spark_deploy.config.checkout import CHECKOUT
-from tests.engine.test_published_models import (
-    CAPITAL,
-    case_of,
-    plan_of,
-    publish,
-    run,
-    serve_hub,
-)
+from tests.engine.test_published_models import CAPITAL, case_of, plan_of, publish, run, serve_hub
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 

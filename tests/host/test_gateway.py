@@ -7,14 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.host.gateway_host import (
-    CONFIGURE,
-    LOOPBACK,
-    NAME,
-    QUESTION,
-    TAILNET,
-    stream,
-)
+from tests.host.gateway_host import CONFIGURE, LOOPBACK, NAME, QUESTION, TAILNET, stream
 from tests.labkit import CHECKOUT, info
 
 pytestmark = pytest.mark.usefixtures("close_gateway_afterwards")

@@ -3,13 +3,7 @@ import shlex
 
 import pytest
 
-from tests.host.prepared_host import (
-    CUDA_REPOSITORY,
-    CUDA_TOOLKIT,
-    GUEST,
-    RUNNING,
-    prepared,
-)
+from tests.host.prepared_host import CUDA_REPOSITORY, CUDA_TOOLKIT, GUEST, RUNNING, prepared
 from tests.labkit import lab
 
 __all__ = ["prepared"]

@@ -323,10 +323,7 @@ WRONG_HYBRIDS = {
         "missing 1 (1 x model.language_model.layers.{N}.mlp.shared",
     ),
     "a weight of zeros": (fill(UP, b"\0"), "differs from the base's own weight"),
-    "a weight left in 16 bit": (
-        put_ones(UP, 128, 256),
-        "is BF16 [128, 256], expected F8_E4M3",
-    ),
+    "a weight left in 16 bit": (put_ones(UP, 128, 256), "is BF16 [128, 256], expected F8_E4M3"),
     "a transposed grid": (transpose_grid, "up_proj.weight_scale_inv: is BF16 [2, 1], expected"),
 }
 

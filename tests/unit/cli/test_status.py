@@ -122,8 +122,7 @@ def test_a_rollout_in_progress_is_shown_for_every_service(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("counts", "expected"),
-    [({"main": Count(2, 1)}, {"running": 2, "waiting": 1}), ({}, None)],
+    ("counts", "expected"), [({"main": Count(2, 1)}, {"running": 2, "waiting": 1}), ({}, None)]
 )
 def test_requests_in_running_engines_are_counted(tmp_path, monkeypatch, capsys, counts, expected):
     host = SimpleNamespace(

@@ -89,8 +89,7 @@ def test_every_yaml_style_is_edited_in_place(site, before, after):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["{model: qwen3.5-35b}\n", "model: &m v2\nprofile: *m\n", "--- {}\n--- {profile: v2}\n"],
+    "text", ["{model: qwen3.5-35b}\n", "model: &m v2\nprofile: *m\n", "--- {}\n--- {profile: v2}\n"]
 )
 def test_a_value_that_cannot_be_edited_in_place_is_not_edited(text):
     assert _set_keys(text, {"profile": "agent"}) is None

@@ -21,10 +21,7 @@ from stub_host import Host
 
 CHAT = "/v1/chat/completions"
 MIB = 1 << 20
-QUESTION = {
-    "model": "main-model",
-    "messages": [{"role": "user", "content": "What is 12 + 30?"}],
-}
+QUESTION = {"model": "main-model", "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
 NAMES = {"main": ["main-model", "alias"], "embed": ["embedder"], "rank": ["org/ranker", "ranker"]}
 OWN_KEY = "the gateway's key"
 

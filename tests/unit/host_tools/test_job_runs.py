@@ -104,10 +104,7 @@ def test_unreadable_job_does_not_keep_other_tokens(host, units):
 
 @pytest.mark.parametrize(
     "sweep",
-    [
-        lambda paths: jobs.main(["end", FIRST], paths),
-        lambda paths: __main__.daily([], paths),
-    ],
+    [lambda paths: jobs.main(["end", FIRST], paths), lambda paths: __main__.daily([], paths)],
     ids=["end of another job", "daily inspection"],
 )
 @pytest.mark.parametrize(

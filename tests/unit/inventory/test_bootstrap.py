@@ -10,12 +10,7 @@ from spark_deploy.config.errors import SettingsError
 from spark_deploy.hosts.access import explain_sudo_error, sudoers
 from spark_deploy.inventory import bootstrap, groups, host_keys
 from spark_deploy.inventory.host_keys import Endpoint, HostKey
-from spark_deploy.inventory.login import (
-    PASSWORD_FILE_VARIABLE,
-    Access,
-    PasswordPrompt,
-    public_key,
-)
+from spark_deploy.inventory.login import PASSWORD_FILE_VARIABLE, Access, PasswordPrompt, public_key
 
 
 def never(*_):

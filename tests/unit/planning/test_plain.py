@@ -180,10 +180,7 @@ def test_measured_cache_size_replaces_an_unknown_size():
 
 @pytest.mark.parametrize(
     "anatomy",
-    [
-        replace(UNKNOWN, counted=replace(COUNTED, kv_cache="fp8")),
-        replace(ANATOMY, counted=COUNTED),
-    ],
+    [replace(UNKNOWN, counted=replace(COUNTED, kv_cache="fp8")), replace(ANATOMY, counted=COUNTED)],
     ids=["other cache type", "computed cache"],
 )
 def test_ignores_measured_cache_size_that_does_not_apply(anatomy):
