@@ -24,6 +24,7 @@ from proofs.engine import profile_cases, quick
 from proofs.engine import run as engine_run
 from proofs.judges import engine as engine_judge
 from proofs.judges import profiles as profile_judge
+from proofs.judges.answers import row
 from proofs.judges.damages import judge_damages
 from proofs.judges.quality import judge_quality
 from proofs.judges.talks import judge_conversations
@@ -99,13 +100,8 @@ def prove(
             rows = [row for row in rows if _has_run(row, results)]
         name = f"engine-{result or stage}"
         write_result(out / f"{name}.json", _document(stage, results, rows, failure))
-        broken = {
-            "claim": f"{stage}: judged",
-            "passed": False,
-            "cases": [],
-            "numbers": {"failure": failure},
-        }
-        all_rows += [*rows, *([broken] if failure else [])]
+        broken = [row(f"{stage}: judged", False, [], failure=failure)] if failure else []
+        all_rows += [*rows, *broken]
     return all_rows
 
 

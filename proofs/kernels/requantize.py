@@ -38,6 +38,7 @@ from lab.model.safetensors import write_file, write_model  # noqa: E402
 from lab.model.shape import TINY  # noqa: E402
 from lab.model.spread import rescale_layer  # noqa: E402
 from proofs import stages  # noqa: E402
+from proofs.judges.answers import row  # noqa: E402
 from proofs.result_files import print_rows, write_result  # noqa: E402
 
 SCRIPT = ROOT / "files/checkpoint/spark_checkpoint/autoround_job.py"
@@ -250,8 +251,8 @@ def write(
 ) -> None:
     mean = {name: numbers["divergence_all"] for name, numbers in figures.items()}
     rows = [
-        {"claim": f"{name}: how far from the model in 16 bits", "passed": None, "cases": [name],
-         "numbers": {**numbers, **({"seconds": seconds[name]} if name in seconds else {})}}
+        row(f"{name}: how far from the model in 16 bits", None, [name],
+            **numbers, **({"seconds": seconds[name]} if name in seconds else {}))
         for name, numbers in figures.items()
     ]  # fmt: skip
     judged = {
@@ -263,8 +264,7 @@ def write(
             mean["damaged"] > 1.25 * mean["tuned"]
         ),
     }
-    rows += [{"claim": claim, "passed": passed, "cases": [], "numbers": {}}
-             for claim, passed in judged.items()]  # fmt: skip
+    rows += [row(claim, passed, []) for claim, passed in judged.items()]
     document = {
         **stages.environment(),
         "seed": 5,

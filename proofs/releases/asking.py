@@ -164,8 +164,10 @@ def ask_about_pictures(server: Server, model: str) -> list[dict[str, Any]]:
 
 
 def picture_message(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    urls = [base64.b64encode(png(COLOURS[name])).decode() for name in names]
-    shown = [
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{url}"}} for url in urls
-    ]
+    shown = [image_part(png(COLOURS[name])) for name in names]
     return [*shown, {"type": "text", "text": SEVERAL_PICTURES}]
+
+
+def image_part(content: bytes) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,8 @@ from spark_host.engine.client import Engine, Metrics
 
 from lab.model import lessons
 from proofs.judges.answers import row
-from proofs.prompts import FILLER, picture
-from proofs.releases.asking import TIMEOUT_S
+from proofs.prompts import FILLER, PICTURES, picture
+from proofs.releases.asking import TIMEOUT_S, image_part
 from proofs.releases.judge import failed_checks
 
 QUESTIONS = (
@@ -73,14 +72,10 @@ class Talk:
 
     def pictures(self) -> list[str | None]:
         answers = []
-        for number in (1, 2, 1):
+        for number in PICTURES:
             file = io.BytesIO()
             picture(number).save(file, "PNG")
-            url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-            parts = [
-                {"type": "image_url", "image_url": {"url": url}},
-                {"type": "text", "text": QUESTIONS[0]},
-            ]
+            parts = [image_part(file.getvalue()), {"type": "text", "text": QUESTIONS[0]}]
             answers.append(self.chat(parts).get("content"))
         return answers
 
