@@ -1,8 +1,4 @@
 import re
-import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -106,21 +102,3 @@ def test_table_contains_every_file():
     stated = [row for path in files for row in yaml.safe_load(path.read_text())["rows"]]
     assert len(stated) == len(table.TABLE) > 100
     assert {row["reason"] for row in stated} == {row.reason for row in table.TABLE}
-
-
-@pytest.mark.slow
-def test_wheel_contains_every_file_of_the_plugin(tmp_path):
-    """Builds a copy like the Dockerfile, because a build leaves files in the source directory."""
-    shutil.copytree(IMAGE, tmp_path / "image", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps",
-         "--no-build-isolation", "--wheel-dir", str(tmp_path), str(tmp_path / "image")],
-        check=True, cwd=tmp_path,
-    )  # fmt: skip
-    [wheel] = tmp_path.glob("*.whl")
-    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert inside == {
-        str(path.relative_to(IMAGE))
-        for path in (IMAGE / "spark_vllm").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
