@@ -1,4 +1,4 @@
-"""Convert tensor bytes to numbers and back: BF16, e4m3 with block scales, packed INT8.
+"""Convert tensor bytes to numbers and back: BF16, e4m3 with block scales, packed INT8 and INT4.
 
 e4m3 is safetensors' F8_E4M3: exponent bias 7, largest value 448, no infinities, 0x7F and 0xFF are
 NaN (OCP 8-bit floating point, revision 1.0). All platforms produce the same bytes.
@@ -107,47 +107,52 @@ def quantise_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Wor
     return to_e4m3(scaled), scales
 
 
-# Packed weight ``[out, in]``: ``qweight`` I32 ``[in / 4, out]`` has bytes ``code + 128``, low byte
-# first along the input; ``scales`` BF16 ``[in / group, out]``; ``qzeros`` I32 ``[in / group,
-# out / 4]`` is required by the loader but unused for symmetric quantisation (vLLM 0.33
-# ``uint8b128``; GPTQ stores zero point minus one).
+# Packed weight ``[out, in]`` with ``pack = 32 / bits`` codes in a word: ``qweight`` I32 ``[in /
+# pack, out]`` has ``code + 2 ** (bits - 1)``, lowest bits first along the input; ``scales`` BF16
+# ``[in / group, out]``; ``qzeros`` I32 ``[in / group, out / pack]`` is required by the loader but
+# unused for symmetric quantisation (vLLM 0.33 ``uint4b8``, ``uint8b128``; GPTQ stores zero point
+# minus one).
 GROUP = 128
-PACK = 4
-ZERO_POINT_BYTE = 0x7F
-# Steps on the BF16 grid around largest / 127; the first best step wins. Below -6 steps, clipping
-# always cost more than the finer grid gained.
-_STEPS = (0, 1, -1, -2, -3, -4, -5, -6)
+WORD_BITS = 32
+# Rounding to 16 levels in groups of 128 changes a weight by about 0.1 (root mean square); another
+# weight differs by more than 1.
+INT4_LIMIT = 0.25
+ZERO_POINT_BYTES = {4: 0x77, 8: 0x7F}
+# Steps on the BF16 grid around largest / 127 or / 7; the first best step wins. Beyond the last one
+# clipping cost more than the finer grid gained (INT8: always; INT4: for normal distributions).
+_STEPS = {4: tuple(range(0, -64, -8)), 8: (0, 1, -1, -2, -3, -4, -5, -6)}
 
 
-class Int8Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """Quantised rows; errors and power are sums of squares."""
 
-    codes: Codes  # uint8, code + 128, [rows, in]
+    codes: Codes  # uint8, code + 2 ** (bits - 1), [rows, in]
     scales: Words  # BF16 bits, [rows, in / group]
     error: float
     error_by_maximum: float
     power: float
 
 
-def quantise_rows(weights: Floats) -> Int8Rows:
+def quantise_rows(weights: Floats, bits: int) -> PackedRows:
     """Quantise rows; the scale of a group is the BF16 value of least squared error."""
+    zero = 1 << (bits - 1)
     grouped = weights.reshape(weights.shape[0], -1, GROUP)
     largest = np.abs(grouped).max(axis=2)
     smallest_scale = np.float32(2.0**-126)
-    first = bf16_bits(np.maximum(largest / np.float32(127), smallest_scale)).astype(np.int32)
+    first = bf16_bits(np.maximum(largest / np.float32(zero - 1), smallest_scale)).astype(np.int32)
     errors = []
     best_error = np.full(largest.shape, np.inf, np.float32)
     best = first.copy()
-    for step in _STEPS:
+    for step in _STEPS[bits]:
         candidate = np.maximum(first + step, 0x80)
-        error = _group_errors(grouped, from_bf16_bits(candidate.astype(np.uint16)))
+        error = _group_errors(grouped, from_bf16_bits(candidate.astype(np.uint16)), zero)
         errors.append(error)
         better = error < best_error
         best_error = np.where(better, error, best_error)
         best = np.where(better, candidate, best)
     scales = np.where(largest > 0, best, 0x3F80).astype("<u2")
-    codes = _codes(grouped, from_bf16_bits(scales)).astype(np.int16) + 128
-    return Int8Rows(
+    codes = _codes(grouped, from_bf16_bits(scales), zero).astype(np.int16) + zero
+    return PackedRows(
         codes.astype(np.uint8).reshape(weights.shape),
         scales,
         float(best_error.sum(dtype=np.float64)),
@@ -156,18 +161,43 @@ def quantise_rows(weights: Floats) -> Int8Rows:
     )
 
 
-def pack_rows(codes: Codes) -> Any:
-    """Return the columns of ``qweight`` for these rows: uint32 ``[in / 4, rows]``."""
+def packed_bytes(shape: tuple[int, ...], bits: int) -> int:
+    """Return the bytes of ``qweight``, ``scales`` and ``qzeros`` of a weight."""
+    outputs, inputs = shape
+    groups = inputs // GROUP
+    return outputs * (inputs * bits // 8 + groups * 2 + groups * bits // 8)
+
+
+def pack_rows(codes: Codes, bits: int) -> Any:
+    """Return the columns of ``qweight`` for these rows: uint32 ``[in * bits / 32, rows]``."""
+    if bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
     return np.ascontiguousarray(codes.view("<u4").T)
 
 
-def _codes(grouped: Any, scales: Any) -> Any:
-    return np.clip(np.rint(grouped / scales[:, :, None]), -128, 127)
+def unpack_int4(words: bytes, scales: Floats) -> Floats:
+    """Return a packed INT4 weight as float32 ``[out, in]``; scales are ``[in / group, out]``."""
+    codes = np.frombuffer(words, "<u4").reshape(-1, 1, scales.shape[1])
+    nibbles = codes >> np.arange(0, WORD_BITS, 4, dtype=np.uint32)[None, :, None] & 15
+    levels = nibbles.reshape(-1, scales.shape[1]).astype(np.float32) - np.float32(8)
+    weight: Floats = levels * np.repeat(scales, GROUP, axis=0)
+    return weight.T
 
 
-def _group_errors(grouped: Any, scales: Any) -> Any:
+def relative_error(weight: Floats, rounded: Floats) -> float:
+    """Return root of squared error over squared weight."""
+    power = float(np.square(weight, dtype=np.float64).sum())
+    lost = float(np.square(rounded - weight, dtype=np.float64).sum())
+    return (lost / power) ** 0.5 if power else float(lost > 0)
+
+
+def _codes(grouped: Any, scales: Any, zero: int) -> Any:
+    return np.clip(np.rint(grouped / scales[:, :, None]), -zero, zero - 1)
+
+
+def _group_errors(grouped: Any, scales: Any, zero: int) -> Any:
     """Return squared errors per group, summed in a fixed order."""
-    error = np.square(_codes(grouped, scales) * scales[:, :, None] - grouped)
+    error = np.square(_codes(grouped, scales, zero) * scales[:, :, None] - grouped)
     width = error.shape[2]
     while width > 1:
         width //= 2

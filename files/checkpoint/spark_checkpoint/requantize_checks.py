@@ -9,19 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from spark_contract.orders import RequantizePlan, expand
 
+from spark_checkpoint import number_formats
 from spark_checkpoint.directory import CONFIG_NAME, Checkpoint, Span, read_config, read_span
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.number_formats import Floats, floats
+from spark_checkpoint.number_formats import GROUP, INT4_LIMIT, Floats, floats
 from spark_checkpoint.storage import hash_file
 from spark_checkpoint.tensor_sets import WEIGHT
 
-GROUP = 128
 QWEIGHT = ".qweight"
-# Rounding to 16 levels in groups of 128 changes a weight by about 0.1 (root mean square); another
-# weight differs by more than 1.
-MODULE_LIMIT = 0.25
 _COMPARED = 512  # packed modules to compare, evenly spread
-_PACK, _ZERO = 8, 8
+_PACK = 8
 _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj$")
 _FLOATS = frozenset({"BF16", "F16", "F32"})
 _ORIGINAL_FIX = "name the 16-bit repository in the model's sources.original"
@@ -131,7 +128,7 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
     step = max(1, -(-len(packed) // _COMPARED))
     errors = {module: relative_error(module, original, result) for module in packed[::step]}
     # Includes NaN.
-    wrong = {module: error for module, error in errors.items() if not error <= MODULE_LIMIT}
+    wrong = {module: error for module, error in errors.items() if not error <= INT4_LIMIT}
     if wrong:
         module = max(wrong, key=lambda module: wrong[module])
         actual = f"differs from the original's weight by {wrong[module]:.0%}"
@@ -181,25 +178,15 @@ def _is_same(name: str, original: Checkpoint, result: Checkpoint) -> bool:
 
 
 def relative_error(module: str, original: Checkpoint, result: Checkpoint) -> float:
-    """Return root of squared error over squared weight."""
     matrix = _require_weight(module, original)
     weight = floats(read_span(matrix.span), matrix.dtype, matrix.shape)
-    rounded = unpack_weight(result, module)
-    power = float(np.square(weight, dtype=np.float64).sum())
-    lost = float(np.square(rounded - weight, dtype=np.float64).sum())
-    return (lost / power) ** 0.5 if power else float(lost > 0)
+    return number_formats.relative_error(weight, unpack_weight(result, module))
 
 
 def unpack_weight(checkpoint: Checkpoint, module: str) -> Floats:
     """Return a packed weight as float32 ``[out, in]``."""
-    name = module + QWEIGHT
-    codes = np.frombuffer(read_span(checkpoint.span(name)), "<u4")
-    codes = codes.reshape(checkpoint.tensor(name).shape)
-    nibbles = (codes[:, None, :] >> (4 * np.arange(_PACK, dtype=np.uint32))[None, :, None]) & 15
-    levels = nibbles.reshape(-1, codes.shape[1]).astype(np.float32) - np.float32(_ZERO)
-    scales = np.repeat(_read_floats(checkpoint, f"{module}.scales"), GROUP, axis=0)
-    weight: Floats = levels * scales
-    return weight.T
+    scales = _read_floats(checkpoint, f"{module}.scales")
+    return number_formats.unpack_int4(read_span(checkpoint.span(module + QWEIGHT)), scales)
 
 
 def _require_weight(module: str, original: Checkpoint) -> Matrix:

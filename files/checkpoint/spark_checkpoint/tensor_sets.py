@@ -154,24 +154,27 @@ def check_fp8_pair(
             )
 
 
-def check_int8_packable(name: str, tensor: Tensor, *, head: bool) -> None:
-    reason = ""
+def check_packable(name: str, tensor: Tensor, bits: int) -> None:
+    reason, pack = "", 32 // bits
     if tensor.dtype not in SIXTEEN_BIT or len(tensor.shape) != 2:
         reason = f"is {tensor.dtype} {list(tensor.shape)}, expected a 16-bit matrix"
     elif tensor.shape[1] % 128:
         reason = f"has {tensor.shape[1]} inputs, not a multiple of the group of 128"
-    elif head and tensor.shape[0] % 64:
+    elif name == HEAD and tensor.shape[0] % 64:
         reason = (
             f"has a vocabulary of {tensor.shape[0]}, not a multiple of 64: "
             "the engine pads it and the loader then fails on packed tensors"
         )
-    elif tensor.shape[0] % 4:
-        reason = f"has {tensor.shape[0]} outputs, not a multiple of 4"
+    elif tensor.shape[0] % pack:
+        reason = f"has {tensor.shape[0]} outputs, not a multiple of {pack}"
     if reason:
-        raise GateRefused(name, reason, "set head or shared_experts to keep")
+        raise GateRefused(name, reason, "set head, shared_experts or drafter to keep")
 
 
 def overlay_name(name: str) -> str:
+    """Return a new tensor's name in an overlay; files with MTP tensors are rewritten instead."""
+    if name.startswith(MTP_PREFIX):
+        return name
     return name + ("_int8" if name.endswith(_PACKED) else "_fp8")
 
 
@@ -185,6 +188,8 @@ def replacements(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
     }
     if plan.head == "int8-g128":
         replaced[HEAD] = tuple(HEAD.removesuffix(WEIGHT) + suffix for suffix in _PACKED)
+    for name in drafter_weights(plan):
+        replaced[name] = tuple(name.removesuffix(WEIGHT) + suffix for suffix in _PACKED)
     return replaced
 
 
@@ -228,3 +233,8 @@ def check_quantised_names(where: str, actual: Collection[str], plan: RequantizeP
 
 def swapped_modules(plan: BuildPlan) -> list[str]:
     return [module for pattern in plan.swap for module in expand(pattern)]
+
+
+def drafter_weights(plan: BuildPlan) -> list[str]:
+    """Return the 16-bit MTP weights that become INT4."""
+    return [module + WEIGHT for pattern in plan.drafter_int4 for module in expand(pattern)]

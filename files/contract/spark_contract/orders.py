@@ -158,6 +158,8 @@ class BuildPlan:
     # FP8 of the base's weights; int8-g128: INT8 in groups of 128, needs no plugin.
     shared_experts: Scheme
     head: Literal["keep", "int8-g128"]
+    # 16-bit modules of the MTP layer to round to INT4 in groups of 128; empty: none.
+    drafter_int4: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     layout: Literal["overlay", "full"]  # overlay: links and a small shard
     out: str  # created atomically
     extra: Mapping[str, Any]  # deep-merged into config.json last
@@ -187,8 +189,8 @@ class BuildPlan:
             raise DocumentError(
                 f"layout: overlay does not support {self.shared_experts}; set layout: full"
             )
-        if any(pattern.endswith(".weight") for pattern in self.swap):
-            raise DocumentError("swap: names tensors, not modules without .weight")
+        if any(pattern.endswith(".weight") for pattern in (*self.swap, *self.drafter_int4)):
+            raise DocumentError("swap, drafter_int4: must name modules, without .weight")
 
     @property
     def out_dir(self) -> Path:

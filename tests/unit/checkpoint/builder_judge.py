@@ -14,12 +14,12 @@ def donor_values(donor, module):
     return e4m3_values(codes) * scales[: weight.shape[0], : weight.shape[1]]
 
 
-def unpack_int8(tensors, module, suffix=""):
-    """Dequantise GPTQ-packed INT8 by definition: four values per word, low byte first."""
+def unpack_packed(tensors, module, suffix="", bits=8):
+    """Dequantise GPTQ-packed integers by definition: the first value in the lowest bits."""
     qweight = tensors[f"{module}.qweight{suffix}"]
     words = np.frombuffer(qweight.data, "<u4").reshape(qweight.shape)
-    codes = np.stack([(words >> (8 * n)) & 255 for n in range(4)], axis=1)
-    codes = codes.reshape(-1, qweight.shape[1]).astype(np.float64) - 128
+    codes = np.stack([(words >> (bits * n)) % 2**bits for n in range(32 // bits)], axis=1)
+    codes = codes.reshape(-1, qweight.shape[1]).astype(np.float64) - 2 ** (bits - 1)
     scales = bf16_values(tensors[f"{module}.scales{suffix}"])
     return (codes * np.repeat(scales, 128, axis=0)).T
 

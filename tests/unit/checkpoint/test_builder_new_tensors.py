@@ -3,7 +3,7 @@ import random
 
 import numpy as np
 import pytest
-from builder_judge import LAYOUTS, MODULE, donor_values, refused, relative, unpack_int8
+from builder_judge import LAYOUTS, MODULE, donor_values, refused, relative, unpack_packed
 from builder_shards import (
     BLOCK,
     ITEM_BYTES,
@@ -35,7 +35,7 @@ def test_packed_head_dequantises_to_the_base_head(workshop, layout):
         tensor = result[f"lm_head.{part}{suffix}"]
         assert (tensor.dtype, tensor.shape) == expected
     head = bf16_values(workshop.base["lm_head.weight"])
-    error = relative(unpack_int8(result, "lm_head", suffix), head)
+    error = relative(unpack_packed(result, "lm_head", suffix), head)
     report = workshop.read("receipt.json")["report"]["head"]
     assert report["relative_error"] == pytest.approx(error, rel=1e-3)
     assert report["relative_error"] < report["relative_error_by_maximum"] < 0.01
@@ -49,6 +49,13 @@ def test_refuses_to_pack_a_head_that_the_engine_would_pad(workshop):
     assert "a multiple of 64" in refused(workshop, head="int8-g128")
 
 
+def test_refuses_to_pack_a_head_with_nan(workshop):
+    head = bf16_values(workshop.base["lm_head.weight"]).copy()
+    head[7, 9] = np.nan
+    workshop.base["lm_head.weight"] = bf16_tensor(head)
+    assert "lm_head.weight: has NaN" in refused(workshop, head="int8-g128")
+
+
 def test_int8_shared_experts_need_neither_donor_nor_plugin(workshop):
     choices = {"shared_experts": "int8-g128", "head": "int8-g128", **NO_DONOR}
     workshop.build(layout="full", **choices)
@@ -56,7 +63,7 @@ def test_int8_shared_experts_need_neither_donor_nor_plugin(workshop):
     for module in workshop.modules:
         assert f"{module}.weight" not in result
         expected = bf16_values(workshop.base[f"{module}.weight"])
-        assert relative(unpack_int8(result, module), expected) < 0.01
+        assert relative(unpack_packed(result, module), expected) < 0.01
     quantization = workshop.quantization()
     assert quantization["quant_method"] == "auto-round"
     assert "fp8_block" not in quantization

@@ -80,7 +80,7 @@ def group_error(group, scale):
 
 def test_chooses_the_best_nearby_scale():
     weights = (np.random.default_rng(5).standard_normal((8, 2 * GROUP)) * 0.02).astype(np.float32)
-    result = quantise_rows(weights)
+    result = quantise_rows(weights, 8)
     for row in range(8):
         for number in range(2):
             group = weights[row, number * GROUP : (number + 1) * GROUP]
@@ -96,7 +96,7 @@ def test_chooses_the_best_nearby_scale():
 @pytest.mark.parametrize("value", [0.0, 1e-38, -1e18, 1e-45])
 def test_keeps_extreme_groups_finite(value):
     weights = np.full((1, GROUP), value, np.float32)
-    result = quantise_rows(weights)
+    result = quantise_rows(weights, 8)
     scales = from_bf16_bits(result.scales)
     assert np.isfinite(scales).all()
     assert (scales > 0).all()
@@ -106,7 +106,7 @@ def test_keeps_extreme_groups_finite(value):
 
 def test_packs_four_inputs_low_byte_first():
     codes = np.arange(32, dtype=np.uint8).reshape(2, 16)
-    packed = pack_rows(codes)
+    packed = pack_rows(codes, 8)
     assert packed.shape == (4, 2)
     assert packed[1, 0] == 4 | 5 << 8 | 6 << 16 | 7 << 24
     assert packed[0, 1] == 16 | 17 << 8 | 18 << 16 | 19 << 24
@@ -116,7 +116,7 @@ def test_relative_errors_equal_those_in_the_documentation():
     weights = (np.random.default_rng(3).standard_normal((512, 1024)) * 0.02).astype(np.float32)
     codes, words = quantise_blocks(weights, (128, 128))
     fp8 = dequantise(codes, from_bf16_bits(words), (128, 128))
-    int8 = quantise_rows(weights)
+    int8 = quantise_rows(weights, 8)
     scales = np.repeat(from_bf16_bits(int8.scales), GROUP, axis=1)
     packed = (int8.codes.astype(np.float32) - 128) * scales
     errors = [float(np.linalg.norm(x - weights) / np.linalg.norm(weights)) for x in (fp8, packed)]

@@ -32,10 +32,10 @@ from spark_checkpoint.directory import (
 )
 from spark_checkpoint.errors import CheckpointDiffers, GateRefused
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor, tensor_bytes
-from spark_checkpoint.number_formats import GROUP, PACK
+from spark_checkpoint.number_formats import packed_bytes
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.peers import copy_from_peer
-from spark_checkpoint.tensor_sets import HEAD, WEIGHT, swapped_modules
+from spark_checkpoint.tensor_sets import HEAD, WEIGHT, drafter_weights, swapped_modules
 
 _FIX = "delete the source directory and download it again"
 
@@ -71,7 +71,7 @@ def _write_result(
     check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
     sources = check_sources(plan, read_checkpoint(plan.base_dir), config)
     base = sources.base
-    hashes = hash_base(plan, progress)
+    hashes = hash_base(plan, rewritten_shards(plan, base), progress)
     required = required_donor_tensors(plan, sources)
     peak = peak_bytes(plan, base, required, sources.mtp_missing)
     storage.check_free_space(plan.out_dir.parent, peak, f"building {plan.name}")
@@ -79,7 +79,10 @@ def _write_result(
     changes = _make_changes(plan, sources, required, spans, work, progress)
     result_dir.mkdir()
     writer = Writer(result_dir, base, hashes, changes, progress)
-    layout = writer.write_overlay() if plan.layout == "overlay" else writer.write_full()
+    if plan.layout == "overlay":
+        layout = writer.write_overlay(rewritten_shards(plan, base))
+    else:
+        layout = writer.write_full()
     _write_documents(plan, sources, changes, layout, result_dir)
     written = sum(file.size_bytes for file in layout.files if file.link_of is None)
     report: dict[str, Any] = {
@@ -146,8 +149,10 @@ def hash_tensors(tensors: Mapping[str, Tensor], spans: Mapping[str, Span]) -> st
     return hasher.hexdigest()
 
 
-def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, verify.FileHashes]:
-    """Return path → hashes of every base file.
+def hash_base(
+    plan: BuildPlan, rewritten: Collection[str], progress: Progress
+) -> dict[str, verify.FileHashes]:
+    """Return path → hashes of every base file, in pieces for ``rewritten`` files.
 
     For a pinned revision these are the receipt's, except for changed files or missing pieces.
     """
@@ -166,7 +171,7 @@ def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, verify.FileHashe
         for file in receipt.files
         if file.may_have_changed(directory)
         or file.sha256 is None
-        or (plan.layout == "full" and pieces[file.path] is None)
+        or ((plan.layout == "full" or file.path in rewritten) and pieces[file.path] is None)
     ]
     for name, actual in _hash_files(directory, to_hash, progress).items():
         if name not in hashes or actual.sha256 != hashes[name].sha256:
@@ -217,6 +222,17 @@ def _hash_files(
         return dict(zip(names, hashes, strict=True))
 
 
+def rewritten_shards(plan: BuildPlan, base: Checkpoint) -> set[str]:
+    """Return the base's shards that the result does not link or copy as they are.
+
+    An overlay links all but those of a packed drafter: its engine loads whole files.
+    """
+    if plan.layout == "full":
+        return set(base.shards)
+    names = [name for name in drafter_weights(plan) if name in base.owner]
+    return {s for name in names for s in base.duplicates.get(name, (base.owner[name],))}
+
+
 def compare_duplicates(base: Checkpoint) -> dict[str, Any]:
     differing = 0
     for name, shards in base.duplicates.items():
@@ -237,10 +253,10 @@ def peak_bytes(
     weights = [base.tensor(module + WEIGHT) for module in swapped_modules(plan)]
     packed = weights if plan.shared_experts == "int8-g128" else []
     packed = [*packed, base.tensor(HEAD)] if plan.head == "int8-g128" else packed
-    for weight in packed:
-        outputs, inputs = weight.shape
-        groups = inputs // GROUP
-        staged += outputs * inputs + groups * outputs * 2 + groups * outputs // PACK * 4
+    staged += sum(packed_bytes(weight.shape, 8) for weight in packed)
+    for name in drafter_weights(plan):
+        weight = received[name] if name in grafted else base.tensor(name)
+        staged += packed_bytes(weight.shape, 4)
     for weight in weights if plan.shared_experts == "fp8-self" else ():
         (rows, columns), block = weight.shape, plan.block_shape
         staged += rows * columns + -(-rows // block[0]) * -(-columns // block[1]) * 2
@@ -248,7 +264,7 @@ def peak_bytes(
         entry = received[name]
         dtype = entry.dtype if entry.dtype in SIXTEEN_BIT else "BF16"
         staged += tensor_bytes(dtype, entry.shape)
-    shards = base.shards.values() if plan.layout == "full" else ()
+    shards = (base.shards[name] for name in rewritten_shards(plan, base))
     return 2 * staged + sum(header.data_start + header.data_bytes for header in shards)
 
 
@@ -284,6 +300,8 @@ def _make_changes(
             maker.pack_head(HEAD)
         if sources.mtp_missing:
             maker.graft_mtp(sources.mtp_missing)
+        if plan.drafter_int4:
+            maker.pack_drafter(drafter_weights(plan))
     return changes
 
 

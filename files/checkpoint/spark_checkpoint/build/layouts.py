@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from spark_checkpoint.build.write import (
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.storage import WORKERS, read_stamp
-from spark_checkpoint.tensor_sets import overlay_name
+from spark_checkpoint.tensor_sets import MTP_PREFIX, overlay_name
 from spark_checkpoint.verify import FileHashes, receipt_entry
 
 PLUGIN_METHOD = "spark_inc"
@@ -119,6 +119,8 @@ def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
     per_module = quantization["extra_config"] = quantization.get("extra_config") or {}
     drafter = sorted(name for name in names if name.startswith(f"{_MTP_BLOCKS}."))
     packed = {name.removesuffix(".qweight") for name in drafter if name.endswith(".qweight")}
+    for name in packed:
+        per_module.pop(name, None)  # 16 bits in the base
     for name in drafter:
         module = name.removesuffix(".weight")
         if module != name and module not in packed and not module.endswith("norm"):
@@ -143,22 +145,34 @@ class Writer:
     changes: Changes
     progress: Progress
 
-    def write_overlay(self) -> Layout:
-        """Hard-link every base file and add a shard of new tensors with overlay names."""
+    def write_overlay(self, rewritten: Collection[str]) -> Layout:
+        """Hard-link base files and add a shard of new tensors with overlay names.
+
+        ``rewritten`` shards are written without the drafter's 16-bit weights.
+        """
         base, added = self.base, self.changes.added
+        drafter = {old: added[old] for old in added if old.startswith(MTP_PREFIX)}
+        index = {name: shard for name, shard in base.owner.items() if name not in added}
+        copied = sum(base.tensor(name).size_bytes for name in index if index[name] in rewritten)
+        self.progress.phase("write", self.changes.size_bytes + copied)
+        rewriter = replace(self, changes=Changes(drafter))
         files = []
         for name in directory.list_files(base.directory):
-            if name not in _REWRITTEN:
+            if name in rewritten:
+                entry = rewriter._write_file_of_full_layout(name)
+                files += [entry] if entry else []
+            elif name not in _REWRITTEN:
                 source, target = base.directory / name, self.result_dir / name
                 _link_file(source, target)
                 stamp, sha256 = read_stamp(target), self.hashes[name].sha256
                 files.append(receipt_entry(name, stamp, sha256, link_of=str(source)))
         new: list[NewTensor] = []
         for old, tensors in added.items():
-            new += [t._replace(name=overlay_name(t.name)) if old else t for t in tensors]
-        index = {name: shard for name, shard in base.owner.items() if name not in added}
+            if old in drafter:
+                index.update({tensor.name: base.owner[old] for tensor in tensors})
+            else:
+                new += [t._replace(name=overlay_name(t.name)) if old else t for t in tensors]
         if new:
-            self.progress.phase("write", self.changes.size_bytes)
             files.append(self._write_new_shard(OVERLAY_SHARD, new))
             index.update({tensor.name: OVERLAY_SHARD for tensor in new})
         return Layout(files, index)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,22 +18,18 @@ from spark_checkpoint.build.comparison import (
     check_outliers,
     check_scale_sizes,
 )
+from spark_checkpoint.build.packed_weights import Packed, check_int4, pack_weight
 from spark_checkpoint.build.write import Changes, NewTensor, Staging, split_span
 from spark_checkpoint.directory import Checkpoint, Span, read_span
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.headers import Tensor
 from spark_checkpoint.number_formats import (
-    GROUP,
-    PACK,
-    ZERO_POINT_BYTE,
     Floats,
     bf16_bits,
     dequantise,
     floats,
     from_bf16_bits,
-    pack_rows,
     quantise_blocks,
-    quantise_rows,
     reduce_blocks,
 )
 from spark_checkpoint.progress import Progress
@@ -43,64 +39,12 @@ from spark_checkpoint.tensor_sets import FP8, SCALE, WEIGHT, scale_of
 MODULE_LIMIT = 0.04
 # Errors of blocks spread wider than those of modules.
 BLOCK_LIMIT = 0.08
-_CODE_WEIGHTS = 64 << 10
-# Codes to pack at once: longer rows of the packed weight need fewer writes.
-_BLOCK_BYTES = 3 << 20
 _PIECE_BYTES = 1 << 20
 _EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
 _FIX = "use donor and base of the same model, at the locked commits"
 _MTP_FIX = "download the donor again, or use the FP8 repository of the same model"
 
 _T = TypeVar("_T")
-
-
-class Packed(NamedTuple):
-    tensors: list[NewTensor]
-    error: float
-    error_by_maximum: float
-
-
-def pack_weight(
-    base: Checkpoint, name: str, stage: Staging, on_bytes: Callable[[int], None], workers: int
-) -> Packed:
-    """Quantise a weight of the base and stage ``qweight``, ``scales`` and ``qzeros``."""
-    outputs, inputs = base.tensor(name).shape
-    dtype, span = base.tensor(name).dtype, base.span(name)
-    qweight = stage.reserve(outputs * inputs)
-    scales = np.empty((inputs // GROUP, outputs), "<u2")
-    code_rows = max(1, _CODE_WEIGHTS // inputs)
-    block_rows = max(code_rows, _BLOCK_BYTES // inputs // code_rows * code_rows)
-
-    def quantise_block(first: int) -> Any:
-        count = min(block_rows, outputs - first)
-        codes = np.empty((count, inputs), np.uint8)
-        sums = np.zeros(3)
-        for row in range(0, count, code_rows):
-            row_count = min(code_rows, count - row)
-            start = span.offset + (first + row) * inputs * 2
-            raw = read_span(Span(span.path, start, row_count * inputs * 2))
-            rows = quantise_rows(floats(raw, dtype, (row_count, inputs)))
-            codes[row : row + row_count] = rows.codes
-            scales[:, first + row : first + row + row_count] = rows.scales.T
-            sums += (rows.error, rows.error_by_maximum, rows.power)
-            on_bytes(len(raw))
-        for line, packed in enumerate(pack_rows(codes)):
-            stage.write(qweight, (line * outputs + first) * PACK, packed.data)
-        return sums
-
-    with ThreadPoolExecutor(workers) as pool:
-        error, by_maximum, power = sum(pool.map(quantise_block, range(0, outputs, block_rows)))
-    module, groups = name.removesuffix(WEIGHT), inputs // GROUP
-    zeros = stage.reserve(groups * outputs)
-    for group in range(groups):
-        stage.write(zeros, group * outputs, bytes([ZERO_POINT_BYTE]) * outputs)
-    tensors = [
-        NewTensor(f"{module}.qweight", "I32", (inputs // PACK, outputs), qweight),
-        NewTensor(f"{module}.scales", "BF16", (groups, outputs), stage.append(scales.data)),
-        NewTensor(f"{module}.qzeros", "I32", (groups, outputs // PACK), zeros),
-    ]
-    divisor = power if power else 1.0
-    return Packed(tensors, float((error / divisor) ** 0.5), float((by_maximum / divisor) ** 0.5))
 
 
 def _read_fp8_rows(
@@ -137,7 +81,7 @@ class TensorMaker:
     changes: Changes
 
     def compare_with_donor(self) -> None:
-        errors = self._run_in_parallel("spot-check", self._compare)
+        errors = self._run_in_parallel("spot-check", self._compare, self._weight_bytes())
         check_outliers(dict(zip(self.modules, errors, strict=True)))
         self.changes.report["shared_experts"] = {
             **_error_report([error.module for error in errors]),
@@ -157,15 +101,15 @@ class TensorMaker:
     def swap_to_int8(self) -> None:
 
         def pack(module: str) -> tuple[list[NewTensor], float]:
-            name = module + WEIGHT
-            packed = pack_weight(self.base, name, self.stage, lambda count: None, workers=1)
+            weight = self._base_weight(module + WEIGHT)
+            packed = pack_weight(weight, 8, self.stage, lambda count: None, workers=1)
             return packed.tensors, packed.error
 
         self._quantise(pack)
 
     def pack_head(self, name: str) -> None:
         self.progress.phase("head", self.base.tensor(name).size_bytes)
-        packed = pack_weight(self.base, name, self.stage, self.progress.add, WORKERS)
+        packed = pack_weight(self._base_weight(name), 8, self.stage, self.progress.add, WORKERS)
         self.changes.added[name] = packed.tensors
         self.changes.report["head"] = {
             "relative_error": _rounded(packed.error),
@@ -190,6 +134,34 @@ class TensorMaker:
         check_scale_sizes(used_scales)
         self.changes.added.setdefault("", []).extend(grafted)
         self.changes.report["mtp_grafted"] = len(grafted)
+
+    def pack_drafter(self, names: Sequence[str]) -> None:
+        """Round 16-bit MTP weights, of the base or grafted, to INT4."""
+        added = self.changes.added
+        grafted = {tensor.name: tensor for tensor in added.get("", ())}
+        weights = {name: grafted.get(name) or self._base_weight(name) for name in names}
+
+        def pack(name: str) -> Packed:
+            packed = pack_weight(weights[name], 4, self.stage, lambda count: None, workers=1)
+            return packed._replace(error=check_int4(weights[name], packed.tensors))
+
+        sizes = {name: weight.span.size_bytes for name, weight in weights.items()}
+        made = dict(zip(names, self._run_in_parallel("drafter", pack, sizes), strict=True))
+        for name, packed in made.items():
+            if name not in grafted:
+                added[name] = packed.tensors
+        if grafted:
+            added[""] = [
+                new
+                for old in added[""]
+                for new in (made[old.name].tensors if old.name in made else [old])
+            ]
+        errors = [packed.error for packed in made.values()]
+        self.changes.report["drafter"] = _error_report(errors)
+
+    def _base_weight(self, name: str) -> NewTensor:
+        tensor = self.base.tensor(name)
+        return NewTensor(name, tensor.dtype, tensor.shape, self.base.span(name))
 
     def _stage_bf16(self, name: str, target: Span, used: list[Any]) -> Iterator[bytes]:
         """Stage an FP8 matrix as BF16 and yield the bytes by rows of blocks.
@@ -255,22 +227,27 @@ class TensorMaker:
         return tensors, (lost / power) ** 0.5 if power else 0.0
 
     def _quantise(self, quantise: Callable[[str], tuple[list[NewTensor], float]]) -> None:
-        made = self._run_in_parallel("quantise", quantise)
+        made = self._run_in_parallel("quantise", quantise, self._weight_bytes())
         for module, (tensors, _) in zip(self.modules, made, strict=True):
             self.changes.added[module + WEIGHT] = tensors
         self.changes.report["shared_experts"] = _error_report([error for _, error in made])
 
-    def _run_in_parallel(self, phase: str, work: Callable[[str], _T]) -> list[_T]:
-        sizes = {module: self.base.tensor(module + WEIGHT).size_bytes for module in self.modules}
+    def _weight_bytes(self) -> dict[str, int]:
+        return {module: self.base.tensor(module + WEIGHT).size_bytes for module in self.modules}
+
+    def _run_in_parallel(
+        self, phase: str, work: Callable[[str], _T], sizes: Mapping[str, int]
+    ) -> list[_T]:
+        """Return the result of ``work`` for each key; sizes are those of the progress."""
         self.progress.phase(phase, sum(sizes.values()))
 
-        def run(module: str) -> _T:
-            result = work(module)
-            self.progress.add(sizes[module])
+        def run(name: str) -> _T:
+            result = work(name)
+            self.progress.add(sizes[name])
             return result
 
         with ThreadPoolExecutor(WORKERS) as pool:
-            return list(pool.map(run, self.modules))
+            return list(pool.map(run, sizes))
 
 
 def _error_report(errors: Sequence[float]) -> dict[str, Any]:

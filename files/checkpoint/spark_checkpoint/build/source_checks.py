@@ -22,9 +22,10 @@ from spark_checkpoint.tensor_sets import (
     base_patterns,
     check_donor_shapes,
     check_fp8_pair,
-    check_int8_packable,
+    check_packable,
     check_planned_shapes,
     check_same_names,
+    drafter_weights,
     list_names,
     scale_of,
     swapped_modules,
@@ -80,9 +81,10 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
                     "use a base with 16-bit shared experts",
                 )
             if plan.shared_experts == "int8-g128":
-                check_int8_packable(name, weight, head=False)
+                check_packable(name, weight, bits=8)
     if plan.head == "int8-g128":
-        check_int8_packable(HEAD, base.tensor(HEAD), head=True)
+        check_packable(HEAD, base.tensor(HEAD), bits=8)
+    _check_drafter(plan, base, mtp_missing)
     donor = None
     if plan.donor is not None and (plan.compares_with_donor or mtp_missing):
         donor = _open_donor(plan, plan.donor, base, config, modules, mtp_missing)
@@ -94,6 +96,15 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
             "use a profile with a donor, or a base that has them",
         )
     return Sources(base, donor, modules, mtp_missing)
+
+
+def _check_drafter(plan: BuildPlan, base: Checkpoint, mtp_missing: Sequence[str]) -> None:
+    weights = set(drafter_weights(plan))
+    if weights:
+        known = weights & expand_all(plan.mtp_tensors)
+        check_same_names("drafter_int4", "MTP weights to round", known, weights)
+    for name in weights.difference(mtp_missing):
+        check_packable(name, base.tensor(name), bits=4)
 
 
 def required_donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tensor]:

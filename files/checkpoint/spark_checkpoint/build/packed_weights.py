@@ -1,0 +1,95 @@
+"""Pack 16-bit weights as INT8 or INT4, as GPTQ does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spark_checkpoint.build.write import NewTensor, Staging
+from spark_checkpoint.directory import Span, read_span
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.number_formats import (
+    GROUP,
+    INT4_LIMIT,
+    WORD_BITS,
+    ZERO_POINT_BYTES,
+    floats,
+    pack_rows,
+    quantise_rows,
+    relative_error,
+    unpack_int4,
+)
+from spark_checkpoint.tensor_sets import WEIGHT
+
+_CODE_WEIGHTS = 64 << 10
+# Codes to pack at once: longer rows of the packed weight need fewer writes.
+_BLOCK_BYTES = 3 << 20
+
+
+class Packed(NamedTuple):
+    tensors: list[NewTensor]
+    error: float
+    error_by_maximum: float
+
+
+def pack_weight(
+    weight: NewTensor, bits: int, stage: Staging, on_bytes: Callable[[int], None], workers: int
+) -> Packed:
+    """Quantise a 16-bit weight and stage ``qweight``, ``scales`` and ``qzeros``."""
+    name, dtype, (outputs, inputs), span = weight
+    qweight, pack = stage.reserve(outputs * inputs * bits // 8), WORD_BITS // bits
+    scales = np.empty((inputs // GROUP, outputs), "<u2")
+    code_rows = max(1, _CODE_WEIGHTS // inputs)
+    block_rows = max(code_rows, _BLOCK_BYTES // inputs // code_rows * code_rows)
+
+    def quantise_block(first: int) -> Any:
+        count = min(block_rows, outputs - first)
+        codes = np.empty((count, inputs), np.uint8)
+        sums = np.zeros(3)
+        for row in range(0, count, code_rows):
+            row_count = min(code_rows, count - row)
+            start = span.offset + (first + row) * inputs * 2
+            raw = read_span(Span(span.path, start, row_count * inputs * 2))
+            values = floats(raw, dtype, (row_count, inputs))
+            if not np.isfinite(values).all():
+                raise GateRefused(name, "has NaN or infinite values", "download the base again")
+            rows = quantise_rows(values, bits)
+            codes[row : row + row_count] = rows.codes
+            scales[:, first + row : first + row + row_count] = rows.scales.T
+            sums += (rows.error, rows.error_by_maximum, rows.power)
+            on_bytes(len(raw))
+        for line, packed in enumerate(pack_rows(codes, bits)):
+            stage.write(qweight, (line * outputs + first) * WORD_BITS // 8, packed.data)
+        return sums
+
+    with ThreadPoolExecutor(workers) as pool:
+        error, by_maximum, power = sum(pool.map(quantise_block, range(0, outputs, block_rows)))
+    module, groups = name.removesuffix(WEIGHT), inputs // GROUP
+    zeros = stage.append(bytes([ZERO_POINT_BYTES[bits]]) * (groups * outputs * bits // 8))
+    tensors = [
+        NewTensor(f"{module}.qweight", "I32", (inputs // pack, outputs), qweight),
+        NewTensor(f"{module}.scales", "BF16", (groups, outputs), stage.append(scales.data)),
+        NewTensor(f"{module}.qzeros", "I32", (groups, outputs // pack), zeros),
+    ]
+    divisor = power if power else 1.0
+    return Packed(tensors, float((error / divisor) ** 0.5), float((by_maximum / divisor) ** 0.5))
+
+
+def check_int4(weight: NewTensor, packed: Sequence[NewTensor]) -> float:
+    """Read a packed weight back and return its relative error; refuse a large one."""
+    qweight, scales, _ = packed
+    source = floats(read_span(weight.span), weight.dtype, weight.shape)
+    rounded = unpack_int4(
+        read_span(qweight.span), floats(read_span(scales.span), scales.dtype, scales.shape)
+    )
+    error = relative_error(source, rounded)
+    if not error <= INT4_LIMIT:
+        raise GateRefused(
+            weight.name,
+            f"INT4 differs from the 16-bit weight by {error:.1%}, the limit is {INT4_LIMIT:.0%}",
+            "set drafter: keep",
+        )
+    return error
