@@ -18,6 +18,7 @@ from spark_deploy.lock.resolve import size
 from spark_deploy.lock.types import LockedSource
 from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.host import disk_total, document
+from spark_deploy.plan.kv_cache import TURBOQUANT
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.speed import TOLERANCE, Calibration, Speed, best_speedup, speed_of
 from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServicePlan
@@ -254,9 +255,12 @@ def speed_lines(
     shape, requests = model.architecture, profile.limits.max_sequences
     context, factor = plan.serve.check.max_model_len, calibration.factor
     single = speed_of(shape, profile)
-    full = speed_of(shape, profile, context_tokens=context)
-    text = f"{_range(single, factor)} tokens/s for one request, {_range(full, factor)} after "
-    text += f"{context:,} tokens"
+    text = f"{_range(single, factor)} tokens/s for one request, "
+    if profile.kv_cache.dtype in TURBOQUANT:
+        text += "less in long contexts (not computed for TurboQuant)"
+    else:
+        full = speed_of(shape, profile, context_tokens=context)
+        text += f"{_range(full, factor)} after {context:,} tokens"
     if requests > 1:
         total = speed_of(shape, profile, requests=requests)
         text += f", {_range(total, factor)} in total for {requests}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from spark_deploy.lock.types import Lock, LockedImage, LockedSource, names_to_ve
 from spark_deploy.plan import types
 from spark_deploy.plan.engine_arguments import ADAPTERS_MOUNT, DRAFTER_MOUNT
 from spark_deploy.plan.jobs import fetch_order
-from spark_deploy.plan.memory import weights_of
+from spark_deploy.plan.memory import served_architecture, weights_of
 from spark_deploy.plan.types import (
     CheckpointPlan,
     CompanionPlan,
@@ -30,6 +31,8 @@ from spark_deploy.plan.types import (
     SourcePlan,
 )
 
+# As in the INT4 drafter of the 35B's base.
+_INT4_WEIGHTS = re.compile(r"mtp\.layers\..+\.(mlp\.experts|self_attn)\..+_proj\.weight")
 _CALIBRATION = "/calibration.jsonl"  # placeholder; the job sets the real path
 # While a block is tuned: weights, rounded weights, tuned values, gradients and best values so far,
 # most in 32 bits. Estimated; not measured on a Spark.
@@ -84,6 +87,9 @@ def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) 
         _refuse_unusable_hybrid(model, profile)
     if not checkpoint.keep_base:
         _refuse_discarded_base(profile, settings)
+    if isinstance(model, HybridModel) and _lacks_int4_modules(model, profile):
+        what = "tensors.mtp of the model lists no 16-bit experts or attention to round to INT4"
+        raise PlanError.one(f"{where}: drafter", what, "set engine.drafter: keep")
     if profile.shared_experts == "int8-g128" and profile.layout == "overlay":
         what = "an overlay with shared_experts int8-g128 would contain their names twice"
         raise PlanError.one(f"{where}: checkpoint.layout", what, "set checkpoint.layout: full")
@@ -181,6 +187,7 @@ def _order(
         **exact_sets(model),
         shared_experts=profile.shared_experts,
         head=profile.checkpoint_head,
+        drafter_int4=_int4_modules(model, profile),
         layout=profile.layout,
         out=f"{settings.paths.models_dir}/{model.name}",
         extra={},
@@ -194,6 +201,19 @@ def _order(
         }
     )
     return replace(order, digest=digest, out=f"{order.out}-{digest[:12]}")
+
+
+def _int4_modules(model: HybridModel, profile: Profile) -> tuple[str, ...]:
+    """Return patterns of the MTP modules to round to INT4; none if the base stores them so."""
+    if profile.drafter == "keep" or model.architecture.mtp_scheme == "int4":
+        return ()
+    weights = [name for name in model.tensors.mtp if _INT4_WEIGHTS.fullmatch(name)]
+    return tuple(name.removesuffix(".weight") for name in weights)
+
+
+def _lacks_int4_modules(model: HybridModel, profile: Profile) -> bool:
+    to_round = profile.drafter != "keep" and model.architecture.mtp_scheme == "bf16"
+    return to_round and not _int4_modules(model, profile)
 
 
 def exact_sets(model: HybridModel) -> dict[str, Any]:
@@ -220,6 +240,9 @@ def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
         new, old = sizes.shared_int8_bytes if int8 else sizes.shared_fp8_bytes, sizes.shared_bytes
     if profile.head == "int8-g128":
         new, old = new + sizes.head_int8_bytes, old + sizes.head_bytes
+    if _int4_modules(model, profile):
+        served = served_architecture(model.architecture, profile)
+        new, old = new + weights_of(served).mtp_bytes, old + sizes.mtp_bytes
     return new if profile.layout == "overlay" else base_bytes - old + new
 
 

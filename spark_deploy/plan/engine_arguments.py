@@ -22,7 +22,7 @@ from spark_deploy.config.settings.engine import (
     option_values,
 )
 from spark_deploy.plan.kv_cache import context_tokens, prefill_backend
-from spark_deploy.plan.memory import adapter_rank
+from spark_deploy.plan.memory import adapter_rank, served_architecture
 from spark_deploy.plan.types import ImagePlan, MemoryPlan
 
 
@@ -36,7 +36,7 @@ def pins_drafter_experts(model: Model, profile: Profile) -> bool:
     if drafts is None or not drafts.by_own_layers or profile.engine_mode == "portable":
         return False
     if isinstance(model, HybridModel):
-        return model.architecture.mtp_scheme == "bf16"
+        return served_architecture(model.architecture, profile).mtp_scheme == "bf16"
     return _has_16_bit_experts(model)
 
 
@@ -168,8 +168,14 @@ def _speculative_config(model: Model, profile: Profile) -> Mapping[str, Any] | N
         # are loaded. Proofs ran with Triton. The global moe-backend would also affect the model's
         # INT4 experts.
         config["moe_backend"] = "triton"
-    lookup = {"prompt_lookup_max": drafts.longest_match, "prompt_lookup_min": drafts.shortest_match}
-    return {**config, **{name: count for name, count in lookup.items() if count is not None}}
+    chosen = {
+        "draft_sample_method": drafts.draft_sample_method,
+        "rejection_sample_method": drafts.rejection_sample_method,
+        "num_speculative_tokens_per_batch_size": drafts.num_speculative_tokens_per_batch_size,
+        "prompt_lookup_max": drafts.longest_match,
+        "prompt_lookup_min": drafts.shortest_match,
+    }
+    return {**config, **{name: value for name, value in chosen.items() if value is not None}}
 
 
 def _adapter_options(model: Model) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from spark_deploy.config.catalog.model import Architecture, HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
@@ -62,7 +63,7 @@ def weights_of(model: Architecture) -> Weights:
     shared = model.layers * 3 * model.hidden * model.shared_expert_width
     matrix = model.vocabulary * model.hidden
     attention = model.attention_layers * _attention(model) + model.linear_layers * _gdn(model)
-    mtp_fixed, mtp_expert = mtp_layer_bytes(model)
+    mtp = mtp_layer_bytes(model)
     return Weights(
         experts_bytes=round(model.layers * model.experts * expert * _INT4),
         attention_bytes=round(attention * _INT4),
@@ -74,7 +75,9 @@ def weights_of(model: Architecture) -> Weights:
         shared_int8_bytes=round(shared * _INT8),
         routers_bytes=round(model.layers * model.experts * model.hidden * _BF16),
         vision_bytes=model.vision_bytes,
-        mtp_bytes=round(model.mtp_layers * (mtp_fixed + model.experts * mtp_expert)),
+        mtp_bytes=round(
+            model.mtp_layers * (mtp.plain + mtp.attention + model.experts * mtp.expert)
+        ),
     )
 
 
@@ -94,13 +97,28 @@ def _gdn(model: Architecture) -> int:
     return model.hidden * (2 * keys + values + values + 2 * net.value_heads + values)
 
 
-def mtp_layer_bytes(model: Architecture) -> tuple[float, float]:
-    """Return the bytes of an MTP layer that every draft reads, and those of an expert."""
+class MtpLayer(NamedTuple):
+    """Bytes of an MTP layer; the plain part stays in 16 bits."""
+
+    plain: float
+    attention: float
+    expert: float  # each
+
+
+def mtp_layer_bytes(model: Architecture) -> MtpLayer:
     scheme = _INT4 if model.mtp_scheme == "int4" else _BF16
     dense = 3 * model.hidden * model.shared_expert_width + model.experts * model.hidden
     joining = 2 * model.hidden * model.hidden
-    fixed = _attention(model) * scheme + (dense + joining) * _BF16
-    return fixed, 3 * model.hidden * model.expert_width * scheme
+    return MtpLayer(
+        (dense + joining) * _BF16,
+        _attention(model) * scheme,
+        3 * model.hidden * model.expert_width * scheme,
+    )
+
+
+def served_architecture(model: Architecture, profile: Profile) -> Architecture:
+    """Return the architecture with the drafter's weights as this profile serves them."""
+    return replace(model, mtp_scheme="int4") if profile.drafter == "int4-g128" else model
 
 
 def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPlan:
@@ -200,7 +218,7 @@ def _own_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
             return 0, 0
         mtp = model.anatomy.drafter_bytes if own_drafts(profile) else 0
         return round(model.anatomy.weights_bytes * factor) + vision, round(mtp * factor)
-    sizes = weights_of(model.architecture)
+    sizes = weights_of(served_architecture(model.architecture, profile))
     shared = {"keep": sizes.shared_bytes, "int8-g128": sizes.shared_int8_bytes}.get(
         profile.shared_experts, sizes.shared_fp8_bytes
     )

@@ -31,7 +31,7 @@ from spark_deploy.plan.memory import (
 )
 from spark_deploy.plan.types import MemoryPlan, PayloadIdentity, Ports
 
-_Part = TypeVar("_Part", Profile, Limits, KvCache)
+_Part = TypeVar("_Part", Profile, Limits, KvCache, Speculation)
 # For drafts that only the settings enable: a drafter without weights is accepted almost never.
 _ACCEPTANCE_FLOOR = 0.5
 _MAX_SUGGESTIONS = 3
@@ -53,6 +53,7 @@ def effective_profile(profile: Profile, settings: Settings) -> Profile:
     return replace(
         _apply(profile, engine),
         limits=_apply(profile.limits, engine),
+        speculation=profile.speculation and _apply(profile.speculation, engine),
         kv_cache=_apply(profile.kv_cache, {"size_gib": settings.engine.kv_cache_gib}),
         layout=settings.checkpoint.layout or profile.layout,
     )

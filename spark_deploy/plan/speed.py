@@ -16,7 +16,7 @@ from spark_deploy.config.catalog.model import Architecture, HybridModel
 from spark_deploy.config.catalog.profile import Profile, Speculation
 from spark_deploy.plan.engine_arguments import quantises_online
 from spark_deploy.plan.kv_cache import layer_bytes_per_token, own_drafts, state_bytes
-from spark_deploy.plan.memory import mtp_layer_bytes, weights_of
+from spark_deploy.plan.memory import mtp_layer_bytes, served_architecture, weights_of
 
 BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by the data sheet
 # Efficiency relative to that bandwidth. Community reports of INT4 kernels:
@@ -72,7 +72,9 @@ def speed_of(
     model: Architecture, profile: Profile, *, requests: int = 1, context_tokens: int = 0
 ) -> Speed:
     """Return the computed speed of concurrent ``requests``, each with ``context_tokens``."""
-    drafts = own_drafts(profile)
+    model = served_architecture(model, profile)
+    own = profile.speculation if own_drafts(profile) else None
+    drafts = own.drafts_of(requests) if own else 0
     parts = tuple(_parts(model, profile, drafts, requests, context_tokens))
     return Speed(parts, requests * tokens_per_step(drafts))
 
@@ -128,9 +130,15 @@ def _parts(
     yield "KV cache", _seconds(requests * context_tokens * cache, LARGE_INT4)
     yield "launches", model.layers * LAYER_S
     if drafts:
-        always, expert = mtp_layer_bytes(model)
-        layer_s = _seconds(always + experts_touched(model, requests) * expert, SMALL) + LAYER_S
-        yield "drafts", drafts * (model.mtp_layers * layer_s + head_s)
+        yield "drafts", drafts * (model.mtp_layers * _mtp_layer_s(model, requests) + head_s)
+
+
+def _mtp_layer_s(model: Architecture, requests: int) -> float:
+    """Return the time of a draft's MTP layer; INT4 runs the kernels of the model's layers."""
+    mtp = mtp_layer_bytes(model)
+    replaceable = mtp.attention + experts_touched(model, requests) * mtp.expert
+    efficiency = LARGE_INT4 if model.mtp_scheme == "int4" else SMALL
+    return _seconds(mtp.plain, SMALL) + _seconds(replaceable, efficiency) + LAYER_S
 
 
 def _seconds(size_bytes: float, efficiency: float) -> float:

@@ -16,8 +16,10 @@ from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, form
 from spark_deploy.config.settings.engine import (
     ENVIRONMENT_NAMES,
     OPTION_NAMES,
+    DraftSchedule,
     KvCache,
     Limits,
+    check_schedule,
     engine_violations,
 )
 from spark_deploy.config.settings.service import CatalogName
@@ -50,6 +52,15 @@ class Speculation:
     repository: HubRepository | None = None
     """The drafter's repository of the model hub; needed by dflash, eagle3 and draft_model."""
     revision: str = Field(default="main", description="Of that repository: branch, tag or commit.")
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = None
+    """vLLM's option: greedy (its default) drafts the likeliest token; probabilistic samples from
+    the drafter's distribution, so that more drafts are accepted at temperatures above 0."""
+    rejection_sample_method: Literal["standard", "block"] | None = None
+    """vLLM's option: standard (its default) verifies the drafts of a step one at a time; block
+    verifies them jointly. Neither changes the distribution of the answers."""
+    num_speculative_tokens_per_batch_size: DraftSchedule | None = None
+    """vLLM's option: [first, last, drafts] for a number of running requests; `tokens` is the limit.
+    Fewer drafts at many requests, where each draft reads further experts."""
     longest_match: int | None = Field(default=None, ge=1, le=64)
     """With ngram: most tokens to match."""
     shortest_match: int | None = Field(default=None, ge=1, le=64)
@@ -62,7 +73,16 @@ class Speculation:
         """Whether the model's checkpoint contains the drafter."""
         return self.method == "mtp" and self.repository is None
 
+    def drafts_of(self, requests: int) -> int:
+        """Return the draft tokens of a step with this number of running requests."""
+        drafts = self.tokens
+        for first, _, scheduled in self.num_speculative_tokens_per_batch_size or ():
+            if first <= requests:
+                drafts = min(self.tokens, scheduled)
+        return drafts
+
     def violations(self) -> Iterator[Violation]:
+        yield from check_schedule(self.num_speculative_tokens_per_batch_size)
         if self.method in METHODS_WITH_REPOSITORY and self.repository is None:
             message = f"is required by {self.method}: the model has no weights for it"
             yield Violation(("repository",), message, "name the drafter's repository")
@@ -185,6 +205,9 @@ class Profile:
     """keep: as in the base; int8-g128: baked as INT8 with groups of 128; int8-triton: as in the
     base, made INT8 by our plugin while it loads and computed by the fastest of our kernel, Marlin
     and 16 bit, measured once on the host."""
+    drafter: Literal["keep", "int4-g128"] = "keep"
+    """keep: MTP layer as in the base; int4-g128: its 16-bit attention and routed experts rounded to
+    INT4 in groups of 128."""
     layout: Literal["overlay", "full"] = "overlay"
     """overlay: hard links to the base and a small shard; full: rewritten shards."""
     plugin: bool
@@ -218,6 +241,10 @@ class Profile:
     @property
     def builds_checkpoint(self) -> bool:
         """Whether a built checkpoint is served instead of the base."""
+        return self._replaces_weights or self.drafter != "keep"
+
+    @property
+    def _replaces_weights(self) -> bool:
         return self.shared_experts != "keep" or self.checkpoint_head != "keep"
 
     @property
@@ -228,7 +255,7 @@ class Profile:
     @property
     def tree_needs_plugin(self) -> bool:
         """Whether stock vLLM refuses the checkpoint of this profile."""
-        overlay = self.builds_checkpoint and self.layout == "overlay"
+        overlay = self._replaces_weights and self.layout == "overlay"
         return self.shared_experts.startswith("fp8") or overlay
 
     def violations(self) -> Iterator[Violation]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from spark_deploy.config.documents import CLOSED, GIB, Gib, Violation, form
@@ -75,6 +75,21 @@ def option_values(limits: Limits, kv_cache: KvCache) -> dict[str, Any]:
         for (section, field), option in _OPTIONS.items()
     }
     return {**values, "kv-cache-memory-bytes": kv_cache.size_bytes}
+
+
+# Batch sizes of running requests (first, last) and their draft tokens.
+DraftSchedule = tuple[tuple[PositiveInt, PositiveInt, NonNegativeInt], ...]
+
+
+def check_schedule(schedule: DraftSchedule | None) -> Iterator[Violation]:
+    """Yield a violation for each range that vLLM would refuse."""
+    previous = 0
+    for first, last, _ in schedule or ():
+        if first > last or first <= previous or (not previous and first > 1):
+            message = f"range {first} to {last}: ranges begin at 1, rise and do not overlap"
+            fix = "write ranges such as [[1, 2, 2], [3, 8, 1], [9, 9, 0]]"
+            yield Violation(("num_speculative_tokens_per_batch_size",), message, fix)
+        previous = last
 
 
 # Options that a setting or the gateway already decides.
@@ -266,6 +281,16 @@ class ServiceEngineSettings:
     of them are accepted."""
     head: Literal["keep", "int8-g128", "int8-triton"] | None = None
     """LM head, as `head` of a profile; may need a new checkpoint."""
+    drafter: Literal["keep", "int4-g128"] | None = None
+    """MTP layer, as `drafter` of a profile; may need a new checkpoint."""
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = None
+    """How draft tokens are sampled, as in a profile's speculation."""
+    rejection_sample_method: Literal["standard", "block"] | None = None
+    """How draft tokens are verified, as in a profile's speculation."""
+    num_speculative_tokens_per_batch_size: DraftSchedule | None = Field(
+        default=None, examples=[[[1, 2, 2], [3, 4, 1]]]
+    )
+    """Draft tokens by running requests, as in a profile's speculation."""
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
     """Local file with a Jinja chat template, relative to the inventory's folder. The text is part
     of the release: a changed file is a new release."""
@@ -288,7 +313,8 @@ class ServiceEngineSettings:
     visible on the host."""
 
     def violations(self) -> Iterator[Violation]:
-        return engine_violations(self.options, self.environment)
+        yield from engine_violations(self.options, self.environment)
+        yield from check_schedule(self.num_speculative_tokens_per_batch_size)
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)

@@ -4,12 +4,15 @@ from dataclasses import replace
 import pytest
 from spark_contract.documents import plain
 from spark_contract.job import AbsentProof, ReceiptProof
+from spark_contract.orders import expand_all
 
 from spark_deploy.config.errors import PlanError, SettingsError
 from spark_deploy.hosts.capacity import demands
 from spark_deploy.hosts.disk import Place
 from spark_deploy.lock.resolve import required_names
+from spark_deploy.plan.artifacts import refuse_impossible_trees
 from spark_deploy.plan.jobs import Member, discard_jobs_of, jobs_of, keep_of, with_peers
+from spark_deploy.plan.resolve import pair_of
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
 from tests.unit.preflight.surveyed import survey
 
@@ -47,6 +50,39 @@ def test_layout_changes_checkpoint_and_keep_base_does_not():
     assert overlay.checkpoint.digest != full.checkpoint.digest
     assert discarded.checkpoint.digest == full.checkpoint.digest
     assert discarded.serve.name == full.serve.name
+
+
+INT4_DRAFTER = {"engine.drafter": "int4-g128"}
+
+
+def test_drafter_setting_rounds_mtp_weights_and_names_another_checkpoint():
+    kept, int4 = plan_of(), plan_of(**INT4_DRAFTER)
+    modules = expand_all(int4.checkpoint.order.drafter_int4)
+    weights = expand_all(kept.checkpoint.order.mtp_tensors)
+    expected = {n.removesuffix(".weight") for n in weights if "_proj" in n and "shared" not in n}
+    assert modules == expected
+    assert int4.checkpoint.order.digest != kept.checkpoint.order.digest
+    assert int4.memory.drafter_bytes < kept.memory.drafter_bytes / 2
+    # The overlay links the file of a 16-bit drafter, and rewrites that of an INT4 drafter.
+    more = int4.checkpoint.output_bytes - kept.checkpoint.output_bytes
+    assert more == pytest.approx(int4.memory.drafter_bytes, rel=1e-6)
+    full = {**INT4_DRAFTER, **FULL}
+    assert plan_of(**full).checkpoint.output_bytes < plan_of(**FULL).checkpoint.output_bytes
+
+
+def test_drafter_that_the_base_stores_as_int4_is_kept():
+    kept, int4 = (plan_of("small", **settings) for settings in ({}, INT4_DRAFTER))
+    assert int4.checkpoint.order == kept.checkpoint.order
+    assert int4.memory == kept.memory
+
+
+def test_refuses_int4_drafter_without_16_bit_weights():
+    settings = settings_of(**INT4_DRAFTER)
+    model, profile = pair_of(settings, CATALOG)
+    refuse_impossible_trees(model, profile, settings)
+    without = replace(model, tensors=replace(model.tensors, mtp=("mtp.fc.weight",)))
+    with pytest.raises(PlanError, match=r"engine\.drafter: keep"):
+        refuse_impossible_trees(without, profile, settings)
 
 
 @pytest.mark.parametrize(("settings", "kept"), [(FULL, 1), (DISCARD, 0)])

@@ -7,7 +7,7 @@ import yaml
 
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.errors import CatalogError
+from spark_deploy.config.errors import CatalogError, SettingsError
 from spark_deploy.config.settings.types import Settings
 from tests.unit.planning.plans import FIXTURE, plan_of, problems, shipped_catalog
 
@@ -74,6 +74,38 @@ def test_head_setting_changes_checkpoint_or_engine():
         assert in_engine is (head == "int8-triton")
     refusals = problems(profile="base", **{"engine.head": "int8-triton"})
     assert any("own-head-without-the-plugin" in problem.what for problem in refusals)
+
+
+SAMPLING = {
+    "draft_sample_method": "probabilistic",
+    "rejection_sample_method": "block",
+    "num_speculative_tokens_per_batch_size": [[1, 2, 2], [3, 4, 1]],
+}
+
+
+def speculative_config(plan):
+    argv = plan.serve.engine.argv
+    return dict(json.loads(argv[argv.index("--speculative-config") + 1]))
+
+
+def test_draft_sampling_reaches_engine_under_its_own_names():
+    assert not speculative_config(plan_of()).keys() & SAMPLING.keys()
+    settings = {f"engine.{name}": value for name, value in SAMPLING.items()}
+    assert SAMPLING.items() <= speculative_config(plan_of(**settings)).items()
+    v3 = PROFILES["v3"].speculation
+    assert v3 is not None
+    assert {name: getattr(v3, name) for name in SAMPLING} == {
+        **SAMPLING,
+        "num_speculative_tokens_per_batch_size": ((1, 2, 2), (3, 4, 1)),
+    }
+    assert not PROFILES["v3"].proven
+
+
+@pytest.mark.parametrize("schedule", [[[2, 4, 1]], [[1, 2, 2], [2, 3, 1]], [[1, 3, 2], [5, 4, 1]]])
+def test_refuses_draft_schedules_that_the_engine_refuses(schedule):
+    with pytest.raises(SettingsError) as error:
+        plan_of(**{"engine.num_speculative_tokens_per_batch_size": schedule})
+    assert "engine.num_speculative_tokens_per_batch_size" in str(error.value)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 from spark_deploy.cli.plan_text import speed_lines
 from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.settings.engine import KvCache
 from spark_deploy.plan.speed import (
     HEADS,
     TOLERANCE,
@@ -78,13 +79,46 @@ def test_step_yields_one_token_and_accepted_drafts():
 
 
 def test_long_contexts_cost_less_with_smaller_cache():
-    def speed(name, tokens):
-        profile = CATALOG.profile(name, "large")
+    v2 = CATALOG.profile("v2", "large")
+
+    def speed(dtype, tokens):
+        profile = replace(v2, kv_cache=KvCache(dtype=dtype))
         return speed_of(LARGE.architecture, profile, context_tokens=tokens).tokens_per_s
 
-    assert speed("v2", 0) > speed("v2", 100_000) > speed("v2", 200_000)
-    assert speed("v2", 0) == speed("v2-tq", 0)
-    assert speed("v2", 200_000) < speed("v2-tq", 200_000)
+    assert speed("auto", 0) > speed("auto", 100_000) > speed("auto", 200_000)
+    assert speed("auto", 0) == speed("fp8", 0)
+    assert speed("auto", 200_000) < speed("fp8", 200_000)
+
+
+def test_plan_text_promises_no_speed_of_turboquant_in_long_contexts():
+    """Its kernel reads fewer bytes, but reports say that it is slower than 16 bits."""
+    line, *_ = speed_lines(plan_of(profile="v2-tq"), LARGE, CATALOG.profile("v2-tq", "large"))
+    assert "not computed for TurboQuant" in line
+    assert "after" not in line
+
+
+def test_int4_drafter_saves_the_bytes_that_a_draft_reads():
+    """A second computation from sizes of config.json, in milliseconds."""
+    model, v2 = SHIPPED.model("qwen3.5-122b").architecture, SHIPPED.profile("v2", "qwen3.5-122b")
+    replaced = 3072 * (2 * 32 * 256 + 2 * 2 * 256 + 32 * 256) + 8 * 3 * 3072 * 1024
+    int4 = 0.5 + 2 / 128 + 0.5 / 128
+    saved_ms = 2 * replaced * (2 / 0.578 - int4 / 0.84) / 273e6
+    before, after = (speed_of(model, replace(v2, drafter=d)).step_s for d in ("keep", "int4-g128"))
+    assert (before - after) * 1000 == pytest.approx(saved_ms, rel=1e-3)
+    small = SHIPPED.model("qwen3.5-35b").architecture  # its base has an INT4 drafter already
+    assert speed_of(small, v2) == speed_of(small, replace(v2, drafter="int4-g128"))
+
+
+def test_speed_counts_the_drafts_of_the_schedule():
+    def speed(requests, **changes):
+        drafts = Speculation(method="mtp", **changes)
+        v2 = replace(CATALOG.profile("v2", "large"), speculation=drafts)
+        return speed_of(LARGE.architecture, v2, requests=requests).tokens_per_s
+
+    schedule = ((1, 2, 2), (4, 4, 1))
+    for requests, tokens in {1: 2, 2: 2, 3: 2, 4: 1, 9: 1}.items():
+        scheduled = speed(requests, tokens=2, num_speculative_tokens_per_batch_size=schedule)
+        assert scheduled == speed(requests, tokens=tokens)
 
 
 def test_next_lever_is_not_yet_used_by_profile():
