@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 from engine_process import run_engine
+from spark_contract.orders import expand_all
 
+from proofs.trees.build import build, plan
 from spark_deploy.config.checkout import CHECKOUT
+from tests.unit.planning.plans import shipped_catalog
 from tests.unit.plugin import plugin_hybrids as hybrids
 
 HERE = Path(__file__).parent
@@ -55,12 +58,18 @@ def engine(work):
 
 
 @pytest.fixture(scope="module")
-def hybrid(work):
+def sources(work):
+    """Return the lab's INT4 base and FP8 donor."""
     hub = work / "hub"
     argv = [sys.executable, "-m", "lab.model", "build", "--out", str(hub), "--untrained"]
     subprocess.run(argv, check=True, cwd=CHECKOUT)
     trees = [hub / "lab" / name for name in ("tiny-int4", "tiny-fp8")]
-    return hybrids.Hybrid(*[tree / (tree / "refs/main").read_text().strip() for tree in trees])
+    return [tree / (tree / "refs/main").read_text().strip() for tree in trees]
+
+
+@pytest.fixture(scope="module")
+def hybrid(sources):
+    return hybrids.Hybrid(*sources)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +120,30 @@ def test_full_layout_with_drafts_answers_like_the_plain_checkpoint(engine, hybri
     ]
     assert answers["drafts"] > 0
     assert re.search(r"spark portable mode: .* for Qwen3_5MoeMTP", log)
+
+
+def test_built_int4_drafter_drafts_with_the_profiles_sampling(engine, sources, work, reference):
+    """The builder's overlay: its drafter is loaded from the rewritten file, answers stay."""
+    v3 = shipped_catalog().profile("v3", "lab-tiny")
+    experts = "mtp.layers.0.mlp.experts.{0..7}.{gate,up,down}_proj"
+    modules = [experts, "mtp.layers.0.self_attn.{q,k,v,o}_proj"]
+    variant = {"shared_experts": "fp8-donor", "head": "int8-g128", "layout": "overlay"}
+    order = plan(*sources, work / "int4-drafter", variant)
+    build({**order, "drafter_int4": modules}, work)
+    options = {
+        "method": "mtp",
+        "num_speculative_tokens": v3.speculation.tokens,
+        "draft_sample_method": v3.speculation.draft_sample_method,
+        "rejection_sample_method": v3.speculation.rejection_sample_method,
+        "num_speculative_tokens_per_batch_size": [[1, 2, 2], [3, 4, 1]],
+    }
+    answers, log = engine.answers(
+        work / "int4-drafter", load_format="spark_portable", speculative_config=options
+    )
+    assert [t[0] for t in answers["tokens"]] == [t[0] for t in reference["tokens"]]
+    assert answers["drafts"] > 0
+    packed = len(expand_all(modules))
+    assert re.search(rf"dequantised \d+ tensors .*int4 {packed}\b.* for Qwen3_5MoeMTP", log)
 
 
 def test_refuses_a_missing_scale_before_loading(engine, hybrid, work):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from spark_deploy.cli.plan import measured_speeds, read_calibration
 from spark_deploy.config.catalog.model import Architecture, HybridModel
-from spark_deploy.config.catalog.profile import Figure
+from spark_deploy.config.catalog.profile import Figure, Speculation
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.types import Settings
@@ -17,6 +18,7 @@ from spark_deploy.plan.speed import (
     LARGE_INT4,
     LATER_ACCEPTED,
     LAYER_S,
+    MAX_DRAFTS,
     SMALL,
     TOLERANCE,
     speed_of,
@@ -26,9 +28,13 @@ from tools.docs.declared import row
 ON_H200 = "[measured](engine-proofs.md#lm-head-kernel) on an H200"
 NUMBERS = (
     ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),
-    ("INT4 kernels", f"{LARGE_INT4} of it", "reported by the community for Marlin"),
+    (
+        "INT4 kernels, also those of an INT4 drafter",
+        f"{LARGE_INT4} of it",
+        "reported by the community for Marlin",
+    ),
     ("states, cache", f"{LARGE_INT4} of it", "assumed equal to INT4 kernels"),
-    ("shared experts, routers, drafter", f"{SMALL} of it", "fitted"),
+    ("shared experts, routers, 16-bit drafter", f"{SMALL} of it", "fitted"),
     ("each layer", f"{LAYER_S * 1e6:.0f} µs", "fitted"),
     *((f"LM head, {head}", f"{share} of it", ON_H200) for head, share in HEADS.items()),
     ("first draft accepted", str(FIRST_ACCEPTED), "published: 95 % of one"),
@@ -84,6 +90,42 @@ def step_rows(catalog: Catalog) -> Iterator[str]:
         yield row(part, *(f"{dict(step.parts_s).get(part, 0.0) * 1000:.1f}" for step in steps))
     yield row("step", *(f"{step.step_s * 1000:.1f}" for step in steps))
     yield row("tokens of a step", *(f"{step.tokens_per_step:.2f}" for step in steps))
+
+
+def v3_rows(catalog: Catalog) -> Iterator[str]:
+    """Yield the computed step of v2 and of each further part of v3."""
+    model = Settings().model
+    shape, v2, v3 = _shape(catalog, model), *(catalog.profile(n, model) for n in ("v2", "v3"))
+    drafter = replace(v2, drafter=v3.drafter)
+    parts = {
+        "v2": v2,
+        "INT4 drafter": drafter,
+        "own INT8 head (v3)": replace(drafter, head=v3.head),
+    }
+    yield from ("| profile | step, ms | tokens/s | relative to v2 |", "|---|---|---|---|")
+    before = speed_of(shape, v2).tokens_per_s
+    for name, profile in parts.items():
+        speed = speed_of(shape, profile)
+        gain = f"{speed.tokens_per_s / before:.3f}"
+        yield row(name, f"{speed.step_s * 1000:.1f}", f"{speed.tokens_per_s:.1f}", gain)
+
+
+def depth_rows(catalog: Catalog) -> Iterator[str]:
+    """Yield the computed speed of v3 by requests and drafts."""
+    shape, v3 = _shape(catalog, Settings().model), catalog.profile("v3", Settings().model)
+    drafts = range(MAX_DRAFTS + 1)
+    yield from (row("requests", *map(_drafts, drafts)), f"|---|{'---|' * len(drafts)}")
+    for requests in range(1, v3.limits.max_sequences + 1):
+        chosen = [Speculation(method="mtp", tokens=count) if count else None for count in drafts]
+        speeds = [
+            speed_of(shape, replace(v3, speculation=choice), requests=requests).tokens_per_s
+            for choice in chosen
+        ]
+        yield row(requests, *(f"{speed:.1f}" for speed in speeds))
+
+
+def _drafts(count: int) -> str:
+    return f"{count or 'no'} draft{'' if count == 1 else 's'}"
 
 
 def number_rows() -> Iterator[str]:

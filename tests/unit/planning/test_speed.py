@@ -16,7 +16,7 @@ from spark_deploy.plan.speed import (
     speed_of,
     tokens_per_step,
 )
-from tests.unit.planning.plans import CATALOG, LARGE, shipped_catalog
+from tests.unit.planning.plans import CATALOG, LARGE, plan_of, shipped_catalog
 
 SHIPPED = shipped_catalog()
 FIGURES = [
