@@ -32,7 +32,6 @@ QUESTION, ANSWER = "What is the capital of France?", "Paris"
 RIGHT, RETRY = "right", "retry later (503)"
 _PAUSE_S = 0.5
 _MINUTES = {"stub": "2 to 5", "cpu": "6 to 15"}
-# The stub engine answers garbage with this setting.
 BAD_RELEASE = (
     "--data",
     "model=lab-stub",

@@ -32,7 +32,7 @@ ENGINE_DIRS = ("docker", "containerd")
 @dataclass(frozen=True, slots=True)
 class GuestSpec:
     name: str
-    base: str  # read-only lower tree
+    base: str
     bootstrap: bool  # starts like a new Spark: password login, no key
     password: str | None
 

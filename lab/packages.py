@@ -17,7 +17,6 @@ STUBS_DIR = Path(__file__).with_name("stubs")
 PREINSTALLED_STUBS = ("nvidia-utils-580", "dgx-release", "labstub-runc")
 VENDOR_STUBS = ("cuda-toolkit-13-0", "nvidia-container-toolkit")
 
-# The distribution's packages in the lab's archive, with their dependencies.
 OFFERED = (
     "docker.io", "nginx-light", "libnginx-mod-http-js", "python3-venv", "python3-numpy",
     "python3-apt", "jq", "rsync",

@@ -18,7 +18,6 @@ PACKAGES = (
     "pciutils", "iputils-ping", "e2fsprogs", "tzdata",
 )  # fmt: skip
 
-# Timers and consoles without use in a container.
 MASKED = (
     "getty@tty1.service", "console-getty.service", "apt-daily.timer", "apt-daily-upgrade.timer",
     "dpkg-db-backup.timer", "fstrim.timer", "e2scrub_reap.service", "e2scrub_all.timer",

@@ -21,8 +21,8 @@ _CHECKOUT = Path(__file__).parent.parent
 @dataclass(frozen=True, slots=True)
 class Ground:
     distribution: Distribution
-    base: Path  # read-only lower tree of new guests
-    debs: Path  # packages not in the base
+    base: Path
+    debs: Path
 
 
 def prepare(paths: LabPaths, *, engine_trees: bool) -> Ground:

@@ -18,7 +18,6 @@ from lab.variant import OWNER_DONE, Variant
 
 _OWNER_SCRIPT = "usr/lib/labstub/owner.sh"
 
-# Runs once, after everything that the host starts.
 _OWNER_UNIT = f"""\
 [Unit]
 Description=Changes by the host's owner (virtual lab)

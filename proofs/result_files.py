@@ -70,7 +70,6 @@ KINDS = (
 
 
 def find_kind(name: str) -> Kind:
-    """Return the kind of a result file name without suffix; raises ValueError if unknown."""
     for kind in KINDS:
         if re.fullmatch(kind.pattern, name):
             return kind

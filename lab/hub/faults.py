@@ -53,7 +53,7 @@ class FaultSwitch:
 
 
 def set_fault(path: Path, fault: HubFault | None) -> None:
-    """Set or clear the fault; by a rename, because requests read the file at any time."""
+    """By a rename, because requests read the file at any time."""
     if fault is None:
         path.unlink(missing_ok=True)
         return

@@ -41,15 +41,6 @@ class FileHandler(BaseHTTPRequestHandler):
     hub: Hub
 
     def do_GET(self) -> None:
-        self._handle()
-
-    def do_HEAD(self) -> None:
-        self._handle()
-
-    def do_POST(self) -> None:
-        self._handle()
-
-    def _handle(self) -> None:
         try:
             self.route(unquote(urlsplit(self.path).path))
         except NotFoundError as error:
@@ -58,6 +49,8 @@ class FileHandler(BaseHTTPRequestHandler):
             self.refuse(HTTPStatus.UNAUTHORIZED, f"{error} is gated", code="GatedRepo")
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+
+    do_HEAD = do_POST = do_GET  # noqa: N815  # names of http.server
 
     def route(self, path: str) -> None:
         raise NotImplementedError

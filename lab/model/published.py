@@ -56,7 +56,6 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 _STEPS, _ENOUGH = 400, 0.002
-# The ranker's questions in the check, and more.
 _RANKED = (
     ("How do I bake bread at home?", "How do I bake bread at home without a machine?"),
     (

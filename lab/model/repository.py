@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +28,26 @@ def _plain(name: str, values: Floats) -> rounding.Tensor:
     return rounding.bf16(values)
 
 
+def _encode(
+    weights: dict[str, Floats],
+    is_encoded: Callable[[str], bool],
+    encode: Callable[[Floats], Tensors],
+) -> Tensors:
+    tensors: Tensors = {}
+    encoded: dict[int, Tensors] = {}  # several names may share an array
+    for name, values in weights.items():
+        if not is_encoded(name):
+            tensors[name] = _plain(name, values)
+            continue
+        if id(values) not in encoded:
+            encoded[id(values)] = encode(values)
+        module = name.removesuffix(".weight")
+        tensors |= {f"{module}.{part}": tensor for part, tensor in encoded[id(values)].items()}
+    return tensors
+
+
 def int4_tensors(weights: dict[str, Floats]) -> Tensors:
-    tensors: Tensors = {}
-    rounded: dict[int, Tensors] = {}
-    for name, values in weights.items():
-        if original.is_int4(name):
-            if id(values) not in rounded:
-                rounded[id(values)] = rounding.int4(values)
-            parts = rounded[id(values)]
-            module = name.removesuffix(".weight")
-            tensors.update({f"{module}.{part}": tensor for part, tensor in parts.items()})
-        else:
-            tensors[name] = _plain(name, values)
-    return tensors
-
-
-def fp8_tensors(weights: dict[str, Floats]) -> Tensors:
-    tensors: Tensors = {}
-    for name, values in weights.items():
-        if original.is_fp8(name):
-            parts = rounding.fp8(values)
-            module = name.removesuffix(".weight")
-            tensors.update({f"{module}.{part}": tensor for part, tensor in parts.items()})
-        else:
-            tensors[name] = _plain(name, values)
-    return tensors
+    return _encode(weights, original.is_int4, rounding.int4)
 
 
 def write_int4(
@@ -76,7 +72,8 @@ def write_fp8(
     directory: Path, shape: Shape, weights: dict[str, Floats], tokenizer: Tokenizer, about: str
 ) -> None:
     directory.mkdir(parents=True)
-    write_model(directory, fp8_tensors(weights), {}, SHARD_BYTES)
+    tensors = _encode(weights, original.is_fp8, rounding.fp8)
+    write_model(directory, tensors, {}, SHARD_BYTES)
     kept = [
         name.removesuffix(".weight")
         for name, values in weights.items()

@@ -71,7 +71,6 @@ def plain(name: str, size: tuple[int, ...]) -> Entry:
 
 
 def mtp(a: Architecture) -> list[Entry]:
-    """Return the 785 tensors (for 256 experts) of the MTP head."""
     return [plain(name, size) for name, size in mtp_shapes(a).items()]
 
 
@@ -96,7 +95,6 @@ def size_of(entry: Entry) -> int:
 
 
 def shared_expert_values(module: str, shape: tuple[int, int]) -> Any:
-    """Return BF16 bits of a shared expert's weight, the same on every call."""
     seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "little")
     values = np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(0.02)
     return bf16_bits(values).astype("<u2")

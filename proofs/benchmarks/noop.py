@@ -38,7 +38,6 @@ from spark_deploy.plan.jobs import DAEMON_JSON
 from tests.labkit import Guest, guest_named
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Packages of a deploy that this host may have.
 PACKAGES = (
     "dpkg-query -W -f '${Package}\\n' | grep -xE "
     "'python3|python3-venv|nginx-light|jq|rsync|git|acl|lsof|psmisc|file|openssl|ethtool|docker.io'"

@@ -26,7 +26,6 @@ MASK_TOKEN = TINY.vocabulary - 1
 
 
 def shapes(kind: str) -> Shapes:
-    """Return every tensor of a draft; embedding and head are the target's."""
     hidden = TINY.hidden
     tensors: Shapes = {"fc.weight": (hidden, len(SEEN_LAYERS) * hidden), "norm.weight": (hidden,)}
     read = hidden if kind == "dflash" else 2 * hidden  # EAGLE-3 also reads the token

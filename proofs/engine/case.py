@@ -104,7 +104,7 @@ def watch_modules(recorder: Recorder) -> None:
 
 
 def watch_block(recorder: Recorder, name: str, block: Any) -> None:
-    """Keep input and output of a block of experts; kernels may overwrite the input."""
+    """Kernels may overwrite the input of a block."""
     inputs: list[Any] = []
 
     def before(module: Any, args: Any, kwargs: Any) -> None:

@@ -42,7 +42,8 @@ def run_cases(
             waiting.clear()
         while waiting and len(running) < at_once:
             case = waiting.pop(0)
-            device = None if _spreads(case) else next(cards)
+            spreads = case["options"].get("tensor_parallel_size", 1) > 1
+            device = None if spreads else next(cards)
             running.append((_start(case, trees, out, device, module), case, time.monotonic()))
         time.sleep(0.5)
         for entry in list(running):
@@ -83,10 +84,6 @@ def devices_shown() -> list[str]:
         check=True,
     )
     return listed.stdout.split()
-
-
-def _spreads(case: dict[str, Any]) -> bool:
-    return bool(case["options"].get("tensor_parallel_size", 1) > 1)
 
 
 def _start(

@@ -20,7 +20,6 @@ def failed_start(name: str, result: Row) -> Row:
 
 
 def attempt(name: str, judge: Callable[..., Row], *arguments: Any, **named: Any) -> Row:
-    """Return the row of ``judge``, or a failed row if it raises."""
     try:
         return judge(*arguments, **named)
     except Exception as error:  # a dead engine must not hide the other rows
@@ -93,7 +92,6 @@ def acceptance(result: Row) -> float | None:
 
 
 def cache_hits(turn: Row) -> float:
-    """Return the tokens that a turn of a conversation found in the prefix cache."""
     counts = [
         value - turn["before"].get(key, 0)
         for key, value in turn["counters"].items()

@@ -44,7 +44,7 @@ def row(model: str, variant: str, own: dict[str, Any], base: dict[str, Any]) -> 
         claim = f"{name}: how far the INT4 base is from 16 bits"
     if variant == "wrong-scale":
         claim, near = f"{name}: detected by the same judge", bool(own and base) and not near
-    passed = None if variant == BASE and own else near  # the reference, not a claim
+    passed = None if variant == BASE and own else near
     return {"claim": claim, "passed": passed, "cases": [name], "numbers": own}
 
 

@@ -160,7 +160,6 @@ def tokens_of(rows: list[Row]) -> list[list[int]]:
 
 
 def sure(reference: list[Row], rows: list[Row]) -> list[Row]:
-    """Return the answers to questions that the reference answers reliably."""
     known = {
         _question(row)
         for row in looked_up(reference)

@@ -166,7 +166,6 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(texts)} |".replace("|  |", "| |")
 
 
-# Sections of group_vars/all.yml by first key: heading and optional paragraph.
 HEADINGS = {
     "model": "Model and service\n"
     "A release contains model, profile, engine, memory, watch, check, and names and time limits of "
