@@ -212,7 +212,7 @@ lab-model: venv ## train the lab's model again (root, minutes)
 plan: venv ## print the plan of the hosts in inventory/spark.py; contacts no host
 	.venv/bin/spark-deploy plan
 
-docs: venv ## regenerate schemas, group_vars/all.yml and the generated pages and tables
+docs: venv ## regenerate schemas, group_vars/all.yml, pictures, and the generated pages and tables
 	$(PY) tools/docs/generate.py
 
 golden: venv ## rewrite the expected plans; read the diff before committing
