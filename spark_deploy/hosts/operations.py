@@ -69,6 +69,14 @@ def holder() -> str:
     return _plain_word(f"{getpass.getuser()}@{platform.node()}")
 
 
+def _lock_script(lease: str) -> str:
+    """Lock the file next to the lease; again if another run removed it meanwhile."""
+    return f"""while :; do
+  exec 9>>{lease}.lock; flock -w 20 9
+  [ {lease}.lock -ef /proc/self/fd/9 ] && break
+done"""
+
+
 def take_script(
     path: str, token: str, user: str, replaces: str | None = None, *, check_only: bool = False
 ) -> str:
@@ -79,7 +87,7 @@ def take_script(
     lease = shlex.quote(path)
     when_free = "echo free; exit 0" if check_only else ":"
     return f"""set -e; umask 077
-exec 9>>{lease}.lock; flock -w 20 9
+{_lock_script(lease)}
 now=$(cut -d. -f1 /proc/uptime)
 have= until=0 since= user=
 if [ -f {lease} ]; then read -r have until since user < {lease} || :; fi
@@ -97,7 +105,8 @@ echo taken"""
 def unlock_script(path: str, token: str) -> str:
     lease = shlex.quote(path)
     return f"""[ -f {lease} ] || exit 0
-umask 077; exec 9>>{lease}.lock; flock -w 20 9
+umask 077
+{_lock_script(lease)}
 read -r have rest < {lease} || :
 if [ "$have" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
 

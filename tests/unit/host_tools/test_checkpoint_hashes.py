@@ -5,6 +5,7 @@ import pytest
 from spark_contract import documents
 from spark_contract.paths import RECEIPT_NAME
 from spark_contract.receipts import ReceiptFile, SourceReceipt
+from spark_host.watch import checkpoint_hashes
 from spark_host.watch.checkpoint_hashes import DAYS, hash_next
 
 PIECE = 1000
@@ -51,6 +52,14 @@ def test_finds_flipped_byte_with_restored_time_within_14_days(tmp_path, name, of
     assert problems[part].what.startswith(str(trees[1] / name))
     flip_byte(trees[1] / name, offset)
     assert hash_next(trees, position, damaged)[0] == {}
+
+
+def test_damage_is_reported_on_a_slow_disk(tmp_path, monkeypatch):
+    tree = write_tree(tmp_path / "tree")
+    flip_byte(tree / "a.bin", 0)
+    problems, _ = hash_next([tree], 0)
+    monkeypatch.setattr(checkpoint_hashes, "_LIMIT_S", -1)
+    assert hash_next([tree], 9, tuple(problems)) == (problems, 9)
 
 
 def test_healthy_checkpoints_are_read_once_in_14_days(tmp_path):

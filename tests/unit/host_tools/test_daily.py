@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from spark_host.system import host as system
 from spark_host.system import programs
 from spark_host.watch import daily
 from stub_host import RELEASE, Host
+
+from tests.receipts import source_receipt
 
 UNITS = {
     f"spark-serve@{RELEASE}.service", f"spark-watch@{RELEASE}.service",
@@ -45,6 +48,10 @@ class ServingHost:
     def checkpoint(self):
         return self.host.paths.below("/srv/spark/models/x")
 
+    @property
+    def receipt(self):
+        return self.checkpoint / "receipt.json"
+
     def write_certificate(self, days):
         files = {"certificate": "/etc/spark/cert.pem", "key": "/etc/spark/key.pem"}
         self.host.gateway(tls=files)
@@ -69,6 +76,7 @@ def serving(host, monkeypatch):
     serving = ServingHost(host)
     host.release()
     serving.checkpoint.mkdir(parents=True)
+    serving.receipt.write_text(source_receipt())
     serving.write_proof(days_ago(1))
     host.gateway()
     monkeypatch.setattr(boot, "enabled", lambda service, host: [RELEASE])
@@ -94,7 +102,9 @@ FAULTS: dict[str, tuple[Callable[[ServingHost], Any], str, str]] = {
     "inodes": (lambda s: setattr(daily, "FREE_INODES_SHARE", 2), "disk", "inodes are free"),
     "clock": (lambda s: setattr(s, "clock_synchronised", "no"), "clock", "not synchronised"),
     "clock back": (lambda s: s.write_proof(days_ago(-2)), "clock", "went back"),
-    "mount": (lambda s: s.checkpoint.rmdir(), "mounts", "is missing"),
+    "mount": (lambda s: shutil.rmtree(s.checkpoint), "mounts", "is missing"),
+    "no receipt": (lambda s: s.receipt.unlink(), "checkpoint", "cannot start"),
+    "empty receipt": (lambda s: s.receipt.write_text(""), "checkpoint", "cannot start"),
     "old proof": (lambda s: s.write_proof(days_ago(90)), "proof", "was proven 90 days ago"),
     "no proof": (lambda s: s.host.paths.proof(RELEASE).unlink(), "proof", "without a proof"),
 }  # fmt: skip

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import re
 import shlex
@@ -133,6 +134,22 @@ def test_damaged_lease_expires_without_running_code(path, content):
     path.write_text(content)
     answer = take(path, OTHER, "ben@laptop")
     assert re.fullmatch(r"taken|held a \d+ s \$\(id\)", answer)
+
+
+def test_waiting_run_locks_again_after_the_lock_file_was_removed(path):
+    lock = Path(f"{path}.lock")
+    script = ["sh", "-c", take_script(str(path), OTHER, "ann@desk")]
+    with lock.open("w") as removed:
+        fcntl.flock(removed, fcntl.LOCK_EX)
+        waiting = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
+        time.sleep(0.5)
+        lock.unlink()  # by a run that returns its lease
+        with lock.open("w") as current:  # of a third run
+            fcntl.flock(current, fcntl.LOCK_EX)
+            fcntl.flock(removed, fcntl.LOCK_UN)
+            with pytest.raises(subprocess.TimeoutExpired):
+                waiting.wait(1)
+    assert waiting.communicate(timeout=10)[0] == "taken\n"
 
 
 def test_users_of_the_host_cannot_take_the_lock(path):

@@ -39,6 +39,7 @@ def hash_next(
     """
     parts = [part for tree in dict.fromkeys(trees) for part in _parts(tree)]
     hashed = [part for part in parts if part.key in damaged]
+    again = len(hashed)
     left = sum(part.size_bytes for part in parts) / DAYS
     for _ in parts:
         if left <= 0:
@@ -50,7 +51,7 @@ def hash_next(
     until_s = time.monotonic() + _LIMIT_S
     problems: dict[str, Problem] = {}
     for number, part in enumerate(hashed):
-        if time.monotonic() > until_s:
+        if number >= again and time.monotonic() > until_s:
             return problems, (position - (len(hashed) - number)) % len(parts)
         if problem := _problem(part):
             problems[part.key] = problem

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
+from spark_contract import receipts
 from spark_contract.errors import HostToolError, Problem
-from spark_contract.paths import Paths
+from spark_contract.paths import RECEIPT_NAME, Paths
 from spark_contract.records import DailyReport, Proof
 from spark_contract.release import Release
 from spark_contract.units import GATEWAY, WATCH
@@ -144,9 +145,14 @@ def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
 
 def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
     for name, trees in _booted(releases, host).items():
-        if missing := next((tree for tree in trees if not tree.is_dir()), None):
-            message = f"{missing} is missing; {name} needs it at boot"
-            yield Problem("mounts", message, "mount its disk (findmnt --verify), or deploy again")
+        for tree in trees:
+            if not tree.is_dir():
+                message = f"{tree} is missing; {name} needs it at boot"
+                fix = "mount its disk (findmnt --verify), or deploy again"
+                yield Problem("mounts", message, fix)
+            elif receipts.find(tree) is None:
+                message = f"{tree / RECEIPT_NAME} is missing or damaged; {name} cannot start"
+                yield Problem("checkpoint", message, "run the deploy: it verifies the files again")
 
 
 def _booted(releases: list[Release], host: Host) -> dict[str, list[Path]]:
