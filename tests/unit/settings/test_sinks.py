@@ -70,6 +70,11 @@ HOSTILE = [
         nested("proxy.direct", [f"lan{text}"])
         for text in ("'", '"', "\\", "$x", "%h", ";", "#", "\n")
     ),
+    *(nested("docker.packages", [text]) for text in ("--allow-unauthenticated", "jq\n", "a b")),
+    *(nested("expect.unit_overrides", [text]) for text in ("/a b", "a.conf", "/a\n")),
+    *(nested("fabric.interfaces", [text]) for text in ("-x", "a/b", "a\n")),
+    *(nested("ssh.allowed_from", [text]) for text in ('a",command="id', "a,*", "!a", "a\n")),
+    *(nested("schedule", [{"at": text, "model": "m", "profile": "p"}]) for text in ("8\nx", "$x")),
     nested("docker.daemon", {"log-opts": {"max-size": "1m\n"}}),
 ]
 GOOD = [
