@@ -1,7 +1,25 @@
-"""Run the command line without installing the project."""
+"""Entry point of ``spark-deploy`` and ``python -m spark_deploy``."""
 
+import os
+import signal
 import sys
+from types import FrameType
 
-from spark_deploy.cli import main
 
-sys.exit(main())
+def start() -> int:
+    """Run the command line; Ctrl-C prints one line, also during the imports."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+    from spark_deploy.cli import main
+
+    return main()
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    # An exception would leave half imported modules, which print more errors.
+    os.write(2, b"\nstopped; no changes made\n")
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    sys.exit(start())

@@ -21,7 +21,8 @@ from spark_contract.release import Release
 from spark_contract.status import Status
 
 from spark_deploy.bench.result import Sample, Served
-from spark_deploy.config.errors import SparkError
+from spark_deploy.config.errors import SparkError, unreachable
+from spark_deploy.inventory.unreachable import ssh_reason
 
 _LIMIT_S = 60.0
 _TUNNEL_LIMIT_S = 15.0
@@ -61,6 +62,8 @@ class Login:
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
         if done.returncode != 0:
+            if unreached := ssh_reason(done.stderr):
+                raise SparkError([unreachable(self.name, *unreached)])
             problem = done.stderr.strip() or f"exit code {done.returncode}"
             raise SparkError.one(self.name, problem, "check the host with `spark-deploy status`")
         return done.stdout

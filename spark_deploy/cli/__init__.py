@@ -5,6 +5,7 @@ import importlib
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -20,6 +21,7 @@ SECTIONS = {
     },
     "Change": {
         "use": "Select another model or profile in your settings files.",
+        "set": "Set KEY=VALUE in your settings files, after checking it.",
         "stop": "Stop serving until you run start, even across reboots.",
         "start": "Start the last proven release of stopped hosts.",
         "rollback": "Return to the previous release.",
@@ -41,7 +43,7 @@ SECTIONS = {
     "Models and files": {
         "models": "List models, hosts they need, and computed speed.",
         "update": "Lock new commits and image digests.",
-        "settings": "Print all settings with defaults and descriptions.",
+        "settings": "Print all settings, or those whose names contain KEY.",
         "add": "Add a model from a repository, shared file or recipe.",
         "share": "Write a model with profile and lock to a file.",
     },
@@ -50,7 +52,7 @@ COMMANDS = {name: text for commands in SECTIONS.values() for name, text in comma
 _CHANGES = ("stop", "start", "rollback", "prune", "rotate-key", "uninstall", "fabric")
 _MODULES = {
     **dict.fromkeys(_CHANGES, "changes"), **dict.fromkeys(("top", "logs"), "live"),
-    "settings": "use",
+    "set": "settings",
 }  # fmt: skip
 # What people type who know other tools.
 _SIMILAR = {
@@ -127,6 +129,8 @@ def _run(command: Callable[[], int]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # Answers contain the reasons of failed connections; pyinfra would print them again.
     logging.getLogger("pyinfra").setLevel(logging.CRITICAL)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the command handles it
     try:
         return command()
     except SparkError as error:
@@ -164,7 +168,9 @@ class _Group(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"spark_deploy.cli.{_MODULES.get(cmd_name, cmd_name)}")
-        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        function = cmd_name.replace("-", "_")
+        function = "set_" if function == "set" else function  # the builtin's name
+        command: click.Command = getattr(module, function)
         command.help = COMMANDS[cmd_name]
         command.context_settings = self.context_settings  # also without this group's context
         return command
@@ -183,7 +189,9 @@ class _Group(click.Group):
             from gevent import hub, monkey
 
             monkey.patch_all()
-            hub.Hub.NOT_ERROR += (KeyboardInterrupt,)
+            from spark_deploy.config.errors import SparkError
+
+            hub.Hub.NOT_ERROR += (KeyboardInterrupt, SparkError)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -31,6 +31,7 @@ from spark_deploy.cli.console import (
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.plan_text import plan_lines, row
 from spark_deploy.cli.recipes import draft_from_recipe
+from spark_deploy.cli.settings import edit_line, edits_data
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.catalog.model import HybridModel
@@ -103,9 +104,9 @@ def add(
         text += _plan(options, added, data)
         if is_chosen:
             edits, names = use.select(options, pair)
-            data["chosen"] = use.edits_data(edits)
+            data["chosen"] = edits_data(edits)
             data["next"] = [next_command(options, "up", *names)]
-            text += map(use.edit_line, edits)
+            text += map(edit_line, edits)
         text.append(row("NEXT", "; then ".join(data["next"])))
     except SparkError as error:
         data["problems"] = [asdict(problem) for problem in error.problems]

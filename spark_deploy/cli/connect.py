@@ -37,10 +37,12 @@ from spark_deploy.cli.hosts import (
     select_hosts,
 )
 from spark_deploy.config.catalog.model import HybridModel
-from spark_deploy.config.errors import SparkError
+from spark_deploy.config.errors import SparkError, unreachable
+from spark_deploy.config.printable import one_line
 from spark_deploy.hosts.certificates import ca_path
 from spark_deploy.hosts.gateway import TailnetAddress
 from spark_deploy.inventory.plans import read_inventory
+from spark_deploy.inventory.unreachable import ssh_reason
 from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.resolve import pair_of
@@ -246,10 +248,12 @@ def _hold_tunnels(servers: Sequence[Connection]) -> None:
     pressed: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     with ExitStack() as stack:
-        running: list[tuple[str, subprocess.Popen[bytes]]] = []
+        running: list[tuple[str, subprocess.Popen[str]]] = []
         for server in servers:
             command = shlex.split(server.tunnel or "")
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
             stack.callback(process.wait, timeout=20)
             stack.callback(process.terminate)
             running.append((server.host, process))
@@ -262,8 +266,13 @@ def _hold_tunnels(servers: Sequence[Connection]) -> None:
                 return
             for name, process in running:
                 if process.poll() is not None:
-                    problem = f"tunnel ended with exit code {process.returncode}"
-                    raise SparkError.one(name, problem, "see ssh's message above, then try again")
+                    output = process.stderr.read() if process.stderr else ""
+                    if unreached := ssh_reason(output):
+                        raise SparkError([unreachable(name, *unreached)])
+                    problem = (
+                        f"tunnel ended with exit code {process.returncode}: {one_line(output)}"
+                    )
+                    raise SparkError.one(name, problem, "close what uses the port, then try again")
 
 
 def connection_of(

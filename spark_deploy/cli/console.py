@@ -44,10 +44,11 @@ class Options:
 
 
 def shared_options(
-    *, hosts: bool = True, plans: bool = False, changes: bool = False
+    *, hosts: bool = True, plans: bool = False, changes: bool = False, metavar: str = "[HOST]..."
 ) -> Callable[[Callable[..., int]], Callable[..., Any]]:
     """Add ``--json`` and groups of options; the command gets them as ``Options``.
 
+    With KEY=VALUE in ``metavar`` it also gets the words that contain "=", as ``assignments``.
     The command runs after the end of click's context: an inventory has a separate context.
     """
 
@@ -55,6 +56,9 @@ def shared_options(
         @functools.wraps(run)
         def bind(**values: Any) -> Callable[[], int]:
             words = values.pop("words", ())
+            if "=" in metavar:
+                values["assignments"] = [word for word in words if "=" in word]
+                words = [word for word in words if "=" not in word]
             shared: dict[str, Any] = {
                 key: list(value) if isinstance(value, tuple) else value
                 for key in Options.__slots__
@@ -69,7 +73,7 @@ def shared_options(
             return functools.partial(run, options, **values)
 
         parameters = [
-            *_HOSTS * hosts, *_PLANS * plans, *_CHANGES * changes,
+            *(_words(metavar), *_HOSTS) * hosts, *_PLANS * plans, *_CHANGES * changes,
             click.option("--json", is_flag=True, help="Print the result as JSON."),
         ]  # fmt: skip
         return functools.reduce(lambda to, add: add(to), reversed(parameters), bind)
@@ -118,8 +122,11 @@ def service_option(text: str) -> Callable[..., Any]:
     return click.option("--service", metavar="NAME", help=text)
 
 
+def _words(metavar: str) -> Callable[..., Any]:
+    return click.argument("words", nargs=-1, metavar=metavar, shell_complete=host_names)
+
+
 _HOSTS = (
-    click.argument("words", nargs=-1, metavar="[HOST]...", shell_complete=host_names),
     click.option(
         "--inventory", metavar="FILE", type=FILE, help="Inventory file [inventory/spark.py]."
     ),

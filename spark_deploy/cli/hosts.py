@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import gevent
+from gevent.pool import Pool
 from pyinfra.api.config import Config
 from pyinfra.api.connect import disconnect_all
 from pyinfra.api.exceptions import PyinfraError
@@ -23,9 +23,7 @@ from spark_deploy.cli.console import Options, note, short_list
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.types import Catalog
-from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SettingsError, SparkError, unreachable
-from spark_deploy.config.printable import without_errno
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
@@ -35,6 +33,7 @@ from spark_deploy.inventory.host_keys import Endpoint, HostKey, readable_ssh_fil
 from spark_deploy.inventory.host_names import CONTEXT_KEY, HostContext
 from spark_deploy.inventory.output_limits import limit_output
 from spark_deploy.inventory.plans import payload_identity, read_headers, read_inventory
+from spark_deploy.inventory.unreachable import BOOTSTRAP, CHECK_NETWORK
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import companions, required_names, resolve
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
@@ -51,17 +50,6 @@ ESTIMATED_COMMIT = "0" * 40
 QUIET_S = 2.0  # until a note names the hosts without an answer
 _ESTIMATED_SHA256 = "0" * 64
 _ESTIMATED_IMAGE_BYTES = 10_000_000_000
-_CHECK_NETWORK = "check that the host is on; check address and port"
-_BOOTSTRAP = "run `spark-deploy up`, or deploys/bootstrap.py: it installs key and sudo rule"
-# By pyinfra's reasons for a failed connection.
-_FIXES = {
-    "Could not connect": _CHECK_NETWORK,
-    "Could not resolve hostname": _CHECK_NETWORK,
-    "EOF error": _CHECK_NETWORK,
-    "Authentication error": _BOOTSTRAP,
-    "SSH host key error": _BOOTSTRAP,  # it shows both keys
-    "No host key": _BOOTSTRAP,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +100,19 @@ def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "")
 def inventory_path(options: Options) -> Path:
     """Return the inventory to use, or fail.
 
-    It is the given file or folder, or else the first of the working directory, the directories
-    above it, and the checkout.
+    It is the given file or folder, or else the first of the working directory and the directories
+    above it.
     """
     default = Path("inventory/spark.py")
     if options.inventory:
         given = Path(options.inventory)
         return given / default if (given / default).is_file() else given
     above = (directory / default for directory in Path.cwd().parents)
-    for path in (default, *filter(_is_trusted, above), CHECKOUT / default):
+    for path in (default, *filter(_is_trusted, above)):
         if path.is_file():
             return path
-    fix = "run `spark-deploy init DIR` and change to DIR; or set --inventory"
-    raise SettingsError.one(str(default), "is missing in this directory", fix)
+    fix = "change to the folder of `spark-deploy init`, or add --inventory DIR"
+    raise SettingsError.one(str(default), "is missing in this directory and those above it", fix)
 
 
 def _is_trusted(inventory: Path) -> bool:
@@ -244,8 +232,7 @@ def query(
                 with readable_ssh_files():
                     host.connect(raise_exceptions=False, show_errors=False)
                 if not host.connected:
-                    reason = without_errno(errors.reasons.get(host.name, "no reason given"))
-                    return Answer(target, None, f"unreachable: {with_fix(reason)}")
+                    return Answer(target, None, errors.reasons.get(host.name, "unreachable"))
                 state.activate_host(host)
                 limit_output()
                 value = read(host, target)
@@ -276,12 +263,6 @@ def query_or_note(
             yield answer.host, answer.value
 
 
-def with_fix(reason: str) -> str:
-    """Add the fix to pyinfra's reason for a failed connection."""
-    fix = next((fix for text, fix in _FIXES.items() if text in reason), "")
-    return f"{reason}; fix: {fix}" if fix else reason
-
-
 def _reason(host: Host, state: State, error: Exception) -> str:
     """Explain a failed query; pyinfra reports a failed command only as "no hosts left"."""
     if isinstance(error, SparkError):
@@ -303,25 +284,25 @@ class AccessResult:
 
     def problems(self) -> Iterator[Problem]:
         for host in self.silent:
-            reason = f"{host.entry_name}: {host.detail}"
-            yield unreachable(host.endpoint.host, reason, _CHECK_NETWORK)
+            yield unreachable(host.endpoint.host, host.detail, CHECK_NETWORK)
         for endpoint in self.closed:
             problem = "sudo requires a password"
             if not endpoint.is_local:
                 problem = f"rejects our SSH key, or {problem}"
-            yield Problem(endpoint.host, problem, _BOOTSTRAP)
+            yield Problem(endpoint.host, problem, BOOTSTRAP)
 
 
 def check_access(hosts: Sequence[Target]) -> AccessResult:
     """Try a login on all hosts in parallel; probe those where it fails."""
     endpoints = [login.endpoint(host.name, host.data) for host in hosts]
     doing = f"connecting to {short_list([host.name for host in hosts])}"
-    with ticking(doing, note, first_s=QUIET_S), ThreadPoolExecutor(max_workers=16) as pool:
-        results = list(pool.map(login.try_key, endpoints))
+    pool = Pool(16)  # of greenlets: threads would delay an exit after Ctrl-C
+    with ticking(doing, note, first_s=QUIET_S):
+        results = pool.map(login.try_key, endpoints)
         pairs = zip(endpoints, results, strict=True)
         closed = [endpoint for endpoint, access in pairs if not access.ready]
         remote = [endpoint for endpoint in closed if not endpoint.is_local]
-        seen = list(pool.map(host_keys.query_host_key, remote))
+        seen = pool.map(host_keys.query_host_key, remote)
     silent = tuple(host for host in seen if host.state == "unreachable")
     unreached = [host.endpoint for host in silent]
     return AccessResult(silent, tuple(endpoint for endpoint in closed if endpoint not in unreached))

@@ -23,7 +23,8 @@ from spark_deploy.bench.host import HEAT, Login, parse_heat
 from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.console import Options, note, service_option, shared_options
 from spark_deploy.cli.hosts import chosen_services, select_hosts
-from spark_deploy.config.printable import printable
+from spark_deploy.config.printable import one_line, printable
+from spark_deploy.inventory.unreachable import ssh_reason
 from spark_deploy.plan.memory import GIB
 
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}
@@ -60,15 +61,23 @@ def logs(options: Options, follow: bool, lines: int) -> int:
         return 0
     failed = [name for name, process in readers.items() if process.wait() > 0]
     for name in failed:
-        note(f"{name}: journal unreadable; fix: `spark-deploy doctor`")
+        note(f"{name}: {_failure(readers[name], 'journal unreadable')}")
     return 1 if failed else 0
 
 
 def _start(login: Login, script: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         login.argv(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        text=True, errors="replace",
+        stderr=subprocess.PIPE, text=True, errors="replace",
     )  # fmt: skip
+
+
+def _failure(process: subprocess.Popen[str], problem: str) -> str:
+    output = process.stderr.read() if process.stderr else ""
+    if unreached := ssh_reason(output):
+        return f"unreachable: {unreached[0]}; fix: {unreached[1]}"
+    reason = f": {one_line(output)}" if output.strip() else ""
+    return f"{problem}{reason}; fix: `spark-deploy doctor`"
 
 
 def journal_command(lines: int, *, follow: bool) -> str:
@@ -173,7 +182,7 @@ def top(options: Options, once: bool, service: str | None) -> int:
             process.terminate()
     failed = [title for title, pair in samples.items() if not pair]
     for title in failed:
-        note(f"{title}: no answer; fix: `spark-deploy doctor`")
+        note(f"{title}: {_failure(processes[title], 'no answer')}")
     return 1 if failed else 0
 
 

@@ -120,7 +120,7 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
         return 0
     for endpoint in access.closed:
         if not endpoint.is_local:
-            public_key(endpoint.key_file)  # refuses a missing key before pyinfra starts
+            public_key(endpoint)  # refuses a missing key before pyinfra starts
     names = [endpoint.host for endpoint in access.closed]
     if options.dry:
         fix = "run `spark-deploy up` without --dry"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 from pyinfra.api.hiddenvalue import HiddenValue
@@ -80,7 +81,7 @@ def prepare(
         reachable = [each for each in endpoints if each.is_local]
         reachable += [key.endpoint for key in keys if key.state != "unreachable"]
         # Before any prompt: without a key to install, answers would be lost.
-        public_keys = ["" if e.is_local else public_key(e.key_file) for e in reachable]
+        public_keys = ["" if e.is_local else public_key(e) for e in reachable]
         _confirm_host_keys(keys, confirm)
         logins = [
             _bootstrap_login(target, access, hosts[target.host])
@@ -88,16 +89,11 @@ def prepare(
         ]
         accesses = list(pool.map(try_key, logins))
         pairs = list(zip(logins, accesses, strict=True))
-        waiting = [login for login, access in pairs if not access.ready]
-        password = prompt.password_for(waiting) if waiting else None
-        if password is not None:
-            checked = [login for login, access in pairs if not access.logs_in]
-            accepted = list(pool.map(lambda login: accepts_password(login, password), checked))
-            _report_refusals(checked, accepted)
+        passwords = _ask_passwords([pair for pair in pairs if not pair[1].ready], prompt, pool)
     data = {}
     for target, login, access, key in zip(reachable, logins, accesses, public_keys, strict=True):
         contact = Contact(target, access.ready and login == target, key, None)
-        data[target.host] = _contact_data(contact, login, access, password)
+        data[target.host] = _contact_data(contact, login, access, passwords.get(login.host))
     return data
 
 
@@ -142,14 +138,32 @@ def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -
         _log(f"recorded in {path}")
 
 
-def _report_refusals(endpoints: Sequence[Endpoint], accepted: Sequence[bool]) -> None:
-    """Stop if every host rejects the password; otherwise print those that do."""
-    refusing = [e.host for e, accepts in zip(endpoints, accepted, strict=True) if not accepts]
-    if refusing and len(refusing) == len(endpoints):
-        fix = "run again with the right password, and check ssh.user"
-        raise SettingsError.one("password", f"rejected by {', '.join(refusing)}", fix)
-    if refusing:
-        _log(f"{', '.join(refusing)}: password rejected; run again for it with --limit")
+def _ask_passwords(
+    waiting: Sequence[tuple[Endpoint, Access]], prompt: PasswordPrompt, pool: ThreadPoolExecutor
+) -> dict[str, str]:
+    """Return the password of each host; ask again for hosts that reject it.
+
+    Stop if every host rejects the password; otherwise print the hosts that do.
+    """
+    passwords: dict[str, str] = {}
+    unchecked = {login for login, access in waiting if not access.logs_in}
+    refusing = [login for login, _ in waiting]
+    while refusing:
+        password = prompt.password_for(refusing)
+        passwords |= dict.fromkeys((login.host for login in refusing), password)
+        checked = [login for login in refusing if login in unchecked]
+        accepted = pool.map(accepts_password, checked, repeat(password))
+        refusing = [e for e, accepts in zip(checked, accepted, strict=True) if not accepts]
+        names = ", ".join(login.host for login in refusing)
+        if refusing and prompt.forget():
+            _log(f"{names}: password rejected; try again")
+        elif {*refusing} == unchecked and refusing:
+            fix = "run again with the right password, and check ssh.user"
+            raise SettingsError.one("password", f"rejected by {names}", fix)
+        elif refusing:
+            _log(f"{names}: password rejected; run again for it with --limit")
+            break
+    return passwords
 
 
 def _contact_data(

@@ -20,6 +20,7 @@ from pyinfra.connectors.sshuserclient.client import SSHClient, get_host_keys
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.config.printable import one_line
 from spark_deploy.inventory.host_names import LOCAL
+from spark_deploy.inventory.unreachable import network_reason
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -95,8 +96,8 @@ def query_host_key(endpoint: Endpoint) -> HostKey:
         finally:
             transport.close()
     except (OSError, EOFError, SSHException) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        return HostKey(endpoint, name, path, "unreachable", None, None, why)
+        reason = network_reason(hostname, port, error)
+        return HostKey(endpoint, name, path, "unreachable", None, None, reason)
     same_type = recorded.get(key.get_name())
     if same_type is None:
         return HostKey(endpoint, name, path, "changed" if recorded else "new", key, None)

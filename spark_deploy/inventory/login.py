@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paramiko import AuthenticationException, SSHException
+from paramiko import Agent, AuthenticationException, PKey, SSHException
 from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.host import Host, HostData
 from pyinfra.api.state import State
 from pyinfra.connectors.ssh_util import load_key_with_certificate
-from pyinfra.connectors.sshuserclient.client import SSHClient
+from pyinfra.connectors.sshuserclient.client import SSHClient, get_ssh_config
 
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.hosts.access import ACCOUNT
@@ -25,7 +25,8 @@ from spark_deploy.inventory.host_names import context_of
 from spark_deploy.plan.types import BootstrapPlan
 
 PASSWORD_FILE_VARIABLE = "SPARK_BOOTSTRAP_PASSWORD_FILE"
-_KEY_NAMES = ("id_ed25519", "id_ecdsa", "id_rsa")
+PASSWORD_ATTEMPTS = 3
+_KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 # -k: ignore a password typed minutes ago.
 _TRY_SUDO = '[ "$(id -u)" = 0 ] || sudo -k -n true 2>/dev/null && echo free'
 
@@ -45,17 +46,24 @@ class Password(str):
 
 
 class PasswordPrompt:
-    """Prompts for a run's password once, when a host needs it."""
+    """Prompts for a run's password when a host needs it, and again after ``forget``."""
 
     def __init__(self, ask: Callable[[str], str] = getpass.getpass):
         self._ask = ask
         self._password: Password | None = None
+        self._attempts = 0
 
     def password_for(self, endpoints: Sequence[Endpoint]) -> str:
         """The prompt names the first hosts that need it."""
         if self._password is None:
             self._password = Password(self._read(endpoints))
         return self._password
+
+    def forget(self) -> bool:
+        """Return whether another attempt can be made: a person can type a different password."""
+        self._password, self._attempts = None, self._attempts + 1
+        can_type = PASSWORD_FILE_VARIABLE not in os.environ and sys.stdin.isatty()
+        return can_type and self._attempts < PASSWORD_ATTEMPTS
 
     def _read(self, endpoints: Sequence[Endpoint]) -> str:
         hosts = ", ".join(endpoint.host for endpoint in endpoints)
@@ -159,26 +167,46 @@ def _private_key(key_file: str) -> Any:
     try:
         return load_key_with_certificate(key_file, allow_prompt=False)
     except PyinfraError as error:
-        path = Path(key_file).expanduser()
+        path, problem = Path(key_file).expanduser(), str(error)
         fix = f"create it with `ssh-keygen -t ed25519 -f {path}`"
-        if path.exists():
+        if "encrypted" in problem:
+            problem, fix = "has a passphrase", f"run `ssh-add {path}`, and remove ssh.key_file"
+        elif path.exists():
             fix = "set it to a private key of ssh-keygen"
-        raise SettingsError.one("ssh.key_file", f"{path}: {error}", fix) from error
+        raise SettingsError.one("ssh.key_file", f"{path}: {problem}", fix) from error
 
 
-def public_key(key_file: str | None, home: Path | None = None) -> str:
-    """Return the public key of ``ssh.key_file``, otherwise of ~/.ssh."""
-    folder = (home or Path.home()) / ".ssh"
-    files = [folder / f"{name}.pub" for name in _KEY_NAMES]
-    if key_file:
-        files = [Path(f"{Path(key_file).expanduser()}.pub")]
-    path = next((file for file in files if file.exists()), None)
-    if path is None and key_file:
-        key = _private_key(key_file)
-        return f"{key.get_name()} {key.get_base64()}"
-    if path is None:
-        message = f"is not set and there is no key in {folder}"
-        raise SettingsError.one("ssh.key_file", message, "run `ssh-keygen -t ed25519`")
+def public_key(endpoint: Endpoint) -> str:
+    """Return the public key to install.
+
+    It is that of ``ssh.key_file``, else of ``IdentityFile`` in ~/.ssh/config, else of ~/.ssh, else
+    the first key in the agent.
+    """
+    files = [endpoint.key_file] if endpoint.key_file else [*_identities(endpoint), *_KEY_FILES]
+    for file in (Path(name).expanduser() for name in files):
+        public = file if file.suffix == ".pub" else Path(f"{file}.pub")
+        if public.exists():
+            return _read_public_key(public)
+    if endpoint.key_file:
+        return _line(_private_key(endpoint.key_file))
+    if keys := Agent().get_keys():
+        return _line(keys[0])
+    message = "is not set, and neither ~/.ssh nor an agent has a key"
+    raise SettingsError.one("ssh.key_file", message, "run `ssh-keygen -t ed25519`")
+
+
+def _identities(endpoint: Endpoint) -> Sequence[str]:
+    with readable_ssh_files():
+        config = get_ssh_config(endpoint.config_file)
+        files = config.lookup(endpoint.hostname).get("identityfile", ()) if config else ()
+    return files if isinstance(files, list) else [files] if files else ()
+
+
+def _line(key: PKey) -> str:
+    return f"{key.get_name()} {key.get_base64()}"
+
+
+def _read_public_key(path: Path) -> str:
     lines = path.read_text().strip().splitlines()
     if len(lines) != 1 or len(lines[0].split()) < 2:
         raise SettingsError.one(str(path), "is not a public key", "set ssh.key_file to another")
@@ -195,7 +223,7 @@ def bootstrap_plan(host: Host) -> BootstrapPlan:
         return BootstrapPlan(public_key="")
     ssh = context_of(host).loaded.settings.ssh
     return BootstrapPlan(
-        public_key=public_key(ssh.key_file),
+        public_key=public_key(endpoint_of(host)),
         account=ACCOUNT if ssh.user == ACCOUNT else None,
         allowed_from=ssh.allowed_from,
     )

@@ -12,12 +12,14 @@ from typing import Any
 
 from paramiko import ChannelFile
 from paramiko.channel import ChannelStderrFile
+from pyinfra import logger
 from pyinfra.api.output import echo
-from pyinfra.connectors import util
+from pyinfra.connectors import ssh, util
 from pyinfra.connectors.util import OutputLine
 
 from spark_deploy.config.printable import printable_output
 from spark_deploy.inventory.login import refuse_prompt
+from spark_deploy.inventory.unreachable import raise_connect_error
 
 MAX_BYTES = 128 << 20
 """Per stream of a command; receipts of 100 checkpoints need a tenth."""
@@ -62,9 +64,18 @@ def _in_bytes(io: Any) -> Any:
     return io.channel.makefile("rb") if isinstance(io, ChannelFile) else io
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drop pyinfra's warning about a known_hosts file that does not exist yet."""
+    is_about_file = str(record.msg).startswith("Failed to load host keys")
+    reasons = record.args if isinstance(record.args, tuple) else ()
+    return not (is_about_file and isinstance(reasons[-1], FileNotFoundError))
+
+
 def limit_output() -> None:
-    """Install this module in pyinfra, and disable prompts."""
+    """Install this module in pyinfra, disable prompts, and explain failed connections."""
     util.read_buffer = read_buffer
     setattr(util, "getpass", refuse_prompt)  # noqa: B010 - a name that util does not export
+    setattr(ssh, "raise_connect_error", raise_connect_error)  # noqa: B010 - likewise
+    logger.addFilter(_is_news)
     # A failed connection also raises the reason.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)

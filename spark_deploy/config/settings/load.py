@@ -102,6 +102,27 @@ def load_hosts(
     return loaded
 
 
+def with_values(host: HostSettings, values: Mapping[str, Any], shown: str) -> HostSettings:
+    """Return the settings of a host with other values of dotted keys.
+
+    Raises:
+        SettingsError: with all mistakes; ``shown`` is where they are.
+    """
+    problems: list[Problem] = []
+    new = _rename_vllm_keys(undot(values), shown, problems)
+    layers = [Layer(host.host, host.data), Layer(shown, new)]
+    made = _host_settings(
+        host.host, host.group, host.root, layers, CHECKOUT, problems, must_serve=True
+    )
+    if problems:
+        raise SettingsError(problems)
+    made = _as_host(made, host.host)
+    # The inventory may have supplied the address.
+    ssh, known = made.settings.ssh, host.settings.ssh
+    ssh = dataclasses.replace(ssh, hostname=ssh.hostname or known.hostname)
+    return dataclasses.replace(made, settings=dataclasses.replace(made.settings, ssh=ssh))
+
+
 def merge(
     base: dict[str, Any], new: Mapping[str, Any], *, keep_on_null: bool = True
 ) -> dict[str, Any]:

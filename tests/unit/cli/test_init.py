@@ -13,8 +13,7 @@ import yaml
 from spark_deploy.cli import init, main
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import inventory_path
-from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.errors import LockError
+from spark_deploy.config.errors import LockError, SparkError
 from tests import forked
 
 
@@ -221,4 +220,5 @@ def test_commands_find_the_folder_from_below_and_by_name(tmp_path, monkeypatch):
     assert inventory_path(Options(inventory=str(tmp_path))) == tmp_path / "inventory/spark.py"
     # An inventory is a program: others must not be able to place one above.
     (tmp_path / "inventory").chmod(0o777)
-    assert inventory_path(Options()) == CHECKOUT / "inventory/spark.py"
+    with pytest.raises(SparkError):
+        inventory_path(Options())

@@ -1,9 +1,10 @@
 import json
 
 import pytest
+import yaml
 
 from spark_deploy.cli import main
-from spark_deploy.cli.use import _set_keys
+from spark_deploy.cli.settings import set_keys
 from tests.unit.cli.targets import write_inventory
 
 ALL = """\
@@ -67,7 +68,7 @@ def test_a_dry_run_and_a_repeated_choice_write_nothing(site, capsys):
     assert main(["use", "agent", "--dry"]) == 0
     assert "v2 → agent" in capsys.readouterr().out
     assert main(["use", "v2"]) == 0
-    assert "already selected" in capsys.readouterr().err
+    assert "already set" in capsys.readouterr().err
     assert (site / "group_vars/all.yml").read_text() == ALL
 
 
@@ -89,10 +90,11 @@ def test_every_yaml_style_is_edited_in_place(site, before, after):
 
 
 @pytest.mark.parametrize(
-    "text", ["{model: qwen3.5-35b}\n", "model: &m v2\nprofile: *m\n", "--- {}\n--- {profile: v2}\n"]
+    "text",
+    ["model: &m v2\nprofile: *m\n", "--- {}\n--- {profile: v2}\n"],
 )
 def test_a_value_that_cannot_be_edited_in_place_is_not_edited(text):
-    assert _set_keys(text, {"profile": "agent"}) is None
+    assert set_keys(text, {"profile": "agent"}) is None
 
 
 @pytest.mark.parametrize("present", ["qwen3.5-397b", "nobody-has-this"])
@@ -125,3 +127,76 @@ def test_json_lists_the_edits(site, capsys):
     [edit] = json.loads(capsys.readouterr().out)
     assert (edit["file"], edit["key"]) == (str(site / "group_vars/all.yml"), "profile")
     assert (edit["before"], edit["after"], edit["hosts"]) == ("v2", "agent", ["a", "b"])
+
+
+NESTED = """\
+serve:  # how
+  # the port
+  port: 8000  # usual
+
+  # who
+  expose: loopback
+keep_ready:
+  - {model: m, profile: agent}
+  # end
+memory:
+ssh: {user: me}  # login
+"""
+EDITED = """\
+serve:  # how
+  # the port
+  port: 8001  # usual
+
+  # who
+  expose: loopback
+  names: [a, b]
+keep_ready:
+  []
+  # end
+memory: {reserve_gib: 13}
+ssh: {port: 2222, user: me}  # login
+watch: {stall_s: 400}
+"""
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_set_edits_nested_values_and_keeps_comments(end):
+    values = {
+        "serve.port": "8001", "serve.names": "[a, b]", "keep_ready": "[]",
+        "memory.reserve_gib": "13", "ssh.port": "2222", "watch.stall_s": "400",
+    }  # fmt: skip
+    assert set_keys(NESTED.replace("\n", end), values) == EDITED.replace("\n", end)
+
+
+def test_set_writes_checked_values_for_chosen_hosts(site, capsys):
+    assert main(["set", "serve.expose=lan", "serve.port=8001", "--dry"]) == 0
+    assert not (site / "group_vars/all.yml").read_text().count("serve")
+    assert main(["set", "serve.expose=lan", "serve.names=[x, y]"]) == 0
+    assert main(["set", "serve.port=8002", "b"]) == 0
+    common = yaml.safe_load((site / "group_vars/all.yml").read_text())
+    assert common["serve"] == {"expose": "lan", "names": ["x", "y"]}
+    assert yaml.safe_load((site / "host_vars/b.yml").read_text()) == {"serve": {"port": 8002}}
+    capsys.readouterr()
+    assert main(["set", "serve.port=8002", "b"]) == 0
+    assert "already set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "assignment", ["serve.expose=world", "serve.prot=1", "serve.port=x", "model=qwen3.5-397b", "a="]
+)
+def test_set_refuses_a_wrong_value_without_writing(site, capsys, assignment):
+    assert main(["set", assignment]) == 1
+    assert "fix: " in capsys.readouterr().err
+    assert (site / "group_vars/all.yml").read_text() == ALL
+    assert not (site / "host_vars").exists()
+
+
+def test_settings_prints_matching_keys_with_their_sections(capsys):
+    assert main(["settings", "serve.port"]) == 0
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text) == {"serve": {"port": 8000}}
+    assert "#" in text
+    assert main(["settings", "expose", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"serve.expose": "loopback"}
+    assert main(["settings", "exposed"]) == 1
+    assert "did you mean expose?" in capsys.readouterr().err

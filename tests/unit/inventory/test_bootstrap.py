@@ -1,14 +1,17 @@
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
 from paramiko import ECDSAKey, Ed25519Key
 from paramiko.hostkeys import HostKeyEntry, HostKeys
 from pyinfra.api.inventory import Inventory
+from pyinfra.connectors.sshuserclient.client import get_ssh_config
 
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.hosts.access import explain_sudo_error, sudoers
-from spark_deploy.inventory import bootstrap, groups, host_keys
+from spark_deploy.inventory import bootstrap, groups, host_keys, login
 from spark_deploy.inventory.host_keys import Endpoint, HostKey
 from spark_deploy.inventory.login import PASSWORD_FILE_VARIABLE, Access, PasswordPrompt, public_key
 
@@ -136,10 +139,30 @@ def test_all_groups_in_a_command_share_the_password(tty, hosts):
     assert prompt() is not prompt()
 
 
-def test_password_rejected_by_every_host_ends_the_run(tty, hosts):
+def test_password_rejected_three_times_by_every_host_ends_the_run(tty, hosts):
     tty.password = "wrong"
     with pytest.raises(SettingsError, match="rejected by spark-1, spark-2"):
         tty.prepare(hosts)
+    assert len(tty.prompts) == 3
+
+
+def test_only_hosts_that_reject_a_password_need_another(tty, hosts, monkeypatch):
+    right = {"spark-1": "one", "spark-2": "two"}
+    typed = iter(["one", "wrong", "two"])
+    monkeypatch.setattr(
+        bootstrap, "accepts_password", lambda e, password: password == right[e.host]
+    )
+    monkeypatch.setattr(tty, "ask", lambda text: tty.prompts.append(text) or next(typed))
+    data = tty.prepare(hosts)
+    assert {name: data[name]["ssh_password"] for name in right} == right
+    assert ["spark-1" in prompt for prompt in tty.prompts] == [True, False, False]
+
+
+@pytest.mark.usefixtures("no_tty")
+def test_a_password_file_is_read_once(hosts, tmp_path):
+    (tmp_path / "password").write_text("wrong\n")
+    with pytest.raises(SettingsError, match="rejected by spark-1, spark-2"):
+        bootstrap.prepare(hosts, prompt=PasswordPrompt(never), confirm=never)
 
 
 def test_password_rejected_by_one_host_continues_with_the_rest(tty, hosts, monkeypatch, capsys):
@@ -237,14 +260,24 @@ def test_refuses_a_host_from_a_different_inventory():
         contact_in({"spark-1": {}}, "spark-1")
 
 
-def test_public_key_is_read_or_derived_from_the_private_key(tmp_path):
+def test_public_key_is_of_a_file_the_ssh_configuration_or_the_agent(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    get_ssh_config.cache.clear()
+    spark = Endpoint("spark-1", "10.0.0.1", "ann", None, None, str(tmp_path / "config"), None)
     with pytest.raises(SettingsError, match="ssh-keygen -t ed25519"):
-        public_key(None, home=tmp_path)
+        public_key(spark)
     with pytest.raises(SettingsError, match=f"ssh-keygen -t ed25519 -f {tmp_path}/none"):
-        public_key(str(tmp_path / "none"))
-    key = ECDSAKey.generate()
+        public_key(replace(spark, key_file=str(tmp_path / "none")))
+    key, held = ECDSAKey.generate(), ECDSAKey.generate()
+    monkeypatch.setattr(login, "Agent", lambda: SimpleNamespace(get_keys=lambda: [held]))
+    assert public_key(spark) == f"{held.get_name()} {held.get_base64()}"
     key.write_private_key_file(str(tmp_path / "id"))
-    assert public_key(str(tmp_path / "id")) == f"{key.get_name()} {key.get_base64()}"
+    derived = public_key(replace(spark, key_file=str(tmp_path / "id")))
+    assert derived == f"{key.get_name()} {key.get_base64()}"
+    (tmp_path / "work.pub").write_text("ssh-ed25519 AAAA work\n")
+    (tmp_path / "config").write_text("Host 10.0.0.1\n  IdentityFile ~/work\n")
+    get_ssh_config.cache.clear()
+    assert public_key(spark) == "ssh-ed25519 AAAA work"
 
 
 def test_sudo_rule_is_one_line_for_one_user():

@@ -1,0 +1,281 @@
+"""``spark-deploy set`` and ``settings``: edit values in settings files; print all settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from spark_contract import files
+from spark_contract.documents import plain
+
+from spark_deploy.cli.catalog_files import schema_line
+from spark_deploy.cli.console import Options, next_command, note, print_result, shared_options
+from spark_deploy.cli.hosts import Target, select_hosts
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import Problem, SettingsError, SparkError
+from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.settings.load import HostSettings, with_values
+from spark_deploy.inventory.groups import refuse_conflicts
+
+_KEY = re.compile(r"( *)([a-z_0-9]+):")
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    file: Path
+    key: str
+    before: str | None  # None: the key was missing
+    after: str
+    hosts: tuple[str, ...]
+
+
+@click.command("set")
+@click.option("--dry", is_flag=True, help="Show the changes without making them.")
+@shared_options(metavar="KEY=VALUE... [HOST]...")
+def set_(options: Options, assignments: Sequence[str]) -> int:
+    texts = {key: text for key, _, text in (word.partition("=") for word in assignments)}
+    if not texts:
+        raise SparkError.one("set", "no KEY=VALUE given", "write for example: set serve.port=8001")
+    chosen = select_hosts(options, must_serve=False)
+    all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
+    values = {key: _value(text) for key, text in texts.items()}
+    edits = write_values(chosen, all_hosts, values, dry=options.dry, shown="set")
+    print_edits(options, edits, [host.name for host in chosen])
+    return 0
+
+
+def edits_data(edits: Sequence[Edit]) -> list[dict[str, Any]]:
+    return [{**plain(edit), "file": str(edit.file)} for edit in edits]
+
+
+def print_edits(options: Options, edits: Sequence[Edit], hosts: Sequence[str]) -> None:
+    print_result(options, edits_data(edits), ([edit_line(edit)] for edit in edits), between="\n")
+    if not edits:
+        note("already set")
+    elif options.dry:
+        note("no changes made")
+    else:
+        note(f"to deploy it: {next_command(options, 'up', *hosts)}")
+
+
+def edit_line(edit: Edit) -> str:
+    before = f"{edit.before} → " if edit.before else ""
+    return f"{edit.file}: {edit.key}: {before}{edit.after} ({', '.join(edit.hosts)})"
+
+
+def _value(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def write_values(
+    chosen: Sequence[Target],
+    all_hosts: Sequence[Target],
+    values: Mapping[str, Any],
+    *,
+    dry: bool,
+    shown: str,
+) -> list[Edit]:
+    """Write values of dotted keys into the files that set them; return changed lines.
+
+    Refuse values that the chosen hosts could not serve; ``shown`` names the command in errors.
+    """
+    names = {host.name for host in chosen}
+    _check(all_hosts, names, values, shown)
+    edits: dict[tuple[Path, str], Edit] = {}
+    for host in chosen:
+        for key, value in values.items():
+            if _lookup(host.settings.data, key) == (value,):
+                continue
+            file = _file_of(host.settings, key, all_hosts, names)
+            known = edits.get((file, key))
+            same = (*known.hosts, host.name) if known else (host.name,)
+            before = next((_text(old) for old in _lookup(_keys_in(file), key)), None)
+            edits[file, key] = Edit(file, key, before, _text(value), same)
+    for file in dict.fromkeys(edit.file for edit in edits.values()):
+        changes = {edit.key: edit.after for edit in edits.values() if edit.file == file}
+        _write(file, changes, chosen[0].settings.root, dry=dry)
+    return list(edits.values())
+
+
+def _check(
+    all_hosts: Sequence[Target], chosen: set[str], values: Mapping[str, Any], shown: str
+) -> None:
+    """Refuse, with every reason, values that the chosen hosts could not serve."""
+    after: dict[str, HostSettings] = {}
+    problems: list[Problem] = []
+    for host in all_hosts:
+        after[host.name] = host.settings
+        try:
+            if host.name in chosen:
+                after[host.name] = with_values(host.settings, values, shown)
+        except SettingsError as error:
+            problems += error.problems
+    if problems:
+        raise SettingsError(list(dict.fromkeys(problems)))
+    refuse_conflicts(after, all_hosts[0].catalog, must_serve=chosen)
+
+
+def _file_of(host: HostSettings, key: str, all_hosts: Sequence[Target], chosen: set[str]) -> Path:
+    """Return the file that sets the key, or the host's own if other hosts use that file."""
+    own, group, common = _files(host)
+    section = key.partition(".")[0]
+    setting = [file for name in (key, section) for file in (own, group, common)
+               if _lookup(_keys_in(file), name)]  # fmt: skip
+    file = next(iter(setting), common if common.exists() else group)
+    is_shared = any(file in _files(one.settings) for one in all_hosts if one.name not in chosen)
+    return own if is_shared else file
+
+
+def _files(host: HostSettings) -> tuple[Path, Path, Path]:
+    return (
+        host.root / "host_vars" / f"{host.host.removeprefix('@')}.yml",
+        host.root / "group_vars" / f"{host.group}.yml",
+        host.root / "group_vars" / "all.yml",
+    )
+
+
+def _keys_in(file: Path) -> dict[str, Any]:
+    # Already validated when the hosts were selected.
+    data = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return data if isinstance(data, dict) else {}
+
+
+def _lookup(data: Any, key: str) -> tuple[Any, ...]:
+    """Return the value of a dotted key; nothing if it is missing."""
+    for part in key.split("."):
+        if not isinstance(data, dict) or part not in data:
+            return ()
+        data = data[part]
+    return (data,)
+
+
+def _text(value: Any) -> str:
+    """Return a value as YAML on a single line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _write(file: Path, values: Mapping[str, str], root: Path, *, dry: bool) -> None:
+    """Change values in a file; keep every other character."""
+    # Bytes keep line endings.
+    text = file.read_bytes().decode() if file.is_file() else schema_line(root, file, "settings")
+    changed = set_keys(text, values)
+    if changed is None:
+        keys = " and ".join(f"{key}: {value}" for key, value in values.items())
+        raise SparkError.one(str(file), "cannot be edited automatically", f"write {keys} into it")
+    if not dry:
+        mode = file.stat().st_mode & 0o777 if file.exists() else 0o644
+        files.write_text(file, changed, mode)
+
+
+def set_keys(text: str, values: Mapping[str, str]) -> str | None:
+    """Set dotted keys of a YAML document; ``None`` if another key would change, too."""
+    try:
+        for key, value in values.items():
+            before = yaml.safe_load(text) or {}
+            text = _set_key(text, key.split("."), value)
+            if yaml.safe_load(text) != _with(before, key.split("."), yaml.safe_load(value)):
+                return None
+    except (yaml.YAMLError, TypeError, ValueError):
+        return None
+    return text
+
+
+def _with(data: Any, parts: list[str], value: Any) -> Any:
+    if not parts:
+        return value
+    data = data or {}
+    return {**data, parts[0]: _with(data.get(parts[0]), parts[1:], value)}
+
+
+def _set_key(text: str, parts: list[str], value: str) -> str:
+    """Replace the value of a key, or add the key to the innermost mapping that exists."""
+    root: Any = yaml.compose(text)
+    node, rest = root, list(parts)
+    while rest and (inside := _entries(node)) and rest[0] in inside:
+        node = inside[rest.pop(0)]
+    if not rest or (node is not root and not _entries(node)):
+        for part in reversed(rest):
+            value = f"{{{part}: {value}}}"
+        start, end = node.start_mark.index, _end(node)
+        separator = "" if start < end or text[:start].endswith(" ") else " "
+        return text[:start] + separator + value + text[end:]
+    key, *inner = rest
+    for part in reversed(inner):
+        value = f"{{{part}: {value}}}"
+    line_end = "\r\n" if "\r\n" in text else "\n"
+    if node is not None and node.flow_style:
+        start = node.start_mark.index + 1
+        return f"{text[:start]}{key}: {value}{', ' * bool(node.value)}{text[start:]}"
+    indent = "" if node is root else " " * node.start_mark.column
+    end = len(text) if node is root else text.find("\n", _end(node)) + 1 or len(text)
+    last = line_end if text[:end] and not text[:end].endswith("\n") else ""
+    return f"{text[:end]}{last}{indent}{key}: {value}{line_end}{text[end:]}"
+
+
+def _entries(node: Any) -> dict[str, Any]:
+    is_mapping = isinstance(node, yaml.MappingNode)
+    return {key.value: value for key, value in node.value} if is_mapping else {}
+
+
+def _end(node: yaml.Node) -> int:
+    """Return the end of a value, without the comments that follow a block."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        return _end(last[1] if isinstance(last, tuple) else last)
+    end: int = node.end_mark.index
+    return end
+
+
+@click.command
+@click.argument("key", required=False)
+@shared_options(hosts=False)
+def settings(options: Options, key: str | None) -> int:
+    text = (CHECKOUT / "group_vars/all.yml").read_text("utf-8").rstrip("\n")
+    defaults = yaml.safe_load(text)
+    if key is not None:
+        known = {name: value for name, value in _leaves(defaults)}
+        defaults = {name: value for name, value in known.items() if key in name}
+        if not defaults:
+            guess = closest(key, [*known, *{part for name in known for part in name.split(".")}])
+            fix = f"did you mean {guess}?" if guess else "`spark-deploy settings` lists all"
+            raise SparkError.one(f"settings {key}", "no setting has this in its name", fix)
+        text = "\n".join(_matching(text, key))
+    print(json.dumps(defaults, indent=1) if options.json else text)
+    return 0
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _matching(text: str, key: str) -> Iterator[str]:
+    """Yield the lines of keys that contain ``key``, with their comments and sections."""
+    path: list[str] = []
+    above: list[str] = []  # comments, and sections that are not printed yet
+    for line in text.splitlines():
+        match = _KEY.match(line)
+        if not match:
+            above = [*above, line] if line else []
+            continue
+        path = [*path[: len(match[1]) // 2], match[2]]
+        if key in ".".join(path):
+            yield from (*above, line)
+            above = []
+        elif line.endswith(":"):
+            above = [line]
+        else:
+            above = [each for each in above if not each.lstrip().startswith("#")]
