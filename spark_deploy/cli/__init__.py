@@ -3,6 +3,7 @@
 import errno
 import importlib
 import io
+import json
 import logging
 import os
 import signal
@@ -52,7 +53,7 @@ COMMANDS = {name: text for commands in SECTIONS.values() for name, text in comma
 _CHANGES = ("stop", "start", "rollback", "prune", "rotate-key", "uninstall", "fabric")
 _MODULES = {
     **dict.fromkeys(_CHANGES, "changes"), **dict.fromkeys(("top", "logs"), "live"),
-    "set": "settings",
+    "set": "settings", "stop": "stop_start", "start": "stop_start",
 }  # fmt: skip
 # What people type who know other tools.
 _SIMILAR = {
@@ -113,16 +114,26 @@ def _call(words: list[str]) -> int:
         words = [*words[1:], "--help"]
     elif words == ["version"]:
         words = ["--version"]
+    as_json = "--json" in words
     try:
         command = GROUP.main(words, "spark-deploy", standalone_mode=False)
     except click.ClickException as error:
         error.show()
+        if as_json:
+            fix = "see spark-deploy --help"
+            _print_json([{"where": "command line", "what": error.format_message(), "fix": fix}])
         return error.exit_code
     # --help and --version have printed already.
-    return _run(command) if callable(command) else int(command or 0)
+    return _run(command, as_json=as_json) if callable(command) else int(command or 0)
 
 
-def _run(command: Callable[[], int]) -> int:
+def _print_json(problems: list[dict[str, str]]) -> None:
+    print(json.dumps({"errors": problems}, indent=1))
+
+
+def _run(command: Callable[[], int], *, as_json: bool) -> int:
+    from spark_contract.documents import plain
+
     from spark_deploy.cli.console import print_problem
     from spark_deploy.config.errors import SparkError
 
@@ -136,6 +147,8 @@ def _run(command: Callable[[], int]) -> int:
     except SparkError as error:
         for problem in error.problems:
             print_problem(problem)
+        if as_json:
+            _print_json([plain(problem) for problem in error.problems])
         return 1
     except click.Abort:
         print("\nstopped; no changes made", file=sys.stderr)

@@ -8,9 +8,17 @@ import click
 
 from spark_deploy.bench.protocols import measure_answer
 from spark_deploy.bench.result import Answer
-from spark_deploy.cli.connect import answering_hosts, open_endpoint
-from spark_deploy.cli.console import Options, note, print_result, service_option, shared_options
+from spark_deploy.cli.connect import answering_hosts, connection_of, open_endpoint
+from spark_deploy.cli.console import (
+    Options,
+    next_command,
+    note,
+    print_result,
+    service_option,
+    shared_options,
+)
 from spark_deploy.cli.hosts import Target, select_hosts
+from spark_deploy.config.errors import SparkError
 from spark_deploy.config.printable import printable
 
 
@@ -23,6 +31,9 @@ def ask(options: Options, question: str, service: str | None, tokens: int) -> in
     hosts = answering_hosts(select_hosts(options, must_serve=False), options, service)
     results = []
     for target in hosts:
+        if (task := connection_of(target, service=service).task) != "chat":
+            fix = f"see the request that `{next_command(options, 'connect', target.name)}` prints"
+            raise SparkError.one(target.name, f"its model is for {task}, not for chats", fix)
         if len(hosts) > 1 and not options.json:
             print(f"{target.name}:")
         results.append(ask_host(target, question, service, tokens, is_shown=not options.json))

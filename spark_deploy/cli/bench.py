@@ -28,7 +28,6 @@ from spark_deploy.ticking import ticking
 
 _TICK_S = 30.0  # between notes; a run takes hours
 _COUNT = click.IntRange(min=1)
-_DEPTH = click.IntRange(min=0)
 _PROTOCOL = click.Choice(["seeds", "llama-benchy", "vllm-bench"])
 _Sizes = TypeVar("_Sizes", protocols.Grid, protocols.Case)
 
@@ -53,6 +52,20 @@ class Measurement:
         )
 
 
+def _numbers(minimum: int) -> Callable[[str], list[int]]:
+    def read(text: str) -> list[int]:
+        numbers = [int(number) for number in text.split(",")]
+        if min(numbers) < minimum:
+            raise ValueError(text)
+        return numbers
+
+    return read
+
+
+def _joined(_context: click.Context, _option: click.Parameter, lists: Any) -> tuple[int, ...]:
+    return tuple(number for numbers in lists for number in numbers)
+
+
 def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
     return click.option(name, *names, multiple=True, **more)
 
@@ -62,8 +75,14 @@ def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
 @_many("--protocol", "protocols", type=_PROTOCOL, help="Only this protocol; repeatable.")
 @service_option("This service instead of the main service.")
 @_many("--compare", metavar="FILE", type=FILE, help="Compare result files.")
-@_many("--depths", type=_DEPTH, metavar="N", help="Context depth of llama-benchy; repeatable.")
-@_many("--clients", type=_COUNT, metavar="N", help="Concurrent clients; repeatable.")
+@_many(
+    "--depths",
+    type=_numbers(0),
+    callback=_joined,
+    metavar="N,...",
+    help="Context depths of llama-benchy.",
+)
+@_many("--clients", type=_numbers(1), callback=_joined, metavar="N,...", help="Concurrent clients.")
 @click.option("--pp", "prompt_tokens", type=_COUNT, metavar="N", help="Tokens per prompt.")
 @click.option("--tg", "answer_tokens", type=_COUNT, metavar="N", help="Tokens per answer.")
 @click.option("--runs", type=_COUNT, metavar="N", help="Runs per measurement.")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import getpass
 import shlex
-import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from pyinfra.api.host import Host
 from rich.console import Console
-from spark_contract import tool
 from spark_contract.errors import Problem
 from spark_contract.release import service_of
 from spark_contract.status import Rollback
@@ -23,124 +20,100 @@ from spark_contract.units import MAIN_SERVICE
 from spark_deploy.cli.console import (
     Options,
     command_path,
-    next_command,
     note,
     print_problem,
     print_result,
-    service_option,
     shared_options,
 )
 from spark_deploy.cli.hosts import (
     Answer,
     Target,
     check_access,
-    chosen_services,
     inventory_path,
     query,
+    read_status,
     select_hosts,
 )
 from spark_deploy.cli.progress_screen import INTERRUPTED, watch
 from spark_deploy.config.checkout import CHECKOUT, cache_folder
 from spark_deploy.config.errors import SettingsError, SparkError
-from spark_deploy.hosts.commands import shell
 from spark_deploy.hosts.status import RollbackPreview
 from spark_deploy.inventory.command_line import makes_plan
 from spark_deploy.inventory.run import run_deploy
 
-_UNITS_S = {"m": 60, "h": 3600, "d": 86400}
+T = TypeVar("T")
 
 
-@click.command
-@service_option("Only this service.")
-@click.option("--for", "period", metavar="PERIOD", help="Start again after 30m, 1h or 2d.")
-@shared_options()
-def stop(options: Options, service: str | None, period: str | None) -> int:
-    """Exit with 1 if a host did not stop."""
-    words = [tool.STOP_SERVICE, "--by", f"{getpass.getuser()}@{socket.gethostname()}"]
-    if period is not None:
-        number, unit = period[:-1], period[-1:]
-        if not number.isdecimal() or not int(number) or unit not in _UNITS_S:
-            fix = "write a number and m, h or d: --for 90m"
-            raise SparkError.one("--for", f"{period!r} is not a period", fix)
-        words += ["--for", str(int(number) * _UNITS_S[unit])]
-    return _run_tool(options, "stop", words, service)
+def dry_run(
+    options: Options,
+    answers: Sequence[Answer[T]],
+    text_of: Callable[[Target, T], str],
+    words: Sequence[str] = (),
+) -> int:
+    """Print each host's changes, and the command that lists every step, like ``up --dry``.
 
-
-@click.command
-@service_option("Only this service.")
-@shared_options()
-def start(options: Options, service: str | None) -> int:
-    """Exit with 1 if a host did not start the last proven release."""
-    return _run_tool(options, "start", [tool.START_SERVICE], service)
-
-
-def _run_tool(options: Options, command: str, words: list[str], service: str | None) -> int:
-    hosts = select_hosts(options, must_serve=False)
-    names = {host.name for host in hosts}
-    for host in hosts if service in (None, MAIN_SERVICE) else ():
-        # The cluster could not start without all members.
-        members = host.settings.settings.cluster.hosts
-        if excluded := [name for name in members if name not in names]:
-            problem = f"is in a cluster with {', '.join(excluded)}, which you did not select"
-            raise SparkError.one(host.name, problem, next_command(options, command, *members))
-    services = {host.name: chosen_services(host, service) for host in hosts}
-
-    def run(host: Host, target: Target) -> tuple[bool, str]:
-        chosen = services[target.name]
-        # A refusal by a service does not affect the next service.
-        lines = "; ".join(f"{tool.line(words[0], name, *words[1:])} 2>&1 || failed=1"
-                          for name in chosen)  # fmt: skip
-        script = (
-            f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {lines}; exit $failed; "
-            "else echo 'not set up yet; fix: run spark-deploy up'; exit 1; fi"
-        )
-        # Each engine may use the whole start and stop timeout.
-        serve = target.settings.settings.serve
-        limit_s = (serve.start_timeout_s + serve.stop_timeout_s + 300) * len(chosen)
-        ok, output = host.run_shell_command(
-            shell(script), _sudo=target.data["_sudo"], _timeout=limit_s
-        )
-        return ok, output.stdout.strip()
-
-    results = []
-    for answer in query(hosts, run, doing="stopping" if command == "stop" else "starting"):
-        ok, output = answer.value or (False, "")
-        results.append({**answer.data(), "ok": ok, "output": output})
-    texts = ([f"{result['host']}: {result['output'] or result['problem']}"] for result in results)
+    Return 1 if a host did not answer.
+    """
+    results = [
+        {**answer.data(), "text": text_of(answer.host, answer.value) if answer.value is not None
+         else answer.problem} for answer in answers
+    ]  # fmt: skip
+    texts = ([f"{result['host']}: {result['text']}"] for result in results)
     print_result(options, results, texts, between="\n")
-    return 0 if all(result["ok"] for result in results) else 1
+    note_no_changes(words)
+    return 0 if all(result["reachable"] for result in results) else 1
+
+
+def note_no_changes(words: Sequence[str] = ()) -> None:
+    note("no changes made; to list every step, run:" if words else "no changes made")
+    if words:
+        print_command(words)
 
 
 @click.command
 @click.option("--to", metavar="RELEASE", help="Return to this release instead.")
 @shared_options(changes=True)
 def rollback(options: Options, to: str | None) -> int:
+    data = {"releases.rollback_to": to}
+    if options.dry and not options.verbose:
+        hosts, words = _selected("rollback", options, data)
+        return dry_run(options, _query_rollback(hosts, to), _rollback_text, words)
     if not options.yes and not options.dry and sys.stdin.isatty():
         code = preview_rollback(select_hosts(options, must_serve=False), to)
         if code is not None:
             return code
-    return run("rollback", options, {"releases.rollback_to": to})
+    return run("rollback", options, data)
 
 
-def preview_rollback(hosts: Sequence[Target], to: str | None) -> int | None:
-    """Print current and target release of each host; return an exit code if none can change."""
-    service, codes = service_of(to) if to else MAIN_SERVICE, list[int]()
+def _query_rollback(hosts: Sequence[Target], to: str | None) -> list[Answer[Rollback | Problem]]:
+    service = service_of(to) if to else MAIN_SERVICE
 
     def read(host: Host, _: Target) -> Rollback | Problem:
         answer: Rollback | Problem = host.get_fact(RollbackPreview, service=service, to=to)
         return answer
 
-    answers: list[Answer[Rollback | Problem]] = query(hosts, read)
-    for answer in answers:
-        name, change = answer.host.name, answer.value
+    return query(hosts, read)
+
+
+def _rollback_text(_host: Target, change: Rollback | Problem) -> str:
+    if isinstance(change, Problem):
+        return str(change)
+    if change.done or change.to is None:
+        return change.done or "no earlier release"
+    return f"rolls back from {change.from_release or 'nothing'} to {change.to}"
+
+
+def preview_rollback(hosts: Sequence[Target], to: str | None) -> int | None:
+    """Print current and target release of each host; return an exit code if none can change."""
+    codes = list[int]()
+    for answer in _query_rollback(hosts, to):
+        change = answer.value
+        text = answer.problem if change is None else _rollback_text(answer.host, change)
+        note(f"{answer.host.name}: {text}")
         if change is None or isinstance(change, Problem):
-            note(f"{name}: {change or answer.problem}")
             codes.append(1)
         elif change.done or change.to is None:
-            note(f"{name}: {change.done or 'no earlier release'}")
             codes.append(0)
-        else:
-            note(f"{name}: rolls back from {change.from_release or 'nothing'} to {change.to}")
     return max(codes) if len(codes) == len(hosts) else None
 
 
@@ -153,6 +126,11 @@ def prune(options: Options) -> int:
 @click.command("rotate-key")
 @shared_options(changes=True)
 def rotate_key(options: Options) -> int:
+    if options.dry and not options.verbose:
+        hosts, words = _selected("rotate-key", options, {})
+        text = "will make a new API key; clients with the old key get 401 at once"
+        return dry_run(options, query(hosts, read_status), lambda _, status: text
+                       if status.installed else "not set up yet", words)  # fmt: skip
     return run("rotate-key", options)
 
 
@@ -198,7 +176,30 @@ def run(
 
     ``data`` has the command's own settings; ``question`` is a key of ``_QUESTIONS``.
     """
-    more = [_assignment(key, value) for key, value in (data or {}).items() if value]
+    hosts, words = _selected(command, options, data or {})
+    names = ", ".join(host.name for host in hosts)
+    if not options.dry:
+        confirm(options.yes, f"{names}: {_QUESTIONS.get(question or command, command)}")
+    print_command(words)
+    options = replace(options, data=[*options.data, *_assignments(data or {})])
+    code = deploy(command, hosts, options, as_json=options.json)
+    if code not in (0, INTERRUPTED):
+        for problem in check_access(hosts).problems():
+            print_problem(problem)
+    elif options.dry:
+        note_no_changes()
+    return code
+
+
+def _assignments(data: Mapping[str, Any]) -> list[str]:
+    return [_assignment(key, value) for key, value in data.items() if value]
+
+
+def _selected(
+    command: str, options: Options, data: Mapping[str, Any]
+) -> tuple[list[Target], list[str]]:
+    """Return the selected hosts and the equivalent pyinfra command."""
+    more = _assignments(data)
     try:
         hosts = select_hosts(
             replace(options, data=[*options.data, *more]),
@@ -209,26 +210,20 @@ def run(
             replace(problem, where="--to") if problem.where == "--data: releases.rollback_to"
             else problem for problem in error.problems
         ]) from error  # fmt: skip
-    names = [host.name for host in hosts]
-    if not options.dry:
-        confirm(options.yes, f"{', '.join(names)}: {_QUESTIONS.get(question or command, command)}")
     flags = ["--dry" if options.dry else "-y", *["--json"] * options.json]
-    print_command(pyinfra_command(command, options, names, flags, more))
-    options = replace(options, data=[*options.data, *more])
-    code = deploy(command, hosts, options, as_json=options.json)
-    if code not in (0, INTERRUPTED):
-        for problem in check_access(hosts).problems():
-            print_problem(problem)
-    return code
+    return hosts, pyinfra_command(command, options, [host.name for host in hosts], flags, more)
 
 
 def confirm(is_confirmed: bool, question: str) -> None:
     """Ask for confirmation unless ``--yes`` gave it; without a terminal fail."""
-    if is_confirmed:
-        return
-    if not sys.stdin.isatty():
+    check_confirmable(is_confirmed)
+    if not is_confirmed:
+        click.confirm(question, abort=True, err=True)
+
+
+def check_confirmable(is_confirmed: bool) -> None:
+    if not is_confirmed and not sys.stdin.isatty():
         raise SparkError.one("confirmation", "needs a terminal", "run it in a terminal, or with -y")
-    click.confirm(question, abort=True, err=True)
 
 
 def deploy(

@@ -9,12 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import click
 from spark_contract.units import MAIN_SERVICE
@@ -36,13 +34,12 @@ from spark_deploy.cli.hosts import (
     query_or_note,
     select_hosts,
 )
-from spark_deploy.config.catalog.model import HybridModel
-from spark_deploy.config.errors import SparkError, unreachable
-from spark_deploy.config.printable import one_line
+from spark_deploy.cli.tunnels import hold_tunnels
+from spark_deploy.config.catalog.model import HybridModel, PlainModel
+from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.certificates import ca_path
 from spark_deploy.hosts.gateway import TailnetAddress
 from spark_deploy.inventory.plans import read_inventory
-from spark_deploy.inventory.unreachable import ssh_reason
 from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.resolve import pair_of
@@ -50,7 +47,6 @@ from spark_deploy.plan.resolve import pair_of
 QUESTION = "What is 7823 * 4519?"
 _WEBUI_IMAGE, _WEBUI_PORT = "ghcr.io/open-webui/open-webui:main", 3000
 _OPENCODE_ANSWER_TOKENS = 32_000
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +64,7 @@ class Connection:
     container: str | None  # base URL inside containers of the host
     example: str
     context_tokens: int | None = None  # of the longest request, if known
+    task: str = "chat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +180,9 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
     if client:
         _print_client(options, client, service, servers)
     elif tunnel:
-        _hold_tunnels([server for server in servers if server.tunnel])
+        hold_tunnels(
+            [(server.host, server.base_url, server.tunnel) for server in servers if server.tunnel]
+        )
     else:
         print_result(options, servers, map(connection_lines, servers))
     return 0
@@ -240,41 +239,6 @@ def _print_client(
         note(f"tunnel   in another terminal: {next_command(options, *words, '--tunnel')}")
 
 
-def _hold_tunnels(servers: Sequence[Connection]) -> None:
-    """Keep tunnels open until Ctrl-C, or until one fails."""
-    if not servers:
-        raise SparkError.one("--tunnel", "no tunnel needed", "see `spark-deploy connect`")
-    # A handler, so that Ctrl-C cannot interrupt between start and registration of a tunnel.
-    pressed: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    with ExitStack() as stack:
-        running: list[tuple[str, subprocess.Popen[str]]] = []
-        for server in servers:
-            command = shlex.split(server.tunnel or "")
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
-            stack.callback(process.wait, timeout=20)
-            stack.callback(process.terminate)
-            running.append((server.host, process))
-            note(f"{server.host}: {server.base_url}")
-        note("open until Ctrl-C")
-        while True:
-            time.sleep(_POLL_S)
-            if pressed:  # the tunnels received it, too
-                note("")
-                return
-            for name, process in running:
-                if process.poll() is not None:
-                    output = process.stderr.read() if process.stderr else ""
-                    if unreached := ssh_reason(output):
-                        raise SparkError([unreachable(name, *unreached)])
-                    problem = (
-                        f"tunnel ended with exit code {process.returncode}: {one_line(output)}"
-                    )
-                    raise SparkError.one(name, problem, "close what uses the port, then try again")
-
-
 def connection_of(
     host: Target,
     tailnet_address: str | None = None,
@@ -316,6 +280,7 @@ def connection_of(
     private = plan.tls is not None and plan.tls.mode == "private-ca"
     ca = str(ca_path(plan.tls.ca_dir)) if plan.tls and private else None
     model, profile = pair_of(settings, host.catalog)
+    task = model.task if isinstance(model, PlainModel) else "chat"
     return Connection(
         host=host.name,
         base_url=base_url,
@@ -328,7 +293,8 @@ def connection_of(
         tunnel=tunnel,
         ca=ca,
         container=url(plan, CONTAINER_NAME) if plan.settings.expose == "docker" else None,
-        example=example(base_url, names[0], read_key, ca),
+        task=task,
+        example=example(base_url, names[0], read_key, ca, task),
         context_tokens=(
             context_tokens(model, profile)
             if isinstance(model, HybridModel)
@@ -390,12 +356,23 @@ def connection_lines(server: Connection) -> Iterator[str]:
     yield f"  try        {server.example}"
 
 
-def example(base_url: str, model: str, read_key: str, ca: str | None) -> str:
-    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
+# By task of a model: path and content of a request.
+_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
+    "completion": ("completions", {"prompt": "The capital of France is", "max_tokens": 9}),
+    "embedding": ("embeddings", {"input": QUESTION}),
+    "reranking": ("rerank", {"query": QUESTION, "documents": ["a number", "a city"]}),
+    "classification": ("classify", {"input": QUESTION}),
+}
+
+
+def example(base_url: str, model: str, read_key: str, ca: str | None, task: str = "chat") -> str:
+    path, content = _REQUESTS[task]
+    body = {"model": model, **content}
     trust = f"--cacert {shlex.quote(ca)} " if ca else ""
     # Every user of this machine could read a key in argv, so the header comes from stdin.
     return (
         f"{read_key} | sed 's/^/Authorization: Bearer /' | "
-        f"curl -s {trust}{base_url}/chat/completions -H @- "
+        f"curl -s {trust}{base_url}/{path} -H @- "
         f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     )

@@ -44,7 +44,12 @@ class Options:
 
 
 def shared_options(
-    *, hosts: bool = True, plans: bool = False, changes: bool = False, metavar: str = "[HOST]..."
+    *,
+    hosts: bool = True,
+    plans: bool = False,
+    confirms: bool = False,
+    changes: bool = False,
+    metavar: str = "[HOST]...",
 ) -> Callable[[Callable[..., int]], Callable[..., Any]]:
     """Add ``--json`` and groups of options; the command gets them as ``Options``.
 
@@ -73,7 +78,8 @@ def shared_options(
             return functools.partial(run, options, **values)
 
         parameters = [
-            *(_words(metavar), *_HOSTS) * hosts, *_PLANS * plans, *_CHANGES * changes,
+            *(_words(metavar), *_HOSTS) * hosts, *_PLANS * plans,
+            *_CONFIRMS * confirms, *_CHANGES * changes,
             click.option("--json", is_flag=True, help="Print the result as JSON."),
         ]  # fmt: skip
         return functools.reduce(lambda to, add: add(to), reversed(parameters), bind)
@@ -143,9 +149,12 @@ _HOSTS = (
     ),
 )  # fmt: skip
 _PLANS = (model_option(), profile_option())
-_CHANGES = (
+_CONFIRMS = (
     click.option("--dry", is_flag=True, help="Show the changes without making them."),
     click.option("-y", "--yes", is_flag=True, help="Skip the confirmation."),
+)
+_CHANGES = (
+    *_CONFIRMS,
     click.option("-v", "--verbose", is_flag=True, help="Print pyinfra's own output."),
 )
 

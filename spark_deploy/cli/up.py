@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,12 +23,13 @@ from spark_contract.status import RunningRollout
 from spark_contract.tool import COMPILING
 from spark_contract.units import MAIN_SERVICE, PREPARE
 
-from spark_deploy.cli import changes, update
+from spark_deploy.cli import changes, update, use
 from spark_deploy.cli.ask import ask_host
 from spark_deploy.cli.connect import QUESTION, answering_hosts, connections_of
 from spark_deploy.cli.console import Options, next_command, note, print_problem, shared_options
 from spark_deploy.cli.hosts import Answer, Target, build_plan, check_access, query, select_hosts
 from spark_deploy.cli.progress_screen import PHASES, minutes, print_text
+from spark_deploy.cli.settings import edit_line
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.printable import one_line
 from spark_deploy.hosts.payload import read_payload
@@ -60,19 +62,12 @@ def up(options: Options) -> int:
         update.lock_names(options, missing=True)
     plans = {host.name: build_plan(host) for host in hosts}
     answers = query(hosts, lambda host, target: read_state(host, plans[target.name]))
-    previews = [preview(plans[answer.host.name], answer) for answer in answers]
-    if options.json:
-        print(json.dumps(previews, indent=1))
-    else:
-        console = Console(highlight=False)
-        for host_preview, host in zip(previews, hosts, strict=True):
-            line = Text.assemble((host.name, "bold"), f": {host_preview['text']}")
-            print_text(line, console)
-            for warning in plans[host.name].warnings:
-                print_text(Text(f"  WARNING {warning}", "yellow"), console)
+    previews = _print_previews(hosts, plans, answers, options)
+    choice = _temporary_choice(options)
+    if choice:
+        note(f"{choice} is for this run only: your settings files have another choice")
     if options.dry and not options.verbose:
-        note("no changes made; to list every step, run:")
-        changes.print_command(words)
+        changes.note_no_changes(words)
         return 0 if all(host_preview["reachable"] for host_preview in previews) else 1
     if not options.dry:
         # Even with an unchanged release a deploy may repair other parts of a host.
@@ -83,10 +78,61 @@ def up(options: Options) -> int:
     if code == 0 and not options.dry:
         update.lock_donor_tensors(hosts)
     if (code == 0 or (code == 1 and failed)) and not options.dry and not options.json:
-        stopped = {a.host.name for a in answers if a.value and a.value.status.stopped(MAIN_SERVICE)}
-        chats = {name for name, plan in plans.items() if plan.serve.check.task == "chat"}
-        _show_answers([host for host in hosts if host.name in chats - stopped - failed], options)
+        answering = _answering(hosts, plans, answers)
+        _show_answers([host for host in answering if host.name not in failed], options)
+    if code == 0 and choice and not options.dry:
+        _offer_to_write(choice, options)
     return code
+
+
+def _print_previews(
+    hosts: Sequence[Target],
+    plans: Mapping[str, HostPlan],
+    answers: Sequence[Answer[HostState]],
+    options: Options,
+) -> list[dict[str, Any]]:
+    if options.json and not options.dry:
+        changes.check_confirmable(options.yes)  # an error would be a second document
+    previews = [preview(plans[answer.host.name], answer) for answer in answers]
+    if options.json:
+        print(json.dumps(previews, indent=1))
+        return previews
+    console = Console(highlight=False)
+    for host_preview, host in zip(previews, hosts, strict=True):
+        print_text(Text.assemble((host.name, "bold"), f": {host_preview['text']}"), console)
+        for warning in plans[host.name].warnings:
+            print_text(Text(f"  WARNING {warning}", "yellow"), console)
+    return previews
+
+
+def _answering(
+    hosts: Sequence[Target], plans: Mapping[str, HostPlan], answers: Sequence[Answer[HostState]]
+) -> list[Target]:
+    """Return the hosts that serve a model for chats."""
+    stopped = {a.host.name for a in answers if a.value and a.value.status.stopped(MAIN_SERVICE)}
+    chats = {name for name, plan in plans.items() if plan.serve.check.task == "chat"}
+    return [host for host in hosts if host.name in chats - stopped]
+
+
+def _temporary_choice(options: Options) -> str:
+    """Return MODEL, PROFILE or MODEL/PROFILE of the command line if settings files differ."""
+    given = {key: value for key in ("model", "profile") if (value := getattr(options, key))}
+    if not given:
+        return ""
+    saved = select_hosts(replace(options, model=None, profile=None), must_serve=False)
+    settings = [host.settings.settings for host in saved]
+    is_saved = all(getattr(each, key) == value for each in settings for key, value in given.items())
+    return "" if is_saved else "/".join(given.values())
+
+
+def _offer_to_write(choice: str, options: Options) -> None:
+    options = replace(options, model=None, profile=None)
+    command = next_command(options, "use", choice, *options.limit)
+    if options.yes or not sys.stdin.isatty():
+        note(f"to keep it: {command}")
+    elif click.confirm(f"Write it to your settings files ({command})?", err=True):
+        for edit in use.select(options, choice)[0]:
+            note(edit_line(edit))
 
 
 def _show_answers(hosts: list[Target], options: Options) -> None:

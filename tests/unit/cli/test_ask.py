@@ -30,6 +30,10 @@ def requests(monkeypatch):
     monkeypatch.setattr(ask, "select_hosts", lambda options, **_: hosts[: len(options.limit)])
     monkeypatch.setattr(ask, "answering_hosts", lambda hosts, *_: hosts)
     monkeypatch.setattr(ask, "open_endpoint", open_endpoint)
+    embeds, chats = SimpleNamespace(task="embedding"), SimpleNamespace(task="chat")
+    monkeypatch.setattr(
+        ask, "connection_of", lambda target, **_: embeds if target.name == "embeds" else chats
+    )
     monkeypatch.setattr(ask, "measure_answer", measure)
     return sent
 
@@ -51,3 +55,12 @@ def test_json_has_an_object_for_each_host(requests, capsys):
         ("spark-1", 20, 10.0), ("spark-2", 20, 10.0),
     ]  # fmt: skip
     assert len(requests) == 2
+
+
+def test_a_model_without_chats_is_refused(
+    requests: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = [SimpleNamespace(name="embeds")]
+    monkeypatch.setattr(ask, "select_hosts", lambda *_, **__: hosts)
+    assert main(["ask", "?"]) == 1
+    assert not requests

@@ -11,11 +11,12 @@ import click
 import pytest
 from spark_contract.status import NamedRelease, Rollback
 
-from spark_deploy.cli import changes, main
+from spark_deploy.cli import changes, main, stop_start
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import Answer
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SparkError
+from tests.unit.statuses import host_status
 
 INVENTORY = str(CHECKOUT / "inventory/spark.py")
 OFFLINE = [Problem("spark-1", "cannot be reached", "check that the host is on")]
@@ -158,13 +159,13 @@ def host_of(name, *members):
 
 def run_tool(command, options, **values):
     required = {"service": None, **({"period": None} if command == "stop" else {})}
-    return int(getattr(changes, command).callback.__wrapped__(options, **{**required, **values}))
+    return int(getattr(stop_start, command).callback.__wrapped__(options, **{**required, **values}))
 
 
 @pytest.mark.parametrize("command", ["stop", "start"])
 def test_a_single_member_of_a_cluster_is_refused(command, monkeypatch):
     member = host_of("spark-2", "spark-1", "spark-2")
-    monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [member])
+    monkeypatch.setattr(stop_start, "select_hosts", lambda _, must_serve: [member])
     with pytest.raises(
         SparkError, match="is in a cluster with spark-1, which you did not select"
     ) as error:
@@ -192,9 +193,9 @@ def test_stop_and_start_run_one_command_per_host(
         return True, SimpleNamespace(stdout="stopped\n")
 
     host = SimpleNamespace(run_shell_command=run_shell_command)
-    monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
+    monkeypatch.setattr(stop_start, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
     monkeypatch.setattr(
-        changes, "query", lambda hosts, run, doing: [Answer(hosts[0], run(host, hosts[0]))]
+        stop_start, "query", lambda hosts, run, doing: [Answer(hosts[0], run(host, hosts[0]))]
     )
     values = {"service": service, **({"period": period} if period else {})}
     assert run_tool(command, Options(), **values) == 0
@@ -204,8 +205,58 @@ def test_stop_and_start_run_one_command_per_host(
     assert text.count(f"{command}-service") == (1 if service else 2)
 
 
+@pytest.mark.parametrize("command", ["stop", "start"])
+def test_several_hosts_are_confirmed_and_one_is_not(command, monkeypatch, questions):
+    hosts = [host_of("spark-1"), host_of("spark-2")]
+    monkeypatch.setattr(stop_start, "query", lambda hosts, *_, **__: [Answer(hosts[0], (True, ""))])
+    for chosen, count in ((hosts[:1], 0), (hosts, 1)):
+        monkeypatch.setattr(stop_start, "select_hosts", lambda _, must_serve, hosts=chosen: hosts)
+        run_tool(command, Options())
+        assert len(questions) == count
+    assert all(name in questions[0] for name in ("spark-1", "spark-2"))
+    run_tool(command, Options(yes=True))
+    assert len(questions) == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(SparkError, match="confirmation"):
+        run_tool(command, Options())
+
+
+RELEASE = {"name": "main-aaaaaaaaaaaa", "model": "qwen", "profile": "v2"}
+STATES = {"on": {"active": RELEASE["name"]}, "off": {"good": RELEASE["name"]}}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["stop"], ["will stop: qwen with v2", "serves nothing"]),
+        (["start"], ["already serves qwen with v2", "will serve qwen with v2"]),
+        (["rotate-key"], ["new API key", "new API key"]),
+        (["rollback"], [f"rolls back from {CURRENT} to {OLD}", "was stopped on purpose"]),
+    ],
+)
+def test_dry_prints_the_change_of_each_host_like_up(words, expected, monkeypatch, capsys):
+    hosts = [host_of("on"), host_of("off"), host_of("away")]
+    values = [
+        host_status({"releases": [RELEASE], "services": {"main": STATES[host.name]}})
+        for host in hosts[:2]
+    ]
+    if words == ["rollback"]:
+        values = [Rollback(CURRENT, OLD), STOPPED]
+    answers = [*map(Answer, hosts, values), Answer(hosts[2], None, "is off")]
+    for module in (changes, stop_start):
+        monkeypatch.setattr(module, "select_hosts", lambda *_, **__: hosts)
+        monkeypatch.setattr(module, "query", lambda *_, **__: answers)
+    monkeypatch.setattr(changes, "deploy", lambda *_, **__: 1 / 0)
+    assert main([*words, INVENTORY, "--dry"]) == 1  # a host is off
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["on", "off", "away"]
+    assert all(map(str.__contains__, lines, [*expected, "is off"]))
+    assert err.startswith("no changes made")
+
+
 def test_an_unknown_service_gets_a_suggestion(monkeypatch):
-    monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
+    monkeypatch.setattr(stop_start, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
     with pytest.raises(SparkError, match="did you mean embed"):
         run_tool("stop", Options(), service="embd")
 

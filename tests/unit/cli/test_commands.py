@@ -36,6 +36,8 @@ def test_every_command_has_help_and_shared_options(name, capsys):
     options += (
         ["--inventory", "--limit", "--data"] if name not in ("init", "settings", "models") else []
     )
+    if name in ("stop", "start", "rotate-key", "uninstall", "rollback", "up"):
+        options += ["--dry", "--yes"]
     for option in options:
         assert re.search(rf"{option}\b.*\S", text)
     assert ("Plan with this model instead" in text) == (name in PLANNING)
@@ -111,9 +113,18 @@ def test_a_repeated_option_keeps_every_value(monkeypatch):
     monkeypatch.setattr(
         bench, "_measure_host", lambda _, how, out: (depths.append(how.depths), "name")
     )
-    for words in (["--depths", "0", "--depths", "4096", "--json"], []):
+    for words in (["--depths", "0,1", "--depths", "4096", "--json"], []):
         assert main(["bench", "spark-1", *words]) == 0
-    assert depths == [(0, 4096), ()]
+    assert depths == [(0, 1, 4096), ()]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["use", "nothing-like-it"], 1), (["bench", "--runs", "0"], 2)]
+)
+def test_json_output_has_the_errors_as_an_object(words, code, capsys):
+    assert main([*words, "--json"]) == code
+    errors = json.loads(capsys.readouterr().out)["errors"]
+    assert [error.keys() for error in errors] == [{"where", "what", "fix"}]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +189,7 @@ def test_closed_or_full_output_never_causes_a_traceback(line, code, text):
 def test_a_command_does_not_need_an_environment(tmp_path):
     code = "import sys; from spark_deploy.cli import main; sys.exit(main())"
     environment = {"PYTHONPATH": str(CHECKOUT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code, "connect"]
+    command = [sys.executable, "-c", code, "connect", "--inventory", str(CHECKOUT)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "http://127.0.0.1:8000/v1" in done.stdout
@@ -191,7 +202,7 @@ def test_an_unreachable_host_is_reported(tmp_path):
     (tmp_path / "sparks.py").write_text("spark = ['127.0.0.1']\n")
     done = run("status", str(tmp_path / "sparks.py"), "--data", f"ssh.port={port}")
     assert done.returncode == 1
-    assert "127.0.0.1: unreachable: Could not connect (Unable to connect to" in done.stdout
+    assert f"127.0.0.1: unreachable: [127.0.0.1]:{port}: Connection refused" in done.stdout
 
 
 @pytest.mark.slow
@@ -201,7 +212,7 @@ def test_output_works_on_an_ascii_terminal(tmp_path):
     words = ("init", str(folder), "--host", "a", "--profile", "v2")
     assert run(*words, **ascii_only).returncode == 0
     done = run("use", "agent", str(folder / "inventory/spark.py"), "--dry", **ascii_only)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "no changes made\n")
     assert "profile: v2 ? agent (a)" in done.stdout
 
 

@@ -1,0 +1,106 @@
+"""``spark-deploy stop`` and ``start``: services on and off by the host tools."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+
+import click
+from pyinfra.api.host import Host
+from spark_contract import tool
+from spark_contract.units import MAIN_SERVICE
+
+from spark_deploy.cli.changes import confirm, dry_run
+from spark_deploy.cli.console import (
+    Options,
+    next_command,
+    print_result,
+    service_option,
+    shared_options,
+)
+from spark_deploy.cli.hosts import Target, chosen_services, query, read_status, select_hosts
+from spark_deploy.config.errors import SparkError
+from spark_deploy.hosts.commands import shell
+from spark_deploy.hosts.status import HostStatus
+
+_UNITS_S = {"m": 60, "h": 3600, "d": 86400}
+_QUESTIONS = {
+    "stop": "Stop serving? Clients get 503 until you run start.",
+    "start": "Start the last proven releases?",
+}
+
+
+@click.command
+@service_option("Only this service.")
+@click.option("--for", "period", metavar="PERIOD", help="Start again after 30m, 1h or 2d.")
+@shared_options(confirms=True)
+def stop(options: Options, service: str | None, period: str | None) -> int:
+    """Exit with 1 if a host did not stop."""
+    words = [tool.STOP_SERVICE, "--by", f"{getpass.getuser()}@{socket.gethostname()}"]
+    if period is not None:
+        number, unit = period[:-1], period[-1:]
+        if not number.isdecimal() or not int(number) or unit not in _UNITS_S:
+            fix = "write a number and m, h or d: --for 90m"
+            raise SparkError.one("--for", f"{period!r} is not a period", fix)
+        words += ["--for", str(int(number) * _UNITS_S[unit])]
+    return _run_tool(options, "stop", words, service)
+
+
+@click.command
+@service_option("Only this service.")
+@shared_options(confirms=True)
+def start(options: Options, service: str | None) -> int:
+    """Exit with 1 if a host did not start the last proven release."""
+    return _run_tool(options, "start", [tool.START_SERVICE], service)
+
+
+def _run_tool(options: Options, command: str, words: list[str], service: str | None) -> int:
+    hosts = select_hosts(options, must_serve=False)
+    names = {host.name for host in hosts}
+    for host in hosts if service in (None, MAIN_SERVICE) else ():
+        # The cluster could not start without all members.
+        members = host.settings.settings.cluster.hosts
+        if excluded := [name for name in members if name not in names]:
+            problem = f"is in a cluster with {', '.join(excluded)}, which you did not select"
+            raise SparkError.one(host.name, problem, next_command(options, command, *members))
+    services = {host.name: chosen_services(host, service) for host in hosts}
+    if options.dry:
+        return dry_run(options, query(hosts, read_status), lambda host, status: "; ".join(
+            _verb_text(command, status, name) for name in services[host.name]))  # fmt: skip
+    if len(hosts) > 1:
+        confirm(options.yes, f"{', '.join(host.name for host in hosts)}: {_QUESTIONS[command]}")
+
+    def run(host: Host, target: Target) -> tuple[bool, str]:
+        chosen = services[target.name]
+        # A refusal by a service does not affect the next service.
+        lines = "; ".join(f"{tool.line(words[0], name, *words[1:])} 2>&1 || failed=1"
+                          for name in chosen)  # fmt: skip
+        script = (
+            f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {lines}; exit $failed; "
+            "else echo 'not set up yet; fix: run spark-deploy up'; exit 1; fi"
+        )
+        # Each engine may use the whole start and stop timeout.
+        serve = target.settings.settings.serve
+        limit_s = (serve.start_timeout_s + serve.stop_timeout_s + 300) * len(chosen)
+        ok, output = host.run_shell_command(
+            shell(script), _sudo=target.data["_sudo"], _timeout=limit_s
+        )
+        return ok, output.stdout.strip()
+
+    results = []
+    for answer in query(hosts, run, doing="stopping" if command == "stop" else "starting"):
+        ok, output = answer.value or (False, "")
+        results.append({**answer.data(), "ok": ok, "output": output})
+    texts = ([f"{result['host']}: {result['output'] or result['problem']}"] for result in results)
+    print_result(options, results, texts, between="\n")
+    return 0 if all(result["ok"] for result in results) else 1
+
+
+def _verb_text(command: str, status: HostStatus, name: str) -> str:
+    service = status.service(name)
+    active, good = (service.active, service.good) if service else (None, None)
+    release = status.release(active or good)
+    text = f"{release.model} with {release.profile}" if release else active or good
+    if command == "start":
+        return f"{name} {'already serves' if active else 'will serve'} {text or 'nothing: run up'}"
+    return f"{name} will stop: {text}; clients get 503" if active else f"{name} serves nothing"
