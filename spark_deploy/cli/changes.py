@@ -1,4 +1,4 @@
-"""Commands that change hosts: by a deploy, printed as a pyinfra command, or by the host tools."""
+"""Commands that change hosts by a deploy, printed as a pyinfra command."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _query_rollback(hosts: Sequence[Target], to: str | None) -> list[Answer[Roll
 
 def _rollback_text(_host: Target, change: Rollback | Problem) -> str:
     if isinstance(change, Problem):
-        return str(change)
+        return change.line
     if change.done or change.to is None:
         return change.done or "no earlier release"
     return f"rolls back from {change.from_release or 'nothing'} to {change.to}"

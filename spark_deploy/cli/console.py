@@ -172,6 +172,9 @@ _STYLES = {
 }
 
 
+_DOTS = {"●": "green", "◐": "yellow", "○": "red"}  # distinct without colour, too
+
+
 def print_result(
     options: Options, data: Any, texts: Iterable[Iterable[str]], *, between: str = "\n\n"
 ) -> None:
@@ -229,7 +232,9 @@ def wrap_line(line: str, width: int) -> list[str]:
 
 def styled(line: str) -> Text:
     text = Text(line)
-    if not line.startswith(" ") and ": " in line:
+    if dot := _DOTS.get(line[:1]):
+        text.stylize(dot, 0, 1)
+    elif not line.startswith(" ") and ": " in line:
         text.stylize("bold", 0, line.index(": "))
     for word, style in _STYLES.items():
         if re.match(rf"\s*{word}\b", line):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from typing import Any
 
 import click
 from rich.console import Console
@@ -118,6 +119,7 @@ def _read_all(readers: dict[str, subprocess.Popen[str]]) -> Iterator[Line]:
 
 EVERY_S = 2
 _METRIC = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$")
+_MODEL = re.compile(r'model_name="([^"]*)"')
 _SAMPLE_SCRIPT = """while :; do
   echo "at $(date +%s.%N)"
   curl -s -m 5 --unix-socket FOLDER/engine.sock http://engine/metrics |
@@ -127,7 +129,8 @@ _SAMPLE_SCRIPT = """while :; do
   echo end; sleep EVERY
 done""".replace("HEAT", HEAT).replace("EVERY", str(EVERY_S))
 
-Sample = dict[str, float]  # metrics by name; counters since the start of the engine
+# Metrics by name, with counters since the start of the engine, and the name of the model.
+Sample = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,7 @@ class Now:
     available_bytes: float | None
     temperature_c: float | None
     power_w: float | None
+    model: str | None = None
 
 
 @click.command
@@ -198,6 +202,8 @@ def parse_samples(lines: Iterable[str]) -> Iterator[Sample]:
         name, _, value = line.partition(" ")
         if metric := _METRIC.match(line):
             sample[metric[1]] = sample.get(metric[1], 0.0) + float(metric[2])
+            if model := _MODEL.search(line):
+                sample["model"] = printable(model[1])
         elif name == "at":
             sample["at"] = float(value)
         elif name == "memory" and value.isdigit():
@@ -216,7 +222,7 @@ def now_of(host: str, samples: Sequence[Sample]) -> Now:
     last, before = samples[-1], samples[0]
 
     def grown(metric: str) -> float:
-        return last.get(metric, 0.0) - before.get(metric, 0.0)
+        return float(last.get(metric, 0.0) - before.get(metric, 0.0))
 
     speed = acceptance = None
     has_tokens = "generation_tokens" in last and "generation_tokens" in before
@@ -227,7 +233,7 @@ def now_of(host: str, samples: Sequence[Sample]) -> Now:
     return Now(
         host, last.get("num_requests_running"), last.get("num_requests_waiting"), speed, acceptance,
         last.get("kv_cache_usage_perc"), last.get("memory"), last.get("temperature"),
-        last.get("power"),
+        last.get("power"), last.get("model"),
     )  # fmt: skip
 
 
@@ -239,21 +245,34 @@ def _show(rows: list[Now], options: Options, once: bool) -> None:
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     if console.is_terminal and not once:
         console.clear()
-    console.print(table(rows))
+    console.print(table(rows, console.width))
 
 
-def table(rows: Sequence[Now]) -> Table:
-    result = Table("host", box=None, pad_edge=False)
-    result.columns[0].overflow = "ellipsis"
-    for title in ("running", "waiting", "tok/s", "accepted", "cache", "free GiB", "°C", "W"):
-        result.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        free = None if row.available_bytes is None else row.available_bytes / GIB
-        cells = (
-            (row.running, ".0f"), (row.waiting, ".0f"), (row.tokens_per_s, ".1f"),
-            (row.acceptance_fraction, ".0%"), (row.cache_fraction, ".0%"), (free, ".1f"),
-            (row.temperature_c, ".0f"), (row.power_w, ".0f"),
-        )  # fmt: skip
-        texts = ("-" if value is None else format(value, form) for value, form in cells)
-        result.add_row(row.host, *texts)
+# In a narrow terminal these columns are left out, the first of them first.
+_OPTIONAL = ("W", "°C", "accepted", "free GiB", "cache", "waiting", "running")
+
+
+def table(rows: Sequence[Now], width: int) -> Table:
+    columns = {"host": [row.host for row in rows], "model": [row.model or "-" for row in rows]}
+    for title, form, value in (
+        ("running", ".0f", lambda row: row.running), ("waiting", ".0f", lambda row: row.waiting),
+        ("tok/s", ".1f", lambda row: row.tokens_per_s),
+        ("accepted", ".0%", lambda row: row.acceptance_fraction),
+        ("cache", ".0%", lambda row: row.cache_fraction),
+        ("free GiB", ".1f", lambda row: row.available_bytes and row.available_bytes / GIB),
+        ("°C", ".0f", lambda row: row.temperature_c), ("W", ".0f", lambda row: row.power_w),
+    ):  # fmt: skip
+        values = map(value, rows)
+        columns[title] = ["-" if each is None else format(each, form) for each in values]
+    widths = {title: max(map(len, [title, *texts])) + 2 for title, texts in columns.items()}
+    for title in _OPTIONAL:
+        if sum(widths.values()) - 2 > width:
+            del widths[title]
+    result = Table(box=None, pad_edge=False)
+    for title in widths:
+        is_name = title in ("host", "model")
+        result.add_column(title, justify="left" if is_name else "right", no_wrap=True,
+                          overflow="ellipsis")  # fmt: skip
+    for texts in zip(*(columns[title] for title in widths), strict=True):
+        result.add_row(*texts)
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -36,6 +36,7 @@ from spark_deploy.plan.types import HostPlan
 @click.command
 @click.option("--files", is_flag=True, help="List managed files, packages and units, with sizes.")
 @click.option("--planned", is_flag=True, help="With --files: list planned files, offline.")
+@click.option("-v", "--verbose", is_flag=True, help="Print all details.")
 @shared_options(plans=True)
 def status(options: Options, files: bool, planned: bool) -> int:
     """Exit with 1 if a host does not provably serve its plan."""
@@ -60,7 +61,8 @@ def status(options: Options, files: bool, planned: bool) -> int:
         for service in summary.get("services", ()):
             service["requests"] = plain(requests.get(service["service"]))
         hosts.append(summary)
-    print_result(options, hosts, map(status_lines, hosts), between="\n")
+    texts = map(status_lines, hosts) if options.verbose else [short_lines(hosts)]
+    print_result(options, hosts, texts, between="\n")
     return 0 if all(host["reachable"] and not host["drift"] for host in hosts) else 1
 
 
@@ -228,6 +230,44 @@ def _readiness(plan: HostPlan, host_status: HostStatus) -> list[dict[str, Any]]:
         }
         for pair in plan.ready
     ]
+
+
+def short_lines(hosts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each service, and a line for each difference from the plan."""
+    rows = [row for host in hosts for row in _short_rows(host)]
+    full = [cells for cells, _ in rows if len(cells) > 2]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    for cells, problems in rows:
+        padded = map(str.ljust, cells, widths) if len(cells) > 2 else cells
+        yield "  ".join(padded).rstrip()
+        yield from (f"    {problem}" for problem in problems if problem)
+
+
+def _short_rows(host: Mapping[str, Any]) -> Iterator[tuple[list[str], list[str]]]:
+    name = host["host"]
+    if not host["reachable"] or not host["installed"]:
+        yield [f"○ {name}", host["problem"] or "not set up yet"], []
+        return
+    rollout = host["rollout"]["text"] if host["rollout"] else ""
+    daily = [
+        f"{problem['where']}: {problem['what']}" for problem in host["daily"].get("problems", ())
+    ]
+    yield _short_cells(name, host, host), [host["drift"], rollout, *daily]
+    for service in host["services"]:
+        yield _short_cells(f"{name}/{service['service']}", service, host), []
+
+
+def _short_cells(name: str, service: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
+    if not service["release"]:
+        return [f"○ {name}", service["stopped"] or service.get("unreadable") or "serves nothing"]
+    proof = service["proof"]
+    speed = ((proof.get("bench") or {}).get("one_stream_tokens_per_s") or {}).get("median")
+    free = host["memory"].get("available_bytes")
+    return [
+        f"{'◐' if service['drift'] else '●'} {name}", service["model"], service["profile"],
+        f"{speed:.1f} tok/s" if speed else "- tok/s", f"{gib(free)} free" if free else "",
+        f"checked {_age(proof)}" if proof else "not checked",
+    ]  # fmt: skip
 
 
 def _row(title: str, text: str) -> str:

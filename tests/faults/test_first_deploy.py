@@ -89,7 +89,7 @@ def test_host_stays_usable_and_status_reports_no_server(first):
     image = info()["images"]["cuda-check"]
     name = f"{image['repository']}@{image['digest']}"
     assert guest.run(f"docker run --rm --runtime=nvidia {name} nvidia-smi -L").startswith("GPU 0")
-    status = first.site.cli("status")
+    status = first.site.cli("status", "-v")
     assert status.returncode == 1
     assert first.candidate in status.stdout
     assert f"{NAME}: a deploy would go ahead" in first.site.cli("doctor").stdout

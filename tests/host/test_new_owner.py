@@ -79,7 +79,7 @@ def test_one_command_frees_the_gpu(walk):
     stopped = walk.owner.run(*stop)
     assert stopped.returncode == 0, stopped.stderr
     assert walk.guest.serving() == []
-    assert walk.owner.run("start").returncode == 0
+    assert walk.owner.run("start", "-y").returncode == 0
     assert walk.guest.answers()
 
 

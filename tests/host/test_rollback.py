@@ -61,7 +61,7 @@ def test_rolls_back_to_named_release(fleet):
 @pytest.fixture
 def start_afterwards(fleet):
     yield
-    fleet.site.cli_output("start")
+    fleet.site.cli_output("start", "-y")
 
 
 @pytest.mark.usefixtures("start_afterwards")

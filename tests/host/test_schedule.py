@@ -37,7 +37,7 @@ def test_switches_at_scheduled_time_and_deploy_keeps_it(gateway):
 
     site.deploy().assert_unchanged()
     assert guest.release() == night
-    code, output = site.cli_output("status", NAME)
+    code, output = site.cli_output("status", "-v", NAME)
     assert (code, "as planned" in output) == (0, True), output
 
     site.reset("schedule")

@@ -46,10 +46,10 @@ def test_status_shows_release_and_differences_from_plan(fleet):
     guest = fleet.guests[0]
     release = guest.release()
 
-    good = fleet.site.cli("status", "--limit", FIRST)
-    other = fleet.site.cli("status", "--limit", FIRST, "--profile", "v2-tq")
+    good = fleet.site.cli("status", "-v", "--limit", FIRST)
+    other = fleet.site.cli("status", "-v", "--limit", FIRST, "--profile", "v2-tq")
     guest.run("systemctl stop spark-gateway@main")
-    shut = fleet.site.cli("status", "--limit", FIRST)
+    shut = fleet.site.cli("status", "-v", "--limit", FIRST)
     fleet.settle()
 
     assert good.returncode == 0, good.stdout

@@ -22,7 +22,7 @@ from spark_deploy.cli import live, progress_screen
 from spark_deploy.cli.hosts import Target, build_plan
 from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.cli.progress_screen import HostView, Transcript
-from spark_deploy.cli.status import host_fields, status_lines
+from spark_deploy.cli.status import host_fields, short_lines, status_lines
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.load import load_hosts
@@ -75,16 +75,18 @@ def dry(console: Console) -> None:
 
 def status(console: Console) -> None:
     recent = datetime.now(timezone.utc) - timedelta(minutes=12, seconds=30)
+    hosts = []
     for host in recorded("status"):
         host["proof"]["checked_at"] = recent.isoformat()  # keeps the picture unchanged
         # Fields that are newer than the recording are empty.
         newer = {**host_fields(HostStatus(None)), "unit_overrides": []}
-        lines = status_lines({**newer, **host})
-        cli_console.print_wrapped(lines, console)
+        hosts.append({**newer, **host})
+    cli_console.print_wrapped([*short_lines(hosts), "", *status_lines(hosts[0])], console)
 
 
 def top_once(console: Console) -> None:
-    console.print(live.table([live.Now(**service) for service in recorded("top")]))
+    rows = [live.Now(**{"model": "lab-model", **service}) for service in recorded("top")]
+    console.print(live.table(rows, console.width))
 
 
 def recorded(name: str) -> list[dict[str, Any]]:

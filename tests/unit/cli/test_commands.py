@@ -202,7 +202,7 @@ def test_an_unreachable_host_is_reported(tmp_path):
     (tmp_path / "sparks.py").write_text("spark = ['127.0.0.1']\n")
     done = run("status", str(tmp_path / "sparks.py"), "--data", f"ssh.port={port}")
     assert done.returncode == 1
-    assert f"127.0.0.1: unreachable: [127.0.0.1]:{port}: Connection refused" in done.stdout
+    assert f"127.0.0.1  unreachable: [127.0.0.1]:{port}: Connection refused" in done.stdout
 
 
 @pytest.mark.slow

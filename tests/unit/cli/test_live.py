@@ -70,17 +70,17 @@ def sample(at, tokens, drafted=0, accepted=0):
 
 def rows(*services, width=100):
     console = Console(width=width, file=io.StringIO())
-    console.print(live.table(services))
+    console.print(live.table(services, width))
     return console.file.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(
     ("text", "cells"),
     [
-        (sample(10, 1000, 100, 80) + sample(12, 1100, 200, 160), "2 1 50.0 80% 25% 6.7 61 48"),
-        (sample(10, 1000) + sample(12, 10), "2 1 - - 25% 6.7 61 48"),  # the engine restarted
-        ("at 1\nmemory 7000000\ngpu [N/A],[N/A]\nend\n", "- - - - - 6.7 - -"),  # no engine
-        (sample(1, 5).removesuffix("end\n"), "- - - - - - - -"),  # incomplete
+        (sample(10, 1000, 100, 80) + sample(12, 1100, 200, 160), "m 2 1 50.0 80% 25% 6.7 61 48"),
+        (sample(10, 1000) + sample(12, 10), "m 2 1 - - 25% 6.7 61 48"),  # the engine restarted
+        ("at 1\nmemory 7000000\ngpu [N/A],[N/A]\nend\n", "- - - - - - 6.7 - -"),  # no engine
+        (sample(1, 5).removesuffix("end\n"), "- - - - - - - - -"),  # incomplete
     ],
 )
 def test_a_row_shows_rates_between_two_samples(text, cells):
@@ -126,3 +126,12 @@ def test_rows_fit_the_screen(width):
     assert len(lines) == 4
     assert max(map(len, lines)) <= width
     assert [line.split()[0] for line in lines[1:3]] == names[:2]
+
+
+def test_names_and_speed_stay_in_a_narrow_terminal():
+    now = live.Now("spark-kitchen-1.lan", 2, 1, 50.0, 0.8, 0.2, 2**33, 61, 48, "qwen3.5-122b")
+    title, line = rows(now, width=60)
+    assert line.split()[:2] == ["spark-kitchen-1.lan", "qwen3.5-122b"]
+    assert "tok/s" in title
+    assert len(line) <= 60
+    assert "W" in rows(now, width=100)[0]

@@ -7,7 +7,7 @@ from spark_deploy.cli import status
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.doctor import verdict_lines
 from spark_deploy.cli.hosts import Answer
-from spark_deploy.cli.status import status_lines, summary_of
+from spark_deploy.cli.status import short_lines, status_lines, summary_of
 from spark_deploy.hosts.status import Count, HostStatus
 from tests.unit.cli.targets import target_of
 from tests.unit.statuses import host_status
@@ -46,6 +46,24 @@ def document(checks=None, **proof):
 def text_of(tmp_path, data, target=None):
     status = data if isinstance(data, HostStatus) else host_status(data)
     return "\n".join(status_lines(summary_of(Answer(target or target_of(tmp_path), status))))
+
+
+def test_each_service_is_one_line_with_a_symbol_for_its_state(tmp_path):
+    serving = document(bench={"one_stream_tokens_per_s": {"median": 31.04}})
+    serving["services"]["embed"] = {**serving["services"]["main"], "active": None}
+    stopped, target = document(), target_of(tmp_path)
+    stopped["services"]["main"]["active"] = None
+    as_planned = {**summary_of(Answer(target, host_status(serving))), "drift": ""}
+    unplanned = summary_of(Answer(target, host_status(serving)))
+    off = {"host": "lab-2", "reachable": False, "problem": "unreachable: no"}
+    stops = {**summary_of(Answer(target, host_status(stopped))), "drift": ""}
+    lines = [line.split(maxsplit=2) for line in short_lines([as_planned, unplanned, off, stops])]
+    assert [line[:2] for line in lines] == [
+        ["●", "lab-1"], ["○", "lab-1/embed"], ["◐", "lab-1"], ["the", "plan"],
+        ["○", "lab-1/embed"], ["○", "lab-2"], ["○", "lab-1"],
+    ]  # fmt: skip
+    for part in ("lab-stub  v2  31.0 tok/s  4.0 GiB free  checked ", "days ago"):
+        assert part in lines[0][2]
 
 
 def test_a_serving_host_shows_release_check_and_differences(tmp_path):
@@ -131,7 +149,7 @@ def test_requests_in_running_engines_are_counted(tmp_path, monkeypatch, capsys, 
     target, run = target_of(tmp_path), status.status.callback.__wrapped__
     monkeypatch.setattr(status, "select_hosts", lambda options, must_serve: [target])
     monkeypatch.setattr(status, "query", lambda hosts, read: [Answer(target, read(host, target))])
-    run(Options(), files=False, planned=False)
+    run(Options(verbose=True), files=False, planned=False)
     assert ("2 running, 1 waiting" in capsys.readouterr().out) == bool(expected)
     run(Options(json=True), files=False, planned=False)
     assert json.loads(capsys.readouterr().out)[0]["requests"] == expected
