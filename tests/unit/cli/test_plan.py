@@ -24,6 +24,7 @@ WIDTHS = [80, 100, 160]
 @pytest.fixture
 def spark_deploy(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    write_inventory(tmp_path / "inventory/spark.py", "spark-1")
 
     def run(*arguments):
         code = main(arguments)

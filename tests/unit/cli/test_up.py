@@ -17,7 +17,7 @@ from spark_deploy.inventory.host_keys import HostKey
 from spark_deploy.inventory.login import Access
 from spark_deploy.lock.resolve import Names
 from spark_deploy.plan.jobs import jobs_of
-from tests.unit.cli.targets import target_of
+from tests.unit.cli.targets import target_of, write_inventory
 from tests.unit.planning.plans import plan_of
 from tests.unit.statuses import host_status
 
@@ -53,6 +53,24 @@ def test_a_dry_run_prints_the_pyinfra_command(monkeypatch, capsys):
     message, command = capsys.readouterr().err.splitlines()
     assert "no changes made" in message
     assert command.endswith("deploy.py --dry")
+
+
+def test_a_choice_of_the_command_line_can_be_written_to_the_settings(tmp_path, monkeypatch, capsys):
+    inventory = str(write_inventory(tmp_path / "inventory/spark.py", "a"))
+    settings = tmp_path / "group_vars/all.yml"
+    settings.parent.mkdir()
+    settings.write_text("model: qwen3.5-35b\nprofile: v2\n")
+    assert up._temporary_choice(Options(inventory=inventory, model="qwen3.5-35b")) == ""
+    options = Options(inventory=inventory, model="qwen3.5-122b", profile="agent")
+    choice = up._temporary_choice(options)
+    assert choice == "qwen3.5-122b/agent"
+    up._offer_to_write(choice, replace(options, yes=True))
+    assert f"spark-deploy use {choice}" in capsys.readouterr().err
+    assert "35b" in settings.read_text()
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(up.click, "confirm", lambda *_, **__: True)
+    up._offer_to_write(choice, options)
+    assert settings.read_text() == "model: qwen3.5-122b\nprofile: agent\n"
 
 
 def test_up_and_init_lock_without_update_options(monkeypatch, tmp_path):
