@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
@@ -16,6 +15,7 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.console import Options, print_result, shared_options
 from spark_deploy.cli.hosts import Answer, Target, build_plan, query, read_status, select_hosts
+from spark_deploy.cli.status_rows import check_age, short_lines
 from spark_deploy.cli.up import rollout_text
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
@@ -232,44 +232,6 @@ def _readiness(plan: HostPlan, host_status: HostStatus) -> list[dict[str, Any]]:
     ]
 
 
-def short_lines(hosts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each service, and a line for each difference from the plan."""
-    rows = [row for host in hosts for row in _short_rows(host)]
-    full = [cells for cells, _ in rows if len(cells) > 2]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    for cells, problems in rows:
-        padded = map(str.ljust, cells, widths) if len(cells) > 2 else cells
-        yield "  ".join(padded).rstrip()
-        yield from (f"    {problem}" for problem in problems if problem)
-
-
-def _short_rows(host: Mapping[str, Any]) -> Iterator[tuple[list[str], list[str]]]:
-    name = host["host"]
-    if not host["reachable"] or not host["installed"]:
-        yield [f"○ {name}", host["problem"] or "not set up yet"], []
-        return
-    rollout = host["rollout"]["text"] if host["rollout"] else ""
-    daily = [
-        f"{problem['where']}: {problem['what']}" for problem in host["daily"].get("problems", ())
-    ]
-    yield _short_cells(name, host, host), [host["drift"], rollout, *daily]
-    for service in host["services"]:
-        yield _short_cells(f"{name}/{service['service']}", service, host), []
-
-
-def _short_cells(name: str, service: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
-    if not service["release"]:
-        return [f"○ {name}", service["stopped"] or service.get("unreadable") or "serves nothing"]
-    proof = service["proof"]
-    speed = ((proof.get("bench") or {}).get("one_stream_tokens_per_s") or {}).get("median")
-    free = host["memory"].get("available_bytes")
-    return [
-        f"{'◐' if service['drift'] else '●'} {name}", service["model"], service["profile"],
-        f"{speed:.1f} tok/s" if speed else "- tok/s", f"{gib(free)} free" if free else "",
-        f"checked {_age(proof)}" if proof else "not checked",
-    ]  # fmt: skip
-
-
 def _row(title: str, text: str) -> str:
     return f"  {title:<8} {text}"
 
@@ -382,7 +344,7 @@ def _proof_lines(proof: Mapping[str, Any]) -> Iterator[str]:
 def _proof_text(proof: Mapping[str, Any]) -> str:
     checks = proof.get("checks", ())
     passed = sum(1 for check in checks if check.get("ok"))
-    text = f"{proof.get('level')} check, {passed} of {len(checks)} passed, {_age(proof)}"
+    text = f"{proof.get('level')} check, {passed} of {len(checks)} passed, {check_age(proof)}"
     if not proof.get("current"):
         text += f"; no longer current: {proof.get('why')}"
     if proof.get("portable"):
@@ -390,17 +352,3 @@ def _proof_text(proof: Mapping[str, Any]) -> str:
     if proof.get("stubbed"):
         text += f"; stand-ins: {', '.join(proof['stubbed'])}"
     return text
-
-
-def _age(proof: Mapping[str, Any]) -> str:
-    time = str(proof.get("checked_at"))
-    try:
-        checked = datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return f"at an unknown time ({time})"
-    seconds = max(0.0, datetime.now(timezone.utc).timestamp() - checked)
-    for unit, size_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= size_s:
-            count = int(seconds // size_s)
-            return f"{count} {unit}{'s' if count > 1 else ''} ago"
-    return "just now"

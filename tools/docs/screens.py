@@ -22,7 +22,8 @@ from spark_deploy.cli import live, progress_screen
 from spark_deploy.cli.hosts import Target, build_plan
 from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.cli.progress_screen import HostView, Transcript
-from spark_deploy.cli.status import host_fields, short_lines, status_lines
+from spark_deploy.cli.status import host_fields, status_lines
+from spark_deploy.cli.status_rows import short_lines
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.load import load_hosts

@@ -7,7 +7,8 @@ from spark_deploy.cli import status
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.doctor import verdict_lines
 from spark_deploy.cli.hosts import Answer
-from spark_deploy.cli.status import short_lines, status_lines, summary_of
+from spark_deploy.cli.status import status_lines, summary_of
+from spark_deploy.cli.status_rows import short_lines
 from spark_deploy.hosts.status import Count, HostStatus
 from tests.unit.cli.targets import target_of
 from tests.unit.statuses import host_status
