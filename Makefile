@@ -103,7 +103,7 @@ gpu-all: ## all results that need a CUDA GPU: make gpu, then make gpu-times on a
 
 GPU_PYTHON ?= python3
 PYTHONS ?= 3.10 3.11 3.12 3.13
-gpu: ## all proofs on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds options
+gpu: ## all proofs on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pytest and our plugin (proofs/README.md)
 	@test -d build/plans || $(MAKE) --no-print-directory gpu-plans \
 	  || echo "no plans could be made here: tests that serve them are skipped (make gpu-plans elsewhere)"
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)

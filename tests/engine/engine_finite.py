@@ -42,17 +42,30 @@ def check_drafter(model: torch.nn.Module) -> None:
     finite.check_model(model, finite.modules_from_target(model))
 
 
-def scales(last: float = 0.01) -> torch.Tensor:
+def scales(factor: float = 1.0) -> torch.Tensor:
+    """Return signed scales with padding, a third of the groups zero as AutoRound writes them."""
     numbers = torch.linspace(0.002, 0.02, 64 * 30).reshape(64, 30) * torch.tensor([1.0, -1.0] * 15)
-    numbers = torch.nn.functional.pad(numbers, (0, 2, 0, 3))
-    numbers[40, 7] = last
-    return numbers.to(torch.float16)
+    numbers[::3] = 1e-5
+    return torch.nn.functional.pad(factor * numbers, (0, 2, 0, 3)).to(torch.float16)
 
 
-class Quantised(torch.nn.Module):
-    def __init__(self, last: float = 0.01) -> None:
+class Layer(torch.nn.Module):
+    def __init__(self, values: torch.Tensor) -> None:
         super().__init__()
-        self.w13_scales = torch.nn.Parameter(scales(last), requires_grad=False)
+        self.w13_scales = torch.nn.Parameter(values, requires_grad=False)
+
+
+def quantised(first: torch.Tensor) -> torch.nn.Module:
+    """Return four layers, the first with these scales."""
+    layers = [Layer(values) for values in (first, scales(), scales(), scales())]
+    return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
+
+
+def changed(value: float) -> torch.Tensor:
+    """Return scales with a single other value."""
+    values = scales()
+    values[40, 7] = value
+    return values
 
 
 def main() -> None:
@@ -73,13 +86,20 @@ def main() -> None:
     own.has_own_lm_head = True
     report = {
         "scales": {
-            "usual": finite.has_plausible_scales(scales()),
-            "ten times as large": finite.has_plausible_scales(scales(last=0.2)),
-            "ten thousand times as large": finite.has_plausible_scales(scales(last=-100.0)),
-            "none": finite.has_plausible_scales(torch.zeros(0)),
-            "only zeros": finite.has_plausible_scales(torch.zeros(200)),
+            name: refusal(finite.check_scale_sizes, quantised(values))
+            for name, values in {
+                "usual": scales(),
+                "twice as large": scales(2.0),
+                "ten times as large at one place": changed(-0.2),
+                "almost zero at one place": changed(2e-5),
+                "all zero": torch.zeros(67, 32, dtype=torch.float16),
+                "none": torch.zeros(0, dtype=torch.float16),
+                "an INT8 group of zeros": changed(1.0),
+                "512 times as large at one place": changed(-512 * 0.01),
+                "512 times as large": scales(512.0),
+                "32 times as small": scales(1 / 32),
+            }.items()
         },
-        "layers": [refusal(finite.check_scale_sizes, Quantised(last)) for last in (0.01, 100.0)],
         "drafters": {
             "head loaded later": refusal(check_drafter, Drafter(layer=1.0, head=nan)),
             "damaged layer": refusal(check_drafter, Drafter(layer=nan, head=1.0)),

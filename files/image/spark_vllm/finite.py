@@ -33,7 +33,7 @@ MAX_MEDIAN_RATIO = 16
 MAX_LOGIT = 64.0
 """Root mean square of the head's logits for a row of ones, and its inverse."""
 _ZERO_GROUP = 1.1e-5  # AutoRound writes 1e-5 for a group of zeros
-_ZERO_GROUP_INT8 = 1.0  # of our builder
+_ZERO_GROUP_OF_BUILDER = 1.0
 _FIX = (
     "fix: verify the checkpoint with `spark_checkpoint verify --full`, "
     "build it again if that passes"
@@ -102,7 +102,8 @@ def check_scale_sizes(model: torch.nn.Module) -> None:
     wrong = []
     kinds: dict[str, dict[str, float]] = defaultdict(dict)
     for name, tensor in model.named_parameters():
-        if name.rpartition(".")[2] not in _INTEGER_SCALES or tensor.is_meta:
+        is_scale = name.rpartition(".")[2] in _INTEGER_SCALES
+        if not is_scale or tensor.is_meta or not tensor.numel():
             continue
         largest, median = measure_scales(tensor.detach())
         if median:
@@ -129,7 +130,7 @@ def measure_scales(scales: torch.Tensor) -> tuple[float, float]:
     step = 1 + len(values) // _SAMPLE_NUMBERS
     for chunk in _chunks(values):
         sizes = chunk.float().abs()
-        used = sizes[(sizes > _ZERO_GROUP) & (sizes != _ZERO_GROUP_INT8)]
+        used = sizes[(sizes > _ZERO_GROUP) & (sizes != _ZERO_GROUP_OF_BUILDER)]
         if used.numel():
             largest = max(largest, float(used.max()))
             samples.append(used[::step])
