@@ -99,6 +99,8 @@ def read_cases(plans: Path) -> Iterator[Case]:
         variant = "base"
         if order:
             wanted = {key: order[key] for key in ("layout", "head", "shared_experts")}
+            if order.get("drafter_int4"):
+                wanted["drafter"] = "int4-g128"
             [variant] = [name for name, made in VARIANTS.items() if made == wanted]
         kind = "int4mtp" if shape == "qwen3.5-35b" else "wide"
         yield Case(name, plan, f"{kind}-{variant}", shape)

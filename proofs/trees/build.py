@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,11 @@ VARIANTS: dict[str, dict[str, str]] = {
     "full-head8": {"layout": "full", "head": "int8-g128", "shared_experts": "fp8-donor"},
     "native": {"layout": "full", "head": "int8-g128", "shared_experts": "int8-g128"},
     "base-head8": {"layout": "full", "head": "int8-g128", "shared_experts": "keep"},
-}
+    "v3": {
+        "layout": "overlay", "head": "keep", "shared_experts": "fp8-donor", "drafter": "int4-g128",
+    },
+}  # fmt: skip
+_INT4_DRAFTER = re.compile(r"mtp\.layers\.\d+\.(mlp\.experts|self_attn)\..*_proj\.weight")
 
 
 def write_wide(out: Path) -> tuple[Path, Path]:
@@ -76,6 +81,7 @@ def plan(base: Path, donor: Path, out: Path, variant: dict[str, str]) -> dict[st
     )
     swapped = {f"{module}.{part}" for module in modules for part in ("weight", "weight_scale_inv")}
     unmatched = {name for name in donor_names - own - swapped if ".mlp.experts." not in name}
+    drafter = [n.removesuffix(".weight") for n in base_names - own if _INT4_DRAFTER.fullmatch(n)]
     return {
         "schema_version": 1,
         "digest": hashlib.sha256(out.name.encode()).hexdigest(),
@@ -90,7 +96,8 @@ def plan(base: Path, donor: Path, out: Path, variant: dict[str, str]) -> dict[st
         "extra": {},
         "mtp_tensors": sorted(base_names - own),
         "out": str(out),
-        **variant,
+        "drafter_int4": sorted(drafter) if "drafter" in variant else [],
+        **{key: choice for key, choice in variant.items() if key != "drafter"},
     }
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from engine_process import run_engine
-from spark_contract.orders import expand_all
 
-from proofs.trees.build import build, plan
+from proofs.trees.build import VARIANTS, build, plan
 from spark_deploy.config.checkout import CHECKOUT
 from tests.unit.planning.plans import shipped_catalog
 from tests.unit.plugin import plugin_hybrids as hybrids
@@ -125,11 +124,8 @@ def test_full_layout_with_drafts_answers_like_the_plain_checkpoint(engine, hybri
 def test_built_int4_drafter_drafts_with_the_profiles_sampling(engine, sources, work, reference):
     """The builder's overlay: its drafter is loaded from the rewritten file, answers stay."""
     v3 = shipped_catalog().profile("v3", "lab-tiny")
-    experts = "mtp.layers.0.mlp.experts.{0..7}.{gate,up,down}_proj"
-    modules = [experts, "mtp.layers.0.self_attn.{q,k,v,o}_proj"]
-    variant = {"shared_experts": "fp8-donor", "head": "int8-g128", "layout": "overlay"}
-    order = plan(*sources, work / "int4-drafter", variant)
-    build({**order, "drafter_int4": modules}, work)
+    order = plan(*sources, work / "int4-drafter", {**VARIANTS["v3"], "head": "int8-g128"})
+    build(order, work)
     options = {
         "method": "mtp",
         "num_speculative_tokens": v3.speculation.tokens,
@@ -142,7 +138,8 @@ def test_built_int4_drafter_drafts_with_the_profiles_sampling(engine, sources, w
     )
     assert [t[0] for t in answers["tokens"]] == [t[0] for t in reference["tokens"]]
     assert answers["drafts"] > 0
-    packed = len(expand_all(modules))
+    packed = len(order["drafter_int4"])
+    assert packed == 8 * 3 + 4
     assert re.search(rf"dequantised \d+ tensors .*int4 {packed}\b.* for Qwen3_5MoeMTP", log)
 
 

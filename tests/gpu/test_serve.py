@@ -18,6 +18,7 @@ TREES = {
     "hybrid": "tiny-overlay",
     "hybrid-mtp1": "tiny-overlay",
     "hybrid-mtp2": "tiny-overlay",
+    "v3": "tiny-v3",
 }
 pytestmark = pytest.mark.skipif(not PLANS.is_dir(), reason="needs plans: `make gpu-plans`")
 

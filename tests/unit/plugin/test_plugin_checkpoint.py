@@ -10,6 +10,7 @@ from spark_contract.orders import expand_all
 from spark_vllm.checkpoint.gate import check_checkpoint, find_missing_modules, list_mtp_modules
 from spark_vllm.checkpoint.settings import read_settings
 
+from proofs.trees.build import VARIANTS, build, plan
 from spark_deploy.config.catalog.model import HybridModel
 from tests.unit.checkpoint.builder_shards import (
     ITEM_BYTES,
@@ -376,6 +377,22 @@ def test_packed_drafter_needs_a_matching_config(write):
     set_blocks(f"{TEXT[:-1]},mtp.layers")(tree, "")
     tree.configure_module(r".*mtp\..*(shared_expert|self_attn).*", bits=16, data_type="float")
     tree.check()
+
+
+def test_accepts_an_int4_drafter_of_the_builder(tmp_path):
+    out = tmp_path / "built"
+    base, _ = write_sources(tmp_path)
+    order = plan(base, base, out, {**VARIANTS["v3"], "shared_experts": "fp8-self"})
+    build(order, tmp_path)
+    built = Checkpoint(out)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    counts = {"layers": LAYERS, "mtp_layers": 1, "experts": EXPERTS}
+    check_checkpoint(str(out), read_settings(config), **counts)
+    assert len(order["drafter_int4"]) == 3 * EXPERTS + 4
+    assert all(built.index[f"{name}.qweight"] == DRAFTER_FILE for name in order["drafter_int4"])
+    del config["extra_config"]["mtp.layers.0.mlp.shared_expert.up_proj"]
+    with pytest.raises(ValueError, match=r"mtp\.layers\.0\.mlp\.shared_expert\.up_proj: 16-bit"):
+        check_checkpoint(str(out), read_settings(config), **counts)
 
 
 def test_requires_drafter_tensors_only_with_a_drafter(write):
