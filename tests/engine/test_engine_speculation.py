@@ -1,5 +1,3 @@
-"""Speculation values of profiles against the engine's own classes and functions."""
-
 from __future__ import annotations
 
 import ast
@@ -19,12 +17,12 @@ SAMPLER = "vllm/v1/worker/gpu/spec_decode/rejection_sampler.py"
 CHOICES = ("draft_sample_method", "rejection_sample_method")
 
 
-def source(version: str, file: str) -> str:
+def source(version, file):
     return (fetch(version, {CONFIG, SCHEDULE, SAMPLER}) / file).read_text()
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_engine_has_each_value_of_a_profile(version: str) -> None:
+def test_engine_has_each_value_of_a_profile(version):
     module = ast.parse(source(version, CONFIG))
     aliases = {
         ast.unparse(node.targets[0]): ast.unparse(node.value)
@@ -48,14 +46,14 @@ def test_engine_has_each_value_of_a_profile(version: str) -> None:
     assert "rejection_sample_method == 'block'" in ast.unparse(ast.parse(source(version, SAMPLER)))
 
 
-def engine_lookup(version: str) -> Any:
+def engine_lookup(version):
     namespace: dict[str, Any] = {}
     exec(source(version, SCHEDULE), namespace)
     return namespace["build_dynamic_sd_schedule_lookup"]
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_schedules_mean_what_the_engine_computes(version: str) -> None:
+def test_schedules_mean_what_the_engine_computes(version):
     lookup, accepted = engine_lookup(version), 0
     ranges = [(first, last, k) for first in range(1, 5) for last in range(1, 6) for k in (0, 2, 3)]
     for count in (1, 2):

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +26,7 @@ class User:
     environment: dict[str, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
-    def types(self, line: str) -> subprocess.CompletedProcess[str]:
+    def types(self, line):
         self.lines.append(line)
         exports = " ".join(f"{name}={value}" for name, value in self.environment.items())
         script = f"cd {FOLDER} 2>/dev/null; export PATH=$HOME/venv/bin:$PATH {exports}; {line}"
@@ -39,13 +38,13 @@ class User:
         sys.stdout.write(f"$ {line}\n{done.stdout}{done.stderr}")
         return done
 
-    def writes(self, path: str, text: str, mode: str = "600") -> None:
+    def writes(self, path, text, mode="600"):
         quoted = shlex.quote(text)
         self.guest.run(
             f"printf %s {quoted} > {path}; chown ana: {path}; chmod {mode} {path}", timeout_s=30
         )
 
-    def answers_bootstrap_of(self, name: str) -> None:
+    def answers_bootstrap_of(self, name):
         """Answer the questions for the password and the host key of a new host."""
         about = next(guest for guest in info()["guests"] if guest["name"] == name)
         for question, answer in {
@@ -55,13 +54,13 @@ class User:
             self.environment[f"SPARK_BOOTSTRAP_{question}_FILE"] = f"{HOME}/{question}"
 
 
-def readme_command(start: str) -> str:
+def readme_command(start):
     """Return the command of the README that starts with these words, without its comment."""
     [line] = [line for line in README.splitlines() if line.startswith(f"spark-deploy {start}")]
     return line.partition("  #")[0].strip()
 
 
-def install(guest: Guest, work: Path) -> None:
+def install(guest, work):
     """Install what `pipx install .` installs; guests cannot reach a package index."""
     version = guest.run("python3 -c 'import sys; print(*sys.version_info[:2], sep=\".\")'")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -86,14 +85,14 @@ def install(guest: Guest, work: Path) -> None:
     guest.run(f"chown -R ana: {HOME}")
 
 
-def copy(guest: Guest, source: Path, target: str) -> None:
+def copy(guest, source, target):
     unpack = [*guest.login(), f"sudo -n sh -c 'mkdir -p {target} && tar -C {target} -xf -'"]
     with subprocess.Popen(["tar", "-C", source, "-cf", "-", "."], stdout=subprocess.PIPE) as tar:
         subprocess.run(unpack, stdin=tar.stdout, check=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
-def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+def user(tmp_path_factory):
     new = [word for name in SPARE for word in ("--bootstrap-guest", name)]
     lab("up", LAPTOP, *SPARE, "--fresh", *new, "--engine", "stub")
     made = User(guest_named(LAPTOP))
@@ -102,7 +101,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
     lab("down", LAPTOP, *SPARE)
 
 
-def add_lab_settings(user: User, work: Path) -> None:
+def add_lab_settings(user, work):
     """Write the lab's hub, registry and packages, which a real host has by default."""
     (work / "group_vars").mkdir(parents=True)
     site = Site(work / "lab", hosts=list(SPARE))
@@ -112,18 +111,18 @@ def add_lab_settings(user: User, work: Path) -> None:
     user.writes(f"{FOLDER}/group_vars/spark.yml", yaml.safe_dump(settings), "644")
 
 
-def answers(user: User, host: str) -> bool:
+def answers(user, host):
     done = user.types(f"spark-deploy ask '{CAPITAL}' {host}")
     return done.returncode == 0 and "Paris" in done.stdout
 
 
-def release() -> str:
+def release():
     """Return the active release; the user's key logs in there, the lab's does not."""
     units = "systemctl list-units --plain --no-legend --state=active 'spark-serve@*'"
     return lab("ssh", "--root", SPARE[0], units).partition(".service")[0]
 
 
-def test_first_answer_takes_two_commands(user: User, tmp_path: Path) -> None:
+def test_first_answer_takes_two_commands(user, tmp_path):
     address, login = guest_named(SPARE[0]).ip, info()["ssh"]["user"]
     user.answers_bootstrap_of(SPARE[0])
     init = readme_command("init").replace("192.168.1.21", address).replace("nvidia", login)
@@ -138,7 +137,7 @@ def test_first_answer_takes_two_commands(user: User, tmp_path: Path) -> None:
     sys.stdout.write(f"first answer after {time.monotonic() - started:.0f} s\n")
 
 
-def test_failed_switch_keeps_old_server(user: User) -> None:
+def test_failed_switch_keeps_old_server(user):
     path = f"{FOLDER}/group_vars/all.yml"
     before = user.guest.run(f"cat {path}")
     fault = "engine:\n  environment: {STUB_FAULT: garbage}\ncheck: {timeout_s: 10}\n"
@@ -150,7 +149,7 @@ def test_failed_switch_keeps_old_server(user: User) -> None:
     user.writes(path, before, "644")
 
 
-def test_switch_and_rollback(user: User) -> None:
+def test_switch_and_rollback(user):
     first = release()
     for line in readme_command("use").split(" && "):
         done = user.types(f"{line} -y" if line.endswith(" up") else line)
@@ -161,7 +160,7 @@ def test_switch_and_rollback(user: User) -> None:
     assert release() == first
 
 
-def test_second_host(user: User) -> None:
+def test_second_host(user):
     address, login = guest_named(SPARE[1]).ip, info()["ssh"]["user"]
     user.answers_bootstrap_of(SPARE[1])
     path = f"{FOLDER}/hosts.yml"

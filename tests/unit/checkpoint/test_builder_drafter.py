@@ -1,5 +1,3 @@
-"""An INT4 drafter: 16-bit MTP weights of the base or the donor, rounded by the builder."""
-
 import os
 import shutil
 

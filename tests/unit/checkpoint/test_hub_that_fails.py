@@ -349,18 +349,18 @@ def test_leaves_a_slow_mirror_and_resumes_from_the_hub(scene):
     assert {path.rpartition("/")[2] for path, *_ in scene.content_host.requests} == {LARGE}
 
 
-def ask_to_wait(handler: Any, path: str, data: bytes) -> bool:
+def ask_to_wait(handler, path, data):
     handler.answer(503, b"", {"Retry-After": "100"})
     return True
 
 
-def send_wrong_bytes(handler: Any, path: str, data: bytes) -> bool:
+def send_wrong_bytes(handler, path, data):
     flip_bit(handler, data)
     return True
 
 
 @pytest.mark.parametrize("fault", [ask_to_wait, send_wrong_bytes])
-def test_asks_a_useless_mirror_for_one_file_only(scene: Scene, fault: Any) -> None:
+def test_asks_a_useless_mirror_for_one_file_only(scene, fault):
     scene.content_host.fault = fault
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
     started = time.monotonic()

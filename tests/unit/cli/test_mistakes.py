@@ -10,11 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import paramiko
 import pytest
 import yaml
 
@@ -32,7 +31,7 @@ OURS = re.compile(r'Traceback|File "|\.py", line|spark_deploy/\S+\.py|line \d+, 
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site(tmp_path, monkeypatch):
     """The folder of a new user, whose home has no key."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -50,7 +49,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def write(folder: Path, files: Mapping[str, str | None]) -> None:
+def write(folder, files):
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if text is None:
@@ -59,7 +58,7 @@ def write(folder: Path, files: Mapping[str, str | None]) -> None:
             (folder / name).write_text(text)
 
 
-def run(folder: Path, words: str, **environment: str) -> tuple[int, str]:
+def run(folder, words, **environment):
     """Run a command without a terminal; return exit code and both outputs."""
     env = {**os.environ, **environment}
     done = forked.run(("spark_deploy", *words.split()), cwd=folder, env=env)
@@ -81,7 +80,7 @@ class Mistake:
     repaired: Mapping[str, str | None] = field(default_factory=dict)
 
 
-def settings(text: str) -> dict[str, str | None]:
+def settings(text):
     return {ALL: SETTINGS + text}
 
 
@@ -148,7 +147,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize("mistake", TYPED, ids=lambda mistake: mistake.name)
-def test_a_mistake_gets_an_instruction_that_works(site: Path, mistake: Mistake) -> None:
+def test_a_mistake_gets_an_instruction_that_works(site, mistake):
     write(site, mistake.files)
     folder = site / mistake.folder
     code, text = run(folder, mistake.words)
@@ -160,12 +159,12 @@ def test_a_mistake_gets_an_instruction_that_works(site: Path, mistake: Mistake) 
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
+def hub(tmp_path):
     with Hub(tmp_path / "hub") as running:
         yield running
 
 
-def test_the_address_of_a_hub_page_names_a_repository(tmp_path: Path, hub: Hub) -> None:
+def test_the_address_of_a_hub_page_names_a_repository(tmp_path, hub):
     publish(hub, "org/Tiny-Chat")
     folder = make_site(tmp_path / "site", hub)
     code, text = run(folder, f"add {hub.url}/org/Tiny-Chat --inventory sparks.py")
@@ -173,8 +172,8 @@ def test_the_address_of_a_hub_page_names_a_repository(tmp_path: Path, hub: Hub) 
     assert (folder / "catalog/models/tiny-chat.yml").is_file()
 
 
-def test_a_gated_model_needs_more_than_a_token(tmp_path: Path, hub: Hub) -> None:
-    def refuse(handler, path, _data) -> bool:
+def test_a_gated_model_needs_more_than_a_token(tmp_path, hub):
+    def refuse(handler, path, _data):
         assert handler.headers["Authorization"] == "Bearer hf_mine"
         handler.send_response(403)
         handler.send_header("X-Error-Code", "GatedRepo")
@@ -194,9 +193,7 @@ def test_a_gated_model_needs_more_than_a_token(tmp_path: Path, hub: Hub) -> None
     assert not (folder / "catalog").exists()
 
 
-def in_terminal(
-    folder: Path, *words: str, act: Callable[[subprocess.Popen[bytes], str, int], None]
-) -> tuple[int, str]:
+def in_terminal(folder, *words, act):
     """Run a command in a terminal; ``act`` gets process, output so far and the terminal."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -219,8 +216,8 @@ def in_terminal(
 
 
 @pytest.mark.parametrize("after_s", [0.2, 0.5, 0.8])
-def test_an_early_interrupt_prints_one_line(site: Path, after_s: float) -> None:
-    def interrupt(process: subprocess.Popen[bytes], text: str, _terminal: int) -> None:
+def test_an_early_interrupt_prints_one_line(site, after_s):
+    def interrupt(process, text, _terminal):
         if not text:
             while cpu_s(process.pid) < after_s:  # does not depend on other processes
                 time.sleep(0.01)
@@ -233,12 +230,12 @@ def test_an_early_interrupt_prints_one_line(site: Path, after_s: float) -> None:
     assert len(text.strip().splitlines()) == 1, text
 
 
-def cpu_s(pid: int) -> float:
+def cpu_s(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def reach(site: Path, port: int, key: paramiko.PKey | None = None) -> None:
+def reach(site, port, key=None):
     """List a host on this port as spark-1; trust its key."""
     host = {"address": "127.0.0.1", "port": port, "user": "me"}
     write(site, {"hosts.yml": yaml.safe_dump({"hosts": {"spark-1": host}})})
@@ -248,7 +245,7 @@ def reach(site: Path, port: int, key: paramiko.PKey | None = None) -> None:
 
 
 @pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def agent(tmp_path, monkeypatch):
     """An agent with the only key; yield the public key in base64."""
     path, key = tmp_path / "agent", tmp_path / "key"
     process = subprocess.Popen(["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
@@ -265,12 +262,12 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     process.wait()
 
 
-def status(folder: Path) -> str:
+def status(folder):
     words = [sys.executable, "-m", "spark_deploy", "status"]
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
-def test_a_key_in_the_agent_logs_in(site: Path, agent: str) -> None:
+def test_a_key_in_the_agent_logs_in(site, agent):
     with serving(Host(keys=[agent])) as host:
         reach(site, host.port, host.host_key)
         assert "unreachable" not in status(site)
@@ -278,8 +275,8 @@ def test_a_key_in_the_agent_logs_in(site: Path, agent: str) -> None:
         assert "rejects our SSH key; fix: run `spark-deploy up`" in status(site)
 
 
-def test_a_wrong_password_can_be_corrected_twice(site: Path, agent: str) -> None:
-    def type_passwords(_process: subprocess.Popen[bytes], text: str, terminal: int) -> None:
+def test_a_wrong_password_can_be_corrected_twice(site, agent):
+    def type_passwords(_process, text, terminal):
         if text.count("sudo): ") > len(typed):
             typed.append(f"wrong{len(typed)}")
             os.write(terminal, f"{typed[-1]}\n".encode())

@@ -89,10 +89,7 @@ def test_every_yaml_style_is_edited_in_place(site, before, after):
     assert (site / "group_vars/all.yml").read_text() == after
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["model: &m v2\nprofile: *m\n", "--- {}\n--- {profile: v2}\n"],
-)
+@pytest.mark.parametrize("text", ["model: &m v2\nprofile: *m\n", "--- {}\n--- {profile: v2}\n"])
 def test_a_value_that_cannot_be_edited_in_place_is_not_edited(text):
     assert set_keys(text, {"profile": "agent"}) is None
 

@@ -1,5 +1,3 @@
-"""The phases of an engine's start, from lines that vLLM logged."""
-
 import pytest
 from engine_checks import check, check_at_start, stored_proof
 from simulated_host import A, SimulatedHost

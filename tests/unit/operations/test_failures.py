@@ -1,5 +1,3 @@
-"""Failures of a plain pyinfra run: shown at once, and again after pyinfra's results."""
-
 import os
 import subprocess
 import sys

@@ -94,7 +94,7 @@ def test_refuses_a_host_that_another_run_changes(path, token, body):
 
 
 def test_a_missing_sudo_password_is_not_reported_as_a_lost_host(path):
-    def needs_password(script: str) -> str:
+    def needs_password(script):
         raise SettingsError.one("sudo", "needs a password", "run deploys/bootstrap.py once")
 
     host = FakeHost(shell=needs_password)
