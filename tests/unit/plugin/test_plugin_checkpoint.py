@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from plugin_hybrids import INDEX, OVERLAY_FILE, Hybrid
 from plugin_sources import EXPERTS, LAYERS, write_sources
+from spark_checkpoint.build import comparison
 from spark_contract.orders import expand_all
+from spark_vllm.checkpoint import scales
 from spark_vllm.checkpoint.gate import check_checkpoint, find_missing_modules, list_mtp_modules
 from spark_vllm.checkpoint.settings import read_settings
 
@@ -284,6 +286,11 @@ def test_refuses_implausible_scales(write, layout, damage):
     tree = write(layout)
     tree.edit_tensor(fp8(layout, "weight_scale_inv"), set_second_scale(value))
     tree.refused(message)
+
+
+def test_builder_bounds_scales_like_the_plugin() -> None:
+    limits = (comparison._MIN_RATIO, comparison._MAX_RATIO)
+    assert limits == (scales.MIN_SCALE_RATIO, scales.MAX_SCALE_RATIO)
 
 
 def multiply_scales(factor):

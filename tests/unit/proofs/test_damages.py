@@ -1,0 +1,59 @@
+"""The judge of damages: which of a model's wrong answers the start check asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.model import vocabulary
+from proofs.judges import damages as judge
+from proofs.prompts import expected_answers
+from proofs.trees.damages import TRAINED
+
+TOKENIZER = vocabulary.train(1024)
+WRONG = "something else"
+ASKED = next(iter(judge.start_check()))
+NOT_ASKED = next(prompt for prompt in expected_answers() if prompt not in judge.start_check())
+
+
+@pytest.fixture
+def trees(tmp_path: Path) -> Path:
+    for name in TRAINED:
+        (tmp_path / f"tiny-full-head8-{name}").mkdir()
+        TOKENIZER.save(str(tmp_path / f"tiny-full-head8-{name}/tokenizer.json"))
+    return tmp_path
+
+
+def result(*wrong: str) -> dict[str, Any]:
+    answers = {prompt: text for prompt, text in expected_answers().items()}
+    answers |= dict.fromkeys(wrong, WRONG)
+    return {"answers": [{"tokens": TOKENIZER.encode(text).ids} for text in answers.values()]}
+
+
+def as_expected() -> dict[str, Any]:
+    wrong = {judge.CHECK: [ASKED], judge.MORE: [NOT_ASKED], judge.RIGHT: []}
+    return {
+        f"damage-{name}": result(*wrong[judge.VISIBLE.get(name, judge.RIGHT)]) for name in TRAINED
+    }
+
+
+def test_expected_answers_pass(trees: Path) -> None:
+    rows = judge.judge_damages(as_expected(), trees)
+    assert [row["passed"] for row in rows] == [True] * len(TRAINED)
+
+
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [
+        ("intact", result(NOT_ASKED)),
+        ("inverted-layer", result(ASKED)),
+        ("inverted-everywhere", result()),
+        ("scale-4-everywhere", result(NOT_ASKED)),
+        ("swapped", {}),
+    ],
+)
+def test_other_answers_fail(trees: Path, name: str, answers: dict[str, Any]) -> None:
+    rows = judge.judge_damages(as_expected() | {f"damage-{name}": answers}, trees)
+    assert [row["cases"] for row in rows if not row["passed"]] == [[f"damage-{name}"]]
