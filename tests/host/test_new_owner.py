@@ -87,7 +87,7 @@ def test_one_command_frees_the_gpu(walk):
     ("job", "options", "answer"),
     [
         ("see why a server is slow", ("--once",), r"spark-1 .*\b0\b"),
-        ("see why a server is down", (), r"spark-1: lab-stub with v2 as lab-model"),
+        ("see why a server is down", (), r"● spark-1 +lab-stub +v2 "),
         ("measure speed", ("--protocol", "seeds", "--out", "bench"), r"tok/s"),
     ],
 )

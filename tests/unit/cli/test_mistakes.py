@@ -23,6 +23,7 @@ from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.cli.ssh_server import Host, serving
 from tests.unit.cli.test_add import make_site, publish
 
+pytestmark = pytest.mark.slow
 SETTINGS = "model: qwen3.5-122b\nprofile: v2\n"
 PLAN = "plan --estimate"
 ALL = "group_vars/all.yml"
