@@ -50,7 +50,7 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "quality": profile_cases.quality_cases,
 }
 CAVEATS = [
-    "an H200 is not a GB10: behaviour and numerics are shown here, no Spark speed",
+    "not a GB10: behaviour and numerics are shown here, no Spark speed",
     "torch here differs from the version this vLLM pins: graph and compile results are the "
     "plugin's, not the shipped stack's",
     "Machete and CutlassW4A8 (Hopper only) disabled, flash-attention 2 (where no other is named) "
