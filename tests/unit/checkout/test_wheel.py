@@ -90,7 +90,7 @@ def test_wheel_creates_and_plans_a_configuration(installed, tmp_path):
 def test_wheel_runs_deploys_with_pyinfra(installed, tmp_path):
     assert run(installed, "spark-deploy", "init", "own", "--local", cwd=tmp_path).returncode == 0
     own = tmp_path / "own"
-    line = run(installed, "spark-deploy", "rotate-key", "--dry", cwd=own)
+    line = run(installed, "spark-deploy", "rotate-key", "--dry", "-v", cwd=own)
     assert line.stderr.splitlines()[0].startswith(str(installed / "pyinfra"))
     assert "Ready: " in line.stdout + line.stderr, line.stdout + line.stderr
 
