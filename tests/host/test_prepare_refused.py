@@ -117,18 +117,18 @@ def test_refuses_package_that_changes_driver(prepared):
     guest = prepared.guest
     guest.run(
         """set -e; mkdir -p /srv/repo/a/DEBIAN /srv/repo/b/DEBIAN; cd /srv/repo
-        head='Version: 1\nArchitecture: all\nMaintainer: x <x@x>\nDescription: x'
-        printf "Package: tempting\nDepends: nvidia-driver-590\n$head\n" > a/DEBIAN/control
+        head='Version: 99\nArchitecture: all\nMaintainer: x <x@x>\nDescription: x'
+        printf "Package: earlyoom\nDepends: nvidia-driver-590\n$head\n" > a/DEBIAN/control
         printf "Package: nvidia-driver-590\n$head\n" > b/DEBIAN/control
         for d in a b; do dpkg-deb -b $d $d.deb >/dev/null
           { dpkg-deb -f $d.deb; echo "Filename: ./$d.deb"; echo "Size: $(stat -c %s $d.deb)"
             echo "SHA256: $(sha256sum $d.deb | cut -d' ' -f1)"; echo; } >> Packages; done
-        echo 'deb [trusted=yes] file:/srv/repo ./' > /etc/apt/sources.list.d/tempting.list"""
+        echo 'deb [trusted=yes] file:/srv/repo ./' > /etc/apt/sources.list.d/earlyoom.list"""
     )
-    with prepared.site.chosen(base={"packages": ["curl", "tempting"]}):
+    with prepared.site.chosen(base={"earlyoom": True}):
         run = prepared.run()
-    guest.run("rm -r /srv/repo /etc/apt/sources.list.d/tempting.list")
+    guest.run("rm -r /srv/repo /etc/apt/sources.list.d/earlyoom.list")
     assert run.exit_code != 0
     assert "nvidia-driver-590" in run.stderr
-    assert guest.run("dpkg -l tempting nvidia-driver-590", check=False) == ""
+    assert guest.run("dpkg -l earlyoom nvidia-driver-590", check=False) == ""
     prepared.run().assert_unchanged()
