@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTHON ?= python3
 PYTHONS ?= 3.10 3.11 3.12 3.13
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models kernels backends demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom checksums release
+.PHONY: help venv test core-unit core-lab core-host core-faults check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models kernels backends demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom checksums release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -23,22 +23,30 @@ venv: .venv/installed ## the controller's Python environment, pinned with hashes
 	  || $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
-# `make test` runs what fits into 25 minutes on two cores: all unit tests, what is held against the
-# engine's sources, and the lab tests marked `gate`; `make host faults engine` runs all lab tests.
-# Unit tests go side by side, lab tests share one lab and go alone.
-# Half of a test's time is waiting, so there are two of them for each core.
-# What is compiled is kept, whatever the shell says: each of these processes starts in half the time.
-# Each process removes the folders of its passed tests, so that none are left for the end.
+# `make test` runs all unit tests, the comparisons with the engine's sources, and the lab tests marked
+# `gate`; `make host faults engine` runs all lab tests.
+# Half of a unit test's time is waiting, so there are two of them for each core. Lab tests run one at a
+# time on a group of guests and mostly wait, so two groups and the unit tests run at the same time.
+# Compiled files are always kept: each test process then starts in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := -q -o tmp_path_retention_policy=failed --numprocesses $(shell expr 2 \* $$(nproc)) --dist worksteal
 
-test: venv kernels ## unit tests and the core lab tests, from nothing (root)
+test: venv ## unit tests and the core lab tests, from nothing (root)
 	$(PY) -m lab prepare --engine none --engine-trees
-	@# The real engine's image and the base of another release go on beside the unit tests.
-	@$(PY) -m lab prepare --engine cpu --variant awkward >/dev/null & prepared=$$!; \
-	  $(PY) -m pytest $(PARALLEL) -m "not engine" --ignore=tests/unit/planning/test_open_catalog.py tests/unit tests/engine; unit=$$?; \
-	  wait $$prepared && exit $$unit
-	$(PY) -m pytest --durations=12 -m gate tests/host tests/faults
+	@echo "three test runs at the same time; each prints its output when it ends, in 5 to 15 minutes"
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync core-unit core-host core-faults
+
+core-unit: kernels
+	nice -n 10 $(PY) -m pytest $(PARALLEL) -m "not engine" --ignore=tests/unit/planning/test_open_catalog.py tests/unit tests/engine
+
+core-lab: venv
+	$(PY) -m lab prepare --engine cpu --variant awkward
+
+core-host: core-lab
+	$(PY) -m pytest --durations=12 -m gate tests/host
+
+core-faults: core-lab
+	SPARK_FLEET_GUESTS="lab-23 lab-24" SPARK_SPARE_GUESTS="lab-25 lab-26" $(PY) -m pytest --durations=12 -m gate tests/faults
 
 check: venv ## format, lint, types, quick unit tests
 	.venv/bin/ruff format --check .

@@ -151,7 +151,7 @@ def test_failed_switch_keeps_old_server(user):
 
 def test_switch_and_rollback(user):
     first = release()
-    for line in readme_command("use").split(" && "):
+    for line in readme_command("use").replace("qwen3.5-35b", "lab-stub/agent").split(" && "):
         done = user.types(f"{line} -y" if line.endswith(" up") else line)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     assert release() != first
