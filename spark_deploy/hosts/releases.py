@@ -42,7 +42,6 @@ from spark_deploy.hosts.status import RollbackPreview, Status
 
 CHECK_WARNING = "check warning:"
 POLL_EVERY_S = 2.0
-PLAIN_HEARTBEAT_S = 30.0
 _interrupted: WeakSet[Host] = WeakSet()
 _not_changed: WeakSet[Host] = WeakSet()
 
@@ -126,7 +125,7 @@ def _watch(state: State, host: Host, release: str, poll: str, timeout_s: int, su
             progress = " ".join(word for word in words if not word.startswith(PHASE))
             text = f"{rollout.phase or 'waiting'}: {progress}"
         now_s = time.monotonic()
-        is_due = now_s - logged_at > (HEARTBEAT_S if is_followed else PLAIN_HEARTBEAT_S)
+        is_due = now_s - logged_at > HEARTBEAT_S
         if is_due or (is_followed and text != last) or re.sub(r"\d+", "", text) != step:
             host.log(f"rollout of {release}: {text}")
             last, logged_at, step = text, now_s, re.sub(r"\d+", "", text)

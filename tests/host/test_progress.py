@@ -20,7 +20,9 @@ def test_slow_job_and_slow_engine_print_progress(fleet):
         f"mkdir -p $(dirname {slow}); printf '[Service]\\nExecStartPre=sleep {job_s}\\n' > {slow}; "
         "systemctl daemon-reload; rm -r /srv/spark/models/*"
     )
-    fleet.site.choose(engine={"environment": {"STUB_LOAD_S": str(load_s)}})
+    fleet.site.choose(
+        engine={"environment": {"STUB_LOAD_S": str(load_s)}}, expect={"unit_overrides": [slow]}
+    )
     began = time.monotonic()
     run = fleet.site.start("--limit", guest.name)
     assert run.stdout is not None
