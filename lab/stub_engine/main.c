@@ -41,7 +41,7 @@ static void fail_at_start(void) {
         {"plugin-missing", "ValueError: Unknown quantization method: spark_inc. Must be one of ['awq', 'fp8', 'gptq', 'inc']."}};
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++)
         if (fault(ends[i].name)) {
-            printf("(EngineCore pid=%d) ERROR %s\n", (int)getpid(), ends[i].line);
+            printf("(EngineCore pid=%d) ERROR 11-26 12:00:00 [core.py:718] %s\n", (int)getpid(), ends[i].line);
             exit(1);
         }
 }

@@ -8,7 +8,7 @@ from tests.faults.trial import evidence, forget_other_proofs
 pytestmark = pytest.mark.gate
 
 # The engine's error as a reason, without the log's prefix.
-OUT_OF_MEMORY = r"\] +ValueError: Free memory on device"
+OUT_OF_MEMORY = r"; ValueError: Free memory on device"
 
 
 @pytest.fixture(scope="module")
