@@ -1,7 +1,4 @@
-"""Report the rights of a process inside the reproduced container, and whether CUDA works.
-
-python3 -m proofs.in_container [--kernels]
-"""
+"""Report the rights of a process in the reproduced container, and whether CUDA works."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run an engine on the recall model and record the answers.
-
-python3 -m proofs.recall.engine CASE.json OUT_DIR
-"""
+"""Answers of the recall model: ``python3 -m proofs.recall.engine CASE.json OUT_DIR``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Make every checkpoint of the proofs.
-
-python3 -m proofs.trees.make OUT HUB
-"""
+"""Make every checkpoint of the proofs: ``python3 -m proofs.trees.make OUT HUB``."""
 
 from __future__ import annotations
 
