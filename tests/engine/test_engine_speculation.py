@@ -53,7 +53,7 @@ def engine_lookup(version):
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_schedules_mean_what_the_engine_computes(version):
+def test_engine_interprets_draft_schedules_as_we_do(version):
     lookup, accepted = engine_lookup(version), 0
     ranges = [(first, last, k) for first in range(1, 5) for last in range(1, 6) for k in (0, 2, 3)]
     for count in (1, 2):

@@ -73,7 +73,7 @@ def test_reports_failed_check_with_engine_log(first):
     assert re.search(STARTED, Path(engine_log[1]).read_text())
 
 
-def test_candidate_neither_runs_nor_boots_nor_is_rollback_target(first):
+def test_failed_candidate_is_not_started_enabled_or_a_rollback_target(first):
     first.assert_nothing_left()
     service = first.guest.json(f"{SPARK_HOST} status")["services"]["main"]
     assert (service["good"], service["active"]) == (None, None)

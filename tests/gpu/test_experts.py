@@ -89,7 +89,7 @@ def test_experts_with_several_scale_groups_are_correct(hidden, width, results):
 
 
 @pytest.mark.parametrize("hidden", [2048, 3072])
-def test_experts_of_a_single_group_are_wrong_because_of_scale_order(hidden, results):
+def test_scale_order_breaks_output_of_single_group_experts(hidden, results):
     stock = _experts(hidden, GROUP, right_order=False)
     cured = _experts(hidden, GROUP, right_order=True)
     claim = (

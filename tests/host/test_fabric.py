@@ -145,7 +145,7 @@ def sent_bytes(guest, port):
 MEASURE = ("--data", "fabric.measure=true")
 
 
-def test_measures_each_cable_in_both_directions_and_leaves_nothing(site):
+def test_measures_each_cable_in_both_directions_and_cleans_up(site):
     guests = [guest_named(name) for name in NAMES]
     before = {(guest.name, port): sent_bytes(guest, port) for guest in guests for port in PORTS}
     run = site.deploy(*MEASURE, deploy=FABRIC).assert_unchanged()

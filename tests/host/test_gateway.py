@@ -88,7 +88,7 @@ def test_refuses_tailnet_until_up_then_binds_it(gateway):
     gateway.site.deploy().assert_unchanged()
 
 
-def test_network_needs_a_key_and_gets_only_allowed_paths(gateway):
+def test_network_clients_need_a_key_and_reach_only_allowed_paths(gateway):
     gateway.deploy_only_gateway(expose="lan")
     assert {*LOOPBACK, "0.0.0.0"} <= gateway.listening()
     assert gateway.curl(gateway.url()) == "200"

@@ -262,7 +262,7 @@ def square(workshop):
     return workshop
 
 
-def test_accepts_the_donor_before_the_damage(square):
+def test_accepts_an_undamaged_donor(square):
     square.build(donor_shapes=[])
 
 

@@ -77,7 +77,7 @@ def test_drops_fetched_and_verified_files(disk, hub):
 
 
 @pytest.mark.slow
-def test_drops_both_sides_of_a_local_copy(disk):
+def test_evicts_source_and_target_of_a_copy_from_page_cache(disk):
     local = write_big(disk / "cache/model.safetensors")
     local.chmod(0o600)  # private: copied, not linked
     fetch(disk, disk / "cache", [], look_in=[str(disk / "cache")])

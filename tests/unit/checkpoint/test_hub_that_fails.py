@@ -274,7 +274,7 @@ def test_renews_expired_links(scene, times):
         ("http://hub/file", "ftp://hub/file"),
     ],
 )
-def test_redirects_never_leave_http_or_tls(address, location):
+def test_redirects_never_downgrade_tls_or_use_other_schemes(address, location):
     with pytest.raises(TransferFailed):
         _resolve_redirect(address, location)
 

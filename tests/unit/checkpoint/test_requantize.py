@@ -244,7 +244,7 @@ EXPERT = "model.language_model.layers.1.mlp.experts.3"
         (lambda tensors: tensors.pop("mtp.fc.weight"), False, "missing 1"),
     ],
 )
-def test_refuses_a_result_that_is_not_the_original_rounded(bench, change, packs_drafter, problem):
+def test_rejects_results_that_do_not_match_the_original(bench, change, packs_drafter, problem):
     bench.change_result(change, packs_drafter)
     assert problem in bench.refused(mtp_tensors=SMALL_MTP if packs_drafter else MTP)
 

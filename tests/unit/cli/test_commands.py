@@ -145,7 +145,7 @@ def test_bash_completes_commands_options_and_arguments(line, expected):
     assert expected <= set(complete(f"spark-deploy {line}"))
 
 
-def test_hosts_and_own_models_are_completed(tmp_path, monkeypatch):
+def test_shell_completion_offers_hosts_and_custom_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert host_names(None, None, "") == []
     for text, expected in (

@@ -61,7 +61,7 @@ def test_hosts_can_be_entered_with_commas(monkeypatch):
     assert hosts(init_folder()) == expected
 
 
-def test_a_spark_serves_on_itself_by_default(tmp_path):
+def test_init_on_a_spark_targets_the_local_host_by_default(tmp_path):
     (tmp_path / "product_name").write_text("NVIDIA_DGX_Spark\n")
     assert hosts(init_folder()) == {"@local": None}
 

@@ -67,7 +67,7 @@ def test_each_service_is_one_line_with_a_symbol_for_its_state(tmp_path):
         assert part in lines[0][2]
 
 
-def test_a_serving_host_shows_release_check_and_differences(tmp_path):
+def test_status_of_serving_host_shows_release_last_check_and_differences(tmp_path):
     text = text_of(tmp_path, document())
     for part in (
         f"lab-1: lab-stub with v2 as lab-model ({RELEASE})", "the plan is not locked yet",

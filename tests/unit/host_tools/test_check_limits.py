@@ -26,7 +26,7 @@ def test_check_waits_for_a_slow_engine(host):
     assert result.checks[0].seconds > 0.5
 
 
-def test_progress_shows_the_phase_and_no_line_of_the_engine(host, monkeypatch):
+def test_progress_shows_phase_but_no_engine_output(host, monkeypatch):
     monkeypatch.setattr(runner, "_PROGRESS_S", 0.2)
     monkeypatch.setattr(runner, "_PHASE_S", 0.0)
     release = host.release(timeouts__start_s=1.5)

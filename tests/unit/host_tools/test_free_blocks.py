@@ -34,7 +34,7 @@ def written(host):
         ("low", 0.05, False, False),
     ],
 )
-def test_limits(name, needed_gib, low, fragmented):
+def test_detects_low_and_fragmented_memory(name, needed_gib, low, fragmented):
     blocks = parse_buddyinfo(SAMPLES[name], 4096)
     assert blocks.is_low(int(needed_gib * GIB)) == low
     assert blocks.is_fragmented == fragmented

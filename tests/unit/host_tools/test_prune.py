@@ -215,7 +215,7 @@ def test_keeps_the_base_of_a_kept_image(machine):
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_removes_a_pulled_image_only_without_tag_and_if_our_job_pulled_it(machine):
+def test_removes_only_untagged_images_that_our_job_pulled(machine):
     status = machine.paths.job("0" * 12) / "status.json"
     machine.image(BASE, "l1", size=100, label=None)
     machine.job("0" * 12, {"image": BASE}, kind="image-pull")

@@ -95,7 +95,7 @@ def test_any_drift_makes_a_file_differ(drift):
     assert differing([FIRST, other], {"/etc/b": right, FIRST.path: right}) == ()
 
 
-def test_archive_names_members_by_position_so_that_no_path_steers_tar():
+def test_archive_members_are_numbered_so_paths_cannot_inject_tar_options():
     files = [ManagedFile("../../etc/shadow", b"first"), ManagedFile("/b", b"second")]
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(pack_files(files)))) as tar:
         members = {name: tar.extractfile(name).read() for name in tar.getnames()}
@@ -176,7 +176,7 @@ def test_never_unpacks_bytes_that_differ_from_what_was_sent(tmp_path, received):
     assert os.listdir(home.parent) == ["site"]
 
 
-def test_no_operation_uploads_through_predictable_names_of_pyinfra():
+def test_no_operation_uses_pyinfras_predictable_temp_paths():
     """With sudo pyinfra uploads through ``/tmp/pyinfra-HASH``, which any user can create."""
     uploads = {"FileUploadCommand", "put_file", "put", "template", "rsync", "sync", "script"}
     for room in ("spark_deploy/hosts", "roles", "deploys"):

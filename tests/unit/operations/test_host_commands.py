@@ -119,7 +119,7 @@ def test_refusing_operation_fails_its_host_and_logs_once(executing):
     assert host.logs == REFUSAL
 
 
-def test_refusing_command_fails_its_host():
+def test_host_fails_if_its_command_is_refused():
     host = FakeHost()
     run: Callable[..., bool] = FunctionCommand(refusing_command, [], {}).execute
     with on(host) as state:

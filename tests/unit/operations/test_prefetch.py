@@ -73,7 +73,7 @@ def test_reads_expected_facts_in_parallel_and_only_once(host):
     assert (len(host.commands), host.fact_reads) == (2, 0)
 
 
-def test_reads_a_failed_fact_and_other_arguments_again(host):
+def test_refetches_facts_that_failed_or_have_different_arguments(host):
     prefetch()
     read(Failing)
     read_fact(Output, script="echo another")

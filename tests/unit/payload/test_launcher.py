@@ -29,7 +29,7 @@ def test_tools_never_run_code_in_the_current_directory(tools, tmp_path, name):
     assert done.returncode == 0
 
 
-def test_child_processes_inherit_the_protection_and_the_callers_directory(tools, tmp_path):
+def test_child_processes_inherit_safe_path_and_the_callers_directory(tools, tmp_path):
     child = (
         "import os, sys; sys.exit(not (sys.flags.safe_path and os.getcwd() == '/'"
         " and os.environ['SPARK_CALLED_FROM'].endswith('/a folder')))"

@@ -155,7 +155,7 @@ def test_own_head_keeps_16_bits_in_checkpoint_and_is_int8_in_engine():
         ('{"gdn_prefill_backend": "triton"}', {"gdn_prefill_backend": "triton"}),
     ],
 )
-def test_own_head_merges_with_additional_config(options, added):
+def test_our_lm_head_option_is_merged_into_additional_config(options, added):
     chosen = {"additional-config": options} if options else {}
     merged = json.loads(value_of(argv(OWN_HEAD, options=chosen), "--additional-config"))
     spark = {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMES, **added.get("spark", {})}

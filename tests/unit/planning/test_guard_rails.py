@@ -195,7 +195,7 @@ def test_warns_about_settings(rule, settings, warned):
         ("registry.lan/engine:ours", False),
     ],
 )
-def test_prefixes_with_drafts_are_unproven_in_older_engines(image, unproven):
+def test_prefix_caching_with_drafts_is_unproven_on_older_engines(image, unproven):
     agent = CATALOG.profile("agent", "large")
     assert facts(agent, **{"images.engine": image})["engine_prefixes_unproven"] is unproven
 

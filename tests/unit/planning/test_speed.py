@@ -97,7 +97,7 @@ def test_plan_text_promises_no_speed_of_turboquant_in_long_contexts():
     assert "after" not in line
 
 
-def test_int4_drafter_saves_the_bytes_that_a_draft_reads():
+def test_int4_drafter_reduces_bytes_read_per_draft():
     """A second computation from sizes of config.json, in milliseconds."""
     model, v2 = SHIPPED.model("qwen3.5-122b").architecture, SHIPPED.profile("v2", "qwen3.5-122b")
     replaced = 3072 * (2 * 32 * 256 + 2 * 2 * 256 + 32 * 256) + 8 * 3 * 3072 * 1024
@@ -109,7 +109,7 @@ def test_int4_drafter_saves_the_bytes_that_a_draft_reads():
     assert speed_of(small, v2) == speed_of(small, replace(v2, drafter="int4-g128"))
 
 
-def test_speed_counts_the_drafts_of_the_schedule():
+def test_speed_estimate_follows_the_draft_schedule():
     def speed(requests, **changes):
         drafts = Speculation(method="mtp", **changes)
         v2 = replace(CATALOG.profile("v2", "large"), speculation=drafts)

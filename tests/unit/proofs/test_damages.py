@@ -1,4 +1,4 @@
-"""The judge of damages: which of a model's wrong answers the start check asks for."""
+"""The judge of damaged checkpoints: which wrong answers the start check would notice."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def test_expected_answers_pass(trees: Path) -> None:
         ("swapped", {}),
     ],
 )
-def test_other_answers_fail(trees: Path, name: str, answers: dict[str, Any]) -> None:
+def test_unexpected_answers_fail_the_proof(trees: Path, name: str, answers: dict[str, Any]) -> None:
     rows = judge.judge_damages(as_expected() | {f"damage-{name}": answers}, trees)
     assert [row["cases"] for row in rows if not row["passed"]] == [[f"damage-{name}"]]

@@ -40,7 +40,7 @@ def test_result_has_origin_and_make_target(path):
 
 
 @pytest.mark.parametrize(("whole", "parts"), WHOLE.items())
-def test_machine_target_runs_all_parts(whole, parts):
+def test_gpu_all_and_cpu_all_run_every_partial_target(whole, parts):
     run = set(commands(whole))
     for part in parts:
         words = ("pytest", ".json", " -m ")

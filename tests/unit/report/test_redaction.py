@@ -77,7 +77,7 @@ def test_addresses_with_a_port_are_redacted(address):
         "--device=nvidia.com/gpu=all", "81% of 70 drafted tokens were accepted (floor 50%)",
     ],
 )  # fmt: skip
-def test_technical_texts_are_kept(text):
+def test_technical_terms_are_not_redacted(text):
     assert redacted(text) == text
 
 

@@ -118,7 +118,7 @@ def test_proof_stays_valid_if_docker_is_late(host, late):
     assert proof.unproven_reason(result, release.digest, "run", versions.read()) is None
 
 
-def test_release_is_not_broken_if_docker_is_late(host, late):
+def test_slow_docker_does_not_mark_release_broken(host, late):
     late.docker_delays_s = [0.8, 0.8]
     problem = serve.part_problem(host.release())
     assert isinstance(problem, docker.DaemonSilent)
