@@ -27,8 +27,8 @@ class Kind(NamedTuple):
 
 KINDS = (
     Kind(r"engine-0\.\d+\.\d+", "an older engine gives the same answers as the reference", "gpu",
-         "that vLLM in SPARK_GPU_ENGINES"),
-    Kind("engine-damages", "damages that answers show", "gpu"),
+         "this vLLM version in `SPARK_GPU_ENGINES`"),
+    Kind("engine-damages", "corruption that shows up in answers", "gpu"),
     Kind("engine-eager", "module numerics of every layout", "gpu"),
     Kind("engine-head-choice", "LM heads of engine and checkpoint give the same answers", "gpu"),
     Kind("engine-long", "contexts up to the model's length", "gpu"),

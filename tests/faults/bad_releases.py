@@ -43,10 +43,10 @@ BAD_RELEASES = {
     ),
     "same token repeated": _with_fault("nan", "start"),
     "wrong context length": _with_fault("wrong-context", "start"),
-    "errors although healthy": _with_fault("error-500", "start"),
+    "errors while the health check passes": _with_fault("error-500", "start"),
     "forbidden log line": _with_fault("log-forbidden", "start"),
     "wrong arithmetic": _with_fault("wrong-arithmetic", "check"),
-    "copies with a typo": _with_fault("copy-typo", "check"),
+    "copied text has a typo": _with_fault("copy-typo", "check"),
     "crash during the check": BadRelease(
         "check",
         {

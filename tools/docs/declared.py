@@ -187,7 +187,7 @@ ALL_YML_HEAD = """\
 # group < host < --data key=value. Mappings are merged by key; lists are replaced."""
 
 SETTINGS_INTRODUCTION = (
-    "Settings decide what a host serves and how. Write them into `group_vars/all.yml` (all hosts), "
+    "Settings decide what a host serves and how. Put them in `group_vars/all.yml` (all hosts), "
     "`group_vars/<group>.yml` or `host_vars/<host>.yml` of your folder; the host's value wins over "
     "the group's, and `--data key=value` over both (`--data serve.port=9000`). Mappings are merged "
     "by key, lists are replaced. An invalid setting stops a run before the first connection. Below "

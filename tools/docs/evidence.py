@@ -39,7 +39,7 @@ def result_rows(folder: str) -> Iterator[str]:
         command = f"`make {kind.target}`" + (f"; needs {kind.needs}" if kind.needs else "")
         link = f"[{path.stem}]({folder}/{path.name})"
         commit = f"`{result['commit']}`"
-        shows, before = "same" if kind == before else kind.shows, kind
+        shows, before = "same as above" if kind == before else kind.shows, kind
         yield row(link, shows, _device(result), result["date"], commit, counts, command)
 
 
@@ -62,10 +62,15 @@ def kernel_rows() -> Iterator[str]:
         kernels = (entry[device].rpartition(" > ")[2] for device in devices)
         first, second = (entry[device] for device in devices)
         note = find_note(entry["choice"], (first, second))
-        key = (*kernels, note if entry["planned"] else "every plan pins it")
+        key = (
+            *kernels,
+            note if entry["planned"] else "every plan selects the same kernel on both GPUs",
+        )
         layers.setdefault(key, {})[re.sub(r"linear .*", "linear layers", entry["choice"])] = None
     yield row(
-        "layers", *(f"{key}, {device['name']}" for key, device in devices.items()), "handled by"
+        "layers",
+        *(f"{device['name']} (compute capability {key})" for key, device in devices.items()),
+        "handled by",
     )
     yield "|---|---|---|---|"
     for (first, second, handled), names in layers.items():

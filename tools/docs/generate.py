@@ -21,7 +21,6 @@ from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel  # 
 from spark_deploy.config.catalog.profile import Profile  # noqa: E402
 from spark_deploy.config.catalog.types import Catalog  # noqa: E402
 from spark_deploy.config.settings.types import Settings  # noqa: E402
-from spark_deploy.lock.resolve import size  # noqa: E402
 from spark_deploy.plan.memory import gib, loaded_bytes, plan_memory, weights_of  # noqa: E402
 from tools.docs import evidence, screens, speed  # noqa: E402
 from tools.docs.commands import command_rows  # noqa: E402
@@ -88,31 +87,35 @@ def _model(model: HybridModel) -> Iterator[str]:
     yield from (f"**Choose this when** {model.choose_when}.", "")
     yield f"- base `{model.sources.base}`, FP8 source `{model.sources.donor}`"
     yield (
-        f"- {shape.layers} layers ({shape.linear_layers} gated delta nets, "
-        f"{shape.attention_layers} full attention), {shape.experts} experts of which "
-        f"{shape.experts_per_token} are routed, "
+        f"- {shape.layers} layers ({shape.linear_layers} Gated DeltaNet layers, "
+        f"{shape.attention_layers} full attention), {shape.experts} routed experts, "
+        f"{shape.experts_per_token} active per token, "
         f"{shape.max_context_tokens:,} tokens of native context"
     )
     yield (
-        f"- base checkpoint {size(sizes.tree_bytes)}: experts {size(sizes.experts_bytes)}, "
-        f"attention {size(sizes.attention_bytes)}, shared experts {size(sizes.shared_bytes)}, "
-        f"LM head {size(sizes.head_bytes)}, MTP {size(sizes.mtp_bytes)}, "
-        f"vision {size(sizes.vision_bytes)}"
+        f"- base checkpoint {_gb(sizes.tree_bytes)}: experts {_gb(sizes.experts_bytes)}, "
+        f"attention {_gb(sizes.attention_bytes)}, shared experts {_gb(sizes.shared_bytes)}, "
+        f"LM head {_gb(sizes.head_bytes)}, MTP {_gb(sizes.mtp_bytes)}, "
+        f"vision {_gb(sizes.vision_bytes)}"
     )
-    yield f"- on a single host with: {', '.join(_fitting(model)) or 'no profile'}"
+    yield f"- profiles for one host: {', '.join(_fitting(model)) or 'none'}"
     for number in (2, 4):
         yield _together(model, number)
+
+
+def _gb(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.1f} GB"
 
 
 def _together(model: HybridModel, count: int) -> str:
     names = _fitting(model, count)
     if not names:
-        return f"- on {count} hosts (`cluster.hosts`): no profile"
+        return f"- profiles for {count} hosts (`cluster.hosts`): none"
     chosen = DEFAULT.profile if DEFAULT.profile in names else names[0]
     profile = catalog().profile(chosen, model.name)
     plan = plan_memory(model, profile, settings_on(count, model.name, chosen))
     return (
-        f"- on {count} hosts (`cluster.hosts`) with {chosen}, per host: weights "
+        f"- {count} hosts (`cluster.hosts`) with {chosen}, memory per host: weights "
         f"{gib(plan.weights_bytes)}, drafter {gib(plan.drafter_bytes)}, KV cache "
         f"{gib(plan.kv_cache_bytes)}, {plan.full_context_users:.1f} full-length requests"
     )
@@ -151,12 +154,12 @@ def rail_rows() -> Iterator[str]:
 
 
 def profile_proofs() -> Iterator[str]:
-    proofs: dict[tuple[str, str], list[str]] = {}
+    proofs: dict[tuple[str, str], dict[str, None]] = {}
     for name in catalog().profile_names:
         for proof in catalog().profile(name, Settings().model).proven:
             statement = (proof.what, evidence.device_of(proof.result))
             link = f"[{name}](results/gpu/{proof.result})"
-            proofs.setdefault(statement, []).append(link)
+            proofs.setdefault(statement, {})[link] = None
     yield from ("| what was verified | GPU | profiles and result files |", "|---|---|---|")
     for (shown, device), links in proofs.items():
         yield row(shown, device, ", ".join(links))

@@ -30,18 +30,22 @@ NUMBERS = (
     ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),
     (
         "INT4 kernels, also those of an INT4 drafter",
-        f"{LARGE_INT4} of it",
+        f"{LARGE_INT4:.0%} of bandwidth",
         "reported by the community for Marlin",
     ),
-    ("states, cache", f"{LARGE_INT4} of it", "assumed equal to INT4 kernels"),
-    ("shared experts, routers, 16-bit drafter", f"{SMALL} of it", "fitted"),
+    (
+        "recurrent state and KV cache",
+        f"{LARGE_INT4:.0%} of bandwidth",
+        "assumed equal to INT4 kernels",
+    ),
+    ("shared experts, routers, 16-bit drafter", f"{SMALL:.1%} of bandwidth", "fitted"),
     ("each layer", f"{LAYER_S * 1e6:.0f} µs", "fitted"),
-    *((f"LM head, {head}", f"{share} of it", ON_H200) for head, share in HEADS.items()),
-    ("first draft accepted", str(FIRST_ACCEPTED), "published: 95 % of one"),
+    *((f"LM head, {head}", f"{share:.0%} of bandwidth", ON_H200) for head, share in HEADS.items()),
+    ("first draft accepted", str(FIRST_ACCEPTED), "published: 95 % accepted with one draft"),
     (
         "each later draft, if the previous was accepted",
         str(LATER_ACCEPTED),
-        "published: 80 % of two",
+        "published: 80 % accepted with two drafts",
     ),
 )
 

@@ -280,17 +280,19 @@ class ServiceEngineSettings:
     """Draft tokens per step from the model's MTP layer; 0: none. The check then requires that half
     of them are accepted."""
     head: Literal["keep", "int8-g128", "int8-triton"] | None = None
-    """LM head, as `head` of a profile; may need a new checkpoint."""
+    """How the LM head is stored; same values as a profile's `head`. May need a new checkpoint."""
     drafter: Literal["keep", "int4-g128"] | None = None
-    """MTP layer, as `drafter` of a profile; may need a new checkpoint."""
+    """How the MTP layer is stored; same values as a profile's `drafter`. May need a new
+    checkpoint."""
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
-    """How draft tokens are sampled, as in a profile's speculation."""
+    """How draft tokens are sampled; same values as in a profile's `speculation`."""
     rejection_sample_method: Literal["standard", "block"] | None = None
-    """How draft tokens are verified, as in a profile's speculation."""
+    """How draft tokens are verified; same values as in a profile's `speculation`."""
     num_speculative_tokens_per_batch_size: DraftSchedule | None = Field(
         default=None, examples=[[[1, 2, 2], [3, 4, 1]]]
     )
-    """Draft tokens by running requests, as in a profile's speculation."""
+    """Number of draft tokens for each number of running requests; same format as in a profile's
+    `speculation`."""
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
     """Local file with a Jinja chat template, relative to the inventory's folder. The text is part
     of the release: a changed file is a new release."""

@@ -127,7 +127,7 @@ class ReleaseSettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class RolloutSettings:
-    """How a change proceeds over several hosts. If no host serves yet, all start at once."""
+    """How a change is rolled out across hosts. If no host serves yet, all start at once."""
 
     at_once: Annotated[int, Field(ge=1)] | Literal["all"] = Field(default=1, examples=[2, "all"])
     """Hosts that change at the same time, or all. The next hosts follow after these are proven;
@@ -143,8 +143,8 @@ class ServeSettings:
     names: tuple[ServedName, ...] = Field(
         default=(), examples=[["assistant", "qwen"]], json_schema_extra=UNIQUE
     )
-    """Model names that clients may use. `connect` prints the first, so keep it when model or
-    profile change. Empty: the model's catalog name."""
+    """Model names that clients may use. `connect` prints the first, so keep it when the model
+    or profile changes. Empty: the model's catalog name."""
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the gateway.")
     expose: Expose = Field(
         default="loopback",

@@ -5,8 +5,8 @@ from tests.faults.bad_releases import BAD_RELEASES, DEPLOYED
 from tests.faults.stub_faults import stub_faults
 
 PAGE = (CHECKOUT / "proofs/faults.md").read_text("utf-8")
-SECTION = PAGE.partition("### What is planted")[2].partition("\n## ")[0]
-# Whole deploys must survive each of these.
+SECTION = PAGE.partition("## Injected faults")[2].partition("\n## ")[0]
+# Full deploys must survive each of these.
 REQUIRED = {
     "bad flag", "out of memory at load", "garbage answers", "low acceptance", "wedge after start",
     "wrong served name", "plugin missing",
