@@ -158,7 +158,7 @@ def name_constraints(names: Sequence[str]) -> x509.NameConstraints:
 
     RFC 5280, 4.2.1.10: a kind of name without an entry would be unlimited.
     """
-    subtrees = sorted({_subtree(name) for name in names})
+    subtrees = sorted({_name_constraint(name) for name in names})
     domains = [subtree for subtree in subtrees if "/" not in subtree] or [_NO_NAME]
     networks = [subtree for subtree in subtrees if "/" in subtree] or [_NO_ADDRESS]
     permitted: list[x509.GeneralName] = [x509.DNSName(domain) for domain in domains]
@@ -175,9 +175,9 @@ def permitted_names(certificate: x509.Certificate) -> list[str] | None:
     return [str(subtree.value) for subtree in limits.permitted_subtrees or ()]
 
 
-def _subtree(name: str) -> str:
+def _name_constraint(name: str) -> str:
     try:
-        return str(ipaddress.ip_network(name.removesuffix("/32").removesuffix("/128")))
+        return str(ipaddress.ip_network(name))
     except ValueError:
         return name.lower().removeprefix("*.")
 
@@ -284,7 +284,7 @@ def _extend_permitted_names(authority: _Authority, names: Sequence[str], ca_dir:
     """Let the CA sign for more names; clients with the earlier file still trust it."""
     before = authority.certificate
     permitted = permitted_names(before)
-    if permitted is None or {_subtree(name) for name in names} <= set(permitted):
+    if permitted is None or {_name_constraint(name) for name in names} <= set(permitted):
         return authority
     end = before.not_valid_after_utc
     certificate = _self_signed(authority.key, before.subject, end, [*permitted, *names])

@@ -202,6 +202,18 @@ def test_another_host_extends_the_ca_and_earlier_hosts_stay_trusted(tmp_path):
     assert "permitted subtree violation" in verify(ca, second)
 
 
+def test_extended_ca_still_covers_networks_of_an_own_ca(tmp_path):
+    ca = tmp_path / "ca"
+    ca.mkdir(mode=0o700)
+    openssl("req", "-x509", *EC, "-subj", "/CN=own CA", "-days", "900", "-addext",
+            "keyUsage=critical,keyCertSign", "-addext", "nameConstraints=critical,permitted;IP:"
+            "2001:db8::/ffff:ffff::", "-keyout", ca / "ca-key.pem", "-out", ca / "ca.pem",
+            )  # fmt: skip
+    issue(NAMES, str(ca))
+    other = sign_with_stolen_key(ca, "IP:2001:db8::7", tmp_path)
+    assert verify(ca, other).endswith(": OK\n")
+
+
 def test_existing_ca_without_name_limits_is_used_unchanged(tmp_path):
     ca, leaf = tmp_path / "ca", tmp_path / "leaf.pem"
     ca.mkdir(mode=0o700)
