@@ -47,7 +47,9 @@ for entry in each(plan.served):
 for entry in each(plan.served):
     service.verify(plan=entry.serve, gateway=entry.gateway, schedule=entry.schedule)
 # Last: they must not delay services.
-work.ready(jobs=ready_jobs_of(plan, payload.image_context), service=plan.serve.service)
+work.prepare_other_pairs(
+    jobs=ready_jobs_of(plan, payload.image_context), service=plan.serve.service
+)
 work.close()
 service.schedule(schedule=plan.schedule)
 # Now no other pair needs the base, and the checkpoint is proven.

@@ -50,7 +50,7 @@ def reboot(*, plan: NeedsPlan, serve: Release) -> None:
 
 @deploy("Prepare")
 def prepare(*, jobs: Sequence[Work], release: str) -> None:
-    """The old releases still answer."""
+    """Wait for all jobs and compare donor tensors; the old releases keep serving."""
     wait_for_jobs(
         name="Wait for all jobs",
         jobs=tuple(work.job for work in jobs),

@@ -90,9 +90,9 @@ def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
 
 
 @deploy("Ready")
-def ready(*, jobs: Sequence[Work], service: str) -> None:
+def prepare_other_pairs(*, jobs: Sequence[Work], service: str) -> None:
     """Prepare other pairs, so that a later rollout need not wait."""
-    # The release's target is retired once those jobs are done.
+    # A separate target: that of the release is retired once its jobs are done.
     target = f"{service}-ready"
     _start(jobs, target, lambda work: preparation_name(work.job))
     wait_for_jobs(name="Wait for the other pairs", jobs=_specs(jobs), release=target)

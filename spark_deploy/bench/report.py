@@ -246,7 +246,9 @@ def draw_bars(
             heights = [value for value in values if value is not None]
             label = names[index] if names else None
             bars = axes.bar(positions, heights, width * 0.92, label=label)
-            axes.bar_label(bars, fmt=lambda v: f"{v:,.{int(v < 100)}f}", padding=2, fontsize=8)
+            axes.bar_label(
+                bars, fmt=lambda v: f"{v:,.{1 if v < 100 else 0}f}", padding=2, fontsize=8
+            )
         axes.set_xticks(range(len(groups)), [name for name, _ in groups])
 
     return _draw(draw, title)

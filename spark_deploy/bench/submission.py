@@ -93,8 +93,8 @@ def recipe_of(release: Release, origin: Origin) -> dict[str, Any]:
         "min_nodes": len(release.cluster.members) if release.cluster else 1,
         "container": release.image.base,
         "metadata": {
-            "description": f"{release.model} with {release.profile}, release {release.name} of "
-            f"dgx-spark-deploy{built}"
+            "description": f"{release.model} with {release.profile}, release {release.name}, "
+            f"deployed by dgx-spark-deploy{built}"
         },
         "env": dict(release.engine.env),
         "command": _Text(
@@ -145,8 +145,9 @@ def _csv_rows(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
             test = f"ctx_{kind}" if is_prefill else f"{kind}{size}"
             row = {"model": raw["model"], "test_name": f"{test}{suffix}"}
             for column, key in _PARTS:
-                figure = None if column in _EMPTY[kind] else case.get(key.format(kind))
-                row |= {f"{column}_{p}": figure and figure[p] for p in ("mean", "std")}
+                value = None if column in _EMPTY[kind] else case.get(key.format(kind))
+                for part in ("mean", "std"):
+                    row[f"{column}_{part}"] = value and value[part]
             yield row
 
 

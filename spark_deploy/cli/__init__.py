@@ -88,10 +88,10 @@ def _open_streams() -> None:
 
 
 def _print_os_error(error: OSError) -> int:
-    """Print an error with the file name.
+    """Print an error that names a file or the output; return the exit code.
 
     Raises:
-        OSError: without a file the traceback is needed.
+        OSError: any other error, which needs its traceback.
     """
     where = error.filename
     if where is None and error.errno in _OUTPUT_ERRORS:

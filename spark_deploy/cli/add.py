@@ -133,7 +133,7 @@ def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
     code = changes.run("requantize", options, {"checkpoint.source": "requantized"})
     if code == 0 and not options.dry:
         note(
-            f"to serve it, set checkpoint.source: requantized next to model: {model}, "
+            f"to serve it, set `checkpoint.source: requantized` next to `model: {model}`, "
             "then run spark-deploy up"
         )
     return code

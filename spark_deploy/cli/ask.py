@@ -33,7 +33,7 @@ def ask(options: Options, question: str, service: str | None, tokens: int) -> in
     for target in hosts:
         if (task := connection_of(target, service=service).task) != "chat":
             fix = f"see the request that `{next_command(options, 'connect', target.name)}` prints"
-            raise SparkError.one(target.name, f"its model is for {task}, not for chats", fix)
+            raise SparkError.one(target.name, f"its model is for {task}, not chat", fix)
         if len(hosts) > 1 and not options.json:
             print(f"{target.name}:")
         results.append(ask_host(target, question, service, tokens, is_shown=not options.json))

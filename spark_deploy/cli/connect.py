@@ -192,13 +192,17 @@ def answering_hosts(hosts: list[Target], options: Options, service: str | None) 
     """Return the hosts that answer clients: in a cluster only the head."""
     if service not in (None, MAIN_SERVICE):
         return hosts
-    heads = {host.name: (*host.settings.settings.cluster.hosts, host.name)[0] for host in hosts}
-    answering = [host for host in hosts if heads[host.name] == host.name]
+    answering = [host for host in hosts if _head_of(host) == host.name]
     if not answering:
-        [(name, head), *_] = heads.items()
+        head = _head_of(hosts[0])
         problem = f"is a worker of {head}, which answers clients"
-        raise SparkError.one(name, problem, next_command(options, "connect", head))
+        raise SparkError.one(hosts[0].name, problem, next_command(options, "connect", head))
     return answering
+
+
+def _head_of(host: Target) -> str:
+    members = host.settings.settings.cluster.hosts
+    return members[0] if members else host.name
 
 
 def connections_of(

@@ -64,11 +64,11 @@ def shared_options(
             if "=" in metavar:
                 values["assignments"] = [word for word in words if "=" in word]
                 words = [word for word in words if "=" not in word]
-            shared: dict[str, Any] = {
-                key: list(value) if isinstance(value, tuple) else value
-                for key in Options.__slots__
-                if (value := values.pop(key, None)) is not None
-            }
+            shared: dict[str, Any] = {}
+            for key in Options.__slots__:
+                value = values.pop(key, None)
+                if value is not None:
+                    shared[key] = list(value) if isinstance(value, tuple) else value
             options = Options(**shared)
             files = [word for word in words if _is_inventory(word)]
             if len(files) > 1 or (files and options.inventory):
@@ -93,8 +93,8 @@ def _is_inventory(word: str) -> bool:
     return has_form or Path(word).is_file()
 
 
-def names_of(*kinds: str) -> Callable[..., list[str]]:
-    """Return a completion of ``models`` and ``profiles``; with models also MODEL/PROFILE."""
+def name_completer(*kinds: str) -> Callable[..., list[str]]:
+    """Return a completer of ``models`` or ``profiles``; with models also MODEL/PROFILE."""
 
     def names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
         model, slash, _ = incomplete.partition("/")
@@ -117,11 +117,15 @@ def host_names(_context: click.Context, _option: click.Parameter, incomplete: st
 
 
 def model_option(text: str = "Plan with this model instead.") -> Callable[..., Any]:
-    return click.option("--model", metavar="NAME", shell_complete=names_of("models"), help=text)
+    return click.option(
+        "--model", metavar="NAME", shell_complete=name_completer("models"), help=text
+    )
 
 
 def profile_option(text: str = "Plan with this profile instead.") -> Callable[..., Any]:
-    return click.option("--profile", metavar="NAME", shell_complete=names_of("profiles"), help=text)
+    return click.option(
+        "--profile", metavar="NAME", shell_complete=name_completer("profiles"), help=text
+    )
 
 
 def service_option(text: str) -> Callable[..., Any]:

@@ -213,9 +213,9 @@ def _write(path: Path, text: str) -> bool:
 
 
 def _lock(folder: Path) -> str | None:
-    """Lock the names in use; return the problem if hub or registry fail, as a deploy locks, too."""
+    """Lock the names in use; on failure return the problem, because `up` locks them, too."""
     try:
-        update.lock_names(Options(inventory=str(folder / INVENTORY)), missing=True)
+        update.lock_names(Options(inventory=str(folder / INVENTORY)), only_missing=True)
     except SparkError as error:
         problem = error.problems[0].what
         note(f"not locked yet: {problem}; `up` locks the names")

@@ -237,8 +237,8 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         return
     yield row(
         "",
-        f"KV cache of {memory.kv_tokens:,} tokens for {profile.limits.max_sequences} concurrent "
-        f"requests; the engine reports {memory.counted_tokens(context):,}: room for "
+        f"KV cache: {memory.kv_tokens:,} tokens for {profile.limits.max_sequences} concurrent "
+        f"requests; the engine reports {memory.counted_tokens(context):,} tokens, enough for "
         f"{memory.full_context_users:.1f} requests of {context:,}",
     )
     if profile.engine_mode != "native":
@@ -305,7 +305,7 @@ def _disk(plan: HostPlan) -> Iterator[str]:
     yield row(
         "",
         f"{size(after_bytes):>9}, {size(peak_bytes)} at peak, in total on an empty host; "
-        "`doctor` compares with each filesystem",
+        "`doctor` checks the space of each filesystem",
     )
 
 

@@ -387,7 +387,7 @@ def _option_values(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _parse_value(values: list[str]) -> Any:
-    """Parse a value as YAML would: a flag is true, JSON a mapping, digits a number."""
+    """Return True for a flag, a list of several values, parsed JSON or number, or the text."""
     if len(values) != 1:
         return values or True
     text = values[0]

@@ -158,11 +158,11 @@ def redacted(text: str) -> str:
     for pattern in (_KEY, _UUID, _SERIAL, _MAIL, _MAC):
         text = pattern.sub(_GONE, text)
     text = _HOME.sub(_GONE, text)
-    text = _IPV4.sub(_without_address, _IPV6.sub(_without_address, text))
-    return _LONG.sub(_without_secret, text)
+    text = _IPV4.sub(_redact_address, _IPV6.sub(_redact_address, text))
+    return _LONG.sub(_redact_secret, text)
 
 
-def _without_address(match: re.Match[str]) -> str:
+def _redact_address(match: re.Match[str]) -> str:
     text = match[0]
     try:
         address = ipaddress.ip_address(_NEXT_TO_ADDRESS.sub("", text))
@@ -171,11 +171,11 @@ def _without_address(match: re.Match[str]) -> str:
     return text if address.is_loopback or address.is_unspecified else _GONE
 
 
-def _without_secret(match: re.Match[str]) -> str:
+def _redact_secret(match: re.Match[str]) -> str:
     word = match[0]
     digits, capitals = sum(map(str.isdigit, word)), sum(map(str.isupper, word))
-    without_errno = digits <= 4 and capitals <= 0.4 * len(word) and len(_WORDS.findall(word)) > 1
-    return word if without_errno or (word.isupper() and not digits) else _GONE
+    is_text = digits <= 4 and capitals <= 0.4 * len(word) and len(_WORDS.findall(word)) > 1
+    return word if is_text or (word.isupper() and not digits) else _GONE
 
 
 def _redact(value: Any) -> Any:

@@ -95,7 +95,7 @@ def write_values(
         for key, value in values.items():
             if _lookup(host.settings.data, key) == (value,):
                 continue
-            file = _file_of(host.settings, key, all_hosts, names)
+            file = _file_to_edit(host.settings, key, all_hosts, names)
             known = edits.get((file, key))
             same = (*known.hosts, host.name) if known else (host.name,)
             before = next((_text(old) for old in _lookup(_keys_in(file), key)), None)
@@ -124,14 +124,18 @@ def _check(
     refuse_conflicts(after, all_hosts[0].catalog, must_serve=chosen)
 
 
-def _file_of(host: HostSettings, key: str, all_hosts: Sequence[Target], chosen: set[str]) -> Path:
-    """Return the file that sets the key, or the host's own if other hosts use that file."""
+def _file_to_edit(
+    host: HostSettings, key: str, all_hosts: Sequence[Target], chosen: set[str]
+) -> Path:
+    """Return the file that sets the key, or the host's file if unselected hosts use that one."""
     own, group, common = _files(host)
     section = key.partition(".")[0]
     setting = [file for name in (key, section) for file in (own, group, common)
                if _lookup(_keys_in(file), name)]  # fmt: skip
     file = next(iter(setting), common if common.exists() else group)
-    is_shared = any(file in _files(one.settings) for one in all_hosts if one.name not in chosen)
+    is_shared = any(
+        file in _files(other.settings) for other in all_hosts if other.name not in chosen
+    )
     return own if is_shared else file
 
 

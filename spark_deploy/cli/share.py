@@ -23,7 +23,14 @@ from spark_contract.records import Proof
 from spark_contract.units import COMMIT
 
 from spark_deploy.cli.catalog_files import write_files
-from spark_deploy.cli.console import FILE, Options, names_of, note, print_result, shared_options
+from spark_deploy.cli.console import (
+    FILE,
+    Options,
+    name_completer,
+    note,
+    print_result,
+    shared_options,
+)
 from spark_deploy.cli.hosts import (
     Target,
     build_plan,
@@ -89,7 +96,7 @@ class Shared:
 
 
 @click.command
-@click.argument("choice", metavar="MODEL|MODEL/PROFILE", shell_complete=names_of("models"))
+@click.argument("choice", metavar="MODEL|MODEL/PROFILE", shell_complete=name_completer("models"))
 @click.option("--out", metavar="FILE", type=FILE, help="Output file [MODEL.spark.yml].")
 @click.option("--unasked", is_flag=True, help="Work offline; include no check result.")
 @shared_options()

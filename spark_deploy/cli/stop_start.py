@@ -56,27 +56,22 @@ def start(options: Options, service: str | None) -> int:
 
 def _run_tool(options: Options, command: str, words: list[str], service: str | None) -> int:
     hosts = select_hosts(options, must_serve=False)
-    names = {host.name for host in hosts}
-    for host in hosts if service in (None, MAIN_SERVICE) else ():
-        # The cluster could not start without all members.
-        members = host.settings.settings.cluster.hosts
-        if excluded := [name for name in members if name not in names]:
-            problem = f"is in a cluster with {', '.join(excluded)}, which you did not select"
-            raise SparkError.one(host.name, problem, next_command(options, command, *members))
+    if service in (None, MAIN_SERVICE):
+        _require_all_members(options, command, hosts)
     services = {host.name: chosen_services(host, service) for host in hosts}
     if options.dry:
         return dry_run(options, query(hosts, read_status), lambda host, status: "; ".join(
-            _verb_text(command, status, name) for name in services[host.name]))  # fmt: skip
+            _preview_text(command, status, name) for name in services[host.name]))  # fmt: skip
     if len(hosts) > 1:
         confirm(options.yes, f"{', '.join(host.name for host in hosts)}: {_QUESTIONS[command]}")
 
     def run(host: Host, target: Target) -> tuple[bool, str]:
         chosen = services[target.name]
-        # A refusal by a service does not affect the next service.
-        lines = "; ".join(f"{tool.line(words[0], name, *words[1:])} 2>&1 || failed=1"
-                          for name in chosen)  # fmt: skip
+        # If one service fails, continue with the next.
+        commands = "; ".join(f"{tool.line(words[0], name, *words[1:])} 2>&1 || failed=1"
+                             for name in chosen)  # fmt: skip
         script = (
-            f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {lines}; exit $failed; "
+            f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {commands}; exit $failed; "
             "else echo 'not set up yet; fix: run spark-deploy up'; exit 1; fi"
         )
         # Each engine may use the whole start and stop timeout.
@@ -96,7 +91,17 @@ def _run_tool(options: Options, command: str, words: list[str], service: str | N
     return 0 if all(result["ok"] for result in results) else 1
 
 
-def _verb_text(command: str, status: HostStatus, name: str) -> str:
+def _require_all_members(options: Options, command: str, hosts: list[Target]) -> None:
+    """Reject a part of a cluster: it could not start without the other members."""
+    names = {host.name for host in hosts}
+    for host in hosts:
+        members = host.settings.settings.cluster.hosts
+        if excluded := [name for name in members if name not in names]:
+            problem = f"is in a cluster with {', '.join(excluded)}, which you did not select"
+            raise SparkError.one(host.name, problem, next_command(options, command, *members))
+
+
+def _preview_text(command: str, status: HostStatus, name: str) -> str:
     service = status.service(name)
     active, good = (service.active, service.good) if service else (None, None)
     release = status.release(active or good)

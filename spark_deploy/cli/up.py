@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +58,7 @@ def up(options: Options) -> int:
         .names
         for host in hosts
     ):
-        update.lock_names(options, missing=True)
+        update.lock_names(options, only_missing=True)
     plans = {host.name: build_plan(host) for host in hosts}
     answers = query(hosts, lambda host, target: read_state(host, plans[target.name]))
     previews = _print_previews(hosts, plans, answers, options)
@@ -136,12 +135,14 @@ def _offer_to_write(choice: str, options: Options) -> None:
 
 
 def _show_answers(hosts: list[Target], options: Options) -> None:
-    with contextlib.suppress(SparkError):  # workers of a cluster only
+    try:
         answering = answering_hosts(hosts, options, None) if hosts else []
-        for host, server in zip(answering, connections_of(answering, options), strict=True):
-            tunnel = f" while `{next_command(options, 'connect', host.name, '--tunnel')}` runs"
-            print(f"{host.name}: {server.base_url}{tunnel if server.tunnel else ''}")
-            _show_answer(host, options)
+    except SparkError:  # only workers of a cluster, which do not answer clients
+        return
+    for host, server in zip(answering, connections_of(answering, options), strict=True):
+        tunnel = f" while `{next_command(options, 'connect', host.name, '--tunnel')}` runs"
+        print(f"{host.name}: {server.base_url}{tunnel if server.tunnel else ''}")
+        _show_answer(host, options)
 
 
 def _show_answer(host: Target, options: Options) -> None:

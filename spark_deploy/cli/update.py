@@ -38,26 +38,29 @@ from spark_deploy.plan.types import CheckpointPlan, SourcePlan
 )
 @shared_options(plans=True)
 def update(options: Options, only: Sequence[str], missing: bool, check: bool, counted: bool) -> int:
-    return lock_names(options, only, missing=missing, check=check, counted=counted)
+    return lock_names(
+        options, only, only_missing=missing, check_only=check, with_host_values=counted
+    )
 
 
 def lock_names(
     options: Options,
     only: Sequence[str] = (),
     *,
-    missing: bool = False,
-    check: bool = False,
-    counted: bool = False,
+    only_missing: bool = False,
+    check_only: bool = False,
+    with_host_values: bool = False,
 ) -> int:
-    """Update each lock file once; return 1 if ``check`` finds a missing name."""
+    """Update each lock file once; return 1 if ``check_only`` finds a missing name."""
     by_path: dict[Path, list[Target]] = {}
     for host in select_hosts(options):
         by_path.setdefault(host.settings.lock_path, []).append(host)
     is_missing = False
     for path, hosts in by_path.items():
         _refuse_unknown(only, hosts)
-        lock, locked = _resolve(path, hosts, only, missing=missing or check, offline=check)
-        if check:
+        missing = only_missing or check_only
+        lock, locked = _resolve(path, hosts, only, missing=missing, offline=check_only)
+        if check_only:
             problems = {f"{name} is not locked" for name in locked} or set(_unread(hosts, lock))
             for problem in sorted(problems):
                 note(f"{path.name}: {problem}")
@@ -65,7 +68,7 @@ def lock_names(
             continue
         for host in hosts:
             lock = verify_names_if_online(host.settings.settings, host.catalog, lock, note)
-        _write(path, _with_host_values(lock, hosts) if counted else lock)
+        _write(path, _with_host_values(lock, hosts) if with_host_values else lock)
     if options.json:
         locks = {str(path): typed(read_lock(path), nulls=False) for path in by_path}
         print(json.dumps(locks, indent=1))
@@ -175,8 +178,8 @@ def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
             raise LockError.one(
                 f"{host.name}: {built.dir}",
                 f"was built from FP8 source tensors with sha256 {sha256}, the lock has {locked}",
-                "check which hub or proxy sent different bytes; if the host is wrong, move the "
-                "directory away there and run the deploy again",
+                "find out which hub or proxy sent different bytes; if the host has the wrong "
+                "ones, move the directory aside on that host and deploy again",
             )
         if locked is None:
             note(f"  {names.build}: FP8 source tensors have sha256 {sha256}, built by {host.name}")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import click
 
-from spark_deploy.cli.console import Options, names_of, shared_options
+from spark_deploy.cli.console import Options, name_completer, shared_options
 from spark_deploy.cli.hosts import select_hosts
 from spark_deploy.cli.models import fitting_profiles
 from spark_deploy.cli.settings import Edit, print_edits, write_values
@@ -17,7 +17,9 @@ from spark_deploy.config.schema_errors import closest
 
 @click.command
 @click.argument(
-    "choice", metavar="MODEL|PROFILE|MODEL/PROFILE", shell_complete=names_of("models", "profiles")
+    "choice",
+    metavar="MODEL|PROFILE|MODEL/PROFILE",
+    shell_complete=name_completer("models", "profiles"),
 )
 @click.option("--dry", is_flag=True, help="Show the changes without making them.")
 @shared_options()

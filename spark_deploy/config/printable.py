@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 
 # Control characters except tab, and changes of the writing direction.
-_UNSEEN = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
-_IN_TEXT = re.compile(f"[{_UNSEEN}]")
-# The same as JSON spells it, behind an even number of backslashes: a parser would bring it back.
+_INVISIBLE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
+_IN_TEXT = re.compile(f"[{_INVISIBLE}]")
+# JSON escapes of these characters: an even number of backslashes, then the escape.
 _IN_JSON = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(?:u(?:00(?:[01][0-9a-f]|7f|[89][0-9a-f])|20(?:0[ef]|2[89a-e]|6[6-9])|"
     r"feff)|[bfr])",
     re.IGNORECASE,
 )
-_KEPT = re.compile(r"u000[9a]", re.IGNORECASE)
+_TAB_OR_NEWLINE = re.compile(r"u000[9a]", re.IGNORECASE)
 
 
 def printable(text: str) -> str:
@@ -34,12 +34,12 @@ def without_errno(reason: str) -> str:
 
 
 def printable_output(line: str) -> str:
-    """Return a line of host output without control characters, also inside JSON."""
+    """Replace control characters in a line of host output, and their escapes inside JSON."""
     text = printable(line.rstrip("\r\n"))
-    return _IN_JSON.sub(_marked, text) if '"' in text else text
+    return _IN_JSON.sub(_replace_escape, text) if '"' in text else text
 
 
-def _marked(match: re.Match[str]) -> str:
-    if _KEPT.search(match[0]):
+def _replace_escape(match: re.Match[str]) -> str:
+    if _TAB_OR_NEWLINE.search(match[0]):
         return match[0]
     return f"{match[1]}\\ufffd"

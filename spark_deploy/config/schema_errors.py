@@ -176,7 +176,7 @@ def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, st
     if not path and _has_too_many(data):
         yield (), f"has more than {MAX_VALUES} values", "write fewer values, without nested aliases"
     elif len(path) > _MAX_LEVELS:
-        fix = "write fewer levels, without recursive aliases"
+        fix = "remove recursive aliases, and reduce the nesting"
         yield path[:3], "nests too deeply, or contains itself", fix
     elif isinstance(data, dict):
         for key, value in data.items():
@@ -190,16 +190,16 @@ def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, st
         for number, value in enumerate(data):
             yield from unusable_values(value, (*path, number))
     else:
-        yield from ((path, message, fix) for message, fix in _wrong_with(data))
+        yield from ((path, message, fix) for message, fix in _scalar_problems(data))
 
 
-def _wrong_with(scalar: Any) -> Iterator[tuple[str, str]]:
+def _scalar_problems(scalar: Any) -> Iterator[tuple[str, str]]:
     if isinstance(scalar, float) and not math.isfinite(scalar):
-        yield f"{scalar} is not a usable number", "write a finite number"
+        yield f"{scalar} is not a finite number", "write a finite number"
     elif isinstance(scalar, (int, float)):
         limit = _LIMITS[float if isinstance(scalar, float) else int]
         if abs(scalar) >= limit:
-            yield "is too large a number", f"write a number below {limit}"
+            yield "is too large a number", f"write a number between -{limit} and {limit}"
     elif isinstance(scalar, str):
         if not _is_unicode(scalar):
             yield "contains an invalid character", "remove it, or type the text again"

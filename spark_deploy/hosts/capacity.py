@@ -57,7 +57,7 @@ def _container_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             f"another engine ({container.image}) is {container.state}, restart: "
             f"{container.restart}; two engines do not fit into the memory",
             f"stop it (`docker update --restart=no {name}; docker stop {name}`), or add it to "
-            "takeover: to have the deploy stop it, or to allow_containers: with the GiB it may use",
+            "`takeover` to let the deploy stop it, or to `allow_containers` with the GiB it uses",
         )
 
 

@@ -162,7 +162,7 @@ class Stored:
 
 
 def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
-    """Print large files and receipts below ``look_in`` (globs), and the devices of ``paths``."""
+    """Return a script that prints files and receipts in ``look_in``, and devices of ``paths``."""
     if not look_in:
         return ""
     words = " ".join(shlex.quote(path) for path in paths)
@@ -170,9 +170,9 @@ def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
     return rf"""
 echo '== stored'
 for path in {words}; do
-  there=$path
-  while [ ! -d "$there" ]; do there=$(dirname "$there"); done
-  printf 'device\t%s\t%s\n' "$path" "$(stat -c %d "$there")"
+  existing_parent=$path
+  while [ ! -d "$existing_parent" ]; do existing_parent=$(dirname "$existing_parent"); done
+  printf 'device\t%s\t%s\n' "$path" "$(stat -c %d "$existing_parent")"
 done
 for root in {roots}; do
   [ -d "$root" ] || continue

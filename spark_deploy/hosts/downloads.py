@@ -47,18 +47,18 @@ class DaemonProxy(LineFact):
     """
 
     def command(self, path: str) -> str:
-        proxy_lines = (
-            "grep -aiE '^(http|https|no)_proxy=' | sed 's/^[^=]*/\\L&/; s,/$,,' | LC_ALL=C sort -u"
-        )
-        return (
-            "pid=$(systemctl show -p MainPID --value docker.service 2>/dev/null); "
-            '[ "${pid:-0}" -gt 0 ] || exit 0; '
-            f"a=$(tr '\\0' '\\n' < /proc/$pid/environ | {proxy_lines}); "
-            f"b=$(cat {shlex.quote(path)} 2>/dev/null | {proxy_lines}); "
-            'if [ "$a" = "$b" ]; then echo same; exit; fi; '
-            "urls() { printf '%s\\n' \"$1\" | grep -v ^no_; }; "
-            '[ "$(urls "$a")" = "$(urls "$b")" ] && echo same-proxy || echo differs'
-        )
+        return rf"""
+proxy_lines() {{
+  grep -aiE '^(http|https|no)_proxy=' | sed 's/^[^=]*/\L&/; s,/$,,' | LC_ALL=C sort -u
+}}
+urls() {{ printf '%s\n' "$1" | grep -v ^no_; }}
+pid=$(systemctl show -p MainPID --value docker.service 2>/dev/null)
+[ "${{pid:-0}}" -gt 0 ] || exit 0
+running=$(tr '\0' '\n' < /proc/$pid/environ | proxy_lines)
+configured=$(cat {shlex.quote(path)} 2>/dev/null | proxy_lines)
+if [ "$running" = "$configured" ]; then echo same; exit; fi
+[ "$(urls "$running")" = "$(urls "$configured")" ] && echo same-proxy || echo differs
+"""
 
 
 DROP_IN_PATH = "/etc/systemd/system/docker.service.d/spark-proxy.conf"
@@ -182,7 +182,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     trees = tuple(
         tree
         for tree in shared_trees(jobs)
-        if tree.digest in wanted and (own[tree.digest] != "not needed" or _is_kept(tree))
+        if tree.digest in wanted and (own[tree.digest] != "not needed" or _share_existing(tree))
     )
     if not trees and not any(map(lacks, own.values())):
         host.noop("no host lacks files of another host")
@@ -205,8 +205,8 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     _sharing.add(current_host())
 
 
-def _is_kept(tree: SharedTree) -> bool:
-    """Whether files that this host does not need exist; they are then shared."""
+def _share_existing(tree: SharedTree) -> bool:
+    """Share files that this host does not need, if they exist; return whether they do."""
     receipt = f"{tree.dir}/{RECEIPT_NAME}"
     if receipt not in host.get_fact(FileStates, paths=[receipt]):
         return False

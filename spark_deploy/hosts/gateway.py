@@ -72,7 +72,7 @@ def gateway_paths(plan: GatewayPlan) -> tuple[str, ...]:
 
 @host_operation
 def configure_gateway(plan: GatewayPlan) -> Commands:
-    """Install the gateway's files; reload it if it runs."""
+    """Install the gateway's configuration; reload a running gateway that does not use it."""
     changed = yield from place_files((gateway_file(plan), *_secret_files(plan)))
     if plan.tls is None:
         tls = tls_of(plan.settings.service)

@@ -291,7 +291,7 @@ def _refuse(state: State, host: Host, text: str) -> bool:
 
 
 def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[..., bool]:
-    """Let a ``FunctionCommand`` refuse the host."""
+    """Let a failure of a ``FunctionCommand`` fail only this host."""
 
     @functools.wraps(body)
     def guarded(state: State, host: Host, *args: P.args, **kwargs: P.kwargs) -> bool:
@@ -325,10 +325,9 @@ def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
                 if number == 0 and (other_run := _acquire_lease()):
                     raise Refused(other_run)
                 yield command
+        except SettingsError:  # ends the run for all hosts
+            raise
         except Exception as error:
-            # Wrong settings end the run for all hosts.
-            if isinstance(error, SettingsError):
-                raise
             if isinstance(error, PyinfraError) and not current_state.is_executing:
                 raise
             text = str(error if isinstance(error, Refused) else _describe(body.__name__, error))

@@ -76,7 +76,7 @@ def require_members(members: Sequence[str]) -> None:
     missing = [name for name in members if name not in active]
     if missing:
         fix = "repair that host and run again; members change together"
-        message = f"not changed: {', '.join(missing)} of the cluster failed or is unreachable"
+        message = f"not changed: cluster members failed or are unreachable: {', '.join(missing)}"
         refuse(this_host.name, message, fix)
 
 
@@ -97,16 +97,18 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
         if not ok:
             host.log_styled(f"the change did not begin: {(err or out).strip()}", fg="red")
             return False
-        begun = parse(StartedRollout, out)
-        if begun.joined:
+        started = parse(StartedRollout, out)
+        if started.joined:
             host.log("a change to this release is already running; watching it")
         # The id identifies this change among changes to the same release.
-        words = filter(None, (begun.release, begun.request))
-        subject = "the earlier release" if begun.to else "the new release"
+        words = filter(None, (started.release, started.request))
+        subject = "the earlier release" if started.to else "the new release"
         poll = tool.line(tool.SWITCH_POLL, *words)
-        return _watch(state, host, begun.release, poll, timeout_s, subject)
+        return _watch(state, host, started.release, poll, timeout_s, subject)
     except ConnectError as error:
-        fix = "run again when it is back: the host completes the change or rolls back by itself"
+        fix = (
+            "run again when the host is reachable; it completes or rolls back the change by itself"
+        )
         raise Refused(unreachable(f"{host.name}: change", str(error), fix)) from error
 
 

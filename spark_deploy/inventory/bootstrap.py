@@ -161,7 +161,7 @@ def _ask_passwords(
             fix = "run again with the right password, and check ssh.user"
             raise SettingsError.one("password", f"rejected by {names}", fix)
         elif refusing:
-            _log(f"{names}: password rejected; run again for it with --limit")
+            _log(f"{names}: password rejected; to retry, run again with --limit")
             break
     return passwords
 

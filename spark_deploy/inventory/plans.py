@@ -244,7 +244,7 @@ def _hosts_of_text(text: str) -> list[str]:
 
 
 def _run_inventory(path: Path) -> dict[str, Any]:
-    """Return lists, and pairs of a list and data."""
+    """Run an inventory file; return its groups: lists of hosts, or tuples of a list and data."""
     try:
         names = runpy.run_path(str(path))
     except SettingsError:

@@ -86,7 +86,7 @@ def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port
         )
     if fabric.interfaces:
         return [known[name] for name in fabric.interfaces]
-    cabled = sorted((port for port in host_ports.ports if port.device and port.up), key=_slot)
+    cabled = sorted((port for port in host_ports.ports if port.device and port.up), key=_slot_key)
     if len(cabled) != len(fabric.networks):
         names = ", ".join(port.interface for port in cabled) or "none"
         what = f"{len(cabled)} ports with RDMA and a cable ({names})"
@@ -96,7 +96,7 @@ def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port
     return cabled
 
 
-def _slot(port: Port) -> tuple[int, str]:
+def _slot_key(port: Port) -> tuple[int, str]:
     """Sort by PCI domain and slot, equal on all hosts."""
     match = _INTERFACE.match(port.interface)
     return (int(match[1] or 0), match[2]) if match else (0, port.interface)

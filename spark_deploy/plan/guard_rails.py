@@ -150,9 +150,9 @@ def _minor_version(image: str) -> int | None:
 def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
     if isinstance(model, PlainModel):
         # Without experts, without groups, or if unknown, no expert is too narrow.
-        anatomy = model.anatomy
-        grouped = anatomy is not None and any(name in anatomy.quantisation for name in _IN_GROUPS)
-        width = (anatomy.expert_width if anatomy and grouped else None) or _WIDEST
+        anatomy, width = model.anatomy, _WIDEST
+        if anatomy and any(name in anatomy.quantisation for name in _IN_GROUPS):
+            width = anatomy.expert_width or _WIDEST
     else:
         width = model.architecture.expert_width
     if options.get("enable-expert-parallel") is True:
@@ -335,7 +335,7 @@ def engine_problems(
     version = version_of(image)
     if version and version not in engines and profile.plugin and model.image.plugin:
         known = ", ".join(sorted(engines))
-        what = f"{image} is engine {version}; the plugin supports {known}"
+        what = f"{image} contains vLLM {version}; the plugin supports {known}"
         fix = "use an image of a supported version, or a profile without the plugin"
         yield Problem(f"images.{model.image.role}", what, fix)
 

@@ -146,7 +146,7 @@ def _needs(
     peaks: Counter[str] = Counter()
     for use in disk:
         peaks[use.path] += use.peak_bytes
-    done = (path for pair in pairs for path in _paths_done_with_tree(pair.checkpoint))
+    done = (path for pair in pairs for path in _paths_needing_no_space(pair.checkpoint))
     return types.NeedsPlan(
         expect=settings.expect,
         takeover=settings.takeover,
@@ -242,7 +242,7 @@ def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
     return sum(use.peak_bytes for use in uses), sum(use.after_bytes for use in uses)
 
 
-def _paths_done_with_tree(checkpoint: types.CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
+def _paths_needing_no_space(checkpoint: types.CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
     """Return (path, tree) pairs: if the tree exists, the path needs no more bytes.
 
     A checkpoint appears by a rename, so an existing one is complete, even if smaller than planned

@@ -174,7 +174,7 @@ def _unknown(model: Model, profile: Profile) -> Iterator[str]:
     elif relative_width(profile.kv_cache.dtype) is None and anatomy.cache:
         yield f"KV cache of a token: not computed for {profile.kv_cache.dtype}"
     if anatomy.context_tokens is None:
-        yield "longest context: missing in config.json; set engine.max_context_tokens"
+        yield "maximum context length: config.json does not state it; set engine.max_context_tokens"
 
 
 def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
@@ -231,7 +231,7 @@ def _own_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
 
 def vision_bytes(model: Model, profile: Profile) -> int:
     if isinstance(model, PlainModel):
-        # The engine drops towers on request; dropping those for pictures drops audio as well.
+        # The engine can omit the vision tower, but omits the audio tower with it.
         loads_towers = profile.vision or not model.vision or model.audio
         return model.anatomy.vision_bytes if model.anatomy and loads_towers else 0
     return model.architecture.vision_bytes if profile.vision else 0

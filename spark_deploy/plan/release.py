@@ -30,6 +30,7 @@ from spark_deploy.plan.types import (
 )
 
 _DELAY_S = 60
+_MARGIN_S = 600
 _BURST = 3  # failing starts
 _STARTING_STEPS = 3  # ExecStartPre, ExecStart, ExecStartPost: systemd limits each separately
 _STOPPING_STEPS = 3  # ExecStop, the signals, ExecStopPost: likewise
@@ -57,14 +58,14 @@ def limits(release: Release) -> str:
 
 
 def start_limits(release: Release) -> dict[str, float]:
-    """Return how often systemd restarts a failing engine, and within which time.
+    """Return the restart delay, and after how many starts in which interval systemd gives up.
 
     The interval covers starts in which every step times out, otherwise such an engine would restart
-    for ever. As many crashes within these hours stop the service, too, even after good service.
+    for ever. The same number of crashes of a working engine within it stops the service, too.
     """
     starting_s = _STARTING_STEPS * _start_step_s(release)
     stopping_s = _STOPPING_STEPS * _stop_step_s(release)
-    interval_s = _BURST * (starting_s + stopping_s + _DELAY_S) + 600
+    interval_s = _BURST * (starting_s + stopping_s + _DELAY_S) + _MARGIN_S
     return {"delay_s": _DELAY_S, "burst": _BURST, "interval_s": interval_s}
 
 

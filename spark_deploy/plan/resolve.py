@@ -333,7 +333,7 @@ def _adjustments(
     no_drafts = [0] * bool(profile.speculation)
     names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
     pinned = settings.engine.kv_cache_gib is not None
-    engine = functools.partial(_setting, "engine")
+    engine = functools.partial(_setter, "engine")
     adjustments = [
         Adjustment(
             "vision", "set engine.vision to false", [False] * profile.vision, engine("vision")
@@ -343,7 +343,7 @@ def _adjustments(
             "fraction", "raise engine.memory_fraction to {}", higher, engine("memory_fraction")
         ),
         Adjustment(
-            "reserve", "lower memory.reserve_gib to {}", reserves, _setting("memory", "reserve_gib")
+            "reserve", "lower memory.reserve_gib to {}", reserves, _setter("memory", "reserve_gib")
         ),
         Adjustment("services", f"lower {names} to {{}} together", shares, _scale_service_memory),
         Adjustment(
@@ -381,7 +381,7 @@ def _similar_profiles(profile: Profile, model: Model, catalog: Catalog) -> list[
     return [other.name for other in sorted(others, key=distance) if other.name != profile.name]
 
 
-def _setting(section: str, name: str) -> Callable[[Settings, Any], Settings]:
+def _setter(section: str, name: str) -> Callable[[Settings, Any], Settings]:
     return lambda settings, value: replace(
         settings, **{section: replace(getattr(settings, section), **{name: value})}
     )

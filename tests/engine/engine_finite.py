@@ -39,7 +39,7 @@ def refusal(check: Callable[..., object], *arguments: object) -> str:
 
 
 def check_drafter(model: torch.nn.Module) -> None:
-    finite.check_model(model, finite.modules_from_target(model))
+    finite.check_model(model, finite.modules_shared_with_target(model))
 
 
 def scales(factor: float = 1.0) -> torch.Tensor:
@@ -105,7 +105,7 @@ def main() -> None:
             "damaged layer": refusal(check_drafter, Drafter(layer=nan, head=1.0)),
             "damaged own head": refusal(check_drafter, own),
         },
-        "modules_without_flags": finite.modules_from_target(torch.nn.Linear(3, 3)),
+        "modules_without_flags": finite.modules_shared_with_target(torch.nn.Linear(3, 3)),
         "verdicts": verdicts,
         "others": [finite.is_finite(tensor) for tensor in others],
         "wrapped_once": BaseModelLoader.load_model is wrapped,

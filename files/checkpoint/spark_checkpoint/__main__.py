@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         help="check sizes, headers, index and hashes of touched files (default)",
     )
     depth.add_argument("--full", action="store_true", help="hash every file")
-    remove = "verify a checkpoint in layout full, then remove the base"
+    remove = "verify a full-layout checkpoint, then remove the base"
     add_command(orders.DISCARD, remove, base="BASE_DIR").add_argument(
         orders.TREE, type=Path, required=True, metavar="DIR", help="checkpoint made from this base"
     )

@@ -99,7 +99,7 @@ def read_calibration(order: dict[str, Any]) -> list[dict[str, Any]]:
     tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
     needed = order["nsamples"] * order["seqlen"]
     if len(tokens) < needed:
-        sys.exit(f"the calibration text has {len(tokens)} tokens; nsamples * seqlen is {needed}")
+        sys.exit(f"the calibration text is too short: {len(tokens)} tokens, needed: {needed}")
     # Spread over the text, because similar texts are often adjacent.
     length = order["seqlen"]
     starts = [index * (len(tokens) - length) // order["nsamples"]

@@ -40,10 +40,10 @@ def parse_weight_map(
 
 
 def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] | None:
-    """Return the map of a commonly formatted index; None if it needs the JSON parser.
+    """Read the map with a regular expression; return None if it needs the JSON parser.
 
-    Saves memory: an index has up to 280,000 names. The rest is parsed with a marker in place of the
-    map.
+    This saves memory: an index has up to 280,000 names. The rest of the document is parsed with a
+    marker in place of the map, to check that the map is at the top level.
     """
     start = _MAP.search(raw)
     if start is None:
@@ -200,9 +200,9 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     for length in shape:
         count *= length
         if count >= _COUNT_LIMIT:
-            raise ValueError("has more elements than 64 bits can count")
+            raise ValueError("is too large: its number of elements does not fit in 64 bits")
     if count * bits >= _COUNT_LIMIT:
-        raise ValueError("has more bits than 64 bits can count")
+        raise ValueError("is too large: its size in bits does not fit in 64 bits")
     if count * bits % 8:
         raise ValueError(f"ends inside a byte ({count} elements of {bits} bits)")
     return count * bits // 8

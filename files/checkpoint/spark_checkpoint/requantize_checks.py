@@ -91,7 +91,7 @@ def _excluded_by_shape(matrix: Matrix | None) -> str:
     if matrix is None:
         return "the original has no such weight"
     if len(matrix.shape) != 2:
-        return f"its shape {list(matrix.shape)} is not a matrix"
+        return f"it is not a matrix: its shape is {list(matrix.shape)}"
     rows, columns = matrix.shape
     if rows % _MULTIPLE:
         return f"its {rows} rows are not a multiple of {_MULTIPLE}"

@@ -66,7 +66,7 @@ class PageDropper:
     def advance(self, count_bytes: int) -> None:
         self._position += count_bytes
         if self._position - self._step_begin >= _DROP_BYTES:
-            # Two steps: the first call only starts writeback of dirty pages.
+            # Drop the previous step again: for dirty pages the first call only starts writeback.
             self._drop(max(self._begin, self._step_begin - _DROP_BYTES))
             self._step_begin = self._position
 

@@ -295,7 +295,7 @@ def discard(base: Path, tree: Path, progress: Progress) -> None:
         return
     receipt = verify_checkpoint(tree, progress, full=True)
     if not isinstance(receipt, receipts.CheckpointReceipt) or receipt.plan.layout != "full":
-        raise GateRefused(str(tree), "is not a checkpoint in layout full", "keep the base")
+        raise GateRefused(str(tree), "is not a full-layout checkpoint", "keep the base")
     planned = receipt.plan.base_dir
     if planned != Path(os.path.abspath(base)):
         raise GateRefused(

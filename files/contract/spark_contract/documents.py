@@ -83,12 +83,12 @@ def _read(kind: Any, data: Any, path: str) -> Any:
         return reader(kind, data, path)
     allowed = (int, float) if kind is float else (kind,)
     if type(data) not in allowed:  # not isinstance: True is no number
-        raise _wrong(path, f"{kind.__name__} expected, not {shown(data)}")
+        raise _wrong(path, f"expected {kind.__name__}, got {shown(data)}")
     return data
 
 
 def _read_fields(kind: Any, data: Any, path: str) -> Any:
-    data = dict(_of(dict, "an object", data, path))
+    data = dict(_require_type(dict, "an object", data, path))
     version = getattr(kind, "SCHEMA_VERSION", None)
     if version is not None:
         _one_of((version,), data.pop(_VERSION, None), _at(path, _VERSION))
@@ -129,24 +129,24 @@ def _one_of(known: tuple[Any, ...], data: Any, path: str) -> Any:
 
 
 def _read_tuple(kind: Any, data: Any, path: str) -> Any:
-    items, parts = _of(list, "a list", data, path), get_args(kind)
+    items, parts = _require_type(list, "a list", data, path), get_args(kind)
     if parts[1:] == (...,):
         parts = parts[:1] * len(items)
     if len(parts) != len(items):
-        raise _wrong(path, f"{len(parts)} values expected, not {len(items)}")
+        raise _wrong(path, f"expected {len(parts)} values, got {len(items)}")
     pairs = enumerate(zip(parts, items, strict=True))
     return tuple(_read(part, item, f"{path}[{number}]") for number, (part, item) in pairs)
 
 
 def _read_frozenset(kind: Any, data: Any, path: str) -> Any:
     (part,) = get_args(kind)
-    items = enumerate(_of(list, "a list", data, path))
+    items = enumerate(_require_type(list, "a list", data, path))
     return frozenset(_read(part, item, f"{path}[{number}]") for number, item in items)
 
 
 def _read_mapping(kind: Any, data: Any, path: str) -> Any:
     item = get_args(kind)[1]
-    pairs = _of(dict, "an object", data, path).items()
+    pairs = _require_type(dict, "an object", data, path).items()
     return {name: _read(item, value, _at(path, name)) for name, value in pairs}
 
 
@@ -161,9 +161,9 @@ _READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
 }
 
 
-def _of(kind: type, called: str, data: Any, path: str) -> Any:
+def _require_type(kind: type, type_name: str, data: Any, path: str) -> Any:
     if not isinstance(data, kind):
-        raise _wrong(path, f"{called} expected, not {shown(data)}")
+        raise _wrong(path, f"expected {type_name}, got {shown(data)}")
     return data
 
 

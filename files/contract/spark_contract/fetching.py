@@ -109,7 +109,10 @@ class Wire:
 
     @property
     def min_bytes_per_s(self) -> float:
-        """Rate below which a mirror or peer is slow; half of a lower limit of our own."""
+        """The rate below which a mirror or peer counts as slow.
+
+        With a low rate limit of our own it is half of that limit.
+        """
         if self.rate_limit_bytes_per_s is None:
             return self.slow_bytes_per_s
         return min(self.slow_bytes_per_s, self.rate_limit_bytes_per_s / 2)
@@ -124,7 +127,7 @@ class FetchFile:
 
     def __post_init__(self) -> None:
         if not is_inside(self.path):
-            raise DocumentError(f"files: path {self.path!r} leaves the tree")
+            raise DocumentError(f"files: path {self.path!r} escapes the tree")
         if self.path == RECEIPT_NAME or self.path.endswith(".part"):
             raise DocumentError(f"files: path {self.path!r} is reserved")
         if self.sha256 is None and self.git_sha1 is None:

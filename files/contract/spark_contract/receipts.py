@@ -30,7 +30,7 @@ class ReceiptFile:
 
     def __post_init__(self) -> None:
         if not is_inside(self.path):
-            raise DocumentError(f"files: path {self.path!r} leaves the tree")
+            raise DocumentError(f"files: path {self.path!r} escapes the tree")
 
     def may_have_changed(self, tree: Path) -> bool:
         """Return whether the file may have changed since it was hashed, by stat."""

@@ -147,6 +147,7 @@ class Layers:
         self._phase, self._phase_at = "pull", now
 
     def add_event(self, event: dict[str, Any], now: float) -> None:
+        """Add an event of `docker pull`; note whether it is progress."""
         layer, status = str(event.get("id")), str(event.get("status"))
         with self._lock:
             if "progressDetail" in event:

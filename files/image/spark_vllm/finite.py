@@ -52,15 +52,15 @@ def install() -> None:
         model: torch.nn.Module = load(self, vllm_config, model_config, *args, **kwargs)
         if getattr(vllm_config.quant_config, "requires_finite", False):
             is_drafter = model_config.runner_type == "draft"
-            check_model(model, modules_from_target(model) if is_drafter else ())
+            check_model(model, modules_shared_with_target(model) if is_drafter else ())
         return model
 
     load_model.spark_finite = True  # type: ignore[attr-defined]
     BaseModelLoader.load_model = load_model
 
 
-def modules_from_target(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return drafter modules that are uninitialised until the engine sets the target's."""
+def modules_shared_with_target(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return the drafter modules that stay uninitialised until the engine shares the target's."""
     flags = (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embed_tokens"))
     return tuple(name for flag, name in flags if getattr(model, flag, None) is False)
 

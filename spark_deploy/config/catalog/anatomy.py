@@ -18,9 +18,11 @@ class CacheLayers:
 
     kind: Literal["full", "sliding", "latent", "state"]
     """full and sliding: keys and values; latent: MLA; state: fixed size per request."""
-    layers: int = Field(ge=1, description="How many.")
+    layers: int = Field(ge=1, description="Number of layers.")
     token_bytes: int = Field(default=0, ge=0, description="Per layer and token, in 16 bit.")
-    window_tokens: int = Field(default=0, ge=0, description="How far a sliding window reaches.")
+    window_tokens: int = Field(
+        default=0, ge=0, description="Size of the sliding attention window, in tokens."
+    )
     state_bytes: int = Field(default=0, ge=0, description="Per layer and request.")
     draft_state_bytes: int = Field(default=0, ge=0)
     """Of these, more for each draft token."""

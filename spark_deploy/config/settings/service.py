@@ -237,7 +237,9 @@ class MemorySettings:
 
     def violations(self) -> Iterator[Violation]:
         if self.reserve_gib >= self.total_gib:
-            message = f"reserve_gib {self.reserve_gib:g} leaves nothing of {self.total_gib:g} GiB"
+            message = (
+                f"{self.reserve_gib:g} GiB must be less than the total of {self.total_gib:g} GiB"
+            )
             yield Violation(("reserve_gib",), message, "lower it below memory.total_gib")
 
 

@@ -81,14 +81,14 @@ def test_verifies_files_by_git_hash(order, source, tmp_path):
 
 
 BAD_ORDERS = {
-    "a path outside": (["files", 0, "path"], "../x", "leaves the tree"),
-    "an absolute path": (["files", 0, "path"], "/etc/passwd", "leaves the tree"),
+    "a path outside": (["files", 0, "path"], "../x", "escapes the tree"),
+    "an absolute path": (["files", 0, "path"], "/etc/passwd", "escapes the tree"),
     "the receipt's name": (["files", 0, "path"], "receipt.json", "is reserved"),
     "a repeated file": (["files", 0, "path"], LARGE, "occurs twice"),
     "no hash": (["files", 0, "sha256"], None, "sha256 and git_sha1 are missing"),
     "a short commit": (["commit"], "abc", "commit: 'abc' is not of the form"),
     "an unknown key": (["speed"], 1, "speed: unknown"),
-    "text for a boolean": (["pieces"], "yes", "pieces: bool expected, not 'yes'"),
+    "text for a boolean": (["pieces"], "yes", "pieces: expected bool, got 'yes'"),
     "no source": (["urls"], [], "urls: empty"),
 }
 

@@ -300,7 +300,7 @@ def plan_of(*names):
         ("lm_head", "it is in no layer of the language model or of its drafter"),
         ("mtp.fc", "it is in no layer of the language model or of its drafter"),
         ("mtp.layers.0.mlp.gate", "it is a gate"),
-        ("mtp.layers.0.self_attn.q_norm", "its shape [64] is not a matrix"),
+        ("mtp.layers.0.self_attn.q_norm", "it is not a matrix: its shape is [64]"),
         (f"{EXPERTS}.8.gate_proj", "the original has no such weight"),
         ("model.language_model.layers.0.linear_attn.in_proj_a", "its 8 rows"),
     ],

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from spark_deploy.cli import COMMANDS, bench, init, live, main
-from spark_deploy.cli.console import host_names, names_of
+from spark_deploy.cli.console import host_names, name_completer
 from spark_deploy.config.checkout import CHECKOUT
 
 PLANNING = {"up", "plan", "status", "doctor", "bench", "prune", "update"}
@@ -156,8 +156,8 @@ def test_shell_completion_offers_hosts_and_custom_models(tmp_path, monkeypatch):
         assert host_names(None, None, "spark") == expected
     (tmp_path / "catalog/models").mkdir(parents=True)
     (tmp_path / "catalog/models/mine-4b.yml").write_text("")
-    assert names_of("models")(None, None, "mine") == ["mine-4b"]
-    assert "qwen3.5-122b" in names_of("models", "profiles")(None, None, "qwen")
+    assert name_completer("models")(None, None, "mine") == ["mine-4b"]
+    assert "qwen3.5-122b" in name_completer("models", "profiles")(None, None, "qwen")
 
 
 @pytest.mark.parametrize(

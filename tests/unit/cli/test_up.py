@@ -79,7 +79,7 @@ def test_up_and_init_lock_without_update_options(monkeypatch, tmp_path):
     monkeypatch.setattr(update, "select_hosts", lambda _options: [host])
     monkeypatch.setattr(update, "required_names", lambda *_: Names(frozenset(), frozenset()))
     monkeypatch.setattr(update, "verify_names_if_online", lambda *words: words[2])
-    assert update.lock_names(Options(), missing=True) == 0
+    assert update.lock_names(Options(), only_missing=True) == 0
 
 
 def status(active=OLD, profile="agent", **release):

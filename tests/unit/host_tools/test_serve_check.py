@@ -43,7 +43,7 @@ VIOLATIONS = [
     ("forgets", "conversation", "in turn 2 of a conversation"),
     ("mixes-up", "parallel", "among 3 streams at once"),
     ("no-prefix-hits", "prefix reuse", "turn 2 of a conversation found no token"),
-    ("stale-prefix", "prefix reuse", "turn 2 of a long conversation was answered '48214'"),
+    ("stale-prefix", "prefix reuse", "turn 2 of a long conversation got the wrong answer '48214'"),
     ("low-acceptance", "acceptance", "the floor is 50%"),
     ("blind", "image", "a picture that is all blue was called 'Red'"),
     ("no-drafts", "acceptance", "speculation is off"),
@@ -56,7 +56,7 @@ DOUBTS = [
     ("sampler-wrong", "sampled", "does not match"),
     ("no-tool", "tool call", "no tool was called"),
     ("needle-lost", "needle", "did not find"),
-    ("needle-lost", "prefix reuse", "turn 1 of a long conversation was answered"),
+    ("needle-lost", "prefix reuse", "turn 1 of a long conversation got the wrong answer"),
     ("some-drafts", "acceptance", "the floor is 50%"),
 ]
 SEPARATE_TESTS = {"first answer", "counters", "ready", "same run"}

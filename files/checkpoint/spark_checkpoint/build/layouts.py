@@ -159,7 +159,7 @@ class Writer:
         files = []
         for name in directory.list_files(base.directory):
             if name in rewritten:
-                entry = rewriter._write_file_of_full_layout(name)
+                entry = rewriter._write_full_layout_file(name)
                 files += [entry] if entry else []
             elif name not in _REWRITTEN:
                 source, target = base.directory / name, self.result_dir / name
@@ -188,7 +188,7 @@ class Writer:
         with ThreadPoolExecutor(WORKERS) as pool:
             entries = [
                 entry
-                for entry in pool.map(self._write_file_of_full_layout, names)
+                for entry in pool.map(self._write_full_layout_file, names)
                 if entry is not None
             ]
         index = {name: shard for name, shard in base.owner.items() if name not in added}
@@ -197,7 +197,7 @@ class Writer:
             index.update({tensor.name: shard for tensor in tensors})
         return Layout(sorted(entries, key=lambda entry: entry.path), index)
 
-    def _write_file_of_full_layout(self, name: str) -> ReceiptFile | None:
+    def _write_full_layout_file(self, name: str) -> ReceiptFile | None:
         """Write a file; return None for a shard with no tensors left."""
         if name == GRAFT_SHARD:
             return self._write_new_shard(name, self.changes.added[""])

@@ -172,7 +172,7 @@ def _open_donor(
 
 def read_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes in config.json; the hidden size defaults to that of the embedding."""
-    sizes = {"1": 1}
+    sizes = {"1": 1}  # the key of fixed lengths in _SHAPES
     if _EMBEDDING in base.owner:
         sizes["hidden_size"] = base.tensor(_EMBEDDING).shape[-1]
     text = config.get("text_config")

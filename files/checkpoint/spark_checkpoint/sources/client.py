@@ -155,7 +155,7 @@ class HttpClient:
 
         Raises:
             RangeIgnored: the server does not support ranges.
-            TransferFailed: no progress within the tries of the order.
+            TransferFailed: no progress within the allowed number of attempts.
         """
         position = begin
         budget = self._new_budget(url)

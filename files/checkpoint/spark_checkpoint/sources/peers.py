@@ -241,6 +241,6 @@ def _link_to_base(file: receipts.ReceiptFile, plan: _Plan, result_dir: Path) -> 
     try:
         os.link((plan.base_dir / file.path).resolve(), target)
     except OSError as error:
-        note(f"copy: {file.path}: not linked to the base ({error.strerror}); copied")
+        note(f"copy: {file.path}: cannot hard-link to the base ({error.strerror}); copied")
         return False
     return True

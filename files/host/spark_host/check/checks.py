@@ -55,10 +55,10 @@ def ranking(probe: Probe) -> str:
     for item in _ask(probe, RERANK, body, "results"):
         score = item.get("relevance_score") if isinstance(item, dict) else None
         if not isinstance(score, int | float) or not math.isfinite(score):
-            raise CheckError(f"a relevance is not a finite number: {short(str(item))}")
+            raise CheckError(f"a relevance score is not a finite number: {short(str(item))}")
         scores[item.get("index")] = score
     if set(scores) != {0, 1}:
-        raise CheckError(f"two documents were ranked as {sorted(map(str, scores))}")
+        raise CheckError(f"expected scores for documents 0 and 1, got {sorted(map(str, scores))}")
     result = f"the document that answers scored {scores[1]:.3f}, the other {scores[0]:.3f}"
     if not scores[1] > scores[0]:
         raise CheckError(result)

@@ -131,7 +131,7 @@ def stream(probe: Probe) -> str:
     answer = probe.streamed([user(question.prompt)], question.max_tokens)
     probe.tokens_seen += answer.tokens
     _judge(question, answer.text)
-    return f"a streamed answer was complete, {answer.tokens} tokens"
+    return f"streamed answer completed ({answer.tokens} tokens)"
 
 
 _RAW_CALLS = ("<tool_call>", "<function=", "get_weather")  # a call that was not parsed
@@ -235,7 +235,7 @@ def prefix_reuse(probe: Probe) -> str:
                 "no block could be cached"
             )
         if _NUMBER not in answer.text:
-            text = f"turn {turn} of a long conversation was answered {short(answer.text)}"
+            text = f"turn {turn} of a long conversation got the wrong answer {short(answer.text)}"
             # In turn 1 the model did not find the number; no cache was used.
             raise CheckError(text, "warn" if turn == 1 else None)
         messages.append({"role": "assistant", "content": answer.text})

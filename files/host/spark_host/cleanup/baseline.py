@@ -212,7 +212,7 @@ def changed_shared_files(
     things = []
     for path in footprint.shared_files:
         now = _read(paths.below(path))
-        was = _earlier_text(path, footprint, before, paths)
+        was = _original_text(path, footprint, before, paths)
         if now is None or now == was:
             continue
         known = before is not None or was is not None
@@ -231,7 +231,7 @@ def changed_shared_files(
 def restore_shared_file(
     path: str, footprint: Footprint, before: Before | None, paths: Paths
 ) -> None:
-    was, target = _earlier_text(path, footprint, before, paths), paths.below(path)
+    was, target = _original_text(path, footprint, before, paths), paths.below(path)
     if path == footprint.daemon_json:
         remaining = _without_our_keys(_read(target) or "", was, footprint)
         if remaining != _parse(was or ""):
@@ -245,9 +245,10 @@ def restore_shared_file(
         systemd.systemctl("reload", "docker")
 
 
-def _earlier_text(
+def _original_text(
     path: str, footprint: Footprint, before: Before | None, paths: Paths
 ) -> str | None:
+    """Return a shared file's content before the first deploy; ``None`` if absent or unknown."""
     if before is not None:
         return before.files.get(path)
     return _read(paths.below(kept_aside(path))) if path == footprint.daemon_json else None

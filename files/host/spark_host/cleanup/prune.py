@@ -127,7 +127,7 @@ def _needed_folders(
 def _split_images(
     keep: Keep, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
 ) -> tuple[list[Image], list[Image]]:
-    needed = set(keep.images) | resources.images_in_containers()
+    needed = set(keep.images) | resources.image_references_in_use()
     needed |= {load_release(name, paths).image.tag for name in kept}
     needed |= {image for name in busy if (image := resources.image_of(known[name]))}
     needed |= {job.base for job in known.values() if job.base and resources.image_of(job) in needed}

@@ -166,7 +166,7 @@ def inspect_image(reference: str) -> Image | None:
     return Image(reference, int(known.get("Size") or 0), layers)
 
 
-def images_in_containers() -> set[str]:
+def image_references_in_use() -> set[str]:
     containers = docker.query("/containers/json?all=1") or []
     names = {str(item.get("Image")) for item in containers}
     for image_id in {str(item.get("ImageID")) for item in containers}:

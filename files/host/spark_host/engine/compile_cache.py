@@ -35,7 +35,7 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     """Keep a usable cache, or start with a copy or an empty folder."""
     if release.cache is None:
         return
-    driver = versions.read_part(versions.driver)
+    driver = versions.read_or_unknown(versions.driver)
     proven = release.name in boot.good(release.service, host).all
     usable = _is_usable(release, driver, host)
     if proven and usable:
@@ -90,7 +90,7 @@ def overflow(release: Release, host: Host) -> str:
     if size <= LIMIT_BYTES and count <= LIMIT_FILES:
         return ""
     limits = f"{LIMIT_BYTES >> 30} GiB, {LIMIT_FILES} files and the longest path"
-    return f"{folder} exceeds what a compiler writes ({limits})"
+    return f"{folder} is larger than a compile cache should be ({limits})"
 
 
 def _is_usable(release: Release, driver: str, host: Host) -> bool:

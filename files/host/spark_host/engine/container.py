@@ -132,7 +132,7 @@ def open_process(container: str) -> int | None:
 
 
 def kill_container(container: str, pidfd: int | None) -> str:
-    """Kill a container by the first process, or through docker; return the failure."""
+    """Kill the first process, or use `docker kill` as a fallback; return the problem or ""."""
     if pidfd is not None:
         try:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -143,7 +143,7 @@ def _wait_for_docker() -> None:
     deadline = time.monotonic() + _DOCKER_WAIT_S
     while not docker.is_up():
         if time.monotonic() > deadline:
-            message = f"does not answer after {_DOCKER_WAIT_S:.0f} s"
+            message = f"did not respond within {_DOCKER_WAIT_S:.0f} s"
             raise HostToolError("docker", message, "systemctl status docker")
         log(f"{PHASE}docker waiting for the docker daemon")
         time.sleep(2)
@@ -262,9 +262,10 @@ def _check_readable(root: Path, user: str) -> None:
 
 
 def verify_checkpoints(release: Release, report: Report) -> None:
-    """Have the builder hash files that changed by stat; it notes intact files in the receipt.
+    """Let the builder hash files whose stat changed; it notes intact files in the receipt.
 
-    ``HostToolError`` names a missing or damaged file.
+    Raises:
+        HostToolError: a file is missing or damaged.
     """
     for tree in release.trees:
         _verify(Path(tree.path), report)

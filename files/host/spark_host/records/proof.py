@@ -28,15 +28,13 @@ def write(proof: Proof, host: Host) -> None:
     same_run = before if before and before.invocation_id == proof.invocation_id else None
     if same_run and same_run.ok and proof.ok and proof.level == "quick":
         return
-    result = replace(
-        proof,
-        last_full=full,
-        bench=before.bench if before else None,
-        start_memory=proof.start_memory or (same_run.start_memory if same_run else None),
-        start_times_s=proof.start_times_s or (same_run.start_times_s if same_run else {}),
-        load_lines=proof.load_lines or (same_run.load_lines if same_run else ()),
-        kv_cache=proof.kv_cache or (same_run.kv_cache if same_run else None),
-    )
+    inherited = {
+        name: getattr(same_run, name)
+        for name in ("start_memory", "start_times_s", "load_lines", "kv_cache")
+        if same_run and not getattr(proof, name)
+    }
+    bench = before.bench if before else None
+    result = replace(proof, last_full=full, bench=bench, **inherited)
     host.disk.write(host.paths.proof(proof.release), result)
 
 
@@ -66,7 +64,7 @@ def bench_before(release: Release, host: Host) -> dict[str, Any] | None:
 
 
 def unproven_reason(
-    proof: Proof | None, digest: str, invocation_id: str | None, now: dict[str, str]
+    proof: Proof | None, digest: str, invocation_id: str | None, current_versions: dict[str, str]
 ) -> str | None:
     """Return why the proof does not cover the current run.
 
@@ -82,5 +80,5 @@ def unproven_reason(
         return "the engine was started after the last check"
     if not proof.last_full:
         return "only the quick check was run"
-    differences = changed(proof.last_full.versions, now)
+    differences = changed(proof.last_full.versions, current_versions)
     return f"changed since the full check: {', '.join(differences)}" if differences else None

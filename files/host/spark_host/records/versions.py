@@ -24,12 +24,12 @@ _PROGRAMS = {"docker": "dockerd", "toolkit": "nvidia-ctk"}
 def read() -> dict[str, str]:
     """Return versions: "" if absent, ``UNKNOWN`` without an answer, which is no change."""
     with ThreadPoolExecutor(max_workers=3) as pool:
-        pending = {name: pool.submit(read_part, reader) for name, reader in _READERS.items()}
+        pending = {name: pool.submit(read_or_unknown, reader) for name, reader in _READERS.items()}
         parts = {name: future.result() for name, future in pending.items()}
     return {"kernel": os.uname().release, **parts}
 
 
-def read_part(reader: Callable[[], str]) -> str:
+def read_or_unknown(reader: Callable[[], str]) -> str:
     try:
         return reader()
     except (docker.DaemonSilent, ProgramSilent):

@@ -25,7 +25,7 @@ _WAIT = ("-w", "5")  # for other programs that change rules
 
 
 def rank(release: Release, paths: Paths) -> int:
-    """Return this host's rank, 0 without a cluster; ``HostToolError`` if it is no member."""
+    """Return this host's rank, or 0 without a cluster; ``HostToolError`` unless it is a member."""
     if release.cluster is None:
         return 0
     addresses = set(_LOCAL.findall(paths.below("/proc/net/fib_trie").read_text()))
@@ -33,7 +33,7 @@ def rank(release: Release, paths: Paths) -> int:
     ranks = [number for number, member in enumerate(members) if member.address in addresses]
     if len(ranks) != 1:
         named = ", ".join(f"{member.host} {member.address}" for member in members)
-        message = f"this host has {len(ranks)} of the member addresses ({named})"
+        message = f"expected one member address ({named}) on this host, found {len(ranks)}"
         fix = "restore the addresses of the fabric, or deploy all members again"
         raise HostToolError(f"cluster of {release.name}", message, fix)
     return ranks[0]

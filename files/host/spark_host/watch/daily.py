@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 
 from spark_contract import receipts
@@ -37,7 +38,7 @@ def inspect(host: Host) -> DailyReport:
     releases = [r for name in host.disk.names(host.paths) if (r := host.release(name))]
     running = [release for release in releases if host.units.is_active(release.serve_unit)]
     last = host.disk.read(DailyReport, host.paths.daily) or DailyReport("", ())
-    trees = (tree for trees in _booted(releases, host).values() for tree in trees)
+    trees = chain.from_iterable(_checkpoints_needed_at_boot(releases, host).values())
     damage, position = last.damaged_parts, last.next_part
 
     def hash_checkpoints() -> Iterator[Problem]:
@@ -92,14 +93,14 @@ def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
         output = programs.output_of("openssl", "x509", "-in", str(path), "-noout", "-enddate")
         match = re.search(r"notAfter=(\w{3} +\d+ [\d:]+ \d{4}) GMT", output or "")
         if match is None:
-            yield Problem("certificate", f"{path} cannot be read", "run the deploy again")
+            yield Problem("certificate", f"{path} cannot be read", "deploy again")
             continue
         expiry = datetime.strptime(f"{match[1]} +0000", "%b %d %H:%M:%S %Y %z")
         days = (expiry - datetime.now(timezone.utc)).total_seconds() / _DAY_S
         if days < CERTIFICATE_DAYS:
             date = f"{expiry:%Y-%m-%d}, in {days:.0f} days"
             message = f"the certificate of {service} expires on {date}"
-            fix = "renew it and run the deploy; private-ca renews it automatically"
+            fix = "renew it and deploy again; private-ca renews it automatically"
             yield Problem("certificate", message, fix)
 
 
@@ -128,7 +129,9 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
             yield Problem("disk", message, "spark-deploy prune, or df -h")
         if room.f_files and room.f_favail < FREE_INODES_SHARE * room.f_files:
             message = f"{room.f_favail} of {room.f_files} inodes are free on the disk of {folder}"
-            yield Problem("disk", message, "find the folder with many small files: df -i")
+            yield Problem(
+                "disk", message, "find the directory with many files: du --inodes -x / | sort -n"
+            )
 
 
 def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
@@ -144,7 +147,7 @@ def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
 
 
 def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
-    for name, trees in _booted(releases, host).items():
+    for name, trees in _checkpoints_needed_at_boot(releases, host).items():
         for tree in trees:
             if not tree.is_dir():
                 message = f"{tree} is missing; {name} needs it at boot"
@@ -152,17 +155,17 @@ def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
                 yield Problem("mounts", message, fix)
             elif receipts.find(tree) is None:
                 message = f"{tree / RECEIPT_NAME} is missing or damaged; {name} cannot start"
-                yield Problem("checkpoint", message, "run the deploy: it verifies the files again")
+                yield Problem("checkpoint", message, "deploy again, which verifies the files")
 
 
-def _booted(releases: list[Release], host: Host) -> dict[str, list[Path]]:
+def _checkpoints_needed_at_boot(releases: list[Release], host: Host) -> dict[str, list[Path]]:
     """Return the checkpoints of each release that starts at boot."""
-    services = sorted({release.service for release in releases})
-    names = (name for service in services for name in boot.enabled(service, host))
-    booted = (release for name in names if (release := host.release(name)))
-    return {
-        release.name: [host.paths.below(tree.path) for tree in release.trees] for release in booted
-    }
+    checkpoints = {}
+    for service in sorted({release.service for release in releases}):
+        for name in boot.enabled(service, host):
+            if release := host.release(name):
+                checkpoints[name] = [host.paths.below(tree.path) for tree in release.trees]
+    return checkpoints
 
 
 def _stale_proof_problems(running: list[Release], host: Host) -> Iterator[Problem]:

@@ -69,7 +69,7 @@ class GpuAlarms:
             clock = "" if reading.clock_mhz is None else f", clock {reading.clock_mhz:.0f} MHz"
             text = (
                 f"the GPU is at {celsius:.0f} °C (limit {limit:.0f} °C){clock}; "
-                "improve the air flow, or cap the clock: nvidia-smi -lgc 300,2200"
+                "improve the airflow, or cap the clock: nvidia-smi -lgc 300,2200"
             )
             return [(release.HOT, text)]
         if self.hot and celsius <= limit - _COOLED_C:
@@ -87,7 +87,8 @@ class GpuAlarms:
             self.weak = True
             text = (
                 f"the GPU is {busy:.0f} % busy at only {clock:.0f} MHz and {power:.0f} W: the "
-                "power supply is stuck; shut down, unplug it for a minute, start again"
+                "power supply is stuck in a low-power state; shut down, unplug the Spark for a "
+                "minute, and start it again"
             )
             return [(release.POWER, text)]
         if self.weak and not weak and busy >= _BUSY_PERCENT:

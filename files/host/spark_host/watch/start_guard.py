@@ -94,16 +94,15 @@ class StartGuard:
             self._stop.wait(_EVERY_S)
 
     def _keep_blocks_free(self) -> None:
-        wait_s, rest_s = _BLOCKS_EVERY_S, _DEFRAGMENT_REST_S
-        while not self._stop.wait(wait_s):
-            wait_s = _BLOCKS_EVERY_S
+        rest_s = _DEFRAGMENT_REST_S
+        while not self._stop.wait(_BLOCKS_EVERY_S):
             if not self._is_low():
                 continue
             if problem := defragment():
                 watchdog.event(self._release, FRAGMENTED, problem, self._paths)
                 return
             rest_s = min(2 * rest_s, _LONGEST_REST_S) if self._is_low() else _DEFRAGMENT_REST_S
-            wait_s = rest_s
+            self._stop.wait(rest_s - _BLOCKS_EVERY_S)
 
     def _is_low(self) -> bool:
         blocks = read_free_blocks()
@@ -116,7 +115,7 @@ class StartGuard:
 
     def _kill(self, reason: str) -> None:
         stopped = f"{reason}: the engine was stopped while it started"
-        # Before the event is written.
+        # Before writing the event, which could block while memory is short.
         problem = container.kill_container(self._release.container, self._pidfd)
         self.starved = f"{stopped}; fix: {_FIX}"
         watchdog.event(self._release, STARVING, stopped, self._paths)

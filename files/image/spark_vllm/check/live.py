@@ -53,7 +53,7 @@ def resolve(symbol: str) -> Any:
 
 
 def _is_field(symbol: str) -> bool:
-    """Return whether ``symbol`` is a dataclass field without a class attribute."""
+    """Return whether ``symbol`` is a dataclass field; without a default it is no attribute."""
     owner, _, name = symbol.rpartition(".")
     return name in getattr(resolve(owner), "__dataclass_fields__", {})
 

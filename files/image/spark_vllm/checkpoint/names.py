@@ -133,8 +133,8 @@ def check_expert_width(module: str, width: int, group_size: int) -> None:
     """
     if width <= group_size:
         raise ValueError(
-            f"{module}: experts are {width} wide on this device, but {group_size} inputs share a "
-            "scale; the engine would order the scales of gate and up wrongly and return wrong "
-            "answers without an error; fix: lower --tensor-parallel-size until each device holds "
-            f"more than {group_size} of an expert's width"
+            f"{module}: experts are {width} wide on this device, at most one scale group of "
+            f"{group_size}; the engine would misorder the scales of gate and up and silently "
+            "return wrong answers; fix: lower --tensor-parallel-size until experts are more than "
+            f"{group_size} wide on each device"
         )

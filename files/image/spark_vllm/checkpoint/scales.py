@@ -40,7 +40,7 @@ def find_scale_problems(directory: Path, headers: Headers, settings: Settings) -
         if bad:
             yield (
                 f"{module.scale.file}: {module.name}: {len(bad)} of {len(module.values)} block "
-                f"scales are not above zero, such as {bad[0]:g}"
+                f"scales are not positive, such as {bad[0]:g}"
             )
         else:
             kinds[re.sub(r"\.\d+\.", ".N.", module.name)].append(module)
