@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
@@ -208,25 +209,30 @@ def without_tag(reference: str) -> str:
 
 
 _PICKLE = "reading it can run code (pickle)"
-_CODE = "is code"
-_PICKLES = (
+_CODE = "is code, or of an unknown type"
+_PICKLES = frozenset({
     *("bin", "ckpt", "dill", "h5", "joblib", "keras", "mar", "nemo", "npy", "npz"),
-    *("pickle", "pkl", "pt", "pt2", "pth", "t7"),
-)
-_PROGRAMS = (
-    *("bash", "dll", "dylib", "exe", "ipynb", "jar", "js"),
-    *("py", "pyc", "pyd", "pyo", "pyz", "sh", "so", "whl"),
-)
-_WHY = {**dict.fromkeys(_PICKLES, _PICKLE), **dict.fromkeys(_PROGRAMS, _CODE)}
+    *("p", "pickle", "pk", "pkl", "pt", "pt2", "pth", "t7"),
+})  # fmt: skip
+_DATA = frozenset({
+    *("gguf", "safetensors"),
+    *("bpe", "codes", "model", "spm", "tiktoken", "vocab"),  # tokenizers
+    *("csv", "j2", "jinja", "jinja2", "json", "jsonl", "toml", "tsv", "txt", "yaml", "yml"),
+    *("bib", "cff", "license", "markdown", "md", "pdf", "rst"),
+    *("bmp", "gif", "ico", "jpeg", "jpg", "png", "svg", "webp"),
+    *("flac", "mp3", "mp4", "ogg", "wav", "webm"),
+})  # fmt: skip
+# A version may follow: tokenizer.model.v3
+_VERSION = re.compile(r"(?<=\.model)\.v[0-9]+(m[0-9]+)?$")
 
 
 def why_left_out(path: str) -> str | None:
     """Return why a file is not downloaded, or None."""
-    # A version may follow: libx.so.1
-    suffixes = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
-    if ".so" in suffixes:
-        return _CODE
-    return _WHY.get(suffixes[-1].removeprefix(".")) if suffixes else None
+    name = PurePosixPath(path).name.lower()
+    suffix = PurePosixPath(_VERSION.sub("", name)).suffix.removeprefix(".")
+    if not suffix or suffix in _DATA:
+        return None
+    return _PICKLE if suffix in _PICKLES else _CODE
 
 
 def split_files(

@@ -27,7 +27,7 @@ from spark_contract.orders import (
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputRefused, TransferFailed
-from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.progress import Progress, note, printable
 from spark_checkpoint.storage import describe_free_space
 from spark_checkpoint.verify import discard, verify_checkpoint
 
@@ -123,7 +123,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
         subject = open_subject(arguments.place, arguments.endpoint, wire)
         data = report(subject)
         data["against"] = [match_plan(subject, read_build_plan(p)) for p in arguments.against]
-        text = json.dumps(data, indent=2) if arguments.json else _printable(format_report(data))
+        text = json.dumps(data, indent=2) if arguments.json else printable(format_report(data))
     print(text, flush=True)
     if arguments.command == orders.INSPECT and arguments.plan is not None:
         note(f"{subject.place}: {match_plan_names(subject, read_build_plan(arguments.plan))}")
@@ -142,16 +142,11 @@ def read_build_plan(path: Path) -> BuildPlan:
 
 
 def _fail(message: str, code: int) -> int:
-    line = _printable(" ".join(message.split()))
+    line = printable(" ".join(message.split()))
     if len(line) > _LONGEST_LINE:  # a hub may send long names
         line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 4 :]}"
     print(ERROR + line, file=sys.stderr, flush=True)
     return code
-
-
-def _printable(text: str) -> str:
-    """Replace control characters, which could move a terminal's cursor."""
-    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -77,5 +77,10 @@ class Progress:
 
 
 def note(message: str) -> None:
-    """Print a message for people; programs read only standard output."""
-    print(message, file=sys.stderr, flush=True)
+    """Print a message for people in one line; programs read only standard output."""
+    print(printable(" ".join(message.split())), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Replace control characters, which could move a terminal's cursor."""
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)

@@ -136,7 +136,7 @@ def read_progress(line: str, total_bytes: int | None) -> Progress:
 def _number(text: str | None) -> int | None:
     try:
         return None if text is None else int(float(text))
-    except ValueError:
+    except (ValueError, OverflowError):  # also infinity
         return None
 
 

@@ -231,21 +231,50 @@ def test_links_shared_blobs_that_outlive_the_cache(cache, below):
         assert run_tool("verify", out, "--full").returncode == 0
 
 
-def test_reads_only_the_blob_named_by_the_hash(cache):
-    count = cache.parents[3] / "count"
-    out = cache.parents[3] / "sources/a"
-    order = cache.parents[3] / "fetch.json"
-    order.write_text(json.dumps(fetch_order(tree_of(cache, "a"), out, [], look_in=[str(cache)])))
+def fetch_and_list_candidates(order, tmp_path):
+    """Fetch; return the names of the local files that were hashed."""
+    listed = tmp_path / "hashed"
     program = (
         "import sys; from spark_checkpoint.__main__ import main\n"
         "from spark_checkpoint.sources import fetch; use_local = fetch._Download._use_local\n"
-        f"def count_and_use(order, file, path): open({str(count)!r}, 'a').write('.'); "
+        f"def list_and_use(order, file, path): print(path.name, file=open({str(listed)!r}, 'a')); "
         "return use_local(order, file, path)\n"
-        "fetch._Download._use_local = count_and_use; sys.exit(main(sys.argv[1:]))"
+        "fetch._Download._use_local = list_and_use; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", program, "fetch", str(order)]
     subprocess.run(command, env=tool_environment(), check=True, capture_output=True)
-    assert len(count.read_text()) == len(list(tree_of(cache, "a").iterdir()))
+    return listed.read_text().split() if listed.exists() else []
+
+
+def test_reads_only_the_blob_named_by_the_hash(cache, tmp_path):
+    order = tmp_path / "fetch.json"
+    out, tree = tmp_path / "sources/a", tree_of(cache, "a")
+    order.write_text(json.dumps(fetch_order(tree, out, [], look_in=[str(cache)])))
+    assert len(fetch_and_list_candidates(order, tmp_path)) == len(list(tree.iterdir()))
+
+
+def test_hashes_at_most_three_candidates_and_no_sparse_file(order, hub, source, tmp_path):
+    cache = tmp_path / "cache"
+    sparse = cache / "sparse" / hashlib.sha256((source / LARGE).read_bytes()).hexdigest()
+    sparse.parent.mkdir(parents=True)
+    sparse.touch()
+    os.truncate(sparse, LARGE_BYTES)
+    for number in range(9):
+        (cache / f"decoy-{number}").write_bytes(bytes(LARGE_BYTES))
+    hashed = fetch_and_list_candidates(order(look_in=[str(cache)]), tmp_path)
+    assert len(hashed) == 3
+    assert sparse.name not in hashed
+    assert contents(tmp_path / "out") == contents(source)
+
+
+def test_finds_shards_of_equal_size_by_name(hub, tmp_path):
+    source, out, order = hub.root / "r", tmp_path / "out", tmp_path / "fetch.json"
+    source.mkdir()
+    for number in range(6):
+        (source / f"model-{number}.safetensors").write_bytes(os.urandom(100_000))
+    order.write_text(json.dumps(fetch_order(source, out, urls=[], look_in=[str(source)])))
+    run_tool("fetch", order)
+    assert contents(out) == contents(source)
 
 
 def test_preflight_finds_shared_blobs_by_sha256(cache):

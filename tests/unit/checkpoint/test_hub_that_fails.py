@@ -369,6 +369,34 @@ def test_asks_a_useless_mirror_for_one_file_only(scene, fault):
     assert {path.rpartition("/")[2] for path, *_ in scene.content_host.requests} == {LARGE}
 
 
+DIGITS = "9" * 5000  # more than int() accepts
+FAR_DATE = "Mon, 01 Jan 99999999999 00:00:00 GMT"
+
+
+@pytest.mark.parametrize(
+    ("code", "headers"),
+    [
+        (200, {"X-Linked-Size": "\xb2"}),
+        (200, {"X-Linked-Size": DIGITS}),
+        (206, {"Content-Range": f"bytes 0-{DIGITS}/{DIGITS}"}),
+        (503, {"Retry-After": DIGITS}),
+        (503, {"Retry-After": FAR_DATE}),
+        (503, {"Retry-After": "\x1b[2J"}),
+        (200, {"Content-Encoding": "\x1b[2J\r\n error: x"}),
+        (302, {"Location": "http://["}),
+        (302, {"Location": "http://\x1b[2J:99999999/"}),
+    ],
+    ids=lambda value: ascii(value)[:50],
+)
+def test_an_invalid_header_of_a_mirror_does_not_end_the_download(scene, code, headers):
+    scene.content_host.fault = lambda h, path, data: h.answer(code, b"no", headers) or True
+    scene.write_order(scene.content_host.url, scene.hub.url)
+    done = run_tool("fetch", scene.order)
+    assert all(line.isprintable() for line in done.stderr.splitlines())
+    assert not any(line.strip().startswith("error: ") for line in done.stderr.splitlines())
+    scene.fetch()
+
+
 @pytest.mark.slow
 def test_keeps_a_mirror_that_is_fast_enough(scene):
     scene.fail(scene.content_host, FAILURES["slow"], None)

@@ -112,6 +112,8 @@ def test_parses_printed_progress():
     progress = Progress("fetch", 5, 10, 2, None)
     assert read_progress(progress.line(), None) == progress
     assert read_progress("phase=x bytes=1", 7) == Progress("x", 1, 7, None, None)
+    invalid = read_progress("phase=x bytes=inf eta_s=1e999 total=nan", None)  # from another host
+    assert invalid == Progress("x", None, None, None, None)
 
 
 @pytest.mark.parametrize("template", [units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY,

@@ -65,13 +65,27 @@ def test_refuses_repository_with_pickle_weights_only(look_up):
     assert "\n" not in problem.line
 
 
-@pytest.mark.parametrize("path", ["a.PY", "x/y.Pkl", "w.ckpt", "a.tar.py", "liba.so", "go.sh"])
-def test_recognises_code_in_any_spelling(path):
+UNSAFE = (
+    "a.PY x/y.Pkl w.ckpt a.tar.py liba.so go.sh a.pyw a.pyx a.pl a.rb a.lua a.mjs a.zsh a.ps1 a.cu "
+    "a.o A.class a.p a.pk a.pth.tar a.pt.zip a.pkl.xz a.pickle.gz a.hdf5 a.marshal a.cloudpickle "
+    "a.distcp a.json.xyz a.model.v3.py x.v3"
+)
+# Real repositories have these, and engines read most of them.
+DATA = (
+    "LICENSE .gitignore py a.py.md model.bin.index.json 1_Pooling/config.json model.safetensors "
+    "tokenizer.model tokenizer.model.v3 tokenizer.model.v7m1 tekken.json qwen.tiktoken "
+    "tiktoken.model sentencepiece.bpe.model spiece.model spm.model vocab.bpe bpe.codes merges.txt "
+    "merges vocab.txt chat_template.jinja chat_templates/tool.jinja recipe.yaml figures/1.PNG"
+)
+
+
+@pytest.mark.parametrize("path", UNSAFE.split())
+def test_leaves_out_files_of_other_types_than_data(path):
     assert why_left_out(path)
 
 
-@pytest.mark.parametrize("path", ["LICENSE", ".gitignore", "py", "a.py.md", "model.bin.index.json"])
-def test_downloads_text_files(path):
+@pytest.mark.parametrize("path", DATA.split())
+def test_downloads_data_files(path):
     assert why_left_out(path) is None
 
 

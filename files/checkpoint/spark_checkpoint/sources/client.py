@@ -27,9 +27,11 @@ from spark_checkpoint.sources.tokens import read_token, request_token
 
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _EXPIRED_STATUS = frozenset({400, 401, 403, 404, 410})
-_FAILURES = (connections.Retryable, HTTPError, OSError)
+# ValueError and OverflowError: headers that urllib3 or Python cannot parse.
+_FAILURES = (connections.Retryable, HTTPError, OSError, ValueError, OverflowError)
 _COMMIT = re.compile(rf"/resolve/({COMMIT})(?:/|$)")
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_DIGITS = "[0-9]{1,20}"  # int() rejects above 4300
+_CONTENT_RANGE = re.compile(rf"bytes ({_DIGITS})-({_DIGITS})/({_DIGITS})")
 _REDIRECT_LIMIT = 10
 _RETRY_AFTER = Retry(retry_after_max=120)
 _OTHER_SOURCE = "use another source"
@@ -232,9 +234,7 @@ class HttpClient:
             return response
         response.close()
         if status in _RETRY_STATUS:
-            raise connections.Retryable(
-                f"HTTP {status}", _RETRY_AFTER.get_retry_after(response) or 0.0
-            )
+            raise connections.Retryable(f"HTTP {status}", _requested_pause_s(response))
         with self._lock:
             self._locations.pop(url, None)
         if status in _EXPIRED_STATUS and connections.origin_of(address) != connections.origin_of(
@@ -292,16 +292,23 @@ class HttpClient:
         size = headers.get("X-Linked-Size", "")
         tag = headers.get("X-Linked-ETag", "").removeprefix("W/").strip('"')
         with self._lock:
-            self._announced[url] = (int(size) if size.isdigit() else None, tag or None)
+            self._announced[url] = (int(size) if re.fullmatch(_DIGITS, size) else None, tag or None)
 
     def _count(self, count_bytes: int) -> None:
         with self._lock:
             self.received_bytes += count_bytes
 
 
-def _resolve_redirect(address: str, location: str) -> str:
-    target = urljoin(address, location)
+def _requested_pause_s(response: BaseHTTPResponse) -> float:
     try:
+        return _RETRY_AFTER.get_retry_after(response) or 0.0
+    except (HTTPError, ValueError, OverflowError):
+        return 0.0  # not a number or date
+
+
+def _resolve_redirect(address: str, location: str) -> str:
+    try:
+        target = urljoin(address, location)
         scheme = connections.origin_of(target)[0]
     except ValueError as error:
         raise TransferFailed(address, f"redirects to {error}", "check the address") from error

@@ -51,6 +51,7 @@ from spark_checkpoint.storage import check_free_space, clear, read_stamp, write_
 from spark_checkpoint.verify import FileHashes, make_checkpoint, receipt_entry, write_receipt
 
 _MANIFEST_LIMIT_BYTES = 4 << 20
+_CANDIDATES = 3  # local files to hash for a required file: any user may fill a hub cache
 
 
 def fetch(plan: FetchPlan, progress: Progress) -> bool:
@@ -147,10 +148,13 @@ class _Download:
         return missing
 
     def _use_any(self, file: FetchFile, by_size: Mapping[int, Mapping[Path, set[str]]]) -> bool:
-        """Use the first local file with the right content; try files named by the hash first."""
+        """Use a local file with the right content; try those with its hash or name first."""
         names, hashes = by_size[file.size_bytes], {file.sha256, file.git_sha1}
-        paths = sorted(names, key=lambda path: (not hashes & names[path], str(path)))
-        return any(self._use_local(file, path) for path in paths)
+        name = Path(file.path).name
+        paths = sorted(
+            names, key=lambda path: (not hashes & names[path], name not in names[path], str(path))
+        )
+        return any(self._use_local(file, path) for path in paths[:_CANDIDATES])
 
     def _use_local(self, file: FetchFile, path: Path) -> bool:
         try:

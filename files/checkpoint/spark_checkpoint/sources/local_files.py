@@ -77,11 +77,20 @@ def find_candidates(
                     status = path.stat()
                 except OSError:
                     continue  # dangling link, or not accessible
-                if stat.S_ISREG(status.st_mode) and status.st_size in by_size:
+                if (
+                    stat.S_ISREG(status.st_mode)
+                    and status.st_size in by_size
+                    and not _is_sparse(status)
+                ):
                     identity = (status.st_dev, status.st_ino)
                     target = resolved.setdefault(identity, path.resolve())
                     by_size[status.st_size].setdefault(target, set()).add(path.name)
     return by_size
+
+
+def _is_sparse(status: os.stat_result) -> bool:
+    # Filesystems that compress may need an eighth of the size, and no block for tiny files.
+    return (status.st_blocks + 1) * 512 * 8 < status.st_size
 
 
 @contextlib.contextmanager
