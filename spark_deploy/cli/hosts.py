@@ -47,6 +47,7 @@ from spark_deploy.ticking import ticking
 T = TypeVar("T")
 
 ESTIMATED_COMMIT = "0" * 40
+_FACT_S = 180  # docker on a busy host takes two minutes
 QUIET_S = 2.0  # until a note names the hosts without an answer
 _ESTIMATED_SHA256 = "0" * 64
 _ESTIMATED_IMAGE_BYTES = 10_000_000_000
@@ -219,7 +220,7 @@ def query(
 
     ``doing`` precedes the names of slow hosts in notes.
     """
-    data = [(host.name, host.data) for host in hosts]
+    data = [(host.name, {"_timeout": _FACT_S, **host.data}) for host in hosts]
     inventory = Inventory((data, {}))  # type: ignore[no-untyped-call]  # pyinfra
     state = State(inventory, Config())  # type: ignore[no-untyped-call]  # pyinfra
     errors = _ConnectErrors()
@@ -270,10 +271,10 @@ def _reason(host: Host, state: State, error: Exception) -> str:
     if host not in state.failed_hosts:
         return str(error)
     if not host.data.get("_sudo"):
-        return "a read-only command failed on the host"
+        return f"a read-only command failed on the host, or ran longer than {_FACT_S} s"
     return (
-        "a command failed on the host, or sudo is missing or requires a password; fix: run "
-        "deploys/bootstrap.py, or log in as root (ssh.user: root)"
+        f"a command failed on the host or ran longer than {_FACT_S} s, or sudo is missing or "
+        "requires a password; fix: run deploys/bootstrap.py, or log in as root (ssh.user: root)"
     )
 
 

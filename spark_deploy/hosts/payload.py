@@ -40,8 +40,8 @@ LAUNCHER = """#!/bin/sh
 # Runs the host tools of the version this file belongs to, ignoring Python of the caller's directory
 # and environment; so do the jobs it starts. SPARK_CALLED_FROM resolves relative file arguments.
 home=$(dirname "$(dirname "$(readlink -f "$0")")")
-export PYTHONSAFEPATH=1 SPARK_CALLED_FROM="$PWD"
-cd / && PYTHONPATH="$home:$(dirname "$home")/site" exec python3 -m spark_host "$@"
+export PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 SPARK_CALLED_FROM="$PWD"
+cd / && PYTHONPATH="$home:$(dirname "$home")/site" exec /usr/bin/python3 -m spark_host "$@"
 """
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from queue import Queue
 from typing import Any
 
+import gevent
 from paramiko import ChannelFile
 from paramiko.channel import ChannelStderrFile
 from pyinfra import logger
@@ -24,6 +25,8 @@ from spark_deploy.inventory.unreachable import raise_connect_error
 MAX_BYTES = 128 << 20
 """Per stream of a command; receipts of 100 checkpoints need a tenth."""
 _LINE_BYTES = 64 << 20  # receipts have no line breaks
+_MAX_LINES = 200_000
+_LINES_PER_TURN = 1_000  # after which other hosts get a turn
 # Printed with -v; apt prints less.
 _PRINTED_OF_A_LINE = 4_000
 _PRINTED_OF_A_STREAM = 1 << 20
@@ -37,12 +40,14 @@ def read_buffer(
     print_func: Callable[[str], str] | None = None,
 ) -> None:
     """Replaces pyinfra's function of this name."""
-    size, left = 0, _PRINTED_OF_A_STREAM
+    size, count, left = 0, 0, _PRINTED_OF_A_STREAM
     stream = _in_bytes(io)
     while data := stream.readline(_LINE_BYTES):
         line = data if isinstance(data, bytes) else data.encode(errors="replace")
-        size += len(line)
-        if size > MAX_BYTES:
+        size, count = size + len(line), count + 1
+        if count % _LINES_PER_TURN == 0:
+            gevent.sleep(0)
+        if size > MAX_BYTES or count > _MAX_LINES:
             # Closing ends the command.
             output_queue.put(OutputLine(name, "(the host printed more than the limit)"))
             (io.channel if isinstance(io, ChannelFile) else io).close()

@@ -25,9 +25,14 @@ _SEARCHED = (
     _PACKAGED,
 )
 _UNIT = r"spark-(?:daily|gateway|hours|job|prepare|return|serve|share|switch|watch)"
-_UNIT_FILE = re.compile(rf"{_UNIT}(?:@[^/]*)?\.(?:service|timer|target)\Z")
+# systemd-escape --path of /run/spark/engines/SERVICE
+_MOUNT = r"run-spark-engines-[^/]+\.mount"
+_UNIT_FILE = re.compile(rf"(?:{_UNIT}(?:@[^/]*)?\.(?:service|timer|target)|{_MOUNT})\Z")
 # Drop-ins of a unit, of its template, of units with the same prefix, and of all units of a type.
-_DROP_IN_DIR = re.compile(rf"(?:(?:{_UNIT}|spark-)(?:@[^/]*)?\.)?(?:service|timer|target)\.d\Z")
+_DROP_IN_DIR = re.compile(
+    rf"(?:(?:(?:{_UNIT}|spark-)(?:@[^/]*)?\.)?(?:service|timer|target)"
+    rf"|{_MOUNT}|(?:run-(?:spark-(?:engines-)?)?\.)?mount)\.d\Z"
+)
 _OUR_DROP_IN = re.compile(
     rf"(?:{SERVE.name}|{WATCH.name})@[^/]+\.service\.d/50-(?:release|cluster)\.conf\Z"
     rf"|{JOB.name}@[^/]+\.service\.d/order\.conf\Z"
@@ -38,9 +43,9 @@ _OUR_DROP_IN = re.compile(
 def list_command(root: str = "") -> str:
     """Return a command that prints type, directory and name of possible overrides."""
     directories = " ".join(shlex.quote(f"{root}{directory}") for directory in _SEARCHED)
-    files = "'(' -name 'spark-*' -o -path '*.d/*.conf' -o -type l -name '*.d' ')'"
+    files = "-name 'spark-*' -o -name 'run-spark-*' -o -path '*.d/*.conf' -o -type l -name '*.d'"
     return (
-        f"find {directories} -mindepth 1 -maxdepth 2 {files} "
+        f"find {directories} -mindepth 1 -maxdepth 2 '(' {files} ')' "
         "-printf '%y %H/ %P\\n' 2>/dev/null || true"
     )
 
@@ -57,7 +62,7 @@ def _override_in(line: str, root: str) -> str | None:
     is_link = kind == "l"
     if drop_in.endswith(".conf") or (is_link and _DROP_IN_DIR.match(folder)):
         # Packages may add drop-ins for all units.
-        is_other = directory == _PACKAGED and not folder.startswith("spark-")
+        is_other = directory == _PACKAGED and not folder.startswith(("spark-", "run-spark-"))
         is_ours = directory == UNITS_DIR and _OUR_DROP_IN.match(name) and not is_link
         is_override = _DROP_IN_DIR.match(folder) and not is_other and not is_ours
     else:

@@ -3,6 +3,7 @@ from typing import Any
 
 import gevent
 import pytest
+from pyinfra.api import FactBase
 
 from spark_deploy.cli import hosts as cli_hosts
 from spark_deploy.cli.hosts import check_access
@@ -53,3 +54,16 @@ def test_a_slow_query_names_only_hosts_without_an_answer(monkeypatch, capsys):
     assert capsys.readouterr().err == "stopping slow: 0 s\n"
     cli_hosts.query(targets[:1], lambda *_: "yes")
     assert capsys.readouterr().err == ""
+
+
+def test_endless_command_ends_a_query(monkeypatch):
+    class Endless(FactBase):
+        def command(self):
+            return "while :; do echo; sleep 0.1; done"
+
+    monkeypatch.setattr(cli_hosts, "_FACT_S", 1)
+    target: Any = SimpleNamespace(name="@local", data={})
+    with gevent.Timeout(20):
+        [answer] = cli_hosts.query([target], lambda host, _: host.get_fact(Endless))
+    assert answer.value is None
+    assert "longer than 1 s" in answer.problem

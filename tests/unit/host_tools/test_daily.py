@@ -76,7 +76,7 @@ def serving(host, monkeypatch):
     serving = ServingHost(host)
     host.release()
     serving.checkpoint.mkdir(parents=True)
-    serving.receipt.write_text(source_receipt())
+    serving.receipt.write_text(source_receipt(files=[{"path": "a", "size_bytes": 0}]))
     serving.write_proof(days_ago(1))
     host.gateway()
     monkeypatch.setattr(boot, "enabled", lambda service, host: [RELEASE])
@@ -103,8 +103,12 @@ FAULTS: dict[str, tuple[Callable[[ServingHost], Any], str, str]] = {
     "clock": (lambda s: setattr(s, "clock_synchronised", "no"), "clock", "not synchronised"),
     "clock back": (lambda s: s.write_proof(days_ago(-2)), "clock", "went back"),
     "mount": (lambda s: shutil.rmtree(s.checkpoint), "mounts", "is missing"),
-    "no receipt": (lambda s: s.receipt.unlink(), "checkpoint", "cannot start"),
-    "empty receipt": (lambda s: s.receipt.write_text(""), "checkpoint", "cannot start"),
+    "no receipt": (lambda s: s.receipt.unlink(), "checkpoint", "damaged or empty"),
+    "cut receipt": (lambda s: os.truncate(s.receipt, 50), "checkpoint", "damaged or empty"),
+    "receipt without files": (
+        lambda s: s.receipt.write_text(source_receipt()), "checkpoint", "damaged or empty"
+    ),
+    "empty receipt": (lambda s: s.receipt.write_text(""), "checkpoint", "damaged or empty"),
     "old proof": (lambda s: s.write_proof(days_ago(90)), "proof", "was proven 90 days ago"),
     "no proof": (lambda s: s.host.paths.proof(RELEASE).unlink(), "proof", "without a proof"),
 }  # fmt: skip

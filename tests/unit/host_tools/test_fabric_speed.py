@@ -5,7 +5,7 @@ import io
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from gateway_client import free_port
@@ -77,6 +77,19 @@ def test_wrong_token_is_rejected(order):
         with connect(order) as stranger:
             stranger.sendall(b"x" * len(TOKEN))
             assert stranger.recv(1) == b""
+        assert speed.send(order).arrived_bytes == order.max_bytes
+
+
+def test_trickling_stranger_does_not_end_the_measurement(order):
+    def trickle(stranger):
+        with stranger, suppress(OSError):
+            for _ in TOKEN:
+                stranger.sendall(b"x")
+                time.sleep(0.5)
+
+    with listening(order):
+        threading.Thread(target=trickle, args=(connect(order),), daemon=True).start()
+        time.sleep(0.1)
         assert speed.send(order).arrived_bytes == order.max_bytes
 
 

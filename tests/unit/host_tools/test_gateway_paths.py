@@ -3,7 +3,8 @@ import re
 import socket
 
 import pytest
-from gateway_client import recording_gateway
+import recording_engine
+from gateway_client import free_port, recording_gateway
 from stub_host import REPOSITORY
 
 # First lines of requests that may reach the engine.
@@ -134,6 +135,28 @@ def test_requests_cannot_be_smuggled_in_bodies_or_headers(recorded):
     reached = recorded.engines["main"].take_lines()
     assert {line for line in reached if not WITH_KEY.fullmatch(line)} == set()
     assert len(reached) >= len(ALLOWED)
+
+
+@pytest.mark.parametrize("balancer", [False, True], ids=["gateway", "balancer"])
+def test_no_request_without_key_becomes_a_tunnel(nginx_host, balancer, monkeypatch):
+    switch = b"HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n%d"
+    monkeypatch.setattr(recording_engine, "HEAD", switch)
+    replicas = {"port": free_port(), "others": []} if balancer else None
+    with recording_gateway(nginx_host, replicas=replicas) as client:
+        port = replicas["port"] if replicas else client.settings.port
+        upgrade = b"\r\nConnection: Upgrade\r\nUpgrade: x\r\n"
+        for line in (*ALLOWED, "GET /", "GET /none", "GET /refused/key"):
+            data = request(*line.split(" ", 1), None).replace(b"\r\nConnection: close\r\n", upgrade)
+            with socket.create_connection(("127.0.0.1", port), 10) as connection:
+                connection.sendall(data)
+                assert connection.recv(4096).split()[1] in (b"400", b"401", b"404", b"405")
+        assert client.received() == {}
+
+
+def test_clients_that_offer_http2_get_an_answer(recorded):
+    # Java's HttpClient does so.
+    headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2_Settings": "AAEA"}
+    assert recorded.status("/v1/models", **headers) == 200
 
 
 def test_only_health_works_without_key(recorded):

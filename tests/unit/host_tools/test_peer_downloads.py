@@ -78,6 +78,16 @@ def test_serves_only_verified_files_of_a_running_download(peer):
     assert peer.ask(f"/{FETCHED}/files/parts/two.part")[0] == 404
 
 
+def test_follows_symbolic_links_only_to_the_models_folder(peer):
+    (peer.root / "srv/models").rename(peer.root / "srv/disk")
+    (peer.root / "srv/models").symlink_to("disk")
+    assert peer.ask(f"/{BUILT}/files/file") == (200, b"built")
+    (peer.root / "srv/models/y-1/link").symlink_to("file")
+    (peer.root / "srv/models/y-1/folder").symlink_to("/etc")
+    for name in ("link", "folder/passwd"):
+        assert peer.ask(f"/{BUILT}/files/{name}")[0] in (403, 404)
+
+
 def test_does_not_serve_files_of_a_running_build(peer):
     peer.write(f"{growing_tree(Path('/srv/models/y-1'))}/growing", "half")
     assert peer.ask(f"/{BUILT}/files/growing")[0] == 404

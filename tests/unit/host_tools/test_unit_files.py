@@ -11,6 +11,7 @@ OURS = (
     f"{ETC}/spark-serve@main-0123456789ab.service.d/50-cluster.conf",
     f"{ETC}/spark-watch@main-0123456789ab.service.d/50-cluster.conf",
     f"{ETC}/spark-job@0123456789ab.service.d/order.conf",
+    f"{ETC}/run-spark-engines-main.mount",
     f"{ETC}/spark-prepare@main-0123456789ab.target.d/0123456789ab.conf",
 )
 FOREIGN = (
@@ -21,6 +22,8 @@ FOREIGN = (
     f"{ETC}/spark-serve@.service.d/spark-serve@a.service",
     f"{ETC}/multi-user.target.wants/spark-serve@main-0123456789ab.service",
     "/usr/lib/systemd/system/service.d/10-timeout.conf",  # of a package
+    "/usr/lib/systemd/system/run-rpc_pipefs.mount",
+    f"{ETC}/home.mount.d/a.conf",
 )
 
 
@@ -43,6 +46,11 @@ def write(root, *files):
         f"{ETC}/spark-@main-0123456789ab.service.d/a.conf",
         f"{ETC}/service.d/a.conf",
         f"{ETC}/spark-daily.timer.d/a.conf",
+        f"{ETC}/run-spark-engines-main.mount.d/x.conf",
+        f"{ETC}/run-spark-.mount.d/x.conf",
+        f"{ETC}/mount.d/x.conf",
+        "/usr/lib/systemd/system/run-spark-engines-main.mount.d/x.conf",
+        r"/run/systemd/system/run-spark-engines-my\x2dservice.mount",
         "/etc/systemd/system.control/spark-serve@main-0123456789ab.service.d/50-MemoryMax.conf",
         "/run/systemd/system.control/spark-gateway@main.service.d/50-CPUQuota.conf",
         "/run/systemd/system/spark-watch@.service.d/a.conf",

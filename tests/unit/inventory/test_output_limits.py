@@ -9,6 +9,7 @@ from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
+import gevent
 import paramiko
 import pytest
 from hypothesis import example, given
@@ -95,6 +96,22 @@ def test_stops_reading_endless_output(monkeypatch):
     assert "more than the limit" in lines[-1]
     one_line = io.BytesIO(b"x" * 1_000_000)
     assert sum(map(len, read(one_line))) < 11_000
+
+
+def test_endless_empty_lines_do_not_stop_other_greenlets():
+    turns = []
+
+    def count():
+        while True:
+            turns.append(1)
+            gevent.sleep(0)
+
+    other = gevent.spawn(count)
+    lines = read(io.BytesIO(b"\n" * 1_000_000))
+    other.kill()
+    assert "more than the limit" in lines[-1]
+    assert len(lines) <= 200_001
+    assert len(turns) >= 100
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,25 @@ def test_tools_never_run_code_in_the_current_directory(tools, tmp_path, name):
     )  # fmt: skip
     assert done.stderr.startswith("spark-host status")
     assert done.returncode == 0
+
+
+def test_tools_never_run_python_or_site_packages_of_the_user(tools, tmp_path):
+    stranger = tmp_path / "bin/python3"
+    stranger.parent.mkdir()
+    stranger.write_text("#!/bin/sh\necho code of a stranger >&2\n")
+    stranger.chmod(0o755)
+    script = "import site; print(site.getusersitepackages())"
+    environment = {**os.environ, "PYTHONUSERBASE": str(tmp_path)}
+    site = subprocess.run(["/usr/bin/python3", "-c", script], env=environment,
+                          capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
+    Path(site).mkdir(parents=True)
+    (Path(site) / "usercustomize.py").write_text("raise SystemExit('code of a stranger')\n")
+    environment["PATH"] = f"{stranger.parent}:{environment['PATH']}"
+    done = subprocess.run(
+        [tools / "bin/spark-host", "help"], env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.stderr.startswith("spark-host status")
 
 
 def test_child_processes_inherit_safe_path_and_the_callers_directory(tools, tmp_path):

@@ -341,7 +341,10 @@ def _share_locations(tree: SharedTree, paths: Paths) -> str:
     folders = [out, growing_tree(out)] if tree.unfinished else [out]
     progress = paths.below(job_dir(tree.job)) / "progress"
     candidates = " ".join(quoted(folder, "/$1") for folder in folders)
+    # The path of the models folder may contain links.
+    from_models = quoted(out.parent).replace('"', '"from=', 1)
     return (
-        f"location ~ ^/{tree.digest}/files/(.+)$ {{ try_files {candidates} =404; }}\n"
+        f"location ~ ^/{tree.digest}/files/(.+)$ "
+        f"{{ disable_symlinks on {from_models}; try_files {candidates} =404; }}\n"
         f"        location = /{tree.digest}/progress {{ try_files {quoted(progress)} =404; }}"
     )

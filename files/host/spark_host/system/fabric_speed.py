@@ -25,6 +25,7 @@ from spark_contract.paths import Paths
 _STREAMS = 4  # a single stream is limited by a core
 _CHUNK_BYTES = 1 << 20
 _MEET_S = 10.0  # until both sides are there
+_TOKEN_S = 1.0  # for the whole token of a connection
 _STRANGERS = 64  # connections with a wrong token, after which the listener exits
 _RETRY_S = 0.1
 _WELCOME = b"+"
@@ -77,10 +78,13 @@ def listen(order: SpeedOrder) -> None:
 
 
 def _has_token(stream: socket.socket, token: str) -> bool:
-    stream.settimeout(1.0)
+    until = time.monotonic() + _TOKEN_S
     received = b""
     with contextlib.suppress(OSError):
-        while len(received) < len(token) and (more := stream.recv(len(token) - len(received))):
+        while len(received) < len(token) and (left_s := until - time.monotonic()) > 0:
+            stream.settimeout(left_s)
+            if not (more := stream.recv(len(token) - len(received))):
+                break
             received += more
     return hmac.compare_digest(received, token.encode())
 

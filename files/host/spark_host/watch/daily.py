@@ -153,8 +153,8 @@ def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
                 message = f"{tree} is missing; {name} needs it at boot"
                 fix = "mount its disk (findmnt --verify), or deploy again"
                 yield Problem("mounts", message, fix)
-            elif receipts.find(tree) is None:
-                message = f"{tree / RECEIPT_NAME} is missing or damaged; {name} cannot start"
+            elif not ((receipt := receipts.find(tree)) and receipt.files):
+                message = f"{tree / RECEIPT_NAME} is missing, damaged or empty; {name} needs it"
                 yield Problem("checkpoint", message, "deploy again, which verifies the files")
 
 
