@@ -12,10 +12,10 @@ from importlib import resources
 from pathlib import Path
 
 from spark_contract import files
-from spark_contract.fetching import CopyPlan
+from spark_contract.fetching import CopyPlan, Wire
 from spark_contract.files import now, sync
 from spark_contract.orders import RequantizePlan, expand
-from spark_contract.receipts import ReceiptFile, RequantizedReceipt
+from spark_contract.receipts import AnyReceipt, ReceiptFile, RequantizedReceipt
 from spark_contract.records import GpuProof
 
 from spark_checkpoint import TOOL_VERSION, requantize_checks, storage, verify
@@ -31,7 +31,7 @@ from spark_checkpoint.directory import (
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.fetch import fetch
-from spark_checkpoint.sources.peers import copy_from_peer
+from spark_checkpoint.sources.peers import copy_from_peer, copy_requantized
 from spark_checkpoint.tensor_sets import MTP_PREFIX, WEIGHT, check_quantised_names
 
 MADE, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
@@ -45,7 +45,11 @@ def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None
     """Quantise the plan's checkpoint or copy it from a peer; return False if it exists already."""
 
     def write(work: Path, result_dir: Path) -> None:
-        if copies is None or not copy_from_peer(copies, plan, result_dir, progress):
+        def copy(wire: Wire, files_url: str, receipt: AnyReceipt) -> None:
+            if isinstance(receipt, RequantizedReceipt):
+                copy_requantized(wire, files_url, receipt, plan, result_dir, progress)
+
+        if copies is None or not copy_from_peer(copies, plan, result_dir, copy):
             _write_result(plan, work, result_dir, progress)
 
     return verify.make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
 from spark_contract import documents
@@ -14,6 +14,9 @@ from spark_contract.documents import OPTIONAL, DocumentError
 from spark_contract.fetching import is_inside
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
+
+# Limits of Linux file systems; the rest of a path is the tree's directory.
+_NAME_BYTES, _PATH_BYTES = 255, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class ReceiptFile:
     def __post_init__(self) -> None:
         if not is_inside(self.path):
             raise DocumentError(f"files: path {self.path!r} escapes the tree")
+        encoded = self.path.encode(errors="replace")
+        is_short = len(encoded) <= _PATH_BYTES and max(map(len, encoded.split(b"/"))) <= _NAME_BYTES
+        if not is_short or encoded.decode() != self.path:
+            raise DocumentError(f"files: path {self.path[:80]!r} is too long or not UTF-8")
 
     def may_have_changed(self, tree: Path) -> bool:
         """Return whether the file may have changed since it was hashed, by stat."""
@@ -51,6 +58,14 @@ class Receipt:
     files: tuple[ReceiptFile, ...]
     tool_version: str
     written_at: str
+
+    def __post_init__(self) -> None:
+        paths = {file.path for file in self.files}
+        if len(paths) != len(self.files):
+            raise DocumentError("files: a path occurs twice")
+        parents = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
+        if both := paths & parents:
+            raise DocumentError(f"files: {min(both)!r} is a file and a directory")
 
     def is_whole(self, tree: Path) -> bool:
         try:

@@ -11,7 +11,8 @@ import pytest
 from builder_faults import flip
 from builder_hub import Hub, contents, send_and_crawl
 from builder_judge import LAYOUTS
-from builder_trees import run_tool, tool_environment
+from builder_shards import read_shard, write_shard
+from builder_trees import file_entries, piece_lines, run_tool, tool_environment
 
 TREE = "f" * 64
 LARGE, SIZE = "file-1.bin", 2_500_000
@@ -192,12 +193,14 @@ def test_does_not_use_a_proxy_for_peers(peer_order, hub, peer, tmp_path):
 
 
 DIGEST = "1" * 64
+DRAFTER = "mtp.layers.0.self_attn"
 
 
 class Copy:
-    def __init__(self, workshop, peer, layout):
+    def __init__(self, workshop, peer, layout, **choices):
         self.workshop, self.peer, self.layout = workshop, peer, layout
-        workshop.build(layout=layout)
+        self.choices = {"layout": layout, **choices}
+        workshop.build(**self.choices)
         self.original = workshop.root / "original"
         workshop.out.rename(self.original)
         (peer.root / DIGEST).mkdir()
@@ -205,6 +208,51 @@ class Copy:
         (workshop.root / "key").write_text(KEY + "\n")
         receipt = (self.original / "receipt.json").read_bytes()
         self.receipt_sha256 = hashlib.sha256(receipt).hexdigest()
+
+    def replace_tree(self):
+        """Let the peer serve a tree that a test may change, and return it."""
+        tree, files = self.peer.root / "tree", self.peer.root / DIGEST / "files"
+        shutil.copytree(self.original, tree)
+        files.unlink()
+        files.symlink_to(tree)
+        return tree
+
+    def write_receipt(self, tree):
+        receipt = json.loads((tree / "receipt.json").read_text())
+        before = {entry["path"]: entry for entry in receipt["files"]}
+        receipt["files"] = file_entries(tree)
+        for entry in receipt["files"]:
+            old = before.get(entry["path"], entry)
+            if "pieces" not in old:
+                continue
+            data, begin = (tree / entry["path"]).read_bytes(), 0
+            sizes = [int(line.partition(":")[0]) for line in old["pieces"]]
+            sizes = sizes if sum(sizes) == len(data) else [len(data)]
+            del entry["sha256"]
+            entry["pieces"] = []
+            for size in sizes:
+                entry["pieces"] += piece_lines(data[begin : begin + size], size)
+                begin += size
+        self.send_receipt(tree, receipt)
+
+    def new_tensor(self):
+        path = self.original / "model.safetensors.index.json"
+        index = json.loads(path.read_text())["weight_map"]
+        name = next(n for n in index if ".down_proj.weight" in n and "scale" not in n)
+        return index[name], name
+
+    def flip_new_tensor(self, tree):
+        shard, name = self.new_tensor()
+        data = read_shard(tree / shard)[name].data
+        file = (tree / shard).read_bytes()
+        (tree / shard).unlink()
+        (tree / shard).write_bytes(file.replace(data, bytes([data[0] ^ 1]) + data[1:]))
+
+    def send_receipt(self, tree, receipt):
+        (tree / "receipt.json").unlink()
+        (tree / "receipt.json").write_text(json.dumps(receipt))
+        data = (tree / "receipt.json").read_bytes()
+        self.receipt_sha256 = hashlib.sha256(data).hexdigest()
 
     def build(self, url=None):
         order = {
@@ -215,7 +263,7 @@ class Copy:
         }
         path = self.workshop.root / "copy.json"
         path.write_text(json.dumps(order))
-        plan = self.workshop.write_plan(layout=self.layout)
+        plan = self.workshop.write_plan(**self.choices)
         done = run_tool("build", plan, "--or-copy", path)
         assert contents(self.workshop.out) == contents(self.original)
         assert run_tool("verify", self.workshop.out, "--full").returncode == 0
@@ -245,14 +293,89 @@ def test_copies_a_checkpoint_and_links_the_base(copy):
         assert (file["inode"], file["modified_ns"]) == (stat.st_ino, stat.st_mtime_ns)
 
 
+@pytest.mark.parametrize("with_mtp", [True, False], ids=["base with MTP", "grafted MTP"])
+@pytest.mark.parametrize(
+    ("layout", "choices"),
+    [
+        ("overlay", {"head": "int8-g128", "drafter_int4": [f"{DRAFTER}.q_proj"]}),
+        ("full", {"shared_experts": "int8-g128", "drafter_int4": [f"{DRAFTER}.q_proj"]}),
+        ("full", {"shared_experts": "keep", "head": "int8-g128"}),
+        ("overlay", {"shared_experts": "fp8-self"}),
+    ],
+    ids=["drafter and head", "int8", "head only", "fp8-self"],
+)
+def test_copies_all_kinds_of_new_tensors(workshop, tmp_path, layout, choices, with_mtp):
+    if not with_mtp:
+        workshop.mtp = {}
+    with Hub(tmp_path / "peer") as peer:
+        copy = Copy(workshop, peer, layout, **choices)
+        shutil.rmtree(workshop.donor_dir)
+        assert copy.build()
+
+
 def test_builds_if_bytes_differ_from_the_receipt(copy):
-    shards = [path for path in copy.original.glob("*.safetensors") if path.stat().st_nlink == 1]
-    largest = max(shards, key=lambda path: path.stat().st_size)
-    damaged = copy.peer.root / "damaged"
-    shutil.copytree(copy.original, damaged)
-    flip(damaged / largest.name, keep_time=True)
-    (copy.peer.root / DIGEST / "files").unlink()
-    (copy.peer.root / DIGEST / "files").symlink_to(damaged)
+    copy.flip_new_tensor(copy.replace_tree())
+    assert not copy.build()
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "modeling_evil.py"])
+def test_takes_no_file_but_new_tensors_from_a_hostile_peer(copy, name):
+    tree = copy.replace_tree()
+    content = {"auto_map": {"AutoModel": "modeling_evil.Model"}}
+    if name == "config.json":
+        content = {**json.loads((tree / name).read_text()), **content}
+    (tree / name).unlink(missing_ok=True)
+    (tree / name).write_text(json.dumps(content))
+    copy.write_receipt(tree)
+    assert not copy.build()
+    assert name not in requested(copy.peer)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("change", ["shape", "dtype", "zeros", "missing"])
+def test_builds_if_a_hostile_peer_has_tensors_that_do_not_fit_the_plan(copy, change):
+    tree = copy.replace_tree()
+    shard, name = copy.new_tensor()
+    tensors = read_shard(tree / shard)
+    rows, columns = tensors[name].shape
+    if change == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = {
+            "shape": tensors[name]._replace(shape=(columns, rows)),
+            "dtype": tensors[name]._replace(dtype="BF16", shape=(rows // 2, columns)),
+            "zeros": tensors[name]._replace(data=bytes(rows * columns)),
+        }[change]
+    (tree / shard).unlink()
+    write_shard(tree / shard, tensors)
+    copy.write_receipt(tree)
+    assert not copy.build()
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("flips", [False, True])
+def test_builds_if_fp8_tensors_differ_from_their_hash(copy, flips):
+    """The hash that the lock may require, not those of the files, which a peer can change."""
+    tree = copy.replace_tree()
+    if flips:
+        copy.flip_new_tensor(tree)
+    copy.write_receipt(tree)
+    assert copy.build() != flips
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    "paths",
+    [["config.json"], ["dd", "dd/x"], ["x" * 300], ["x/" * 2500 + "x"], ["\ud800x"]],
+    ids=["twice", "file and directory", "long name", "long path", "not UTF-8"],
+)
+def test_builds_if_a_receipt_has_invalid_paths(copy, paths):
+    tree = copy.replace_tree()
+    receipt = json.loads((tree / "receipt.json").read_text())
+    entry = {"size_bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
+    receipt["files"] += [{"path": path, **entry} for path in paths]
+    copy.send_receipt(tree, receipt)
     assert not copy.build()
 
 

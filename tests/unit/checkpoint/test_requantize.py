@@ -5,6 +5,7 @@ Docker is a script that copies a prepared checkpoint; AutoRound itself runs in t
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from builder_hub import fetch_order
+from builder_hub import Hub, fetch_order
 from spark_checkpoint import autoround_job
 from spark_checkpoint.directory import read_checkpoint
 from spark_checkpoint.errors import GateRefused
@@ -104,7 +105,7 @@ class Bench:
     def set_docker_script(self, script):
         (self.root / "docker-script").write_text(script.format(root=self.root))
 
-    def run(self, **changes):
+    def run(self, *options, **changes):
         published, source = self.root / "published", self.root / "sources/tiny-cccccccccccc"
         order = {
             "schema_version": 1, "digest": "1" * 64, "name": "tiny",
@@ -117,7 +118,7 @@ class Bench:
         }  # fmt: skip
         path = self.root / "requantize.json"
         path.write_text(json.dumps(order))
-        return run_tool("requantize", path, path=self.root / "bin")
+        return run_tool("requantize", path, *options, path=self.root / "bin")
 
     def refused(self, **changes):
         done = self.run(**changes)
@@ -371,3 +372,33 @@ def test_every_model_with_a_16_bit_repository_is_packable_by_name():
     for model in models:
         plan = plan_of(*model.tensors.base, *model.tensors.mtp)
         assert [m for m in packed_modules(plan) if excluded_by_name(m)] == [], model.name
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", ["chat_template.jinja", "modeling_evil.py", "x/config.json"])
+def test_copies_only_data_files_from_a_peer(bench, tmp_path, name):
+    bench.run()
+    with Hub(tmp_path / "peer") as peer:
+        tree = peer.root / ("1" * 64) / "files"
+        shutil.copytree(bench.out, tree)
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text("{}")
+        receipt = json.loads((tree / "receipt.json").read_text())
+        receipt["files"] = [f for f in receipt["files"] if f["path"] != name]
+        sha256 = hashlib.sha256(b"{}").hexdigest()
+        receipt["files"].append({"path": name, "size_bytes": 2, "sha256": sha256})
+        (tree / "receipt.json").write_text(json.dumps(receipt))
+        sha256 = hashlib.sha256((tree / "receipt.json").read_bytes()).hexdigest()
+        (tmp_path / "key").write_text("key\n")
+        copies = {
+            "schema_version": 1,
+            "digest": "1" * 64,
+            "trees": [{"url": peer.url, "receipt_sha256": sha256}],
+            "key_file": str(tmp_path / "key"),
+        }
+        (tmp_path / "copy.json").write_text(json.dumps(copies))
+        shutil.rmtree(bench.out)
+        done = bench.run("--or-copy", tmp_path / "copy.json")
+    assert done.returncode == 0, done.stderr
+    is_data = name.endswith(".jinja")
+    assert ("copied from" in done.stderr, (bench.out / name).exists()) == (is_data, is_data)

@@ -11,14 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract import receipts
-from spark_contract.fetching import CopyPlan
+from spark_contract.fetching import CopyPlan, Wire
 from spark_contract.files import now
 from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
 
 from spark_checkpoint import TOOL_VERSION, storage, verify
 from spark_checkpoint.build.layouts import Layout, Writer, check_config, result_bytes, result_config
 from spark_checkpoint.build.new_tensors import TensorMaker
-from spark_checkpoint.build.source_checks import Sources, check_sources, required_donor_tensors
+from spark_checkpoint.build.peer_tensors import check_locked_tensors, read_changes
+from spark_checkpoint.build.source_checks import (
+    Sources,
+    check_sources,
+    hash_tensors,
+    required_donor_tensors,
+)
 from spark_checkpoint.build.write import Changes, Staging
 from spark_checkpoint.directory import (
     CONFIG_NAME,
@@ -34,7 +40,7 @@ from spark_checkpoint.errors import CheckpointDiffers, GateRefused
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor, tensor_bytes
 from spark_checkpoint.number_formats import packed_bytes
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.sources.peers import copy_from_peer
+from spark_checkpoint.sources.peers import BUILT_HERE, copy_from_peer
 from spark_checkpoint.tensor_sets import HEAD, WEIGHT, drafter_weights, swapped_modules
 
 _FIX = "delete the source directory and download it again"
@@ -45,7 +51,10 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
     report: dict[str, Any] = {}
 
     def write(work: Path, result_dir: Path) -> None:
-        if copies is not None and copy_from_peer(copies, plan, result_dir, progress):
+        def copy(wire: Wire, files_url: str, receipt: receipts.AnyReceipt) -> None:
+            _copy_result(wire, files_url, receipt, plan, work, result_dir, progress)
+
+        if copies is not None and copy_from_peer(copies, plan, result_dir, copy):
             return
         # A function, to free the sources before verification: they fill memory.
         report.update(_write_result(plan, work, result_dir, progress))
@@ -78,26 +87,96 @@ def _write_result(
     spans, donor_sha256 = _stage_donor(plan, sources, required, donor_dir, progress)
     changes = _make_changes(plan, sources, required, spans, work, progress)
     result_dir.mkdir()
-    writer = Writer(result_dir, base, hashes, changes, progress)
+    layout = _write_files(plan, sources, hashes, changes, result_dir, progress)
+    donor_bytes = sum(tensor.size_bytes for tensor in required.values())
+    report = _make_report(sources, hashes, changes, layout, donor_bytes)
+    if sources.donor is not None:
+        report["donor_received_bytes"] = sources.donor.received_bytes
+    _write_receipt(plan, layout, report, donor_sha256, result_dir)
+    return report
+
+
+def _copy_result(
+    wire: Wire,
+    files_url: str,
+    receipt: receipts.AnyReceipt,
+    plan: BuildPlan,
+    work: Path,
+    result_dir: Path,
+    progress: Progress,
+) -> None:
+    """Write the result with a peer's new tensors; the files must be those of the peer's receipt."""
+    if not isinstance(receipt, receipts.CheckpointReceipt):
+        raise GateRefused(files_url, "is not a built checkpoint", BUILT_HERE)
+    config = read_config(plan.base_dir)
+    check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
+    base = read_checkpoint(plan.base_dir)
+    hashes = hash_base(plan, rewritten_shards(plan, base), progress)
+    sources, changes = read_changes(wire, files_url, plan, base, config, work, progress)
+    check_locked_tensors(files_url, plan, sources, changes, receipt.donor_sha256)
+    rewritten = (base.shards[name] for name in rewritten_shards(plan, base))
+    size_bytes = changes.size_bytes + sum(h.data_start + h.data_bytes for h in rewritten)
+    storage.check_free_space(result_dir, size_bytes, f"copying {plan.name}")
+    layout = _write_files(plan, sources, hashes, changes, result_dir, progress)
+    here, there = (
+        {file.path: (file.size_bytes, file.sha256, file.pieces) for file in files}
+        for files in (layout.files, receipt.files)
+    )
+    if here != there:
+        differing = {path for path, _ in here.items() ^ there.items()}
+        names = ", ".join(sorted(differing)[:5])
+        raise GateRefused(files_url, f"differs from base and plan in {names}", BUILT_HERE)
+    report = _make_report(sources, hashes, changes, layout, changes.size_bytes)
+    _write_receipt(plan, layout, report, receipt.donor_sha256, result_dir)
+
+
+def _write_files(
+    plan: BuildPlan,
+    sources: Sources,
+    hashes: dict[str, verify.FileHashes],
+    changes: Changes,
+    result_dir: Path,
+    progress: Progress,
+) -> Layout:
+    writer = Writer(result_dir, sources.base, hashes, changes, progress)
     if plan.layout == "overlay":
-        layout = writer.write_overlay(rewritten_shards(plan, base))
+        layout = writer.write_overlay(rewritten_shards(plan, sources.base))
     else:
         layout = writer.write_full()
     _write_documents(plan, sources, changes, layout, result_dir)
+    return layout
+
+
+def _make_report(
+    sources: Sources,
+    hashes: Collection[str],
+    changes: Changes,
+    layout: Layout,
+    donor_bytes: int,
+) -> dict[str, Any]:
+    base = sources.base
     written = sum(file.size_bytes for file in layout.files if file.link_of is None)
     report: dict[str, Any] = {
         **changes.report,
         "rebuild_fetch_bytes": {
             "base": sum((base.directory / path).stat().st_size for path in hashes),
-            "donor": sum(tensor.size_bytes for tensor in required.values()),
+            "donor": donor_bytes,
         },
         "written_bytes": written,
         "linked_bytes": sum(file.size_bytes for file in layout.files) - written,
     }
-    if sources.donor is not None:
-        report["donor_received_bytes"] = sources.donor.received_bytes
     if base.duplicates:
         report["duplicates"] = compare_duplicates(base)
+    return report
+
+
+def _write_receipt(
+    plan: BuildPlan,
+    layout: Layout,
+    report: dict[str, Any],
+    donor_sha256: str | None,
+    result_dir: Path,
+) -> None:
     receipt = receipts.CheckpointReceipt(
         kind="checkpoint",
         digest=plan.digest,
@@ -111,7 +190,6 @@ def _write_result(
         donor_sha256=donor_sha256,
     )
     verify.write_receipt(result_dir, receipt)
-    return report
 
 
 def _stage_donor(
@@ -136,17 +214,6 @@ def _stage_donor(
             "delete donor_sha256 of this build from it",
         )
     return spans, sha256
-
-
-def hash_tensors(tensors: Mapping[str, Tensor], spans: Mapping[str, Span]) -> str:
-    """Return a hash of names, types, shapes and bytes, independent of files and requests."""
-    hasher = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        hasher.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\n".encode())
-        for buffer in storage.read_buffers(*spans[name]):
-            hasher.update(buffer)
-    return hasher.hexdigest()
 
 
 def hash_base(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from typing import Any
 
 from spark_contract.orders import BuildPlan, DonorDir, DonorUrl, expand_all, match_exactly
 
-from spark_checkpoint.directory import Checkpoint
+from spark_checkpoint.build.write import NewTensor
+from spark_checkpoint.directory import Checkpoint, Span
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor
 from spark_checkpoint.sources.donor import Donor, open_donor
+from spark_checkpoint.storage import read_buffers
 from spark_checkpoint.tensor_sets import (
     FP8,
     HEAD,
@@ -65,7 +68,7 @@ class Sources:
 
 def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) -> Sources:
     modules = swapped_modules(plan)
-    mtp_missing = _check_base_names(plan, base, modules)
+    mtp_missing = check_base_names(plan, base, modules)
     for module in modules:
         name = module + WEIGHT
         weight = base.tensor(name)
@@ -117,7 +120,7 @@ def required_donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tenso
     return sources.donor.tensors(names)
 
 
-def _check_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> list[str]:
+def check_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> list[str]:
     """Refuse unexpected base names; return the missing MTP names.
 
     Names are expanded only for the error: they fill memory.
@@ -158,7 +161,9 @@ def _open_donor(
     graftable = donor.names.intersection(mtp_missing)
     check_same_names(where, "MTP tensors to graft", graftable, mtp_missing)
     if mtp_missing:
-        check_graftable(mtp_missing, donor, read_sizes(base, config), plan.block_shape)
+        scales = [scale for scale in map(scale_of, mtp_missing) if scale in donor.names]
+        entries = donor.tensors([*mtp_missing, *scales])
+        check_graftable(mtp_missing, entries, read_sizes(base, config), plan.block_shape)
     if plan.compares_with_donor:
         entries = donor.tensors(needed)
         for module in modules:
@@ -181,17 +186,29 @@ def read_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
+def hash_tensors(tensors: Mapping[str, Tensor | NewTensor], spans: Mapping[str, Span]) -> str:
+    """Return a hash of names, types, shapes and bytes, independent of files and requests."""
+    hasher = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        hasher.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\n".encode())
+        for buffer in read_buffers(*spans[name]):
+            hasher.update(buffer)
+    return hasher.hexdigest()
+
+
 def check_graftable(
-    names: Sequence[str], donor: Donor, sizes: Mapping[str, int], block: tuple[int, int]
+    names: Sequence[str],
+    entries: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    block: tuple[int, int],
 ) -> None:
-    scales = {name: scale_of(name) for name in names if scale_of(name) in donor.names}
-    entries = donor.tensors([*names, *scales.values()])
     for name in names:
         where, entry = f"donor {name}", entries[name]
         if entry.dtype == FP8:
-            if name not in scales:
+            if scale_of(name) not in entries:
                 raise GateRefused(where, "is FP8 without block scales", _FIX)
-            scale = entries[scales[name]]
+            scale = entries[scale_of(name)]
             check_fp8_pair(where.removesuffix(WEIGHT), entry.shape, entry, scale, block)
         elif entry.dtype not in SIXTEEN_BIT:
             problem = f"is {entry.dtype}, expected {FP8} or a 16-bit float"

@@ -92,9 +92,9 @@ class DirDonor:
 class RepositoryFiles:
     """Headers and ranges of a repository at a revision."""
 
-    def __init__(self, base_url: str, wire: Wire):
+    def __init__(self, base_url: str, wire: Wire, *, direct: bool = False):
         self._base_url = base_url.rstrip("/") + "/"
-        self.client = HttpClient(wire, (self._base_url,))
+        self.client = HttpClient(wire, (self._base_url,), direct=direct)
         # Parsed headers are large: parse one at a time.
         self._parsing = threading.Lock()
 
@@ -121,8 +121,8 @@ class RepositoryFiles:
 class UrlDonor:
     """A donor on a hub; reads only index, required headers and required ranges."""
 
-    def __init__(self, plan: DonorUrl):
-        self._files = RepositoryFiles(plan.url, plan)
+    def __init__(self, plan: DonorUrl, *, direct: bool = False):
+        self._files = RepositoryFiles(plan.url, plan, direct=direct)
         self._parallel = plan.parallel
         self._headers: dict[str, Header] = {}
         self._index = self._read_index()

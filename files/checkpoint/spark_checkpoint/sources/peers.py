@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from spark_contract import receipts
@@ -19,7 +19,6 @@ from spark_contract.fetching import (
     CopyPlan,
     FetchFile,
     FetchPlan,
-    FinishedTree,
     Wire,
     of_tree,
 )
@@ -31,7 +30,7 @@ from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.client import HttpClient
 from spark_checkpoint.sources.connections import SKIP_S, SlowSource, cancelled
-from spark_checkpoint.storage import check_free_space, clear, write_durably
+from spark_checkpoint.storage import check_free_space, write_durably
 from spark_checkpoint.verify import verify_checkpoint, write_receipt
 
 _NOTE_S = 600.0  # between notes while a peer is waited for
@@ -40,7 +39,8 @@ _TIMEOUT_S = 10.0
 _WAITS = 20  # a small file may take so many times the patience: the peer fetches others first
 _PROGRESS_BYTES = 4096
 _RECEIPT_LIMIT_BYTES = 64 << 20
-_FIX = "none needed: the checkpoint is built here instead"
+BUILT_HERE = "none needed: the checkpoint is built here instead"
+_DATA_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
 _Progress = tuple[str | None, int | None]  # phase and bytes
 
 
@@ -169,36 +169,55 @@ class Peers:
         return grown > 0 and grown >= self._min_bytes_per_s * elapsed_s
 
 
-_Plan = BuildPlan | RequantizePlan
+_Receipt = receipts.CheckpointReceipt | receipts.RequantizedReceipt
 
 
-def copy_from_peer(order: CopyPlan, plan: _Plan, result_dir: Path, progress: Progress) -> bool:
-    """Copy the plan's checkpoint from a peer and verify it; return False if no peer has it."""
+def copy_from_peer(
+    order: CopyPlan,
+    plan: BuildPlan | RequantizePlan,
+    result_dir: Path,
+    copy: Callable[[Wire, str, _Receipt], None],
+) -> bool:
+    """Copy the plan's checkpoint from the first peer where ``copy`` succeeds; False if none.
+
+    ``copy`` gets the connection, the URL of the files and the receipt, all from a host that may be
+    hostile, and writes ``result_dir``.
+    """
+    wire = Wire(tries=2, token_file=order.key_file, timeout_s=_TIMEOUT_S)
     for peer in order.trees:
-        result_dir.mkdir(exist_ok=True)
-        clear(result_dir)
+        url = f"{of_tree(peer.url, order.digest)}/files/"
         try:
-            _copy(peer, order, plan, result_dir, progress)
-            return True
-        except BuilderError as error:
+            client = HttpClient(wire, (peer.url,), direct=True)
+            receipt = _read_receipt(client, url + RECEIPT_NAME, peer.receipt_sha256, plan)
+            result_dir.mkdir()
+            copy(wire, url, receipt)
+        except (BuilderError, OSError, ValueError) as error:
             note(f"copy: {error}")
-    clear(result_dir)
-    result_dir.rmdir()
+            shutil.rmtree(result_dir, ignore_errors=True)
+            continue
+        note(f"{plan.out_dir}: copied from {peer.url}")
+        return True
     return False
 
 
-def _copy(
-    peer: FinishedTree, order: CopyPlan, plan: _Plan, result_dir: Path, progress: Progress
+def copy_requantized(
+    wire: Wire,
+    files_url: str,
+    receipt: receipts.RequantizedReceipt,
+    plan: RequantizePlan,
+    result_dir: Path,
+    progress: Progress,
 ) -> None:
-    wire = Wire(tries=2, token_file=order.key_file, timeout_s=_TIMEOUT_S)
-    client = HttpClient(wire, (peer.url,), direct=True)
-    files_url = f"{of_tree(peer.url, order.digest)}/files/"
-    receipt = _read_receipt(client, files_url + RECEIPT_NAME, peer.receipt_sha256, plan)
-    to_send = [file for file in receipt.files if not _link_to_base(file, plan, result_dir)]
-    size_bytes = sum(file.size_bytes for file in to_send)
+    """Copy all files and verify them by the receipt; only data files are accepted."""
+    original = {file.path for file in plan.original.files}
+    for path in {file.path for file in receipt.files} - original:
+        if "/" in path or not path.endswith(_DATA_SUFFIXES):
+            raise GateRefused(files_url + quote(path), "is not a file of the result", BUILT_HERE)
+    client = HttpClient(wire, (files_url,), direct=True)
+    size_bytes = sum(file.size_bytes for file in receipt.files)
     check_free_space(result_dir, size_bytes, f"copying {plan.name}")
     progress.phase("copy", size_bytes)
-    for file in to_send:
+    for file in receipt.files:
         target = result_dir / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         with write_durably(target, os.O_EXCL) as write:
@@ -206,41 +225,26 @@ def _copy(
             for piece in client.stream(url, 0, file.size_bytes, file.size_bytes):
                 write(piece)
                 progress.add(len(piece))
-    own_plan: Any = plan  # equal digests imply equal plan types
-    write_receipt(result_dir, replace(receipt, plan=own_plan))
+    write_receipt(result_dir, replace(receipt, plan=plan))
     # Hashes every file, because every stat differs from the peer's receipt.
     verify_checkpoint(result_dir, progress, full=False)
-    note(f"{plan.out_dir}: copied from {peer.url}")
 
 
 def _read_receipt(
-    client: HttpClient, url: str, sha256: str, plan: _Plan
-) -> receipts.CheckpointReceipt | receipts.RequantizedReceipt:
+    client: HttpClient, url: str, sha256: str, plan: BuildPlan | RequantizePlan
+) -> _Receipt:
     raw = client.read_whole(url, _RECEIPT_LIMIT_BYTES)
     if hashlib.sha256(raw).hexdigest() != sha256:
-        raise GateRefused(url, "differs from the receipt read through SSH", _FIX)
+        raise GateRefused(url, "differs from the receipt read through SSH", BUILT_HERE)
     try:
         receipt = receipts.parse(raw)
     except DocumentError as error:
-        raise GateRefused(url, f"is not a receipt ({error})", _FIX) from error
+        raise GateRefused(url, f"is not a receipt ({error})", BUILT_HERE) from error
     if isinstance(receipt, receipts.SourceReceipt) or receipt.digest != plan.digest:
-        raise GateRefused(url, "belongs to another checkpoint", _FIX)
+        raise GateRefused(url, "belongs to another checkpoint", BUILT_HERE)
     if isinstance(plan, BuildPlan) and isinstance(receipt, receipts.CheckpointReceipt):
         locked = plan.donor_sha256
         if locked not in (None, receipt.donor_sha256):
             problem = f"is from FP8 source tensors {receipt.donor_sha256}, the lock has {locked}"
-            raise GateRefused(url, problem, _FIX)
+            raise GateRefused(url, problem, BUILT_HERE)
     return receipt
-
-
-def _link_to_base(file: receipts.ReceiptFile, plan: _Plan, result_dir: Path) -> bool:
-    if file.link_of is None or not isinstance(plan, BuildPlan):
-        return False
-    target = result_dir / file.path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link((plan.base_dir / file.path).resolve(), target)
-    except OSError as error:
-        note(f"copy: {file.path}: cannot hard-link to the base ({error.strerror}); copied")
-        return False
-    return True

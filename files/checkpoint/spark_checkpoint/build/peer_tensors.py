@@ -1,0 +1,144 @@
+"""Read the new tensors of a checkpoint that a peer built; the rest comes from the local base."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from spark_contract.fetching import Wire
+from spark_contract.orders import BuildPlan, DonorUrl
+
+from spark_checkpoint import storage
+from spark_checkpoint.build.new_tensors import TensorMaker
+from spark_checkpoint.build.source_checks import (
+    Sources,
+    check_base_names,
+    check_graftable,
+    hash_tensors,
+    read_sizes,
+)
+from spark_checkpoint.build.write import Changes, NewTensor, Staging
+from spark_checkpoint.directory import Checkpoint
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.headers import SIXTEEN_BIT, Tensor
+from spark_checkpoint.number_formats import GROUP, WORD_BITS
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.sources.donor import UrlDonor
+from spark_checkpoint.sources.peers import BUILT_HERE
+from spark_checkpoint.tensor_sets import (
+    MTP_PREFIX,
+    SCALE,
+    WEIGHT,
+    check_fp8_pair,
+    check_same_names,
+    overlay_name,
+    replacements,
+    swapped_modules,
+)
+
+
+def read_changes(
+    wire: Wire,
+    files_url: str,
+    plan: BuildPlan,
+    base: Checkpoint,
+    config: Mapping[str, Any],
+    work: Path,
+    progress: Progress,
+) -> tuple[Sources, Changes]:
+    """Download a result's new tensors; names, dtypes and shapes must be those of the plan."""
+    modules = swapped_modules(plan)
+    sources = Sources(base, None, modules, check_base_names(plan, base, modules))
+    replaced = replacements(plan)
+    new = {old: names for old, names in replaced.items() if old in base.owner}
+    grafted = [name for old in sources.mtp_missing for name in replaced.get(old, (old,))]
+    in_overlay = plan.layout == "overlay"
+    stored = {
+        name: overlay_name(name) if in_overlay else name
+        for names in (*new.values(), grafted)
+        for name in names
+    }
+    if not stored:
+        return sources, Changes()
+    donor = UrlDonor(
+        DonorUrl(
+            url=files_url, tries=wire.tries, token_file=wire.token_file, timeout_s=wire.timeout_s
+        ),
+        direct=True,
+    )
+    present = donor.names.intersection(stored.values())
+    check_same_names(files_url, "new tensors", present, stored.values())
+    headers = donor.tensors(stored.values())
+    entries = {name: headers[stored[name]] for name in stored}
+    _check_entries(plan, sources, config, entries)
+    size_bytes = sum(entry.size_bytes for entry in entries.values())
+    storage.check_free_space(work, size_bytes, f"copying {plan.name}")
+    directory = work / "peer-tensors"
+    shutil.rmtree(directory, ignore_errors=True)  # perhaps of another peer
+    staged = donor.stage(headers, directory, progress)
+    spans = {name: staged[stored[name]] for name in stored}
+
+    def tensor(name: str) -> NewTensor:
+        return NewTensor(name, entries[name].dtype, entries[name].shape, spans[name])
+
+    changes = Changes({old: [tensor(name) for name in names] for old, names in new.items()})
+    if grafted:
+        changes.added[""] = [tensor(name) for name in grafted]
+    if plan.shared_experts == "fp8-donor":
+        with closing(Staging(work / "new-tensors")) as stage:
+            TensorMaker(
+                base, modules, plan.block_shape, entries, spans, stage, progress, changes
+            ).compare_with_donor()
+    return sources, changes
+
+
+def check_locked_tensors(
+    where: str, plan: BuildPlan, sources: Sources, changes: Changes, receipt_sha256: str | None
+) -> None:
+    """Compare FP8 tensors with the hash in the receipt, unless it also covers tensors of MTP."""
+    if plan.shared_experts != "fp8-donor" or sources.mtp_missing:
+        return
+    new = [tensor for module in sources.modules for tensor in changes.added[module + WEIGHT]]
+    sha256 = hash_tensors({t.name: t for t in new}, {t.name: t.span for t in new})
+    if sha256 != receipt_sha256:
+        problem = f"sent FP8 tensors with sha256 {sha256}, its receipt has {receipt_sha256}"
+        raise GateRefused(where, problem, BUILT_HERE)
+
+
+def _check_entries(
+    plan: BuildPlan, sources: Sources, config: Mapping[str, Any], entries: Mapping[str, Tensor]
+) -> None:
+    base, grafted = sources.base, {}
+    for old, names in replacements(plan).items():
+        module, known = old.removesuffix(WEIGHT), old in base.owner
+        if names == (module + WEIGHT, module + SCALE):
+            weight, scale = (entries[name] for name in names)
+            shape = base.tensor(old).shape
+            check_fp8_pair(f"peer {module}", shape, weight, scale, plan.block_shape)
+            continue
+        packed = entries[names[0]]
+        pack = WORD_BITS // (4 if old.startswith(MTP_PREFIX) else 8)
+        if len(packed.shape) != 2:
+            raise GateRefused(f"peer {names[0]}", "is not a matrix", BUILT_HERE)
+        weight_shape = (packed.shape[1], packed.shape[0] * pack)
+        outputs, inputs = base.tensor(old).shape if known else weight_shape
+        groups = inputs // GROUP
+        expected = (
+            ("I32", (inputs // pack, outputs)),
+            ("BF16", (groups, outputs)),
+            ("I32", (groups, outputs // pack)),
+        )
+        for name, dtype_and_shape in zip(names, expected, strict=True):
+            if entries[name][:2] != dtype_and_shape:
+                problem = f"is {entries[name][:2]}, expected {dtype_and_shape}"
+                raise GateRefused(f"peer {name}", problem, BUILT_HERE)
+        grafted[old] = Tensor("BF16", weight_shape, 0, 0)
+    for name in sources.mtp_missing:
+        entry = grafted[name] = grafted.get(name) or entries[name]
+        if entry.dtype not in SIXTEEN_BIT:
+            raise GateRefused(f"peer {name}", f"is {entry.dtype}, expected 16 bits", BUILT_HERE)
+    sizes = read_sizes(base, config)
+    check_graftable(sources.mtp_missing, grafted, sizes, plan.block_shape)
