@@ -27,7 +27,7 @@ from spark_deploy.cli.console import (
 from spark_deploy.cli.models import PLAIN_PROFILE, fitting_profiles
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT, page
-from spark_deploy.config.errors import SparkError
+from spark_deploy.config.errors import Problem, SparkError
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.groups import HOSTS_FILE, read_hosts
 from spark_deploy.inventory.host_names import CONTEXT_KEY, LOCAL
@@ -90,7 +90,7 @@ def init(
     folder = Path(directory)
     hosts = _host_lines(host, user) if host else _default_hosts(folder, local)
     if host and (folder / HOSTS_FILE).exists():
-        _refuse_missing_hosts(folder / HOSTS_FILE, hosts)
+        _refuse_other_hosts(folder / HOSTS_FILE, hosts)
     texts = {
         folder / HOSTS_FILE: HOSTS_HEAD + "".join(hosts),
         folder / "group_vars/all.yml": _settings(options.model, options.profile),
@@ -133,13 +133,23 @@ def init(
     return 0
 
 
-def _refuse_missing_hosts(file: Path, lines: Sequence[str]) -> None:
-    """Refuse hosts that an existing hosts.yml lacks, because init keeps that file."""
+def _refuse_other_hosts(file: Path, lines: Sequence[str]) -> None:
+    """Refuse hosts that an existing hosts.yml lacks or reaches otherwise: init keeps that file."""
     present = read_hosts(file).hosts
     missing = [line.strip() for line in lines if not yaml.safe_load(line).keys() <= present.keys()]
     if missing:
         problem, fix = "exists, and init does not change it", f"add to it: {'; '.join(missing)}"
         raise SparkError.one(str(file), problem, fix)
+    different = []
+    for line in lines:
+        [(name, given)] = yaml.safe_load(line).items()
+        for field, value in (given or {}).items():
+            if (current := getattr(present[name], field, None)) != str(value):
+                where = f"{file}: {name}.{field}"
+                message = f"is {current or 'not set'}, and init does not change it"
+                different.append(Problem(where, message, f"write there: {line.strip()}"))
+    if different:
+        raise SparkError(different)
 
 
 def _default_hosts(folder: Path, local: bool) -> list[str]:

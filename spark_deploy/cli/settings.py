@@ -16,12 +16,14 @@ from spark_contract.documents import plain
 
 from spark_deploy.cli.catalog_files import schema_line
 from spark_deploy.cli.console import Options, next_command, note, print_result, shared_options
-from spark_deploy.cli.hosts import Target, select_hosts
+from spark_deploy.cli.hosts import Target, inventory_path, select_hosts
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings, with_values
-from spark_deploy.inventory.groups import refuse_conflicts
+from spark_deploy.config.yaml_files import read_mapping
+from spark_deploy.inventory.clusters import unknown_host_problems, with_replica_addresses
+from spark_deploy.inventory.groups import refuse_conflicts, vars_root
 
 _KEY = re.compile(r"( *)([a-z_0-9]+):")
 
@@ -119,9 +121,10 @@ def _check(
                 after[host.name] = with_values(host.settings, values, shown)
         except SettingsError as error:
             problems += error.problems
+    problems += unknown_host_problems(after)
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))
-    refuse_conflicts(after, all_hosts[0].catalog, must_serve=chosen)
+    refuse_conflicts(with_replica_addresses(after), all_hosts[0].catalog, must_serve=chosen)
 
 
 def _file_to_edit(
@@ -253,7 +256,7 @@ def settings(options: Options, key: str | None) -> int:
             guess = closest(key, [*known, *{part for name in known for part in name.split(".")}])
             fix = f"did you mean {guess}?" if guess else "`spark-deploy settings` lists all"
             raise SparkError.one(f"settings {key}", "no setting has this in its name", fix)
-        text = "\n".join(_matching(text, key))
+        text = "\n".join([*_matching(text, key), *_changed_values(options, key, known)])
     print(json.dumps(defaults, indent=1) if options.json else text)
     return 0
 
@@ -263,7 +266,21 @@ def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, value
+            yield f"{prefix}{name}", value
+
+
+def _changed_values(options: Options, key: str, defaults: Mapping[str, Any]) -> Iterator[str]:
+    """Yield values of this folder that differ from the defaults, with their files."""
+    try:
+        root = vars_root(str(inventory_path(options)))
+    except SettingsError:  # not in a folder of `init`
+        return
+    for file in sorted(root.glob("*_vars/*.yml")):
+        shown = file.relative_to(root).as_posix()
+        data, _ = read_mapping(file, shown=shown)
+        for name, value in _leaves(data):
+            if key in name and value != defaults.get(name, ...):
+                yield f"# yours: {name}: {_text(value)} ({shown})"
 
 
 def _matching(text: str, key: str) -> Iterator[str]:

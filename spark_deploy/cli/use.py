@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import click
 
-from spark_deploy.cli.console import Options, name_completer, shared_options
+from spark_deploy.cli.console import Options, name_completer, note, shared_options
 from spark_deploy.cli.hosts import select_hosts
-from spark_deploy.cli.models import fitting_profiles
+from spark_deploy.cli.models import PLAIN_PROFILE, fitting_profiles
 from spark_deploy.cli.settings import Edit, print_edits, write_values
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import SparkError
@@ -37,11 +37,19 @@ def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
     catalog = chosen[0].catalog
     wanted = _parse_choice(choice, catalog)
     if wanted.keys() == {"model"}:
-        # A model on its own changes the profile only if the present one cannot serve it.
-        fitting = fitting_profiles(wanted["model"], catalog)
-        present = {host.settings.settings.profile for host in chosen}
-        if fitting and not present <= set(fitting):
+        # Change the profile only if it cannot serve the model, or is `plain` for another model.
+        model, fitting = wanted["model"], fitting_profiles(wanted["model"], catalog)
+        present = {(host.settings.settings.model, host.settings.settings.profile)
+                   for host in chosen}  # fmt: skip
+        replaced = any(
+            profile not in fitting or (profile == PLAIN_PROFILE and current != model)
+            for current, profile in present
+        )
+        if fitting and replaced:
             wanted["profile"] = fitting[0]
+        kept = ", ".join(sorted({profile for _, profile in present}))
+        is_new = "profile" in wanted and kept != wanted["profile"]
+        note(f"chose profile {wanted['profile']}" if is_new else f"kept profile {kept}")
     edits = write_values(chosen, all_hosts, wanted, dry=options.dry, shown=f"use {choice}")
     return edits, sorted(host.name for host in chosen)
 

@@ -27,6 +27,16 @@ _LIST_IT = "list it in the same group of the inventory"
 _IN_GROUP_VARS = "set it once, in group_vars of their group"
 
 
+def unknown_host_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
+    """Yield names of cluster and replicas that are missing in ``hosts``, the whole inventory."""
+    for section in ("cluster", "replicas"):
+        lists = [(loaded.data.get(section) or {}).get("hosts") or () for loaded in hosts.values()]
+        named = dict.fromkeys(name for names in lists for name in names)
+        if unknown := [name for name in named if name not in hosts]:
+            message = f"no such host: {', '.join(unknown)}"
+            yield Problem(f"{section}.hosts", message, f"known: {', '.join(hosts)}")
+
+
 def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
     for name, loaded in hosts.items():
         members = loaded.settings.cluster.hosts

@@ -22,6 +22,7 @@ from spark_deploy.config.errors import LockError, PlanError, SettingsError
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.network import Fabric
 from spark_deploy.hosts.payload import SITE_REQUIREMENTS, quantiser_digest, read_payload
+from spark_deploy.inventory.clusters import unknown_host_problems
 from spark_deploy.inventory.command_line import inventory_argument, missing_inventory
 from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
 from spark_deploy.inventory.host_names import CONTEXT_KEY, context_of, host_problems
@@ -204,6 +205,9 @@ def read_inventory(
     data_of = {host: more for members, _ in groups.values() for host, more in members}
     if not data_of:
         raise _no_host_error(path)
+    contexts = {name: data[CONTEXT_KEY].loaded for name, data in data_of.items()}
+    if not hosts and (problems := list(unknown_host_problems(contexts))):
+        raise SettingsError(problems)
     names = {name: [host for host, _ in group[0]] for name, group in groups.items()}
     chosen = chosen_hosts({"limit": limit, "exclude": exclude}, names, path.stem)
     return {host: data_of[host] for host in chosen}

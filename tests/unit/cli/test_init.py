@@ -88,6 +88,18 @@ def test_existing_files_are_kept_and_schemas_renewed(capsys):
     assert hosts(folder) == {"b": None}
 
 
+def test_different_values_for_an_existing_host_are_refused(capsys):
+    folder = init_folder("--host", "a=10.0.0.7")
+    before = (folder / "hosts.yml").read_text()
+    assert main(["init", "own", "--host", "a=10.0.0.8", "--user", "me"]) == 1
+    errors = capsys.readouterr().err
+    assert "a.address: is 10.0.0.7" in errors
+    assert "a.user: " in errors
+    assert "a: {address: 10.0.0.8, user: me}" in errors
+    assert (folder / "hosts.yml").read_text() == before
+    init_folder("--host", "a=10.0.0.7")
+
+
 def test_a_published_model_gets_the_plain_profile():
     text = (init_folder("--host", "a", "--model", "qwen3-4b") / "group_vars/all.yml").read_text()
     assert yaml.safe_load(text)["profile"] == "plain"

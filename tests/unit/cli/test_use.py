@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from spark_deploy.cli import main
+from spark_deploy.cli.init import INVENTORY_TEXT
 from spark_deploy.cli.settings import set_keys
 from tests.unit.cli.targets import write_inventory
 
@@ -119,6 +120,18 @@ def test_a_choice_against_a_cross_check_is_refused(site, capsys):
     assert "b: schedule: no entry returns to qwen3.5-35b with agent" in capsys.readouterr().err
 
 
+def test_a_plain_profile_gives_way_to_the_model_s_first_profile(site, capsys):
+    common = site / "group_vars/all.yml"
+    common.write_text("model: qwen3-4b\nprofile: plain\n")
+    assert main(["use", "qwen3.5-35b"]) == 0
+    assert common.read_text() == "model: qwen3.5-35b\nprofile: v2\n"
+    assert "profile v2" in capsys.readouterr().err
+    common.write_text("model: qwen3.5-35b\nprofile: agent\n")
+    assert main(["use", "qwen3.5-122b"]) == 0
+    assert common.read_text() == "model: qwen3.5-122b\nprofile: agent\n"
+    assert "profile agent" in capsys.readouterr().err
+
+
 def test_json_lists_the_edits(site, capsys):
     assert main(["use", "agent", "--json", "--dry"]) == 0
     [edit] = json.loads(capsys.readouterr().out)
@@ -186,6 +199,47 @@ def test_set_refuses_a_wrong_value_without_writing(site, capsys, assignment):
     assert "fix: " in capsys.readouterr().err
     assert (site / "group_vars/all.yml").read_text() == ALL
     assert not (site / "host_vars").exists()
+
+
+def test_set_writes_replicas_of_hosts_with_addresses(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for path, text in {
+        "inventory/spark.py": INVENTORY_TEXT,
+        "group_vars/all.yml": ALL,
+        "hosts.yml": "hosts: {a: {address: 10.0.0.1}, b: {address: 10.0.0.2}}\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    words = ["set", "serve.expose=lan", "serve.api_key={env: SPARK_API_KEY}"]
+    assert main([*words, "replicas.hosts=[a, spark-2]"]) == 1
+    assert "spark-2" in capsys.readouterr().err
+    assert main([*words, "replicas.hosts=[a, b]"]) == 0
+    common = yaml.safe_load((tmp_path / "group_vars/all.yml").read_text())
+    assert common["replicas"] == {"hosts": ["a", "b"]}
+
+
+@pytest.mark.parametrize("section", ["cluster", "replicas"])
+def test_names_of_hosts_must_be_in_the_inventory(site, capsys, section):
+    common = site / "group_vars/all.yml"
+    common.write_text(f"{ALL}serve: {{expose: lan, api_key: {{env: KEY}}}}\n")
+    assert main(["set", f"{section}.hosts=[spark-1, spark-2]"]) == 1
+    assert "known: a, b" in capsys.readouterr().err
+    common.write_text(f"{common.read_text()}{section}: {{hosts: [spark-1, spark-2]}}\n")
+    for hosts in ([], ["a"]):
+        assert main(["plan", "--estimate", *hosts]) == 1
+        assert f"{section}.hosts: no such host: spark-1, spark-2" in capsys.readouterr().err
+
+
+def test_settings_prints_values_of_this_folder(site, capsys):
+    assert main(["set", "serve.expose=lan"]) == 0
+    (site / "host_vars").mkdir()
+    (site / "host_vars/b.yml").write_text("serve: {expose: loopback, port: 8001}\n")
+    capsys.readouterr()
+    assert main(["settings", "serve.expose"]) == 0
+    text = capsys.readouterr().out
+    assert "yours: serve.expose: lan (group_vars/all.yml)" in text
+    assert "host_vars" not in text
+    assert yaml.safe_load(text) == {"serve": {"expose": "loopback"}}
 
 
 def test_settings_prints_matching_keys_with_their_sections(capsys):
