@@ -113,7 +113,7 @@ while time.monotonic() < deadline:
                 give_up(pids, "the work has ended")
             report(unit=unit, pids=pids, proof=job["proof"], title=job["title"])
     time.sleep(0.005)
-sys.exit("no job of this kind was at work")
+sys.exit("too late: a job of this kind was never seen at work")  # a short job, a busy machine
 """
 
 # inotify reports each new result file. A phase of a few milliseconds is approached in steps of half
@@ -176,7 +176,7 @@ class Pause:
     paused: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def job(cls, guest: Guest, kind: str, sign: str = "", *, seconds: float = 90) -> Pause:
+    def job(cls, guest: Guest, kind: str, sign: str = "", *, seconds: float = 60) -> Pause:
         return cls._begin(guest, _JOB, seconds, KIND=kind, SIGN=sign)
 
     @classmethod

@@ -121,7 +121,7 @@ def retry_if_missed(fleet, kill):
     return kill()
 
 
-def kill_during_job(fleet, kind, seconds=90):
+def kill_during_job(fleet, kind, seconds=60):
     guest = fleet.guests[0]
     guest.run(FORGET[kind], check=False)
     with (
