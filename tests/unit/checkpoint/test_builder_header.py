@@ -198,10 +198,13 @@ HOSTILE = {
     "an offset of 2**64": (file_of({"a": entry(offsets=(0, 1 << 64))}, 4), "bad data_offsets"),
     "reversed offsets": (file_of({"a": entry(offsets=(4, 0))}, 4), "spans -4 bytes"),
     "three offsets": (file_of({"a": entry(offsets=(0, 4, 4))}, 4), "bad data_offsets"),
-    "too many elements": (file_of({"a": entry(shape=(1 << 33, 1 << 33))}, 4), "than 64 bits"),
+    "too many elements": (
+        file_of({"a": entry(shape=(1 << 33, 1 << 33))}, 4),
+        "does not fit in 64 bits",
+    ),
     "a shape that overflows to zero": (
         file_of({"a": entry("F32", (1 << 32, 1 << 32), (0, 0))}),
-        "more elements than 64 bits",
+        "does not fit in 64 bits",
     ),
     "half a byte": (file_of({"a": entry("F4", (3,), (0, 1))}, 1), "ends inside a byte"),
     "a surplus field": (file_of({"a": {**entry(), "x": 1}}, 4), "must have exactly"),

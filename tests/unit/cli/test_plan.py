@@ -45,7 +45,7 @@ def lock_path(tmp_path):
     ("words", "texts"),
     [
         (("--profile", "v2-tq"),
-         ("turboquant_k8v4", "(estimated, not locked)", "KV cache of", "release     main-")),
+         ("turboquant_k8v4", "(estimated, not locked)", "KV cache: ", "release     main-")),
         (("--data", "engine.vision=true"),
          ("5 questions", "tool call", "growing conversation", "pictures", "acceptance")),
         (("--data", "checkpoint.layout=full", "--data", "checkpoint.source=prebuilt"),
