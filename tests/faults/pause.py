@@ -45,7 +45,7 @@ def running(program):
 def work_of(argv):
     # The tool is a shell script that execs python.
     tool = argv[0].endswith("/bin/spark-host")
-    return " ".join((["python3", "-m", "spark_host"] if tool else argv[:1]) + argv[1:])
+    return " ".join((["/usr/bin/python3", "-m", "spark_host"] if tool else argv[:1]) + argv[1:])
 def state(pid):
     try:
         return open("/proc/%d/stat" % pid).read().rpartition(")")[2].split()[0]
