@@ -31,6 +31,7 @@ from spark_contract.tool import COMMANDS_DIR
 from spark_contract.units import DAILY_LINK, UNITS_DIR
 
 from lab import cgroup
+from proofs import result_files
 from spark_deploy.bench import report
 from spark_deploy.hosts import base
 from spark_deploy.hosts.base import HOLD_PATH
@@ -162,6 +163,7 @@ def main() -> int:
     result = {
         "benchmark": "no-op",
         "command": "python -m proofs.benchmarks.noop --inventory ... --ansible ... HOSTS",
+        "commit": result_files.read_commit(),
         "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine()},
         "stands_in": "guests of the virtual lab on a single machine; not a DGX Spark",
