@@ -11,12 +11,9 @@ from lab import packages
 from lab.archive import ARCHIVES, key_sha256
 from lab.distribution import Distribution
 from lab.guest import Guest
-from lab.hardware import DRIVER_VERSION
 from lab.hub.store import Store
 from lab.images import read_published
-from lab.paths import CDN_PORT, HOST_IP, HUB_PORT, REGISTRY_PORT, USER, LabPaths
-
-SCHEMA_VERSION = 1
+from lab.paths import HOST_IP, HUB_PORT, REGISTRY_PORT, USER, LabPaths
 
 
 def all_guests(paths: LabPaths) -> list[Guest]:
@@ -47,11 +44,8 @@ def _guest_record(guest: Guest) -> dict[str, object]:
 
 
 def lab_record(paths: LabPaths, distribution: Distribution) -> dict[str, object]:
-    stubs = {name: packages.stub_control(name)["Version"] for name in packages.VENDOR_STUBS}
     return {
-        "schema_version": SCHEMA_VERSION,
         "state_dir": str(paths.state),
-        "host_ip": HOST_IP,
         "ssh": {"user": USER, "key": str(paths.ssh_key), "known_hosts": str(paths.known_hosts)},
         "guests": [_guest_record(guest) for guest in all_guests(paths)],
         "apt": [
@@ -68,7 +62,6 @@ def lab_record(paths: LabPaths, distribution: Distribution) -> dict[str, object]
         ],
         "hub": {
             "endpoint": f"http://{HOST_IP}:{HUB_PORT}",
-            "cdn": f"http://{HOST_IP}:{CDN_PORT}",
             "repos": Store(paths.hub).repositories(),
         },
         "registry": f"{HOST_IP}:{REGISTRY_PORT}",
@@ -79,7 +72,6 @@ def lab_record(paths: LabPaths, distribution: Distribution) -> dict[str, object]
             "os_id": distribution.os_id,
             "os_version": distribution.version,
         },
-        "stub_versions": {"nvidia-smi": DRIVER_VERSION, **stubs},
     }
 
 

@@ -26,13 +26,7 @@ class ReleaseError(Exception):
 
 def runner(root: Path) -> Run:
     """The function returns the standard output or raises subprocess.CalledProcessError."""
-
-    def run(command: Sequence[str]) -> str:
-        return subprocess.run(
-            command, cwd=root, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
-
-    return run
+    return lambda command: subprocess.check_output(command, cwd=root, text=True)
 
 
 def parse_version(version: str) -> tuple[int, ...]:

@@ -76,9 +76,8 @@ class Talk:
 
 def start(name: str, seed: int, length: int) -> Talk:
     source = np.random.default_rng([seed, 3])
-    return Talk(
-        name, source, language.context(source, length, near=False, asks=False, long=language.LONGER)
-    )
+    made = language.context(source, length, near=False, asks=False, long=language.LONGER)
+    return Talk(name, source, made)
 
 
 def script(seed: int, *, long: bool = False) -> list[list[Asked]]:
