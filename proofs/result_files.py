@@ -49,6 +49,7 @@ KINDS = (
     Kind("lm-head-nan", "LM head kernel propagates NaN and infinity", "gpu"),
     Kind("lm-head-sweep-.*", "LM head kernel: times by block size", "gpu-times"),
     Kind("shared-experts", "times of the shared experts by format and kernel", "gpu-times"),
+    Kind("cache-formats", "attention times by cache format, compared with 16 bits", "gpu-times"),
     Kind("lm-head.*", "LM head kernel: times", "gpu-times"),
     Kind("marlin-atomic-add", "Marlin with atomic add gives repeatable results", "gpu"),
     Kind("needles", "cache formats among similar keys with outlier channels", "gpu"),

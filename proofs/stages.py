@@ -61,7 +61,10 @@ KERNELS = {
     "experts": ["fused_marlin_moe"],
     "lm-head-batches": ["spark_vllm.head.kernel.logits"],
     "lm-head-nan": ["spark_vllm.head.kernel.logits"],
-    "needles": ["SparkTurboQuantImpl.do_kv_cache_update (the engine's own store kernel)"],
+    "needles": [
+        "SparkTurboQuantImpl.do_kv_cache_update (the engine's own store kernel)",
+        "TritonAttentionImpl (the engine's own)",
+    ],
     "marlin-atomic-add": ["marlin_gemm (the engine's own)"],
     "turboquant-layer": ["SparkTurboQuantImpl", "TurboQuantAttentionImpl (the engine's own)"],
 }

@@ -7,6 +7,7 @@ a few channels are far larger than the rest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -55,8 +56,16 @@ def make_needles(seed: int, device: str) -> Needles:
     return Needles(*(tensor.to(device) for tensor in made))
 
 
-def find_chains(needles: Needles, keys: Tensor, values: Tensor) -> Tensor:
-    """Return which chains attention over these keys and values follows to the end.
+Attend = Callable[[Tensor], Tensor]
+"""Attention of queries ``[chains, size]`` over all keys and values."""
+
+
+def attend_to(keys: Tensor, values: Tensor) -> Attend:
+    return lambda query: (query @ keys.float().T / SIZE**0.5).softmax(-1) @ values.float()
+
+
+def find_chains(needles: Needles, attend: Attend) -> Tensor:
+    """Return which chains ``attend`` follows to the end.
 
     A hop is found if the output resembles the right value more than any other.
     """
@@ -64,9 +73,7 @@ def find_chains(needles: Needles, keys: Tensor, values: Tensor) -> Tensor:
     query = needles.first_queries
     found = torch.ones(len(query), dtype=torch.bool, device=query.device)
     for hop in range(HOPS):
-        rounded = (QUERY_NORM * query).bfloat16().float()
-        weights = (rounded @ keys.float().T / SIZE**0.5).softmax(-1)
-        output = weights @ values.float()
+        output = attend((QUERY_NORM * query).bfloat16().float())
         found &= (output @ known.T).argmax(-1) == needles.places[:, hop]
         query = normalize(output, dim=-1)
     return found

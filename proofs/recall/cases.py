@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from proofs.engine.cases import graphs, mtp
-from proofs.recall.trees import INT4_DRAFTS, NAME
+from proofs.engine.cases import TRITON, graphs, mtp
+from proofs.recall.trees import INT4_DRAFTS, NAME, V3
 
 PIECEWISE, FULL = "PIECEWISE", "FULL_AND_PIECEWISE"
 PRESETS = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
+UPSTREAM = tuple(f"{number}_per_token_head" for number in ("int8", "fp8", "int4"))
+"""Formats of the engine's Triton attention: a scale for each token and head."""
 LONG = 131072
 ROOM: dict[str, Any] = {
     "max_model_len": LONG + 256,
@@ -153,6 +155,52 @@ def draft_cases() -> list[dict[str, Any]]:
     return [*cases, case("drafts-damage", options=broken, damage={"drafts": []}, recall=SHORTER)]
 
 
+V3_DRAFTS: dict[str, Any] = {
+    "draft_sample_method": "probabilistic",
+    "rejection_sample_method": "block",
+    "num_speculative_tokens_per_batch_size": [[1, 2, 2], [3, 4, 1]],
+}
+"""Those of ``catalog/profiles/v3.yml``: two drafts for one or two requests, one for more."""
+ACCEPT_ALMOST_ALL = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.9}
+MANY, FEWER = 6000, 1500
+
+
+def sampling_cases() -> list[dict[str, Any]]:
+    def sampled(name: str, sequences: int, drafts: Any = None, **more: Any) -> dict[str, Any]:
+        options = {**ROOM, **graphs(FULL), "max_num_seqs": sequences}
+        if drafts is not None:
+            speculation = {**mtp(2)["speculative_config"], **drafts}
+            options["speculative_config"] = speculation
+        more = {"samples": FEWER, "additional": TRITON, "tree": V3, "recall": SHORTER, **more}
+        return case(name, options=options, **more)
+
+    unscheduled = {name: V3_DRAFTS[name] for name in list(V3_DRAFTS)[:2]}
+    wide = {"samples": MANY}
+    return [
+        sampled("sampling-none", 64, **wide),
+        sampled("sampling-none-again", 48, **wide),
+        sampled("sampling-greedy-drafts", 2, {}),
+        sampled("sampling-v2", 2, {}, tree=NAME, additional={}),
+        sampled("sampling-v3-two", 2, V3_DRAFTS),
+        sampled("sampling-v3-four", 4, V3_DRAFTS),
+        sampled("sampling-v3-wide", 64, unscheduled, **wide),
+        sampled("sampling-damage-cooler", 64, cooler=0.9, **wide),
+        sampled("sampling-damage-accept", 64, ACCEPT_ALMOST_ALL),
+    ]
+
+
+def format_cases() -> list[dict[str, Any]]:
+    """The plugin's TurboQuant and the formats of the engine's own Triton attention."""
+    cases = [case("format-16bit-full-mtp2", options={**ROOM, **graphs(FULL), **mtp(2)})]
+    for kind in ("turboquant_k8v4", *UPSTREAM):
+        options = {**ROOM, "kv_cache_dtype": kind, "attention_config": {}}
+        cases += [
+            case(f"format-{kind}", options=options),
+            case(f"format-{kind}-full-mtp2", options={**options, **graphs(FULL), **mtp(2)}),
+        ]
+    return [{**item, "recall": LENGTHS} for item in cases]
+
+
 def flashinfer_cases() -> list[dict[str, Any]]:
     lengths = {"recall": LENGTHS}
     attention = {**ROOM, "attention_config": {"backend": "FLASHINFER"}}
@@ -220,6 +268,8 @@ STAGES = {
     "turboquant": turboquant_cases,
     "wide": wide_cases,
     "drafts": draft_cases,
+    "sampling": sampling_cases,
+    "formats": format_cases,
     "prefixes": prefix_cases,
     "flashinfer": flashinfer_cases,
     "flashinfer-waiting": waiting_cases,

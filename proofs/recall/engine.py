@@ -12,7 +12,7 @@ import numpy as np
 
 from proofs.engine import case as engine_case
 from proofs.engine import quick
-from proofs.recall import damage, language, talks
+from proofs.recall import damage, language, sampling, talks
 
 KEPT = 40
 STEPS_KEPT = 6
@@ -111,6 +111,8 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     if case.get("talks"):
         result["talks"] = converse(llm, case["talks"], bool(case.get("long")))
     result["counters"] = engine_case.read_counters(llm)
+    if case.get("samples"):
+        result |= sampling.sample(llm, case["samples"], case.get("cooler", 1.0))
     return result
 
 

@@ -43,6 +43,8 @@ NAME = "recall"
 WORDS = 512
 INT4_DRAFTS = "recall-int4-drafts"
 """The same hybrid, the drafter's experts and attention in INT4 as the 35B's base has them."""
+V3 = "recall-v3"
+"""The hybrid of profile ``v3``: our builder rounded the drafter to INT4, the head has 16 bits."""
 UNUSED = 8
 """First of the ids that the language leaves free; the configuration's special tokens go there."""
 SPECIAL = ("image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id")
@@ -68,6 +70,7 @@ def make(weights: dict[str, Floats], out: Path) -> None:
     base, donor = write_sources(weights, out)
     hybrid = trees.VARIANTS["overlay-head8"]
     trees.build(trees.plan(base, donor, out / NAME, hybrid), work)
+    trees.build(trees.plan(base, donor, out / V3, trees.VARIANTS["v3"]), work)
     packed = out / f"{INT4_DRAFTS}-base"
     shutil.copytree(base, packed)  # a hybrid shares files with the base
     special.pack_drafter(packed, weights)

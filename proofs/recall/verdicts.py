@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from proofs.judges.answers import acceptance, failed_start, row
+from proofs.recall import sampling
 from proofs.recall.judge import (
     ENOUGH,
     KNOWN,
@@ -207,11 +208,55 @@ def judge_drafts(results: Results, reference: dict[str, Any]) -> list[Row]:
     return result_rows
 
 
+def judge_sampling(results: Results, reference: dict[str, Any]) -> list[Row]:
+    """Judge greedy answers and the distribution of sampled answers; acceptance is shown."""
+    plain = results["sampling-none"]
+    rows = []
+    for name, result in results.items():
+        if not (result.get("samples") and plain.get("samples")):
+            rows.append(failed_start(name, result))
+            continue
+        if name == "sampling-v2":  # another head: its distribution is not compared
+            rows.append(_greedy_row(results, name))
+        elif result is not plain:
+            damaged = "damage" in name
+            rows.append(sampling.judge_samples(name, result, plain, damaged=damaged))
+            if not damaged:
+                rows.append(_greedy_row(results, name))
+        if result["accepted_at"][sampling.GREEDY]["acceptance"] is not None:
+            claim = f"{name}: acceptance by temperature"
+            rows.append(row(claim, None, [name], **result["accepted_at"]))
+    return rows
+
+
+def _greedy_row(results: Results, name: str) -> Row:
+    answers, plain = answers_of(results, name), answers_of(results, "sampling-none")
+    return row(
+        f"{name}: every greedy answer as without drafts",
+        bool(answers) and tokens_of(answers) == tokens_of(plain),
+        [name, "sampling-none"],
+        answers=len(answers),
+        acceptance=acceptance(results[name]),
+        acceptance_by_place=acceptance_by_place(results[name]),
+        divergence=divergences(plain, answers),
+    )
+
+
+def judge_formats(results: Results, reference: dict[str, Any]) -> list[Row]:
+    base = reference.get("recall", [])
+    return [
+        recall_row(results, name, base) if result.get("recall") else failed_start(name, result)
+        for name, result in results.items()
+    ]
+
+
 JUDGES: dict[str, Callable[[Results, dict[str, Any]], list[Row]]] = {
     "recall": judge_recall,
     "turboquant": judge_turboquant,
     "wide": judge_wide,
     "drafts": judge_drafts,
+    "sampling": judge_sampling,
+    "formats": judge_formats,
     "prefixes": judge_prefixes,
     "flashinfer": judge_flashinfer,
     "flashinfer-waiting": judge_flashinfer,

@@ -37,7 +37,7 @@ def adapt_arguments(
     argv: list[str], tree: str, sock: str, kind: str
 ) -> tuple[list[str], list[str]]:
     changed = []
-    result = [tree, *argv[1:]]
+    result = [tree, *(word.replace('"/cache/', f'"{CACHE_DIRECTORY}/') for word in argv[1:])]
     replaced = {**REPLACED, "--uds": sock}
     if kind == "long":
         replaced.pop("--max-model-len")  # the tree can take it

@@ -1,7 +1,8 @@
 """Cache formats that still find needles among similar keys with outlier channels.
 
-Keys and values are those of the real cache slots; attention is torch, because the backend equals
-attention over its slots (test_turboquant.py).
+TurboQuant: keys and values are those of the real cache slots; attention is torch, because the
+backend equals attention over its slots (test_turboquant.py). Formats of the engine's Triton
+attention are read through it.
 """
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("vllm")
 import torch
 
 from proofs.kernels import needles as needle_chains
+from proofs.kernels.caches import UPSTREAM, make_cache
 from proofs.kernels.turboquant_slots import dequantise_slots, open_backend
 
 BLOCK, SEEDS = 16, 4
@@ -22,12 +24,15 @@ LOSSES = {
     "turboquant_4bit_nc": (0.02, 0.08),
     "turboquant_k3v4_nc": (0.08, 1.0),
     "turboquant_3bit_nc": (0.08, 1.0),
+    "int8_per_token_head": (0.0, 0.02),
+    "fp8_per_token_head": (0.0, 0.05),
+    "int4_per_token_head": (0.0, 0.3),
 }
 """Share of the chains found by 16 bit that the format must lose: more than, at most."""
 
 
 def through_cache(preset, keys, values, monkeypatch):
-    """Return keys and values as a cache of this format stores them."""
+    """Return attention over keys and values as a cache of this format stores them."""
     size = keys.shape[-1]
     impl = open_backend(monkeypatch.setattr, True, preset, (1, 1, size), len(keys))
     store = torch.zeros(
@@ -40,7 +45,16 @@ def through_cache(preset, keys, values, monkeypatch):
         torch.nn.Module(), keys[:, None], values[:, None], store.transpose(1, 2), slots
     )
     key, value = dequantise_slots(store.flatten(0, 1), impl.tq_config)
-    return key[:, 0], value[:, 0]
+    return needle_chains.attend_to(key[:, 0], value[:, 0])
+
+
+def through_engine(kind, keys, values):
+    cache = make_cache(kind, (1, 1, keys.shape[-1]), 1, len(keys))
+    cache.write(0, keys[:, None], values[:, None])
+    cache.requests = needle_chains.CHAINS
+    cache.table = cache.table.expand(cache.requests, -1).contiguous()
+    cache.lengths = cache.lengths.expand(cache.requests).contiguous()
+    return lambda query: cache.attention(query.bfloat16()[:, None])()[:, 0].float()
 
 
 @pytest.mark.parametrize("preset", LOSSES)
@@ -48,9 +62,13 @@ def test_format_loses_as_many_chains_as_its_guard_rail_says(preset, monkeypatch,
     by_16_bit, by_format = [], []
     for seed in range(SEEDS):
         made = needle_chains.make_needles(seed, "cuda")
-        by_16_bit.append(needle_chains.find_chains(made, made.keys, made.values))
-        stored = through_cache(preset, made.keys, made.values, monkeypatch)
-        by_format.append(needle_chains.find_chains(made, *stored))
+        exact = needle_chains.attend_to(made.keys, made.values)
+        if preset in UPSTREAM:
+            stored = through_engine(preset, made.keys, made.values)
+        else:
+            stored = through_cache(preset, made.keys, made.values, monkeypatch)
+        by_16_bit.append(needle_chains.find_chains(made, exact))
+        by_format.append(needle_chains.find_chains(made, stored))
     known, found = torch.cat(by_16_bit), torch.cat(by_format)
     lost = float((known & ~found).sum() / known.sum())
     above, at_most = LOSSES[preset]

@@ -1,0 +1,171 @@
+"""KV caches of an attention layer without an engine: a common interface to four backends.
+
+Every request has ``context`` tokens; its last tokens are those of the queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from proofs.kernels.turboquant_slots import open_backend
+
+BLOCK = 16
+SEGMENTS = 16
+"""Of a row, as TRITON_ATTN takes them on every device but capability 12.0."""
+SCALE_BYTES = 4
+UPSTREAM = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
+
+
+class Cache:
+    """A cache of equally long requests; subclasses define layout and attention."""
+
+    item_type: Any = torch.uint8
+    impl: Any = None
+
+    def __init__(self, kind: str, shape: tuple[int, int, int], requests: int, context: int) -> None:
+        self.kind, self.shape, self.requests, self.context = kind, shape, requests, context
+        self.layer: Any = torch.nn.Module()
+        self.prepare()
+        blocks = requests * -(-context // BLOCK)
+        _, heads, _ = shape
+        self.store = torch.zeros(
+            (blocks, BLOCK, heads, self.items()), dtype=self.item_type, device="cuda"
+        )
+        self.cache = self.store.transpose(1, 2)
+        self.table = torch.arange(blocks, dtype=torch.int32, device="cuda").view(requests, -1)
+        self.lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
+
+    def prepare(self) -> None:
+        pass
+
+    def items(self) -> int:
+        raise NotImplementedError
+
+    def bytes_per_token(self) -> int:
+        return self.store.element_size() * self.store.shape[2] * self.store.shape[3]
+
+    def write(self, request: int, keys: Tensor, values: Tensor) -> None:
+        """Store the tokens of a request from its beginning."""
+        first = int(self.table[request, 0]) * BLOCK
+        slots = first + torch.arange(len(keys), device="cuda")
+        self.impl.do_kv_cache_update(self.layer, keys, values, self.cache, slots)
+
+    def attention(self, queries: Tensor) -> Callable[[], Tensor]:
+        """Return attention of queries ``[requests * each, heads, size]``, ready to be captured."""
+        raise NotImplementedError
+
+    def forward(self, queries: Tensor, metadata: Any) -> Callable[[], Tensor]:
+        def attend() -> Tensor:
+            out = torch.empty_like(queries)
+            self.impl.forward(self.layer, queries, queries, queries, self.cache, metadata, out)
+            return out
+
+        return attend
+
+    def starts(self, each: int) -> Tensor:
+        return torch.arange(self.requests + 1, dtype=torch.int32, device="cuda") * each
+
+
+class FlashCache(Cache):
+    """16 bits through FlashAttention 3."""
+
+    item_type = torch.bfloat16
+
+    def items(self) -> int:
+        return 2 * self.shape[2]
+
+    def write(self, request: int, keys: Tensor, values: Tensor) -> None:
+        first = int(self.table[request, 0]) * BLOCK
+        self.store.flatten(0, 1)[first : first + len(keys)] = torch.cat([keys, values], -1)
+
+    def attention(self, queries: Tensor) -> Callable[[], Tensor]:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        size, each = self.shape[2], len(queries) // self.requests
+        starts = self.starts(each)
+        return lambda: flash_attn_varlen_func(
+            q=queries, k=self.store[..., :size], v=self.store[..., size:],
+            cu_seqlens_q=starts, max_seqlen_q=each,
+            seqused_k=self.lengths, max_seqlen_k=self.context, block_table=self.table,
+            softmax_scale=size**-0.5, causal=True, fa_version=3,
+        )  # fmt: skip
+
+
+class TritonCache(Cache):
+    """The engine's Triton attention: 16 bits (``auto``) or a scale for each token and head."""
+
+    def prepare(self) -> None:
+        from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+        heads, kv_heads, size = self.shape
+        self.impl = TritonAttentionImpl(heads, size, size**-0.5, kv_heads, None, None, self.kind)
+        one = torch.ones((), device="cuda")
+        self.layer = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
+        self.item_type = {
+            "auto": torch.bfloat16,
+            "int8_per_token_head": torch.int8,
+        }.get(self.kind, torch.uint8)
+
+    def items(self) -> int:
+        size = self.shape[2]
+        if self.kind == "auto":
+            return 2 * size
+        return 2 * ((size // 2 if self.kind.startswith("int4") else size) + SCALE_BYTES)
+
+    def attention(self, queries: Tensor) -> Callable[[], Tensor]:
+        from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
+
+        heads, kv_heads, size = self.shape
+        each = len(queries) // self.requests
+        # The builder gives INT4 scratch for a token of each request only.
+        rows = self.requests if self.kind.startswith("int4") else len(queries)
+        output, largest, total = (
+            torch.empty((rows, heads, SEGMENTS, *last), dtype=torch.float32, device="cuda")
+            for last in ((size,), (), ())
+        )
+        metadata = TritonAttentionMetadata(
+            num_actual_tokens=len(queries), max_query_len=each,
+            query_start_loc=self.starts(each), max_seq_len=self.context,
+            seq_lens=self.lengths, block_table=self.table, slot_mapping=self.lengths,
+            seq_threshold_3D=128 // kv_heads, num_par_softmax_segments=SEGMENTS,
+            softmax_segm_output=output, softmax_segm_max=largest, softmax_segm_expsum=total,
+            causal=True,
+        )  # fmt: skip
+        return self.forward(queries, metadata)
+
+
+class TurboQuantCache(Cache):
+    """The plugin's backend."""
+
+    def prepare(self) -> None:
+        self.impl = open_backend(setattr, True, self.kind, self.shape, self.context)
+        self.impl.max_num_kv_splits = 32  # the engine's default
+
+    def items(self) -> int:
+        return int(self.impl.tq_config.slot_size_aligned)
+
+    def attention(self, queries: Tensor) -> Callable[[], Tensor]:
+        from vllm.v1.attention.backends.turboquant_attn import TurboQuantMetadata
+
+        each = len(queries) // self.requests
+        self.impl.speculates = each > 1
+        metadata = TurboQuantMetadata(
+            seq_lens=self.lengths, slot_mapping=self.lengths, block_table=self.table,
+            query_start_loc=self.starts(each), num_actual_tokens=len(queries),
+            max_query_len=each, max_seq_len=self.context,
+            is_prefill=False, num_decodes=self.requests, num_decode_tokens=len(queries),
+        )  # fmt: skip
+        return self.forward(queries, metadata)
+
+
+def make_cache(kind: str, shape: tuple[int, int, int], requests: int, context: int) -> Cache:
+    """Return a cache of a format; ``flash`` and ``auto`` hold 16 bits."""
+    if kind == "flash":
+        return FlashCache(kind, shape, requests, context)
+    backend = TurboQuantCache if kind.startswith("turboquant") else TritonCache
+    return backend(kind, shape, requests, context)
