@@ -9,6 +9,7 @@ layer, medians of CUDA-graph replays. One query is a step without drafts, three 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from timing import graph_us, read_gb_per_s  # noqa: E402 # after the path above
 from proofs.kernels.caches import UPSTREAM, Cache, make_cache  # noqa: E402
 
 SHAPE = (32, 2, 256)  # heads, KV heads and head size of the 122B
-KINDS = ("flash", "auto", "turboquant_k8v4", *UPSTREAM)
+FLASHINFER = ("flashinfer",) if importlib.util.find_spec("flashinfer") else ()
+KINDS = ("flash", *FLASHINFER, "auto", "turboquant_k8v4", *UPSTREAM)
 CONTEXTS, REQUESTS, QUERIES = (16384, 65536, 131072), (1, 5), (1, 3)
 IN_TURN_BYTES, MOST_LAYERS = 256 << 20, 12
 

@@ -96,6 +96,27 @@ class FlashCache(Cache):
         )  # fmt: skip
 
 
+class FlashInferCache(FlashCache):
+    """16 bits through FlashInfer's kernel without Hopper instructions, as on capability 12.x."""
+
+    def attention(self, queries: Tensor) -> Callable[[], Tensor]:
+        import flashinfer
+
+        heads, kv_heads, size = self.shape
+        each = len(queries) // self.requests
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, backend="fa2")
+        pages = self.starts(self.table.shape[1])
+        wrapper.plan(
+            self.starts(each), pages, self.table.flatten(),
+            torch.full((self.requests,), (self.context - 1) % BLOCK + 1, dtype=torch.int32),
+            heads, kv_heads, size, BLOCK,
+            causal=True, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+        )  # fmt: skip
+        cache = (self.store[..., :size], self.store[..., size:])
+        return lambda: wrapper.run(queries, cache)
+
+
 class TritonCache(Cache):
     """The engine's Triton attention: 16 bits (``auto``) or a scale for each token and head."""
 
@@ -164,8 +185,7 @@ class TurboQuantCache(Cache):
 
 
 def make_cache(kind: str, shape: tuple[int, int, int], requests: int, context: int) -> Cache:
-    """Return a cache of a format; ``flash`` and ``auto`` hold 16 bits."""
-    if kind == "flash":
-        return FlashCache(kind, shape, requests, context)
-    backend = TurboQuantCache if kind.startswith("turboquant") else TritonCache
-    return backend(kind, shape, requests, context)
+    """Return a cache of a format; ``flash``, ``flashinfer`` and ``auto`` hold 16 bits."""
+    sixteen: dict[str, type[Cache]] = {"flash": FlashCache, "flashinfer": FlashInferCache}
+    quantised = TurboQuantCache if kind.startswith("turboquant") else TritonCache
+    return sixteen.get(kind, quantised)(kind, shape, requests, context)

@@ -21,17 +21,39 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1.0": {"temperature": 1.0},
 }
 GREEDY = "temperature 0"
-PROMPTS, PROMPT_TOKENS, TOKENS = 4, 96, 5
-"""Prompts end before a new slot: its kind, its words and registers have known alternatives."""
-FREE_PROMPTS, FREE_PROMPT_TOKENS, FREE_TOKENS = 24, 512, 64
+PROMPTS, PROMPT_TOKENS, TOKENS = 4, 256, 4
+PASSAGES, PASSAGE_TOKENS = 12, 8192
 RARE = 20
 """Answers of both engines below which outcomes share a bin."""
 LEVEL = 0.01
 
 
-def make_prompts(count: int, tokens: int) -> list[list[int]]:
-    source = np.random.default_rng([count, tokens])
-    return [language.context(source, tokens, near=False).tokens.tolist() for _ in range(count)]
+def ask_ambiguously(seed: int) -> list[int]:
+    """Ask for a pair with four records, whose values have equal beginnings.
+
+    The drafter's own words follow the first, and target and drafter doubt at different places.
+    """
+    source = np.random.default_rng([seed, 8])
+    tokens = language.context(source, PROMPT_TOKENS, near=False, asks=False).tokens.copy()
+    starts = np.flatnonzero((tokens == language.REC) & (np.arange(len(tokens)) % 8 == 0))
+    records = [at for at in starts if tokens[at + 7] == language.END][:8:2]
+    first, second, third = tokens[records[0] + 4 : records[0] + 7]
+    other, another = tokens[records[1] + 5 : records[1] + 7]
+    values = ((first, second, third), (first, second, another), (first, other, third),
+              (first, other, another))  # fmt: skip
+    for at, value in zip(records, values, strict=True):
+        tokens[at : at + 8] = tokens[records[0] : records[0] + 8]
+        tokens[at + 4 : at + 7] = value
+    return [*tokens.tolist(), language.ASK, *tokens[records[0] + 1 : records[0] + 4].tolist()]
+
+
+def ask_for_passages() -> tuple[list[list[int]], int]:
+    """Return questions on passages, and the tokens of an answer."""
+    source = np.random.default_rng(PASSAGE_TOKENS)
+    made = language.context(source, PASSAGE_TOKENS, near=False, asks=False)
+    questions = language.questions(made, 0, {"passage": PASSAGES})
+    prompts = [[*made.tokens.tolist(), *question.tokens] for question in questions]
+    return prompts, len(questions[0].answer)
 
 
 def sample(llm: Any, count: int, cooler: float) -> Row:
@@ -53,12 +75,14 @@ def sample(llm: Any, count: int, cooler: float) -> Row:
 
     samples = {}
     for name, setting in SETTINGS.items():
-        answers = ask(make_prompts(PROMPTS, PROMPT_TOKENS), n=count, max_tokens=TOKENS, **setting)
+        prompts = [ask_ambiguously(seed) for seed in range(PROMPTS)]
+        answers = ask(prompts, n=count, max_tokens=TOKENS, **setting)
         samples[name] = [[list(o.token_ids) for o in answer.outputs] for answer in answers]
     accepted = {}
+    passages, length = ask_for_passages()
     for name, setting in {GREEDY: {"temperature": 0.0}, **SETTINGS}.items():
         before = engine_case.read_counters(llm)
-        ask(make_prompts(FREE_PROMPTS, FREE_PROMPT_TOKENS), max_tokens=FREE_TOKENS, **setting)
+        ask(passages, max_tokens=length, **setting)
         accepted[name] = _count_since(before, engine_case.read_counters(llm))
     return {"samples": samples, "accepted_at": accepted}
 
