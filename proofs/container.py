@@ -27,7 +27,7 @@ from typing import NoReturn
 from unittest import mock
 
 from spark_contract import files
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 from spark_contract.paths import Paths
 from spark_contract.records import GpuProof
 from spark_contract.release import Mount, Release
@@ -73,7 +73,7 @@ def from_release(release: Release, checkpoint: Path, root: Path) -> tuple[Contai
     for folder in (Path(str(release.cache)), paths.engine_run(release.service)):
         folder.mkdir(parents=True)
         os.chown(folder, user, user)
-    files.write_text(paths.gpu_receipt, text_of(GpuProof({}, ("--gpus=all",), "")))
+    files.write_text(paths.gpu_receipt, to_json(GpuProof({}, ("--gpus=all",), "")))
     engine_container.write_environment(release, paths)
     owner = mock.Mock(pw_uid=user, pw_gid=user)
     with mock.patch.object(engine_container.pwd, "getpwnam", return_value=owner):

@@ -6,7 +6,7 @@ from pyinfra import inventory
 from pyinfra.api import deploy
 from spark_contract.paths import ENGINE_USER, GATEWAY_USER
 from spark_contract.release import Release
-from spark_contract.status import Keep
+from spark_contract.status import KeepList
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.hosts.commands import in_waves
@@ -118,7 +118,7 @@ def rollback(
 
 
 @deploy("Prune")
-def prune(*, keep: Keep) -> None:
+def prune(*, keep: KeepList) -> None:
     prune_host(name="Remove artefacts that no kept release needs", keep=keep)
 
 

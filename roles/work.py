@@ -45,7 +45,7 @@ def fetch(
     *, jobs: Sequence[Work], release: str, proxy: ProxySettings, fleet: FleetSettings
 ) -> None:
     """Download from hub or peers, checked against the lock."""
-    arguments = {"jobs": _names(jobs), "target": PREPARE.of(release)}
+    arguments = {"jobs": _names(jobs), "target": PREPARE.unit(release)}
     expect_files((PROXY,))
     expect_fact(JobStates, lambda: arguments, slow=True)
     configure_job_proxy(name="Install the proxy of jobs", proxy=proxy)

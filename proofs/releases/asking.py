@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 from spark_contract.paths import Paths
 from spark_contract.release import CHAT, COMPLETIONS, LOG_LINES, Release
 from spark_host.check import compare
@@ -123,7 +123,7 @@ def run_check(server: Server, release: Release, only: str | None = None) -> list
 def record_answers(server: Server, release: Release) -> dict[str, Any]:
     prompts = compare.check_prompts(release)
     host = Host(Paths(server.log.parent))  # only the clock is used
-    answers: dict[str, Any] = plain(compare.ask(release, Engine(server.socket), prompts, host))
+    answers: dict[str, Any] = to_plain(compare.ask(release, Engine(server.socket), prompts, host))
     return answers
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from spark_contract.documents import plain as plain_of
 from spark_contract.documents import read
+from spark_contract.documents import to_plain as plain_of
 from spark_host.check import compare
 
 from proofs.judges.answers import TRAINED_NOISE, Row, answers_agree, compare_answers, row

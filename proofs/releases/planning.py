@@ -63,7 +63,7 @@ def make_lock(store: Path) -> Lock:
         anatomies = [
             read_anatomy(m.repository, s.commit, own) for m, s in zip(plain, sources, strict=True)
         ]
-    return Lock.of(sources, anatomies=anatomies)
+    return Lock.from_entries(sources, anatomies=anatomies)
 
 
 def run_plan(inventory: Path, chosen: list[str]) -> str:

@@ -71,7 +71,7 @@ class Login:
 
 def read_served(login: Login, service: str) -> tuple[Served, Release]:
     """Return the release that a service serves, or fail without one."""
-    status = parse(Status, login.run(tool.line(tool.STATUS)))
+    status = parse(Status, login.run(tool.command_line(tool.STATUS)))
     state = status.services.get(service)
     if state is None or state.active is None:
         fix = "run `spark-deploy start`, or deploy it with `spark-deploy up`"

@@ -132,7 +132,7 @@ def _print_json(problems: list[dict[str, str]]) -> None:
 
 
 def _run(command: Callable[[], int], *, as_json: bool) -> int:
-    from spark_contract.documents import plain
+    from spark_contract.documents import to_plain
 
     from spark_deploy.cli.console import print_problem
     from spark_deploy.config.errors import SparkError
@@ -148,7 +148,7 @@ def _run(command: Callable[[], int], *, as_json: bool) -> int:
         for problem in error.problems:
             print_problem(problem)
         if as_json:
-            _print_json([plain(problem) for problem in error.problems])
+            _print_json([to_plain(problem) for problem in error.problems])
         return 1
     except click.Abort:
         print("\nstopped; no changes made", file=sys.stderr)

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import click
 from spark_contract import orders
-from spark_contract.documents import text_of
-from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, Described, Scheme
+from spark_contract.documents import to_json
+from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, RepositoryDescription, Scheme
 
 from spark_deploy.cli import changes, share, use
 from spark_deploy.cli.catalog_files import Draft, write_files
@@ -41,12 +41,12 @@ from spark_deploy.config.errors import CatalogError, SparkError
 from spark_deploy.config.printable import one_line, printable
 from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.lock.headers import (
-    anatomy_of,
     describe_repository,
+    parse_anatomy,
     read_hub_token,
     temporary_builder,
 )
-from spark_deploy.lock.hub import card_of
+from spark_deploy.lock.hub import read_model_card
 from spark_deploy.plan.artifacts import exact_sets
 from spark_deploy.plan.resolve import pair_of
 
@@ -166,7 +166,7 @@ def _inspect(options: Options, place: str, host: Target) -> int:
         for model in host.catalog.models.values():
             for order in _orders(model) if isinstance(model, HybridModel) else ():
                 name = f"{model.name}.{order.shared_experts}.json"
-                (builder.folder / name).write_text(text_of(order), encoding="utf-8")
+                (builder.folder / name).write_text(to_json(order), encoding="utf-8")
                 words += [orders.AGAINST, name]
         print(printable(builder.run(orders.INSPECT, *words, place)), end="")
     return 0
@@ -236,8 +236,8 @@ def _of_repository(place: str, host: Target) -> Draft:
         raise CatalogError.one(place, problem, "check the spelling")
     revision, hub = revision or "main", host.settings.settings.hub
     content = describe_repository(f"{repository}@{revision}", hub, all_documents=True)
-    card = Card(*card_of(hub.endpoint, repository, content.commit, read_hub_token(hub)))
-    anatomy = anatomy_of(repository, content)
+    card = Card(*read_model_card(hub.endpoint, repository, content.commit, read_hub_token(hub)))
+    anatomy = parse_anatomy(repository, content)
     return draft_of(anatomy, content, card, host.catalog.engines, read_families(), revision)
 
 
@@ -249,7 +249,7 @@ class Card(NamedTuple):
 
 def draft_of(
     anatomy: Anatomy,
-    content: Described,
+    content: RepositoryDescription,
     card: Card,
     engines: Engines,
     families: Families,
@@ -285,7 +285,7 @@ def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
     draft.put("check", {**checks, "conversation": True}, "In addition to the general questions.")
 
 
-def task_of(anatomy: Anatomy, content: Described, card: Card, engines: Engines) -> str:
+def task_of(anatomy: Anatomy, content: RepositoryDescription, card: Card, engines: Engines) -> str:
     name, architecture = anatomy.repository.lower(), anatomy.architecture
     if card.task == "text-ranking" or "rerank" in name:
         return "reranking"
@@ -302,7 +302,9 @@ def task_of(anatomy: Anatomy, content: Described, card: Card, engines: Engines) 
     return "chat" if template or has_file else "completion"
 
 
-def _about(anatomy: Anatomy, content: Described, card: Card, revision: str) -> Iterator[str]:
+def _about(
+    anatomy: Anatomy, content: RepositoryDescription, card: Card, revision: str
+) -> Iterator[str]:
     total = sum(size for size in content.files.values() if size and 0 < size < _MAX_FILE_BYTES)
     yield (
         f"Written by `spark-deploy add` from {anatomy.repository} at {revision}, commit "
@@ -329,7 +331,7 @@ def _is_plausible(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < 10**6  # type: ignore[arg-type]
 
 
-def _open(anatomy: Anatomy, content: Described) -> Iterator[str]:
+def _open(anatomy: Anatomy, content: RepositoryDescription) -> Iterator[str]:
     if anatomy.cache_unknown:
         yield f"KV cache of a token: {anatomy.cache_unknown}; set engine.kv_cache_gib to limit it"
     if anatomy.drafter_bytes:

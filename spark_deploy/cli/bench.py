@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from spark_contract.documents import DocumentError, parse, plain, text_of
+from spark_contract.documents import DocumentError, parse, to_json, to_plain
 from spark_contract.release import Release
 from spark_contract.units import MAIN_SERVICE
 
@@ -106,7 +106,7 @@ def bench(options: Options, out: str, compare: Sequence[str], ladder: bool, **ch
             results.append(result)
             _write_report(options, [result], folder, name)
     if options.json and results:
-        print(json.dumps(plain(results), indent=1))
+        print(json.dumps(to_plain(results), indent=1))
     return code
 
 
@@ -168,7 +168,7 @@ def _measure_host(target: Target, measurement: Measurement, out: Path) -> tuple[
     name = f"{target.name.lstrip('@')}-{started_at.replace(':', '')}"
     out.mkdir(parents=True, exist_ok=True)
     result = _measure(target, measurement, started_at, out / name)
-    (out / f"{name}.json").write_text(text_of(result), encoding="utf-8")
+    (out / f"{name}.json").write_text(to_json(result), encoding="utf-8")
     return result, name
 
 

@@ -16,7 +16,7 @@ import click
 import yaml
 from rich.console import Console
 from rich.text import Text
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 
 from spark_deploy.config.checkout import catalog_names
 from spark_deploy.config.errors import Problem
@@ -184,7 +184,7 @@ def print_result(
 ) -> None:
     """Print a result: ``data`` as JSON, or ``texts`` with the lines of each host."""
     if options.json:
-        print(json.dumps(plain(data), indent=1))
+        print(json.dumps(to_plain(data), indent=1))
     elif text := printable(between.join("\n".join(lines) for lines in texts)):
         print_wrapped(text.splitlines()) if sys.stdout.isatty() else print(text)
 

@@ -24,7 +24,7 @@ from spark_deploy.hosts.disk import Stored
 from spark_deploy.hosts.preflight import fact_arguments, judge, same_host_key
 from spark_deploy.hosts.status import stopped_text
 from spark_deploy.hosts.survey import HostSurvey, Survey
-from spark_deploy.lock.resolve import size
+from spark_deploy.lock.resolve import format_size
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import NeedsPlan
 
@@ -194,7 +194,7 @@ def reuse_text(reuse: Reuse) -> str:
     if not reuse.found_bytes:
         return ""
     where = f" found in {', '.join(reuse.folders)}" if reuse.folders else ""
-    part, whole = size(reuse.found_bytes), size(reuse.whole_bytes)
+    part, whole = format_size(reuse.found_bytes), format_size(reuse.whole_bytes)
     if part.split()[1] == whole.split()[1]:
         part = part.split()[0]
     return f"Reusing {part} of {whole}{where}; no download, no move"

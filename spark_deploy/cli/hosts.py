@@ -35,7 +35,7 @@ from spark_deploy.inventory.output_limits import limit_output
 from spark_deploy.inventory.plans import payload_identity, read_headers, read_inventory
 from spark_deploy.inventory.unreachable import BOOTSTRAP, CHECK_NETWORK
 from spark_deploy.lock.file import read_lock
-from spark_deploy.lock.resolve import companions, required_names, resolve
+from spark_deploy.lock.resolve import companion_repositories, required_names, resolve
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.artifacts import original_bytes
 from spark_deploy.plan.host import plan_host
@@ -151,7 +151,9 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
         model = catalog.model(name)
         for pair, profile in catalog.profiles.items():
             if pair[1] == name:
-                size_bytes |= dict.fromkeys((repo for repo, _ in companions(model, profile)), 0)
+                size_bytes |= dict.fromkeys(
+                    (repo for repo, _ in companion_repositories(model, profile)), 0
+                )
         if isinstance(model, PlainModel):
             size_bytes[model.repository] = 0  # unknown
             continue
@@ -170,7 +172,7 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
         for name in missing.images
     ]
     unread = [Anatomy(repository=source.repo, commit=ESTIMATED_COMMIT) for source in sources]
-    return lock.extended_by(sources, images, anatomies=unread)
+    return lock.with_entries(sources, images, anatomies=unread)
 
 
 def chosen_services(host: Target, service: str | None) -> list[str]:

@@ -82,7 +82,7 @@ def _failure(process: subprocess.Popen[str], problem: str) -> str:
 
 
 def journal_command(lines: int, *, follow: bool) -> str:
-    units = " ".join(f"-u '{template.of('*')}'" for template in _PARTS)
+    units = " ".join(f"-u '{template.unit('*')}'" for template in _PARTS)
     return f"journalctl -q --no-pager -o json -n {lines} {'-f ' if follow else ''}{units}"
 
 

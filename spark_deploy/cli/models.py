@@ -18,7 +18,7 @@ from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.cluster import ClusterSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.file import read_lock
-from spark_deploy.lock.resolve import size
+from spark_deploy.lock.resolve import format_size
 from spark_deploy.lock.types import Lock
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.memory import weights_of
@@ -141,7 +141,7 @@ def _rows(listed: Sequence[ListedModel]) -> Iterator[str]:
             model.name,
             model.profiles[hosts][0] if hosts else "-",
             str(hosts or "none") if model.is_known else "-",
-            size(model.download_bytes) if model.download_bytes else "-",
+            format_size(model.download_bytes) if model.download_bytes else "-",
             f"{model.context_tokens:,}" if model.context_tokens else "-",
             f"{model.tokens_per_s:.0f}" if model.tokens_per_s and hosts == 1 else "-",
         )
@@ -156,7 +156,7 @@ def _details(model: ListedModel) -> Iterator[str]:
     for count, names in model.profiles.items() if model.is_known else ():
         yield f"  on {count} Spark{'s' * (count > 1)} {', '.join(names) or 'no profile fits'}"
     if model.download_bytes:
-        yield f"  download   {size(model.download_bytes)}"
+        yield f"  download   {format_size(model.download_bytes)}"
     if model.context_tokens:
         yield f"  context    {model.context_tokens:,} tokens"
     if model.tokens_per_s and model.hosts == 1:

@@ -14,7 +14,7 @@ from spark_deploy.cli.hosts import ESTIMATED_COMMIT
 from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import page
-from spark_deploy.lock.resolve import size
+from spark_deploy.lock.resolve import format_size
 from spark_deploy.lock.types import LockedSource
 from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.host import disk_total, document
@@ -65,7 +65,7 @@ def summary_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
     yield row("serves", f"{', '.join(plan.serve.names)} {_address(plan)}")
     yield row("downloads", _downloads(plan))
     peak_bytes, after_bytes = disk_total(plan.disk)
-    yield row("disk", f"{size(after_bytes)} in total, {size(peak_bytes)} at peak")
+    yield row("disk", f"{format_size(after_bytes)} in total, {format_size(peak_bytes)} at peak")
     yield row("memory", _memory_summary(plan, profile))
     for text in plan.memory.unknown:
         yield row("UNKNOWN", text)
@@ -100,9 +100,9 @@ def _downloads(plan: HostPlan) -> str:
     files, image = sum(sources.values()), sum(images.values())
     slow, fast = (_duration((files + image) / rate / 1e6) for rate in RATES_MB_PER_S)
     build = "; then builds the checkpoint" if plan.checkpoint else ""
-    model = f"up to {size(files)} of files" if files else "files of unknown size"
+    model = f"up to {format_size(files)} of files" if files else "files of unknown size"
     return (
-        f"{model} and {size(image)} of images, minus files already on the host: "
+        f"{model} and {format_size(image)} of images, minus files already on the host: "
         f"{fast} at 100 MB/s, {slow} at 25 MB/s{build}"
     )
 
@@ -133,19 +133,23 @@ def plan_lines(
         yield row("download", _source(source.locked, source.size_bytes))
         if plan.checkpoint and not plan.checkpoint.keep_base:
             donor_bytes = plan.checkpoint.donor_bytes
-            donor = f" and {size(donor_bytes)} of donor ranges" if donor_bytes else ""
-            again = f"a rebuild downloads {size(plan.checkpoint.base.size_bytes)}{donor} again"
+            donor = f" and {format_size(donor_bytes)} of donor ranges" if donor_bytes else ""
+            again = (
+                f"a rebuild downloads {format_size(plan.checkpoint.base.size_bytes)}{donor} again"
+            )
             yield row("", f"removed once the built checkpoint is proven and serves; {again}")
     if made := plan.requantized:
         yield row(
             "",
-            f"quantized on the host to {size(made.size_bytes)} in {made.dir}: AutoRound, "
+            f"quantized on the host to {format_size(made.size_bytes)} in {made.dir}: AutoRound, "
             f"{made.order.iters} steps, {gib(made.order.memory_bytes)} of memory (estimated); "
             "run `spark-deploy add --requantize`",
         )
     yield from _checkpoint(plan.checkpoint)
     layer = "with our plugin layer" if plan.image.plugin else "unchanged"
-    yield row("image", f"{plan.image.base}, {size(plan.image.size_bytes)} compressed, {layer}")
+    yield row(
+        "image", f"{plan.image.base}, {format_size(plan.image.size_bytes)} compressed, {layer}"
+    )
     for number, pair in enumerate(plan.ready):
         folder = pair.checkpoint.dir if pair.checkpoint else pair.sources[0].dir
         text = f"{pair.model} with {pair.profile}: {folder}, image {pair.image.tag}"
@@ -193,7 +197,7 @@ def _engine_command(release: Release) -> str:
 
 
 def _source(locked: LockedSource, size_bytes: int) -> str:
-    return f"{locked.repo} {_commit(locked)}, {size(size_bytes)}"
+    return f"{locked.repo} {_commit(locked)}, {format_size(size_bytes)}"
 
 
 def _commit(locked: LockedSource) -> str:
@@ -208,7 +212,9 @@ def _checkpoint(checkpoint: CheckpointPlan | None) -> Iterator[str]:
         return
     order = checkpoint.order
     parts = f"{order.layout}; shared experts {order.shared_experts}, head {order.head}"
-    yield row("checkpoint", f"{checkpoint.dir}, {size(checkpoint.output_bytes)} new ({parts})")
+    yield row(
+        "checkpoint", f"{checkpoint.dir}, {format_size(checkpoint.output_bytes)} new ({parts})"
+    )
     if donor := checkpoint.donor:
         yield row("", f"reads byte ranges of {donor.repo} {_commit(donor)}, without keeping them")
 
@@ -298,14 +304,16 @@ def _range(speed: Speed, factor: float) -> str:
 
 def _disk(plan: HostPlan) -> Iterator[str]:
     for number, use in enumerate(plan.disk):
-        peak = f", {size(use.peak_bytes)} at peak" if use.peak_bytes != use.after_bytes else ""
-        text = f"{size(use.after_bytes):>9}{peak} for {use.what} in {use.path}"
+        peak = (
+            f", {format_size(use.peak_bytes)} at peak" if use.peak_bytes != use.after_bytes else ""
+        )
+        text = f"{format_size(use.after_bytes):>9}{peak} for {use.what} in {use.path}"
         yield row("" if number else "disk", text)
     peak_bytes, after_bytes = disk_total(plan.disk)
     yield row(
         "",
-        f"{size(after_bytes):>9}, {size(peak_bytes)} at peak, in total on an empty host; "
-        "`doctor` checks the space of each filesystem",
+        f"{format_size(after_bytes):>9}, {format_size(peak_bytes)} at peak, in total on an empty "
+        "host; `doctor` checks the space of each filesystem",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import yaml
 from spark_contract import files
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 
 from spark_deploy.cli.catalog_files import schema_line
 from spark_deploy.cli.console import Options, next_command, note, print_result, shared_options
@@ -53,7 +53,7 @@ def set_(options: Options, assignments: Sequence[str]) -> int:
 
 
 def edits_data(edits: Sequence[Edit]) -> list[dict[str, Any]]:
-    return [{**plain(edit), "file": str(edit.file)} for edit in edits]
+    return [{**to_plain(edit), "file": str(edit.file)} for edit in edits]
 
 
 def print_edits(options: Options, edits: Sequence[Edit], hosts: Sequence[str]) -> None:

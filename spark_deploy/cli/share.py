@@ -47,9 +47,9 @@ from spark_deploy.config.settings import allowed
 from spark_deploy.config.settings.engine import canonical_options
 from spark_deploy.config.settings.service import CatalogName
 from spark_deploy.lock import hub
-from spark_deploy.lock.file import checked, read_lock, write_lock
+from spark_deploy.lock.file import read_lock, validated, write_lock
 from spark_deploy.lock.headers import read_hub_token
-from spark_deploy.lock.types import LockedSource, without_tag
+from spark_deploy.lock.types import LockedSource, image_name
 from spark_deploy.plan.types import HostPlan
 
 _HEAD = """\
@@ -247,7 +247,7 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
     written = write_files(root, texts, force=force)
     path = host.settings.lock_path
     lock = read_lock(path)
-    changed = checked(lock.extended_by(locked))
+    changed = validated(lock.with_entries(locked))
     if changed != lock:
         write_lock(path, changed)
         note(f"{path}: {len(locked)} repositories locked as shared")
@@ -295,7 +295,7 @@ def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
 
 def _open(shared: Shared, host: Target) -> Iterator[str]:
     settings = host.settings.settings
-    images = {without_tag(image) for image in settings.images.values()}
+    images = {image_name(image) for image in settings.images.values()}
     for reference, digest in shared.images.items():
         if reference not in images:
             yield f"was served with {reference}@{digest[:19]}, which your settings do not use"

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from pyinfra.api.host import Host
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 from spark_contract.release import PREFIX_REUSE
 from spark_contract.status import UninstallManifest
 from spark_contract.tool import SPEED
@@ -57,9 +57,9 @@ def status(options: Options, files: bool, planned: bool) -> int:
     hosts = []
     for answer in query(select_hosts(options, must_serve=False), read):
         requests = counts.get(answer.host.name, {})
-        summary = {**summary_of(answer), "requests": plain(requests.get(MAIN_SERVICE))}
+        summary = {**summary_of(answer), "requests": to_plain(requests.get(MAIN_SERVICE))}
         for service in summary.get("services", ()):
-            service["requests"] = plain(requests.get(service["service"]))
+            service["requests"] = to_plain(requests.get(service["service"]))
         hosts.append(summary)
     texts = map(status_lines, hosts) if options.verbose else [short_lines(hosts)]
     print_result(options, hosts, texts, between="\n")
@@ -84,7 +84,7 @@ def _managed_files(options: Options) -> int:
         return read_resources(uninstall_request(target.settings.settings))
 
     answers = query(select_hosts(options, must_serve=False), read)
-    data = [{**answer.data(), **(plain(answer.value) or {})} for answer in answers]
+    data = [{**answer.data(), **(to_plain(answer.value) or {})} for answer in answers]
     print_result(options, data, map(_resource_lines, answers), between="\n")
     return 0 if all(answer.value is not None for answer in answers) else 1
 
@@ -170,20 +170,20 @@ def _serving(host_status: HostStatus, active: str | None) -> dict[str, Any]:
     release, proof = host_status.release(active), {}
     if release:
         current = {"current": release.unproven is None, "why": release.unproven}
-        proof = {**(plain(release.proof) or {}), **current, "speed": list(release.speed)}
+        proof = {**(to_plain(release.proof) or {}), **current, "speed": list(release.speed)}
     return {
         "release": active,
         "model": release.model if release else None,
         "profile": release.profile if release else None,
         "names": list(release.names) if release else [],
         "proof": proof,
-        "live": plain(host_status.live(active) if active else None) or {},
+        "live": to_plain(host_status.live(active) if active else None) or {},
     }
 
 
 def host_fields(host_status: HostStatus) -> dict[str, Any]:
     """Return the state of the main service and the host, as reported by the host tools."""
-    data = plain(host_status.report) or {}
+    data = to_plain(host_status.report) or {}
     service = host_status.service(MAIN_SERVICE)
     active = service.active if service else None
     release, rolled_back = host_status.release(active), None
@@ -208,7 +208,7 @@ def host_fields(host_status: HostStatus) -> dict[str, Any]:
 
 def _rollout(host_status: HostStatus, service: str) -> dict[str, Any] | None:
     rollout = host_status.rollout(service)
-    return {**plain(rollout), "text": rollout_text(host_status, rollout)} if rollout else None
+    return {**to_plain(rollout), "text": rollout_text(host_status, rollout)} if rollout else None
 
 
 def _pair_text(host_status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:

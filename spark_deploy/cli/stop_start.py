@@ -68,7 +68,7 @@ def _run_tool(options: Options, command: str, words: list[str], service: str | N
     def run(host: Host, target: Target) -> tuple[bool, str]:
         chosen = services[target.name]
         # If one service fails, continue with the next.
-        commands = "; ".join(f"{tool.line(words[0], name, *words[1:])} 2>&1 || failed=1"
+        commands = "; ".join(f"{tool.command_line(words[0], name, *words[1:])} 2>&1 || failed=1"
                              for name in chosen)  # fmt: skip
         script = (
             f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {commands}; exit $failed; "

@@ -35,7 +35,7 @@ from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
 from spark_deploy.inventory.login import public_key
 from spark_deploy.lock.file import read_lock
-from spark_deploy.lock.resolve import required_names, size
+from spark_deploy.lock.resolve import format_size, required_names
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.types import HostPlan
 
@@ -192,12 +192,12 @@ class HostState:
 def read_state(host: Host, plan: HostPlan) -> HostState:
     names = tuple(job.digest12 for job in _jobs(plan))
     status = host.get_fact(Status)
-    jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.of(plan.serve.name))
+    jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.unit(plan.serve.name))
     service, last = status.service(MAIN_SERVICE), None
     if service:  # hosts without our tools have no rollouts
         release = service.active or service.good or plan.serve.name
         ok, output = host.run_shell_command(
-            tool.line(tool.SWITCH_POLL, release), _sudo=host.data.get("_sudo")
+            tool.command_line(tool.SWITCH_POLL, release), _sudo=host.data.get("_sudo")
         )
         try:
             last = parse(Rollout, output.stdout) if ok else None
@@ -301,7 +301,9 @@ def _preparation(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
             progress = job_state.progress if job_state else None
             files += max(0, (job.total_bytes or 0) - ((progress.bytes or 0) if progress else 0))
     image = plan.image.size_bytes if any(job.kind in IMAGE_JOBS for job in todo) else 0
-    parts = [f"{size(files)} of files"] * bool(files) + [f"an image of {size(image)}"] * bool(image)
+    parts = [f"{format_size(files)} of files"] * bool(files) + [
+        f"an image of {format_size(image)}"
+    ] * bool(image)
     if parts:
         yield f"downloads {' and '.join(parts)}"
     if any(job.kind == CHECKPOINT_JOB for job in todo):

@@ -23,7 +23,7 @@ from spark_deploy.inventory.plans import (
     verify_names_if_online,
 )
 from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.resolve import Names, refuse_two_revisions, required_names, resolve
+from spark_deploy.lock.resolve import Names, check_single_revisions, required_names, resolve
 from spark_deploy.lock.types import Lock, VerifiedNames, names_to_verify
 from spark_deploy.plan.jobs import built_title
 from spark_deploy.plan.types import CheckpointPlan, SourcePlan
@@ -81,7 +81,7 @@ def _resolve(
     """Return the lock with the names of all hosts, and the names to lock."""
     lock, done = read_lock(path), set[str]()
     wanted = [required_names(host.settings.settings, host.catalog) for host in hosts]
-    refuse_two_revisions(set().union(*(names.sources for names in wanted)))
+    check_single_revisions(set().union(*(names.sources for names in wanted)))
     for host, names in zip(hosts, wanted, strict=True):
         if only:
             names = Names(
@@ -183,7 +183,7 @@ def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
             )
         if locked is None:
             note(f"  {names.build}: FP8 source tensors have sha256 {sha256}, built by {host.name}")
-            lock = lock.extended_by(names=[replace(lock.names[names.build], donor_sha256=sha256)])
+            lock = lock.with_entries(names=[replace(lock.names[names.build], donor_sha256=sha256)])
     return lock
 
 
@@ -192,7 +192,7 @@ def _with_host_values(lock: Lock, hosts: Sequence[Target]) -> Lock:
     for host, status in query_or_note(hosts, read_status):
         lock = _with_donor_hashes(lock, host, status)
         for anatomy in _measured(host, status, lock):
-            lock = lock.extended_by(anatomies=[anatomy])
+            lock = lock.with_entries(anatomies=[anatomy])
             if size := anatomy.counted:
                 text = f"{size.token_bytes:,} bytes per token, measured by {size.by}"
                 note(f"  {anatomy.repository}: {text}")

@@ -29,7 +29,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 from pydantic.json_schema import GenerateJsonSchema, SkipJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 
 GIB = 1024**3
 MIB = 1024**2
@@ -123,7 +123,7 @@ def typed(value: Any, *, nulls: bool = True) -> dict[str, Any]:
 
 def digest_of(value: Any) -> str:
     """Return 64 hex digits that change exactly when the content of ``value`` does."""
-    text = json.dumps(plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    text = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pyinfra import host
 from pyinfra import state as current_state
 from pyinfra.api import FunctionCommand, Host, State, StringCommand
-from spark_contract.paths import GPU_RECEIPT, kept_aside
+from spark_contract.paths import GPU_RECEIPT, backup_path
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts import gpu
@@ -255,7 +255,7 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
         return
     content = json.dumps(wanted, indent=4) + "\n"
     # Keep the owner's file, once.
-    keep = shlex.quote(kept_aside(DAEMON_JSON))
+    keep = shlex.quote(backup_path(DAEMON_JSON))
     yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {keep}"
     yield put_files([ManagedFile(DAEMON_JSON, content.encode())])
 

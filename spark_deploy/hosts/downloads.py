@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from pyinfra import host
 from pyinfra.api import Host
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 from spark_contract.fetching import SHARE_KEY, SHARE_SETTINGS, Share, SharedTree
 from spark_contract.job import ReceiptProof
 from spark_contract.paths import PROXY, RECEIPT_NAME
@@ -151,7 +151,7 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
         host.noop("files are noted when the deploy runs")
         return
     names = tuple(work.job.digest12 for work in jobs)
-    states = read_fact(JobStates, jobs=names, target=PREPARE.of(release))
+    states = read_fact(JobStates, jobs=names, target=PREPARE.unit(release))
     if states.shares_files:
         _sharing.add(current_host())
     if not fleet.share:
@@ -192,7 +192,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     address = fleet.address or read_fact(LoginAddress, _sudo=False)
     serves = bool(trees and address)
     if serves:
-        settings = text_of(Share(address, _PORT, trees))
+        settings = to_json(Share(address, _PORT, trees))
         files.append(ManagedFile(SHARE_SETTINGS, settings.encode()))
         _note_url(address, trees)
     elif trees:

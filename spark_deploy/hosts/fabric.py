@@ -8,7 +8,7 @@ import gevent
 from pyinfra import host, state
 from pyinfra.api import FunctionCommand, Host, State, StringCommand
 from spark_contract import documents
-from spark_contract.errors import problem_in
+from spark_contract.errors import parse_problem
 from spark_contract.fabric import (
     NETPLAN_FILE,
     NETPLAN_TRIAL,
@@ -17,7 +17,7 @@ from spark_contract.fabric import (
     SpeedOrder,
     SpeedResult,
 )
-from spark_contract.tool import FABRIC, FABRIC_SPEED, HOST_TOOL, line
+from spark_contract.tool import FABRIC, FABRIC_SPEED, HOST_TOOL, command_line
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.types import Settings
@@ -123,7 +123,7 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
         return
     _check_ports_free(plan, netplan)
     log_once(f"{NETPLAN_FILE}, tried for {plan.confirm_s} s:\n{plan.netplan}")
-    yield StringCommand(HOST_TOOL, FABRIC, "try", _stdin=documents.text_of(plan))
+    yield StringCommand(HOST_TOOL, FABRIC, "try", _stdin=documents.to_json(plan))
     fix = f"wait: the previous network settings are restored in {plan.confirm_s} s"
     yield FunctionCommand(_run_step, ["settled", fix], {})
     if check is not None:
@@ -164,7 +164,7 @@ def _check_ports_free(plan: FabricPlan, netplan: Netplan) -> None:
 
 @host_command
 def _run_step(state: State, host: Host, step: str, fix: str) -> bool:
-    done, output, errors = run_reconnecting(host, line(FABRIC, step))
+    done, output, errors = run_reconnecting(host, command_line(FABRIC, step))
     if not done:
         raise Refused(_last_problem(host.name, errors or output, fix))
     return True
@@ -173,7 +173,7 @@ def _run_step(state: State, host: Host, step: str, fix: str) -> bool:
 def _last_problem(name: str, output: str, fix: str) -> Problem:
     """Return the last error of our tool, or the last line with ``fix``."""
     lines = output.strip().splitlines() or ["no output"]
-    problems = filter(None, map(problem_in, reversed(lines)))
+    problems = filter(None, map(parse_problem, reversed(lines)))
     return next(problems, Problem(name, lines[-1], fix))
 
 
@@ -231,8 +231,11 @@ def _measure_tcp(link: FabricLink) -> SpeedResult:
         max_bytes=MAX_BYTES,
         max_s=MAX_S,
     )
-    listen, send = _unit_command(line(FABRIC_SPEED, "listen")), line(FABRIC_SPEED, "send")
-    sent, received = _run_pair(link, listen, send, documents.text_of(order))
+    listen, send = (
+        _unit_command(command_line(FABRIC_SPEED, "listen")),
+        command_line(FABRIC_SPEED, "send"),
+    )
+    sent, received = _run_pair(link, listen, send, documents.to_json(order))
     fix = "check `journalctl -xe` on that host, then run again"
     ends = ((host.name, sent), (link.host, received))
     if failed := [_last_problem(name, output, fix) for name, (ok, output) in ends if not ok]:

@@ -63,7 +63,7 @@ MARKER = "== "
 SERVING_SCRIPT = (
     "echo '== serving'\n"
     "systemctl list-units --plain --no-legend --state=active,activating "
-    f"'{SERVE.of('*')}' | cut -d' ' -f1"
+    f"'{SERVE.unit('*')}' | cut -d' ' -f1"
 )
 
 

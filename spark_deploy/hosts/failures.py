@@ -45,7 +45,7 @@ def show_failure(host: Host, lines: Sequence[str]) -> None:
 
 def read_status(host: Host) -> HostStatus:
     """Return the status of a host where something failed; empty if it does not answer."""
-    command = shell(tool.when_installed(tool.line(tool.STATUS)))
+    command = shell(tool.when_installed(tool.command_line(tool.STATUS)))
     try:
         if is_disconnected(host):
             return HostStatus(None)

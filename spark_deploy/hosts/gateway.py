@@ -8,7 +8,7 @@ from typing import Any
 from pyinfra import host
 from pyinfra.api import StringCommand
 from spark_contract import tool
-from spark_contract.gateway import EXPOSURES, tls_of
+from spark_contract.gateway import EXPOSURES, tls_paths
 from spark_contract.paths import CURRENT_TOOLS
 from spark_contract.units import HOURS, UNITS_DIR, WATCH
 
@@ -31,7 +31,7 @@ class WatchTools(LineFact):
     """Tools directory of a release's running watchdog; "" if none runs."""
 
     def command(self, release: str) -> str:
-        unit = shlex.quote(WATCH.of(release))
+        unit = shlex.quote(WATCH.unit(release))
         return (
             f"pid=$(systemctl show -p MainPID --value {unit}); "
             "cat /proc/$pid/environ 2>/dev/null | tr '\\0' '\\n' | "
@@ -65,7 +65,7 @@ _USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
 def gateway_paths(plan: GatewayPlan) -> tuple[str, ...]:
-    tls = tls_of(plan.settings.service)
+    tls = tls_paths(plan.settings.service)
     key = () if plan.key.kind == "generate" else (plan.settings.key_path,)
     return (gateway_file(plan).path, tls.certificate, tls.key, *key)
 
@@ -75,7 +75,7 @@ def configure_gateway(plan: GatewayPlan) -> Commands:
     """Install the gateway's configuration; reload a running gateway that does not use it."""
     changed = yield from place_files((gateway_file(plan), *_secret_files(plan)))
     if plan.tls is None:
-        tls = tls_of(plan.settings.service)
+        tls = tls_paths(plan.settings.service)
         changed |= yield from remove_files((tls.certificate, tls.key))
     elif plan.tls.mode == "private-ca":
         changed |= yield from _issue_certificate(plan, plan.tls.names, plan.tls.ca_dir)
@@ -85,7 +85,7 @@ def configure_gateway(plan: GatewayPlan) -> Commands:
         if difference:
             host.log(f"gateway: {difference}")
         yield from _restart_outdated_watchdog(plan, service.active)
-        yield tool.line(tool.GATEWAY_RELOAD, plan.settings.service)
+        yield tool.command_line(tool.GATEWAY_RELOAD, plan.settings.service)
     elif not changed:
         host.noop("the gateway is as planned")
 
@@ -100,7 +100,7 @@ def replace_key(plan: GatewayPlan) -> Commands:
         message = "does not exist: no release was deployed here yet"
         fix = "run deploy.py for this host, which creates the key"
         refuse(f"{host.name}: API key", message, fix)
-    yield tool.line(tool.GATEWAY_NEW_KEY, plan.settings.service)
+    yield tool.command_line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
 
 def _restart_outdated_watchdog(plan: GatewayPlan, release: str | None) -> Commands:
@@ -108,12 +108,12 @@ def _restart_outdated_watchdog(plan: GatewayPlan, release: str | None) -> Comman
 
     It follows addresses that come and go; engines continue.
     """
-    if release is None or not EXPOSURES[plan.settings.expose].late:
+    if release is None or not EXPOSURES[plan.settings.expose].has_unstable_address:
         return
     running = host.get_fact(WatchTools, release=release)
     if running and running != host.get_fact(SymlinkTarget, path=CURRENT_TOOLS):
         host.log(f"the watchdog of {release} runs older tools and is restarted")
-        yield StringCommand("systemctl", "restart", shlex.quote(WATCH.of(release)))
+        yield StringCommand("systemctl", "restart", shlex.quote(WATCH.unit(release)))
 
 
 def _secret_files(plan: GatewayPlan) -> list[ManagedFile]:
@@ -135,7 +135,7 @@ def _secret_files(plan: GatewayPlan) -> list[ManagedFile]:
 
 
 def _pair_files(plan: GatewayPlan, certificate: bytes, key: bytes) -> list[ManagedFile]:
-    tls = tls_of(plan.settings.service)
+    tls = tls_paths(plan.settings.service)
     return [ManagedFile(tls.certificate, certificate), ManagedFile(tls.key, key, 0o600)]
 
 
@@ -145,7 +145,7 @@ def _issue_certificate(
     """Issue a certificate if the present one is invalid; return whether."""
     from spark_deploy.hosts.certificates import issue, renewal_reason
 
-    tls = tls_of(plan.settings.service)
+    tls = tls_paths(plan.settings.service)
     certificate, key = host.get_fact(GatewayCertificate, certificate=tls.certificate, key=tls.key)
     why = renewal_reason(certificate, key, names, ca_dir)
     states = file_states([tls.certificate, tls.key])
@@ -169,7 +169,7 @@ class Timers(HostFact[dict[str, bool]]):
 
     def command(self) -> str:
         return (
-            f'for path in {UNITS_DIR}/{HOURS.of("*")}; do [ -e "$path" ] || continue; '
+            f'for path in {UNITS_DIR}/{HOURS.unit("*")}; do [ -e "$path" ] || continue; '
             'name=$(basename "$path"); '
             'echo "$name $(systemctl is-active "$name") $(systemctl is-enabled "$name" 2>&1)"; done'
         )
@@ -207,4 +207,4 @@ def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
         names = " ".join(map(shlex.quote, wanted))
         yield f"systemctl daemon-reload && systemctl enable {names} && systemctl restart {names}"
     elif not obsolete:
-        host.noop(f"{len(wanted)} timers run ({HOURS.of('*')})" if wanted else "no schedule")
+        host.noop(f"{len(wanted)} timers run ({HOURS.unit('*')})" if wanted else "no schedule")

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from pyinfra import host
 from pyinfra.api import Host, State
 from spark_contract import tool
-from spark_contract.documents import text_of
-from spark_contract.errors import problem_in
+from spark_contract.documents import to_json
+from spark_contract.errors import parse_problem
 from spark_contract.machine import DRIVER_MODULE, module_version
 from spark_contract.paths import GPU_RECEIPT
 from spark_contract.records import GpuProof
@@ -324,7 +324,7 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
         host,
         f"install -d $(dirname {path}) && cat > {path}.new && chmod 644 {path}.new "
         f"&& mv -fT {path}.new {path}",
-        stdin=text_of(receipt),
+        stdin=to_json(receipt),
     )
     host.log(f"a container sees {receipt.gpu}")
     return True
@@ -333,14 +333,14 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
 def _pull(host: Host, image: str) -> None:
     """Pull first: a container's start would wait for a registry forever."""
     # Without tools or with older tools (exit status 2), `docker run` pulls the image.
-    command = f"{tool.line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
+    command = f"{tool.command_line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
     try:
         with heartbeat(host, f"image {image}"):
             run(host, tool.when_installed(command), timeout_s=_PULL_S)
     except CommandFailed as failure:
         last = (failure.output.strip().splitlines() or ["no output"])[-1]
         problem = Problem(f"image {image}", last, "check `journalctl -u docker`, then run again")
-        raise Refused(problem_in(last) or problem) from failure
+        raise Refused(parse_problem(last) or problem) from failure
 
 
 # Output of docker 20.10 to 29 and nvidia-smi (regular expression), cause, fix.

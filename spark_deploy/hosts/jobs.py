@@ -57,7 +57,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
 
     ``names`` are all jobs of the release, so that a single fact serves all operations.
     """
-    job, target = work.job, PREPARE.of(release)
+    job, target = work.job, PREPARE.unit(release)
     jobs = read_fact(JobStates, jobs=names, target=target)
     state = jobs.states.get(job.digest12)
     if state is not None and state.state == "done":
@@ -109,7 +109,7 @@ def _enable_at_boot(target: str) -> str:
     """Let a boot continue the jobs of a target."""
     return (
         f"systemctl daemon-reload; mkdir -p {BOOT_LINKS}; "
-        f"ln -sfn {UNITS_DIR}/{PREPARE.of('')} {BOOT_LINKS}/{target}; "
+        f"ln -sfn {UNITS_DIR}/{PREPARE.unit('')} {BOOT_LINKS}/{target}; "
         "systemctl daemon-reload"
     )
 
@@ -134,7 +134,7 @@ def wait_for_jobs(
     After ``timeout_s`` jobs continue. With ``retire_others`` boots stop continuing jobs of replaced
     releases of the service.
     """
-    names, target = tuple(job.digest12 for job in jobs), PREPARE.of(release)
+    names, target = tuple(job.digest12 for job in jobs), PREPARE.unit(release)
     # Every value contains the boot targets, all that matters without jobs.
     cached = None if names else find_cached_value(JobStates)
     states = cached or read_fact(JobStates, jobs=names, target=target)
@@ -213,7 +213,7 @@ def _wait(_: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool:
             show(
                 host,
                 f"{titles[name]}: failed (exit status {states[name].exit_code})\n"
-                f"  fix: correct the cause above; full log: `journalctl -u {JOB.of(name)}`",
+                f"  fix: correct the cause above; full log: `journalctl -u {JOB.unit(name)}`",
             )
         if failed:
             return False

@@ -145,7 +145,7 @@ def _health_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         message = f"fragmented: {blocks}; the GPU driver needs contiguous blocks"
         fix = "a start compacts it; if the start fails, reboot the host"
         yield _warning("memory", message, fix)
-    if pending := survey.identity.boot.pending:
+    if pending := survey.identity.boot.reboot_reason:
         fix = "reboot the host, or set reboot: allow to have the deploy do it"
         yield _warning("reboot", f"pending: {pending}", fix)
     for daily in survey.daily:

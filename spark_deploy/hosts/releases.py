@@ -86,7 +86,7 @@ def change_to(release: str, timeout_s: int) -> FunctionCommand:
 
 def change_now(state: State, host: Host, release: str, timeout_s: int) -> bool:
     """Start a change and watch it; return whether it succeeded."""
-    return _begin_and_watch(state, host, tool.line(tool.SWITCH_BEGIN, release), timeout_s)
+    return _begin_and_watch(state, host, tool.command_line(tool.SWITCH_BEGIN, release), timeout_s)
 
 
 @host_command
@@ -103,7 +103,7 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
         # The id identifies this change among changes to the same release.
         words = filter(None, (started.release, started.request))
         subject = "the earlier release" if started.to else "the new release"
-        poll = tool.line(tool.SWITCH_POLL, *words)
+        poll = tool.command_line(tool.SWITCH_POLL, *words)
         return _watch(state, host, started.release, poll, timeout_s, subject)
     except ConnectError as error:
         fix = (
@@ -171,7 +171,7 @@ def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
     serving = rollback.from_release or "nothing"
     refuse_after_failure(f"not changed: stays on {serving}")
     log_once(f"goes back from {serving} to {rollback.to}")
-    begin = tool.line(tool.ROLLBACK, service, "--to", rollback.to.name)
+    begin = tool.command_line(tool.ROLLBACK, service, "--to", rollback.to.name)
     yield FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
 
 

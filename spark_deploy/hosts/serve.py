@@ -96,7 +96,7 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
     if status.left_failed(plan.name) and not status.unproven(plan.service, plan.name):
         # Its process was killed after the check.
         log_once(f"{plan.name} is proven, although the process of the change was killed")
-        yield f"systemctl reset-failed {SWITCH.of(plan.name)}"
+        yield f"systemctl reset-failed {SWITCH.unit(plan.name)}"
         return
     why = _reason_to_change(plan, status)
     if not why:
@@ -138,7 +138,7 @@ def stop_unlisted(services: Sequence[str]) -> Commands:
         host.noop("no other service runs")
     for name in unlisted:
         log_once(f"stops {name}: no longer listed; `deploys/prune.py` removes the artefacts")
-        yield tool.line(tool.RETIRE_SERVICE, name)
+        yield tool.command_line(tool.RETIRE_SERVICE, name)
 
 
 @host_operation
@@ -204,7 +204,7 @@ class RebootedFor(HostFact[str]):
 @host_operation
 def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
     """Reboot a host if needed, and verify the service before the next host."""
-    why = read_survey(needs).identity.boot.pending
+    why = read_survey(needs).identity.boot.reboot_reason
     if not why:
         host.noop("no reboot is pending")
         return
@@ -251,7 +251,7 @@ def _wait_until_serving(state: State, host: Host, serve: Release) -> bool:
     deadline = time.monotonic() + limit_s
     last = active = ""
     while time.monotonic() < deadline and active != "failed":
-        ok, out, _ = run_reconnecting(host, tool.when_installed(tool.line(tool.STATUS)))
+        ok, out, _ = run_reconnecting(host, tool.when_installed(tool.command_line(tool.STATUS)))
         if ok:
             status = parse_status(out)
             _require_readable(host, status)
@@ -268,7 +268,9 @@ def _wait_until_serving(state: State, host: Host, serve: Release) -> bool:
                 last = active
                 host.log(f"{name} is {active}")
         gevent.sleep(_POLL_S)
-    fix = f"check `journalctl -u '{SERVE.of('*')}'` on the host; the other hosts were not rebooted"
+    fix = (
+        f"check `journalctl -u '{SERVE.unit('*')}'` on the host; the other hosts were not rebooted"
+    )
     refuse(host.name, "does not serve after the reboot", fix)
 
 
@@ -282,7 +284,7 @@ def _require_readable(host: Host, status: HostStatus) -> None:
 def _clear_marker(host: Host, needs: NeedsPlan) -> bool:
     """A marker that stays prevents a second reboot."""
     survey = run_fact(host, HostSurvey, timeout_s=180, **fact_arguments(needs))
-    if pending := survey.identity.boot.pending:
+    if pending := survey.identity.boot.reboot_reason:
         host.log_styled(f"still pending after the reboot: {pending}", fg="yellow")
     else:
         run(host, f"rm -f {_MARKER}")

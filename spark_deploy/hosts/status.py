@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from spark_contract import status, tool
 from spark_contract.documents import DocumentError, parse, read
-from spark_contract.errors import Problem, problem_in
+from spark_contract.errors import Problem, parse_problem
 from spark_contract.job import JobState
 from spark_contract.paths import engine_dir
 from spark_contract.records import Stopped
@@ -22,7 +22,7 @@ from spark_deploy.hosts.facts import HostFact, split_sections
 
 def poll_command(jobs: Sequence[str]) -> str:
     """Report on ``jobs``; silent if no tools are installed."""
-    return tool.when_installed(tool.line(tool.JOB, "poll", *jobs))
+    return tool.when_installed(tool.command_line(tool.JOB, "poll", *jobs))
 
 
 def parse_poll(text: str) -> dict[str, JobState]:
@@ -91,7 +91,7 @@ class HostStatus:
         state = self.release(release)
         return state is not None and state.change_failed
 
-    def live(self, release: str) -> status.Live | None:
+    def live(self, release: str) -> status.LiveCheck | None:
         outcomes = (self.report.live, *self.report.more_live) if self.report else ()
         return next((live for live in outcomes if live and live.release == release), None)
 
@@ -198,7 +198,7 @@ class Status(HostFact[HostStatus]):
     default = staticmethod(lambda: HostStatus(None))
 
     def command(self) -> str:
-        return tool.when_installed(tool.line(tool.STATUS, "--live"))
+        return tool.when_installed(tool.command_line(tool.STATUS, "--live"))
 
     def process(self, output: Iterable[str]) -> HostStatus:
         return parse_status("\n".join(output))
@@ -229,7 +229,7 @@ def _parse_answer(kind: type[T], output: Iterable[str]) -> T | Problem:
     text = "\n".join(output).strip()
     if not text or text.startswith(_USAGE):
         return _no_tools()
-    return problem_in(text.rpartition("\n")[2]) or parse(kind, text)
+    return parse_problem(text.rpartition("\n")[2]) or parse(kind, text)
 
 
 def _tool_command(command: str) -> str:
@@ -244,7 +244,7 @@ class RollbackPreview(HostFact["Rollback | Problem"]):
 
     def command(self, service: str, to: str | None) -> str:
         to_words = ("--to", to) if to else ()
-        return _tool_command(tool.line(tool.ROLLBACK, service, *to_words, "--dry"))
+        return _tool_command(tool.command_line(tool.ROLLBACK, service, *to_words, "--dry"))
 
     def process(self, output: Iterable[str]) -> Rollback | Problem:
         result = _parse_answer(Rollback, output)
@@ -257,7 +257,7 @@ class PrunePreview(HostFact["Pruning | Problem"]):
     default = staticmethod(_no_tools)
 
     def command(self, keep: str) -> str:
-        return _tool_command(tool.line(tool.PRUNE, "--dry", keep))
+        return _tool_command(tool.command_line(tool.PRUNE, "--dry", keep))
 
     def process(self, output: Iterable[str]) -> Pruning | Problem:
         return _parse_answer(Pruning, output)
@@ -303,7 +303,7 @@ class Evidence(HostFact["status.Evidence | None"]):
     default = staticmethod(lambda: None)
 
     def command(self) -> str:
-        return tool.when_installed(f"{tool.line(tool.EVIDENCE)} || true")
+        return tool.when_installed(f"{tool.command_line(tool.EVIDENCE)} || true")
 
     def process(self, output: Iterable[str]) -> status.Evidence | None:
         try:

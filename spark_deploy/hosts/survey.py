@@ -69,11 +69,11 @@ def parse_identity(sections: facts.Sections, gpu_state: gpu.GpuState) -> HostIde
         boot=machine.BootSigns(
             kernel=kernel,
             kernels=tuple(sections["kernels"]),
-            marked=bool(reboot),
+            has_reboot_marker=bool(reboot),
             packages=tuple(line for line in reboot[1:] if line),
             module=gpu_state.module_version,
             libraries=libraries or tuple(card.driver_version for card in gpu_state.gpus),
-            mismatch=gpu_state.smi == "mismatch",
+            has_version_mismatch=gpu_state.smi == "mismatch",
         ),
         kernel_parameters=tuple(sections.first("kernel-parameters").split()),
         clock_ahead_s=float(clock) - time.time() if clock else 0.0,
@@ -173,10 +173,10 @@ done
 
 def engine_memory_script(folder: str = RELEASES_DIR) -> str:
     """Print running engine units and the bytes planned for them."""
-    before, after = SERVE.of("@").split("@@")
+    before, after = SERVE.unit("@").split("@@")
     return rf"""
 echo '== engine-memory'
-systemctl list-units --plain --no-legend --state=active,activating '{SERVE.of("*")}' |
+systemctl list-units --plain --no-legend --state=active,activating '{SERVE.unit("*")}' |
   while read -r unit _; do
     name=${{unit#{before}@}}
     echo "$unit $(head -c 1048576 "{folder}/${{name%{after}}}/release.json" 2>/dev/null |
@@ -306,6 +306,6 @@ class HostSurvey(facts.HostFact[Survey]):
                 for name, text in zip(stopped[::2], stopped[1::2], strict=False)
             },
             engine_bytes={unit: int(planned) for unit, _, planned in engines if planned.isdigit()},
-            unit_overrides=unit_files.overrides(sections["unit-files"]),
+            unit_overrides=unit_files.find_overrides(sections["unit-files"]),
             read_only=tuple(sections["read-only"]) if sudo[0] != "no" else (),
         )

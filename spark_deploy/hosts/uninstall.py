@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pyinfra import host
 from pyinfra.api import FactProcessError, FunctionCommand, Host, State, StringCommand
 from spark_contract import paths, tool
-from spark_contract.documents import DocumentError, parse, plain
-from spark_contract.errors import problem_in
+from spark_contract.documents import DocumentError, parse, to_plain
+from spark_contract.errors import parse_problem
 from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, ImageProof, Job, ReceiptProof
-from spark_contract.status import Footprint, Keep, ManagedItem, Pruning, UninstallManifest
+from spark_contract.status import Footprint, KeepList, ManagedItem, Pruning, UninstallManifest
 from spark_contract.units import DAILY_STAMP
 
 from spark_deploy.config.errors import Problem
@@ -39,9 +39,9 @@ def gigabytes(size_bytes: int) -> str:
 
 
 @host_operation
-def prune_host(keep: Keep) -> Commands:
+def prune_host(keep: KeepList) -> Commands:
     """Remove artefacts that no kept release needs."""
-    request = json.dumps(plain(keep), sort_keys=True)
+    request = json.dumps(to_plain(keep), sort_keys=True)
     result = read_fact(PrunePreview, keep=request)
     if isinstance(result, Problem):
         raise Refused(result)
@@ -71,7 +71,7 @@ def describe_prune(result: Pruning) -> Iterator[str]:
 def _prune(state: State, host: Host, request: str) -> bool:
     try:
         with heartbeat(host, "removing"):
-            output = run(host, tool.line(tool.PRUNE, request), timeout_s=_TIMEOUT_S)
+            output = run(host, tool.command_line(tool.PRUNE, request), timeout_s=_TIMEOUT_S)
     except CommandFailed as error:
         refuse(f"{host.name}: prune", error.output.strip() or str(error), _RUN_AGAIN)
     removed = parse(Pruning, "\n".join(output))
@@ -93,7 +93,7 @@ class ManagedResources(HostFact[UninstallManifest]):
         try:
             return parse(UninstallManifest, lines[-1] if lines else "")
         except DocumentError as error:
-            problem = problem_in(lines[-1]) if lines else None
+            problem = parse_problem(lines[-1]) if lines else None
             tail = "\n".join(lines[-3:])
             raise FactProcessError(str(problem or f"{error}: {tail}")) from error
 
@@ -121,7 +121,7 @@ def uninstall_request(settings: Settings) -> str:
         models=settings.uninstall.models,
         engine=settings.uninstall.engine,
     )
-    return json.dumps(plain(wanted), sort_keys=True)
+    return json.dumps(to_plain(wanted), sort_keys=True)
 
 
 def read_resources(request: str) -> UninstallManifest:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.load import HostSettings
@@ -84,7 +84,7 @@ def _value(settings: Settings, key: str) -> Any:
     value: Any = settings
     for part in key.split("."):
         value = getattr(value, part)
-    return plain(value)
+    return to_plain(value)
 
 
 def _missing_lists(

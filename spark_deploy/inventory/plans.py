@@ -27,8 +27,8 @@ from spark_deploy.inventory.command_line import inventory_argument, missing_inve
 from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
 from spark_deploy.inventory.host_names import CONTEXT_KEY, context_of, host_problems
 from spark_deploy.lock import headers
-from spark_deploy.lock.file import checked, write_lock
-from spark_deploy.lock.resolve import companions, locked_for, size
+from spark_deploy.lock.file import validated, write_lock
+from spark_deploy.lock.resolve import companion_repositories, format_size, load_or_extend_lock
 from spark_deploy.lock.types import Lock, VerifiedNames, names_to_verify
 from spark_deploy.plan.artifacts import checkpoint_plan
 from spark_deploy.plan.cluster import Wave, waves_of
@@ -66,7 +66,7 @@ def plan_for(host: Host) -> HostPlan:
     context = context_of(host)
     loaded, catalog = context.loaded, context.catalog
     with _locking:
-        lock = locked_for(loaded.settings, catalog, loaded.lock_path, logger.info)
+        lock = load_or_extend_lock(loaded.settings, catalog, loaded.lock_path, logger.info)
         lock = verified_lock(loaded.settings, catalog, loaded.lock_path, lock, logger.info)
     fabric = ports_of(loaded.settings.cluster.hosts)
     request = Request(host.name, loaded.settings, catalog, lock, payload_identity(), fabric)
@@ -117,7 +117,7 @@ def unread_repositories(
         model = catalog.model(served.model)
         profile = catalog.profile(served.profile, served.model)
         required: list[tuple[str, str, tuple[str, ...]]] = [
-            (*source, ()) for source in companions(model, profile)
+            (*source, ()) for source in companion_repositories(model, profile)
         ]
         if isinstance(model, PlainModel):
             required.append((model.repository, model.revision, model.leave_out))
@@ -133,9 +133,9 @@ def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
         unread_repositories(settings, catalog, lock)
     ):
         anatomy = headers.read_anatomy(repository, commit, settings.hub, leave_out=leave_out)
-        lock = checked(lock.extended_by(anatomies=[anatomy]))
+        lock = validated(lock.with_entries(anatomies=[anatomy]))
         architecture = anatomy.architecture or "no architecture named"
-        log(f"  {repository}: {architecture}, weights {size(anatomy.weights_bytes)}")
+        log(f"  {repository}: {architecture}, weights {format_size(anatomy.weights_bytes)}")
     return lock
 
 
@@ -147,7 +147,7 @@ def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
     lock = read_headers(settings, catalog, lock, log)
     for names, order in unverified_builds(settings, catalog, lock):
         verified = headers.check_sources(names, order, settings.hub)
-        lock = lock.extended_by(names=[verified])
+        lock = lock.with_entries(names=[verified])
         counts = [(verified.base_tensors, verified.base), (verified.donor_tensors, verified.donor)]
         texts = [f"{count:,} names of {source.split('@')[0]}" for count, source in counts if source]
         log(f"  {names.build}: {' and '.join(texts)} match the catalog")

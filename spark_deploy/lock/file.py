@@ -22,7 +22,7 @@ _HEAD = """\
 def read_lock(path: Path) -> Lock:
     """Read a lock; a missing file is an empty lock."""
     if not path.exists():
-        return Lock.of()
+        return Lock.from_entries()
     data, problems = read_mapping(path, shown=path.name)
     problems = problems or list(problems_of(data, load_schema("lock"), lambda key: path.name))
     if problems:
@@ -30,7 +30,7 @@ def read_lock(path: Path) -> Lock:
     return convert(Lock, data)
 
 
-def checked(lock: Lock) -> Lock:
+def validated(lock: Lock) -> Lock:
     """Check a lock against the schema, because hub and registry are not trusted; return it."""
     data, where = typed(lock, nulls=False), "the response of the hub or registry"
     problems = list(problems_of(data, load_schema("lock"), lambda key: where))

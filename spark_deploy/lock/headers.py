@@ -17,16 +17,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spark_contract import documents, orders
-from spark_contract.documents import DocumentError, text_of
-from spark_contract.errors import problem_in
+from spark_contract.documents import DocumentError, to_json
+from spark_contract.errors import parse_problem
 from spark_contract.orders import (
     ALL_DOCUMENTS,
     CONFIG,
     DESCRIBE,
     LEAVE_OUT,
     BuildPlan,
-    Described,
     DonorUrl,
+    RepositoryDescription,
     SourceCounts,
 )
 
@@ -35,7 +35,7 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SettingsError
 from spark_deploy.config.settings.load import read_secret
 from spark_deploy.config.settings.sources import HubSettings
-from spark_deploy.lock.kv_cache_spec import Missing, Numbers, cache_layers
+from spark_deploy.lock.kv_cache_spec import ModelConfig, UnknownCacheSize, cache_layers
 from spark_deploy.lock.types import VerifiedNames
 
 _UNAVAILABLE = 4  # the builder's exit code for failures of network or disk
@@ -57,7 +57,7 @@ def check_sources(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> V
             order = replace(
                 order, donor=DonorUrl(url=order.donor.url, token_file=builder.token_file, tries=3)
             )
-        (builder.folder / "plan.json").write_text(text_of(order), encoding="utf-8")
+        (builder.folder / "plan.json").write_text(to_json(order), encoding="utf-8")
         output = builder.run(orders.CHECK_SOURCES, "plan.json", names.base)
     try:
         result = documents.parse(SourceCounts, output)
@@ -96,7 +96,7 @@ class Builder:
         if done.returncode == 0:
             return done.stdout
         last_line = (done.stderr.strip().splitlines() or [""])[-1]
-        problem = problem_in(last_line)
+        problem = parse_problem(last_line)
         if problem is None:
             what = f"the header reader exited with {done.returncode}: {last_line[:200]!r}"
             raise LockError.one(words[-1], what, "check the free memory of this machine")
@@ -129,28 +129,28 @@ def read_anatomy(
         LockError: the repository is not a model.
     """
     described = describe_repository(f"{repository}@{commit}", hub, leave_out=leave_out)
-    return replace(anatomy_of(repository, described), leave_out=leave_out)
+    return replace(parse_anatomy(repository, described), leave_out=leave_out)
 
 
 def describe_repository(
     place: str, hub: HubSettings, *, leave_out: tuple[str, ...] = (), all_documents: bool = False
-) -> Described:
+) -> RepositoryDescription:
     """Return headers and documents of a repository, read by the builder."""
     words = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
     words += [ALL_DOCUMENTS] if all_documents else []
     with temporary_builder(hub) as builder:
         output = builder.run(DESCRIBE, *words, place)
     try:
-        return documents.parse(Described, output)
+        return documents.parse(RepositoryDescription, output)
     except DocumentError as error:
         what = f"the reader's output is malformed: {error}"
         raise LockError.one(place, what, "restore the checkout (git status)") from error
 
 
-def anatomy_of(repository: str, described: Described) -> Anatomy:
+def parse_anatomy(repository: str, described: RepositoryDescription) -> Anatomy:
     """Return the numbers that plans need from headers and config.json."""
     where = f"{repository}@{described.commit[:12]}: {CONFIG}"
-    config = Numbers(where, described.documents.get(CONFIG, {}))
+    config = ModelConfig(where, described.documents.get(CONFIG, {}))
     sizes = {part: sum(by_dtype.values()) for part, by_dtype in described.parts.items()}
     if sum(sizes.values()) > _MAX_BYTES:
         what = f"its headers add up to {sum(sizes.values())} bytes"
@@ -159,14 +159,14 @@ def anatomy_of(repository: str, described: Described) -> Anatomy:
     unknown = ""
     try:
         cache = cache_layers(config)
-    except Missing as missing:
+    except UnknownCacheSize as missing:
         unknown = str(missing)
     return Anatomy(
         repository=repository,
         commit=described.commit,
         architecture=_architecture(config),
         model_type=config.text("model_type"),
-        quantisation=quantisation_of(config),
+        quantisation=describe_quantisation(config),
         weights=described.parts.get("text", {}),
         repeats_names=described.repeats_names,
         vision_bytes=sizes.get("vision", 0),
@@ -180,7 +180,7 @@ def anatomy_of(repository: str, described: Described) -> Anatomy:
     )
 
 
-def _architecture(config: Numbers) -> str:
+def _architecture(config: ModelConfig) -> str:
     # Of the top level: a section may name another class.
     names = config.outer("architectures")
     first = names[0] if isinstance(names, list) and names else ""
@@ -188,12 +188,12 @@ def _architecture(config: Numbers) -> str:
     return first if is_valid else ""
 
 
-def quantisation_of(config: Numbers) -> str:
+def describe_quantisation(config: ModelConfig) -> str:
     """Return the quantisation of weights as text, or an empty string."""
     section = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(section, dict):
         return ""
-    fields = Numbers(config.where, section)
+    fields = ModelConfig(config.where, section)
     names = (fields.text(key) for key in ("quant_method", "quant_algo", "format", "fmt"))
     bits = section.get("bits")
     width = f"{bits} bit" if type(bits) is int and 0 < bits < 64 else ""

@@ -92,7 +92,9 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
     return _make_source(where, repo, revision, info)
 
 
-def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple[str, bool, str]:
+def read_model_card(
+    endpoint: str, repo: str, revision: str, token: str | None
+) -> tuple[str, bool, str]:
     """Return licence, gating and task from the hub; unknown values are empty."""
     try:
         info = _model_info(endpoint, repo, revision, token)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spark_contract.documents import shown
+from spark_contract.documents import shorten
 
 from spark_deploy.config.catalog.anatomy import CacheLayers
 from spark_deploy.config.errors import LockError
@@ -19,11 +19,11 @@ _LARGEST = 1 << 32
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
-class Missing(Exception):  # noqa: N818 - not an error
+class UnknownCacheSize(Exception):  # noqa: N818 - not an error
     """The cache size cannot be computed from the configuration."""
 
 
-class Numbers:
+class ModelConfig:
     """Reads config.json; the language model's section has precedence."""
 
     def __init__(self, where: str, config: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Numbers:
             if value is None:
                 continue
             if type(value) is not int or not 0 <= value < _LARGEST:
-                what = f"{name} is {shown(value)}, which is impossible"
+                what = f"{name} is {shorten(value)}, which is impossible"
                 raise LockError.one(self.where, what, "choose another commit of the repository")
             return value
         return None
@@ -57,7 +57,7 @@ class Numbers:
         """Return the first number, or raise Missing."""
         value = self.count(*names)
         if not value:
-            raise Missing(f"config.json lacks {names[0]}")
+            raise UnknownCacheSize(f"config.json lacks {names[0]}")
         return value
 
     def text(self, name: str) -> str:
@@ -96,7 +96,7 @@ _UNSUPPORTED = (
 )  # fmt: skip
 
 
-def cache_layers(config: Numbers) -> tuple[CacheLayers, ...]:
+def cache_layers(config: ModelConfig) -> tuple[CacheLayers, ...]:
     """Return the cache of each kind of layer; empty for an encoder.
 
     Raises:
@@ -107,16 +107,18 @@ def cache_layers(config: Numbers) -> tuple[CacheLayers, ...]:
         return ()
     for name in _UNSUPPORTED:
         if config.get(name):
-            raise Missing(f"config.json has {name} with an unknown effect on the cache size")
+            raise UnknownCacheSize(
+                f"config.json has {name} with an unknown effect on the cache size"
+            )
     names = Counter(_layer_names(config, kind))
     return tuple(_LAYERS[name](config, number) for name, number in sorted(names.items()))
 
 
-def _layer_names(config: Numbers, kind: str) -> list[str]:
+def _layer_names(config: ModelConfig, kind: str) -> list[str]:
     """Return the kind of each layer that has a cache or state."""
     layers = config.require("num_hidden_layers", "n_layer", "num_layers")
     if layers > _MAX_LAYERS:
-        raise Missing(f"config.json has {layers} layers")
+        raise UnknownCacheSize(f"config.json has {layers} layers")
     if config.get("kv_lora_rank") is not None:
         return ["latent"] * layers
     if layer_types := config.strings("layer_types"):
@@ -127,7 +129,7 @@ def _layer_names(config: Numbers, kind: str) -> list[str]:
     if pattern := config.text("hybrid_override_pattern"):
         return _parse_pattern(pattern, layers)
     if kind not in _ALL_FULL:
-        raise Missing(f"layers of {kind or 'a model without model_type'} are unknown")
+        raise UnknownCacheSize(f"layers of {kind or 'a model without model_type'} are unknown")
     window = config.count("sliding_window")
     sliding = window is not None and config.get("use_sliding_window") is not False
     return ["sliding_attention" if sliding else "full_attention"] * layers
@@ -135,44 +137,46 @@ def _layer_names(config: Numbers, kind: str) -> list[str]:
 
 def _listed_layers(layer_types: tuple[str, ...], layers: int) -> list[str]:
     if len(layer_types) != layers:
-        raise Missing(f"layer_types lists {len(layer_types)} layers, but the model has {layers}")
+        raise UnknownCacheSize(
+            f"layer_types lists {len(layer_types)} layers, but the model has {layers}"
+        )
     unknown = next((name for name in layer_types if name not in _LAYERS), None)
     if unknown is not None:
-        raise Missing(f"layers of type {unknown[:40]!r} are unknown")
+        raise UnknownCacheSize(f"layers of type {unknown[:40]!r} are unknown")
     return list(layer_types)
 
 
 def _parse_pattern(pattern: str, layers: int) -> list[str]:
     """Parse the pattern of Nemotron-H: M is Mamba-2, * is attention, - and E have no cache."""
     if len(pattern) != layers or set(pattern) - set("M*-E"):
-        raise Missing("hybrid_override_pattern has an unknown form")
+        raise UnknownCacheSize("hybrid_override_pattern has an unknown form")
     return [{"M": "mamba", "*": "full_attention"}[char] for char in pattern if char in "M*"]
 
 
-def _kv_bytes_per_token(config: Numbers) -> int:
+def _kv_bytes_per_token(config: ModelConfig) -> int:
     heads = config.require("num_attention_heads", "n_head")
     width = config.count("head_dim") or config.require("hidden_size", "n_embd") // heads
     kv_heads = config.count("num_key_value_heads") or heads
     return 2 * kv_heads * width * _SIXTEEN_BIT_BYTES
 
 
-def _full(config: Numbers, layers: int) -> CacheLayers:
+def _full(config: ModelConfig, layers: int) -> CacheLayers:
     return CacheLayers(kind="full", layers=layers, token_bytes=_kv_bytes_per_token(config))
 
 
-def _sliding(config: Numbers, layers: int) -> CacheLayers:
+def _sliding(config: ModelConfig, layers: int) -> CacheLayers:
     window = config.require("sliding_window")
     return CacheLayers(
         kind="sliding", layers=layers, token_bytes=_kv_bytes_per_token(config), window_tokens=window
     )
 
 
-def _latent(config: Numbers, layers: int) -> CacheLayers:
+def _latent(config: ModelConfig, layers: int) -> CacheLayers:
     width = config.require("kv_lora_rank") + config.require("qk_rope_head_dim")
     return CacheLayers(kind="latent", layers=layers, token_bytes=width * _SIXTEEN_BIT_BYTES)
 
 
-def _delta_net(config: Numbers, layers: int) -> CacheLayers:
+def _delta_net(config: ModelConfig, layers: int) -> CacheLayers:
     keys, values = (config.require(f"linear_num_{part}_heads") for part in ("key", "value"))
     key_dim, value_dim = (config.require(f"linear_{part}_head_dim") for part in ("key", "value"))
     conv_row = (2 * keys * key_dim + values * value_dim) * _SIXTEEN_BIT_BYTES
@@ -186,7 +190,7 @@ def _delta_net(config: Numbers, layers: int) -> CacheLayers:
     )
 
 
-def _mamba(config: Numbers, layers: int) -> CacheLayers:
+def _mamba(config: ModelConfig, layers: int) -> CacheLayers:
     heads = config.require("mamba_num_heads", "mamba_n_heads", "num_heads")
     width = config.require("mamba_head_dim", "mamba_d_head", "head_dim")
     state = config.require("ssm_state_size", "mamba_d_state", "state_size")
@@ -204,7 +208,7 @@ def _mamba(config: Numbers, layers: int) -> CacheLayers:
 
 
 # Keys are the values of `layer_types`.
-_LAYERS: dict[str, Callable[[Numbers, int], CacheLayers]] = {
+_LAYERS: dict[str, Callable[[ModelConfig, int], CacheLayers]] = {
     "full_attention": _full,
     "attention": _full,
     "sliding_attention": _sliding,

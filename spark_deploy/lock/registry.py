@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from spark_contract.fetching import (
     ARCHITECTURES,
     MANIFEST_TYPES,
+    parse_challenge,
     parse_reference,
-    token_question,
 )
 
 from spark_deploy.config.errors import LockError
@@ -172,7 +172,7 @@ class _Client:
             raise LockError.one(f"image {self._shown}", what, fix) from error
 
     def _request_token(self, challenge: str) -> str:
-        question = token_question(challenge, ("https",))
+        question = parse_challenge(challenge, ("https",))
         if question is None:
             fix = "use a registry without login"
             raise LockError.one(f"image {self._shown}", "the registry requires a login", fix)

@@ -11,12 +11,12 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog, version_of
 from spark_deploy.config.errors import LockError, Problem
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.lock.file import checked, read_lock, write_lock
+from spark_deploy.lock.file import read_lock, validated, write_lock
 from spark_deploy.lock.headers import read_hub_token
 from spark_deploy.lock.registry import ImageNotFound, look_up
-from spark_deploy.lock.types import Lock, LockedImage, LockedSource, without_tag
+from spark_deploy.lock.types import Lock, LockedImage, LockedSource, image_name
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ def required_names(settings: Settings, catalog: Catalog) -> Names:
         sources.update(_repositories(model, profile, served))
         roles.add(model.image.role)
     images = frozenset(settings.images[role] for role in roles & set(settings.images))
-    refuse_two_revisions(sources)
+    check_single_revisions(sources)
     return Names(frozenset(sources), images)
 
 
-def refuse_two_revisions(sources: Iterable[tuple[str, str]]) -> None:
+def check_single_revisions(sources: Iterable[tuple[str, str]]) -> None:
     """Refuse a repository with two revisions."""
     known: dict[str, str] = {}
     for repo, revision in sorted(sources):
@@ -68,7 +68,7 @@ def refuse_two_revisions(sources: Iterable[tuple[str, str]]) -> None:
 
 
 def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterator[tuple[str, str]]:
-    yield from companions(model, profile)
+    yield from companion_repositories(model, profile)
     if isinstance(model, PlainModel):
         yield model.repository, model.revision
         return
@@ -81,7 +81,7 @@ def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterato
         yield model.sources.donor, model.sources.revision
 
 
-def companions(model: Model, profile: Profile) -> Iterator[tuple[str, str]]:
+def companion_repositories(model: Model, profile: Profile) -> Iterator[tuple[str, str]]:
     """Yield the repositories of drafter and adapters with their revisions."""
     drafts = profile.speculation
     if drafts and drafts.repository:
@@ -90,7 +90,7 @@ def companions(model: Model, profile: Profile) -> Iterator[tuple[str, str]]:
         yield adapter.repository, adapter.revision
 
 
-def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lock:
+def load_or_extend_lock(settings: Settings, catalog: Catalog, path: Path, say: PrintLine) -> Lock:
     """Return a lock with all names of ``settings``; look up missing names if allowed."""
     lock = read_lock(path)
     missing = required_names(settings, catalog).missing_in(lock)
@@ -108,7 +108,7 @@ def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lo
 
 
 def resolve(
-    lock: Lock, names: Names, settings: Settings, engines: Collection[str], say: Say
+    lock: Lock, names: Names, settings: Settings, engines: Collection[str], say: PrintLine
 ) -> Lock:
     """Look up names at hub and registries; return the extended lock.
 
@@ -116,10 +116,10 @@ def resolve(
     """
     sources = [_source(name, settings, say) for name in sorted(names.sources)]
     images = [_image(name, settings, engines, say) for name in sorted(names.images)]
-    return checked(lock.extended_by(sources, images))
+    return validated(lock.with_entries(sources, images))
 
 
-def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource:
+def _source(name: tuple[str, str], settings: Settings, say: PrintLine) -> LockedSource:
     repo, revision = name
     token = read_hub_token(settings.hub)
     if token and settings.hub.token is None:
@@ -128,14 +128,16 @@ def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource
     from spark_deploy.lock import hub
 
     source = hub.look_up(settings.hub.endpoint, repo, revision, token)
-    say(f"  {repo}: {revision} is commit {source.commit[:12]}, {size(source.size_bytes)}")
+    say(f"  {repo}: {revision} is commit {source.commit[:12]}, {format_size(source.size_bytes)}")
     if source.left_out:
         first = next(iter(source.left_out.items()))
         say(f"  {repo}: {len(source.left_out)} files are not downloaded, {first[0]}: {first[1]}")
     return source
 
 
-def _image(reference: str, settings: Settings, engines: Collection[str], say: Say) -> LockedImage:
+def _image(
+    reference: str, settings: Settings, engines: Collection[str], say: PrintLine
+) -> LockedImage:
     roles = [role for role, image in settings.images.items() if image == reference]
     is_engine = any(role != "gpu_check" for role in roles)
     try:
@@ -150,14 +152,14 @@ def _image(reference: str, settings: Settings, engines: Collection[str], say: Sa
         if not is_engine or not others:
             raise
         newest_first = sorted(others, key=lambda v: tuple(map(int, v.split("."))), reverse=True)
-        images = " or ".join(f"{without_tag(reference)}:v{version}" for version in newest_first)
+        images = " or ".join(f"{image_name(reference)}:v{version}" for version in newest_first)
         fix = f"set images.{roles[0]} to a supported version: {images}"
         raise LockError.one(f"image {reference}", error.problems[0].what, fix) from error
-    say(f"  {reference}: {locked.digest[:19]}, {size(locked.size_bytes)} compressed")
+    say(f"  {reference}: {locked.digest[:19]}, {format_size(locked.size_bytes)} compressed")
     return locked
 
 
-def size(size_bytes: int) -> str:
+def format_size(size_bytes: int) -> str:
     """Format bytes, such as ``72.4 GB``."""
     value = float(size_bytes)
     for unit in ("B", "kB", "MB"):

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 from spark_contract.orders import BuildPlan
 from spark_contract.units import COMMIT, SHA256
 
@@ -79,7 +79,7 @@ class LockedImage:
     @property
     def pinned(self) -> str:
         """``name@sha256:...``, the only form that reaches a host."""
-        return f"{without_tag(self.reference)}@{self.digest}"
+        return f"{image_name(self.reference)}@{self.digest}"
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -129,7 +129,7 @@ class Lock:
     """Headers and config.json of repositories that are served as published."""
 
     @classmethod
-    def of(
+    def from_entries(
         cls,
         sources: Iterable[LockedSource] = (),
         images: Iterable[LockedImage] = (),
@@ -154,7 +154,7 @@ class Lock:
             anatomies=dict(sorted(by_repository.items())),
         )
 
-    def extended_by(
+    def with_entries(
         self,
         sources: Iterable[LockedSource] = (),
         images: Iterable[LockedImage] = (),
@@ -162,7 +162,7 @@ class Lock:
         anatomies: Iterable[Anatomy] = (),
     ) -> Lock:
         """Return this lock with more entries, which replace entries of the same name."""
-        return Lock.of(
+        return Lock.from_entries(
             [*self.sources.values(), *sources],
             [*self.images.values(), *images],
             [*self.names.values(), *names],
@@ -191,7 +191,7 @@ def names_to_verify(
     order: BuildPlan, base: LockedSource, donor: LockedSource | None
 ) -> VerifiedNames:
     """Return the identity of a verification, without counts."""
-    fields = {key: value for key, value in plain(order).items() if key not in _UNRELATED_FIELDS}
+    fields = {key: value for key, value in to_plain(order).items() if key not in _UNRELATED_FIELDS}
     places = [f"{source.repo}@{source.commit}" for source in (base, donor) if source is not None]
     return VerifiedNames(
         build=f"{order.name}, shared experts {order.shared_experts}, head {order.head}",
@@ -201,7 +201,7 @@ def names_to_verify(
     )
 
 
-def without_tag(reference: str) -> str:
+def image_name(reference: str) -> str:
     """Remove tag and digest from an image reference; keep the registry's port."""
     name = reference.split("@", 1)[0]
     head, slash, last = name.rpartition("/")
@@ -226,7 +226,7 @@ _DATA = frozenset({
 _VERSION = re.compile(r"(?<=\.model)\.v[0-9]+(m[0-9]+)?$")
 
 
-def why_left_out(path: str) -> str | None:
+def why_not_downloaded(path: str) -> str | None:
     """Return why a file is not downloaded, or None."""
     name = PurePosixPath(path).name.lower()
     suffix = PurePosixPath(_VERSION.sub("", name)).suffix.removeprefix(".")
@@ -245,7 +245,7 @@ def split_files(
     """
     kept, left_out = [], {}
     for file in files:
-        reason = why_left_out(file.path)
+        reason = why_not_downloaded(file.path)
         if reason is None:
             kept.append(file)
         else:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from spark_contract import orders
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 from spark_contract.fetching import LayersPlan, parse_reference
 from spark_contract.paths import GPU_RECEIPT, QUANTISER
 from spark_contract.units import IMAGE_NAME
@@ -18,7 +18,13 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.lock.types import Lock, LockedImage, LockedSource, names_to_verify, why_left_out
+from spark_deploy.lock.types import (
+    Lock,
+    LockedImage,
+    LockedSource,
+    names_to_verify,
+    why_not_downloaded,
+)
 from spark_deploy.plan import types
 from spark_deploy.plan.engine_arguments import ADAPTERS_MOUNT, DRAFTER_MOUNT
 from spark_deploy.plan.jobs import fetch_order
@@ -48,7 +54,7 @@ def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
         fix = "run `spark-deploy update --missing`, or set locked: first-use"
         raise PlanError.one(f"lock: {repo}", f"revision {revision} is not locked", fix)
     for file in source.files:
-        if why := why_left_out(file.path):
+        if why := why_not_downloaded(file.path):
             what = f"{file.path} is excluded from downloads: {why}"
             fix = f"run `spark-deploy update --only {repo}` to download again without it"
             raise PlanError.one(f"lock: {repo}", what, fix)
@@ -197,7 +203,7 @@ def _order(
         {
             "base": base.digest,
             "donor": donor and {"repo": donor.repo, "commit": donor.commit},
-            "builder": {k: value for k, value in plain(order).items() if k not in excluded},
+            "builder": {k: value for k, value in to_plain(order).items() if k not in excluded},
         }
     )
     return replace(order, digest=digest, out=f"{order.out}-{digest[:12]}")
@@ -298,7 +304,7 @@ def requantized_plan(
             "image": image.base,
             "quantiser": quantiser_digest,
             "calibration": digest_of(options.calibration),
-            "order": {k: value for k, value in plain(order).items() if k in included},
+            "order": {k: value for k, value in to_plain(order).items() if k in included},
         }
     )
     order = replace(order, digest=digest, out=f"{order.out}-{digest[:12]}")

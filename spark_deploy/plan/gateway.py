@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spark_contract.documents import text_of
-from spark_contract.gateway import EXPOSURES, Gateway, Replicas, tls_of
+from spark_contract.documents import to_json
+from spark_contract.gateway import EXPOSURES, Gateway, Replicas, tls_paths
 from spark_contract.paths import API_KEY
 from spark_contract.release import service_of
 from spark_contract.units import MAIN_SERVICE
@@ -35,7 +35,7 @@ def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> 
             routes={
                 path: name for name, other in settings.services.items() for path in other.paths
             },
-            tls=None if serve.tls == "off" else tls_of(service),
+            tls=None if serve.tls == "off" else tls_paths(service),
             replicas=_replicas(settings, host) if service == MAIN_SERVICE else None,
         ),
         address=address_of(settings, host),
@@ -92,7 +92,7 @@ def _tls(settings: Settings, host: str) -> TlsPlan | None:
 
 
 def gateway_file(plan: GatewayPlan) -> ManagedFile:
-    return ManagedFile(plan.settings.path, text_of(plan.settings).encode())
+    return ManagedFile(plan.settings.path, to_json(plan.settings).encode())
 
 
 def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:

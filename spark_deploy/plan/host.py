@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.catalog.model import Model, PlainModel
@@ -259,7 +259,7 @@ def document(plan: HostPlan) -> dict[str, Any]:
     drop_in = release.release_files_of(plan)[-1]
     peak_bytes, after_bytes = disk_total(plan.disk)
     return {
-        **plain(plan),
+        **to_plain(plan),
         "disk_total": {"peak_bytes": peak_bytes, "after_bytes": after_bytes},
         "unit": {
             "name": plan.serve.serve_unit,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from spark_contract import orders, tool, units
-from spark_contract.documents import parse, text_of
+from spark_contract.documents import parse, to_json
 from spark_contract.fetching import (
     CopyPlan,
     FetchFile,
@@ -33,7 +33,7 @@ from spark_contract.job import (
 )
 from spark_contract.orders import BuildPlan, DonorUrl, RequantizePlan
 from spark_contract.paths import CURRENT_TOOLS, SITE, hub_token_file, job_dir
-from spark_contract.status import Keep
+from spark_contract.status import KeepList
 
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.settings.sources import HubSettings
@@ -63,12 +63,12 @@ class Work:
     layers: LayersPlan | None = None  # of the image that the job pulls or builds on
 
     def files(self) -> tuple[ManagedFile, ...]:
-        job_json = ManagedFile(f"{self.job.dir}/job.json", text_of(self.job).encode())
+        job_json = ManagedFile(f"{self.job.dir}/job.json", to_json(self.job).encode())
         order = f"{units.drop_in_dir(self.job.unit)}/order.conf"
         return (*self.inputs, job_json, ManagedFile(order, self._dependency_drop_in().encode()))
 
     def _dependency_drop_in(self) -> str:
-        required = [units.JOB.of(digest12) for digest12 in self.job.after]
+        required = [units.JOB.unit(digest12) for digest12 in self.job.after]
         if self.job.kind in IMAGE_JOBS:
             required.append("docker.service")
         names = " ".join(required)
@@ -104,10 +104,10 @@ def _builder_work(
 ) -> Work:
     command, name = _COMMANDS[kind]
     path = f"{job_dir(digest)}/{name}"
-    proof = ReceiptProof.of(order.out, order.digest)
-    argv = orders.argv(command, path)
+    proof = ReceiptProof.for_tree(order.out, order.digest)
+    argv = orders.builder_argv(command, path)
     job = Job(digest, kind, title, argv, PYTHON, proof, total_bytes, after, unless)
-    return Work(job, (*inputs, ManagedFile(path, text_of(order).encode())), hub=hub)
+    return Work(job, (*inputs, ManagedFile(path, to_json(order).encode())), hub=hub)
 
 
 def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
@@ -119,7 +119,7 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
     identity = {"kind": FETCH_JOB, "source": source.digest, "dir": source.dir}
     unless = None
     if tree is not None and not tree.keep_base:
-        unless = ReceiptProof.of(tree.dir, tree.digest)
+        unless = ReceiptProof.for_tree(tree.dir, tree.digest)
         identity["unless"] = tree.digest
     digest = digest_of(identity)
     pieces = tree is not None and tree.order.layout == "full"
@@ -199,7 +199,7 @@ def _discard_job(tree: CheckpointPlan, base: SourcePlan) -> Work:
         digest=digest_of({"kind": DISCARD_JOB, "base": base.dir, "tree": tree.dir}),
         kind=DISCARD_JOB,
         title=f"remove {base.locked.repo}@{base.locked.commit[:12]}",
-        argv=orders.argv(orders.DISCARD, base.dir, orders.TREE, tree.dir),
+        argv=orders.builder_argv(orders.DISCARD, base.dir, orders.TREE, tree.dir),
         env=PYTHON,
         proof=AbsentProof(base.dir),
         total_bytes=tree.output_bytes,
@@ -265,7 +265,7 @@ def preparation_name(job: Job) -> str:
     return f"Have ready: {job.title}"
 
 
-def keep_of(plan: HostPlan) -> Keep:
+def keep_of(plan: HostPlan) -> KeepList:
     releases = [service.serve for service in plan.served]
     releases += [scheduled.release for scheduled in plan.schedule]
     folders = {mount.source for release in releases for mount in release.engine.mounts}
@@ -275,7 +275,7 @@ def keep_of(plan: HostPlan) -> Keep:
         folders |= {pair.requantized.dir} if pair.requantized else set()
         folders |= {pair.cache_dir, pair.tree.dir, *(source.dir for source in pair.fetched)}
         images |= {pair.image.tag, pair.image.base}
-    return Keep(
+    return KeepList(
         releases_kept=plan.releases_kept,
         releases=frozenset(release.name for release in releases),
         folders=frozenset(folders),
@@ -358,12 +358,12 @@ def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
     if work.job.kind == FETCH_JOB and urls:
         [file] = work.inputs
         fetch = replace(parse(FetchPlan, file.content.decode()), peers=Peers(urls))
-        return replace(work, inputs=(replace(file, content=text_of(fetch).encode()),))
+        return replace(work, inputs=(replace(file, content=to_json(fetch).encode()),))
     receipts = {member.url: member.receipts.get(proof.digest) for member in members}
     built = tuple(FinishedTree(url, sha256) for url in urls if (sha256 := receipts[url]))
     if not built:
         return work
-    copy = text_of(CopyPlan(proof.digest, built)).encode()
+    copy = to_json(CopyPlan(proof.digest, built)).encode()
     file = ManagedFile(f"{work.job.dir}/copy.json", copy)
     job = replace(work.job, argv=(*work.job.argv, orders.OR_COPY, file.path))
     return replace(work, job=job, inputs=(*work.inputs, file))
@@ -378,7 +378,7 @@ def _with_shared_layers(work: Work, layers: LayersPlan, me: str, members: Sequen
     if not urls and layers.digest not in trees_to_share(me, members):
         return work
     order = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
-    file = ManagedFile(f"{work.job.dir}/layers.json", text_of(order).encode())
+    file = ManagedFile(f"{work.job.dir}/layers.json", to_json(order).encode())
     argv = (*work.job.argv[:2], tool.LAYERS_OPTION, file.path, *work.job.argv[2:])
     job = replace(work.job, argv=argv, env={**work.job.env, **PYTHON})
     return replace(work, job=job, inputs=(*work.inputs, file))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from spark_contract import release as contract
 from spark_contract import tool, units
-from spark_contract.documents import plain, text_of
+from spark_contract.documents import to_json, to_plain
 from spark_contract.paths import ENGINE_USER, engine_dir, release_file
 from spark_contract.release import CheckPlan, Mount, Release, Tree
 
@@ -98,7 +98,7 @@ def release_files_of(plan: ServicePlan) -> tuple[ManagedFile, ...]:
 
 def _files(release: Release) -> tuple[ManagedFile, ...]:
     return (
-        ManagedFile(release_file(release.name), text_of(release).encode()),
+        ManagedFile(release_file(release.name), to_json(release).encode()),
         _socket_mount(release.service),
         *_cluster_drop_ins(release),
         ManagedFile(
@@ -111,10 +111,10 @@ def _cluster_drop_ins(release: Release) -> Iterator[ManagedFile]:
     """Yield drop-ins with which only members of a cluster reach each other."""
     if release.cluster is not None:
         addresses = " ".join(member.address for member in release.cluster.members)
-        path = f"{units.drop_in_dir(units.WATCH.of(release.name))}/50-cluster.conf"
+        path = f"{units.drop_in_dir(units.WATCH.unit(release.name))}/50-cluster.conf"
         yield ManagedFile(path, f"[Service]\nIPAddressAllow={addresses}\n".encode())
         # "-+": with root's rights, which the unit lacks; a start does not depend on it.
-        up, down = (tool.line(tool.FENCE, order, release.name) for order in ("up", "down"))
+        up, down = (tool.command_line(tool.FENCE, order, release.name) for order in ("up", "down"))
         text = f"[Service]\nExecStartPre=-+{up}\nExecStopPost=-+{down}\n"
         yield ManagedFile(f"{units.drop_in_dir(release.serve_unit)}/50-cluster.conf", text.encode())
 
@@ -185,7 +185,7 @@ def serve_plan(
         if profile.engine_mode == "native":  # the other mode uses no GPU library
             forbidden = (*release.check.log_forbidden, engine.WEDGING_LINE)
             release = replace(release, check=replace(release.check, log_forbidden=forbidden))
-    digest = digest_of({**plain(release), "restart": start_limits(release)})
+    digest = digest_of({**to_plain(release), "restart": start_limits(release)})
     return replace(release, name=units.release_name(service, digest), digest=digest)
 
 
@@ -258,8 +258,8 @@ def timer_files(schedule: Sequence[ScheduledPlan]) -> tuple[ManagedFile, ...]:
     for name, calendar in times.items():
         text = (
             f"[Unit]\nDescription=Schedule for switching the Spark service to {name}\n\n"
-            f"[Timer]\n{calendar}Unit={units.SWITCH.of(name)}\nAccuracySec=10s\n\n"
+            f"[Timer]\n{calendar}Unit={units.SWITCH.unit(name)}\nAccuracySec=10s\n\n"
             "[Install]\nWantedBy=timers.target\n"
         )
-        files.append(ManagedFile(f"{units.UNITS_DIR}/{units.HOURS.of(name)}", text.encode()))
+        files.append(ManagedFile(f"{units.UNITS_DIR}/{units.HOURS.unit(name)}", text.encode()))
     return tuple(files)

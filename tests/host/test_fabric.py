@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 from spark_contract.fabric import FabricPlan, FabricPort
 
 from spark_deploy.plan.cluster import netplan_of
@@ -199,7 +199,7 @@ def test_restores_old_network_on_request(site):
 
 def start_trial(guest, confirm_s):
     port = FabricPort("fab0", "192.168.100.77/24", MTU)
-    plan = text_of(FabricPlan(netplan_of([port]), (port,), confirm_s))
+    plan = to_json(FabricPlan(netplan_of([port]), (port,), confirm_s))
     guest.run(f"cat > /tmp/plan <<'END'\n{plan}\nEND")
     guest.run("/usr/local/lib/spark/current/bin/spark-host fabric try < /tmp/plan")
     guest.wait("ip -4 -o addr show fab0 | grep -q 192.168.100.77", seconds=60)

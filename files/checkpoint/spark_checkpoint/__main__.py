@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from spark_contract import files, orders
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 from spark_contract.errors import ERROR, HostToolError
-from spark_contract.fetching import CopyPlan, FetchPlan, LayersPlan, Wire
+from spark_contract.fetching import CopyPlan, FetchPlan, LayersPlan, TransferOptions
 from spark_contract.orders import (
     CONFIG,
     GENERATION,
@@ -26,10 +26,10 @@ from spark_contract.orders import (
 )
 
 from spark_checkpoint import TOOL_VERSION
-from spark_checkpoint.errors import InputRefused, TransferFailed
+from spark_checkpoint.errors import InputError, TransferError
 from spark_checkpoint.progress import Progress, note, printable
 from spark_checkpoint.storage import describe_free_space
-from spark_checkpoint.verify import discard, verify_checkpoint
+from spark_checkpoint.verify import discard_base, verify_checkpoint
 
 _LONGEST_LINE = 4000
 _FIXES = {
@@ -61,16 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         fix = (
             "add the packages of requirements.txt to PYTHONPATH (a deploy installs them in `site`)"
         )
-        return _fail(f"{error.name}: not found; fix: {fix}", InputRefused.code)
+        return _fail(f"{error.name}: not found; fix: {fix}", InputError.code)
     except OSError as error:
         where, problem = error.filename or "this host", error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename:
             problem += f" ({describe_free_space(Path(os.fsdecode(error.filename)))})"
         fix = _FIXES.get(error.errno or 0, "see the kernel log (dmesg)")
-        return _fail(f"{where}: {problem}; fix: {fix}", TransferFailed.code)
+        return _fail(f"{where}: {problem}; fix: {fix}", TransferError.code)
     except KeyboardInterrupt:
         return _fail(
-            "interrupted: the result is incomplete; fix: run again, it resumes", TransferFailed.code
+            "interrupted: the result is incomplete; fix: run again, it resumes", TransferError.code
         )
 
 
@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> None:
         verify_checkpoint(arguments.dir, progress, full=arguments.full)
         return
     if arguments.command == orders.DISCARD:
-        discard(arguments.base, arguments.tree, progress)
+        discard_base(arguments.base, arguments.tree, progress)
         return
     from spark_checkpoint.sources.fetch import fetch, fetch_layers
 
@@ -104,23 +104,23 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from spark_checkpoint.inspection import describe, format_report, open_subject, report
+    from spark_checkpoint.inspection import describe, format_report, open_checkpoint, report
     from spark_checkpoint.plan_checks import check_sources_by_headers, match_plan, match_plan_names
 
     # Few tries: a person waits.
-    wire = Wire(token_file=arguments.token_file, parallel=8, tries=3)
+    transfer = TransferOptions(token_file=arguments.token_file, parallel=8, tries=3)
     if arguments.command == orders.DESCRIBE:
-        subject = open_subject(
-            arguments.place, arguments.endpoint, wire, leave_out=arguments.leave_out,
+        subject = open_checkpoint(
+            arguments.place, arguments.endpoint, transfer, leave_out=arguments.leave_out,
             documents=(CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,),
         )  # fmt: skip
-        text = json.dumps(plain(describe(subject)))
+        text = json.dumps(to_plain(describe(subject)))
     elif arguments.command == orders.CHECK_SOURCES:
-        subject = open_subject(arguments.place, arguments.endpoint, wire)
+        subject = open_checkpoint(arguments.place, arguments.endpoint, transfer)
         plan = read_build_plan(arguments.order)
-        text = json.dumps(plain(check_sources_by_headers(subject, plan)))
+        text = json.dumps(to_plain(check_sources_by_headers(subject, plan)))
     else:
-        subject = open_subject(arguments.place, arguments.endpoint, wire)
+        subject = open_checkpoint(arguments.place, arguments.endpoint, transfer)
         data = report(subject)
         data["against"] = [match_plan(subject, read_build_plan(p)) for p in arguments.against]
         text = json.dumps(data, indent=2) if arguments.json else printable(format_report(data))
@@ -133,7 +133,7 @@ def read_build_plan(path: Path) -> BuildPlan:
     """Read a build plan; refuse another recipe version."""
     plan = files.load(BuildPlan, path, "is missing")
     if plan.recipe_version not in (None, RECIPE_VERSION):
-        raise InputRefused(
+        raise InputError(
             str(path),
             f"made for recipe version {plan.recipe_version}, this builder has {RECIPE_VERSION}",
             "install the host tools of the plan's release, or plan again",
@@ -151,7 +151,7 @@ def _fail(message: str, code: int) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InputRefused("arguments", message, f"see `python3 -m {self.prog} --help`")
+        raise InputError("arguments", message, f"see `python3 -m {self.prog} --help`")
 
 
 def _parser() -> argparse.ArgumentParser:

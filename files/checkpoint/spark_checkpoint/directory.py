@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from spark_contract.paths import RECEIPT_NAME
 
-from spark_checkpoint.errors import GateRefused, InputRefused
+from spark_checkpoint.errors import InputError, ValidationError
 from spark_checkpoint.headers import Header, Tensor, parse_weight_map, read_header
 from spark_checkpoint.storage import read_buffers
 
@@ -57,12 +57,12 @@ class Checkpoint:
         return Span(self.directory / shard, header.file_offset(name), size_bytes)
 
 
-def natural_order(name: str) -> list[str | int]:
+def natural_sort_key(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 @contextmanager
-def no_garbage_collection() -> Iterator[None]:
+def disabled_garbage_collection() -> Iterator[None]:
     """Disable the collector, which would scan a million live objects."""
     enabled = gc.isenabled()
     gc.disable()
@@ -82,11 +82,13 @@ def list_files(directory: Path) -> list[str]:
 def read_checkpoint(directory: Path) -> Checkpoint:
     """Read all headers and the index; refuse contradictions."""
     if not directory.is_dir():
-        raise InputRefused(str(directory), "is not a directory", "download the source first")
-    names = sorted((path.name for path in directory.glob("*.safetensors")), key=natural_order)
+        raise InputError(str(directory), "is not a directory", "download the source first")
+    names = sorted((path.name for path in directory.glob("*.safetensors")), key=natural_sort_key)
     if not names:
-        raise GateRefused(str(directory), "has no .safetensors file", "download the source again")
-    with no_garbage_collection():
+        raise ValidationError(
+            str(directory), "has no .safetensors file", "download the source again"
+        )
+    with disabled_garbage_collection():
         # First, to save memory: the text of a large index is 40 MB.
         index = read_index(directory)
         known = {name: name for name in index or ()}
@@ -109,7 +111,7 @@ def checkpoint_from_headers(
         _check_index(str(directory / INDEX_NAME), index, shards)
     for name, files in copies.items():
         if len({shards[file].tensors[name][:2] for file in files}) > 1:
-            raise GateRefused(
+            raise ValidationError(
                 str(directory),
                 f"{name} is in {', '.join(files)} with different dtypes or shapes",
                 "use another commit of the base",
@@ -120,9 +122,11 @@ def checkpoint_from_headers(
 def _check_index(where: str, index: Mapping[str, str], shards: dict[str, Header]) -> None:
     for name, shard in index.items():
         if shard not in shards:
-            raise GateRefused(where, f"names a missing shard {shard}", "download the source again")
+            raise ValidationError(
+                where, f"names a missing shard {shard}", "download the source again"
+            )
         if name not in shards[shard].tensors:
-            raise GateRefused(
+            raise ValidationError(
                 where,
                 f"lists {name} in {shard}, but the header lacks it",
                 "use another commit, or download the source again",
@@ -147,9 +151,9 @@ def parse_object(raw: bytes, where: str, fix: str) -> dict[str, Any]:
     try:
         document = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise GateRefused(where, f"is not JSON ({error})", fix) from error
+        raise ValidationError(where, f"is not JSON ({error})", fix) from error
     if not isinstance(document, dict):
-        raise GateRefused(where, "is not a JSON object", fix)
+        raise ValidationError(where, "is not a JSON object", fix)
     return document
 
 
@@ -157,4 +161,4 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise GateRefused(str(path), "is missing", "download the source again") from error
+        raise ValidationError(str(path), "is missing", "download the source again") from error

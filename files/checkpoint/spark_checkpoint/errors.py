@@ -12,27 +12,27 @@ class BuilderError(HostToolError):
         super().__init__(where, what, fix, self.code)
 
 
-class InputRefused(BuilderError):  # noqa: N818 - named after the outcome
+class InputError(BuilderError):
     """A plan, an argument or the environment is invalid."""
 
 
-class GateRefused(BuilderError):  # noqa: N818
+class ValidationError(BuilderError):
     """Sources or host do not match the plan."""
 
     code = 3
 
 
-class HeaderRefused(GateRefused):
+class HeaderError(ValidationError):
     """A file violates the safetensors format."""
 
 
-class TransferFailed(BuilderError):  # noqa: N818
+class TransferError(BuilderError):
     """Reading, writing or the network failed; the next run resumes."""
 
     code = 4
 
 
-class CheckpointDiffers(BuilderError):  # noqa: N818
+class ReceiptMismatchError(BuilderError):
     """A finished checkpoint differs from the receipt."""
 
     code = 5

@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from spark_contract.files import named
+from spark_contract.files import name_file_in_errors
 
-from spark_checkpoint.errors import GateRefused, HeaderRefused
+from spark_checkpoint.errors import HeaderError, ValidationError
 
 _KEY = "weight_map"
 _SPACE = rb"[ \t\n\r]*"
@@ -32,10 +32,10 @@ def parse_weight_map(
             return names
         document = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise GateRefused(where, f"is not JSON ({error})", fix) from error
+        raise ValidationError(where, f"is not JSON ({error})", fix) from error
     names = document.get(_KEY) if isinstance(document, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise GateRefused(where, "has no weight_map of names to files", fix)
+        raise ValidationError(where, "has no weight_map of names to files", fix)
     return {name: file for name, file in names.items() if keep(name)}
 
 
@@ -162,7 +162,7 @@ def parse_header(
 
 
 def read_header(path: Path, known: Mapping[str, str] | None = None) -> Header:
-    with path.open("rb") as file, named(file.fileno()):
+    with path.open("rb") as file, name_file_in_errors(file.fileno()):
         size = os.fstat(file.fileno()).st_size
         length = header_json_bytes(file.read(8), size, str(path))
         raw = file.read(length)
@@ -171,7 +171,7 @@ def read_header(path: Path, known: Mapping[str, str] | None = None) -> Header:
     return parse_header(raw, size, str(path), known)
 
 
-def emit_header(
+def format_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
     """Return length and JSON for ``(name, dtype, shape)`` in buffer order.
@@ -209,7 +209,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _refuse(where: str, what: str) -> NoReturn:
-    raise HeaderRefused(where, what, "download the file again: it is damaged or not safetensors")
+    raise HeaderError(where, what, "download the file again: it is damaged or not safetensors")
 
 
 def _parse_json(raw: bytes, where: str) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spark_contract.fetching import Wire
-from spark_contract.orders import Described
+from spark_contract.fetching import TransferOptions
+from spark_contract.orders import RepositoryDescription
 from spark_contract.receipts import SourceReceipt
 from spark_contract.units import COMMIT
 
@@ -22,12 +22,12 @@ from spark_checkpoint.directory import (
     CONFIG_NAME,
     INDEX_NAME,
     list_files,
-    natural_order,
+    natural_sort_key,
     parse_object,
     read_index,
     read_json,
 )
-from spark_checkpoint.errors import GateRefused, InputRefused
+from spark_checkpoint.errors import InputError, ValidationError
 from spark_checkpoint.headers import Header, Tensor, read_header
 from spark_checkpoint.sources.donor import RepositoryFiles
 from spark_checkpoint.tensor_sets import FP8, MTP_PREFIX, SCALE, summarize_names
@@ -41,7 +41,7 @@ _SHARD_LIMIT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class InspectedCheckpoint:
     place: str
     shards: Mapping[str, Header]
     index: Mapping[str, str] | None
@@ -51,14 +51,14 @@ class Subject:
     documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def open_subject(
+def open_checkpoint(
     place: str,
     endpoint: str | None,
-    wire: Wire,
+    transfer: TransferOptions,
     *,
     leave_out: Sequence[str] = (),
     documents: Sequence[str] = (CONFIG_NAME,),
-) -> Subject:
+) -> InspectedCheckpoint:
     """Read a directory, or the headers of a repository ``org/name[@revision]``.
 
     ``leave_out`` are shell patterns of files to skip; ``documents`` are JSON files to read.
@@ -69,10 +69,10 @@ def open_subject(
     match = _REPOSITORY.fullmatch(place)
     if not match or place.startswith("/"):
         problem = "is neither a directory nor org/name[@revision]"
-        raise InputRefused(place, problem, "check the spelling")
+        raise InputError(place, problem, "check the spelling")
     name, revision = match[1], match[2] or "main"
     hub = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-    files = RepositoryFiles(f"{hub}/{name}/resolve/{revision}/", wire)
+    files = RepositoryFiles(f"{hub}/{name}/resolve/{revision}/", transfer)
 
     def read_object(url: str, limit_bytes: int) -> dict[str, Any]:
         raw = files.client.read_whole(url, limit_bytes)
@@ -83,9 +83,9 @@ def open_subject(
     commit = str(listing.get("sha"))
     if not re.fullmatch(COMMIT, commit):
         problem = f"has the invalid commit {commit[:60]!r} in the hub's answer"
-        raise GateRefused(name, problem, "check the endpoint: this is not a hub")
+        raise ValidationError(name, problem, "check the endpoint: this is not a hub")
     # By commit, because a push would mix two revisions.
-    files = RepositoryFiles(f"{hub}/{name}/resolve/{commit}/", wire)
+    files = RepositoryFiles(f"{hub}/{name}/resolve/{commit}/", transfer)
     present = {
         path: size
         for path, size in _parse_listing(listing, name).items()
@@ -93,14 +93,16 @@ def open_subject(
     }
     shards = [path for path in present if path.endswith(".safetensors") and "/" not in path]
     if not 0 < len(shards) <= _SHARD_LIMIT:
-        raise GateRefused(name, f"lists {len(shards)} .safetensors files", "check the repository")
-    with ThreadPoolExecutor(wire.parallel) as pool:
+        raise ValidationError(
+            name, f"lists {len(shards)} .safetensors files", "check the repository"
+        )
+    with ThreadPoolExecutor(transfer.parallel) as pool:
         headers = dict(zip(shards, pool.map(files.header, shards), strict=True))
     index = files.index() if INDEX_NAME in present else None
     contents = {
         path: read_object(files.url(path), _DOCUMENT_BYTES) for path in documents if path in present
     }
-    return Subject(
+    return InspectedCheckpoint(
         place=f"{name}@{commit}",
         shards=headers,
         index=index,
@@ -111,17 +113,17 @@ def open_subject(
     )
 
 
-def _open_directory(directory: Path) -> Subject:
+def _open_directory(directory: Path) -> InspectedCheckpoint:
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
         fix = "name the directory of a model"
-        raise GateRefused(str(directory), "has no .safetensors file", fix)
+        raise ValidationError(str(directory), "has no .safetensors file", fix)
     config = directory / CONFIG_NAME
     receipt, summary = load_receipt(directory), "none"
     if receipt is not None:
         name = receipt.name if isinstance(receipt, SourceReceipt) else receipt.plan.name
         summary = f"{receipt.kind} {name} digest {receipt.digest[:12]} of {receipt.written_at}"
-    return Subject(
+    return InspectedCheckpoint(
         place=str(directory),
         shards={path.name: read_header(path) for path in paths},
         index=read_index(directory),
@@ -142,7 +144,7 @@ def _parse_listing(listing: Mapping[str, Any], name: str) -> dict[str, int | Non
         }
         if len(sizes) == len(siblings):
             return sizes
-    raise GateRefused(
+    raise ValidationError(
         name, "the hub's answer contains no list of files", "check the endpoint and the repository"
     )
 
@@ -157,15 +159,15 @@ _PART_PATTERNS = {
 }
 
 
-def describe(subject: Subject) -> Described:
+def describe(subject: InspectedCheckpoint) -> RepositoryDescription:
     """Return the content of headers and documents, for files in the index."""
     loaded = set(subject.index.values()) if subject.index else set(subject.shards)
     if missing := sorted(loaded - subject.shards.keys()):
         problem = f"its index names {len(missing)} missing files, first {missing[0][:60]!r}"
         fix = "use another commit, because no engine can load this one"
-        raise GateRefused(subject.place, problem, fix)
+        raise ValidationError(subject.place, problem, fix)
     shards = {name: header for name, header in subject.shards.items() if name in loaded}
-    anatomy = examine(shards, None)
+    anatomy = summarise_headers(shards, None)
     drafter_layer = _first_drafter_layer(subject.config)
     parts: dict[str, Counter[str]] = {part: Counter() for part in ("text", *_PART_PATTERNS)}
     for name, tensor in anatomy.names.items():
@@ -176,7 +178,7 @@ def describe(subject: Subject) -> Described:
         if drafter_layer is not None and layer and int(layer[2]) >= drafter_layer:
             part = "drafter"
         parts[part][tensor.dtype] += tensor.size_bytes
-    return Described(
+    return RepositoryDescription(
         commit=subject.place.rpartition("@")[2],
         parts={part: dict(sorted(sizes.items())) for part, sizes in parts.items()},
         tensors=len(anatomy.names),
@@ -228,10 +230,10 @@ class Anatomy:
     mtp: int
 
 
-def examine(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> Anatomy:
+def summarise_headers(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> Anatomy:
     """Summarise headers; report contradictions instead of refusing them."""
     copies: dict[str, list[str]] = {}
-    for shard in sorted(shards, key=natural_order):
+    for shard in sorted(shards, key=natural_sort_key):
         for name in shards[shard].tensors:
             copies.setdefault(name, []).append(shard)
     names = {name: shards[files[-1]].tensors[name] for name, files in copies.items()}
@@ -245,7 +247,7 @@ def examine(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> An
         sizes_bytes[group, tensor.dtype] += tensor.size_bytes
     if index is None:
         index = {name: files[-1] for name, files in copies.items()}
-    replaced = {plain_name(name) for name in index if name != plain_name(name)}
+    replaced = {original_name(name) for name in index if name != original_name(name)}
     replaced |= {"lm_head.weight"} if "lm_head.qweight" in replaced else set()
     layers = [(match[1], name) for name in names if (match := _LAYER.match(name))]
     norm = names.get("model.language_model.norm.weight")
@@ -265,7 +267,7 @@ def examine(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> An
     )
 
 
-def plain_name(name: str) -> str:
+def original_name(name: str) -> str:
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 
@@ -304,8 +306,8 @@ _QUANTIZATION_KEYS = frozenset({"quant_method", "bits", "group_size", "sym", "da
                            "packing_format", "activation_scheme", "weight_block_size"})  # fmt: skip
 
 
-def report(subject: Subject) -> dict[str, Any]:
-    anatomy = examine(subject.shards, subject.index)
+def report(subject: InspectedCheckpoint) -> dict[str, Any]:
+    anatomy = summarise_headers(subject.shards, subject.index)
     quantization = subject.config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
     recipe = name_recipe(anatomy, quantization.get("quant_method"), frozenset(subject.shards))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.errors import ValidationError
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint16]
@@ -21,14 +21,14 @@ Codes = NDArray[np.uint8]
 E4M3_MAX = 448.0
 
 
-def floats(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Floats:
+def to_floats(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Floats:
     if dtype == "BF16":
         values = from_bf16_bits(np.frombuffer(raw, "<u2"))
     elif dtype in ("F16", "F32"):
         values = np.frombuffer(raw, "<f2" if dtype == "F16" else "<f4").astype(np.float32)
     else:
         fix = "use a checkpoint with BF16, F16 or F32 weights"
-        raise GateRefused("tensor", f"has dtype {dtype}, not a float of 16 or 32 bits", fix)
+        raise ValidationError("tensor", f"has dtype {dtype}, not a float of 16 or 32 bits", fix)
     return values.reshape(shape)
 
 
@@ -76,7 +76,7 @@ def to_e4m3(values: Floats) -> Codes:
     return codes | (bits >> 24).astype(np.uint8) & np.uint8(0x80)
 
 
-def spread(scales: Floats, shape: tuple[int, int], block: tuple[int, int]) -> Floats:
+def repeat_scales(scales: Floats, shape: tuple[int, int], block: tuple[int, int]) -> Floats:
     """Repeat block scales for each element of a ``shape`` matrix."""
     rows = np.repeat(scales, block[0], axis=0)[: shape[0]]
     return np.repeat(rows, block[1], axis=1)[:, : shape[1]]
@@ -85,7 +85,7 @@ def spread(scales: Floats, shape: tuple[int, int], block: tuple[int, int]) -> Fl
 def dequantise(codes: Codes, scales: Floats, block: tuple[int, int]) -> Floats:
     """Return FP8 block weights as float32: code value times block scale."""
     result: Floats = from_e4m3(codes)
-    result *= spread(scales, (codes.shape[0], codes.shape[1]), block)
+    result *= repeat_scales(scales, (codes.shape[0], codes.shape[1]), block)
     return result
 
 
@@ -102,7 +102,7 @@ def quantise_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Wor
     """
     largest = reduce_blocks(np.maximum, np.abs(weights), block)
     scales = bf16_bits(np.where(largest > 0, largest / np.float32(E4M3_MAX), np.float32(1)))
-    stored = spread(from_bf16_bits(scales), (weights.shape[0], weights.shape[1]), block)
+    stored = repeat_scales(from_bf16_bits(scales), (weights.shape[0], weights.shape[1]), block)
     scaled = np.clip(weights / stored, -np.float32(E4M3_MAX), np.float32(E4M3_MAX))
     return to_e4m3(scaled), scales
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spark_contract.orders import BuildPlan, SourceCounts, count, expand, expand_all
+from spark_contract.orders import BuildPlan, SourceCounts, count_names, expand, expand_all
 
 from spark_checkpoint.build.layouts import check_config
 from spark_checkpoint.build.source_checks import check_sources, required_donor_tensors
-from spark_checkpoint.directory import CONFIG_NAME, checkpoint_from_headers, natural_order
-from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.inspection import Subject, examine, plain_name
+from spark_checkpoint.directory import CONFIG_NAME, checkpoint_from_headers, natural_sort_key
+from spark_checkpoint.errors import ValidationError
+from spark_checkpoint.inspection import InspectedCheckpoint, original_name, summarise_headers
 from spark_checkpoint.tensor_sets import (
     MTP_PREFIX,
     SCALE,
@@ -21,7 +21,7 @@ from spark_checkpoint.tensor_sets import (
     check_fp8_pair,
     check_result_names,
     check_same_names,
-    replacements,
+    replacement_names,
     swapped_modules,
     unmatched_donor_names,
 )
@@ -37,10 +37,10 @@ _KINDS = {
 }
 
 
-def check_sources_by_headers(subject: Subject, plan: BuildPlan) -> SourceCounts:
+def check_sources_by_headers(subject: InspectedCheckpoint, plan: BuildPlan) -> SourceCounts:
     """Run a build's checks of base and donor on headers."""
     check_config(subject.config, f"{subject.place}: {CONFIG_NAME}", plan.head)
-    shards = {name: subject.shards[name] for name in sorted(subject.shards, key=natural_order)}
+    shards = {name: subject.shards[name] for name in sorted(subject.shards, key=natural_sort_key)}
     base = checkpoint_from_headers(Path(subject.place), shards, subject.index)
     sources = check_sources(plan, base, subject.config)
     required_donor_tensors(plan, sources)  # reads and checks their headers
@@ -48,22 +48,22 @@ def check_sources_by_headers(subject: Subject, plan: BuildPlan) -> SourceCounts:
         base_tensors=len(base.owner),
         donor_tensors=len(sources.donor.names) if sources.donor else 0,
         swapped_modules=len(sources.modules),
-        mtp_tensors=sum(map(count, plan.mtp_tensors)),
+        mtp_tensors=sum(map(count_names, plan.mtp_tensors)),
         mtp_from_donor=len(sources.mtp_missing),
     )
 
 
-def match_plan(subject: Subject, plan: BuildPlan) -> dict[str, Any]:
+def match_plan(subject: InspectedCheckpoint, plan: BuildPlan) -> dict[str, Any]:
     """Return whether a subject fits a part of a plan, and why."""
     part = _PARTS.get(plan.shared_experts, plan.shared_experts)
     try:
         why = _match_donor(subject, plan) if part == "donor" else match_plan_names(subject, plan)
-    except GateRefused as error:
+    except ValidationError as error:
         return {"plan": plan.name, "part": part, "fits": False, "why": error.what}
     return {"plan": plan.name, "part": part, "fits": True, "why": why}
 
 
-def _match_donor(subject: Subject, plan: BuildPlan) -> str:
+def _match_donor(subject: InspectedCheckpoint, plan: BuildPlan) -> str:
     """Compare a subject with a plan's donor, assuming the plan's base."""
     tensors = {
         name: tensor
@@ -89,7 +89,7 @@ def _match_donor(subject: Subject, plan: BuildPlan) -> str:
     return f"the plan's donor of {len(modules)} modules"
 
 
-def match_plan_names(subject: Subject, plan: BuildPlan) -> str:
+def match_plan_names(subject: InspectedCheckpoint, plan: BuildPlan) -> str:
     """Return whether a subject is the base or the result of a plan; refuse other subjects."""
     if subject.index:
         # Shards of an overlay still have the replaced names; an engine loads those of the index.
@@ -99,10 +99,10 @@ def match_plan_names(subject: Subject, plan: BuildPlan) -> str:
             if shard in subject.shards and name in subject.shards[shard].tensors
         }
     else:
-        names = set(examine(subject.shards, None).names)
-    new = {name for new_names in replacements(plan).values() for name in new_names}
+        names = set(summarise_headers(subject.shards, None).names)
+    new = {name for new_names in replacement_names(plan).values() for name in new_names}
     expected = expand_all(base_patterns(plan))
-    overlaid = any(name != plain_name(name) for name in names)
+    overlaid = any(name != original_name(name) for name in names)
     if overlaid or not (new - expected).isdisjoint(names):
         check_result_names(subject.place, names, plan, "overlay" if overlaid else "full")
         return f"a {_KINDS[plan.shared_experts]} with exactly the plan's names"

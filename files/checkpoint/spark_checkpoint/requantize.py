@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from spark_contract import files
-from spark_contract.fetching import CopyPlan, Wire
+from spark_contract.fetching import CopyPlan, TransferOptions
 from spark_contract.files import now, sync
 from spark_contract.orders import RequantizePlan, expand
 from spark_contract.receipts import AnyReceipt, ReceiptFile, RequantizedReceipt
@@ -28,7 +28,7 @@ from spark_checkpoint.directory import (
     read_checkpoint,
     read_json,
 )
-from spark_checkpoint.errors import GateRefused, TransferFailed
+from spark_checkpoint.errors import TransferError, ValidationError
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.sources.peers import copy_from_peer, copy_requantized
@@ -45,14 +45,14 @@ def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None
     """Quantise the plan's checkpoint or copy it from a peer; return False if it exists already."""
 
     def write(work: Path, result_dir: Path) -> None:
-        def copy(wire: Wire, files_url: str, receipt: AnyReceipt) -> None:
+        def copy(transfer: TransferOptions, files_url: str, receipt: AnyReceipt) -> None:
             if isinstance(receipt, RequantizedReceipt):
-                copy_requantized(wire, files_url, receipt, plan, result_dir, progress)
+                copy_requantized(transfer, files_url, receipt, plan, result_dir, progress)
 
         if copies is None or not copy_from_peer(copies, plan, result_dir, copy):
             _write_result(plan, work, result_dir, progress)
 
-    return verify.make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
+    return verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
 
 
 def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: Progress) -> None:
@@ -164,14 +164,14 @@ def _check_prerequisites(plan: RequantizePlan, work: Path) -> None:
     required = ((plan.packages, "AutoRound"), (plan.calibration, "the calibration text"))
     for path, content in required:
         if not os.path.exists(path):
-            raise GateRefused(path, f"is missing: {content}", fix)
+            raise ValidationError(path, f"is missing: {content}", fix)
     storage.check_free_space(work.parent, plan.work_bytes, f"quantising {plan.name}")
     for line in Path("/proc/meminfo").read_text().splitlines():
         available = int(line.split()[1]) * 1024 if line.startswith("MemAvailable:") else None
         if available is not None and available < plan.memory_bytes:
             problem = f"needs {plan.memory_bytes} bytes of memory, {available} are available"
             fix = "`spark-deploy stop` this host first"
-            raise GateRefused(f"quantising {plan.name}", problem, fix)
+            raise ValidationError(f"quantising {plan.name}", problem, fix)
 
 
 def _build_argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[str]:
@@ -205,10 +205,10 @@ def _wait_for_container(
     if code != 0:
         done = _count_blocks(work)
         problem = f"AutoRound exited with status {code}, {done} of {layers} blocks are done"
-        raise TransferFailed(str(work), problem, "read the lines above, run again")
+        raise TransferError(str(work), problem, "read the lines above, run again")
     if not (work / DONE).exists():
         problem = "AutoRound ended before the checkpoint was complete"
-        raise TransferFailed(str(work), problem, "run again")
+        raise TransferError(str(work), problem, "run again")
 
 
 def _count_blocks(work: Path) -> int:

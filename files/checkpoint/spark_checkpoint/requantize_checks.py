@@ -11,8 +11,8 @@ from spark_contract.orders import RequantizePlan, expand
 
 from spark_checkpoint import number_formats
 from spark_checkpoint.directory import CONFIG_NAME, Checkpoint, Span, read_config, read_span
-from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.number_formats import GROUP, INT4_LIMIT, Floats, floats
+from spark_checkpoint.errors import ValidationError
+from spark_checkpoint.number_formats import GROUP, INT4_LIMIT, Floats, to_floats
 from spark_checkpoint.storage import hash_file
 from spark_checkpoint.tensor_sets import WEIGHT
 
@@ -70,7 +70,7 @@ def check_packable(plan: RequantizePlan, original: Checkpoint) -> None:
         if reason:
             problem = f"must be packed, but AutoRound leaves it in 16 bits: {reason}"
             fix = f"list {module}{WEIGHT} under the model's tensors instead"
-            raise GateRefused(module, problem, fix)
+            raise ValidationError(module, problem, fix)
 
 
 def packed_modules(plan: RequantizePlan) -> Iterator[str]:
@@ -101,30 +101,30 @@ def _excluded_by_shape(matrix: Matrix | None) -> str:
 def check_original(original: Checkpoint) -> None:
     where = str(original.directory)
     if read_config(original.directory).get("quantization_config"):
-        raise GateRefused(where, "is quantised already", _ORIGINAL_FIX)
+        raise ValidationError(where, "is quantised already", _ORIGINAL_FIX)
     other = {name for name in original.owner if original.tensor(name).dtype not in _FLOATS}
     if other:
         problem = f"{min(other)} is {original.tensor(min(other)).dtype}, expected a float"
-        raise GateRefused(where, problem, _ORIGINAL_FIX)
+        raise ValidationError(where, problem, _ORIGINAL_FIX)
 
 
 def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
     """Refuse a result that is not the rounded original; return figures for the receipt."""
     if result.duplicates:
         name = min(result.duplicates)
-        raise GateRefused(str(result.directory), f"has {name} in several files", _FIX)
+        raise ValidationError(str(result.directory), f"has {name} in several files", _FIX)
     packed = sorted(n.removesuffix(QWEIGHT) for n in result.owner if n.endswith(QWEIGHT))
     quantization = read_config(result.directory).get("quantization_config")
     expected = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True}
     if not isinstance(quantization, Mapping) or not expected.items() <= quantization.items():
         where = f"{result.directory}/{CONFIG_NAME}"
-        raise GateRefused(where, f"lacks {expected} in quantization_config", _FIX)
+        raise ValidationError(where, f"lacks {expected} in quantization_config", _FIX)
     for module in packed:
         _check_packed_shapes(module, original, result)
     kept = [name for name in result.owner if name in original.owner]
     for name in kept:
         if not _is_same(name, original, result):
-            raise GateRefused(name, "must stay unchanged, but differs from the original", _FIX)
+            raise ValidationError(name, "must stay unchanged, but differs from the original", _FIX)
     step = max(1, -(-len(packed) // _COMPARED))
     errors = {module: relative_error(module, original, result) for module in packed[::step]}
     # Includes NaN.
@@ -132,7 +132,7 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
     if wrong:
         module = max(wrong, key=lambda module: wrong[module])
         actual = f"differs from the original's weight by {wrong[module]:.0%}"
-        raise GateRefused(module, f"{actual}; wrong modules: {len(wrong)}", _FIX)
+        raise ValidationError(module, f"{actual}; wrong modules: {len(wrong)}", _FIX)
     mean = float(np.mean(list(errors.values())))
     error = {"modules": len(errors), "mean": mean, "worst": max(errors.values())}
     kept_tensors = len(kept) + check_kept_experts(original, result)
@@ -150,7 +150,7 @@ def _check_packed_shapes(module: str, original: Checkpoint, result: Checkpoint) 
         tensor = result.tensor(f"{module}.{suffix}")
         if tensor.dtype not in dtypes or tensor.shape != shape:
             problem = f"is {tensor.dtype} {list(tensor.shape)}, expected {list(shape)}"
-            raise GateRefused(f"{module}.{suffix}", problem, _FIX)
+            raise ValidationError(f"{module}.{suffix}", problem, _FIX)
 
 
 def check_kept_experts(original: Checkpoint, result: Checkpoint) -> int:
@@ -165,7 +165,7 @@ def check_kept_experts(original: Checkpoint, result: Checkpoint) -> int:
         count += 1
         same = _hash(expert.span) == _hash(result.span(name))
         if not same or expert.shape != result.tensor(name).shape:
-            raise GateRefused(name, "must stay unchanged, but differs from the original", _FIX)
+            raise ValidationError(name, "must stay unchanged, but differs from the original", _FIX)
     return count
 
 
@@ -179,7 +179,7 @@ def _is_same(name: str, original: Checkpoint, result: Checkpoint) -> bool:
 
 def relative_error(module: str, original: Checkpoint, result: Checkpoint) -> float:
     matrix = _require_weight(module, original)
-    weight = floats(read_span(matrix.span), matrix.dtype, matrix.shape)
+    weight = to_floats(read_span(matrix.span), matrix.dtype, matrix.shape)
     return number_formats.relative_error(weight, unpack_weight(result, module))
 
 
@@ -193,13 +193,13 @@ def _require_weight(module: str, original: Checkpoint) -> Matrix:
     matrix = find_weight(module, original)
     if matrix is None:
         fix = "name this model's own 16-bit repository in sources.original"
-        raise GateRefused(str(original.directory), f"has no weight of {module}", fix)
+        raise ValidationError(str(original.directory), f"has no weight of {module}", fix)
     return matrix
 
 
 def _read_floats(checkpoint: Checkpoint, name: str) -> Floats:
     tensor = checkpoint.tensor(name)
-    return floats(read_span(checkpoint.span(name)), tensor.dtype, tensor.shape)
+    return to_floats(read_span(checkpoint.span(name)), tensor.dtype, tensor.shape)
 
 
 def _hash(span: Span) -> str:

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spark_contract.files import named, sync, sync_directory, write_all, write_pieces
+from spark_contract.files import name_file_in_errors, sync, sync_directory, write_all, write_pieces
 
-from spark_checkpoint.errors import GateRefused, TransferFailed
+from spark_checkpoint.errors import TransferError, ValidationError
 
 COPY_BYTES = 256 << 10
 _DROP_BYTES = 8 << 20
@@ -105,7 +105,7 @@ def read_buffers(
     """Yield a file or span in a reused buffer, without filling the page cache."""
     left = sys.maxsize if size_bytes is None else size_bytes
     buffer = memoryview(bytearray(min(left, COPY_BYTES)))
-    with path.open("rb", buffering=0) as file, named(file.fileno()):
+    with path.open("rb", buffering=0) as file, name_file_in_errors(file.fileno()):
         file.seek(offset)
         dropper = PageDropper(file.fileno(), offset)
         while left and (count := file.readinto(buffer[:left])):
@@ -114,7 +114,7 @@ def read_buffers(
             left -= count
         dropper.finish()
     if left and size_bytes is not None:
-        raise TransferFailed(str(path), "was truncated while it was read", "run again")
+        raise TransferError(str(path), "was truncated while it was read", "run again")
 
 
 def hash_file(
@@ -135,7 +135,7 @@ def check_free_space(directory: Path, needed_bytes: int, purpose: str) -> None:
     free_bytes = usage.f_bavail * usage.f_frsize
     required_bytes = int(needed_bytes * (1 + _RESERVE_FRACTION))
     if free_bytes < required_bytes:
-        raise GateRefused(
+        raise ValidationError(
             str(directory),
             f"{purpose} needs {required_bytes} bytes, {free_bytes} are free",
             f"free {required_bytes - free_bytes} bytes on this filesystem",
@@ -160,7 +160,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise GateRefused(
+            raise ValidationError(
                 str(directory), "another process uses it", "wait until that process ends"
             ) from error
         yield
@@ -177,7 +177,7 @@ def publish(partial: Path, out: Path) -> None:
     except OSError as error:
         if error.errno not in _NAME_TAKEN:
             raise
-        raise TransferFailed(
+        raise TransferError(
             str(out), f"cannot take the name ({error.strerror})", "move the existing entry away"
         ) from error
     sync_directory(out.parent)

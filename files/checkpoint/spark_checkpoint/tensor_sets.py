@@ -13,10 +13,10 @@ from spark_contract.orders import (
     RequantizePlan,
     expand,
     expand_all,
-    match_exactly,
+    has_exactly,
 )
 
-from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor
 
 MTP_PREFIX = "mtp."
@@ -92,10 +92,10 @@ def check_same_names(
     causes += [_MTP_CAUSE] if mtp else []
     if causes:
         parts.append(f"likely {'; '.join(causes)}")
-    raise GateRefused(where, ", ".join(parts), _NAMES_FIX)
+    raise ValidationError(where, ", ".join(parts), _NAMES_FIX)
 
 
-def scale_of(weight_name: str) -> str:
+def scale_name(weight_name: str) -> str:
     return weight_name.removesuffix(WEIGHT) + SCALE
 
 
@@ -128,7 +128,7 @@ def check_donor_shapes(module: str, planned: DonorShape, weight: Tensor, scale: 
 
 def _check_shape(where: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if actual != expected:
-        raise GateRefused(
+        raise ValidationError(
             where,
             f"is {list(actual)}, the plan's donor_shapes require {list(expected)}",
             "use the repositories of this model's catalog file, or correct the file",
@@ -139,14 +139,14 @@ def check_fp8_pair(
     where: str, shape: tuple[int, ...], weight: Tensor, scale: Tensor, block: tuple[int, int]
 ) -> None:
     if len(shape) != 2:
-        raise GateRefused(where + WEIGHT, f"is {list(shape)}, expected a matrix", _FP8_FIX)
+        raise ValidationError(where + WEIGHT, f"is {list(shape)}, expected a matrix", _FP8_FIX)
     grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     for suffix, tensor, dtypes, expected in (
         (WEIGHT, weight, (FP8,), shape),
         (SCALE, scale, ("BF16", "F32"), grid),
     ):
         if tensor.dtype not in dtypes or tensor.shape != expected:
-            raise GateRefused(
+            raise ValidationError(
                 f"{where}{suffix}",
                 f"is {tensor.dtype} {list(tensor.shape)}, expected "
                 f"{' or '.join(dtypes)} {list(expected)}",
@@ -168,7 +168,7 @@ def check_packable(name: str, tensor: Tensor, bits: int) -> None:
     elif tensor.shape[0] % pack:
         reason = f"has {tensor.shape[0]} outputs, not a multiple of {pack}"
     if reason:
-        raise GateRefused(name, reason, "set head, shared_experts or drafter to keep")
+        raise ValidationError(name, reason, "set head, shared_experts or drafter to keep")
 
 
 def overlay_name(name: str) -> str:
@@ -178,7 +178,7 @@ def overlay_name(name: str) -> str:
     return name + ("_int8" if name.endswith(_PACKED) else "_fp8")
 
 
-def replacements(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
+def replacement_names(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
     """Return replaced name → names of new tensors."""
     suffixes = {"int8-g128": _PACKED, "fp8-donor": (WEIGHT, SCALE), "fp8-self": (WEIGHT, SCALE)}
     new = suffixes.get(plan.shared_experts, ())
@@ -205,7 +205,7 @@ def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, lay
 
     Names are expanded only for the error: they fill memory.
     """
-    replaced = replacements(plan)
+    replaced = replacement_names(plan)
     new = {
         overlay_name(name) if layout == "overlay" else name
         for names in replaced.values()
@@ -218,7 +218,7 @@ def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, lay
     names -= new
     if has_all_new and names.isdisjoint(replaced):
         names.update(replaced)
-        if match_exactly(names, patterns):
+        if has_exactly(names, patterns):
             return
     expected = (expand_all(patterns) - replaced.keys()) | new
     check_same_names(where, "tensors of the plan's result", actual, expected)
@@ -226,7 +226,7 @@ def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, lay
 
 def check_quantised_names(where: str, actual: Collection[str], plan: RequantizePlan) -> None:
     patterns = [*plan.base_tensors, *plan.mtp_tensors]
-    if not match_exactly(set(actual), patterns):
+    if not has_exactly(set(actual), patterns):
         expected = expand_all(patterns)
         check_same_names(where, "tensors of the quantised checkpoint", actual, expected)
 

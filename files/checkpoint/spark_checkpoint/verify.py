@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from spark_contract import documents, receipts
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import FetchPlan, growing_dir, growing_tree
+from spark_contract.fetching import FetchPlan, partial_dir, partial_tree
 from spark_contract.files import sync_directory
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
 
 from spark_checkpoint import storage
-from spark_checkpoint.directory import list_files, no_garbage_collection, read_index
-from spark_checkpoint.errors import CheckpointDiffers, GateRefused, HeaderRefused, InputRefused
+from spark_checkpoint.directory import disabled_garbage_collection, list_files, read_index
+from spark_checkpoint.errors import HeaderError, InputError, ReceiptMismatchError, ValidationError
 from spark_checkpoint.headers import read_header
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.tensor_sets import check_quantised_names, check_result_names
@@ -107,7 +107,7 @@ def load_receipt(directory: Path) -> receipts.AnyReceipt | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise CheckpointDiffers(str(path), f"is not a receipt ({error})", _FIX) from error
+        raise ReceiptMismatchError(str(path), f"is not a receipt ({error})", _FIX) from error
     return receipt
 
 
@@ -123,7 +123,7 @@ def receipt_entry(
 
 
 def write_receipt(directory: Path, receipt: receipts.Receipt) -> None:
-    storage.write_json(directory / RECEIPT_NAME, documents.plain(receipt))
+    storage.write_json(directory / RECEIPT_NAME, documents.to_plain(receipt))
 
 
 def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> receipts.AnyReceipt:
@@ -133,16 +133,16 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> rec
     than in the receipt, which is then updated.
     """
     if not directory.is_dir():
-        raise InputRefused(str(directory), "is not a directory", "check the path")
+        raise InputError(str(directory), "is not a directory", "check the path")
     receipt = load_receipt(directory)
     if receipt is None:
-        raise CheckpointDiffers(
+        raise ReceiptMismatchError(
             str(directory), f"has no {RECEIPT_NAME}: it is incomplete", "run the job again"
         )
     check_files(directory, receipt)
     # Sources have no exact tensor set.
     if not isinstance(receipt, receipts.SourceReceipt):
-        with no_garbage_collection():
+        with disabled_garbage_collection():
             _check_headers(directory, receipt, receipt.plan, receipt.tensors)
     to_hash = [file for file in receipt.files if full or file.may_have_changed(directory)]
     progress.phase("verify", sum(file.size_bytes for file in to_hash))
@@ -166,14 +166,16 @@ def check_files(directory: Path, receipt: receipts.Receipt) -> None:
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise CheckpointDiffers(str(path), f"is missing ({error.strerror})", _FIX) from error
+            raise ReceiptMismatchError(str(path), f"is missing ({error.strerror})", _FIX) from error
         if size != file.size_bytes:
             problem = f"has {size} bytes, the receipt lists {file.size_bytes}"
-            raise CheckpointDiffers(str(path), problem, _FIX)
+            raise ReceiptMismatchError(str(path), problem, _FIX)
     surplus = set(list_files(directory)) - {file.path for file in receipt.files}
     if surplus:
         names = ", ".join(sorted(surplus)[:5])
-        raise CheckpointDiffers(str(directory), f"has files that the receipt lacks: {names}", _FIX)
+        raise ReceiptMismatchError(
+            str(directory), f"has files that the receipt lacks: {names}", _FIX
+        )
 
 
 def _check_headers(
@@ -183,7 +185,7 @@ def _check_headers(
     try:
         index = read_index(directory)
         if index is None:
-            raise CheckpointDiffers(str(directory), "has no index", _FIX)
+            raise ReceiptMismatchError(str(directory), "has no index", _FIX)
         listed: dict[str, list[str]] = {}
         for name, shard in index.items():
             listed.setdefault(shard, []).append(name)
@@ -193,16 +195,18 @@ def _check_headers(
                 absent = [n for n in listed.pop(file.path, ()) if n not in header.tensors]
                 if absent:
                     problem = f"the index lists {absent[0]} in {file.path}, which lacks it"
-                    raise CheckpointDiffers(str(directory), problem, _FIX)
-    except GateRefused as error:
-        kind = "a broken header" if isinstance(error, HeaderRefused) else "a broken index"
-        raise CheckpointDiffers(error.where, f"{error.what} ({kind})", _FIX) from error
+                    raise ReceiptMismatchError(str(directory), problem, _FIX)
+    except ValidationError as error:
+        kind = "a broken header" if isinstance(error, HeaderError) else "a broken index"
+        raise ReceiptMismatchError(error.where, f"{error.what} ({kind})", _FIX) from error
     if listed:
         missing = ", ".join(sorted(listed)[:3])
-        raise CheckpointDiffers(str(directory), f"the index names unknown files: {missing}", _FIX)
+        raise ReceiptMismatchError(
+            str(directory), f"the index names unknown files: {missing}", _FIX
+        )
     if len(index) != tensors:
         problem = f"the index lists {len(index)} tensors, the receipt {tensors}"
-        raise CheckpointDiffers(str(directory), problem, _FIX)
+        raise ReceiptMismatchError(str(directory), problem, _FIX)
     _check_names(str(directory), index, plan)
 
 
@@ -213,7 +217,7 @@ def _check_names(where: str, index: Mapping[str, str], plan: BuildPlan | Requant
         else:
             check_quantised_names(where, index, plan)
     except HostToolError as error:
-        raise CheckpointDiffers(error.where, error.what, _FIX) from error
+        raise ReceiptMismatchError(error.where, error.what, _FIX) from error
 
 
 def _check_content(
@@ -240,11 +244,11 @@ def _check_content(
     if problem is None and storage.read_stamp(path) != stamp:
         problem = "was changed while it was read"
     if problem is not None:
-        raise CheckpointDiffers(str(path), problem, _FIX)
+        raise ReceiptMismatchError(str(path), problem, _FIX)
     return receipt_entry(file.path, stamp, file.sha256, file.pieces, file.link_of)
 
 
-def make_checkpoint(
+def create_checkpoint(
     plan: FetchPlan | BuildPlan | RequantizePlan,
     description: str,
     progress: Progress,
@@ -262,7 +266,7 @@ def make_checkpoint(
         receipt = load_receipt(plan.out_dir)
         if receipt is None or receipt.digest != plan.digest:
             problem = "has no receipt" if receipt is None else f"has digest {receipt.digest[:12]}"
-            raise GateRefused(
+            raise ValidationError(
                 str(plan.out_dir),
                 f"{problem}, so it is not replaced",
                 "move it away, run again",
@@ -271,7 +275,7 @@ def make_checkpoint(
         note(f"{plan.out_dir}: already has {description}")
         return True
 
-    work = growing_dir(plan.out_dir)
+    work = partial_dir(plan.out_dir)
     if exists():
         shutil.rmtree(work, ignore_errors=True)
         return False
@@ -279,7 +283,7 @@ def make_checkpoint(
         # Another process may have finished before we got the lock.
         if exists():
             return False
-        result_dir = growing_tree(plan.out_dir)
+        result_dir = partial_tree(plan.out_dir)
         write(work, result_dir)
         verify_checkpoint(result_dir, progress, full=False)
         storage.publish(result_dir, plan.out_dir)
@@ -288,23 +292,25 @@ def make_checkpoint(
     return True
 
 
-def discard(base: Path, tree: Path, progress: Progress) -> None:
+def discard_base(base: Path, tree: Path, progress: Progress) -> None:
     """Remove ``base`` after verifying every byte of the full checkpoint ``tree``."""
     if not base.exists():
         note(f"{base}: already removed")
         return
     receipt = verify_checkpoint(tree, progress, full=True)
     if not isinstance(receipt, receipts.CheckpointReceipt) or receipt.plan.layout != "full":
-        raise GateRefused(str(tree), "is not a full-layout checkpoint", "keep the base")
+        raise ValidationError(str(tree), "is not a full-layout checkpoint", "keep the base")
     planned = receipt.plan.base_dir
     if planned != Path(os.path.abspath(base)):
-        raise GateRefused(
+        raise ValidationError(
             str(tree),
             f"was made from {planned}, not from {base}",
             "name the base of this checkpoint",
         )
     if load_receipt(base) is None and any(base.iterdir()):
-        raise GateRefused(str(base), "has no receipt, so it is not removed", "remove it yourself")
+        raise ValidationError(
+            str(base), "has no receipt, so it is not removed", "remove it yourself"
+        )
     freed = shared = 0
     base_receipt = base / RECEIPT_NAME
     # The receipt last: it marks the directory as managed.

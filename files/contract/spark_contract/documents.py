@@ -32,27 +32,27 @@ def key(name: str) -> Mapping[str, Any]:
     return {"key": name}
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         version = getattr(value, "SCHEMA_VERSION", None)
         stated = {} if version is None else {_VERSION: version}
         items = ((field, getattr(value, field.name)) for field in fields(value))
         return stated | {
-            field.metadata.get("key", field.name): plain(item)
+            field.metadata.get("key", field.name): to_plain(item)
             for field, item in items
             if not ("optional" in field.metadata and item == field.default)
         }
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
+        return {str(name): to_plain(item) for name, item in value.items()}
     if isinstance(value, (set, frozenset)):
-        return sorted(plain(item) for item in value)
+        return sorted(to_plain(item) for item in value)
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return value
 
 
-def text_of(value: Any) -> str:
-    return json.dumps(plain(value), indent=1, sort_keys=True) + "\n"
+def to_json(value: Any) -> str:
+    return json.dumps(to_plain(value), indent=1, sort_keys=True) + "\n"
 
 
 def read(kind: type[_T], data: object) -> _T:
@@ -83,7 +83,7 @@ def _read(kind: Any, data: Any, path: str) -> Any:
         return reader(kind, data, path)
     allowed = (int, float) if kind is float else (kind,)
     if type(data) not in allowed:  # not isinstance: True is no number
-        raise _wrong(path, f"expected {kind.__name__}, got {shown(data)}")
+        raise _wrong(path, f"expected {kind.__name__}, got {shorten(data)}")
     return data
 
 
@@ -124,7 +124,7 @@ def _read_union(kind: Any, data: Any, path: str) -> Any:
 def _one_of(known: tuple[Any, ...], data: Any, path: str) -> Any:
     # Not `in`: True would be 1.
     if not any(type(value) is type(data) and value == data for value in known):
-        raise _wrong(path, f"{shown(data)}, known: {', '.join(map(str, known))}")
+        raise _wrong(path, f"{shorten(data)}, known: {', '.join(map(str, known))}")
     return data
 
 
@@ -163,7 +163,7 @@ _READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
 
 def _require_type(kind: type, type_name: str, data: Any, path: str) -> Any:
     if not isinstance(data, kind):
-        raise _wrong(path, f"expected {type_name}, got {shown(data)}")
+        raise _wrong(path, f"expected {type_name}, got {shorten(data)}")
     return data
 
 
@@ -175,12 +175,12 @@ def _wrong(path: str, message: str) -> DocumentError:
     return DocumentError(f"{path}: {message}" if path else message)
 
 
-def shown(data: object) -> str:
+def shorten(data: object) -> str:
     text = repr(data)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def check_form(where: str, value: str | None, pattern: str) -> None:
+def check_pattern(where: str, value: str | None, pattern: str) -> None:
     """Raise if a text does not match; ``None`` is accepted."""
     if value is not None and not re.fullmatch(pattern, value):
         raise DocumentError(f"{where}: {value!r} is not of the form {pattern}")

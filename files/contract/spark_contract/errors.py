@@ -23,7 +23,7 @@ class Problem:
         return f"{self.where}: {self.what}{_FIX}{self.fix}"
 
 
-def problem_in(line: str) -> Problem | None:
+def parse_problem(line: str) -> Problem | None:
     """Parse a line of a host tool's output."""
     if not line.startswith(ERROR):
         return None

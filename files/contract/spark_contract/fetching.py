@@ -11,7 +11,7 @@ from typing import ClassVar
 from spark_contract.documents import (
     OPTIONAL,
     DocumentError,
-    check_form,
+    check_pattern,
     check_plain_directory,
     check_range,
 )
@@ -69,21 +69,21 @@ class CopyPlan:
     key_file: str = field(default=SHARE_KEY, metadata=OPTIONAL)
 
 
-def of_tree(url: str, digest: str) -> str:
+def tree_url(url: str, digest: str) -> str:
     return f"{url.rstrip('/')}/{digest}"
 
 
-def growing_dir(out: Path) -> Path:
+def partial_dir(out: Path) -> Path:
     """Return the work directory of a tree, which the next attempt continues."""
     return out.parent / f".{out.name}.partial"
 
 
-def growing_tree(out: Path) -> Path:
-    return growing_dir(out) / "tree"
+def partial_tree(out: Path) -> Path:
+    return partial_dir(out) / "tree"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
+class TransferOptions:
     tries: int = 8  # attempts without progress for each source
     # Retry the hub at least so long: lines break for hours.
     outage_s: float = field(default=0.0, metadata=OPTIONAL)
@@ -132,13 +132,13 @@ class FetchFile:
             raise DocumentError(f"files: path {self.path!r} is reserved")
         if self.sha256 is None and self.git_sha1 is None:
             raise DocumentError(f"files: {self.path}: sha256 and git_sha1 are missing")
-        check_form(f"files: {self.path}: sha256", self.sha256, SHA256)
-        check_form(f"files: {self.path}: git_sha1", self.git_sha1, COMMIT)
+        check_pattern(f"files: {self.path}: sha256", self.sha256, SHA256)
+        check_pattern(f"files: {self.path}: git_sha1", self.git_sha1, COMMIT)
         check_range(f"files: {self.path}: size_bytes", self.size_bytes, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchPlan(Wire):
+class FetchPlan(TransferOptions):
     """``fetch.json``: a repository at a commit, and sources."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -157,13 +157,13 @@ class FetchPlan(Wire):
     rate_limit_bytes_per_s: int | None  # total
 
     def __post_init__(self) -> None:
-        Wire.__post_init__(self)
-        check_form("digest", self.digest, SHA256)
-        check_form("commit", self.commit, COMMIT)
-        check_form("name", self.name, ".+")
+        TransferOptions.__post_init__(self)
+        check_pattern("digest", self.digest, SHA256)
+        check_pattern("commit", self.commit, COMMIT)
+        check_pattern("name", self.name, ".+")
         check_plain_directory("out", self.out)
         for url in self.urls:
-            check_form("urls", url, "https?://.+")
+            check_pattern("urls", url, "https?://.+")
         paths = [file.path for file in self.files]
         twice = next((path for path in paths if paths.count(path) > 1), None)
         if twice is not None:
@@ -224,7 +224,7 @@ def parse_reference(text: str) -> Reference:
     return Reference(host, name, digest or tag or "latest")
 
 
-def token_question(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[str, str]] | None:
+def parse_challenge(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[str, str]] | None:
     """Return URL and parameters for an anonymous token, from a 401 challenge.
 
     Only URLs of ``schemes`` count: an https registry must not send clients to http.
@@ -236,7 +236,7 @@ def token_question(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayersPlan(Wire):
+class LayersPlan(TransferOptions):
     """``layers.json``: an image's blobs as a tree, byte for byte as in the registry."""
 
     SCHEMA_VERSION: ClassVar[int] = 1

@@ -73,7 +73,7 @@ def _new_file(path: Path, mode: int) -> int:
 
 
 @contextmanager
-def named(descriptor: int) -> Iterator[None]:
+def name_file_in_errors(descriptor: int) -> Iterator[None]:
     """Add the file name to errors of calls on a descriptor."""
     try:
         yield
@@ -86,14 +86,14 @@ def named(descriptor: int) -> Iterator[None]:
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write every byte: a nearly full disk accepts a part without an error."""
     left = memoryview(data)
-    with named(descriptor):
+    with name_file_in_errors(descriptor):
         while left:
             left = left[os.write(descriptor, left) :]
 
 
 def sync(descriptor: int) -> None:
     """Make file content or directory entries survive a power cut."""
-    with named(descriptor):
+    with name_file_in_errors(descriptor):
         os.fsync(descriptor)
 
 

@@ -15,15 +15,17 @@ Expose = Literal["loopback", "docker", "tailscale", "lan"]
 @dataclass(frozen=True, slots=True)
 class Exposure:
     audience: str | None  # None: the host only
-    late: bool  # the address may appear after the gateway has started, and vanish
-    open: bool  # only TLS encrypts this traffic
+    has_unstable_address: bool  # the address may appear after the gateway has started, and vanish
+    needs_tls: bool  # only TLS encrypts this traffic
 
 
 EXPOSURES: dict[Expose, Exposure] = {
-    "loopback": Exposure(audience=None, late=False, open=False),
-    "docker": Exposure(audience="containers of this host", late=True, open=False),
-    "tailscale": Exposure(audience="the tailnet", late=True, open=False),
-    "lan": Exposure(audience="the network", late=False, open=True),
+    "loopback": Exposure(audience=None, has_unstable_address=False, needs_tls=False),
+    "docker": Exposure(
+        audience="containers of this host", has_unstable_address=True, needs_tls=False
+    ),
+    "tailscale": Exposure(audience="the tailnet", has_unstable_address=True, needs_tls=False),
+    "lan": Exposure(audience="the network", has_unstable_address=False, needs_tls=True),
 }
 
 
@@ -64,12 +66,12 @@ class Gateway:
 
     @property
     def unit(self) -> str:
-        return units.GATEWAY.of(self.service)
+        return units.GATEWAY.unit(self.service)
 
     @property
     def path(self) -> str:
         return f"{GATEWAY_DIR}/{self.service}.json"
 
 
-def tls_of(service: str) -> Tls:
+def tls_paths(service: str) -> Tls:
     return Tls(f"{GATEWAY_DIR}/{service}.crt", f"{GATEWAY_DIR}/{service}.key")

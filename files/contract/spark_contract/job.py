@@ -28,7 +28,7 @@ class ReceiptProof:
     digest: str
 
     @staticmethod
-    def of(tree: str, digest: str) -> ReceiptProof:
+    def for_tree(tree: str, digest: str) -> ReceiptProof:
         return ReceiptProof(f"{tree}/{RECEIPT_NAME}", digest)
 
     @property
@@ -79,7 +79,7 @@ class Job:
 
     @property
     def unit(self) -> str:
-        return units.JOB.of(self.digest12)
+        return units.JOB.unit(self.digest12)
 
     @property
     def dir(self) -> str:
@@ -120,7 +120,7 @@ class Progress:
         return " ".join([f"{PHASE}{self.phase}", *words])
 
 
-def read_progress(line: str, total_bytes: int | None) -> Progress:
+def parse_progress(line: str, total_bytes: int | None) -> Progress:
     """Parse a line that begins with ``PHASE``; ``total_bytes`` is the default total."""
     pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
     total = _number(pairs.get("total"))

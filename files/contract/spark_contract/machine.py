@@ -23,30 +23,30 @@ _MODULE = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?(?:\+\w+)?)\s")
 class BootSigns:
     kernel: str  # running
     kernels: tuple[str, ...]  # in /boot
-    marked: bool  # REBOOT_MARKER exists
+    has_reboot_marker: bool  # REBOOT_MARKER exists
     packages: tuple[str, ...]  # in REBOOT_PACKAGES
     module: str = ""  # version of the loaded driver; "" if none
     libraries: tuple[str, ...] = ()  # versions of the driver's library on disk
-    mismatch: bool = False  # reported by the library
+    has_version_mismatch: bool = False  # reported by the library
 
     @property
-    def pending(self) -> str:
+    def reboot_reason(self) -> str:
         """Why a reboot is pending, the most urgent reason; empty if none is."""
         foreign = self.module and self.libraries and self.module not in self.libraries
-        if self.mismatch or foreign:
+        if self.has_version_mismatch or foreign:
             library = ", ".join(self.libraries) or "of another version"
             module = self.module or "unknown"
             return f"driver module {module} is loaded, library {library} is installed"
-        if self.marked:
+        if self.has_reboot_marker:
             packages = ", ".join(sorted(set(self.packages))) or "no package named"
             return f"{REBOOT_MARKER} is set ({packages})"
-        newest = newest_like(self.kernel, self.kernels)
+        newest = newest_of_same_flavour(self.kernel, self.kernels)
         if newest and version_key(newest) > version_key(self.kernel):
             return f"kernel {newest} is installed, {self.kernel} is running"
         return ""
 
 
-def newest_like(kernel: str, kernels: Iterable[str]) -> str:
+def newest_of_same_flavour(kernel: str, kernels: Iterable[str]) -> str:
     """Return the newest kernel with the suffix of ``kernel`` (``-nvidia``), or an empty string."""
     ending = f"-{kernel.rpartition('-')[2]}" if "-" in kernel else ""
     matching = (name for name in kernels if name.endswith(ending))

@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Literal
 from spark_contract.documents import (
     OPTIONAL,
     DocumentError,
-    check_form,
+    check_pattern,
     check_plain_directory,
     check_range,
 )
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import FetchPlan, Wire
+from spark_contract.fetching import FetchPlan, TransferOptions
 from spark_contract.units import COMMIT, SHA256
 
 NAME_LIMIT = 2_000_000
@@ -40,11 +40,11 @@ def expand(pattern: str) -> Iterator[str]:
     return map("".join, itertools.product(*_parts(pattern)))
 
 
-def count(pattern: str) -> int:
+def count_names(pattern: str) -> int:
     return math.prod(len(part) for part in _parts(pattern))
 
 
-def match_exactly(names: set[str], patterns: Iterable[str]) -> bool:
+def has_exactly(names: set[str], patterns: Iterable[str]) -> bool:
     """Return whether the patterns give exactly these names; empties ``names``."""
     for pattern in patterns:
         for name in expand(pattern):
@@ -117,7 +117,7 @@ class DonorDir:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DonorUrl(Wire):
+class DonorUrl(TransferOptions):
     """``{endpoint}/{org}/{repo}/resolve/{commit}``, read in ranges."""
 
     url: str
@@ -165,16 +165,16 @@ class BuildPlan:
     extra: Mapping[str, Any]  # deep-merged into config.json last
 
     def __post_init__(self) -> None:
-        check_form("digest", self.digest, SHA256)
-        check_form("name", self.name, _NAME)
-        check_form("base.dir", self.base.dir, _DIRECTORY)
-        check_form("base.revision", self.base.revision, f"{COMMIT}|{SHA256}")
+        check_pattern("digest", self.digest, SHA256)
+        check_pattern("name", self.name, _NAME)
+        check_pattern("base.dir", self.base.dir, _DIRECTORY)
+        check_pattern("base.revision", self.base.revision, f"{COMMIT}|{SHA256}")
         check_plain_directory("out", self.out)
         if isinstance(self.donor, DonorUrl):
-            check_form("donor.url", self.donor.url, f"https?://.+/resolve/{COMMIT}/?")
-            check_form("donor.sha256", self.donor.sha256, SHA256)
+            check_pattern("donor.url", self.donor.url, f"https?://.+/resolve/{COMMIT}/?")
+            check_pattern("donor.sha256", self.donor.sha256, SHA256)
         elif self.donor is not None:
-            check_form("donor.dir", self.donor.dir, _DIRECTORY)
+            check_pattern("donor.dir", self.donor.dir, _DIRECTORY)
         for size in self.block_shape:
             check_range("block_shape", size, 1)
         for shape in self.donor_shapes:
@@ -236,11 +236,11 @@ class RequantizePlan:
     out: str  # created atomically
 
     def __post_init__(self) -> None:
-        check_form("digest", self.digest, SHA256)
-        check_form("name", self.name, _NAME)
-        check_form("packages", self.packages, _DIRECTORY)
-        check_form("calibration", self.calibration, _DIRECTORY)
-        check_form("gpu", self.gpu, _DIRECTORY)
+        check_pattern("digest", self.digest, SHA256)
+        check_pattern("name", self.name, _NAME)
+        check_pattern("packages", self.packages, _DIRECTORY)
+        check_pattern("calibration", self.calibration, _DIRECTORY)
+        check_pattern("gpu", self.gpu, _DIRECTORY)
         check_plain_directory("out", self.out)
         check_range("iters", self.iters, 0)
         for where in ("layers", "nsamples", "seqlen", "batch"):
@@ -266,7 +266,7 @@ CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokeni
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class RepositoryDescription:
     commit: str
     parts: dict[str, dict[str, int]]  # text, vision, drafter: bytes by dtype
     tensors: int
@@ -297,5 +297,5 @@ TOKEN_FILE = "--token-file"
 TREE = "--tree"
 
 
-def argv(command: str, *words: str) -> tuple[str, ...]:
+def builder_argv(command: str, *words: str) -> tuple[str, ...]:
     return ("python3", "-m", BUILDER, command, *words)

@@ -33,7 +33,7 @@ ENGINE_SOCKET = f"{RUN_DIR}/engine.sock"
 ENGINES_DIR = f"{RUN_DIR}/engines"
 
 
-def kept_aside(path: str) -> str:
+def backup_path(path: str) -> str:
     return f"{path}.before-spark"
 
 

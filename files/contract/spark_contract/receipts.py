@@ -119,7 +119,7 @@ def parse(text: str | bytes) -> AnyReceipt:
     return documents.read(SourceReceipt, data)
 
 
-def find(tree: Path) -> AnyReceipt | None:
+def find_receipt(tree: Path) -> AnyReceipt | None:
     """Return the receipt of a tree, unless it is absent or invalid."""
     try:
         return parse((tree / RECEIPT_NAME).read_bytes())
@@ -127,7 +127,7 @@ def find(tree: Path) -> AnyReceipt | None:
         return None
 
 
-def exposed(tree: Path) -> str | None:
+def find_writable_by_others(tree: Path) -> str | None:
     """Return which part of a tree other users could change, hard links included."""
     for place, folders, names in os.walk(tree):
         inside = (Path(place) / name for name in (*names, *folders))

@@ -111,7 +111,7 @@ class GpuProof:
 
 
 @dataclass(frozen=True, slots=True)
-class Good:
+class GoodReleases:
     """Last proven release, and rollback targets, latest first."""
 
     SCHEMA_VERSION: ClassVar[int] = 1

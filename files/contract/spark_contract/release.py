@@ -212,7 +212,7 @@ class Release:
 
     @property
     def serve_unit(self) -> str:
-        return units.SERVE.of(self.name)
+        return units.SERVE.unit(self.name)
 
 
 def service_of(name: str) -> str:

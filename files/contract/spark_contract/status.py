@@ -63,7 +63,7 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveCheck:
     ok: bool
     release: str
     seconds: float
@@ -81,10 +81,10 @@ class Status:
     versions: dict[str, str]
     versions_unknown: tuple[str, ...]
     reboot_pending: str
-    live: Live | None  # None: not requested, or no engine runs
+    live: LiveCheck | None  # None: not requested, or no engine runs
     events: dict[str, tuple[Event, ...]]  # by service, oldest first
     # Engines of other services.
-    more_live: tuple[Live, ...] = field(default=(), metadata=OPTIONAL)
+    more_live: tuple[LiveCheck, ...] = field(default=(), metadata=OPTIONAL)
     daily: DailyReport | None = field(default=None, metadata=OPTIONAL)
     # drop-ins, masks and unit files that no deploy wrote
     unit_overrides: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
@@ -148,7 +148,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeepList:
     """What pruning keeps: all that the plan of a host uses."""
 
     releases_kept: int  # rollback targets, in addition to active and enabled ones
@@ -198,7 +198,7 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class Baseline:
     at: str
     packages: tuple[str, ...]
     groups: tuple[str, ...]

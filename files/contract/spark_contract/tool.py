@@ -35,7 +35,7 @@ SWITCH_POLL = "switch-poll"
 UNINSTALL = "uninstall"
 
 
-def line(verb: str, *words: str) -> str:
+def command_line(verb: str, *words: str) -> str:
     return shlex.join([HOST_TOOL, verb, *words])
 
 

@@ -50,7 +50,7 @@ def list_command(root: str = "") -> str:
     )
 
 
-def overrides(lines: Iterable[str], root: str = "") -> tuple[str, ...]:
+def find_overrides(lines: Iterable[str], root: str = "") -> tuple[str, ...]:
     """Return the drop-ins, masks and unit files that change our units and are not ours."""
     return tuple(sorted(path for line in lines if (path := _override_in(line, root))))
 

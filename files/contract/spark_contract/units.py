@@ -21,7 +21,7 @@ class Template:
     name: str
     kind: str = "service"
 
-    def of(self, instance: str) -> str:
+    def unit(self, instance: str) -> str:
         return f"{self.name}@{instance}.{self.kind}"
 
     def instance(self, unit: str) -> str:
@@ -38,7 +38,7 @@ RETURN_TIMER = Template("spark-return", "timer")
 JOB = Template("spark-job")  # by digest12
 PREPARE = Template("spark-prepare", "target")  # all jobs of a release
 SHARE = Template("spark-share")  # serves files to peers
-SHARE_UNIT = SHARE.of("trees")
+SHARE_UNIT = SHARE.unit("trees")
 DAILY_TIMER = "spark-daily.timer"
 DAILY_STAMP = f"/var/lib/systemd/timers/stamp-{DAILY_TIMER}"  # written by systemd at each run
 DAILY_LINK = f"{UNITS_DIR}/timers.target.wants/{DAILY_TIMER}"

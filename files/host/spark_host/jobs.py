@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from spark_contract import files, receipts, units
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.job import (
     CHECKPOINT_JOB,
@@ -28,7 +28,7 @@ from spark_contract.job import (
     JobState,
     ReceiptProof,
     State,
-    read_progress,
+    parse_progress,
 )
 from spark_contract.paths import JOBS_DIR, Paths, hub_token_file
 from spark_contract.tool import PHASE
@@ -82,9 +82,9 @@ def _users_of(proof: AbsentProof, paths: Paths) -> list[str]:
 
 def receipt_holds(proof: ReceiptProof) -> bool:
     path = Path(proof.tree)
-    receipt = receipts.find(path)
+    receipt = receipts.find_receipt(path)
     is_complete = receipt and receipt.digest == proof.digest and receipt.is_whole(path)
-    return bool(is_complete) and receipts.exposed(path) is None
+    return bool(is_complete) and receipts.find_writable_by_others(path) is None
 
 
 def run(digest12: str, paths: Paths) -> int:
@@ -118,7 +118,7 @@ def run(digest12: str, paths: Paths) -> int:
     if done and aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
     if code == 0 and not done:
-        tail.append(f"{ERROR}{job.title}: finished without a valid result: {plain(job.proof)}")
+        tail.append(f"{ERROR}{job.title}: finished without a valid result: {to_plain(job.proof)}")
         log(tail[-1])
         code = 5
     try:
@@ -242,9 +242,9 @@ def remove_unused_tokens(paths: Paths) -> None:
     digests = [path.name for path in paths.below(JOBS_DIR).glob("*") if path.is_dir()]
     if systemd.is_stopping() or not any(_token_files(digest, paths) for digest in digests):
         return
-    states = systemd.loaded([units.JOB.of("*")], ("ActiveState", "Job"))
+    states = systemd.loaded([units.JOB.unit("*")], ("ActiveState", "Job"))
     for digest in digests:
-        unit = states.get(units.JOB.of(digest), {})
+        unit = states.get(units.JOB.unit(digest), {})
         is_active = unit.get("ActiveState", "inactive") not in ("inactive", "failed")
         if is_active or systemd.is_queued(unit):
             continue
@@ -256,8 +256,8 @@ def remove_unused_tokens(paths: Paths) -> None:
 
 def poll(digests: list[str], paths: Paths) -> list[JobState]:
     fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "InvocationID")
-    loaded = systemd.loaded([units.JOB.of("*")], fields)
-    states = {name: _state(name, loaded.get(units.JOB.of(name), {}), paths) for name in digests}
+    loaded = systemd.loaded([units.JOB.unit("*")], fields)
+    states = {name: _state(name, loaded.get(units.JOB.unit(name), {}), paths) for name in digests}
     # If a dependency failed, systemd leaves the unit inactive, as if it had not started yet.
     changed = True
     while changed:
@@ -303,7 +303,7 @@ def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
         result=result,
         exit_code=last.exit_code if last else None,
         elapsed_s=elapsed_s,
-        progress=read_progress(progress[-1], job.total_bytes) if progress else None,
+        progress=parse_progress(progress[-1], job.total_bytes) if progress else None,
         last_line=tail[-1] if tail else None,
         log_tail=tuple(tail) if state == "failed" else (),
         memory=last.memory if last else None,
@@ -315,7 +315,7 @@ def _donor_sha256(job: Job) -> str | None:
     """Return the hash of the donor's tensors in the receipt of a built checkpoint."""
     if job.kind != CHECKPOINT_JOB or not isinstance(job.proof, ReceiptProof):
         return None
-    receipt = receipts.find(Path(job.proof.tree))
+    receipt = receipts.find_receipt(Path(job.proof.tree))
     return receipt.donor_sha256 if isinstance(receipt, receipts.CheckpointReceipt) else None
 
 

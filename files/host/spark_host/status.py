@@ -15,7 +15,7 @@ from spark_contract.release import Release
 from spark_contract.status import (
     GatewayState,
     HostMemory,
-    Live,
+    LiveCheck,
     ReleaseState,
     RunningRollout,
     Service,
@@ -47,7 +47,7 @@ def main(words: list[str], paths: Paths) -> Status:
     stopped_marks = (paths.state / "stopped").glob("*.json")
     services = sorted({release.service for release in known} | {m.stem for m in stopped_marks})
     # A call per unit would take too long.
-    patterns = [template.of("*") for template in (SERVE, SWITCH, GATEWAY)]
+    patterns = [template.unit("*") for template in (SERVE, SWITCH, GATEWAY)]
     units = systemd.loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])
     with ThreadPoolExecutor() as pool:  # engine, docker and driver may be slow
         running = [release for release in known if "--live" in words and _is_active(release, units)]
@@ -76,7 +76,7 @@ def main(words: list[str], paths: Paths) -> Status:
 def unit_overrides(paths: Paths) -> tuple[str, ...]:
     root = str(paths.root).rstrip("/")
     lines = patient_output_of("sh", "-c", unit_files.list_command(root)) or ""
-    return unit_files.overrides(lines.splitlines(), root)
+    return unit_files.find_overrides(lines.splitlines(), root)
 
 
 def _active_state(unit: str, units: _Units) -> str:
@@ -105,7 +105,7 @@ def _release(release: Release, units: _Units, now: dict[str, str], host: Host) -
         unproven=unproven,
         speed=tuple(speed.describe(last.bench)) if last and last.bench else (),
         cache=str(Path(release.cache).parent) if release.cache and can_share_cache else None,
-        change_failed=_active_state(SWITCH.of(release.name), units) == "failed",
+        change_failed=_active_state(SWITCH.unit(release.name), units) == "failed",
     )
 
 
@@ -122,7 +122,7 @@ def _service(name: str, known: list[Release], units: _Units, host: Host) -> Serv
         rolled_back=boot.rolled_back(name, host),
         traffic_open=traffic.is_open(name, paths),
         gateway=GatewayState(
-            active=_active_state(GATEWAY.of(name), units),
+            active=_active_state(GATEWAY.unit(name), units),
             enabled=gateway.boots(name, paths),
             key_problem=gateway.key_problem(name, paths) if active else None,
             difference=gateway.difference(name, paths),
@@ -133,7 +133,9 @@ def _service(name: str, known: list[Release], units: _Units, host: Host) -> Serv
 
 
 def _rollout(names: list[str], units: _Units, host: Host) -> RunningRollout | None:
-    changes = (record.running_rollout(name, units.get(SWITCH.of(name), {}), host) for name in names)
+    changes = (
+        record.running_rollout(name, units.get(SWITCH.unit(name), {}), host) for name in names
+    )
     pending = [change for change in changes if change]
     return next((change for change in pending if change.phase), pending[0] if pending else None)
 
@@ -145,13 +147,13 @@ def _head(release: Release, paths: Paths) -> str | None:
     return None
 
 
-def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
+def ask(release: Release, paths: Paths, timeout_s: float = 30) -> LiveCheck:
     """Send a short request of the model's kind."""
     start = time.monotonic()
     if cluster.is_worker(release, paths):
         missing = cluster.missing_names(release, paths)
         detail = f"{missing} has not joined" if missing else "joined; the head answers requests"
-        return Live(not missing, release.name, 0.0, detail)
+        return LiveCheck(not missing, release.name, 0.0, detail)
     probe = Probe(release, Engine.of(release, paths), list, until_s=start + timeout_s)
     try:
         if probe.plan.task in checks.POOLING:
@@ -162,4 +164,4 @@ def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
     except CheckError as error:
         detail = str(error)
     seconds = round(time.monotonic() - start, 3)
-    return Live(probe.tokens_seen > 0, release.name, seconds, detail[:_DETAIL_LENGTH])
+    return LiveCheck(probe.tokens_seen > 0, release.name, seconds, detail[:_DETAIL_LENGTH])

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
-from spark_contract.orders import PatternError, count, expand_all
+from spark_contract.orders import PatternError, count_names, expand_all
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.guard_rails import COMPARISON
@@ -74,7 +74,7 @@ class Tensors:
         patterns += [("donor_shapes", shape.modules) for shape in self.donor_shapes]
         for key, pattern in patterns:
             try:
-                count(pattern)
+                count_names(pattern)
             except PatternError as error:
                 yield Violation((key,), f"{pattern!r}: {error.what}", error.fix)
 
@@ -82,7 +82,7 @@ class Tensors:
         if self.counts is None:
             return
         for key in _SETS:
-            actual, expected = sum(map(count, getattr(self, key))), getattr(self.counts, key)
+            actual, expected = sum(map(count_names, getattr(self, key))), getattr(self.counts, key)
             if actual != expected:
                 source = self.counts.source
                 fix = f"correct the patterns, or the count, by the source: {source}"

@@ -195,7 +195,7 @@ class ServeSettings:
         return self.max_body_mib * MIB
 
     def violations(self) -> Iterator[Violation]:
-        if self.tls != "off" and not EXPOSURES[self.expose].open:
+        if self.tls != "off" and not EXPOSURES[self.expose].needs_tls:
             message = f"{self.tls} with expose: {self.expose}"
             yield Violation(
                 ("tls",),

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 from results import BENCHY, LOAD, result
-from spark_contract.documents import parse, plain, text_of
+from spark_contract.documents import parse, to_json, to_plain
 
 from spark_deploy.bench import report, submission
 from spark_deploy.bench.result import BenchResult, Published
@@ -125,8 +125,8 @@ def test_without_matplotlib_the_page_has_tables(monkeypatch):
 
 def test_a_result_matches_its_schema_and_survives_writing():
     schema = json.loads((CHECKOUT / "schema/bench.schema.json").read_text())
-    jsonschema.validate(plain(result()), schema)
-    assert parse(BenchResult, text_of(result())) == result()
+    jsonschema.validate(to_plain(result()), schema)
+    assert parse(BenchResult, to_json(result())) == result()
 
 
 def test_virtual_lab_results_are_marked():
@@ -142,7 +142,7 @@ def test_virtual_lab_results_are_marked():
 def test_compare_reads_files_and_refuses_others(tmp_path, capsys):
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, content in zip(files, (result(), result("v2-tq", 40.0)), strict=True):
-        file.write_text(text_of(content))
+        file.write_text(to_json(content))
     words = ["bench", "--out", str(tmp_path / "out"), *(f"--compare={file}" for file in files)]
     assert main(words) == 0
     assert "40.0 (-20 %)" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from results import BENCHY, KEY
 from spark_contract import tool
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 
 from spark_deploy import ticking
 from spark_deploy.bench import host, protocols
@@ -154,8 +154,8 @@ def test_a_portable_release_is_not_valid_for_a_spark(monkeypatch):
     release = plan_of("large", "v2").serve
     release = replace(release, check=replace(release.check, portable=True))
     status = host_status({"services": {"main": {"active": release.name}}}).report
-    outputs = {tool.line(tool.STATUS): text_of(status), host.SYSTEM: ""}
-    monkeypatch.setattr(host.Login, "run", lambda _, script: outputs.get(script, text_of(release)))
+    outputs = {tool.command_line(tool.STATUS): to_json(status), host.SYSTEM: ""}
+    monkeypatch.setattr(host.Login, "run", lambda _, script: outputs.get(script, to_json(release)))
     served, _ = host.read_served(host.Login("spark-1", (), False), "main")
     assert served.portable
     assert served.invalid_reason.endswith("Not valid for a Spark.")

@@ -20,7 +20,7 @@ from builder_trees import (
 from spark_checkpoint.__main__ import read_build_plan
 from spark_checkpoint.build import build as building
 from spark_checkpoint.build import layouts
-from spark_checkpoint.errors import CheckpointDiffers
+from spark_checkpoint.errors import ReceiptMismatchError
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.tensor_sets import overlay_name
 from spark_contract.orders import RECIPE_VERSION
@@ -204,7 +204,7 @@ def test_refuses_a_result_with_the_right_count_but_a_wrong_name(workshop, monkey
     workshop.write_sources()
     plan = read_build_plan(workshop.write_plan())
     monkeypatch.setattr(layouts, "overlay_name", misname)
-    with pytest.raises(CheckpointDiffers) as refusal:
+    with pytest.raises(ReceiptMismatchError) as refusal:
         building.build(plan, Progress())
     for name in (overlay_name(f"{MODULE}.up_proj.weight"), misname(f"{MODULE}.up_proj.weight")):
         assert f": {name}," in str(refusal.value)

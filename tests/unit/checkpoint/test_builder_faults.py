@@ -10,7 +10,7 @@ from builder_hub import fetch_order
 from builder_judge import LAYOUTS
 from builder_shards import read_shard
 from builder_trees import file_entries, run_tool, tree_tensors
-from spark_checkpoint.errors import TransferFailed
+from spark_checkpoint.errors import TransferError
 from spark_checkpoint.storage import publish
 
 from tests.unit.prerequisites import missing
@@ -147,7 +147,7 @@ def test_never_overwrites_an_existing_entry(tmp_path):
     partial, out = tmp_path / "partial", tmp_path / "out"
     partial.mkdir()
     out.write_text("existing")
-    with pytest.raises(TransferFailed):
+    with pytest.raises(TransferError):
         publish(partial, out)
     assert out.read_text() == "existing"
 

@@ -6,11 +6,11 @@ from builder_shards import SERIAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
-from spark_checkpoint.errors import GateRefused, HeaderRefused
+from spark_checkpoint.errors import HeaderError, ValidationError
 from spark_checkpoint.headers import (
     DTYPE_BITS,
     HEADER_LIMIT_BYTES,
-    emit_header,
+    format_header,
     header_json_bytes,
     parse_header,
     parse_weight_map,
@@ -86,7 +86,7 @@ def test_reads_every_dtype_like_the_package(dtype):
     ((name, reference),) = deserialize(data)
     assert (name, reference["dtype"], reference["shape"]) == ("a", dtype, [2, 4])
     assert parse(data).tensors[name] == (dtype, (2, 4), 0, size)
-    with pytest.raises(HeaderRefused, match="spans"):
+    with pytest.raises(HeaderError, match="spans"):
         parse(file_of({"a": entry(dtype, (2, 4), (0, size + 1))}, size + 1))
 
 
@@ -116,7 +116,7 @@ def test_reads_files_of_the_package(tensors, notes):
 @settings(deadline=None, max_examples=examples(300))
 @given(tensor_sets(DTYPE_BITS), metadata)
 def test_writes_files_that_the_package_reads(tensors, notes):
-    header = emit_header(((n, d, s) for n, (d, s) in tensors.items()), notes)
+    header = format_header(((n, d, s) for n, (d, s) in tensors.items()), notes)
     assert len(header) % 8 == 0
     body = np.arange(sum(size_of(*t) for t in tensors.values()), dtype=np.uint8).tobytes()
     read = dict(deserialize(header + body))
@@ -152,7 +152,7 @@ def test_refuses_every_damaged_file_that_the_package_refuses(changes):
         data[place % len(data)] = value
     try:
         header = parse(bytes(data))
-    except HeaderRefused:
+    except HeaderError:
         return  # may be stricter than the package
     reference = dict(deserialize(bytes(data)))
     assert {n: (t.dtype, t.shape) for n, t in header.tensors.items()} == {
@@ -220,7 +220,7 @@ PACKAGE_ACCEPTS = {"a repeated name", "leading space", "a surplus field"}
 @pytest.mark.parametrize("case", HOSTILE)
 def test_rejects_malicious_headers_as_safetensors_does(case):
     data, problem = HOSTILE[case]
-    with pytest.raises(HeaderRefused) as refusal:
+    with pytest.raises(HeaderError) as refusal:
         parse(data)
     assert problem in str(refusal.value)
     if case not in PACKAGE_ACCEPTS:
@@ -234,8 +234,8 @@ def test_accepts_padding_after_the_object():
 
 
 def test_never_writes_a_name_twice():
-    with pytest.raises(HeaderRefused, match="written twice"):
-        emit_header([("a", "U8", (1,)), ("a", "U8", (1,))], {})
+    with pytest.raises(HeaderError, match="written twice"):
+        format_header([("a", "U8", (1,)), ("a", "U8", (1,))], {})
 
 
 TEXT = st.text(max_size=8)
@@ -295,5 +295,5 @@ def test_keeps_selected_names_only_and_the_last_of_repeated_ones():
     ],
 )
 def test_refuses_an_invalid_index(text, problem):
-    with pytest.raises(GateRefused, match=problem):
+    with pytest.raises(ValidationError, match=problem):
         read_map(text)

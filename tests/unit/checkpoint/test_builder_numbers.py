@@ -7,15 +7,15 @@ from spark_checkpoint.number_formats import (
     GROUP,
     bf16_bits,
     dequantise,
-    floats,
     from_bf16_bits,
     from_e4m3,
     pack_rows,
     quantise_blocks,
     quantise_rows,
     reduce_blocks,
-    spread,
+    repeat_scales,
     to_e4m3,
+    to_floats,
 )
 
 from tests.unit.examples import examples
@@ -52,7 +52,7 @@ def test_converts_bf16_both_ways(values):
     assert np.array_equal(bf16_bits(values), bf16(values))
     assert np.array_equal(bf16_bits(from_bf16_bits(bf16(values))), bf16(values))
     raw = bf16(values).tobytes()
-    assert np.array_equal(floats(raw, "BF16", values.shape), from_bf16_bits(bf16(values)))
+    assert np.array_equal(to_floats(raw, "BF16", values.shape), from_bf16_bits(bf16(values)))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 255), (7, 300), (256, 384)])
@@ -64,7 +64,7 @@ def test_reduces_smaller_blocks_at_the_edges(shape):
             part = values[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
             assert sums[i, j] == pytest.approx(part.sum())
             assert maxima[i, j] == part.max()
-    assert spread(maxima, shape, (128, 128)).shape == shape
+    assert repeat_scales(maxima, shape, (128, 128)).shape == shape
 
 
 def test_scale_of_an_all_zero_block_is_above_zero():

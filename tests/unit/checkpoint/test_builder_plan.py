@@ -77,8 +77,8 @@ def test_refuses_a_broken_plan(workshop, path, value):
 
 def test_writes_and_reads_the_same_plan(workshop):
     plan = documents.read(BuildPlan, workshop.plan())
-    assert documents.plain(plan) == workshop.plan()
-    assert documents.parse(BuildPlan, documents.text_of(plan)) == plan
+    assert documents.to_plain(plan) == workshop.plan()
+    assert documents.parse(BuildPlan, documents.to_json(plan)) == plan
 
 
 def test_refuses_a_plan_with_a_different_recipe_version(workshop):

@@ -13,7 +13,7 @@ from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.config.yaml_files import read_mapping
-from spark_deploy.lock.headers import anatomy_of, describe_repository
+from spark_deploy.lock.headers import describe_repository, parse_anatomy
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.cli.test_add import COMMIT, CONFIG, ENTRIES, add, make_site
@@ -56,7 +56,7 @@ def draft_with(hub, end, answer):
         result = describe_repository(
             f"{REPO}@main", HubSettings(endpoint=hub.url), all_documents=True
         )
-        anatomy = anatomy_of(REPO, result)
+        anatomy = parse_anatomy(REPO, result)
         card, engines = Card("mit", True, "text-generation"), shipped_catalog().engines
         draft = draft_of(anatomy, result, card, engines, read_families(), "main")
     except SparkError as error:

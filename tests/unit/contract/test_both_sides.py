@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from spark_contract import units
-from spark_contract.documents import parse, text_of
-from spark_contract.errors import ERROR, HostToolError, problem_in
-from spark_contract.job import Progress, read_progress
+from spark_contract.documents import parse, to_json
+from spark_contract.errors import ERROR, HostToolError, parse_problem
+from spark_contract.job import Progress, parse_progress
 from spark_contract.paths import ENGINE_SOCKET, Paths
-from spark_contract.status import Keep
+from spark_contract.status import KeepList
 from spark_contract.tool import HOST_TOOL
 from spark_contract.units import mount_unit
 from spark_host import jobs
@@ -47,12 +47,12 @@ def write_files(plan, root):
 def assert_host_reads(plan, root):
     paths = write_files(plan, root)
     release = system.load_release(plan.serve.name, paths)
-    assert text_of(release) == release_files_of(plan)[0].content.decode()
+    assert to_json(release) == release_files_of(plan)[0].content.decode()
     assert (release.digest, release.serve_unit) == (plan.serve.digest, plan.serve.serve_unit)
     assert system.load_gateway("main", paths) == plan.gateway.settings
     for work in (*jobs_of(plan, ()), *discard_jobs_of(plan)):
         assert jobs.load(work.job.digest12, paths) == work.job
-    assert parse(Keep, text_of(keep_of(plan))) == keep_of(plan)
+    assert parse(KeepList, to_json(keep_of(plan))) == keep_of(plan)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -102,24 +102,24 @@ def test_refuses_invalid_log_pattern(tmp_path):
 
 def test_parses_printed_error_line():
     error = HostToolError("/a/b: c", "is gone: really", "look: there")
-    problem = problem_in(f"{ERROR}{error}")
+    problem = parse_problem(f"{ERROR}{error}")
     assert problem.line == str(error)
     assert problem.fix == "look: there"
-    assert problem_in("all is well") is None
+    assert parse_problem("all is well") is None
 
 
 def test_parses_printed_progress():
     progress = Progress("fetch", 5, 10, 2, None)
-    assert read_progress(progress.line(), None) == progress
-    assert read_progress("phase=x bytes=1", 7) == Progress("x", 1, 7, None, None)
-    invalid = read_progress("phase=x bytes=inf eta_s=1e999 total=nan", None)  # from another host
+    assert parse_progress(progress.line(), None) == progress
+    assert parse_progress("phase=x bytes=1", 7) == Progress("x", 1, 7, None, None)
+    invalid = parse_progress("phase=x bytes=inf eta_s=1e999 total=nan", None)  # from another host
     assert invalid == Progress("x", None, None, None, None)
 
 
 @pytest.mark.parametrize("template", [units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY,
                                       units.JOB, units.PREPARE])  # fmt: skip
 def test_unit_files_exist_and_run_our_tool(template):
-    text = (CHECKOUT / "files/units" / template.of("")).read_text("utf-8")
+    text = (CHECKOUT / "files/units" / template.unit("")).read_text("utf-8")
     programs = re.findall(r"^Exec\w+=-?(\S*spark-host)", text, re.MULTILINE)
     assert set(programs) <= {HOST_TOOL}
     named = set(re.findall(r"spark-\w+@%i\.\w+", text))

@@ -46,18 +46,18 @@ DATA = {
 
 
 def test_documents_round_trip_byte_for_byte():
-    assert documents.plain(WORK) == DATA
-    text = documents.text_of(WORK)
+    assert documents.to_plain(WORK) == DATA
+    text = documents.to_json(WORK)
     assert text == json.dumps(DATA, indent=1, sort_keys=True) + "\n"
     assert documents.parse(Work, text) == WORK
-    assert documents.text_of(documents.parse(Work, text)) == text
+    assert documents.to_json(documents.parse(Work, text)) == text
 
 
 def test_omits_optional_keys_with_defaults():
     result = {**DATA, "unless": {"receipt": "/r", "digest": "d"}}
     work = documents.read(Work, result)
     assert work.unless == Receipt("/r", "d")
-    assert documents.plain(work) == result
+    assert documents.to_plain(work) == result
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from spark_checkpoint.tensor_sets import summarize_names
-from spark_contract.orders import PatternError, count, expand, expand_all, match_exactly
+from spark_contract.orders import PatternError, count_names, expand, expand_all, has_exactly
 
 from tests.unit.planning.plans import shipped_catalog
 
@@ -30,7 +30,7 @@ def test_every_layer_has_one_kind_of_attention():
 )
 def test_expands_braces_in_order(pattern, names):
     assert list(expand(pattern)) == names
-    assert count(pattern) == len(names)
+    assert count_names(pattern) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_expands_ranges(first, more, step):
     ],
 )
 def test_match_exactly_requires_each_name_once(names, patterns, right):
-    assert match_exactly(names, patterns) is right
+    assert has_exactly(names, patterns) is right
 
 
 def test_groups_names_by_number():

@@ -49,7 +49,7 @@ def deploy_reason(root):
     result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
     sections = split_sections(result.stdout.replace(f"{root}/", "/").splitlines())
     sections.pop("smi")  # of this machine
-    return survey.parse_identity(sections, gpu.parse_gpu(sections)).boot.pending
+    return survey.parse_identity(sections, gpu.parse_gpu(sections)).boot.reboot_reason
 
 
 @pytest.mark.parametrize("case", CASES)

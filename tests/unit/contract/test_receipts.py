@@ -16,7 +16,7 @@ def test_source_receipt_round_trips():
     data = json.loads(source_receipt("d" * 64, [FILE, LINK, SHARD]))
     receipt = receipts.parse(json.dumps(data))
     assert isinstance(receipt, receipts.SourceReceipt)
-    assert documents.plain(receipt) == data
+    assert documents.to_plain(receipt) == data
 
 
 def test_checkpoint_receipt_names_its_base():
@@ -28,14 +28,14 @@ def test_checkpoint_receipt_names_its_base():
 @pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "", "."])
 def test_refuses_receipt_with_path_outside_the_tree(tmp_path, path):
     (tmp_path / "receipt.json").write_text(source_receipt(files=[{**FILE, "path": path}]))
-    assert receipts.find(tmp_path) is None
+    assert receipts.find_receipt(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"kind": "invoice"}', "\xff"])
 def test_refuses_invalid_receipt(tmp_path, text):
-    assert receipts.find(tmp_path) is None
+    assert receipts.find_receipt(tmp_path) is None
     (tmp_path / "receipt.json").write_bytes(text.encode("latin-1"))
-    assert receipts.find(tmp_path) is None
+    assert receipts.find_receipt(tmp_path) is None
     with pytest.raises(DocumentError):
         receipts.parse(text)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from recording_engine import RecordingEngine, recording
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 from spark_contract.gateway import Gateway
 from spark_host.gateway import gateway, traffic
 from spark_host.system import host as system
@@ -146,7 +146,7 @@ def recording_gateway(
         }
         for service in services[1:]:
             document = replace(host.gateway(), service=service, port=18081)
-            host.paths.gateway_settings(service).write_text(text_of(document))
+            host.paths.gateway_settings(service).write_text(to_json(document))
             open_service(host, service)
         client = stack.enter_context(running_gateway(host, engine=False, **settings))
         client.engines = engines

@@ -172,7 +172,7 @@ class SimulatedHost:
     def _run_rollouts(self) -> None:
         while self.queued:
             name, before = self.queued.pop(), self.current
-            unit = self.unit(SWITCH.of(name))
+            unit = self.unit(SWITCH.unit(name))
             unit.state, unit.run, self.current = "activating", f"rollout-{next(self.ids)}", name
             host = self.host(unit.run)
             status = self._run_process(partial(rollout.roll_out, name, host))
@@ -194,9 +194,9 @@ class SimulatedHost:
         self.units, self.engines, self.open_to, self.queued = {}, {}, None, []
         self.locks, self.current, self.stopping, self.ignores_faults = set(), None, False, False
         self.boots += 1
-        self.gateway_runs = GATEWAY.of("main") in self.links
+        self.gateway_runs = GATEWAY.unit("main") in self.links
         for name in boot.enabled("main", self.host()):
-            self.start(SERVE.of(name))
+            self.start(SERVE.unit(name))
         self.settle()
 
     def upgrade(self) -> None:
@@ -204,7 +204,7 @@ class SimulatedHost:
 
     def serving(self) -> str | None:
         name = self.open_to
-        is_up = name in self.engines and self.unit(SERVE.of(str(name))).state == "active"
+        is_up = name in self.engines and self.unit(SERVE.unit(str(name))).state == "active"
         return name if is_up and self.gateway_runs else None
 
     def good(self) -> str | None:

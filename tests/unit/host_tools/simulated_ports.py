@@ -90,7 +90,7 @@ class Systemd(Port):
         release = SWITCH.instance(unit)
 
         def effect() -> None:
-            if unit == SWITCH.of(release):
+            if unit == SWITCH.unit(release):
                 self.sim.queued.append(release)
             elif not unit.endswith(".timer"):
                 self.sim.start(unit)
@@ -190,7 +190,7 @@ class Engines(Port):
     def make_room(self, release: Release, report: Callable[[str], None]) -> None:
         def effect() -> None:
             for name in list(self.sim.engines):
-                self.sim.end_engine(SERVE.of(name))
+                self.sim.end_engine(SERVE.unit(name))
 
         self.sim.call("make room", effect, no_answer("memory"))
 
@@ -204,7 +204,7 @@ class Gateway(Port):
 
     def bring_up(self, release: Release, paths: Paths) -> None:
         def effect() -> None:
-            self.sim.links.add(GATEWAY.of(release.service))
+            self.sim.links.add(GATEWAY.unit(release.service))
             self.sim.gateway_runs = True
 
         self.sim.call("bring up", effect, no_answer("gateway"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
 from spark_contract.records import GpuProof
@@ -100,7 +100,7 @@ class Host:
     def proven_gpu(self, *arguments: str) -> None:
         """Write the deploy's proof that a container sees the GPU with these arguments."""
         self.paths.gpu_receipt.parent.mkdir(parents=True, exist_ok=True)
-        self.paths.gpu_receipt.write_text(text_of(GpuProof({}, arguments, "GPU 0")))
+        self.paths.gpu_receipt.write_text(to_json(GpuProof({}, arguments, "GPU 0")))
 
     def release(self, name: str = RELEASE, **changes: Any) -> Release:
         if not self.paths.gateway_settings("main").exists():

@@ -24,7 +24,7 @@ def write_tree(tree):
         sha256 = None if with_pieces else hashlib.sha256(data).hexdigest()
         entries.append(ReceiptFile(name, size, sha256, pieces=pieces if with_pieces else None))
     receipt = SourceReceipt("source", "d" * 64, tuple(entries), "1", "", "lab/tiny", "c" * 40)
-    (tree / RECEIPT_NAME).write_text(documents.text_of(receipt))
+    (tree / RECEIPT_NAME).write_text(documents.to_json(receipt))
     return tree
 
 

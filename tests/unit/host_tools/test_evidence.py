@@ -73,7 +73,7 @@ def read_evidence(host, monkeypatch):
     monkeypatch.setattr(docker, "container", lambda *_: None)
 
     def read():
-        document = documents.plain(evidence.evidence(host.paths))
+        document = documents.to_plain(evidence.evidence(host.paths))
         result = Fact().process([json.dumps(document)])
         assert result is not None
         return result

@@ -3,7 +3,7 @@ import json
 import shutil
 
 import pytest
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 from spark_contract.errors import HostToolError
 from spark_contract.fabric import NETPLAN_FILE, NETPLAN_TRIAL, FabricPlan, FabricPort
 from spark_host.system import fabric_addresses as fabric
@@ -82,7 +82,7 @@ def host(tmp_path, monkeypatch):
 
 def run(host, *words):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.stdin", io.StringIO(text_of(PLAN)))
+        patch.setattr("sys.stdin", io.StringIO(to_json(PLAN)))
         assert fabric.main(list(words), host.paths) == 0
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 from gateway_client import free_port
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 from spark_contract.errors import HostToolError
 from spark_contract.fabric import SpeedOrder
 from spark_host.system import fabric_speed as speed
@@ -43,7 +43,7 @@ def connect(order):
 
 
 def test_sends_exactly_the_byte_limit_of_an_order_on_stdin(order, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(text_of(order)))
+    monkeypatch.setattr("sys.stdin", io.StringIO(to_json(order)))
     with listening(order):
         result = speed.main(["send"], Paths("/"))
     assert isinstance(result, speed.SpeedResult)

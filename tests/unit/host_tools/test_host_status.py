@@ -2,7 +2,7 @@ import json
 
 import pytest
 from spark_contract import documents
-from spark_contract.records import Good, RollbackRecord, Rollout
+from spark_contract.records import GoodReleases, RollbackRecord, Rollout
 from spark_contract.status import RunningRollout
 from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host import status
@@ -26,10 +26,10 @@ def read_status(host, monkeypatch):
 
         def loaded(_, properties):
             unit = {name: states[name] for name in properties if name in states}
-            return dict.fromkeys([*units, GATEWAY.of("main")], unit)
+            return dict.fromkeys([*units, GATEWAY.unit("main")], unit)
 
         monkeypatch.setattr(systemd, "loaded", loaded)
-        document = documents.plain(status.main([], host.paths))
+        document = documents.to_plain(status.main([], host.paths))
         return Status().process([json.dumps(document)])
 
     return read
@@ -79,7 +79,7 @@ def test_status_reports_a_running_rollout(host, read_status):
 
 def test_status_of_a_service_with_rollback_and_events(host, read_status):
     release, here = host.release(), host.here
-    here.disk.write(here.paths.good("main"), Good(RELEASE, (OTHER,), "then"))
+    here.disk.write(here.paths.good("main"), GoodReleases(RELEASE, (OTHER,), "then"))
     here.disk.write(here.paths.rollback("main"), RollbackRecord("done", OTHER, RELEASE, "then"))
     watchdog.event(release, "hot", "the GPU is at 91 °C", host.paths)
     host_status = read_status()

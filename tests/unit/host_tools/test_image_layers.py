@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from docker_daemon import listening
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 from spark_contract.fetching import LayersPlan
 from stub_host import REPOSITORY
 
@@ -82,7 +82,7 @@ def run(root, *, keep=False, fetches=True):
     plan = LayersPlan(
         digest="d" * 64, reference=REFERENCE, plain=False, out=str(root / "tree"), keep=keep
     )
-    (root / "job/layers.json").write_text(text_of(plan))
+    (root / "job/layers.json").write_text(to_json(plan))
     fetcher = root / "lib/spark_checkpoint"
     fetcher.mkdir(parents=True, exist_ok=True)
     (fetcher / "__main__.py").write_text(f"raise SystemExit({0 if fetches else 4})\n")

@@ -6,7 +6,7 @@ import time
 import pytest
 from docker_daemon import listening
 from spark_contract.errors import HostToolError
-from spark_contract.job import read_progress
+from spark_contract.job import parse_progress
 from spark_host import image
 from spark_host.image import Layers
 from spark_host.system import docker
@@ -56,7 +56,7 @@ def test_progress_sums_the_bytes_of_all_layers(daemon, capsys):
 
     daemon.script = download
     image.pull(REFERENCE, stall_s=STALL_S)
-    reports = [read_progress(line, 500) for line in capsys.readouterr().out.splitlines()]
+    reports = [parse_progress(line, 500) for line in capsys.readouterr().out.splitlines()]
     sums = {(report.phase, report.bytes, report.total) for report in reports}
     assert {("pull", 10, 500), ("pull", 30, 100), ("unpack", 7, 100)} <= sums
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from spark_contract import files
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 from spark_contract.job import JobRun
 from spark_contract.records import DailyReport
 from spark_contract.units import JOB
@@ -66,7 +66,7 @@ def write_token(host, digest):
 
 
 def poll(host, *digests):
-    return plain(jobs.poll(list(digests or [D12]), host.paths))
+    return to_plain(jobs.poll(list(digests or [D12]), host.paths))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_removes_unused_tokens(host, units, monkeypatch, sweep, unit, age_s, kep
     write_job(host, "", FIRST)
     write_job(host, "", SECOND)
     token = write_token(host, SECOND)
-    units[JOB.of(SECOND)] = unit
+    units[JOB.unit(SECOND)] = unit
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + age_s)
     monkeypatch.setenv("SERVICE_RESULT", "success")
@@ -253,7 +253,7 @@ def test_next_run_removes_temporary_files(host):
 def test_reads_progress_lines(host, units):
     write_job(host, "print('phase=write bytes=456 rate_bytes_per_s=78.9 eta_s=7')")
     jobs.run(D12, host.paths)
-    units[JOB.of(D12)] = {"ActiveState": "activating"}
+    units[JOB.unit(D12)] = {"ActiveState": "activating"}
     [job] = poll(host)
     assert job["state"] == "running"
     assert job["progress"] == {
@@ -345,9 +345,9 @@ def test_full_disk_keeps_the_original_error(host, units, monkeypatch, capfd):
     assert "error: the disk is full" in output
     assert "status.json: not written" in output
     # The journal has the lines that the status file lacks.
-    units[JOB.of(D12)] = {"ActiveState": "failed", "Result": "exit-code", "InvocationID": "r1"}
+    units[JOB.unit(D12)] = {"ActiveState": "failed", "Result": "exit-code", "InvocationID": "r1"}
     queries: list[tuple[Any, ...]] = []
     monkeypatch.setattr(systemd, "journal", lambda *query: queries.append(query) or ["error: full"])
     [job] = poll(host)
     assert (job["state"], job["log_tail"]) == ("failed", ["error: full"])
-    assert queries == [("r1", JOB.of(D12), 20)]
+    assert queries == [("r1", JOB.unit(D12), 20)]

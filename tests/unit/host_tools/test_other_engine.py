@@ -45,7 +45,7 @@ def test_unknown_engine_is_refused_before_a_start(host):
 
 def test_default_engine_is_omitted_from_the_release():
     release = documents.read(Release, release_data())
-    assert "kind" not in documents.plain(release)["engine"]
+    assert "kind" not in documents.to_plain(release)["engine"]
 
 
 def test_only_the_engine_package_has_engine_specific_names():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from gateway_client import free_port, read_exec_command
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import SHARE_SETTINGS, Share, SharedTree, growing_tree
+from spark_contract.fetching import SHARE_SETTINGS, Share, SharedTree, partial_tree
 from spark_host.gateway import nginx
 
 FETCHED, BUILT = "a" * 64, "b" * 64
@@ -41,7 +41,7 @@ def peer(nginx_host, tmp_path):
         SharedTree(FETCHED, "/srv/sources/x-1", "0123456789ab", unfinished=True),
         SharedTree(BUILT, "/srv/models/y-1", "ba9876543210", unfinished=False),
     )
-    peer.write(SHARE_SETTINGS, text_of(Share("127.0.0.1", peer.port, trees)))
+    peer.write(SHARE_SETTINGS, to_json(Share("127.0.0.1", peer.port, trees)))
     peer.write("/srv/models/y-1/file", "built")
     (tmp_path / "key").write_text(f"{KEY}\n")
     (tmp_path / "run").mkdir()
@@ -68,7 +68,7 @@ def test_serves_checkpoint_files_and_ranges(peer):
 
 
 def test_serves_only_verified_files_of_a_running_download(peer):
-    growing = growing_tree(Path("/srv/sources/x-1"))
+    growing = partial_tree(Path("/srv/sources/x-1"))
     peer.write(f"{growing}/verified", "whole")
     peer.write(f"{growing.parent}/parts/two.part", "half")
     peer.write("/var/lib/spark/jobs/0123456789ab/progress", "phase=fetch bytes=6")
@@ -89,7 +89,7 @@ def test_follows_symbolic_links_only_to_the_models_folder(peer):
 
 
 def test_does_not_serve_files_of_a_running_build(peer):
-    peer.write(f"{growing_tree(Path('/srv/models/y-1'))}/growing", "half")
+    peer.write(f"{partial_tree(Path('/srv/models/y-1'))}/growing", "half")
     assert peer.ask(f"/{BUILT}/files/growing")[0] == 404
     assert peer.ask(f"/{BUILT}/files/file") == (200, b"built")
 

@@ -10,7 +10,7 @@ import pytest
 from simulated_host import A, B, SimulatedHost
 from simulated_ports import Engines, release_of
 from spark_contract.errors import HostToolError
-from spark_contract.records import Good
+from spark_contract.records import GoodReleases
 from spark_contract.release import Bench
 from spark_contract.units import SERVE
 from spark_host.engine.client import SilentError
@@ -55,8 +55,8 @@ def test_first_release_that_fails_late_is_not_good(call, phase):
 @pytest.mark.parametrize(
     ("call", "phase", "reason"),
     [
-        ("enable", "enable", f"enable {SERVE.of(B)}: did not answer"),
-        ("stop", "stop", f"systemctl stop {SERVE.of(A)}: did not answer"),
+        ("enable", "enable", f"enable {SERVE.unit(B)}: did not answer"),
+        ("stop", "stop", f"systemctl stop {SERVE.unit(A)}: did not answer"),
         ("open", "open", "I/O error"),
         ("bring up", "open", "gateway: did not answer"),
     ],
@@ -100,7 +100,9 @@ def test_rollout_killed_after_the_proof_is_finished_or_rolled_back(sim, call, fa
 
 def test_earlier_good_record_survives_clock_steps(sim):
     host = sim.host()
-    host.disk.write(host.paths.good("main"), Good(A, (), "999999999"))  # then the clock went back
+    host.disk.write(
+        host.paths.good("main"), GoodReleases(A, (), "999999999")
+    )  # then the clock went back
     sim.upgrade()
     sim.broken = {A: "full"}
     assert deploy(sim, A).state == "failed-no-previous"
@@ -137,7 +139,7 @@ def test_rechecked_engine_is_not_rolled_back(sim, fault):
 
 def test_unwritten_record_does_not_end_a_successful_rollout(sim):
     deploy(sim, B)
-    sim.stop(SERVE.of(B))
+    sim.stop(SERVE.unit(B))
     deploy(sim, B, full_check=["full"])
     assert sim.serving() == B
 

@@ -30,12 +30,12 @@ def poll(sim, begun):
 
 
 def run_unit(sim):
-    unit = sim.unit(SWITCH.of(A))
+    unit = sim.unit(SWITCH.unit(A))
     unit.state, unit.run = "activating", RUN
 
 
 def fail_unit(sim, run=""):
-    unit = sim.unit(SWITCH.of(A))
+    unit = sim.unit(SWITCH.unit(A))
     unit.state, unit.result, unit.run = "failed", "exit-code", run
 
 
@@ -69,7 +69,7 @@ def test_stale_record_is_ignored(sim, stale):
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        ("", f"{SWITCH.of(A)} did not run (exit-code)"),
+        ("", f"{SWITCH.unit(A)} did not run (exit-code)"),
         ("run", "rollout of main: another change is under way; fix: wait for it"),
     ],
 )
@@ -84,7 +84,7 @@ def test_unit_without_record_is_a_failure(sim, run, reason):
 
 def test_queued_rollout_has_not_failed(sim):
     begun = begin(sim)
-    sim.unit(SWITCH.of(A)).sub = "start"
+    sim.unit(SWITCH.unit(A)).sub = "start"
     assert poll(sim, begun).state == "none"
 
 
@@ -108,7 +108,7 @@ def test_killed_rollout_is_interrupted(sim):
 def test_running_rollout_needs_unit_and_open_record(sim):
     def running():
         host = sim.host()
-        unit = host.units.state(SWITCH.of(A), "ActiveState", "Job")
+        unit = host.units.state(SWITCH.unit(A), "ActiveState", "Job")
         return record.running_rollout(A, unit, host)
 
     begin(sim)
@@ -129,7 +129,7 @@ def test_record_contains_request_and_run_and_round_trips(sim):
     write_record(sim)
     result = sim.outcome(A)
     assert (result.request, result.invocation_id) == (begun.request, RUN)
-    data = documents.plain(result)
+    data = documents.to_plain(result)
     assert documents.read(Rollout, data) == result
     assert next(iter(data)) == "schema_version"
 
@@ -145,7 +145,7 @@ def test_only_the_same_run_recovers_a_rollout(sim, other):
 
 def test_refused_unit_is_an_error(sim):
     sim.faults_at = {"begin": ["fail"]}
-    with pytest.raises(HostToolError, match=f"systemctl start {SWITCH.of(A)}: did not answer"):
+    with pytest.raises(HostToolError, match=f"systemctl start {SWITCH.unit(A)}: did not answer"):
         begin(sim)
 
 
@@ -236,7 +236,7 @@ def test_dry_rollback_changes_nothing(sim, capsys):
     assert (begun.from_release, begun.to) == (named(B), named(A))
 
 
-TIMER = RETURN_TIMER.of("main")
+TIMER = RETURN_TIMER.unit("main")
 
 
 def test_second_stop_keeps_the_first_author(sim):

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from prune_machine import add_generations
-from spark_contract.paths import Paths, kept_aside
+from spark_contract.paths import Paths, backup_path
 from spark_contract.records import GpuProof
-from spark_contract.status import Before, Footprint, ManagedItem
+from spark_contract.status import Baseline, Footprint, ManagedItem
 from spark_host.cleanup import baseline, uninstall
 from spark_host.cleanup.uninstall import UnmanagedContainers
 from spark_host.system import docker, systemd
@@ -33,7 +33,7 @@ def earlier_host(**changes):
         "at": "then", "packages": ("libc6",), "groups": (), "masked": (), "boot_target": "",
         "docker_members": (), "images": (), "directories": (), "files": {},
     }  # fmt: skip
-    return Before(**{**values, **changes})
+    return Baseline(**{**values, **changes})
 
 
 class Apt:
@@ -170,7 +170,7 @@ def test_daemon_json_without_baseline_needs_a_copy(tmp_path, write_daemon_json):
     write_daemon_json()
     [thing] = changed_files(None, tmp_path)
     assert "is unknown" in thing.stays
-    copy = Paths(tmp_path).below(kept_aside(DAEMON_JSON))
+    copy = Paths(tmp_path).below(backup_path(DAEMON_JSON))
     copy.write_text("{}")
     things = [(thing.name, thing.stays) for thing in changed_files(None, tmp_path)]
     assert things == [(DAEMON_JSON, ""), (str(copy), "")]

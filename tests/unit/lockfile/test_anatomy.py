@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given
-from spark_contract.orders import Described
+from spark_contract.orders import RepositoryDescription
 
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.inventory.plans import unread_repositories, verified_lock, verify_names
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.file import checked, read_lock, write_lock
-from spark_deploy.lock.headers import anatomy_of
+from spark_deploy.lock.file import read_lock, validated, write_lock
+from spark_deploy.lock.headers import parse_anatomy
 from spark_deploy.lock.types import Lock
 from tests.unit.hostile import accepted_or_refused, hostile, tries
 from tests.unit.lockfile.hub_trees import (
@@ -48,13 +48,15 @@ CATALOG_OF_ONE = dataclasses.replace(
 
 
 def describe(config, parts=None):
-    return Described(COMMIT, parts or {"text": {"BF16": 8}}, 1, False, {}, {"config.json": config})
+    return RepositoryDescription(
+        COMMIT, parts or {"text": {"BF16": 8}}, 1, False, {}, {"config.json": config}
+    )
 
 
 def read_anatomy(**changes):
     """Return the anatomy of QWEN3 with changed fields; "removed" removes a field."""
     config = {key: value for key, value in {**QWEN3, **changes}.items() if value != "removed"}
-    return anatomy_of(REPO, describe(config))
+    return parse_anatomy(REPO, describe(config))
 
 
 def settings_for(hub, tmp_path, **changes):
@@ -66,7 +68,7 @@ def settings_for(hub, tmp_path, **changes):
 def test_sums_weights_by_part_and_dtype(hub, tmp_path):
     config = {**QWEN3, "num_nextn_predict_layers": 1}
     write_repository(hub.root, REPO, ENTRIES, COMMIT, config)
-    lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
+    lock = Lock.from_entries([lookup.look_up(hub.url, REPO, "main", None)])
     hub.requests.clear()
     lock = verify_names(settings_for(hub, tmp_path), CATALOG_OF_ONE, lock, lambda text: None)
     result = lock.anatomies[REPO]
@@ -77,12 +79,12 @@ def test_sums_weights_by_part_and_dtype(hub, tmp_path):
     write_lock(tmp_path / "spark.lock.yml", lock)
     assert read_lock(tmp_path / "spark.lock.yml") == lock
     moved = dataclasses.replace(lock.sources[REPO], commit="4" * 40)
-    assert lock.extended_by([moved]).anatomies == {}
+    assert lock.with_entries([moved]).anatomies == {}
 
 
 def test_required_lock_refuses_unread_headers(hub, tmp_path):
     write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
-    lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
+    lock = Lock.from_entries([lookup.look_up(hub.url, REPO, "main", None)])
     settings = settings_for(hub, tmp_path, locked="required")
     unread = unread_repositories(settings, CATALOG_OF_ONE, lock)
     assert [item.repository for item in unread] == [REPO]
@@ -103,7 +105,7 @@ def test_left_out_files_are_not_counted(hub, tmp_path):
         output["siblings"] = [sibling(path) for path in sorted(folder.iterdir())]
         listing.write_text(json.dumps(output))
     settings, say = settings_for(hub, tmp_path), list[str]().append
-    lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
+    lock = Lock.from_entries([lookup.look_up(hub.url, REPO, "main", None)])
     lock = verify_names(settings, CATALOG_OF_ONE, lock, say)
     assert lock.anatomies[REPO].repeats_names
     model = dataclasses.replace(MODEL, leave_out=("consolidated*",))
@@ -209,9 +211,9 @@ def test_any_configuration_is_read_or_refused(text):
     if not isinstance(config, dict):
         return
     with accepted_or_refused(in_one_line=True):
-        anatomy = anatomy_of(REPO, describe(config))
+        anatomy = parse_anatomy(REPO, describe(config))
         source = lookup._make_source("here", REPO, "main", _Info)
-        lock = checked(Lock.of([source], anatomies=[anatomy]))
+        lock = validated(Lock.from_entries([source], anatomies=[anatomy]))
         assert str(lock.anatomies[REPO]).isprintable()
 
 

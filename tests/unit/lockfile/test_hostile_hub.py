@@ -100,7 +100,7 @@ def test_hub_response_gives_a_valid_lock_or_a_problem(hub, answer):
         assert re.fullmatch(r"[^\n]+", problem.line)
         assert problem.line.isprintable()
         return
-    write_lock(path, Lock.of([result]))
+    write_lock(path, Lock.from_entries([result]))
     assert read_lock(path).sources == {REPO: result}
     assert all(type(file.size_bytes) is int for file in result.files)
     assert len({file.path for file in result.files}) == len(result.files)

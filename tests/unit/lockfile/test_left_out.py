@@ -6,7 +6,7 @@ from spark_contract.units import TREE_NAME
 from spark_deploy.config.errors import LockError, PlanError
 from spark_deploy.lock import hub as lookup
 from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.types import Lock, LockedSource, SourceFile, why_left_out
+from spark_deploy.lock.types import Lock, LockedSource, SourceFile, why_not_downloaded
 from spark_deploy.plan.artifacts import locked_source, source_plan
 from spark_deploy.plan.jobs import fetch_job
 from tests.unit.checkpoint.builder_hub import Hub
@@ -42,7 +42,7 @@ def test_leaves_out_pickle_and_code(look_up, tmp_path):
     assert "pickle" in result.left_out["pytorch_model.bin"]
     assert "code" in result.left_out["modeling_x.py"]
     path = tmp_path / "spark.lock.yml"
-    write_lock(path, Lock.of([result]))
+    write_lock(path, Lock.from_entries([result]))
     assert read_lock(path).source(REPO, "main") == result
     assert "modeling_x.py: is code" in path.read_text()
 
@@ -81,12 +81,12 @@ DATA = (
 
 @pytest.mark.parametrize("path", UNSAFE.split())
 def test_leaves_out_files_of_other_types_than_data(path):
-    assert why_left_out(path)
+    assert why_not_downloaded(path)
 
 
 @pytest.mark.parametrize("path", DATA.split())
 def test_downloads_data_files(path):
-    assert why_left_out(path) is None
+    assert why_not_downloaded(path) is None
 
 
 def test_refuses_old_lock_with_code():
@@ -94,7 +94,7 @@ def test_refuses_old_lock_with_code():
         SourceFile("model.safetensors", 1, sha256="a" * 64),
         SourceFile("modeling_x.py", 1, git_sha1="b" * 40),
     )
-    old = Lock.of([LockedSource(REPO, "main", "1" * 40, files)])
+    old = Lock.from_entries([LockedSource(REPO, "main", "1" * 40, files)])
     with pytest.raises(PlanError, match=r"modeling_x\.py is excluded") as caught:
         locked_source(old, REPO, "main")
     assert f"update --only {REPO}" in caught.value.problems[0].fix

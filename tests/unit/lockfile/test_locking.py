@@ -15,7 +15,7 @@ from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.service import PairSettings
 from spark_deploy.lock import hub, registry
 from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.resolve import locked_for, required_names
+from spark_deploy.lock.resolve import load_or_extend_lock, required_names
 from spark_deploy.lock.types import Lock
 from tests import forked
 from tests.unit.lockfile.hub_trees import write_inventory
@@ -131,7 +131,7 @@ def settings(server, tmp_path):
 
 def test_locks_names_on_first_use(settings, tmp_path, server):
     path, output = tmp_path / "spark.lock.yml", []
-    lock = locked_for(settings, CATALOG, path, output.append)
+    lock = load_or_extend_lock(settings, CATALOG, path, output.append)
     source = lock.source("lab/tiny-int4", "main")
     assert source.commit == "1" * 40
     assert [(file.path, file.size_bytes) for file in source.files] == [
@@ -148,17 +148,17 @@ def test_locks_names_on_first_use(settings, tmp_path, server):
 @pytest.mark.parametrize("missing", [0, 1])
 def test_looks_up_missing_names_only(settings, tmp_path, missing):
     path = tmp_path / "spark.lock.yml"
-    lock = locked_for(settings, CATALOG, path, lambda text: None)
-    write_lock(path, Lock.of(list(lock.sources.values())[missing:], lock.images.values()))
+    lock = load_or_extend_lock(settings, CATALOG, path, lambda text: None)
+    write_lock(path, Lock.from_entries(list(lock.sources.values())[missing:], lock.images.values()))
     Server.requests.clear()
-    assert locked_for(settings, CATALOG, path, lambda text: None) == lock
+    assert load_or_extend_lock(settings, CATALOG, path, lambda text: None) == lock
     assert len(Server.requests) == missing
 
 
 def test_required_lock_refuses_new_names(settings, tmp_path):
     strict = dataclasses.replace(settings, locked="required")
     with pytest.raises(LockError) as caught:
-        locked_for(strict, CATALOG, tmp_path / "spark.lock.yml", lambda text: None)
+        load_or_extend_lock(strict, CATALOG, tmp_path / "spark.lock.yml", lambda text: None)
     assert len(caught.value.problems) == 4
     assert Server.requests == []
     assert not (tmp_path / "spark.lock.yml").exists()
@@ -173,7 +173,7 @@ def test_refuses_a_repository_at_two_revisions(settings, tmp_path):
     ready = (PairSettings(model="older", profile="base"),)
     both = dataclasses.replace(settings, profile="base", keep_ready=ready)
     with pytest.raises(LockError, match=r"lab/tiny-int4: is requested at both main and v1"):
-        locked_for(both, catalog, tmp_path / "spark.lock.yml", lambda text: None)
+        load_or_extend_lock(both, catalog, tmp_path / "spark.lock.yml", lambda text: None)
     assert Server.requests == []
 
 
@@ -229,7 +229,7 @@ def test_suggests_supported_engine_versions(settings, server, tmp_path):
     images = {**settings.images, "engine": f"{server}/lab/engine:v0.33.0"}
     missing = dataclasses.replace(settings, images=images)
     with pytest.raises(LockError) as refusal:
-        locked_for(missing, CATALOG, tmp_path / "spark.lock.yml", print)
+        load_or_extend_lock(missing, CATALOG, tmp_path / "spark.lock.yml", print)
     [problem] = refusal.value.problems
     offered = re.findall(r"\S+/lab/engine:v[\d.]+", problem.fix)
     assert offered == [f"{server}/lab/engine:v{version}" for version in ("0.32.0", "0.30.0")]
@@ -327,7 +327,7 @@ def test_syncs_lock_before_renaming_it(tmp_path, monkeypatch):
     for name in ("fsync", "rename"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, n=name, r=real: (calls.append(n), r(*a))[1])
-    write_lock(tmp_path / "spark.lock.yml", Lock.of())
+    write_lock(tmp_path / "spark.lock.yml", Lock.from_entries())
     assert calls == ["fsync", "rename", "fsync"]
     assert [path.name for path in tmp_path.iterdir()] == ["spark.lock.yml"]
 
@@ -335,4 +335,4 @@ def test_syncs_lock_before_renaming_it(tmp_path, monkeypatch):
 def test_reports_unwritable_lock(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(LockError, match=r"cannot be written(.|\n)*make its folder writable"):
-        write_lock(tmp_path / "taken" / "spark.lock.yml", Lock.of())
+        write_lock(tmp_path / "taken" / "spark.lock.yml", Lock.from_entries())

@@ -47,7 +47,7 @@ def settings(hub, tmp_path):
 def lock(hub):
     sources = [lookup.look_up(hub.url, repo, "main", None) for repo in (BASE, DONOR)]
     hub.requests.clear()
-    return Lock.of(sources)
+    return Lock.from_entries(sources)
 
 
 def quiet(text):
@@ -191,7 +191,7 @@ def test_locks_the_donor_tensors_that_a_host_built_from(here, capsys, monkeypatc
 def test_new_commit_needs_a_new_verification(hub, settings, lock):
     verified = verify_names(settings, CATALOG, lock, quiet)
     write_repository(hub.root, BASE, base_entries(), commit="3" * 40)
-    moved = verified.extended_by([lookup.look_up(hub.url, BASE, "main", None)])
+    moved = verified.with_entries([lookup.look_up(hub.url, BASE, "main", None)])
     assert moved.names == {}
     again = verify_names(settings, CATALOG, moved, quiet)
     assert again.names[BUILD].base == f"{BASE}@{'3' * 40}"

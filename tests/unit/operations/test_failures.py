@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.hosts import operations
@@ -51,7 +51,7 @@ def test_a_refused_host_reports_the_serving_release(active, problem, outcome):
     releases = [{"name": "main-aaaaaaaaaaaa", "model": "large", "profile": "agent"}]
     service = {"active": active, "traffic_open": True}
     status = host_status({"releases": releases, "services": {"main": service}})
-    host = FakeHost(shell=lambda _: text_of(status.report))
+    host = FakeHost(shell=lambda _: to_json(status.report))
     operations._refuse(None, host, f"spark-1: {problem}\n  fix: a smaller model")
     serves = "still serves large with agent" if active else "serves nothing"
     assert host.logs == [f"spark-1 {serves}; {outcome}", "  fix: a smaller model"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from spark_contract.gateway import Gateway, tls_of
+from spark_contract.gateway import Gateway, tls_paths
 
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.secrets import GENERATED, SecretRef
@@ -30,7 +30,7 @@ PLAN = GatewayPlan(
     key=GENERATED,
     tls=None,
 )
-TLS = tls_of("main")
+TLS = tls_paths("main")
 RELEASE = "main-222222222222"
 RELOAD = "/usr/local/lib/spark/current/bin/spark-host gateway-reload main"
 RESTART_WATCH = f"systemctl restart spark-watch@{RELEASE}.service"

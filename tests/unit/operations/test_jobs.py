@@ -3,7 +3,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 from spark_contract.job import ImageProof, Job, JobState
 from spark_contract.orders import DonorUrl
 from spark_contract.units import BOOT_LINKS
@@ -128,7 +128,7 @@ def test_refuses_donor_tensors_that_differ_between_hosts_or_from_the_lock(
 
 def test_failed_job_of_another_release_does_not_end_the_wait(monkeypatch):
     other = JobState(JOB.digest, "fetch", "fetch", "failed", "why", 1, None, None, None, ("why",))
-    answer = (True, json.dumps(plain([other])), "")
+    answer = (True, json.dumps(to_plain([other])), "")
     monkeypatch.setattr(jobs, "run_reconnecting", lambda *_: answer)
     assert jobs._wait(None, None, (), 60)
 

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from spark_contract.documents import read, text_of
+from spark_contract.documents import read, to_json
 from spark_contract.records import Rollout
-from spark_contract.status import Keep, Pruning
+from spark_contract.status import KeepList, Pruning
 from spark_contract.tool import HOST_TOOL
 
 from spark_deploy.hosts import commands, releases, serve
@@ -20,7 +20,7 @@ from tests.unit.statuses import host_status
 FORMER = {"name": "main-aaaaaaaaaaaa", "model": "m", "profile": "v2"}
 CURRENT = {"name": "main-bbbbbbbbbbbb", "model": "m", "profile": "v2-tq"}
 NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
-KEEP = Keep(2, frozenset(), frozenset(), frozenset(), "/m", "/s", "/c")
+KEEP = KeepList(2, frozenset(), frozenset(), frozenset(), "/m", "/s", "/c")
 
 
 def after_failure(host, *others):
@@ -272,7 +272,7 @@ BEGUN = '{"release": "r", "request": "id1", "joined": false}'
 
 
 def rollout(**fields):
-    return text_of(Rollout("r", **fields))
+    return to_json(Rollout("r", **fields))
 
 
 SWITCHED = rollout(state="switched", phase="done", times_s={"start": 1.0})
@@ -318,7 +318,7 @@ def report(active=OLD, is_open=True, **result):
     release = {"name": OLD, "model": "large", "profile": "agent"}
     service = {"active": active, "traffic_open": is_open}
     status = host_status({"releases": [release], "services": {"main": service}}).report
-    host = FakeHost(shell=lambda _: Failed("busy") if active == "" else text_of(status))
+    host = FakeHost(shell=lambda _: Failed("busy") if active == "" else to_json(status))
     good = releases.report_change(host, NEW, Rollout(NEW, **result))
     return good, host.log_text.splitlines()
 

@@ -105,7 +105,7 @@ def made_up_lock(settings: Settings, catalog: Catalog) -> Lock:
         for name in sorted(wanted.images)
     ]
     anatomies = [Anatomy(repository=source.repo, commit=source.commit) for source in sources]
-    return Lock.of(sources, images, anatomies=anatomies)
+    return Lock.from_entries(sources, images, anatomies=anatomies)
 
 
 def sha(kind: str, text: str) -> str:

@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from spark_contract.documents import plain
+from spark_contract.documents import to_plain
 from spark_contract.job import AbsentProof, ReceiptProof
 from spark_contract.orders import expand_all
 
@@ -99,7 +99,7 @@ def test_discarded_base_is_fetched_only_without_checkpoint_and_removed_last():
     [removal] = discard_jobs_of(plan)
     proof = ReceiptProof(f"{plan.checkpoint.dir}/receipt.json", plan.checkpoint.digest)
     job = {file.path: file.content for file in fetch.files()}[f"{fetch.job.dir}/job.json"]
-    assert json.loads(job)["unless"] == plain(proof)
+    assert json.loads(job)["unless"] == to_plain(proof)
     assert build.job.proof == proof
     base = plan.checkpoint.base.dir
     assert removal.job.proof == AbsentProof(base)

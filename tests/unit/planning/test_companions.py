@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from spark_contract.documents import parse, text_of
+from spark_contract.documents import parse, to_json
 from spark_contract.release import Release
 
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
@@ -129,8 +129,8 @@ def test_lock_needs_all_mounted_repositories():
 
 def test_release_without_companions_has_no_companion_field():
     release = make_plan().serve
-    assert '"companions"' not in text_of(release)
-    assert parse(Release, text_of(release)).trees == (release.tree,)
+    assert '"companions"' not in to_json(release)
+    assert parse(Release, to_json(release)).trees == (release.tree,)
 
 
 def test_block_size_option_is_counted():

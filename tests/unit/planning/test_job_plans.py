@@ -116,7 +116,7 @@ def test_host_reads_orders_as_written(model, profile):
         kinds["checkpoint"] = BuildPlan
     assert written.keys() == kinds.keys()
     for kind, document in written.items():
-        assert documents.plain(documents.read(kinds[kind], document)) == document
+        assert documents.to_plain(documents.read(kinds[kind], document)) == document
 
 
 @pytest.mark.parametrize("model", ["large", "small"])

@@ -45,7 +45,7 @@ def make_plan(model=MODEL, anatomy=ANATOMY, profile="plain", **settings):
              SourceFile("original/model.safetensors", 17 * GIB, sha256="b" * 64))  # fmt: skip
     source = replace(source, files=(*source.files, *large))
     anatomies = {REPO: replace(anatomy, repository=REPO, commit=source.commit)} if anatomy else {}
-    lock = replace(lock.extended_by([source]), anatomies=anatomies)
+    lock = replace(lock.with_entries([source]), anatomies=anatomies)
     return plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from spark_contract.documents import text_of
+from spark_contract.documents import to_json
 from spark_contract.paths import TOOLS_DIR
 
 from spark_deploy.config.errors import SettingsError
@@ -47,7 +47,7 @@ def test_names_are_independent_of_model_and_profile():
 
 
 def test_release_contains_no_secret_reference():
-    text = text_of(plan_of(**{"serve.api_key": {"env": "KEY"}, "hub.token": {"env": "TOK"}}).serve)
+    text = to_json(plan_of(**{"serve.api_key": {"env": "KEY"}, "hub.token": {"env": "TOK"}}).serve)
     assert '"KEY"' not in text
     assert '"TOK"' not in text
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from spark_contract.documents import parse, text_of
+from spark_contract.documents import parse, to_json
 from spark_contract.release import Release, service_of
 
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
@@ -42,7 +42,7 @@ def test_each_service_has_own_release_gateway_and_files():
         {file.path for file in release_files_of(service)} for service in plan.served
     )
     assert not main_paths & embed_paths
-    assert parse(Release, text_of(embed.serve)) == embed.serve
+    assert parse(Release, to_json(embed.serve)) == embed.serve
     assert json.loads(json.dumps(document(plan)))["services"]
 
 
@@ -134,7 +134,7 @@ def test_main_gateway_routes_paths_and_model_names():
     assert (main.routes, embed.routes) == ({"/v1/embeddings": "embed"}, {})
     assert main.names == {"main": plan.serve.names, "embed": ("vectors", "v")}
     assert embed.names is None
-    assert parse(type(main), text_of(main)) == main
+    assert parse(type(main), to_json(main)) == main
     alone = plan_of(**SHORT)
     assert alone.gateway.settings.names is None
     module = "libnginx-mod-http-js"

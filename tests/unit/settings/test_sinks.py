@@ -130,4 +130,4 @@ def test_validates_hub_answers_with_the_lock_schema(monkeypatch, source):
     names = resolve.Names(frozenset({("org/repo", "main")}), frozenset())
     settings = next(iter(load_hosts({"spark": ["spark-1"]}, root=Path("/nowhere")).values()))
     with pytest.raises(LockError, match="org/repo"):
-        resolve.resolve(Lock.of(), names, settings.settings, (), lambda _: None)
+        resolve.resolve(Lock.from_entries(), names, settings.settings, (), lambda _: None)

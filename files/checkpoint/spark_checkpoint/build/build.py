@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract import receipts
-from spark_contract.fetching import CopyPlan, Wire
+from spark_contract.fetching import CopyPlan, TransferOptions
 from spark_contract.files import now
 from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
 
@@ -36,11 +36,11 @@ from spark_checkpoint.directory import (
     read_checkpoint,
     read_config,
 )
-from spark_checkpoint.errors import CheckpointDiffers, GateRefused
+from spark_checkpoint.errors import ReceiptMismatchError, ValidationError
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor, tensor_bytes
 from spark_checkpoint.number_formats import packed_bytes
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.sources.peers import BUILT_HERE, copy_from_peer
+from spark_checkpoint.sources.peers import BUILD_LOCALLY, copy_from_peer
 from spark_checkpoint.tensor_sets import HEAD, WEIGHT, drafter_weights, swapped_modules
 
 _FIX = "delete the source directory and download it again"
@@ -51,15 +51,15 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
     report: dict[str, Any] = {}
 
     def write(work: Path, result_dir: Path) -> None:
-        def copy(wire: Wire, files_url: str, receipt: receipts.AnyReceipt) -> None:
-            _copy_result(wire, files_url, receipt, plan, work, result_dir, progress)
+        def copy(transfer: TransferOptions, files_url: str, receipt: receipts.AnyReceipt) -> None:
+            _copy_result(transfer, files_url, receipt, plan, work, result_dir, progress)
 
         if copies is not None and copy_from_peer(copies, plan, result_dir, copy):
             return
         # A function, to free the sources before verification: they fill memory.
         report.update(_write_result(plan, work, result_dir, progress))
 
-    made = verify.make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
+    made = verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
     if made and report and plan.layout == "full":
         base_bytes = report["rebuild_fetch_bytes"]["base"]
         note(
@@ -97,7 +97,7 @@ def _write_result(
 
 
 def _copy_result(
-    wire: Wire,
+    transfer: TransferOptions,
     files_url: str,
     receipt: receipts.AnyReceipt,
     plan: BuildPlan,
@@ -107,12 +107,12 @@ def _copy_result(
 ) -> None:
     """Write the result with a peer's new tensors; the files must be those of the peer's receipt."""
     if not isinstance(receipt, receipts.CheckpointReceipt):
-        raise GateRefused(files_url, "is not a built checkpoint", BUILT_HERE)
+        raise ValidationError(files_url, "is not a built checkpoint", BUILD_LOCALLY)
     config = read_config(plan.base_dir)
     check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
     base = read_checkpoint(plan.base_dir)
     hashes = hash_base(plan, rewritten_shards(plan, base), progress)
-    sources, changes = read_changes(wire, files_url, plan, base, config, work, progress)
+    sources, changes = read_changes(transfer, files_url, plan, base, config, work, progress)
     check_locked_tensors(files_url, plan, sources, changes, receipt.donor_sha256)
     rewritten = (base.shards[name] for name in rewritten_shards(plan, base))
     size_bytes = changes.size_bytes + sum(h.data_start + h.data_bytes for h in rewritten)
@@ -125,7 +125,7 @@ def _copy_result(
     if here != there:
         differing = {path for path, _ in here.items() ^ there.items()}
         names = ", ".join(sorted(differing)[:5])
-        raise GateRefused(files_url, f"differs from base and plan in {names}", BUILT_HERE)
+        raise ValidationError(files_url, f"differs from base and plan in {names}", BUILD_LOCALLY)
     report = _make_report(sources, hashes, changes, layout, changes.size_bytes)
     _write_receipt(plan, layout, report, receipt.donor_sha256, result_dir)
 
@@ -207,7 +207,7 @@ def _stage_donor(
     if isinstance(plan.donor, DonorUrl) and plan.donor.sha256 not in (None, sha256):
         # The next run must not reuse these bytes.
         shutil.rmtree(donor_dir)
-        raise GateRefused(
+        raise ValidationError(
             plan.donor.url,
             f"sent tensors with sha256 {sha256}, the lock requires {plan.donor.sha256}",
             "check the hub and proxies for changed content, then run again; if the lock is wrong, "
@@ -243,7 +243,7 @@ def hash_base(
     for name, actual in _hash_files(directory, to_hash, progress).items():
         if name not in hashes or actual.sha256 != hashes[name].sha256:
             problem = "was changed after it was downloaded and verified"
-            raise GateRefused(str(directory / name), problem, _FIX)
+            raise ValidationError(str(directory / name), problem, _FIX)
         hashes[name] = actual
     return hashes
 
@@ -262,11 +262,11 @@ def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
         if len(required or "") > 40:
             kind, fix = "digest", "run `spark-deploy add --requantize`"
         problem = f"{actual}, the plan needs the verified checkpoint of {kind} {required}"
-        raise GateRefused(str(directory), problem, fix)
+        raise ValidationError(str(directory), problem, fix)
     try:
         verify.check_files(directory, receipt)
-    except CheckpointDiffers as error:
-        raise GateRefused(error.where, error.what, _FIX) from error
+    except ReceiptMismatchError as error:
+        raise ValidationError(error.where, error.what, _FIX) from error
     return receipt
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.number_formats import Codes, Floats, from_e4m3, reduce_blocks
 
 # Half a step of 3 mantissa bits, plus rounding of the scale to BF16.
@@ -92,7 +92,7 @@ def check_outliers(errors: Mapping[str, Error]) -> None:
     if not damaged or len(damaged) * 10 > len(errors):
         return
     module, count = max(damaged.items(), key=lambda item: item[1])
-    raise GateRefused(
+    raise ValidationError(
         module,
         f"{count} donor elements differ from the base by more than rounding, while "
         f"{len(errors) - len(damaged)} of {len(errors)} modules have none: bytes are damaged",
@@ -110,7 +110,7 @@ def check_scale_sizes(scales: Mapping[str, Floats]) -> None:
         for name, values in kind.items():
             wrong = values[(values < _MIN_RATIO * median) | (values > _MAX_RATIO * median)]
             if wrong.size:
-                raise GateRefused(
+                raise ValidationError(
                     f"donor {name}",
                     f"has a scale of {wrong[0]:g}, the median of these modules is {median:g}",
                     "download the donor again, or use the FP8 repository of the same model",

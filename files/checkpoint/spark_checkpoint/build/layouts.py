@@ -25,7 +25,7 @@ from spark_checkpoint.build.write import (
     sort_by_alignment,
     write_new,
 )
-from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.storage import WORKERS, read_stamp
 from spark_checkpoint.tensor_sets import MTP_PREFIX, overlay_name
@@ -45,10 +45,10 @@ _METADATA = {"format": "pt"}
 def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
     quantization = base.get("quantization_config")
     if not isinstance(quantization, dict):
-        raise GateRefused(where, "has no quantization_config", "use an INT4 base")
+        raise ValidationError(where, "has no quantization_config", "use an INT4 base")
     per_module = quantization.get("extra_config")  # some exporters write null
     if per_module is not None and not isinstance(per_module, dict):
-        raise GateRefused(
+        raise ValidationError(
             where,
             f"has a {type(per_module).__name__} as quantization_config.extra_config, "
             "expected an object of modules",
@@ -56,7 +56,7 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
         )
     if head == "int8-g128" and any(level.get("tie_word_embeddings") for level in _levels(base)):
         problem = "ties the head to the embeddings, so the head cannot be packed separately"
-        raise GateRefused(where, problem, "set head: keep")
+        raise ValidationError(where, problem, "set head: keep")
 
 
 def result_config(
@@ -264,7 +264,7 @@ def _link_file(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        raise GateRefused(
+        raise ValidationError(
             str(source),
             "is on another filesystem than the result, so it cannot be hard-linked",
             "keep sources and models on the same filesystem, or set layout to full",

@@ -21,20 +21,20 @@ from spark_checkpoint.build.comparison import (
 from spark_checkpoint.build.packed_weights import Packed, check_int4, pack_weight
 from spark_checkpoint.build.write import Changes, NewTensor, Staging, split_span
 from spark_checkpoint.directory import Checkpoint, Span, read_span
-from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.headers import Tensor
 from spark_checkpoint.number_formats import (
     Floats,
     bf16_bits,
     dequantise,
-    floats,
     from_bf16_bits,
     quantise_blocks,
     reduce_blocks,
+    to_floats,
 )
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.storage import WORKERS
-from spark_checkpoint.tensor_sets import FP8, SCALE, WEIGHT, scale_of
+from spark_checkpoint.tensor_sets import FP8, SCALE, WEIGHT, scale_name
 
 MODULE_LIMIT = 0.04
 # Errors of blocks spread wider than those of modules.
@@ -61,12 +61,12 @@ def _read_weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> It
     tensor = base.tensor(name)
     columns = tensor.shape[1]
     if tensor.dtype == FP8:
-        grid = base.tensor(scale_of(name))
-        scales = floats(read_span(base.span(scale_of(name))), grid.dtype, grid.shape)
+        grid = base.tensor(scale_name(name))
+        scales = to_floats(read_span(base.span(scale_name(name))), grid.dtype, grid.shape)
         yield from _read_fp8_rows(base.span(name), scales, columns, block)
         return
     for raw in split_span(base.span(name), columns * 2 * block[0]):
-        yield floats(raw, tensor.dtype, (len(raw) // (columns * 2), columns))
+        yield to_floats(raw, tensor.dtype, (len(raw) // (columns * 2), columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +177,14 @@ class TensorMaker:
             yield values
 
     def _donor_scales(self, weight_name: str) -> Floats:
-        name = scale_of(weight_name)
-        scales = floats(read_span(self.spans[name]), self.donor[name].dtype, self.donor[name].shape)
+        name = scale_name(weight_name)
+        scales = to_floats(
+            read_span(self.spans[name]), self.donor[name].dtype, self.donor[name].shape
+        )
         if not np.isfinite(scales).all() or not (scales > 0).all():
-            raise GateRefused(weight_name, "donor scales are not all finite and above zero", _FIX)
+            raise ValidationError(
+                weight_name, "donor scales are not all finite and above zero", _FIX
+            )
         return scales
 
     def _compare(self, module: str) -> Error:
@@ -192,13 +196,13 @@ class TensorMaker:
             piece = np.frombuffer(next(codes), np.uint8)
             comparison.add(weights, piece.reshape(weights.shape))
         if comparison.any_nan:
-            raise GateRefused(module, "donor weight has NaN codes", _FIX)
+            raise ValidationError(module, "donor weight has NaN codes", _FIX)
         if not comparison.any_nonzero:
-            raise GateRefused(module, "donor weight is all zero", _FIX)
+            raise ValidationError(module, "donor weight is all zero", _FIX)
         error = comparison.error()
         # Refuses NaN, too.
         if not (error.module <= MODULE_LIMIT and error.worst_block <= BLOCK_LIMIT):
-            raise GateRefused(
+            raise ValidationError(
                 module,
                 f"donor differs from the base's own weight by {error.module:.1%} "
                 f"(worst block {error.worst_block:.1%}); FP8 rounding is about 2.6%, "
@@ -271,7 +275,7 @@ def _check_values(name: str, entry: Tensor, pieces: Iterator[bytes]) -> None:
     for piece in pieces:
         words = np.frombuffer(piece, "<u2")
         if bool(((words & exponent) == exponent).any()):
-            raise GateRefused(f"donor {name}", "has NaN or infinite values", _MTP_FIX)
+            raise ValidationError(f"donor {name}", "has NaN or infinite values", _MTP_FIX)
         any_nonzero = any_nonzero or bool((words & 0x7FFF).any())
     if not any_nonzero:
-        raise GateRefused(f"donor {name}", "is all zero", _MTP_FIX)
+        raise ValidationError(f"donor {name}", "is all zero", _MTP_FIX)

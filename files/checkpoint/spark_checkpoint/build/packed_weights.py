@@ -10,16 +10,16 @@ import numpy as np
 
 from spark_checkpoint.build.write import NewTensor, Staging
 from spark_checkpoint.directory import Span, read_span
-from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.number_formats import (
     GROUP,
     INT4_LIMIT,
     WORD_BITS,
     ZERO_POINT_BYTES,
-    floats,
     pack_rows,
     quantise_rows,
     relative_error,
+    to_floats,
     unpack_int4,
 )
 from spark_checkpoint.tensor_sets import WEIGHT
@@ -53,9 +53,9 @@ def pack_weight(
             row_count = min(code_rows, count - row)
             start = span.offset + (first + row) * inputs * 2
             raw = read_span(Span(span.path, start, row_count * inputs * 2))
-            values = floats(raw, dtype, (row_count, inputs))
+            values = to_floats(raw, dtype, (row_count, inputs))
             if not np.isfinite(values).all():
-                raise GateRefused(name, "has NaN or infinite values", "download the base again")
+                raise ValidationError(name, "has NaN or infinite values", "download the base again")
             rows = quantise_rows(values, bits)
             codes[row : row + row_count] = rows.codes
             scales[:, first + row : first + row + row_count] = rows.scales.T
@@ -81,13 +81,13 @@ def pack_weight(
 def check_int4(weight: NewTensor, packed: Sequence[NewTensor]) -> float:
     """Read a packed weight back and return its relative error; refuse a large one."""
     qweight, scales, _ = packed
-    source = floats(read_span(weight.span), weight.dtype, weight.shape)
+    source = to_floats(read_span(weight.span), weight.dtype, weight.shape)
     rounded = unpack_int4(
-        read_span(qweight.span), floats(read_span(scales.span), scales.dtype, scales.shape)
+        read_span(qweight.span), to_floats(read_span(scales.span), scales.dtype, scales.shape)
     )
     error = relative_error(source, rounded)
     if not error <= INT4_LIMIT:
-        raise GateRefused(
+        raise ValidationError(
             weight.name,
             f"INT4 differs from the 16-bit weight by {error:.1%}, the limit is {INT4_LIMIT:.0%}",
             "set drafter: keep",

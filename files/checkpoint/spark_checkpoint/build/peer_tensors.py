@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from spark_contract.fetching import Wire
+from spark_contract.fetching import TransferOptions
 from spark_contract.orders import BuildPlan, DonorUrl
 
 from spark_checkpoint import storage
@@ -22,12 +22,12 @@ from spark_checkpoint.build.source_checks import (
 )
 from spark_checkpoint.build.write import Changes, NewTensor, Staging
 from spark_checkpoint.directory import Checkpoint
-from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor
 from spark_checkpoint.number_formats import GROUP, WORD_BITS
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.donor import UrlDonor
-from spark_checkpoint.sources.peers import BUILT_HERE
+from spark_checkpoint.sources.peers import BUILD_LOCALLY
 from spark_checkpoint.tensor_sets import (
     MTP_PREFIX,
     SCALE,
@@ -35,13 +35,13 @@ from spark_checkpoint.tensor_sets import (
     check_fp8_pair,
     check_same_names,
     overlay_name,
-    replacements,
+    replacement_names,
     swapped_modules,
 )
 
 
 def read_changes(
-    wire: Wire,
+    transfer: TransferOptions,
     files_url: str,
     plan: BuildPlan,
     base: Checkpoint,
@@ -52,7 +52,7 @@ def read_changes(
     """Download a result's new tensors; names, dtypes and shapes must be those of the plan."""
     modules = swapped_modules(plan)
     sources = Sources(base, None, modules, check_base_names(plan, base, modules))
-    replaced = replacements(plan)
+    replaced = replacement_names(plan)
     new = {old: names for old, names in replaced.items() if old in base.owner}
     grafted = [name for old in sources.mtp_missing for name in replaced.get(old, (old,))]
     in_overlay = plan.layout == "overlay"
@@ -65,7 +65,10 @@ def read_changes(
         return sources, Changes()
     donor = UrlDonor(
         DonorUrl(
-            url=files_url, tries=wire.tries, token_file=wire.token_file, timeout_s=wire.timeout_s
+            url=files_url,
+            tries=transfer.tries,
+            token_file=transfer.token_file,
+            timeout_s=transfer.timeout_s,
         ),
         direct=True,
     )
@@ -105,14 +108,14 @@ def check_locked_tensors(
     sha256 = hash_tensors({t.name: t for t in new}, {t.name: t.span for t in new})
     if sha256 != receipt_sha256:
         problem = f"sent FP8 tensors with sha256 {sha256}, its receipt has {receipt_sha256}"
-        raise GateRefused(where, problem, BUILT_HERE)
+        raise ValidationError(where, problem, BUILD_LOCALLY)
 
 
 def _check_entries(
     plan: BuildPlan, sources: Sources, config: Mapping[str, Any], entries: Mapping[str, Tensor]
 ) -> None:
     base, grafted = sources.base, {}
-    for old, names in replacements(plan).items():
+    for old, names in replacement_names(plan).items():
         module, known = old.removesuffix(WEIGHT), old in base.owner
         if names == (module + WEIGHT, module + SCALE):
             weight, scale = (entries[name] for name in names)
@@ -122,7 +125,7 @@ def _check_entries(
         packed = entries[names[0]]
         pack = WORD_BITS // (4 if old.startswith(MTP_PREFIX) else 8)
         if len(packed.shape) != 2:
-            raise GateRefused(f"peer {names[0]}", "is not a matrix", BUILT_HERE)
+            raise ValidationError(f"peer {names[0]}", "is not a matrix", BUILD_LOCALLY)
         weight_shape = (packed.shape[1], packed.shape[0] * pack)
         outputs, inputs = base.tensor(old).shape if known else weight_shape
         groups = inputs // GROUP
@@ -134,11 +137,13 @@ def _check_entries(
         for name, dtype_and_shape in zip(names, expected, strict=True):
             if entries[name][:2] != dtype_and_shape:
                 problem = f"is {entries[name][:2]}, expected {dtype_and_shape}"
-                raise GateRefused(f"peer {name}", problem, BUILT_HERE)
+                raise ValidationError(f"peer {name}", problem, BUILD_LOCALLY)
         grafted[old] = Tensor("BF16", weight_shape, 0, 0)
     for name in sources.mtp_missing:
         entry = grafted[name] = grafted.get(name) or entries[name]
         if entry.dtype not in SIXTEEN_BIT:
-            raise GateRefused(f"peer {name}", f"is {entry.dtype}, expected 16 bits", BUILT_HERE)
+            raise ValidationError(
+                f"peer {name}", f"is {entry.dtype}, expected 16 bits", BUILD_LOCALLY
+            )
     sizes = read_sizes(base, config)
     check_graftable(sources.mtp_missing, grafted, sizes, plan.block_shape)

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.orders import BuildPlan, DonorDir, DonorUrl, expand_all, match_exactly
+from spark_contract.orders import BuildPlan, DonorDir, DonorUrl, expand_all, has_exactly
 
 from spark_checkpoint.build.write import NewTensor
 from spark_checkpoint.directory import Checkpoint, Span
-from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor
 from spark_checkpoint.sources.donor import Donor, open_donor
 from spark_checkpoint.storage import read_buffers
@@ -30,7 +30,7 @@ from spark_checkpoint.tensor_sets import (
     check_same_names,
     drafter_weights,
     list_names,
-    scale_of,
+    scale_name,
     swapped_modules,
     unmatched_donor_names,
 )
@@ -78,7 +78,7 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
         elif plan.shared_experts != "keep":
             if weight.dtype not in SIXTEEN_BIT or len(weight.shape) != 2:
                 actual = f"{name} is {weight.dtype} {list(weight.shape)}"
-                raise GateRefused(
+                raise ValidationError(
                     str(base.directory),
                     f"{actual}, expected a 16-bit matrix",
                     "use a base with 16-bit shared experts",
@@ -92,7 +92,7 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
     if plan.donor is not None and (plan.compares_with_donor or mtp_missing):
         donor = _open_donor(plan, plan.donor, base, config, modules, mtp_missing)
     elif mtp_missing:
-        raise GateRefused(
+        raise ValidationError(
             str(base.directory),
             f"lacks {len(mtp_missing)} MTP tensors and there is no donor to graft them from: "
             f"{list_names(mtp_missing)}",
@@ -114,7 +114,7 @@ def required_donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tenso
     if sources.donor is None:
         return {}
     names = list(sources.mtp_missing)
-    names += [s for s in map(scale_of, sources.mtp_missing) if s in sources.donor.names]
+    names += [s for s in map(scale_name, sources.mtp_missing) if s in sources.donor.names]
     if plan.compares_with_donor:
         names += [module + suffix for module in sources.modules for suffix in (WEIGHT, SCALE)]
     return sources.donor.tensors(names)
@@ -128,7 +128,7 @@ def check_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> l
     names, where = base.owner.keys(), str(base.directory)
     patterns = base_patterns(plan)
     mtp_present = {name for name in names if name.startswith(MTP_PREFIX)}
-    if not match_exactly({name for name in names if name not in mtp_present}, patterns):
+    if not has_exactly({name for name in names if name not in mtp_present}, patterns):
         check_same_names(where, "base tensors", names - mtp_present, expand_all(patterns))
     mtp_expected = expand_all(plan.mtp_tensors)
     if mtp_present - mtp_expected:
@@ -161,7 +161,7 @@ def _open_donor(
     graftable = donor.names.intersection(mtp_missing)
     check_same_names(where, "MTP tensors to graft", graftable, mtp_missing)
     if mtp_missing:
-        scales = [scale for scale in map(scale_of, mtp_missing) if scale in donor.names]
+        scales = [scale for scale in map(scale_name, mtp_missing) if scale in donor.names]
         entries = donor.tensors([*mtp_missing, *scales])
         check_graftable(mtp_missing, entries, read_sizes(base, config), plan.block_shape)
     if plan.compares_with_donor:
@@ -206,13 +206,13 @@ def check_graftable(
     for name in names:
         where, entry = f"donor {name}", entries[name]
         if entry.dtype == FP8:
-            if scale_of(name) not in entries:
-                raise GateRefused(where, "is FP8 without block scales", _FIX)
-            scale = entries[scale_of(name)]
+            if scale_name(name) not in entries:
+                raise ValidationError(where, "is FP8 without block scales", _FIX)
+            scale = entries[scale_name(name)]
             check_fp8_pair(where.removesuffix(WEIGHT), entry.shape, entry, scale, block)
         elif entry.dtype not in SIXTEEN_BIT:
             problem = f"is {entry.dtype}, expected {FP8} or a 16-bit float"
-            raise GateRefused(where, problem, _FIX)
+            raise ValidationError(where, problem, _FIX)
         shape = next((shape for pattern, shape in _SHAPES if re.fullmatch(pattern, name)), None)
         if shape is None:
             continue
@@ -221,4 +221,4 @@ def check_graftable(
             size not in ("any", actual) for actual, size in zip(entry.shape, expected, strict=True)
         ):
             text = ", ".join(map(str, expected))
-            raise GateRefused(where, f"is {list(entry.shape)}, expected [{text}]", _FIX)
+            raise ValidationError(where, f"is {list(entry.shape)}, expected [{text}]", _FIX)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spark_contract.files import named, sync, write_all
+from spark_contract.files import name_file_in_errors, sync, write_all
 
 from spark_checkpoint.directory import Span, read_span
-from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.headers import DTYPE_BITS, emit_header
+from spark_checkpoint.errors import ValidationError
+from spark_checkpoint.headers import DTYPE_BITS, format_header
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.storage import COPY_BYTES, PageDropper, Stamp, read_buffers, read_stamp
 from spark_checkpoint.verify import FileHashes, Piece, PieceHasher
@@ -66,7 +66,7 @@ class Staging:
     def write(self, span: Span, offset: int, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
         position = span.offset + offset
-        with named(self._fd):
+        with name_file_in_errors(self._fd):
             while view:
                 count = os.pwrite(self._fd, view, position)
                 view, position = view[count:], position + count
@@ -119,7 +119,7 @@ class VerifiedSource:
         self._dropper.finish()
         if read_stamp(self._fd) != self._stamp or self._stamp.size_bytes != self._size_bytes:
             fix = "do not change the base during a build, run again"
-            raise GateRefused(str(self._path), "was changed while it was read", fix)
+            raise ValidationError(str(self._path), "was changed while it was read", fix)
 
     def _skip_to(self, offset: int) -> None:
         if offset < self._position:
@@ -136,7 +136,7 @@ class VerifiedSource:
             count = os.readv(self._fd, [window])
             if not count:
                 fix = "download the base again"
-                raise GateRefused(str(self._path), "was truncated while it was read", fix)
+                raise ValidationError(str(self._path), "was truncated while it was read", fix)
             part = window[:count]
             self._hasher.update(part)
             self._position += count
@@ -146,7 +146,7 @@ class VerifiedSource:
             return
         piece, sha256 = self._pieces.pop(), self._hasher.hexdigest()
         if sha256 != piece.sha256:
-            raise GateRefused(
+            raise ValidationError(
                 str(self._path),
                 f"has sha256 {sha256} in bytes {self._piece_begin} to {self._position}, "
                 f"its receipt lists {piece.sha256}",
@@ -266,4 +266,4 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _header(tensors: Sequence[NewTensor], metadata: dict[str, str]) -> bytes:
-    return emit_header(((t.name, t.dtype, t.shape) for t in tensors), metadata)
+    return format_header(((t.name, t.dtype, t.shape) for t in tensors), metadata)

@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import urljoin
 
-from spark_contract.fetching import FetchFile, Wire
+from spark_contract.fetching import FetchFile, TransferOptions
 from spark_contract.units import COMMIT
 from urllib3 import BaseHTTPResponse, Retry
 from urllib3.exceptions import HTTPError
 
-from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
+from spark_checkpoint.errors import InputError, TransferError, ValidationError
 from spark_checkpoint.progress import note
 from spark_checkpoint.sources import connections
 from spark_checkpoint.sources.tokens import read_token, request_token
@@ -28,7 +28,7 @@ from spark_checkpoint.sources.tokens import read_token, request_token
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _EXPIRED_STATUS = frozenset({400, 401, 403, 404, 410})
 # ValueError and OverflowError: headers that urllib3 or Python cannot parse.
-_FAILURES = (connections.Retryable, HTTPError, OSError, ValueError, OverflowError)
+_FAILURES = (connections.RetryableError, HTTPError, OSError, ValueError, OverflowError)
 _COMMIT = re.compile(rf"/resolve/({COMMIT})(?:/|$)")
 _DIGITS = "[0-9]{1,20}"  # int() rejects above 4300
 _CONTENT_RANGE = re.compile(rf"bytes ({_DIGITS})-({_DIGITS})/({_DIGITS})")
@@ -49,7 +49,7 @@ _STATUS_FIXES = {
 T = TypeVar("T")
 
 
-class RangeIgnored(TransferFailed):
+class RangeUnsupportedError(TransferError):
     """The server sent the whole file for a range request."""
 
 
@@ -64,22 +64,22 @@ class HttpClient:
 
     def __init__(
         self,
-        wire: Wire,
+        transfer: TransferOptions,
         trusted_urls: tuple[str, ...],
         *,
         direct: bool = False,
         stop: threading.Event | None = None,
         accept: str = "*/*",
     ):
-        self._wire, self._accept = wire, accept
+        self._transfer, self._accept = transfer, accept
         self._direct, self._is_hurried = direct, False
-        self._pools = connections.Pools(wire, direct=direct)
-        self._token = read_token(wire.token_file, required=direct)
+        self._pools = connections.Pools(transfer, direct=direct)
+        self._token = read_token(transfer.token_file, required=direct)
         try:
-            self._trusted = frozenset(connections.origin_of(url) for url in trusted_urls)
+            self._trusted = frozenset(connections.parse_origin(url) for url in trusted_urls)
         except ValueError as error:
-            raise InputRefused("sources", str(error), "correct the address") from error
-        self._limit = connections.RateLimit(wire.rate_limit_bytes_per_s)
+            raise InputError("sources", str(error), "correct the address") from error
+        self._limit = connections.RateLimit(transfer.rate_limit_bytes_per_s)
         self._lock = threading.Lock()
         self._locations: dict[str, str] = {}  # after redirects
         # Size and hash as the hub announces them: sha256 of large files, git blob sha1 of small.
@@ -90,7 +90,7 @@ class HttpClient:
     def hurried(self) -> HttpClient:
         """Return this client, sharing limits, for a first pass that waits for no source."""
         other = copy.copy(self)
-        other._is_hurried, other._wire = True, replace(self._wire, outage_s=0.0)
+        other._is_hurried, other._transfer = True, replace(self._transfer, outage_s=0.0)
         return other
 
     def cancel(self) -> None:
@@ -101,7 +101,7 @@ class HttpClient:
         size_bytes, tag = self._announced.get(url, (None, None))
         locked = {64: file.sha256, 40: file.git_sha1}.get(len(tag or ""))
         if size_bytes not in (None, file.size_bytes) or (locked and tag != locked):
-            raise GateRefused(
+            raise ValidationError(
                 url,
                 f"the hub offers {size_bytes} bytes with hash {tag}, the lock requires "
                 f"{file.size_bytes} and {file.sha256 or file.git_sha1}",
@@ -115,7 +115,7 @@ class HttpClient:
     def exists(self, url: str) -> bool:
         try:
             self._open(url, (0, 1)).close()
-        except (TransferFailed, *_FAILURES):
+        except (TransferError, *_FAILURES):
             return False
         return True
 
@@ -139,10 +139,10 @@ class HttpClient:
                     body += piece
                     if len(body) > limit_bytes:
                         problem = f"is above {limit_bytes} bytes"
-                        raise GateRefused(url, problem, "check the repository")
+                        raise ValidationError(url, problem, "check the repository")
                 left = response.length_remaining
             if left:
-                raise connections.Retryable(f"the connection ended {left} bytes early")
+                raise connections.RetryableError(f"the connection ended {left} bytes early")
             return bytes(body)
 
         return self._retry(url, read_once)
@@ -156,8 +156,8 @@ class HttpClient:
         only.
 
         Raises:
-            RangeIgnored: the server does not support ranges.
-            TransferFailed: no progress within the allowed number of attempts.
+            RangeUnsupportedError: the server does not support ranges.
+            TransferError: no progress within the allowed number of attempts.
         """
         position = begin
         budget = self._new_budget(url)
@@ -183,20 +183,20 @@ class HttpClient:
                 budget.failed(error)
 
     def _new_budget(self, url: str) -> connections.RetryBudget:
-        outage_s = self._wire.outage_s if self._is_trusted(url) else 0.0
-        return connections.RetryBudget(url, self._wire, self.stop, outage_s, self._floor(url))
+        outage_s = self._transfer.outage_s if self._is_trusted(url) else 0.0
+        return connections.RetryBudget(url, self._transfer, self.stop, outage_s, self._floor(url))
 
     def _is_trusted(self, url: str) -> bool:
-        return connections.origin_of(url) in self._trusted
+        return connections.parse_origin(url) in self._trusted
 
-    def _floor(self, url: str) -> connections.Floor:
+    def _floor(self, url: str) -> connections.MinimumRate:
         # The hub is the last source; peers and mirrors can be replaced.
         replaceable = self._direct or (self._is_hurried and not self._is_trusted(url))
-        return connections.Floor.of(self._wire, replaceable=replaceable)
+        return connections.MinimumRate.for_source(self._transfer, replaceable=replaceable)
 
     def _pieces(self, url: str, response: BaseHTTPResponse) -> Iterator[bytes]:
         piece_bytes = self._limit.piece_bytes
-        return connections.read_body(response, piece_bytes, self._wire, self._floor(url))
+        return connections.read_body(response, piece_bytes, self._transfer, self._floor(url))
 
     def _read(self, url: str, response: BaseHTTPResponse, length: int) -> Iterator[bytes]:
         left = length
@@ -205,12 +205,12 @@ class HttpClient:
             self._count(len(piece))
             left -= len(piece)
             if left < 0:
-                raise TransferFailed(url, "sent more bytes than requested", _OTHER_SOURCE)
+                raise TransferError(url, "sent more bytes than requested", _OTHER_SOURCE)
             yield piece
             if self.stop.is_set():
-                raise connections.cancelled(url)
+                raise connections.cancellation_error(url)
         if left:
-            raise connections.Retryable(f"the connection ended {left} bytes early")
+            raise connections.RetryableError(f"the connection ended {left} bytes early")
 
     def _open(self, url: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
         """Send a request, follow redirects, and return a response with status 200 or 206."""
@@ -223,10 +223,10 @@ class HttpClient:
             target = response.get_redirect_location()
             if not target:
                 break
-            connections.release_connection(response, self._wire)
+            connections.release_connection(response, self._transfer)
             address = _resolve_redirect(address, target)
         else:
-            raise TransferFailed(url, "redirects in a circle", "check the address")
+            raise TransferError(url, "redirects in a circle", "check the address")
         status = response.status
         if status in (200, 206):
             with self._lock:
@@ -234,20 +234,20 @@ class HttpClient:
             return response
         response.close()
         if status in _RETRY_STATUS:
-            raise connections.Retryable(f"HTTP {status}", _requested_pause_s(response))
+            raise connections.RetryableError(f"HTTP {status}", _requested_pause_s(response))
         with self._lock:
             self._locations.pop(url, None)
-        if status in _EXPIRED_STATUS and connections.origin_of(address) != connections.origin_of(
-            url
-        ):
-            host = connections.origin_of(address)[1]
-            raise connections.Retryable(f"HTTP {status} from {host}: the signed link expired")
+        if status in _EXPIRED_STATUS and connections.parse_origin(
+            address
+        ) != connections.parse_origin(url):
+            host = connections.parse_origin(address)[1]
+            raise connections.RetryableError(f"HTTP {status} from {host}: the signed link expired")
         fix = _STATUS_FIXES.get(status, _OTHER_SOURCE)
-        raise TransferFailed(url, f"the server answers {status}", fix)
+        raise TransferError(url, f"the server answers {status}", fix)
 
     def _request(self, address: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
         """Send a request, and again with a registry token if the hub demands it."""
-        origin = connections.origin_of(address)
+        origin = connections.parse_origin(address)
         pool = self._pools.select(origin)
         headers = {
             "Accept": self._accept,
@@ -271,10 +271,10 @@ class HttpClient:
         if response.status != 401 or not is_trusted:
             return response
         challenge = response.headers.get("WWW-Authenticate", "")
-        new = request_token(challenge, pool, origin[0], self._wire) if challenge else None
+        new = request_token(challenge, pool, origin[0], self._transfer) if challenge else None
         if new is None and token is None:
             return response
-        connections.release_connection(response, self._wire)
+        connections.release_connection(response, self._transfer)
         response = send(new)
         if new is not None:
             self._token = new  # until the next challenge
@@ -286,7 +286,7 @@ class HttpClient:
     def _note_announcement(self, url: str, headers: Mapping[str, str]) -> None:
         commit, requested = headers.get("X-Repo-Commit"), _COMMIT.search(url)
         if commit and requested and commit != requested[1]:
-            raise GateRefused(
+            raise ValidationError(
                 url, f"the hub answers with commit {commit}", "lock the repository again"
             )
         size = headers.get("X-Linked-Size", "")
@@ -309,11 +309,11 @@ def _requested_pause_s(response: BaseHTTPResponse) -> float:
 def _resolve_redirect(address: str, location: str) -> str:
     try:
         target = urljoin(address, location)
-        scheme = connections.origin_of(target)[0]
+        scheme = connections.parse_origin(target)[0]
     except ValueError as error:
-        raise TransferFailed(address, f"redirects to {error}", "check the address") from error
+        raise TransferError(address, f"redirects to {error}", "check the address") from error
     if address.startswith("https:") and scheme != "https":
-        raise TransferFailed(address, "redirects from https to http", _OTHER_SOURCE)
+        raise TransferError(address, "redirects from https to http", _OTHER_SOURCE)
     return target
 
 
@@ -329,31 +329,31 @@ def _check_length(
     """Return the length of the body; refuse a response that does not match the request."""
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
-        raise TransferFailed(url, f"answers with encoding {encoding}", _OTHER_SOURCE)
+        raise TransferError(url, f"answers with encoding {encoding}", _OTHER_SOURCE)
     expected = end - begin
     if response.status == 206 or not whole:
         first, last, total = _parse_content_range(url, response)
         if total_bytes is not None and total != total_bytes:
-            raise GateRefused(
+            raise ValidationError(
                 url, f"is {total} bytes long, not {total_bytes}", "lock the repository again"
             )
         if first != begin or last + 1 != min(end, total):
             problem = f"sends bytes {first}-{last} for {begin}-{end - 1}"
-            raise TransferFailed(url, problem, _OTHER_SOURCE)
+            raise TransferError(url, problem, _OTHER_SOURCE)
         expected = last + 1 - first
     announced = response.length_remaining
     if announced not in (None, expected):
         if whole:
             problem = f"is {announced} bytes long, not {expected}"
-            raise GateRefused(url, problem, _OTHER_SOURCE)
-        raise TransferFailed(url, f"announces {announced} bytes for {expected}", _OTHER_SOURCE)
+            raise ValidationError(url, problem, _OTHER_SOURCE)
+        raise TransferError(url, f"announces {announced} bytes for {expected}", _OTHER_SOURCE)
     return expected
 
 
 def _parse_content_range(url: str, response: BaseHTTPResponse) -> tuple[int, int, int]:
     if response.status != 206:
-        raise RangeIgnored(url, "sends the whole file for a range request", _OTHER_SOURCE)
+        raise RangeUnsupportedError(url, "sends the whole file for a range request", _OTHER_SOURCE)
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
     if not match:
-        raise TransferFailed(url, "sends a part without a valid Content-Range", _OTHER_SOURCE)
+        raise TransferError(url, "sends a part without a valid Content-Range", _OTHER_SOURCE)
     return int(match[1]), int(match[2]), int(match[3])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
-from spark_contract.fetching import Wire
+from spark_contract.fetching import TransferOptions
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager
 from urllib3.connection import HTTPConnection, HTTPSConnection, port_by_scheme
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
@@ -32,7 +32,7 @@ from urllib3.exceptions import (
 )
 from urllib3.util import make_headers, parse_url
 
-from spark_checkpoint.errors import TransferFailed
+from spark_checkpoint.errors import TransferError
 from spark_checkpoint.progress import note
 
 PIECE_BYTES = 1 << 20
@@ -46,17 +46,17 @@ _POLL_S = 0.25
 _DRAIN_BYTES = 1 << 16  # discard up to this size to reuse a connection
 
 
-class Retryable(Exception):  # noqa: N818 - a signal, caught where requests are made
+class RetryableError(Exception):
     def __init__(self, reason: str, pause_s: float = 0.0):
         super().__init__(reason)
         self.pause_s = pause_s
 
 
-class SlowSource(TransferFailed):
+class SlowSourceError(TransferError):
     """A source was too slow for so long that another one must be used for a while."""
 
 
-class Floor(NamedTuple):
+class MinimumRate(NamedTuple):
     """The minimum mean rate of a response, measured over windows after a grace period."""
 
     bytes_per_s: float
@@ -66,12 +66,14 @@ class Floor(NamedTuple):
     patience_s: float = float("inf")
 
     @staticmethod
-    def of(wire: Wire, *, replaceable: bool) -> Floor:
+    def for_source(transfer: TransferOptions, *, replaceable: bool) -> MinimumRate:
         """Return the floor of a source; ``replaceable``: another source has the same files."""
         if not replaceable:
-            return Floor(_MINIMUM_BYTES_PER_S / wire.parallel, 2 * wire.timeout_s)
-        slow_s = wire.slow_after_s
-        return Floor(wire.min_bytes_per_s / wire.parallel, slow_s, slow_s / 2, 3 * slow_s)
+            return MinimumRate(_MINIMUM_BYTES_PER_S / transfer.parallel, 2 * transfer.timeout_s)
+        slow_s = transfer.slow_after_s
+        return MinimumRate(
+            transfer.min_bytes_per_s / transfer.parallel, slow_s, slow_s / 2, 3 * slow_s
+        )
 
 
 class RateLimit:
@@ -106,9 +108,14 @@ class RetryBudget:
     """
 
     def __init__(
-        self, url: str, wire: Wire, cancelled: threading.Event, outage_s: float, floor: Floor
+        self,
+        url: str,
+        transfer: TransferOptions,
+        cancelled: threading.Event,
+        outage_s: float,
+        floor: MinimumRate,
     ):
-        self._url, self._wire, self._cancelled = url, wire, cancelled
+        self._url, self._transfer, self._cancelled = url, transfer, cancelled
         self._outage_s, self._floor = outage_s, floor
         self._reset()
 
@@ -126,21 +133,21 @@ class RetryBudget:
             self._reset()
 
     def failed(self, error: Exception) -> None:
-        """Pause before the next try, or raise ``TransferFailed``."""
+        """Pause before the next try, or raise ``TransferError``."""
         self._failures += 1
-        reason = _describe_failure(error, self._wire.timeout_s)
+        reason = _describe_failure(error, self._transfer.timeout_s)
         waited_s = time.monotonic() - self._progressed_at
-        requested_s = error.pause_s if isinstance(error, Retryable) else 0.0
+        requested_s = error.pause_s if isinstance(error, RetryableError) else 0.0
         is_too_long = waited_s + requested_s >= self._floor.patience_s
-        if is_too_long or (self._failures >= self._wire.tries and waited_s >= self._outage_s):
+        if is_too_long or (self._failures >= self._transfer.tries and waited_s >= self._outage_s):
             is_replaceable = self._floor.patience_s < float("inf")
             is_slow = is_replaceable and (is_too_long or waited_s >= self._floor.window_s)
-            raise (SlowSource if is_slow else TransferFailed)(
+            raise (SlowSourceError if is_slow else TransferError)(
                 self._url,
                 f"no progress in {self._failures} tries and {waited_s:.0f} s, last: {reason}",
                 "check the network, then run again: it resumes here",
             ) from error
-        pause_s = min(_PAUSE_LIMIT_S, self._wire.backoff_s * 2 ** (self._failures - 1))
+        pause_s = min(_PAUSE_LIMIT_S, self._transfer.backoff_s * 2 ** (self._failures - 1))
         # Spread the retries of parallel requests that failed together.
         pause_s *= random.uniform(0.5, 1.0)
         pause_s = max(pause_s, requested_s)
@@ -149,7 +156,7 @@ class RetryBudget:
         note(f"retry: {self._url}: {reason}; again in {pause_s:.1f} s{until}")
         self._paused_s += pause_s
         if self._cancelled.wait(pause_s):
-            raise cancelled(self._url) from error
+            raise cancellation_error(self._url) from error
 
 
 def _describe_failure(error: Exception, timeout_s: float) -> str:
@@ -165,8 +172,8 @@ def _describe_failure(error: Exception, timeout_s: float) -> str:
     return str(error) or type(error).__name__
 
 
-def cancelled(url: str) -> TransferFailed:
-    return TransferFailed(url, "cancelled because another download failed", "read its error")
+def cancellation_error(url: str) -> TransferError:
+    return TransferError(url, "cancelled because another download failed", "read its error")
 
 
 _sockets: WeakKeyDictionary[BaseHTTPResponse, socket.socket] = WeakKeyDictionary()
@@ -233,14 +240,19 @@ _stall_guard = _StallGuard()
 
 
 def read_body(
-    response: BaseHTTPResponse, piece_bytes: int, wire: Wire, floor: Floor | None = None
+    response: BaseHTTPResponse,
+    piece_bytes: int,
+    transfer: TransferOptions,
+    floor: MinimumRate | None = None,
 ) -> Iterator[bytes]:
     """Yield a body in pieces; refuse a slow server."""
-    floor = floor or Floor.of(wire, replaceable=False)
+    floor = floor or MinimumRate.for_source(transfer, replaceable=False)
     waited_s, received = -floor.grace_s, 0
     while True:
         started = time.monotonic()
-        with _stall_guard.shut_down_after(_sockets.get(response), _STALL_TIMEOUTS * wire.timeout_s):
+        with _stall_guard.shut_down_after(
+            _sockets.get(response), _STALL_TIMEOUTS * transfer.timeout_s
+        ):
             piece = _read_piece(response, piece_bytes, started)
         if not piece:
             return
@@ -249,7 +261,7 @@ def read_body(
         if waited_s < floor.window_s:
             continue
         if received < floor.bytes_per_s * waited_s:
-            raise Retryable(f"only {received} bytes arrived in {waited_s:.0f} s")
+            raise RetryableError(f"only {received} bytes arrived in {waited_s:.0f} s")
         waited_s, received = 0.0, 0
 
 
@@ -265,19 +277,21 @@ def _read_piece(response: BaseHTTPResponse, limit_bytes: int, started: float) ->
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def release_connection(response: BaseHTTPResponse, wire: Wire) -> None:
+def release_connection(response: BaseHTTPResponse, transfer: TransferOptions) -> None:
     """Drain a short body to reuse the connection, otherwise close it."""
     remaining_bytes = response.length_remaining
     if remaining_bytes is not None and remaining_bytes <= _DRAIN_BYTES:
-        with suppress(Retryable, HTTPError, OSError):
-            for _ in read_body(response, _DRAIN_BYTES, wire, Floor.of(wire, replaceable=True)):
+        with suppress(RetryableError, HTTPError, OSError):
+            for _ in read_body(
+                response, _DRAIN_BYTES, transfer, MinimumRate.for_source(transfer, replaceable=True)
+            ):
                 pass
             response.release_conn()
             return
     response.close()
 
 
-def origin_of(url: str) -> tuple[str, str, int]:
+def parse_origin(url: str) -> tuple[str, str, int]:
     """Return scheme, host and port, the scope of a token; ``ValueError`` unless http(s)."""
     parts = parse_url(url)
     if parts.scheme not in port_by_scheme or not parts.host:
@@ -292,10 +306,12 @@ def tls_context() -> ssl.SSLContext:
 
 
 class Pools:
-    def __init__(self, wire: Wire, *, direct: bool):
+    def __init__(self, transfer: TransferOptions, *, direct: bool):
         options: Mapping[str, Any] = {
-            "maxsize": wire.parallel, "timeout": wire.timeout_s, "ssl_context": tls_context()
-        }  # fmt: skip
+            "maxsize": transfer.parallel,
+            "timeout": transfer.timeout_s,
+            "ssl_context": tls_context(),
+        }
         self._direct = PoolManager(**options)
         self._by_scheme: dict[str, PoolManager] = {}
         for scheme, address in ({} if direct else urllib.request.getproxies()).items():

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from spark_contract.fetching import Wire
+from spark_contract.fetching import TransferOptions
 from spark_contract.orders import DonorDir, DonorUrl
 
 from spark_checkpoint.directory import INDEX_NAME, Span, read_checkpoint
-from spark_checkpoint.errors import GateRefused, TransferFailed
+from spark_checkpoint.errors import TransferError, ValidationError
 from spark_checkpoint.headers import (
     Header,
     Tensor,
@@ -92,9 +92,9 @@ class DirDonor:
 class RepositoryFiles:
     """Headers and ranges of a repository at a revision."""
 
-    def __init__(self, base_url: str, wire: Wire, *, direct: bool = False):
+    def __init__(self, base_url: str, transfer: TransferOptions, *, direct: bool = False):
         self._base_url = base_url.rstrip("/") + "/"
-        self.client = HttpClient(wire, (self._base_url,), direct=direct)
+        self.client = HttpClient(transfer, (self._base_url,), direct=direct)
         # Parsed headers are large: parse one at a time.
         self._parsing = threading.Lock()
 
@@ -112,7 +112,7 @@ class RepositoryFiles:
         end = _LENGTH_BYTES + header_json_bytes(first, size, url)
         if self.client.received_bytes + end > _LIMIT_BYTES:
             problem = f"the headers of the repository exceed {_LIMIT_BYTES} bytes"
-            raise GateRefused(url, problem, "check the repository")
+            raise ValidationError(url, problem, "check the repository")
         raw = self.client.read(url, _LENGTH_BYTES, end, size)
         with self._parsing:
             return parse_header(raw, size, url)
@@ -143,7 +143,7 @@ class UrlDonor:
         for name in required:
             entry = self._headers[self._index[name]].tensors.get(name)
             if entry is None:
-                raise GateRefused(
+                raise ValidationError(
                     self._files.url(self._index[name]),
                     f"lacks {name}, which the donor's index lists there",
                     "use another commit of the donor",
@@ -201,7 +201,7 @@ class UrlDonor:
     def _read_index(self) -> dict[str, str]:
         try:
             index = self._files.index(_is_usable)
-        except TransferFailed as error:
+        except TransferError as error:
             if "answers 404" not in error.what:
                 raise
             shard = "model.safetensors"
@@ -210,7 +210,7 @@ class UrlDonor:
         for shard in set(index.values()):
             if "/" in shard or not shard.endswith(".safetensors"):
                 url = self._files.url(INDEX_NAME)
-                raise GateRefused(url, f"names the invalid shard {shard!r}", "check the donor")
+                raise ValidationError(url, f"names the invalid shard {shard!r}", "check the donor")
         return index
 
 

@@ -27,7 +27,7 @@ from spark_contract.fetching import (
     FetchFile,
     FetchPlan,
     LayersPlan,
-    Wire,
+    TransferOptions,
     parse_reference,
 )
 from spark_contract.files import now, write_pieces
@@ -35,10 +35,10 @@ from spark_contract.receipts import SourceReceipt, why_writable_by_others
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.directory import parse_object
-from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
+from spark_checkpoint.errors import BuilderError, TransferError, ValidationError
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.sources.client import HttpClient, RangeIgnored
-from spark_checkpoint.sources.connections import SKIP_S, SlowSource
+from spark_checkpoint.sources.client import HttpClient, RangeUnsupportedError
+from spark_checkpoint.sources.connections import SKIP_S, SlowSourceError
 from spark_checkpoint.sources.local_files import (
     ContentHash,
     copy_and_hash,
@@ -48,7 +48,7 @@ from spark_checkpoint.sources.local_files import (
 )
 from spark_checkpoint.sources.peers import Peers
 from spark_checkpoint.storage import check_free_space, clear, read_stamp, write_durably
-from spark_checkpoint.verify import FileHashes, make_checkpoint, receipt_entry, write_receipt
+from spark_checkpoint.verify import FileHashes, create_checkpoint, receipt_entry, write_receipt
 
 _MANIFEST_LIMIT_BYTES = 4 << 20
 _CANDIDATES = 3  # local files to hash for a required file: any user may fill a hub cache
@@ -62,7 +62,7 @@ def fetch(plan: FetchPlan, progress: Progress) -> bool:
         peers = Peers(plan, client.stop)
         _Download(plan, client, peers, progress, result_dir, work / "parts").run()
 
-    return make_checkpoint(plan, f"{plan.name} at {plan.commit[:12]}", progress, write)
+    return create_checkpoint(plan, f"{plan.name} at {plan.commit[:12]}", progress, write)
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class _Download:
                 return self._link_or_copy(file, source, path)
         except OSError as error:
             note(f"look_in: {path}: {error.strerror}; not used")
-        except TransferFailed as error:
+        except TransferError as error:
             note(f"look_in: {error}; not used")
         return False
 
@@ -216,8 +216,8 @@ class _Download:
         if self._download_in_turn(file, self.client, failures):
             return
         if not failures:
-            raise TransferFailed(file.path, "is in no directory of look_in", "set urls, too")
-        refused = [failure for failure in failures if isinstance(failure, GateRefused)]
+            raise TransferError(file.path, "is in no directory of look_in", "set urls, too")
+        refused = [failure for failure in failures if isinstance(failure, ValidationError)]
         raise (refused or failures)[-1]
 
     def _download_in_turn(
@@ -231,10 +231,10 @@ class _Download:
             try:
                 self._download_from(file, client, url)
                 return True
-            except (GateRefused, TransferFailed) as error:
+            except (ValidationError, TransferError) as error:
                 if client.stop.is_set():
                     raise
-                if isinstance(error, SlowSource | GateRefused):
+                if isinstance(error, SlowSourceError | ValidationError):
                     self.skipped_until[base] = time.monotonic() + SKIP_S
                 failures.append(error)
                 if len(self.plan.urls) > 1:
@@ -255,11 +255,11 @@ class _Download:
             if content.mismatch() and resumed:
                 # After a power cut a .part can lack blocks that never reached the disk.
                 content = restart(f"{file.path}: the partial file was damaged")
-        except RangeIgnored:
+        except RangeUnsupportedError:
             content = restart(f"{url} does not support ranges")
         if (mismatch := content.mismatch()) is not None:
             self._discard(part)
-            raise GateRefused(url, mismatch, "lock the repository again, or use another source")
+            raise ValidationError(url, mismatch, "lock the repository again, or use another source")
         part.rename(self._target_path(file))
         self.hashes[file.path] = content.hashes()
 
@@ -313,9 +313,9 @@ def fetch_layers(plan: LayersPlan, manifests: Path, progress: Progress) -> None:
         sizes = {str(blob["digest"]): int(blob["size"]) for blob in blobs}
     except (KeyError, TypeError, ValueError) as error:
         problem = f"the manifest lacks {error}"
-        raise GateRefused(plan.reference, problem, "check the registry") from error
+        raise ValidationError(plan.reference, problem, "check the registry") from error
     order = FetchPlan(
-        **{option.name: getattr(plan, option.name) for option in fields(Wire)},
+        **{option.name: getattr(plan, option.name) for option in fields(TransferOptions)},
         digest=plan.digest,
         name=plan.reference,
         commit=reference.version.removeprefix("sha256:")[:40],
@@ -335,7 +335,7 @@ def _read_manifests(client: HttpClient, base: str, digest: str) -> Iterator[tupl
     body = client.read_whole(url, _MANIFEST_LIMIT_BYTES)
     actual = f"sha256:{hashlib.sha256(body).hexdigest()}"
     if actual != digest:
-        raise GateRefused(url, f"has digest {actual}", "check for a proxy")
+        raise ValidationError(url, f"has digest {actual}", "check for a proxy")
     yield digest, body
     manifest: Mapping[str, Any] = parse_object(body, digest, "check the registry")
     listed = manifest.get("manifests")
@@ -347,4 +347,4 @@ def _read_manifests(client: HttpClient, base: str, digest: str) -> Iterator[tupl
         if (target.get("os"), target.get("architecture")) == ("linux", machine):
             yield from _read_manifests(client, base, str(entry["digest"]))
             return
-    raise GateRefused(digest, f"has no linux/{machine} image", "use an image for this platform")
+    raise ValidationError(digest, f"has no linux/{machine} image", "use an image for this platform")

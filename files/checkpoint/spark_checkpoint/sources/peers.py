@@ -19,17 +19,17 @@ from spark_contract.fetching import (
     CopyPlan,
     FetchFile,
     FetchPlan,
-    Wire,
-    of_tree,
+    TransferOptions,
+    tree_url,
 )
-from spark_contract.job import read_progress
+from spark_contract.job import parse_progress
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
 
-from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
+from spark_checkpoint.errors import BuilderError, TransferError, ValidationError
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.client import HttpClient
-from spark_checkpoint.sources.connections import SKIP_S, SlowSource, cancelled
+from spark_checkpoint.sources.connections import SKIP_S, SlowSourceError, cancellation_error
 from spark_checkpoint.storage import check_free_space, write_durably
 from spark_checkpoint.verify import verify_checkpoint, write_receipt
 
@@ -39,7 +39,7 @@ _TIMEOUT_S = 10.0
 _WAITS = 20  # a small file may take so many times the patience: the peer fetches others first
 _PROGRESS_BYTES = 4096
 _RECEIPT_LIMIT_BYTES = 64 << 20
-BUILT_HERE = "none needed: the checkpoint is built here instead"
+BUILD_LOCALLY = "none needed: the checkpoint is built here instead"
 _DATA_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
 _Progress = tuple[str | None, int | None]  # phase and bytes
 
@@ -64,7 +64,7 @@ class Peers:
         self._min_bytes_per_s = plan.min_bytes_per_s / 4
         self._lock = threading.Lock()
         urls = plan.peers.urls if plan.peers else ()
-        self._peers = [_Peer(of_tree(url, plan.digest), time.monotonic()) for url in urls]
+        self._peers = [_Peer(tree_url(url, plan.digest), time.monotonic()) for url in urls]
 
     def fetch(self, file: FetchFile, download: Callable[[HttpClient, str], None]) -> bool:
         """Download a file from a peer; return False if no peer has it or will soon."""
@@ -94,14 +94,14 @@ class Peers:
                 note(f"peer: {path} is not complete there yet")
                 next_note += _NOTE_S
             if self._stop.wait(_POLL_S):
-                raise cancelled(path)
+                raise cancellation_error(path)
         return False
 
     def _new_client(self) -> HttpClient | None:
         """Return a client with the current key: another deploy may replace it."""
         if self._plan.peers is None:
             return None
-        wire = Wire(
+        transfer = TransferOptions(
             tries=1,
             backoff_s=0.0,
             token_file=self._plan.peers.key_file,
@@ -111,7 +111,7 @@ class Peers:
             slow_after_s=self._plan.slow_after_s,
         )
         try:
-            return HttpClient(wire, self._plan.peers.urls, direct=True, stop=self._stop)
+            return HttpClient(transfer, self._plan.peers.urls, direct=True, stop=self._stop)
         except HostToolError as error:
             note(f"peers not used: {error}")
             return None
@@ -128,15 +128,15 @@ class Peers:
             if not client.exists(url):
                 return False
             download(client, url)
-        except GateRefused as error:
+        except ValidationError as error:
             note(f"peer: {error}")
             peer.skipped_until = float("inf")
             return False
-        except TransferFailed as error:
+        except TransferError as error:
             if self._stop.is_set():
                 raise
             note(f"peer: {error}")
-            if isinstance(error, SlowSource):
+            if isinstance(error, SlowSourceError):
                 peer.skipped_until = time.monotonic() + SKIP_S
             return False
         peer.progressed_at = time.monotonic()
@@ -146,9 +146,9 @@ class Peers:
         progress = peer.progress
         try:
             line = client.read_whole(f"{peer.url}/progress", _PROGRESS_BYTES).decode()
-            current = read_progress(line, None)
+            current = parse_progress(line, None)
             progress, peer.problem = (current.phase, current.bytes), "no progress"
-        except (GateRefused, TransferFailed, UnicodeDecodeError) as error:
+        except (ValidationError, TransferError, UnicodeDecodeError) as error:
             peer.problem = str(error)
         with self._lock:
             now = time.monotonic()
@@ -176,21 +176,21 @@ def copy_from_peer(
     order: CopyPlan,
     plan: BuildPlan | RequantizePlan,
     result_dir: Path,
-    copy: Callable[[Wire, str, _Receipt], None],
+    copy: Callable[[TransferOptions, str, _Receipt], None],
 ) -> bool:
     """Copy the plan's checkpoint from the first peer where ``copy`` succeeds; False if none.
 
     ``copy`` gets the connection, the URL of the files and the receipt, all from a host that may be
     hostile, and writes ``result_dir``.
     """
-    wire = Wire(tries=2, token_file=order.key_file, timeout_s=_TIMEOUT_S)
+    transfer = TransferOptions(tries=2, token_file=order.key_file, timeout_s=_TIMEOUT_S)
     for peer in order.trees:
-        url = f"{of_tree(peer.url, order.digest)}/files/"
+        url = f"{tree_url(peer.url, order.digest)}/files/"
         try:
-            client = HttpClient(wire, (peer.url,), direct=True)
+            client = HttpClient(transfer, (peer.url,), direct=True)
             receipt = _read_receipt(client, url + RECEIPT_NAME, peer.receipt_sha256, plan)
             result_dir.mkdir()
-            copy(wire, url, receipt)
+            copy(transfer, url, receipt)
         except (BuilderError, OSError, ValueError) as error:
             note(f"copy: {error}")
             shutil.rmtree(result_dir, ignore_errors=True)
@@ -201,7 +201,7 @@ def copy_from_peer(
 
 
 def copy_requantized(
-    wire: Wire,
+    transfer: TransferOptions,
     files_url: str,
     receipt: receipts.RequantizedReceipt,
     plan: RequantizePlan,
@@ -212,8 +212,10 @@ def copy_requantized(
     original = {file.path for file in plan.original.files}
     for path in {file.path for file in receipt.files} - original:
         if "/" in path or not path.endswith(_DATA_SUFFIXES):
-            raise GateRefused(files_url + quote(path), "is not a file of the result", BUILT_HERE)
-    client = HttpClient(wire, (files_url,), direct=True)
+            raise ValidationError(
+                files_url + quote(path), "is not a file of the result", BUILD_LOCALLY
+            )
+    client = HttpClient(transfer, (files_url,), direct=True)
     size_bytes = sum(file.size_bytes for file in receipt.files)
     check_free_space(result_dir, size_bytes, f"copying {plan.name}")
     progress.phase("copy", size_bytes)
@@ -235,16 +237,16 @@ def _read_receipt(
 ) -> _Receipt:
     raw = client.read_whole(url, _RECEIPT_LIMIT_BYTES)
     if hashlib.sha256(raw).hexdigest() != sha256:
-        raise GateRefused(url, "differs from the receipt read through SSH", BUILT_HERE)
+        raise ValidationError(url, "differs from the receipt read through SSH", BUILD_LOCALLY)
     try:
         receipt = receipts.parse(raw)
     except DocumentError as error:
-        raise GateRefused(url, f"is not a receipt ({error})", BUILT_HERE) from error
+        raise ValidationError(url, f"is not a receipt ({error})", BUILD_LOCALLY) from error
     if isinstance(receipt, receipts.SourceReceipt) or receipt.digest != plan.digest:
-        raise GateRefused(url, "belongs to another checkpoint", BUILT_HERE)
+        raise ValidationError(url, "belongs to another checkpoint", BUILD_LOCALLY)
     if isinstance(plan, BuildPlan) and isinstance(receipt, receipts.CheckpointReceipt):
         locked = plan.donor_sha256
         if locked not in (None, receipt.donor_sha256):
             problem = f"is from FP8 source tensors {receipt.donor_sha256}, the lock has {locked}"
-            raise GateRefused(url, problem, BUILT_HERE)
+            raise ValidationError(url, problem, BUILD_LOCALLY)
     return receipt

@@ -7,11 +7,11 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import Wire, token_question
+from spark_contract.fetching import TransferOptions, parse_challenge
 from urllib3 import PoolManager
 from urllib3.exceptions import HTTPError
 
-from spark_checkpoint.errors import InputRefused
+from spark_checkpoint.errors import InputError
 from spark_checkpoint.sources import connections
 
 _TOKEN_LIMIT_BYTES = 1 << 20
@@ -25,9 +25,9 @@ def read_token(file: str | None, *, required: bool) -> str | None:
         token = Path(file).read_text("utf-8").strip()
     except OSError as error:
         problem = f"token cannot be read ({error.strerror})"
-        raise InputRefused(file, problem, "check token_file") from error
+        raise InputError(file, problem, "check token_file") from error
     if not _is_token(token):
-        raise InputRefused(file, "has no token", "write only the token into this file")
+        raise InputError(file, "has no token", "write only the token into this file")
     return token
 
 
@@ -35,12 +35,14 @@ def _is_token(text: str) -> bool:
     return bool(text) and text.isprintable() and " " not in text
 
 
-def request_token(challenge: str, pool: PoolManager, scheme: str, wire: Wire) -> str | None:
+def request_token(
+    challenge: str, pool: PoolManager, scheme: str, transfer: TransferOptions
+) -> str | None:
     """Return an anonymous token from the service in a 401 challenge, or None.
 
     ``scheme`` is the registry's: after https the token must also use https.
     """
-    question = token_question(challenge, ("https", scheme))
+    question = parse_challenge(challenge, ("https", scheme))
     if question is None:
         return None
     url = f"{question[0]}?{urlencode(question[1])}"
@@ -49,12 +51,12 @@ def request_token(challenge: str, pool: PoolManager, scheme: str, wire: Wire) ->
         response = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
         if response.status != 200:
             return None
-        for piece in connections.read_body(response, _TOKEN_LIMIT_BYTES, wire):
+        for piece in connections.read_body(response, _TOKEN_LIMIT_BYTES, transfer):
             body += piece
             if len(body) > _TOKEN_LIMIT_BYTES:
                 return None
         document = json.loads(body)
-    except (HostToolError, ValueError, connections.Retryable, HTTPError, OSError):
+    except (HostToolError, ValueError, connections.RetryableError, HTTPError, OSError):
         return None
     document = document if isinstance(document, dict) else {}
     token = document.get("token") or document.get("access_token")

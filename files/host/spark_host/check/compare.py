@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from spark_contract import files
-from spark_contract.documents import plain, text_of
+from spark_contract.documents import to_json, to_plain
 from spark_contract.errors import HostToolError
 from spark_contract.release import CHAT, Release
 
@@ -215,7 +215,7 @@ def _record(file: str | None, host: Host) -> Answers:
     answers = ask(release, Engine.of(release, host.paths), prompts, host)
     path = host.paths.answers(release.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(path, text_of(answers), 0o600)  # prompts may be private
+    files.write_text(path, to_json(answers), 0o600)  # prompts may be private
     return answers
 
 
@@ -235,7 +235,7 @@ def main(words: list[str], host: Host) -> int:
     match [word for word in words if word != "--json"], "--json" in words:
         case ["--compare", name], as_json:
             comparison = _compare(name, host)
-            print(text_of(plain(comparison)) if as_json else comparison, flush=True)
+            print(to_json(to_plain(comparison)) if as_json else comparison, flush=True)
         case ["--record", *given], False if len(given) < 2:
             answers = _record(given[0] if given else None, host)
             print(f"{answers.release}: {len(answers.answers)} answers recorded; after a change: "

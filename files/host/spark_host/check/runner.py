@@ -353,7 +353,7 @@ def main(words: list[str], paths: Paths) -> int:
     log = functools.partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
     result = check(release, host, level, log, at_start=at_start)
     if as_json:
-        json.dump(documents.plain(result), sys.stdout, indent=1)
+        json.dump(documents.to_plain(result), sys.stdout, indent=1)
         print()
     else:
         failed = ", ".join(finding.name for finding in result.failed)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract import files
-from spark_contract.documents import text_of
-from spark_contract.paths import ENGINE_USER, GATEWAY_USER, Paths, kept_aside
-from spark_contract.status import Before, Footprint, ManagedItem
+from spark_contract.documents import to_json
+from spark_contract.paths import ENGINE_USER, GATEWAY_USER, Paths, backup_path
+from spark_contract.status import Baseline, Footprint, ManagedItem
 
 from spark_host.cleanup import resources
 from spark_host.system import docker, systemd
@@ -33,8 +33,8 @@ _KEEP_ENGINE = "other software may use it by now; --data uninstall.engine=true r
 _NOT_STARTED = {"nginx-light": "nginx.service"}
 
 
-def read_baseline(paths: Paths) -> Before | None:
-    return read_document(Before, paths.state / RECORD)
+def read_baseline(paths: Paths) -> Baseline | None:
+    return read_document(Baseline, paths.state / RECORD)
 
 
 def record_baseline(footprint: Footprint, paths: Paths) -> bool:
@@ -46,7 +46,7 @@ def record_baseline(footprint: Footprint, paths: Paths) -> bool:
         return False
     new = paths.state.with_name(f".{paths.state.name}.new")
     shutil.rmtree(new, ignore_errors=True)
-    before = Before(
+    before = Baseline(
         at=files.now(),
         packages=installed_packages(),
         groups=groups(),
@@ -57,7 +57,7 @@ def record_baseline(footprint: Footprint, paths: Paths) -> bool:
         directories=_folders(footprint, paths),
         files={path: _read(paths.below(path)) for path in footprint.shared_files},
     )
-    files.write_text(new / RECORD, text_of(before))
+    files.write_text(new / RECORD, to_json(before))
     new.chmod(0o755)
     new.rename(paths.state)
     files.sync_directory(paths.state.parent)
@@ -111,7 +111,7 @@ def output_of(*argv: str) -> str:
 
 
 def package_things(
-    footprint: Footprint, before: Before | None, obstacles: Mapping[str, str]
+    footprint: Footprint, before: Baseline | None, obstacles: Mapping[str, str]
 ) -> list[ManagedItem]:
     """Return the packages that we installed; ``obstacles``: by package, why it must stay.
 
@@ -145,7 +145,7 @@ def remove_packages(names: Iterable[str]) -> str:
     return f"packages still installed: {', '.join(sorted(remaining))}" if remaining else ""
 
 
-def _usage(name: str, added: list[str], before: Before) -> str:
+def _usage(name: str, added: list[str], before: Baseline) -> str:
     """Return the owner's service or packages that use a package, or ""."""
     if unit := _NOT_STARTED.get(name):
         state = systemd.state(unit, "ActiveState", "UnitFileState")
@@ -172,7 +172,7 @@ def _size_bytes(name: str) -> int:
     return int(size[0]) * 1024 if size and size[0].isdigit() else 0
 
 
-def host_settings(footprint: Footprint, before: Before | None) -> Iterator[ManagedItem]:
+def host_settings(footprint: Footprint, before: Baseline | None) -> Iterator[ManagedItem]:
     unknown = "" if before else "the earlier state is unknown"
     was_masked = before.masked if before else ()
     for unit in masked(footprint.masked):
@@ -190,7 +190,7 @@ def host_settings(footprint: Footprint, before: Before | None) -> Iterator[Manag
             yield ManagedItem("user", name)
 
 
-def remains(before: Before | None, paths: Paths) -> Iterator[ManagedItem]:
+def remains(before: Baseline | None, paths: Paths) -> Iterator[ManagedItem]:
     if before is None:
         return
     present = installed_packages()
@@ -206,7 +206,7 @@ def remains(before: Before | None, paths: Paths) -> Iterator[ManagedItem]:
 
 
 def changed_shared_files(
-    footprint: Footprint, before: Before | None, keep_docker: str, paths: Paths
+    footprint: Footprint, before: Baseline | None, keep_docker: str, paths: Paths
 ) -> list[ManagedItem]:
     """Return shared files that we changed; ``keep_docker``: why Docker's settings stay."""
     things = []
@@ -222,14 +222,14 @@ def changed_shared_files(
                 continue
             stays = stays or keep_docker
         things.append(ManagedItem("settings", path, 0, stays))
-    copy = paths.below(kept_aside(footprint.daemon_json))
+    copy = paths.below(backup_path(footprint.daemon_json))
     if copy.exists() and not any(thing.stays for thing in things):
         things.append(ManagedItem("file", str(copy)))
     return things
 
 
 def restore_shared_file(
-    path: str, footprint: Footprint, before: Before | None, paths: Paths
+    path: str, footprint: Footprint, before: Baseline | None, paths: Paths
 ) -> None:
     was, target = _original_text(path, footprint, before, paths), paths.below(path)
     if path == footprint.daemon_json:
@@ -246,12 +246,12 @@ def restore_shared_file(
 
 
 def _original_text(
-    path: str, footprint: Footprint, before: Before | None, paths: Paths
+    path: str, footprint: Footprint, before: Baseline | None, paths: Paths
 ) -> str | None:
     """Return a shared file's content before the first deploy; ``None`` if absent or unknown."""
     if before is not None:
         return before.files.get(path)
-    return _read(paths.below(kept_aside(path))) if path == footprint.daemon_json else None
+    return _read(paths.below(backup_path(path))) if path == footprint.daemon_json else None
 
 
 def _without_our_keys(now: str, was: str | None, footprint: Footprint) -> dict[str, Any]:

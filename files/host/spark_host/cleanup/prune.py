@@ -18,7 +18,7 @@ from spark_contract.job import Job
 from spark_contract.paths import Paths
 from spark_contract.records import Stopped
 from spark_contract.release import service_of
-from spark_contract.status import Keep, Prunable, Pruning
+from spark_contract.status import KeepList, Prunable, Pruning
 
 from spark_host.cleanup import resources
 from spark_host.cleanup.resources import Folder, Image
@@ -30,7 +30,7 @@ from spark_host.system.host import Host, load_release, release_names
 _UP = ("active", "activating", "reloading", "deactivating")
 
 
-def plan_prune(keep: Keep, paths: Paths) -> Pruning:
+def plan_prune(keep: KeepList, paths: Paths) -> Pruning:
     if not docker.is_up():
         raise HostToolError("docker", "does not answer", "systemctl status docker")
     known = resources.known_jobs(paths)
@@ -67,10 +67,10 @@ def plan_prune(keep: Keep, paths: Paths) -> Pruning:
     return Pruning(items, freed_bytes, kept, not_ours=tuple(map(str, others)), problems=())
 
 
-def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
+def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
     all_names, host = release_names(paths), Host(paths)
     templates = (units.SERVE, units.SWITCH)
-    states = systemd.show([t.of(name) for t in templates for name in all_names], ["ActiveState"])
+    states = systemd.show([t.unit(name) for t in templates for name in all_names], ["ActiveState"])
     kept: dict[str, str] = {}
     for service in {service_of(name) for name in all_names}:
         record = boot.good(service, host)
@@ -83,7 +83,7 @@ def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
         reasons += [(stopped.release, "stopped by hand")] if stopped and stopped.release else []
         kept.update({name: reason for name, reason in reasons if name in all_names})
     for name in all_names:
-        serving, rollout = (states.get(t.of(name), {}).get("ActiveState") for t in templates)
+        serving, rollout = (states.get(t.unit(name), {}).get("ActiveState") for t in templates)
         if serving in _UP:
             kept[name] = "serves"
         elif rollout in _UP:
@@ -101,13 +101,13 @@ def _busy_jobs(known: dict[str, Job], paths: Paths) -> set[str]:
         if (unit := states.get(job.unit, {})).get("ActiveState") in _UP or systemd.is_queued(unit)
     }
     links = paths.boot_links
-    for link in links.glob(units.PREPARE.of("*")) if links.is_dir() else ():
+    for link in links.glob(units.PREPARE.unit("*")) if links.is_dir() else ():
         busy |= {conf.stem for conf in (paths.units / f"{link.name}.d").glob("*.conf")} & set(known)
     return busy
 
 
 def _needed_folders(
-    keep: Keep, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
+    keep: KeepList, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
 ) -> set[Path]:
     needed = {paths.below(path) for path in keep.folders}
     for release in (load_release(name, paths) for name in kept):
@@ -118,14 +118,14 @@ def _needed_folders(
         needed |= {path for n in names if (path := resources.result_folder(known[n], paths))}
     for tree in list(needed):
         # A checkpoint is repaired from its base.
-        receipt = receipts.find(tree)
+        receipt = receipts.find_receipt(tree)
         if isinstance(receipt, receipts.CheckpointReceipt):
             needed.add(paths.below(receipt.plan.base_dir))
     return needed
 
 
 def _split_images(
-    keep: Keep, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
+    keep: KeepList, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
 ) -> tuple[list[Image], list[Image]]:
     needed = set(keep.images) | resources.image_references_in_use()
     needed |= {load_release(name, paths).image.tag for name in kept}
@@ -157,7 +157,7 @@ def remove(plan: Pruning, paths: Paths) -> Pruning:
     problems = [docker.remove_image(name) for name in reversed(named("image"))]  # most layers first
     for name in named("job"):  # last: without its job, a pulled image is not recognised as ours
         _remove_with_folder(paths.job(name) / "job.json")
-        shutil.rmtree(paths.units / f"{units.JOB.of(name)}.d", ignore_errors=True)
+        shutil.rmtree(paths.units / f"{units.JOB.unit(name)}.d", ignore_errors=True)
     systemd.reload()
     return replace(plan, problems=tuple(filter(None, problems)))
 
@@ -174,8 +174,8 @@ def _remove_release(name: str, paths: Paths) -> None:
     for path_of in records:
         path_of(name).unlink(missing_ok=True)
     for template in (units.SERVE, units.WATCH, units.PREPARE):
-        shutil.rmtree(paths.units / f"{template.of(name)}.d", ignore_errors=True)
-    (paths.boot_links / units.PREPARE.of(name)).unlink(missing_ok=True)
+        shutil.rmtree(paths.units / f"{template.unit(name)}.d", ignore_errors=True)
+    (paths.boot_links / units.PREPARE.unit(name)).unlink(missing_ok=True)
     _remove_with_folder(paths.release(name))
 
 
@@ -190,7 +190,7 @@ def main(words: list[str], paths: Paths) -> Pruning:
     requests = [word for word in words if word != "--dry"]
     if len(requests) != 1:
         raise HostToolError("prune", "needs one JSON document", "run deploys/prune.py", 2)
-    keep = parse(Keep, requests[0])
+    keep = parse(KeepList, requests[0])
     with nullcontext() if dry else all_rollout_locks(paths):
         plan = plan_prune(keep, paths)
         return plan if dry else remove(plan, paths)

@@ -77,7 +77,7 @@ def folders(
         name = CACHE_NAME if kind == "cache" else TREE_NAME
         # Links may lead anywhere.
         is_ours = name.match(of.name) and (
-            kind == "cache" or unfinished or of in results or receipts.find(path)
+            kind == "cache" or unfinished or of in results or receipts.find_receipt(path)
         )
         if is_ours and path.is_dir() and not path.is_symlink():
             managed.append(Folder(kind, path, of))

@@ -26,7 +26,7 @@ from spark_contract.paths import (
     Paths,
 )
 from spark_contract.records import GpuProof
-from spark_contract.status import Before, Footprint, ManagedItem, UninstallManifest
+from spark_contract.status import Baseline, Footprint, ManagedItem, UninstallManifest
 from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
 from spark_contract.units import DIGEST12
 
@@ -146,7 +146,7 @@ def _unmanaged_containers() -> UnmanagedContainers:
 
 
 def _images(
-    before: Before | None, unmanaged: UnmanagedContainers, paths: Paths
+    before: Baseline | None, unmanaged: UnmanagedContainers, paths: Paths
 ) -> Iterator[ManagedItem]:
     images = resources.images(resources.known_jobs(paths), paths)
     gpu_proof = read_document(GpuProof, paths.gpu_receipt)
@@ -165,7 +165,7 @@ def _images(
 
 
 def _running(paths: Paths) -> Iterator[ManagedItem]:
-    patterns = (units.DAILY_TIMER, *(template.of("*") for template in _TEMPLATES), _SOCKET_MOUNTS)
+    patterns = (units.DAILY_TIMER, *(template.unit("*") for template in _TEMPLATES), _SOCKET_MOUNTS)
     for pattern in patterns:
         names = systemd.listed(pattern)
         states = systemd.show(names, ["ActiveState"])
@@ -254,7 +254,7 @@ def _tools_and_records(paths: Paths) -> Iterator[ManagedItem]:
 
 
 def _empty_folders(
-    footprint: Footprint, before: Before | None, paths: Paths
+    footprint: Footprint, before: Baseline | None, paths: Paths
 ) -> Iterator[ManagedItem]:
     data = {
         paths.below(p) for p in (footprint.models_dir, footprint.sources_dir, footprint.cache_dir)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from spark_contract import files, receipts
-from spark_contract.errors import HostToolError, problem_in
+from spark_contract.errors import HostToolError, parse_problem
 from spark_contract.orders import BUILDER, VERIFY
 from spark_contract.paths import Paths
 from spark_contract.release import Release
@@ -171,7 +171,7 @@ def _claim_turn(release: Release, host: Host) -> str | None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         other = _read_name(descriptor)
         if other and other != release.name:
-            unit = SERVE.of(other)
+            unit = SERVE.unit(other)
             state = host.units.show([unit], ["ActiveState", "SubState"]).get(unit, {})
             # A unit that waits for a restart does not load.
             is_waiting = state.get("SubState") == "auto-restart"
@@ -219,7 +219,7 @@ def _refuse_second_engine(release: Release, holder: str | None) -> None:
         raise HostToolError(
             "engine lock",
             f"the engine of {holder} runs on this host",
-            f"switch to this release: systemctl start {SWITCH.of(release.name)}",
+            f"switch to this release: systemctl start {SWITCH.unit(release.name)}",
         )
 
 
@@ -238,12 +238,12 @@ def check_artifacts(release: Release) -> None:
 def check_checkpoints(release: Release) -> None:
     for tree in release.trees:
         where, path = f"checkpoint {tree.path}", Path(tree.path)
-        receipt = receipts.find(path)
+        receipt = receipts.find_receipt(path)
         digest = receipt.digest if receipt else None
         if digest != tree.digest:
             message = f"receipt digest is {digest!r}, the release requires {tree.digest!r}"
             raise HostToolError(where, message, _FIX)
-        exposed = receipts.exposed(path)
+        exposed = receipts.find_writable_by_others(path)
         if exposed is not None:
             raise HostToolError(where, exposed, f"{_FIX}: it rebuilds it from files that root owns")
         _check_readable(path, release.engine.user)
@@ -272,7 +272,7 @@ def verify_checkpoints(release: Release, report: Report) -> None:
 
 
 def _verify(path: Path, report: Report) -> None:
-    receipt = receipts.find(path)
+    receipt = receipts.find_receipt(path)
     touched = receipt.touched(path) if receipt else ()
     if receipt is None or not touched:
         return
@@ -288,7 +288,7 @@ def _verify(path: Path, report: Report) -> None:
     if done.returncode == 0:
         return
     error_text = done.stderr.strip()
-    problem = problem_in(error_text.splitlines()[-1]) if error_text else None
+    problem = parse_problem(error_text.splitlines()[-1]) if error_text else None
     if problem is None:
         message = f"cannot be verified: {error_text[-200:] or f'exit {done.returncode}'}"
         raise HostToolError(f"checkpoint {path}", message, _FIX)

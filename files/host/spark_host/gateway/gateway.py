@@ -76,14 +76,18 @@ def follow(service: str, paths: Paths) -> str | None:
     """Apply a new address of a bridge or tunnel; return a message if it changed."""
     settings = load_gateway(service, paths)
     runs = _master(service, paths) is not None
-    if not EXPOSURES[settings.expose].late or not runs or is_current(settings, paths):
+    if (
+        not EXPOSURES[settings.expose].has_unstable_address
+        or not runs
+        or is_current(settings, paths)
+    ):
         return None
     reload(service, paths)
     return "listens on " + ", ".join(map(str, listeners.wanted(settings).listeners))
 
 
 def boots(service: str, paths: Paths) -> bool:
-    return (paths.boot_links / units.GATEWAY.of(service)).is_symlink()
+    return (paths.boot_links / units.GATEWAY.unit(service)).is_symlink()
 
 
 def difference(service: str, paths: Paths) -> str | None:

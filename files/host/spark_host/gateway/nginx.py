@@ -17,7 +17,7 @@ from pathlib import Path
 
 from spark_contract import files, release
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import SHARE_SETTINGS, Share, SharedTree, growing_tree
+from spark_contract.fetching import SHARE_SETTINGS, Share, SharedTree, partial_tree
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths, job_dir
 
@@ -338,7 +338,7 @@ def share_text(order: Share, folder: Path, paths: Paths) -> str:
 
 def _share_locations(tree: SharedTree, paths: Paths) -> str:
     out = paths.below(tree.dir)
-    folders = [out, growing_tree(out)] if tree.unfinished else [out]
+    folders = [out, partial_tree(out)] if tree.unfinished else [out]
     progress = paths.below(job_dir(tree.job)) / "progress"
     candidates = " ".join(quoted(folder, "/$1") for folder in folders)
     # The path of the models folder may contain links.

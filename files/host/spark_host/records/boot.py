@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_contract.errors import HostToolError
-from spark_contract.records import Good, RollbackRecord, Stopped
+from spark_contract.records import GoodReleases, RollbackRecord, Stopped
 from spark_contract.release import Release, service_of
 from spark_contract.units import GATEWAY, RETURN_TIMER, SERVE
 
@@ -21,21 +21,21 @@ def enabled(service: str, host: Host) -> list[str]:
     for link in host.disk.listed(host.paths.boot_links):
         name = SERVE.instance(link)
         try:
-            if link == SERVE.of(name) and service_of(name) == service:
+            if link == SERVE.unit(name) and service_of(name) == service:
                 releases.append(name)
         except HostToolError:
             continue
     return releases
 
 
-def good(service: str, host: Host) -> Good:
-    return host.disk.read(Good, host.paths.good(service)) or Good()
+def good(service: str, host: Host) -> GoodReleases:
+    return host.disk.read(GoodReleases, host.paths.good(service)) or GoodReleases()
 
 
 def record_good(release: Release, host: Host) -> None:
     before = good(release.service, host)
     previous = tuple(name for name in dict.fromkeys(before.all) if name != release.name)[:_KEPT]
-    record = Good(release.name, previous, host.clock.now())
+    record = GoodReleases(release.name, previous, host.clock.now())
     try:
         host.disk.write(host.paths.good(release.service), record)
     except OSError:  # harmless if the record already names this release
@@ -69,7 +69,7 @@ def enable_only(release: Release, host: Host) -> None:
     record_good(release, host)
     for name in enabled(release.service, host):
         if name != release.name:
-            host.units.disable(SERVE.of(name))
+            host.units.disable(SERVE.unit(name))
 
 
 def opens_at_start(release: Release, host: Host) -> bool:
@@ -104,9 +104,9 @@ def remove_stale_link(release: Release, host: Host) -> None:
 
 def active(service: str, host: Host) -> str | None:
     names = host.releases(service)
-    units = host.units.show([SERVE.of(name) for name in names], ["ActiveState"])
+    units = host.units.show([SERVE.unit(name) for name in names], ["ActiveState"])
     for name in names:
-        state = units.get(SERVE.of(name), {}).get("ActiveState")
+        state = units.get(SERVE.unit(name), {}).get("ActiveState")
         if state in ("active", "activating", "reloading"):
             return name
     return None
@@ -131,13 +131,13 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
         marker = Stopped(release, marker.at if marker else host.clock.now(), by)
     until = host.clock.now(for_s) if for_s else None
     if until:  # first: a power cut must not leave the service stopped for good
-        host.units.enable(RETURN_TIMER.of(service))
-        host.units.begin(RETURN_TIMER.of(service))
+        host.units.enable(RETURN_TIMER.unit(service))
+        host.units.begin(RETURN_TIMER.unit(service))
     host.disk.write(host.paths.stopped(service), replace(marker, until=until))
     if marker.until and not until:
         _cancel_return(service, host)
     for name in filter(None, {*boots, running}):
-        host.units.stop(SERVE.of(name), _STOP_S)
+        host.units.stop(SERVE.unit(name), _STOP_S)
     limit = f"until {until}, or until" if until else "until"
     print(f"{service}: stopped {limit} you run: spark-deploy start")
     return 0
@@ -154,8 +154,8 @@ def start_when_due(service: str, host: Host) -> int:
 
 
 def _cancel_return(service: str, host: Host) -> None:
-    host.units.disable(RETURN_TIMER.of(service))
-    host.units.stop(RETURN_TIMER.of(service), _TIMER_S)
+    host.units.disable(RETURN_TIMER.unit(service))
+    host.units.stop(RETURN_TIMER.unit(service), _TIMER_S)
 
 
 def retire_service(service: str, host: Host) -> int:
@@ -166,12 +166,12 @@ def retire_service(service: str, host: Host) -> int:
     """
     host.disk.remove(host.paths.good(service))
     host.disk.remove(host.paths.stopped(service))
-    host.units.disable(GATEWAY.of(service))
-    host.units.stop(GATEWAY.of(service), _STOP_S)
+    host.units.disable(GATEWAY.unit(service))
+    host.units.stop(GATEWAY.unit(service), _STOP_S)
     _cancel_return(service, host)
     for name in filter(None, {*enabled(service, host), active(service, host)}):
-        host.units.disable(SERVE.of(name))
-        host.units.stop(SERVE.of(name), _STOP_S)
+        host.units.disable(SERVE.unit(name))
+        host.units.stop(SERVE.unit(name), _STOP_S)
     print(f"{service}: retired")
     return 0
 

@@ -89,11 +89,11 @@ def reboot_pending(root: Path = Path("/")) -> str:
     return machine.BootSigns(
         kernel=os.uname().release,
         kernels=tuple(path.name.partition("-")[2] for path in root.glob("boot/vmlinuz-*")),
-        marked=(root / machine.REBOOT_MARKER.lstrip("/")).exists(),
+        has_reboot_marker=(root / machine.REBOOT_MARKER.lstrip("/")).exists(),
         packages=tuple(_text(root / machine.REBOOT_PACKAGES.lstrip("/")).split()),
         module=machine.module_version(_text(root / machine.DRIVER_MODULE.lstrip("/"))),
         libraries=machine.library_versions(path.name for path in libraries),
-    ).pending
+    ).reboot_reason
 
 
 def _text(path: Path) -> str:

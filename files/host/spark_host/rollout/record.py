@@ -78,7 +78,7 @@ class Record:
 
 def begin(name: str, host: Host) -> StartedRollout:
     host.disk.load(name, host.paths)
-    unit = SWITCH.of(name)
+    unit = SWITCH.unit(name)
     if _is_running(host.units.state(unit, *_UNIT_FIELDS)):
         return StartedRollout(name, request_id(name, host), joined=True)
     request = Request(uuid.uuid4().hex, host.clock.now())
@@ -100,7 +100,7 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
 
     Records of another release, request or run of the unit do not count.
     """
-    unit = host.units.state(SWITCH.of(name), *_UNIT_FIELDS)
+    unit = host.units.state(SWITCH.unit(name), *_UNIT_FIELDS)
     running = _is_running(unit)
     record = host.disk.read(Rollout, host.paths.rollout(name))
     if record is not None and _belongs_to(record, name, unit if running else {}, request):
@@ -110,10 +110,10 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
         return Rollout(name)
     # A run without a record leaves the error in the journal.
     run = unit.get("InvocationID")
-    lines = host.units.journal(run, SWITCH.of(name), lines=20) if run else []
+    lines = host.units.journal(run, SWITCH.unit(name), lines=20) if run else []
     errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     result = unit.get("Result") or unit.get("ActiveState", "inactive")
-    reason = errors[-1] if errors else f"{SWITCH.of(name)} did not run ({result})"
+    reason = errors[-1] if errors else f"{SWITCH.unit(name)} did not run ({result})"
     return Rollout(name, state="not-started", failed_phase="begin", reason=reason)
 
 

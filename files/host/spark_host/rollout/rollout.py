@@ -213,7 +213,7 @@ def rollout_lock(service: str, host: SystemHost) -> Iterator[None]:
             raise HostToolError(
                 f"rollout of {service}",
                 "another change is under way",
-                f"wait for it: systemctl list-units '{SWITCH.of('*')}'",
+                f"wait for it: systemctl list-units '{SWITCH.unit('*')}'",
             ) from error
         yield
 

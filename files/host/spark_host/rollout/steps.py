@@ -101,7 +101,7 @@ def replace_running(release: Release, old: Release | None, host: Host, record: R
         if running is not None:
             drain(running, host, record)
     with record.phase("stop"):
-        for unit in host.units.listed(SERVE.of("*")):
+        for unit in host.units.listed(SERVE.unit("*")):
             if service_of(SERVE.instance(unit)) == release.service:
                 error = stop(unit, host)
                 if error and host.units.is_active(unit):

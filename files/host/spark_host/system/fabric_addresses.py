@@ -65,7 +65,7 @@ def _try(plan: fabric.FabricPlan, paths: Paths) -> None:
         {name: now for name, now in _addresses().items() if now and name not in managed},
         _default_routes(),
     )
-    files.write_text(paths.below(_TRIED), documents.text_of(record), 0o600)
+    files.write_text(paths.below(_TRIED), documents.to_json(record), 0o600)
     files.write_text(trial, plan.netplan, 0o600)
     timer = [
         *_TRANSIENT, f"--unit={fabric.RETURN_UNIT}", f"--on-active={plan.confirm_s}",
@@ -87,7 +87,7 @@ def _confirm(paths: Paths) -> None:
     if not trial.exists() and kept.exists():
         return
     record = _wait_until_settled(paths)
-    files.write_text(paths.below(_KEPT), documents.text_of(record), 0o600)
+    files.write_text(paths.below(_KEPT), documents.to_json(record), 0o600)
     files.write_text(kept, trial.read_text(), 0o600)
     files.remove(trial)
     _stop_timer()

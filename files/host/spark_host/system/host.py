@@ -38,7 +38,7 @@ def read_document(kind: type[_T], path: Path) -> _T | None:
 
 
 def write_document(path: Path, document: Any) -> None:
-    files.write_text(path, documents.text_of(document))
+    files.write_text(path, documents.to_json(document))
 
 
 def load_gateway(service: str, paths: Paths) -> Gateway:

@@ -114,7 +114,7 @@ def _output(argv: tuple[str, ...], limit_s: float) -> str | None:
 
 
 def print_json(document: object) -> None:
-    print(json.dumps(documents.plain(document)), flush=True)
+    print(json.dumps(documents.to_plain(document)), flush=True)
 
 
 def log(text: str) -> None:

@@ -59,7 +59,7 @@ def hash_next(
 
 
 def _parts(tree: Path) -> Iterator[_Part]:
-    receipt = receipts.find(tree)
+    receipt = receipts.find_receipt(tree)
     for file in receipt.files if receipt else ():
         offset = 0
         lines = file.pieces or ((f"{file.size_bytes}:{file.sha256}",) if file.sha256 else ())

@@ -74,7 +74,7 @@ def _collect(*inspections: Iterator[Problem]) -> Iterator[Problem]:
 
 def _watched(running: list[Release], host: Host) -> Iterator[Problem]:
     for release in running:
-        for unit in (WATCH.of(release.name), GATEWAY.of(release.service)):
+        for unit in (WATCH.unit(release.name), GATEWAY.unit(release.service)):
             if not host.units.is_active(unit):
                 message = f"{unit} does not run, but {release.serve_unit} does"
                 yield Problem("watch", message, f"journalctl -u {unit}; systemctl start {unit}")
@@ -153,7 +153,7 @@ def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
                 message = f"{tree} is missing; {name} needs it at boot"
                 fix = "mount its disk (findmnt --verify), or deploy again"
                 yield Problem("mounts", message, fix)
-            elif not ((receipt := receipts.find(tree)) and receipt.files):
+            elif not ((receipt := receipts.find_receipt(tree)) and receipt.files):
                 message = f"{tree / RECEIPT_NAME} is missing, damaged or empty; {name} needs it"
                 yield Problem("checkpoint", message, "deploy again, which verifies the files")
 

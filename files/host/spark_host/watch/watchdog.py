@@ -274,7 +274,7 @@ def kill_unit_after(problem: str, release: Release, paths: Paths) -> None:
 def event(release: Release, kind: str, text: str, paths: Paths) -> None:
     """Append an event to the service's file, and print it to the journal."""
     path = paths.events(release.service)
-    line = documents.plain(Event(files.now(), release.name, kind, text))
+    line = documents.to_plain(Event(files.now(), release.name, kind, text))
     print(f"{kind}: {text}", flush=True)
     try:
         with _event_lock:
