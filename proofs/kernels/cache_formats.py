@@ -3,14 +3,17 @@
     python3 proofs/kernels/cache_formats.py --out RESULT.json
 
 A call runs several layers one after another, so that no cache stays in the L2 cache; times are per
-layer, medians of CUDA-graph replays. One query is a step without drafts, three verify two drafts.
+layer, medians of CUDA-graph replays. One query is a step without drafts, three verify two drafts;
+2,048 are a step of a prompt at the end of the context.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ SHAPE = (32, 2, 256)  # heads, KV heads and head size of the 122B
 FLASHINFER = ("flashinfer",) if importlib.util.find_spec("flashinfer") else ()
 KINDS = ("flash", *FLASHINFER, "auto", "turboquant_k8v4", *UPSTREAM)
 CONTEXTS, REQUESTS, QUERIES = (16384, 65536, 131072), (1, 5), (1, 3)
+PROMPT = 2048
 IN_TURN_BYTES, MOST_LAYERS = 256 << 20, 12
 
 
@@ -83,7 +87,23 @@ def measure(kind: str, requests: int, context: int, wanted: dict[int, Tensor]) -
 
         us = graph_us(run, 2) / len(layers)
         numbers[f"queries_{each}"] = {"us": round(us, 1), "error": round(float(error), 4)}
+    if requests == 1:
+        call = layers[0].attention(make_queries(PROMPT))
+        numbers[f"prompt_{PROMPT}"] = {"us": round(eager_us(call), 1)}
     return numbers
+
+
+def eager_us(call: Callable[[], Tensor]) -> float:
+    """Return the median time of a call that no graph can hold: prompts are computed eagerly."""
+    times: list[float] = []
+    for _ in range(4):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000)
+    return statistics.median(times[1:])
 
 
 def make_queries(count: int) -> Tensor:
@@ -95,9 +115,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    from proofs.engine import quick
     from proofs.result_files import write_result
     from proofs.stages import environment
 
+    if quick.flash_attention() == 3:
+        quick.read_turboquant_prompts_with_flash_attention_3()
     times: dict[str, Any] = {kind: {} for kind in KINDS}
     sizes: dict[str, int] = {}
     for context in CONTEXTS:

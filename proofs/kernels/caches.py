@@ -18,6 +18,8 @@ BLOCK = 16
 SEGMENTS = 16
 """Of a row, as TRITON_ATTN takes them on every device but capability 12.0."""
 SCALE_BYTES = 4
+CHUNK = 128
+"""Queries of a request above which they are part of a prompt."""
 UPSTREAM = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
 
 
@@ -181,6 +183,10 @@ class TurboQuantCache(Cache):
             max_query_len=each, max_seq_len=self.context,
             is_prefill=False, num_decodes=self.requests, num_decode_tokens=len(queries),
         )  # fmt: skip
+        if each > CHUNK:
+            metadata.is_prefill, metadata.num_decodes, metadata.num_decode_tokens = True, 0, 0
+            metadata.query_start_loc_cpu = metadata.query_start_loc.cpu()
+            metadata.seq_lens_cpu = self.lengths.cpu()
         return self.forward(queries, metadata)
 
 

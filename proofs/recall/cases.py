@@ -35,6 +35,12 @@ LENGTHS = {
     "65536": {"near": False, "kinds": FEW},
     str(LONG): {"near": True, "kinds": FEW},
 }
+ONE_LONG = {
+    "4096": LENGTHS["4096"],
+    "32768": {"near": True, "kinds": FEW},
+    str(LONG): {"near": True, "kinds": {"record": 3, "passage": 1}},
+}
+"""For attention that reads long prompts slowly."""
 SHORTER = {name: LENGTHS[name] for name in ("4096", "32768")}
 FARTHEST = 262144
 WIDE: dict[str, Any] = {
@@ -191,14 +197,17 @@ def sampling_cases() -> list[dict[str, Any]]:
 
 def format_cases() -> list[dict[str, Any]]:
     """The plugin's TurboQuant and the formats of the engine's own Triton attention."""
-    cases = [case("format-16bit-full-mtp2", options={**ROOM, **graphs(FULL), **mtp(2)})]
+    cases = [
+        case("format-16bit", options=ROOM),
+        case("format-16bit-full-mtp2", options={**ROOM, **graphs(FULL), **mtp(2)}),
+    ]
     for kind in ("turboquant_k8v4", *UPSTREAM):
         options = {**ROOM, "kv_cache_dtype": kind, "attention_config": {}}
         cases += [
             case(f"format-{kind}", options=options),
             case(f"format-{kind}-full-mtp2", options={**options, **graphs(FULL), **mtp(2)}),
         ]
-    return [{**item, "recall": LENGTHS} for item in cases]
+    return [{**item, "recall": ONE_LONG} for item in cases]
 
 
 def flashinfer_cases() -> list[dict[str, Any]]:

@@ -243,7 +243,7 @@ def _greedy_row(results: Results, name: str) -> Row:
 
 
 def judge_formats(results: Results, reference: dict[str, Any]) -> list[Row]:
-    base = reference.get("recall", [])
+    base = answers_of(results, "format-16bit")
     return [
         recall_row(results, name, base) if result.get("recall") else failed_start(name, result)
         for name, result in results.items()
