@@ -168,7 +168,7 @@ V3_DRAFTS: dict[str, Any] = {
 }
 """Those of ``catalog/profiles/v3.yml``: two drafts for one or two requests, one for more."""
 ACCEPT_ALMOST_ALL = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.9}
-MANY, FEWER = 4000, 400
+MANY, FEWER = 4000, 300
 
 
 def sampling_cases() -> list[dict[str, Any]]:
