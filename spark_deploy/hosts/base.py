@@ -14,7 +14,12 @@ from spark_deploy.hosts.commands import log
 from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, read_fact
 from spark_deploy.hosts.files import place_files, remove_files, sync_files
 from spark_deploy.hosts.operations import Commands, host_operation
-from spark_deploy.hosts.packages import install, packages_script, parse_packages
+from spark_deploy.hosts.packages import (
+    INTERRUPTED_SCRIPT,
+    install,
+    packages_script,
+    parse_packages,
+)
 from spark_deploy.plan.types import NJS, BasePlan, ManagedFile
 
 # A single systemctl call prints a block for each unit.
@@ -40,6 +45,7 @@ pid=$(property MainPID earlyoom.service | cut -d' ' -f2)
 @dataclass(frozen=True, slots=True)
 class Base:
     packages: dict[str, str]  # requested packages that are installed
+    interrupted: tuple[str, ...]  # half-installed packages that a deploy may repair
     directories: dict[str, tuple[str, str]]  # path: (mode "755", owner "root:root")
     units: dict[str, str]  # unit: result of is-enabled ("masked", "static", ...)
     stale_units: tuple[str, ...]  # their files changed since systemd read them
@@ -56,6 +62,7 @@ class BaseState(HostFact[Base]):
         names = " ".join(shlex.quote(unit) for unit in units)
         return build_script(
             packages_script(packages),
+            INTERRUPTED_SCRIPT,
             f"echo '== directories'; stat -L -c '%F|%a|%U:%G|%n' -- {places} 2>/dev/null",
             _SHOW_UNITS.format(units=f"{names} {_TUNED_UNITS}"),
             f"echo '== units'; property UnitFileState {names}",
@@ -68,6 +75,7 @@ class BaseState(HostFact[Base]):
         stale = (line.split()[0] for line in sections["stale-units"] if line.endswith(" yes"))
         return Base(
             packages=parse_packages(sections["packages"]),
+            interrupted=tuple(sections["interrupted"]),
             directories={
                 path: (mode, owner) for kind, mode, owner, path in files if kind == "directory"
             },
@@ -176,11 +184,13 @@ def read_state(plan: BasePlan) -> Base:
 
 @host_operation
 def install_packages(plan: BasePlan) -> Commands:
-    present = read_state(plan).packages
+    state = read_state(plan)
+    present = state.packages
     missing = [package for package in planned_packages(plan) if package not in present]
     for variants in (NGINX, NJS_MODULES):
         if not present.keys().isdisjoint(variants):
             missing = [package for package in missing if package not in variants]
+    missing += [package for package in state.interrupted if package not in missing]
     if not missing:
         host.noop(f"{len(planned_packages(plan))} packages are installed")
         return

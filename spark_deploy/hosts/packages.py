@@ -36,6 +36,17 @@ awk -F '\t' -v names={shlex.quote(" ".join(names))} '
 """
 
 
+# Installed by deploys, which therefore finish an installation that a power cut interrupted.
+REPAIRABLE = r"docker|containerd|runc|nginx|(lib)?nvidia-container"
+
+# dpkg-query(1): the second letter is the state, a third marks a package to reinstall.
+INTERRUPTED_SCRIPT = rf"""
+echo '== interrupted'
+dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}}\n' 2>/dev/null |
+awk '$1 !~ /^.[incWt]$/ && $2 ~ /^({REPAIRABLE})/ {{ print $2 }}'
+"""
+
+
 def parse_packages(lines: Iterable[str]) -> dict[str, str]:
     """Return name to version, or to provider and version."""
     return dict(line.split("\t", 1) for line in lines if "\t" in line)
@@ -249,6 +260,7 @@ def _install_script(names: str, quiet_services: Sequence[str]) -> str:
     return "\n".join(
         (
             *(_MASK.format(**unit) for unit in units),
+            "dpkg --configure -a || :",  # apt requires it after a power cut, and repairs the rest
             f"{_APT} --no-install-recommends --no-remove install {names}; rc=$?",
             *(_UNMASK.format(**unit) for unit in units),
             "exit $rc",

@@ -16,6 +16,7 @@ from spark_deploy.hosts.fabric import find_differences, judge_links, read_reacha
 from spark_deploy.hosts.facts import prefetch, read_fact, values_by_host
 from spark_deploy.hosts.gpu import GpuState
 from spark_deploy.hosts.operations import Commands, Refused, host_operation, warn
+from spark_deploy.hosts.packages import REPAIRABLE
 from spark_deploy.hosts.status import unit_overrides_problem
 from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.plan.types import NeedsPlan
@@ -112,9 +113,7 @@ def _driver_findings(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
 
 
 # Engines or installations fail while any of these is half installed.
-_REQUIRED = re.compile(
-    r"docker|containerd|runc|(lib)?nvidia|cuda|linux-(image|modules|nvidia)|libc6|libc-bin|nginx"
-)
+_REQUIRED = re.compile(r"(lib)?nvidia|cuda|linux-(image|modules|nvidia)|libc6|libc-bin")
 _CLOCK_S = 300  # above, package lists and certificates may be "not valid yet"
 
 
@@ -170,10 +169,15 @@ def _file_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
 def _package_findings(survey: Survey) -> Iterator[_Finding]:
     """Hosts are delivered with half-installed packages that no engine needs."""
     fix = "run `dpkg --configure -a` and `apt-get -f install` on the host"
-    required = [name for name in survey.broken_packages if _REQUIRED.match(name)]
-    optional = [name for name in survey.broken_packages if name not in required]
+    broken = survey.broken_packages
+    repairable = [name for name in broken if re.match(REPAIRABLE, name)]
+    required = [name for name in broken if _REQUIRED.match(name) and name not in repairable]
+    optional = [name for name in broken if name not in {*repairable, *required}]
     if required:
         yield _error("packages", f"half installed: {', '.join(required)}", fix)
+    if repairable:
+        message = f"half installed: {', '.join(repairable)}"
+        yield _warning("packages", message, "no action needed: the deploy installs them again")
     if optional:
         message = f"half installed: {', '.join(optional)}; the engine does not need them"
         yield _warning("packages", message, fix)

@@ -155,7 +155,8 @@ done
 
 
 def parse_audit(lines: Sequence[str]) -> tuple[str, ...]:
-    return tuple(line.split()[0] for line in lines if line.startswith(" ") and line.strip())
+    names = (line.split()[0] for line in lines if line.startswith(" ") and line.strip())
+    return tuple(dict.fromkeys(names))  # a package may be listed under several faults
 
 
 _STOPPED = str(Paths(Path("/")).stopped(MAIN_SERVICE).parent)

@@ -167,7 +167,11 @@ CASES = {
         f"half-installed {name}": refused(
             f"half installed: {name}\n|dpkg --configure -a", dpkg_audit=[f" {name}  x", LANGUAGE]
         )
-        for name in ("docker.io", "libnvidia-compute-580", "linux-image-6.17", "libc6")
+        for name in ("libnvidia-compute-580", "linux-image-6.17", "libc6")
+    },
+    **{
+        f"half-installed {name}": warned(f"packages|{name}\n|deploy", dpkg_audit=[f" {name}  x"])
+        for name in ("docker.io", "containerd", "nginx-light", "libnvidia-container1")
     },
     "half-installed language": warned("packages|language-pack-gnome-de", dpkg_audit=[LANGUAGE]),
     "memory of a kexec handover": warned(
