@@ -115,10 +115,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    from vllm.v1.worker import workspace
+
     from proofs.engine import quick
     from proofs.result_files import write_result
     from proofs.stages import environment
 
+    workspace.init_workspace_manager(torch.device("cuda"))
     if quick.flash_attention() == 3:
         quick.read_turboquant_prompts_with_flash_attention_3()
     times: dict[str, Any] = {kind: {} for kind in KINDS}
