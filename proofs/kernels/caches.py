@@ -62,9 +62,11 @@ class Cache:
         raise NotImplementedError
 
     def forward(self, queries: Tensor, metadata: Any) -> Callable[[], Tensor]:
+        new = queries[:, : self.shape[1]].contiguous()  # read in prompts only
+
         def attend() -> Tensor:
             out = torch.empty_like(queries)
-            self.impl.forward(self.layer, queries, queries, queries, self.cache, metadata, out)
+            self.impl.forward(self.layer, queries, new, new, self.cache, metadata, out)
             return out
 
         return attend
