@@ -7,7 +7,7 @@ run.
 from pyinfra import host, state
 
 from roles import base, cuda, docker, preflight, service, tools, work
-from spark_deploy.hosts.commands import each
+from spark_deploy.hosts.commands import host_loop
 from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.uninstall import uninstall_request
@@ -36,7 +36,7 @@ service.retire(
     services=tuple(entry.serve.service for entry in plan.served),
     accepted_overrides=plan.needs.expect.unit_overrides,
 )
-for entry in each(plan.served):
+for entry in host_loop(plan.served):
     service.serve(
         plan=entry.serve,
         gateway=entry.gateway,
@@ -44,7 +44,7 @@ for entry in each(plan.served):
         waves=waves_for(state),
         schedule=entry.schedule,
     )
-for entry in each(plan.served):
+for entry in host_loop(plan.served):
     service.verify(plan=entry.serve, gateway=entry.gateway, schedule=entry.schedule)
 # Last: they must not delay services.
 work.prepare_other_pairs(

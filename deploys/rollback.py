@@ -1,7 +1,7 @@
-"""Return to the previous release, or to --data releases.rollback_to=NAME.
+"""Roll back to the previous release, or to --data releases.rollback_to=NAME.
 
-Without a name the main service is rolled back. The change is checked as in a deploy. The next
-``deploy.py`` applies the settings again, unless `spark-deploy use` restores the old choice.
+Without a name the main service is rolled back. The release is checked as in a deploy. The next
+``deploy.py`` applies the settings again, unless `spark-deploy use` selects the old model first.
 """
 
 from pyinfra import host, state
@@ -15,15 +15,15 @@ from spark_deploy.inventory.plans import waves_for
 
 hold_lease(state, host)
 settings = context_of(host).loaded.settings
-to = settings.releases.rollback_to
-name = service_of(to) if to else MAIN_SERVICE
-# An unlisted service has no choice.
-chosen = settings if name == MAIN_SERVICE else settings.services.get(name)
+target = settings.releases.rollback_to
+name = service_of(target) if target else MAIN_SERVICE
+# A service that is no longer listed has no settings.
+configured = settings if name == MAIN_SERVICE else settings.services.get(name)
 
 service.rollback(
     service=name,
-    chosen=f"{chosen.model}/{chosen.profile}" if chosen else "none",
-    to=to,
+    configured_pair=f"{configured.model}/{configured.profile}" if configured else "none",
+    target=target,
     timeout_s=settings.serve.start_timeout_s * 2 + 600,
     waves=waves_for(state),
 )

@@ -9,7 +9,7 @@ from spark_contract.release import Release
 from spark_contract.status import KeepList
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.hosts.commands import in_waves
+from spark_deploy.hosts.commands import waves_of_this_host
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
 from spark_deploy.hosts.gateway import (
@@ -44,7 +44,9 @@ def reboot(*, plan: NeedsPlan, serve: Release) -> None:
 
     Runs first: a driver that needs a reboot would make later steps fail.
     """
-    for (name,) in in_waves((member.name,) for member in inventory if plan.reboot == "allow"):
+    for (name,) in waves_of_this_host(
+        (member.name,) for member in inventory if plan.reboot == "allow"
+    ):
         reboot_host(name=f"Reboot {name} if required", needs=plan, serve=serve)
 
 
@@ -78,7 +80,7 @@ def serve(
     start_service(name="Start new services", plan=plan, timeout_s=timeout_s)
     subject = "the release" if plan.service == MAIN_SERVICE else plan.service
     scheduled = tuple(entry.release for entry in schedule)
-    for wave in in_waves(waves):
+    for wave in waves_of_this_host(waves):
         name = f"Serve {subject} on {', '.join(wave)}"
         roll_out(name=name, plan=plan, timeout_s=timeout_s, scheduled=scheduled)
 
@@ -109,12 +111,13 @@ def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
 
 @deploy("Rollback")
 def rollback(
-    *, service: str, chosen: str, to: str | None, timeout_s: int, waves: Sequence[Wave]
+    *, service: str, configured_pair: str, target: str | None, timeout_s: int, waves: Sequence[Wave]
 ) -> None:
-    """Serve the previous release or ``to`` again."""
-    for wave in in_waves(waves):
-        roll_back(name=f"Go back on {', '.join(wave)}", service=service, to=to, timeout_s=timeout_s)
-    verify_rollback(name="Verify the service", service=service, chosen=chosen)
+    """Serve ``target``, or the previous release."""
+    for wave in waves_of_this_host(waves):
+        name = f"Go back on {', '.join(wave)}"
+        roll_back(name=name, service=service, target=target, timeout_s=timeout_s)
+    verify_rollback(name="Verify the service", service=service, configured_pair=configured_pair)
 
 
 @deploy("Prune")

@@ -8,7 +8,7 @@ from spark_contract.paths import PROXY
 from spark_contract.units import PREPARE
 
 from spark_deploy.config.settings.sources import FleetSettings, ProxySettings
-from spark_deploy.hosts.commands import each
+from spark_deploy.hosts.commands import host_loop
 from spark_deploy.hosts.downloads import (
     configure_job_proxy,
     note_files,
@@ -36,7 +36,7 @@ def _specs(jobs: Sequence[Work]) -> tuple[Job, ...]:
 
 def _start(jobs: Sequence[Work], release: str, name: Callable[[Work], str], *kinds: str) -> None:
     # One fact reads all jobs, for all operations.
-    for work in each(work for work in jobs if not kinds or work.job.kind in kinds):
+    for work in host_loop(work for work in jobs if not kinds or work.job.kind in kinds):
         start_job(name=name(work), work=work, release=release, names=_names(jobs))
 
 
@@ -109,7 +109,7 @@ def close() -> None:
 @deploy("Sources")
 def discard(*, jobs: Sequence[Work], release: str) -> None:
     """Remove the base once the checkpoint is verified."""
-    for work in each(jobs):
+    for work in host_loop(jobs):
         name = f"Remove {work.job.title.removeprefix('remove ')}"
         start_job(name=name, work=work, release=release, names=_names([work]))
         wait_for_jobs(

@@ -89,7 +89,7 @@ def _query_rollback(hosts: Sequence[Target], to: str | None) -> list[Answer[Roll
     service = service_of(to) if to else MAIN_SERVICE
 
     def read(host: Host, _: Target) -> Rollback | Problem:
-        answer: Rollback | Problem = host.get_fact(RollbackPreview, service=service, to=to)
+        answer: Rollback | Problem = host.get_fact(RollbackPreview, service=service, target=to)
         return answer
 
     return query(hosts, read)

@@ -18,11 +18,11 @@ from spark_deploy.cli.hosts import Answer, Target, build_plan, query, query_or_n
 from spark_deploy.cli.report import HostReport, plain_data, write_report
 from spark_deploy.cli.report_contents import HostData, host_report, read_host
 from spark_deploy.config.checkout import page
-from spark_deploy.config.errors import LockError, Problem
+from spark_deploy.config.errors import LockError
 from spark_deploy.hosts.capacity import competing_containers
-from spark_deploy.hosts.disk import Stored
-from spark_deploy.hosts.preflight import fact_arguments, judge, same_host_key
-from spark_deploy.hosts.status import stopped_text
+from spark_deploy.hosts.disk import StoredFiles
+from spark_deploy.hosts.preflight import check_survey, fact_arguments, same_host_key
+from spark_deploy.hosts.status import stop_message
 from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.lock.resolve import format_size
 from spark_deploy.plan.memory import gib
@@ -40,10 +40,8 @@ def doctor(options: Options, is_report: bool, out: str | None) -> int:
         return _report(options, hosts, Path(out) if out else None)
     needs = _needs(hosts)
     answers = query(hosts, lambda host, target: read_survey(host, needs[target.name]))
-    same_keys = same_host_key(
-        {answer.host.name: answer.value for answer in answers if answer.value}
-    )
-    verdicts = [verdict_of(answer, needs[answer.host.name], same_keys) for answer in answers]
+    surveys = {answer.host.name: answer.value for answer in answers if answer.value}
+    verdicts = [verdict_of(answer, needs[answer.host.name], surveys) for answer in answers]
     print_result(options, verdicts, map(verdict_lines, verdicts))
     return 0 if all(verdict["reachable"] and not verdict["problems"] for verdict in verdicts) else 1
 
@@ -95,20 +93,20 @@ def read_survey(host: Host, needs: NeedsPlan) -> Survey | None:
 
 
 def verdict_of(
-    answer: Answer[Survey], needs: NeedsPlan, same_keys: Mapping[str, Problem]
+    answer: Answer[Survey], needs: NeedsPlan, surveys: Mapping[str, Survey]
 ) -> dict[str, Any]:
     survey, name = answer.value, answer.host.name
     if survey is None:
         return {**answer.data(), "problems": [], "warnings": []}
-    verdict = judge(needs, survey)
-    warnings = [*verdict.warnings, *([same_keys[name]] if name in same_keys else [])]
+    findings = check_survey(needs, survey)
+    warnings = [*findings.warnings, *same_host_key(name, surveys)]
     return {
         **answer.data(),
-        "problems": list(map(asdict, verdict.problems)),
+        "problems": list(map(asdict, findings.problems)),
         "warnings": list(map(asdict, warnings)),
         "stubbed": list(survey.stubbed),
         "looks": dict(_survey_rows(survey, needs)),
-        "stopped": {service: stopped_text(service, by) for service, by in survey.stopped.items()},
+        "stopped": {service: stop_message(service, by) for service, by in survey.stopped.items()},
         "move": takeover_commands(name, survey, needs),
     }
 
@@ -177,7 +175,7 @@ class Reuse:
     folders: tuple[str, ...]  # by size, largest first
 
 
-def reusable(stored: Stored, needs: NeedsPlan) -> Reuse:
+def reusable(stored: StoredFiles, needs: NeedsPlan) -> Reuse:
     wanted = {file for _, files in needs.downloads for file in files}
     present = {(sha256, size_bytes) for _, sha256, size_bytes in stored.files}
     bytes_in: dict[str, int] = {}

@@ -14,7 +14,7 @@ from spark_contract.status import EngineEvidence, Evidence, ReleaseState
 
 from spark_deploy.cli.report import GB10, Answer, HostReport, JobState, Serving, redact_report
 from spark_deploy.config.errors import Problem
-from spark_deploy.hosts.preflight import judge
+from spark_deploy.hosts.preflight import check_survey
 from spark_deploy.hosts.status import Evidence as EvidenceFact
 from spark_deploy.hosts.status import HostStatus, Status
 from spark_deploy.hosts.survey import Survey
@@ -50,7 +50,7 @@ def host_report(
     release = data.status.release(state.active if state else None)
     engines = evidence.engines if evidence else ()
     engine = next((e for e in engines if release and e.release == release.name), None)
-    verdict = judge(plan.needs, survey)
+    findings = check_survey(plan.needs, survey)
     jobs = data.status.report.jobs if data.status.report else ()
     report = HostReport(
         name=f"host-{number}",
@@ -64,8 +64,8 @@ def host_report(
         gpu_container=evidence.gpu_container if evidence else (),
         kernel_log=dict(evidence.kernel_log) if evidence else {},
         unmanaged_containers=sum(not container.managed for container in survey.containers),
-        refusals=tuple(_subject(problem) for problem in verdict.problems),
-        warnings=tuple(_subject(problem) for problem in verdict.warnings),
+        refusals=tuple(_subject(problem) for problem in findings.problems),
+        warnings=tuple(_subject(problem) for problem in findings.warnings),
         jobs=tuple(
             JobState(job.kind or "unknown", job.state, job.elapsed_s, job.memory) for job in jobs
         ),

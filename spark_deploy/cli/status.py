@@ -111,8 +111,8 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
         return {**answer.data(), "drift": answer.problem}
     plan, no_plan = _plan(answer.host)
     scheduled = [pair.release for pair in plan.schedule] if plan else []
-    wanted = host_status.due(plan.serve, scheduled).name if plan else None
-    drift = host_status.unproven(MAIN_SERVICE, wanted) if wanted else no_plan
+    wanted = host_status.release_due(plan.serve, scheduled).name if plan else None
+    drift = host_status.unproven_reason(MAIN_SERVICE, wanted) if wanted else no_plan
     services = _services(plan, host_status)
     drifts = {service["service"]: service["drift"] for service in services}
     more = "; ".join(f"{name}: {text}" for name, text in drifts.items() if text)
@@ -152,8 +152,8 @@ def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, 
     }
     services = []
     for name in sorted({*planned, *running}):
-        wanted, stopped = planned.get(name), host_status.stopped(name)
-        drift = host_status.unproven(name, wanted) if wanted else "no longer listed"
+        wanted, stopped = planned.get(name), host_status.stop_message(name)
+        drift = host_status.unproven_reason(name, wanted) if wanted else "no longer listed"
         services.append({
             "service": name,
             "planned": wanted,
@@ -177,7 +177,7 @@ def _serving(host_status: HostStatus, active: str | None) -> dict[str, Any]:
         "profile": release.profile if release else None,
         "names": list(release.names) if release else [],
         "proof": proof,
-        "live": to_plain(host_status.live(active) if active else None) or {},
+        "live": to_plain(host_status.live_check(active) if active else None) or {},
     }
 
 
@@ -195,9 +195,9 @@ def host_fields(host_status: HostStatus) -> dict[str, Any]:
         "restarts": release.restarts if release else None,
         "memory": data.get("memory", {}),
         "versions": data.get("versions", {}),
-        "versions_unknown": host_status.unknown_versions(),
+        "versions_unknown": host_status.unknown_versions_message(),
         "reboot_pending": data.get("reboot_pending", ""),
-        "stopped": host_status.stopped(MAIN_SERVICE),
+        "stopped": host_status.stop_message(MAIN_SERVICE),
         "rollout": _rollout(host_status, MAIN_SERVICE),
         "rolled_back": rolled_back,
         "jobs": [job for job in data.get("jobs", ()) if job["state"] != "done"],

@@ -108,7 +108,9 @@ def _answering(
     hosts: Sequence[Target], plans: Mapping[str, HostPlan], answers: Sequence[Answer[HostState]]
 ) -> list[Target]:
     """Return the hosts that serve a model for chats."""
-    stopped = {a.host.name for a in answers if a.value and a.value.status.stopped(MAIN_SERVICE)}
+    stopped = {
+        a.host.name for a in answers if a.value and a.value.status.stop_message(MAIN_SERVICE)
+    }
     chats = {name for name, plan in plans.items() if plan.serve.check.task == "chat"}
     return [host for host in hosts if host.name in chats - stopped]
 
@@ -215,8 +217,8 @@ def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
     state = answer.value
     if state is None:
         return {**answer.data(), "text": answer.problem, "changes": True}
-    reason = state.status.unproven(MAIN_SERVICE, plan.serve.name)
-    stopped = state.status.stopped(MAIN_SERVICE)
+    reason = state.status.unproven_reason(MAIN_SERVICE, plan.serve.name)
+    stopped = state.status.stop_message(MAIN_SERVICE)
     rollout = state.status.rollout(MAIN_SERVICE)
     text = f"{plan.model} with {plan.profile} serves and is proven; the release does not change"
     if stopped:
@@ -246,7 +248,7 @@ def rollout_text(status: HostStatus, rollout: RunningRollout) -> str:
 def _service_changes(plan: HostPlan, status: HostStatus) -> Iterator[str]:
     planned = {service.serve.service: service for service in plan.services}
     for name, service in planned.items():
-        if status.unproven(name, service.serve.name) and not status.stopped(name):
+        if status.unproven_reason(name, service.serve.name) and not status.stop_message(name):
             yield f"service {name}: will serve {service.model} with {service.profile}"
     for name, running in (status.report.services if status.report else {}).items():
         if name not in (MAIN_SERVICE, *planned) and (running.active or running.enabled):

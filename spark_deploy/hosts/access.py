@@ -1,4 +1,4 @@
-"""SSH key, deploy account and sudo rule of a host; visudo checks a rule first."""
+"""Install and revoke the SSH key, deploy account and sudo rule of a host."""
 
 import re
 import shlex
@@ -8,9 +8,9 @@ from pyinfra import host
 from pyinfra.api import FunctionCommand, HiddenValue, Host, State, StringCommand
 
 from spark_deploy.config.errors import Problem
-from spark_deploy.hosts.commands import CommandFailed, run
+from spark_deploy.hosts.commands import CommandError, run
 from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, read_fact
-from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation, refuse
+from spark_deploy.hosts.operations import Commands, HostError, fail, host_command, host_operation
 from spark_deploy.plan.types import BootstrapPlan
 
 ACCOUNT = "spark-deploy"
@@ -30,11 +30,11 @@ class Access:
     user: str
     is_root: bool
     key_installed: bool
-    passwordless_sudo: bool  # sudo needs no password
+    passwordless_sudo: bool
     sudo_installed: bool
-    sudoers: str | None  # our file; None: absent, or not readable without a password
-    login_address: str = ""  # as the host sees it
-    account_key: str = ""  # the account's line of authorized_keys with our key
+    sudoers: str | None  # our file; None: missing, or not readable without a password
+    login_address: str = ""  # address of this login, as the host sees it
+    account_key: str = ""  # line with our key in the account's authorized_keys
     account_exists: bool = False
 
 
@@ -81,23 +81,20 @@ def read_state(plan: BootstrapPlan) -> Access:
 
 
 def authorized_keys_line(plan: BootstrapPlan, access: Access) -> str:
-    """Return the line of authorized_keys; keep a line that is limited to addresses."""
-    allowed = plan.allowed_from or tuple(filter(None, (access.login_address,)))
+    """Return our line for authorized_keys; keep an existing address list if none is set."""
     if not plan.allowed_from and access.account_key.startswith('from="'):
         return access.account_key
-    if not allowed:
+    addresses = ",".join(plan.allowed_from) or access.login_address
+    if not addresses:
+        message = "is not set, and the host does not know the address of this login"
         fix = "set ssh.allowed_from to the addresses of the controllers"
-        refuse(
-            "ssh.allowed_from",
-            "is not set, and the host does not know the address of this login",
-            fix,
-        )
-    # Tunnels of `spark-deploy connect` need forwarding, but neither agent nor X11.
-    return f'from="{",".join(allowed)}",restrict,pty,port-forwarding {plan.public_key}'
+        fail("ssh.allowed_from", message, fix)
+    # The tunnels of `spark-deploy connect` need port forwarding; agent and X11 stay off.
+    return f'from="{addresses}",restrict,pty,port-forwarding {plan.public_key}'
 
 
 def sudoers(user: str) -> str:
-    """The rule needs ALL: pyinfra runs `sudo sh -c ...`."""
+    """Return the sudo rule; it allows ALL commands, because pyinfra runs `sudo sh -c ...`."""
     return f"# Managed by dgx-spark-deploy.\n{user} ALL=(ALL:ALL) NOPASSWD: ALL\n"
 
 
@@ -108,7 +105,7 @@ def install_key(plan: BootstrapPlan) -> Commands:
         return
     yield (
         f"umask 077; k={_LOGIN_KEYS}; mkdir -p ~/.ssh && touch $k && "
-        # A last line without newline must not absorb our key.
+        # If the last line lacks a newline, our key must not be appended to it.
         '{ [ -z "$(tail -c 1 $k)" ] || echo >> $k; } && '
         f"printf '%s\\n' {shlex.quote(plan.public_key)} >> $k && chmod 700 ~/.ssh && chmod 600 $k"
     )
@@ -116,27 +113,26 @@ def install_key(plan: BootstrapPlan) -> Commands:
 
 @host_operation
 def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
-    """Create an account for deploys: our key from listed addresses, sudo without a password.
+    """Create the deploy account, with our key for listed addresses and passwordless sudo.
 
-    The login user keeps all rights; a rule of an earlier bootstrap is replaced.
+    The login user keeps all rights, except those from an earlier bootstrap.
     """
     access = read_state(plan)
-    line, wanted = authorized_keys_line(plan, access), sudoers(ACCOUNT)
-    if access.account_exists and access.account_key == line and access.sudoers == wanted:
+    line, rule = authorized_keys_line(plan, access), sudoers(ACCOUNT)
+    if access.account_exists and access.account_key == line and access.sudoers == rule:
         host.noop(f"{ACCOUNT} has our key and rule")
         return
     if not access.sudo_installed:
-        refuse("sudo", "is not installed", "install sudo as root")
-    if access.sudoers is not None and access.sudoers != wanted:
-        host.log(f"replaces the rule in {plan.sudoers_path}, which made another account root")
-    script = (
-        f"{_account_script(plan.public_key, line)}\n{_sudo_rule_script(plan.sudoers_path, wanted)}"
-    )
-    yield FunctionCommand(_as_root, [script, access.is_root, password], {})
+        fail("sudo", "is not installed", "install sudo as root")
+    if access.sudoers is not None and access.sudoers != rule:
+        host.log(f"replaces the rule in {plan.sudoers_path}, which let another account use sudo")
+    account_script = _account_script(plan.public_key, line)
+    script = f"{account_script}\n{_sudo_rule_script(plan.sudoers_path, rule)}"
+    yield FunctionCommand(_run_as_root, [script, access.is_root, password], {})
 
 
 def _account_script(public_key: str, line: str) -> str:
-    """Root owns home and keys, so that the account cannot change them."""
+    """Return the script that creates the account; root owns its keys, so it cannot add any."""
     return f"""set -e; umask 022
 if ! getent passwd {ACCOUNT} >/dev/null; then
   useradd --system --user-group --no-create-home --home-dir {ACCOUNT_HOME} --shell /bin/sh \\
@@ -149,16 +145,16 @@ chmod 0644 $k.new; sync $k.new; mv -fT $k.new $k"""
 
 
 @host_command
-def _as_root(
+def _run_as_root(
     state: State, host: Host, script: str, is_root: bool, password: HiddenValue | None
 ) -> bool:
     # -k: otherwise sudo may leave the password on the script's input.
     sudo = "" if is_root else "LC_ALL=C sudo -k -S -p '' "
     try:
-        given = password.unmask() if password else ""
-        run(host, f"{sudo}sh -c {shlex.quote(script)}", timeout_s=60, stdin=given)
-    except CommandFailed as failure:
-        raise Refused(explain_sudo_error(failure.output)) from failure
+        stdin = password.unmask() if password else ""
+        run(host, f"{sudo}sh -c {shlex.quote(script)}", timeout_s=60, stdin=stdin)
+    except CommandError as failure:
+        raise HostError(explain_sudo_error(failure.output)) from failure
     return True
 
 
@@ -178,7 +174,7 @@ def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
         yield check
         return
     if access.user != ACCOUNT and access.key_installed:
-        # From here on only the open connection works.
+        # New logins fail from here on; the open connection still works.
         yield StringCommand(
             f"set -e; umask 077; k={_LOGIN_KEYS}; "
             f"{{ grep -vF -- {_key_body(plan.public_key)} $k || :; }} > $k.new; mv -f $k.new $k",
@@ -197,24 +193,24 @@ def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
 @host_operation
 def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
     access = read_state(plan)
-    wanted = sudoers(access.user)
+    rule = sudoers(access.user)
     if access.is_root:
         host.noop("the login user is root")
         return
-    if access.passwordless_sudo and access.sudoers in (None, wanted):
+    if access.passwordless_sudo and access.sudoers in (None, rule):
         host.noop("sudo needs no password")
         return
     if not access.sudo_installed:
         fix = "install sudo as root, or log in as root (ssh.user: root)"
-        refuse("sudo", "is not installed", fix)
+        fail("sudo", "is not installed", fix)
     if not _PLAIN_USER.fullmatch(access.user):
         fix = "add the rule by hand with visudo"
-        refuse("sudo", f"cannot write a rule for user {access.user!r}", fix)
-    yield FunctionCommand(_write_sudoers, [plan.sudoers_path, wanted, password], {})
+        fail("sudo", f"cannot write a rule for user {access.user!r}", fix)
+    yield FunctionCommand(_write_sudoers, [plan.sudoers_path, rule, password], {})
 
 
 def _sudo_rule_script(path: str, content: str) -> str:
-    # sudo ignores files with a dot in the name, so visudo checks the rule before it is active.
+    # visudo checks the rule before it is active: sudo ignores files with a dot in the name.
     candidate, target = shlex.quote(f"{path}.new"), shlex.quote(path)
     return f"""set -e; umask 0337
 printf '%s' {shlex.quote(content)} > {candidate}
@@ -227,12 +223,12 @@ visudo -cq || {{ rm -f {target}; echo 'visudo rejected all rules together'; exit
 def _write_sudoers(
     state: State, host: Host, path: str, content: str, password: HiddenValue | None
 ) -> bool:
-    if not _as_root(state, host, _sudo_rule_script(path, content), False, password):
+    if not _run_as_root(state, host, _sudo_rule_script(path, content), False, password):
         return False
     try:
         run(host, "sudo -k; sudo -n true", timeout_s=30)
-    except CommandFailed as failure:
-        raise Refused(explain_sudo_error(failure.output)) from failure
+    except CommandError as failure:
+        raise HostError(explain_sudo_error(failure.output)) from failure
     return True
 
 

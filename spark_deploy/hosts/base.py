@@ -1,4 +1,4 @@
-"""Packages, directories and host care that need no GPU."""
+"""Install packages, create directories and protect the host; nothing here needs a GPU."""
 
 import shlex
 from collections.abc import Sequence
@@ -46,11 +46,11 @@ pid=$(property MainPID earlyoom.service | cut -d' ' -f2)
 class Base:
     packages: dict[str, str]  # requested packages that are installed
     interrupted: tuple[str, ...]  # half-installed packages that a deploy may repair
-    directories: dict[str, tuple[str, str]]  # path: (mode "755", owner "root:root")
+    directories: dict[str, tuple[str, str]]  # path: mode ("755") and owner ("root:root")
     units: dict[str, str]  # unit: result of is-enabled ("masked", "static", ...)
-    stale_units: tuple[str, ...]  # their files changed since systemd read them
+    stale_units: tuple[str, ...]  # units whose files changed since systemd read them
     boot_target: str  # "graphical.target" | "multi-user.target"
-    earlyoom: str  # arguments of the running earlyoom; "" when it does not run
+    earlyoom: str  # arguments of the running earlyoom; "" if it does not run
     compaction_proactiveness: str  # of the running kernel
 
 
@@ -140,9 +140,8 @@ GUARANTEE_FILES = tuple(
     for unit, (section, size) in _GUARANTEES.items()
 )
 MANAGED_PATHS = (
-    *(HOLD_PATH, EARLYOOM_PATH, COMPACTION_PATH),
-    *(file.path for file in GUARANTEE_FILES),
-)
+    HOLD_PATH, EARLYOOM_PATH, COMPACTION_PATH, *(file.path for file in GUARANTEE_FILES)
+)  # fmt: skip
 
 
 def compaction_file(proactiveness: int) -> ManagedFile:
@@ -151,18 +150,18 @@ def compaction_file(proactiveness: int) -> ManagedFile:
 
 
 def owned_directories(plan: BasePlan) -> dict[str, str]:
-    """Return modes of the managed directories; only the engine's cache is private."""
+    """Return the managed directories and their modes; only the engines' cache is private."""
     public = (
-        *(plan.paths.models_dir, plan.paths.sources_dir, paths.CONFIG_DIR, paths.RELEASES_DIR),
-        *(paths.STATE_DIR, paths.JOBS_DIR, paths.PROOFS_DIR, paths.RECEIPTS_DIR),
-        *(paths.SWITCH_DIR, paths.TOOLS_DIR),
-    )
+        plan.paths.models_dir, plan.paths.sources_dir, paths.CONFIG_DIR, paths.RELEASES_DIR,
+        paths.STATE_DIR, paths.JOBS_DIR, paths.PROOFS_DIR, paths.RECEIPTS_DIR,
+        paths.SWITCH_DIR, paths.TOOLS_DIR,
+    )  # fmt: skip
     return {plan.paths.cache_dir: "700", **dict.fromkeys(public, "755")}
 
 
-# Each contains the nginx program; our gateway has a separate configuration.
+# Any of these packages contains the nginx program that the gateway runs.
 NGINX = ("nginx", "nginx-core", "nginx-full", "nginx-extras", "nginx-light")
-# Each contains nginx's JavaScript module; it fits only nginx of the same archive.
+# Either contains nginx's JavaScript module; it must be from the same archive as nginx.
 NJS_MODULES = (NJS, "nginx-module-njs")
 
 
@@ -194,9 +193,10 @@ def install_packages(plan: BasePlan) -> Commands:
     if not missing:
         host.noop(f"{len(planned_packages(plan))} packages are installed")
         return
-    # The package's default site must not open port 80.
-    nginx = any(package.startswith("nginx") for package in missing)
-    yield install(missing, plan.settings.package_lock_wait_s, ["nginx.service"] if nginx else [])
+    # nginx's default site must not open port 80.
+    installs_nginx = any(package.startswith("nginx") for package in missing)
+    quiet_services = ["nginx.service"] if installs_nginx else []
+    yield install(missing, plan.settings.package_lock_wait_s, quiet_services)
 
 
 @host_operation
@@ -216,18 +216,18 @@ def create_directories(plan: BasePlan) -> Commands:
 @host_operation
 def hold_driver(plan: BasePlan) -> Commands:
     """Keep driver packages out of unattended upgrades, or allow them again."""
-    wanted = plan.settings.hold_driver
-    if not (yield from sync_files((HOLD_FILE,), wanted=wanted)):
-        host.noop(f"unattended upgrades {'skip driver packages' if wanted else 'are not managed'}")
+    is_held = plan.settings.hold_driver
+    if not (yield from sync_files((HOLD_FILE,), wanted=is_held)):
+        host.noop(f"unattended upgrades {'skip driver packages' if is_held else 'are not managed'}")
 
 
 @host_operation
 def disable_sleep(plan: BasePlan) -> Commands:
-    """A sleeping server cannot be woken over the network."""
+    """Mask the sleep targets: a sleeping server cannot be woken over the network."""
     units = read_state(plan).units
-    awake = [target for target in SLEEP_TARGETS if units.get(target) != "masked"]
-    if plan.settings.disable_sleep and awake:
-        yield StringCommand("systemctl", "mask", *awake)
+    unmasked = [target for target in SLEEP_TARGETS if units.get(target) != "masked"]
+    if plan.settings.disable_sleep and unmasked:
+        yield StringCommand("systemctl", "mask", *unmasked)
     else:
         host.noop("sleep is disabled" if plan.settings.disable_sleep else "sleep is not managed")
 
@@ -235,37 +235,37 @@ def disable_sleep(plan: BasePlan) -> Commands:
 @host_operation
 def protect_login(plan: BasePlan) -> Commands:
     """Guarantee memory to SSH and login sessions, or remove the guarantee."""
-    wanted = plan.settings.protect_login
-    changed = yield from sync_files(GUARANTEE_FILES, wanted=wanted)
-    # Stale: a run was interrupted before the reload.
+    is_protected = plan.settings.protect_login
+    changed = yield from sync_files(GUARANTEE_FILES, wanted=is_protected)
+    # Units are stale if a run was interrupted before the reload.
     if changed or read_state(plan).stale_units:
         yield "systemctl daemon-reload"
     else:
-        host.noop("memory is guaranteed" if wanted else "no memory is guaranteed")
+        host.noop("memory is guaranteed" if is_protected else "no memory is guaranteed")
 
 
 @host_operation
 def set_compaction(plan: BasePlan) -> Commands:
     """Set how much the kernel compacts memory in the background, or restore the default."""
-    wanted = plan.settings.compaction_proactiveness
-    if wanted is None:
+    proactiveness = plan.settings.compaction_proactiveness
+    if proactiveness is None:
         if not (yield from remove_files((COMPACTION_PATH,))):
             host.noop("compaction is not managed")
             return
-        # First the kernel's default, then the settings of other files.
+        # Set the kernel's default, then apply the owner's files.
         yield f"sysctl -q vm.compaction_proactiveness={_KERNEL_COMPACTION}"
         yield "/usr/lib/systemd/systemd-sysctl --prefix=/vm/compaction_proactiveness"
         return
-    changed = yield from place_files((compaction_file(wanted),))
-    if changed or read_state(plan).compaction_proactiveness != str(wanted):
+    changed = yield from place_files((compaction_file(proactiveness),))
+    if changed or read_state(plan).compaction_proactiveness != str(proactiveness):
         yield f"sysctl -q -p {COMPACTION_PATH}"
     else:
-        host.noop(f"compaction is at {wanted}")
+        host.noop(f"compaction is at {proactiveness}")
 
 
 @host_operation
 def set_boot_target(plan: BasePlan) -> Commands:
-    """Boot without desktop if set; a running desktop is not stopped."""
+    """Boot without a desktop if ``headless`` is set; a running desktop is not stopped."""
     target = read_state(plan).boot_target
     if not plan.settings.headless or target == "multi-user.target":
         host.noop(f"boots into {target}")

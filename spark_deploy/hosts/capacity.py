@@ -1,12 +1,13 @@
-"""Disk, memory, ports and GPU that a plan needs on a host."""
+"""Compare the disk, memory, ports and GPU that a plan needs with what a host has."""
 
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.host import DOCKER_DIR
+from spark_deploy.hosts.disk import DiskUsage
 from spark_deploy.hosts.docker_facts import Container
 from spark_deploy.hosts.facts import container_id, is_managed
 from spark_deploy.hosts.survey import Survey
@@ -17,28 +18,28 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    problems: tuple[Problem, ...]  # reasons to refuse the host
+class Findings:
+    problems: tuple[Problem, ...]  # the host does not fit
     warnings: tuple[Problem, ...] = ()
 
 
-def judge_workloads(needs: NeedsPlan, survey: Survey) -> Verdict:
+def check_workloads(needs: NeedsPlan, survey: Survey) -> Findings:
     problems = [*_container_problems(needs, survey), *_port_problems(needs, survey)]
     if needs.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
         message = f"has no address on this host: {survey.tailscale or 'no output'}"
         fix = "run `tailscale up` on the host, or choose another serve.expose"
         problems.append(Problem("tailscale", message, fix))
-    holders = tuple(_memory_holder_problems(needs, survey))
+    memory_holders = tuple(_memory_holder_problems(needs, survey))
     obtainable_bytes = survey.obtainable_bytes
     if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
-        return Verdict((*problems, *holders))
-    return Verdict(tuple(problems), holders)
+        return Findings((*problems, *memory_holders))
+    return Findings(tuple(problems), warnings=memory_holders)
 
 
 def competing_containers(
     containers: Sequence[Container], allowed: Sequence[str] = ()
 ) -> tuple[Container, ...]:
-    """List unmanaged engines that run, or that docker may start again."""
+    """Return unmanaged engines that are running or that docker may start."""
     return tuple(
         container
         for container in containers
@@ -54,7 +55,7 @@ def _container_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         name = container.name
         yield Problem(
             f"container {name}",
-            f"another engine ({container.image}) is {container.state}, restart: "
+            f"another engine ({container.image}) is {container.state}, restart policy: "
             f"{container.restart}; two engines do not fit into the memory",
             f"stop it (`docker update --restart=no {name}; docker stop {name}`), or add it to "
             "`takeover` to let the deploy stop it, or to `allow_containers` with the GiB it uses",
@@ -65,8 +66,8 @@ def _port_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     for listener in survey.listeners:
         if listener.port not in needs.ports:
             continue
-        where, planned = f"port {listener.port}", needs.gateways.get(listener.service)
-        if planned and listener.port not in planned:
+        where, planned_ports = f"port {listener.port}", needs.gateways.get(listener.service)
+        if planned_ports and listener.port not in planned_ports:
             message = f"the gateway of {listener.service} still listens on another service's port"
             fix = f"deploy {listener.service} with the new port first, then the other service"
             yield Problem(where, message, fix)
@@ -79,96 +80,98 @@ def _port_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
 
 
 def _memory_holder_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+    """Yield processes that use much memory or the GPU and are neither managed nor allowed."""
     named = {*needs.takeover, *needs.allow_containers}
     known_containers = {
         container.id
         for container in survey.containers
         if container.name in named or container.managed
     }
-    on_gpu = {
-        app.pid: app.name
-        for app in survey.gpu.compute_apps
+    gpu_users = {}
+    for app in survey.gpu.compute_apps:
         # A process that exited during the survey may have been part of our engine.
-        if container_id(app.cgroup) not in known_containers and (app.cgroup or not survey.serving)
-    }
+        may_be_ours = not app.cgroup and survey.serving
+        if not may_be_ours and container_id(app.cgroup) not in known_containers:
+            gpu_users[app.pid] = app.name
     fix = "stop it if its memory use could grow, or add its name to allow_memory_holders"
     for process in survey.processes:
-        gpu_name = on_gpu.pop(process.pid, None)
+        uses_gpu = gpu_users.pop(process.pid, None) is not None
         if is_managed(process.cgroup) or container_id(process.cgroup) in known_containers:
             continue
         if process.name not in needs.allow_memory_holders:
             message = f"pid {process.pid} uses {process.rss_bytes / GIB:.1f} GiB"
-            message += " and the GPU" if gpu_name else ""
+            message += " and the GPU" if uses_gpu else ""
             yield Problem(f"process {process.name}", message, fix)
-    for pid, name in on_gpu.items():
+    for pid, name in gpu_users.items():
         if name.rsplit("/", 1)[-1] not in needs.allow_memory_holders:
             yield Problem(f"process {name}", f"pid {pid} uses the GPU", fix)
 
 
-def judge_capacity(needs: NeedsPlan, survey: Survey) -> Verdict:
+def check_capacity(needs: NeedsPlan, survey: Survey) -> Findings:
     problems = (
         *_disk_problems(needs, survey),
         *_writable_parent_problems(survey),
         *_memory_problems(needs, survey),
     )
-    return Verdict(problems, tuple(_unknown_memory_problems(needs, survey)))
+    return Findings(problems, tuple(_unknown_memory_problems(needs, survey)))
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class DiskDemand:
+    """Bytes that a plan writes to a filesystem."""
+
     mount: str
     available_bytes: int
     needed_bytes: int
     paths: tuple[str, ...]
 
 
-def demands(needs: NeedsPlan, survey: Survey) -> tuple[Demand, ...]:
-    """Add up bytes to write per filesystem, without those present or linkable."""
-    places = {place.path: place for place in survey.places}
-    totals: dict[str, Demand] = {}
-    for path, wanted_bytes in needs.disk_needed_bytes:
-        if (place := places.get(path)) is None:
+def disk_demands(needs: NeedsPlan, survey: Survey) -> tuple[DiskDemand, ...]:
+    """Add up the bytes to write per filesystem, without files that exist or can be linked."""
+    usage_by_path = {usage.path: usage for usage in survey.disk_usage}
+    demands: dict[str, DiskDemand] = {}
+    for path, size_bytes in needs.disk_needed_bytes:
+        usage = usage_by_path.get(path)
+        if usage is None:
             continue
-        before = totals.get(place.mount, Demand(place.mount, place.available_bytes, 0, ()))
-        missing_bytes = max(0, wanted_bytes - _present_bytes(needs, survey, path, wanted_bytes))
-        totals[place.mount] = Demand(
-            place.mount,
-            place.available_bytes,
-            before.needed_bytes + missing_bytes,
-            (*before.paths, place.folder or path),
+        demand = demands.get(usage.mount, DiskDemand(usage.mount, usage.available_bytes, 0, ()))
+        missing_bytes = max(0, size_bytes - _present_bytes(needs, survey, usage, size_bytes))
+        demands[usage.mount] = replace(
+            demand,
+            needed_bytes=demand.needed_bytes + missing_bytes,
+            paths=(*demand.paths, usage.folder or path),
         )
-    return tuple(totals.values())
+    return tuple(demands.values())
 
 
-def _present_bytes(needs: NeedsPlan, survey: Survey, path: str, wanted_bytes: int) -> int:
-    present = {place.path: place.present_bytes for place in survey.places}
-    checkpoint = dict(needs.skip_disk_if_present).get(path, "")
-    if present.get(checkpoint):
-        return wanted_bytes
-    if path == DOCKER_DIR:
-        complete = bool(needs.images) and set(needs.images) <= set(survey.images)
-        sizes = (size for tag, size in needs.image_bytes if tag in survey.images)
-        return wanted_bytes if complete else sum(sizes)
-    linkable = survey.stored.linkable_bytes(path, dict(needs.downloads).get(path, ()))
-    return max(present[path], linkable)
+def _present_bytes(needs: NeedsPlan, survey: Survey, usage: DiskUsage, size_bytes: int) -> int:
+    """Return how many of ``size_bytes`` need not be written to a path."""
+    if usage.path == DOCKER_DIR:
+        if needs.images and set(needs.images) <= set(survey.images):
+            return size_bytes
+        return sum(size for tag, size in needs.image_bytes if tag in survey.images)
+    # The checkpoint that makes this download superfluous.
+    checkpoint = dict(needs.skip_disk_if_present).get(usage.path, "")
+    if any(other.path == checkpoint and other.present_bytes for other in survey.disk_usage):
+        return size_bytes
+    files = dict(needs.downloads).get(usage.path, ())
+    return max(usage.present_bytes, survey.stored.linkable_bytes(usage.path, files))
 
 
 def _disk_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
-    read = {place.path for place in survey.places}
-    missing = [path for path, _ in needs.disk_needed_bytes if path not in read]
-    if missing:
-        yield Problem("disk", f"could not read {', '.join(missing)}", "check `df` on the host")
-    for demand in demands(needs, survey):
-        wanted = demand.needed_bytes + needs.disk_reserve_bytes
+    known = {usage.path for usage in survey.disk_usage}
+    if unknown := [path for path, _ in needs.disk_needed_bytes if path not in known]:
+        yield Problem("disk", f"could not read {', '.join(unknown)}", "check `df` on the host")
+    for demand in disk_demands(needs, survey):
+        required_bytes = demand.needed_bytes + needs.disk_reserve_bytes
         # A full disk does not stop a service that writes nothing.
-        if not demand.needed_bytes or demand.available_bytes >= wanted:
+        if not demand.needed_bytes or demand.available_bytes >= required_bytes:
             continue
-        fixes = [f"free {(wanted - demand.available_bytes) / GIB:.1f} GiB"]
-        for kind, size_bytes in survey.reclaimable.items():
-            if kind in _PRUNE:
-                command, removed = _PRUNE[kind]
-                freed = f"frees up to {size_bytes / GIB:.1f} GiB: it removes {removed}"
-                fixes.append(f"`{command}` {freed}")
+        fixes = [f"free {(required_bytes - demand.available_bytes) / GIB:.1f} GiB"]
+        for kind, (command, removed) in _PRUNE.items():
+            if kind in survey.reclaimable:
+                freed_gib = survey.reclaimable[kind] / GIB
+                fixes.append(f"`{command}` frees up to {freed_gib:.1f} GiB: it removes {removed}")
         yield Problem(
             f"disk {demand.mount}",
             f"{demand.available_bytes / GIB:.1f} GiB free, "
@@ -179,7 +182,7 @@ def _disk_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         )
 
 
-# Containers and volumes are left out: only their owner knows their purpose.
+# `docker system df` also lists containers and volumes, but only their owner knows their purpose.
 _PRUNE = {
     "images": (
         "docker image prune -a",
@@ -195,8 +198,8 @@ def _writable_parent_problems(survey: Survey) -> Iterator[Problem]:
         if parent.writer:
             yield Problem(
                 parent.path,
-                f"{parent.writer}; models below it can be replaced after they were verified",
-                "set paths to directories whose parents all belong to root, or "
+                f"{parent.writer}, so models in it can be replaced after their verification",
+                "set paths to directories whose parents only root can write to, or "
                 f"`chown root: {parent.path} && chmod go-w {parent.path}`",
             )
 
@@ -205,7 +208,7 @@ def _memory_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     memory, needed = survey.memory, f"{needs.memory_needed_bytes / GIB:.1f} GiB"
     if memory.total_bytes < needs.memory_total_min_bytes:
         message = (
-            f"{memory.total_bytes / GIB:.1f} GiB in total, the plan expects "
+            f"{memory.total_bytes / GIB:.1f} GiB in total, but the plan expects "
             f"{needs.memory_total_min_bytes / GIB:.1f} GiB"
         )
         total = _floor(memory.total_bytes / GIB, 1)
@@ -220,15 +223,16 @@ def _memory_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         yield Problem("memory", message, fix)
     obtainable_bytes = survey.obtainable_bytes
     if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
-        once = " once our engines stop" if survey.serving else ""
-        # Share of the memory with which an engine could start now.
+        after_stop = " once our engines stop" if survey.serving else ""
+        # The memory fraction with which an engine could start now.
         fraction = _floor(obtainable_bytes / (memory.total_bytes * START_MARGIN), 2)
         yield Problem(
             "memory",
-            f"{obtainable_bytes / GIB:.1f} GiB available{once}, the engine needs {needed} to start",
+            f"{obtainable_bytes / GIB:.1f} GiB available{after_stop}, "
+            f"but the engine needs {needed} to start",
             "stop the processes that use it (listed above if known), or lower "
             f"engine.memory_fraction to {fraction} for this host "
-            "(engine.kv_cache_gib where the cache is pinned)",
+            "(if the cache size is pinned: engine.kv_cache_gib)",
         )
 
 
@@ -237,10 +241,10 @@ def _unknown_memory_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Probl
     if survey.obtainable_bytes is None and available_bytes < needs.memory_needed_bytes:
         yield Problem(
             "memory",
-            f"{available_bytes / GIB:.1f} GiB available, the engine needs "
+            f"{available_bytes / GIB:.1f} GiB available, but the engine needs "
             f"{needs.memory_needed_bytes / GIB:.1f} GiB, and it is unknown how much the running "
-            "engine frees when it stops: if that is too little, the rollout fails and returns to "
-            "the old release, with an outage",
+            "engine frees when it stops: if that is too little, the rollout restores the old "
+            "release after an outage",
             "stop other processes that use memory before the deploy",
         )
 

@@ -1,4 +1,4 @@
-"""Read, check and issue certificates of gateways, on the controller.
+"""Read, check and issue gateway certificates on the controller.
 
 Private keys are returned as bytes and never printed.
 """
@@ -33,7 +33,7 @@ from spark_deploy.plan.types import GatewayPlan
 
 CA_DAYS = 3650
 LEAF_DAYS = 365
-RENEW_DAYS = 30  # the next run renews a certificate that expires sooner
+RENEW_DAYS = 30  # a run renews certificates that expire sooner
 CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"
 # No host has these names (RFC 6761, RFC 5737).
 _NO_NAME, _NO_ADDRESS = "invalid", "192.0.2.1/32"
@@ -42,8 +42,8 @@ _Loaded = TypeVar("_Loaded")
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A certificate with chain, and the key, both PEM."""
+class CertificateAndKey:
+    """A certificate with its chain, and the private key, both in PEM."""
 
     certificate: bytes
     key: bytes = field(repr=False)
@@ -53,8 +53,10 @@ def now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def read_pair(certificate: str, key: str) -> Pair:
-    return Pair(Path(certificate).expanduser().read_bytes(), Path(key).expanduser().read_bytes())
+def read_certificate_and_key(certificate: str, key: str) -> CertificateAndKey:
+    return CertificateAndKey(
+        Path(certificate).expanduser().read_bytes(), Path(key).expanduser().read_bytes()
+    )
 
 
 def check_gateway(plan: GatewayPlan) -> list[Problem]:
@@ -63,18 +65,15 @@ def check_gateway(plan: GatewayPlan) -> list[Problem]:
         return []
     if plan.address is None:
         message = "the name that clients use for this host is not set"
-        return [
-            Problem(
-                "serve.address", message, "set serve.address: the certificate must cover that name"
-            )
-        ]
+        fix = "set serve.address: the certificate must cover that name"
+        return [Problem("serve.address", message, fix)]
     if plan.tls.mode == "own-cert":
-        return check_pair(plan.tls.certificate, plan.tls.key, plan.address)
+        return check_certificate_and_key(plan.tls.certificate, plan.tls.key, plan.address)
     return []
 
 
-def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
-    """Return why certificate and key (paths) cannot serve a host called ``name``."""
+def check_certificate_and_key(certificate: str, key: str, name: str) -> list[Problem]:
+    """Return the problems of two PEM files as certificate and key of the host ``name``."""
     problems: list[Problem] = []
     chain = _read(certificate, "serve.tls_certificate", x509.load_pem_x509_certificates, problems)
     private = _read(key, "serve.tls_key", load_key, problems)
@@ -83,14 +82,14 @@ def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
         problems.append(Problem(f"serve.{setting}", message, fix))
 
     if private is not None and Path(key).expanduser().stat().st_mode & 0o007:
-        fix = f"chmod 600 {key}; if it was exposed, get a new certificate with a new key"
-        add("tls_key", f"{key} can be read by everybody on this machine", fix)
+        fix = f"run `chmod 600 {key}`; if others read it, get a certificate for a new key"
+        add("tls_key", f"{key} can be read by every user of this machine", fix)
     if chain is None:
         return problems
     leaf = chain[0]
     begin, end = leaf.not_valid_before_utc, leaf.not_valid_after_utc
     if private is not None and public_key_pem(leaf) != public_key_pem(private):
-        fix = "set a matching pair; the file must start with the host's own certificate"
+        fix = "set the matching key; the certificate file must start with the host's certificate"
         add("tls_key", f"{key} is not the key of {certificate}", fix)
     if not begin <= now() < end:
         message = f"{certificate} is only valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}"
@@ -113,19 +112,20 @@ def _read(
         message = f"{path} cannot be read ({error.strerror})"
     except (ValueError, TypeError) as error:
         message = f"{path} has the wrong format ({str(error).splitlines()[0][:80]})"
-    problems.append(
-        Problem(setting, message, "set it to a PEM file on this machine; keys must be unencrypted")
-    )
+    fix = "set it to a PEM file on this machine; keys must be unencrypted"
+    problems.append(Problem(setting, message, fix))
     return None
 
 
 def covers(certificate: x509.Certificate, name: str) -> bool:
-    """Whether clients accept the certificate for ``name``."""
-    names = list(map(str.lower, names_in(certificate)))
-    wanted = name.lower()
-    # A star matches a single label; addresses have none.
-    star = f"*.{wanted.partition('.')[2]}"
-    return wanted in names or ("." in wanted and not is_address(wanted) and star in names)
+    """Return whether clients accept the certificate for ``name``."""
+    names = [certified.lower() for certified in names_in(certificate)]
+    name = name.lower()
+    if name in names:
+        return True
+    # A wildcard stands for one label of a domain name.
+    _, dot, domain = name.partition(".")
+    return bool(dot) and not is_address(name) and f"*.{domain}" in names
 
 
 def is_address(name: str) -> bool:
@@ -156,7 +156,7 @@ def public_key_pem(source: x509.Certificate | PrivateKeyTypes) -> bytes:
 def name_constraints(names: Sequence[str]) -> x509.NameConstraints:
     """Permit these names (with subdomains) and addresses.
 
-    RFC 5280, 4.2.1.10: a kind of name without an entry would be unlimited.
+    Both kinds get an entry, because a kind without one would be unlimited (RFC 5280, 4.2.1.10).
     """
     subtrees = sorted({_name_constraint(name) for name in names})
     domains = [subtree for subtree in subtrees if "/" not in subtree] or [_NO_NAME]
@@ -167,7 +167,7 @@ def name_constraints(names: Sequence[str]) -> x509.NameConstraints:
 
 
 def permitted_names(certificate: x509.Certificate) -> list[str] | None:
-    """Return what a CA may sign for; ``None``: not limited."""
+    """Return the names that a CA may sign for; ``None`` if it is not limited."""
     try:
         limits = certificate.extensions.get_extension_for_class(x509.NameConstraints).value
     except x509.ExtensionNotFound:
@@ -182,7 +182,6 @@ def _name_constraint(name: str) -> str:
         return name.lower().removeprefix("*.")
 
 
-# P-256, which every current client accepts.
 @dataclass(frozen=True, slots=True)
 class _Authority:
     certificate: x509.Certificate
@@ -213,7 +212,7 @@ def renewal_reason(
     return ""
 
 
-def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
+def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> CertificateAndKey:
     """Return a new key and certificate; create the CA if missing."""
     authority = _extend_permitted_names(
         _read_authority(ca_dir) or _create_authority(ca_dir, names), names, ca_dir
@@ -235,7 +234,7 @@ def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
         .add_extension(issuer, critical=False)
     )
     leaf = builder.sign(authority.key, hashes.SHA256())
-    return Pair(leaf.public_bytes(Encoding.PEM), _key_pem(key))
+    return CertificateAndKey(leaf.public_bytes(Encoding.PEM), _key_pem(key))
 
 
 def ca_path(ca_dir: str) -> Path:
@@ -253,20 +252,19 @@ def _read_authority(ca_dir: str) -> _Authority | None:
     except (OSError, ValueError, TypeError) as error:
         message = f"{folder} contains no CA ({type(error).__name__})"
         raise SettingsError.one("serve.ca_dir", message, fix) from error
-    is_pair = public_key_pem(certificate) == public_key_pem(key)
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not is_pair:
-        raise SettingsError.one(
-            "serve.ca_dir", f"certificate and key in {folder} do not match", fix
-        )
+    matches = public_key_pem(certificate) == public_key_pem(key)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not matches:
+        message = f"certificate and key in {folder} do not match"
+        raise SettingsError.one("serve.ca_dir", message, fix)
     if certificate.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
         message = f"the CA in {folder} expires on {certificate.not_valid_after_utc:%Y-%m-%d}"
-        fix = f"move {folder} away and run again; then give clients the new CA"
+        fix = f"rename {folder} and run again; then install the new CA on the clients"
         raise SettingsError.one("serve.ca_dir", message, fix)
     return _Authority(certificate, key)
 
 
 def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
-    """Create the directory by a rename, so that no half-made CA exists."""
+    """Create the CA in a temporary directory and rename it, so that it is never incomplete."""
     folder = Path(ca_dir).expanduser()
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _common_name(f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}")
@@ -281,13 +279,14 @@ def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
 
 
 def _extend_permitted_names(authority: _Authority, names: Sequence[str], ca_dir: str) -> _Authority:
-    """Let the CA sign for more names; clients with the earlier file still trust it."""
-    before = authority.certificate
-    permitted = permitted_names(before)
+    """Let the CA sign for more names; clients that have its earlier certificate still trust it."""
+    old = authority.certificate
+    permitted = permitted_names(old)
     if permitted is None or {_name_constraint(name) for name in names} <= set(permitted):
         return authority
-    end = before.not_valid_after_utc
-    certificate = _self_signed(authority.key, before.subject, end, [*permitted, *names])
+    certificate = _self_signed(
+        authority.key, old.subject, old.not_valid_after_utc, [*permitted, *names]
+    )
     write_pieces(ca_path(ca_dir), [certificate.public_bytes(Encoding.PEM)])
     return _Authority(certificate, authority.key)
 
@@ -318,7 +317,7 @@ def _certificate_builder(
         x509.CertificateBuilder()
         .subject_name(subject)
         .serial_number(x509.random_serial_number())
-        # Clocks differ a little.
+        # The clocks of clients may be behind.
         .not_valid_before(now() - timedelta(hours=1))
         .not_valid_after(end)
         .public_key(key.public_key())

@@ -1,10 +1,10 @@
-"""Run commands on a host, with progress and reconnects."""
+"""Run commands on a host; show progress, and reconnect if the connection is lost."""
 
 import shlex
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import gevent
@@ -28,13 +28,13 @@ def current_host() -> Host:
 
 
 def log(text: str) -> None:
-    """Log while executing, not in the prediction before."""
+    """Log unless pyinfra only predicts changes."""
     if state.is_executing:
         host.log(text)
 
 
 def log_once(text: str, colour: str | None = None) -> None:
-    """Log once in a run, in the prediction if there is one (not with ``-y``)."""
+    """Log a text once per run: while predicting, or while executing if ``-y`` skips that."""
     logged = _logged.setdefault(current_host(), set())
     if text not in logged:
         logged.add(text)
@@ -42,22 +42,22 @@ def log_once(text: str, colour: str | None = None) -> None:
 
 
 def predict(change: str) -> None:
-    """Note a predicted ``change``, so that later operations do not predict it again."""
+    """Record a predicted ``change``, so that later operations do not predict it again."""
     if not state.is_executing:
         _predicted.setdefault(current_host(), set()).add(change)
 
 
 def is_predicted(change: str) -> bool:
-    """Whether an earlier operation predicted ``change``."""
+    """Return whether an earlier operation predicted ``change``."""
     return not state.is_executing and change in _predicted.get(current_host(), ())
 
 
 def shell(script: str, *, stdin: str | None = None) -> StringCommand:
-    more: Any = {} if stdin is None else {"_stdin": stdin}
-    return StringCommand("sh", "-c", shlex.quote(script), **more)
+    arguments: Any = {} if stdin is None else {"_stdin": stdin}
+    return StringCommand("sh", "-c", shlex.quote(script), **arguments)
 
 
-class CommandFailed(Exception):  # noqa: N818 - the shell's word
+class CommandError(Exception):
     def __init__(self, command: str, output: str):
         self.output = output
         super().__init__(f"{command.splitlines()[0][:120]}\n{output}")
@@ -68,52 +68,56 @@ def run(
 ) -> list[str]:
     """Run a command with the operation's sudo settings; return lines of standard output.
 
-    Raises CommandFailed on another exit status than 0, time-out or lost connection.
+    Raises CommandError if the command fails or times out, or the connection is lost.
     """
-    operation_arguments: dict[str, Any] = dict(host.current_op_global_arguments or {})
-    keep = ("_sudo", "_sudo_user", "_sudo_password", "_use_sudo_login", "_env", "_shell_executable")
+    inherited = ("_sudo", "_sudo_user", "_sudo_password", "_use_sudo_login", "_env",
+                 "_shell_executable")  # fmt: skip
     arguments: dict[str, Any] = {
-        key: operation_arguments[key] for key in keep if operation_arguments.get(key)
+        key: value
+        for key, value in (host.current_op_global_arguments or {}).items()
+        if key in inherited and value
     }
     if stdin is not None:
         arguments["_stdin"] = stdin
-    wrapped = command if isinstance(command, StringCommand) else StringCommand(command)
+    if isinstance(command, str):
+        command = StringCommand(command)
     try:
-        ok, output = host.run_shell_command(wrapped, _timeout=timeout_s, **arguments)
+        ok, output = host.run_shell_command(command, _timeout=timeout_s, **arguments)
     except (TimeoutError, OSError, SSHException) as error:
-        raise CommandFailed(str(wrapped), f"{type(error).__name__} {error}".strip()) from error
+        raise CommandError(str(command), f"{type(error).__name__} {error}".strip()) from error
     if not ok:
-        raise CommandFailed(str(wrapped), output.output)
+        raise CommandError(str(command), output.output)
     return output.stdout_lines
 
 
 @contextmanager
 def heartbeat(host: Host, activity: str) -> Iterator[None]:
+    """Log the activity and the elapsed time every few seconds, so that slow work is visible."""
     started = time.monotonic()
 
-    def beat() -> None:
+    def log_elapsed() -> None:
         while True:
             gevent.sleep(HEARTBEAT_S)
             host.log(f"{activity}: {time.monotonic() - started:.0f} s")
 
-    greenlet = gevent.spawn(beat)
+    greenlet = gevent.spawn(log_elapsed)
     try:
         yield
     finally:
         greenlet.kill()
 
 
-def each(items: Iterable[T]) -> Iterator[T]:
-    """Yield items so that pyinfra tells their operations apart by position.
+def host_loop(items: Iterable[T]) -> Iterator[T]:
+    """Loop over items whose operations differ between hosts.
 
-    pyinfra 3.10 identifies operations by line numbers: a plain ``for`` mixes those of hosts.
+    pyinfra 3.10 identifies operations by line number: a plain ``for`` would mix up the hosts.
     """
     yield from host.loop(list(items))  # type: ignore[no-untyped-call]  # untyped in pyinfra
 
 
-def in_waves(waves: Iterable[Wave]) -> Iterator[Wave]:
-    """Yield this host's wave in turn: an operation for each wave, in order."""
-    yield from (wave for wave in each(waves) if host.name in wave)
+def waves_of_this_host(waves: Iterable[Wave]) -> Iterator[Wave]:
+    """Yield each wave with this host; every wave gets an operation, in order."""
+    yield from (wave for wave in host_loop(waves) if host.name in wave)
 
 
 RECONNECT_TIMEOUT_S = 420  # a reboot takes minutes
@@ -121,24 +125,34 @@ _COMMAND_TIMEOUT_S = 60
 _LONGEST_PAUSE_S = 15
 
 
-def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
-    """Run ``script``, reconnecting if needed; return success, output and errors.
+class ScriptResult(NamedTuple):
+    ok: bool
+    stdout: str
+    stderr: str
 
-    Uses sudo as set for the host. Raises ConnectError if the host stays away.
+    @property
+    def text(self) -> str:
+        return (self.stderr or self.stdout).strip()
+
+
+def run_reconnecting(host: Host, script: str) -> ScriptResult:
+    """Run ``script`` with the host's sudo settings; reconnect if the connection is lost.
+
+    Raises ConnectError if the host stays unreachable.
     """
     lost_at, pause_s = None, 1
     with heartbeat(host, "waiting for the host to answer"):
         while lost_at is None or time.monotonic() - lost_at < RECONNECT_TIMEOUT_S:
             try:
                 if not host.connected:
-                    # Otherwise the next command would use a client without connection.
+                    # Otherwise the next command would use a disconnected client.
                     host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
                 ok, output = host.run_shell_command(
                     shell(script), _sudo=host.data.get("_sudo", False), _timeout=_COMMAND_TIMEOUT_S
                 )
                 # A lost connection looks like a failed command.
                 if ok or not is_disconnected(host):
-                    return ok, output.stdout, output.stderr
+                    return ScriptResult(ok, output.stdout, output.stderr)
                 reason = "closed"
             except (TimeoutError, OSError, EOFError, SSHException, ConnectError) as error:
                 reason = type(error).__name__
@@ -154,7 +168,7 @@ def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
 
 
 def is_disconnected(host: Host) -> bool:
-    """Whether the SSH connection to a host is lost."""
+    """Return whether the SSH connection to a host is lost; local hosts have none."""
     client = getattr(getattr(host, "connector", None), "client", None)
     if client is None:
         return False

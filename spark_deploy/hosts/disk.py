@@ -1,7 +1,7 @@
-"""Filesystems of a host, and weights that can be linked instead of downloaded.
+"""Disk usage of a host, and weights that can be linked instead of downloaded.
 
-Counted are files of a hub cache, named by hash, and files in receipts: shards of two commits have
-equal sizes, so a size proves nothing.
+Only files with a known hash count (files of a hub cache, and files in receipts), because shards of
+different commits have equal sizes.
 """
 
 import json
@@ -19,20 +19,20 @@ from spark_contract.units import SHA256
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A path to write to, and the filesystem it is or will be on."""
+class DiskUsage:
+    """A path that a deploy writes to, and its filesystem."""
 
     path: str
-    present_bytes: int  # already under this path
+    present_bytes: int  # files below this path
     mount: str
     device: str
     available_bytes: int
-    folder: str = ""  # the real directory; docker's data may have been moved
+    folder: str = ""  # where the files really are: docker's data may have been moved
 
 
 @dataclass(frozen=True, slots=True)
 class ParentDirectory:
-    """A parent directory; who may write to it can replace the place."""
+    """A parent directory; anyone who can write to it can replace its content."""
 
     path: str
     owner: str
@@ -41,7 +41,7 @@ class ParentDirectory:
 
     @property
     def writer(self) -> str:
-        """Describe which other user can write to it; "" if only root."""
+        """Return which users other than root can write to it; "" if none."""
         if self.owner != "root":
             return f"belongs to {self.owner}"
         if self.mode & stat.S_ISVTX:  # sticky: root's entries stay root's
@@ -68,9 +68,9 @@ image_store=${image_store%%|*}
 
 
 def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
-    """Print the filesystem of each path or the nearest existing parent.
+    """Print the filesystem of each path, or of its nearest existing parent.
 
-    For ``docker_dirs`` it prints that of Docker's image store.
+    ``docker_dirs`` stand for the image store of docker, wherever it is.
     """
     words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
     skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
@@ -107,13 +107,12 @@ command -v docker >/dev/null 2>&1 && timeout 20 docker system df --format '{{{{j
 """
 
 
-def parse_places(lines: Iterable[str]) -> Iterator[Place]:
-    """Sizes of df and du are in KiB."""
+def parse_disk_usage(lines: Iterable[str]) -> Iterator[DiskUsage]:
     for line in lines:
         fields = line.split("\t")
         if len(fields) in (5, 6) and fields[1].isdigit() and fields[3].isdigit():
             path, used_kib, device, available_kib, mount, *folder = fields
-            yield Place(
+            yield DiskUsage(
                 path, int(used_kib) * 1024, mount, device, int(available_kib) * 1024, *folder
             )
 
@@ -127,7 +126,7 @@ def parse_parents(lines: Iterable[str]) -> Iterator[ParentDirectory]:
 
 
 def parse_reclaimable(lines: Iterable[str]) -> dict[str, int]:
-    """Return bytes by kind; docker prints decimal sizes (``12.3GB``)."""
+    """Return the reclaimable bytes of each kind in `docker system df`."""
     sizes = {}
     for line in lines:
         with suppress(ValueError):
@@ -142,27 +141,27 @@ def parse_reclaimable(lines: Iterable[str]) -> dict[str, int]:
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-# Instead of a device: another user could change the file, so it is copied, not linked.
+# Printed instead of a file's device if other users could change the file: then it is copied.
 COPIED = "-"
 _NO_GLOB = re.compile(r"[^*?\[\]]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """Files of known content, and the devices of planned paths."""
+class StoredFiles:
+    """Files with a known hash, and the devices of planned paths."""
 
     devices: dict[str, str] = field(default_factory=dict)  # path -> device number
     files: frozenset[tuple[str, str, int]] = frozenset()  # device number, sha256, bytes
     folders: dict[str, str] = field(default_factory=dict)  # sha256 -> cache or checkpoint
 
-    def linkable_bytes(self, path: str, wanted: Iterable[tuple[str, int]]) -> int:
-        """Add up the ``wanted`` (sha256, bytes) that can be hard-linked to ``path``."""
+    def linkable_bytes(self, path: str, files: Iterable[tuple[str, int]]) -> int:
+        """Add up the ``files`` (sha256, bytes) that can be hard-linked to ``path``."""
         device = self.devices.get(path, "")
-        return sum(size for sha256, size in set(wanted) if (device, sha256, size) in self.files)
+        return sum(size for sha256, size in set(files) if (device, sha256, size) in self.files)
 
 
 def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
-    """Return a script that prints files and receipts in ``look_in``, and devices of ``paths``."""
+    """Print the devices of ``paths``, and files and receipts in the globs ``look_in``."""
     if not look_in:
         return ""
     words = " ".join(shlex.quote(path) for path in paths)
@@ -182,7 +181,7 @@ for root in {roots}; do
       -o -printf 'file\t{COPIED}\t%s\t%p\n' \)
   }}
   list "$root" ! -path '*/blobs/??/*'
-  # Shared blobs of a cache have another name; the links to them have the hash.
+  # Shared blobs of a cache are not named by hash, but the links to them are.
   list -L "$root" -maxdepth 3 -path '*/blobs/*' -xtype l
   for receipt in "$root"/{RECEIPT_NAME} "$root"/*/{RECEIPT_NAME}; do
     [ -f "$receipt" ] || continue
@@ -194,9 +193,9 @@ done
 """
 
 
-def parse_stored(lines: Iterable[str]) -> Stored:
+def parse_stored(lines: Iterable[str]) -> StoredFiles:
     devices, files = {}, []
-    listed: dict[tuple[str, int], str] = {}
+    receipt_hashes: dict[tuple[str, int], str] = {}  # path and size -> sha256
     for line in lines:
         kind, *fields = line.split("\t", 3)
         if kind == "device" and len(fields) == 2:
@@ -207,13 +206,13 @@ def parse_stored(lines: Iterable[str]) -> Stored:
             with suppress(DocumentError):
                 for file in receipts.parse(fields[1]).files:
                     if file.sha256 is not None:
-                        listed[f"{fields[0]}/{file.path}", file.size_bytes] = file.sha256
+                        receipt_hashes[f"{fields[0]}/{file.path}", file.size_bytes] = file.sha256
     known, folders = [], {}
     for device, size, path in files:
         folder, _, name = path.rpartition("/")
-        sha256 = name if re.fullmatch(SHA256, name) else listed.get((path, size))
+        sha256 = name if re.fullmatch(SHA256, name) else receipt_hashes.get((path, size))
         if sha256:
             known.append((device, sha256, size))
             cache, marker, _ = path.partition("/models--")
             folders[sha256] = cache if marker else folder
-    return Stored(devices, frozenset(known), folders)
+    return StoredFiles(devices, frozenset(known), folders)

@@ -1,7 +1,4 @@
-"""Container engine with the NVIDIA runtime; decisions use the running state, not files.
-
-Reloadable keys: dockerd reference, "Configuration reload behavior".
-"""
+"""Install and configure docker with the NVIDIA runtime; the running daemon decides, not files."""
 
 import json
 import re
@@ -17,16 +14,17 @@ from spark_contract.paths import GPU_RECEIPT, backup_path
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts import gpu
 from spark_deploy.hosts.capacity import competing_containers
-from spark_deploy.hosts.commands import CommandFailed, heartbeat, log, log_once, run
+from spark_deploy.hosts.commands import CommandError, heartbeat, log, log_once, run
 from spark_deploy.hosts.docker_facts import CONTAINERS_SCRIPT, Docker, DockerState, parse_containers
 from spark_deploy.hosts.facts import build_script, read_fact, run_fact, split_sections
 from spark_deploy.hosts.files import put_files
-from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation, refuse
+from spark_deploy.hosts.operations import Commands, HostError, fail, host_command, host_operation
 from spark_deploy.hosts.packages import add_repositories, install
 from spark_deploy.plan.jobs import DAEMON_JSON
 from spark_deploy.plan.types import DockerPlan, ManagedFile
 
 NVIDIA_RUNTIME = {"path": "nvidia-container-runtime", "args": []}
+# dockerd reference, "Configuration reload behavior".
 RELOADABLE = frozenset(
     re.findall(
         r"[a-z-]+",
@@ -38,7 +36,7 @@ RELOADABLE = frozenset(
 
 
 def parse_daemon_json(text: str) -> dict[str, Any]:
-    """An empty file is `{}`. Raises ValueError if it is no JSON object."""
+    """Parse daemon.json, which may be empty. Raises ValueError if it is not a JSON object."""
     value = json.loads(text) if text.strip() else {}
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
@@ -60,23 +58,25 @@ def merge(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, An
 
 
 def merge_with_runtime(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge, and register the NVIDIA runtime unless it is registered."""
+    """Merge, and register the NVIDIA runtime if it is missing."""
     result = merge(present, wanted)
     runtimes = result.get("runtimes")
     nvidia = runtimes.get("nvidia") if isinstance(runtimes, dict) else None
-    if not (isinstance(nvidia, dict) and (nvidia.get("path") or nvidia.get("runtimeType"))):
-        result = merge(result, {"runtimes": {"nvidia": NVIDIA_RUNTIME}})
-    return result
+    if isinstance(nvidia, dict) and (nvidia.get("path") or nvidia.get("runtimeType")):
+        return result
+    return merge(result, {"runtimes": {"nvidia": NVIDIA_RUNTIME}})
 
 
 def unmet_keys(wanted: Mapping[str, Any], info: Mapping[str, Any]) -> tuple[str, ...]:
-    """List keys that `docker info` (``info``) shows with another value."""
+    """Return the keys of ``wanted`` that have a different value in `docker info`."""
     return tuple(
-        k for k, value in wanted.items() if k in _IN_EFFECT and not _IN_EFFECT[k](value, info)
+        key
+        for key, value in wanted.items()
+        if key in _IN_EFFECT and not _IN_EFFECT[key](value, info)
     )
 
 
-def _insecure(value: Any, info: Mapping[str, Any]) -> bool:
+def _are_insecure(value: Any, info: Mapping[str, Any]) -> bool:
     registry = info.get("RegistryConfig") or {}
     networks = registry.get("InsecureRegistryCIDRs") or []
     indexes = registry.get("IndexConfigs") or {}
@@ -84,7 +84,7 @@ def _insecure(value: Any, info: Mapping[str, Any]) -> bool:
     return all(name in insecure or name in networks for name in value)
 
 
-def _mirrors(value: Any, info: Mapping[str, Any]) -> bool:
+def _are_mirrors(value: Any, info: Mapping[str, Any]) -> bool:
     mirrors = (info.get("RegistryConfig") or {}).get("Mirrors") or []
     return {mirror.rstrip("/") for mirror in value} <= {mirror.rstrip("/") for mirror in mirrors}
 
@@ -97,17 +97,16 @@ _IN_EFFECT = {
     "log-driver": lambda value, info: info.get("LoggingDriver") == value,
     "data-root": lambda value, info: info.get("DockerRootDir") == value,
     "storage-driver": lambda value, info: info.get("Driver") == value,
-    "insecure-registries": _insecure,
-    "registry-mirrors": _mirrors,
+    "insecure-registries": _are_insecure,
+    "registry-mirrors": _are_mirrors,
 }
 
 
 _LOG_TAIL = "journalctl -u docker.service -t dockerd -n 8 -o cat --no-pager"
 
-# apt exits 0 even if the daemon died at the first start. If it starts before the socket, it dies
-# ("no sockets found via socket activation"), restarts into the start limit and takes the socket
-# along; then only both together, socket first, start again (10 % of installations over a removed
-# package).
+# apt exits 0 even if the daemon died at its first start. In 10 % of reinstallations it starts before
+# its socket, fails ("no sockets found via socket activation") until systemd's start limit, and the
+# socket fails as well; then they must be started again together, the socket first.
 _BRING_UP = """\
 up() {
   for i in $(seq 60); do
@@ -128,20 +127,20 @@ systemctl start docker.socket && systemctl start docker.service && up"""
 
 @host_command
 def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
-    """Start the engine, and refuse containers that docker starts by itself.
+    """Start docker, and fail if it starts other engines.
 
     Preflight cannot list containers while the daemon is down.
     """
     _bring_up(host, "systemctl enable --now docker")
     lines = run(host, build_script("exec 2>/dev/null", CONTAINERS_SCRIPT), timeout_s=60)
     containers = tuple(parse_containers(split_sections(lines)["containers"]))
-    fix = "stop it, or list it in takeover:; then run again"
+    fix = "stop it or list it in takeover, then run again"
     problems = []
     for container in competing_containers(containers, allowed):
         message = f"started with docker ({container.image}, restart: {container.restart})"
         problems.append(Problem(f"container {container.name}", message, fix))
     if problems:
-        raise Refused(*problems)
+        raise HostError(*problems)
     return True
 
 
@@ -153,33 +152,33 @@ def apply_keys(
     wanted: Mapping[str, Any],
     keys: tuple[str, ...],
 ) -> bool:
-    """Reload the daemon; restart it if that is not enough."""
+    """Reload the daemon; restart it if the keys need it."""
     if set(keys) <= RELOADABLE:
         try:
             run(host, "systemctl reload docker && sleep 1", timeout_s=60)
-        except CommandFailed as failure:
+        except CommandError as failure:
             host.log(f"docker did not reload: {failure.output.strip()}")
         docker = run_fact(host, DockerState, timeout_s=120, **arguments)
         if not unmet_keys(wanted, docker.info):
             return True
-        host.log("a reload was not enough, docker is restarted")
+        host.log("the reload did not apply all keys; restarting docker")
     _bring_up(host, "systemctl restart docker")
     docker = run_fact(host, DockerState, timeout_s=120, **arguments)
     if unmet := unmet_keys(wanted, docker.info):
-        message = f"after a restart the daemon still does not run with {', '.join(unmet)}"
+        message = f"after a restart the daemon still does not use {', '.join(unmet)}"
         fix = "remove these keys from the options of dockerd (`systemctl cat docker`)"
-        refuse("docker", message, fix)
+        fail("docker", message, fix)
     return True
 
 
 def _bring_up(host: Host, command: str) -> None:
     try:
-        with heartbeat(host, "docker starts"):
+        with heartbeat(host, "starting docker"):
             run(host, _BRING_UP % command, timeout_s=240)
-    except CommandFailed:
+    except CommandError:
         tail = "\n".join(run(host, f"{_LOG_TAIL}; true", timeout_s=30))
         fix = "fix the reported cause (`journalctl -u docker`), then run again"
-        refuse("docker", f"the daemon does not start\n{tail}", fix)
+        fail("docker", f"the daemon does not start\n{tail}", fix)
 
 
 GROUP = "docker"  # members can become root on the host
@@ -199,7 +198,7 @@ def read_state(plan: DockerPlan) -> Docker:
 
 
 def missing_packages(plan: DockerPlan, state: Docker) -> tuple[str, ...]:
-    """An installed engine, such as Docker CE, is kept."""
+    """Return packages to install; an installed engine, such as Docker CE, is kept."""
     wanted = (
         *(() if state.dockerd else plan.packages),
         *(() if state.toolkit_version else plan.toolkit_packages),
@@ -208,13 +207,14 @@ def missing_packages(plan: DockerPlan, state: Docker) -> tuple[str, ...]:
 
 
 def planned_keys(plan: DockerPlan, state: Docker) -> dict[str, Any]:
-    """Return our keys of daemon.json with the runtimes of the merged file."""
-    full = planned_file(plan, state, parse_daemon_json(state.daemon_json or ""))
-    return {**plan.daemon, **({"runtimes": full["runtimes"]} if "runtimes" in full else {})}
+    """Return our keys of daemon.json, with all runtimes of the merged file."""
+    merged = planned_file(plan, state, parse_daemon_json(state.daemon_json or ""))
+    runtimes = {"runtimes": merged["runtimes"]} if "runtimes" in merged else {}
+    return {**plan.daemon, **runtimes}
 
 
 def planned_file(plan: DockerPlan, state: Docker, present: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge daemon.json, without a runtime that the host lacks."""
+    """Merge our keys into daemon.json, with the NVIDIA runtime if it is installed."""
     if gpu.lacks_runtime(state):
         return merge(present, plan.daemon)
     return merge_with_runtime(present, plan.daemon)
@@ -231,8 +231,8 @@ def add_docker_repositories(plan: DockerPlan) -> Commands:
 def install_engine(plan: DockerPlan) -> Commands:
     state = read_state(plan)
     if state.snap:
-        message = "docker is the snap package; snap confinement keeps the NVIDIA libraries out"
-        refuse("docker", message, "remove it (`snap remove docker`), then run again")
+        message = "docker is the snap package, whose confinement blocks the NVIDIA libraries"
+        fail("docker", message, "remove it (`snap remove docker`), then run again")
     if names := missing_packages(plan, state):
         yield install(names, plan.package_lock_wait_s)
         return
@@ -248,29 +248,29 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
         present = parse_daemon_json(text or "")
     except ValueError as error:
         fix = "correct the file, then run again"
-        refuse(DAEMON_JSON, f"is not a JSON object ({error}); it was not changed", fix)
+        fail(DAEMON_JSON, f"is not a JSON object ({error}); it was not changed", fix)
     wanted = planned_file(plan, state, present)
     if text is not None and wanted == present:
         host.noop("daemon.json has our keys")
         return
     content = json.dumps(wanted, indent=4) + "\n"
-    # Keep the owner's file, once.
-    keep = shlex.quote(backup_path(DAEMON_JSON))
-    yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {keep}"
+    # A copy of the owner's file is made only once.
+    copy = shlex.quote(backup_path(DAEMON_JSON))
+    yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {copy}"
     yield put_files([ManagedFile(DAEMON_JSON, content.encode())])
 
 
 @host_operation
 def run_engine(plan: DockerPlan) -> Commands:
-    """Run the engine with our keys; reload if that is enough, otherwise restart.
+    """Make docker use our keys; reload it if that is enough, otherwise restart it.
 
-    Decided from `docker info`: it completes an interrupted run, and an owner's edit of the file
-    causes no restart.
+    `docker info` shows the keys in use: an interrupted run is completed, and an owner's edit of
+    the file does not cause a restart.
     """
     state = read_state(plan)
     if "docker" in state.silent:
-        fix = "check `systemctl status docker` and the load of the host, then run again"
-        refuse("docker", "the daemon accepts requests and does not answer", fix)
+        fix = "check `systemctl status docker` and the host's load, then run again"
+        fail("docker", "the daemon accepts requests but does not answer", fix)
     if not state.active:
         yield FunctionCommand(start_engine, [plan.allow_containers], {})
         return
@@ -279,61 +279,60 @@ def run_engine(plan: DockerPlan) -> Commands:
     if not keys:
         host.noop("the engine runs with our settings")
         return
-    reloads = set(keys) <= RELOADABLE
-    action = "reloads the configuration" if reloads else "is restarted"
+    can_reload = set(keys) <= RELOADABLE
+    action = "reloads the configuration" if can_reload else "is restarted"
     log(f"docker {action} for: {', '.join(keys)}")
-    if state.serving and not reloads:
+    if state.serving and not can_reload:
         log(f"this stops {', '.join(state.serving)}, which starts again by itself")
     yield FunctionCommand(apply_keys, [fact_arguments(plan), wanted, keys], {})
 
 
 def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
-    """List our keys that are not in effect.
+    """Return our keys that the daemon does not use yet.
 
-    A key that `docker info` does not show counts if the file is newer than the daemon, or is about
-    to get it.
+    `docker info` does not show all keys. The others count if the file changed after the daemon's
+    start, or is about to change.
     """
     present = parse_daemon_json(state.daemon_json or "")
-    newer = state.daemon_json_mtime_s > state.started_at_s
-    return (
-        *unmet_keys(wanted, state.info),
-        *(
-            key
-            for key, value in wanted.items()
-            if key not in _IN_EFFECT and (newer or merge(present, {key: value}) != present)
-        ),
+    is_newer = state.daemon_json_mtime_s > state.started_at_s
+    not_shown = (
+        key
+        for key, value in wanted.items()
+        if key not in _IN_EFFECT and (is_newer or merge(present, {key: value}) != present)
     )
+    return (*unmet_keys(wanted, state.info), *not_shown)
 
 
 @host_operation
 def add_users(plan: DockerPlan) -> Commands:
-    """Members are never removed; our own commands use sudo."""
+    """Add users to the docker group; members are never removed."""
     groups = read_state(plan).groups
     missing = [user for user in plan.users if GROUP not in groups.get(user, (GROUP,))]
     unknown = [user for user in plan.users if user not in groups]
     if unknown:
         message = f"no such user on this host: {', '.join(unknown)}"
-        refuse("docker.users", message, "create the user, or remove the name from docker.users")
+        fail("docker.users", message, "create the user, or remove the name from docker.users")
     if not missing:
         host.noop(f"in group {GROUP}: {', '.join(plan.users) or 'no user requested'}")
         return
     for user in missing:
         yield StringCommand("usermod", "-aG", GROUP, "--", shlex.quote(user))
     log(
-        f"{', '.join(missing)}: docker without sudo from the next login on; open sessions "
-        "keep their old groups (`newgrp docker`; `ssh -O exit HOST` for a shared connection)"
+        f"{', '.join(missing)}: may use docker without sudo from the next login; in an open "
+        "session run `newgrp docker`; close a shared SSH connection with `ssh -O exit HOST`"
     )
 
 
 @host_operation
 def generate_cdi(plan: DockerPlan) -> Commands:
-    """Generate a CDI specification of the loaded driver, if the host uses CDI.
+    """Generate a CDI specification for the loaded driver, if the host uses CDI.
 
-    One of an older driver names missing libraries; docker 29 uses it for `--gpus`.
+    A specification for an older driver lists libraries that no longer exist; docker 29 uses it for
+    `--gpus`.
     """
     state = read_state(plan)
     loaded = state.driver_version
-    stale = {
+    outdated = {
         path: version
         for path, version in state.cdi.items()
         if path.startswith("/etc/cdi/") and loaded and version not in ("", loaded)
@@ -342,32 +341,34 @@ def generate_cdi(plan: DockerPlan) -> Commands:
         log(f"containers get the GPU through CDI: generating {gpu.SPECIFICATION}")
         yield f"nvidia-ctk cdi generate --output={gpu.SPECIFICATION}"
         return
-    if not stale:
+    if not outdated:
         host.noop("CDI is not used" if not state.cdi else "CDI matches the driver")
-    for path, version in stale.items():
+    for path, version in outdated.items():
         log(f"{path} is for driver {version}, but {loaded} is loaded")
         yield f"nvidia-ctk cdi generate --output={shlex.quote(path)}"
 
 
 @host_operation
 def check_gpu_container(plan: DockerPlan) -> Commands:
-    """The receipt is valid until a version changes."""
+    """List the GPUs in a container, unless that worked with the same versions before."""
     state = read_state(plan)
     key = gpu.check_key(plan, state)
     receipt = state.receipt
-    old = receipt.key if receipt else {}
+    old_key = receipt.key if receipt else {}
     if receipt and not current_state.is_executing:
-        # While docker is down, assume unknown versions as unchanged.
-        key = {name: value or old.get(name, "") for name, value in key.items()}
+        # Docker may not run yet: assume that unknown versions are unchanged.
+        key = {name: value or old_key.get(name, "") for name, value in key.items()}
     if state.silent:
         log_once(f"no answer in time from {', '.join(state.silent)}; assumed unchanged", "yellow")
-    # The engine's start uses these arguments, so they count like a version.
-    wanted = tuple(key["gpu_through"].split())
-    if receipt and (old, receipt.docker_arguments) == (key, wanted):
+    # Engines start with these arguments, so they count like a version.
+    arguments = tuple(key["gpu_through"].split())
+    if receipt and (old_key, receipt.docker_arguments) == (key, arguments):
         host.noop(f"{receipt.gpu} was visible inside a container with these versions")
         return
     changes = [
-        f"{name} {old.get(name)} -> {new}" for name, new in key.items() if old.get(name) != new
+        f"{name} {old_key.get(name)} -> {value}"
+        for name, value in key.items()
+        if old_key.get(name) != value
     ]
     if receipt and changes:
         log(f"changed since the last check: {', '.join(changes)}")

@@ -1,4 +1,4 @@
-"""Container engine and containers of a host.
+"""Read docker and the containers of a host.
 
 Sources: docker info (20.10 to 29), NVIDIA Container Toolkit 1.19, CDI specification files.
 """
@@ -26,8 +26,8 @@ from spark_deploy.hosts.facts import (
 from spark_deploy.hosts.packages import known_urls_script, packages_script, parse_packages
 from spark_deploy.plan.jobs import DAEMON_JSON
 
-# Not all of `docker info`, which contains proxies with passwords. CDISpecDirs is last: a client
-# without CDI fails there, after printing the rest.
+# Only these fields: others of `docker info` contain proxies with passwords. CDISpecDirs is last,
+# because a client without CDI fails there, after printing the rest.
 _INFO = re.findall(
     r"\w+",
     "Runtimes DefaultRuntime LiveRestoreEnabled Debug LoggingDriver DockerRootDir Driver "
@@ -36,7 +36,7 @@ _INFO = re.findall(
 _INFO_FORMAT = (
     "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) + "}\n{{json .CDISpecDirs}}"
 )
-# On a busy host: no answer means unknown, not absent.
+# A busy host may answer late; no answer means unknown, not missing.
 _TIMEOUTS_S = (30, 90)
 _SCRIPT = rf"""
 silent=
@@ -75,25 +75,25 @@ echo '== kernel'; uname -r
 
 @dataclass(frozen=True, slots=True)
 class Docker:
-    dockerd: str  # path; "" when there is no engine
+    dockerd: str  # path; "" if docker is not installed
     snap: bool
     unit: dict[str, str]  # LoadState ActiveState UnitFileState ExecMainStartTimestamp
-    daemon_json: str | None  # text of the file; None: no such file
+    daemon_json: str | None  # text of the file; None if missing
     daemon_json_mtime_s: float
-    info: dict[str, Any]  # {} when the daemon does not answer
+    info: dict[str, Any]  # {} if the daemon does not answer
     toolkit_version: str
     toolkit_mode: str  # "auto" | "legacy" | "cdi" | ""
-    runtime: str  # path of NVIDIA's runtime; "" when the toolkit has none
-    cdi: dict[str, str]  # path: driver version; "" where the file names no libcuda
-    cdi_directories: tuple[str, ...]  # read by the daemon; empty when it has no CDI
+    runtime: str  # path of NVIDIA's runtime; "" if the toolkit has none
+    cdi: dict[str, str]  # path: driver version; "" if the file lists no libcuda
+    cdi_directories: tuple[str, ...]  # read by the daemon; empty if it does not support CDI
     driver_version: str
     kernel: str
     serving: tuple[str, ...]
     packages: dict[str, str]
     known_urls: tuple[str, ...]
     receipt: GpuProof | None  # of the last GPU check in a container
-    groups: dict[str, tuple[str, ...]]  # of each requested user that exists
-    silent: tuple[str, ...] = ()  # those of docker, toolkit, driver that did not answer in time
+    groups: dict[str, tuple[str, ...]]  # groups of each requested user that exists
+    silent: tuple[str, ...] = ()  # which of docker, toolkit and driver did not answer in time
 
     @property
     def active(self) -> bool:
@@ -160,7 +160,7 @@ class DockerState(HostFact[Docker]):
 
 
 def _parse_json(lines: Iterable[str], kind: type[Any]) -> Any:
-    """Other text, such as an error of the daemon, gives an empty value."""
+    """Parse JSON of a kind; any other text, such as a daemon's error, gives an empty value."""
     try:
         value = json.loads("\n".join(lines))
     except ValueError:
@@ -168,7 +168,7 @@ def _parse_json(lines: Iterable[str], kind: type[Any]) -> Any:
     return value if isinstance(value, kind) else kind()
 
 
-# Without the command line and with a single variable: the rest may contain secrets.
+# Neither command line nor environment, except for one variable: they may contain secrets.
 _FIELDS = {
     "id": ".Id",
     "name": ".Name",
@@ -179,7 +179,7 @@ _FIELDS = {
     "requests": ".HostConfig.DeviceRequests",
     "labels": ".Config.Labels",
 }
-# The final null is for an unset variable, which prints nothing.
+# An unset variable prints nothing; the final null keeps the list valid.
 _VISIBLE = (
     '{{range .Config.Env}}{{$words := split . "="}}'
     '{{if eq (index $words 0) "NVIDIA_VISIBLE_DEVICES"}}{{json (index $words 1)}},{{end}}{{end}}'
@@ -200,7 +200,7 @@ fi
 
 
 def images_script(references: Sequence[str]) -> str:
-    """Print which images (tags or name@digest) the host has."""
+    """Print which of the images (tags or name@digest) exist."""
     names = " ".join(shlex.quote(reference) for reference in references)
     return rf"""
 echo '== images'
@@ -211,12 +211,12 @@ command -v docker >/dev/null 2>&1 && [ $# != 0 ] &&
 """
 
 
-# Servers that load models, by the image's repository name.
+# Repository names of images that serve models.
 _ENGINES = re.compile(
     r"vllm|sglang|ollama|llama[._-]?cpp|llama-server|text-generation|tritonserver|trtllm|"
     r"tensorrt|lmdeploy|exllama|tabbyapi|lmstudio|comfyui|nim/|aphrodite|localai"
 )
-# Of a release or job; other projects also use the prefix "spark-".
+# Containers of releases and jobs; other projects also use the prefix "spark-".
 _MANAGED_NAME = re.compile(rf"spark-[a-z0-9-]+-{DIGEST12}")
 
 
@@ -241,7 +241,7 @@ class Container:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs or is about to."""
+        """Whether the container runs or is about to run."""
         return self.state in ("running", "restarting", "paused")
 
     @property

@@ -1,8 +1,9 @@
-"""The network between cluster members: judge it, set it up, measure it."""
+"""Check, set up and measure the network between cluster members."""
 
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import gevent
 from pyinfra import host, state
@@ -21,16 +22,16 @@ from spark_contract.tool import FABRIC, FABRIC_SPEED, HOST_TOOL, command_line
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.hosts.capacity import Verdict
+from spark_deploy.hosts.capacity import Findings
 from spark_deploy.hosts.commands import log, log_once, run_reconnecting
 from spark_deploy.hosts.facts import read_fact
-from spark_deploy.hosts.network import Fabric, Netplan, NetplanFiles, Reach
+from spark_deploy.hosts.network import Fabric, Netplan, NetplanFiles, Reachability
 from spark_deploy.hosts.operations import (
     Commands,
-    Refused,
+    HostError,
+    fail,
     host_command,
     host_operation,
-    refuse,
     warn,
 )
 from spark_deploy.hosts.survey import Survey
@@ -44,18 +45,18 @@ _LARGE_MTU = 9000
 def read_reachability(links: Sequence[FabricLink]) -> dict[str, str]:
     """Map each address to whether full-size packets get a reply: "yes", "no" or "unknown"."""
     targets = tuple((link.interface, link.address, link.mtu) for link in links)
-    return read_fact(Reach, _sudo=False, links=targets)
+    return read_fact(Reachability, _sudo=False, links=targets)
 
 
-def judge_links(host: str, links: Sequence[FabricLink], reached: Mapping[str, str]) -> Verdict:
-    """Judge the links from a host to other members."""
+def check_links(host: str, links: Sequence[FabricLink], reached: Mapping[str, str]) -> Findings:
+    """Return what is wrong with the links from a host to other members."""
     problems, warnings = [], []
     for link in links:
         where = f"{host}: {link.interface}"
         answer = reached.get(link.address, "unknown")
         if answer == "no":
             message = f"no packet of {link.mtu} bytes comes back from {link.host} ({link.address})"
-            fix = "check cable, address and MTU on both hosts, and that no firewall blocks members"
+            fix = "check cable, address, MTU and firewall on both hosts"
             problems.append(Problem(where, message, fix))
         if answer == "unknown":
             message = (
@@ -65,7 +66,7 @@ def judge_links(host: str, links: Sequence[FabricLink], reached: Mapping[str, st
         if link.mtu != link.other_mtu:
             message = f"MTU {link.mtu}, but {link.other_mtu} on {link.host}"
             problems.append(Problem(where, message, "set the same MTU on both hosts (netplan)"))
-    return Verdict(tuple(problems), (*warnings, *_slow_links(host, links)))
+    return Findings(tuple(problems), (*warnings, *_slow_links(host, links)))
 
 
 def _slow_links(host: str, links: Sequence[FabricLink]) -> Iterator[Problem]:
@@ -86,43 +87,42 @@ def _slow_links(host: str, links: Sequence[FabricLink]) -> Iterator[Problem]:
 
 
 def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> Iterator[Problem]:
-    """Yield differences between members, and unfit kernels."""
+    """Yield differences between members that prevent a cluster, and kernels that do."""
     known = {name: surveys[name] for name in members if name in surveys}
-    branches = {name: each.gpu.driver_version.partition(".")[0] for name, each in known.items()}
+    branches = {name: survey.gpu.driver_version.partition(".")[0] for name, survey in known.items()}
     if len(set(branches.values())) > 1:
-        named = ", ".join(f"{name} {branch or 'none'}" for name, branch in branches.items())
+        versions = ", ".join(f"{name} {branch or 'none'}" for name, branch in branches.items())
         fix = "update all members to the same branch with the vendor's tools"
-        yield Problem("driver", f"different branches: {named}", fix)
+        yield Problem("driver", f"different branches: {versions}", fix)
     for name, survey in known.items():
         if survey.memory.cma_free_bytes > survey.memory.cma_total_bytes:
             yield Problem(
                 f"{name}: kernel",
                 f"{survey.identity.kernel} keeps memory for a kexec handover (CmaFree is above "
-                "CmaTotal); NCCL is reported to fail at start for lack of memory",
+                "CmaTotal); NCCL reportedly runs out of memory at start",
                 "boot with kho=off, or with a 6.17 kernel",
             )
 
 
 @host_operation
 def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
-    """Give each cabled port an address; an existing network is kept.
+    """Give each cabled port an address, unless the network is set up already.
 
-    ``check`` logs in again once the host has applied it; if that fails, the previous network
-    settings are restored.
+    ``check`` logs in again with the new addresses; if that fails, the host restores the old ones.
     """
     netplan, ports = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
     if netplan.in_trial:
-        refuse(f"{host.name}: {NETPLAN_TRIAL}", "another trial is running", TRY_AGAIN)
+        fail(f"{host.name}: {NETPLAN_TRIAL}", "another trial is running", TRY_AGAIN)
     present = present_addresses(host.name, settings, ports)
-    if present and not netplan.ours:
+    if present and not netplan.managed_file:
         host.noop(f"the existing network is kept: {present}")
         return
     plan = fabric_plan(host.name, settings, ports)
-    if netplan.ours == plan.netplan and present:
+    if netplan.managed_file == plan.netplan and present:
         host.noop(f"{NETPLAN_FILE} is in effect: {present}")
         return
     _check_ports_free(plan, netplan)
-    log_once(f"{NETPLAN_FILE}, tried for {plan.confirm_s} s:\n{plan.netplan}")
+    log_once(f"trying this {NETPLAN_FILE} for {plan.confirm_s} s:\n{plan.netplan}")
     yield StringCommand(HOST_TOOL, FABRIC, "try", _stdin=documents.to_json(plan))
     fix = f"wait: the previous network settings are restored in {plan.confirm_s} s"
     yield FunctionCommand(_run_step, ["settled", fix], {})
@@ -133,8 +133,8 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
 
 @host_operation
 def restore_network() -> Commands:
-    if not read_fact(NetplanFiles).ours:
-        host.noop("no network of this project on this host")
+    if not read_fact(NetplanFiles).managed_file:
+        host.noop("this host's network was not changed by us")
         return
     yield FunctionCommand(
         _run_step, ["restore", "run `netplan apply` on the host and correct the errors"], {}
@@ -142,36 +142,36 @@ def restore_network() -> Commands:
 
 
 def _check_ports_free(plan: FabricPlan, netplan: Netplan) -> None:
-    """Refuse ports that other files configure, and a second set-up."""
+    """Fail if other files configure the ports, or an earlier set-up differs."""
     if not netplan.installed:
         fix = "give the ports addresses with the host's own tools"
-        refuse(host.name, "netplan is not installed", fix)
-    if netplan.ours and netplan.ours != plan.netplan:
+        fail(host.name, "netplan is not installed", fix)
+    if netplan.managed_file and netplan.managed_file != plan.netplan:
         fix = "run `spark-deploy fabric --restore` while no cluster serves, then run this again"
-        refuse(f"{host.name}: {NETPLAN_FILE}", "has other content", fix)
+        fail(f"{host.name}: {NETPLAN_FILE}", "has different addresses", fix)
     problems = []
     for port in plan.ports:
         where = f"{host.name}: {port.interface}"
-        if carrier := netplan.below.get(port.interface):
+        if master := netplan.masters.get(port.interface):
             fix = "select another port with fabric.interfaces"
-            problems.append(Problem(where, f"is part of {carrier}", fix))
-        if file := netplan.named.get(port.interface):
+            problems.append(Problem(where, f"is part of {master}", fix))
+        if file := netplan.other_files.get(port.interface):
             fix = "set the address there, or remove the port from that file"
             problems.append(Problem(where, f"{file} configures this port", fix))
     if problems:
-        raise Refused(*problems)
+        raise HostError(*problems)
 
 
 @host_command
 def _run_step(state: State, host: Host, step: str, fix: str) -> bool:
-    done, output, errors = run_reconnecting(host, command_line(FABRIC, step))
-    if not done:
-        raise Refused(_last_problem(host.name, errors or output, fix))
+    result = run_reconnecting(host, command_line(FABRIC, step))
+    if not result.ok:
+        raise HostError(_last_problem(host.name, result.text, fix))
     return True
 
 
 def _last_problem(name: str, output: str, fix: str) -> Problem:
-    """Return the last error of our tool, or the last line with ``fix``."""
+    """Return the last problem that our tool printed, or the last line with ``fix``."""
     lines = output.strip().splitlines() or ["no output"]
     problems = filter(None, map(parse_problem, reversed(lines)))
     return next(problems, Problem(name, lines[-1], fix))
@@ -190,8 +190,10 @@ _LIMITS = {
 
 
 def _unit_command(command: str, **limits: str) -> str:
-    """Run a listener as a temporary account, stopped by systemd after the limit."""
-    properties = " ".join(f"'--property={k}={v}'" for k, v in {**_LIMITS, **limits}.items())
+    """Return a command that systemd runs under a temporary account, and stops after the limit."""
+    properties = " ".join(
+        f"'--property={name}={value}'" for name, value in {**_LIMITS, **limits}.items()
+    )
     return f"systemd-run --quiet --collect --wait --pipe {properties} {command}"
 
 
@@ -200,26 +202,26 @@ def measure_links(links: Sequence[FabricLink]) -> None:
     """Measure each link with full-size packets, without changes."""
     if not state.is_executing:
         for link in links:
-            most = f"{MAX_BYTES // 10**6} MB and {MAX_S} s at most"
-            log_once(f"{link.interface} to {link.host} ({link.address}): {most}")
+            limits = f"at most {MAX_BYTES // 10**6} MB and {MAX_S} s"
+            log_once(f"{link.interface} to {link.host} ({link.address}): {limits}")
         host.noop("measured when the deploy runs")
         return
-    _warn_or_refuse(judge_links(host.name, links, read_reachability(links)))
+    _warn_or_fail(check_links(host.name, links, read_reachability(links)))
     for link in links:
         speed = _measure_tcp(link)
         log(describe_speed(link, speed))
-        # Only after the token proved both hosts: ib_write_bw checks none.
+        # Only after the TCP test, whose token identifies both hosts: ib_write_bw has none.
         rdma_gbit_per_s = _measure_rdma(link) if link.device and speed.arrived_bytes else None
         if rdma_gbit_per_s is not None:
             log(f"{link.interface} to {link.host}: {rdma_gbit_per_s:.1f} Gb/s RDMA (ib_write_bw)")
-        _warn_or_refuse(judge_speed(host.name, link, speed, rdma_gbit_per_s))
+        _warn_or_fail(check_speed(host.name, link, speed, rdma_gbit_per_s))
     host.noop("measured")
 
 
-def _warn_or_refuse(verdict: Verdict) -> None:
-    warn(host, *verdict.warnings)
-    if verdict.problems:
-        raise Refused(*verdict.problems)
+def _warn_or_fail(findings: Findings) -> None:
+    warn(host, *findings.warnings)
+    if findings.problems:
+        raise HostError(*findings.problems)
 
 
 def _measure_tcp(link: FabricLink) -> SpeedResult:
@@ -235,12 +237,16 @@ def _measure_tcp(link: FabricLink) -> SpeedResult:
         _unit_command(command_line(FABRIC_SPEED, "listen")),
         command_line(FABRIC_SPEED, "send"),
     )
-    sent, received = _run_pair(link, listen, send, documents.to_json(order))
+    sender, listener = _run_both_ends(link, listen, send, documents.to_json(order))
     fix = "check `journalctl -xe` on that host, then run again"
-    ends = ((host.name, sent), (link.host, received))
-    if failed := [_last_problem(name, output, fix) for name, (ok, output) in ends if not ok]:
-        raise Refused(*failed)
-    return documents.parse(SpeedResult, sent[1])
+    problems = [
+        _last_problem(name, result.output, fix)
+        for name, result in ((host.name, sender), (link.host, listener))
+        if not result.ok
+    ]
+    if problems:
+        raise HostError(*problems)
+    return documents.parse(SpeedResult, sender.output)
 
 
 def _measure_rdma(link: FabricLink) -> float | None:
@@ -249,7 +255,7 @@ def _measure_rdma(link: FabricLink) -> float | None:
     rdma_cm (``-R``) picks device and GID by address. The listener accepts a single connection.
     """
     hosts = (host, state.inventory.get_host(link.host))
-    if not all(_run_test(end, "command -v ib_write_bw", "")[0] for end in hosts):
+    if not all(_run_test(end, "command -v ib_write_bw", "").ok for end in hosts):
         log(f"{link.interface}: RDMA not measured; to measure it, install perftest on both hosts")
         return None
     test = f"ib_write_bw -R -F -D 2 --report_gbits -p {secrets.choice(_PORTS)}"
@@ -260,18 +266,24 @@ def _measure_rdma(link: FabricLink) -> float | None:
         LimitMEMLOCK="infinity",
     )
     send = f"for i in 1 2 3; do sleep 1; timeout 8 {test} {link.address} && exit; done; exit 1"
-    (done, output), _ = _run_pair(link, listen, send, "")
-    match = re.search(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$", output, re.MULTILINE)
-    if not done or match is None:
-        log(f"{link.interface}: ib_write_bw failed: {output.strip()[-200:]}")
+    sender, _ = _run_both_ends(link, listen, send, "")
+    row = r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$"
+    average = re.search(row, sender.output, re.MULTILINE)
+    if not sender.ok or average is None:
+        log(f"{link.interface}: ib_write_bw failed: {sender.output.strip()[-200:]}")
         return None
-    return float(match[1])
+    return float(average[1])
 
 
-def _run_pair(
+class _TestResult(NamedTuple):
+    ok: bool
+    output: str
+
+
+def _run_both_ends(
     link: FabricLink, listen: str, send: str, stdin: str
-) -> tuple[tuple[bool, str], tuple[bool, str]]:
-    """Run a listener there and a sender here; return success and output of each."""
+) -> tuple[_TestResult, _TestResult]:
+    """Run the sender on this host and the listener on the other; return their results."""
     listening = gevent.spawn(_run_test, state.inventory.get_host(link.host), listen, stdin)
     try:
         return _run_test(host, send, stdin), listening.get(timeout=_COMMAND_S)
@@ -279,53 +291,54 @@ def _run_pair(
         listening.kill()
 
 
-def _run_test(host: Host, script: str, stdin: str) -> tuple[bool, str]:
+def _run_test(host: Host, script: str, stdin: str) -> _TestResult:
     options = {"_sudo": host.data.get("_sudo", False), "_timeout": _COMMAND_S, "_stdin": stdin}
-    done, output = host.run_shell_command(StringCommand(script), **options)
-    return done, output.stdout if done else output.stderr or output.stdout
+    ok, output = host.run_shell_command(StringCommand(script), **options)
+    return _TestResult(ok, output.stdout if ok else output.stderr or output.stdout)
 
 
-# A link below both figures is faulty; above the third it is never called slow: the TCP maximum of a
-# Spark is unknown.
+# A link below both minima is faulty. Above the doubtful speed no link counts as slow, because the
+# highest TCP speed of a Spark is unknown.
 _MIN_SHARE = 0.25
 _MIN_GBIT_PER_S = 10.0
 _DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a degraded ConnectX-7 port is reported to carry 13
 
 
 def describe_speed(link: FabricLink, speed: SpeedResult) -> str:
-    speed_text = (
+    nominal = (
         f"{link.speed_mbit_per_s / 1000:g} Gb/s" if link.speed_mbit_per_s else "of unknown speed"
     )
     return (
         f"{link.interface} to {link.host} ({link.address}): {_gbit_per_s(speed):.1f} Gb/s over TCP "
-        f"({speed.arrived_bytes / 1e6:.0f} MB in {speed.took_s:.2f} s; link {speed_text})"
+        f"({speed.arrived_bytes / 1e6:.0f} MB in {speed.took_s:.2f} s; link {nominal})"
     )
 
 
-def judge_speed(
+def check_speed(
     host: str, link: FabricLink, speed: SpeedResult, rdma_gbit_per_s: float | None = None
-) -> Verdict:
-    """Judge a short test over TCP, and over RDMA if it ran."""
-    where, carried = f"{host}: {link.interface}", _gbit_per_s(speed)
+) -> Findings:
+    """Return problems of a link by its measured speed over TCP, and over RDMA if measured."""
+    where, tcp_gbit_per_s = f"{host}: {link.interface}", _gbit_per_s(speed)
     link_gbit_per_s = (link.speed_mbit_per_s or 0) / 1000
     if not speed.arrived_bytes:
-        message = f"the connection opens, but no packet of full size gets to {link.host}"
-        fix = f"set MTU {link.mtu} on both hosts, and on the switch between them"
-        return Verdict((Problem(where, message, fix),))
-    if carried < min(_MIN_SHARE * link_gbit_per_s, _MIN_GBIT_PER_S):
-        message = f"{carried:.1f} Gb/s to {link.host} over a link of {link_gbit_per_s:g} Gb/s"
+        message = f"the connection opens, but full-size packets do not reach {link.host}"
+        fix = f"set MTU {link.mtu} on both hosts and on the switch between them"
+        return Findings((Problem(where, message, fix),))
+    if tcp_gbit_per_s < min(_MIN_SHARE * link_gbit_per_s, _MIN_GBIT_PER_S):
+        message = f"{tcp_gbit_per_s:.1f} Gb/s to {link.host} over a {link_gbit_per_s:g} Gb/s link"
         fix = "try another cable; check `ethtool -S` for errors and `ip route get` for the route"
-        return Verdict((Problem(where, message, fix),))
-    measured = carried if rdma_gbit_per_s is None else rdma_gbit_per_s
+        return Findings((Problem(where, message, fix),))
+    measured = tcp_gbit_per_s if rdma_gbit_per_s is None else rdma_gbit_per_s
     if measured < _DOUBTFUL_GBIT_PER_S and link_gbit_per_s * 1000 >= _FULL_MBIT_PER_S:
         message = (
-            f"{measured:.1f} Gb/s to {link.host}; a degraded port is reported to carry 13 of 200"
+            f"{measured:.1f} Gb/s to {link.host}; a degraded port reportedly carries 13 of 200 Gb/s"
         )
-        fix = "measure RDMA with ib_write_bw; about 92 are usual for each of the two interfaces"
+        usual = "about 92 Gb/s are usual for each of the two interfaces"
+        fix = f"measure RDMA with ib_write_bw; {usual}"
         if rdma_gbit_per_s is not None:
-            fix = "power-cycle both hosts; about 92 are usual for each of the two interfaces"
-        return Verdict((), (Problem(where, message, fix),))
-    return Verdict(())
+            fix = f"power-cycle both hosts; {usual}"
+        return Findings((), (Problem(where, message, fix),))
+    return Findings(())
 
 
 def _gbit_per_s(speed: SpeedResult) -> float:

@@ -205,7 +205,7 @@ _Key = tuple[Any, ...]
 _answers: WeakKeyDictionary[Host, dict[_Key, tuple[int, float, Any]]] = WeakKeyDictionary()
 
 
-class FactUnavailable(Exception):  # noqa: N818 - reads better at the call site
+class FactUnavailableError(Exception):
     """Unreadable, which must never count as "absent"."""
 
 
@@ -214,7 +214,7 @@ def _arguments_key(arguments: Mapping[str, Any]) -> _Key:
 
 
 def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return ``fact``, from the cache while valid. Raises FactUnavailable."""
+    """Return ``fact``, from the cache while valid. Raises FactUnavailableError."""
     current = current_host()
     answers = _answers.setdefault(current, {})
     key = (fact, _arguments_key(arguments))
@@ -237,7 +237,7 @@ def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
     executed = commands_executed(current)
     value = host.get_fact(fact, **arguments)
     if value is None:
-        raise FactUnavailable(f"could not read the state of the host ({fact.__name__})")
+        raise FactUnavailableError(f"could not read the state of the host ({fact.__name__})")
     key = (state.current_stage, fact, _arguments_key(arguments))
     _answers.setdefault(current, {})[key] = (executed, time.monotonic(), value)
     return value

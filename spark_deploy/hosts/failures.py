@@ -1,4 +1,4 @@
-"""Summaries of failed changes: serving release, reasons, path of the engine's log."""
+"""Report failures: what the host still serves, why it failed, where the engine's log is."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ class RepeatFailures(BaseStateCallback):
 
     @staticmethod
     def host_disconnect(state: State, host: Host) -> None:
-        for line in _failures.pop(host, ()) if host in state.failed_hosts else ():
-            echo(format_text(line, fg="red"), err=True)
+        lines = _failures.pop(host, ())
+        if host in state.failed_hosts:
+            for line in lines:
+                echo(format_text(line, fg="red"), err=True)
 
 
 def show_failure(host: Host, lines: Sequence[str]) -> None:
@@ -44,7 +46,7 @@ def show_failure(host: Host, lines: Sequence[str]) -> None:
 
 
 def read_status(host: Host) -> HostStatus:
-    """Return the status of a host where something failed; empty if it does not answer."""
+    """Return a host's status after a failure; empty if the host does not answer."""
     command = shell(tool.when_installed(tool.command_line(tool.STATUS)))
     try:
         if is_disconnected(host):
@@ -73,27 +75,36 @@ def rollout_failure(
 ) -> list[str]:
     """Describe a failed rollout; write the end of the engine's log to a file."""
     serving = serving_text(host.name, read_status(host), service_of(release))
-    reason, *more = _REASON_SEPARATOR.split(rollout.reason or "it was interrupted")
-    outcome = f"{subject} was rejected"
-    if not rollout.ended_at:  # cut off, or never run
-        outcome = f"the change to {subject} was cut off"
-    elif rollout.serving == release:
-        outcome = "the check of this release failed"
-    cause = re.sub(r"^check [\w ]+: ", "", reason)
-    cause = re.sub(r"(wrong answer to (['\"]).*?\2): .*", r"\1", cause)
-    cause = textwrap.shorten(cause, _HEADLINE_LENGTH, placeholder=" …")
     serving = serving or f"{host.name} does not report its serving release"
-    lines = [f"{serving}; {outcome}: {cause}"]
+    reason, *details = _REASON_SEPARATOR.split(rollout.reason or "it was interrupted")
     phase = rollout.failed_phase or rollout.phase
-    lines.append(f"  {release}: {rollout.state} in phase {phase}: {reason}")
-    lines += [f"  {part}" for part in more]
+    lines = [
+        f"{serving}; {_outcome(release, rollout, subject)}: {_short_cause(reason)}",
+        f"  {release}: {rollout.state} in phase {phase}: {reason}",
+        *(f"  {detail}" for detail in details),
+    ]
     if rollout.state == "failed-no-previous":
         lines.append("  no earlier release to go back to")
-    if not any(part.startswith("fix: ") for part in more):
+    if not any(detail.startswith("fix: ") for detail in details):
         lines.append("  fix: correct the cause above and run again")
     if rollout.log_tail:
         lines.append(f"  engine log: {_write_log(host.name, rollout)}")
     return [printable(line) for line in lines]
+
+
+def _outcome(release: str, rollout: Rollout, subject: str) -> str:
+    if not rollout.ended_at:  # interrupted, or never started
+        return f"the change to {subject} was cut off"
+    if rollout.serving == release:
+        return "the check of this release failed"
+    return f"{subject} was rejected"
+
+
+def _short_cause(reason: str) -> str:
+    """Return a reason for the headline: without the check's name and a wrong answer's text."""
+    cause = re.sub(r"^check [\w ]+: ", "", reason)
+    cause = re.sub(r"(wrong answer to (['\"]).*?\2): .*", r"\1", cause)
+    return textwrap.shorten(cause, _HEADLINE_LENGTH, placeholder=" …")
 
 
 def _write_log(name: str, rollout: Rollout) -> str:

@@ -1,4 +1,4 @@
-"""Place managed files with a single command."""
+"""Write managed files; a single command writes all files that differ."""
 
 import base64
 import io
@@ -15,7 +15,7 @@ from spark_deploy.hosts.commands import current_host, shell
 from spark_deploy.hosts.facts import FileStates, expect_fact, read_fact
 from spark_deploy.plan.types import FileState, ManagedFile, differing
 
-_SHOWN = 2
+_MAX_NAMES = 2
 
 _expected_paths: WeakKeyDictionary[Host, dict[str, None]] = WeakKeyDictionary()
 
@@ -35,16 +35,16 @@ def file_states(paths: Sequence[str]) -> dict[str, FileState]:
 
 
 def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
-    """Yield a command that repairs differing files; return whether any differs.
+    """Yield a command that writes missing and different files; return whether there are any.
 
-    For ``yield from`` inside operations, which cannot call each other.
+    Use it with ``yield from``, because operations cannot call each other.
     """
     states = file_states([file.path for file in files])
-    wrong = differing(files, states)
-    if not wrong:
+    outdated = differing(files, states)
+    if not outdated:
         return False
-    host.log(describe_changes([file.path for file in wrong], states))
-    yield put_files(wrong)
+    host.log(describe_changes([file.path for file in outdated], states))
+    yield put_files(outdated)
     return True
 
 
@@ -66,15 +66,15 @@ def sync_files(
 
 
 def describe_changes(paths: Sequence[str], present: Container[str]) -> str:
+    new = [path for path in paths if path not in present]
+    changed = [path for path in paths if path in present]
     parts = []
-    for word, names in (
-        ("new", [path for path in paths if path not in present]),
-        ("changed", [path for path in paths if path in present]),
-    ):
+    for kind, names in (("new", new), ("changed", changed)):
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            hidden = len(names) - _MAX_NAMES
+            more = f" and {hidden} more" if hidden > 0 else ""
             files = "file" if len(names) == 1 else "files"
-            parts.append(f"{len(names)} {files} {word}: {', '.join(names[:_SHOWN])}{more}")
+            parts.append(f"{len(names)} {files} {kind}: {', '.join(names[:_MAX_NAMES])}{more}")
     return "; ".join(parts)
 
 
@@ -83,9 +83,9 @@ def put_files(files: Sequence[ManagedFile]) -> StringCommand:
 
 
 def pack_files(files: Iterable[ManagedFile]) -> str:
-    """Pack contents as base64 of a tar, for standard input.
+    """Return a base64-encoded tar archive of the contents, for standard input.
 
-    Members are named by position, so that no path can steer ``tar``.
+    Members are numbered, so that a crafted path cannot make ``tar`` write elsewhere.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
@@ -96,13 +96,13 @@ def pack_files(files: Iterable[ManagedFile]) -> str:
     return base64.encodebytes(buffer.getvalue()).decode()
 
 
-_DISK_FIX = "files not written; fix: check for a read-only or full disk (findmnt, df, dmesg)"
+_DISK_FIX = "files not written; fix: check for a full or read-only disk (df, findmnt, dmesg)"
 
 
 def unpack_script(files: Iterable[ManagedFile]) -> str:
     """Return the script that unpacks ``pack_files(files)`` from standard input.
 
-    Each file is written under a temporary name, flushed and renamed: readers never see half of it.
+    Each file is written to a temporary name, synced and renamed: readers never see a partial file.
     """
     lines = [
         f"set -e; umask 077; d=; fix() {{ echo {shlex.quote(_DISK_FIX)} >&2; }}",
@@ -120,16 +120,16 @@ def unpack_script(files: Iterable[ManagedFile]) -> str:
 
 
 def encode_lines(content: bytes) -> str:
-    """Encode for standard input, in lines of 60 kB."""
-    lines = (content[at : at + 45_000] for at in range(0, len(content), 45_000))
-    return "\n".join(base64.b64encode(line).decode() for line in lines) + "\n"
+    """Return base64 in lines of 60 kB, for standard input."""
+    chunks = (content[start : start + 45_000] for start in range(0, len(content), 45_000))
+    return "".join(f"{base64.b64encode(chunk).decode()}\n" for chunk in chunks)
 
 
 def unzip_script(home: str, sha256: str, receipt: str) -> str:
-    """Return the script that unpacks a zip of ``encode_lines`` from standard input.
+    """Return the script that reads a zip from ``encode_lines`` and unpacks it into ``home``.
 
-    Only root can read the directory that receives it, and the hash must match: any user can predict
-    the name in ``/tmp`` that pyinfra's upload uses.
+    The zip goes to a directory that only root can read, and its hash is checked: pyinfra's own
+    upload uses a name in ``/tmp`` that any user can predict.
     """
     target, parent = shlex.quote(home), shlex.quote(str(PurePosixPath(home).parent))
     mismatch = shlex.quote(f"{home}: the received bytes do not match the hash of those sent")

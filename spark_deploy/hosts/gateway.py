@@ -1,9 +1,11 @@
-"""Gateway of a service, and timers of a schedule."""
+"""Install the gateway of a service, and the timers of a schedule."""
+
+from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyinfra import host
 from pyinfra.api import StringCommand
@@ -16,10 +18,13 @@ from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.load import read_secret
 from spark_deploy.hosts.facts import HostFact, LineFact, read_fact
 from spark_deploy.hosts.files import file_states, place_files, remove_files
-from spark_deploy.hosts.operations import Commands, host_operation, refuse
+from spark_deploy.hosts.operations import Commands, fail, host_operation
 from spark_deploy.hosts.status import Status
 from spark_deploy.plan.gateway import gateway_file
-from spark_deploy.plan.types import FileState, GatewayPlan, ManagedFile
+from spark_deploy.plan.types import GatewayPlan, ManagedFile
+
+if TYPE_CHECKING:
+    from spark_deploy.hosts.certificates import CertificateAndKey
 
 
 class SymlinkTarget(LineFact):
@@ -28,7 +33,7 @@ class SymlinkTarget(LineFact):
 
 
 class WatchTools(LineFact):
-    """Tools directory of a release's running watchdog; "" if none runs."""
+    """Directory of the tools that a release's watchdog runs; "" if it does not run."""
 
     def command(self, release: str) -> str:
         unit = shlex.quote(WATCH.unit(release))
@@ -45,7 +50,7 @@ class TailnetAddress(LineFact):
 
 
 class GatewayCertificate(HostFact[tuple[bytes, bytes]]):
-    """Certificate and public key, PEM; empty if absent."""
+    """Certificate and public key as PEM; empty if missing."""
 
     default = staticmethod(lambda: (b"", b""))
 
@@ -60,7 +65,6 @@ class GatewayCertificate(HostFact[tuple[bytes, bytes]]):
         return certificate.strip().encode(), key.strip().encode()
 
 
-# A reload lets running answers finish. A rollout starts the gateway, once an engine runs.
 _USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
@@ -72,13 +76,16 @@ def gateway_paths(plan: GatewayPlan) -> tuple[str, ...]:
 
 @host_operation
 def configure_gateway(plan: GatewayPlan) -> Commands:
-    """Install the gateway's configuration; reload a running gateway that does not use it."""
+    """Install the gateway's configuration; reload a gateway that runs with an older one.
+
+    A reload lets running answers finish. Only a rollout starts the gateway.
+    """
     changed = yield from place_files((gateway_file(plan), *_secret_files(plan)))
     if plan.tls is None:
         tls = tls_paths(plan.settings.service)
         changed |= yield from remove_files((tls.certificate, tls.key))
     elif plan.tls.mode == "private-ca":
-        changed |= yield from _issue_certificate(plan, plan.tls.names, plan.tls.ca_dir)
+        changed |= yield from _renew_certificate(plan, plan.tls.names, plan.tls.ca_dir)
     service = read_fact(Status).service(plan.settings.service)
     difference = service.gateway.difference if service else None
     if service and service.gateway.active == "active" and (changed or difference):
@@ -95,18 +102,18 @@ def replace_key(plan: GatewayPlan) -> Commands:
     """Replace the key generated on the host; the old key is rejected at once."""
     if plan.key.kind != "generate":
         message = f"comes from the controller ({plan.key.kind} {plan.key.value[0]})"
-        refuse(f"{host.name}: serve.api_key", message, "put the new key there and run deploy.py")
+        fail(f"{host.name}: serve.api_key", message, "put the new key there and run deploy.py")
     if not read_fact(Status).service(plan.settings.service):
         message = "does not exist: no release was deployed here yet"
         fix = "run deploy.py for this host, which creates the key"
-        refuse(f"{host.name}: API key", message, fix)
+        fail(f"{host.name}: API key", message, fix)
     yield tool.command_line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
 
 def _restart_outdated_watchdog(plan: GatewayPlan, release: str | None) -> Commands:
-    """Restart a watchdog that runs older tools, which would write outdated gateway files.
+    """Restart a watchdog that runs older tools and would write outdated gateway files.
 
-    It follows addresses that come and go; engines continue.
+    It updates the gateway when addresses change. The engine is not interrupted.
     """
     if release is None or not EXPOSURES[plan.settings.expose].has_unstable_address:
         return
@@ -126,45 +133,47 @@ def _secret_files(plan: GatewayPlan) -> list[ManagedFile]:
             raise SettingsError.one("serve.api_key", message, fix)
         files.append(ManagedFile(plan.settings.key_path, f"{key}\n".encode(), 0o600))
     if plan.tls and plan.tls.mode == "own-cert":
-        # Most services need no X.509.
-        from spark_deploy.hosts.certificates import read_pair
+        # Imported here, because X.509 takes time to import and few services need it.
+        from spark_deploy.hosts.certificates import read_certificate_and_key
 
-        pair = read_pair(plan.tls.certificate, plan.tls.key)
-        files += _pair_files(plan, pair.certificate, pair.key)
+        files += _tls_files(plan, read_certificate_and_key(plan.tls.certificate, plan.tls.key))
     return files
 
 
-def _pair_files(plan: GatewayPlan, certificate: bytes, key: bytes) -> list[ManagedFile]:
+def _tls_files(plan: GatewayPlan, content: CertificateAndKey) -> list[ManagedFile]:
     tls = tls_paths(plan.settings.service)
-    return [ManagedFile(tls.certificate, certificate), ManagedFile(tls.key, key, 0o600)]
+    certificate = ManagedFile(tls.certificate, content.certificate)
+    return [certificate, ManagedFile(tls.key, content.key, 0o600)]
 
 
-def _issue_certificate(
+def _renew_certificate(
     plan: GatewayPlan, names: tuple[str, ...], ca_dir: str
 ) -> Generator[Any, None, bool]:
-    """Issue a certificate if the present one is invalid; return whether."""
+    """Issue a new certificate if the host's is missing or invalid; return whether it did."""
     from spark_deploy.hosts.certificates import issue, renewal_reason
 
     tls = tls_paths(plan.settings.service)
     certificate, key = host.get_fact(GatewayCertificate, certificate=tls.certificate, key=tls.key)
-    why = renewal_reason(certificate, key, names, ca_dir)
-    states = file_states([tls.certificate, tls.key])
-    for path, mode in () if why else ((tls.certificate, 0o644), (tls.key, 0o600)):
-        state = states.get(path)
-        if state is None or state != FileState(mode, "root:root", state.sha256):
-            why = f"{path} is not owned by root with mode {mode:o}"
-    if not why:
+    reason = renewal_reason(certificate, key, names, ca_dir)
+    if not reason:
+        states = file_states([tls.certificate, tls.key])
+        for path, mode in ((tls.certificate, 0o644), (tls.key, 0o600)):
+            state = states.get(path)
+            if state is None or (state.mode, state.owner) != (mode, "root:root"):
+                reason = f"{path} is not owned by root with mode {mode:o}"
+    if not reason:
         return False
-    host.log(f"new certificate for {', '.join(names)}: {why}")
+    host.log(f"new certificate for {', '.join(names)}: {reason}")
     if host.state.is_executing:
-        pair = issue(names, ca_dir)
-        yield from place_files(_pair_files(plan, pair.certificate, pair.key))
+        yield from place_files(_tls_files(plan, issue(names, ca_dir)))
     else:
-        yield StringCommand("true")  # a prediction must not create a CA
+        yield StringCommand("true")  # predicting must not create a CA
     return True
 
 
 class Timers(HostFact[dict[str, bool]]):
+    """Timers of the schedule, and whether each is active and enabled."""
+
     default = dict
 
     def command(self) -> str:
@@ -179,8 +188,8 @@ class Timers(HostFact[dict[str, bool]]):
         return {name: state == ["active", "enabled"] for name, *state in lines}
 
 
-class Calendars(LineFact):
-    """First calendar expression that systemd rejects; "" if none."""
+class RejectedCalendar(LineFact):
+    """The first calendar expression that systemd rejects; "" if it accepts all."""
 
     def command(self, times: Sequence[str]) -> str:
         words = " ".join(map(shlex.quote, times))
@@ -192,9 +201,9 @@ class Calendars(LineFact):
 
 @host_operation
 def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
-    if times and (rejected := host.get_fact(Calendars, times=tuple(times))):
-        fix = "correct it (`man systemd.time`); test it with `systemd-analyze calendar TEXT`"
-        refuse(f"{host.name}: schedule", f"systemd rejects the time {rejected!r}", fix)
+    if times and (rejected := host.get_fact(RejectedCalendar, times=tuple(times))):
+        fix = "correct it (see `man systemd.time`) and test it with `systemd-analyze calendar TEXT`"
+        fail(f"{host.name}: schedule", f"systemd rejects the time {rejected!r}", fix)
     running = read_fact(Timers)
     wanted = sorted(file.path.rpartition("/")[2] for file in timers)
     obsolete = [name for name in running if name not in wanted]

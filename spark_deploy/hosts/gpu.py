@@ -22,7 +22,7 @@ from spark_contract.paths import GPU_RECEIPT
 from spark_contract.records import GpuProof
 
 from spark_deploy.config.errors import Problem
-from spark_deploy.hosts.commands import CommandFailed, heartbeat, run
+from spark_deploy.hosts.commands import CommandError, heartbeat, run
 from spark_deploy.hosts.docker_facts import Docker, DockerState
 from spark_deploy.hosts.facts import (
     HostFact,
@@ -32,7 +32,7 @@ from spark_deploy.hosts.facts import (
     read_fact,
     run_fact,
 )
-from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation
+from spark_deploy.hosts.operations import Commands, HostError, host_command, host_operation
 from spark_deploy.hosts.packages import add_repositories, install, known_urls_script
 from spark_deploy.plan.types import CudaPlan, DockerPlan
 
@@ -301,7 +301,7 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
     """
     docker = run_fact(host, DockerState, timeout_s=120, **arguments)
     if problem := gpu_problem(docker):
-        raise Refused(problem)
+        raise HostError(problem)
     through = gpu_arguments(docker)
     _pull(host, plan.check_image)
     try:
@@ -313,11 +313,11 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
                 f"{shlex.quote(plan.check_image)} nvidia-smi -L",
                 timeout_s=1800,
             )
-    except CommandFailed as failure:
-        raise Refused(explain_gpu_error(failure.output, plan.check_image)) from failure
+    except CommandError as failure:
+        raise HostError(explain_gpu_error(failure.output, plan.check_image)) from failure
     gpus = [line for line in lines if line.startswith("GPU ")]
     if not gpus:
-        raise Refused(explain_gpu_error("\n".join(lines), plan.check_image))
+        raise HostError(explain_gpu_error("\n".join(lines), plan.check_image))
     receipt = GpuProof(check_key(plan, docker), through, gpus[0].partition(" (UUID")[0])
     path = shlex.quote(GPU_RECEIPT)
     run(
@@ -337,10 +337,10 @@ def _pull(host: Host, image: str) -> None:
     try:
         with heartbeat(host, f"image {image}"):
             run(host, tool.when_installed(command), timeout_s=_PULL_S)
-    except CommandFailed as failure:
+    except CommandError as failure:
         last = (failure.output.strip().splitlines() or ["no output"])[-1]
         problem = Problem(f"image {image}", last, "check `journalctl -u docker`, then run again")
-        raise Refused(parse_problem(last) or problem) from failure
+        raise HostError(parse_problem(last) or problem) from failure
 
 
 # Output of docker 20.10 to 29 and nvidia-smi (regular expression), cause, fix.

@@ -35,7 +35,7 @@ _INTERFACE = re.compile(r"\d+: ([^:@]+)(?:@\S+)?: <([^>]*)> mtu (\d+)")
 _ADDRESS = re.compile(r"\s+inet ([0-9.]+/\d+) ")
 _RDMA = re.compile(r"(\S+) port \d+ ==> (\S+) \((\w+)\)")
 _SPEED = re.compile(r"(\S+) Speed: (\d+)Mb/s")
-_MAPPED = "0000:0000:0000:0000:0000:ffff:"  # prefix of an IPv4 address in a GID
+_IPV4_PREFIX = "0000:0000:0000:0000:0000:ffff:"  # of an IPv4 address in a GID
 
 
 class Fabric(HostFact[Ports]):
@@ -65,7 +65,7 @@ class Fabric(HostFact[Ports]):
 
 
 def _interfaces(lines: Iterable[str]) -> Iterator[tuple[str, bool, int, tuple[str, ...]]]:
-    """Yield name, link state, MTU and addresses, from `ip addr`."""
+    """Yield name, link state, MTU and addresses of each interface in `ip addr`."""
     interfaces: list[tuple[re.Match[str], list[str]]] = []
     for line in lines:
         if start := _INTERFACE.match(line):
@@ -78,12 +78,13 @@ def _interfaces(lines: Iterable[str]) -> Iterator[tuple[str, bool, int, tuple[st
 
 
 def _gid_index(gids: list[list[str]], device: str | None, addresses: tuple[str, ...]) -> int | None:
+    """Return the RoCE v2 GID of a device for the interface's first address."""
     if not addresses:
         return None
     a, b, c, d = map(int, addresses[0].partition("/")[0].split("."))
-    wanted = f"{_MAPPED}{a:02x}{b:02x}:{c:02x}{d:02x}"
+    address_gid = f"{_IPV4_PREFIX}{a:02x}{b:02x}:{c:02x}{d:02x}"
     for row_device, index, gid in (row for row in gids if len(row) == 3):
-        if (row_device, gid) == (device, wanted):
+        if (row_device, gid) == (device, address_gid):
             return int(index)
     return None
 
@@ -113,13 +114,13 @@ done
 
 @dataclass(frozen=True, slots=True)
 class Netplan:
-    """Checked before an interface gets an address."""
+    """State of netplan before interfaces get addresses."""
 
     installed: bool
-    in_trial: bool  # a trial of ours, or the restore, is running
-    ours: str  # the file we wrote; "" if there is none
-    named: dict[str, str]  # interface: another file that configures it
-    below: dict[str, str]  # interface: the bridge or bond it is part of
+    in_trial: bool  # our trial of new addresses, or its restore, is running
+    managed_file: str  # content of the file we wrote; "" if missing
+    other_files: dict[str, str]  # interface: another file that configures it
+    masters: dict[str, str]  # interface: the bridge or bond it is part of
 
 
 class NetplanFiles(HostFact[Netplan]):  # only root can read netplan's files
@@ -128,24 +129,24 @@ class NetplanFiles(HostFact[Netplan]):  # only root can read netplan's files
 
     def process(self, output: Iterable[str]) -> Netplan:
         sections = parse_sections(output)
-        ours = sections.text("ours").rstrip("\n")
+        managed_file = sections.text("ours").rstrip("\n")
         return Netplan(
             installed=bool(sections.first("there")),
             in_trial=bool(sections.first("tried")),
-            ours=f"{ours}\n" if ours else "",
-            named=_parse_pairs(sections["named"]),
-            below=_parse_pairs(sections["below"]),
+            managed_file=f"{managed_file}\n" if managed_file else "",
+            other_files=_parse_pairs(sections["named"]),
+            masters=_parse_pairs(sections["below"]),
         )
 
 
 def _parse_pairs(lines: Iterable[str]) -> dict[str, str]:
-    words = (line.split(maxsplit=1) for line in lines)
-    return {pair[0]: pair[1] for pair in words if len(pair) == 2}
+    pairs = (line.split(maxsplit=1) for line in lines)
+    return dict(pair for pair in pairs if len(pair) == 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A TCP socket; sockets of the kernel have no process."""
+    """A listening TCP socket; sockets of the kernel have no process."""
 
     address: str
     port: int
@@ -155,7 +156,7 @@ class Listener:
 
     @property
     def service(self) -> str:
-        """Service of a listening gateway, or ""."""
+        """Service whose gateway listens here; "" for other processes."""
         match = re.search(r"/spark-gateway(?:@|\\x40)([^/]+)\.service", self.cgroup)
         return match[1] if match else ""
 
@@ -163,7 +164,7 @@ class Listener:
 def ports_script(ports: Sequence[int]) -> str:
     """Print listeners, then the cgroup of each process.
 
-    The longest path in /proc/PID/cgroup is used: with v1 controllers the v2 line is only "/".
+    It is the longest path in /proc/PID/cgroup: with v1 controllers the v2 path is only "/".
     """
     wanted = " or ".join(f"sport = :{port}" for port in ports) or "sport = :0"
     return rf"""
@@ -176,7 +177,7 @@ done
 
 
 def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[Listener, ...]:
-    """Read ``ss -ltnp``, with or without heading."""
+    """Parse the output of `ss -ltnp`, with or without a header."""
     cgroup_of = _parse_pairs(cgroups)
     listeners: dict[tuple[str, int], Listener] = {}
     for line in lines:
@@ -199,8 +200,8 @@ _HEADERS_BYTES = 28  # IP and ICMP, part of the MTU
 _PING = "ping -q -n -M do -c 3 -i 0.2 -W 1 -w 5"
 
 
-class Reach(HostFact[dict[str, str]]):
-    """By address "yes", "no", or "unknown" without ping."""
+class Reachability(HostFact[dict[str, str]]):
+    """Whether full-size packets reach each address: "yes", "no", or "unknown" without ping."""
 
     def command(self, links: Sequence[tuple[str, str, int]]) -> str:
         """``links``: interface, address of a member, MTU."""
@@ -214,5 +215,4 @@ class Reach(HostFact[dict[str, str]]):
         return build_script("\n".join((start, *tests, "wait", "else", *unknown, ":", "fi")))
 
     def process(self, output: Iterable[str]) -> dict[str, str]:
-        lines = (line.split() for line in parse_sections(output)["reach"])
-        return {words[0]: words[1] for words in lines if len(words) == 2}
+        return _parse_pairs(parse_sections(output)["reach"])

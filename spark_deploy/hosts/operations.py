@@ -36,8 +36,8 @@ from pyinfra.api.command import PyinfraCommand
 from pyinfra.api.exceptions import PyinfraError
 
 from spark_deploy.config.errors import Problem, SettingsError, unreachable
-from spark_deploy.hosts.commands import CommandFailed, current_host, is_disconnected, shell
-from spark_deploy.hosts.facts import FactUnavailable
+from spark_deploy.hosts.commands import CommandError, current_host, is_disconnected, shell
+from spark_deploy.hosts.facts import FactUnavailableError
 from spark_deploy.hosts.failures import RepeatFailures, read_status, serving_text, show_failure
 
 P = ParamSpec("P")
@@ -77,7 +77,7 @@ def _lock_script(lease: str) -> str:
 done"""
 
 
-def take_script(
+def lease_script(
     path: str, token: str, user: str, replaces: str | None = None, *, check_only: bool = False
 ) -> str:
     """Take or renew a lease for ``user``, or print the holder.
@@ -207,11 +207,11 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
     where = f"{host.name}: lease"
     token = this_run()
     try:
-        answer = _run_script(host, take_script(LEASE, token, holder(), check_only=check_only))
+        answer = _run_script(host, lease_script(LEASE, token, holder(), check_only=check_only))
         other, *rest = answer.removeprefix("held ").split(" ")
         if answer.startswith("held ") and _is_dead(other):
             # Left by a killed run of this machine.
-            script = take_script(LEASE, token, holder(), replaces=other, check_only=check_only)
+            script = lease_script(LEASE, token, holder(), replaces=other, check_only=check_only)
             answer = _run_script(host, script)
     except SettingsError as error:  # sudo on this machine needs a password
         return error.problems[0]
@@ -244,7 +244,7 @@ def _renew(host: Host, lease: _Lease) -> None:
     while True:
         gevent.sleep(RENEW_S)
         try:
-            answer = _run_script(host, take_script(LEASE, this_run(), holder()))
+            answer = _run_script(host, lease_script(LEASE, this_run(), holder()))
         except _CONNECTION_ERRORS:
             continue  # a rebooting host, or a lost connection: try again
         lease.taken = answer == "taken"  # lost: the next change requests it again
@@ -259,7 +259,7 @@ def _run_script(host: Host, script: str) -> str:
     return next(reversed(lines), "")
 
 
-def show(host: Host, text: str, colour: str = "red") -> None:
+def log_lines(host: Host, text: str, colour: str = "red") -> None:
     """Print lines under the host's name."""
     for line in text.splitlines():
         host.log_styled(line, fg=colour)
@@ -267,21 +267,21 @@ def show(host: Host, text: str, colour: str = "red") -> None:
 
 def warn(host: Host, *problems: Problem) -> None:
     for problem in problems:
-        show(host, f"warning: {problem}", colour="yellow")
+        log_lines(host, f"warning: {problem}", colour="yellow")
 
 
-class Refused(Exception):  # noqa: N818 - reads better at the call site
+class HostError(Exception):
     """Stop the work on this host only."""
 
     def __init__(self, *problems: Problem):
         super().__init__("\n".join(str(problem) for problem in problems))
 
 
-def refuse(where: str, message: str, fix: str) -> NoReturn:
-    raise Refused(Problem(where, message, fix))
+def fail(where: str, message: str, fix: str) -> NoReturn:
+    raise HostError(Problem(where, message, fix))
 
 
-def _refuse(state: State, host: Host, text: str) -> bool:
+def _report_failure(state: State, host: Host, text: str) -> bool:
     first, *more = text.splitlines()
     if serving := serving_text(host.name, read_status(host)):
         first = first.removeprefix(f"{host.name}: ")
@@ -297,14 +297,14 @@ def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[
     def guarded(state: State, host: Host, *args: P.args, **kwargs: P.kwargs) -> bool:
         try:
             return body(state, host, *args, **kwargs)
-        except Refused as refused:
-            return _refuse(state, host, str(refused))
-        except CommandFailed as failure:
+        except HostError as refused:
+            return _report_failure(state, host, str(refused))
+        except CommandError as failure:
             where = f"{host.name}: {body.__name__}"
             problem = Problem(where, str(failure), "run again; finished steps stay done")
             if is_disconnected(host) or isinstance(failure.__cause__, SSHException):
                 problem = unreachable(where, "the connection was lost")
-            return _refuse(state, host, str(problem))
+            return _report_failure(state, host, str(problem))
 
     return guarded
 
@@ -320,27 +320,27 @@ def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
     def guarded(*args: P.args, **kwargs: P.kwargs) -> Commands:
         try:
             if other_run := _find_other_run():
-                raise Refused(other_run)
+                raise HostError(other_run)
             for number, command in enumerate(body(*args, **kwargs) or ()):
                 if number == 0 and (other_run := _acquire_lease()):
-                    raise Refused(other_run)
+                    raise HostError(other_run)
                 yield command
         except SettingsError:  # ends the run for all hosts
             raise
         except Exception as error:
             if isinstance(error, PyinfraError) and not current_state.is_executing:
                 raise
-            text = str(error if isinstance(error, Refused) else _describe(body.__name__, error))
+            text = str(error if isinstance(error, HostError) else _describe(body.__name__, error))
             if not current_state.is_executing:
-                show(current_host(), text)
-            yield FunctionCommand(_refuse, [text], {})
+                log_lines(current_host(), text)
+            yield FunctionCommand(_report_failure, [text], {})
 
     return operation()(guarded)
 
 
 def _describe(operation: str, error: Exception) -> Problem:
     """Describe an unhandled error: a lost host, or a defect of this project."""
-    if not isinstance(error, PyinfraError | FactUnavailable):
+    if not isinstance(error, PyinfraError | FactUnavailableError):
         fix = "report this message as a defect of dgx-spark-deploy"
         return Problem(operation, f"{type(error).__name__}: {error}", fix)
     host = current_host()

@@ -14,9 +14,9 @@ from pyinfra.api import FunctionCommand, Host, State
 from spark_contract.units import UNITS_DIR
 
 from spark_deploy.config.settings.sources import RepositorySettings
-from spark_deploy.hosts.commands import CommandFailed, heartbeat, is_predicted, predict, run
+from spark_deploy.hosts.commands import CommandError, heartbeat, is_predicted, predict, run
 from spark_deploy.hosts.files import file_states
-from spark_deploy.hosts.operations import Commands, host_command, refuse
+from spark_deploy.hosts.operations import Commands, fail, host_command
 from spark_deploy.plan.types import FileState, ManagedFile
 
 
@@ -170,15 +170,15 @@ cat > {put}.spark-new; mv -fT {put}.spark-new {put}
     where = f"repository {repository.name}"
     try:
         run(host, script, stdin=source.content.decode().rstrip("\n"))
-    except CommandFailed as failure:
+    except CommandError as failure:
         if other := re.search(r"sha256=(\w+)", failure.output):
             message = (
                 f"the key at {repository.key_url} has sha256 {other[1]}, "
                 f"not the pinned {repository.key_sha256}; nothing was added"
             )
-            refuse(where, message, "ask the vendor whether the key changed, then set key_sha256")
+            fail(where, message, "ask the vendor whether the key changed, then set key_sha256")
         message = f"cannot be added: {failure.output.strip() or failure}"
-        refuse(where, message, "check key_url and the host's network")
+        fail(where, message, "check key_url and the host's network")
     return True
 
 
@@ -209,16 +209,16 @@ def _install(
                     "firmware are never changed; no package was installed"
                 )
                 fix = f"install {listed} by hand after the vendor's update, then run again"
-                refuse("packages", message, fix)
+                fail("packages", message, fix)
             run(host, _install_script(names, quiet), timeout_s=3600)
-    except CommandFailed as failure:
+    except CommandError as failure:
         tail = "\n".join(failure.output.strip().splitlines()[-12:])
         # A failed list often explains a missing package.
         why = "".join(f"\napt-get update: {line}" for line in failed_updates[-3:])
         fix = (
             "check names and repositories in the settings, universe on Ubuntu, and `apt-get update`"
         )
-        refuse("packages", f"cannot install {listed}: {tail or failure}{why}", fix)
+        fail("packages", f"cannot install {listed}: {tail or failure}{why}", fix)
     return True
 
 
@@ -284,6 +284,6 @@ def wait_for_lock(host: Host, limit_s: float) -> None:
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):
         lock = f"the package lock, held by {', '.join(holders)}: {monotonic() - started:.0f} s"
         if monotonic() - started > limit_s:
-            refuse("packages", f"waited for {lock}", "end that process, then run again")
+            fail("packages", f"waited for {lock}", "end that process, then run again")
         host.log(f"waiting for {lock}")
         gevent.sleep(5)

@@ -30,7 +30,7 @@ from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.commands import shell
 from spark_deploy.hosts.facts import HostFact, read_fact
 from spark_deploy.hosts.files import encode_lines, place_files, unzip_script
-from spark_deploy.hosts.operations import Commands, host_operation, refuse
+from spark_deploy.hosts.operations import Commands, fail, host_operation
 from spark_deploy.plan.types import ManagedFile, PayloadIdentity
 
 FILES = CHECKOUT / "files"
@@ -278,7 +278,7 @@ def install_site(identity: PayloadIdentity) -> Commands:
     site = read_fact(PythonSite)
     if not site.python_version:
         fix = "install the package python3 on the host"
-        refuse(f"{host.name}: python3", "missing, or prints no version", fix)
+        fail(f"{host.name}: python3", "missing, or prints no version", fix)
     path, digest = site_archive(identity.python_requirements, site.python_version, site.machine)
     home = f"{TOOLS_DIR}/site-{digest[:12]}"
     if (site.target, site.receipt) == (home, digest):
@@ -297,7 +297,7 @@ def install_quantiser(image: str) -> Commands:
     if not site.python_version:
         if host.state.is_executing:
             fix = f"run `docker run --rm --entrypoint python3 {image} --version` on the host"
-            refuse(f"{host.name}: {image}", "python3 in the image prints no version", fix)
+            fail(f"{host.name}: {image}", "python3 in the image prints no version", fix)
         host.log("AutoRound is installed once the engine's image exists")
         return
     path, digest = site_archive(QUANTISER_REQUIREMENTS, site.python_version, site.machine)

@@ -1,7 +1,7 @@
-"""Start, watch and roll back changes of release.
+"""Start, watch and roll back rollouts.
 
-The host itself drains, stops, starts, checks and rolls back (``spark-switch@RELEASE.service``), so
-that a killed controller cannot interrupt it.
+The host drains, stops, starts, checks and rolls back by itself (``spark-switch@RELEASE.service``):
+a killed controller does not interrupt it.
 """
 
 import re
@@ -32,11 +32,11 @@ from spark_deploy.hosts.facts import read_fact
 from spark_deploy.hosts.failures import rollout_failure, show_failure
 from spark_deploy.hosts.operations import (
     Commands,
-    Refused,
+    HostError,
+    fail,
     host_command,
     host_operation,
-    refuse,
-    show,
+    log_lines,
 )
 from spark_deploy.hosts.status import RollbackPreview, Status
 
@@ -47,14 +47,14 @@ _not_changed: WeakSet[Host] = WeakSet()
 
 
 def note_interruption(host: Host) -> None:
-    """Note that the service stops now, which may be why the host gets lost."""
+    """Record that this run stops the host's service; a lost connection then counts as a failure."""
     _interrupted.add(host)
 
 
-def refuse_after_failure(message: str) -> None:
-    """Refuse this host if another failed: no more service is stopped then.
+def require_no_failure(message: str) -> None:
+    """Fail this host if another host failed, so that no further service is stopped.
 
-    A host lost before the change is no evidence against the change.
+    A host that was lost before its change does not count: the change did not cause it.
     """
     state = this_host.state
     failed = [
@@ -67,25 +67,25 @@ def refuse_after_failure(message: str) -> None:
     if failed:
         _not_changed.add(current_host())
         fix = "repair that host, or leave it out with --limit, then run again"
-        refuse(this_host.name, f"{message}, because {', '.join(failed)} failed first", fix)
+        fail(this_host.name, f"{message}, because {', '.join(failed)} failed first", fix)
 
 
 def require_members(members: Sequence[str]) -> None:
-    """Refuse this host if a member of its cluster has failed."""
+    """Fail this host if a member of its cluster failed."""
     active = {member.name for member in this_host.state.active_hosts}
     missing = [name for name in members if name not in active]
     if missing:
         fix = "repair that host and run again; members change together"
         message = f"not changed: cluster members failed or are unreachable: {', '.join(missing)}"
-        refuse(this_host.name, message, fix)
+        fail(this_host.name, message, fix)
 
 
-def change_to(release: str, timeout_s: int) -> FunctionCommand:
-    return FunctionCommand(change_now, [release, timeout_s], {})
+def change_command(release: str, timeout_s: int) -> FunctionCommand:
+    return FunctionCommand(change_release, [release, timeout_s], {})
 
 
-def change_now(state: State, host: Host, release: str, timeout_s: int) -> bool:
-    """Start a change and watch it; return whether it succeeded."""
+def change_release(state: State, host: Host, release: str, timeout_s: int) -> bool:
+    """Start a rollout and wait for it; return whether it succeeded."""
     return _begin_and_watch(state, host, tool.command_line(tool.SWITCH_BEGIN, release), timeout_s)
 
 
@@ -93,14 +93,14 @@ def change_now(state: State, host: Host, release: str, timeout_s: int) -> bool:
 def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bool:
     note_interruption(host)
     try:
-        ok, out, err = run_reconnecting(host, begin)
-        if not ok:
-            host.log_styled(f"the change did not begin: {(err or out).strip()}", fg="red")
+        result = run_reconnecting(host, begin)
+        if not result.ok:
+            host.log_styled(f"the rollout did not start: {result.text}", fg="red")
             return False
-        started = parse(StartedRollout, out)
+        started = parse(StartedRollout, result.stdout)
         if started.joined:
-            host.log("a change to this release is already running; watching it")
-        # The id identifies this change among changes to the same release.
+            host.log("a rollout of this release is already running; watching it")
+        # The id distinguishes this rollout from others of the same release.
         words = filter(None, (started.release, started.request))
         subject = "the earlier release" if started.to else "the new release"
         poll = tool.command_line(tool.SWITCH_POLL, *words)
@@ -109,33 +109,41 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
         fix = (
             "run again when the host is reachable; it completes or rolls back the change by itself"
         )
-        raise Refused(unreachable(f"{host.name}: change", str(error), fix)) from error
+        raise HostError(unreachable(f"{host.name}: change", str(error), fix)) from error
 
 
 def _watch(state: State, host: Host, release: str, poll: str, timeout_s: int, subject: str) -> bool:
     deadline = time.monotonic() + timeout_s
-    last, logged_at, step = "", 0.0, ""
-    # Only a screen that updates in place needs every number.
+    last_text, logged_at_s = "", 0.0
+    # A screen that updates in place shows every number; a log only new steps.
     handlers = getattr(state, "callback_handlers", ())
-    is_followed = any(getattr(handler, "follows_progress", False) for handler in handlers)
+    shows_all = any(getattr(handler, "follows_progress", False) for handler in handlers)
     while time.monotonic() < deadline:
-        ok, out, err = run_reconnecting(host, poll)
-        rollout = parse(Rollout, out) if ok else None
-        text = f"the progress cannot be read: {(err or out).strip()[-300:]}"
+        result = run_reconnecting(host, poll)
+        rollout = parse(Rollout, result.stdout) if result.ok else None
+        text = f"the progress cannot be read: {result.text[-300:]}"
         if rollout is not None:
-            words = (rollout.progress or rollout.reason or "running").split(" ")
-            progress = " ".join(word for word in words if not word.startswith(PHASE))
-            text = f"{rollout.phase or 'waiting'}: {progress}"
-        now_s = time.monotonic()
-        is_due = now_s - logged_at > HEARTBEAT_S
-        if is_due or (is_followed and text != last) or re.sub(r"\d+", "", text) != step:
+            text = _progress_text(rollout)
+        is_due = time.monotonic() - logged_at_s > HEARTBEAT_S
+        is_new_step = _without_numbers(text) != _without_numbers(last_text)
+        if is_due or is_new_step or (shows_all and text != last_text):
             host.log(f"rollout of {release}: {text}")
-            last, logged_at, step = text, now_s, re.sub(r"\d+", "", text)
+            last_text, logged_at_s = text, time.monotonic()
         if rollout is not None and rollout.state not in ("none", "running"):
             return report_change(host, release, rollout, subject)
         gevent.sleep(POLL_EVERY_S)
     host.log_styled(f"rollout of {release}: still running after {timeout_s} s", fg="red")
     return False
+
+
+def _progress_text(rollout: Rollout) -> str:
+    words = (rollout.progress or rollout.reason or "running").split(" ")
+    progress = " ".join(word for word in words if not word.startswith(PHASE))
+    return f"{rollout.phase or 'waiting'}: {progress}"
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "", text)
 
 
 def report_change(
@@ -154,14 +162,14 @@ def report_change(
 
 
 @host_operation
-def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
-    """Serve the previous release or ``to``, checked again."""
-    rollback = read_fact(RollbackPreview, service=service, to=to)
+def roll_back(service: str, target: str | None, timeout_s: int) -> Commands:
+    """Serve ``target``, or the previous release, and check it again."""
+    rollback = read_fact(RollbackPreview, service=service, target=target)
     if isinstance(rollback, Problem):
         if this_host.state.is_executing:
-            raise Refused(rollback)
-        show(current_host(), str(rollback))  # predicts no change
-        this_host.noop("refused")
+            raise HostError(rollback)
+        log_lines(current_host(), str(rollback))
+        this_host.noop("cannot be rolled back")
         return
     if rollback.to is None or rollback.done:
         reason = rollback.done or "no earlier release"
@@ -169,34 +177,34 @@ def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
         this_host.noop(reason)
         return
     serving = rollback.from_release or "nothing"
-    refuse_after_failure(f"not changed: stays on {serving}")
+    require_no_failure(f"not changed: stays on {serving}")
     log_once(f"goes back from {serving} to {rollback.to}")
     begin = tool.command_line(tool.ROLLBACK, service, "--to", rollback.to.name)
     yield FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
 
 
 @host_operation
-def verify_rollback(service: str, chosen: str) -> None:
-    """Fail unless the serving release is proven; ``chosen`` is the set MODEL/PROFILE."""
+def verify_rollback(service: str, configured_pair: str) -> None:
+    """Fail unless the host serves a proven release; ``configured_pair`` is MODEL/PROFILE."""
     if not this_host.state.is_executing:
         this_host.noop("checked after the change")
         return
     status = read_fact(Status)
     state = status.service(service)
     release = state.good if state else None
-    why = status.unproven(service, release) if release else "no release was ever proven here"
+    why = status.unproven_reason(service, release) if release else "no release was ever proven here"
     if why:
         message = f"not proven: {why}"
         fix = "run `spark-check` on the host to see which check fails, or run deploy.py"
-        refuse(f"{this_host.name}: {release or service}", message, fix)
+        fail(f"{this_host.name}: {release or service}", message, fix)
     serves = status.release(release)
     if serves is None:  # a proven service serves a release
         raise ValueError(f"{service} serves nothing")
     pair = f"{serves.model}/{serves.profile}"
-    then = f"the next `spark-deploy up` applies {chosen} again"
-    if chosen == pair:
-        then = "the next `spark-deploy up` applies the current settings"
+    next_up = f"the next `spark-deploy up` applies {configured_pair} again"
+    if configured_pair == pair:
+        next_up = "the next `spark-deploy up` applies the current settings"
     elif service == MAIN_SERVICE:
-        then += f"; to stay: `spark-deploy use {pair}`"
-    this_host.log(f"serves {pair} ({serves.name}), proven; {then}")
+        next_up += f"; to keep this release: `spark-deploy use {pair}`"
+    this_host.log(f"serves {pair} ({serves.name}), proven; {next_up}")
     this_host.noop("proven")

@@ -1,4 +1,4 @@
-"""Serve a release: install, start, roll out, verify, reboot."""
+"""Install, start, roll out and verify releases; reboot hosts."""
 
 import shlex
 import time
@@ -16,7 +16,7 @@ from spark_contract.units import SERVE, SWITCH
 
 from spark_deploy.hosts import releases
 from spark_deploy.hosts.commands import (
-    CommandFailed,
+    CommandError,
     is_predicted,
     log_once,
     predict,
@@ -25,7 +25,7 @@ from spark_deploy.hosts.commands import (
 )
 from spark_deploy.hosts.facts import HostFact, read_fact, read_fact_now, run_fact
 from spark_deploy.hosts.files import place_files
-from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation, refuse
+from spark_deploy.hosts.operations import Commands, HostError, fail, host_command, host_operation
 from spark_deploy.hosts.preflight import fact_arguments, read_survey
 from spark_deploy.hosts.status import (
     HostStatus,
@@ -53,81 +53,80 @@ def install_release(plan: Release, files: Sequence[ManagedFile], users: Sequence
 
 @host_operation
 def start_service(plan: Release, timeout_s: int) -> Commands:
-    """Start the release on hosts where it interrupts no service, in parallel."""
+    """Start the release on all hosts where this interrupts no service, in parallel."""
     if plan.cluster is not None:
-        host.noop("all members of a cluster change together")
+        host.noop("the members of a cluster change together, later")
         return
     status = read_fact(Status)
     if status.would_replace(plan.service, plan.name):
-        host.noop("hosts replace releases in turn")
+        host.noop("replaces a release; hosts do this in waves, later")
         return
-    if why := _reason_to_change(plan, status):
-        log_once(f"{plan.name}: {why}")
+    if reason := _reason_to_change(plan, status):
+        log_once(f"{plan.name}: {reason}")
         predict(f"{plan.name} is served")
-        yield releases.change_to(plan.name, timeout_s)
+        yield releases.change_command(plan.name, timeout_s)
 
 
 def _reason_to_change(plan: Release, status: HostStatus) -> str:
-    """Return why the host must change; "" (with a no-op) if it need not."""
+    """Return why the host must change; "" if nothing has to change, which is then logged."""
     if is_predicted(f"{plan.name} is served"):
-        host.noop("already served by then")
+        host.noop("an earlier operation starts it")
         return ""
-    if stopped := status.stopped(plan.service):
-        log_once(stopped, "yellow")
-        host.noop(stopped)
+    if message := status.stop_message(plan.service):
+        log_once(message, "yellow")
+        host.noop(message)
         return ""
-    if unknown := status.unknown_versions():
-        log_once(unknown, "yellow")
-    why = status.unproven(plan.service, plan.name)
-    if not why:
+    if message := status.unknown_versions_message():
+        log_once(message, "yellow")
+    reason = status.unproven_reason(plan.service, plan.name)
+    if not reason:
         host.noop(f"{plan.name} is running and proven")
-    return why
+    return reason
 
 
 @host_operation
 def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -> Commands:
-    """Serve this release, checked; if that fails, the previous one returns."""
+    """Serve and check this release; if it fails, the host restores the previous release."""
     status = read_fact(Status)
-    now = status.due(plan, scheduled)
-    if now != plan:
-        log_once(f"serves {now.name} by schedule; {plan.name} has other times")
-        host.noop(f"{now.name} is served by schedule")
+    due = status.release_due(plan, scheduled)
+    if due != plan:
+        log_once(f"serves {due.name}, as scheduled; {plan.name} is scheduled for other times")
+        host.noop(f"serves {due.name}, as scheduled")
         return
-    if status.left_failed(plan.name) and not status.unproven(plan.service, plan.name):
-        # Its process was killed after the check.
-        log_once(f"{plan.name} is proven, although the process of the change was killed")
+    if status.has_failed_change(plan.name) and not status.unproven_reason(plan.service, plan.name):
+        # The rollout's process was killed after the check.
+        log_once(f"{plan.name} is proven, although the rollout's process was killed")
         yield f"systemctl reset-failed {SWITCH.unit(plan.name)}"
         return
-    why = _reason_to_change(plan, status)
-    if not why:
+    reason = _reason_to_change(plan, status)
+    if not reason:
         return
     state = status.service(plan.service)
-    releases.refuse_after_failure(
-        f"not changed: stays on {(state.active if state else None) or 'nothing'}"
-    )
+    serving = (state.active if state else None) or "nothing"
+    releases.require_no_failure(f"not changed: stays on {serving}")
     if plan.cluster is not None:
         releases.require_members(tuple(member.host for member in plan.cluster.members))
-    back = state.rolled_back if state else None
-    if back and back.to != plan.name:
+    rollback = state.rolled_back if state else None
+    if rollback and rollback.to != plan.name:
         log_once(
-            f"was rolled back from {back.from_release} to {back.to} ({back.at}); "
+            f"was rolled back from {rollback.from_release} to {rollback.to} ({rollback.at}); "
             f"group_vars select {plan.name}"
         )
-    log_once(f"{plan.name}: {why}")
-    yield releases.change_to(plan.name, timeout_s)
+    log_once(f"{plan.name}: {reason}")
+    yield releases.change_command(plan.name, timeout_s)
 
 
 @host_operation
 def check_unit_files(accepted: Sequence[str]) -> None:
-    """Refuse files that change our units and appeared since preflight."""
+    """Fail if files that change our units appeared since preflight."""
     if paths := read_fact(Status).unit_overrides(accepted):
-        raise Refused(unit_overrides_problem(paths))
-    host.noop("only a deploy's files and accepted files change the units")
+        raise HostError(unit_overrides_problem(paths))
+    host.noop("no unexpected file changes the units")
 
 
 @host_operation
 def stop_unlisted(services: Sequence[str]) -> Commands:
-    """Stop and disable other services; artefacts are kept."""
+    """Stop and disable services that are no longer listed; their files stay."""
     status = read_fact(Status).report
     unlisted = sorted(
         name
@@ -137,33 +136,34 @@ def stop_unlisted(services: Sequence[str]) -> Commands:
     if not unlisted:
         host.noop("no other service runs")
     for name in unlisted:
-        log_once(f"stops {name}: no longer listed; `deploys/prune.py` removes the artefacts")
+        log_once(f"stops {name}: no longer listed; `deploys/prune.py` removes its files")
         yield tool.command_line(tool.RETIRE_SERVICE, name)
 
 
 @host_operation
 def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Release] = ()) -> None:
-    """Fail unless the host provably serves the release due now."""
+    """Fail unless the host serves the release that is due now, and its check passed."""
     if not host.state.is_executing:
         host.noop("checked after the change")
         return
     status = read_fact_now(Status)
-    if stopped := status.stopped(plan.service):
-        host.noop(f"nothing to prove: {stopped}")
+    if message := status.stop_message(plan.service):
+        host.noop(f"nothing to verify: {message}")
         return
-    plan = status.due(plan, scheduled)
-    if why := status.unproven(plan.service, plan.name):
+    plan = status.release_due(plan, scheduled)
+    if reason := status.unproven_reason(plan.service, plan.name):
         fix = "run again; `spark-check` on the host shows which check fails"
-        refuse(f"{host.name}: {plan.name}", f"not proven: {why}", fix)
-    release, live = status.release(plan.name), status.live(plan.name)
+        fail(f"{host.name}: {plan.name}", f"not proven: {reason}", fix)
+    release, live = status.release(plan.name), status.live_check(plan.name)
     proof = release.proof if release else None
     if proof is None or live is None:  # a proven release has both
         raise ValueError(f"{plan.name} is not proven")
     state = status.service(plan.service)
-    listen = f"at {', '.join(url for url, _ in base_urls(gateway))}"
+    address = f"at {', '.join(url for url, _ in base_urls(gateway))}"
     if state and state.head:
-        listen = f"for {state.head}, which answers"
-    host.log(f"serves {plan.model} with profile {plan.profile} as {', '.join(plan.names)} {listen}")
+        address = f"as a worker of {state.head}, which answers requests"
+    names = ", ".join(plan.names)
+    host.log(f"serves {plan.model} with profile {plan.profile} as {names} {address}")
     host.log(
         f"proof: {proof.level} check of {proof.checked_at}, {len(proof.checks)} checks; "
         f"one live answer in {live.seconds:.1f} s"
@@ -177,15 +177,16 @@ def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Rele
     host.noop("proven")
 
 
-_DOWN_WITHIN_S = 600
+_REBOOT_WITHIN_S = 600
 _POLL_S = 3.0
 _MARKER = f"{RECEIPTS_DIR}/rebooted-for"
 
 
 class RebootedFor(HostFact[str]):
-    """Why we rebooted last, if still pending; "" otherwise.
+    """The reason for our last reboot; "" if there is none.
 
-    Written before the reboot with the id of that boot: in the same boot it never happened.
+    The marker is written before a reboot and starts with the boot id: while that id is still the
+    current one, the reboot has not happened.
     """
 
     default = str
@@ -204,85 +205,84 @@ class RebootedFor(HostFact[str]):
 @host_operation
 def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
     """Reboot a host if needed, and verify the service before the next host."""
-    why = read_survey(needs).identity.boot.reboot_reason
-    if not why:
+    reason = read_survey(needs).identity.boot.reboot_reason
+    if not reason:
         host.noop("no reboot is pending")
         return
-    if read_fact(RebootedFor, path=_MARKER) == why:
-        host.noop(f"was rebooted for this already, and it is still pending: {why}")
+    if read_fact(RebootedFor, path=_MARKER) == reason:
+        host.noop(f"still pending after a reboot, so the host is not rebooted again: {reason}")
         return
     _require_readable(host, read_fact(Status))
-    releases.refuse_after_failure("not rebooted")
+    releases.require_no_failure("not rebooted")
     predict("reboot")
-    yield FunctionCommand(_reboot, [why, needs, serve], {})
+    yield FunctionCommand(_reboot, [reason, needs, serve], {})
 
 
 @host_command
-def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: Release) -> bool:
-    host.log(f"rebooting: {why}")
+def _reboot(state: State, host: Host, reason: str, needs: NeedsPlan, serve: Release) -> bool:
+    host.log(f"rebooting: {reason}")
     releases.note_interruption(host)
     try:
-        before = run(host, f"cat {BOOT_ID}")
-        note = "\n".join([*before, why])
-        run(host, f"mkdir -p {RECEIPTS_DIR} && cat > {_MARKER} && sync", stdin=note)
-        # Detached: this command must return before the connection is lost.
+        boot_id = "\n".join(run(host, f"cat {BOOT_ID}")).strip()
+        marker = f"{boot_id}\n{reason}"
+        run(host, f"mkdir -p {RECEIPTS_DIR} && cat > {_MARKER} && sync", stdin=marker)
+        # In the background: this command must return before the connection is lost.
         run(host, "(sleep 1; systemctl reboot) </dev/null >/dev/null 2>&1 &", timeout_s=30)
-        _wait_until_back(host, before)
+        _wait_until_rebooted(host, boot_id)
         return _wait_until_serving(state, host, serve) and _clear_marker(host, needs)
-    except (CommandFailed, ConnectError) as error:
+    except (CommandError, ConnectError) as error:
         fix = "check its console; the other hosts were not rebooted"
-        refuse(f"{host.name}: reboot", str(error), fix)
+        fail(f"{host.name}: reboot", str(error), fix)
 
 
-def _wait_until_back(host: Host, before: list[str]) -> None:
-    deadline = time.monotonic() + _DOWN_WITHIN_S
+def _wait_until_rebooted(host: Host, old_boot_id: str) -> None:
+    deadline = time.monotonic() + _REBOOT_WITHIN_S
     while time.monotonic() < deadline:
         gevent.sleep(_POLL_S)
-        ok, out, _ = run_reconnecting(host, f"cat {BOOT_ID}")
-        if ok and out.split() != before:
-            host.log("is back")
+        result = run_reconnecting(host, f"cat {BOOT_ID}")
+        if result.ok and result.stdout.strip() != old_boot_id:
+            host.log("the host has rebooted")
             return
-    fix = "reboot it by hand, then run again"
-    refuse(f"{host.name}: reboot", f"still up after {_DOWN_WITHIN_S} s", fix)
+    message = f"the host did not reboot within {_REBOOT_WITHIN_S} s"
+    fail(f"{host.name}: reboot", message, "reboot it by hand, then run again")
 
 
 def _wait_until_serving(state: State, host: Host, serve: Release) -> bool:
     limit_s = int(serve.timeouts.start_s) + 600
     deadline = time.monotonic() + limit_s
-    last = active = ""
-    while time.monotonic() < deadline and active != "failed":
-        ok, out, _ = run_reconnecting(host, tool.when_installed(tool.command_line(tool.STATUS)))
-        if ok:
-            status = parse_status(out)
+    unit_state = ""
+    while time.monotonic() < deadline and unit_state != "failed":
+        result = run_reconnecting(host, tool.when_installed(tool.command_line(tool.STATUS)))
+        if result.ok:
+            status = parse_status(result.stdout)
             _require_readable(host, status)
             service = status.service(serve.service)
             if service is None or not service.enabled or service.stopped_by_hand:
-                host.log("no service is enabled on it yet")
+                host.log("no service starts at boot on this host")
                 return True
             name = service.enabled[0]
             release = status.release(name)
-            active = release.active if release else ""
-            if active == "active":
-                return releases.change_now(state, host, name, limit_s)
-            if active != last:
-                last = active
-                host.log(f"{name} is {active}")
+            last_state, unit_state = unit_state, release.active if release else ""
+            if unit_state == "active":
+                return releases.change_release(state, host, name, limit_s)
+            if unit_state != last_state:
+                host.log(f"{name} is {unit_state}")
         gevent.sleep(_POLL_S)
     fix = (
         f"check `journalctl -u '{SERVE.unit('*')}'` on the host; the other hosts were not rebooted"
     )
-    refuse(host.name, "does not serve after the reboot", fix)
+    fail(host.name, "does not serve after the reboot", fix)
 
 
 def _require_readable(host: Host, status: HostStatus) -> None:
-    """It could not be checked after a reboot."""
+    """Fail a host whose status cannot be read: its service could not be checked."""
     if status.unreadable:
         fix = "deploy it with `reboot: report` first, then allow reboots"
-        refuse(host.name, status.unreadable, fix)
+        fail(host.name, status.unreadable, fix)
 
 
 def _clear_marker(host: Host, needs: NeedsPlan) -> bool:
-    """A marker that stays prevents a second reboot."""
+    """Remove the marker, unless the cause persists: then it prevents a second reboot."""
     survey = run_fact(host, HostSurvey, timeout_s=180, **fact_arguments(needs))
     if pending := survey.identity.boot.reboot_reason:
         host.log_styled(f"still pending after the reboot: {pending}", fg="yellow")

@@ -87,11 +87,11 @@ class HostStatus:
         releases = self.report.releases if self.report else ()
         return next((release for release in releases if release.name == name), None)
 
-    def left_failed(self, release: str) -> bool:
+    def has_failed_change(self, release: str) -> bool:
         state = self.release(release)
         return state is not None and state.change_failed
 
-    def live(self, release: str) -> status.LiveCheck | None:
+    def live_check(self, release: str) -> status.LiveCheck | None:
         outcomes = (self.report.live, *self.report.more_live) if self.report else ()
         return next((live for live in outcomes if live and live.release == release), None)
 
@@ -102,12 +102,12 @@ class HostStatus:
             return bool(self.unreadable)
         return state.active is not None or state.good not in (None, release)
 
-    def due(self, plan: Release, scheduled: Iterable[Release]) -> Release:
+    def release_due(self, plan: Release, scheduled: Iterable[Release]) -> Release:
         """Return the release due now: of the schedule, or the plan's."""
         state = self.service(plan.service)
         active = state.active if state else None
         for other in scheduled:
-            if other.name == active and not self.unproven(plan.service, other.name):
+            if other.name == active and not self.unproven_reason(plan.service, other.name):
                 return other
         return plan
 
@@ -116,30 +116,30 @@ class HostStatus:
         paths = self.report.unit_overrides if self.report else ()
         return tuple(path for path in paths if path not in accepted)
 
-    def stopped(self, service: str) -> str:
+    def stop_message(self, service: str) -> str:
         """Describe a stop on purpose, or ""."""
         state = self.service(service)
         if state is None or not state.stopped_by_hand:
             return ""
-        return stopped_text(service, state.stopped_by_hand)
+        return stop_message(service, state.stopped_by_hand)
 
     def rollout(self, service: str) -> status.RunningRollout | None:
         state = self.service(service)
         return state.rollout if state else None
 
-    def unknown_versions(self) -> str:
+    def unknown_versions_message(self) -> str:
         """Describe versions that the host could not read, or ""."""
         names = ", ".join(self.report.versions_unknown) if self.report else ""
         return f"no version of {names}: no answer in time; assumed unchanged" if names else ""
 
-    def unproven(self, service: str, release: str) -> str:
+    def unproven_reason(self, service: str, release: str) -> str:
         """Return why ``release`` is not provably served; "" if it is."""
         if self.report is None:
             return self.unreadable or "no host tools are installed yet"
         state = self.service(service)
         if state is None:
             return "serves nothing"
-        result, live = self.release(release), self.live(release)
+        result, live = self.release(release), self.live_check(release)
         unproven = result.unproven if result else "none"
         gateway, has_gateway = state.gateway, not state.head  # of a cluster only the head has one
         reasons = (
@@ -175,7 +175,7 @@ def start_text(times_s: Mapping[str, float]) -> str:
     return f"{sum(times_s.values()):.0f} s ({', '.join(phases)})"
 
 
-def stopped_text(service: str, stopped: Stopped) -> str:
+def stop_message(service: str, stopped: Stopped) -> str:
     who = stopped.by or "someone on the host"
     return (
         f"{service} was stopped on purpose by {who} and has been down since {stopped.at}"
@@ -242,9 +242,9 @@ class RollbackPreview(HostFact["Rollback | Problem"]):
 
     default = staticmethod(_no_tools)
 
-    def command(self, service: str, to: str | None) -> str:
-        to_words = ("--to", to) if to else ()
-        return _tool_command(tool.command_line(tool.ROLLBACK, service, *to_words, "--dry"))
+    def command(self, service: str, target: str | None) -> str:
+        to_option = ("--to", target) if target else ()
+        return _tool_command(tool.command_line(tool.ROLLBACK, service, *to_option, "--dry"))
 
     def process(self, output: Iterable[str]) -> Rollback | Problem:
         result = _parse_answer(Rollback, output)

@@ -1,4 +1,4 @@
-"""Survey of a host before a deploy: a single read-only command."""
+"""Read everything about a host that preflight checks, with a single command."""
 
 import re
 import time
@@ -45,11 +45,11 @@ class HostIdentity:
     os_version: str
     os_name: str
     dgx_release: dict[str, str]  # empty: no /etc/dgx-release
-    pci: tuple[str, ...]  # vendor:device of each function, as lspci -n prints it
+    pci: tuple[str, ...]  # vendor:device of each device, as lspci -n prints it
     host_key: str  # fingerprint of the SSH host key; "" if there is none
     boot: machine.BootSigns
     kernel_parameters: tuple[str, ...] = ()  # of this boot
-    clock_ahead_s: float = 0.0  # of the controller's clock; negative: behind it
+    clock_ahead_s: float = 0.0  # compared with the controller; negative: behind
 
 
 def parse_identity(sections: facts.Sections, gpu_state: gpu.GpuState) -> HostIdentity:
@@ -80,7 +80,7 @@ def parse_identity(sections: facts.Sections, gpu_state: gpu.GpuState) -> HostIde
     )
 
 
-# GPU allocations of a GB10 belong to no process or cgroup, so ``MemAvailable`` is used.
+# GPU allocations of a GB10 are not charged to a process or cgroup; only MemAvailable shows them.
 MEMORY_SCRIPT = r"""
 echo '== meminfo'; grep -E '^(MemTotal|MemAvailable|CmaTotal|CmaFree):' /proc/meminfo
 echo '== buddyinfo'; getconf PAGESIZE; cat /proc/buddyinfo
@@ -140,9 +140,9 @@ def parse_processes(lines: Iterable[str]) -> Iterator[Process]:
 
 
 def audit_script(folder: str = "/var/lib/dpkg") -> str:
-    """Print half-installed packages, but none while an installation runs.
+    """Print half-installed packages; none while dpkg is locked.
 
-    While it holds dpkg's lock, packages are half installed, and the next installation waits.
+    During an installation packages are half installed, and our own installation waits for it.
     """
     return f"""
 echo '== dpkg-audit'
@@ -163,7 +163,7 @@ _STOPPED = str(Paths(Path("/")).stopped(MAIN_SERVICE).parent)
 
 
 def stopped_script(folder: str = _STOPPED) -> str:
-    """Print stopped services: name, then the state file on a line."""
+    """Print two lines for each stopped service: its name and its state file."""
     return f"""
 echo '== stopped'
 for file in {folder}/*.json; do
@@ -173,14 +173,14 @@ done
 
 
 def engine_memory_script(folder: str = RELEASES_DIR) -> str:
-    """Print running engine units and the bytes planned for them."""
-    before, after = SERVE.unit("@").split("@@")
+    """Print each running engine unit and the bytes planned for it."""
+    prefix, suffix = SERVE.unit("@").split("@@")
     return rf"""
 echo '== engine-memory'
 systemctl list-units --plain --no-legend --state=active,activating '{SERVE.unit("*")}' |
   while read -r unit _; do
-    name=${{unit#{before}@}}
-    echo "$unit $(head -c 1048576 "{folder}/${{name%{after}}}/release.json" 2>/dev/null |
+    name=${{unit#{prefix}@}}
+    echo "$unit $(head -c 1048576 "{folder}/${{name%{suffix}}}/release.json" 2>/dev/null |
       tr -d ' \n' | sed -n 's/.*"memory":{{[^}}]*"needed_bytes":\([0-9]*\).*/\1/p')"
   done
 """
@@ -197,24 +197,24 @@ echo '== unit-files'; {unit_files.list_command()}
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    user: str  # login name if sudo needs a password, or ""
+    user: str  # login name if sudo needs a password; "" otherwise
     identity: HostIdentity
     gpu: gpu.GpuState
     memory: Memory
     processes: tuple[Process, ...]
-    places: tuple[disk.Place, ...]
+    disk_usage: tuple[disk.DiskUsage, ...]
     reclaimable: dict[str, int]  # bytes by kind in `docker system df`
     listeners: tuple[network.Listener, ...]
     containers: tuple[docker_facts.Container, ...]
-    docker_silent: str  # state of docker's unit if the daemon did not answer, or ""
+    docker_silent: str  # state of docker's unit if the daemon did not answer; "" otherwise
     broken_packages: tuple[str, ...]  # listed by dpkg --audit
     serving: tuple[str, ...]  # running engine units
     stub_packages: tuple[str, ...]  # "name version" of stand-ins
     images: tuple[str, ...]  # images of the plan that are present
     tailscale: str  # the host's tailnet address, or the error text of the command
-    stored: disk.Stored  # weights that need no room again
+    stored: disk.StoredFiles  # weights that need no download
     daily: tuple[Problem, ...] = ()  # problems found by the host's daily check
-    parents: tuple[disk.ParentDirectory, ...] = ()  # parent directories of our places
+    parents: tuple[disk.ParentDirectory, ...] = ()  # parent directories of the plan's paths
     stopped: Mapping[str, Stopped] = field(default_factory=dict)  # services a user stopped
     engine_bytes: Mapping[str, int] = field(default_factory=dict)  # planned, by running unit
     unit_overrides: tuple[str, ...] = ()  # unmanaged files that change our units
@@ -222,11 +222,11 @@ class Survey:
 
     @property
     def obtainable_bytes(self) -> int | None:
-        """Memory available once our engines stop; ``None`` if a plan is unknown."""
+        """Memory available after our engines stop; ``None`` if their size is unknown."""
         if not set(self.serving) <= set(self.engine_bytes):
             return None
-        held_bytes = sum(self.engine_bytes[unit] for unit in self.serving)
-        return min(self.memory.total_bytes, self.memory.available_bytes + held_bytes)
+        freed_bytes = sum(self.engine_bytes[unit] for unit in self.serving)
+        return min(self.memory.total_bytes, self.memory.available_bytes + freed_bytes)
 
     @property
     def sudo_works(self) -> bool:
@@ -234,14 +234,13 @@ class Survey:
 
     @property
     def stubbed(self) -> tuple[str, ...]:
-        """Stand-ins: results with them prove nothing about a Spark."""
+        """Stand-ins for real software: results with them prove nothing about a Spark."""
         driver = self.gpu.driver_version
-        is_stub = driver.endswith(STAND_IN)
-        return (*self.stub_packages, *([f"driver {driver}"] if is_stub else ()))
+        return (*self.stub_packages, *([f"driver {driver}"] if driver.endswith(STAND_IN) else ()))
 
 
 class HostSurvey(facts.HostFact[Survey]):
-    """``facts.as_root`` becomes root: run it without pyinfra's sudo."""
+    """Run it without pyinfra's sudo: the script itself uses sudo if possible."""
 
     def command(
         self,
@@ -286,7 +285,7 @@ class HostSurvey(facts.HostFact[Survey]):
             gpu=gpu_state,
             memory=parse_memory(sections),
             processes=tuple(parse_processes(sections["processes"])),
-            places=tuple(disk.parse_places(sections["places"])),
+            disk_usage=tuple(disk.parse_disk_usage(sections["places"])),
             reclaimable=disk.parse_reclaimable(sections["docker-df"]),
             listeners=network.parse_listeners(sections["listeners"], sections["listener-cgroups"]),
             containers=tuple(docker_facts.parse_containers(sections["containers"])),

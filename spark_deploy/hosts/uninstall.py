@@ -18,11 +18,11 @@ from spark_deploy.config.settings.host import BASE_PACKAGES, CUDA_PACKAGE, TOOLK
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import base
 from spark_deploy.hosts.access import ACCOUNT_HOME
-from spark_deploy.hosts.commands import CommandFailed, heartbeat, log_once, run
+from spark_deploy.hosts.commands import CommandError, heartbeat, log_once, run
 from spark_deploy.hosts.downloads import DOCKER_DROP_IN
 from spark_deploy.hosts.facts import HostFact, parse_document, read_fact
 from spark_deploy.hosts.gpu import SPECIFICATION
-from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation, refuse
+from spark_deploy.hosts.operations import Commands, HostError, fail, host_command, host_operation
 from spark_deploy.hosts.payload import Payload, memory_command, packed_tools, placed_tools
 from spark_deploy.hosts.status import PrunePreview
 from spark_deploy.plan.jobs import DAEMON_JSON, preparation_name, ready_jobs_of, served_jobs_of
@@ -44,7 +44,7 @@ def prune_host(keep: KeepList) -> Commands:
     request = json.dumps(to_plain(keep), sort_keys=True)
     result = read_fact(PrunePreview, keep=request)
     if isinstance(result, Problem):
-        raise Refused(result)
+        raise HostError(result)
     for line in describe_prune(result):
         log_once(line)
     if not result.items:
@@ -72,8 +72,8 @@ def _prune(state: State, host: Host, request: str) -> bool:
     try:
         with heartbeat(host, "removing"):
             output = run(host, tool.command_line(tool.PRUNE, request), timeout_s=_TIMEOUT_S)
-    except CommandFailed as error:
-        refuse(f"{host.name}: prune", error.output.strip() or str(error), _RUN_AGAIN)
+    except CommandError as error:
+        fail(f"{host.name}: prune", error.output.strip() or str(error), _RUN_AGAIN)
     removed = parse(Pruning, "\n".join(output))
     host.log(f"removed {len(removed.items)} items, {gigabytes(removed.bytes)}")
     return True
@@ -157,12 +157,12 @@ def _uninstall(state: State, host: Host, request: str) -> bool:
         with heartbeat(host, "removing"):
             output = run(host, command, timeout_s=_TIMEOUT_S, stdin=packed_tools())
         removed = parse(UninstallManifest, output[-1])
-    except CommandFailed as error:
+    except CommandError as error:
         text = error.output.strip()
         failed = parse_document(UninstallManifest, text.rpartition("\n")[2])
-        refuse(where, "\n".join(failed.problems) if failed else text[-2000:], _RUN_AGAIN)
+        fail(where, "\n".join(failed.problems) if failed else text[-2000:], _RUN_AGAIN)
     except DocumentError as error:
-        refuse(where, str(error), "run again")
+        fail(where, str(error), "run again")
     freed = sum(thing.size_bytes for thing in removed.things)
     host.log(f"removed {len(removed.things)} items, {gigabytes(freed)}")
     return True

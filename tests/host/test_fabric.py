@@ -178,7 +178,7 @@ def test_reports_slow_cable(site):
     took_s = time.monotonic() - began
     guest.run("tc qdisc del dev fab1 root")
     assert run.exit_code != 0
-    assert re.search(rf"{NAMES[0]}: fab1: 0\.0 Gb/s to {NAMES[1]} over a link of", run.stderr)
+    assert re.search(rf"{NAMES[0]}: fab1: 0\.0 Gb/s to {NAMES[1]} over a ", run.stderr)
     assert took_s < 120
 
 

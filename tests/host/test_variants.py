@@ -221,7 +221,7 @@ def test_doctor_warns_of_cloned_keys_wrong_clock_and_failed_updates(tmp_path):
     lab("down", *SPARE)
     assert code == 0, output
     for name in SPARE:
-        assert f"SSH host key: is also that of {name}" in output
+        assert f"SSH host key: is the same as that of {name}" in output
     assert output.count("1,440 minutes behind") == 1
     assert output.count("torn score") == 1
     assert required != 0, refused

@@ -17,14 +17,14 @@ from spark_deploy.hosts.access import LoginAccess
 from spark_deploy.hosts.base import BaseState
 from spark_deploy.hosts.docker_facts import DockerState
 from spark_deploy.hosts.gpu import CudaState
-from spark_deploy.hosts.network import Fabric, NetplanFiles, Reach
+from spark_deploy.hosts.network import Fabric, NetplanFiles, Reachability
 from spark_deploy.hosts.survey import HostSurvey
 
 FACTS: dict[str, Any] = {
     fact.__name__: fact
     for fact in (
         *(HostSurvey, BaseState, CudaState, DockerState),
-        *(Fabric, LoginAccess, NetplanFiles, Reach),
+        *(Fabric, LoginAccess, NetplanFiles, Reachability),
     )
 }
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "captures"

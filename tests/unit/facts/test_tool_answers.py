@@ -108,17 +108,17 @@ PROVEN: dict[str, Any] = {
     ],
 )  # fmt: skip
 def test_release_is_unproven_without_complete_evidence(path, value, reason):
-    assert host_status(PROVEN).unproven("main", RELEASE) == ""
+    assert host_status(PROVEN).unproven_reason("main", RELEASE) == ""
     document = copy.deepcopy(PROVEN)
     node: Any = document
     for key in path[:-1]:
         node = node[key]
     node[path[-1]] = value
-    assert reason in host_status(document).unproven("main", RELEASE)
+    assert reason in host_status(document).unproven_reason("main", RELEASE)
 
 
 def test_missing_or_different_tools_prove_nothing_without_an_error():
-    assert "tools" in Status().process([]).unproven("main", RELEASE)
+    assert "tools" in Status().process([]).unproven_reason("main", RELEASE)
     other = Status().process(['{"schema_version": 2, "colour": "red"}'])
     assert other.installed
-    assert "another version (colour: unknown)" in other.unproven("main", RELEASE)
+    assert "another version (colour: unknown)" in other.unproven_reason("main", RELEASE)

@@ -60,9 +60,9 @@ def test_status_of_a_release_and_its_proof(host, read_status):
 
 def test_status_reports_an_interrupted_rollout_of_its_release(host, read_status):
     host.release()
-    assert not read_status().left_failed(RELEASE)
-    assert read_status(ActiveState="failed").left_failed(RELEASE)
-    assert not read_status(ActiveState="failed").left_failed(OTHER)
+    assert not read_status().has_failed_change(RELEASE)
+    assert read_status(ActiveState="failed").has_failed_change(RELEASE)
+    assert not read_status(ActiveState="failed").has_failed_change(OTHER)
 
 
 def test_status_reports_a_running_rollout(host, read_status):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from spark_contract import tool
 
 from spark_deploy.hosts import docker, docker_facts, gpu
-from spark_deploy.hosts.commands import CommandFailed
-from spark_deploy.hosts.operations import Refused
+from spark_deploy.hosts.commands import CommandError
+from spark_deploy.hosts.operations import HostError
 from tests.unit.facts.test_facts import CAPTURES, lines_of, output_of
 from tests.unit.operations.fake_host import Failed, local_shell, sections_of
 from tests.unit.shell import install_stub
@@ -141,7 +141,7 @@ def tool_folder(tmp_path, monkeypatch):
     def run(host, command, *, timeout_s):
         output = local_shell(command)
         if isinstance(output, Failed):
-            raise CommandFailed(command, output)
+            raise CommandError(command, output)
         return output.splitlines()
 
     monkeypatch.setattr(gpu, "run", run)
@@ -153,7 +153,7 @@ def tool_folder(tmp_path, monkeypatch):
 def test_reports_a_failed_pull_with_the_tools_fix(tool_folder):
     line = f"error: {IMAGE}: the pull stalls: no bytes in 300 s; fix: look at the registry"
     install_stub(tool_folder, "spark-host", f"echo phase=pull bytes=5; echo '{line}' >&2; exit 1")
-    with pytest.raises(Refused, match=r"no bytes in 300 s\n  fix: look at the registry"):
+    with pytest.raises(HostError, match=r"no bytes in 300 s\n  fix: look at the registry"):
         gpu._pull(None, IMAGE)
 
 

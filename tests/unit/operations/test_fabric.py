@@ -6,7 +6,7 @@ from spark_contract.errors import ERROR
 from spark_contract.fabric import SpeedResult
 
 from spark_deploy.hosts import fabric
-from spark_deploy.hosts.fabric import find_differences, judge_links, judge_speed
+from spark_deploy.hosts.fabric import check_links, check_speed, find_differences
 from spark_deploy.plan.types import FabricLink
 from tests.unit.operations.fake_host import Failed, FakeHost, describe, on
 from tests.unit.preflight.surveyed import survey
@@ -30,7 +30,7 @@ REACHED = {LINK.address: "yes", TWIN.address: "yes"}
     ],
 )  # fmt: skip
 def test_judges_links(links, reached, problems, warnings):
-    verdict = judge_links("spark-1", links, reached)
+    verdict = check_links("spark-1", links, reached)
     for messages, patterns in ((verdict.problems, problems), (verdict.warnings, warnings)):
         assert len(messages) == len(patterns)
         for problem, pattern in zip(messages, patterns, strict=True):
@@ -61,18 +61,18 @@ def test_reports_kernels_that_reserve_memory_for_kexec():
     [
         (200000, 88.0, "", ""),
         (200000, 26.0, "", ""),  # perhaps the limit of Python
-        (200000, 13.2, "", "degraded port is reported to carry 13"),
-        (200000, 0.94, "0.9 Gb/s to spark-2 over a link of 200", ""),
+        (200000, 13.2, "", "degraded port reportedly carries 13"),
+        (200000, 0.94, "0.9 Gb/s to spark-2 over a 200", ""),
         (10000, 9.4, "", ""),
-        (10000, 0.94, "0.9 Gb/s to spark-2 over a link of 10", ""),
+        (10000, 0.94, "0.9 Gb/s to spark-2 over a 10", ""),
         (1000, 0.94, "", ""),
         (None, 0.94, "", ""),
-        (None, 0.0, "no packet of full size gets to spark-2", ""),
+        (None, 0.0, "full-size packets do not reach spark-2", ""),
     ],
 )
 def test_judges_a_short_speed_test(link_mbit_per_s, gbit_per_s, problem, warning):
     link = replace(LINK, speed_mbit_per_s=link_mbit_per_s)
-    verdict = judge_speed("spark-1", link, SpeedResult(int(gbit_per_s * 125e6), 1.0))
+    verdict = check_speed("spark-1", link, SpeedResult(int(gbit_per_s * 125e6), 1.0))
     assert [problem in message.what for message in verdict.problems] == [True] * bool(problem)
     assert [warning in message.what for message in verdict.warnings] == [True] * bool(warning)
 
@@ -131,7 +131,7 @@ def test_dry_run_sends_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("sender", "listener", "reached", "message"),
     [
-        (cable_end(0.9), cable_end(), "yes", "0.9 Gb/s to spark-2 over a link of 200"),
+        (cable_end(0.9), cable_end(), "yes", "0.9 Gb/s to spark-2 over a 200"),
         (cable_end(88), cable_end(), "no", "no packet of 9000 bytes comes back"),
         (cable_end(error="x"), cable_end(error=f"{ERROR}fab0:20000: cannot listen; fix: y"),
          "yes", "cannot listen"),
@@ -168,7 +168,7 @@ def test_measures_rdma_where_perftest_is_installed(
     listener = cable_end(rdma=listener_rdma)
     assert measure(monkeypatch, sender, listener) == []
     assert logged in sender.log_text
-    assert ("reported to carry 13" in sender.log_text) is degraded
+    assert ("reportedly carries 13" in sender.log_text) is degraded
     if sender_rdma:
         [*_, (listen, _)], [*_, (send, _)] = listener.commands, sender.commands
         assert "--bind_source_ip 192.168.100.12" in listen

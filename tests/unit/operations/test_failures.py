@@ -19,7 +19,7 @@ operations.hold_lease(state, host)
 @operations.host_operation
 def check():
     if state.is_executing:
-        operations.refuse("memory", "70 GiB needed", "choose a smaller model")
+        operations.fail("memory", "70 GiB needed", "choose a smaller model")
     yield "true"
 check(name="check")
 """
@@ -52,7 +52,7 @@ def test_a_refused_host_reports_the_serving_release(active, problem, outcome):
     service = {"active": active, "traffic_open": True}
     status = host_status({"releases": releases, "services": {"main": service}})
     host = FakeHost(shell=lambda _: to_json(status.report))
-    operations._refuse(None, host, f"spark-1: {problem}\n  fix: a smaller model")
+    operations._report_failure(None, host, f"spark-1: {problem}\n  fix: a smaller model")
     serves = "still serves large with agent" if active else "serves nothing"
     assert host.logs == [f"spark-1 {serves}; {outcome}", "  fix: a smaller model"]
 
@@ -60,5 +60,5 @@ def test_a_refused_host_reports_the_serving_release(active, problem, outcome):
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_host_that_does_not_answer_is_refused_without_further_errors(lost):
     host = FakeHost(shell=lambda _: TimeoutError("late"), connected=not lost)
-    assert operations._refuse(None, host, "spark-1: lost") is False
+    assert operations._report_failure(None, host, "spark-1: lost") is False
     assert host.logs == ["spark-1: lost"]

@@ -124,7 +124,7 @@ def test_failed_write_says_how_to_fix_the_disk(tmp_path):
     )
     assert done.returncode != 0
     assert "Not a directory" in done.stderr
-    assert "fix: check for a read-only" in done.stderr
+    assert "fix: check for a full" in done.stderr
 
 
 def test_read_tree_skips_bytecode(tmp_path):

@@ -10,8 +10,8 @@ from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.secrets import GENERATED, SecretRef
 from spark_deploy.hosts import gateway
 from spark_deploy.hosts.gateway import (
-    Calendars,
     GatewayCertificate,
+    RejectedCalendar,
     TailnetAddress,
     Timers,
     WatchTools,
@@ -170,8 +170,12 @@ def test_private_ca_issues_a_certificate_once(private_ca, tmp_path):
     ("host", "key", "pattern"),
     [
         (host_with(), GENERATED, RELOAD.replace("gateway-reload", "gateway-new-key")),
-        (host_with(), SecretRef(env="SPARK_KEY"), r"_refuse\(.*env SPARK_KEY"),
-        (FakeHost(Status=HostStatus(None)), GENERATED, r"_refuse\(.*no release was deployed here"),
+        (host_with(), SecretRef(env="SPARK_KEY"), r"_report_failure\(.*env SPARK_KEY"),
+        (
+            FakeHost(Status=HostStatus(None)),
+            GENERATED,
+            r"_report_failure\(.*no release was deployed here",
+        ),
     ],
 )
 def test_new_key_is_generated_on_the_host_or_refused(host, key, pattern):
@@ -186,7 +190,7 @@ TIMER = ManagedFile(f"/etc/systemd/system/{TIMER_NAME}", b"[Timer]\n")
 
 def set_timers(running, *wanted, rejected=""):
     files = {TIMER.path: state_of(TIMER)} if TIMER_NAME in running else {}
-    host = FakeHost(Timers=running, FileStates=files, Calendars=rejected)
+    host = FakeHost(Timers=running, FileStates=files, RejectedCalendar=rejected)
     return run_operation(host, gateway.set_timers, ["20:00"] * len(wanted), wanted)
 
 
@@ -202,8 +206,8 @@ def test_timers_are_placed_started_and_removed():
 
 
 def test_refuses_a_time_that_systemd_rejects():
-    [command] = set_timers({}, TIMER, rejected=Calendars().process(["25:00"]))
-    assert command.startswith("_refuse(spark-1: schedule: ")
+    [command] = set_timers({}, TIMER, rejected=RejectedCalendar().process(["25:00"]))
+    assert command.startswith("_report_failure(spark-1: schedule: ")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +218,7 @@ def test_refuses_a_time_that_systemd_rejects():
         (GatewayCertificate, ["== key"], (b"", b"")),
         (TailnetAddress, ["100.101.102.103"], "100.101.102.103"),
         (TailnetAddress, [], ""),
-        (Calendars, [], ""),
+        (RejectedCalendar, [], ""),
         (Timers, [f"{TIMER_NAME} active enabled", f"{OLD_TIMER} inactive disabled", "x failed y"],
          {TIMER_NAME: True, OLD_TIMER: False, "x": False}),
     ],

@@ -6,9 +6,9 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.exceptions import ConnectError, PyinfraError
 
 from spark_deploy.hosts import commands
-from spark_deploy.hosts.commands import CommandFailed
-from spark_deploy.hosts.facts import FactUnavailable
-from spark_deploy.hosts.operations import host_command, host_operation, refuse
+from spark_deploy.hosts.commands import CommandError
+from spark_deploy.hosts.facts import FactUnavailableError
+from spark_deploy.hosts.operations import fail, host_command, host_operation
 from tests.unit.operations.fake_host import Failed, FakeHost, on
 
 
@@ -65,54 +65,58 @@ def test_gives_up_a_host_after_minutes(clock):
 
 
 @host_operation
-def fail(error):
+def raise_error(error):
     raise error
     yield
 
 
 def message_of(error, *, connected):
     with on(FakeHost(connected=connected)):
-        [command] = fail._inner(error)
+        [command] = raise_error._inner(error)
     assert isinstance(command, FunctionCommand)
     return str(command.args[0])
 
 
-@pytest.mark.parametrize("error", [PyinfraError("No hosts remaining!"), FactUnavailable("no fact")])
+@pytest.mark.parametrize(
+    "error", [PyinfraError("No hosts remaining!"), FactUnavailableError("no fact")]
+)
 def test_lost_host_is_reported_as_unreachable(error):
     text = message_of(error, connected=False)
-    assert text.startswith("spark-1: fail: unreachable")
+    assert text.startswith("spark-1: raise_error: unreachable")
     assert text.endswith("fix: run again; finished steps stay done")
 
 
 def test_other_errors_name_the_operation_or_a_defect():
-    unread = message_of(FactUnavailable("could not read the state"), connected=True)
-    assert "fail: could not read the state\n" in unread
-    assert "fail: KeyError: 'x'\n  fix: report this" in message_of(KeyError("x"), connected=True)
+    unread = message_of(FactUnavailableError("could not read the state"), connected=True)
+    assert "raise_error: could not read the state\n" in unread
+    assert "raise_error: KeyError: 'x'\n  fix: report this" in message_of(
+        KeyError("x"), connected=True
+    )
 
 
 def test_dry_run_passes_on_pyinfra_errors():
     with on(FakeHost(connected=False), False), pytest.raises(PyinfraError):
-        list(fail._inner(PyinfraError("No hosts remaining!")))
+        list(raise_error._inner(PyinfraError("No hosts remaining!")))
 
 
 REFUSAL = ["disk: is full", "  fix: free some"]
 
 
 @host_operation
-def refusing_operation():
-    refuse("disk", "is full", "free some")
+def failing_operation():
+    fail("disk", "is full", "free some")
 
 
 @host_command
-def refusing_command(state, host):
-    refuse("disk", "is full", "free some")
+def failing_command(state, host):
+    fail("disk", "is full", "free some")
 
 
 @pytest.mark.parametrize("executing", [True, False])
-def test_refusing_operation_fails_its_host_and_logs_once(executing):
+def test_failing_operation_fails_its_host_and_logs_once(executing):
     host = FakeHost()
     with on(host, executing) as state:
-        [command] = refusing_operation._inner()
+        [command] = failing_operation._inner()
         assert host.logs == ([] if executing else REFUSAL)
         if executing:
             assert command.execute(state, host, {}) is False
@@ -121,7 +125,7 @@ def test_refusing_operation_fails_its_host_and_logs_once(executing):
 
 def test_host_fails_if_its_command_is_refused():
     host = FakeHost()
-    run: Callable[..., bool] = FunctionCommand(refusing_command, [], {}).execute
+    run: Callable[..., bool] = FunctionCommand(failing_command, [], {}).execute
     with on(host) as state:
         assert run(state, host, {}) is False
     assert host.logs == REFUSAL
@@ -132,17 +136,17 @@ def losing_command(state, host):
     try:
         raise SSHException("SSH session not active")
     except SSHException as error:
-        raise CommandFailed("stat /etc", "SSHException SSH session not active") from error
+        raise CommandError("stat /etc", "SSHException SSH session not active") from error
 
 
 @host_command
-def failing_command(state, host):
-    raise CommandFailed("docker info", "no such command")
+def broken_command(state, host):
+    raise CommandError("docker info", "no such command")
 
 
 @pytest.mark.parametrize(
     ("command", "text"),
-    [(losing_command, "connection was lost"), (failing_command, "no such command")],
+    [(losing_command, "connection was lost"), (broken_command, "no such command")],
 )
 def test_failed_or_lost_command_fails_its_host_without_traceback(command, text):
     host = FakeHost()

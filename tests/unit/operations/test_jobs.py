@@ -12,6 +12,7 @@ from roles import tools
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.hosts import jobs
+from spark_deploy.hosts.commands import ScriptResult
 from spark_deploy.hosts.status import Jobs
 from spark_deploy.plan.jobs import Work, checkpoint_job
 from spark_deploy.plan.types import ManagedFile, PayloadIdentity
@@ -54,7 +55,7 @@ def test_jobs_of_a_replaced_release_are_not_continued_at_boot():
 def test_retires_replaced_jobs_before_the_wait_and_finished_jobs_after():
     retire, waiting, finish = wait(host_with("running", (TARGET, REPLACED)))
     assert REPLACED in retire
-    assert waiting.startswith("_wait(")
+    assert waiting.startswith("_wait_until_done(")
     assert TARGET in finish
     assert REPLACED not in finish
 
@@ -128,9 +129,9 @@ def test_refuses_donor_tensors_that_differ_between_hosts_or_from_the_lock(
 
 def test_failed_job_of_another_release_does_not_end_the_wait(monkeypatch):
     other = JobState(JOB.digest, "fetch", "fetch", "failed", "why", 1, None, None, None, ("why",))
-    answer = (True, json.dumps(to_plain([other])), "")
+    answer = ScriptResult(True, json.dumps(to_plain([other])), "")
     monkeypatch.setattr(jobs, "run_reconnecting", lambda *_: answer)
-    assert jobs._wait(None, None, (), 60)
+    assert jobs._wait_until_done(None, None, (), 60)
 
 
 @pytest.mark.parametrize("linked", [(), UNRELATED])
@@ -157,7 +158,7 @@ def test_running_job_is_continued_at_boot_for_the_current_release(linked, pulled
 
 def test_refuses_to_start_a_job_in_an_unknown_state():
     [command] = start(host_with("unknown", ()))
-    assert command.startswith("_refuse(")
+    assert command.startswith("_report_failure(")
     assert "why" in command
 
 

@@ -15,7 +15,7 @@ from pyinfra.api.command import FunctionCommand
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.hosts import operations
-from spark_deploy.hosts.operations import host_operation, take_script, this_run, unlock_script
+from spark_deploy.hosts.operations import host_operation, lease_script, this_run, unlock_script
 from tests.unit.operations.fake_host import FakeHost, local_shell, on
 
 MACHINE = this_run().rpartition("-")[0]
@@ -30,7 +30,7 @@ def path(tmp_path, monkeypatch):
 
 
 def take(path, token, who):
-    return local_shell(take_script(str(path), token, who)).strip()
+    return local_shell(lease_script(str(path), token, who)).strip()
 
 
 def release(path, token):
@@ -138,7 +138,7 @@ def test_damaged_lease_expires_without_running_code(path, content):
 
 def test_waiting_run_locks_again_after_the_lock_file_was_removed(path):
     lock = Path(f"{path}.lock")
-    script = ["sh", "-c", take_script(str(path), OTHER, "ann@desk")]
+    script = ["sh", "-c", lease_script(str(path), OTHER, "ann@desk")]
     with lock.open("w") as removed:
         fcntl.flock(removed, fcntl.LOCK_EX)
         waiting = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)

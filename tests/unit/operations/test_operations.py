@@ -138,5 +138,5 @@ def test_refuses_a_host_whose_state_cannot_be_read():
     host = FakeHost({})
     host.get_fact = lambda *_, **__: None  # pyinfra's value of a failed fact
     [command] = run_operation(host, docker.install_engine, PLANS["docker"])
-    assert command.startswith("_refuse(")
+    assert command.startswith("_report_failure(")
     assert "could not read the state" in command

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from spark_deploy.hosts import packages
-from spark_deploy.hosts.commands import CommandFailed
-from spark_deploy.hosts.operations import Refused
+from spark_deploy.hosts.commands import CommandError
+from spark_deploy.hosts.operations import HostError
 from tests.unit.operations.fake_host import FakeHost
 from tests.unit.operations.test_operations import VENDOR
 from tests.unit.shell import install_stub, run_script
@@ -122,13 +122,13 @@ def test_missing_package_is_reported_with_failed_updates(monkeypatch):
     def run(host, command, *, timeout_s=600):
         if " update " in command:
             return ["Hit:1 http://ours", "Err:2 http://vendor ./ InRelease", "W: 403  Forbidden"]
-        raise CommandFailed(command, "E: Unable to locate package toolkit")
+        raise CommandError(command, "E: Unable to locate package toolkit")
 
     monkeypatch.setattr(packages, "run", run)
     monkeypatch.setattr(packages, "wait_for_lock", lambda *_: None)
     monkeypatch.setattr(packages, "heartbeat", lambda *_: nullcontext())
     host: Any = FakeHost()
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(HostError) as caught:
         inspect.unwrap(packages._install)(None, host, ("toolkit",), 1, ())
     *_, missing, source, status, fix = str(caught.value).splitlines()
     assert "Unable to locate package toolkit" in missing

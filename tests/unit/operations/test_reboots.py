@@ -61,7 +61,7 @@ def test_reboots_for_each_cause_and_names_it(sections, cause):
 def test_reboots_once_for_a_cause_that_stays():
     host = factory_spark(rebooted_for=PENDING, **KERNEL)
     assert reboot(host) == []
-    assert "was rebooted for this already" in host.noops[0]
+    assert "is not rebooted again" in host.noops[0]
 
 
 def test_reboot_marker_is_ignored_until_the_next_boot(tmp_path):
@@ -97,18 +97,18 @@ def test_reboot_marker_contains_the_previous_boot_id(monkeypatch):
 
 def test_refuses_after_a_failure_elsewhere_or_with_an_unreadable_status():
     [command] = reboot(factory_spark(**KERNEL), FakeHost(name="spark-0"))
-    assert command.startswith("_refuse(")
+    assert command.startswith("_report_failure(")
     assert "not rebooted, because spark-0 failed first" in command
     unreadable = HostStatus(None, "the host tools are of another version (x)")
     [command] = reboot(factory_spark(status=unreadable, **KERNEL))
-    assert command.startswith("_refuse(")
+    assert command.startswith("_report_failure(")
     assert "the host tools are of another version" in command
 
 
 def test_preflight_does_not_check_a_host_that_will_reboot():
     host = factory_spark(smi=MISMATCH)
     [command] = run_operation(host, preflight.check_host, ALLOWED, executing=False)
-    assert command.startswith("_refuse(")
+    assert command.startswith("_report_failure(")
     reboot(host, executing=False)
     assert run_operation(host, preflight.check_host, ALLOWED, executing=False) == []
     assert host.noops[-1] == "checked after the reboot"

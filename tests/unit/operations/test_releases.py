@@ -10,7 +10,7 @@ from spark_contract.status import KeepList, Pruning
 from spark_contract.tool import HOST_TOOL
 
 from spark_deploy.hosts import commands, releases, serve
-from spark_deploy.hosts.operations import Refused
+from spark_deploy.hosts.operations import HostError
 from spark_deploy.hosts.status import PrunePreview, RollbackPreview
 from spark_deploy.hosts.uninstall import prune_host
 from tests.unit.facts.test_tool_answers import PROVEN, RELEASE
@@ -55,11 +55,11 @@ def test_impossible_rollback_is_refused_and_does_not_predict_a_change():
     problem = {"where": "main", "what": "was stopped on purpose", "fix": "start it first"}
     result = {"from": FORMER, "to": None, "problem": problem}
     [command] = roll_back(rollback_host(**result))
-    assert command.startswith("_refuse(main: was stopped on purpose")
+    assert command.startswith("_report_failure(main: was stopped on purpose")
     host = rollback_host(**result)
     assert roll_back(host, executing=False) == []
     assert host.logs == ["main: was stopped on purpose", "  fix: start it first"]
-    assert host.noops == ["refused"]
+    assert host.noops == ["cannot be rolled back"]
 
 
 MALFORMED = (
@@ -78,7 +78,9 @@ MALFORMED = (
 def test_refuses_with_the_problem_reported_by_the_host_tools(fact, operation, arguments):
     host = FakeHost(**{fact.__name__: fact().process(["phase=x", MALFORMED])})
     [command] = run_operation(host, operation, *arguments)
-    assert command.startswith("_refuse(/etc/spark/releases/main-aaaaaaaaaaaa/release.json: malf")
+    assert command.startswith(
+        "_report_failure(/etc/spark/releases/main-aaaaaaaaaaaa/release.json: malf"
+    )
     assert "fix: run the deploy for this host again" in command
     # Older tools print their list of verbs.
     usage = ["spark-host status [--live]: everything", "spark-host check [RELEASE]: prove"]
@@ -93,27 +95,27 @@ def test_preview_facts_only_query():
     assert "prune --dry" in PrunePreview().command("{}")
 
 
-def refuse_after_failure(host):
+def require_no_failure(host):
     """Return why the current host must wait, or ""."""
     with on(host):
         try:
-            releases.refuse_after_failure("not changed")
-        except Refused as refused:
+            releases.require_no_failure("not changed")
+        except HostError as refused:
             return str(refused)
     return ""
 
 
 def test_failure_of_another_host_stops_changes():
     failed, second = FakeHost(name="first"), FakeHost(name="second")
-    assert "because first failed first" in refuse_after_failure(after_failure(second, failed))
+    assert "because first failed first" in require_no_failure(after_failure(second, failed))
     # The second host waits and has not failed itself.
     third = after_failure(FakeHost(), failed, second)
-    assert "because first failed first" in refuse_after_failure(third)
+    assert "because first failed first" in require_no_failure(third)
     lost_before = FakeHost(connected=False)
-    assert refuse_after_failure(after_failure(FakeHost(), lost_before)) == ""
+    assert require_no_failure(after_failure(FakeHost(), lost_before)) == ""
     host = after_failure(rollback_host(**{"from": CURRENT, "to": FORMER}), FakeHost(name="spark-0"))
     [command] = roll_back(host)
-    assert command.startswith("_refuse(")
+    assert command.startswith("_report_failure(")
     assert "because spark-0 failed first" in command
 
 
@@ -121,9 +123,9 @@ def test_host_lost_during_a_change_stops_others(monkeypatch):
     monkeypatch.setattr(commands, "RECONNECT_TIMEOUT_S", 0)
     monkeypatch.setattr(commands.gevent, "sleep", lambda _: None)
     lost = FakeHost(shell=lambda script: OSError("no route"))
-    assert not releases.change_now(None, lost, OLD, 60)
+    assert not releases.change_release(None, lost, OLD, 60)
     assert "rolls back the change by itself" in lost.logs[-1]
-    assert "because spark-1 failed first" in refuse_after_failure(after_failure(FakeHost(), lost))
+    assert "because spark-1 failed first" in require_no_failure(after_failure(FakeHost(), lost))
 
 
 PRUNABLE = {
@@ -185,7 +187,7 @@ def test_rollback_fails_unless_the_serving_release_is_proven():
 @pytest.mark.parametrize(
     ("chosen", "then"),
     [
-        ("m/v2-tq", "applies m/v2-tq again; to stay: `spark-deploy use m/v2`"),
+        ("m/v2-tq", "applies m/v2-tq again; to keep this release: `spark-deploy use m/v2`"),
         ("m/v2", "applies the current settings"),
     ],
 )
@@ -217,7 +219,7 @@ def test_resets_the_unit_of_a_rollout_killed_after_the_check():
     reset = f"systemctl reset-failed spark-switch@{RELEASE}.service"
     assert roll_out(serving({"change_failed": True})) == [reset]
     down = serving({"change_failed": True}, active=None)
-    assert roll_out(down) == [f"change_now({RELEASE}, 60)"]
+    assert roll_out(down) == [f"change_release({RELEASE}, 60)"]
 
 
 NIGHT: Any = SimpleNamespace(name=RELEASE, service="main")
@@ -226,12 +228,12 @@ DAY: Any = SimpleNamespace(name="main-cccccccccccc", service="main", cluster=Non
 
 def test_deploy_keeps_a_proven_release_of_the_schedule():
     host = serving()
-    assert host.facts["Status"].due(DAY, [NIGHT]) is NIGHT
+    assert host.facts["Status"].release_due(DAY, [NIGHT]) is NIGHT
     assert roll_out(host, DAY, NIGHT) == []
-    assert host.noops == [f"{RELEASE} is served by schedule"]
-    assert roll_out(serving(), DAY) == [f"change_now({DAY.name}, 60)"]
+    assert host.noops == [f"serves {RELEASE}, as scheduled"]
+    assert roll_out(serving(), DAY) == [f"change_release({DAY.name}, 60)"]
     broken = {"ok": False, "release": RELEASE, "detail": "timed out"}
-    assert host_status({**PROVEN, "live": broken}).due(DAY, [NIGHT]) is DAY
+    assert host_status({**PROVEN, "live": broken}).release_due(DAY, [NIGHT]) is DAY
 
 
 @pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def test_dry_run_predicts_the_first_start_once():
     with on(host, executing=False):
         first = list(serve.start_service._inner(PLAN, 60))
         second = list(serve.roll_out._inner(PLAN, 60))
-    assert (len(first), second, host.noops) == (1, [], ["already served by then"])
+    assert (len(first), second, host.noops) == (1, [], ["an earlier operation starts it"])
 
 
 BEGUN = '{"release": "r", "request": "id1", "joined": false}'
@@ -393,4 +395,4 @@ DROP_IN = "/etc/systemd/system/spark-serve@.service.d/override.conf"
 def test_refuses_unmanaged_drop_ins_unless_accepted(accepted, is_refused):
     host = FakeHost(Status=host_status({**PROVEN, "unit_overrides": [DROP_IN]}))
     commands = run_operation(host, serve.check_unit_files, accepted, executing=True)
-    assert [command.startswith("_refuse(") for command in commands] == [True] * is_refused
+    assert [command.startswith("_report_failure(") for command in commands] == [True] * is_refused

@@ -9,7 +9,12 @@ import pytest
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.hosts import certificates
-from spark_deploy.hosts.certificates import check_gateway, check_pair, issue, renewal_reason
+from spark_deploy.hosts.certificates import (
+    check_certificate_and_key,
+    check_gateway,
+    issue,
+    renewal_reason,
+)
 from spark_deploy.plan.gateway import gateway_plan
 
 NAMES = ("spark.example.org", "10.0.0.9")
@@ -62,7 +67,7 @@ def assert_one(problems, *parts):
     ],
 )
 def test_certificate_must_cover_the_name(tmp_path, names, host, good):
-    problems = check_pair(*make_pair(tmp_path, names), host)
+    problems = check_certificate_and_key(*make_pair(tmp_path, names), host)
     if good:
         assert problems == []
     else:
@@ -80,17 +85,21 @@ def test_refuses_an_unusable_certificate_and_key(tmp_path, monkeypatch):
         ((certificate, "/nowhere.pem"), ("cannot be read",)),
         ((key, key), ("has the wrong format",)),
     ):
-        assert_one(check_pair(*files, NAMES[0]), *words)
+        assert_one(check_certificate_and_key(*files, NAMES[0]), *words)
     later = certificates.now() + timedelta(days=4)
     with monkeypatch.context() as patch:
         patch.setattr(certificates, "now", lambda: later)
-        assert_one(check_pair(certificate, key, NAMES[0]), "is only valid from", "new certificate")
-    assert check_pair(certificate, key, NAMES[0]) == []
+        assert_one(
+            check_certificate_and_key(certificate, key, NAMES[0]),
+            "is only valid from",
+            "new certificate",
+        )
+    assert check_certificate_and_key(certificate, key, NAMES[0]) == []
     Path(key).chmod(0o644)
-    problems = check_pair(certificate, key, NAMES[0])
+    problems = check_certificate_and_key(certificate, key, NAMES[0])
     assert_one(problems, "read by everybody", "chmod 600")
     secret = Path(key).read_text().splitlines()[1]
-    assert secret not in f"{problems} {check_pair(key, key, NAMES[0])}"
+    assert secret not in f"{problems} {check_certificate_and_key(key, key, NAMES[0])}"
 
 
 def test_renews_a_certificate_only_for_a_reason(tmp_path):

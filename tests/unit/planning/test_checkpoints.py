@@ -7,8 +7,8 @@ from spark_contract.job import AbsentProof, ReceiptProof
 from spark_contract.orders import expand_all
 
 from spark_deploy.config.errors import PlanError, SettingsError
-from spark_deploy.hosts.capacity import demands
-from spark_deploy.hosts.disk import Place
+from spark_deploy.hosts.capacity import disk_demands
+from spark_deploy.hosts.disk import DiskUsage
 from spark_deploy.lock.resolve import required_names
 from spark_deploy.plan.artifacts import refuse_impossible_trees
 from spark_deploy.plan.jobs import Member, discard_jobs_of, jobs_of, keep_of, with_peers
@@ -126,11 +126,11 @@ def test_needs_disk_only_for_missing_files(settings, present_bytes, needed_gib):
     plan = plan_of(**settings)
     base, tree = plan.checkpoint.base.dir, plan.checkpoint.dir
     needs = replace(plan.needs, disk_needed_bytes=((base, 5 * GIB), (tree, 4 * GIB)))
-    places = tuple(
-        Place(path, present, "/", "/dev/x", 99 * GIB)
+    usage = tuple(
+        DiskUsage(path, present, "/", "/dev/x", 99 * GIB)
         for path, present in ((base, 0), (tree, present_bytes))
     )
-    [demand] = demands(needs, replace(survey(), places=places))
+    [demand] = disk_demands(needs, replace(survey(), disk_usage=usage))
     assert demand.needed_bytes == needed_gib * GIB
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from spark_deploy.hosts.preflight import judge
+from spark_deploy.hosts.preflight import check_survey
 from spark_deploy.hosts.survey import HostSurvey, Survey
 from tests.unit.facts.test_facts import output_of
 from tests.unit.operations.test_operations import NEEDS
@@ -41,11 +41,11 @@ def survey(**sections: Any) -> Survey:
 
 
 def problems(surveyed: Survey, **needs: Any) -> list[str]:
-    return [str(p) for p in judge(dataclasses.replace(NEEDS, **needs), surveyed).problems]
+    return [str(p) for p in check_survey(dataclasses.replace(NEEDS, **needs), surveyed).problems]
 
 
 def warnings(surveyed: Survey, **needs: Any) -> list[str]:
-    return [str(p) for p in judge(dataclasses.replace(NEEDS, **needs), surveyed).warnings]
+    return [str(p) for p in check_survey(dataclasses.replace(NEEDS, **needs), surveyed).warnings]
 
 
 @dataclasses.dataclass

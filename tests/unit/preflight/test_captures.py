@@ -11,7 +11,7 @@ import pytest
 from spark_host.engine import logs
 
 from spark_deploy.hosts.gpu import CudaState, Toolkit
-from spark_deploy.hosts.preflight import judge
+from spark_deploy.hosts.preflight import check_survey
 from spark_deploy.plan.types import HostPlan
 from tests.unit.facts.test_facts import CAPTURES
 from tests.unit.planning.plans import shipped
@@ -171,7 +171,9 @@ def host_survey(host, needs, **changes):
 )
 def test_healthy_host_passes_for_every_shipped_pair(host):
     assert len(NEEDS) > 20
-    verdicts = {pair: judge(needs, host_survey(host, needs)) for pair, needs in NEEDS.items()}
+    verdicts = {
+        pair: check_survey(needs, host_survey(host, needs)) for pair, needs in NEEDS.items()
+    }
     refused = {pair: verdict.problems for pair, verdict in verdicts.items() if verdict.problems}
     assert refused == {}
     warned = {warning.where for verdict in verdicts.values() for warning in verdict.warnings}
@@ -181,9 +183,9 @@ def test_healthy_host_passes_for_every_shipped_pair(host):
 def test_memory_used_by_another_engine_is_refused_and_by_ours_is_not():
     needs = NEEDS["qwen3.5-122b with v2"]
     full = memory("free--h-serving--02.txt")
-    [problem] = judge(needs, host_survey(FIRST_DAY, needs, **full)).problems
+    [problem] = check_survey(needs, host_survey(FIRST_DAY, needs, **full)).problems
     assert "4.4 GiB available" in str(problem)
-    assert judge(needs, host_survey(FIRST_DAY, needs, serving=[UNIT], **full)).problems == ()
+    assert check_survey(needs, host_survey(FIRST_DAY, needs, serving=[UNIT], **full)).problems == ()
 
 
 KERNEL_FAULTS = {

@@ -10,7 +10,7 @@ import yaml
 from lab.memory import BUDDYINFO
 from spark_deploy.config.settings.host import ExpectSettings
 from spark_deploy.hosts import disk
-from spark_deploy.hosts.preflight import judge, same_host_key
+from spark_deploy.hosts.preflight import check_survey, same_host_key
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.surveyed import Case, ollama, problems, survey
 
@@ -326,11 +326,9 @@ def test_parent_directories_are_read_as_named_and_as_links_resolve(tmp_path):
 def test_hosts_with_the_same_ssh_host_key_are_reported():
     key, other = (survey(host_key=[f"SHA256:{word}"]) for word in ("first", "second"))
     without = survey(host_key=[])
-    warnings = same_host_key({"a": key, "b": other, "c": key, "d": without, "e": without})
-    assert {name: problem.what for name, problem in warnings.items()} == {
-        "a": "is also that of c",
-        "c": "is also that of a",
-    }
+    surveys = {"a": key, "b": other, "c": key, "d": without, "e": without}
+    warnings = [(name, p.what) for name in surveys for p in same_host_key(name, surveys)]
+    assert warnings == [("a", "is the same as that of c"), ("c", "is the same as that of a")]
 
 
 def test_all_problems_are_reported_at_once():
@@ -341,7 +339,7 @@ def test_all_problems_are_reported_at_once():
         containers=[ollama()],
         meminfo=["MemTotal: 125513944 kB", "MemAvailable: 1000 kB"],
     )
-    where = [str(p).split(":")[0] for p in judge(NEEDS, surveyed).problems]
+    where = [str(p).split(":")[0] for p in check_survey(NEEDS, surveyed).problems]
     assert where == ["driver", "sudo", "packages", "container ollama", "memory"]
 
 
