@@ -105,8 +105,8 @@ _IN_EFFECT = {
 _LOG_TAIL = "journalctl -u docker.service -t dockerd -n 8 -o cat --no-pager"
 
 # apt exits 0 even if the daemon died at its first start. In 10 % of reinstallations it starts
-# before its socket and fails ("no sockets found via socket activation") until systemd's start limit. The
-# socket fails as well; then both must be started again, the socket first.
+# before its socket and fails ("no sockets found via socket activation") until systemd's start
+# limit. The socket fails as well; then both must be started again, the socket first.
 _BRING_UP = """\
 up() {
   for i in $(seq 60); do
