@@ -1,7 +1,7 @@
-"""Sources of downloads: the proxy of a host, and the other hosts of a run.
+"""Configure the download sources of a host: an HTTP proxy, and the other hosts of a run (peers).
 
-Hosts first note their files; if none lacks any, no port is opened. Only root can read the proxy's
-file, which jobs and docker use.
+Hosts first note which files they have; a host opens a port only if another lacks files. Jobs and
+docker read the proxy from a file that only root can read.
 """
 
 import re
@@ -41,9 +41,9 @@ from spark_deploy.plan.types import ManagedFile
 
 
 class DaemonProxy(LineFact):
-    """Docker's environment compared with the file; "" if docker does not run.
+    """Docker's proxy compared with the file; "" if docker does not run.
 
-    ``same``, ``same-proxy`` (another no_proxy) or ``differs``; names in lower or upper case.
+    ``same``, ``same-proxy`` (only no_proxy differs) or ``differs``; case and order do not matter.
     """
 
     def command(self, path: str) -> str:
@@ -63,7 +63,7 @@ if [ "$running" = "$configured" ]; then echo same; exit; fi
 
 DROP_IN_PATH = "/etc/systemd/system/docker.service.d/spark-proxy.conf"
 DOCKER_DROP_IN = ManagedFile(DROP_IN_PATH, f"[Service]\nEnvironmentFile=-{PROXY}\n".encode())
-# systemd reads these values from an environment file without quotes.
+# The values are not quoted in systemd's environment file.
 _USABLE = re.compile(r"https?://[!-~]{1,500}")
 _QUOTES = re.compile(r"[\"'\\\\]")
 _RESTART = (
@@ -81,9 +81,9 @@ def configure_job_proxy(proxy: ProxySettings) -> Commands:
 
 @host_operation
 def configure_docker_proxy(proxy: ProxySettings) -> Commands:
-    """Let docker pull through the proxy; restart it if it uses another.
+    """Let docker pull through the proxy; restart docker if it uses a different one.
 
-    An owner's setting of the same proxy stays: a restart restarts every container.
+    The owner's own configuration of the same proxy is kept: a restart restarts every container.
     """
     if proxy.url is None:
         if (yield from remove_files((DROP_IN_PATH,))):
@@ -94,24 +94,28 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
     daemon = host.get_fact(DaemonProxy, path=PROXY)
     managed = DROP_IN_PATH in file_states([DROP_IN_PATH])
     if not managed and daemon in ("same", "same-proxy"):
-        host.noop("docker pulls through this proxy by the owner's settings")
+        host.noop("docker uses this proxy already, configured by the owner")
         return
     changed = yield from place_files((DOCKER_DROP_IN,))
     if changed or daemon in ("same-proxy", "differs"):
         if daemon:
-            log("docker is restarted for the proxy; engines restart by themselves")
+            log("restarting docker to use the proxy; engines restart by themselves")
         yield shell(_RESTART)
     else:
         host.noop("docker pulls through the proxy")
 
 
 def proxy_file(proxy: ProxySettings) -> ManagedFile:
-    """Tools read the names in lower or upper case."""
-    pairs = [("no_proxy", ",".join(proxy.direct))]
+    """Return the file with the proxy variables, in lower and upper case: tools read either."""
+    variables = {"no_proxy": ",".join(proxy.direct)}
     if proxy.url is not None:
         address = _proxy_address(proxy.url)
-        pairs = [("http_proxy", address), ("https_proxy", address), *pairs]
-    lines = [f"{name}={value}\n" for key, value in pairs for name in (key, key.upper())]
+        variables = {"http_proxy": address, "https_proxy": address, **variables}
+    lines = [
+        f"{name}={value}\n"
+        for variable, value in variables.items()
+        for name in (variable, variable.upper())
+    ]
     return ManagedFile(PROXY, "".join(lines).encode(), 0o600)
 
 
@@ -121,13 +125,13 @@ def _proxy_address(url: str | SecretRef) -> str:
         raise SettingsError.one(
             "proxy.url",
             "is not an address such as http://user:password@proxy.example.org:3128",
-            "write quotes, backslashes and blanks in it as %22, %27, %5C and %20",
+            "write quotes, backslashes and spaces in it as %22, %27, %5C and %20",
         )
     return address
 
 
 class LoginAddress(LineFact):
-    """The host's address of this SSH login; sudo would drop the variable."""
+    """The host's own address in this SSH connection; read it without sudo, which drops it."""
 
     def command(self) -> str:
         return "printf '%s\\n' \"$SSH_CONNECTION\""
@@ -137,7 +141,7 @@ class LoginAddress(LineFact):
         return words[2] if len(words) == 4 else ""
 
 
-# One key per run, stored at the first host; it replaces that of an interrupted run.
+# One download key per run, stored for the run's first host.
 _keys: WeakKeyDictionary[Host, str] = WeakKeyDictionary()
 _members: WeakKeyDictionary[Host, Member] = WeakKeyDictionary()
 _sharing: WeakSet[Host] = WeakSet()
@@ -147,6 +151,7 @@ _PORT = 8010
 
 @host_operation
 def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
+    """Record which files this host has, lacks or is downloading, so that hosts can share them."""
     if not host.state.is_executing:
         host.noop("files are noted when the deploy runs")
         return
@@ -164,7 +169,7 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
         if isinstance(work.job.proof, ReceiptProof):
             trees[work.job.proof.digest] = state
         elif work.layers is not None and trees.get(work.layers.digest) != "complete":
-            # Check only on request of another host whether an image's blobs are kept.
+            # Whether a host still has an image's blobs is checked only if another host needs them.
             trees[work.layers.digest] = "not needed" if state == "complete" else state
     _members[current_host()] = Member(host.name, "", trees)
     host.noop("files noted")
@@ -172,31 +177,32 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
 
 @host_operation
 def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
-    """Serve files that other hosts lack, and install the key for downloads."""
+    """Serve files that other hosts lack; store the key that serving and downloading need."""
     members = _active_members()
     if len(members) < 2 or current_host() not in _members:
         host.noop("no other host of this run shares")
         return
-    wanted = trees_to_share(host.name, members)
-    own = _members[current_host()].trees
-    trees = tuple(
-        tree
-        for tree in shared_trees(jobs)
-        if tree.digest in wanted and (own[tree.digest] != "not needed" or _share_existing(tree))
-    )
-    if not trees and not any(map(lacks, own.values())):
+    needed_digests = trees_to_share(host.name, members)
+    states = _members[current_host()].trees
+    trees = []
+    for tree in shared_trees(jobs):
+        is_needed = tree.digest in needed_digests
+        if is_needed and (states[tree.digest] != "not needed" or _share_existing(tree)):
+            trees.append(tree)
+    if not trees and not any(map(lacks, states.values())):
         host.noop("no host lacks files of another host")
         return
-    key = _keys.setdefault(next(iter(host.state.inventory)), secrets.token_urlsafe(32))
+    first_host = next(iter(host.state.inventory))
+    key = _keys.setdefault(first_host, secrets.token_urlsafe(32))
     files = [ManagedFile(SHARE_KEY, f"{key}\n".encode(), 0o600)]
     address = fleet.address or read_fact(LoginAddress, _sudo=False)
     serves = bool(trees and address)
     if serves:
-        settings = to_json(Share(address, _PORT, trees))
+        settings = to_json(Share(address, _PORT, tuple(trees)))
         files.append(ManagedFile(SHARE_SETTINGS, settings.encode()))
         _note_url(address, trees)
     elif trees:
-        host.log("serves no peers: the address is unknown; set fleet.address")
+        host.log("cannot serve files to other hosts: its address is unknown; set fleet.address")
     yield from place_files(files)
     if serves:
         yield shell(
@@ -206,7 +212,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
 
 
 def _share_existing(tree: SharedTree) -> bool:
-    """Share files that this host does not need, if they exist; return whether they do."""
+    """Return whether the host has files that it does not need itself; if so, mark them."""
     receipt = f"{tree.dir}/{RECEIPT_NAME}"
     if receipt not in host.get_fact(FileStates, paths=[receipt]):
         return False
@@ -216,17 +222,17 @@ def _share_existing(tree: SharedTree) -> bool:
 
 
 def _note_url(address: str, trees: Sequence[SharedTree]) -> None:
-    """Note the URL, and the hashes of receipts, read over this host's login."""
+    """Record this host's URL, and the hashes of its receipts, which peers verify."""
     member = _members[current_host()]
-    built = [
-        tree for tree in trees if not tree.unfinished and member.trees[tree.digest] == "complete"
-    ]
-    paths = {tree.digest: f"{tree.dir}/{RECEIPT_NAME}" for tree in built}
+    paths = {
+        tree.digest: f"{tree.dir}/{RECEIPT_NAME}"
+        for tree in trees
+        if not tree.unfinished and member.trees[tree.digest] == "complete"
+    }
     states = host.get_fact(FileStates, paths=list(paths.values())) if paths else {}
     receipts = {digest: states[path].sha256 for digest, path in paths.items() if path in states}
-    named = f"[{address}]" if ":" in address else address
-    url = f"http://{named}:{_PORT}"
-    _members[current_host()] = replace(member, url=url, receipts=receipts)
+    authority = f"[{address}]" if ":" in address else address
+    _members[current_host()] = replace(member, url=f"http://{authority}:{_PORT}", receipts=receipts)
 
 
 @host_operation
@@ -239,6 +245,7 @@ def stop_sharing() -> Commands:
 
 
 def with_known_peers(work: Work) -> Work:
+    """Return a job that also downloads from the hosts that serve files in this run."""
     if current_host() not in _members:
         return work
     members = [member for member in _active_members() if member.url or member.name == host.name]
@@ -246,7 +253,7 @@ def with_known_peers(work: Work) -> Work:
 
 
 def _active_members() -> list[Member]:
-    """Return sharing hosts that have not failed, in the inventory's order."""
+    """Return the hosts that share and have not failed, in inventory order."""
     state = host.state
     return [
         _members[member]

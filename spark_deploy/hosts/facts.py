@@ -1,4 +1,4 @@
-"""Base classes of facts, a cache of values, and prefetch."""
+"""Base classes for facts, a cache of their values, and parallel prefetching."""
 
 import functools
 import re
@@ -6,7 +6,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from gevent.pool import Pool
@@ -21,12 +21,12 @@ from spark_deploy.plan.types import FileState
 
 T = TypeVar("T")
 
-# Raised by parsers on malformed output. Our defects look the same, so the type is printed.
+# Errors of parsers on malformed output. Our own bugs look the same, so the type is printed.
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class HostFact(FactBase[T]):
-    """A fact that fails only this host if the output is malformed."""
+    """A fact; malformed output fails only this host, not the run."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -56,8 +56,8 @@ class LineFact(HostFact[str]):
         return next((line.strip() for line in output if line.strip()), "")
 
 
-# A fact costs an SSH round trip, so a role reads everything with a single script. Scripts are POSIX
-# sh, print sections and exit 0: a missing tool is a result too.
+# Each fact costs an SSH round trip, so a role reads everything with one script. Scripts are POSIX
+# sh, print sections and exit 0, because a missing tool is a result too.
 MARKER = "== "
 
 SERVING_SCRIPT = (
@@ -81,7 +81,7 @@ class Sections(dict[str, list[str]]):
 
 
 def split_sections(output: Iterable[str]) -> Sections:
-    """Group lines by the marker above them; drop lines before the first."""
+    """Group lines by the marker line above them; drop lines before the first marker."""
     sections = Sections()
     current: list[str] | None = None
     for line in output:
@@ -93,7 +93,7 @@ def split_sections(output: Iterable[str]) -> Sections:
 
 
 def parse_sections(output: Iterable[str]) -> Sections:
-    """Raises FactProcessError if the end of ``build_script`` is missing."""
+    """Split the output of ``build_script``. Raises FactProcessError if its end is missing."""
     sections = split_sections(output)
     if "end" not in sections:
         raise FactProcessError("the host's output was cut off; run again")
@@ -101,14 +101,14 @@ def parse_sections(output: Iterable[str]) -> Sections:
 
 
 def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
-    """Join snippets into a script that prints English, never fails and marks the end.
+    """Join snippets into a script that prints English, never fails and marks its end.
 
-    ``parallel`` snippets run at the same time, in order; their output comes last.
+    ``parallel`` snippets run in order while the others run; their output comes last.
     """
     lines = ["LC_ALL=C; export LC_ALL", *(part.strip() for part in parts)]
     end = f"echo '{MARKER}end'"
     if parallel:
-        # Read last, so it marks the end of both.
+        # Its output comes last, so its end marks the end of both.
         others = (part.strip() for part in parallel)
         lines = [lines[0], "{", *others, end, "} | {", *lines[1:], "cat", "}"]
         end = ":"
@@ -116,12 +116,11 @@ def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
 
 
 def as_root(script: str) -> str:
-    """Run a script as root if sudo needs no password; section ``sudo`` is the outcome.
+    """Wrap a script to run as root if sudo needs no password; section ``sudo`` says whether.
 
-    Run it without pyinfra's sudo, which stops at a password prompt.
+    Run the result without pyinfra's sudo, which would stop at a password prompt.
     """
-    # Testing sudo separately would cost another PAM session. -k: ignore a password typed on this
-    # machine minutes ago.
+    # A separate test of sudo would cost another PAM session. -k: ignore a recently typed password.
     quoted, with_sudo = shlex.quote(script), shlex.quote(f"echo yes\n{script}")
     return (
         "exec 2>/dev/null; echo '== sudo'; "
@@ -132,7 +131,7 @@ def as_root(script: str) -> str:
 
 
 def parse_key_values(lines: Iterable[str]) -> dict[str, str]:
-    """Values may be quoted; if a key is repeated, the last value wins."""
+    """Parse KEY=VALUE lines; values may be quoted, and the last value of a key wins."""
     values: dict[str, str] = {}
     for line in lines:
         key, equals, value = line.partition("=")
@@ -142,7 +141,7 @@ def parse_key_values(lines: Iterable[str]) -> dict[str, str]:
 
 
 def parse_document(kind: type[T], text: str) -> T | None:
-    """Return ``None`` if the document is absent or damaged."""
+    """Parse a document; return ``None`` if it is missing or damaged."""
     try:
         return documents.parse(kind, text)
     except documents.DocumentError:
@@ -186,7 +185,7 @@ _MANAGED_UNITS = re.compile(
 
 
 def container_id(cgroup: str) -> str:
-    """Cgroups v1 and v2, both drivers of docker."""
+    """Return the container's id in the path of a cgroup (v1 or v2); "" if there is none."""
     match = re.search(SHA256, cgroup)
     return match[0] if match else ""
 
@@ -195,18 +194,25 @@ def is_managed(cgroup: str) -> bool:
     return bool(_MANAGED_UNITS.search(cgroup))
 
 
-# pyinfra runs a command for every ``get_fact``, and a role reads the same fact often. A value is
-# dropped after a command on the host, or some seconds after the prepare stage: the user may have
-# to confirm first.
+# pyinfra runs a command for every ``get_fact``, and a role reads the same fact often. A cached
+# value is valid until a command runs on the host. Values from the prepare stage also expire after
+# some seconds, because the user may take long to confirm.
 MAX_AGE_S = 10.0
 _PREFETCHED = "prefetched"
-_Key = tuple[Any, ...]
-# (stage, fact, arguments) -> commands run before, time, value
-_answers: WeakKeyDictionary[Host, dict[_Key, tuple[int, float, Any]]] = WeakKeyDictionary()
+_Key = tuple[Any, ...]  # stage, fact, arguments
+
+
+class _CachedValue(NamedTuple):
+    commands_before: int  # run on the host before the value was read
+    read_at_s: float
+    value: Any
+
+
+_cache: WeakKeyDictionary[Host, dict[_Key, _CachedValue]] = WeakKeyDictionary()
 
 
 class FactUnavailableError(Exception):
-    """Unreadable, which must never count as "absent"."""
+    """A fact that cannot be read, which must not be mistaken for a missing thing."""
 
 
 def _arguments_key(arguments: Mapping[str, Any]) -> _Key:
@@ -214,68 +220,71 @@ def _arguments_key(arguments: Mapping[str, Any]) -> _Key:
 
 
 def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return ``fact``, from the cache while valid. Raises FactUnavailableError."""
+    """Return a fact, cached if still valid. Raises FactUnavailableError."""
     current = current_host()
-    answers = _answers.setdefault(current, {})
+    cache = _cache.setdefault(current, {})
     key = (fact, _arguments_key(arguments))
-    now = (state.current_stage, *key)
-    cached = answers.get(now)
-    if cached is None:  # prefetched, or read in the prepare stage
-        oldest = time.monotonic() - MAX_AGE_S
-        older = (answers.get((stage, *key)) for stage in (_PREFETCHED, StateStage.Prepare))
-        cached = next((answer for answer in older if answer and answer[1] >= oldest), None)
-    if cached is not None and cached[0] == commands_executed(current):
-        answers[now] = cached
-        value: T = cached[2]
-        return value
-    return read_fact_now(fact, **arguments)
+    cached = cache.get((state.current_stage, *key))
+    if cached is None:
+        oldest_s = time.monotonic() - MAX_AGE_S
+        for stage in (_PREFETCHED, StateStage.Prepare):
+            earlier = cache.get((stage, *key))
+            if earlier is not None and earlier.read_at_s >= oldest_s:
+                cached = earlier
+                break
+    if cached is None or cached.commands_before != commands_executed(current):
+        return read_fact_now(fact, **arguments)
+    cache[(state.current_stage, *key)] = cached
+    value: T = cached.value
+    return value
 
 
 def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return ``fact`` read now, where an older value proves nothing."""
+    """Return a fact without the cache, if an older value would prove nothing."""
     current = current_host()
     executed = commands_executed(current)
     value = host.get_fact(fact, **arguments)
     if value is None:
         raise FactUnavailableError(f"could not read the state of the host ({fact.__name__})")
     key = (state.current_stage, fact, _arguments_key(arguments))
-    _answers.setdefault(current, {})[key] = (executed, time.monotonic(), value)
+    _cache.setdefault(current, {})[key] = _CachedValue(executed, time.monotonic(), value)
     return value
 
 
-def run_fact(on: Host, fact: type[FactBase[T]], *, timeout_s: int, **arguments: Any) -> T:
-    """Read a fact inside a command; there ``get_fact`` does not work."""
-    value: T = fact().process(run(on, fact().command(**arguments), timeout_s=timeout_s))
+def run_fact(target: Host, fact: type[FactBase[T]], *, timeout_s: int, **arguments: Any) -> T:
+    """Read a fact inside a command, where ``get_fact`` does not work."""
+    value: T = fact().process(run(target, fact().command(**arguments), timeout_s=timeout_s))
     return value
 
 
 def find_cached_value(fact: type[FactBase[T]]) -> T | None:
-    """Return a valid cached value for any arguments."""
+    """Return a valid cached value of a fact, whatever its arguments."""
     current = current_host()
     executed = commands_executed(current)
-    for (stage, cached_fact, _), (before, _at, answer) in _answers.get(current, {}).items():
-        if (cached_fact, stage, before) == (fact, state.current_stage, executed):
-            value: T = answer
+    for (stage, cached_fact, _), cached in _cache.get(current, {}).items():
+        is_valid = stage == state.current_stage and cached.commands_before == executed
+        if cached_fact is fact and is_valid:
+            value: T = cached.value
             return value
     return None
 
 
 def values_by_host(fact: type[FactBase[T]]) -> dict[str, T]:
-    """Return values read so far in this stage, by host name."""
+    """Return the values of a fact read so far in this stage, by host name."""
     return {
-        answered.name: value
-        for answered, answers in _answers.items()
-        for (stage, cached_fact, _), (*_, value) in answers.items()
+        target.name: cached.value
+        for target, cache in _cache.items()
+        for (stage, cached_fact, _), cached in cache.items()
         if cached_fact is fact and stage == state.current_stage
     }
 
 
-def commands_executed(on: Host) -> int:
-    """Count operations that ran a command on this host."""
-    return sum(1 for data in state.ops[on].values() if data.operation_meta.executed)
+def commands_executed(target: Host) -> int:
+    """Count the operations that ran a command on a host."""
+    return sum(1 for data in state.ops[target].values() if data.operation_meta.executed)
 
 
-# Roles declare facts first; `prefetch` reads them in parallel over a single connection.
+# Roles declare their facts first; `prefetch` reads them in parallel over one connection.
 _PARALLEL = 8  # sshd's default allows ten sessions per connection
 _Arguments = Callable[[], Mapping[str, Any]]
 _expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], tuple[_Arguments, bool]]] = (
@@ -286,15 +295,15 @@ _expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], tuple[_Arguments, b
 def expect_fact(
     fact: type[FactBase[Any]], arguments: _Arguments = dict, *, slow: bool = False
 ) -> None:
-    """Declare a fact to prefetch; ``arguments`` is called then.
+    """Declare a fact to prefetch; ``arguments`` is called just before.
 
-    A ``slow`` fact gets a separate command.
+    ``slow`` facts run in a separate command.
     """
     _expected.setdefault(current_host(), {})[fact] = (arguments, slow)
 
 
 def prefetch() -> None:
-    """Read declared facts while executing; failed facts are read again later."""
+    """Read the declared facts, unless predicting; failed facts are read again when needed."""
     if not state.is_executing:
         return
     current = current_host()
@@ -311,7 +320,7 @@ def prefetch() -> None:
 
 
 def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) -> None:
-    """Read facts with a single command; a random line follows each output."""
+    """Read facts with one command, which prints a random marker line after each output."""
     mark = secrets.token_hex()
     pending = [(fact, arguments()) for fact, arguments in group]
     script = "\n".join(
@@ -329,9 +338,9 @@ def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]
                 output.pop()
             if line == f"{mark} 0":
                 value = fact().process(output) if output else fact.default()
-                answer = (commands_executed(current), time.monotonic(), value)
+                cached = _CachedValue(commands_executed(current), time.monotonic(), value)
                 key = (_PREFETCHED, fact, _arguments_key(arguments))
-                _answers.setdefault(current, {})[key] = answer
+                _cache.setdefault(current, {})[key] = cached
             output = []
-    except Exception:  # the operation reads it again and reports the failure
+    except Exception:  # the operation reads the fact again and reports the failure
         return

@@ -1,4 +1,4 @@
-"""GPU, driver and CUDA toolkit of a host; install the toolkit; check the GPU in a container.
+"""Read GPU and driver, install the CUDA toolkit, and check the GPU in a container.
 
 Sources: nvidia-smi 580 (query in CSV), /proc/driver/nvidia/version, nvidia-spark-ota-check 1.0.16,
 version.json of CUDA toolkits (11 and later), `nvcc --version`.
@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pyinfra import host
 from pyinfra.api import Host, State
@@ -36,7 +36,7 @@ from spark_deploy.hosts.operations import Commands, HostError, host_command, hos
 from spark_deploy.hosts.packages import add_repositories, install, known_urls_script
 from spark_deploy.plan.types import CudaPlan, DockerPlan
 
-# Without memory, which reads ``[N/A]`` on GB10.
+# Memory is not queried: a GB10 prints ``[N/A]``.
 GPU_SCRIPT = (
     f"echo '== module'; cat {DRIVER_MODULE}\n"
     + r"""apps=
@@ -63,7 +63,7 @@ dpkg-query -W -f '${db:Status-Abbrev} ${Package} ${Version}\n' 'nvidia-driver-*'
 )
 
 SmiStatus = Literal["ok", "missing", "no-driver", "mismatch", "no-devices", "error"]
-_BROKEN: tuple[tuple[str, SmiStatus], ...] = (
+_SMI_ERRORS: tuple[tuple[str, SmiStatus], ...] = (
     ("couldn't communicate with the NVIDIA driver", "no-driver"),
     ("Driver/library version mismatch", "mismatch"),
     ("No devices were found", "no-devices"),
@@ -86,23 +86,23 @@ class ComputeApp:
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    module_version: str  # loaded kernel module; "" when none
+    module_version: str  # of the loaded kernel module; "" if none
     smi: SmiStatus
     smi_error: str  # output of a failing nvidia-smi
     gpus: tuple[Gpu, ...]
     compute_apps: tuple[ComputeApp, ...]
-    torn_score: float | None  # distance from the vendor's package set; None: unknown
-    torn_name: str
+    torn_score: float | None  # distance from the vendor's package set; None if unknown
+    torn_name: str  # name of that set
     driver_branches: tuple[str, ...]  # of installed driver packages: ("580",)
 
     @property
     def driver_version(self) -> str:
-        """User-space driver, or the module if nvidia-smi fails."""
+        """Version of the user-space driver; of the module if nvidia-smi fails."""
         return self.gpus[0].driver_version if self.gpus else self.module_version
 
 
 def parse_gpu(sections: Sections) -> GpuState:
-    smi, error, gpus = parse_smi(sections["smi"])
+    smi = parse_smi(sections["smi"])
     cgroups = dict([*line.split(maxsplit=1), ""][:2] for line in sections["compute-cgroups"])
     apps = (line.partition(",") for line in sections["compute-apps"])
     try:
@@ -114,9 +114,9 @@ def parse_gpu(sections: Sections) -> GpuState:
     branches = (_DRIVER_PACKAGE.match(line) for line in sections["driver-packages"])
     return GpuState(
         module_version=module_version(sections.text("module")),
-        smi=smi,
-        smi_error=error,
-        gpus=gpus,
+        smi=smi.status,
+        smi_error=smi.error,
+        gpus=smi.gpus,
         compute_apps=tuple(
             ComputeApp(int(pid), name.strip(), cgroups.get(pid.strip(), ""))
             for pid, _, name in apps
@@ -128,22 +128,28 @@ def parse_gpu(sections: Sections) -> GpuState:
     )
 
 
-def parse_smi(lines: Sequence[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
-    """The last line of nvidia-smi's output is ``rc=`` and the exit status."""
+class SmiResult(NamedTuple):
+    status: SmiStatus
+    error: str = ""
+    gpus: tuple[Gpu, ...] = ()
+
+
+def parse_smi(lines: Sequence[str]) -> SmiResult:
+    """Parse the output of nvidia-smi; the last line is ``rc=`` and the exit status."""
     if not lines:
-        return "missing", "", ()
-    returned = lines[-1].removeprefix("rc=") if lines[-1].startswith("rc=") else "0"
+        return SmiResult("missing")
+    exit_status = lines[-1].removeprefix("rc=") if lines[-1].startswith("rc=") else "0"
     lines = [line for line in lines if not line.startswith("rc=")]
     text = "\n".join(lines).strip()
-    for words, status in _BROKEN:
-        if words in text:
-            return status, text, ()
+    for message, status in _SMI_ERRORS:
+        if message in text:
+            return SmiResult(status, text)
     gpus = tuple(
         Gpu(*(field.strip() for field in line.split(","))) for line in lines if line.count(",") == 1
     )
-    if returned != "0" or not gpus:
-        return "error", text or f"exit status {returned}", ()
-    return "ok", "", gpus
+    if exit_status != "0" or not gpus:
+        return SmiResult("error", text or f"exit status {exit_status}")
+    return SmiResult("ok", gpus=gpus)
 
 
 _TOOLKITS = r"""
@@ -161,7 +167,7 @@ done
 @dataclass(frozen=True, slots=True)
 class Toolkit:
     path: str
-    version: str  # "13.0.2", or nvcc's "13.0.88" where there is no version.json
+    version: str  # "13.0.2", or nvcc's "13.0.88" if there is no version.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +189,7 @@ class CudaState(HostFact[Cuda]):
 
 
 def parse_version_json(lines: Iterable[str]) -> list[Toolkit]:
-    """Each file is below a line `# path`; broken files are skipped."""
+    """Parse files that each follow a line `# path`; skip invalid files."""
     texts: dict[str, list[str]] = {}
     for line in lines:
         if line.startswith("# "):
@@ -203,11 +209,13 @@ def fact_arguments(plan: CudaPlan) -> dict[str, Any]:
 
 
 def find_toolkit(toolkits: Sequence[Toolkit], version: str) -> Toolkit | None:
-    """Return the newest toolkit of this major version, if not older than ``version``."""
-    wanted = _major_minor(version)
-    fitting = (toolkit for toolkit in toolkits if _major_minor(toolkit.version)[0] == wanted[0])
-    newest = max(fitting, key=lambda toolkit: _major_minor(toolkit.version), default=None)
-    return newest if newest and _major_minor(newest.version) >= wanted else None
+    """Return the newest toolkit with this major version, unless older than ``version``."""
+    required = _major_minor(version)
+    same_major = (
+        toolkit for toolkit in toolkits if _major_minor(toolkit.version)[0] == required[0]
+    )
+    newest = max(same_major, key=lambda toolkit: _major_minor(toolkit.version), default=None)
+    return newest if newest and _major_minor(newest.version) >= required else None
 
 
 def _major_minor(version: str) -> tuple[int, int]:
@@ -224,16 +232,16 @@ def add_cuda_repositories(plan: CudaPlan) -> Commands:
 
 @host_operation
 def install_cuda(plan: CudaPlan) -> Commands:
-    """A fitting toolkit is kept."""
-    present = find_toolkit(read_fact(CudaState, **fact_arguments(plan)).toolkits, plan.version)
-    if present:
-        host.noop(f"CUDA {present.version} at {present.path} is kept")
+    """Install the CUDA toolkit, unless a matching toolkit is installed."""
+    toolkit = find_toolkit(read_fact(CudaState, **fact_arguments(plan)).toolkits, plan.version)
+    if toolkit:
+        host.noop(f"CUDA {toolkit.version} at {toolkit.path} is kept")
     else:
         yield install([plan.package], plan.package_lock_wait_s)
 
 
 # A container gets the GPU through NVIDIA's runtime (toolkit modes auto and legacy, docker 19.03 and
-# newer) or a CDI device. The container check verifies it and writes it to the receipt.
+# newer) or as a CDI device. The check in a container writes the working arguments to its receipt.
 RUNTIME = ("--runtime=nvidia",)
 # A default nvidia runtime would add the devices a second time.
 CDI = ("--runtime=runc", "--device=nvidia.com/gpu=all")
@@ -241,22 +249,22 @@ SPECIFICATION = "/etc/cdi/nvidia.yaml"
 
 
 def gpu_arguments(state: Docker) -> tuple[str, ...]:
-    """Return arguments of ``docker run`` that give a container the GPU.
+    """Return the arguments of ``docker run`` that give a container the GPU.
 
-    CDI only if the toolkit is forced to it or has no runtime: freezes under load were seen with
-    CDI.
+    CDI is used only if the toolkit is set to it or has no runtime, because freezes under load were
+    seen with it.
     """
-    forced = state.toolkit_mode == "cdi" and state.cdi_directories
-    return CDI if lacks_runtime(state) or forced else RUNTIME
+    is_set_to_cdi = state.toolkit_mode == "cdi" and state.cdi_directories
+    return CDI if lacks_runtime(state) or is_set_to_cdi else RUNTIME
 
 
 def lacks_runtime(state: Docker) -> bool:
-    """Whether the toolkit is installed without the runtime."""
+    """Return whether the toolkit is installed without NVIDIA's runtime."""
     return bool(state.toolkit_version) and not state.runtime
 
 
 def lacks_specification(state: Docker) -> bool:
-    # Forced to CDI, the runtime needs the file for an engine without CDI.
+    # In mode cdi the runtime reads the file even if docker itself does not support CDI.
     return not state.cdi and (gpu_arguments(state) == CDI or state.toolkit_mode == "cdi")
 
 
@@ -273,13 +281,13 @@ def gpu_problem(state: Docker) -> Problem | None:
 
 
 def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
-    """Return versions that the check depends on; silent tools count as unchanged."""
+    """Return the versions that a check is valid for; silent tools count as unchanged."""
     key = {
         "image": plan.check_image,
         "docker": str(state.info.get("ServerVersion", "")),
         "toolkit": state.toolkit_version,
         "mode": state.toolkit_mode,
-        # Only a running daemon reports whether it reads CDI.
+        # Only a running daemon reports whether it supports CDI.
         "gpu_through": " ".join(gpu_arguments(state)) if state.info else "",
         "driver": state.driver_version,
         "kernel": state.kernel,
@@ -289,7 +297,7 @@ def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
 
 
 _PULL_S = 6 * 3600
-# Not root, as the engine: closed device files must fail here.
+# The engine is not root either: device files that it cannot open must fail this check.
 _NOBODY = "65534:65534"
 
 
@@ -297,18 +305,18 @@ _NOBODY = "65534:65534"
 def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str, Any]) -> bool:
     """List the GPUs in a container and write the receipt.
 
-    Only a `GPU` line proves it: CUDA images print a banner first, and exit 0 without a GPU.
+    Success is a line that starts with `GPU`: CUDA images print a banner and exit 0 without a GPU.
     """
     docker = run_fact(host, DockerState, timeout_s=120, **arguments)
     if problem := gpu_problem(docker):
         raise HostError(problem)
-    through = gpu_arguments(docker)
+    run_arguments = gpu_arguments(docker)
     _pull(host, plan.check_image)
     try:
         with heartbeat(host, f"container check with {plan.check_image}"):
             lines = run(
                 host,
-                f"docker run --rm --network none --user {_NOBODY} {' '.join(through)} "
+                f"docker run --rm --network none --user {_NOBODY} {' '.join(run_arguments)} "
                 "-e NVIDIA_VISIBLE_DEVICES=all -e NVIDIA_DRIVER_CAPABILITIES=utility,compute "
                 f"{shlex.quote(plan.check_image)} nvidia-smi -L",
                 timeout_s=1800,
@@ -318,7 +326,7 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
     gpus = [line for line in lines if line.startswith("GPU ")]
     if not gpus:
         raise HostError(explain_gpu_error("\n".join(lines), plan.check_image))
-    receipt = GpuProof(check_key(plan, docker), through, gpus[0].partition(" (UUID")[0])
+    receipt = GpuProof(check_key(plan, docker), run_arguments, gpus[0].partition(" (UUID")[0])
     path = shlex.quote(GPU_RECEIPT)
     run(
         host,
@@ -331,16 +339,17 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
 
 
 def _pull(host: Host, image: str) -> None:
-    """Pull first: a container's start would wait for a registry forever."""
+    """Pull the image first: `docker run` would wait for a registry forever."""
     # Without tools or with older tools (exit status 2), `docker run` pulls the image.
     command = f"{tool.command_line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
     try:
         with heartbeat(host, f"image {image}"):
             run(host, tool.when_installed(command), timeout_s=_PULL_S)
     except CommandError as failure:
-        last = (failure.output.strip().splitlines() or ["no output"])[-1]
-        problem = Problem(f"image {image}", last, "check `journalctl -u docker`, then run again")
-        raise HostError(parse_problem(last) or problem) from failure
+        last_line = (failure.output.strip().splitlines() or ["no output"])[-1]
+        fix = "check `journalctl -u docker`, then run again"
+        problem = Problem(f"image {image}", last_line, fix)
+        raise HostError(parse_problem(last_line) or problem) from failure
 
 
 # Output of docker 20.10 to 29 and nvidia-smi (regular expression), cause, fix.
@@ -358,7 +367,7 @@ _GPU_ERRORS = (
     (
         "unresolvable CDI devices",
         "the toolkit resolves the GPU through CDI and finds no matching specification",
-        '`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`, or mode = "legacy" in '
+        'run `nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`, or set mode = "legacy" in '
         "/etc/nvidia-container-runtime/config.toml",
     ),
     (
@@ -368,7 +377,7 @@ _GPU_ERRORS = (
     ),
     (
         "exec format error",
-        "the image is of another architecture, or CDI left the entry point empty",
+        "the image is for a different architecture, or CDI emptied the entry point",
         'check images.gpu_check; with a CDI specification present set mode = "legacy" in '
         "/etc/nvidia-container-runtime/config.toml",
     ),
@@ -385,7 +394,6 @@ def explain_gpu_error(output: str, image: str) -> Problem:
         if re.search(pattern, output):
             return Problem("container check", cause, fix)
     tail = "\n".join(output.strip().splitlines()[-8:]) or "no output"
-    message = f"no line starting with GPU from `nvidia-smi -L` in {image}:\n{tail}"
-    return Problem(
-        "container check", message, "check images.gpu_check and `docker info` on the host"
-    )
+    message = f"`nvidia-smi -L` in {image} lists no GPU:\n{tail}"
+    fix = "check images.gpu_check and `docker info` on the host"
+    return Problem("container check", message, fix)

@@ -1,10 +1,10 @@
-"""A lease on the host, and errors that fail only that host.
+"""Operations that hold a lease on the host, and whose errors fail only that host.
 
-With the lease, only a single run changes a host. The file in ``/run`` holds run, expiry (in uptime,
-so no clock matters), start and user. A run renews it, and returns it at the end or when
-interrupted; after a kill it expires. Dry runs and runs without changes take none. It is written by
-shell commands, for hosts without our tools; only root can open the lock, because every reader of a
-file may lock it.
+The lease prevents two runs from changing a host at the same time. Its file in ``/run`` contains
+the run, the expiry (in uptime, so that clocks do not matter), start and user. A run renews the
+lease and returns it at the end or when interrupted; after a kill it expires. Dry runs and runs
+without changes take no lease. Shell commands write it, because the host may lack our tools. Only
+root can open the lock file, because anyone who can read a file can lock it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Concatenate, NoReturn, ParamSpec
 from weakref import WeakKeyDictionary
@@ -70,7 +70,7 @@ def holder() -> str:
 
 
 def _lock_script(lease: str) -> str:
-    """Lock the file next to the lease; again if another run removed it meanwhile."""
+    """Lock the file next to the lease; try again if another run removed that file."""
     return f"""while :; do
   exec 9>>{lease}.lock; flock -w 20 9
   [ {lease}.lock -ef /proc/self/fd/9 ] && break
@@ -78,24 +78,24 @@ done"""
 
 
 def lease_script(
-    path: str, token: str, user: str, replaces: str | None = None, *, check_only: bool = False
+    path: str, token: str, user: str, dead_token: str | None = None, *, check_only: bool = False
 ) -> str:
     """Take or renew a lease for ``user``, or print the holder.
 
-    ``replaces``: token of a dead run, which may be replaced; ``check_only`` takes none.
+    A lease with ``dead_token`` is replaced. ``check_only`` does not take the lease.
     """
     lease = shlex.quote(path)
-    when_free = "echo free; exit 0" if check_only else ":"
+    if_free = "echo free; exit 0" if check_only else ":"
     return f"""set -e; umask 077
 {_lock_script(lease)}
 now=$(cut -d. -f1 /proc/uptime)
 have= until=0 since= user=
 if [ -f {lease} ]; then read -r have until since user < {lease} || :; fi
 case $until in ''|*[!0-9]*) until=0;; esac
-if [ "$until" -gt "$now" ] && [ "$have" != {token} ] && [ "$have" != {replaces or token} ]; then
+if [ "$until" -gt "$now" ] && [ "$have" != {token} ] && [ "$have" != {dead_token or token} ]; then
   echo "held $have $((until - now)) $since $user"; exit 0
 fi
-{when_free}
+{if_free}
 if [ "$have" != {token} ]; then since=$(date -u +%Y-%m-%dT%H:%M:%SZ); fi
 printf '%s %s %s %s\\n' {token} $((now + {TTL_S})) "$since" {user} > {lease}.new
 mv -fT {lease}.new {lease}
@@ -113,10 +113,10 @@ if [ "$have" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
 
 @dataclass(slots=True)
 class _Lease:
-    checked: bool = False  # for other runs
-    requested: bool = False
-    taken: bool = False
-    renewing: gevent.Greenlet[..., None] | None = field(default=None)
+    is_checked: bool = False  # whether another run holds it
+    is_requested: bool = False
+    is_taken: bool = False
+    renewal: gevent.Greenlet[..., None] | None = None
 
 
 _leases: WeakKeyDictionary[Host, _Lease] = WeakKeyDictionary()
@@ -127,21 +127,20 @@ class ReturnLeases(BaseStateCallback):
 
     @staticmethod
     def when_interrupted(state: State) -> None:
-        """End an interrupted run at once, returning leases.
+        """Make signals end the run at once and return the leases.
 
-        pyinfra alone would finish the current operation and exit 0, or drop the exception of a
-        signal handler.
+        pyinfra alone would finish the current operation and exit 0, or ignore the exception that a
+        signal handler raises.
         """
         main = gevent.get_hub().parent
-        ended_s: list[float] = []
+        interrupted_at_s: list[float] = []
 
-        def end(number: int, _: FrameType | None) -> None:
-            # A terminal signals the process group, then a parent may signal again: that must not
-            # prevent the return.
-            if ended_s and time.monotonic() - ended_s[0] < _SAME_INTERRUPT_S:
+        def end_run(number: int, _: FrameType | None) -> None:
+            # The terminal signals all processes of the group, and a parent may signal again.
+            if interrupted_at_s and time.monotonic() - interrupted_at_s[0] < _SAME_INTERRUPT_S:
                 return
-            ended_s.append(time.monotonic())
-            # Python drops handlers at exit; a second signal would become the exit code.
+            interrupted_at_s.append(time.monotonic())
+            # Python drops handlers at exit, where a second signal would change the exit status.
             atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, _INTERRUPTS)
             sys.stderr.write(
                 "interrupted: locks released; work already started on the hosts continues, and the "
@@ -151,16 +150,16 @@ class ReturnLeases(BaseStateCallback):
             gevent.kill(main, SystemExit(128 + number))  # type: ignore[arg-type]  # never None
 
         for number in _INTERRUPTS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # such as by nohup
-                signal.signal(number, end)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, end_run)
 
     @staticmethod
     def host_disconnect(state: State, host: Host) -> None:
         lease = _leases.pop(host, None)
-        if lease is None or not lease.requested:
+        if lease is None or not lease.is_requested:
             return
-        if lease.renewing is not None:
-            lease.renewing.kill()
+        if lease.renewal is not None:
+            lease.renewal.kill()
         try:
             _run_script(host, unlock_script(LEASE, this_run()))
         except _CONNECTION_ERRORS as error:
@@ -182,24 +181,25 @@ def _current_lease() -> _Lease | None:
 
 
 def _find_other_run() -> Problem | None:
-    """Return the other run that changes this host; checked once."""
+    """Return a problem if another run changes this host; checked once."""
     lease = _current_lease()
-    if lease is None or lease.checked or lease.taken:
+    if lease is None or lease.is_checked or lease.is_taken:
         return None
-    lease.checked = True
+    lease.is_checked = True
     return _request_lease(current_host(), check_only=True)
 
 
 def _acquire_lease() -> Problem | None:
+    """Take the lease if needed; return a problem if another run holds it."""
     lease = _current_lease()
-    if lease is None or lease.taken:
+    if lease is None or lease.is_taken:
         return None
-    lease.requested = True  # an interrupt may come before the answer
+    lease.is_requested = True  # before the answer, which an interrupt may prevent
     if problem := _request_lease(current_host(), check_only=False):
         return problem
-    lease.taken = True
-    if lease.renewing is None:
-        lease.renewing = gevent.spawn(_renew, current_host(), lease)
+    lease.is_taken = True
+    if lease.renewal is None:
+        lease.renewal = gevent.spawn(_renew, current_host(), lease)
     return None
 
 
@@ -210,8 +210,8 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
         answer = _run_script(host, lease_script(LEASE, token, holder(), check_only=check_only))
         other, *rest = answer.removeprefix("held ").split(" ")
         if answer.startswith("held ") and _is_dead(other):
-            # Left by a killed run of this machine.
-            script = lease_script(LEASE, token, holder(), replaces=other, check_only=check_only)
+            # A killed run of this machine left the lease behind.
+            script = lease_script(LEASE, token, holder(), other, check_only=check_only)
             answer = _run_script(host, script)
     except SettingsError as error:  # sudo on this machine needs a password
         return error.problems[0]
@@ -220,14 +220,17 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
     if answer in ("taken", "free"):
         return None
     if not answer.startswith("held ") or len(rest) != 3:
-        fix = "make room in /run, then run again"
+        fix = "free space in /run, then run again"
         return Problem(where, f"could not be taken: {answer[:200]!r}", fix)
-    left_s, since, user = map(_plain_word, rest)
-    message = f"{user} has been changing this host since {since} (lease expires in {left_s} s)"
+    expires_in_s, since, user = map(_plain_word, rest)
+    message = (
+        f"{user} has been changing this host since {since} (lease expires in {expires_in_s} s)"
+    )
     return Problem(where, message, "wait for that run to end, then run again")
 
 
 def _is_dead(token: str) -> bool:
+    """Return whether a token belongs to a process of this machine that has ended."""
     machine, _, process = token.rpartition("-")
     if machine != _this_machine() or not process.isdecimal():
         return False
@@ -246,8 +249,8 @@ def _renew(host: Host, lease: _Lease) -> None:
         try:
             answer = _run_script(host, lease_script(LEASE, this_run(), holder()))
         except _CONNECTION_ERRORS:
-            continue  # a rebooting host, or a lost connection: try again
-        lease.taken = answer == "taken"  # lost: the next change requests it again
+            continue  # the host reboots, or the connection is lost: try again
+        lease.is_taken = answer == "taken"  # if not, the next change requests it again
 
 
 def _run_script(host: Host, script: str) -> str:
@@ -271,7 +274,7 @@ def warn(host: Host, *problems: Problem) -> None:
 
 
 class HostError(Exception):
-    """Stop the work on this host only."""
+    """Fails this host; the other hosts of the run continue."""
 
     def __init__(self, *problems: Problem):
         super().__init__("\n".join(str(problem) for problem in problems))
@@ -282,16 +285,18 @@ def fail(where: str, message: str, fix: str) -> NoReturn:
 
 
 def _report_failure(state: State, host: Host, text: str) -> bool:
-    first, *more = text.splitlines()
+    headline, *details = text.splitlines()
     if serving := serving_text(host.name, read_status(host)):
-        first = first.removeprefix(f"{host.name}: ")
-        first = f"{serving}; {'' if first.startswith('not ') else 'this deploy failed: '}{first}"
-    show_failure(host, [first, *more])
+        headline = headline.removeprefix(f"{host.name}: ")
+        if not headline.startswith("not "):  # "not changed", "not rebooted"
+            headline = f"this deploy failed: {headline}"
+        headline = f"{serving}; {headline}"
+    show_failure(host, [headline, *details])
     return False
 
 
 def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[..., bool]:
-    """Let a failure of a ``FunctionCommand`` fail only this host."""
+    """Decorate the function of a ``FunctionCommand``, so that its errors fail only this host."""
 
     @functools.wraps(body)
     def guarded(state: State, host: Host, *args: P.args, **kwargs: P.kwargs) -> bool:
@@ -310,9 +315,9 @@ def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[
 
 
 def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
-    """Take the host's lease before the first command; errors fail only this host.
+    """Make an operation that takes the lease before its first command; errors fail only this host.
 
-    pyinfra 3.10 would end the run with a traceback. A dry run executes no command, so a refusal is
+    pyinfra 3.10 would end the whole run with a traceback. A dry run executes nothing, so errors are
     printed while predicting.
     """
 
@@ -330,7 +335,9 @@ def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
         except Exception as error:
             if isinstance(error, PyinfraError) and not current_state.is_executing:
                 raise
-            text = str(error if isinstance(error, HostError) else _describe(body.__name__, error))
+            text = str(
+                error if isinstance(error, HostError) else _describe_error(body.__name__, error)
+            )
             if not current_state.is_executing:
                 log_lines(current_host(), text)
             yield FunctionCommand(_report_failure, [text], {})
@@ -338,8 +345,8 @@ def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
     return operation()(guarded)
 
 
-def _describe(operation: str, error: Exception) -> Problem:
-    """Describe an unhandled error: a lost host, or a defect of this project."""
+def _describe_error(operation: str, error: Exception) -> Problem:
+    """Describe an unexpected error: a lost host, or a defect of this project."""
     if not isinstance(error, PyinfraError | FactUnavailableError):
         fix = "report this message as a defect of dgx-spark-deploy"
         return Problem(operation, f"{type(error).__name__}: {error}", fix)

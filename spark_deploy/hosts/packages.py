@@ -1,4 +1,4 @@
-"""Packages and repositories; driver, kernel and firmware are never changed.
+"""Install packages and add repositories; driver, kernel and firmware are never changed.
 
 apt 2.6 to 2.8: `-s` prints an `Inst` or `Remv` line for each changed package.
 """
@@ -48,12 +48,12 @@ awk '$1 !~ /^.[incWt]$/ && $2 ~ /^({REPAIRABLE})/ {{ print $2 }}'
 
 
 def parse_packages(lines: Iterable[str]) -> dict[str, str]:
-    """Return name to version, or to provider and version."""
+    """Map package names to their version, or to the providing package and its version."""
     return dict(line.split("\t", 1) for line in lines if "\t" in line)
 
 
 def known_urls_script(urls: Sequence[str]) -> str:
-    """Print ``urls`` in unmanaged sources of apt."""
+    """Print which of ``urls`` the owner's sources of apt contain."""
     return rf"""
 echo '== known-urls'
 for url in {" ".join(map(shlex.quote, urls))}; do
@@ -63,7 +63,7 @@ done
 """
 
 
-# Driver, kernel and firmware of a Spark belong together: a partial update leaves no GPU.
+# Driver, kernel and firmware of a Spark belong together: a partial update disables the GPU.
 # libnvidia-container* and nvidia-container-toolkit* belong to docker and may change.
 _PROTECTED = re.compile(
     r"nvidia-(driver|dkms|kernel|open|utils|compute-utils|firmware|settings|prime|modprobe|"
@@ -76,8 +76,8 @@ _PROTECTED = re.compile(
 
 _CHANGE = re.compile(r"(?:Inst|Remv)\s+(\S+)")
 
-# Without the delay's option apt 2.6 hangs after a 503. More retries would cost half a minute for
-# each file of a dead server.
+# With Acquire::Retries::Delay apt 2.6 hangs after a 503. With more retries each file of a dead
+# server would take half a minute.
 _APT = (
     "env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l APT_LISTCHANGES_FRONTEND=none "
     "apt-get -q -y -o DPkg::Lock::Timeout=120 -o Dpkg::Options::=--force-confold "
@@ -94,7 +94,7 @@ def forbidden_changes(simulation: Iterable[str]) -> tuple[str, ...]:
 
 
 def key_path(repository: RepositorySettings) -> str:
-    """The suffix tells apt whether the key is armoured or binary."""
+    """Return the path of a repository's key; its suffix tells apt if it is armored or binary."""
     suffix = "gpg" if repository.key_url.endswith(".gpg") else "asc"
     return f"/etc/apt/keyrings/spark-{repository.name}.{suffix}"
 
@@ -121,14 +121,14 @@ def repository_files(repositories: Iterable[RepositorySettings]) -> tuple[str, .
 
 
 def add_repositories(
-    wanted: Sequence[RepositorySettings], known_urls: Sequence[str], *, needed: bool
+    repositories: Sequence[RepositorySettings], known_urls: Sequence[str], *, needed: bool
 ) -> Commands:
-    """Add or repair repositories; add none while no package is missing.
+    """Repair our repositories; add missing ones if they are ``needed`` for a package.
 
-    Skip those in another file: apt refuses two keys for a source.
+    A repository in the owner's sources is not added: apt rejects two keys for one source.
     """
-    states, changed = file_states(repository_files(wanted)), False
-    for repository in wanted:
+    states, changed = file_states(repository_files(repositories)), False
+    for repository in repositories:
         source, key = sources_file(repository), key_path(repository)
         if source.path not in states and (not needed or repository.url in known_urls):
             continue
@@ -145,7 +145,7 @@ def add_repositories(
         host.noop("repositories are as planned" if needed else "no package has to be installed")
 
 
-# Keys are fetched through apt's proxy.
+# Keys are downloaded through apt's proxy.
 _APT_PROXY = """\
 eval "$(apt-config shell http_proxy Acquire::http::Proxy https_proxy Acquire::https::Proxy)"
 for v in http_proxy https_proxy; do
@@ -157,7 +157,7 @@ done"""
 def _add_repository(state: State, host: Host, repository: RepositorySettings) -> bool:
     source = sources_file(repository)
     key, url = shlex.quote(key_path(repository)), shlex.quote(repository.key_url)
-    put = shlex.quote(source.path)
+    target = shlex.quote(source.path)
     script = f"""
 set -eu; umask 022; t=$(mktemp); trap 'rm -f "$t"' EXIT
 {_APT_PROXY}
@@ -165,16 +165,16 @@ curl -fsSL --retry 3 --connect-timeout 20 --max-time 120 -o "$t" {url}
 got=$(sha256sum "$t" | cut -d' ' -f1)
 [ "$got" = {repository.key_sha256} ] || {{ echo "sha256=$got"; exit 9; }}
 install -D -m 644 "$t" {key}.spark-new; mv -fT {key}.spark-new {key}
-cat > {put}.spark-new; mv -fT {put}.spark-new {put}
+cat > {target}.spark-new; mv -fT {target}.spark-new {target}
 """
     where = f"repository {repository.name}"
     try:
         run(host, script, stdin=source.content.decode().rstrip("\n"))
     except CommandError as failure:
-        if other := re.search(r"sha256=(\w+)", failure.output):
+        if received := re.search(r"sha256=(\w+)", failure.output):
             message = (
-                f"the key at {repository.key_url} has sha256 {other[1]}, "
-                f"not the pinned {repository.key_sha256}; nothing was added"
+                f"the key at {repository.key_url} has sha256 {received[1]}, "
+                f"not the pinned {repository.key_sha256}; the repository was not added"
             )
             fail(where, message, "ask the vendor whether the key changed, then set key_sha256")
         message = f"cannot be added: {failure.output.strip() or failure}"
@@ -185,13 +185,17 @@ cat > {put}.spark-new; mv -fT {put}.spark-new {put}
 def install(
     packages: Sequence[str], lock_wait_s: int, quiet_services: Sequence[str] = ()
 ) -> FunctionCommand:
-    """``quiet_services`` of these packages must not start or be enabled."""
+    """Install packages; new ``quiet_services`` of them are neither started nor enabled."""
     return FunctionCommand(_install, [tuple(packages), lock_wait_s, tuple(quiet_services)], {})
 
 
 @host_command
 def _install(
-    state: State, host: Host, packages: Sequence[str], lock_wait_s: int, quiet: Sequence[str]
+    state: State,
+    host: Host,
+    packages: Sequence[str],
+    lock_wait_s: int,
+    quiet_services: Sequence[str],
 ) -> bool:
     listed, names = " ".join(packages), " ".join(map(shlex.quote, packages))
     failed_updates: list[str] = []
@@ -208,24 +212,25 @@ def _install(
                     f"installing {listed} would change {', '.join(changes)}; driver, kernel and "
                     "firmware are never changed; no package was installed"
                 )
-                fix = f"install {listed} by hand after the vendor's update, then run again"
+                fix = f"update the system with the vendor's tools, install {listed}, then run again"
                 fail("packages", message, fix)
-            run(host, _install_script(names, quiet), timeout_s=3600)
+            run(host, _install_script(names, quiet_services), timeout_s=3600)
     except CommandError as failure:
         tail = "\n".join(failure.output.strip().splitlines()[-12:])
-        # A failed list often explains a missing package.
-        why = "".join(f"\napt-get update: {line}" for line in failed_updates[-3:])
+        # A failed update often explains a missing package.
+        updates = "".join(f"\napt-get update: {line}" for line in failed_updates[-3:])
         fix = (
-            "check names and repositories in the settings, universe on Ubuntu, and `apt-get update`"
+            "run `apt-get update`; check package names and repositories in the settings, and that "
+            "Ubuntu's universe is enabled"
         )
-        fail("packages", f"cannot install {listed}: {tail or failure}{why}", fix)
+        fail("packages", f"cannot install {listed}: {tail or failure}{updates}", fix)
     return True
 
 
 def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:
-    """Refresh the lists; after the limit the old lists are used.
+    """Update the package lists; after ``limit_s`` keep the old lists.
 
-    apt does not sync lists: a power cut leaves empty lists that look current, so these are deleted.
+    apt does not sync its lists. After a power cut empty lists look current, so they are deleted.
     """
     files = f"find {lists} -maxdepth 1 -type f ! -name lock"
     return (
@@ -235,7 +240,7 @@ def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:
     )
 
 
-# Units generated from a script of a removed package have no owner.
+# A unit that systemd generated from the init script of a removed package may be masked, too.
 _MASK = """\
 case $(systemctl show -p FragmentPath --value {name}) in
 "" | /run/systemd/generator*) ln -s /dev/null {directory}/{name} && {mark}=yes ;;
@@ -248,10 +253,10 @@ fi"""
 
 
 def _install_script(names: str, quiet_services: Sequence[str]) -> str:
-    """Install with a single script, which a lost connection cannot interrupt.
+    """Return one script that installs packages, so that a lost connection cannot interrupt it.
 
-    New services are masked, so that the package does not start them, then unmasked and disabled.
-    Existing units belong to the owner and stay.
+    New services are masked during the installation, so that they do not start, then disabled.
+    Existing units belong to the owner and are not changed.
     """
     units = [
         {"name": shlex.quote(service), "mark": f"masked_{number}", "directory": UNITS_DIR}
@@ -279,11 +284,11 @@ done | sort -u | while read -r pid; do echo "$pid $(cat "/proc/$pid/comm" 2>/dev
 
 
 def wait_for_lock(host: Host, limit_s: float) -> None:
-    # apt's timers run after boot.
+    """Wait until no process holds a package lock; apt's timers do after a boot."""
     started = monotonic()
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):
         lock = f"the package lock, held by {', '.join(holders)}: {monotonic() - started:.0f} s"
         if monotonic() - started > limit_s:
-            fail("packages", f"waited for {lock}", "end that process, then run again")
+            fail("packages", f"waited for {lock}", "stop that process, then run again")
         host.log(f"waiting for {lock}")
         gevent.sleep(5)

@@ -1,7 +1,7 @@
 """Files for hosts (tools, units, wheels) and the operations that install them.
 
-Plans contain only digests. Each version has a directory named by the digest; a link points to the
-current version.
+Plans contain only their digests. On hosts each version has a directory named by its digest, and a
+link points to the current one.
 """
 
 import ast
@@ -97,7 +97,7 @@ def quantiser_digest() -> str:
 
 @functools.cache
 def supported_engines() -> tuple[str, ...]:
-    """Return vLLM's versions in our plugin's source."""
+    """Return the vLLM versions that our plugin's source lists."""
     text = (FILES / "image" / "spark_vllm" / "__init__.py").read_text("utf-8")
     [value] = (
         node.value
@@ -109,7 +109,7 @@ def supported_engines() -> tuple[str, ...]:
 
 
 def read_tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
-    """Read files without bytecode; paths are below ``target``."""
+    """Read a directory, without bytecode, as files below ``target``."""
     return tuple(
         ManagedFile(str(PurePosixPath(target) / path.relative_to(source)), path.read_bytes())
         for path in sorted(source.rglob("*"))
@@ -118,7 +118,7 @@ def read_tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
 
 
 def site_archive(requirements: str, python_version: str, machine: str) -> tuple[Path, str]:
-    """Return a cached zip of the pinned wheels, and the digest."""
+    """Return a zip of the pinned wheels, downloaded once per machine, and its digest."""
     pins = (CHECKOUT / requirements).read_bytes()
     key = hashlib.sha256(f"{python_version} {machine}\n".encode() + pins).hexdigest()
     cache = cache_folder() / "site"
@@ -137,11 +137,11 @@ def site_archive(requirements: str, python_version: str, machine: str) -> tuple[
     return path, key
 
 
-def _download_wheels(requirements: str, python_version: str, machine: str, into: Path) -> None:
+def _download_wheels(requirements: str, python_version: str, machine: str, folder: Path) -> None:
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
         "--only-binary=:all:", "--no-deps", "--require-hashes", "--implementation", "cp",
-        "--python-version", python_version, "--dest", str(into),
+        "--python-version", python_version, "--dest", str(folder),
         "-r", str(CHECKOUT / requirements),
     ]  # fmt: skip
     # Wheels for an older glibc run on DGX OS 7 (2.39).
@@ -152,12 +152,12 @@ def _download_wheels(requirements: str, python_version: str, machine: str, into:
         reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
         raise SparkError.one(
             requirements,
-            f"no pinned wheels for Python {python_version} on {machine}: {reason}",
-            "connect this machine to the package index once; hosts need none",
+            f"cannot download the pinned wheels for Python {python_version} on {machine}: {reason}",
+            "connect this machine to the package index once; the hosts do not need it",
         )
 
 
-# Some verbs must work without installed tools, or with older or broken tools: they are sent on
+# Some verbs must work if the host's tools are missing, older or broken: the tools are then sent on
 # standard input as a zip and imported from memory.
 _LOADER = """
 import base64, os, sys
@@ -172,11 +172,12 @@ _SENT_PACKAGES = ("spark_contract/", "spark_host/")
 
 
 def memory_command(*words: str) -> str:
-    """Return the command that runs a verb of sent tools."""
+    """Return the command that runs a verb of tools sent on standard input."""
     return shlex.join(["python3", "-I", "-B", "-c", _LOADER, *words])
 
 
 def packed_tools() -> str:
+    """Return the zip for ``memory_command``, as base64."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
         for file in read_payload().tools:
@@ -190,14 +191,14 @@ _VERSION = 'import platform, sys; print("%d.%d" % sys.version_info[:2], platform
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Python, links and wheels; "" if missing."""
+    """Python, wheels and tools of a host; values are "" if missing."""
 
     python_version: str = ""  # "3.12"
     machine: str = ""  # "aarch64"
-    target: str = ""  # of the link `site`
+    target: str = ""  # target of the link `site`
     receipt: str = ""  # digest of the unpacked wheels
     tools: str = ""  # target of the link `current`
-    timer: str = ""  # target of the link that starts the daily check
+    timer: str = ""  # target of the link that enables the daily check
 
 
 class PythonSite(HostFact[Site]):
@@ -213,7 +214,7 @@ class PythonSite(HostFact[Site]):
 
 
 class QuantiserSite(HostFact[Site]):
-    """Python of the engine's image ("" without image), and AutoRound's receipt."""
+    """Python of the engine's image ("" if the image is missing), and AutoRound's receipt."""
 
     def command(self, image: str) -> str:
         run = f"docker run --rm --network none --log-driver none --entrypoint python3 {image}"
@@ -256,11 +257,11 @@ def install_tools(
     site = read_fact(PythonSite)
     if site.tools != home:
         yield _switch_link(CURRENT_TOOLS, home)
-    # A timer that lost its file has stopped, even if the boot link exists.
-    timer = repaired or site.timer != f"{UNITS_DIR}/{DAILY_TIMER}"
-    if timer:
+    # A timer whose file was missing has stopped, even if it is enabled.
+    starts_timer = repaired or site.timer != f"{UNITS_DIR}/{DAILY_TIMER}"
+    if starts_timer:
         yield f"systemctl enable --now {DAILY_TIMER}"
-    if not timer and site.tools == home:
+    if not starts_timer and site.tools == home:
         host.noop(f"host tools {identity.tools_digest[:12]} are in place")
 
 
@@ -271,14 +272,14 @@ def _switch_link(link: str, target: str) -> StringCommand:
 
 @host_operation
 def install_site(identity: PayloadIdentity) -> Commands:
-    """Install the builder's pinned wheels; the host needs no package index.
+    """Install the builder's pinned wheels.
 
-    The controller resolves them, and pip checks their hashes.
+    The controller downloads them and pip checks their hashes; the host needs no package index.
     """
     site = read_fact(PythonSite)
     if not site.python_version:
         fix = "install the package python3 on the host"
-        fail(f"{host.name}: python3", "missing, or prints no version", fix)
+        fail(f"{host.name}: python3", "is missing or does not print its version", fix)
     path, digest = site_archive(identity.python_requirements, site.python_version, site.machine)
     home = f"{TOOLS_DIR}/site-{digest[:12]}"
     if (site.target, site.receipt) == (home, digest):
@@ -289,16 +290,16 @@ def install_site(identity: PayloadIdentity) -> Commands:
 
 @host_operation
 def install_quantiser(image: str) -> Commands:
-    """Install AutoRound's pinned wheels for the engine image's Python.
+    """Install AutoRound's pinned wheels for the Python of the engine's image.
 
-    The image's own packages come first: AutoRound uses the engine's torch and transformers.
+    AutoRound uses torch and transformers of the image, whose packages come first in its path.
     """
     site = read_fact(QuantiserSite, image=image)
     if not site.python_version:
         if host.state.is_executing:
             fix = f"run `docker run --rm --entrypoint python3 {image} --version` on the host"
-            fail(f"{host.name}: {image}", "python3 in the image prints no version", fix)
-        host.log("AutoRound is installed once the engine's image exists")
+            fail(f"{host.name}: {image}", "python3 in the image does not print its version", fix)
+        host.log("AutoRound is installed after the engine's image")
         return
     path, digest = site_archive(QUANTISER_REQUIREMENTS, site.python_version, site.machine)
     if site.receipt == digest:

@@ -1,4 +1,4 @@
-"""Reports of host tools: status, jobs, requests, evidence."""
+"""Read the reports of the host tools: status, jobs, requests, evidence."""
 
 import json
 import re
@@ -21,23 +21,23 @@ from spark_deploy.hosts.facts import HostFact, split_sections
 
 
 def poll_command(jobs: Sequence[str]) -> str:
-    """Report on ``jobs``; silent if no tools are installed."""
+    """Return the command that prints the states of jobs; nothing if the tools are missing."""
     return tool.when_installed(tool.command_line(tool.JOB, "poll", *jobs))
 
 
 def parse_poll(text: str) -> dict[str, JobState]:
-    """Return states by 12-digit name; empty without tools. Raises DocumentError."""
+    """Return states by 12-digit name; empty if the tools are missing. Raises DocumentError."""
     states = parse(tuple[JobState, ...], text) if text.strip() else ()
     return {state.digest[:12]: state for state in states}
 
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """Jobs of a release, and jobs that a boot would continue."""
+    """Jobs of a release, and jobs that continue after a reboot."""
 
-    states: dict[str, JobState]  # by 12-digit name; without those unknown to the host
-    linked: tuple[str, ...] = ()  # prepare targets of any release that the boot pulls in
-    pulled: tuple[str, ...] = ()  # jobs that this release's target pulls in
+    states: dict[str, JobState]  # of known jobs, by 12-digit name
+    linked: tuple[str, ...] = ()  # prepare targets of all releases that are enabled at boot
+    pulled: tuple[str, ...] = ()  # jobs in this release's target
     shares_files: bool = False  # serves files to peers, for this run or an interrupted run
 
     def done(self, names: Iterable[str]) -> bool:
@@ -50,7 +50,7 @@ class JobStates(HostFact[Jobs]):
     default = staticmethod(lambda: Jobs({}))
 
     def command(self, jobs: Sequence[str], target: str) -> str:
-        # Without names the tool reports every job.
+        # The tool reports every job if no name is given.
         poll = poll_command(jobs) if jobs else ":"
         wants = shlex.quote(drop_in_dir(target))
         return (
@@ -61,17 +61,21 @@ class JobStates(HostFact[Jobs]):
 
     def process(self, output: Iterable[str]) -> Jobs:
         marked: dict[str, list[str]] = {"linked": [], "pulled": [], "sharing": []}
-        poll: list[str] = []
+        poll_lines: list[str] = []
         for line in output:
-            word, _, name = line.partition(" ")
-            marked[word].append(name) if word in marked else poll.append(line)
-        linked, pulled, sharing = map(tuple, marked.values())
-        return Jobs(parse_poll("\n".join(poll)), linked, pulled, bool(sharing))
+            marker, _, name = line.partition(" ")
+            marked.get(marker, poll_lines).append(name if marker in marked else line)
+        return Jobs(
+            parse_poll("\n".join(poll_lines)),
+            linked=tuple(marked["linked"]),
+            pulled=tuple(marked["pulled"]),
+            shares_files=bool(marked["sharing"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class HostStatus:
-    """``spark-host status``; ``report`` is ``None`` without tools."""
+    """Output of ``spark-host status``; ``report`` is ``None`` if it is missing or unreadable."""
 
     report: status.Status | None
     unreadable: str = ""  # why the output of installed tools cannot be read
@@ -96,14 +100,14 @@ class HostStatus:
         return next((live for live in outcomes if live and live.release == release), None)
 
     def would_replace(self, service: str, release: str) -> bool:
-        """Whether ``release`` would replace a running or proven release."""
+        """Return whether ``release`` would replace a running or proven release."""
         state = self.service(service)
         if state is None:
             return bool(self.unreadable)
         return state.active is not None or state.good not in (None, release)
 
     def release_due(self, plan: Release, scheduled: Iterable[Release]) -> Release:
-        """Return the release due now: of the schedule, or the plan's."""
+        """Return the scheduled release that is served now, or the plan's."""
         state = self.service(plan.service)
         active = state.active if state else None
         for other in scheduled:
@@ -112,12 +116,12 @@ class HostStatus:
         return plan
 
     def unit_overrides(self, accepted: Collection[str]) -> tuple[str, ...]:
-        """Return files that change our units, without those that the owner accepts."""
+        """Return the files that change our units and that the owner does not accept."""
         paths = self.report.unit_overrides if self.report else ()
         return tuple(path for path in paths if path not in accepted)
 
     def stop_message(self, service: str) -> str:
-        """Describe a stop on purpose, or ""."""
+        """Describe who stopped the service on purpose; "" if nobody did."""
         state = self.service(service)
         if state is None or not state.stopped_by_hand:
             return ""
@@ -128,12 +132,12 @@ class HostStatus:
         return state.rollout if state else None
 
     def unknown_versions_message(self) -> str:
-        """Describe versions that the host could not read, or ""."""
+        """Describe the versions that the host could not read in time; "" if none."""
         names = ", ".join(self.report.versions_unknown) if self.report else ""
-        return f"no version of {names}: no answer in time; assumed unchanged" if names else ""
+        return f"{names} did not report a version in time; assumed unchanged" if names else ""
 
     def unproven_reason(self, service: str, release: str) -> str:
-        """Return why ``release`` is not provably served; "" if it is."""
+        """Return why ``release`` is not served with a passed check; "" if it is."""
         if self.report is None:
             return self.unreadable or "no host tools are installed yet"
         state = self.service(service)
@@ -141,7 +145,7 @@ class HostStatus:
             return "serves nothing"
         result, live = self.release(release), self.live_check(release)
         unproven = result.unproven if result else "none"
-        gateway, has_gateway = state.gateway, not state.head  # of a cluster only the head has one
+        gateway, has_gateway = state.gateway, not state.head  # workers of a cluster have none
         reasons = (
             (state.active != release, f"serves {state.active or 'nothing'}"),
             (state.good != release, "the check has not passed yet"),
@@ -158,11 +162,8 @@ class HostStatus:
 
 
 def unit_overrides_problem(paths: Iterable[str]) -> Problem:
-    """Report files that change our units.
-
-    Such a file can start an engine without its check while the service looks unchanged.
-    """
-    fix = "remove them and run systemctl daemon-reload, or list them in expect.unit_overrides"
+    """Describe files that change our units: they can start an engine without its check."""
+    fix = "remove them and run `systemctl daemon-reload`, or list them in expect.unit_overrides"
     return Problem("systemd", f"{', '.join(paths)}: not written by a deploy", fix)
 
 
@@ -170,7 +171,7 @@ _START_PHASES = {"graphs": "CUDA graphs"}
 
 
 def start_text(times_s: Mapping[str, float]) -> str:
-    """Describe the start of an engine by phase."""
+    """Return the seconds of an engine's start, in total and by phase."""
     phases = (f"{_START_PHASES.get(name, name)} {s:.0f} s" for name, s in times_s.items())
     return f"{sum(times_s.values()):.0f} s ({', '.join(phases)})"
 
@@ -184,14 +185,14 @@ def stop_message(service: str, stopped: Stopped) -> str:
 
 
 def parse_status(text: str) -> HostStatus:
-    """Empty text means no tools. Raises ValueError if it is no JSON."""
+    """Parse a report; the text is empty if the tools are missing. Raises ValueError."""
     if not text.strip():
         return HostStatus(None)
     data = json.loads(text)
     try:
         return HostStatus(read(status.Status, data))
     except DocumentError as error:  # the deploy replaces the tools
-        return HostStatus(None, f"the host tools are of another version ({error})")
+        return HostStatus(None, f"the host tools have a different version ({error})")
 
 
 class Status(HostFact[HostStatus]):
@@ -205,7 +206,7 @@ class Status(HostFact[HostStatus]):
 
 
 class UsersKnown(HostFact[frozenset[str]]):
-    """System users that exist."""
+    """Which of the users exist."""
 
     default = frozenset
 
@@ -217,11 +218,11 @@ class UsersKnown(HostFact[frozenset[str]]):
 
 
 T = TypeVar("T")
-_USAGE = f"{tool.TOOL} "  # printed for an unknown verb
+_USAGE = f"{tool.TOOL} "  # start of the text printed for an unknown verb
 
 
 def _no_tools() -> Problem:
-    message = "did not answer; the host tools are missing or older than this checkout"
+    message = "does not answer: the host tools are missing or older than this checkout"
     return Problem("spark-host", message, "run deploy.py for this host first")
 
 
@@ -233,12 +234,12 @@ def _parse_answer(kind: type[T], output: Iterable[str]) -> T | Problem:
 
 
 def _tool_command(command: str) -> str:
-    # An unknown verb of older tools must not fail the fact.
+    # Older tools may not know the verb, which must not fail the fact.
     return tool.when_installed(f"{command} 2>&1 || :")
 
 
 class RollbackPreview(HostFact["Rollback | Problem"]):
-    """``spark-host rollback --dry``, or why it refuses."""
+    """Result of ``spark-host rollback --dry``, or why a rollback is impossible."""
 
     default = staticmethod(_no_tools)
 
@@ -252,7 +253,7 @@ class RollbackPreview(HostFact["Rollback | Problem"]):
 
 
 class PrunePreview(HostFact["Pruning | Problem"]):
-    """``spark-host prune --dry``, or why it refuses; ``keep`` is JSON."""
+    """Result of ``spark-host prune --dry``, or why it is impossible; ``keep`` is JSON."""
 
     default = staticmethod(_no_tools)
 
@@ -273,7 +274,7 @@ class Count:
 
 
 class Requests(HostFact[dict[str, Count]]):
-    """Requests of each service with a running engine."""
+    """Running and waiting requests of each service whose engine runs."""
 
     default = dict
 
@@ -298,7 +299,7 @@ class Requests(HostFact[dict[str, Count]]):
 
 
 class Evidence(HostFact["status.Evidence | None"]):
-    """``spark-host evidence``; ``None`` without tools or with older tools."""
+    """Output of ``spark-host evidence``; ``None`` if the tools are missing or older."""
 
     default = staticmethod(lambda: None)
 

@@ -1,4 +1,4 @@
-"""List, prune and uninstall the resources of a deploy."""
+"""List, prune and uninstall everything that deploys created on a host."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -40,7 +40,7 @@ def gigabytes(size_bytes: int) -> str:
 
 @host_operation
 def prune_host(keep: KeepList) -> Commands:
-    """Remove artefacts that no kept release needs."""
+    """Remove checkpoints, images and state files that no kept release needs."""
     request = json.dumps(to_plain(keep), sort_keys=True)
     result = read_fact(PrunePreview, keep=request)
     if isinstance(result, Problem):
@@ -80,7 +80,7 @@ def _prune(state: State, host: Host, request: str) -> bool:
 
 
 class ManagedResources(HostFact[UninstallManifest]):
-    """``spark-host manifest`` of sent tools (``_stdin``: ``packed_tools``)."""
+    """Output of ``spark-host manifest``; needs ``_stdin=packed_tools()``."""
 
     def requires_command(self, command: str) -> str:
         return "python3"
@@ -99,16 +99,18 @@ class ManagedResources(HostFact[UninstallManifest]):
 
 
 def uninstall_request(settings: Settings) -> str:
+    """Return, as JSON, what deploys may have created, and what to remove of it."""
     docker = settings.docker
-    wanted = Footprint(
+    footprint = Footprint(
         models_dir=settings.paths.models_dir,
         sources_dir=settings.paths.sources_dir,
         cache_dir=settings.paths.cache_dir,
         files=(
-            *(base.HOLD_PATH, base.COMPACTION_PATH),
+            base.HOLD_PATH,
+            base.COMPACTION_PATH,
             *(file.path for file in base.GUARANTEE_FILES),
         ),
-        # May have existed before the first deploy.
+        # These may have existed before the first deploy.
         shared_files=(DAEMON_JSON, base.EARLYOOM_PATH, SPECIFICATION),
         daemon_json=DAEMON_JSON,
         daemon_keys=tuple(sorted({*docker.daemon, "runtimes", "insecure-registries"})),
@@ -121,7 +123,7 @@ def uninstall_request(settings: Settings) -> str:
         models=settings.uninstall.models,
         engine=settings.uninstall.engine,
     )
-    return json.dumps(to_plain(wanted), sort_keys=True)
+    return json.dumps(to_plain(footprint), sort_keys=True)
 
 
 def read_resources(request: str) -> UninstallManifest:
@@ -131,16 +133,16 @@ def read_resources(request: str) -> UninstallManifest:
 
 @host_operation
 def note_host(plan: BasePlan, request: str) -> Commands:
-    """Record the state before the first deploy, for a later uninstall."""
+    """Record the state before the first deploy, which a later uninstall restores."""
     if paths.STATE_DIR in base.read_state(plan).directories:
-        host.noop("deployed to before")
+        host.noop("this is not the first deploy")
         return
     yield StringCommand(memory_command(tool.NOTE, request), _stdin=packed_tools())
 
 
 @host_operation
 def uninstall(request: str) -> Commands:
-    """Remove all resources except kept models and engines."""
+    """Remove everything that deploys created, except kept models and engines."""
     result = read_resources(request)
     for line in describe_uninstall(result):
         log_once(line)
@@ -168,38 +170,46 @@ def _uninstall(state: State, host: Host, request: str) -> bool:
     return True
 
 
-_SHOWN = 12  # names of a kind
+_MAX_NAMES = 12
 
 
 def describe_uninstall(result: UninstallManifest) -> Iterator[str]:
-    """Yield removed and kept things; those of a kind share a line."""
+    """Yield lines of removed and kept resources, grouped by kind and by the reason to keep them."""
     if result.noted_at is None and result.things:
         yield "the state before the first deploy is unknown: things that may be older are kept"
-    groups: dict[str, dict[str, list[ManagedItem]]] = {}  # by kind, then by the reason to keep it
-    for thing in result.things:
-        groups.setdefault(thing.kind, {}).setdefault(thing.stays, []).append(thing)
-    for kind, by_reason in groups.items():
-        for reason, things in sorted(by_reason.items(), key=lambda group: group[0] != ""):
-            names, total = [thing.name for thing in things], sum(t.size_bytes for t in things)
-            size = f"{gigabytes(total) if total else '':>9} {kind:<13}"
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            if reason:
-                yield f"keep   {size} {', '.join(names)}: {reason}"
-            else:
-                yield f"remove {size} {', '.join(names[:_SHOWN])}{more}"
-    freed = sum(thing.size_bytes for thing in result.things if not thing.stays)
-    left = sum(thing.size_bytes for thing in result.things if thing.stays)
-    yield f"remove {gigabytes(freed)} in total; keep {gigabytes(left)}"
+    groups: dict[tuple[str, str], list[ManagedItem]] = {}
+    for kind in dict.fromkeys(thing.kind for thing in result.things):
+        items = [thing for thing in result.things if thing.kind == kind]
+        # First the removed items, which have no reason to stay.
+        for item in sorted(items, key=lambda item: item.stays != ""):
+            groups.setdefault((kind, item.stays), []).append(item)
+    for (kind, reason), items in groups.items():
+        names = [item.name for item in items]
+        total_bytes = sum(item.size_bytes for item in items)
+        size = f"{gigabytes(total_bytes) if total_bytes else '':>9} {kind:<13}"
+        if reason:
+            yield f"keep   {size} {', '.join(names)}: {reason}"
+        else:
+            hidden = len(names) - _MAX_NAMES
+            more = f" and {hidden} more" if hidden > 0 else ""
+            yield f"remove {size} {', '.join(names[:_MAX_NAMES])}{more}"
+    removed_bytes = sum(item.size_bytes for item in result.things if not item.stays)
+    kept_bytes = sum(item.size_bytes for item in result.things if item.stays)
+    yield f"remove {gigabytes(removed_bytes)} in total; keep {gigabytes(kept_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    # file | state | keys | link | directory | package | masked | user | image | tree | active |
-    # enabled; the host itself writes a `state`, and in `keys` only some keys of a file are managed.
+    """Something that a deploy creates.
+
+    Kinds: file, state (a file that the host writes), keys (some keys of a file), link, directory,
+    package, masked, user, image, tree, active, enabled.
+    """
+
     kind: str
     name: str
-    operation: str  # the operation of a deploy that repairs it
-    mode: int | None = None  # if a deploy repairs it
+    operation: str  # operation of a deploy that repairs it
+    mode: int | None = None  # None if a deploy does not repair the mode
 
 
 def list_resources(plan: HostPlan, payload: Payload) -> tuple[Resource, ...]:
@@ -255,7 +265,7 @@ def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
 def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
     for job in (work.job for work in served_jobs_of(plan, payload.image_context)):
         if job.unless:
-            continue  # removed later
+            continue  # the same deploy removes it again
         operation = "Image | Prepare the engine image"
         if job.kind == CHECKPOINT_JOB:
             operation = "Checkpoint | Build the checkpoint"

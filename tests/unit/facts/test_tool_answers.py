@@ -121,4 +121,4 @@ def test_missing_or_different_tools_prove_nothing_without_an_error():
     assert "tools" in Status().process([]).unproven_reason("main", RELEASE)
     other = Status().process(['{"schema_version": 2, "colour": "red"}'])
     assert other.installed
-    assert "another version (colour: unknown)" in other.unproven_reason("main", RELEASE)
+    assert "a different version (colour: unknown)" in other.unproven_reason("main", RELEASE)

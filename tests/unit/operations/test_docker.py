@@ -123,7 +123,7 @@ def test_refuses_a_host_without_runtime_and_cdi():
         ("docker-run--cdi-mode-gpus-flag--01.txt", "forced to CDI"),
         ("docker-logs--exec-format-error--01.txt", "another architecture"),
         ("nvidia-smi--driver-library-mismatch--01.txt", "module and the installed library"),
-        ("nvidia-smi--no-driver--01.txt", "no line starting with GPU"),
+        ("nvidia-smi--no-driver--01.txt", "lists no GPU"),
     ],
 )
 def test_explains_why_a_container_lacks_the_gpu(capture, cause):
