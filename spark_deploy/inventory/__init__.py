@@ -1,4 +1,4 @@
-"""pyinfra's side: inventory files, first contact, connections, plans of hosts."""
+"""Inventory files, first contact with hosts, connections, and a plan for each host."""
 
 from spark_deploy.inventory.groups import group_from, hosts_of
 from spark_deploy.inventory.plans import check_inventory

@@ -1,8 +1,8 @@
-"""First contact: record host keys, and find hosts that need a password.
+"""First contact with hosts: record their host keys, and read a password if a host needs one.
 
-Runs while the inventory is loaded, before pyinfra connects. The password is typed once, stays in
-memory, and is sent through SSH or standard input, never in a command line or log. This machine
-(``@local``) needs only the sudo rule.
+This happens while the inventory is loaded, before pyinfra connects. The password is typed once,
+stays in memory, and is sent through SSH or standard input, never in a command line or log. This
+machine (``@local``) needs only the sudo rule.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spark_deploy.inventory.host_keys import (
 )
 from spark_deploy.inventory.host_names import CONTEXT_KEY, NOT_LISTED, HostContext
 from spark_deploy.inventory.login import (
-    Access,
+    LoginResult,
     Password,
     PasswordPrompt,
     accepts_password,
@@ -45,15 +45,15 @@ CONTACT_KEY = "spark_deploy_contact"  # in pyinfra's data of a host
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """How to bootstrap a host."""
+    """What bootstrap needs to know about a host."""
 
-    endpoint: Endpoint  # of later deploys
-    ready: bool  # deploys can log in and become root
-    public_key: str  # "" for this machine
+    endpoint: Endpoint  # where later deploys log in
+    ready: bool  # whether deploys can log in and become root already
+    public_key: str  # to install; "" for this machine
     password: HiddenValue | None
 
     def to_json(self) -> str:
-        """Hide the password from ``debug-inventory``."""
+        """Hide the password in the output of pyinfra's ``debug-inventory``."""
         return "***"
 
 
@@ -76,30 +76,33 @@ def prepare(
     controller has no key, a host key changed or is not confirmed, or a terminal is missing.
     """
     endpoints = [endpoint(host, data) for host, data in hosts.items()]
+    local = [target for target in endpoints if target.is_local]
+    remote = [target for target in endpoints if not target.is_local]
     with ThreadPoolExecutor(max_workers=16) as pool:
-        keys = list(pool.map(query_host_key, [each for each in endpoints if not each.is_local]))
-        reachable = [each for each in endpoints if each.is_local]
-        reachable += [key.endpoint for key in keys if key.state != "unreachable"]
-        # Before any prompt: without a key to install, answers would be lost.
-        public_keys = ["" if e.is_local else public_key(e) for e in reachable]
-        _confirm_host_keys(keys, confirm)
+        host_keys = list(pool.map(query_host_key, remote))
+        targets = [*local, *(key.endpoint for key in host_keys if key.state != "unreachable")]
+        # Before any prompt: without a key to install, the answers would be useless.
+        public_keys = ["" if target.is_local else public_key(target) for target in targets]
+        _confirm_host_keys(host_keys, confirm)
         logins = [
-            _bootstrap_login(target, access, hosts[target.host])
-            for target, access in zip(reachable, pool.map(try_key, reachable), strict=True)
+            _first_login(target, result, hosts[target.host])
+            for target, result in zip(targets, pool.map(try_key, targets), strict=True)
         ]
-        accesses = list(pool.map(try_key, logins))
-        pairs = list(zip(logins, accesses, strict=True))
-        passwords = _ask_passwords([pair for pair in pairs if not pair[1].ready], prompt, pool)
+        results = list(pool.map(try_key, logins))
+        needs_password = {
+            login: result for login, result in zip(logins, results, strict=True) if not result.ready
+        }
+        passwords = _read_passwords(needs_password, prompt, pool)
     data = {}
-    for target, login, access, key in zip(reachable, logins, accesses, public_keys, strict=True):
-        contact = Contact(target, access.ready and login == target, key, None)
-        data[target.host] = _contact_data(contact, login, access, passwords.get(login.host))
+    for target, login, result, key in zip(targets, logins, results, public_keys, strict=True):
+        contact = Contact(target, result.ready and login == target, key, None)
+        data[target.host] = _contact_data(contact, login, result, passwords.get(login.host))
     return data
 
 
-def _bootstrap_login(target: Endpoint, access: Access, data: Mapping[str, Any]) -> Endpoint:
-    """Return where this run logs in: as another user until the deploy account exists."""
-    if target.user != ACCOUNT or access.ready:
+def _first_login(target: Endpoint, result: LoginResult, data: Mapping[str, Any]) -> Endpoint:
+    """Return where bootstrap logs in: as ``ssh.first_user`` until the deploy account exists."""
+    if target.user != ACCOUNT or result.ready:
         return target
     context = data.get(CONTEXT_KEY)
     if not isinstance(context, HostContext):
@@ -108,9 +111,9 @@ def _bootstrap_login(target: Endpoint, access: Access, data: Mapping[str, Any]) 
 
 
 def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -> None:
-    """Record new host keys, confirmed by a person or listed in a file; ``-y`` confirms none.
+    """Record new host keys that a person confirms or a file lists; ``-y`` confirms none.
 
-    The password goes to the owner of the key, so this cannot be skipped.
+    Whoever owns the key receives the password, so this cannot be skipped.
     """
     if changed := changed_key_problems(keys):
         raise SettingsError(changed)
@@ -126,7 +129,7 @@ def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -
             f"host key of {', '.join(key.endpoint.host for key in unknown)}",
             "is new, and -y does not confirm it",
             f"run in a terminal, or set {HOST_KEYS_FILE_VARIABLE} to a known_hosts file with the "
-            "key as read on the machine itself",
+            "key that you read on the machine itself",
         )
     question = f"record {'it' if len(unknown) == 1 else 'them'}? [y/N] "
     if unknown and confirm(question).strip().lower() != "y":
@@ -138,49 +141,52 @@ def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -
         _log(f"recorded in {path}")
 
 
-def _ask_passwords(
-    waiting: Sequence[tuple[Endpoint, Access]], prompt: PasswordPrompt, pool: ThreadPoolExecutor
+def _read_passwords(
+    logins: Mapping[Endpoint, LoginResult], prompt: PasswordPrompt, pool: ThreadPoolExecutor
 ) -> dict[str, str]:
-    """Return the password of each host; ask again for hosts that reject it.
+    """Return the password of each host; prompt again for hosts that reject it.
 
-    Stop if every host rejects the password; otherwise print the hosts that do.
+    Only logins can be checked here; a wrong sudo password is found later. Raises SettingsError if
+    every host rejects the last password; otherwise prints the hosts that do.
     """
     passwords: dict[str, str] = {}
-    unchecked = {login for login, access in waiting if not access.logs_in}
-    refusing = [login for login, _ in waiting]
-    while refusing:
-        password = prompt.password_for(refusing)
-        passwords |= dict.fromkeys((login.host for login in refusing), password)
-        checked = [login for login in refusing if login in unchecked]
+    checkable = {login for login, result in logins.items() if not result.logs_in}
+    pending = list(logins)
+    while pending:
+        password = prompt.password_for(pending)
+        passwords |= dict.fromkeys((login.host for login in pending), password)
+        checked = [login for login in pending if login in checkable]
         accepted = pool.map(accepts_password, checked, repeat(password))
-        refusing = [e for e, accepts in zip(checked, accepted, strict=True) if not accepts]
-        names = ", ".join(login.host for login in refusing)
-        if refusing and prompt.forget():
+        pending = [login for login, ok in zip(checked, accepted, strict=True) if not ok]
+        if not pending:
+            break
+        names = ", ".join(login.host for login in pending)
+        if prompt.forget():
             _log(f"{names}: password rejected; try again")
-        elif {*refusing} == unchecked and refusing:
+            continue
+        if set(pending) == checkable:
             fix = "run again with the right password, and check ssh.user"
             raise SettingsError.one("password", f"rejected by {names}", fix)
-        elif refusing:
-            _log(f"{names}: password rejected; to retry, run again with --limit")
-            break
+        _log(f"{names}: password rejected; to retry, run again with --limit")
+        break
     return passwords
 
 
 def _contact_data(
-    contact: Contact, login: Endpoint, access: Access, password: str | None
+    contact: Contact, login: Endpoint, result: LoginResult, password: str | None
 ) -> dict[str, Any]:
-    if password and not access.ready:
+    if password and not result.ready:
         hidden = HiddenValue(password)  # type: ignore[no-untyped-call]  # pyinfra
         contact = replace(contact, password=hidden)
     data: dict[str, Any] = {CONTACT_KEY: contact}
     if login != contact.endpoint:
         data["ssh_user"] = login.user
-    if access.ready:
+    if result.ready:
         return data
-    # Bootstrap calls sudo itself: pyinfra would put the password into an argv.
+    # Bootstrap calls sudo itself, because pyinfra would put the password into an argv.
     data["_sudo"] = False
-    if not access.logs_in:
-        # An agent's keys would use up the server's allowed attempts.
+    if not result.logs_in:
+        # The keys of an agent would use up the attempts that the server allows.
         data.update(ssh_password=Password(password), ssh_allow_agent=False, ssh_look_for_keys=False)
     return data
 

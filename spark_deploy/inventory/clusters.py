@@ -1,4 +1,4 @@
-"""Clusters and replicas: hosts must be listed and have matching settings."""
+"""Check that the hosts of clusters and replicas are listed and have matching settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.gateway import address_of
 
-# Settings of a release: members of a cluster need the same.
+# Members of a cluster run the same release, so these settings must be the same.
 _SAME_IN_CLUSTER = (
     "model", "profile", "engine", "checkpoint", "cluster", "memory", "allow_containers",
     "services", "watch", "check", "images", "paths", "lock_file",
     "serve.names", "serve.start_timeout_s", "serve.drain_s",
 )  # fmt: skip
-# Settings that clients of replicas notice.
+# Clients of replicas depend on these settings, so they must be the same.
 _SAME_IN_REPLICAS = (
     "model", "replicas", "serve.names", "serve.port", "serve.api_key", "serve.max_body_bytes",
 )  # fmt: skip
@@ -28,11 +28,11 @@ _IN_GROUP_VARS = "set it once, in group_vars of their group"
 
 
 def unknown_host_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
-    """Yield names of cluster and replicas that are missing in ``hosts``, the whole inventory."""
+    """Yield hosts in cluster.hosts and replicas.hosts that the inventory (``hosts``) lacks."""
     for section in ("cluster", "replicas"):
-        lists = [(loaded.data.get(section) or {}).get("hosts") or () for loaded in hosts.values()]
-        named = dict.fromkeys(name for names in lists for name in names)
-        if unknown := [name for name in named if name not in hosts]:
+        sections = [loaded.data.get(section) or {} for loaded in hosts.values()]
+        names = dict.fromkeys(name for data in sections for name in data.get("hosts") or ())
+        if unknown := [name for name in names if name not in hosts]:
             message = f"no such host: {', '.join(unknown)}"
             yield Problem(f"{section}.hosts", message, f"known: {', '.join(hosts)}")
 
@@ -47,7 +47,7 @@ def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
                 )
         if members:
             yield from _setting_differences(hosts.get(members[0]), loaded, _SAME_IN_CLUSTER)
-            lists = {host: each.settings.cluster.hosts for host, each in hosts.items()}
+            lists = {host: entry.settings.cluster.hosts for host, entry in hosts.items()}
             yield from _missing_lists(name, members, lists, "cluster")
 
 
@@ -64,14 +64,14 @@ def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
                 yield Problem(f"{name}: replicas.hosts", f"the address of {other} is unknown", fix)
         if replicas.hosts:
             yield from _setting_differences(hosts.get(replicas.hosts[0]), loaded, _SAME_IN_REPLICAS)
-            lists = {host: each.settings.replicas.hosts for host, each in hosts.items()}
+            lists = {host: entry.settings.replicas.hosts for host, entry in hosts.items()}
             yield from _missing_lists(name, replicas.hosts, lists, "replicas")
 
 
 def _setting_differences(
     first: HostSettings | None, member: HostSettings, keys: Sequence[str]
 ) -> Iterator[Problem]:
-    """Yield settings that differ from the first host."""
+    """Yield settings of a member that differ from those of the first host."""
     if first is None or first.host == member.host:
         return
     for key in keys:
@@ -90,33 +90,38 @@ def _value(settings: Settings, key: str) -> Any:
 def _missing_lists(
     name: str, members: Sequence[str], lists: Mapping[str, Sequence[str]], section: str
 ) -> Iterator[Problem]:
-    """Yield members that do not list the same first host."""
-    for other in members[1:] if name == members[0] else ():
+    """Yield members that do not list ``name`` first, if it is the first of ``members``."""
+    if name != members[0]:
+        return
+    for other in members[1:]:
         if other in lists and list(lists[other][:1]) != [name]:
             message = f"{name} lists this host, but here it is {', '.join(lists[other]) or 'empty'}"
             yield Problem(f"{other}: {section}.hosts", message, _IN_GROUP_VARS)
 
 
 def duplicate_address_problems(endpoints: Mapping[str, tuple[str, int]]) -> Iterator[Problem]:
-    """Two plans would change the same machine."""
-    first: dict[tuple[str, int], str] = {}
+    """Yield hosts with the address of another host: two plans would change the same machine."""
+    name_by_endpoint: dict[tuple[str, int], str] = {}
     for name, (address, port) in endpoints.items():
-        if (other := first.setdefault((address, port), name)) != name:
+        if (other := name_by_endpoint.setdefault((address, port), name)) != name:
             where = address if port == 22 else f"{address}, port {port}"
             message = f"has the same address as {other}: {where}"
             yield Problem(name, message, "list each machine once, or correct the address")
 
 
 def with_replica_addresses(hosts: Mapping[str, HostSettings]) -> dict[str, HostSettings]:
-    known: dict[str, str | None] = {}
+    """Return the settings with the addresses at which replicas reach each other."""
+    known_addresses: dict[str, str | None] = {}
     for name, loaded in hosts.items():
         settings = loaded.settings
-        fast = settings.fleet.address if settings.serve.expose == "lan" else None
-        known[name] = fast or address_of(settings, name)
+        fleet_address = settings.fleet.address if settings.serve.expose == "lan" else None
+        known_addresses[name] = fleet_address or address_of(settings, name)
     result = {}
     for name, loaded in hosts.items():
         replicas = loaded.settings.replicas
-        addresses = {host: address for host in replicas.hosts if (address := known.get(host))}
+        addresses = {
+            host: address for host in replicas.hosts if (address := known_addresses.get(host))
+        }
         settings = replace(loaded.settings, replicas=replace(replicas, addresses=addresses))
         result[name] = replace(loaded, settings=settings)
     return result

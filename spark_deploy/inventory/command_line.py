@@ -1,4 +1,4 @@
-"""Parameters of pyinfra's or ``spark-deploy``'s command line."""
+"""Read the command line of pyinfra or ``spark-deploy``."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def makes_plan(deploy: str) -> bool:
 
 
 def must_serve(arguments: Mapping[str, Any]) -> bool:
-    """Whether to refuse settings that cannot be served: if a plan follows."""
+    """Return whether settings that cannot be served are errors: only if a plan follows."""
     operations: Sequence[str] = arguments.get("operations") or []
     return bool(arguments.get("must_serve", makes_plan(operations[0] if operations else "")))
 
 
 def command_line() -> dict[str, Any]:
-    """Return an empty dict outside of a command."""
+    """Return the parameters of the current command; empty outside of one."""
     context = click.get_current_context(silent=True)
     if context is None or "inventory" not in context.params:
         return {}
@@ -38,12 +38,15 @@ def command_line() -> dict[str, Any]:
 
 
 def overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in ``--data``, without pyinfra's, such as ``ssh_user``."""
-    pairs = [item.partition("=") for item in arguments.get("data") or ()]
-    for key, sign, _ in pairs:
-        if not sign:
+    """Return our settings in ``--data``, without pyinfra's, such as ``ssh_user``."""
+    settings = {}
+    for item in arguments.get("data") or ():
+        key, equals, text = item.partition("=")
+        if not equals:
             raise SettingsError.one(f"--data {key}", "has no value", "write --data key=value")
-    return {key: _value(text) for key, _, text in pairs if not key.startswith(("_", "ssh_"))}
+        if not key.startswith(("_", "ssh_")):
+            settings[key] = _parse_value(text)
+    return settings
 
 
 def login_user(arguments: Mapping[str, Any]) -> str | None:
@@ -51,13 +54,13 @@ def login_user(arguments: Mapping[str, Any]) -> str | None:
     return arguments.get("ssh_user") or pairs.get("ssh_user")
 
 
-def _value(text: str) -> Any:
-    """As pyinfra parses it: true, false, number, JSON, otherwise text."""
+def _parse_value(text: str) -> Any:
+    """Parse a value as pyinfra does: true, false, a number or JSON; otherwise it is text."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
-    for read in (int, json.loads):
+    for parse in (int, json.loads):
         try:
-            return read(text)
+            return parse(text)
         except ValueError:
             continue
     return text
@@ -66,7 +69,7 @@ def _value(text: str) -> Any:
 def check_patterns(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> None:
-    """Refuse patterns without a match: pyinfra would exit 0."""
+    """Raise SettingsError if --limit or --exclude matches nothing: pyinfra would exit 0."""
     names = [host for hosts in groups.values() for host in hosts]
     known = [*groups, *names]
     problems = []
@@ -84,7 +87,7 @@ def check_patterns(
 
 
 def inventory_argument() -> str:
-    """Refuse a path without a file."""
+    """Return the inventory of the command line. Raises SettingsError if its file is missing."""
     inventory = str(command_line().get("inventory") or "")
     if not inventory or Path(inventory).exists() or "," in inventory or "@" in inventory:
         return inventory
@@ -95,11 +98,11 @@ def inventory_argument() -> str:
 
 
 def missing_inventory(path: str) -> SettingsError:
-    """Suggest the closest existing file."""
-    wanted = Path(path)
-    folders = dict.fromkeys((wanted.parent, wanted.parent / "inventory", Path("inventory")))
+    """Return an error that suggests the closest existing file."""
+    missing = Path(path)
+    folders = dict.fromkeys((missing.parent, missing.parent / "inventory", Path("inventory")))
     existing = sorted({file for folder in folders for file in folder.glob("[!_]*.py")})
-    same_name = [str(file) for file in existing if file.name == wanted.name]
+    same_name = [str(file) for file in existing if file.name == missing.name]
     guess = same_name[0] if same_name else closest(path, [str(file) for file in existing])
     fix = (
         f"did you mean {guess}?" if guess else "give an inventory file, such as inventory/spark.py"
@@ -115,7 +118,7 @@ def _is_host(name: str) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    """Whether it may be ``module.attribute`` of pyinfra."""
+    """Return whether pyinfra could read it as ``module.attribute``."""
     try:
         return importlib.util.find_spec(name.replace(":", ".").partition(".")[0]) is not None
     except (ImportError, ValueError):

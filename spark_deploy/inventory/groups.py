@@ -1,6 +1,6 @@
-"""Hosts with settings, for inventory files; checked before any connection.
+"""Functions for inventory files: groups of hosts with settings, checked before any connection.
 
-A leading underscore hides a name of the file from pyinfra.
+Inventory files import them with a leading underscore, which hides the names from pyinfra.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class HostList:
 
 
 def read_hosts(path: Path) -> HostList:
-    """Raise ``SettingsError`` with every mistake in ``hosts.yml``."""
+    """Read ``hosts.yml``. Raises SettingsError with every mistake."""
     data, problems = read_mapping(path, shown=path.name)
     problems = problems or list(schema_problems(data, load_schema("hosts"), lambda _: path.name))
     if problems:
@@ -93,9 +93,9 @@ def read_hosts(path: Path) -> HostList:
 
 
 def hosts_of(file: str, group: str = "spark") -> dict[str, Group]:
-    """Return the group of ``hosts.yml``: ``globals().update(_hosts_of(__file__))``.
+    """Return a group with the hosts of ``hosts.yml``: ``globals().update(_hosts_of(__file__))``.
 
-    ``hosts.yml`` is next to ``group_vars``; ``group`` names the file there.
+    ``hosts.yml`` is next to ``group_vars``, where ``group`` is the name of a file.
     """
     hosts = read_hosts(vars_root(file) / HOSTS_FILE).hosts
     data: dict[str, dict[str, Any]] = {}
@@ -116,11 +116,11 @@ def group_from(
     """Return a pyinfra group: ``spark = _group_from("spark", hosts=[...], file=__file__)``.
 
     Args:
-        name: of the file in ``group_vars``, next to the inventory or in the parent folder.
-        hosts: names; ``@local`` is this machine.
+        name: a file in ``group_vars``, next to the inventory or in the parent folder.
+        hosts: host names; ``@local`` is this machine.
         file: ``__file__`` of the inventory.
         generated: computed settings; host_vars override them.
-        host_data: pyinfra's data of hosts, such as ``ssh_hostname``.
+        host_data: pyinfra's data by host, such as ``ssh_hostname``.
     """
     return groups_from({name: hosts}, file=file, generated=generated, host_data=host_data)[name]
 
@@ -143,55 +143,56 @@ def groups_from(
     if not chosen:
         excluded = " ".join(f"--exclude {pattern}" for pattern in arguments.get("exclude") or ())
         raise SettingsError.one(excluded, "leaves no host", "exclude fewer hosts")
-    servable = must_serve(arguments)
-    extra = host_data or {}
+    is_served = must_serve(arguments)
+    given_data = host_data or {}
     hosts = _load_settings(
-        groups, file, overrides(arguments), generated, extra, must_serve=servable
+        groups, file, overrides(arguments), generated, given_data, must_serve=is_served
     )
     root = vars_root(file)
     catalog = _once_per_command(f"catalog of {root}", functools.partial(read_catalog, own=root))
-    refuse_conflicts(hosts, catalog, must_serve=hosts if servable else ())
-    if "operations" in arguments:  # of pyinfra itself
+    refuse_conflicts(hosts, catalog, must_serve=hosts if is_served else ())
+    if "operations" in arguments:  # the command is pyinfra itself
         signal.signal(signal.SIGINT, _exit_on_interrupt)
     user = login_user(arguments)
     data = {}
     for name, loaded in hosts.items():
-        connection = _connection_data(loaded, extra.get(name, {}), user)
+        connection = _connection_data(loaded, given_data.get(name, {}), user)
         data[name] = {**connection, CONTEXT_KEY: HostContext(loaded, catalog)}
     if _is_bootstrap(arguments):
-        # Only this run needs an SSH client here, and passwords.
+        # Imported here, because only bootstrap needs an SSH client and passwords at this point.
         from spark_deploy.inventory.bootstrap import prepare
         from spark_deploy.inventory.login import PasswordPrompt
 
         prompt = _once_per_command("password", PasswordPrompt)
-        for name, further in prepare({name: data[name] for name in chosen}, prompt=prompt).items():
-            data[name].update(further)
+        contacts = prepare({name: data[name] for name in chosen}, prompt=prompt)
+        for name, contact_data in contacts.items():
+            data[name].update(contact_data)
     return {group: ([(name, data[name]) for name in names], {}) for group, names in groups.items()}
 
 
 def _load_settings(
     groups: Mapping[str, Sequence[str]],
     file: str,
-    overriding: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     generated: Mapping[str, Any] | None,
-    extra: Mapping[str, Mapping[str, Any]],
+    given_data: Mapping[str, Mapping[str, Any]],
     *,
     must_serve: bool,
 ) -> dict[str, HostSettings]:
-    """Return settings of all hosts, with addresses; refuse stray files."""
+    """Return the settings of all hosts, with addresses. Raises SettingsError with all mistakes."""
     root = vars_root(file)
     problems = list(stray_files(groups, root=root, file=file))
     hosts: dict[str, HostSettings] = {}
     try:
         hosts = load_hosts(
-            groups, root=root, overrides=overriding, generated=generated, must_serve=must_serve
+            groups, root=root, overrides=overrides, generated=generated, must_serve=must_serve
         )
     except SettingsError as error:
         problems += error.problems
     endpoints = {}
     for name, loaded in hosts.items():
-        data, ssh = extra.get(name, {}), loaded.settings.ssh
-        # Without addresses in ~/.ssh/config.
+        data, ssh = given_data.get(name, {}), loaded.settings.ssh
+        # ~/.ssh/config is not read here.
         ssh = dataclasses.replace(ssh, hostname=data.get("ssh_hostname", ssh.hostname))
         endpoints[name] = (ssh.hostname or name, data.get("ssh_port") or ssh.port or 22)
         settings = dataclasses.replace(loaded.settings, ssh=ssh)
@@ -209,14 +210,14 @@ def _load_settings(
 
 def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
     operations: Sequence[str] = arguments.get("operations") or []
-    named = any(Path(name).parts[-2:] == ("deploys", "bootstrap.py") for name in operations[:1])
-    return named or bool(arguments.get("bootstraps"))
+    is_deploy = any(Path(name).parts[-2:] == ("deploys", "bootstrap.py") for name in operations[:1])
+    return is_deploy or bool(arguments.get("bootstraps"))
 
 
 def chosen_hosts(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> list[str]:
-    """Return hosts left by --limit and --exclude, as pyinfra does."""
+    """Return the hosts that --limit and --exclude select, as pyinfra does."""
     names = list(dict.fromkeys(host for hosts in groups.values() for host in hosts))
 
     def matching(option: str) -> set[str]:
@@ -232,7 +233,7 @@ def chosen_hosts(
 
 
 def _once_per_command(name: str, make: Callable[[], T]) -> T:
-    """All groups of a command share the value."""
+    """Return a value that all groups of a command share."""
     context = click.get_current_context(silent=True)
     if context is None:
         return make()
@@ -244,7 +245,7 @@ def _once_per_command(name: str, make: Callable[[], T]) -> T:
 
 
 def vars_root(file: str) -> Path:
-    """Return the folder with the settings: the inventory's or the parent."""
+    """Return the folder with group_vars: the inventory file's folder or its parent."""
     folder = Path(file).resolve().parent
     for candidate in (folder, folder.parent):
         names = ("group_vars", "host_vars", "catalog", HOSTS_FILE)
@@ -254,14 +255,14 @@ def vars_root(file: str) -> Path:
 
 
 def _connection_data(
-    loaded: HostSettings, extra: Mapping[str, Any], login_user: str | None
+    loaded: HostSettings, given_data: Mapping[str, Any], login_user: str | None
 ) -> dict[str, Any]:
-    """Return pyinfra's data: connection, sudo, and settings for display.
+    """Return pyinfra's data of a host: connection, sudo, and the settings for display.
 
-    Root may lack sudo. ``login_user`` is that of the command line.
+    Root logins use no sudo, which may be missing. ``login_user`` is from the command line.
     """
     if loaded.host.startswith("@"):
-        return {**loaded.data, "_sudo": os.geteuid() != 0, **extra}
+        return {**loaded.data, "_sudo": os.geteuid() != 0, **given_data}
     ssh = loaded.settings.ssh
     connection = {
         "ssh_hostname": ssh.hostname,
@@ -273,15 +274,15 @@ def _connection_data(
         "ssh_strict_host_key_checking": "yes",
         "ssh_paramiko_connect_kwargs": {"transport_factory": open_transport},
     }
-    given = {key: value for key, value in connection.items() if value is not None}
-    data = {**loaded.data, **given, **extra}
+    connection = {key: value for key, value in connection.items() if value is not None}
+    data = {**loaded.data, **connection, **given_data}
     user = login_user or data.get("ssh_user") or _configured_user(loaded.host, data)
     return {"_sudo": user != "root", **data}
 
 
 def _configured_user(host: str, data: Mapping[str, Any]) -> str:
-    """Return the user of the SSH configuration or the local user; "" if unknown."""
-    # Mistakes in the file are reported when connecting. KeyError: a local user without name.
+    """Return the user in ~/.ssh/config or the local user; "" if unknown."""
+    # Connecting reports mistakes in the file. KeyError: the local user has no name.
     with suppress(OSError, ValueError, KeyError, SSHException, RecursionError):
         config = get_ssh_config(data.get("ssh_config_file"))
         user = config.lookup(data.get("ssh_hostname", host)).get("user") if config else None
@@ -292,9 +293,9 @@ def _configured_user(host: str, data: Mapping[str, Any]) -> str:
 def refuse_conflicts(
     hosts: Mapping[str, HostSettings], catalog: Catalog, *, must_serve: Collection[str]
 ) -> None:
-    """Refuse contradictory settings of all hosts at once.
+    """Raise SettingsError with all contradictions in the settings of hosts.
 
-    Model and profile must work together on hosts in ``must_serve``.
+    On hosts in ``must_serve`` model and profile must work together.
     """
     problems = [*cluster_problems(hosts), *replica_problems(hosts)]
     for name, loaded in hosts.items():
@@ -302,7 +303,7 @@ def refuse_conflicts(
             problems += problems_of(loaded.settings, catalog, supported_engines())
         gateway = gateway_plan(loaded.settings, name)
         if gateway.tls is not None:
-            from spark_deploy.hosts.certificates import check_gateway  # X.509 takes time to import
+            from spark_deploy.hosts.certificates import check_gateway  # slow to import
 
             problems += check_gateway(gateway)
     if problems:
@@ -310,7 +311,7 @@ def refuse_conflicts(
 
 
 def _make_importable() -> None:
-    """Prefer our ``roles`` to an installed package of that name."""
+    """Put the checkout first in the path, before an installed package called ``roles``."""
     path = str(CHECKOUT)
     if path in sys.path:
         sys.path.remove(path)

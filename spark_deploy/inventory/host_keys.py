@@ -1,4 +1,4 @@
-"""SSH host keys, and connections that end when a host disappears."""
+"""Query, compare and record SSH host keys; set timeouts of connections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KeyState = Literal["known", "new", "changed", "unreachable"]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where to reach a host, from settings and SSH configuration."""
+    """Where and how to log in to a host."""
 
     host: str  # name in the inventory
     hostname: str
@@ -49,15 +49,15 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class HostKey:
-    """A presented key, compared with known_hosts."""
+    """The key that a host presents, compared with known_hosts."""
 
     endpoint: Endpoint
-    entry_name: str  # of the host in known_hosts
-    path: Path  # of the known_hosts file
+    entry_name: str  # name of the host in known_hosts
+    path: Path  # known_hosts file
     state: KeyState
     key: PKey | None
-    recorded: PKey | None  # of the same type, if it differs
-    detail: str = ""
+    recorded: PKey | None  # recorded key of the same type
+    detail: str = ""  # why the host is unreachable
 
     @property
     def fingerprint(self) -> str:
@@ -65,19 +65,19 @@ class HostKey:
 
 
 def fingerprint(key: PKey) -> str:
-    """Return type and fingerprint as `ssh-keygen -l` prints them."""
+    """Return type and fingerprint of a key, as `ssh-keygen -l` prints them."""
     digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
     return f"{key.get_name()} SHA256:{digest}"
 
 
 def query_host_key(endpoint: Endpoint) -> HostKey:
-    """Read a host's key without a login, through jump hosts."""
-    given: dict[str, object] = {"timeout": CONNECT_TIMEOUT_S}
+    """Read a host's key without logging in; jump hosts are used as configured."""
+    arguments: dict[str, object] = {"timeout": CONNECT_TIMEOUT_S}
     if endpoint.port:
-        given["port"] = endpoint.port
+        arguments["port"] = endpoint.port
     with readable_ssh_files():
         hostname, config, _, _, files, _, _ = SSHClient().parse_config(  # type: ignore[no-untyped-call]  # pyinfra
-            endpoint.hostname, given, ssh_config_file=endpoint.config_file
+            endpoint.hostname, arguments, ssh_config_file=endpoint.config_file
         )
         port = int(config["port"])
         name = hostname if port == 22 else f"[{hostname}]:{port}"
@@ -107,12 +107,12 @@ def query_host_key(endpoint: Endpoint) -> HostKey:
 
 @contextmanager
 def readable_ssh_files() -> Iterator[None]:
-    """Raise SettingsError for mistakes in ssh's files."""
+    """Raise SettingsError for mistakes in ~/.ssh/config and known_hosts."""
     try:
         yield
     except RecursionError as error:
         fix = "correct ProxyJump; `ssh -G HOST` shows it"
-        message = "a jump host is reached through itself"
+        message = "ProxyJump makes a jump host its own jump host"
         raise SettingsError.one("~/.ssh/config", message, fix) from error
     except (ValueError, ConfigParseError, InvalidHostKey) as error:
         reason = error.line if isinstance(error, InvalidHostKey) else error
@@ -122,24 +122,26 @@ def readable_ssh_files() -> Iterator[None]:
 
 
 def changed_key_problems(keys: Sequence[HostKey]) -> list[Problem]:
-    return [
-        Problem(
-            each.endpoint.host,
-            f"presents the host key {each.fingerprint}, but {each.path} has "
-            f"{fingerprint(each.recorded) if each.recorded else 'keys of other types'}: "
-            "it was reinstalled, or the connection is intercepted",
-            f"compare with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the machine; "
-            f"if it matches: ssh-keygen -f {each.path} -R '{each.entry_name}'",
-        )
-        for each in keys
-        if each.state == "changed"
-    ]
+    problems = []
+    for key in keys:
+        if key.state == "changed":
+            recorded = fingerprint(key.recorded) if key.recorded else "keys of other types"
+            problems.append(
+                Problem(
+                    key.endpoint.host,
+                    f"presents the host key {key.fingerprint}, but {key.path} has {recorded}: "
+                    "it was reinstalled, or the connection is intercepted",
+                    "compare with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the "
+                    f"machine; if it matches: ssh-keygen -f {key.path} -R '{key.entry_name}'",
+                )
+            )
+    return problems
 
 
 def is_listed(key: HostKey, file: str) -> bool:
-    """Whether ``file`` (known_hosts) lists the presented key.
+    """Return whether ``file``, in known_hosts format, lists the presented key.
 
-    Raises SettingsError if it is unreadable or lists another key.
+    Raises SettingsError if the file cannot be read or lists a different key.
     """
     path = Path(file).expanduser()
     try:
@@ -150,42 +152,42 @@ def is_listed(key: HostKey, file: str) -> bool:
         raise SettingsError.one(str(path), str(error.strerror), fix) from error
     match = listed.get(key.key.get_name()) if key.key else None
     if listed and match != key.key:
-        message = f"presents the host key {key.fingerprint}, but {path} has another key"
-        fix = "compare with the machine itself: the connection may be intercepted"
+        message = f"presents the host key {key.fingerprint}, but {path} has a different key"
+        fix = "compare both with the key on the machine: the connection may be intercepted"
         raise SettingsError.one(key.endpoint.host, message, fix)
     return match is not None
 
 
 def record_host_keys(keys: Sequence[HostKey]) -> None:
     """Append new keys to known_hosts files."""
-    for each in keys:
-        if each.state != "new" or each.key is None:
+    for new in keys:
+        if new.state != "new" or new.key is None:
             continue
-        each.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        text = each.path.read_text() if each.path.exists() else ""
-        line = HostKeyEntry([each.entry_name], each.key).to_line() or ""
-        with each.path.open("a") as file:
+        new.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        text = new.path.read_text() if new.path.exists() else ""
+        line = HostKeyEntry([new.entry_name], new.key).to_line() or ""
+        with new.path.open("a") as file:
             file.write(("" if not text or text.endswith("\n") else "\n") + line)
     get_host_keys.cache.clear()  # pyinfra caches these files
 
 
-GONE_AFTER_S = 60
-_OPTIONS = (
+LOST_AFTER_S = 60
+_SOCKET_OPTIONS = (
     # Saves 40 ms per command.
     (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
-    # Otherwise commands hang if a host loses power or cable.
+    # Otherwise commands hang if a host loses power or its cable.
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
-    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", GONE_AFTER_S // 4),
-    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", GONE_AFTER_S // 4),
+    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", LOST_AFTER_S // 4),
+    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", LOST_AFTER_S // 4),
     (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
-    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", GONE_AFTER_S * 1000),
+    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", LOST_AFTER_S * 1000),
 )
 
 
 def open_transport(sock: Any, **keywords: Any) -> Transport:
-    """A proxy command has no socket to set options on."""
+    """Return a transport with timeouts; a proxy command has no socket to set them on."""
     if isinstance(sock, socket.socket):
-        for level, name, value in _OPTIONS:
+        for level, name, value in _SOCKET_OPTIONS:
             option = getattr(socket, name, None)  # missing on some systems
             if option is not None:
                 sock.setsockopt(level, option, value)

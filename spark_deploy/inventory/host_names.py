@@ -1,4 +1,4 @@
-"""Host names and their settings; mistakes that pyinfra ignores are errors."""
+"""Check host names and settings files; pyinfra ignores these mistakes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyinfra.api.host import Host
 
@@ -29,8 +29,8 @@ NOT_LISTED = (
 )
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _FOLDERS = {"group_vars": "group", "host_vars": "host"}
-# Formats of variables in other tools.
-_LIKE_SETTINGS = ("", ".yml", ".yaml", ".json", ".toml", ".py")
+# Suffixes of variable files in other tools; such a file is probably a mistake.
+_SUFFIXES = ("", ".yml", ".yaml", ".json", ".toml", ".py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class HostContext:
     plans: list[tuple[Request, HostPlan]] = field(default_factory=list, compare=False, repr=False)
 
     def plan(self, request: Request) -> HostPlan:
-        """Plan each request once in a process."""
+        """Return the plan of a request; each is computed once per process."""
         for earlier, plan in self.plans:
             if earlier == request:
                 return plan
@@ -51,7 +51,7 @@ class HostContext:
         return plan
 
     def to_json(self) -> dict[str, str]:
-        """For ``debug-inventory``."""
+        """Return what pyinfra's ``debug-inventory`` prints."""
         return {"group": self.loaded.group, "folder": str(Path(self.loaded.root))}
 
 
@@ -63,7 +63,8 @@ def context_of(host: Host) -> HostContext:
 
 
 def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
-    joined = dict(_joined_strings(Path(file)))
+    """Yield invalid, repeated and accidentally joined names in the groups of an inventory file."""
+    joined = {entry.name: entry for entry in _joined_strings(Path(file))}
     group_of: dict[str, str] = {}
     for group, hosts in groups.items():
         where = f"{Path(file).name}: hosts of {group}"
@@ -78,10 +79,10 @@ def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
                 yield Problem(where, f"{host!r} is not a name", fix)
                 continue
             if host in joined:
-                line, message = joined[host]
-                yield Problem(f"{where} line {line}", message, "put a comma between them")
-            elif wrong := _wrong_name(host):
-                yield Problem(f"{where}: {host!r}", *wrong)
+                line = f"{where} line {joined[host].line}"
+                yield Problem(line, joined[host].message, "put a comma between them")
+            elif problem := _name_problem(f"{where}: {host!r}", host):
+                yield problem
             elif group_of.get(host) == group:
                 yield Problem(f"{where}: {host}", "is listed twice", "list it once")
             elif host in group_of:
@@ -90,38 +91,47 @@ def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
             group_of[host] = group
 
 
-def _wrong_name(host: str) -> tuple[str, str] | None:
-    """Return problem and fix; ``None`` if the name is valid."""
+def _name_problem(where: str, host: str) -> Problem | None:
     if host.startswith("@"):
-        message = "is not a host: of pyinfra's connectors only @local works here"
-        return None if host == LOCAL else (message, f"write {LOCAL}")
-    user, sign, rest = host.partition("@")
-    if sign:
-        fix = f"write {rest!r}, and `ssh: {{user: {user}}}` in its host_vars"
-        return "contains a login", fix
+        if host == LOCAL:
+            return None
+        message = "is not a host: only @local of pyinfra's connectors works here"
+        return Problem(where, message, f"write {LOCAL}")
+    user, at, name = host.partition("@")
+    if at:
+        fix = f"write {name!r}, and `ssh: {{user: {user}}}` in its host_vars"
+        return Problem(where, "contains a login", fix)
     if is_address(host):
         return None
     name, _, port = host.rpartition(":")
     if _NAME.fullmatch(name) and port.isdecimal():
         fix = f"write {name!r}, and `ssh: {{port: {port}}}` in its host_vars"
-        return "contains a port", fix
+        return Problem(where, "contains a port", fix)
     if not _NAME.fullmatch(host) or set(host) <= set("0123456789."):
-        return "is not a host name or address", "write a name that ssh knows, such as spark-1"
+        fix = "write a name that ssh knows, such as spark-1"
+        return Problem(where, "is not a host name or address", fix)
     return None
 
 
-def _joined_strings(file: Path) -> Iterator[tuple[str, tuple[int, str]]]:
+class _JoinedStrings(NamedTuple):
+    name: str
+    line: int
+    message: str
+
+
+def _joined_strings(file: Path) -> Iterator[_JoinedStrings]:
     """Yield adjacent strings that Python joins because a comma is missing."""
-    run: list[tokenize.TokenInfo] = []
+    adjacent: list[tokenize.TokenInfo] = []
     for token in _tokens(file):
         if token.type == tokenize.STRING and not token.string.lower().startswith(("f", "rf", "fr")):
-            run.append(token)
+            adjacent.append(token)
         elif token.type not in (tokenize.NL, tokenize.COMMENT):
-            parts = [ast.literal_eval(each.string) for each in run]
+            parts = [ast.literal_eval(string.string) for string in adjacent]
             if len(parts) > 1 and all(isinstance(part, str) for part in parts):
                 names = " and ".join(f'"{part}"' for part in parts)
-                yield "".join(parts), (run[0].start[0], f"{names} are joined to a single name")
-            run = []
+                message = f"{names} are joined to a single name"
+                yield _JoinedStrings("".join(parts), adjacent[0].start[0], message)
+            adjacent = []
 
 
 def _tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
@@ -136,28 +146,28 @@ def _tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
 
 
 def stray_files(groups: Mapping[str, Sequence[str]], *, root: Path, file: str) -> Iterator[Problem]:
-    """Yield settings files of no group or host, nor of an adjacent inventory."""
-    own = {
+    """Yield settings files that belong to no group or host of this or an adjacent inventory."""
+    names = {
         "group_vars": {"all", *groups},
         "host_vars": {host.removeprefix("@") for hosts in groups.values() for host in hosts},
     }
-    adjacent = _words_of_adjacent_inventories(root, Path(file).resolve())
+    adjacent_names = _words_of_adjacent_inventories(root, Path(file).resolve())
     for folder, kind in _FOLDERS.items():
+        known_names = names[folder]
         for path in sorted((root / folder).glob("[!._]*")):
-            known = path.name in own[folder] or path.stem in own[folder]
-            if path.suffix == ".yml" and path.is_file() and (known or path.stem in adjacent):
-                continue
-            if path.suffix not in _LIKE_SETTINGS and not known:
+            is_known = path.name in known_names or path.stem in known_names
+            is_settings_file = path.suffix == ".yml" and path.is_file()
+            if is_settings_file and (is_known or path.stem in adjacent_names):
                 continue
             where = f"{folder}/{path.name}"
-            if path.suffix != ".yml" or path.is_dir():
-                stem = path.name if path.name in own[folder] else path.stem
-                fix = f"write a single file {folder}/{stem}.yml"
+            if is_settings_file:
+                guess = closest(path.stem, sorted(known_names))
+                fix = f"did you mean {folder}/{guess}.yml?" if guess else "rename or remove it"
+                yield Problem(where, f"does not belong to a {kind} of {Path(file).name}", fix)
+            elif path.suffix in _SUFFIXES or is_known:
+                name = path.name if path.name in known_names else path.stem
+                fix = f"write a single file {folder}/{name}.yml"
                 yield Problem(where, "is not read: settings files end in .yml", fix)
-                continue
-            guess = closest(path.stem, sorted(own[folder]))
-            fix = f"did you mean {folder}/{guess}.yml?" if guess else "rename or remove it"
-            yield Problem(where, f"does not belong to a {kind} of {Path(file).name}", fix)
 
 
 def _words_of_adjacent_inventories(root: Path, file: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Logins and sudo, tried with a new connection."""
+"""Try logins and sudo over new connections, and find the key to install."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from spark_deploy.plan.types import BootstrapPlan
 PASSWORD_FILE_VARIABLE = "SPARK_BOOTSTRAP_PASSWORD_FILE"
 PASSWORD_ATTEMPTS = 3
 _KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
-# -k: ignore a password typed minutes ago.
+# -k: ignore a recently typed password.
 _TRY_SUDO = '[ "$(id -u)" = 0 ] || sudo -k -n true 2>/dev/null && echo free'
 
 
 def refuse_prompt(prompt: str) -> NoReturn:
-    """Fail instead of pyinfra's prompt, which puts the password into an argv."""
+    """Raise SettingsError; replaces pyinfra's prompt, which puts the password into an argv."""
     raise SettingsError.one("sudo", "needs a password", "run deploys/bootstrap.py once")
 
 
@@ -46,7 +46,7 @@ class Password(str):
 
 
 class PasswordPrompt:
-    """Prompts for a run's password when a host needs it, and again after ``forget``."""
+    """Prompts for a run's password once, and again after ``forget``."""
 
     def __init__(self, ask: Callable[[str], str] = getpass.getpass):
         self._ask = ask
@@ -54,13 +54,13 @@ class PasswordPrompt:
         self._attempts = 0
 
     def password_for(self, endpoints: Sequence[Endpoint]) -> str:
-        """The prompt names the first hosts that need it."""
+        """Return the password; the prompt lists the hosts that first needed it."""
         if self._password is None:
             self._password = Password(self._read(endpoints))
         return self._password
 
     def forget(self) -> bool:
-        """Return whether another attempt can be made: a person can type a different password."""
+        """Forget the password; return whether the user can type another one."""
         self._password, self._attempts = None, self._attempts + 1
         can_type = PASSWORD_FILE_VARIABLE not in os.environ and sys.stdin.isatty()
         return can_type and self._attempts < PASSWORD_ATTEMPTS
@@ -78,20 +78,20 @@ class PasswordPrompt:
             users = sorted({endpoint.user or getpass.getuser() for endpoint in endpoints})
             text = self._ask(f"password of {', '.join(users)} on {hosts} (for login and sudo): ")
         else:
-            message = f"is needed for {hosts}, and there is no terminal to type it"
+            message = f"is needed for {hosts}, but there is no terminal to type it"
             fix = f"run in a terminal, or set {PASSWORD_FILE_VARIABLE} to a file with the password"
             raise SettingsError.one("password", message, fix)
         if not text:
-            raise SettingsError.one("password", "is empty", "run again and type it")
+            raise SettingsError.one("password", "is empty", "run again and type the password")
         return text
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
-    """Access with the controller's key."""
+class LoginResult:
+    """Whether the controller's key logs in, and sudo works without a password."""
 
     logs_in: bool
-    passwordless_sudo: bool  # sudo needs no password
+    passwordless_sudo: bool
     detail: str = ""
 
     @property
@@ -113,12 +113,12 @@ def endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:
     )
 
 
-def try_key(endpoint: Endpoint) -> Access:
-    """Try the key only, and sudo without a password; this machine has no login."""
+def try_key(endpoint: Endpoint) -> LoginResult:
+    """Log in with the key only, and try sudo without a password; ``@local`` needs no login."""
     if endpoint.is_local:
         command = ["sh", "-c", _TRY_SUDO]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
-        return Access(True, done.stdout.strip() == b"free")
+        return LoginResult(True, done.stdout.strip() == b"free")
     client = SSHClient()
     arguments: dict[str, Any] = {"allow_agent": True}
     if endpoint.key_file:
@@ -127,15 +127,15 @@ def try_key(endpoint: Endpoint) -> Access:
     try:
         _connect(client, endpoint, arguments)
         _, out, _ = client.exec_command(_TRY_SUDO, timeout=CONNECT_TIMEOUT_S)
-        return Access(True, out.read().decode().strip() == "free")
+        return LoginResult(True, out.read().decode().strip() == "free")
     except (SSHException, OSError, EOFError) as error:
-        return Access(False, False, str(error))
+        return LoginResult(False, False, str(error))
     finally:
         client.close()
 
 
 def accepts_password(endpoint: Endpoint, password: str) -> bool:
-    """Other errors are left to the real login."""
+    """Return whether the host accepts a password; also if that is unknown, for other errors."""
     client = SSHClient()
     arguments = {"password": Password(password), "allow_agent": False, "look_for_keys": False}
     try:
@@ -179,8 +179,8 @@ def _private_key(key_file: str) -> Any:
 def public_key(endpoint: Endpoint) -> str:
     """Return the public key to install.
 
-    It is that of ``ssh.key_file``, else of ``IdentityFile`` in ~/.ssh/config, else of ~/.ssh, else
-    the first key in the agent.
+    In this order: ``ssh.key_file``, ``IdentityFile`` in ~/.ssh/config, the usual files in ~/.ssh,
+    the first key of the agent.
     """
     files = [endpoint.key_file] if endpoint.key_file else [*_identities(endpoint), *_KEY_FILES]
     for file in (Path(name).expanduser() for name in files):
@@ -188,9 +188,9 @@ def public_key(endpoint: Endpoint) -> str:
         if public.exists():
             return _read_public_key(public)
     if endpoint.key_file:
-        return _line(_private_key(endpoint.key_file))
+        return _public_key_line(_private_key(endpoint.key_file))
     if keys := Agent().get_keys():
-        return _line(keys[0])
+        return _public_key_line(keys[0])
     message = "is not set, and neither ~/.ssh nor an agent has a key"
     raise SettingsError.one("ssh.key_file", message, "run `ssh-keygen -t ed25519`")
 
@@ -202,14 +202,14 @@ def _identities(endpoint: Endpoint) -> Sequence[str]:
     return files if isinstance(files, list) else [files] if files else ()
 
 
-def _line(key: PKey) -> str:
+def _public_key_line(key: PKey) -> str:
     return f"{key.get_name()} {key.get_base64()}"
 
 
 def _read_public_key(path: Path) -> str:
     lines = path.read_text().strip().splitlines()
     if len(lines) != 1 or len(lines[0].split()) < 2:
-        raise SettingsError.one(str(path), "is not a public key", "set ssh.key_file to another")
+        raise SettingsError.one(str(path), "is not a public key", "set ssh.key_file to a valid key")
     return lines[0]
 
 
@@ -218,7 +218,7 @@ def endpoint_of(host: Host) -> Endpoint:
 
 
 def bootstrap_plan(host: Host) -> BootstrapPlan:
-    """Return an account for deploys, or key and sudo rule of a user."""
+    """Return what bootstrap installs: the deploy account, or a key and sudo rule of the user."""
     if endpoint_of(host).is_local:
         return BootstrapPlan(public_key="")
     ssh = context_of(host).loaded.settings.ssh
@@ -230,17 +230,17 @@ def bootstrap_plan(host: Host) -> BootstrapPlan:
 
 
 def check_access(state: State, host: Host, endpoint: Endpoint) -> bool:
-    access = try_key(endpoint)
-    if access.ready:
+    result = try_key(endpoint)
+    if result.ready:
         login = "" if endpoint.is_local else "the key logs in, "
         host.log(f"{login}sudo needs no password")
         return True
     if endpoint.is_local:
-        fix = "remove the later rule in /etc/sudoers or /etc/sudoers.d"
+        fix = "remove the rule that overrides ours in /etc/sudoers or /etc/sudoers.d"
         return _log_problem(host, "sudo still needs a password", fix)
     message = "the key logs in, but sudo still needs a password"
-    if not access.logs_in:
-        message = f"the key still does not log in ({access.detail})"
+    if not result.logs_in:
+        message = f"the key still does not log in ({result.detail})"
     fix = "check `journalctl -u ssh` and /etc/sudoers.d on the host"
     if endpoint.user == ACCOUNT:
         fix += f", and check that sshd's AllowUsers and AllowGroups include {ACCOUNT}"
@@ -248,14 +248,14 @@ def check_access(state: State, host: Host, endpoint: Endpoint) -> bool:
 
 
 def check_login(state: State, host: Host, endpoint: Endpoint) -> bool:
-    access = try_key(endpoint)
-    if access.ready:
+    result = try_key(endpoint)
+    if result.ready:
         host.log("a new login works")
         return True
     fix = (
         "wait until the previous network settings are restored; then check the cable and `ip route`"
     )
-    return _log_problem(host, f"no new login at {endpoint.hostname} ({access.detail})", fix)
+    return _log_problem(host, f"no new login at {endpoint.hostname} ({result.detail})", fix)
 
 
 def check_no_access(state: State, host: Host, endpoint: Endpoint) -> bool:

@@ -1,6 +1,6 @@
-"""Host output as bounded text that cannot control a terminal.
+"""Limit the output of hosts, and replace characters that could control a terminal.
 
-pyinfra stops at invalid UTF-8, keeps any amount in memory, and prints it raw with ``-v``.
+pyinfra fails on invalid UTF-8, keeps any amount in memory, and prints it unchanged with ``-v``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAX_BYTES = 128 << 20
 """Per stream of a command; receipts of 100 checkpoints need a tenth."""
 _LINE_BYTES = 64 << 20  # receipts have no line breaks
 _MAX_LINES = 200_000
-_LINES_PER_TURN = 1_000  # after which other hosts get a turn
-# Printed with -v; apt prints less.
-_PRINTED_OF_A_LINE = 4_000
-_PRINTED_OF_A_STREAM = 1 << 20
+_LINES_PER_TURN = 1_000  # then other hosts get a turn
+# Characters printed with -v; apt prints fewer.
+_MAX_PRINTED_PER_LINE = 4_000
+_MAX_PRINTED_PER_STREAM = 1 << 20
 
 
 def read_buffer(
@@ -39,48 +39,48 @@ def read_buffer(
     print_output: bool = False,
     print_func: Callable[[str], str] | None = None,
 ) -> None:
-    """Replaces pyinfra's function of this name."""
-    size, count, left = 0, 0, _PRINTED_OF_A_STREAM
-    stream = _in_bytes(io)
+    """Read a stream within the limits; replaces pyinfra's function of this name."""
+    received_bytes, lines, printable_left = 0, 0, _MAX_PRINTED_PER_STREAM
+    stream = _binary_stream(io)
     while data := stream.readline(_LINE_BYTES):
         line = data if isinstance(data, bytes) else data.encode(errors="replace")
-        size, count = size + len(line), count + 1
-        if count % _LINES_PER_TURN == 0:
+        received_bytes, lines = received_bytes + len(line), lines + 1
+        if lines % _LINES_PER_TURN == 0:
             gevent.sleep(0)
-        if size > MAX_BYTES or count > _MAX_LINES:
-            # Closing ends the command.
+        if received_bytes > MAX_BYTES or lines > _MAX_LINES:
             output_queue.put(OutputLine(name, "(the host printed more than the limit)"))
+            # Closing the stream ends the command.
             (io.channel if isinstance(io, ChannelFile) else io).close()
             return
         text = printable_output(line.decode(errors="replace"))
         output_queue.put(OutputLine(name, text))
-        if print_output and left > 0:
-            limit = min(_PRINTED_OF_A_LINE, left - 1)
+        if print_output and printable_left > 0:
+            limit = min(_MAX_PRINTED_PER_LINE, printable_left - 1)
             if len(text) >= limit:
                 text = f"{text[:limit]} (the host printed more, which is not shown)"
-            left -= len(text) + 1
+            printable_left -= len(text) + 1
             echo(print_func(text) if print_func else text, err=True)
 
 
-def _in_bytes(io: Any) -> Any:
-    """Return bytes: paramiko's text stream fails on invalid UTF-8."""
+def _binary_stream(io: Any) -> Any:
+    """Return a stream of bytes, because paramiko's text stream fails on invalid UTF-8."""
     if isinstance(io, ChannelStderrFile):
         return io.channel.makefile_stderr("rb")
     return io.channel.makefile("rb") if isinstance(io, ChannelFile) else io
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Drop pyinfra's warning about a known_hosts file that does not exist yet."""
-    is_about_file = str(record.msg).startswith("Failed to load host keys")
-    reasons = record.args if isinstance(record.args, tuple) else ()
-    return not (is_about_file and isinstance(reasons[-1], FileNotFoundError))
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Filter out pyinfra's warning about a known_hosts file that does not exist yet."""
+    is_about_host_keys = str(record.msg).startswith("Failed to load host keys")
+    arguments = record.args if isinstance(record.args, tuple) else ()
+    return not (is_about_host_keys and isinstance(arguments[-1], FileNotFoundError))
 
 
 def limit_output() -> None:
-    """Install this module in pyinfra, disable prompts, and explain failed connections."""
+    """Patch pyinfra: limit output, disable password prompts, explain failed connections."""
     util.read_buffer = read_buffer
     setattr(util, "getpass", refuse_prompt)  # noqa: B010 - a name that util does not export
     setattr(ssh, "raise_connect_error", raise_connect_error)  # noqa: B010 - likewise
-    logger.addFilter(_is_news)
-    # A failed connection also raises the reason.
+    logger.addFilter(_is_relevant)
+    # The reason of a failed connection is in the raised error, too.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Plans of hosts for a deploy, from inventory, lock and network."""
+"""Plan each host of a deploy from inventory, lock and network; read inventory files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from spark_deploy.plan.cluster import Wave, waves_of
 from spark_deploy.plan.resolve import Request, pair_of
 from spark_deploy.plan.types import HostPlan, PayloadIdentity, Ports, SourcePlan
 
-# Hosts run in parallel; only the first queries the hub.
+# Hosts are planned in parallel; only the first queries the hub.
 _locking = threading.Lock()
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LOCK_FIX = "run `spark-deploy update --missing` and keep the file"
@@ -54,15 +54,16 @@ def payload_identity() -> PayloadIdentity:
 
 
 def waves_for(state: State) -> tuple[Wave, ...]:
-    """Return the waves in which hosts change."""
+    """Return the waves in which the hosts of this run change."""
     chosen = [host for host in state.inventory if state.is_host_in_limit(host)]
-    settings = {host.name: context_of(host).loaded.settings for host in chosen}
-    rollouts = {name: each.rollout for name, each in settings.items()}
-    return waves_of(rollouts, (each.cluster.hosts for each in settings.values()))
+    settings_by_host = {host.name: context_of(host).loaded.settings for host in chosen}
+    rollouts = {name: settings.rollout for name, settings in settings_by_host.items()}
+    clusters = (settings.cluster.hosts for settings in settings_by_host.values())
+    return waves_of(rollouts, clusters)
 
 
 def plan_for(host: Host) -> HostPlan:
-    """Return a host's plan; lock and print new names."""
+    """Return a host's plan; lock new names and log them."""
     context = context_of(host)
     loaded, catalog = context.loaded, context.catalog
     with _locking:
@@ -77,7 +78,7 @@ def plan_for(host: Host) -> HostPlan:
 
 
 def ports_of(members: Sequence[str]) -> dict[str, Ports]:
-    """Raise ``PlanError`` if a host is not in this run."""
+    """Return the network ports of hosts. Raises PlanError if a host is not in this run."""
     hosts = {host.name: host for host in inventory}
     absent = [name for name in members if name not in hosts or not hosts[name].connected]
     if absent:
@@ -88,7 +89,7 @@ def ports_of(members: Sequence[str]) -> dict[str, Ports]:
 
 
 class UnreadRepository(NamedTuple):
-    """``leave_out`` lists files that are not weights."""
+    """A repository whose headers the lock lacks; ``leave_out`` lists files without weights."""
 
     repository: str
     commit: str
@@ -98,10 +99,10 @@ class UnreadRepository(NamedTuple):
 def unverified_builds(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
-    """Yield builds with unverified tensor names."""
+    """Yield builds whose tensor names have not been compared with the sources."""
     for served in settings.all_served:
         if served.checkpoint.requantized:
-            continue  # the base is on no hub; the builder verifies it
+            continue  # no hub has the base; the builder verifies it
         plan = checkpoint_plan(*pair_of(served, catalog), served, lock)
         if plan is not None and isinstance(plan.base, SourcePlan):
             names = names_to_verify(plan.order, plan.base.locked, plan.donor)
@@ -112,7 +113,7 @@ def unverified_builds(
 def unread_repositories(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[UnreadRepository]:
-    """Yield published repositories without headers in the lock."""
+    """Yield repositories whose headers are not in the lock."""
     for served in settings.all_served:
         model = catalog.model(served.model)
         profile = catalog.profile(served.profile, served.model)
@@ -140,22 +141,22 @@ def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
 
 
 def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
-    """Return the lock with verified tensor counts of every build.
+    """Return the lock after comparing the tensor names of every build with the catalog.
 
-    Raises HeadersUnavailableError, or LockError if names differ from the catalog.
+    Raises LockError if names differ, HeadersUnavailableError if the hub does not answer.
     """
     lock = read_headers(settings, catalog, lock, log)
     for names, order in unverified_builds(settings, catalog, lock):
         verified = headers.check_sources(names, order, settings.hub)
         lock = lock.with_entries(names=[verified])
-        counts = [(verified.base_tensors, verified.base), (verified.donor_tensors, verified.donor)]
-        texts = [f"{count:,} names of {source.split('@')[0]}" for count, source in counts if source]
+        counts = [(verified.base, verified.base_tensors), (verified.donor, verified.donor_tensors)]
+        texts = [f"{count:,} names of {source.split('@')[0]}" for source, count in counts if source]
         log(f"  {names.build}: {' and '.join(texts)} match the catalog")
     return lock
 
 
 def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
-    """Return the lock unchanged if the hub does not answer."""
+    """Verify names as above, but return the lock unchanged if the hub does not answer."""
     try:
         return verify_names(settings, catalog, lock, log)
     except headers.HeadersUnavailableError as error:
@@ -164,7 +165,7 @@ def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log
 
 
 def verified_lock(settings: Settings, catalog: Catalog, path: Path, lock: Lock, log: Log) -> Lock:
-    """Verify the lock for a deploy; store results if ``locked`` allows it."""
+    """Return the verified lock for a deploy; write it, unless ``locked`` is ``required``."""
     if settings.locked == "required":
         for names, _ in unverified_builds(settings, catalog, lock):
             log(f"{path.name}: names of {names.build} have not been verified; {_LOCK_FIX}")
@@ -187,22 +188,22 @@ def read_inventory(
     must_serve: bool = True,
     deploy: str = "",
 ) -> dict[str, dict[str, Any]]:
-    """Run an inventory outside pyinfra; return pyinfra's data of chosen hosts.
+    """Run an inventory without pyinfra; return pyinfra's data of the chosen hosts.
 
-    Plain inventories of pyinfra get settings here. With ``must_serve=False`` models and profiles
+    This adds settings to plain pyinfra inventories. With ``must_serve=False`` models and profiles
     may be invalid, because no plan follows.
     """
     hosts = [] if path.exists() else _hosts_of_text(str(path))
     if not hosts and not path.is_file():
         raise missing_inventory(str(path))
-    # Inventory files read these parameters.
+    # Inventory files read these parameters of the current command.
     with click.Context(click.Command("spark-deploy")) as context:
         context.params.update(
             inventory=str(path), data=data, limit=limit, exclude=exclude, must_serve=must_serve,
             bootstraps=deploy.endswith("bootstrap.py"),
         )  # fmt: skip
         groups = _with_settings({"hosts": hosts} if hosts else _run_inventory(path), path)
-    data_of = {host: more for members, _ in groups.values() for host, more in members}
+    data_of = {host: host_data for members, _ in groups.values() for host, host_data in members}
     if not data_of:
         raise _no_host_error(path)
     contexts = {name: data[CONTEXT_KEY].loaded for name, data in data_of.items()}
@@ -214,9 +215,10 @@ def read_inventory(
 
 
 def check_inventory() -> None:
-    """Refuse a missing or empty inventory; for ``config.py``, which pyinfra reads first.
+    """Raise SettingsError if the inventory is missing or has no host.
 
-    pyinfra would continue without hosts and exit 0; ``group_from`` refuses an empty list itself.
+    ``config.py``, which pyinfra reads first, calls it: pyinfra would continue without hosts and
+    exit 0. Inventories with ``group_from`` check this themselves.
     """
     path = Path(inventory_argument())
     if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
@@ -225,7 +227,7 @@ def check_inventory() -> None:
         name: group[0] if _is_group(group) else group
         for name, group in _run_inventory(path).items()
     }
-    # pyinfra ignores groups with other items.
+    # pyinfra ignores groups with anything else.
     usable = [
         hosts for hosts in groups.values() if all(isinstance(host, (str, tuple)) for host in hosts)
     ]
@@ -237,18 +239,18 @@ def check_inventory() -> None:
 
 
 def _no_host_error(path: Path) -> SettingsError:
-    return SettingsError.one(str(path), "names no host", "list hosts as inventory/spark.py does")
+    return SettingsError.one(str(path), "lists no host", "list hosts as inventory/spark.py does")
 
 
 def _hosts_of_text(text: str) -> list[str]:
-    """Return the hosts of ``spark-1,spark-2`` or ``@local``, which pyinfra accepts too."""
+    """Return the hosts in an argument such as ``spark-1,spark-2`` or ``@local``."""
     if "," in text or text.startswith("@"):
         return [host for host in text.split(",") if host]
     return []
 
 
 def _run_inventory(path: Path) -> dict[str, Any]:
-    """Run an inventory file; return its groups: lists of hosts, or tuples of a list and data."""
+    """Run an inventory file; return its groups: host lists, or tuples of host list and data."""
     try:
         names = runpy.run_path(str(path))
     except SettingsError:
@@ -271,37 +273,40 @@ def _run_inventory(path: Path) -> dict[str, Any]:
 
 
 def _with_settings(groups: Mapping[str, Any], path: Path) -> dict[str, Group]:
-    """Add settings to pyinfra's plain lists."""
-    ours = {name: group for name, group in groups.items() if _has_settings(group)}
-    known = {host for members, _ in ours.values() for host, _ in members}
-    plain: dict[str, list[Any]] = {}
-    data: dict[str, Any] = {}
+    """Add settings to the groups of a plain pyinfra inventory."""
+    complete = {name: group for name, group in groups.items() if _has_settings(group)}
+    known_hosts = {host for members, _ in complete.values() for host, _ in members}
+    plain_groups: dict[str, list[Any]] = {}
+    host_data: dict[str, Any] = {}
     for name, group in groups.items():
-        if name in ours:
+        if name in complete:
             continue
-        members, shared = group if _is_group(group) else (group, {})
+        members, group_data = group if _is_group(group) else (group, {})
         for member in members:
-            host, more = member if _is_pair(member) else (member, {})
+            host, own_data = member if _has_data(member) else (member, {})
             if isinstance(host, str):
-                if host in known:
+                if host in known_hosts:
                     continue  # pyinfra allows a host in several groups
-                known.add(host)
-                data[host] = {**shared, **more}
-            plain.setdefault(name, []).append(host)
-    return ours | (groups_from(plain, file=str(path), host_data=data) if plain else {})
+                known_hosts.add(host)
+                host_data[host] = {**group_data, **own_data}
+            plain_groups.setdefault(name, []).append(host)
+    if not plain_groups:
+        return complete
+    return complete | groups_from(plain_groups, file=str(path), host_data=host_data)
 
 
 def _is_group(value: Any) -> bool:
-    return _is_pair(value) and isinstance(value[0], (list, tuple))
+    """Return whether it is a list of hosts with data."""
+    return _has_data(value) and isinstance(value[0], (list, tuple))
 
 
-def _is_pair(value: Any) -> bool:
-    """Whether it is a name or list with data."""
+def _has_data(value: Any) -> bool:
+    """Return whether it is a tuple of a host or list, and data."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
 
 
 def _has_settings(group: Any) -> bool:
-    """Whether ``group_from`` made it."""
+    """Return whether ``group_from`` made this group."""
     if not _is_group(group) or not group[0]:
         return False
-    return all(_is_pair(member) and CONTEXT_KEY in member[1] for member in group[0])
+    return all(_has_data(member) and CONTEXT_KEY in member[1] for member in group[0])

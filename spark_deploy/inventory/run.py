@@ -1,4 +1,4 @@
-"""Run a deploy in this process, as the printed pyinfra command would."""
+"""Run a deploy in this process, as the pyinfra command that we print would."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pyinfra.context import ctx_config, ctx_inventory, ctx_state
 from spark_deploy.inventory.host_keys import readable_ssh_files
 
 
-class _Lines(logging.Handler):
+class _CallbackHandler(logging.Handler):
     """Passes pyinfra's log lines to a function."""
 
     def __init__(self, log: Callable[[str], None]):
@@ -49,22 +49,22 @@ def run_deploy(
 
     Args:
         deploy: the deploy file.
-        hosts: names with pyinfra's data, which contains our settings.
-        data: ``KEY=VALUE`` of the command line.
-        watcher: gets pyinfra's callbacks.
-        log: gets log lines; by default they are printed.
-        dry: print predicted changes instead.
+        hosts: names, and pyinfra's data, which contains our settings.
+        data: ``KEY=VALUE`` arguments of the command line.
+        watcher: receives pyinfra's callbacks.
+        log: receives log lines; by default they are printed.
+        dry: only print the predicted changes.
         as_json: print plan and results as JSON.
-        failed: gets the names of failed hosts.
+        failed: the names of failed hosts are added to it.
     """
-    from pyinfra_cli.util import parse_cli_arg  # patches this process by gevent
+    from pyinfra_cli.util import parse_cli_arg  # lets gevent patch this process
 
-    pyinfra.is_cli = True  # operations of a deploy file are identified by their lines
-    os.environ.setdefault("PYINFRA_PROGRESS", "off")  # the spinner
+    pyinfra.is_cli = True  # otherwise operations of a deploy file are not told apart by line
+    os.environ.setdefault("PYINFRA_PROGRESS", "off")  # no spinner
     override = dict(pair.split("=", 1) for pair in data)
     with _logging(log):
         inventory = Inventory(  # type: ignore[no-untyped-call]  # pyinfra
-            ([(name, dict(more)) for name, more in hosts], {}),
+            ([(name, dict(host_data)) for name, host_data in hosts], {}),
             override_data={key: parse_cli_arg(value) for key, value in override.items()},
         )
         config = Config()  # type: ignore[no-untyped-call]  # pyinfra
@@ -111,10 +111,10 @@ def _run_stages(state: State, deploy: Path, *, dry: bool, as_json: bool) -> None
 
 @contextmanager
 def _logging(log: Callable[[str], None] | None) -> Iterator[None]:
-    """Send pyinfra's log and echo to ``log``, otherwise to standard error."""
+    """Send pyinfra's output to ``log``, by default to standard error."""
     from pyinfra_cli.log import LogFormatter, LogHandler
 
-    handler: logging.Handler = _Lines(log) if log else LogHandler()
+    handler: logging.Handler = _CallbackHandler(log) if log else LogHandler()
     handler.setFormatter(LogFormatter())
     logger, level, propagates = pyinfra.logger, pyinfra.logger.level, pyinfra.logger.propagate
     output.set_formatter((lambda text, *_, **__: text) if log else click.style)

@@ -1,4 +1,4 @@
-"""The same message for an unreachable host from pyinfra, paramiko and ssh."""
+"""Describe unreachable hosts, with the same messages for pyinfra, paramiko and ssh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyinfra.api.host import Host
 CHECK_NETWORK = "check that the host is on; check address and port"
 BOOTSTRAP = "run `spark-deploy up`, or deploys/bootstrap.py: it installs key and sudo rule"
 _REJECTED = "rejects our SSH key"
-_UNKNOWN_KEY = "its host key is not in known_hosts, or differs"  # up shows the key
+_UNKNOWN_KEY = "its host key is not in known_hosts, or differs"
 # Messages of the ssh program.
 _SSH = (
     (re.compile(r"ssh: connect to host (\S+) port (\d+): (.+)"), CHECK_NETWORK),
@@ -24,17 +24,17 @@ _SSH = (
 
 
 def network_reason(hostname: str, port: int | None, error: BaseException) -> str:
-    """Return address and reason; the address as in known_hosts."""
+    """Return the address, written as in known_hosts, and why it cannot be reached."""
     if isinstance(error, NoValidConnectionsError):
-        [(where, error), *_] = error.errors.items()
-        port = where[1]
-    address = hostname if port in (None, 22) else f"[{hostname}]:{port}"
-    why = getattr(error, "strerror", None) or str(error) or "closed the connection"
-    return f"{address}: {why}"
+        [(address, error), *_] = error.errors.items()
+        port = address[1]
+    name = hostname if port in (None, 22) else f"[{hostname}]:{port}"
+    reason = getattr(error, "strerror", None) or str(error) or "closed the connection"
+    return f"{name}: {reason}"
 
 
 def ssh_reason(output: str) -> tuple[str, str] | None:
-    """Return reason and fix in the error output of ssh; ``None`` if ssh connected."""
+    """Return why ssh could not connect and how to fix it; ``None`` if it connected."""
     for pattern, fix in _SSH:
         if match := pattern.search(output):
             if fix == CHECK_NETWORK:
@@ -45,11 +45,11 @@ def ssh_reason(output: str) -> tuple[str, str] | None:
 
 
 def raise_connect_error(host: Host, message: str, data: object) -> NoReturn:
-    """Replaces pyinfra's function of this name."""
+    """Raise ConnectError with our message; replaces pyinfra's function of this name."""
     reason, fix = f"{message} ({data})", ""
     if isinstance(data, AuthenticationException):
         reason, fix = _REJECTED, BOOTSTRAP
-    elif "host key" in reason.lower():  # of pyinfra's policy
+    elif "host key" in reason.lower():  # raised by pyinfra's policy
         reason, fix = _UNKNOWN_KEY, BOOTSTRAP
     elif isinstance(data, Exception):
         hostname, port = host.data.get("ssh_hostname") or host.name, host.data.get("ssh_port")

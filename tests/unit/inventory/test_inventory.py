@@ -296,8 +296,8 @@ def test_reads_host_names_instead_of_a_file(repository, monkeypatch):
         ("hosts = [\n", "sparks.py line 1: cannot be run: SyntaxError"),
         ("\nimport nothere", "line 2: cannot be run: ModuleNotFound"),
         ("{}['x']", "line 1: cannot be run: KeyError: 'x'"),
-        ("_hosts = ['spark-1']", "names no host"),
-        ("", "names no host"),
+        ("_hosts = ['spark-1']", "lists no host"),
+        ("", "lists no host"),
     ],
 )
 def test_reports_broken_inventory_in_one_line(repository, text, message):
@@ -337,9 +337,9 @@ def test_commands_fail_without_an_inventory(repository, words, fix):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hosts = []", "plain.py: names no host"),
-        ("rack = ([], {'a': 1})", "plain.py: names no host"),
-        ("_hosts = ['a']", "plain.py: names no host"),
+        ("hosts = []", "plain.py: lists no host"),
+        ("rack = ([], {'a': 1})", "plain.py: lists no host"),
+        ("_hosts = ['a']", "plain.py: lists no host"),
         ("hosts = [['spark-1']]", "hosts of hosts: ['spark-1'] is not a name"),
         ("ports = [8000]\nhosts = ['spark-1']", None),
         ('hosts = ["@local"]', None),

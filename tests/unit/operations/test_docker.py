@@ -121,7 +121,7 @@ def test_refuses_a_host_without_runtime_and_cdi():
         ("docker-run--no-device-driver--04.txt", "no driver for GPUs"),
         ("docker-run--cdi-unresolvable--02.txt", "through CDI"),
         ("docker-run--cdi-mode-gpus-flag--01.txt", "forced to CDI"),
-        ("docker-logs--exec-format-error--01.txt", "another architecture"),
+        ("docker-logs--exec-format-error--01.txt", "a different architecture"),
         ("nvidia-smi--driver-library-mismatch--01.txt", "module and the installed library"),
         ("nvidia-smi--no-driver--01.txt", "lists no GPU"),
     ],

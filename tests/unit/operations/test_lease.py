@@ -69,8 +69,8 @@ def run(host, body=change, executing=True):
             for command in body._inner()
         ]
     lease = operations._leases.get(host)
-    if lease is not None and lease.renewing is not None:
-        lease.renewing.kill()
+    if lease is not None and lease.renewal is not None:
+        lease.renewal.kill()
     return commands
 
 
