@@ -12,7 +12,7 @@ from spark_deploy.cli import doctor, hosts, main, plan
 from spark_deploy.cli.hosts import Answer
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError
-from spark_deploy.hosts.disk import Stored
+from spark_deploy.hosts.disk import StoredFiles
 from spark_deploy.hosts.survey import stopped_script
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.surveyed import ollama, survey
@@ -98,7 +98,7 @@ def test_the_survey_reads_each_stop_as_one_line(tmp_path):
 
 def test_files_on_the_host_reduce_the_download():
     downloads = (("/srv/spark/sources/x", SHARDS),)
-    stored = Stored(files=FILES, folders={"a" * 64: "/data/hub"})
+    stored = StoredFiles(files=FILES, folders={"a" * 64: "/data/hub"})
     host_survey = dataclasses.replace(survey(containers=[]), stored=stored)
     rows = verdict_of(host_survey, downloads=downloads)["looks"]
     assert rows["reuse"].startswith("Reusing 40.0 of 72.0 GB found in /data/hub; ")
@@ -113,7 +113,9 @@ def test_plan_on_host_shows_files_that_hosts_have(monkeypatch, capsys):
         queried.extend(host.name for host in hosts)
         needs = plan.build_plan(hosts[0], estimate=True).needs
         [(sha256, size_bytes)] = {file for _, files in needs.downloads for file in files}
-        stored = Stored(files=frozenset({("1", sha256, size_bytes)}), folders={sha256: "/d/hub"})
+        stored = StoredFiles(
+            files=frozenset({("1", sha256, size_bytes)}), folders={sha256: "/d/hub"}
+        )
         result = dataclasses.replace(survey(), stored=stored) if is_reached else None
         return [Answer(host, result, "is off") for host in hosts]
 

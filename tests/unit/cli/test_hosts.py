@@ -8,7 +8,7 @@ from pyinfra.api import FactBase
 from spark_deploy.cli import hosts as cli_hosts
 from spark_deploy.cli.hosts import check_access
 from spark_deploy.inventory.host_keys import Endpoint, HostKey
-from spark_deploy.inventory.login import Access
+from spark_deploy.inventory.login import LoginResult
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def hosts(monkeypatch, tmp_path):
 
     monkeypatch.setattr(cli_hosts.host_keys, "query_host_key", query_host_key)
     monkeypatch.setattr(
-        cli_hosts.login, "try_key", lambda endpoint: Access(endpoint.host == "ready", True)
+        cli_hosts.login, "try_key", lambda endpoint: LoginResult(endpoint.host == "ready", True)
     )
     return [SimpleNamespace(name=name, data={}) for name in ("ready", "strange", "off")]
 
@@ -36,7 +36,7 @@ def test_each_host_without_access_gets_a_problem(hosts):
 def test_local_machine_has_no_access_if_sudo_needs_a_password(monkeypatch):
     probed: list[Endpoint] = []
     monkeypatch.setattr(cli_hosts.host_keys, "query_host_key", probed.append)
-    monkeypatch.setattr(cli_hosts.login, "try_key", lambda endpoint: Access(True, False))
+    monkeypatch.setattr(cli_hosts.login, "try_key", lambda endpoint: LoginResult(True, False))
     result = check_access([SimpleNamespace(name="@local", data={})])
     assert [endpoint.host for endpoint in result.closed] == ["@local"]
     assert "deploys/bootstrap.py" in next(result.problems()).fix

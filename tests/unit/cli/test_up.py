@@ -14,7 +14,7 @@ from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
 from spark_deploy.inventory.host_keys import HostKey
-from spark_deploy.inventory.login import Access
+from spark_deploy.inventory.login import LoginResult
 from spark_deploy.lock.resolve import Names
 from spark_deploy.plan.jobs import jobs_of
 from tests.unit.cli.targets import target_of, write_inventory
@@ -34,7 +34,7 @@ def test_a_missing_ssh_key_is_reported_before_a_password_prompt(dry, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     host = SimpleNamespace(name="spark-1", data={})
     monkeypatch.setattr(up, "select_hosts", lambda _options: [host])
-    monkeypatch.setattr(hosts.login, "try_key", lambda _endpoint: Access(False, False))
+    monkeypatch.setattr(hosts.login, "try_key", lambda _endpoint: LoginResult(False, False))
     monkeypatch.setattr(
         hosts.host_keys,
         "query_host_key",

@@ -3,7 +3,7 @@ import subprocess
 
 import pytest
 
-from spark_deploy.hosts.disk import Stored, parse_stored, stored_script
+from spark_deploy.hosts.disk import StoredFiles, parse_stored, stored_script
 from spark_deploy.hosts.facts import split_sections
 from tests.receipts import source_receipt
 from tests.unit.shell import run_script
@@ -52,7 +52,7 @@ def test_counts_blobs_named_by_hash_and_files_of_a_receipt(root):
     folders = read_stored(root).folders
     assert folders[SHA256["a"]] == f"{root}/{HUB}"
     assert folders[SHA256["c"]] == f"{root}/sources/org--name-0123"
-    other_filesystem = Stored({"/data/x": "other"}, read_stored(root).files)
+    other_filesystem = StoredFiles({"/data/x": "other"}, read_stored(root).files)
     assert other_filesystem.linkable_bytes("/data/x", [(SHA256["a"], MIB)]) == 0
 
 

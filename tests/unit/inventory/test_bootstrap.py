@@ -13,7 +13,12 @@ from spark_deploy.config.errors import SettingsError
 from spark_deploy.hosts.access import explain_sudo_error, sudoers
 from spark_deploy.inventory import bootstrap, groups, host_keys, login
 from spark_deploy.inventory.host_keys import Endpoint, HostKey
-from spark_deploy.inventory.login import PASSWORD_FILE_VARIABLE, Access, PasswordPrompt, public_key
+from spark_deploy.inventory.login import (
+    PASSWORD_FILE_VARIABLE,
+    LoginResult,
+    PasswordPrompt,
+    public_key,
+)
 
 
 def never(*_):
@@ -77,7 +82,7 @@ def hosts(monkeypatch, tmp_path):
     monkeypatch.setattr(bootstrap, "query_host_key", query)
     monkeypatch.setattr(bootstrap, "accepts_password", lambda e, password: password != "wrong")
     monkeypatch.setattr(
-        bootstrap, "try_key", lambda e: Access(e.host == "ready", e.host == "ready")
+        bootstrap, "try_key", lambda e: LoginResult(e.host == "ready", e.host == "ready")
     )
     return {
         name.removesuffix(".test"): {
@@ -228,8 +233,8 @@ def test_names_the_password_file_without_a_terminal(hosts, monkeypatch):
 def test_creates_the_deploy_account_with_the_existing_login(tty, hosts, monkeypatch):
     logins = []
     ann, none = (
-        Access(logs_in=True, passwordless_sudo=False),
-        Access(logs_in=False, passwordless_sudo=False),
+        LoginResult(logs_in=True, passwordless_sudo=False),
+        LoginResult(logs_in=False, passwordless_sudo=False),
     )
     monkeypatch.setattr(
         bootstrap, "try_key", lambda e: logins.append(e.user) or (ann if e.user is None else none)
@@ -246,7 +251,7 @@ def test_creates_the_deploy_account_with_the_existing_login(tty, hosts, monkeypa
 
 @pytest.mark.parametrize("passwordless_sudo", [True, False])
 def test_local_machine_needs_only_the_sudo_password(passwordless_sudo, tty, monkeypatch):
-    monkeypatch.setattr(bootstrap, "try_key", lambda e: Access(e.is_local, passwordless_sudo))
+    monkeypatch.setattr(bootstrap, "try_key", lambda e: LoginResult(e.is_local, passwordless_sudo))
     data = tty.prepare({"@local": {}})["@local"]
     contact = data.pop(bootstrap.CONTACT_KEY)
     assert contact.ready == passwordless_sudo

@@ -125,7 +125,7 @@ def printed(monkeypatch):
 
 @pytest.mark.parametrize("output", [b"x" * 3_000_000, b"y\n" * 70_000])
 def test_prints_a_bounded_part_of_a_flood(output, printed, monkeypatch):
-    monkeypatch.setattr(output_limits, "_PRINTED_OF_A_STREAM", 100_000)
+    monkeypatch.setattr(output_limits, "_MAX_PRINTED_PER_STREAM", 100_000)
     lines = read(io.BytesIO(output), print_output=True)
     assert sum(len(line) + 1 for line in printed) < 105_000
     assert "the host printed more" in printed[-1]
