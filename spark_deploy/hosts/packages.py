@@ -83,6 +83,8 @@ _APT = (
     "apt-get -q -y -o DPkg::Lock::Timeout=120 -o Dpkg::Options::=--force-confold "
     "-o Acquire::Retries=1 -o Acquire::Retries::Delay=false"
 )
+# --reinstall is for packages that a power cut left half installed; --fix-broken skips some of them.
+_INSTALL = "--no-install-recommends --reinstall install"
 _UPDATE_S = 600
 _LISTS = "/var/lib/apt/lists"
 
@@ -206,7 +208,7 @@ def _install(
             failed_updates += (line for line in output if line.startswith(("E:", "W:", "Err:")))
             for line in failed_updates:
                 host.log(f"apt-get update: {line}")
-            simulation = run(host, f"{_APT} -s --no-install-recommends install {names}")
+            simulation = run(host, f"{_APT} -s {_INSTALL} {names}")
             if changes := forbidden_changes(simulation):
                 message = (
                     f"installing {listed} would change {', '.join(changes)}; driver, kernel and "
@@ -266,7 +268,7 @@ def _install_script(names: str, quiet_services: Sequence[str]) -> str:
         (
             *(_MASK.format(**unit) for unit in units),
             "dpkg --configure -a || :",  # apt requires it after a power cut, and repairs the rest
-            f"{_APT} --no-install-recommends --no-remove install {names}; rc=$?",
+            f"{_APT} --no-remove {_INSTALL} {names}; rc=$?",
             *(_UNMASK.format(**unit) for unit in units),
             "exit $rc",
         )

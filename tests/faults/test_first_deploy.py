@@ -26,11 +26,24 @@ LEFTOVERS = (
 )
 
 
+# The state after a power cut during `apt-get install docker.io`.
+INTERRUPT_INSTALLATION = """
+set -e; cd /tmp; apt-get -q update; apt-get -q download runc containerd
+dpkg --unpack runc_*.deb containerd_*.deb
+dpkg -s runc >/var/lib/dpkg/updates/0000
+rm /var/lib/dpkg/info/containerd.list /var/lib/dpkg/info/containerd.md5sums
+sed -i '/^Package: containerd$/,/^$/ s/^Status:.*/Status: install reinstreq half-installed/' \
+  /var/lib/dpkg/status
+"""
+
+
 class FirstDeploy:
     def __init__(self, root):
         lab("up", NAME, "--fresh", "--engine", "stub")
         self.guest: Guest = guest_named(NAME)
         self.before = self.guest.run("ls -d /etc/spark /var/lib/spark 2>/dev/null || :")
+        self.guest.run(INTERRUPT_INSTALLATION)
+        self.interrupted = self.guest.run("dpkg --audit")
         self.site = Site(root, hosts=[NAME])
         self.site.choose(**USUAL, **(DEPLOYED["garbage answers"].choices or {}))
         self.failed: Run = self.site.deploy()
@@ -59,6 +72,12 @@ def wait_for_candidate_start(process):
         if started:
             return started[1]
     pytest.fail(f"no candidate was started:\n{''.join(lines)[-4000:]}")
+
+
+def test_finishes_an_interrupted_package_installation(first):
+    assert {"containerd", "runc"} <= set(first.interrupted.split())
+    assert first.guest.run("dpkg --audit") == ""
+    assert first.guest.run("docker version --format '{{.Server.Os}}'").strip() == "linux"
 
 
 def test_reports_failed_check_with_engine_log(first):
