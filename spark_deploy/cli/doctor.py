@@ -106,7 +106,11 @@ def verdict_of(
         "warnings": list(map(asdict, warnings)),
         "stubbed": list(survey.stubbed),
         "looks": dict(_survey_rows(survey, needs)),
-        "stopped": {service: stop_message(service, by) for service, by in survey.stopped.items()},
+        "stopped": {
+            service: stop_message(service, marker)
+            for service, marker in survey.stopped.items()
+            if not marker.on_request
+        },
         "move": takeover_commands(name, survey, needs),
     }
 

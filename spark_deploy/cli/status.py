@@ -19,7 +19,7 @@ from spark_deploy.cli.status_rows import check_age, short_lines
 from spark_deploy.cli.up import rollout_text
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
-from spark_deploy.hosts.status import Count, HostStatus, Requests, start_text
+from spark_deploy.hosts.status import ON_REQUEST, Count, HostStatus, Requests, start_text
 from spark_deploy.hosts.uninstall import (
     gigabytes,
     list_resources,
@@ -152,7 +152,9 @@ def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, 
     }
     services = []
     for name in sorted({*planned, *running}):
-        wanted, stopped = planned.get(name), host_status.stop_message(name)
+        wanted = planned.get(name)
+        waits = host_status.waits(name, wanted)
+        stopped = ON_REQUEST if waits else host_status.stop_message(name)
         drift = host_status.unproven_reason(name, wanted) if wanted else "no longer listed"
         services.append({
             "service": name,

@@ -180,7 +180,7 @@ class FileStates(HostFact[dict[str, FileState]]):
 
 # Other projects have units such as "spark-vllm.service".
 _MANAGED_UNITS = re.compile(
-    r"/spark-(serve|switch|watch|gateway|return|job|share)(@|\\x40)|/spark-daily\.service"
+    r"/spark-(serve|switch|watch|gateway|return|job|share)(@|\\x40)|/spark-(daily|on-request)\.service"
 )
 
 

@@ -28,6 +28,7 @@ from spark_deploy.hosts.files import place_files
 from spark_deploy.hosts.operations import Commands, HostError, fail, host_command, host_operation
 from spark_deploy.hosts.preflight import fact_arguments, read_survey
 from spark_deploy.hosts.status import (
+    ON_REQUEST,
     HostStatus,
     Status,
     UsersKnown,
@@ -80,7 +81,8 @@ def _reason_to_change(plan: Release, status: HostStatus) -> str:
         log_once(message, "yellow")
     reason = status.unproven_reason(plan.service, plan.name)
     if not reason:
-        host.noop(f"{plan.name} is running and proven")
+        waits = status.waits(plan.service, plan.name)
+        host.noop(f"{plan.name} is {ON_REQUEST if waits else 'running'} and proven")
     return reason
 
 
@@ -154,6 +156,9 @@ def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Rele
     if reason := status.unproven_reason(plan.service, plan.name):
         fix = "run again; `spark-check` on the host shows which check fails"
         fail(f"{host.name}: {plan.name}", f"not proven: {reason}", fix)
+    if status.waits(plan.service, plan.name):
+        host.noop(f"{plan.service}: {ON_REQUEST}")
+        return
     release, live = status.release(plan.name), status.live_check(plan.name)
     proof = release.proof if release else None
     if proof is None or live is None:  # a proven release has both

@@ -123,9 +123,15 @@ class HostStatus:
     def stop_message(self, service: str) -> str:
         """Describe who stopped the service on purpose; "" if nobody did."""
         state = self.service(service)
-        if state is None or not state.stopped_by_hand:
+        if state is None or not state.stopped_by_hand or state.stopped_by_hand.on_request:
             return ""
         return stop_message(service, state.stopped_by_hand)
+
+    def waits(self, service: str, release: str | None) -> bool:
+        """Whether the proven ``release`` is stopped until the next request."""
+        state = self.service(service)
+        stopped = state.stopped_by_hand if state else None
+        return bool(stopped and stopped.on_request and state and state.good == release)
 
     def rollout(self, service: str) -> status.RunningRollout | None:
         state = self.service(service)
@@ -143,6 +149,8 @@ class HostStatus:
         state = self.service(service)
         if state is None:
             return "serves nothing"
+        if self.waits(service, release) and not state.gateway.difference:
+            return ""
         result, live = self.release(release), self.live_check(release)
         unproven = result.unproven if result else "none"
         gateway, has_gateway = state.gateway, not state.head  # workers of a cluster have none
@@ -174,6 +182,9 @@ def start_text(times_s: Mapping[str, float]) -> str:
     """Return the seconds of an engine's start, in total and by phase."""
     phases = (f"{_START_PHASES.get(name, name)} {s:.0f} s" for name, s in times_s.items())
     return f"{sum(times_s.values()):.0f} s ({', '.join(phases)})"
+
+
+ON_REQUEST = "stopped (on request)"
 
 
 def stop_message(service: str, stopped: Stopped) -> str:

@@ -21,7 +21,12 @@ LOOPBACK = "127.0.0.1"
 _MAX_CONNECTIONS = 256  # per client address; all clients of a proxy share its address
 
 
-def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> GatewayPlan:
+def gateway_plan(
+    settings: Settings,
+    host: str,
+    service: str = MAIN_SERVICE,
+    on_request: dict[str, int] | None = None,
+) -> GatewayPlan:
     serve = settings.serve
     return GatewayPlan(
         settings=Gateway(
@@ -37,6 +42,7 @@ def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> 
             },
             tls=None if serve.tls == "off" else tls_paths(service),
             replicas=_replicas(settings, host) if service == MAIN_SERVICE else None,
+            on_request=on_request or None,
         ),
         address=address_of(settings, host),
         key=serve.api_key,

@@ -90,11 +90,16 @@ def base_plan(settings: Settings) -> types.BasePlan:
 
 def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePlan:
     pair = pair_plan(resolved, request)
+    on_request = {
+        other: entry.idle_stop_s
+        for other, entry in request.settings.services.items()
+        if entry.start == "on-request" and name in (MAIN_SERVICE, other)
+    }
     return ServicePlan(
         **_fields(pair),
         memory=resolved.memory,
         serve=release.serve_plan(name, resolved, pair, request.fabric),
-        gateway=gateway.gateway_plan(resolved.settings, request.host, name),
+        gateway=gateway.gateway_plan(resolved.settings, request.host, name, on_request),
         warnings=resolved.warnings,
     )
 
@@ -156,7 +161,7 @@ def _needs(
         gateways=gateways,
         disk_needed_bytes=tuple(sorted(peaks.items())),
         disk_reserve_bytes=settings.disk.reserve_bytes,
-        memory_needed_bytes=sum(service.memory.needed_bytes for service in services),
+        memory_needed_bytes=_needed_bytes(services),
         # MemTotal of two equal machines differs by firmware settings.
         memory_total_min_bytes=round(settings.memory.total_bytes * 0.98),
         images=(check_image, *images),
@@ -169,6 +174,15 @@ def _needs(
         cluster=settings.cluster.hosts,
         links=cluster.member_links(settings, request.host, request.fabric),
     )
+
+
+def _needed_bytes(services: Sequence[ServicePlan]) -> int:
+    """Return the memory of all services; of those on request only the largest runs for sure."""
+    always, on_request = [0], [0]
+    for service in services:
+        is_on_request = service.serve.service in (service.gateway.settings.on_request or {})
+        (on_request if is_on_request else always).append(service.memory.needed_bytes)
+    return sum(always) + max(on_request)
 
 
 def _docker(model: Model, settings: Settings, lock: Lock) -> types.DockerPlan:

@@ -27,6 +27,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/host/spark_host/jobs.py", ""),
         ("files/host/spark_host/image.py", ""),
         ("files/host/spark_host/rollout", ""),
+        ("files/host/spark_host/on_request", ""),
         ("files/host/spark_host/cleanup", ""),
         ("files/host/spark_host/evidence.py", ""),
         ("files/host/spark_host/status.py", ""),

@@ -63,6 +63,8 @@ class Gateway:
     replicas: Replicas | None = field(default=None, metadata=OPTIONAL)
     # Model names of each service; requests without a model name are routed by path.
     names: dict[str, tuple[str, ...]] | None = field(default=None, metadata=OPTIONAL)
+    # Services that a request starts -> seconds without requests until they stop; 0: no limit.
+    on_request: dict[str, int] | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def unit(self) -> str:

@@ -149,6 +149,17 @@ class Paths:
     def traffic(self, service: str) -> Path:
         return self.service_run(service) / "open"
 
+    def last_use(self, service: str) -> Path:
+        """Return the file whose time is that of the last known request."""
+        return self.service_run(service) / "used"
+
+    def rollout_lock(self, service: str) -> Path:
+        return self.run / f"switch-{service}.lock"
+
+    def waiting_socket(self, service: str) -> Path:
+        """Return where requests to a stopped service wait until it serves."""
+        return self.root / "run/spark-on-request" / f"{service}.sock"
+
     def gateway_settings(self, service: str) -> Path:
         return self.below(GATEWAY_DIR) / f"{service}.json"
 

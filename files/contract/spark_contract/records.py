@@ -135,6 +135,7 @@ class Stopped:
     at: str
     by: str | None = field(default=None, metadata=OPTIONAL)
     until: str | None = field(default=None, metadata=OPTIONAL)  # None: until a manual start
+    on_request: bool = field(default=False, metadata=OPTIONAL)  # the next request starts it
 
 
 @dataclass(frozen=True, slots=True)

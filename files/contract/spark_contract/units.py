@@ -39,6 +39,7 @@ JOB = Template("spark-job")  # by digest12
 PREPARE = Template("spark-prepare", "target")  # all jobs of a release
 SHARE = Template("spark-share")  # serves files to peers
 SHARE_UNIT = SHARE.unit("trees")
+ON_REQUEST_UNIT = "spark-on-request.service"  # starts services on request
 DAILY_TIMER = "spark-daily.timer"
 DAILY_STAMP = f"/var/lib/systemd/timers/stamp-{DAILY_TIMER}"  # written by systemd at each run
 DAILY_LINK = f"{UNITS_DIR}/timers.target.wants/{DAILY_TIMER}"

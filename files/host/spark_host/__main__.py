@@ -111,6 +111,7 @@ VERBS: dict[str, tuple[str, Arguments, str]] = {
     ),
     tool.GATEWAY_NEW_KEY: ("gateway.gateway:new_key", _name, "SERVICE: replace the key"),
     "share": ("gateway.nginx:share", _paths, ": serve checkpoint files to other hosts"),
+    "on-request": ("on_request.relay:run", _paths, ": start services that requests wait for"),
     "watch": ("watch.watchdog:run", _name, "RELEASE: watch the engine"),
     "daily": ("__main__:daily", _words, ": inspect the host"),
     tool.JOB: ("jobs:main", _words, "run D12 | poll [D12...]: run a job, or print job states"),

@@ -291,6 +291,11 @@ class ServiceSettings:
         default=(), examples=[[EMBEDDINGS]], json_schema_extra=UNIQUE
     )
     """Paths that the main gateway routes to this service if a request names no model."""
+    start: Literal["always", "on-request"] = "always"
+    """on-request: the first request starts the service, and it stops when another needs its memory.
+    Services on request share memory: only the largest counts."""
+    idle_stop_s: int = Field(default=0, ge=0, examples=[1800])
+    """With on-request: seconds without a request before the service stops; 0: no limit."""
     engine: ServiceEngineSettings = Field(default_factory=ServiceEngineSettings)
 
     @property
@@ -302,6 +307,9 @@ class ServiceSettings:
             message = f"{self.memory_gib:g} GiB are less than a hundredth of the memory"
             fix = f"give it {total_gib / _SHARES:.3f} GiB or more"
             yield Violation(("memory_gib",), message, fix)
+        if self.idle_stop_s and self.start == "always":
+            fix = "set start: on-request, or remove idle_stop_s"
+            yield Violation(("idle_stop_s",), "has no effect with start: always", fix)
         yield from (
             violation._replace(key=("engine", *violation.key))
             for violation in self.engine.violations()

@@ -206,7 +206,11 @@ class Settings:
     def reserved_bytes(self) -> int:
         """Memory that the engine must leave to system, containers and services."""
         containers = sum(self.allow_containers.values())
-        others = sum(service.memory_bytes for service in self.services.values())
+        always, on_request = (
+            [item.memory_bytes for item in self.services.values() if item.start == start]
+            for start in ("always", "on-request")
+        )
+        others = sum(always) + max(on_request, default=0)
         return self.memory.reserve_bytes + round(containers * GIB) + others
 
     @property

@@ -84,6 +84,8 @@ def test_stopped_services_are_listed_and_stay_stopped():
         assert part in verdict["stopped"]["main"]
     assert "unknown time" in verdict["stopped"]["small"]
     assert "stopped" not in text_of(verdict_of(survey(containers=[])))
+    waits = '{"schema_version":1,"release":"small-1","at":"NOON","on_request":true}'
+    assert "stopped" not in text_of(verdict_of(survey(containers=[], stopped=["small", waits])))
 
 
 def test_the_survey_reads_each_stop_as_one_line(tmp_path):

@@ -126,6 +126,23 @@ def test_stopped_and_rolled_back_services_show_time_and_person(tmp_path):
     assert "rolled back from lab-stub with v2-tq, main-b at" in text_of(tmp_path, data)
 
 
+def test_service_that_waits_for_a_request_is_no_difference():
+    data = document()
+    marker = {"schema_version": 1, "release": "small-1", "at": "then", "on_request": True}
+    data["services"]["small"] = {
+        "good": "small-1",
+        "enabled": ["small-1"],
+        "stopped_by_hand": marker,
+    }
+    plan = SimpleNamespace(services=[SimpleNamespace(serve=SimpleNamespace(
+        service="small", name="small-1"))])  # fmt: skip
+    [service] = status._services(plan, host_status(data))
+    assert (service["stopped"], service["drift"]) == ("stopped (on request)", "")
+    data["services"]["small"]["good"] = "small-0"
+    [service] = status._services(plan, host_status(data))
+    assert service["drift"]
+
+
 def test_a_rollout_in_progress_is_shown_for_every_service(tmp_path):
     data = document()
     rollout = {"release": RELEASE, "since": "2026-11-21T10:00:00Z", "phase": "start"}

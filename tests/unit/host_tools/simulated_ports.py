@@ -187,7 +187,7 @@ class Engines(Port):
     def problem(self, release: Release, paths: Paths) -> HostToolError | None:
         return self.problem_at("parts, GPU and memory")
 
-    def make_room(self, release: Release, report: Callable[[str], None]) -> None:
+    def make_room(self, release: Release, host: object, report: Callable[[str], None]) -> None:
         def effect() -> None:
             for name in list(self.sim.engines):
                 self.sim.end_engine(SERVE.unit(name))

@@ -88,7 +88,7 @@ def test_docker_upgrade_restarts_the_server():
 
 def test_reference_lists_exposure_of_every_unit(tmp_path):
     page = (REPOSITORY / "SECURITY.md").read_text()
-    documented = dict(re.findall(r"^\| `(spark-\w+@?)` \| (\d\.\d) \|", page, re.M))
+    documented = dict(re.findall(r"^\| `(spark-[\w-]+@?)` \| (\d\.\d) \|", page, re.M))
     assert set(documented) == {
         path.name.removesuffix(".service") for path in UNITS.glob("*.service")
     }

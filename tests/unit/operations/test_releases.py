@@ -207,6 +207,20 @@ def test_deploy_reports_a_stopped_service_and_leaves_it_stopped():
     assert run_operation(host, serve.verify_service, PLAN, SimpleNamespace()) == []
 
 
+def test_deploy_leaves_a_proven_service_stopped_until_a_request_and_proves_another_release():
+    stopped = {"schema_version": 1, "at": "then", "release": RELEASE, "on_request": True}
+    state: dict[str, Any] = {"stopped_by_hand": stopped, "active": None, "traffic_open": False}
+    host = serving({"unproven": "not running"}, **state)
+    assert roll_out(host) == []
+    assert run_operation(host, serve.verify_service, PLAN, SimpleNamespace()) == []
+    assert [noop for noop in host.noops if "stopped (on request)" in noop] == host.noops
+    assert roll_out(serving(**state), DAY) == [f"change_release({DAY.name}, 60)"]
+    [command] = run_operation(serving(**state), serve.verify_service, DAY, SimpleNamespace())
+    assert "not proven" in command
+    outdated = {**PROVEN["services"]["main"]["gateway"], "difference": "the key changed"}
+    assert len(roll_out(serving(gateway=outdated, **state))) == 1
+
+
 def test_deploy_after_a_rollback_reports_that_it_applies_group_vars():
     back = {"schema_version": 1, "state": "done", "from": RELEASE, "to": OLD, "at": "then"}
     host = serving(active=OLD, good=OLD, rolled_back=back)

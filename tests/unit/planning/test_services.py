@@ -59,6 +59,21 @@ def test_services_share_memory():
     assert plan.needs.memory_needed_bytes == needed
 
 
+def test_services_on_request_share_memory():
+    larger = {**SMALL, "memory_gib": 26}
+    first = {**larger, "start": "on-request", "idle_stop_s": 900}
+    second = {**SMALL, "start": "on-request", "port": 8002, "names": ["second"]}
+    plan, alone = with_services(first=first, second=second), with_services(first=larger)
+    assert plan.memory == alone.memory
+    assert plan.needs.memory_needed_bytes == alone.needs.memory_needed_bytes
+    gateways = [service.gateway.settings.on_request for service in plan.served]
+    assert gateways == [{"first": 900, "second": 0}, {"first": 900}, {"second": 0}]
+    # Nothing that restarts an engine changes.
+    assert plan.serve == alone.serve
+    assert plan.services[0].serve == alone.services[0].serve
+    assert alone.gateway.settings.on_request is None
+
+
 def test_changing_a_service_keeps_the_main_release():
     plan = with_services(embed=SMALL)
     changed = with_services(embed={**SMALL, "names": ["vectors"], "port": 8002})

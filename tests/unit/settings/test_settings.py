@@ -125,6 +125,9 @@ WRONG = {
     "serve: {port: http}": '"http" is not a whole number',
     "expect: {gpu_name: 24.04}": "24.04 is not text",
     "serve: {expose: web}": "not one of loopback, docker, tailscale",
+    "services: {a: {model: x, profile: y, port: 1, memory_gib: 9, idle_stop_s: 9}}": (
+        "services.a.idle_stop_s: has no effect"
+    ),
     "serve: {tls: private-ca}": "private-ca with expose: loopback",
     "serve: {expose: lan, tls: own-cert}": "serve.tls_key: is needed with tls: own-cert",
     "serve: {tls_certificate: cert.pem}": "does not have the required form",

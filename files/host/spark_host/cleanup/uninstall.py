@@ -44,7 +44,7 @@ _TEMPLATES = (
 _SOCKET_MOUNTS = "run-spark-engines-*.mount"
 _UNIT = re.compile(
     rf"^(({'|'.join(template.name for template in _TEMPLATES)})@|spark-daily\.(service|timer)$"
-    r"|run-spark-engines-.+\.mount$)"
+    r"|spark-on-request\.service$|run-spark-engines-.+\.mount$)"
 )
 _TOOL = re.compile(
     rf"^\.?(site|current|(site-)?{DIGEST12})(\.zip|\.new|\.pruned)?$|^\.new-\w{{6}}$"
@@ -165,7 +165,12 @@ def _images(
 
 
 def _running(paths: Paths) -> Iterator[ManagedItem]:
-    patterns = (units.DAILY_TIMER, *(template.unit("*") for template in _TEMPLATES), _SOCKET_MOUNTS)
+    patterns = (
+        units.DAILY_TIMER,
+        units.ON_REQUEST_UNIT,
+        *(template.unit("*") for template in _TEMPLATES),
+        _SOCKET_MOUNTS,
+    )
     for pattern in patterns:
         names = systemd.listed(pattern)
         states = systemd.show(names, ["ActiveState"])

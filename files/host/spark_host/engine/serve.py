@@ -21,7 +21,7 @@ from spark_contract.release import Release
 from spark_contract.tool import PHASE
 from spark_contract.units import DIGEST_LABEL, SERVE, SWITCH
 
-from spark_host.engine import compile_cache, container, memory
+from spark_host.engine import compile_cache, container, memory, on_request
 from spark_host.engine.client import Engine, dialect_of
 from spark_host.engine.memory import GIB, meminfo
 from spark_host.gateway import traffic
@@ -55,6 +55,7 @@ def prepare(name: str, paths: Paths) -> int:
     check_artifacts(release)
     verify_checkpoints(release, log)
     wait_for_turn(release, host, log)
+    on_request.free_memory(release, host, log)
     memory.wait_for_memory(release, log)
     memory.prepare_blocks(release, log)
     traffic.make_folder(release.service, paths)
@@ -128,9 +129,10 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
     return None
 
 
-def make_room(release: Release, report: Report) -> None:
+def make_room(release: Release, host: Host, report: Report) -> None:
     for name in docker.engine_containers(release.service):
         docker.remove_container(name)
+    on_request.free_memory(release, host, report)
     memory.wait_for_memory(release, report)
 
 

@@ -49,6 +49,7 @@ def reload(service: str, paths: Paths) -> int:
     old_workers = _workers(master)
     os.kill(master, signal.SIGHUP)
     wait_until_listening(service, paths, old_workers)
+    _enable_on_request(settings, paths)
     return 0
 
 
@@ -70,6 +71,15 @@ def bring_up(release: Release, paths: Paths) -> None:
         systemd.change("enable", "--now", settings.unit)
     elif not is_current(settings, paths):
         reload(release.service, paths)
+    _enable_on_request(settings, paths)
+
+
+def _enable_on_request(settings: Gateway, paths: Paths) -> None:
+    """Run the process that starts services on request only if the main gateway has any."""
+    enabled = (paths.boot_links / units.ON_REQUEST_UNIT).is_symlink()
+    if settings.service == units.MAIN_SERVICE and enabled != bool(settings.on_request):
+        verb = "disable" if enabled else "enable"
+        systemd.change(verb, "--now", units.ON_REQUEST_UNIT)
 
 
 def follow(service: str, paths: Paths) -> str | None:

@@ -117,9 +117,19 @@ def _choose_by_name(route: Route) -> tuple[str, ...]:
     return "subrequest_output_buffer_size 256k;", "js_content names.listModels;"
 
 
-def _forward(route: Route, service: str, settings: Gateway, paths: Paths) -> tuple[str, str]:
-    target = f"http://{_upstream(service, settings)}{route.upstream_path}"
-    return _refuse_if_closed(service, paths), f"proxy_pass {target}$is_args$args;"
+def _forward(
+    route: Route, service: str, settings: Gateway, paths: Paths
+) -> tuple[str, str, str] | tuple[str, str]:
+    upstream, path = _upstream(service, settings), f"{route.upstream_path}$is_args$args"
+    starts = route.takes_name or route.path.startswith(release.MODELS)
+    if service in (settings.on_request or {}) and starts:
+        waiting = f"set $spark_engine waiting-{service};"
+        return (
+            f"set $spark_engine {upstream};",
+            f"if (!-f {paths.traffic(service)}) {{ {waiting} }}",
+            f"proxy_pass http://$spark_engine{path};",
+        )
+    return _refuse_if_closed(service, paths), f"proxy_pass http://{upstream}{path};"
 
 
 def _upstream(service: str, settings: Gateway) -> str:
@@ -188,6 +198,10 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         "    }"
         for service in dict.fromkeys((settings.service, *settings.routes.values(), *named))
     )
+    waiting = (
+        f"upstream waiting-{service} {{ server unix:{paths.waiting_socket(service)} max_fails=0; }}"
+        for service in settings.on_request or ()
+    )
     module = paths.root / _MODULE
     if named and not module.is_file():
         fix = "run the deploy again, or apt-get install libnginx-mod-http-js"
@@ -199,7 +213,7 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         "BODIES": str(bodies(settings, paths)),
         "LARGE_BODIES": str(LARGE_BODIES),
         "MAX_BODY_BYTES": str(settings.max_body_bytes),
-        "UPSTREAMS": "\n    ".join(upstreams),
+        "UPSTREAMS": "\n    ".join([*upstreams, *waiting]),
         "JOURNAL": str(paths.below("/run/systemd/journal/dev-log")),
         "LISTEN": "\n        ".join([*map(_listen, listening), *balancer_socket]),
         "TLS": _tls(settings, paths),
@@ -218,7 +232,12 @@ def script_text(settings: Gateway, paths: Paths) -> str:
     named = settings.names or {}
     first = {settings.service: named[settings.service]}
     services = [
-        {"service": service, "traffic": str(paths.traffic(service)), "names": list(names)}
+        {
+            "service": service,
+            "traffic": str(paths.traffic(service)),
+            "names": list(names),
+            "onRequest": service in (settings.on_request or {}),
+        }
         for service, names in (first | named).items()
     ]
     constants = {"SERVICES": services, "ROUTES": settings.routes}

@@ -78,13 +78,35 @@ def opens_at_start(release: Release, host: Host) -> bool:
 
 
 def is_stopped(service: str, host: Host) -> bool:
-    return host.disk.exists(host.paths.stopped(service))
+    return host.disk.exists(host.paths.stopped(service)) and not waits(service, host)
+
+
+def waits(service: str, host: Host) -> bool:
+    """Return whether the service is stopped until the next request."""
+    marker = host.disk.read(Stopped, host.paths.stopped(service))
+    return marker is not None and marker.on_request
+
+
+def stop_until_request(release: Release, host: Host) -> None:
+    """Write the marker first: after a power cut the host must not start the service."""
+    if not is_stopped(release.service, host):
+        marker = Stopped(release.name, host.clock.now(), on_request=True)
+        host.disk.write(host.paths.stopped(release.service), marker)
+    host.units.stop(release.serve_unit, _STOP_S)
+
+
+def allow_start(service: str, host: Host) -> None:
+    """Remove the marker of a service that waits for a request."""
+    if waits(service, host):
+        host.disk.remove(host.paths.stopped(service))
 
 
 def obstacle(release: Release, host: Host) -> str | None:
     """Return why this release must not start now."""
     if is_stopped(release.service, host):
         return f"service {release.service} was stopped by hand (spark-host start-service)"
+    if waits(release.service, host):
+        return f"service {release.service} waits for a request"
     rival = _good_rival(release, host)
     return f"{rival} is the last good release" if rival else None
 

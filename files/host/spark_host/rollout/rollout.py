@@ -208,7 +208,7 @@ def _finish(release: Release, old: Release | None, host: Host, record: Record) -
 def rollout_lock(service: str, host: SystemHost) -> Iterator[None]:
     with ExitStack() as stack:
         try:
-            stack.enter_context(host.disk.locked(host.paths.run / f"switch-{service}.lock"))
+            stack.enter_context(host.disk.locked(host.paths.rollout_lock(service)))
         except BlockingIOError as error:
             raise HostToolError(
                 f"rollout of {service}",

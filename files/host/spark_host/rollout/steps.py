@@ -41,7 +41,7 @@ _STOP_S = 1800.0
 class Engines(Protocol):
     def part_problem(self, release: Release) -> HostToolError | None: ...
     def problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
-    def make_room(self, release: Release, report: Report) -> None: ...
+    def make_room(self, release: Release, host: SystemHost, report: Report) -> None: ...
     def unfinished(self, release: Release, paths: Paths) -> float: ...
 
 
@@ -107,8 +107,9 @@ def replace_running(release: Release, old: Release | None, host: Host, record: R
                 if error and host.units.is_active(unit):
                     raise error
     with record.phase("memory"):
-        host.engines.make_room(release, record.report)
+        host.engines.make_room(release, host, record.report)
     with record.phase("start"):
+        boot.allow_start(release.service, host)
         boot.remove_stale_link(release, host)
         start(release, host, record)
     with record.phase("check"):

@@ -139,10 +139,11 @@ function readServices() {
     return SERVICES.map((entry) => {
         try {
             const lines = fs.readFileSync(entry.traffic, 'utf8').split('\n').filter((line) => line);
-            return {service: entry.service, open: true,
+            return {service: entry.service, open: true, onRequest: entry.onRequest,
                     names: lines.length > 1 ? lines.slice(1) : entry.names};
         } catch (error) {
-            return {service: entry.service, open: false, names: entry.names};
+            return {service: entry.service, open: false, onRequest: entry.onRequest,
+                    names: entry.names};
         }
     });
 }
@@ -196,12 +197,14 @@ function modelsIn(answer) {
     }
 }
 
-// GET /v1/models: the models of every open service.
+// GET /v1/models: the models of every service that is open or starts on request, with a state.
 async function listModels(r) {
-    const open = readServices().filter((entry) => entry.open);
-    const answers = open.map((entry) => r.subrequest(`/engine/${entry.service}/v1/models`));
+    const listed = readServices().filter((entry) => entry.open || entry.onRequest);
+    const answers = listed.map((entry) => r.subrequest(`/engine/${entry.service}/v1/models`));
     const data = [];
-    (await Promise.all(answers)).forEach((answer) => modelsIn(answer).forEach((m) => data.push(m)));
+    (await Promise.all(answers)).forEach((answer) => modelsIn(answer).forEach((model) => {
+        data.push(Object.assign({state: 'ready'}, model));
+    }));
     if (data.length === 0) { return r.internalRedirect('/refused/closed'); }
     r.headersOut['Content-Type'] = 'application/json';
     r.return(200, JSON.stringify({object: 'list', data: data}));

@@ -1,0 +1,1 @@
+"""Models on request: requests to a stopped service start it, and wait."""

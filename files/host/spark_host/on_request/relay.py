@@ -1,0 +1,282 @@
+"""The process of ``spark-on-request.service``: requests to stopped services wait here.
+
+The gateway sends requests of a closed service to its socket. When the service serves, the request
+goes to the engine. nginx has checked key, path and size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import time
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from spark_contract.paths import Paths
+from spark_contract.release import MODELS
+
+from spark_host.engine import on_request
+from spark_host.gateway import traffic
+from spark_host.on_request.switch import FAILURES, Limits, Switch
+from spark_host.records import boot
+from spark_host.system import folders
+from spark_host.system.host import Host
+from spark_host.system.programs import log
+
+_POLL_S = 0.2
+_RETRY_S = 1.0  # of a start that has to wait
+_ROUND_S = 5.0  # between two readings of settings and metrics
+_HEAD_S = 30.0
+_CHUNK_BYTES = 1 << 16
+_WAITING_BYTES = 256 << 20  # bodies of all waiting requests
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
+    b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+)
+
+
+@dataclass
+class Service:
+    name: str
+    server: asyncio.Server
+    waiting: int = 0
+    waiting_since: float = 0.0
+    loading_since: float | None = None
+    failures: int = 0
+    blocked_until: float = 0.0
+
+
+class UnavailableError(Exception):
+    """The service does not serve; ``retry_s`` is when it may."""
+
+    def __init__(self, text: str, retry_s: float):
+        super().__init__(text)
+        self.retry_s = max(1, math.ceil(retry_s))
+
+    @property
+    def document(self) -> bytes:
+        error = {"message": str(self), "type": "service_unavailable", "code": 503}
+        return json.dumps({"type": "error", "error": error}).encode()
+
+
+class Relay:
+    def __init__(self, host: Host, limits: Limits = Limits()):  # noqa: B008
+        self.switch, self.limits, self.paths = Switch(host, limits), limits, host.paths
+        self.services: dict[str, Service] = {}
+        self._bytes = 0
+
+    async def run(self) -> None:
+        await asyncio.gather(self._rounds(), self._starts())
+
+    async def _rounds(self) -> None:
+        while True:
+            await self._listen()
+            for service in list(self.services.values()):
+                await self._try(self.switch.note_use, service.name)
+                if not service.waiting:
+                    await self._try(self.switch.stop_if_idle, service.name)
+            await asyncio.sleep(_ROUND_S)
+
+    async def _try(self, function: Any, name: str) -> None:
+        try:
+            await asyncio.to_thread(function, name)
+        except FAILURES as error:
+            log(f"{name}: {error}")
+
+    async def _listen(self) -> None:
+        """Listen for each service on request, and no other."""
+        folder = self.paths.below("/etc/spark/gateway")
+        names = {path.stem for path in folder.glob("*.json")}
+        wanted = {name for name in names if on_request.idle_limit_s(name, self.paths) is not None}
+        for name in self.services.keys() - wanted:
+            self.services.pop(name).server.close()
+        for name in wanted - self.services.keys():
+            path = self.paths.waiting_socket(name)
+            path.parent.mkdir(mode=0o711, exist_ok=True)
+            before = os.umask(0o117)
+            try:
+                server = await asyncio.start_unix_server(partial(self._connected, name), path)
+            finally:
+                os.umask(before)
+            os.chown(path, 0, traffic.group_id(name, self.paths))
+            self.services[name] = Service(name, server)
+
+    async def _starts(self) -> None:
+        """Start services that requests wait for, the longest waiting first, one at a time."""
+        while True:
+            for service in sorted(self.services.values(), key=lambda other: other.waiting_since):
+                closed = not traffic.is_open(service.name, self.paths)
+                if service.waiting and closed and time.monotonic() >= service.blocked_until:
+                    await self._start(service)
+            await asyncio.sleep(_POLL_S)
+
+    async def _start(self, service: Service) -> None:
+        service.loading_since = time.monotonic()
+        try:
+            started = await asyncio.to_thread(
+                self.switch.start, service.name, lambda: service.waiting > 0
+            )
+            if started:
+                service.failures = 0
+            else:
+                await asyncio.sleep(_RETRY_S)
+        except FAILURES as error:
+            log(f"{service.name}: {error}")
+            rest_s = self.limits.back_off_s * 2**service.failures
+            rest_s = min(rest_s, self.limits.longest_back_off_s)
+            service.failures, service.blocked_until = (
+                service.failures + 1,
+                time.monotonic() + rest_s,
+            )
+        finally:
+            service.loading_since = None
+
+    async def _connected(self, name: str, reader: StreamReader, writer: StreamWriter) -> None:
+        try:
+            await self._answer(self.services[name], reader, writer)
+        except (OSError, EOFError, KeyError, ValueError, asyncio.TimeoutError) as error:
+            # The client or the engine closed the connection, or sent no HTTP.
+            log(f"{name}: a request ended: {type(error).__name__} {error}")
+        finally:
+            writer.close()
+
+    async def _answer(self, service: Service, reader: StreamReader, writer: StreamWriter) -> None:
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_S)
+        method, path, _ = head.decode("latin-1").split("\r\n")[0].split(" ")
+        if method == "GET":
+            writer.write(_response("200 OK", self._models(service, path)))
+            return await writer.drain()
+        length = int(_header(head, b"content-length") or 0)
+        streams = False
+        self._bytes += length
+        try:
+            if self._bytes > _WAITING_BYTES:
+                raise UnavailableError("too many requests wait for a model", self._retry_s(service))
+            body = await asyncio.wait_for(reader.readexactly(length), _HEAD_S)
+            streams = _streams(body)
+            # The gateway sends no second request here: it ends when the client leaves.
+            left = asyncio.ensure_future(reader.read(1))
+            if streams:
+                writer.write(_STREAM_HEAD)
+            await self._wait(service, left, writer if streams else None)
+            await self._forward(service, head, body, left, writer, streams)
+        except UnavailableError as error:
+            if streams:
+                writer.write(_chunk(b"event: error\ndata: %b\n\n" % error.document) + _chunk(b""))
+            else:
+                retry = f"Retry-After: {error.retry_s}\r\n"
+                writer.write(_response("503 Service UnavailableError", error.document, retry))
+            await writer.drain()
+        finally:
+            self._bytes -= length
+
+    async def _wait(
+        self, service: Service, left: asyncio.Future[bytes], stream: StreamWriter | None
+    ) -> None:
+        """Return when the service serves; a stream gets comments meanwhile."""
+        began = commented = time.monotonic()
+        service.waiting_since = service.waiting_since if service.waiting else began
+        service.waiting += 1
+        try:
+            while not traffic.is_open(service.name, self.paths):
+                now = time.monotonic()
+                if left.done():
+                    raise ConnectionResetError("the client left")
+                if boot.is_stopped(service.name, self.switch.host):
+                    raise UnavailableError("the model was stopped by hand", 60)
+                if now < service.blocked_until:
+                    raise UnavailableError("the model did not start", service.blocked_until - now)
+                if stream is None and now - began > self.limits.wait_s:
+                    raise UnavailableError("the model is still loading", self._retry_s(service))
+                if stream and now - commented >= self.limits.comment_s:
+                    commented = now
+                    stream.write(_chunk(b": waiting for the model\n\n"))
+                    await stream.drain()
+                await asyncio.sleep(_POLL_S)
+        finally:
+            service.waiting -= 1
+
+    async def _forward(
+        self, service: Service, head: bytes, body: bytes, left: asyncio.Future[bytes],
+        writer: StreamWriter, streams: bool,
+    ) -> None:  # fmt: skip
+        """Send the request to the engine and copy the answer; end both if the client leaves."""
+        with folders.opened_socket(self.paths.engine_socket(service.name)) as address:
+            engine, sender = await asyncio.open_unix_connection(address)
+        try:
+            sender.write(head[:-2] + b"Connection: close\r\n\r\n" + body)
+            await sender.drain()
+            if streams:
+                answer = await _until_left(engine.readuntil(b"\r\n\r\n"), left)
+                if b" 200 " not in answer[:16] or _header(answer, b"transfer-encoding") is None:
+                    text = (await _until_left(engine.read(_CHUNK_BYTES), left)).decode(
+                        errors="replace"
+                    )
+                    raise UnavailableError(f"the engine refused the request: {text[:1000]}", 1)
+            while data := await _until_left(engine.read(_CHUNK_BYTES), left):
+                writer.write(data)
+                await writer.drain()
+        finally:
+            sender.close()
+
+    def _retry_s(self, service: Service) -> float:
+        loading_s = time.monotonic() - (service.loading_since or time.monotonic())
+        return self.switch.expected_s(service.name) - loading_s
+
+    def _models(self, service: Service, path: str) -> bytes:
+        release, state = self.switch.release(service.name), "stopped"
+        if service.waiting or boot.active(service.name, self.switch.host):
+            state = "loading"
+        models = [
+            {"id": name, "object": "model", "owned_by": "spark", "state": state}
+            for name in (release.names if release else ())
+        ]
+        if path == MODELS:
+            return json.dumps({"object": "list", "data": models}).encode()
+        return json.dumps(next((m for m in models if path.endswith(f"/{m['id']}")), {})).encode()
+
+
+async def _until_left(work: Coroutine[Any, Any, bytes], left: asyncio.Future[bytes]) -> bytes:
+    task = asyncio.ensure_future(work)
+    await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        task.cancel()
+        raise ConnectionResetError("the client left")
+    return task.result()
+
+
+def _header(head: bytes, name: bytes) -> str | None:
+    for line in head.split(b"\r\n")[1:]:
+        key, _, value = line.partition(b":")
+        if key.strip().lower() == name:
+            return value.strip().decode("latin-1")
+    return None
+
+
+def _streams(body: bytes) -> bool:
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return False  # the engine explains the error
+    return isinstance(request, dict) and request.get("stream") is True
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _response(status: str, body: bytes, more: str = "") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n{more}"
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+def run(paths: Paths) -> int:
+    with suppress(KeyboardInterrupt):
+        asyncio.run(Relay(Host(paths)).run())
+    return 0

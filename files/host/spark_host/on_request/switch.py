@@ -1,0 +1,127 @@
+"""Starts a service on request, and stops others if the memory requires it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from spark_contract.errors import HostToolError
+from spark_contract.release import Release
+
+from spark_host.engine import memory, on_request
+from spark_host.engine.client import Engine, EngineError
+from spark_host.gateway import traffic
+from spark_host.records import boot, proof
+from spark_host.system.host import Host
+from spark_host.system.programs import log
+from spark_host.watch import watchdog
+
+FAILURES = (HostToolError, OSError, subprocess.SubprocessError)
+_MORE_START_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    wait_s: float = 300.0  # of a request without streaming
+    comment_s: float = 5.0  # between two comments in a stream
+    serve_s: float = 60.0  # before a service stops for another, or its last start if longer
+    drain_s: float = 600.0  # for running answers of a service that stops for another
+    back_off_s: float = 60.0  # after a failed start; doubles
+    longest_back_off_s: float = 1800.0
+
+
+@dataclass
+class Switch:
+    host: Host
+    limits: Limits = field(default_factory=Limits)
+    took_s: dict[str, float] = field(default_factory=dict)  # last start of each service
+    _progress: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def release(self, service: str) -> Release | None:
+        return self.host.release(boot.good(service, self.host).release)
+
+    def expected_s(self, service: str) -> float:
+        """Return the seconds that the last start took; 0 if unknown."""
+        release = self.release(service)
+        last = proof.read(release.name, self.host) if release else None
+        return self.took_s.get(service) or sum((last.start_times_s if last else {}).values())
+
+    def start(self, service: str, wanted: Callable[[], bool]) -> bool:
+        """Start the proven release; return ``False`` if it has to wait or is no longer wanted.
+
+        If it fails, the releases that stopped for it start again, and the error is raised.
+        """
+        host, release = self.host, self.release(service)
+        if release is None:
+            raise HostToolError(service, "has no proven release", "run the deploy for this host")
+        others = on_request.releases_to_stop(release, host, memory.available_bytes())
+        if not all(self._served_enough(other.service) for other in others):
+            return False
+        stopped: list[Release] = []
+        began = time.monotonic()
+        try:
+            with host.disk.locked(host.paths.rollout_lock(service)):
+                try:
+                    for other in others:
+                        log(f"stopping {other.name} for {release.name}")
+                        if not on_request.stop(other, host, self.limits.drain_s, wanted):
+                            return False
+                        stopped.append(other)
+                    log(f"starting {release.name} on request")
+                    boot.allow_start(service, host)
+                    _start(release, host)
+                except FAILURES as error:
+                    if not isinstance(error, BlockingIOError):
+                        self._restore(release, stopped, error)
+                    raise
+        except BlockingIOError:  # a rollout changes one of the services
+            return False
+        self.took_s[service] = time.monotonic() - began
+        return True
+
+    def _served_enough(self, service: str) -> bool:
+        served_s = time.time() - on_request.serving_since(service, self.host.paths)
+        return served_s >= max(self.limits.serve_s, self.expected_s(service))
+
+    def _restore(self, failed: Release, stopped: list[Release], error: Exception) -> None:
+        watchdog.event(failed, "on-request", f"did not start: {error}", self.host.paths)
+        try:
+            boot.stop_until_request(failed, self.host)
+            for release in stopped:
+                log(f"starting {release.name} again")
+                boot.allow_start(release.service, self.host)
+                _start(release, self.host)
+        except FAILURES as second:
+            watchdog.event(failed, "on-request", f"not restored: {second}", self.host.paths)
+
+    def note_use(self, service: str) -> None:
+        """Record whether the engine has worked since the last call; stop it after the limit."""
+        paths, release = self.host.paths, self.release(service)
+        if release is None or not traffic.is_open(service, paths):
+            return
+        try:
+            metrics = Engine.of(release, paths).metrics(5)
+        except EngineError:
+            return
+        before, self._progress[service] = self._progress.get(service), metrics.progress
+        if metrics.unfinished or before not in (None, metrics.progress):
+            paths.last_use(service).touch()
+            os.utime(paths.last_use(service))
+
+    def stop_if_idle(self, service: str) -> None:
+        limit_s = on_request.idle_limit_s(service, self.host.paths)
+        release, paths = self.release(service), self.host.paths
+        idle_s = time.time() - on_request.last_use(service, paths)
+        if limit_s and release and traffic.is_open(service, paths) and idle_s > limit_s:
+            log(f"stopping {release.name}: no request for {idle_s:.0f} s")
+            on_request.stop(release, self.host, self.limits.drain_s)
+
+
+def _start(release: Release, host: Host) -> None:
+    host.units.start(release.serve_unit, release.timeouts.start_s + _MORE_START_S)
+    # It ran already if an earlier stop was interrupted.
+    if boot.opens_at_start(release, host) and not traffic.is_open(release.service, host.paths):
+        traffic.open_for(release, host.paths)

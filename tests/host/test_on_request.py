@@ -1,0 +1,192 @@
+"""Three models that take turns in the memory of one, with stub engines and with real engines."""
+
+import json
+import shlex
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.labkit import SPARE, Site, guest_named, lab
+
+NAME = SPARE[0]
+MODELS = ("one", "two", "three")
+SHARE_GIB, TOTAL_GIB = 3, 8
+# The host has 8 GiB: 1 GiB reserved, 4 for the main model, 3 for a model on request.
+MEMINFO = "/etc/lab-meminfo"
+QUESTION: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is 17 + 25?"}],
+    "temperature": 0, "max_tokens": 64, "chat_template_kwargs": {"enable_thinking": False},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["stub", pytest.param("cpu", marks=pytest.mark.engine)])
+def site(request, tmp_path_factory):
+    lab("up", NAME, "--fresh", "--engine", request.param)
+    guest, memory_kb = guest_named(NAME), TOTAL_GIB << 20
+    guest.run(
+        f"printf 'MemTotal: {memory_kb} kB\\nMemAvailable: {memory_kb} kB\\n' > {MEMINFO}; "
+        "mkdir -p /etc/systemd/system.conf.d; "
+        f"printf '[Manager]\\nDefaultEnvironment=SPARK_MEMINFO={MEMINFO}\\n' "
+        "> /etc/systemd/system.conf.d/60-lab-meminfo.conf; systemctl daemon-reexec"
+    )
+    site = Site(tmp_path_factory.mktemp("on-request"), hosts=[NAME])
+    model = {"stub": "lab-stub", "cpu": "lab-tiny"}[request.param]
+    services = {
+        name: {"model": model, "profile": "v2", "port": 8001 + number, "memory_gib": SHARE_GIB,
+               "names": [name], "start": "on-request"}
+        for number, name in enumerate(MODELS)
+    }  # fmt: skip
+    site.choose(model=model, profile="v2", memory={"total_gib": TOTAL_GIB}, services=services)
+    site.deploy(timeout_s=1800).assert_succeeded()
+    return site
+
+
+@pytest.fixture
+def guest(site):
+    return guest_named(NAME)
+
+
+def curl(guest, model, *words, seconds=400, **more):
+    """Send a question to the main gateway; return status, body and seconds."""
+    began, body = time.monotonic(), json.dumps({**QUESTION, "model": model, **more})
+    out = guest.run(
+        "sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key | "
+        f"curl -K - -sS -m {seconds} -w '\\n%{{http_code}}' -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(body)} {shlex.join(words)} http://127.0.0.1:8000/v1/chat/completions",
+        check=False, timeout_s=seconds + 20,
+    )  # fmt: skip
+    text, _, code = out.rpartition("\n")
+    return int(code or 0), text, round(time.monotonic() - began, 1)
+
+
+def is_right(answer):
+    return answer[0] == 200 and "42" in answer[1]
+
+
+def states(guest):
+    _, body = guest.call("GET", "/v1/models")
+    return {model["id"]: model["state"] for model in body["data"]}
+
+
+def running(guest):
+    units = guest.serving()
+    names = {unit.removeprefix("spark-serve@").rpartition("-")[0] for unit in units}
+    return names - {"main"}
+
+
+def starts(guest):
+    """Return the started services in order, from the journal."""
+    out = guest.run("journalctl -q -o cat -u spark-on-request | grep -E '^starting ' || :")
+    return [line.split()[1].rpartition("-")[0] for line in out.splitlines()]
+
+
+def test_deploy_proves_each_model_and_second_run_changes_nothing(site, guest):
+    proofs = [guest.json(f"cat /var/lib/spark/proofs/{name}-*.json") for name in MODELS]
+    assert all(proof["ok"] and proof["last_full"] for proof in proofs)
+    assert running(guest) == {MODELS[-1]}
+    site.deploy("--limit", NAME).assert_unchanged()
+    shown = site.cli("status", "--json")
+    assert shown.returncode == 0, shown.stdout
+    [host] = json.loads(shown.stdout)
+    stopped = [entry for entry in host["services"] if entry["stopped"] == "stopped (on request)"]
+    assert len(stopped) == 2
+
+
+def test_each_model_answers_on_request(guest, record_property):
+    for model in (*MODELS, MODELS[0]):
+        answer = curl(guest, model)
+        assert is_right(answer), answer
+        record_property(f"answer of {model}, s", answer[2])
+        assert running(guest) == {model}
+        assert states(guest) == {"lab-model": "ready"} | {
+            name: "ready" if name == model else "stopped" for name in MODELS
+        }
+    answer = curl(guest, "lab-model")
+    assert is_right(answer), answer
+
+
+def test_stream_waits_with_comments(guest):
+    [model, *_] = [name for name in MODELS if name not in running(guest)]
+    status, text, _ = curl(guest, model, "-N", stream=True)
+    assert (status, text.startswith(": ")) == (200, True), text[:300]
+    assert text.rstrip().endswith("data: [DONE]")
+
+
+def test_two_clients_of_different_models_do_not_thrash(guest, record_property):
+    before = len(starts(guest))
+    until = time.monotonic() + 240
+
+    def ask(model):
+        answers = []
+        while time.monotonic() < until:
+            answers.append(curl(guest, model))
+        return answers
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(ask, MODELS[:2]))
+    assert all(is_right(answer) for answers in results for answer in answers)
+    assert all(results)
+    changes = len(starts(guest)) - before
+    record_property("answers, changes in 240 s", [*map(len, results), changes])
+    # A model serves for at least a minute.
+    assert changes <= 5
+
+
+def test_client_that_leaves_ends_its_answer(guest):
+    [model, *_] = [name for name in MODELS if name not in running(guest)]
+    assert is_right(curl(guest, model))
+    tell = [{"role": "user", "content": "Repeat exactly: " + "abcd" * 400}]
+    curl(guest, model, seconds=1, stream=True, messages=tell, max_tokens=2000, ignore_eos=True)
+    socket = f"/run/spark/engines/{model}/engine.sock"
+    guest.wait(
+        f"curl -sS --unix-socket {socket} http://engine/metrics | "
+        "grep -E '^vllm:num_requests_running' | grep -qE ' 0(\\.0)?$'",
+        seconds=10,
+    )
+
+
+def test_failed_start_returns_to_the_previous_model(guest):
+    [before] = running(guest)
+    [model, *_] = [name for name in MODELS if name != before]
+    release = guest.run(f"ls /etc/spark/releases | grep ^{model}-").split()[-1]
+    folder = f"/run/systemd/system/spark-serve@{release}.service.d"
+    guest.run(
+        f"mkdir -p {folder}; printf '[Service]\\nExecStartPre=/bin/false\\n' > {folder}/lab.conf; "
+        "systemctl daemon-reload"
+    )
+    try:
+        status, text, _ = curl(guest, model)
+        assert (status, "did not start" in text) == (503, True), text
+        assert is_right(curl(guest, before))
+        assert running(guest) == {before}
+        began = time.monotonic()
+        assert curl(guest, model)[0] == 503
+        assert time.monotonic() - began < 30
+    finally:
+        guest.run(f"rm -r {folder}; systemctl daemon-reload")
+
+
+def test_reboot_keeps_the_running_model_and_leaves_the_others_stopped(site, guest):
+    before = running(guest)
+    guest.reboot()
+    guest.wait_until_booted()
+    guest.wait(f"test -S /run/spark-on-request/{MODELS[0]}.sock", seconds=60)
+    guest.wait("test $(systemctl is-active 'spark-serve@*' | grep -cx active) = 2", seconds=400)
+    assert running(guest) == before
+    site.deploy("--limit", NAME).assert_unchanged()
+
+
+def test_power_cut_during_a_switch_loses_no_model(site, guest):
+    [model, other] = [name for name in MODELS if name not in running(guest)]
+    time.sleep(60)  # the running model serves for a minute
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(curl, guest, model, seconds=60)
+        guest.wait(f"journalctl -u 'spark-serve@{model}-*' -n 1 --since -20s | grep -q {model}")
+        guest.power_cut()
+    guest.wait_until_booted()
+    assert is_right(curl(guest, model))
+    assert is_right(curl(guest, other))
+    assert running(guest) == {other}
+    site.deploy("--limit", NAME).assert_unchanged()

@@ -1,0 +1,278 @@
+import json
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+
+import pytest
+from gateway_client import CHAT
+from on_request_host import GIB, add_service, add_services, on_request_host
+from spark_contract.records import Stopped
+from spark_host.engine import on_request
+from spark_host.engine.client import Engine
+from spark_host.gateway import gateway, traffic
+from spark_host.on_request.switch import Limits, Switch
+from spark_host.records import boot
+from spark_host.system.host import write_document
+from stub_host import wait_until
+
+LONG = "Repeat exactly: " + "abcd" * 60
+
+
+@pytest.fixture
+def start(js_host, monkeypatch):
+    return lambda **limits: on_request_host(js_host, monkeypatch, **limits)
+
+
+def test_first_request_starts_the_service_and_is_answered(start):
+    with start() as host:
+        assert host.states() == {"main-model": "ready", "alias": "ready",
+                                 "model-1": "stopped", "model-2": "stopped"}  # fmt: skip
+        assert host.units.starts == []
+        status, text = host.chat("model-1")
+        assert (status, "42" in text) == (200, True)
+        assert host.states()["model-1"] == "ready"
+        assert host.chat("model-1")[0] == 200
+        assert host.units.starts == ["first"]
+        assert host.client.status("/v1/models/model-2") == 200
+        assert host.client.status(CHAT, {"model": "model-2"}, key=None) == 401
+        assert host.running() == {"first"}
+
+
+def test_other_model_replaces_it_after_running_answers(start):
+    with start() as host, ThreadPoolExecutor() as pool:
+        assert host.chat("model-1")[0] == 200
+        long = pool.submit(host.chat, "model-1", LONG)
+        engine = Engine(host.here.paths.engine_socket("first"))
+        wait_until(lambda: engine.metrics().running == 1, "the engine works")
+        other = pool.submit(host.chat, "model-2")
+        assert (other.result()[0], long.result()[0]) == (200, 200)
+        assert "abcd" * 60 in long.result()[1]
+        assert host.running() == {"second"}
+        assert host.states()["model-1"] == "stopped"
+        assert host.here.disk.read(Stopped, host.here.paths.stopped("first")).on_request
+
+
+def test_stream_gets_comments_while_it_waits(start):
+    with start() as host:
+        host.units.load_s = 1.0
+        status, text = host.chat("model-1", LONG, stream=True)
+        first, *_ = text.split("\n\n")
+        assert (status, first.startswith(":")) == (200, True)
+        assert text.count(": waiting") >= 2
+        assert text.rstrip().endswith("data: [DONE]")
+        assert "event: error" not in text
+
+
+def test_failed_start_returns_to_the_previous_model(start):
+    with start() as host, ThreadPoolExecutor() as pool:
+        assert host.chat("model-1")[0] == 200
+        host.units.broken.add("second")
+        stream = pool.submit(host.chat, "model-2", stream=True)
+        with host.client.send(CHAT, {"model": "model-2"}) as answer:
+            assert answer.status == 503
+            assert 1 < int(answer.headers["Retry-After"]) <= 60
+        event = stream.result()[1].rstrip().split("\n\n")[-1].split("\n")
+        assert event[0] == "event: error"
+        assert json.loads(event[1].removeprefix("data: "))["error"]["code"] == 503
+        assert host.running() == {"first"}
+        assert host.chat("model-1")[0] == 200
+        # The next requests do not start it until the back-off is over.
+        assert host.chat("model-2")[0] == 503
+        assert host.units.starts == ["first", "second", "first"]
+
+
+def test_request_without_stream_gets_503_after_the_limit(start):
+    with start(wait_s=0.5) as host:
+        host.units.load_s = 3.0
+        host.relay.switch.took_s["first"] = 20.0
+        began = time.monotonic()
+        with host.client.send(CHAT, {"model": "model-1"}) as answer:
+            assert (answer.status, 10 < int(answer.headers["Retry-After"]) <= 20) == (503, True)
+        assert time.monotonic() - began < 2
+        assert host.states()["model-1"] in ("loading", "stopped")
+        wait_until(lambda: host.running() == {"first"}, "the start continues")
+
+
+def test_model_serves_for_a_minimum_time_before_it_is_replaced(start):
+    with start(serve_s=2.0) as host, ThreadPoolExecutor() as pool:
+        assert host.chat("model-1")[0] == 200
+        began = time.time()
+        clients = [
+            pool.submit(lambda name: [host.chat(name)[0] for _ in range(5)], name)
+            for name in ("model-1", "model-2")
+        ]
+        assert [client.result() for client in clients] == [[200] * 5] * 2
+        assert host.units.starts in (["first", "second"], ["first", "second", "first"])
+        assert time.time() - began >= 1.5
+
+
+def send_and_leave(host, body, until):
+    """Send a request, and close the connection once ``until`` is true."""
+    text = json.dumps(body)
+    with socket.create_connection(("127.0.0.1", host.client.settings.port)) as client:
+        client.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {host.client.key}\r\n"
+            f"Content-Length: {len(text)}\r\n\r\n{text}".encode()
+        )
+        wait_until(until, "the request arrived")
+
+
+def test_client_that_leaves_starts_nothing(start):
+    with start(serve_s=1.5) as host:
+        assert host.chat("model-1")[0] == 200
+        second = host.relay.services["second"]
+        send_and_leave(host, {"model": "model-2"}, lambda: second.waiting == 1)
+        wait_until(lambda: second.waiting == 0, "the relay notices")
+        time.sleep(2)
+        assert host.units.starts == ["first"]
+        assert traffic.is_open("first", host.here.paths)
+
+
+def test_client_that_leaves_ends_its_answer(start):
+    with start() as host:
+        body = {"model": "model-1", "stream": True,
+                "messages": [{"role": "user", "content": LONG * 4}]}  # fmt: skip
+        engine = Engine(host.here.paths.engine_socket("first"))
+        works = lambda: host.running() and engine.metrics().running == 1  # noqa: E731
+        send_and_leave(host, body, works)
+        wait_until(lambda: engine.metrics().unfinished == 0, "the engine is idle", seconds=3)
+
+
+def test_rejected_request_ends_the_stream_with_the_reason(start):
+    with start() as host:
+        text = host.client.ask("/v1/embeddings", {"stream": True})[1].decode()
+        event = text.rstrip().split("\n\n")[-1].split("\n")
+        assert event[0] == "event: error"
+        assert json.loads(event[1].removeprefix("data: "))["error"]["code"] == 503
+
+
+def test_stops_after_the_idle_limit(start):
+    with start() as host:
+        add_service_limit(host, "first", 1)
+        assert host.chat("model-1", LONG)[0] == 200
+        wait_until(lambda: host.running() == set(), "it stops", seconds=5)
+        assert host.states()["model-1"] == "stopped"
+        assert host.chat("model-1")[0] == 200
+
+
+def add_service_limit(host, service, idle_stop_s):
+    path = host.here.paths.gateway_settings(service)
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "on_request": {service: idle_stop_s}})
+    )
+
+
+def test_service_stopped_by_hand_is_not_started(start):
+    with start() as host:
+        write_document(host.here.paths.stopped("first"), Stopped(None, "now", "owner"))
+        assert host.chat("model-1")[0] == 503
+        assert host.units.starts == []
+
+
+def test_serves_again_if_an_earlier_process_was_killed_while_it_drained(start):
+    with start() as host:
+        assert host.chat("model-1")[0] == 200
+        traffic.close("first", host.here.paths)
+        assert host.chat("model-1")[0] == 200
+        assert host.units.starts == ["first"]
+
+
+def test_stops_the_service_that_is_idle_longest(start):
+    with start() as host:
+        add_service(host.client.host, "third", needed_gib=20)
+        for name in ("first", "third"):
+            boot.allow_start(name, host.here)
+            host.units.start(host.release(name).serve_unit, 0)
+        now = time.time()
+        for name, age_s in (("first", 20), ("third", 10)):
+            used, opened = host.here.paths.last_use(name), host.here.paths.traffic(name)
+            used.touch()
+            os.utime(opened, (now - 100, now - 100))
+            os.utime(used, (now - age_s, now - age_s))
+
+        def stopped(name, available_gib):
+            others = on_request.releases_to_stop(host.release(name), host.here, available_gib * GIB)
+            return [other.service for other in others]
+
+        assert stopped("second", 20) == ["first"]
+        os.utime(host.here.paths.last_use("third"), (now - 30, now - 30))
+        assert stopped("second", 20) == ["third", "first"]
+        assert stopped("first", 100) == []
+        # Memory that other programs use counts as well.
+        assert stopped("first", 50) == ["third"]
+
+
+def test_release_that_always_runs_takes_memory_from_services_on_request(start):
+    with start() as host:
+        assert host.chat("model-1")[0] == 200
+        main = host.client.host.release("main-0123456789ab", memory__needed_bytes=50 * GIB)
+        on_request.free_memory(main, host.here, print)
+        assert host.running() == set()
+        assert host.here.disk.read(Stopped, host.here.paths.stopped("first")).on_request
+
+
+class _Killed(BaseException):
+    """The process ends at this call."""
+
+
+@pytest.mark.parametrize("event", ["kill", "power cut"])
+def test_a_process_killed_at_any_step_leaves_services_that_start(host, monkeypatch, event):
+    units, here = add_services(host, monkeypatch)
+    units.load_s = 0
+    switch = Switch(here, Limits(serve_s=0, drain_s=0))
+    steps = [(traffic, "close"), (here.disk, "write"), (here.disk, "remove"), (units, "stop"),
+             (units, "start")]  # fmt: skip
+    killed = 0
+
+    def change_to(service):
+        switch.took_s.clear()  # a release that was just started may stop at once
+        return switch.start(service, lambda: True)
+
+    for number in range(20):
+        assert change_to("first")
+        calls = count()
+
+        def may_die(call, *words, calls=calls, number=number):
+            if next(calls) == number:
+                raise _Killed
+            return call(*words)
+
+        with monkeypatch.context() as patch:
+            for owner, name in steps:
+                patch.setattr(owner, name, partial(may_die, getattr(owner, name)))
+            try:
+                assert change_to("second")
+                break
+            except _Killed:
+                killed += 1
+        if event == "power cut":
+            boot_again(units, here)
+        for service in ("first", "second", "first"):
+            assert change_to(service)
+            assert traffic.is_open(service, here.paths)
+    assert killed >= len(steps)
+
+
+def boot_again(units, here):
+    for unit in list(units.running):
+        units.stop(unit, 0)
+    for name in here.disk.names(here.paths):
+        release = here.release(name)
+        if boot.enabled(release.service, here) and boot.obstacle(release, here) is None:
+            units.start(release.serve_unit, 0)
+
+
+def test_main_gateway_decides_whether_the_process_runs(start, systemctl_calls):
+    with start() as host:
+        unit, link = "spark-on-request.service", host.here.paths.boot_links
+        gateway.reload("main", host.here.paths)
+        assert systemctl_calls == [("enable", "--now", unit)]
+        (link / unit).symlink_to("/nowhere")
+        gateway.reload("main", host.here.paths)
+        path = host.here.paths.gateway_settings("main")
+        path.write_text(json.dumps({**json.loads(path.read_text()), "on_request": None}))
+        gateway.reload("main", host.here.paths)
+        assert systemctl_calls[1:] == [("disable", "--now", unit)]
