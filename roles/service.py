@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from pyinfra import inventory
 from pyinfra.api import deploy
+from spark_contract.gateway import NamedKey
 from spark_contract.paths import ENGINE_USER, GATEWAY_USER
 from spark_contract.release import Release
 from spark_contract.status import KeepList
 from spark_contract.units import MAIN_SERVICE
 
+from spark_deploy.hosts.base import BaseState, fact_arguments, install_packages
 from spark_deploy.hosts.commands import waves_of_this_host
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
@@ -17,6 +19,7 @@ from spark_deploy.hosts.gateway import (
     configure_gateway,
     gateway_paths,
     replace_key,
+    set_named_keys,
     set_timers,
 )
 from spark_deploy.hosts.jobs import compare_donor_tensors, wait_for_jobs
@@ -35,7 +38,7 @@ from spark_deploy.hosts.uninstall import prune_host
 from spark_deploy.plan.cluster import Wave
 from spark_deploy.plan.jobs import Work
 from spark_deploy.plan.release import timer_files
-from spark_deploy.plan.types import GatewayPlan, ManagedFile, NeedsPlan, ScheduledPlan
+from spark_deploy.plan.types import BasePlan, GatewayPlan, ManagedFile, NeedsPlan, ScheduledPlan
 
 
 @deploy("Reboots")
@@ -129,3 +132,10 @@ def prune(*, keep: KeepList) -> None:
 def rotate_key(*, plan: GatewayPlan) -> None:
     """Use a new key; clients get it with `spark-deploy connect`."""
     replace_key(name="Replace the API key", plan=plan)
+
+
+@deploy("Named keys")
+def named_keys(*, plan: BasePlan, keys: dict[str, NamedKey] | None) -> None:
+    expect_fact(BaseState, lambda: fact_arguments(plan))
+    install_packages(name="Install packages", plan=plan)
+    set_named_keys(name="Set the named API keys", keys=keys)

@@ -27,6 +27,7 @@ SECTIONS = {
         "start": "Start the last proven release of stopped hosts.",
         "rollback": "Return to the previous release.",
         "prune": "Remove files and images that no kept release needs.",
+        "key": "Create, revoke or list named API keys with limits.",
         "rotate-key": "Replace the API key; reject the old key.",
         "uninstall": "Remove this project from hosts.",
         "fabric": "Configure or measure the links between hosts.",
@@ -168,7 +169,7 @@ def _queries_hosts(name: str, words: Sequence[str]) -> bool:
         return "--planned" not in words and "--unasked" not in words
     if name in ("add", "bench"):
         return "--requantize" in words or "--ladder" in words
-    return name in ("up", "doctor", *_CHANGES)
+    return name in ("up", "doctor", "key", *_CHANGES)
 
 
 class _Group(click.Group):

@@ -108,6 +108,18 @@ def write_values(
     return list(edits.values())
 
 
+def remove_entry(root: Path, key: str, entry: str, *, dry: bool) -> list[Path]:
+    """Remove an entry of a mapping from every settings file; return the changed files."""
+    changed = []
+    for file in sorted(root.glob("*_vars/*.yml")):
+        for entries in _lookup(_keys_in(file), key):
+            if entry in (entries or ()):
+                rest = {name: value for name, value in entries.items() if name != entry}
+                _write(file, {key: _text(rest)}, root, dry=dry)
+                changed.append(file)
+    return changed
+
+
 def _check(
     all_hosts: Sequence[Target], chosen: set[str], values: Mapping[str, Any], shown: str
 ) -> None:

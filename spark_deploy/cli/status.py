@@ -205,6 +205,7 @@ def host_fields(host_status: HostStatus) -> dict[str, Any]:
         "jobs": [job for job in data.get("jobs", ()) if job["state"] != "done"],
         "events": data.get("events", {}).get(MAIN_SERVICE, []),
         "daily": data.get("daily") or {},
+        "keys": to_plain(host_status.usage()),
     }
 
 
@@ -250,6 +251,8 @@ def status_lines(host: Mapping[str, Any]) -> Iterator[str]:
         if host["rollout"]:
             yield _row("rollout", host["rollout"]["text"].removeprefix("rollout "))
         yield from _details(host)
+        for name, usage in host["keys"].items():
+            yield _row("key", f"{name}: {usage_text(usage)}")
         for service in host["services"]:
             yield from _service_lines(service)
 
@@ -269,6 +272,11 @@ def _service_lines(service: Mapping[str, Any]) -> Iterator[str]:
 
 def _requests_text(requests: Mapping[str, int]) -> str:
     return f"{requests['running']} running, {requests['waiting']} waiting"
+
+
+def usage_text(usage: Mapping[str, int]) -> str:
+    received, sent = (gigabytes(usage[key]) for key in ("received_bytes", "sent_bytes"))
+    return f"{usage['requests']:,} requests, {received} received, {sent} sent"
 
 
 def _release_text(service: Mapping[str, Any]) -> str:

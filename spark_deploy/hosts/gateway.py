@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyinfra import host
 from pyinfra.api import StringCommand
 from spark_contract import tool
-from spark_contract.gateway import EXPOSURES, tls_paths
-from spark_contract.paths import CURRENT_TOOLS
+from spark_contract.documents import read, to_json
+from spark_contract.gateway import EXPOSURES, Gateway, NamedKey, tls_paths
+from spark_contract.paths import CURRENT_TOOLS, GATEWAY_DIR
 from spark_contract.units import HOURS, UNITS_DIR, WATCH
 
 from spark_deploy.config.errors import SettingsError
@@ -47,6 +50,23 @@ class WatchTools(LineFact):
 class TailnetAddress(LineFact):
     def command(self) -> str:
         return "tailscale ip -4 2>/dev/null; true"
+
+
+class Gateways(HostFact[tuple[Gateway, ...]]):
+    """Documents of the host's gateways."""
+
+    default = tuple
+
+    def command(self) -> str:
+        return f"cat {GATEWAY_DIR}/*.json 2>/dev/null; true"
+
+    def process(self, output: Iterable[str]) -> tuple[Gateway, ...]:
+        text, gateways = "\n".join(output).strip(), []
+        while text:
+            data, end = json.JSONDecoder().raw_decode(text)
+            gateways.append(read(Gateway, data))
+            text = text[end:].lstrip()
+        return tuple(gateways)
 
 
 class GatewayCertificate(HostFact[tuple[bytes, bytes]]):
@@ -108,6 +128,24 @@ def replace_key(plan: GatewayPlan) -> Commands:
         fix = "run deploy.py for this host, which creates the key"
         fail(f"{host.name}: API key", message, fix)
     yield tool.command_line(tool.GATEWAY_NEW_KEY, plan.settings.service)
+
+
+@host_operation
+def set_named_keys(keys: dict[str, NamedKey] | None) -> Commands:
+    """Accept exactly these named keys; running answers finish."""
+    changed = yield from place_files(
+        [
+            ManagedFile(gateway.path, to_json(replace(gateway, keys=keys)).encode())
+            for gateway in read_fact(Gateways)
+        ]
+    )
+    report = read_fact(Status).report
+    for name, service in (report.services if report else {}).items():
+        if service.gateway.active == "active" and (changed or service.gateway.difference):
+            changed = True
+            yield tool.command_line(tool.GATEWAY_RELOAD, name)
+    if not changed:
+        host.noop("the gateways accept these keys")
 
 
 def _restart_outdated_watchdog(plan: GatewayPlan, release: str | None) -> Commands:

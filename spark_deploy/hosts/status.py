@@ -137,6 +137,14 @@ class HostStatus:
         state = self.service(service)
         return state.rollout if state else None
 
+    def usage(self) -> dict[str, status.KeyUsage]:
+        """Return the usage of each named API key, of all services together."""
+        totals: dict[str, status.KeyUsage] = {}
+        for service in self.report.services.values() if self.report else ():
+            for name, more in (service.gateway.usage or {}).items():
+                totals[name] = totals.get(name, status.KeyUsage()) + more
+        return totals
+
     def unknown_versions_message(self) -> str:
         """Describe the versions that the host could not read in time; "" if none."""
         names = ", ".join(self.report.versions_unknown) if self.report else ""

@@ -21,7 +21,8 @@ _SAME_IN_CLUSTER = (
 )  # fmt: skip
 # Clients of replicas depend on these settings, so they must be the same.
 _SAME_IN_REPLICAS = (
-    "model", "replicas", "serve.names", "serve.port", "serve.api_key", "serve.max_body_bytes",
+    "model", "replicas", "serve.names", "serve.port", "serve.api_key", "serve.keys",
+    "serve.max_body_bytes",
 )  # fmt: skip
 _LIST_IT = "list it in the same group of the inventory"
 _IN_GROUP_VARS = "set it once, in group_vars of their group"

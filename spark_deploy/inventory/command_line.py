@@ -15,7 +15,7 @@ import click
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.config.schema_errors import closest
 
-_WITHOUT_PLAN = {"rollback.py", "rotate_key.py", "unbootstrap.py", "uninstall.py"}
+_WITHOUT_PLAN = {"key.py", "rollback.py", "rotate_key.py", "unbootstrap.py", "uninstall.py"}
 
 
 def makes_plan(deploy: str) -> bool:

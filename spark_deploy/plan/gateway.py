@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spark_contract.documents import to_json
-from spark_contract.gateway import EXPOSURES, Gateway, Replicas, tls_paths
+from spark_contract.gateway import EXPOSURES, Gateway, NamedKey, Replicas, tls_paths
 from spark_contract.paths import API_KEY
 from spark_contract.release import service_of
 from spark_contract.units import MAIN_SERVICE
 
+from spark_deploy.config.documents import MIB
 from spark_deploy.config.errors import PlanError
+from spark_deploy.config.settings.service import ServeSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.types import GatewayPlan, ManagedFile, ServicePlan, TlsPlan
 
@@ -43,11 +45,24 @@ def gateway_plan(
             tls=None if serve.tls == "off" else tls_paths(service),
             replicas=_replicas(settings, host) if service == MAIN_SERVICE else None,
             on_request=on_request or None,
+            keys=named_keys(serve),
         ),
         address=address_of(settings, host),
         key=serve.api_key,
         tls=_tls(settings, host),
     )
+
+
+def named_keys(serve: ServeSettings) -> dict[str, NamedKey] | None:
+    return {
+        name: NamedKey(
+            sha256=key.sha256,
+            max_concurrent=key.max_concurrent,
+            max_requests_per_min=key.max_requests_per_min,
+            max_body_bytes=key.max_body_mib and key.max_body_mib * MIB,
+        )
+        for name, key in serve.keys.items()
+    } or None
 
 
 def route_by_name(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPlan:

@@ -83,8 +83,9 @@ def plan_host(request: Request) -> HostPlan:
 
 
 def base_plan(settings: Settings) -> types.BasePlan:
-    # nginx's JavaScript module chooses among several services.
-    packages = (*BASE_PACKAGES, *([types.NJS] if settings.services else ()))
+    # nginx's JavaScript module chooses among several services, and computes digests of keys.
+    needs_module = settings.services or settings.serve.keys
+    packages = (*BASE_PACKAGES, *([types.NJS] if needs_module else ()))
     return types.BasePlan(settings=settings.base, packages=packages, paths=settings.paths)
 
 

@@ -46,6 +46,16 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedKey:
+    """A person's API key, as its SHA-256; ``None``: only the limits of all keys."""
+
+    sha256: str
+    max_concurrent: int | None
+    max_requests_per_min: int | None
+    max_body_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Gateway:
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -65,6 +75,7 @@ class Gateway:
     names: dict[str, tuple[str, ...]] | None = field(default=None, metadata=OPTIONAL)
     # Services that a request starts -> seconds without requests until they stop; 0: no limit.
     on_request: dict[str, int] | None = field(default=None, metadata=OPTIONAL)
+    keys: dict[str, NamedKey] | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def unit(self) -> str:

@@ -163,6 +163,10 @@ class Paths:
     def gateway_settings(self, service: str) -> Path:
         return self.below(GATEWAY_DIR) / f"{service}.json"
 
+    def usage(self, service: str) -> Path:
+        """Return the usage of named API keys; next to it is the gateway's log."""
+        return self.state / "usage" / f"{service}.json"
+
     def gateway_run(self, service: str) -> Path:
         return self.root / "run/spark-gateway" / service
 

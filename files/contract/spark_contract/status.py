@@ -28,11 +28,36 @@ class ReleaseState:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyUsage:
+    """Requests that a key's limits admitted, and their bytes, headers included."""
+
+    requests: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+    def __add__(self, other: KeyUsage) -> KeyUsage:
+        return KeyUsage(
+            self.requests + other.requests,
+            self.received_bytes + other.received_bytes,
+            self.sent_bytes + other.sent_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    keys: dict[str, KeyUsage]
+    counted_bytes: int  # of the gateway's log
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayState:
     active: str
     enabled: bool
     key_problem: str | None
     difference: str | None
+    usage: dict[str, KeyUsage] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ def _stop(words: Words, paths: Paths) -> tuple[str, str, Host, float | None]:
 def daily(words: Words, paths: Paths) -> int:
     code: int = _call("watch.daily:main", words, paths)
     _call("jobs:remove_unused_tokens", paths)
+    _call("gateway.keys:fold_usage", paths)
     return code
 
 

@@ -28,7 +28,7 @@ from spark_host.check import checks, speed
 from spark_host.check.probe import CheckError, Probe
 from spark_host.engine import compile_cache, memory
 from spark_host.engine.client import Engine
-from spark_host.gateway import gateway, traffic
+from spark_host.gateway import gateway, keys, traffic
 from spark_host.records import boot, proof, versions
 from spark_host.rollout import record
 from spark_host.system import cluster, systemd
@@ -126,6 +126,7 @@ def _service(name: str, known: list[Release], units: _Units, host: Host) -> Serv
             enabled=gateway.boots(name, paths),
             key_problem=gateway.key_problem(name, paths) if active else None,
             difference=gateway.difference(name, paths),
+            usage=keys.read_usage(name, paths).keys or None,
         ),
         head=_head(serving, paths) if serving else None,
         rollout=_rollout([release.name for release in releases], units, host),

@@ -136,6 +136,26 @@ class RolloutSettings:
     """Host that changes first, by inventory name; null: the first host."""
 
 
+KEY_NAME = form(
+    "^[a-z][a-z0-9-]{0,30}$", "a name of at most 31 small letters, digits and dashes", "anna"
+)
+_SHA256 = form("^[0-9a-f]{64}$", "64 hexadecimal digits, as `spark-deploy key add` does", "0" * 64)
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class KeySettings:
+    """A named API key; its limits apply to each host and gateway port."""
+
+    sha256: str = Field(json_schema_extra=_SHA256, description="SHA-256 of the key.")
+    max_concurrent: int | None = Field(default=None, ge=1, le=1000)
+    """Requests at a time; null: no limit."""
+    max_requests_per_min: int | None = Field(default=None, ge=1, le=10000)
+    """Average requests a minute; the same number may come at once. null: no limit."""
+    max_body_mib: int | None = Field(default=None, ge=1, le=4096)
+    """Largest request body in MiB; bodies without Content-Length are rejected. null: as
+    serve.max_body_mib."""
+
+
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ServeSettings:
     """Names, gateway and time limits of the service."""
@@ -174,6 +194,11 @@ class ServeSettings:
     api_key: OwnSecret = Field(default_factory=SecretRef)
     """generate: the host makes a random key once and keeps it. Alternatively, where the
     controller reads it from: {env: NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}."""
+    keys: dict[str, KeySettings] = Field(
+        default_factory=dict, json_schema_extra={"propertyNames": KEY_NAME}
+    )
+    """More API keys by name, for people and programs. `spark-deploy key add NAME` creates a key,
+    prints it once and writes only its digest."""
     max_body_mib: int = Field(default=32, ge=1, le=4096)
     """Largest request body, in MiB; images travel in it as base64."""
     max_requests_per_s: int | None = Field(default=50, ge=1)
@@ -202,6 +227,9 @@ class ServeSettings:
                 f"{message}; TLS is for networks without encryption",
                 "set serve.expose: lan, or serve.tls: off",
             )
+        if len({key.sha256 for key in self.keys.values()}) < len(self.keys):
+            fix = "create a key for each name: spark-deploy key add NAME"
+            yield Violation(("keys",), "two names have the same key", fix)
         for key in ("tls_certificate", "tls_key"):
             if self.tls == "own-cert" and not getattr(self, key):
                 message = "is needed with tls: own-cert"

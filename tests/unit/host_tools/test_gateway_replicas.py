@@ -1,11 +1,12 @@
 import json
 import socket
 import threading
+import time
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from gateway_client import CHAT, OWN_KEY, QUESTION, free_port, running_gateway
+from gateway_client import CHAT, OWN_KEY, QUESTION, free_port, open_service, running_gateway
 from spark_host.gateway import traffic
 
 LOST = 0
@@ -46,11 +47,11 @@ class Replicas:
     def __init__(self, client, other, port):
         self.client, self.other, self.port = client, other, port
 
-    def ask(self, key=OWN_KEY):
-        return self.client.ask(CHAT, QUESTION, key=key, port=self.port)
+    def ask(self, key=OWN_KEY, **headers):
+        return self.client.ask(CHAT, QUESTION, key=key, port=self.port, **headers)
 
-    def answering_hosts(self, requests):
-        answers = [self.ask() for _ in range(requests)]
+    def answering_hosts(self, requests, **headers):
+        answers = [self.ask(**headers) for _ in range(requests)]
         assert {status for status, _ in answers} == {200}
         return ["other" if b"the other" in text else "own" for _, text in answers]
 
@@ -75,6 +76,30 @@ def replicas(nginx_host):
 def test_balances_requests_and_forwards_the_key(replicas):
     assert set(replicas.answering_hosts(6)) == {"own", "other"}
     assert set(replicas.other.requests) == {f"{CHAT} Bearer {replicas.client.key}"}
+
+
+CONVERSATION_HEADERS = (
+    "X_Session_Id", "x_session_affinity", "X_Conversation_Id", "X_Claude_Code_Session_Id",
+    "X_OpenWebUI_Chat_Id",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("header", CONVERSATION_HEADERS)
+def test_requests_of_a_conversation_go_to_a_single_host(replicas, header):
+    hosts = [set(replicas.answering_hosts(3, **{header: f"chat-{n}"})) for n in range(12)]
+    assert {len(names) for names in hosts} == {1}
+    assert set.union(*hosts) == {"own", "other"}
+
+
+def test_a_conversation_moves_while_its_host_is_closed_and_then_returns(replicas):
+    chats = [f"chat-{n}" for n in range(12)]
+    home = {chat: replicas.answering_hosts(1, X_Session_Id=chat) for chat in chats}
+    replicas.close_own()
+    for chat in chats:
+        assert replicas.answering_hosts(2, X_Session_Id=chat) == ["other"] * 2
+    open_service(replicas.client.host, "main")
+    time.sleep(2.1)  # until nginx tries the host again
+    assert {chat: replicas.answering_hosts(1, X_Session_Id=chat) for chat in chats} == home
 
 
 def test_prefers_the_least_busy_host(replicas):

@@ -4,13 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from spark_contract.gateway import Gateway, tls_paths
+from spark_contract.documents import to_json
+from spark_contract.gateway import Gateway, NamedKey, tls_paths
 
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.secrets import GENERATED, SecretRef
 from spark_deploy.hosts import gateway
 from spark_deploy.hosts.gateway import (
     GatewayCertificate,
+    Gateways,
     RejectedCalendar,
     TailnetAddress,
     Timers,
@@ -129,6 +131,38 @@ def test_refuses_an_unusable_key_without_showing_it(tmp_path):
     with pytest.raises(SettingsError, match=r"serve\.api_key") as raised:
         configure(host_with(), with_key(tmp_path, "blank in it 0123456789"))
     assert "blank" not in str(raised.value)
+
+
+KEYS = {"anna": NamedKey("0" * 64, 4, None, None)}
+
+
+@pytest.mark.parametrize(
+    ("before", "active", "difference", "puts", "reloads"),
+    [
+        (None, True, None, True, True), (None, False, None, True, False),
+        (KEYS, True, None, False, False),
+        (KEYS, True, "changed settings", False, True),  # killed before the reload
+    ],
+)  # fmt: skip
+def test_named_keys_change_only_the_keys_and_reload_running_gateways(
+    before, active, difference, puts, reloads
+):
+    deployed = replace(PLAN.settings, expose="lan", keys=before)
+    file = ManagedFile(deployed.path, to_json(deployed).encode())
+    host = host_with(file, active=active, difference=difference)
+    host.facts["Gateways"] = Gateways().process(file.content.decode().splitlines())
+    with on(host, True):
+        commands = list(gateway.set_named_keys._inner(KEYS))
+    sent = [unpack_sent(command) for command in commands[: int(puts)]]
+    assert sent == [[to_json(replace(deployed, keys=KEYS)).encode()]] * puts
+    assert list(map(str, commands[int(puts) :])) == [RELOAD] * reloads
+
+
+def test_fact_reads_every_gateway_of_a_host():
+    documents = [PLAN.settings, replace(PLAN.settings, service="embed", keys=KEYS)]
+    output = "".join(map(to_json, documents))
+    assert Gateways().process(output.splitlines()) == tuple(documents)
+    assert Gateways().process([]) == ()
 
 
 def test_own_certificate_is_sent_with_a_private_key(tmp_path):

@@ -52,7 +52,7 @@ _TOOL = re.compile(
 _CONFIG = (RELEASES_DIR, GATEWAY_DIR, API_KEY, SHARE_SETTINGS, SHARE_KEY)
 _RECORDS = frozenset(
     ["jobs", "proofs", "receipts", "switch", "requests", "rollback", "good", "stopped", "events",
-     "answers", "caches", "daily.json"]
+     "answers", "caches", "daily.json", "usage"]
 )  # fmt: skip
 _BASELINE = "note"  # the kind of the baseline, which is removed last
 _MANAGED = "Managed by dgx-spark-deploy"

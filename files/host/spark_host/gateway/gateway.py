@@ -18,7 +18,7 @@ from spark_contract.paths import Paths
 from spark_contract.release import Release
 from spark_contract.tool import MAKE_USERS
 
-from spark_host.gateway import listeners, nginx
+from spark_host.gateway import keys, listeners, nginx
 from spark_host.system import systemd
 from spark_host.system.host import load_gateway, locked
 from spark_host.system.programs import run_program
@@ -193,6 +193,8 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
     """Write the configuration if nginx accepts it; return the folder."""
     folder = paths.gateway_run(settings.service)
     body_folder = paths.gateway_bodies(settings.service)
+    if settings.keys:
+        paths.usage(settings.service).parent.mkdir(0o700, parents=True, exist_ok=True)
     for path in (folder, body_folder.parent, body_folder):
         path.mkdir(parents=True, exist_ok=True)
         # Workers must traverse it.
@@ -220,7 +222,11 @@ def is_current(settings: Gateway, paths: Paths) -> bool:
 
 def _rendered(settings: Gateway, paths: Paths) -> dict[Path, str]:
     folder = paths.gateway_run(settings.service)
-    texts = {folder / "keys.conf": nginx.keys_text(read_key(settings, paths))}
+    named = keys.config_text(settings, paths)
+    key_maps = nginx.keys_text(read_key(settings, paths), keys.DEFAULT if named else "0")
+    texts = {folder / "keys.conf": key_maps + named}
+    if named:
+        texts[folder / keys.SCRIPT] = keys.script_text(settings)
     if settings.names:
         texts[folder / nginx.SCRIPT] = nginx.script_text(settings, paths)
     return texts | {folder / "nginx.conf": nginx.config_text(settings, paths)}

@@ -92,6 +92,7 @@ def _routes(settings: Gateway, paths: Paths) -> str:
                 route.location,
                 f"if ($request_method !~ ^({route.method})$) {{ rewrite ^ /refused/method last; }}",
                 "if ($spark_key = 0) { rewrite ^ /refused/key last; }",
+                *_refuse_large_bodies(settings),
                 *(lines or _forward(route, service, settings, paths)),
             )
         )
@@ -140,6 +141,12 @@ def _refuse_if_closed(service: str, paths: Paths) -> str:
     return f"if (!-f {paths.traffic(service)}) {{ rewrite ^ /refused/closed last; }}"
 
 
+def _refuse_large_bodies(settings: Gateway) -> tuple[str, ...]:
+    """Return the directive for named keys, which may have a smaller limit."""
+    line = "if ($spark_body_too_large) { rewrite ^ /refused/body last; }"
+    return (line,) if settings.keys else ()
+
+
 def _location(match: str, *lines: str) -> str:
     body = "".join(f"            {line}\n" for line in lines)
     return f"location {match} {{\n{body}        }}"
@@ -172,11 +179,11 @@ def quoted(path: Path, suffix: str = "") -> str:
     return f'"{path}{suffix}"'
 
 
-def keys_text(key: str) -> str:
+def keys_text(key: str, default: str = "0") -> str:
     """Return nginx maps that set ``$spark_key`` to 1 for the right key, case included."""
     escaped = re.sub(r"([.+/=~-])", r"\\\1", key)
     return (
-        f'map $http_x_api_key $spark_header_key {{ default 0; "~^{escaped}$" 1; }}\n'
+        f'map $http_x_api_key $spark_header_key {{ default {default}; "~^{escaped}$" 1; }}\n'
         "map $http_authorization $spark_key "
         f'{{ default $spark_header_key; "~^[Bb]earer +{escaped}$" 1; }}\n'
     )
@@ -190,7 +197,7 @@ def config_text(settings: Gateway, paths: Paths) -> str:
     run = paths.gateway_run(settings.service)
     named = settings.names or {}
     listening = listeners.wanted(settings).listeners
-    balancer, client, balancer_socket = _replicas(settings, listening, paths)
+    balancer, balancer_socket = _replicas(settings, listening, paths)
     upstreams = (
         f"upstream {_upstream(service, settings)} {{\n"
         f"        server unix:{paths.engine_socket(service)} max_fails=0;\n"
@@ -203,7 +210,8 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         for service in settings.on_request or ()
     )
     module = paths.root / _MODULE
-    if named and not module.is_file():
+    needs_module = named or settings.keys
+    if needs_module and not module.is_file():
         fix = "run the deploy again, or apt-get install libnginx-mod-http-js"
         raise HostToolError("nginx's JavaScript", f"{module} is missing", fix)
     values = {
@@ -218,10 +226,10 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         "LISTEN": "\n        ".join([*map(_listen, listening), *balancer_socket]),
         "TLS": _tls(settings, paths),
         "OPEN_ONLY": _refuse_if_closed(settings.service, paths),
-        "MODULE": f"load_module {module};" if named else "",
+        "MODULE": f"load_module {module};" if needs_module else "",
         "BY_NAME": f"js_import names from {run / SCRIPT};" if named else "",
         "ROUTES": _routes(settings, paths),
-        "LIMITS": _limits(settings, client),
+        "LIMITS": _limits(settings),
         "REPLICAS": balancer,
     }
     return fill("gateway.conf", values)
@@ -245,11 +253,16 @@ def script_text(settings: Gateway, paths: Paths) -> str:
     return "".join(lines) + fill(SCRIPT, {})
 
 
-def _limits(settings: Gateway, client: str) -> str:
+def client_of(settings: Gateway) -> str:
+    return "$spark_client" if settings.replicas else "$binary_remote_addr"
+
+
+def _limits(settings: Gateway) -> str:
     """Return limits per address; requests without a valid key count in zones of their own.
 
     Clients behind a router share an address: without a key they must not use up the limit.
     """
+    client = client_of(settings)
     keyed, keyless = "$spark_keyed_client", "$spark_keyless_client"
     lines = [
         f'map $spark_key {keyed} {{ 1 {client}; default ""; }}',
@@ -293,14 +306,14 @@ def _tls(settings: Gateway, paths: Paths) -> str:
 
 def _replicas(
     settings: Gateway, listening: tuple[Listener, ...], paths: Paths
-) -> tuple[str, str, list[str]]:
-    """Return the balancer, the key of limits per client, and the directive for its own replica.
+) -> tuple[str, list[str]]:
+    """Return the balancer and the directive for its own replica.
 
     Replicas that cannot be resolved are left out. Health checks are not needed: a host without a
     proven engine answers 503, and nginx tries the next host.
     """
     if settings.replicas is None:
-        return "", "$binary_remote_addr", []
+        return "", []
     own_socket = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
     others = [resolved for name in settings.replicas.others if (resolved := _resolve(name))]
     servers = [own_socket, *(f"{address}:{port}" for address, port in others)]
@@ -314,9 +327,10 @@ def _replicas(
         ),
         "LISTEN": "\n    ".join(f"listen {listener} reuseport;" for listener in ports),
         "TRIES": str(len(servers)),
+        "BODY_LIMIT": "".join(_refuse_large_bodies(settings)),
     }
     text = fill("replicas.conf", values)
-    return "\n\n" + text.rstrip(), "$spark_client", [f"listen {own_socket};"]
+    return "\n\n" + text.rstrip(), [f"listen {own_socket};"]
 
 
 def _resolve(name: str) -> tuple[str, str] | None:

@@ -1,0 +1,105 @@
+"""Named API keys: nginx maps and limits, and the usage of each key.
+
+nginx logs a line per request; the lines are added to totals daily. A power cut can lose lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from spark_contract.gateway import Gateway, NamedKey
+from spark_contract.paths import Paths
+from spark_contract.status import KeyUsage, Usage
+
+from spark_host.gateway import nginx
+from spark_host.system.host import read_document, write_document
+
+DEFAULT = "$spark_is_named"  # whether a request without the unnamed key is allowed
+SCRIPT = "keys.js"
+_FORM = "sk-[A-Za-z0-9_-]{43}"
+_LINE = re.compile(rb"(\S+) (\d+) (\d+)\n")
+_UNNAMED = "api_key"  # no name of a key: they have no underscore
+
+
+def config_text(settings: Gateway, paths: Paths) -> str:
+    """Return maps, limits and log of the named keys; "" if there are none."""
+    keys = settings.keys or {}
+    if not keys:
+        return ""
+    values = {
+        "SCRIPT": str(paths.gateway_run(settings.service) / SCRIPT),
+        "FORM": _FORM,
+        "DIGESTS": "\n    ".join(f"{key.sha256} {name};" for name, key in keys.items()),
+        "BODY_LIMITED": " ".join(
+            f'"~^{name}$" $spark_exceeds_body_limit;'
+            for name, key in keys.items()
+            if key.max_body_bytes
+        ),
+        "UNNAMED": _UNNAMED,
+        "CLIENT": nginx.client_of(settings),
+        "LIMITS": "\n".join(_limits(keys)),
+        "LOG": str(_log(paths.usage(settings.service))),
+    }
+    return nginx.fill("named_keys.conf", values)
+
+
+def script_text(settings: Gateway) -> str:
+    limits = {name: key.max_body_bytes for name, key in (settings.keys or {}).items()}
+    return f"const BODY_LIMITS = {json.dumps(limits)};\n{nginx.fill(SCRIPT, {})}"
+
+
+def _limits(keys: dict[str, NamedKey]) -> Iterator[str]:
+    """Yield a zone for each number, because a reload cannot change the rate of a zone."""
+    for number, users in _users_by_limit(keys, "max_concurrent"):
+        zone = f"concurrent_{number}"
+        yield f'map $spark_counted_user $spark_{zone} {{ default ""; {users} }}'
+        yield f"limit_conn_zone $spark_{zone} zone={zone}:1m;\nlimit_conn {zone} {number};"
+    for number, users in _users_by_limit(keys, "max_requests_per_min"):
+        zone = f"per_min_{number}"
+        yield f'map $spark_counted_user $spark_{zone} {{ default ""; {users} }}'
+        yield f"limit_req_zone $spark_{zone} zone={zone}:1m rate={number}r/m;"
+        yield f"limit_req zone={zone} burst={number} nodelay;"
+
+
+def _users_by_limit(keys: dict[str, NamedKey], field: str) -> Iterator[tuple[int, str]]:
+    limits = {name: getattr(key, field) for name, key in keys.items()}
+    for number in sorted({*limits.values()} - {None}):
+        yield number, " ".join(f'"~^{name}$" {name};' for name in limits if limits[name] == number)
+
+
+def read_usage(service: str, paths: Paths) -> Usage:
+    """Return the totals and the lines of the log that are not in them yet."""
+    path = paths.usage(service)
+    usage = read_document(Usage, path) or Usage({}, 0)
+    if not _log(path).exists():
+        return usage
+    keys, counted = dict(usage.keys), usage.counted_bytes
+    with _log(path).open("rb") as log:
+        # It is shorter if `fold_usage` was killed after it emptied the log.
+        counted = log.seek(counted if counted <= os.fstat(log.fileno()).st_size else 0)
+        for line in log:
+            if not line.endswith(b"\n"):  # nginx writes it now
+                break
+            counted += len(line)
+            if match := _LINE.fullmatch(line):  # after a power cut zeros are possible
+                name, received, sent = match[1].decode(), int(match[2]), int(match[3])
+                keys[name] = keys.get(name, KeyUsage()) + KeyUsage(1, received, sent)
+    return Usage(keys, counted)
+
+
+def fold_usage(paths: Paths) -> None:
+    """Add the logs to the totals and empty the logs."""
+    for log in paths.usage("").parent.glob("*.log"):
+        usage = read_usage(log.stem, paths)
+        write_document(paths.usage(log.stem), usage)
+        os.truncate(log, 0)
+        write_document(paths.usage(log.stem), replace(usage, counted_bytes=0))
+
+
+def _log(path: Path) -> Path:
+    return path.with_suffix(".log")

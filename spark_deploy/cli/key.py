@@ -1,0 +1,125 @@
+"""``spark-deploy key``: named API keys with limits."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import click
+from spark_contract.documents import to_plain
+
+from spark_deploy.cli.changes import confirm, deploy, print_command, pyinfra_command
+from spark_deploy.cli.console import Options, note, print_result, shared_options
+from spark_deploy.cli.hosts import Answer, query, read_status, select_hosts
+from spark_deploy.cli.settings import print_edits, remove_entry, write_values
+from spark_deploy.cli.status import usage_text
+from spark_deploy.config.errors import SparkError
+from spark_deploy.hosts.status import HostStatus
+
+_ACTIONS = ("add", "revoke", "list")
+_KEYS = "serve.keys"
+_limit = functools.partial(click.option, type=click.IntRange(min=1), metavar="N")
+
+
+@click.command
+@click.argument("action", type=click.Choice(_ACTIONS), metavar="|".join(_ACTIONS))
+@click.argument("name", metavar="[NAME]", required=False, default="")
+@_limit("--concurrent", "max_concurrent", help="Requests at a time.")
+@_limit("--per-minute", "max_requests_per_min", help="Average requests a minute.")
+@_limit("--body-mib", "max_body_mib", help="Largest request body in MiB.")
+@shared_options(changes=True)
+def key(options: Options, action: str, name: str, **limits: int | None) -> int:
+    if action == "list":
+        return _print_keys(replace(options, limit=[*options.limit, *[name] * bool(name)]))
+    if not name:
+        raise SparkError.one(
+            f"key {action}", "no name given", f"write for example: key {action} anna"
+        )
+    if action == "add":
+        return _add(options, name, {k: value for k, value in limits.items() if value is not None})
+    return _revoke(options, name)
+
+
+def _add(options: Options, name: str, limits: dict[str, int]) -> int:
+    chosen = select_hosts(options, must_serve=False)
+    all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
+    if any(name in host.settings.settings.serve.keys for host in all_hosts):
+        fix = f"choose another name, or first: spark-deploy key revoke {name}"
+        raise SparkError.one(f"key {name}", "exists already", fix)
+    token = f"sk-{secrets.token_urlsafe(32)}"
+    values = {f"{_KEYS}.{name}": {"sha256": sha256(token.encode()).hexdigest(), **limits}}
+    write = functools.partial(write_values, chosen, all_hosts, values, shown=f"key add {name}")
+    edits = write(dry=True)
+    if options.dry:
+        print_edits(options, edits, [host.name for host in chosen])
+        return 0
+    confirm(options.yes, f"{', '.join(host.name for host in chosen)}: accept a new key {name}?")
+    write(dry=False)
+    note(f"the key of {name}, shown only now:")
+    print_result(options, {"name": name, "key": token}, [[token]])
+    return _apply(options)
+
+
+def _revoke(options: Options, name: str) -> int:
+    if options.limit or options.exclude:
+        raise SparkError.one("key revoke", "applies to all hosts", "leave out the hosts")
+    hosts = select_hosts(options, must_serve=False)
+    root = hosts[0].settings.root
+    if not (files := remove_entry(root, _KEYS, name, dry=True)):
+        known = sorted({key for host in hosts for key in host.settings.settings.serve.keys})
+        fix = f"name one of: {', '.join(known)}" if known else "`spark-deploy key list` lists keys"
+        raise SparkError.one(f"key revoke {name}", "no settings file has this key", fix)
+    for file in files:
+        note(f"{file}: removes {_KEYS}.{name}")
+    if options.dry:
+        note("no changes made")
+        return 0
+    confirm(
+        options.yes, f"{', '.join(host.name for host in hosts)}: reject the key {name} at once?"
+    )
+    remove_entry(root, _KEYS, name, dry=False)
+    return _apply(options)
+
+
+def _apply(options: Options) -> int:
+    """Deploy the named keys of the changed settings; only the key goes to standard output."""
+    hosts = select_hosts(options, must_serve=False)
+    print_command(pyinfra_command("key", options, [host.name for host in hosts], ["-y"]))
+    code = deploy("key", hosts, replace(options, json=True))
+    if code:
+        note("hosts that failed keep their former keys: repair them, then run spark-deploy up")
+    return code
+
+
+def _print_keys(options: Options) -> int:
+    answers = query(select_hosts(options, must_serve=False), read_status)
+    data = [{**answer.data(), "keys": _keys(answer)} for answer in answers]
+    print_result(options, data, map(_lines, data), between="\n")
+    return 0 if all(answer.value for answer in answers) else 1
+
+
+def _keys(answer: Answer[HostStatus]) -> dict[str, Any]:
+    usage = answer.value.usage() if answer.value else {}
+    keys = answer.host.settings.settings.serve.keys
+    return {
+        name: {**to_plain(key), "usage": to_plain(usage.get(name))} for name, key in keys.items()
+    }
+
+
+def _lines(host: dict[str, Any]) -> Iterator[str]:
+    yield f"{host['host']}: {host['problem'] or ('named keys' if host['keys'] else 'no named key')}"
+    for name, key in host["keys"].items():
+        limits = [f"{key[field]} {unit}" for field, unit in _UNITS.items() if key[field]]
+        used = usage_text(key["usage"]) if key["usage"] else "not used"
+        yield f"  {name:<12} {', '.join(limits) or 'no limits'}; {used}"
+
+
+_UNITS = {
+    "max_concurrent": "at a time",
+    "max_requests_per_min": "a minute",
+    "max_body_mib": "MiB a body",
+}

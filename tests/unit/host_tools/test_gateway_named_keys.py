@@ -1,0 +1,185 @@
+import json
+import os
+import time
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from gateway_client import (
+    CHAT,
+    NAMES,
+    QUESTION,
+    free_port,
+    recording_gateway,
+    running_gateway,
+)
+from spark_host.gateway import gateway, keys
+from test_gateway_limits import answered, connect, request
+
+ANNA, BOB = (f"sk-{name * 8}-{'x' * 10}"[:46].ljust(46, "y") for name in ("anna", "bob_"))
+MODELS = "/v1/models"
+
+
+def key(token, **limits):
+    unlimited = dict.fromkeys(("max_concurrent", "max_requests_per_min", "max_body_bytes"))
+    return {"sha256": sha256(token.encode()).hexdigest(), **unlimited, **limits}
+
+
+def two_keys(**limits_of_anna):
+    return {"anna": key(ANNA, **limits_of_anna), "bob": key(BOB)}
+
+
+def usage(host, service="main"):
+    time.sleep(0.1)  # nginx logs after the answer
+    counts = keys.read_usage(service, host.paths).keys
+    return {name: count.requests for name, count in counts.items()}
+
+
+def test_accepts_named_keys_in_both_headers_next_to_the_unnamed_key(js_host):
+    with recording_gateway(js_host, keys=two_keys()) as client:
+        for token in (ANNA, BOB):
+            assert client.status(CHAT, QUESTION, key=token) == 200
+            assert client.status(CHAT, QUESTION, key=None, x_api_key=token) == 200
+        assert client.status(CHAT, QUESTION) == 200
+        digest = sha256(ANNA.encode()).hexdigest()
+        for wrong in (ANNA[:-1], f"{ANNA}x", ANNA.swapcase(), f"sk-{'z' * 43}", digest, "anna", ""):
+            assert client.status(CHAT, QUESTION, key=wrong) == 401
+            assert client.status(CHAT, QUESTION, key=None, x_api_key=wrong) == 401
+
+
+def test_named_keys_work_on_a_host_with_several_services(js_host):
+    with recording_gateway(js_host, tuple(NAMES), names=NAMES, keys=two_keys()) as client:
+        for model, service in (("embedder", "embed"), ("main-model", "main")):
+            assert client.status(CHAT, {"model": model}, key=ANNA) == 200
+            assert client.received() == {service: [CHAT]}
+        assert client.status(CHAT, {"model": "embedder"}, key="wrong") == 401
+        assert usage(js_host) == {"anna": 2}
+
+
+def test_no_file_contains_a_named_key_and_only_root_reads_the_usage(js_host):
+    with running_gateway(js_host, keys=two_keys()) as client:
+        assert client.status(CHAT, QUESTION, key=ANNA) == 200
+        assert client.status(CHAT, QUESTION, key=f"sk-{'z' * 43}") == 401
+        for path in js_host.paths.root.rglob("*"):
+            if path.is_file():
+                assert ANNA.encode() not in path.read_bytes(), path
+        assert ANNA not in Path(f"/proc/{client.process.pid}/cmdline").read_text()
+        assert js_host.paths.usage("main").parent.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.slow
+def test_a_revoked_key_is_rejected_and_its_running_answers_finish(js_host):
+    with running_gateway(js_host, keys=two_keys()) as client:
+        body = {**QUESTION, "stream": True, "messages": [
+            {"role": "user", "content": "Repeat exactly: " + "abcd" * 40}]}  # fmt: skip
+        answer = client.send(CHAT, body, key=ANNA)
+        assert answer.readline().startswith(b"data: ")
+        js_host.gateway(port=client.settings.port, keys={"bob": key(BOB)})
+        gateway.reload("main", js_host.paths)
+        assert client.status(CHAT, QUESTION, key=ANNA) == 401
+        assert client.status(CHAT, QUESTION, key=BOB) == 200
+        assert answer.read().rstrip().endswith(b"data: [DONE]")
+
+
+@pytest.mark.slow
+def test_limits_concurrent_requests_of_a_key_from_all_addresses(js_host):
+    with (
+        recording_gateway(js_host, keys=two_keys(max_concurrent=3)) as client,
+        ExitStack() as stack,
+    ):
+        client.engines["main"].may_answer.clear()
+        data = request(MODELS, ANNA, method="GET", length=0)
+        connections = [
+            stack.enter_context(connect(client, data, f"127.0.0.{number + 2}"))
+            for number in range(5)
+        ]
+        assert answered(connections) == [429] * 2
+        client.engines["main"].may_answer.set()
+        assert [client.status(MODELS, key=token) for token in (BOB, ANNA)] == [200, 200]
+
+
+def test_limits_requests_per_minute_of_a_key(js_host):
+    with recording_gateway(js_host, keys=two_keys(max_requests_per_min=4)) as client:
+        statuses = [client.status(MODELS, key=ANNA) for _ in range(8)]
+        assert statuses == [200] * 5 + [429] * 3
+        assert client.status(MODELS, key=BOB) == 200
+        assert client.status(MODELS) == 200
+        # A new limit applies at once: a zone cannot change its rate.
+        named = two_keys(max_requests_per_min=2)
+        js_host.gateway(port=client.settings.port, keys=named)
+        gateway.reload("main", js_host.paths)
+        assert [client.status(MODELS, key=ANNA) for _ in range(4)] == [200] * 3 + [429]
+
+
+def test_limits_the_body_of_a_key(js_host):
+    large = {"model": "main-model", "filler": "x" * 1000}
+    with recording_gateway(js_host, keys=two_keys(max_body_bytes=500)) as client:
+        assert client.status(CHAT, QUESTION, key=ANNA) == 200
+        status, text = client.ask(CHAT, large, key=ANNA)
+        assert (status, json.loads(text)["error"]["code"]) == (413, 413)
+        assert client.status(CHAT, iter([b"{}"]), key=ANNA) == 413  # unknown length
+        assert client.status(CHAT, large, key=BOB) == 200
+        assert client.status(CHAT, iter([b"{}"]), key=BOB) == 200
+
+
+def test_counts_admitted_requests_and_bytes_of_each_key(js_host):
+    with recording_gateway(js_host, keys=two_keys(max_requests_per_min=2)) as client:
+        for token in (ANNA, ANNA, ANNA, ANNA, BOB, "wrong", client.key):
+            client.status(CHAT, QUESTION, key=token)
+        assert usage(js_host) == {"anna": 3, "bob": 1, "api_key": 1}  # the fourth got 429
+        before = keys.read_usage("main", js_host.paths).keys
+        assert before["bob"].received_bytes > len(json.dumps(QUESTION))
+        assert before["bob"].sent_bytes > len(client.engines["main"].answer)
+        keys.fold_usage(js_host.paths)
+        assert keys.read_usage("main", js_host.paths).keys == before
+        client.status(CHAT, QUESTION, key=BOB)
+        assert usage(js_host) == {"anna": 3, "bob": 2, "api_key": 1}
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_killed_fold_counts_each_request_once(host, monkeypatch, step):
+    log = host.paths.usage("main").with_suffix(".log")
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"anna 100 1000\nbob 7 8\n\0\0\0\n")
+    steps = iter(range(1, 4))
+
+    def dying(run):
+        def call(*words):
+            if next(steps) == step:
+                raise Killed
+            run(*words)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "truncate", dying(os.truncate))
+        patch.setattr(keys, "write_document", dying(keys.write_document))
+        with pytest.raises(Killed):
+            keys.fold_usage(host.paths)
+    with log.open("ab") as lines:
+        lines.write(b"bob 1 1\n")
+    keys.fold_usage(host.paths)
+    assert log.read_bytes() == b""
+    assert usage(host) == {"anna": 1, "bob": 2}
+
+
+@pytest.mark.slow
+def test_a_balancer_counts_and_limits_a_request_once(js_host):
+    replicas = {"port": free_port(), "others": []}
+    named = two_keys(max_concurrent=2, max_requests_per_min=4, max_body_bytes=5000)
+    with recording_gateway(js_host, keys=named, replicas=replicas, max_body_bytes=9000) as client:
+        port = replicas["port"]
+        assert client.status(CHAT, {"x": "y" * 6000}, key=ANNA, port=port) == 413
+        statuses = [client.status(CHAT, QUESTION, key=ANNA, port=port) for _ in range(6)]
+        assert statuses == [200] * 4 + [429] * 2
+        assert usage(js_host) == {"anna": 5}
+        client.engines["main"].may_answer.clear()
+        data = request(MODELS, BOB, method="GET", length=0)
+        with connect(client, data, port=port) as first, connect(client, data, port=port) as second:
+            assert answered([first, second]) == []
+            client.engines["main"].may_answer.set()
