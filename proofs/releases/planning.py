@@ -54,7 +54,7 @@ def main() -> None:
 def make_lock(store: Path) -> Lock:
     for name in ("fp8", "bf16"):
         trees.publish_plain(store, name)
-    catalog = read_catalog(own=HERE)
+    catalog = read_catalog(user_dir=HERE)
     models = [catalog.model(f"tiny-{name}") for name in ("fp8", "bf16")]
     plain = [model for model in models if isinstance(model, PlainModel)]
     with running(store, store) as address:

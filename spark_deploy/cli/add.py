@@ -226,7 +226,7 @@ def _read_file(place: str) -> dict[str, Any] | None:
 
 
 def _engine(host: Target) -> Engine | None:
-    return host.catalog.engines.of_image(host.settings.settings.images["engine"])[1]
+    return host.catalog.engines.for_image(host.settings.settings.images["engine"])[1]
 
 
 def _of_repository(place: str, host: Target) -> Draft:
@@ -274,7 +274,7 @@ def draft_of(
 
 
 def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
-    family = families.of(anatomy.model_type, anatomy.repository)
+    family = families.find(anatomy.model_type, anatomy.repository)
     if family is None:
         name = anatomy.model_type or "no model_type"
         draft.open.append(f"parsers: unknown for {name}; tool calls and reasoning stay text")

@@ -115,7 +115,7 @@ def _refuse_existing(paths: Mapping[tuple[str, str], Path]) -> None:
 
 
 def _check(root: Path, pairs: list[tuple[str, str]]) -> None:
-    catalog = read_catalog(own=root)
+    catalog = read_catalog(user_dir=root)
     profiles = [name for kind, name in pairs if kind == "profiles"]
     for kind, model in pairs:
         if kind == "models":

@@ -259,7 +259,7 @@ def connection_of(
     service = chosen_services(host, service or MAIN_SERVICE)[0]
     settings = host.settings.settings
     if service != MAIN_SERVICE:
-        settings = settings.of_service(service)
+        settings = settings.service_settings(service)
     plan = gateway_plan(settings, host.name, service)
     if tailnet_address:
         plan = dataclasses.replace(plan, address=tailnet_address)

@@ -99,9 +99,9 @@ def name_completer(*kinds: str) -> Callable[..., list[str]]:
     def names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
         model, slash, _ = incomplete.partition("/")
         if slash and "models" in kinds:
-            known = [f"{model}/{name}" for name in catalog_names("profiles", own=Path.cwd())]
+            known = [f"{model}/{name}" for name in catalog_names("profiles", user_dir=Path.cwd())]
         else:
-            known = [name for kind in kinds for name in catalog_names(kind, own=Path.cwd())]
+            known = [name for kind in kinds for name in catalog_names(kind, user_dir=Path.cwd())]
         return [name for name in known if name.startswith(incomplete)]
 
     return names

@@ -56,7 +56,7 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
         root = CHECKOUT
     lock = read_lock(root / Settings().lock_file)
     own = None if root == CHECKOUT else root
-    catalog = read_catalog(own=own).with_anatomies(lock.anatomies)
+    catalog = read_catalog(user_dir=own).with_anatomies(lock.anatomies)
     listed = [
         describe(model, catalog, lock)
         for model in catalog.models.values()

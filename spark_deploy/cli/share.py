@@ -39,7 +39,7 @@ from spark_deploy.cli.hosts import (
     select_hosts,
 )
 from spark_deploy.config.catalog.load import read_file
-from spark_deploy.config.documents import CLOSED, convert, schema_of, typed
+from spark_deploy.config.documents import CLOSED, convert, schema_of, to_yaml_data
 from spark_deploy.config.errors import CatalogError, LockError, Problem
 from spark_deploy.config.printable import one_line
 from spark_deploy.config.schema_errors import dotted, problems_of
@@ -190,7 +190,7 @@ def _newest_proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
 
 def text_of(shared: Shared) -> str:
     """Return the file; refuse values that look like secrets."""
-    data = typed(shared, nulls=False)
+    data = to_yaml_data(shared, include_nulls=False)
     problems = [
         Problem(f"{shared.name}: {dotted(path)}", "looks like a secret", "remove it from the file")
         for path, value in _leaves(data, ())

@@ -13,7 +13,7 @@ from spark_deploy.cli.console import Options, note, shared_options
 from spark_deploy.cli.hosts import Target, build_plan, query_or_note, read_status, select_hosts
 from spark_deploy.config.catalog.anatomy import Anatomy, CountedCache
 from spark_deploy.config.catalog.model import PlainModel
-from spark_deploy.config.documents import typed
+from spark_deploy.config.documents import to_yaml_data
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.hosts.status import HostStatus
@@ -70,7 +70,7 @@ def lock_names(
             lock = verify_names_if_online(host.settings.settings, host.catalog, lock, note)
         _write(path, _with_host_values(lock, hosts) if with_host_values else lock)
     if options.json:
-        locks = {str(path): typed(read_lock(path), nulls=False) for path in by_path}
+        locks = {str(path): to_yaml_data(read_lock(path), include_nulls=False) for path in by_path}
         print(json.dumps(locks, indent=1))
     return int(is_missing)
 

@@ -1,6 +1,6 @@
-"""Paths of the checkout and of catalog files.
+"""Paths of the checkout, of catalog files and of the cache.
 
-An installed wheel carries the parts of the checkout that a deploy needs, in the same layout.
+An installed wheel contains the parts of the checkout that a deploy needs, in the same layout.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ import os
 import tempfile
 from pathlib import Path
 
-_CARRIED = Path(__file__).resolve().parent.parent / "_checkout"
-CHECKOUT = _CARRIED if _CARRIED.is_dir() else _CARRIED.parent.parent
+_PACKAGE = Path(__file__).resolve().parent.parent
+_IN_WHEEL = _PACKAGE / "_checkout"
+CHECKOUT = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
 
 
 def page(name: str) -> str:
-    """Return the reference page of a subject; a wheel has no pages."""
+    """Return the name of a reference page for messages; a wheel does not contain the pages."""
     return f"docs/reference/{name}.md of dgx-spark-deploy"
 
 
 def cache_folder() -> Path:
-    """Return the folder for logs and downloads of this machine, or a temporary one."""
+    """Return this machine's folder for logs and downloads; a temporary one if not writable."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spark-deploy"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,17 +31,19 @@ def cache_folder() -> Path:
 
 
 def catalog_names(
-    kind: str, *, checkout: Path = CHECKOUT, own: Path | None = None
+    kind: str, *, checkout: Path = CHECKOUT, user_dir: Path | None = None
 ) -> tuple[str, ...]:
-    """Return the names of ``catalog/<kind>``, sorted; ``kind`` is models or profiles."""
-    return tuple(catalog_files(kind, checkout=checkout, own=own))
+    """Return the sorted names in ``catalog/<kind>``; ``kind`` is models or profiles."""
+    return tuple(catalog_files(kind, checkout=checkout, user_dir=user_dir))
 
 
 def catalog_files(
-    kind: str, *, checkout: Path = CHECKOUT, own: Path | None = None
+    kind: str, *, checkout: Path = CHECKOUT, user_dir: Path | None = None
 ) -> dict[str, Path]:
-    """Return the file of each name; files in ``own``, the user's folder, win."""
-    folders = [checkout] if own is None or own.resolve() == checkout.resolve() else [checkout, own]
+    """Return the file of each name; files in ``user_dir`` replace shipped files."""
+    folders = [checkout]
+    if user_dir is not None and user_dir.resolve() != checkout.resolve():
+        folders.append(user_dir)
     files = {
         path.stem: path
         for folder in folders

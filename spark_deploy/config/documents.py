@@ -1,7 +1,7 @@
 """Documents that people write: pydantic dataclasses, their JSON schemas, and rules between keys.
 
-jsonschema checks data against the schema that pydantic writes (``schema_errors.problems_of``), then
-``convert`` builds the document and applies its rules.
+``schema_errors.problems_of`` checks data against pydantic's JSON schema; then ``convert`` builds
+the document and checks its rules.
 """
 
 from __future__ import annotations
@@ -44,24 +44,27 @@ Gib = Annotated[float, PlainSerializer(lambda size: int(size) if size == int(siz
 FromKey = Annotated[SkipJsonSchema[str], Field(exclude=True)]  # filled by ``name_entries``
 
 
-def form(pattern: str, description: str, example: str) -> JsonDict:
-    """Return the schema of a text: jsonschema checks the pattern, errors quote the description."""
+def text_schema(pattern: str, description: str, example: str) -> JsonDict:
+    """Return the JSON schema of a text; error messages quote the description and the example."""
     return {"pattern": pattern, "patternErrorMessage": f"write {description}, such as {example}"}
 
 
 def name_entries(field: str) -> BeforeValidator:
-    """Put the key of each entry of a mapping into this field; for use in ``Annotated``."""
+    """Return a validator that copies each key of a mapping into a field of its entry."""
 
     def add_key_as_field(entries: Any) -> Any:
         if not isinstance(entries, dict):
             return entries
-        return {k: {**v, field: k} if isinstance(v, dict) else v for k, v in entries.items()}
+        return {
+            key: {**entry, field: key} if isinstance(entry, dict) else entry
+            for key, entry in entries.items()
+        }
 
     return BeforeValidator(add_key_as_field)
 
 
 class Violation(NamedTuple):
-    """A broken rule between keys; ``set_by`` is another key that names the file."""
+    """A broken rule between keys; the file that sets ``set_by`` is reported, by default ``key``."""
 
     key: KeyPath
     what: str
@@ -70,10 +73,10 @@ class Violation(NamedTuple):
 
 
 def rules(find: Callable[[Any, Any], Iterator[Violation]]) -> AfterValidator:
-    """Return a validator, for ``Annotated``, that refuses a document with all broken rules.
+    """Return a validator for ``Annotated`` that reports all broken rules of a document.
 
     Args:
-        find: yields the broken rules of a document, given the context of ``convert``.
+        find: yields broken rules, given the document and the context of ``convert``.
     """
 
     def check(document: _T, info: ValidationInfo) -> _T:
@@ -92,8 +95,8 @@ def rules(find: Callable[[Any, Any], Iterator[Violation]]) -> AfterValidator:
     return AfterValidator(check)
 
 
-# For documents that know their own rules.
-OWN_RULES = rules(lambda document, _: document.violations())
+# For documents with a method ``violations``.
+CHECK_VIOLATIONS = rules(lambda document, _: document.violations())
 
 # Building an adapter takes milliseconds.
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
@@ -109,33 +112,34 @@ def convert(cls: type[_T], data: Any, context: Any = None) -> _T:
 
 
 def violations(error: ValidationError) -> Iterator[Violation]:
-    for each in error.errors(include_url=False):
-        context = each.get("ctx", {})
+    for details in error.errors(include_url=False):
+        context = details.get("ctx", {})
         fix = context.get("fix", "correct it")
-        yield Violation(each["loc"], each["msg"], fix, context.get("set_by"))
+        yield Violation(details["loc"], details["msg"], fix, context.get("set_by"))
 
 
-def typed(value: Any, *, nulls: bool = True) -> dict[str, Any]:
-    """Return a document as YAML data, with or without keys that are null."""
-    data = _adapter(type(value)).dump_python(value, mode="json", exclude_none=not nulls)
+def to_yaml_data(document: Any, *, include_nulls: bool = True) -> dict[str, Any]:
+    """Return a document as plain data for YAML."""
+    adapter = _adapter(type(document))
+    data = adapter.dump_python(document, mode="json", exclude_none=not include_nulls)
     return cast(dict[str, Any], data)
 
 
 def digest_of(value: Any) -> str:
-    """Return 64 hex digits that change exactly when the content of ``value`` does."""
+    """Return the sha256 of a value as canonical JSON."""
     text = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def schema_of(cls: type[Any], name: str) -> Schema:
-    """Return the JSON schema (2020-12) of a document, without references."""
+    """Return the JSON schema (2020-12) of a document class, without references."""
     raw = _adapter(cls).json_schema(schema_generator=_WithDocstrings)
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"{name}.schema.json"}
-    return {**head, **_tidy(raw, raw.pop("$defs", {}))}
+    return {**head, **_simplify(raw, raw.pop("$defs", {}))}
 
 
 class _WithDocstrings(GenerateJsonSchema):
-    """pydantic's schema; the text below a field in its source is the key's description."""
+    """Generates schemas in which the docstring below a field describes the key."""
 
     def dataclass_schema(self, schema: core_schema.DataclassSchema) -> Schema:
         result = super().dataclass_schema(schema)
@@ -144,14 +148,14 @@ class _WithDocstrings(GenerateJsonSchema):
         order = [name for name in schema["cls"].__dataclass_fields__ if name in declared]
         result["properties"] = {name: declared[name] for name in dict.fromkeys([*order, *declared])}
         for cls in schema["cls"].__mro__[:-1]:
-            for name, text in _texts_below_fields(cls).items():
+            for name, text in _field_docstrings(cls).items():
                 if name in result["properties"]:
                     result["properties"][name].setdefault("description", text)
         return result
 
 
 @functools.cache
-def _texts_below_fields(cls: type[Any]) -> dict[str, str]:
+def _field_docstrings(cls: type[Any]) -> dict[str, str]:
     [body] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     pairs = itertools.pairwise(body.body) if isinstance(body, ast.ClassDef) else ()
     return {
@@ -162,41 +166,46 @@ def _texts_below_fields(cls: type[Any]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _tidy(node: Schema, parts: Schema) -> Schema:
+def _simplify(node: Schema, definitions: Schema) -> Schema:
     """Simplify one level of pydantic's schema for error messages and editors."""
-    node = {**parts.get(node.get("$ref", "").rpartition("/")[2], {}), **node}
+    referenced = node.get("$ref", "").rpartition("/")[2]
+    node = {**definitions.get(referenced, {}), **node}
     node = {key: value for key, value in node.items() if key not in ("title", "$ref")}
     if node.get("default", 0) is None:
-        del node["default"]  # YAML editors would write it out
+        del node["default"]  # YAML editors would insert it
     if "description" in node:
         node["description"] = " ".join(node["description"].split())
     if "properties" in node:
-        node["properties"] = {k: _tidy(v, parts) for k, v in node["properties"].items()}
+        node["properties"] = {
+            key: _simplify(value, definitions) for key, value in node["properties"].items()
+        }
         node["additionalProperties"] = False
     for key in ("items", "additionalProperties"):
         if isinstance(node.get(key), dict):
-            node[key] = _tidy(node[key], parts)
+            node[key] = _simplify(node[key], definitions)
     if "anyOf" in node:
-        node = _merge_null([_tidy(part, parts) for part in node.pop("anyOf")], node)
+        node = _merge_null([_simplify(form, definitions) for form in node.pop("anyOf")], node)
     if "enum" in node or "const" in node:
         node.pop("type", None)
-    if "based_on" in node.get("properties", {}):  # the other file has the rest
+    if "based_on" in node.get("properties", {}):  # the other file has the required keys
         node |= {"if": {"required": ["based_on"]}, "then": True, "else": _take_required(node)}
     return node
 
 
-def _merge_null(parts: list[Schema], rest: Schema) -> Schema:
-    """Return ``X or null`` as a single level, so that errors are about X."""
-    others = [part for part in parts if part != {"type": "null"}]
-    if len(others) > 1 or "anyOf" in others[0]:
-        return {"anyOf": parts, **rest}
-    if "enum" in others[0]:
-        return {**others[0], "enum": [*others[0]["enum"], None], **rest}
-    return {**others[0], "type": [others[0]["type"], "null"], **rest}
+def _merge_null(forms: list[Schema], rest: Schema) -> Schema:
+    """Return ``X or null`` as one level, so that error messages are about X."""
+    form, *more = [form for form in forms if form != {"type": "null"}]
+    if more or "anyOf" in form:
+        return {"anyOf": forms, **rest}
+    if "enum" in form:
+        return {**form, "enum": [*form["enum"], None], **rest}
+    return {**form, "type": [form["type"], "null"], **rest}
 
 
 def _take_required(node: Schema) -> Schema:
-    """Remove required keys from a level and all below it; return them as a schema of their own."""
+    """Remove ``required`` from a schema, at all levels; return it as a separate schema."""
     taken: Schema = {"required": node.pop("required")} if "required" in node else {}
-    inner = {k: rest for k, v in node.get("properties", {}).items() if (rest := _take_required(v))}
-    return {**taken, **({"properties": inner} if inner else {})}
+    inner = {key: _take_required(value) for key, value in node.get("properties", {}).items()}
+    if inner := {key: value for key, value in inner.items() if value}:
+        taken["properties"] = inner
+    return taken

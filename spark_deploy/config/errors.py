@@ -1,6 +1,6 @@
-"""Every deliberate error of the project, in three parts: where, what, how to fix.
+"""Errors that users can cause; each problem has three parts: where, what is wrong, how to fix it.
 
-pyinfra prints subclasses of ``PyinfraError`` without a traceback, so all errors derive from it.
+All derive from ``PyinfraError``, which pyinfra prints without a traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _Error = TypeVar("_Error", bound="SparkError")
 
 
 class SparkError(PyinfraError):
-    """Base of every error a user can cause; carries all problems found at once."""
+    """Base class; an error carries all problems that were found."""
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = tuple(problems)
@@ -27,19 +27,19 @@ class SparkError(PyinfraError):
 
 
 class SettingsError(SparkError):
-    """Settings (group_vars, host_vars, --data, --limit) cannot be used as they are."""
+    """Invalid settings in group_vars, host_vars or on the command line."""
 
 
 class CatalogError(SparkError):
-    """A catalog file is malformed or missing."""
+    """A catalog file is invalid or missing."""
 
 
 class LockError(SparkError):
-    """A name is not locked, cannot be locked, or the lock contradicts the hub."""
+    """A name is not locked or cannot be locked, or the lock contradicts the hub."""
 
 
 class PlanError(SparkError):
-    """Valid settings that cannot work together (397B on one host, memory that does not fit)."""
+    """Valid settings that do not work together, such as a model that exceeds the memory."""
 
 
 def unreachable(

@@ -1,13 +1,13 @@
-"""Make text from hosts and hubs safe for a terminal: no control or invisible characters."""
+"""Replace control and invisible characters in text from hosts and hubs."""
 
 from __future__ import annotations
 
 import re
 
-# Control characters except tab, and changes of the writing direction.
+# Control characters except tab, and characters that change the writing direction.
 _INVISIBLE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
 _IN_TEXT = re.compile(f"[{_INVISIBLE}]")
-# JSON escapes of these characters: an even number of backslashes, then the escape.
+# JSON escapes of these characters, after an even number of backslashes.
 _IN_JSON = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(?:u(?:00(?:[01][0-9a-f]|7f|[89][0-9a-f])|20(?:0[ef]|2[89a-e]|6[6-9])|"
     r"feff)|[bfr])",
@@ -17,15 +17,15 @@ _TAB_OR_NEWLINE = re.compile(r"u000[9a]", re.IGNORECASE)
 
 
 def printable(text: str) -> str:
-    """Return a text with U+FFFD for each control or invisible character."""
+    """Replace each control or invisible character with U+FFFD."""
     return _IN_TEXT.sub("\ufffd", text)
 
 
 def one_line(text: object) -> str:
     """Return the first line of untrusted text without control characters."""
     line = printable((str(text).strip().splitlines() or ["no reason given"])[0])[:300]
-    # Unassigned letters as well.
-    return "".join(sign if sign.isprintable() else "\ufffd" for sign in line)
+    # This also replaces unassigned characters.
+    return "".join(char if char.isprintable() else "\ufffd" for char in line)
 
 
 def without_errno(reason: str) -> str:

@@ -1,4 +1,4 @@
-"""Report every mistake in plain data: where, what is wrong, how to fix it."""
+"""Report all mistakes in plain data: where, what is wrong, how to fix it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _TYPES = {
     "object": "a mapping",
     "null": "null",
 }
-MAX_VALUES = 200_000  # nested aliases make billions from a few lines
-_MAX_LEVELS = 32  # far below the interpreter's limit
-# Above it a float misses whole numbers, and a size in bytes may overflow.
+MAX_VALUES = 200_000  # a few lines with nested aliases can contain billions
+_MAX_LEVELS = 32  # far below the interpreter's recursion limit
+# Larger floats are no longer exact, and larger sizes in bytes overflow.
 _LIMITS = {float: 2**53, int: 2**63}
 _URL = re.compile(r'://[^\s"]*')
 
@@ -37,7 +37,7 @@ def problems_of(
     where: Callable[[KeyPath], str],
     renamed: Mapping[str, str] | None = None,
 ) -> Iterator[Problem]:
-    """Yield every mistake of ``data``.
+    """Yield all mistakes in ``data``.
 
     Args:
         data: plain data of a file.
@@ -45,27 +45,32 @@ def problems_of(
         where: returns the file that set a key path.
         renamed: fixes for renamed keys.
     """
+
+    def place(path: KeyPath) -> str:
+        return f"{where(path)}: {dotted(path)}" if path else where(path)
+
     if unusable := list(unusable_values(data)):
-        yield from (Problem(f"{where(path)}: {dotted(path)}", *text) for path, *text in unusable)
+        for path, message, fix in unusable:
+            yield Problem(f"{where(path)}: {dotted(path)}", message, fix)
         return
     errors = _Validator(schema).iter_errors(data)
-    for error in sorted(errors, key=lambda e: dotted(tuple(e.absolute_path))):
+    for error in sorted(errors, key=lambda error: dotted(tuple(error.absolute_path))):
         path = tuple(error.absolute_path)
         if error.validator == "additionalProperties" and isinstance(error.schema, dict):
             for key in sorted(set(error.instance) - set(error.schema.get("properties", {}))):
                 unknown = (*path, str(key))
                 fix = (renamed or {}).get(key) or _suggest_key(unknown, error.schema, schema)
-                yield Problem(f"{where(unknown)}: {dotted(unknown)}", "unknown key", fix)
+                yield Problem(place(unknown), "unknown key", fix)
         else:
-            place = f"{where(path)}: {dotted(path)}" if path else where(path)
-            about = str(error.schema.get("description", "")) if error.schema else ""
-            yield Problem(place, _message(error), f"{_fix(error)}. {about}".removesuffix(". "))
+            description = str(error.schema.get("description", "")) if error.schema else ""
+            fix = f"{_fix(error)}. {description}".removesuffix(". ")
+            yield Problem(place(path), _message(error), fix)
 
 
 def _matches(
     validator: Any, pattern: str, instance: Any, schema: Schema
 ) -> Iterator[jsonschema.ValidationError]:
-    """Match as JSON schema means it: ``$`` is the end of the text, not before its last newline."""
+    """Match patterns as JSON schema defines: ``$`` is the very end, not before a last newline."""
     whole = re.sub(r"(?<!\\)\$", r"\\Z", pattern)
     if isinstance(instance, str) and not re.search(whole, instance):
         yield jsonschema.ValidationError(f"{instance!r} does not have the required form")
@@ -96,20 +101,21 @@ def _all_keys(schema: Schema, prefix: str = "") -> Iterator[str]:
 
 
 def _without_login(url: re.Match[str]) -> str:
-    """Return a URL without its login, up to the last @: a password may hold any other character."""
+    """Return a URL without everything up to its last @: a password may contain any character."""
     _, at, rest = url[0].rpartition("@")
     return f"://...@{rest}" if at else url[0]
 
 
 def _message(error: jsonschema.ValidationError) -> str:
     value = json.dumps(error.instance, default=str, ensure_ascii=False)
-    value = _URL.sub(_without_login, value)  # messages end up in issues and logs
+    value = _URL.sub(_without_login, value)  # people paste messages into issues
     value = value if len(value) <= 60 else value[:57] + "..."
     limit: Any = error.validator_value
     if error.validator == "type":
         return f"{value} is not {_in_words(limit)}"
     if error.validator == "enum":
-        return f"{value} is not one of {', '.join('null' if x is None else str(x) for x in limit)}"
+        accepted = ", ".join("null" if item is None else str(item) for item in limit)
+        return f"{value} is not one of {accepted}"
     if error.validator in ("oneOf", "anyOf"):
         return f"{value} has none of the accepted forms"
     # jsonschema's message begins with the whole value.
@@ -152,10 +158,11 @@ def _in_words(types: str | list[str]) -> str:
 
 
 def _limits(schema: Schema) -> str:
-    least, most = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
-    if least is not None and most is not None:
-        return f" from {least} to {most}"
-    return f" of {least} or more" if least is not None else ""
+    minimum = schema.get("minimum", schema.get("exclusiveMinimum"))
+    maximum = schema.get("maximum")
+    if minimum is None:
+        return ""
+    return f" of {minimum} or more" if maximum is None else f" from {minimum} to {maximum}"
 
 
 def _example(schema: Schema) -> str:
@@ -164,7 +171,7 @@ def _example(schema: Schema) -> str:
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """Return a key path in one line: ``serve.names[0]``."""
+    """Return a key path as text, such as ``serve.names[0]``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{part}"
@@ -172,7 +179,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, str]]:
-    """Yield (where, what, fix) for each value that is not JSON, or too large, deep or many."""
+    """Yield (path, message, fix) for values that are not JSON, too large, too deep or too many."""
     if not path and _has_too_many(data):
         yield (), f"has more than {MAX_VALUES} values", "write fewer values, without nested aliases"
     elif len(path) > _MAX_LEVELS:
@@ -210,7 +217,7 @@ def _scalar_problems(scalar: Any) -> Iterator[tuple[str, str]]:
 
 
 def _has_too_many(data: Any) -> bool:
-    """Return whether there are too many values; aliases count each time."""
+    """Return whether there are too many values; an alias counts each time it is used."""
     level, count = [data], 0
     for _ in range(_MAX_LEVELS + 2):
         inner = (

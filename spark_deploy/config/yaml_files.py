@@ -1,4 +1,4 @@
-"""Read YAML mappings and schemas; refuse duplicate keys and values that are not JSON."""
+"""Read YAML mappings and schemas; duplicate keys and values that are not JSON are problems."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.schema_errors import MAX_VALUES, dotted, unusable_values
 
-# Ten times as fast; every command reads the whole catalog.
+# The C loader is ten times as fast, and every command reads the whole catalog.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _NoDuplicates(_Loader):  # type: ignore[misc]
-    """Safe loader that refuses duplicate keys; YAML silently keeps the last."""
+    """Safe loader that rejects duplicate keys; PyYAML would keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -37,7 +37,7 @@ class _NoDuplicates(_Loader):  # type: ignore[misc]
         return mapping
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
-        """Return numbers of base 60 as text: 22:00 is a time, and long ones take seconds."""
+        """Return YAML's base-60 numbers as text: 22:00 is a time, and long ones parse slowly."""
         if ":" in node.value:
             return self.construct_scalar(node)
         is_int = node.tag.endswith(":int")
@@ -49,14 +49,14 @@ for _kind in ("int", "float"):
 
 
 class _DatesAreText(_NoDuplicates):
-    """Loader for foreign documents, in which unquoted dates are text."""
+    """Loader for third-party documents, in which unquoted dates are text."""
 
 
 _DatesAreText.add_constructor("tag:yaml.org,2002:timestamp", _DatesAreText.construct_yaml_str)
 
 
 class _TooLargeError(Exception):
-    """A file is too large."""
+    pass
 
 
 _MAX_BYTES = 8 << 20
@@ -68,7 +68,7 @@ def _load(path: Path, loader: Any) -> Any:
     """Return the plain data of a YAML file.
 
     Raises:
-        RecursionError: it nests too deeply; the C parser would crash.
+        RecursionError: it nests so deeply that the C parser would crash.
         _TooLargeError: reading it would take minutes or all memory.
     """
     with path.open("rb") as file:
@@ -93,12 +93,12 @@ def _load(path: Path, loader: Any) -> Any:
 def read_mapping(
     path: Path, *, shown: str, is_foreign: bool = False
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the mapping of a YAML file and its problems.
+    """Return the mapping in a YAML file, empty if there is none, and the file's problems.
 
     Args:
-        path: the file; without a mapping the result is empty.
+        path: the file.
         shown: its name in messages.
-        is_foreign: a foreign document, in which dates are text.
+        is_foreign: whether it is a third-party document, in which dates are text.
     """
     try:
         data = _load(path, _DatesAreText if is_foreign else _NoDuplicates)
@@ -113,7 +113,7 @@ def read_mapping(
     except RecursionError:
         return {}, [Problem(shown, "nests too deeply", "write fewer levels")]
     except (ValueError, OverflowError, AttributeError, KeyError) as error:
-        # PyYAML converts values: a 13th month, a number of a megabyte, `!!bool maybe`.
+        # PyYAML cannot convert some values: a 13th month, a number of a megabyte, `!!bool maybe`.
         return {}, [Problem(shown, f"has an invalid value: {error}", "put it in quotes")]
     if data is None:
         return {}, []

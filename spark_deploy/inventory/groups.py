@@ -149,7 +149,9 @@ def groups_from(
         groups, file, overrides(arguments), generated, given_data, must_serve=is_served
     )
     root = vars_root(file)
-    catalog = _once_per_command(f"catalog of {root}", functools.partial(read_catalog, own=root))
+    catalog = _once_per_command(
+        f"catalog of {root}", functools.partial(read_catalog, user_dir=root)
+    )
     refuse_conflicts(hosts, catalog, must_serve=hosts if is_served else ())
     if "operations" in arguments:  # the command is pyinfra itself
         signal.signal(signal.SIGINT, _exit_on_interrupt)

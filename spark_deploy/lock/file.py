@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 from spark_contract import files
 
-from spark_deploy.config.documents import convert, typed
+from spark_deploy.config.documents import convert, to_yaml_data
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.schema_errors import problems_of
 from spark_deploy.config.yaml_files import load_schema, read_mapping
@@ -32,7 +32,7 @@ def read_lock(path: Path) -> Lock:
 
 def validated(lock: Lock) -> Lock:
     """Check a lock against the schema, because hub and registry are not trusted; return it."""
-    data, where = typed(lock, nulls=False), "the response of the hub or registry"
+    data, where = to_yaml_data(lock, include_nulls=False), "the response of the hub or registry"
     problems = list(problems_of(data, load_schema("lock"), lambda key: where))
     if problems:
         raise LockError(problems)
@@ -41,7 +41,7 @@ def validated(lock: Lock) -> Lock:
 
 def write_lock(path: Path, lock: Lock) -> None:
     """Replace the lock file atomically."""
-    data = typed(lock, nulls=False)
+    data = to_yaml_data(lock, include_nulls=False)
     text = _HEAD + yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
     try:
         files.write_text(path, text)

@@ -33,7 +33,7 @@ def pins_drafter_experts(model: Model, profile: Profile) -> bool:
     and would lose it; an engine without a GPU has no Triton.
     """
     drafts = profile.speculation
-    if drafts is None or not drafts.by_own_layers or profile.engine_mode == "portable":
+    if drafts is None or not drafts.uses_model_layers or profile.engine_mode == "portable":
         return False
     if isinstance(model, HybridModel):
         return served_architecture(model.architecture, profile).mtp_scheme == "bf16"

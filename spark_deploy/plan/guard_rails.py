@@ -261,7 +261,7 @@ def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
         what = f"{context:,} tokens exceed the context of {model.name} ({most:,})"
         fix = f"set engine.max_context_tokens to {most} or less, or remove it"
         yield Problem("engine.max_context_tokens", what, fix)
-    if profile.speculation and profile.speculation.by_own_layers and not can_draft:
+    if profile.speculation and profile.speculation.uses_model_layers and not can_draft:
         what = f"{model.name} has no MTP layer to draft with"
         fix = "set engine.drafts: 0, or choose a profile without drafts"
         yield Problem(f"profile {profile.name}", what, fix)
@@ -285,10 +285,10 @@ def _architecture_problems(
     if not isinstance(model, PlainModel) or model.anatomy is None:
         return
     image, named = settings.images.get(model.image.role, ""), model.anatomy.architecture
-    version, engine = engines.of_image(image)
-    if engine is None or not named or brings_own_class(profile) or engine.lists(named):
+    version, engine = engines.for_image(image)
+    if engine is None or not named or brings_own_class(profile) or engine.supports(named):
         return
-    others = [name for name, engine in engines.engines.items() if engine.lists(named)]
+    others = [name for name, engine in engines.engines.items() if engine.supports(named)]
     fix = (
         f"name an image of {ENGINE_NAME} {', '.join(others)}"
         if others
@@ -299,7 +299,7 @@ def _architecture_problems(
 
 
 def _parser_problems(model: Model, settings: Settings, engines: Engines) -> Iterator[Problem]:
-    version, engine = engines.of_image(settings.images.get(model.image.role, ""))
+    version, engine = engines.for_image(settings.images.get(model.image.role, ""))
     if engine is None:
         return
     named = {"tool_call": model.parsers.tool_call, "reasoning": model.parsers.reasoning}

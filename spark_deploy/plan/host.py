@@ -40,7 +40,9 @@ def plan_host(request: Request) -> HostPlan:
         _service_plan(name, resolve_service(settings, name, request.catalog), request)
         for name in settings.services
     )
-    others = [resolve(settings.of_pair(other), request.catalog) for other in settings.ready_pairs]
+    others = [
+        resolve(settings.pair_settings(other), request.catalog) for other in settings.ready_pairs
+    ]
     ready = tuple(pair_plan(other, request) for other in others)
     pairs = (main, *services, *ready)
     scheduled = {(change.model, change.profile) for change in settings.schedule}

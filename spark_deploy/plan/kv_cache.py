@@ -68,7 +68,7 @@ def native_context_tokens(model: Model) -> int:
 def own_drafts(profile: Profile) -> int:
     """Return the most drafts of a step."""
     drafts = profile.speculation
-    return drafts.tokens if drafts and drafts.by_own_layers else 0
+    return drafts.tokens if drafts and drafts.uses_model_layers else 0
 
 
 def prefill_backend(profile: Profile) -> str:

@@ -118,7 +118,7 @@ def resolve(settings: Settings, catalog: Catalog) -> Resolved:
 
 def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved:
     """Return the pair of an additional service; like :func:`resolve`."""
-    own = settings.of_service(name)
+    own = settings.service_settings(name)
     try:
         resolved = _fitting(own, catalog)
     except SparkError as error:
@@ -153,7 +153,7 @@ def problems_of(
         service = functools.partial(resolve_service, settings, name, catalog)
         problems += _problems(service, settings, engines)
     for pair in settings.ready_pairs:
-        own = settings.of_pair(pair)
+        own = settings.pair_settings(pair)
         more = _problems(functools.partial(resolve, own, catalog), own, engines)
         problems += _prefixed(f"keep_ready {pair.model} with {pair.profile}", more)
     return problems

@@ -74,7 +74,7 @@ def speed_of(
     """Return the computed speed of concurrent ``requests``, each with ``context_tokens``."""
     model = served_architecture(model, profile)
     own = profile.speculation if own_drafts(profile) else None
-    drafts = own.drafts_of(requests) if own else 0
+    drafts = own.draft_tokens(requests) if own else 0
     parts = tuple(_parts(model, profile, drafts, requests, context_tokens))
     return Speed(parts, requests * tokens_per_step(drafts))
 

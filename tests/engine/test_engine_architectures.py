@@ -102,6 +102,6 @@ def test_engine_has_every_parser_of_the_catalog(kind):
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
 def test_catalog_lists_supported_engines(version):
     engine = read_catalog().engines.engines[version]
-    assert engine.lists("LlamaForCausalLM")
-    assert engine.lists("BertModel")
-    assert not engine.lists("UnknownForCausalLM")
+    assert engine.supports("LlamaForCausalLM")
+    assert engine.supports("BertModel")
+    assert not engine.supports("UnknownForCausalLM")

@@ -71,6 +71,6 @@ def test_engine_interprets_draft_schedules_as_we_do(version):
             profile = Speculation(
                 method="mtp", tokens=2, num_speculative_tokens_per_batch_size=schedule
             )
-            assert [profile.drafts_of(n) for n in range(1, 9)] == drafts[1:]
+            assert [profile.draft_tokens(n) for n in range(1, 9)] == drafts[1:]
             accepted += 1
     assert accepted > 50

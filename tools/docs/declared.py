@@ -14,7 +14,7 @@ from spark_deploy.config.catalog.guard_rails import GuardRails, OpenQuestions
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Engines, Families
-from spark_deploy.config.documents import schema_of, typed
+from spark_deploy.config.documents import schema_of, to_yaml_data
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.types import COMMAND_FLAGS, EXPERT, Settings
 from spark_deploy.inventory.groups import HostList
@@ -42,7 +42,7 @@ def schema_file(name: str) -> Iterator[str]:
 
 
 def all_yml() -> Iterator[str]:
-    keys, defaults = schema_of(Settings, "settings")["properties"], typed(Settings())
+    keys, defaults = schema_of(Settings, "settings")["properties"], to_yaml_data(Settings())
     yield from ALL_YML_HEAD.splitlines()
     for key, part in keys.items():
         if key in HEADINGS:
@@ -93,7 +93,7 @@ def _comment(text: str) -> list[str]:
 
 
 def settings_page() -> Iterator[str]:
-    schema, defaults = schema_of(Settings, "settings"), typed(Settings())
+    schema, defaults = schema_of(Settings, "settings"), to_yaml_data(Settings())
     yield "<!-- generated from spark_deploy/config/settings by `make docs` -->"
     yield from ("# Settings", "", SETTINGS_INTRODUCTION)
     everything = dict(_leaves(schema["properties"], defaults))

@@ -1,4 +1,4 @@
-"""Facts from headers and config.json of a repository at a commit; the lock stores them."""
+"""Facts from the headers and config.json of a repository at a commit, stored in the lock."""
 
 from __future__ import annotations
 

@@ -35,32 +35,32 @@ COMPARISON: Schema = {
 
 
 def all_hold(conditions: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> bool:
-    """Return whether all conditions on facts are true; an empty mapping is."""
+    """Return whether all conditions on facts are true."""
     return all(_holds(facts[fact], condition, facts) for fact, condition in conditions.items())
 
 
 def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    how, other = next(iter(comparison.items()))
-    if how == "is":
+    [(operator, other)] = comparison.items()
+    if operator == "is":
         return bool(value == other)
-    if how == "one_of":
+    if operator == "one_of":
         return value in other
-    if how == "listed":
+    if operator == "listed":
         return bool(value) is bool(other)
-    if how == "starts_with":
+    if operator == "starts_with":
         return str(value).startswith(str(other))
-    if how == "contains":
+    if operator == "contains":
         return str(other) in str(value)
-    if how == "above":
+    if operator == "above":
         return bool(value > other)
-    if how == "below":
+    if operator == "below":
         return bool(value < other)
     return bool(value < facts[other])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class GuardRail:
-    """A combination known to end badly."""
+    """A combination of settings that is known to fail."""
 
     rule: RailName = Field(description="Short name.")
     applies: dict[str, dict[str, Any]] = Field(
@@ -79,7 +79,7 @@ class GuardRail:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class GuardRails:
-    """Combinations that are known to end badly."""
+    """Combinations of settings that are known to fail."""
 
     rails: tuple[GuardRail, ...] = Field(description="The rules.")
 
@@ -96,7 +96,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Part:
-    """A part of the project, and the evidence."""
+    """A part of the project, with evidence and open questions."""
 
     part: str = Field(min_length=1, description="What it is.")
     lab: str = Field(description="Evidence of the virtual lab.")
@@ -106,7 +106,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class OpenQuestions:
-    """Proven parts and open questions."""
+    """Evidence and open questions of all parts."""
 
     parts: tuple[Part, ...] = Field(min_length=1, description="In the order of the page.")
 

@@ -1,4 +1,4 @@
-"""Read ``catalog/``, each part once: models, profiles as each model wants them, guard rails."""
+"""Read ``catalog/``: models, profiles with the changes of each model, guard rails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark_deploy.config.catalog.model import RENAMED, HybridModel, Model, Plain
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog, Engines, Families, LazyMapping
 from spark_deploy.config.checkout import CHECKOUT, catalog_files, catalog_names
-from spark_deploy.config.documents import OWN_RULES, Schema, convert, violations
+from spark_deploy.config.documents import CHECK_VIOLATIONS, Schema, convert, violations
 from spark_deploy.config.errors import CatalogError, Problem
 from spark_deploy.config.schema_errors import dotted, problems_of
 from spark_deploy.config.settings.load import merge
@@ -26,33 +26,33 @@ _Data = dict[str, Any]
 _Document = TypeVar(
     "_Document", HybridModel, PlainModel, Profile, GuardRails, Engines, Families, OpenQuestions
 )
-_CheckedProfile = Annotated[Profile, OWN_RULES]
-_CheckedPlain = Annotated[PlainModel, OWN_RULES]
-_CheckedHybrid = Annotated[HybridModel, OWN_RULES]
-# Keys that a profile does not inherit: they describe exactly that profile.
+_CheckedProfile = Annotated[Profile, CHECK_VIOLATIONS]
+_CheckedPlain = Annotated[PlainModel, CHECK_VIOLATIONS]
+_CheckedHybrid = Annotated[HybridModel, CHECK_VIOLATIONS]
+# Keys that a profile does not inherit, because they describe only that profile.
 _NOT_INHERITED = ("summary", "choose_when", "published", "stage", "proven")
 
 
-def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catalog:
-    """Return the catalog; files are read on first use, and a mistake only affects that name.
+def read_catalog(checkout: Path = CHECKOUT, *, user_dir: Path | None = None) -> Catalog:
+    """Return the catalog; files are read on first use, and a mistake affects only its name.
 
     Args:
         checkout: folder with the shipped catalog.
-        own: folder with the user's ``catalog/``, which wins by name.
+        user_dir: folder with the user's ``catalog/``, whose files replace shipped files.
     """
-    files = _Files(checkout, own)
-    named = {kind: tuple(files.of(kind)) for kind in ("models", "profiles")}
+    files = _Files(checkout, user_dir)
+    names = {kind: tuple(files.paths(kind)) for kind in ("models", "profiles")}
     profile_schema = load_schema("profile", checkout=checkout)
     broken: dict[tuple[str, ...], tuple[Problem, ...]] = {}
 
     def read_model(name: str) -> Model | None:
-        if name not in named["models"]:
+        if name not in names["models"]:
             return None
         with _collecting_problems(broken, f"models/{name}"):
             return _model(name, files)
 
     def read_profile(name: str) -> tuple[Profile, _Data] | None:
-        if name not in named["profiles"]:
+        if name not in names["profiles"]:
             return None
         with _collecting_problems(broken, f"profiles/{name}"):
             data = files.merged("profiles", name, not_inherited=_NOT_INHERITED)
@@ -66,10 +66,10 @@ def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catal
         with _collecting_problems(broken, *pair):
             return _with_model_changes(models[model], *profiles[name], profile_schema)
 
-    models: Mapping[str, Model] = LazyMapping(named["models"], read_model)
-    profiles = LazyMapping(named["profiles"], read_profile)
-    keys = [(profile, model) for profile in named["profiles"] for model in named["models"]]
-    pairs = LazyMapping(keys, profile_for_model)
+    models: Mapping[str, Model] = LazyMapping(names["models"], read_model)
+    profiles = LazyMapping(names["profiles"], read_profile)
+    pair_names = [(profile, model) for profile in names["profiles"] for model in names["models"]]
+    pairs = LazyMapping(pair_names, profile_for_model)
     rails = _shipped(GuardRails, "guard_rails", checkout).rails
     engines = _shipped(Engines, "engines", checkout)
     return Catalog(models, pairs, rails, engines, broken, files.replaced)
@@ -77,21 +77,21 @@ def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catal
 
 @contextmanager
 def _collecting_problems(
-    broken: dict[tuple[str, ...], tuple[Problem, ...]], *place: str
+    broken: dict[tuple[str, ...], tuple[Problem, ...]], *key: str
 ) -> Iterator[None]:
     try:
         yield
     except CatalogError as error:
-        broken[place] = error.problems
+        broken[key] = error.problems
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
     checkout: Path
-    own: Path | None
+    user_dir: Path | None
 
-    def of(self, kind: str) -> dict[str, Path]:
-        return catalog_files(kind, checkout=self.checkout, own=self.own)
+    def paths(self, kind: str) -> dict[str, Path]:
+        return catalog_files(kind, checkout=self.checkout, user_dir=self.user_dir)
 
     @property
     def replaced(self) -> frozenset[str]:
@@ -100,11 +100,11 @@ class _Files:
             f"{kind}/{name}"
             for kind in ("models", "profiles")
             for name in catalog_names(kind, checkout=self.checkout)
-            if not self.of(kind)[name].is_relative_to(self.checkout / "catalog")
+            if not self.paths(kind)[name].is_relative_to(self.checkout / "catalog")
         )
 
     def merged(self, kind: str, name: str, not_inherited: tuple[str, ...] = ()) -> _Data:
-        """Return a file merged into its ``based_on`` file, without the ``not_inherited`` keys."""
+        """Return a file merged over its ``based_on`` file, without the ``not_inherited`` keys."""
         shown = f"catalog/{kind}/{name}.yml"
         data = self._read(kind, name)
         parent = data.pop("based_on", None)
@@ -118,10 +118,10 @@ class _Files:
         return merge(inherited, data, keep_on_null=False)
 
     def _read(self, kind: str, name: object, *, shipped: bool = False) -> _Data:
-        """Read a file; ``shipped``: the checkout's, which the user's file of this name extends."""
+        """Read a file; with ``shipped`` the checkout's, even if the user has one of this name."""
         shown = f"catalog/{kind}/{name}.yml"
         path = self.checkout / shown
-        path = path if shipped else self.of(kind).get(str(name), path)
+        path = path if shipped else self.paths(kind).get(str(name), path)
         data, problems = read_mapping(path, shown=shown)
         if problems:
             raise CatalogError(problems)
@@ -129,7 +129,7 @@ class _Files:
 
 
 def read_file(kind: str, name: str, *, user_dir: Path) -> _Data:
-    """Return a file of ``models`` or ``profiles``, merged with the ``based_on`` file."""
+    """Return the data of a model or profile, merged with the file it is based on."""
     excluded_keys = _NOT_INHERITED if kind == "profiles" else ()
     return _Files(CHECKOUT, user_dir).merged(kind, name, not_inherited=excluded_keys)
 
@@ -152,16 +152,15 @@ def _model(name: str, files: _Files) -> Model:
     return _checked(_CheckedHybrid, data, schema, shown, name=name)
 
 
-def _with_model_changes(model: Model, plain: Profile, data: _Data, schema: Schema) -> Profile:
-    """Return a profile with the model's changes; conditions see the unchanged profile."""
-    changes = [change.set for change in model.changes if all_hold(change.when, plain.traits)]
-    changed = data
+def _with_model_changes(model: Model, profile: Profile, data: _Data, schema: Schema) -> Profile:
+    """Return a profile with the model's changes; their conditions see the unchanged profile."""
+    changes = [change.set for change in model.changes if all_hold(change.when, profile.traits)]
     for change in changes:
-        changed = merge(changed, change, keep_on_null=False)
+        data = merge(data, change, keep_on_null=False)
     if changes:
-        shown = f"catalog/models/{model.name}.yml: changes of profile {plain.name}"
-        plain = _checked(_CheckedProfile, changed, schema, shown, name=plain.name)
-    return dataclasses.replace(plain, engine_mode=model.image.engine_mode)
+        shown = f"catalog/models/{model.name}.yml: changes of profile {profile.name}"
+        profile = _checked(_CheckedProfile, data, schema, shown, name=profile.name)
+    return dataclasses.replace(profile, engine_mode=model.image.engine_mode)
 
 
 def _shipped(kind: type[_Document], name: str, checkout: Path) -> _Document:
@@ -173,13 +172,13 @@ def _shipped(kind: type[_Document], name: str, checkout: Path) -> _Document:
 
 
 def _checked(
-    kind: type[_Document], data: _Data, schema: Schema, shown: str, **of_file: str
+    kind: type[_Document], data: _Data, schema: Schema, shown: str, **more_fields: str
 ) -> _Document:
     """Return a document, or raise ``CatalogError`` with all mistakes."""
     if problems := list(problems_of(data, schema, lambda path: shown, RENAMED)):
         raise CatalogError(problems)
     try:
-        return convert(kind, {**data, **of_file})
+        return convert(kind, {**data, **more_fields})
     except ValidationError as error:
         broken = [Problem(f"{shown}: {dotted(v.key)}", v.what, v.fix) for v in violations(error)]
         raise CatalogError(broken) from error

@@ -24,7 +24,7 @@ _Edge = Annotated[int, Field(ge=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class DonorShape:
-    """Shapes of some swapped modules in the FP8 source."""
+    """Shape of swapped modules in the FP8 source."""
 
     modules: Text = Field(description="Pattern of swapped modules with this shape.")
     weight: tuple[_Edge, _Edge] = Field(description="Rows and columns of the FP8 weight.")
@@ -34,7 +34,7 @@ class DonorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Counts:
-    """Number of names in each set, counted or computed."""
+    """Number of names in each set."""
 
     base: int = Field(ge=0, description="Tensors of the base without MTP.")
     mtp: int = Field(ge=0, description="Tensors of the drafter.")
@@ -45,7 +45,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Tensors:
-    """Exact sets of names as patterns with shell braces, expanded exactly and compared as sets."""
+    """Exact sets of tensor names, as patterns with shell braces."""
 
     swap: tuple[Text, ...] = Field(json_schema_extra=UNIQUE)
     """Modules with weights from the FP8 source."""
@@ -85,7 +85,7 @@ class Tensors:
             actual, expected = sum(map(count_names, getattr(self, key))), getattr(self.counts, key)
             if actual != expected:
                 source = self.counts.source
-                fix = f"correct the patterns, or the count, by the source: {source}"
+                fix = f"correct the patterns or the count; its source is: {source}"
                 message = f"the patterns match {actual} names, but counts.{key} is {expected}"
                 yield Violation((key,), message, fix)
 
@@ -97,22 +97,24 @@ class Tensors:
             except PatternError as error:
                 yield Violation(where, f"{error.where} {error.what}", "describe each module once")
                 return
-            odd = sorted(described ^ expand_all(self.swap))
-            if odd:
-                message = (
-                    f"{len(odd)} modules are only here or only in tensors.swap, such as {odd[0]}"
-                )
+            unmatched = sorted(described ^ expand_all(self.swap))
+            if unmatched:
+                count_text = f"{len(unmatched)} modules are only here or only in tensors.swap"
+                message = f"{count_text}, such as {unmatched[0]}"
                 yield Violation(where, message, "list exactly the swapped modules")
         for shape in self.donor_shapes:
             edges = zip(shape.weight, self.block_shape, strict=True)
             grid = [-(-edge // step) for edge, step in edges]
             if list(shape.scale) != grid:
-                message = f"{shape.modules}: scale {list(shape.scale)} does not match"
-                fix = f"a weight of {list(shape.weight)} has scales {grid}"
-                yield Violation(where, f"{message} {list(self.block_shape)} blocks", fix)
+                message = (
+                    f"{shape.modules}: scale {list(shape.scale)} does not match blocks of "
+                    f"{list(self.block_shape)}"
+                )
+                fix = f"for a weight of {list(shape.weight)} write scale: {grid}"
+                yield Violation(where, message, fix)
 
 
-# Keys of files that people may keep, and how the same is written now.
+# Renamed keys, and how to write them now: users may have older files.
 RENAMED = {
     "gdn_key_heads": "write linear_attention: {key_heads: ...}",
     "gdn_value_heads": "write linear_attention: {value_heads: ...}",
@@ -182,7 +184,7 @@ class Architecture:
 
     def violations(self) -> Iterator[Violation]:
         if self.linear_layers and self.linear_attention is None:
-            message = f"is missing, and {self.linear_layers} layers have no full attention"
+            message = f"is missing, but {self.linear_layers} layers have linear attention"
             fix = "add the sizes, or set full_attention_every: 1"
             yield Violation(("linear_attention",), message, fix)
 
@@ -253,7 +255,7 @@ class ModelCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Change:
-    """A change of every profile with these traits; model files name no profile."""
+    """A change of all profiles with certain traits; models cannot refer to profiles by name."""
 
     when: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
@@ -288,8 +290,8 @@ class AnyModel:
 
     def violations(self) -> Iterator[Violation]:
         if self.check.questions and self.check.questions[0].thinking:
-            message = "the first question runs at every start and must not need thinking"
-            fix = "put a question first that any instruct model answers with thinking: off"
+            message = "the first question runs at every start and must not require thinking"
+            fix = "start with a question that any instruct model answers with thinking: off"
             yield Violation(("check", "questions"), message, fix)
 
 
@@ -340,32 +342,32 @@ class PlainModel(AnyModel):
 
     @property
     def pools(self) -> bool:
-        """Whether it answers with numbers instead of text."""
+        """Whether the model answers with numbers instead of text."""
         return self.task not in ("chat", "completion")
 
 
 Model = HybridModel | PlainModel
 
-# Enough for models that always reason.
-_TOKENS = 1024
+# Enough for models that always reason before they answer.
+_MAX_TOKENS = 1024
 
 _CHAT = tuple(
-    Question(prompt=f"{prompt} Answer with one word.", expect=expect, max_tokens=_TOKENS)
+    Question(prompt=f"{prompt} Answer with one word.", expect=expect, max_tokens=_MAX_TOKENS)
     for prompt, expect in (
         ("What is the capital of France?", r"\bParis\b"),
         ("How many days has a week?", r"(?i)\b(7|seven)\b"),
         ("What is the capital of Japan?", r"\bTokyo\b"),
     )
 )
-# A base model continues a text.
+# A base model only continues a text.
 _COMPLETION = (
     Question(prompt="The capital of France is the city of", expect=r"^\W*Paris\b", max_tokens=8),
     Question(prompt="Monday, Tuesday, Wednesday, Thursday,", expect=r"^\W*Friday\b", max_tokens=8),
     Question(prompt="1, 2, 3, 4, 5, 6,", expect=r"^\W*7\b", max_tokens=8),
 )
-_OF_TASK = {"chat": _CHAT, "completion": _COMPLETION}
+_DEFAULT_QUESTIONS = {"chat": _CHAT, "completion": _COMPLETION}
 
 
 def questions_of(model: Model) -> tuple[Question, ...]:
     task = model.task if isinstance(model, PlainModel) else "chat"
-    return model.check.questions or _OF_TASK.get(task, ())
+    return model.check.questions or _DEFAULT_QUESTIONS.get(task, ())

@@ -12,7 +12,7 @@ from pydantic.json_schema import SkipJsonSchema
 from spark_contract.orders import Scheme
 
 from spark_deploy.config.catalog.anatomy import Anatomy
-from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, form
+from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, text_schema
 from spark_deploy.config.settings.engine import (
     ENVIRONMENT_NAMES,
     OPTION_NAMES,
@@ -24,18 +24,18 @@ from spark_deploy.config.settings.engine import (
 )
 from spark_deploy.config.settings.service import CatalogName
 
-HUB_REPOSITORY = form(
+HUB_REPOSITORY = text_schema(
     "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$",
     "ORG/NAME on the hub, without the address", "Qwen/Qwen3-0.6B",
 )  # fmt: skip
 HubRepository = Annotated[str, Field(json_schema_extra=HUB_REPOSITORY)]
-# Which methods draft with weights of another repository.
+# Methods whose drafter is in a separate repository.
 METHODS_WITH_REPOSITORY = ("dflash", "eagle3", "draft_model")
 _MAX_MTP_TOKENS = 8
 
 
 def is_repository(name: str) -> bool:
-    """Whether a hub could have a repository of this name; none is as long as 200 characters."""
+    """Return whether a hub can have a repository of this name, with under 200 characters."""
     return len(name) < 200 and bool(re.fullmatch(str(HUB_REPOSITORY["pattern"]), name))
 
 
@@ -69,12 +69,12 @@ class Speculation:
     anatomy: SkipJsonSchema[Anatomy | None] = None
 
     @property
-    def by_own_layers(self) -> bool:
-        """Whether the model's checkpoint contains the drafter."""
+    def uses_model_layers(self) -> bool:
+        """Whether the drafter is in the model's checkpoint (MTP layers)."""
         return self.method == "mtp" and self.repository is None
 
-    def drafts_of(self, requests: int) -> int:
-        """Return the draft tokens of a step with this number of running requests."""
+    def draft_tokens(self, requests: int) -> int:
+        """Return the number of draft tokens per step at a number of running requests."""
         drafts = self.tokens
         for first, _, scheduled in self.num_speculative_tokens_per_batch_size or ():
             if first <= requests:
@@ -84,8 +84,8 @@ class Speculation:
     def violations(self) -> Iterator[Violation]:
         yield from check_schedule(self.num_speculative_tokens_per_batch_size)
         if self.method in METHODS_WITH_REPOSITORY and self.repository is None:
-            message = f"is required by {self.method}: the model has no weights for it"
-            yield Violation(("repository",), message, "name the drafter's repository")
+            message = f"is required by {self.method}: the model does not contain a drafter"
+            yield Violation(("repository",), message, "set it to the drafter's repository")
         if self.method == "ngram" and self.repository is not None:
             message = "ngram drafts without weights"
             yield Violation(("repository",), message, "remove it, or choose another method")
@@ -94,11 +94,11 @@ class Speculation:
             yield Violation(("tokens",), message, f"draft {_MAX_MTP_TOKENS} or fewer")
         for key in ("longest_match", "shortest_match"):
             if self.method != "ngram" and getattr(self, key) is not None:
-                yield Violation((key,), f"{self.method} matches no tokens", "remove it")
-        if (self.shortest_match or 0) > (self.longest_match or 64):
-            message = (
-                f"{self.shortest_match} is above longest_match, which is {self.longest_match or 64}"
-            )
+                message = f"applies only to ngram, not to {self.method}"
+                yield Violation((key,), message, "remove it")
+        longest_match = self.longest_match or 64
+        if (self.shortest_match or 0) > longest_match:
+            message = f"{self.shortest_match} is above longest_match, which is {longest_match}"
             yield Violation(("shortest_match",), message, "lower it, or raise longest_match")
 
 
@@ -149,7 +149,7 @@ class ResultRow:
 
     what: str = Field(description="Claim with its limits.")
     result: str = Field(
-        json_schema_extra=form(r"^[a-z0-9-]+\.json$", "the name of the file", "recall.json")
+        json_schema_extra=text_schema(r"^[a-z0-9-]+\.json$", "the name of the file", "recall.json")
     )
     """File of proofs/results/gpu."""
     claim: str = Field(description="The row's claim in that file, word for word.")
@@ -236,11 +236,11 @@ class Profile:
 
     @property
     def traits(self) -> dict[str, Any]:
-        return {name: of(self) for name, of in TRAITS.items()}
+        return {name: read_trait(self) for name, read_trait in TRAITS.items()}
 
     @property
     def builds_checkpoint(self) -> bool:
-        """Whether a built checkpoint is served instead of the base."""
+        """Whether the profile serves a built checkpoint instead of the base."""
         return self._replaces_weights or self.drafter != "keep"
 
     @property
@@ -249,12 +249,12 @@ class Profile:
 
     @property
     def checkpoint_head(self) -> Literal["keep", "int8-g128"]:
-        """Head in the checkpoint; int8-triton quantises a 16-bit head while loading."""
+        """Format of the head in the checkpoint; int8-triton quantises it only while loading."""
         return "keep" if self.head == "int8-triton" else self.head
 
     @property
     def tree_needs_plugin(self) -> bool:
-        """Whether stock vLLM refuses the checkpoint of this profile."""
+        """Whether stock vLLM cannot load the checkpoint of this profile."""
         overlay = self._replaces_weights and self.layout == "overlay"
         return self.shared_experts.startswith("fp8") or overlay
 

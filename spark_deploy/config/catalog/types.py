@@ -1,4 +1,4 @@
-"""The catalog as frozen data: read once, then passed along."""
+"""The catalog as frozen data, which is read once and then passed around."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Engine:
     tool_call: tuple[str, ...] = Field(description="Parsers of tool calls.")
     reasoning: tuple[str, ...] = Field(description="Parsers of reasoning.")
 
-    def lists(self, architecture: str) -> bool:
-        """Whether the engine has a class for an architecture."""
+    def supports(self, architecture: str) -> bool:
+        """Return whether the engine has a class for an architecture."""
         return architecture in self.generates or architecture in self.pools
 
 
@@ -43,14 +43,14 @@ class Engines:
 
     engines: dict[str, Engine] = Field(description="By version.")
 
-    def of_image(self, reference: str) -> tuple[str, Engine | None]:
-        """Return the vLLM version in an image's tag, and the entry."""
+    def for_image(self, reference: str) -> tuple[str, Engine | None]:
+        """Return the vLLM version in an image's tag, and its entry; ``None`` if unknown."""
         version = version_of(reference)
         return version, self.engines.get(version)
 
 
 def version_of(reference: str) -> str:
-    """Return N of an image ``...:vN``; empty if the tag is not a vLLM version."""
+    """Return the vLLM version in an image's tag; "" if the tag is none."""
     tag = reference.partition("@")[0].rpartition("/")[2].partition(":")[2]
     value = _VERSION.match(tag)
     return value[1] if value else ""
@@ -61,9 +61,9 @@ _V = TypeVar("_V")
 
 
 class LazyMapping(Mapping[_K, _V]):
-    """Documents that are read on first use; documents with mistakes are left out.
+    """Documents that are read on first use; invalid documents are missing.
 
-    Reading all pairs takes longer than planning.
+    Reading all pairs would take longer than planning.
     """
 
     def __init__(self, names: Iterable[_K], read: Callable[[_K], _V | None]):
@@ -91,58 +91,58 @@ class Catalog:
     """Models, profiles, guard rails and engines."""
 
     models: Mapping[str, Model]
-    profiles: Mapping[tuple[str, str], Profile]  # (profile, model): as this model wants it
+    profiles: Mapping[tuple[str, str], Profile]  # (profile, model): with the model's changes
     rails: tuple[GuardRail, ...]
     engines: Engines
-    # Problems of files, or of profile and model, that were read: they affect only their names.
+    # Problems of the files and pairs that were read; they affect only these names.
     broken: Mapping[tuple[str, ...], tuple[Problem, ...]] = field(default_factory=dict)
     # Shipped files, as models/NAME, that the user's files replace.
     replaced: frozenset[str] = frozenset()
 
     def model(self, name: str) -> Model:
         if name not in self.models:
-            self._refuse("models", name, tuple(self.models), (f"models/{name}",))
+            self._raise_missing("models", name, tuple(self.models), (f"models/{name}",))
         return self.models[name]
 
     def notes(self, model: str, profile: str) -> tuple[str, ...]:
-        named = (f"models/{model}", f"profiles/{profile}")
+        """Return notes about the user's files that replace shipped files."""
         return tuple(
             f"catalog/{entry}.yml in your folder replaces the shipped file"
-            for entry in named
+            for entry in (f"models/{model}", f"profiles/{profile}")
             if entry in self.replaced
         )
 
     def profile(self, name: str, model: str) -> Profile:
-        """Return a profile with the model's changes, or raise ``CatalogError``."""
-        wanted = (name, self.model(model).name)
-        if wanted not in self.profiles:
-            self._refuse("profiles", name, self.profile_names, (f"profiles/{name}",), wanted)
-        return self.profiles[wanted]
+        """Return a profile with the model's changes. Raises CatalogError."""
+        pair = (name, self.model(model).name)
+        if pair not in self.profiles:
+            self._raise_missing("profiles", name, self.profile_names, (f"profiles/{name}",), pair)
+        return self.profiles[pair]
 
     def with_anatomies(self, anatomies: Mapping[str, Anatomy]) -> Catalog:
         """Return the catalog with the anatomies of models, drafters and adapters."""
 
-        def model(name: str) -> Model | None:
-            value = self.models.get(name)
-            return _model_with_anatomies(value, anatomies) if value else None
+        def read_model(name: str) -> Model | None:
+            model = self.models.get(name)
+            return _model_with_anatomies(model, anatomies) if model else None
 
-        def profile(pair: tuple[str, str]) -> Profile | None:
-            value = self.profiles.get(pair)
-            drafter = value and value.speculation
-            if not value or not drafter or not drafter.repository:
-                return value
-            known = replace(drafter, anatomy=anatomies.get(drafter.repository))
-            return replace(value, speculation=known)
+        def read_profile(pair: tuple[str, str]) -> Profile | None:
+            profile = self.profiles.get(pair)
+            speculation = profile and profile.speculation
+            if not profile or not speculation or not speculation.repository:
+                return profile
+            anatomy = anatomies.get(speculation.repository)
+            return replace(profile, speculation=replace(speculation, anatomy=anatomy))
 
-        models: Mapping[str, Model] = LazyMapping(self.models, model)
-        return replace(self, models=models, profiles=LazyMapping(self.profiles, profile))
+        models: Mapping[str, Model] = LazyMapping(self.models, read_model)
+        return replace(self, models=models, profiles=LazyMapping(self.profiles, read_profile))
 
     @property
     def profile_names(self) -> tuple[str, ...]:
-        """Names of the profiles that some model can be served with, sorted."""
+        """Sorted names of the profiles that work with at least one model."""
         return tuple(sorted({profile for profile, _ in self.profiles}))
 
-    def _refuse(
+    def _raise_missing(
         self, kind: str, name: str, known: tuple[str, ...], *reasons: tuple[str, ...]
     ) -> None:
         problems = [problem for reason in reasons for problem in self.broken.get(reason, ())]
@@ -179,17 +179,13 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Families:
-    """Families in the order in which they are tried."""
+    """Model families; the first match counts."""
 
-    families: tuple[Family, ...] = Field(description="The first that fits counts.")
+    families: tuple[Family, ...] = Field(description="The first match counts.")
 
-    def of(self, model_type: str, repository: str) -> Family | None:
+    def find(self, model_type: str, repository: str) -> Family | None:
         """Return the family of a repository; ``None`` if unknown."""
-        return next(
-            (
-                entry
-                for entry in self.families
-                if model_type in entry.model_types and re.search(entry.name, repository)
-            ),
-            None,
-        )
+        for family in self.families:
+            if model_type in family.model_types and re.search(family.name, repository):
+                return family
+        return None

@@ -1,6 +1,6 @@
-"""Engine options and variables that can name neither code nor files.
+"""Engine options and variables that cannot load code or files.
 
-The guard rail `unlisted-option` refuses all others unless the owner overrides it.
+The guard rail `unlisted-option` rejects all others unless the owner overrides it.
 tests/engine/test_allowed_options.py compares these lists with the sources of vLLM.
 """
 
@@ -116,7 +116,7 @@ _KEYS = {
         reasoning_parser
         """,
 }
-# Options that could name classes or files with other values.
+# Options whose other values could name classes or files.
 _METHODS = {"dflash", "dspark", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "suffix"}
 _WORDS = {
     "compilation-config.backend": {"", "eager", "inductor"},
@@ -134,8 +134,8 @@ ALLOWED_OPTIONS = {
 }
 _PARENTS = {path[: dot.start()] for path in ALLOWED_OPTIONS for dot in re.finditer(r"\.", path)}
 
-# Names after VLLM_. Other guard rails judge insecure serialisation and logged prompts; VLLM_PLUGINS
-# selects among installed plugins, which all load without it.
+# Names after VLLM_. Other guard rails cover insecure serialisation and logged prompts. VLLM_PLUGINS
+# only selects installed plugins, which otherwise all load.
 _VLLM = """
 ALLOW_INSECURE_SERIALIZATION ALLOW_LONG_MAX_MODEL_LEN ALLREDUCE_USE_FLASHINFER
 ALLREDUCE_USE_SYMM_MEM AUDIO_FETCH_TIMEOUT BATCH_INVARIANT BLOCKSCALE_FP8_GEMM_FLASHINFER
@@ -159,7 +159,7 @@ USE_FUSED_MOE_GROUPED_TOPK USE_NCCL_SYMM_MEM USE_STANDALONE_COMPILE USE_TRITON_A
 USE_V2_MODEL_RUNNER V1_OUTPUT_PROC_CHUNK_SIZE VIDEO_FETCH_TIMEOUT WORKER_MULTIPROC_METHOD
 WORKER_SHUTDOWN_TIMEOUT_SECONDS XGRAMMAR_CACHE_MB
 """
-# Variables of older engines; recipes still set them, vLLM 0.30 to 0.33 ignores them (envs.py).
+# Recipes still set these variables of older engines; vLLM 0.30 to 0.33 ignores them (envs.py).
 IGNORED_VARIABLES = (
     "VLLM_ATTENTION_BACKEND",
     "VLLM_FLASH_ATTN_VERSION",
@@ -169,7 +169,7 @@ IGNORED_VARIABLES = (
     "VLLM_USE_TRTLLM_ATTENTION",
     "VLLM_USE_V1",
 )
-# Of libraries. STUB_*: of the engine stub of the virtual lab.
+# Variables of libraries; STUB_* are for the virtual lab's engine stub.
 _LIBRARIES = """
 CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
 CUDA_VISIBLE_DEVICES FLASHINFER_CUDA_ARCH_LIST FLASHINFER_DISABLE_VERSION_CHECK
@@ -188,7 +188,7 @@ ALLOWED_VARIABLES = (
     *_LIBRARIES.split(),
 )
 _VARIABLE = re.compile("|".join(ALLOWED_VARIABLES))
-# Values without a path; those of options also without the dots of a Python module.
+# Values that cannot be a path; values of options cannot be a Python module either.
 _WORD = re.compile(r"[\w :,+-]*|\d+(\.\d+)+\w*", re.ASCII)
 _VALUE = re.compile(r"[\w .:,;=^+@%-]*", re.ASCII)
 
@@ -197,7 +197,7 @@ def unlisted(options: Mapping[str, Any], environment: Mapping[str, str]) -> tupl
     """Return the options, keys of JSON options and variables that are not on the lists.
 
     Args:
-        options: with canonical names, and mappings instead of JSON; ``None`` drops an option.
+        options: canonical names, with mappings instead of JSON text; ``None`` drops an option.
         environment: variables of the engine.
     """
     paths = [
@@ -216,13 +216,12 @@ def unlisted(options: Mapping[str, Any], environment: Mapping[str, str]) -> tupl
 
 def _unlisted(path: str, value: Any) -> Iterator[str]:
     if isinstance(value, Mapping) and path in _PARENTS:
-        any_key = f"{path}.*" in ALLOWED_OPTIONS
+        allows_any_key = f"{path}.*" in ALLOWED_OPTIONS
         for key, item in value.items():
-            yield from _unlisted(f"{path}.*" if any_key else f"{path}.{key}", item)
-    elif path not in ALLOWED_OPTIONS or not all(
-        _is_harmless(path, item)
-        for item in (value if isinstance(value, (list, tuple)) else [value])
-    ):
+            yield from _unlisted(f"{path}.*" if allows_any_key else f"{path}.{key}", item)
+        return
+    items = value if isinstance(value, (list, tuple)) else [value]
+    if path not in ALLOWED_OPTIONS or not all(_is_harmless(path, item) for item in items):
         yield path
 
 

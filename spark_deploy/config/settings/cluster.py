@@ -1,4 +1,4 @@
-"""Settings of hosts that serve a model together or side by side, and of the cable between them."""
+"""Settings of clusters, of replicas, and of the network between hosts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
 
-from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, form
+from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, text_schema
 from spark_deploy.config.settings.patterns import Interface
 
-_FIRST = 11  # the last number of the first host's addresses on a cable
+_FIRST_ADDRESS = 11  # number of the first host's address in a network
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -27,7 +27,7 @@ class ClusterSettings:
     subnet: str | None = Field(
         default=None,
         examples=["192.168.100.0/24"],
-        json_schema_extra=form(
+        json_schema_extra=text_schema(
             r"^[0-9.]+/[0-9]+$", "a network with a prefix length", "192.168.100.0/24"
         ),
     )
@@ -93,33 +93,28 @@ class FabricSettings:
     restore: bool = False
     """Restore the old network. Command: `spark-deploy fabric --restore`."""
 
-    def address(self, number: int, network: str) -> str:
-        """Return the address of host ``number`` in a network, with prefix length."""
+    def address(self, index: int, network: str) -> str:
+        """Return the address of the host with an index in a network, with prefix length."""
         parsed = ipaddress.IPv4Network(network)
-        return f"{parsed[_FIRST + number]}/{parsed.prefixlen}"
+        return f"{parsed[_FIRST_ADDRESS + index]}/{parsed.prefixlen}"
 
     def violations(self) -> Iterator[Violation]:
-        for number, text in enumerate(self.networks):
-            key = ("networks", number)
+        for index, text in enumerate(self.networks):
+            key = ("networks", index)
             try:
                 network = ipaddress.IPv4Network(text)
             except ValueError as error:
                 yield Violation(key, str(error), "write it as in 192.168.100.0/24")
                 continue
             if not network.is_private:
-                yield Violation(
-                    key, "is not a private network", "use a network in 192.168.0.0/16 or 10.0.0.0/8"
-                )
-            if network.num_addresses < _FIRST + len(self.hosts) + 2:
+                fix = "use a network in 192.168.0.0/16 or 10.0.0.0/8"
+                yield Violation(key, "is not a private network", fix)
+            if network.num_addresses < _FIRST_ADDRESS + len(self.hosts) + 2:
                 yield Violation(key, "has too few addresses", "use a /24 network")
         if self.measure and self.restore:
-            yield Violation(
-                ("measure",),
-                "restored networks cannot be measured",
-                "set only one of measure and restore",
-            )
+            message, fix = "restored networks cannot be measured", "set only measure or restore"
+            yield Violation(("measure",), message, fix)
         if self.interfaces and len(self.interfaces) != len(self.networks):
             message = f"{len(self.interfaces)} interfaces for {len(self.networks)} networks"
-            yield Violation(
-                ("interfaces",), message, "list an interface for each of fabric.networks"
-            )
+            fix = "list an interface for each of fabric.networks"
+            yield Violation(("interfaces",), message, fix)

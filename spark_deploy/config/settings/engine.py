@@ -1,4 +1,4 @@
-"""Engine settings that replace values of the profile."""
+"""Engine settings, which replace values of the profile, and rules for options and variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from spark_deploy.config.documents import CLOSED, GIB, Gib, Violation, form
+from spark_deploy.config.documents import CLOSED, GIB, Gib, Violation, text_schema
 
 
 class Option(NamedTuple):
@@ -51,7 +51,7 @@ class KvCache:
         return None if self.size_gib is None else round(self.size_gib * GIB)
 
 
-# The engine's option for each key of a profile, and the setting that replaces it.
+# vLLM's option for each key of a profile, and the setting that replaces the profile's value.
 _OPTIONS = {
     ("limits", "max_context_tokens"): Option("max-model-len", "engine.max_context_tokens"),
     ("limits", "max_sequences"): Option("max-num-seqs", "engine.max_sequences"),
@@ -68,7 +68,7 @@ SETTINGS_INSTEAD = {
 
 
 def option_values(limits: Limits, kv_cache: KvCache) -> dict[str, Any]:
-    """Return the engine's options with the values of a profile."""
+    """Return the engine options that a profile sets."""
     sections = {"limits": limits, "kv_cache": kv_cache}
     values = {
         option.name: getattr(sections[section], field)
@@ -77,22 +77,22 @@ def option_values(limits: Limits, kv_cache: KvCache) -> dict[str, Any]:
     return {**values, "kv-cache-memory-bytes": kv_cache.size_bytes}
 
 
-# Batch sizes of running requests (first, last) and their draft tokens.
+# Ranges of running requests (first, last), and their draft tokens.
 DraftSchedule = tuple[tuple[PositiveInt, PositiveInt, NonNegativeInt], ...]
 
 
 def check_schedule(schedule: DraftSchedule | None) -> Iterator[Violation]:
-    """Yield a violation for each range that vLLM would refuse."""
+    """Yield a violation for each range that vLLM would reject."""
     previous = 0
     for first, last, _ in schedule or ():
         if first > last or first <= previous or (not previous and first > 1):
-            message = f"range {first} to {last}: ranges begin at 1, rise and do not overlap"
+            message = f"range {first} to {last}: ranges must start at 1, rise and not overlap"
             fix = "write ranges such as [[1, 2, 2], [3, 8, 1], [9, 9, 0]]"
             yield Violation(("num_speculative_tokens_per_batch_size",), message, fix)
         previous = last
 
 
-# Options that a setting or the gateway already decides.
+# Options that are set elsewhere, and how to set them.
 OWNED_OPTIONS = {
     "model": "set model",
     "served-model-name": "set serve.names",
@@ -125,7 +125,7 @@ CHECKED_OPTIONS = (
     "reasoning-parser", "spec-method", "spec-model", "spec-tokens", "speculative-config",
     "tensor-parallel-size", "trust-remote-code",
 )  # fmt: skip
-# Numbers of processes, each with a separate GPU.
+# Options that set a number of processes, each with a separate GPU.
 DEVICE_OPTIONS = (
     "data-parallel-size", "nnodes", "pipeline-parallel-size", "prefill-context-parallel-size",
     "tensor-parallel-size",
@@ -133,7 +133,7 @@ DEVICE_OPTIONS = (
 # Folders in the engine's container: checkpoint, cache and image.
 _IN_CONTAINER = re.compile(r"/(model|cache|vllm-workspace|usr|opt|etc|dev|tmp)(/|$)")
 _PATH = re.compile(r"(/|~/|\.{1,2}/).*|[^{}\s]+\.(jinja2?|py)")
-_NO_FILES = ("root-path", "middleware", "allowed-origins")  # begin with / as addresses do
+_NO_FILES = ("root-path", "middleware", "allowed-origins")  # values with / that are not files
 
 
 def canonical_name(name: str) -> str:
@@ -141,39 +141,42 @@ def canonical_name(name: str) -> str:
 
 
 def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (option, problem, fix) for each refused option."""
+    """Yield (option, message, fix) for each rejected option."""
     for option in sorted(options):
         name = canonical_name(option).removeprefix("no-")
-        meant = [known for known in (*OWNED_OPTIONS, *CHECKED_OPTIONS) if known.startswith(name)]
+        # argparse accepts abbreviations, which no rule would recognise.
+        completions = [
+            known for known in (*OWNED_OPTIONS, *CHECKED_OPTIONS) if known.startswith(name)
+        ]
         value = options[option]
         if name in OWNED_OPTIONS:
             yield option, "is set elsewhere", OWNED_OPTIONS[name]
-        elif meant and name not in CHECKED_OPTIONS:
-            yield option, f"is an abbreviation of {meant[0]}", f"write {meant[0]} in full"
+        elif completions and name not in CHECKED_OPTIONS:
+            full_name = completions[0]
+            yield option, f"is an abbreviation of {full_name}", f"write {full_name} in full"
         elif name in DEVICE_OPTIONS and value is not None and parse_whole_number(value) is None:
             yield option, f"{value!r} is not a whole number", "write a number such as 1"
         elif name not in _NO_FILES and (file := _missing_file(decode_mapping(value))):
-            message = f"{file} is not in the engine's container"
             fix = "use a file of the image (/vllm-workspace/...) or checkpoint (/model/...)"
             if name == "chat-template":
-                fix = "set engine.chat_template: FILE to a local file"
-            yield option, message, fix
+                fix = "set engine.chat_template to a local file"
+            yield option, f"{file} is not in the engine's container", fix
 
 
 def _missing_file(value: Any) -> str | None:
-    """Return the first path in a value that is neither in the image nor in a mount."""
+    """Return the first path in a value that the engine's container does not have."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
         return next(filter(None, map(_missing_file, value)), None)
-    # `name=/path,...` as for adapters.
+    # Adapters are written as `name=/path,...`.
     words = re.split(r"[=,\s]", value) if isinstance(value, str) and "{" not in value else ()
     paths = (word for word in words if _PATH.fullmatch(word) and not _IN_CONTAINER.match(word))
     return next(paths, None)
 
 
 def canonical_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's view of ``options``: canonical names, and mappings for JSON text."""
+    """Return options as the engine reads them: canonical names, mappings instead of JSON text."""
     result: dict[str, Any] = {}
     for option, value in options.items():
         name = canonical_name(option)
@@ -220,7 +223,7 @@ _MAX_BYTES = 32_768
 
 
 def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, problem, fix) for each refused variable."""
+    """Yield (name, message, fix) for each rejected variable."""
     for name in sorted(environment):
         if _SECRET.search(name):
             message = "looks like a secret; other users can read the environment of a unit"
@@ -229,13 +232,15 @@ def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, 
             if re.fullmatch(pattern, name):
                 yield name, message, fix
         value = environment[name]
-        if any(letter in value for letter in "\n\r\0"):
+        if any(character in value for character in "\n\r\0"):
             yield name, "has several lines", "write a single line"
         elif len(value.encode()) > _MAX_BYTES:
             yield name, f"is longer than {_MAX_BYTES} bytes", "put it into a file of the image"
 
 
-ENVIRONMENT_NAMES = form("^[A-Z_][A-Z0-9_]*$", "a name of capitals, digits and _", "NCCL_DEBUG")
+ENVIRONMENT_NAMES = text_schema(
+    "^[A-Z_][A-Z0-9_]*$", "a name of capitals, digits and _", "NCCL_DEBUG"
+)
 # vLLM's names, accepted for settings of the engine.
 VLLM_NAMES = {
     "max_model_len": "max_context_tokens",
@@ -243,7 +248,9 @@ VLLM_NAMES = {
     "gpu_memory_utilization": "memory_fraction",
     "num_speculative_tokens": "drafts",
 }
-OPTION_NAMES = form("^[a-z][a-z0-9_-]*$", "the option without dashes and value", "max-log-len")
+OPTION_NAMES = text_schema(
+    "^[a-z][a-z0-9_-]*$", "the option without dashes and value", "max-log-len"
+)
 
 
 def _accept_vllm_names(schema: dict[str, Any]) -> None:

@@ -10,7 +10,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Gib, Text, Violation
-from spark_deploy.config.settings.patterns import Address, Folder, Login, Package, SshSource, text
+from spark_deploy.config.settings.patterns import (
+    Address,
+    Folder,
+    Login,
+    Package,
+    SshSource,
+    text_field,
+)
 
 BASE_PACKAGES = ("ca-certificates", "curl", "jq", "nginx-light", "pciutils", "python3")
 TOOLKIT_PACKAGES = ("nvidia-container-toolkit",)
@@ -18,11 +25,13 @@ DOCKER_DIR = "/var/lib/docker"  # for the disk plan; a running docker reports th
 CUDA_TOOLKIT = "13.0"
 CUDA_PACKAGE = "cuda-toolkit-13-0"
 GB10 = "NVIDIA GB10"
-_Os = Annotated[str, text(r"^[a-z]+ [0-9a-z.]+$", "ID and VERSION_ID, in quotes", "ubuntu 24.04")]
-_User = Annotated[str, text("^[a-z_][a-z0-9_-]*$", "an account name", "spark")]
+_Os = Annotated[
+    str, text_field(r"^[a-z]+ [0-9a-z.]+$", "ID and VERSION_ID, in quotes", "ubuntu 24.04")
+]
+_User = Annotated[str, text_field("^[a-z_][a-z0-9_-]*$", "an account name", "spark")]
 
 
-# System folders, and folders that accounts other than root can write.
+# System folders, and folders that users other than root can write to.
 _REFUSED_PARENTS = (
     *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr"),
     *("/home", "/root", "/tmp", "/var/cache", "/var/log", "/var/run", "/var/spool", "/var/tmp"),
@@ -32,7 +41,6 @@ _REFUSED = ("/media", "/mnt", "/opt", "/srv", "/var", "/var/lib", "/lost+found")
 
 
 def _is_system_folder(folder: str) -> bool:
-    """Return whether a folder belongs to the system, or accounts other than root can write it."""
     inside = any(folder == parent or folder.startswith(f"{parent}/") for parent in _REFUSED_PARENTS)
     return inside or folder in _REFUSED
 
@@ -134,8 +142,8 @@ class PathSettings:
     def violations(self) -> Iterator[Violation]:
         for kind in ("models_dir", "sources_dir"):
             if _is_system_folder(path := getattr(self, kind)):
-                message = f"{path} belongs to the system, or accounts other than root can write it"
-                fix = "use a folder that only root can write, such as /srv/spark/models"
+                message = f"{path} is a system folder, or users other than root can write to it"
+                fix = "use a folder that only root can write to, such as /srv/spark/models"
                 yield Violation((kind,), message, fix)
         kinds = ("models_dir", "sources_dir", "cache_dir")
         paths = sorted((getattr(self, kind), kind) for kind in kinds)

@@ -1,8 +1,8 @@
 """Read YAML files and ``--data`` into a frozen ``Settings`` for each host.
 
-Later wins: the checkout's ``group_vars/all.yml`` (every default), then next to the inventory
+Later values win: the checkout's ``group_vars/all.yml`` (all defaults), then next to the inventory
 ``group_vars/all.yml``, ``group_vars/<group>.yml`` and ``host_vars/<host>.yml``, then ``--data``.
-Mappings merge key by key, lists are replaced. All mistakes of all hosts are reported at once.
+Mappings merge key by key, lists are replaced. All mistakes of all hosts are reported together.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from spark_deploy.config.yaml_files import load_schema, read_mapping
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """Settings of a host and their origin; ``root`` contains group_vars."""
+    """Settings of a host, and where they are from; ``root`` contains group_vars."""
 
     host: str
     group: str
     root: Path
     settings: Settings
-    data: dict[str, Any]  # the same, as merged from the files: shown by `debug-inventory`
+    data: dict[str, Any]  # the merged data, which pyinfra's `debug-inventory` prints
 
     @property
     def lock_path(self) -> Path:
@@ -50,7 +50,9 @@ class HostSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class _Layer:
+    """Settings of one file or other source; ``shown`` is its name in messages."""
+
     shown: str
     data: dict[str, Any]
 
@@ -64,72 +66,68 @@ def load_hosts(
     checkout: Path = CHECKOUT,
     must_serve: bool = True,
 ) -> dict[str, HostSettings]:
-    """Return the settings of every host, or raise an error with all mistakes.
+    """Return the settings of every host. Raises SettingsError with all mistakes.
 
     Args:
         groups: host names by group; a host belongs to a single group.
-        root: folder holding the ``group_vars`` and ``host_vars`` of the inventory.
-        overrides: ``--data`` of the command line, dotted keys allowed.
-        generated: settings computed by the inventory; they rank between group and host files.
+        root: folder with the ``group_vars`` and ``host_vars`` of the inventory.
+        overrides: ``--data`` of the command line; keys may be dotted.
+        generated: settings computed by the inventory; host files override them.
         checkout: folder with defaults, schemas and catalog.
         must_serve: whether models and profiles must be in a catalog.
     """
-    problems: list[Problem] = []
-    common = _common_layers(root, checkout, problems)
-    data = _rename_vllm_keys(undot(overrides or {}), "--data", problems)
-    last = [Layer("--data", data)] if overrides else []
+    reader = _Reader(root, checkout, must_serve)
+    common = reader.common_layers()
+    last = reader.layers("--data", undot(overrides)) if overrides else []
     loaded: dict[str, HostSettings] = {}
     for group, hosts in groups.items():
-        middle = _file_layer(root / "group_vars" / f"{group}.yml", root, checkout, problems)
-        generated_layers = [Layer("inventory", undot(generated))] if generated else []
-        usual: HostSettings | None = None  # the same for all hosts without a file
+        group_layers = reader.file_layers(root / "group_vars" / f"{group}.yml")
+        if generated:
+            group_layers.append(_Layer("inventory", undot(generated)))
+        shared: HostSettings | None = None  # settings of hosts without a file
         for host in hosts:
             if host in loaded:
                 fix = "list every host in a single group"
-                problems.append(Problem(host, "is in two groups of the inventory", fix))
+                reader.problems.append(Problem(host, "is in two groups of the inventory", fix))
                 continue
             name = host.removeprefix("@")
-            host_file = root / "host_vars" / f"{name}.yml"
-            host_layers = _file_layer(host_file, root, checkout, problems)
-            layers = [*common, *middle, *generated_layers, *host_layers, *last]
-            made = None if host_layers else usual
-            if made is None:
-                made = _host_settings(host, group, root, layers, checkout, problems, must_serve)
-            usual = usual if host_layers else made
-            loaded[host] = _as_host(made, host)
-    if problems:
-        raise SettingsError(list(dict.fromkeys(problems)))
+            host_layers = reader.file_layers(root / "host_vars" / f"{name}.yml")
+            layers = [*common, *group_layers, *host_layers, *last]
+            if host_layers:
+                settings = reader.host_settings(host, group, layers)
+            else:
+                settings = shared = shared or reader.host_settings(host, group, layers)
+            loaded[host] = _as_host(settings, host)
+    if reader.problems:
+        raise SettingsError(list(dict.fromkeys(reader.problems)))
     return loaded
 
 
 def with_values(host: HostSettings, values: Mapping[str, Any], shown: str) -> HostSettings:
-    """Return the settings of a host with other values of dotted keys.
+    """Return the settings of a host with new values of dotted keys.
 
     Raises:
-        SettingsError: with all mistakes; ``shown`` is where they are.
+        SettingsError: with all mistakes; ``shown`` is the source of the values in messages.
     """
-    problems: list[Problem] = []
-    new = _rename_vllm_keys(undot(values), shown, problems)
-    layers = [Layer(host.host, host.data), Layer(shown, new)]
-    made = _host_settings(
-        host.host, host.group, host.root, layers, CHECKOUT, problems, must_serve=True
-    )
-    if problems:
-        raise SettingsError(problems)
-    made = _as_host(made, host.host)
-    # The inventory may have supplied the address.
-    ssh, known = made.settings.ssh, host.settings.ssh
-    ssh = dataclasses.replace(ssh, hostname=ssh.hostname or known.hostname)
-    return dataclasses.replace(made, settings=dataclasses.replace(made.settings, ssh=ssh))
+    reader = _Reader(host.root, CHECKOUT, must_serve=True)
+    layers = [_Layer(host.host, host.data), *reader.layers(shown, undot(values))]
+    changed = reader.host_settings(host.host, host.group, layers)
+    if reader.problems:
+        raise SettingsError(reader.problems)
+    changed = _as_host(changed, host.host)
+    # The inventory may have set the address.
+    ssh = changed.settings.ssh
+    ssh = dataclasses.replace(ssh, hostname=ssh.hostname or host.settings.ssh.hostname)
+    settings = dataclasses.replace(changed.settings, ssh=ssh)
+    return dataclasses.replace(changed, settings=settings)
 
 
 def merge(
     base: dict[str, Any], new: Mapping[str, Any], *, keep_on_null: bool = True
 ) -> dict[str, Any]:
-    """Return ``base`` with ``new`` merged in: mappings by key, other values replaced.
+    """Merge ``new`` into a copy of ``base``: mappings key by key, other values are replaced.
 
-    With ``keep_on_null`` an empty mapping (``serve:`` with all keys commented out) changes nothing;
-    otherwise null removes the mapping.
+    If null replaces a mapping (``serve:`` with all keys commented out), ``keep_on_null`` keeps it.
     """
     merged = dict(base)
     for key, value in new.items():
@@ -147,142 +145,145 @@ def undot(data: Mapping[str, Any]) -> dict[str, Any]:
     """Turn ``{"serve.port": 1}`` into ``{"serve": {"port": 1}}``."""
     result: dict[str, Any] = {}
     for key, value in data.items():
-        for part in reversed(key.split(".")[1:]):
+        for part in reversed(key.split(".")):
             value = {part: value}
-        result = merge(result, {key.split(".")[0]: value})
+        result = merge(result, value)
     return result
 
 
-def _common_layers(root: Path, checkout: Path, problems: list[Problem]) -> list[Layer]:
-    paths = [checkout / "group_vars" / "all.yml"]
-    if root.resolve() != checkout.resolve():
-        paths.append(root / "group_vars" / "all.yml")
-    return [layer for path in paths for layer in _file_layer(path, root, checkout, problems)]
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads the settings of hosts and collects all problems."""
+
+    root: Path
+    checkout: Path
+    must_serve: bool
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+
+    def common_layers(self) -> list[_Layer]:
+        layers = self.file_layers(self.checkout / "group_vars" / "all.yml")
+        if self.root.resolve() != self.checkout.resolve():
+            layers += self.file_layers(self.root / "group_vars" / "all.yml")
+        return layers
+
+    def file_layers(self, path: Path) -> list[_Layer]:
+        """Return a list with the layer of a file; empty if the file does not exist."""
+        if not path.exists():
+            return []
+        folder = self.root if path.is_relative_to(self.root) else self.checkout
+        shown = path.relative_to(folder).as_posix()
+        data, problems = read_mapping(path, shown=shown)
+        self.problems.extend(problems)
+        return self.layers(shown, data)
+
+    def layers(self, shown: str, data: dict[str, Any]) -> list[_Layer]:
+        """Return a list with a layer, in which vLLM's names are replaced by ours."""
+        services = data.get("services")
+        sections: dict[str, Any] = {"": data}
+        if isinstance(services, dict):
+            sections |= {f"services.{name}.": service for name, service in services.items()}
+        for prefix, section in sections.items():
+            engine = section.get("engine") if isinstance(section, dict) else None
+            if not isinstance(engine, dict):
+                continue
+            for alias in engine.keys() & VLLM_NAMES.keys():
+                name = VLLM_NAMES[alias]
+                if name in engine:
+                    where = f"{shown}: {prefix}engine.{alias}"
+                    message = f"is another name of {name}"
+                    self.problems.append(Problem(where, message, "keep only one"))
+                engine[name] = engine.pop(alias)
+        return [_Layer(shown, data)]
+
+    def host_settings(self, host: str, group: str, layers: Sequence[_Layer]) -> HostSettings:
+        """Merge and validate layers; after problems the settings are ``None``."""
+        data: dict[str, Any] = {}
+        for layer in layers:
+            data = merge(data, layer.data)
+
+        def problem(violation: Violation) -> Problem:
+            file = _origin(layers, violation.set_by or violation.key)
+            where = f"{file}: {dotted(violation.key)}"
+            return Problem(where, violation.what, violation.fix)
+
+        message, fix = "contains a line break or control character", "write a single line"
+        problems = [
+            problem(Violation(path, message, fix))
+            for path in control_characters(data)
+            if path[:2] != ("engine", "options")  # JSON text, which stays a single argument
+        ]
+        schema = load_schema("settings", checkout=self.checkout)
+        problems += problems_of(data, schema, functools.partial(_origin, layers))
+        settings = typing.cast(Settings, None)
+        if not problems:
+            names = functools.partial(catalog_names, checkout=self.checkout, user_dir=self.root)
+            try:
+                checked = convert(CheckedSettings, data, names if self.must_serve else None)
+                settings = _with_local_files(checked, self.root)
+            except ValidationError as error:
+                problems = list(map(problem, violations(error)))
+            except _LocalFileError as error:
+                problems = list(map(problem, error.violations))
+        self.problems.extend(problems)
+        return HostSettings(host, group, self.root, settings, data)
 
 
-def _file_layer(path: Path, root: Path, checkout: Path, problems: list[Problem]) -> list[Layer]:
-    if not path.exists():
-        return []
-    base = root if path.is_relative_to(root) else checkout
-    shown = path.relative_to(base).as_posix()
-    data, mistakes = read_mapping(path, shown=shown)
-    problems.extend(mistakes)
-    return [Layer(shown, _rename_vllm_keys(data, shown, problems))]
-
-
-def _rename_vllm_keys(data: dict[str, Any], shown: str, problems: list[Problem]) -> dict[str, Any]:
-    services = data.get("services")
-    owners: dict[str, Any] = {"": data}
-    if isinstance(services, dict):
-        owners |= {f"services.{name}.": service for name, service in services.items()}
-    for place, owner in owners.items():
-        engine = owner.get("engine") if isinstance(owner, dict) else None
-        if not isinstance(engine, dict):
-            continue
-        for alias in engine.keys() & VLLM_NAMES.keys():
-            name = VLLM_NAMES[alias]
-            if name in engine:
-                where, message = f"{shown}: {place}engine.{alias}", f"is another name of {name}"
-                problems.append(Problem(where, message, "keep only one"))
-            engine[name] = engine.pop(alias)
-    return data
-
-
-def _host_settings(
-    host: str,
-    group: str,
-    root: Path,
-    layers: Sequence[Layer],
-    checkout: Path,
-    problems: list[Problem],
-    must_serve: bool,
-) -> HostSettings:
-    data: dict[str, Any] = {}
-    for layer in layers:
-        data = merge(data, layer.data)
-
-    def where(path: KeyPath) -> str:
-        return _origin(layers, path)
-
-    schema = load_schema("settings", checkout=checkout)
-    mistakes = [
-        Problem(
-            f"{where(place)}: {dotted(place)}",
-            "contains a line break or control character",
-            "write a single line",
-        )
-        for place in control_characters(data)
-        if place[:2] != ("engine", "options")  # may be JSON text; a separate argument
-    ]
-    mistakes += problems_of(data, schema, where)
-    settings = typing.cast(Settings, None)
-    if not mistakes:
-        names = functools.partial(catalog_names, checkout=checkout, own=root)
-        try:
-            settings = convert(CheckedSettings, data, names if must_serve else None)
-        except ValidationError as error:
-            mistakes = [
-                Problem(f"{where(broken.set_by or broken.key)}: {dotted(broken.key)}",
-                        broken.what, broken.fix)
-                for broken in violations(error)
-            ]  # fmt: skip
-    if not mistakes:
-        # The content of local files becomes part of the settings.
-        engine = with_template(settings.engine, root)
-        texts = with_calibration(settings.requantize, root)
-        for section, read in (("engine", engine), ("requantize", texts)):
-            if isinstance(read, Violation):
-                place = (section, *read.key)
-                mistakes.append(Problem(f"{where(place)}: {dotted(place)}", read.what, read.fix))
-        if not (isinstance(engine, Violation) or isinstance(texts, Violation)):
-            settings = dataclasses.replace(settings, engine=engine, requantize=texts)
-    problems.extend(mistakes)
-    return HostSettings(host, group, root, settings, data)
-
-
-def _as_host(made: HostSettings, host: str) -> HostSettings:
-    """Return the settings of a host; only listed hosts belong to a cluster or to replicas."""
-    settings = made.settings
-    if not settings:  # with mistakes, which are reported later
-        return made
+def _as_host(loaded: HostSettings, host: str) -> HostSettings:
+    """Return the settings for a host; only listed hosts belong to the cluster or replicas."""
+    settings = loaded.settings
+    if not settings:  # there were problems, which are reported later
+        return loaded
     cluster, replicas = settings.cluster, settings.replicas
     if host not in cluster.hosts:
         settings = dataclasses.replace(settings, cluster=dataclasses.replace(cluster, hosts=()))
     if host not in replicas.hosts:
         settings = dataclasses.replace(settings, replicas=type(replicas)())
-    return dataclasses.replace(made, host=host, settings=settings)
+    return dataclasses.replace(loaded, host=host, settings=settings)
 
 
-def _origin(layers: Sequence[Layer], path: KeyPath) -> str:
+def _origin(layers: Sequence[_Layer], path: KeyPath) -> str:
+    """Return the last layer that sets a key; lists are set as a whole."""
     for layer in reversed(layers):
-        data: Any = layer.data
-        for part in path:
-            if isinstance(data, dict) and part in data:
-                data = data[str(part)]
-            elif isinstance(part, int) and isinstance(data, list):
-                break
-            else:
-                break
-        else:
-            return layer.shown
-        if isinstance(data, list):
+        if _sets(layer.data, path):
             return layer.shown
     return layers[0].shown if layers else "settings"
 
 
+def _sets(data: Any, path: KeyPath) -> bool:
+    if not path or isinstance(data, list):
+        return True
+    return isinstance(data, dict) and path[0] in data and _sets(data[str(path[0])], path[1:])
+
+
+class _LocalFileError(Exception):
+    def __init__(self, violations: Sequence[Violation]):
+        self.violations = violations
+
+
+def _with_local_files(settings: Settings, root: Path) -> Settings:
+    """Return the settings with the content of the files that they name."""
+    engine = with_template(settings.engine, root)
+    requantize = with_calibration(settings.requantize, root)
+    broken = []
+    for section, result in (("engine", engine), ("requantize", requantize)):
+        if isinstance(result, Violation):
+            broken.append(result._replace(key=(section, *result.key)))
+    if isinstance(engine, Violation) or isinstance(requantize, Violation):
+        raise _LocalFileError(broken)
+    return dataclasses.replace(settings, engine=engine, requantize=requantize)
+
+
 OPTION = "chat-template"
 LARGEST_BYTES = 65_536
-"""Half of what Linux allows for an argument."""
+"""Half of the limit of Linux for an argument."""
 _KEY = ("chat_template",)
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]")  # but for tab and line feed
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]")  # except tab and line feed
 
 
 def with_template(engine: EngineSettings, root: Path) -> EngineSettings | Violation:
-    """Return the settings with the template's text as engine option, or the problem.
+    """Return the settings with the text of ``chat_template`` as engine option, or a violation.
 
-    Args:
-        engine: settings that follow their schema.
-        root: folder of the inventory, for relative paths.
+    Relative paths start at ``root``, the inventory's folder.
     """
     if engine.chat_template is None:
         return engine
@@ -294,8 +295,8 @@ def with_template(engine: EngineSettings, root: Path) -> EngineSettings | Violat
     except (OSError, UnicodeDecodeError) as error:
         message = f"{path} cannot be read ({type(error).__name__})"
         return Violation(_KEY, message, "set it to a text file on this machine")
-    if wrong := _template_problem(text):
-        return Violation(_KEY, f"{path} {wrong}", "set it to a file with a Jinja chat template")
+    if problem := _template_problem(text):
+        return Violation(_KEY, f"{path} {problem}", "set it to a file with a Jinja chat template")
     return dataclasses.replace(engine, options={**engine.options, OPTION: text})
 
 
@@ -315,26 +316,19 @@ MAX_CALIBRATION_BYTES = 64 << 20
 
 
 def with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeSettings | Violation:
-    """Return the settings with the content of the calibration file, or the problem.
-
-    Args:
-        requantize: settings that follow their schema.
-        root: folder of the inventory, for relative paths.
-    """
+    """Return the settings with the content of the calibration file, or a violation."""
     if requantize.calibration is None:
         return requantize
+    key = ("calibration",)
     path = root / Path(requantize.calibration).expanduser()
     fix = 'use a local file of JSON lines, each {"text": "..."}'
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        return Violation(("calibration",), f"{path} cannot be read ({type(error).__name__})", fix)
+        return Violation(key, f"{path} cannot be read ({type(error).__name__})", fix)
     if len(text) > MAX_CALIBRATION_BYTES:
-        return Violation(
-            ("calibration",),
-            f"{path} is larger than {MAX_CALIBRATION_BYTES} bytes",
-            "use a smaller file",
-        )
+        message = f"{path} is larger than {MAX_CALIBRATION_BYTES} bytes"
+        return Violation(key, message, "use a smaller file")
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
@@ -342,24 +336,23 @@ def with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeSe
         except ValueError:
             sample = None
         if not isinstance(sample, dict) or not isinstance(sample.get("text"), str):
-            return Violation(("calibration",), f"{path}, line {number} has no text", fix)
+            return Violation(key, f"{path}, line {number} has no text", fix)
     if not lines:
-        return Violation(("calibration",), f"{path} is empty", fix)
+        return Violation(key, f"{path} is empty", fix)
     return dataclasses.replace(requantize, calibration=text)
 
 
-# Secrets that settings refer to.
-_TIMEOUT_S = 60
+_SECRET_TIMEOUT_S = 60
 
 
 def read_secret(reference: SecretRef, *, setting: str) -> str:
-    """Return the secret behind ``reference``; ``setting`` is named in errors, the secret never.
+    """Read the secret of a setting; errors name the ``setting``, never the secret.
 
-    Wrap the result in pyinfra's ``HiddenValue`` and send it on standard input only.
+    Wrap the result in pyinfra's ``HiddenValue``, and send it only on standard input.
     """
     fix = "correct the setting; no host was changed"
     try:
-        text = _text_of(reference)
+        text = _read_reference(reference)
     except ValueError as error:
         raise SettingsError.one(setting, str(error), fix) from error
     lines = text.strip().splitlines()
@@ -368,7 +361,7 @@ def read_secret(reference: SecretRef, *, setting: str) -> str:
     return lines[0].strip()
 
 
-def _text_of(reference: SecretRef) -> str:
+def _read_reference(reference: SecretRef) -> str:
     if reference.env:
         if not os.environ.get(reference.env):
             raise ValueError(f"the environment variable {reference.env} is not set")
@@ -385,7 +378,9 @@ def _text_of(reference: SecretRef) -> str:
 
 def _command_output(argv: tuple[str, ...]) -> str:
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=_SECRET_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
         raise ValueError(f"{argv[0]} cannot be run ({type(error).__name__})") from None
     if done.returncode:

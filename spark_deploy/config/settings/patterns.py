@@ -1,4 +1,4 @@
-"""Types of text that reaches hosts, and checks of text that a pattern cannot express."""
+"""Types of text that is sent to hosts, and a search for control characters."""
 
 from __future__ import annotations
 
@@ -8,64 +8,72 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from spark_deploy.config.documents import form
+from spark_deploy.config.documents import text_schema
 
 # Text for shells, units, apt, docker's ``--mount`` and nginx must not end a line, start an option
 # or separate values.
 
 
-def text(pattern: str, description: str, example: str) -> Any:
-    """Return the annotation of a text that must match a pattern as a whole; as in ``form``."""
-    return Field(json_schema_extra=form(pattern, description, example))
+def text_field(pattern: str, description: str, example: str) -> Any:
+    """Return the annotation of a text that must match a pattern; see ``text_schema``."""
+    return Field(json_schema_extra=text_schema(pattern, description, example))
 
 
 _PART = r"(?!\.{1,2}(/|$))[A-Za-z0-9._+@-]+"
 # In unit files, ``--mount`` and shells: no blank, comma, colon or ``%``.
 _FOLDER = rf"^(/{_PART})+$"
 Folder = Annotated[
-    str, text(_FOLDER, "an absolute path of letters, digits and . _ + @ -", "/data/models")
+    str, text_field(_FOLDER, "an absolute path of letters, digits and . _ + @ -", "/data/models")
 ]
 _GLOB = r"^(/(?!\.{1,2}(/|$))[A-Za-z0-9._+@*?\[\]-]+)+$"
 Glob = Annotated[
-    str, text(_GLOB, "an absolute path without blanks; * and ? are wildcards", "/home/*/models")
+    str,
+    text_field(_GLOB, "an absolute path without blanks; * and ? are wildcards", "/home/*/models"),
 ]
 _RELATIVE = rf"^{_PART}(/{_PART})*$"
 RelativePath = Annotated[
-    str, text(_RELATIVE, "a relative path that does not lead upwards", "locks/spark.lock.yml")
+    str, text_field(_RELATIVE, "a relative path that does not lead upwards", "locks/spark.lock.yml")
 ]
 _PACKAGE = r"^[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?(=[A-Za-z0-9.+:~-]+)?$"
 Package = Annotated[
-    str, text(_PACKAGE, "a package as apt names it, with =VERSION if needed", "jq=1.7.1-3")
+    str, text_field(_PACKAGE, "a package as apt names it, with =VERSION if needed", "jq=1.7.1-3")
 ]
 _SUITE = r"^(\./|[A-Za-z0-9][A-Za-z0-9._/-]*)$"
-Suite = Annotated[str, text(_SUITE, "a word, or ./ for a flat repository", "noble")]
-Component = Annotated[str, text(r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", "a word", "main")]
-# No login, because jobs, locks and apt lists are readable by every user of a host.
+Suite = Annotated[str, text_field(_SUITE, "a word, or ./ for a flat repository", "noble")]
+Component = Annotated[str, text_field(r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", "a word", "main")]
+# No login, because every user of a host can read jobs, locks and apt lists.
 _URL = r"^https?://(?![^/]*@)[A-Za-z0-9\[]([A-Za-z0-9._~:/?%&=+@,\[\]-]*[A-Za-z0-9._~%&=+@,\]-])?$"
 _URL_MEANING = "http:// or https:// and a host, without a login, blanks, or a slash at the end"
-Url = Annotated[str, text(_URL, _URL_MEANING, "https://hub.example/mirror")]
+Url = Annotated[str, text_field(_URL, _URL_MEANING, "https://hub.example/mirror")]
 _INTERFACE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$"
-Interface = Annotated[str, text(_INTERFACE, "an interface that `ip link` lists", "enp1s0f0np0")]
+Interface = Annotated[
+    str, text_field(_INTERFACE, "an interface that `ip link` lists", "enp1s0f0np0")
+]
 _CONTAINER = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-ContainerName = Annotated[str, text(_CONTAINER, "the name that `docker ps` shows", "ollama")]
+ContainerName = Annotated[str, text_field(_CONTAINER, "the name that `docker ps` shows", "ollama")]
 _LOGIN = r"^[A-Za-z_][A-Za-z0-9_.@-]*\$?$"
-Login = Annotated[str, text(_LOGIN, "a login name without host", "spark")]
+Login = Annotated[str, text_field(_LOGIN, "a login name without host", "spark")]
 _ADDRESS = r"^[A-Za-z0-9\[:][A-Za-z0-9._:%\]-]*$"
 Address = Annotated[
-    str, text(_ADDRESS, "a host's name or address, without a user and without blanks", "192.0.2.20")
+    str,
+    text_field(
+        _ADDRESS, "a host's name or address, without a user and without blanks", "192.0.2.20"
+    ),
 ]
 # In ``from=`` of authorized_keys: no ``!``, comma or quote.
 _SOURCE = r"^[A-Za-z0-9*?:][A-Za-z0-9.:*?/_-]*$"
 SshSource = Annotated[
-    str, text(_SOURCE, "an address, network or name; * and ? are wildcards", "192.168.1.0/24")
+    str, text_field(_SOURCE, "an address, network or name; * and ? are wildcards", "192.168.1.0/24")
 ]
-IpAddress = Annotated[str, text("^[0-9a-fA-F.:]+$", "an IP address, no name", "192.168.100.11")]
+IpAddress = Annotated[
+    str, text_field("^[0-9a-fA-F.:]+$", "an IP address, no name", "192.168.100.11")
+]
 _IMAGE = "^[a-z0-9][A-Za-z0-9._/:@-]*$"
 ImageName = Annotated[
-    str, text(_IMAGE, "an image as `docker pull` takes it", "vllm/vllm-openai:v0.11.0")
+    str, text_field(_IMAGE, "an image as `docker pull` takes it", "vllm/vllm-openai:v0.11.0")
 ]
-IMAGE_ROLE = form("^[a-z][a-z0-9_]*$", "a name of small letters, digits and _", "engine")
-RAIL_NAME = form("^[a-z0-9-]+$", "the rule as the error named it", "turboquant-with-drafts")
+IMAGE_ROLE = text_schema("^[a-z][a-z0-9_]*$", "a name of small letters, digits and _", "engine")
+RAIL_NAME = text_schema("^[a-z0-9-]+$", "the rule as the error named it", "turboquant-with-drafts")
 RailName = Annotated[str, Field(json_schema_extra=RAIL_NAME)]
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
@@ -74,7 +82,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 def control_characters(
     data: Any, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[str | int, ...]]:
-    """Yield the place of each text in plain data, keys included, with a control character."""
+    """Yield the path of each text or key with a control character in plain data."""
     if isinstance(data, str):
         if _CONTROL.search(data):
             yield path
@@ -84,5 +92,5 @@ def control_characters(
                 yield path
             yield from control_characters(value, (*path, str(key)))
     elif isinstance(data, Sequence):
-        for number, value in enumerate(data):
-            yield from control_characters(value, (*path, number))
+        for index, value in enumerate(data):
+            yield from control_characters(value, (*path, index))

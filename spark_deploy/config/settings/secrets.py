@@ -1,4 +1,4 @@
-"""Settings that name a secret of the controller; nothing is read here."""
+"""Settings that refer to a secret on the controller, which is not read here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
 
-from spark_deploy.config.documents import Text, form
+from spark_deploy.config.documents import Text, text_schema
 
 _Nothing = SkipJsonSchema[None]
 
@@ -24,7 +24,9 @@ class SecretRef:
 
     env: str | _Nothing = Field(
         default=None,
-        json_schema_extra=form("^[A-Za-z_][A-Za-z0-9_]*$", "the name of a variable", "HF_TOKEN"),
+        json_schema_extra=text_schema(
+            "^[A-Za-z_][A-Za-z0-9_]*$", "the name of a variable", "HF_TOKEN"
+        ),
     )
     """Name of a variable of the controller."""
     file: Text | _Nothing = None
@@ -34,12 +36,13 @@ class SecretRef:
 
     @property
     def kind(self) -> str:
-        """Return env, file, command, or generate when no key is given."""
+        """``env``, ``file`` or ``command``; ``generate`` if no key is set."""
         given = (key for key in ("env", "file", "command") if getattr(self, key) is not None)
         return next(given, "generate")
 
     @property
     def value(self) -> tuple[str, ...]:
+        """Name of the variable, path of the file, or words of the command."""
         name = self.env or self.file
         return (name,) if name else self.command or ()
 

@@ -1,4 +1,4 @@
-"""Settings of the service: checkpoint, gateway, memory, checks and additional services."""
+"""Settings of services: checkpoint, gateway, memory, checks, additional services."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from spark_contract.gateway import EXPOSURES, Expose
 from spark_contract.release import EMBEDDINGS, ROUTED
 from spark_contract.units import DIGEST12
 
-from spark_deploy.config.documents import CLOSED, GIB, MIB, UNIQUE, Gib, Violation, form
+from spark_deploy.config.documents import CLOSED, GIB, MIB, UNIQUE, Gib, Violation, text_schema
 from spark_deploy.config.settings.engine import ServiceEngineSettings
-from spark_deploy.config.settings.patterns import text
+from spark_deploy.config.settings.patterns import text_field
 from spark_deploy.config.settings.secrets import OwnSecret, SecretRef
 
 
@@ -44,27 +44,31 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class RequantizeSettings:
-    """How `spark-deploy add MODEL --requantize` has AutoRound make an INT4 tree.
+    """How `spark-deploy add MODEL --requantize` makes an INT4 checkpoint with AutoRound.
 
     The model's tensor sets decide which tensors are packed and which stay in 16 bits.
     """
 
     iters: int = Field(default=200, ge=0, le=5000)
-    """Steps of tuning for each block; 0 rounds to nearest and needs no text."""
+    """Tuning steps per block; 0 rounds to nearest without calibration."""
     nsamples: int = Field(default=128, ge=1, le=4096)
-    """Pieces of text that it tunes with."""
-    seqlen: int = Field(default=2048, ge=16, le=32768, description="Tokens of a piece.")
-    batch: int = Field(default=8, ge=1, le=64, description="Samples in a step.")
+    """Number of calibration samples."""
+    seqlen: int = Field(default=2048, ge=16, le=32768, description="Tokens per sample.")
+    batch: int = Field(default=8, ge=1, le=64, description="Samples per step.")
     calibration: str | None = Field(default=None, examples=["calibration.jsonl"])
-    """Local file with the calibration text: JSON lines, each {"text": ...}, at least nsamples times
-    seqlen tokens. Use text like your requests. The content is part of the checkpoint's digest."""
+    """Local file with calibration text: JSON lines, each {"text": ...}, at least nsamples times
+    seqlen tokens. Use text that resembles your requests. The checkpoint's digest includes it."""
 
 
-CATALOG_NAME = form(r"^[a-z0-9][a-z0-9._-]*$", "a file name without folder and .yml", "qwen3.5-35b")
-SERVED_NAME = form("^[A-Za-z0-9][A-Za-z0-9._/:-]*$", "a word without spaces", "qwen3.5-122b")
-_TlsName = Annotated[str, text("^[A-Za-z0-9.:*-]+$", "a name or an address", "spark.example.org")]
+CATALOG_NAME = text_schema(
+    r"^[a-z0-9][a-z0-9._-]*$", "a file name without folder and .yml", "qwen3.5-35b"
+)
+SERVED_NAME = text_schema("^[A-Za-z0-9][A-Za-z0-9._/:-]*$", "a word without spaces", "qwen3.5-122b")
+_TlsName = Annotated[
+    str, text_field("^[A-Za-z0-9.:*-]+$", "a name or an address", "spark.example.org")
+]
 _File = Annotated[
-    str, text("^(/|~/).+$", "a path that starts with / or ~/", "~/certificates/spark.pem")
+    str, text_field("^(/|~/).+$", "a path that starts with / or ~/", "~/certificates/spark.pem")
 ]
 CatalogName = Annotated[str, Field(json_schema_extra=CATALOG_NAME)]
 ServedName = Annotated[str, Field(json_schema_extra=SERVED_NAME)]
@@ -72,7 +76,7 @@ _AUDIENCES = ", ".join(
     f"{exposure.audience or 'nobody'} ({name})" for name, exposure in EXPOSURES.items()
 )
 
-# YAML reads the bare word off as false.
+# YAML reads an unquoted off as false.
 _Tls = Annotated[
     Literal["off", "own-cert", "private-ca"],
     BeforeValidator(
@@ -84,7 +88,7 @@ _Tls = Annotated[
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class PairSettings:
-    """A model and a profile by name."""
+    """Names of a model and a profile."""
 
     model: CatalogName = Field(description="A file name in catalog/models without .yml.")
     profile: CatalogName = Field(description="A file name in catalog/profiles without .yml.")
@@ -92,12 +96,12 @@ class PairSettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ScheduledSettings(PairSettings):
-    """A pair and when a host changes to it by itself."""
+    """A pair, and the time at which a host switches to it."""
 
     at: str = Field(
         max_length=80,
         examples=["Mon..Fri 08:00", "20:00 Europe/Berlin"],
-        json_schema_extra=form(
+        json_schema_extra=text_schema(
             "^[A-Za-z0-9*.,:/~_ -]+$",
             "a time as systemd's OnCalendar= takes it",
             "Mon..Fri 08:00",
@@ -115,7 +119,7 @@ class ReleaseSettings:
     rollback_to: str | None = Field(
         default=None,
         examples=["main-0123456789ab"],
-        json_schema_extra=form(
+        json_schema_extra=text_schema(
             f"^[a-z0-9][a-z0-9-]*-{DIGEST12}$",
             "a release as `spark-deploy status` names it",
             "main-0123456789ab",
@@ -130,8 +134,8 @@ class RolloutSettings:
     """How a change is rolled out across hosts. If no host serves yet, all start at once."""
 
     at_once: Annotated[int, Field(ge=1)] | Literal["all"] = Field(default=1, examples=[2, "all"])
-    """Hosts that change at the same time, or all. The next hosts follow after these are proven;
-    after a failure the rest stay unchanged."""
+    """Number of hosts that change at the same time, or all. The next hosts follow when these are
+    proven; after a failure the rest stay unchanged."""
     canary: str | None = Field(default=None, min_length=1, examples=["spark-1"])
     """Host that changes first, by inventory name; null: the first host."""
 
@@ -174,7 +178,9 @@ class ServeSettings:
     address: str | None = Field(
         default=None,
         examples=["spark.example.org"],
-        json_schema_extra=form("^[A-Za-z0-9.:-]+$", "a name or an address", "spark.example.org"),
+        json_schema_extra=text_schema(
+            "^[A-Za-z0-9.:-]+$", "a name or an address", "spark.example.org"
+        ),
     )
     """Name or address that clients in the network use for this host; certificates include it. null:
     ssh.hostname, otherwise the inventory name."""
@@ -221,21 +227,16 @@ class ServeSettings:
 
     def violations(self) -> Iterator[Violation]:
         if self.tls != "off" and not EXPOSURES[self.expose].needs_tls:
-            message = f"{self.tls} with expose: {self.expose}"
-            yield Violation(
-                ("tls",),
-                f"{message}; TLS is for networks without encryption",
-                "set serve.expose: lan, or serve.tls: off",
-            )
+            message = f"{self.tls} requires expose: lan, but expose is {self.expose}"
+            yield Violation(("tls",), message, "set serve.expose: lan, or serve.tls: off")
         if len({key.sha256 for key in self.keys.values()}) < len(self.keys):
             fix = "create a key for each name: spark-deploy key add NAME"
             yield Violation(("keys",), "two names have the same key", fix)
         for key in ("tls_certificate", "tls_key"):
             if self.tls == "own-cert" and not getattr(self, key):
-                message = "is needed with tls: own-cert"
-                yield Violation(
-                    (key,), message, "set it to a PEM file on this machine", set_by=("tls",)
-                )
+                message = "is required by tls: own-cert"
+                fix = "set it to a PEM file on this machine"
+                yield Violation((key,), message, fix, set_by=("tls",))
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -266,9 +267,9 @@ class MemorySettings:
     def violations(self) -> Iterator[Violation]:
         if self.reserve_gib >= self.total_gib:
             message = (
-                f"{self.reserve_gib:g} GiB must be less than the total of {self.total_gib:g} GiB"
+                f"{self.reserve_gib:g} GiB is not less than the total of {self.total_gib:g} GiB"
             )
-            yield Violation(("reserve_gib",), message, "lower it below memory.total_gib")
+            yield Violation(("reserve_gib",), message, "set it below memory.total_gib")
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -296,16 +297,16 @@ class CheckSettings:
     change; 0: none."""
 
 
-SERVICE_NAME = form(
+SERVICE_NAME = text_schema(
     "^[a-z][a-z0-9-]{0,30}$", "a name of at most 31 small letters, digits and dashes", "search"
 )
-# The engine's share of the memory is given in hundredths.
+# The memory of an engine is set in hundredths of the total.
 _SHARES = 100
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ServiceSettings:
-    """Another service of a host, with a release, check, watchdog, gateway and rollback."""
+    """An additional service of a host, with its own release, check, watchdog and gateway."""
 
     model: CatalogName = Field(description="A file name in catalog/models without .yml.")
     profile: CatalogName = Field(description="A file name in catalog/profiles without .yml.")
@@ -332,8 +333,8 @@ class ServiceSettings:
 
     def violations(self, total_gib: Gib) -> Iterator[Violation]:
         if self.memory_gib * _SHARES < total_gib:
-            message = f"{self.memory_gib:g} GiB are less than a hundredth of the memory"
-            fix = f"give it {total_gib / _SHARES:.3f} GiB or more"
+            message = f"{self.memory_gib:g} GiB is less than 1 % of memory.total_gib"
+            fix = f"set it to {total_gib / _SHARES:.3f} GiB or more"
             yield Violation(("memory_gib",), message, fix)
         if self.idle_stop_s and self.start == "always":
             fix = "set start: on-request, or remove idle_stop_s"

@@ -1,4 +1,4 @@
-"""Settings of where things come from: registries, model hub, downloads, package repositories."""
+"""Settings of registries, model hub, downloads, peers, proxy and package repositories."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from spark_contract.units import SHA256
 
-from spark_deploy.config.documents import CLOSED, MIB, UNIQUE, FromKey, form
-from spark_deploy.config.settings.patterns import Component, Glob, IpAddress, Suite, Url, text
+from spark_deploy.config.documents import CLOSED, MIB, UNIQUE, FromKey, text_schema
+from spark_deploy.config.settings.patterns import Component, Glob, IpAddress, Suite, Url, text_field
 from spark_deploy.config.settings.secrets import SecretRef
 
-REPOSITORY_NAME = form(
+REPOSITORY_NAME = text_schema(
     "^[a-z0-9][a-z0-9._-]*$", "a name of small letters, digits and . _ -", "docker-ubuntu"
 )
 
 _HostAndPort = Annotated[
-    str, text(r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]+$", "HOST:PORT", "192.168.1.10:5000")
+    str, text_field(r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]+$", "HOST:PORT", "192.168.1.10:5000")
 ]
 # In an environment file of systemd and docker: no quote, backslash, $ or %.
 _DIRECT = r"^[A-Za-z0-9._*:/\[\]-]+$"
-_Direct = Annotated[str, text(_DIRECT, "a host or network", "192.168.1.0/24")]
+_Direct = Annotated[str, text_field(_DIRECT, "a host or network", "192.168.1.0/24")]
 _Sha256 = Annotated[
-    str, text(f"^{SHA256}$", "the 64 hexadecimal digits that `sha256sum` prints", "0" * 64)
+    str, text_field(f"^{SHA256}$", "the 64 hexadecimal digits that `sha256sum` prints", "0" * 64)
 ]
 
 
@@ -34,7 +34,7 @@ class RegistrySettings:
     insecure: tuple[_HostAndPort, ...] = Field(
         default=(), examples=[["192.168.1.10:5000"]], json_schema_extra=UNIQUE
     )
-    """Registries spoken to over plain HTTP, as host:port."""
+    """Registries that are reached over plain HTTP, as host:port."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -51,10 +51,10 @@ class HubSettings:
     if it belongs to hub.endpoint."""
 
 
-# Everybody who can read the settings could read a login in it.
+# Without a login, which everyone who reads the settings would see.
 _PROXY = r"^https?://[^@\s/]+/?$"
 _ProxyAddress = Annotated[
-    str, text(_PROXY, "http://HOST:PORT without a login", "http://proxy.example:3128")
+    str, text_field(_PROXY, "http://HOST:PORT without a login", "http://proxy.example:3128")
 ]
 
 
@@ -95,7 +95,7 @@ class DownloadSettings:
 
     @property
     def tries(self) -> int:
-        """Attempts without a new byte before the next source."""
+        """Attempts without a new byte before the next source is tried."""
         return 8 if self.outage_s else 2
 
     @property

@@ -1,7 +1,7 @@
-"""All settings of a host, in the order that ``group_vars/all.yml`` shows them.
+"""All settings of a host, in the order of ``group_vars/all.yml``.
 
-Type, default, limits and description of a setting are declared here only; ``violations`` checks
-rules between settings. ``make docs`` writes schema, reference page and ``all.yml`` from it.
+Type, default, limits and description of a setting are declared only once; ``violations`` checks
+rules between settings. ``make docs`` generates schema, reference page and ``all.yml``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from pydantic.dataclasses import dataclass
 from spark_contract.gateway import EXPOSURES
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Text, Violation, name_entries, rules
+from spark_deploy.config.documents import (
+    CLOSED,
+    GIB,
+    UNIQUE,
+    KeyPath,
+    Text,
+    Violation,
+    name_entries,
+    rules,
+)
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings, ReplicasSettings
 from spark_deploy.config.settings.engine import EngineSettings
@@ -59,13 +68,13 @@ from spark_deploy.config.settings.sources import (
     RepositorySettings,
 )
 
-# Options of one command: pass them as `--data`.
+# Options of a single command, passed as `--data`.
 COMMAND_FLAGS = frozenset({
     "releases.rollback_to", "releases.keep", "ssh.first_user", "fabric.measure",
     "fabric.restore", "uninstall.models", "uninstall.engine", "requantize.iters",
     "requantize.nsamples", "requantize.seqlen", "requantize.batch", "requantize.calibration",
 })  # fmt: skip
-# Settings that most hosts never change.
+# Settings that few users change.
 EXPERT = frozenset({
     "locked", "lock_file", "registries.insecure", "override_rails", "allow_memory_holders",
     "rollout.canary", "serve.max_body_mib", "serve.max_requests_per_s", "serve.start_timeout_s",
@@ -215,10 +224,12 @@ class Settings:
 
     @property
     def ready_pairs(self) -> tuple[PairSettings, ...]:
+        """Pairs to keep ready, without the served pair."""
         served = PairSettings(self.model, self.profile)
         return tuple(pair for pair in dict.fromkeys(self.keep_ready) if pair != served)
 
-    def of_service(self, name: str) -> Settings:
+    def service_settings(self, name: str) -> Settings:
+        """Return the settings as if the service were the only one of the host."""
         service = self.services[name]
         names = [field.name for field in dataclasses.fields(service.engine)]
         reserve_gib = self.memory.total_gib - service.memory_gib
@@ -227,17 +238,17 @@ class Settings:
             schedule=(), cluster=ClusterSettings(), replicas=ReplicasSettings(),
             serve=dataclasses.replace(self.serve, port=service.port, names=service.names),
             engine=EngineSettings(**{name: getattr(service.engine, name) for name in names}),
-            # The service gets exactly this memory.
+            # The service gets exactly its memory.
             allow_containers={}, memory=dataclasses.replace(self.memory, reserve_gib=reserve_gib),
         )  # fmt: skip
 
     @property
     def all_served(self) -> tuple[Settings, ...]:
-        """Settings of the main service, of each pair to keep ready and of each service."""
-        ready = (self.of_pair(pair) for pair in self.ready_pairs)
-        return (self, *ready, *map(self.of_service, self.services))
+        """Settings of the main service, of each pair to keep ready, and of each other service."""
+        ready = (self.pair_settings(pair) for pair in self.ready_pairs)
+        return (self, *ready, *map(self.service_settings, self.services))
 
-    def of_pair(self, pair: PairSettings) -> Settings:
+    def pair_settings(self, pair: PairSettings) -> Settings:
         return dataclasses.replace(self, model=pair.model, profile=pair.profile)
 
 
@@ -245,27 +256,24 @@ def _unknown_names(
     settings: Settings, catalog: Callable[[str], Sequence[str]]
 ) -> Iterator[Violation]:
     """Yield models and profiles that are in no catalog; ``catalog`` lists the names of a kind."""
-    for prefix, pair in [
-        ((), settings),
-        *((("keep_ready", i), p) for i, p in enumerate(settings.keep_ready)),
-        *((("services", name), entry) for name, entry in settings.services.items()),
-    ]:
+    pairs: list[tuple[KeyPath, Settings | PairSettings | ServiceSettings]] = [((), settings)]
+    pairs += [(("keep_ready", index), pair) for index, pair in enumerate(settings.keep_ready)]
+    pairs += [(("services", name), service) for name, service in settings.services.items()]
+    for path, pair in pairs:
         for key in ("model", "profile"):
             name, known = getattr(pair, key), catalog(f"{key}s")
             if name not in known:
+                message = f"'{name}' is not a {key} (known: {', '.join(known)})"
                 guess = closest(name, known)
                 fix = f"choose a known name, or add catalog/{key}s/{name}.yml"
-                yield Violation(
-                    (*prefix, key),
-                    f"'{name}' is not a {key} (known: {', '.join(known)})",
-                    f"did you mean {guess}?" if guess else fix,
-                )
+                fix = f"did you mean {guess}?" if guess else fix
+                yield Violation((*path, key), message, fix)
 
 
 def broken_rules(
     settings: Settings, catalog: Callable[[str], Sequence[str]] | None = None
 ) -> Iterator[Violation]:
-    """Yield every broken rule; models and profiles are looked up in the catalog, if given."""
+    """Yield all broken rules; with a catalog also unknown models and profiles."""
     if catalog:
         yield from _unknown_names(settings, catalog)
     yield from _schedule_violations(settings)
@@ -276,16 +284,16 @@ def broken_rules(
 
 def _schedule_violations(settings: Settings) -> Iterator[Violation]:
     served = PairSettings(settings.model, settings.profile)
-    timed = [PairSettings(entry.model, entry.profile) for entry in settings.schedule]
-    for index, pair in enumerate(timed):
+    scheduled = [PairSettings(entry.model, entry.profile) for entry in settings.schedule]
+    for index, pair in enumerate(scheduled):
         if pair not in (served, *settings.keep_ready):
             message = f"{pair.model} with {pair.profile} is not kept ready"
             fix = f"add keep_ready: [{{model: {pair.model}, profile: {pair.profile}}}]"
             yield Violation(("schedule", index), message, fix)
-    if timed and settings.ranks > 1:
+    if scheduled and settings.ranks > 1:
         message = "members of a cluster change together, but a timer changes a single host"
         yield Violation(("schedule",), message, "remove the schedule or the cluster")
-    if timed and served not in timed:
+    if scheduled and served not in scheduled:
         message = f"no entry returns to {served.model} with {served.profile}"
         fix = "add an entry for it, or set model and profile to a scheduled pair"
         yield Violation(("schedule",), message, fix)
@@ -296,12 +304,11 @@ def _replica_violations(settings: Settings) -> Iterator[Violation]:
     if not replicas.hosts:
         return
     if settings.cluster.hosts:
-        message = "a host is in a cluster or a replica, not both"
-        yield Violation(
-            ("replicas", "hosts"), message, "remove it from cluster.hosts or replicas.hosts"
-        )
+        message = "a host cannot be both a cluster member and a replica"
+        fix = "remove it from cluster.hosts or replicas.hosts"
+        yield Violation(("replicas", "hosts"), message, fix)
     if EXPOSURES[settings.serve.expose].audience is None or settings.serve.expose == "docker":
-        message = f"replicas do not reach each other with expose: {settings.serve.expose}"
+        message = f"replicas cannot reach each other with expose: {settings.serve.expose}"
         yield Violation(("serve", "expose"), message, "set serve.expose to tailscale or lan")
     if settings.serve.tls != "off":
         message = "replicas connect to each other without TLS"
@@ -316,23 +323,26 @@ def _replica_violations(settings: Settings) -> Iterator[Violation]:
 
 
 def _service_violations(settings: Settings) -> Iterator[Violation]:
-    ports, answered = {settings.serve.port: "serve.port"}, dict[str, str]()
-    if settings.replicas.hosts and ports.setdefault(settings.replicas.port, "") == "serve.port":
-        message = f"{settings.replicas.port} is also serve.port"
-        yield Violation(("replicas", "port"), message, "set replicas.port to another port")
+    owner_of_port = {settings.serve.port: "serve.port"}
+    service_of_path: dict[str, str] = {}
+    if settings.replicas.hosts:
+        if settings.replicas.port == settings.serve.port:
+            message = f"{settings.replicas.port} is also serve.port"
+            yield Violation(("replicas", "port"), message, "set replicas.port to another port")
+        owner_of_port.setdefault(settings.replicas.port, "replicas.port")
     for name, service in settings.services.items():
         where = ("services", name)
         if name == MAIN_SERVICE:
             fix = "choose another name; top-level model and profile are the main service's"
             yield Violation(where, "is reserved for the main service", fix)
-        taken = ports.setdefault(service.port, f"services.{name}.port")
         for path in service.paths:
-            first = answered.setdefault(path, name)
+            first = service_of_path.setdefault(path, name)
             if first != name:
                 message = f"{path} is already served by services.{first}"
                 yield Violation((*where, "paths"), message, "list the path under one service only")
-        if taken != f"services.{name}.port":
-            message = f"{service.port} is the port of {taken}"
+        owner = owner_of_port.setdefault(service.port, f"services.{name}.port")
+        if owner != f"services.{name}.port":
+            message = f"{service.port} is the port of {owner}"
             yield Violation((*where, "port"), message, "set a different port for each service")
         for violation in service.violations(settings.memory.total_gib):
             yield violation._replace(key=(*where, *violation.key))

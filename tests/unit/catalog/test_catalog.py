@@ -99,7 +99,7 @@ def test_files_of_inventory_override_catalog_with_note(tmp_path):
         "based_on: base\nsummary: Mine\nchoose_when: I want it\nlimits: {max_sequences: 2}\n"
     )
     (models / "mine.yml").write_text("based_on: large\nsummary: Mine, too\n")
-    catalog = read_catalog(FIXTURE, own=tmp_path)
+    catalog = read_catalog(FIXTURE, user_dir=tmp_path)
     assert catalog.profile("base", "large").limits.max_sequences == 2
     assert catalog.profile("base", "large").plugin == CATALOG.profile("base", "large").plugin
     assert catalog.model("mine").memory == CATALOG.model("large").memory
@@ -108,7 +108,7 @@ def test_files_of_inventory_override_catalog_with_note(tmp_path):
     assert "catalog/profiles/base.yml" in note
     assert catalog.notes("mine", "v2") == ()
     for folder in (tmp_path / "other", FIXTURE):
-        assert read_catalog(FIXTURE, own=folder) == CATALOG
+        assert read_catalog(FIXTURE, user_dir=folder) == CATALOG
 
 
 def test_reports_error_in_an_inventory_catalog_file(tmp_path):
@@ -116,7 +116,7 @@ def test_reports_error_in_an_inventory_catalog_file(tmp_path):
     folder.mkdir(parents=True)
     (folder / "mine.yml").write_text("kind: plain\nrepository: not a repository\n")
     with pytest.raises(CatalogError, match=r"catalog/models/mine.yml: repository"):
-        read_catalog(FIXTURE, own=tmp_path).model("mine")
+        read_catalog(FIXTURE, user_dir=tmp_path).model("mine")
 
 
 HYBRIDS = [n for n, m in shipped_catalog().models.items() if isinstance(m, HybridModel)]

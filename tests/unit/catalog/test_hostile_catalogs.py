@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spark_deploy.cli.share import read_shared
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents import typed
+from spark_deploy.config.documents import to_yaml_data
 from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.resolve import Request
@@ -43,7 +43,7 @@ SHARED: dict[str, Any] = {
     "proof": {"level": "full", "ok": True, "checked_at": "now", "engine": "1", "portable": False,
               "stubbed": [], "checks": {"answers": True}},
 }  # fmt: skip
-READ = typed(ANATOMY, nulls=False)
+READ = to_yaml_data(ANATOMY, include_nulls=False)
 
 
 def encoded(document):
@@ -80,7 +80,7 @@ def check_plan(own, model, profile, anatomy):
         path = own / f"mine/catalog/{kind}/{name}.yml"
         path.write_text(yaml.safe_dump(document), encoding="utf-8")
     with accepted_or_refused(in_one_line=True):
-        catalog = read_catalog(own / "ours", own=own / "mine")
+        catalog = read_catalog(own / "ours", user_dir=own / "mine")
         chosen = dataclasses.replace(settings_of(), model="dense", profile="mine")
         catalog.model("dense")
         catalog.profile("mine", "dense")
@@ -95,7 +95,7 @@ def check_plan(own, model, profile, anatomy):
 
 def test_unchanged_documents_are_check_plan(own):
     check_plan(own, MODEL, {**PROFILE, "speculation": None}, ANATOMY)
-    catalog = read_catalog(own / "ours", own=own / "mine")
+    catalog = read_catalog(own / "ours", user_dir=own / "mine")
     assert catalog.model("dense").adapters["law"].rank == 16
     assert catalog.profile("mine", "dense").kv_cache.dtype == "fp8"
     assert read_shared(SHARED, "x").profile_name == "mine"

@@ -91,7 +91,7 @@ def test_writes_a_planned_catalog_file_once(hub, site, capsys):
     # Texts of the hub stay in their comment.
     assert data["kind"] == "plain"
     assert all(line.isprintable() for line in text.splitlines())
-    assert read_catalog(own=site).model("tiny-chat").check.tool_call
+    assert read_catalog(user_dir=site).model("tiny-chat").check.tool_call
     out = capsys.readouterr().out
     assert "org/Tiny-Chat at 555555555555" in out
     assert "UNPROVEN" in out

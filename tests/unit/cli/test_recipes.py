@@ -66,14 +66,17 @@ def test_a_recipe_becomes_a_valid_catalog_file(name, tmp_path):
     folder = tmp_path / "catalog/models"
     folder.mkdir(parents=True)
     (folder / f"{draft.name}.yml").write_text(draft.text())
-    model = read_catalog(own=tmp_path).model(draft.name)
+    model = read_catalog(user_dir=tmp_path).model(draft.name)
     assert isinstance(model, PlainModel)
     assert (model.repository, model.revision) == REPOSITORY[name]
     [change] = model.changes
     assert change.set == CHANGED[name]
     assert model.imported
     assert "not run by this project" in draft.text()
-    assert read_catalog(own=tmp_path).profile("plain", draft.name).limits.max_batched_tokens == 8192
+    assert (
+        read_catalog(user_dir=tmp_path).profile("plain", draft.name).limits.max_batched_tokens
+        == 8192
+    )
 
 
 @pytest.mark.parametrize("name", READ)

@@ -119,7 +119,7 @@ def test_ports_and_files_of_all_services_are_checked_and_kept():
         ({"main": SMALL}, "services.main", "reserved for the main service"),
         ({"a": {**SMALL, "port": 8000}}, "services.a.port", "is the port of serve.port"),
         ({"a": SMALL, "b": SMALL}, "services.b.port", "is the port of services.a.port"),
-        ({"a": {**SMALL, "memory_gib": 1}}, "services.a.memory_gib", "less than a hundredth"),
+        ({"a": {**SMALL, "memory_gib": 1}}, "services.a.memory_gib", "is less than 1 %"),
         ({"a": {**SMALL, "model": "smal"}}, "services.a.model", "did you mean small?"),
         ({"a": {**SMALL, "engine": {"options": {"port": 1}}}}, "services.a.engine.options", ""),
         ({"a": {**SMALL, "names": ["v", "large"]}}, "services.a.names", "large"),
@@ -186,7 +186,7 @@ def test_documented_example_fits_on_one_spark(tmp_path):
     own = tmp_path / "catalog/models/bge-reranker-v2-m3.yml"
     own.parent.mkdir(parents=True)
     own.write_text(yaml.safe_dump(RERANKER))
-    catalog = read_catalog(own=tmp_path)
+    catalog = read_catalog(user_dir=tmp_path)
     settings = load_hosts({"spark": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
     lock = made_up_lock(settings, catalog)
     commits = {source.repo: source.commit for source in lock.sources.values()}

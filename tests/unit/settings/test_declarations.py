@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents import convert, typed
+from spark_deploy.config.documents import convert, to_yaml_data
 from spark_deploy.config.settings.types import COMMAND_FLAGS, Settings
 
 DECLARATION = "spark_deploy/config/settings/service.py"
@@ -131,7 +131,7 @@ def test_a_new_engine_argument_needs_one_declaration(checkout):
 
 def test_all_yml_contains_every_default():
     data = yaml.safe_load((CHECKOUT / "group_vars/all.yml").read_text("utf-8"))
-    expected = typed(Settings())
+    expected = to_yaml_data(Settings())
     for group, key in (flag.split(".") for flag in COMMAND_FLAGS):
         del expected[group][key]
         if not expected[group]:
