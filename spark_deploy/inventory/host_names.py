@@ -95,7 +95,7 @@ def _name_problem(where: str, host: str) -> Problem | None:
     if host.startswith("@"):
         if host == LOCAL:
             return None
-        message = "is not a host: only @local of pyinfra's connectors works here"
+        message = "is not a host: of pyinfra's connectors only @local works here"
         return Problem(where, message, f"write {LOCAL}")
     user, at, name = host.partition("@")
     if at:

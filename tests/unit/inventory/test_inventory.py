@@ -175,8 +175,8 @@ def test_parses_data_as_pyinfra_does():
     # Importing pyinfra_cli patches the interpreter: not in this process.
     script = (
         "import sys; from pyinfra_cli.util import parse_cli_arg\n"
-        "from spark_deploy.inventory.command_line import _value\n"
-        "print([text for text in sys.argv[1:] if repr(_value(text)) != repr(parse_cli_arg(text))])"
+        "from spark_deploy.inventory.command_line import _parse_value\n"
+        "print([text for text in sys.argv[1:] if repr(_parse_value(text)) != repr(parse_cli_arg(text))])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *texts], capture_output=True, text=True, cwd=CHECKOUT
