@@ -1,4 +1,4 @@
-"""Give deploys access to a new host, with passwords typed once."""
+"""Give deploys access to new hosts; a password is typed once."""
 
 from pyinfra import host
 from pyinfra.api import FunctionCommand

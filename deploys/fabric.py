@@ -1,7 +1,7 @@
-"""Give cabled ports addresses; with ``fabric.measure``, measure the links.
+"""Give cabled ports addresses, or measure the links (``fabric.measure``).
 
-Only this deploy changes the network. Without a new login in time, or after a power cut, the old
-network returns.
+No other deploy changes the network. If no new login succeeds in time, or after a power cut, the
+host restores the old network.
 """
 
 from pyinfra import host, state
@@ -24,7 +24,7 @@ settings, payload = context_of(host).loaded.settings, read_payload()
 if settings.fabric.restore:
     fabric.restore()
 else:
-    # Not the whole plan: a cluster's plan needs these addresses.
+    # Only these parts: the whole plan of a cluster needs the addresses.
     base.apply(plan=base_plan(settings), request=uninstall_request(settings))
     units = unit_files_of(payload.units)
     tools.apply(identity=payload_identity(), files=payload.tools, units=units)

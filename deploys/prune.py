@@ -1,7 +1,7 @@
-"""Remove artefacts that no kept release needs; `--dry` lists them with sizes.
+"""Remove checkpoints and images that no kept release needs; `--dry` lists them with sizes.
 
-Kept: running releases, those of group_vars, ``keep_ready``, ``releases.keep`` earlier releases, and
-unmanaged files.
+Kept are running releases, the releases in group_vars, ``keep_ready``, ``releases.keep`` earlier
+releases, and unmanaged files.
 """
 
 from pyinfra import host, state

@@ -1,10 +1,11 @@
-"""Make an INT4 checkpoint of the 16-bit repository, with AutoRound in the engine's image.
+"""Make an INT4 checkpoint from a 16-bit repository, with AutoRound in the engine's image.
 
-It stops no engine: without enough memory the job fails. A killed job continues with the current
-block. `checkpoint.source: requantized` serves the result.
+Engines are not stopped; if memory is short, the job fails. A killed job continues with its current
+block. Set `checkpoint.source: requantized` to serve the result.
 """
 
 from pyinfra import host, state
+from spark_contract.job import CHECKPOINT_JOB, REQUANTIZE_JOB
 
 from roles import base, cuda, docker, tools, work
 from spark_deploy.config.errors import PlanError
@@ -20,8 +21,8 @@ hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
 if plan.requantized is None:
     fix = "run `spark-deploy add MODEL --requantize`, or set checkpoint.source: requantized"
-    raise PlanError.one(host.name, "the settings request no requantised checkpoint", fix)
-jobs = tuple(w for w in jobs_of(plan, payload.image_context) if w.job.kind != "checkpoint")
+    raise PlanError.one(host.name, "checkpoint.source is not requantized", fix)
+jobs = tuple(job for job in jobs_of(plan, payload.image_context) if job.job.kind != CHECKPOINT_JOB)
 release = f"{plan.serve.service}-requantize"
 
 base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
@@ -29,6 +30,7 @@ tools.apply(identity=plan.payload, files=payload.tools, units=unit_files_of(payl
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)
-work.image(jobs=tuple(w for w in jobs if w.job.kind != "requantize"), release=release)
+image_jobs = tuple(job for job in jobs if job.job.kind != REQUANTIZE_JOB)
+work.image(jobs=image_jobs, release=release)
 work.quantise(jobs=jobs, image=plan.image.tag, release=release)
 work.close()

@@ -1,6 +1,7 @@
-"""Replace API keys generated on hosts; engines and running answers continue.
+"""Replace API keys that were generated on hosts; engines and running answers continue.
 
-Change a key of the controller where ``serve.api_key`` reads it, then run ``deploy.py``.
+To replace a key of the controller, change it where ``serve.api_key`` reads it and run
+``deploy.py``.
 """
 
 from pyinfra import host, state

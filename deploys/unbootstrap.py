@@ -1,6 +1,6 @@
-"""Revoke the access of bootstrap: account or rule, and our key.
+"""Revoke the access that bootstrap granted: deploy account or sudo rule, and our key.
 
-Services continue. Run `deploys/uninstall.py` before: afterwards the controller cannot log in.
+Services continue. Run `deploys/uninstall.py` first: afterwards the controller cannot log in.
 """
 
 from pyinfra import host

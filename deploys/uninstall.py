@@ -1,7 +1,7 @@
-"""Remove this project from hosts; `--dry` lists removed and kept things.
+"""Remove this project from hosts; `--dry` lists what is removed and what is kept.
 
-Models stay unless `--data uninstall.models=true`. Docker and CUDA stay, unless a deploy installed
-them and `--data uninstall.engine=true`. Unmanaged files and packages stay.
+`--data uninstall.models=true` also removes models; `--data uninstall.engine=true` also removes
+Docker and CUDA if a deploy installed them. Unmanaged files and packages stay.
 """
 
 from pyinfra import host, state

@@ -1,1 +1,1 @@
-"""The steps of deploys: host, slow jobs, services."""
+"""The steps of a deploy, each a pyinfra deploy that calls operations."""

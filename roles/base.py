@@ -1,4 +1,7 @@
-"""Packages, directories and host settings; never driver, kernel, firmware, network or swap."""
+"""Install packages, create directories and protect the host.
+
+Driver, kernel, firmware, network and swap are never changed.
+"""
 
 from pyinfra.api import deploy
 
@@ -11,11 +14,11 @@ from spark_deploy.plan.types import BasePlan
 
 @deploy("Base")
 def apply(*, plan: BasePlan, request: str) -> None:
-    """``request`` is made by ``uninstall_request``."""
+    """``request`` is the result of ``uninstall_request``."""
     expect_fact(base.BaseState, lambda: base.fact_arguments(plan))
     expect_files(base.MANAGED_PATHS)
     note_host(name="Note the state before the first deploy", plan=plan, request=request)
-    # First: a damaged file in apt.conf.d stops all installations.
+    # Before packages, because a damaged file in apt.conf.d prevents all installations.
     base.hold_driver(name="Hold driver packages in unattended upgrades", plan=plan)
     base.install_packages(name="Install packages", plan=plan)
     base.create_directories(name="Create directories", plan=plan)

@@ -1,4 +1,4 @@
-"""CUDA toolkit; an installed toolkit and the driver are kept."""
+"""Install the CUDA toolkit, unless one is installed; the driver is never changed."""
 
 from pyinfra.api import deploy
 

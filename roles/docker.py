@@ -1,4 +1,4 @@
-"""Container engine and NVIDIA runtime, checked in a container."""
+"""Install docker and the NVIDIA runtime, and check the GPU in a container."""
 
 from pyinfra.api import deploy
 
@@ -14,7 +14,7 @@ from spark_deploy.plan.types import DockerPlan
 
 @deploy("Docker")
 def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
-    """An installed engine and the settings are kept."""
+    """An installed engine, and the owner's other settings, are kept."""
     expect_files((DROP_IN_PATH, *repository_files(plan.repositories)))
     expect_fact(DockerState, lambda: docker.fact_arguments(plan), slow=True)
     docker.add_docker_repositories(name="Add package repositories", plan=plan)

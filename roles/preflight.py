@@ -1,4 +1,4 @@
-"""Refuse an unfit host, with all problems at once."""
+"""Check that a host fits; all problems are reported at once."""
 
 from pyinfra.api import deploy
 
@@ -8,7 +8,7 @@ from spark_deploy.plan.types import NeedsPlan
 
 @deploy("Preflight")
 def apply(*, plan: NeedsPlan) -> None:
-    """Only containers named in settings are stopped."""
+    """Check the host and its cluster; only containers in ``takeover`` are stopped."""
     preflight.check_host(name="Check that the host fits", needs=plan)
     preflight.check_cluster(name="Check that its cluster fits", needs=plan)
     preflight.take_over(name="Take over containers", needs=plan)

@@ -1,4 +1,4 @@
-"""Services: roll out, verify, roll back, schedule, prune."""
+"""Roll out, verify, roll back, schedule and prune services."""
 
 from collections.abc import Sequence
 
@@ -55,7 +55,7 @@ def reboot(*, plan: NeedsPlan, serve: Release) -> None:
 
 @deploy("Prepare")
 def prepare(*, jobs: Sequence[Work], release: str) -> None:
-    """Wait for all jobs and compare donor tensors; the old releases keep serving."""
+    """Wait for all jobs and compare FP8 source tensors; the old releases keep serving."""
     wait_for_jobs(
         name="Wait for all jobs",
         jobs=tuple(work.job for work in jobs),
@@ -90,7 +90,7 @@ def serve(
 
 @deploy("Retire")
 def retire(*, services: Sequence[str], accepted_overrides: Sequence[str]) -> None:
-    """Check the units and stop unlisted services, before anything starts."""
+    """Check unit files and stop unlisted services before anything starts."""
     expect_fact(Status, slow=True)
     check_unit_files(name="Check unit files", accepted=accepted_overrides)
     stop_unlisted(name="Stop unlisted services", services=services)
@@ -98,14 +98,14 @@ def retire(*, services: Sequence[str], accepted_overrides: Sequence[str]) -> Non
 
 @deploy("Verify")
 def verify(*, plan: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledPlan]) -> None:
-    """Fail unless the host provably serves the plan."""
+    """Fail unless the host serves the plan's release, and its check passed."""
     scheduled = tuple(entry.release for entry in schedule)
     verify_service(name="Verify the service", plan=plan, gateway=gateway, scheduled=scheduled)
 
 
 @deploy("Schedule")
 def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
-    """Change between pairs at scheduled times."""
+    """Install the timers that switch between pairs."""
     timers, times = timer_files(schedule), tuple(entry.at for entry in schedule)
     expect_files(file.path for file in timers)
     expect_fact(Timers)
@@ -130,7 +130,7 @@ def prune(*, keep: KeepList) -> None:
 
 @deploy("Rotate key")
 def rotate_key(*, plan: GatewayPlan) -> None:
-    """Use a new key; clients get it with `spark-deploy connect`."""
+    """Replace the API key; `spark-deploy connect` prints the new one."""
     replace_key(name="Replace the API key", plan=plan)
 
 

@@ -1,4 +1,4 @@
-"""Install host tools, the builder and pinned wheels."""
+"""Install the host tools and the pinned wheels of the checkpoint builder."""
 
 from collections.abc import Sequence
 
@@ -16,6 +16,6 @@ def apply(
 ) -> None:
     expect_files(file.path for file in (*placed_tools(identity, files), *units))
     expect_fact(PythonSite)
-    # First: a job started in between would lack the packages.
+    # Before the tools: a job that starts in between would lack the packages.
     install_site(name="Install the builder's Python packages", identity=identity)
     install_tools(name="Install host tools", identity=identity, files=files, units=units)

@@ -1,4 +1,4 @@
-"""Take this project off a host."""
+"""Remove this project from a host."""
 
 from pyinfra.api import deploy
 

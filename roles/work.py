@@ -1,4 +1,4 @@
-"""Slow jobs: downloads, checkpoints and the image; started early, waited for late."""
+"""Slow jobs (downloads, checkpoints, image): deploys start them early and wait for them late."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,20 +22,20 @@ from spark_deploy.hosts.payload import install_quantiser
 from spark_deploy.hosts.status import JobStates
 from spark_deploy.plan.jobs import Work, preparation_name
 
-_REMOVAL_TIMEOUT_S = 3600  # the removal first reads every byte of the checkpoint
-_QUANTISING_TIMEOUT_S = 4 * 86400  # 40 hours are expected for 122B
+_REMOVAL_TIMEOUT_S = 3600  # before the removal every byte of the checkpoint is verified
+_QUANTISING_TIMEOUT_S = 4 * 86400  # a 122B model takes about 40 hours
 
 
 def _names(jobs: Sequence[Work]) -> tuple[str, ...]:
     return tuple(work.job.digest12 for work in jobs)
 
 
-def _specs(jobs: Sequence[Work]) -> tuple[Job, ...]:
+def _jobs(jobs: Sequence[Work]) -> tuple[Job, ...]:
     return tuple(work.job for work in jobs)
 
 
 def _start(jobs: Sequence[Work], release: str, name: Callable[[Work], str], *kinds: str) -> None:
-    # One fact reads all jobs, for all operations.
+    """Start the jobs of these kinds, by default all; one fact reads the state of all jobs."""
     for work in host_loop(work for work in jobs if not kinds or work.job.kind in kinds):
         start_job(name=name(work), work=work, release=release, names=_names(jobs))
 
@@ -44,7 +44,7 @@ def _start(jobs: Sequence[Work], release: str, name: Callable[[Work], str], *kin
 def fetch(
     *, jobs: Sequence[Work], release: str, proxy: ProxySettings, fleet: FleetSettings
 ) -> None:
-    """Download from hub or peers, checked against the lock."""
+    """Start downloads from the hub or peers; hashes are checked against the lock."""
     arguments = {"jobs": _names(jobs), "target": PREPARE.unit(release)}
     expect_files((PROXY,))
     expect_fact(JobStates, lambda: arguments, slow=True)
@@ -63,7 +63,7 @@ def build(*, jobs: Sequence[Work], release: str) -> None:
 
 @deploy("Image")
 def image(*, jobs: Sequence[Work], release: str) -> None:
-    """Build the image from the pinned base and our plugin."""
+    """Start to build the image from the pinned base and our plugin."""
     _start(jobs, release, lambda _: "Prepare the engine image", *IMAGE_JOBS)
     if _quantises(jobs):
         # AutoRound runs in the engine's image.
@@ -77,13 +77,13 @@ def _quantises(jobs: Sequence[Work]) -> bool:
 
 @deploy("Quantise")
 def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
-    images = _specs([work for work in jobs if work.job.kind in IMAGE_JOBS])
+    images = _jobs([work for work in jobs if work.job.kind in IMAGE_JOBS])
     wait_for_jobs(name="Wait for the engine image", jobs=images, release=release)
     install_quantiser(name="Install AutoRound", image=image)
     _start(jobs, release, lambda work: f"Start to {work.job.title}", REQUANTIZE_JOB)
     wait_for_jobs(
         name="Wait for the quantised checkpoint",
-        jobs=_specs(jobs),
+        jobs=_jobs(jobs),
         release=release,
         timeout_s=_QUANTISING_TIMEOUT_S,
     )
@@ -91,11 +91,11 @@ def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
 
 @deploy("Ready")
 def prepare_other_pairs(*, jobs: Sequence[Work], service: str) -> None:
-    """Prepare other pairs, so that a later rollout need not wait."""
-    # A separate target: that of the release is retired once its jobs are done.
+    """Prepare other pairs, so that a later rollout does not wait for downloads and builds."""
+    # They have a separate target, because the release's target is disabled after its jobs.
     target = f"{service}-ready"
     _start(jobs, target, lambda work: preparation_name(work.job))
-    wait_for_jobs(name="Wait for the other pairs", jobs=_specs(jobs), release=target)
+    wait_for_jobs(name="Wait for the other pairs", jobs=_jobs(jobs), release=target)
     compare_donor_tensors(
         name="Compare the FP8 source tensors of the other pairs", jobs=tuple(jobs)
     )
@@ -108,13 +108,13 @@ def close() -> None:
 
 @deploy("Sources")
 def discard(*, jobs: Sequence[Work], release: str) -> None:
-    """Remove the base once the checkpoint is verified."""
+    """Remove the base after the checkpoint is verified."""
     for work in host_loop(jobs):
         name = f"Remove {work.job.title.removeprefix('remove ')}"
         start_job(name=name, work=work, release=release, names=_names([work]))
         wait_for_jobs(
             name="Wait for the removal of the base",
-            jobs=_specs([work]),
+            jobs=_jobs([work]),
             release=release,
             timeout_s=_REMOVAL_TIMEOUT_S,
         )

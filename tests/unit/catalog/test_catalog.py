@@ -81,7 +81,7 @@ def test_refuses_condition_on_unknown_key(checkout):
         ("profile_overrides", "changes, a list of"),
     ],
 )
-def test_old_key_is_refused_with_new_spelling(checkout, key, fix):
+def test_renamed_key_is_rejected_with_its_new_name(checkout, key, fix):
     old: dict[str, Any] = {key: {"v2": {}}}
     if key.startswith("gdn"):
         model = yaml.safe_load((checkout / "catalog/models/large.yml").read_text("utf-8"))
@@ -138,7 +138,7 @@ def tensor_problems(tensors, donor="Org/Donor"):
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_counts_and_shapes_name_their_source(name):
+def test_counts_and_shapes_have_a_source(name):
     tensors = tensors_of(name)  # empty if based_on another model
     counts = tensors.get("counts")
     assert counts is None or len(counts["source"]) > 10
@@ -146,7 +146,7 @@ def test_counts_and_shapes_name_their_source(name):
 
 
 @pytest.mark.parametrize("key", ["base", "mtp", "swap", "donor_unmatched"])
-def test_count_reveals_missing_pattern(tensors, key):
+def test_counts_reveal_a_missing_pattern(tensors, key):
     tensors[key] = tensors[key][:-1]
     message = tensor_problems(tensors)
     assert f"tensors.{key}: " in message

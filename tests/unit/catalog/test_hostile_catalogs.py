@@ -93,7 +93,7 @@ def check_plan(own, model, profile, anatomy):
         plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
 
 
-def test_unchanged_documents_are_check_plan(own):
+def test_unchanged_documents_can_be_read(own):
     check_plan(own, MODEL, {**PROFILE, "speculation": None}, ANATOMY)
     catalog = read_catalog(own / "ours", user_dir=own / "mine")
     assert catalog.model("dense").adapters["law"].rank == 16

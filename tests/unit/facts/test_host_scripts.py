@@ -26,7 +26,7 @@ def test_runs_script_parts_in_parallel_and_prints_them_in_order():
 @pytest.mark.parametrize(
     ("first", "second"), [("kill $$", "echo '== b'"), ("echo '== a'", "exit 1")]
 )
-def test_output_counts_as_cut_off_unless_both_parts_end(first, second):
+def test_output_is_cut_off_unless_both_parts_are_complete(first, second):
     script = facts.build_script(f"sh -c '{first}' || exit 1", parallel=(second,))
     with pytest.raises(FactProcessError, match="cut off"):
         facts.parse_sections(run_script(script))
@@ -162,7 +162,7 @@ CONTAINERD_STORE = f"echo '{DOCKER_DIR}|[driver-type io.containerd.snapshotter.v
     ],
     ids=["data root", "containerd", "quoted", "no answer", "empty answer"],
 )
-def test_finds_the_directory_of_images(tmp_path, docker, containerd, folder):
+def test_finds_the_image_directory_of_docker(tmp_path, docker, containerd, folder):
     place = read_place(tmp_path, docker=docker, containerd=containerd)
     assert (place.path, place.folder) == (DOCKER_DIR, folder)
     assert folder == DOCKER_DIR or place.mount == OTHER
@@ -185,7 +185,9 @@ def read_docker(folder):
     ("delays_s", "silent"),
     [({"docker": 0.5, "nvidia-smi": 0.6, "nvidia-ctk": 0.6}, ()), ({"docker": 1.2}, ("docker",))],
 )
-def test_waits_for_late_programs_and_names_silent_ones(tmp_path, monkeypatch, delays_s, silent):
+def test_waits_for_slow_programs_and_reports_those_that_do_not_answer(
+    tmp_path, monkeypatch, delays_s, silent
+):
     monkeypatch.setattr(docker_facts, "_TIMEOUTS_S", (0.4, 0.9))
     for name, output in OUTPUT.items():
         called = tmp_path / f"{name}.called"

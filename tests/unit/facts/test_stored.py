@@ -44,7 +44,7 @@ def linkable_mib(root, wanted, *look_in):
     return read_stored(root, *look_in).linkable_bytes(f"{root}/sources/new", files) // MIB
 
 
-def test_counts_blobs_named_by_hash_and_files_of_a_receipt(root):
+def test_counts_blobs_named_by_hash_and_files_in_receipts(root):
     assert linkable_mib(root, "abc") == 3
     assert linkable_mib(root, "a") == 1
     assert linkable_mib(root, "b", "sources") == 0
@@ -61,7 +61,7 @@ def test_only_files_with_matching_hash_and_size_count(root, file):
     assert read_stored(root).linkable_bytes(f"{root}/sources/new", [file]) == 0
 
 
-def test_reads_folders_with_blanks_and_damaged_receipts(root):
+def test_reads_folders_with_spaces_and_damaged_receipts(root):
     (root / "my models").mkdir()
     (root / "my models" / SHA256["d"]).write_bytes(CONTENT["d"])
     (root / "sources/org--name-0123/receipt.json").write_text("{")

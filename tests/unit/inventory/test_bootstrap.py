@@ -192,7 +192,7 @@ def test_does_not_prompt_for_a_password_without_a_key_to_install(tty, hosts, tmp
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_never_sends_a_password_to_a_host_with_an_unseen_key(hosts, monkeypatch, tmp_path):
+def test_never_sends_password_to_host_with_unconfirmed_key(hosts, monkeypatch, tmp_path):
     monkeypatch.delenv(bootstrap.HOST_KEYS_FILE_VARIABLE)
     for contact in ("try_key", "accepts_password"):
         monkeypatch.setattr(bootstrap, contact, never)
@@ -224,7 +224,7 @@ def test_reads_the_password_from_a_file_and_shows_stars(hosts):
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_names_the_password_file_without_a_terminal(hosts, monkeypatch):
+def test_error_without_terminal_mentions_password_file(hosts, monkeypatch):
     monkeypatch.delenv(PASSWORD_FILE_VARIABLE)
     with pytest.raises(SettingsError, match=PASSWORD_FILE_VARIABLE):
         bootstrap.prepare(hosts, prompt=PasswordPrompt(), confirm=never)
@@ -265,7 +265,7 @@ def test_refuses_a_host_from_a_different_inventory():
         contact_in({"spark-1": {}}, "spark-1")
 
 
-def test_public_key_is_of_a_file_the_ssh_configuration_or_the_agent(tmp_path, monkeypatch):
+def test_public_key_is_read_from_file_ssh_config_or_agent(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     get_ssh_config.cache.clear()
     spark = Endpoint("spark-1", "10.0.0.1", "ann", None, None, str(tmp_path / "config"), None)

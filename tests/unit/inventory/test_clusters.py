@@ -97,7 +97,7 @@ CLUSTER = {"cluster": {"hosts": ["a", "b"]}}
         ({"rollout": {"canary": "z"}}, {}, "'z' is not a host in this inventory"),
     ],
 )
-def test_refuses_wrong_cluster(repository, group, host, message):
+def test_refuses_contradictory_cluster_settings(repository, group, host, message):
     repository.list_hosts('["a", "b", "c"]')
     repository.write("group_vars/spark.yml", yaml.safe_dump(group))
     repository.write("host_vars/b.yml", yaml.safe_dump(host))
@@ -131,7 +131,7 @@ def test_refuses_two_names_for_one_machine(repository, ssh, refused):
         repository.read()
 
 
-def test_replicas_connect_through_the_fast_address_of_each_host(repository):
+def test_replicas_connect_through_fleet_addresses(repository):
     repository.list_hosts('["a", "b", "c"]')
     repository.write("group_vars/spark.yml", REPLICAS)
     repository.write("host_vars/b.yml", "fleet: {address: 10.0.0.2}\n")
@@ -160,7 +160,7 @@ def test_replicas_connect_through_the_fast_address_of_each_host(repository):
         ("{}", "serve: {names: [other]}", "b: serve.names: differs from a"),
     ],
 )
-def test_refuses_wrong_replicas(repository, group, host, message):
+def test_refuses_contradictory_replica_settings(repository, group, host, message):
     repository.list_hosts('["a", "b", "c"]')
     settings = {**yaml.safe_load(REPLICAS), **yaml.safe_load(group)}
     repository.write("group_vars/spark.yml", yaml.safe_dump(settings))

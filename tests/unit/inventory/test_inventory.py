@@ -63,7 +63,7 @@ def test_login_on_the_command_line_decides_about_sudo(repository, settings, logi
     assert data_of(done.stdout + done.stderr, "spark-1")["_sudo"] is sudo
 
 
-def test_another_ssh_configuration_names_the_login_user(repository, tmp_path):
+def test_login_user_is_read_from_the_given_ssh_config(repository, tmp_path):
     repository.write("ssh/config", "Host spark-*\n  User root\n")
     data = {"spark-1": {"ssh_config_file": str(tmp_path / "ssh/config")}}
     made = groups_from({"spark": ["spark-1"]}, file=str(repository.inventory), host_data=data)
@@ -175,8 +175,8 @@ def test_parses_data_as_pyinfra_does():
     # Importing pyinfra_cli patches the interpreter: not in this process.
     script = (
         "import sys; from pyinfra_cli.util import parse_cli_arg\n"
-        "from spark_deploy.inventory.command_line import _parse_value\n"
-        "print([text for text in sys.argv[1:] if repr(_parse_value(text)) != repr(parse_cli_arg(text))])"
+        "from spark_deploy.inventory.command_line import _parse_value as parse\n"
+        "print([text for text in sys.argv[1:] if repr(parse(text)) != repr(parse_cli_arg(text))])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *texts], capture_output=True, text=True, cwd=CHECKOUT

@@ -44,7 +44,7 @@ def test_plain_text_is_unchanged(text):
 @given(st.text())
 @example("a\x1b[2Jb")
 @example("\u202egnp.exe")
-def test_shown_text_has_no_control_characters(text):
+def test_printable_text_has_no_control_characters(text):
     assert not controls_terminal(printable(text))
 
 
@@ -124,7 +124,7 @@ def printed(monkeypatch):
 
 
 @pytest.mark.parametrize("output", [b"x" * 3_000_000, b"y\n" * 70_000])
-def test_prints_a_bounded_part_of_a_flood(output, printed, monkeypatch):
+def test_limits_printed_output(output, printed, monkeypatch):
     monkeypatch.setattr(output_limits, "_MAX_PRINTED_PER_STREAM", 100_000)
     lines = read(io.BytesIO(output), print_output=True)
     assert sum(len(line) + 1 for line in printed) < 105_000

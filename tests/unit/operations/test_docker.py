@@ -31,7 +31,7 @@ def test_registers_the_runtime_unless_the_file_has_it():
     assert docker.merge_with_runtime(empty, {})["runtimes"] == {"nvidia": docker.NVIDIA_RUNTIME}
 
 
-def test_merge_unites_lists_and_merges_objects():
+def test_merge_appends_to_lists_and_merges_objects():
     present = {"insecure-registries": ["a:1"], "log-opts": {"max-size": "1m"}, "bip": "10.0.0.1/24"}
     wanted = {"insecure-registries": ["b:1", "a:1"], "log-opts": {"max-file": "3"}}
     assert docker.merge(present, wanted) == {

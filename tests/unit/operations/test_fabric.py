@@ -29,7 +29,7 @@ REACHED = {LINK.address: "yes", TWIN.address: "yes"}
         ((LINK,), {}, [], ["no ping", "half of the cable's speed"]),
     ],
 )  # fmt: skip
-def test_judges_links(links, reached, problems, warnings):
+def test_reports_faulty_and_slow_links(links, reached, problems, warnings):
     verdict = check_links("spark-1", links, reached)
     for messages, patterns in ((verdict.problems, problems), (verdict.warnings, warnings)):
         assert len(messages) == len(patterns)
@@ -70,7 +70,7 @@ def test_reports_kernels_that_reserve_memory_for_kexec():
         (None, 0.0, "full-size packets do not reach spark-2", ""),
     ],
 )
-def test_judges_a_short_speed_test(link_mbit_per_s, gbit_per_s, problem, warning):
+def test_reports_slow_links_from_a_short_speed_test(link_mbit_per_s, gbit_per_s, problem, warning):
     link = replace(LINK, speed_mbit_per_s=link_mbit_per_s)
     verdict = check_speed("spark-1", link, SpeedResult(int(gbit_per_s * 125e6), 1.0))
     assert [problem in message.what for message in verdict.problems] == [True] * bool(problem)
@@ -106,7 +106,7 @@ def orders(host):
     return [(script, json.loads(order)) for script, order in tests]
 
 
-def test_both_ends_get_a_token_that_no_process_list_shows(monkeypatch):
+def test_token_for_both_ends_is_not_in_process_lists(monkeypatch):
     sender, listener = cable_end(88), cable_end()
     for _ in range(2):
         assert measure(monkeypatch, sender, listener) == []
@@ -139,7 +139,7 @@ def test_dry_run_sends_nothing(monkeypatch):
          "yes", "no connection"),
     ],
 )  # fmt: skip
-def test_faulty_link_is_refused(monkeypatch, sender, listener, reached, message):
+def test_measurement_fails_on_a_faulty_link(monkeypatch, sender, listener, reached, message):
     [refusal] = measure(monkeypatch, sender, listener, reached=reached)
     assert message in refusal
 

@@ -90,7 +90,7 @@ def test_restarts_a_watchdog_with_older_tools_that_would_undo_the_reload(
     assert configure(host_with(gateway_file(plan), tools=tools), plan) == []
 
 
-def test_fact_reads_the_tools_of_the_watchdog_process(tmp_path):
+def test_fact_reads_the_tools_directory_of_the_watchdog(tmp_path):
     process = subprocess.Popen(
         ["sleep", "60"], env={"PATH": "/bin:/usr/bin", "PYTHONPATH": "/tools/1:/tools/site"}
     )
@@ -105,7 +105,7 @@ def test_fact_reads_the_tools_of_the_watchdog_process(tmp_path):
         process.wait()
 
 
-def test_removes_the_certificate_of_an_earlier_exposure():
+def test_removes_certificate_if_tls_is_turned_off():
     old_key = ManagedFile(TLS.key, b"old", 0o600)
     commands = configure(host_with(gateway_file(PLAN), old_key), PLAN)
     assert list(map(str, commands)) == [f"rm -f -- {TLS.key}", RELOAD]

@@ -60,7 +60,7 @@ def test_retires_replaced_jobs_before_the_wait_and_finished_jobs_after():
     assert REPLACED not in finish
 
 
-def test_release_without_jobs_reuses_an_answer():
+def test_release_without_jobs_reuses_a_cached_fact():
     host = host_with("done", (READY,))
     with on(host):
         assert list(jobs.wait_for_jobs._inner((JOB,), RELEASE, 60, False)) == []

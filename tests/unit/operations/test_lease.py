@@ -152,7 +152,7 @@ def test_waiting_run_locks_again_after_the_lock_file_was_removed(path):
     assert waiting.communicate(timeout=10)[0] == "taken\n"
 
 
-def test_users_of_the_host_cannot_take_the_lock(path):
+def test_other_users_of_the_host_cannot_lock_the_lease(path):
     # A user with read access to a file can lock it.
     lock = Path(f"{path}.lock")
     take(path, OTHER, "ann@desk")

@@ -33,7 +33,7 @@ def test_finds_changes_of_driver_kernel_and_firmware_only():
     assert packages.forbidden_changes([f"Inst {package} (1.0 [arm64])" for package in FREE]) == ()
 
 
-def test_source_names_the_key_and_components():
+def test_apt_source_contains_key_and_components():
     repository = replace(VENDOR, suite="stable", components=("main", "extra"))
     text = packages.sources_file(repository).content.decode()
     assert "\nComponents: main extra\nSigned-By: /etc/apt/keyrings/spark-vendor.asc\n" in text

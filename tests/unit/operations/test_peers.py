@@ -85,7 +85,7 @@ class Fleet:
     [({"a": "done", "b": "done"}, True), ({"a": ""}, True), ({"a": "done", "b": ""}, False)],
     ids=["nothing missing", "single host", "disabled"],
 )
-def test_does_not_open_a_port_without_need(monkeypatch, states, share):
+def test_opens_port_only_if_another_host_lacks_files(monkeypatch, states, share):
     fleet = Fleet(monkeypatch, **states)
     assert fleet.share(share=share) == fleet.stop() == {name: [] for name in states}
     assert fleet.peers(next(reversed(states))) == []

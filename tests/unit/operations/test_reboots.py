@@ -53,7 +53,7 @@ def test_does_not_reboot_without_a_reason():
          "driver module 580.142 is loaded, library of another version is installed"),
     ],
 )  # fmt: skip
-def test_reboots_for_each_cause_and_names_it(sections, cause):
+def test_reboots_for_each_cause_and_reports_it(sections, cause):
     [command] = reboot(factory_spark(**sections))
     assert command.startswith(f"_reboot({cause}, ")
 

@@ -197,7 +197,7 @@ def test_rollback_names_the_effect_of_the_next_up(chosen, then):
     assert host.logs == [f"serves m/v2 ({RELEASE}), proven; the next `spark-deploy up` {then}"]
 
 
-def test_deploy_reports_a_stopped_service_and_leaves_it_stopped():
+def test_deploy_does_not_start_a_service_stopped_on_purpose():
     at, by = "2026-11-21T10:00:00Z", "ann@desk"
     stopped = {"schema_version": 1, "at": at, "by": by, "release": RELEASE}
     host = serving(stopped_by_hand=stopped, active=None)
@@ -270,7 +270,7 @@ def test_starts_in_parallel_only_where_no_service_can_be_interrupted(active, goo
     ("active", "operation", "refused"),
     [(None, serve.start_service, False), (OLD, serve.roll_out, True)],
 )
-def test_failed_host_stops_replacements_but_no_first_start(active, operation, refused):
+def test_failed_host_stops_replacements_but_not_first_starts(active, operation, refused):
     host = after_failure(serving(active=active, good=active), FakeHost(name="first"))
     [command] = run_operation(host, operation, PLAN, 60)
     assert ("because first failed first" in command) == refused
@@ -378,7 +378,7 @@ def test_failed_change_names_serving_release_and_reasons(active, state, result, 
     assert [line for line in lines[2:] if line.startswith(f"  {more}")]
 
 
-def test_engine_behind_a_closed_gateway_serves_nothing():
+def test_host_with_closed_gateway_is_reported_as_serving_nothing():
     _, [headline, *_] = report(OLD, False, state="rollback-failed", reason=REASON, **ENDED)
     assert headline.startswith(NOTHING)
 

@@ -208,7 +208,7 @@ def start_messages(name):
     return list(logs.start_messages(read(name).splitlines()))
 
 
-def test_reads_engine_start_messages():
+def test_reads_kv_cache_and_kernels_from_engine_logs():
     one_spark = start_messages("vllm-log--kv-cache-one-spark-qwen3.6-35b--03.txt")
     assert logs.kv_cache_tokens(one_spark) == 1_253_392
     assert logs.sizes_bytes(one_spark)["kv_cache"] == int(52.66 * (1 << 30))

@@ -279,7 +279,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_condition_gives_the_expected_problems_and_warnings(name):
+def test_host_conditions_give_expected_problems_and_warnings(name):
     CASES[name].check()
 
 
@@ -310,7 +310,7 @@ def test_wrong_clock_gives_a_warning(ahead_s, expected):
     Case({"clock": [str(int(time.time()) + ahead_s)]}, [], expected).check()
 
 
-def test_parent_directories_are_read_as_named_and_as_links_resolve(tmp_path):
+def test_parent_directories_are_checked_before_and_after_resolving_links(tmp_path):
     (tmp_path / "real/of ann").mkdir(parents=True)
     (tmp_path / "real/of ann").chmod(0o777)
     (tmp_path / "data").symlink_to(tmp_path / "real/of ann")

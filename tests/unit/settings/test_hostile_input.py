@@ -67,7 +67,7 @@ def put(document, key, value):
 
 @tries(40)
 @given(st.dictionaries(st.sampled_from(SETTINGS), YAML, max_size=3))
-def test_any_value_of_any_setting(root, chosen):
+def test_arbitrary_setting_values_are_handled(root, chosen):
     data: dict = {}
     for key, value in chosen.items():
         put(data, key, value)
@@ -93,7 +93,7 @@ def test_base_60_numbers_are_text(root, number):
 @pytest.mark.slow
 @tries(40)
 @given(st.text() | st.binary().map(lambda raw: raw.decode("latin-1")) | st.sampled_from(ODD_YAML))
-def test_any_text_as_settings_file(root, text):
+def test_arbitrary_settings_files_are_handled(root, text):
     write(root / "group_vars/spark.yml", text)
     with accepted_or_refused():
         load_hosts({"spark": ["a"]}, root=root)
@@ -101,7 +101,7 @@ def test_any_text_as_settings_file(root, text):
 
 @tries(40)
 @given(st.dictionaries(st.sampled_from(SETTINGS), JSON, max_size=3))
-def test_any_value_on_the_command_line(root, chosen):
+def test_arbitrary_data_arguments_are_handled(root, chosen):
     with accepted_or_refused():
         loaded = load_hosts({"spark": ["a"]}, root=root, overrides=chosen)["a"]
         problems_of(loaded.settings, CATALOG)
@@ -116,7 +116,7 @@ LOCK_KEYS = st.sampled_from(["schema_version", "sources", "images"])
 
 @tries(40)
 @given(st.text() | dumped(YAML) | dumped(st.dictionaries(LOCK_KEYS, YAML)))
-def test_any_text_as_lock(root, text):
+def test_arbitrary_lock_files_are_handled(root, text):
     with accepted_or_refused():
         read_lock(write(root / "spark.lock.yml", text))
 
@@ -127,7 +127,7 @@ OURS = "from spark_deploy.inventory import group_from as _group_from\n"
 
 @tries(40)
 @given(YAML | st.lists(st.text(max_size=6) | YAML, max_size=4), st.booleans())
-def test_any_value_as_host_list(root, hosts, ours):
+def test_arbitrary_host_lists_are_handled(root, hosts, ours):
     group = f"_group_from('spark', hosts={hosts!r}, file=__file__)" if ours else repr(hosts)
     with accepted_or_refused():
         read_inventory(write(root / "sparks.py", f"{HEAD}{OURS}spark = {group}\n"))
@@ -195,7 +195,7 @@ MANIFEST = st.fixed_dictionaries({}, optional={"manifests": JSON, "layers": JSON
 
 @tries(40)
 @given(st.binary(max_size=12) | encoded(JSON | MANIFEST))
-def test_any_answer_of_a_registry(registry_answers, body):
+def test_arbitrary_registry_responses_are_handled(registry_answers, body):
     registry_answers(body, body)
     with accepted_or_refused():
         registry.look_up("registry.invalid/a:b", arch="aarch64")
@@ -206,7 +206,7 @@ ENTRYPOINT = st.fixed_dictionaries({"Entrypoint": JSON})
 
 @tries(40)
 @given(encoded(JSON | st.fixed_dictionaries({"config": JSON | ENTRYPOINT})))
-def test_any_configuration_of_an_engine_image(registry_answers, configuration):
+def test_arbitrary_engine_image_configs_are_handled(registry_answers, configuration):
     digest = f"sha256:{hashlib.sha256(configuration).hexdigest()}"
     manifest = json.dumps({"config": {"digest": digest}, "layers": []}).encode()
     registry_answers(manifest, configuration)
@@ -220,7 +220,7 @@ def test_any_configuration_of_an_engine_image(registry_answers, configuration):
     st.binary(max_size=12),
     st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), max_size=30),
 )
-def test_any_login_challenge_and_token(registry_answers, body, service):
+def test_arbitrary_registry_logins_are_handled(registry_answers, body, service):
     challenge = f'Bearer realm="https://auth.invalid/token",service="{service}"'
     registry_answers(b"first", body, body, challenge=challenge)
     with pytest.raises(LockError) as caught:
@@ -235,7 +235,7 @@ REPORT = st.fixed_dictionaries(
 
 @tries(40)
 @given(st.binary() | encoded(JSON | REPORT))
-def test_any_file_as_report(root, data):
+def test_arbitrary_report_files_are_handled(root, data):
     path = root / "report.json"
     path.write_bytes(data)
     with pytest.raises(SparkError) as caught:
@@ -245,5 +245,5 @@ def test_any_file_as_report(root, data):
 
 @tries(40)
 @given(st.text() | JSON.map(json.dumps))
-def test_any_output_of_host_tools(text):
+def test_arbitrary_host_tool_output_is_handled(text):
     Evidence().process(text.splitlines())

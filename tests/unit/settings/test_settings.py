@@ -60,7 +60,7 @@ def test_local_machine_reads_host_vars_local(root):
     assert load(root, ["@local"])["@local"].settings.profile == "base"
 
 
-def test_generated_settings_rank_between_group_and_host_files(root):
+def test_generated_settings_override_group_files_but_not_host_files(root):
     write(root, "group_vars/spark.yml", "hub: {endpoint: 'http://a'}\n")
     write(root, "host_vars/spark-2.yml", "hub: {endpoint: 'http://c'}\n")
     result = load(root, ["spark-1", "spark-2"], generated={"hub": {"endpoint": "http://b"}})
@@ -107,12 +107,12 @@ def test_refuses_a_setting_given_under_both_names(root):
 
 
 @pytest.mark.parametrize("expose", get_args(Expose))
-def test_tls_needs_an_open_network(root, expose):
+def test_tls_requires_expose_lan(root, expose):
     write(root, "group_vars/spark.yml", f"serve: {{expose: {expose}, tls: private-ca}}\n")
     if expose == "lan":
         assert load(root)["spark-1"].settings.serve.tls == "private-ca"
     else:
-        assert f"private-ca with expose: {expose}" in refused(root)
+        assert f"private-ca requires expose: lan, but expose is {expose}" in refused(root)
 
 
 WRONG = {
