@@ -140,10 +140,12 @@ class RolloutSettings:
     """Host that changes first, by inventory name; null: the first host."""
 
 
-KEY_NAME = form(
+KEY_NAME = text_schema(
     "^[a-z][a-z0-9-]{0,30}$", "a name of at most 31 small letters, digits and dashes", "anna"
 )
-_SHA256 = form("^[0-9a-f]{64}$", "64 hexadecimal digits, as `spark-deploy key add` does", "0" * 64)
+_SHA256 = text_schema(
+    "^[0-9a-f]{64}$", "64 hexadecimal digits, as `spark-deploy key add` does", "0" * 64
+)
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
