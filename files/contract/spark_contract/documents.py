@@ -1,7 +1,8 @@
-"""Frozen dataclasses as JSON documents: the only reader and writer.
+"""Read and write frozen dataclasses as JSON documents.
 
 Keys are field names. Reading is strict; errors name the path: ``engine.mounts[0].source: missing``.
-The reader requires the ``SCHEMA_VERSION`` of a class. Numbers keep their form, so text round-trips.
+The reader requires the ``SCHEMA_VERSION`` of a class. Numbers keep their type, so documents
+round-trip.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _VERSION = "schema_version"
 
 
 class DocumentError(ValueError):
-    """The message starts with the path of the key."""
+    """A document is invalid; the message starts with the path of the key."""
 
 
 OPTIONAL: Mapping[str, Any] = {"optional": True}
@@ -28,20 +29,20 @@ OPTIONAL: Mapping[str, Any] = {"optional": True}
 
 
 def key(name: str) -> Mapping[str, Any]:
-    """Return field metadata for a JSON key that is no Python name, such as ``from``."""
+    """Return field metadata for a JSON key that is not a valid Python name, such as ``from``."""
     return {"key": name}
 
 
 def to_plain(value: Any) -> Any:
+    """Return a document as dictionaries, lists and JSON values."""
     if is_dataclass(value) and not isinstance(value, type):
         version = getattr(value, "SCHEMA_VERSION", None)
-        stated = {} if version is None else {_VERSION: version}
-        items = ((field, getattr(value, field.name)) for field in fields(value))
-        return stated | {
-            field.metadata.get("key", field.name): to_plain(item)
-            for field, item in items
-            if not ("optional" in field.metadata and item == field.default)
-        }
+        document = {} if version is None else {_VERSION: version}
+        for field in fields(value):
+            item = getattr(value, field.name)
+            if "optional" not in field.metadata or item != field.default:
+                document[field.metadata.get("key", field.name)] = to_plain(item)
+        return document
     if isinstance(value, Mapping):
         return {str(name): to_plain(item) for name, item in value.items()}
     if isinstance(value, (set, frozenset)):
@@ -56,7 +57,7 @@ def to_json(value: Any) -> str:
 
 
 def read(kind: type[_T], data: object) -> _T:
-    """Return plain data as a document; ``DocumentError`` if version or structure differ."""
+    """Return the document in parsed JSON; ``DocumentError`` if version or structure differ."""
     document: _T = _read(kind, data, "")
     return document
 
@@ -82,7 +83,7 @@ def _read(kind: Any, data: Any, path: str) -> Any:
     if reader is not None:
         return reader(kind, data, path)
     allowed = (int, float) if kind is float else (kind,)
-    if type(data) not in allowed:  # not isinstance: True is no number
+    if type(data) not in allowed:  # isinstance would accept True as a number
         raise _wrong(path, f"expected {kind.__name__}, got {shorten(data)}")
     return data
 
@@ -91,13 +92,13 @@ def _read_fields(kind: Any, data: Any, path: str) -> Any:
     data = dict(_require_type(dict, "an object", data, path))
     version = getattr(kind, "SCHEMA_VERSION", None)
     if version is not None:
-        _one_of((version,), data.pop(_VERSION, None), _at(path, _VERSION))
-    known = {field.metadata.get("key", field.name): field for field in fields(kind)}
+        _check_literal((version,), data.pop(_VERSION, None), _at(path, _VERSION))
+    fields_by_key = {field.metadata.get("key", field.name): field for field in fields(kind)}
     for name in data:
-        if name not in known:
+        if name not in fields_by_key:
             raise _wrong(_at(path, name), "unknown")
     values = {}
-    for name, field in known.items():
+    for name, field in fields_by_key.items():
         if name in data:
             values[field.name] = _read(_hints(kind)[field.name], data[name], _at(path, name))
         elif "optional" not in field.metadata:
@@ -121,39 +122,41 @@ def _read_union(kind: Any, data: Any, path: str) -> Any:
     raise DocumentError(" or ".join(errors))
 
 
-def _one_of(known: tuple[Any, ...], data: Any, path: str) -> Any:
-    # Not `in`: True would be 1.
-    if not any(type(value) is type(data) and value == data for value in known):
-        raise _wrong(path, f"{shorten(data)}, known: {', '.join(map(str, known))}")
+def _check_literal(allowed: tuple[Any, ...], data: Any, path: str) -> Any:
+    # Compare types as well, because True equals 1.
+    if not any(type(value) is type(data) and value == data for value in allowed):
+        raise _wrong(path, f"{shorten(data)}, known: {', '.join(map(str, allowed))}")
     return data
 
 
 def _read_tuple(kind: Any, data: Any, path: str) -> Any:
-    items, parts = _require_type(list, "a list", data, path), get_args(kind)
-    if parts[1:] == (...,):
-        parts = parts[:1] * len(items)
-    if len(parts) != len(items):
-        raise _wrong(path, f"expected {len(parts)} values, got {len(items)}")
-    pairs = enumerate(zip(parts, items, strict=True))
-    return tuple(_read(part, item, f"{path}[{number}]") for number, (part, item) in pairs)
+    items, item_kinds = _require_type(list, "a list", data, path), get_args(kind)
+    if item_kinds[1:] == (...,):
+        item_kinds = item_kinds[:1] * len(items)
+    if len(item_kinds) != len(items):
+        raise _wrong(path, f"expected {len(item_kinds)} values, got {len(items)}")
+    kinds_and_items = enumerate(zip(item_kinds, items, strict=True))
+    return tuple(
+        _read(item_kind, item, f"{path}[{index}]") for index, (item_kind, item) in kinds_and_items
+    )
 
 
 def _read_frozenset(kind: Any, data: Any, path: str) -> Any:
-    (part,) = get_args(kind)
-    items = enumerate(_require_type(list, "a list", data, path))
-    return frozenset(_read(part, item, f"{path}[{number}]") for number, item in items)
+    (item_kind,) = get_args(kind)
+    items = _require_type(list, "a list", data, path)
+    return frozenset(_read(item_kind, item, f"{path}[{i}]") for i, item in enumerate(items))
 
 
 def _read_mapping(kind: Any, data: Any, path: str) -> Any:
-    item = get_args(kind)[1]
-    pairs = _require_type(dict, "an object", data, path).items()
-    return {name: _read(item, value, _at(path, name)) for name, value in pairs}
+    value_kind = get_args(kind)[1]
+    entries = _require_type(dict, "an object", data, path)
+    return {name: _read(value_kind, value, _at(path, name)) for name, value in entries.items()}
 
 
 _READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
     Union: _read_union,
     types.UnionType: _read_union,
-    Literal: lambda kind, data, path: _one_of(get_args(kind), data, path),
+    Literal: lambda kind, data, path: _check_literal(get_args(kind), data, path),
     tuple: _read_tuple,
     frozenset: _read_frozenset,
     dict: _read_mapping,
@@ -181,18 +184,20 @@ def shorten(data: object) -> str:
 
 
 def check_pattern(where: str, value: str | None, pattern: str) -> None:
-    """Raise if a text does not match; ``None`` is accepted."""
+    """Raise DocumentError if a value does not match; ``None`` is accepted."""
     if value is not None and not re.fullmatch(pattern, value):
-        raise DocumentError(f"{where}: {value!r} is not of the form {pattern}")
+        raise DocumentError(f"{where}: {value!r} does not match {pattern}")
 
 
 def check_plain_directory(where: str, value: str) -> None:
     """Raise unless the value is an absolute path without ``..`` or a hidden name."""
     path = PurePosixPath(value)
     if not path.is_absolute() or ".." in path.parts or not path.name or path.name.startswith("."):
-        raise DocumentError(f"{where}: {value!r} is not a plain absolute path")
+        raise DocumentError(
+            f"{where}: {value!r} must be an absolute path without .. or hidden names"
+        )
 
 
-def check_range(where: str, value: float, least: float, most: float = float("inf")) -> None:
-    if not least <= value <= most:
-        raise DocumentError(f"{where}: {value} must be from {least} to {most}")
+def check_range(where: str, value: float, minimum: float, maximum: float = float("inf")) -> None:
+    if not minimum <= value <= maximum:
+        raise DocumentError(f"{where}: {value} must be from {minimum} to {maximum}")

@@ -1,4 +1,4 @@
-"""Errors with a place, a problem and a fix."""
+"""Errors that name the place, the problem and the fix."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Problem:
 
     @property
     def line(self) -> str:
-        """As host tools print it after ``ERROR``."""
+        """The text that host tools print after ``ERROR``."""
         return f"{self.where}: {self.what}{_FIX}{self.fix}"
 
 
 def parse_problem(line: str) -> Problem | None:
-    """Parse a line of a host tool's output."""
+    """Parse the last line of a failed host tool; None for any other line."""
     if not line.startswith(ERROR):
         return None
     text, _, fix = line.removeprefix(ERROR).partition(_FIX)

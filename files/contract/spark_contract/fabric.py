@@ -1,4 +1,4 @@
-"""Network links between hosts: addresses to try and keep, and speed measurements."""
+"""Network links between hosts: trial and final addresses, and speed measurements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FabricPlan:
 
 @dataclass(frozen=True, slots=True)
 class FabricRecord:
-    """The network before the change, for the restore."""
+    """The network before the change, to restore it."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

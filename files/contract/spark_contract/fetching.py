@@ -44,9 +44,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    urls: tuple[str, ...]  # of hosts, see tree_url; in order of preference
+    urls: tuple[str, ...]  # of hosts, in order of preference; see tree_url
     key_file: str = field(default=SHARE_KEY, metadata=OPTIONAL)
-    # without progress
+    # Skip a peer that makes no progress for so long.
     patience_s: float = field(default=30.0, metadata=OPTIONAL)
 
 
@@ -74,7 +74,7 @@ def tree_url(url: str, digest: str) -> str:
 
 
 def partial_dir(out: Path) -> Path:
-    """Return the work directory of a tree, which the next attempt continues."""
+    """Return the work directory of a tree, from which the next attempt resumes."""
     return out.parent / f".{out.name}.partial"
 
 
@@ -84,8 +84,8 @@ def partial_tree(out: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    tries: int = 8  # attempts without progress for each source
-    # Retry the hub at least so long: lines break for hours.
+    tries: int = 8  # attempts without progress, for each source
+    # Retry the hub at least this long, because connections can fail for hours.
     outage_s: float = field(default=0.0, metadata=OPTIONAL)
     backoff_s: float = 1.0  # before the second try; doubles up to 30
     # Never sent to peers, mirrors or redirect targets.
@@ -93,9 +93,9 @@ class TransferOptions:
     parallel: int = field(default=4, metadata=OPTIONAL)  # requests at once
     timeout_s: float = field(default=30.0, metadata=OPTIONAL)  # without data on a connection
     rate_limit_bytes_per_s: int | None = field(default=None, metadata=OPTIONAL)
-    # A mirror or peer with a lower rate, all requests together, is left for the next source.
+    # Abandon a mirror or peer if the rate of all its requests together is lower.
     slow_bytes_per_s: int = field(default=1_000_000, metadata=OPTIONAL)
-    slow_after_s: float = field(default=10.0, metadata=OPTIONAL)  # measured over so long
+    slow_after_s: float = field(default=10.0, metadata=OPTIONAL)  # time of the measurement
 
     def __post_init__(self) -> None:
         check_range("tries", self.tries, 1, 100)
@@ -109,10 +109,7 @@ class TransferOptions:
 
     @property
     def min_bytes_per_s(self) -> float:
-        """The rate below which a mirror or peer counts as slow.
-
-        With a low rate limit of our own it is half of that limit.
-        """
+        """The rate below which a mirror or peer is slow, at most half of our own rate limit."""
         if self.rate_limit_bytes_per_s is None:
             return self.slow_bytes_per_s
         return min(self.slow_bytes_per_s, self.rate_limit_bytes_per_s / 2)
@@ -123,7 +120,9 @@ class FetchFile:
     path: str  # relative, with forward slashes
     size_bytes: int
     sha256: str | None = field(default=None, metadata=OPTIONAL)
-    git_sha1: str | None = field(default=None, metadata=OPTIONAL)  # of the blob, if small
+    git_sha1: str | None = field(
+        default=None, metadata=OPTIONAL
+    )  # of the git blob, for small files
 
     def __post_init__(self) -> None:
         if not is_inside(self.path):
@@ -150,8 +149,8 @@ class FetchPlan(TransferOptions):
     files: tuple[FetchFile, ...]
     urls: tuple[str, ...]  # a file's path is appended; mirrors first, the hub last
     peers: Peers | None = field(default=None, metadata=OPTIONAL)  # preferred over urls
-    pieces: bool  # also hash every 4 MiB
-    look_in: tuple[str, ...]  # local directories to search first (globs)
+    pieces: bool  # also hash each piece of 4 MiB
+    look_in: tuple[str, ...]  # globs of local directories to search first
     token_file: str | None
     parallel: int
     rate_limit_bytes_per_s: int | None  # total
@@ -165,11 +164,13 @@ class FetchPlan(TransferOptions):
         for url in self.urls:
             check_pattern("urls", url, "https?://.+")
         paths = [file.path for file in self.files]
-        twice = next((path for path in paths if paths.count(path) > 1), None)
-        if twice is not None:
-            raise DocumentError(f"files: path {twice!r} occurs twice")
-        if not paths or not (self.urls or self.look_in):
-            raise DocumentError("urls: empty" if paths else "files: empty")
+        for path in paths:
+            if paths.count(path) > 1:
+                raise DocumentError(f"files: path {path!r} occurs twice")
+        if not paths:
+            raise DocumentError("files: empty")
+        if not self.urls and not self.look_in:
+            raise DocumentError("urls: empty")
 
     @property
     def out_dir(self) -> Path:
@@ -188,10 +189,10 @@ def is_inside(path: str) -> bool:
 
 
 DOCKER_HUB = "registry-1.docker.io"
-# Cancel a pull below this rate for so long.
+# Cancel an image pull that stays below the minimum rate for this time.
 PULL_STALL_S = 300.0
 PULL_MIN_BYTES_PER_S = 1024
-# ``uname -m`` -> name in registries.
+# Map the output of ``uname -m`` to the names in registries.
 ARCHITECTURES = {"aarch64": "arm64", "x86_64": "amd64"}
 MANIFEST_TYPES = (
     "application/vnd.oci.image.index.v1+json",
@@ -199,7 +200,7 @@ MANIFEST_TYPES = (
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
-_FIELD = re.compile(r'(\w+)="([^"]*)"')
+_CHALLENGE_PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,30 +215,31 @@ class Reference:
 
 def parse_reference(text: str) -> Reference:
     """Split ``host:port/name:tag@digest`` by docker's rules."""
-    rest, _, digest = text.partition("@")
-    first, slash, tail = rest.partition("/")
-    has_host = bool(slash) and ("." in first or ":" in first or first == "localhost")
-    host, rest = (first, tail) if has_host else (DOCKER_HUB, rest)
-    name, _, tag = rest.partition(":")
+    host_and_path, _, digest = text.partition("@")
+    host, slash, path = host_and_path.partition("/")
+    is_host = slash and ("." in host or ":" in host or host == "localhost")
+    if not is_host:
+        host, path = DOCKER_HUB, host_and_path
+    name, _, tag = path.partition(":")
     if host == DOCKER_HUB and "/" not in name:
         name = f"library/{name}"
     return Reference(host, name, digest or tag or "latest")
 
 
 def parse_challenge(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[str, str]] | None:
-    """Return URL and parameters for an anonymous token, from a 401 challenge.
+    """Return URL and parameters of the token service in a 401 challenge, or None.
 
-    Only URLs of ``schemes`` count: an https registry must not send clients to http.
+    ``schemes`` are accepted in the URL: an https registry must not send clients to http.
     """
-    fields = dict(_FIELD.findall(challenge))
-    realm = fields.pop("realm", "")
-    known = challenge.startswith("Bearer ") and realm.startswith(tuple(f"{s}://" for s in schemes))
-    return (realm, fields) if known else None
+    parameters = dict(_CHALLENGE_PARAMETER.findall(challenge))
+    realm = parameters.pop("realm", "")
+    is_allowed = realm.startswith(tuple(f"{scheme}://" for scheme in schemes))
+    return (realm, parameters) if challenge.startswith("Bearer ") and is_allowed else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersPlan(TransferOptions):
-    """``layers.json``: an image's blobs as a tree, byte for byte as in the registry."""
+    """``layers.json``: download the unmodified blobs of an image into a tree."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -245,5 +247,6 @@ class LayersPlan(TransferOptions):
     reference: str  # name@sha256:...
     plain: bool  # the registry speaks HTTP without TLS
     out: str
-    keep: bool = field(default=False, metadata=OPTIONAL)  # for hosts that join later
+    # Keep the blobs after the pull, for hosts that join later.
+    keep: bool = field(default=False, metadata=OPTIONAL)
     peers: Peers | None = field(default=None, metadata=OPTIONAL)

@@ -23,9 +23,9 @@ def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None
     """Replace ``path`` atomically and durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = _new_file(aside, mode)
+        descriptor = _create_file(temporary, mode)
     except OSError as error:  # name the target, not the temporary file
         raise OSError(error.errno, error.strerror, str(path)) from error
     try:
@@ -34,27 +34,28 @@ def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None
             write_all(descriptor, piece)
         sync(descriptor)
     except OSError as error:
-        aside.unlink()
+        temporary.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
-    os.rename(aside, path)
+    os.rename(temporary, path)
     sync_directory(path.parent)
 
 
 def _remove_stale(path: Path) -> None:
+    """Remove temporary files of processes that have ended."""
     prefix = f".{path.name}."
     with os.scandir(path.parent) as entries:
         stale = [entry for entry in entries if entry.name.startswith(prefix)]
     for entry in stale:
-        process = entry.name.removeprefix(prefix)
-        if process.isdecimal() and not _is_running(int(process)):
+        process_id = entry.name.removeprefix(prefix)
+        if process_id.isdecimal() and not _is_running(int(process_id)):
             Path(entry).unlink(missing_ok=True)
 
 
-def _is_running(process: int) -> bool:
+def _is_running(process_id: int) -> bool:
     try:
-        os.kill(process, 0)
+        os.kill(process_id, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
@@ -62,19 +63,19 @@ def _is_running(process: int) -> bool:
     return True
 
 
-def _new_file(path: Path, mode: int) -> int:
-    """Create a file; never follow a link."""
+def _create_file(path: Path, mode: int) -> int:
+    """Create a file without following links; return its descriptor."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
         return os.open(path, flags, mode)
-    except FileExistsError:  # a killed process had this number, or an attack
+    except FileExistsError:  # left by a killed process with the same id, or planted
         path.unlink()
         return os.open(path, flags, mode)
 
 
 @contextmanager
 def name_file_in_errors(descriptor: int) -> Iterator[None]:
-    """Add the file name to errors of calls on a descriptor."""
+    """Add the file name to an OSError about a descriptor."""
     try:
         yield
     except OSError as error:
@@ -84,11 +85,11 @@ def name_file_in_errors(descriptor: int) -> Iterator[None]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write every byte: a nearly full disk accepts a part without an error."""
-    left = memoryview(data)
+    """Write all bytes, because a nearly full disk accepts a part without an error."""
+    remaining = memoryview(data)
     with name_file_in_errors(descriptor):
-        while left:
-            left = left[os.write(descriptor, left) :]
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def sync(descriptor: int) -> None:
@@ -114,18 +115,18 @@ def remove(path: Path) -> bool:
     return True
 
 
-def load(kind: type[_T], path: Path, absent: str) -> _T:
-    """Return a deployed document; ``HostToolError`` if missing (``absent``) or malformed."""
+def load(kind: type[_T], path: Path, problem_if_missing: str) -> _T:
+    """Return a deployed document; raise ``HostToolError`` if it is missing or malformed."""
     fix = "run the deploy for this host again"
     try:
         return documents.parse(kind, path.read_text())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise HostToolError(str(path), absent, fix, 2) from error
+        raise HostToolError(str(path), problem_if_missing, fix, 2) from error
     except ValueError as error:
         raise HostToolError(str(path), f"malformed: {error}", fix, 2) from error
 
 
-def now(after_s: float = 0) -> str:
-    """Return the UTC time in seconds as ISO 8601, optionally ``after_s`` from now."""
-    at = datetime.now(timezone.utc) + timedelta(seconds=after_s)
-    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+def now(plus_s: float = 0) -> str:
+    """Return the current UTC time, plus seconds, as ISO 8601."""
+    time = datetime.now(timezone.utc) + timedelta(seconds=plus_s)
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -15,8 +15,8 @@ Expose = Literal["loopback", "docker", "tailscale", "lan"]
 @dataclass(frozen=True, slots=True)
 class Exposure:
     audience: str | None  # None: the host only
-    has_unstable_address: bool  # the address may appear after the gateway has started, and vanish
-    needs_tls: bool  # only TLS encrypts this traffic
+    has_unstable_address: bool  # it may appear after the gateway has started, and disappear
+    needs_tls: bool  # nothing else encrypts the traffic
 
 
 EXPOSURES: dict[Expose, Exposure] = {
@@ -39,7 +39,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Hosts that serve the same model; the least busy gets a request to ``port``."""
+    """Hosts that serve the same model; the least busy one handles a request to ``port``."""
 
     port: int
     others: tuple[str, ...]  # address:port of the other gateways
@@ -68,7 +68,7 @@ class Gateway:
     tls: Tls | None
     user: str = field(default=GATEWAY_USER, metadata=OPTIONAL)
     max_connections: int | None = field(default=None, metadata=OPTIONAL)
-    # path -> other service of this host
+    # Maps paths to other services of this host.
     routes: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
     replicas: Replicas | None = field(default=None, metadata=OPTIONAL)
     # Model names of each service; requests without a model name are routed by path.

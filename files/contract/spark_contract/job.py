@@ -46,7 +46,7 @@ class ImageProof:
 
 @dataclass(frozen=True, slots=True)
 class AbsentProof:
-    """A tree is removed, or a release still serves it."""
+    """The tree was removed, or a release still serves it."""
 
     absent: str
 
@@ -70,7 +70,7 @@ class Job:
     after: tuple[str, ...]  # digest12 of required jobs
     # Skip the job if this tree exists.
     unless: ReceiptProof | None = field(default=None, metadata=OPTIONAL)
-    # of an image build
+    # The base image of an image build.
     base: str | None = field(default=None, metadata=OPTIONAL)
 
     @property
@@ -114,29 +114,30 @@ class Progress:
     eta_s: int | None
 
     def line(self) -> str:
-        names = ("bytes", "total", "rate_bytes_per_s", "eta_s")
-        numbers = ((name, getattr(self, name)) for name in names)
-        words = (f"{name}={'-' if number is None else number}" for name, number in numbers)
-        return " ".join([f"{PHASE}{self.phase}", *words])
+        words = [f"{PHASE}{self.phase}"]
+        for name in ("bytes", "total", "rate_bytes_per_s", "eta_s"):
+            number = getattr(self, name)
+            words.append(f"{name}={'-' if number is None else number}")
+        return " ".join(words)
 
 
 def parse_progress(line: str, total_bytes: int | None) -> Progress:
     """Parse a line that begins with ``PHASE``; ``total_bytes`` is the default total."""
-    pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
-    total = _number(pairs.get("total"))
+    values = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    total = _parse_number(values.get("total"))
     return Progress(
-        phase=pairs.get("phase"),
-        bytes=_number(pairs.get("bytes")),
+        phase=values.get("phase"),
+        bytes=_parse_number(values.get("bytes")),
         total=total_bytes if total is None else total,
-        rate_bytes_per_s=_number(pairs.get("rate_bytes_per_s")),
-        eta_s=_number(pairs.get("eta_s")),
+        rate_bytes_per_s=_parse_number(values.get("rate_bytes_per_s")),
+        eta_s=_parse_number(values.get("eta_s")),
     )
 
 
-def _number(text: str | None) -> int | None:
+def _parse_number(text: str | None) -> int | None:
     try:
         return None if text is None else int(float(text))
-    except (ValueError, OverflowError):  # also infinity
+    except (ValueError, OverflowError):  # OverflowError: infinity
         return None
 
 

@@ -31,14 +31,14 @@ class BootSigns:
 
     @property
     def reboot_reason(self) -> str:
-        """Why a reboot is pending, the most urgent reason; empty if none is."""
-        foreign = self.module and self.libraries and self.module not in self.libraries
-        if self.has_version_mismatch or foreign:
+        """The most urgent reason to reboot, or an empty string."""
+        has_both = self.module and self.libraries
+        if self.has_version_mismatch or (has_both and self.module not in self.libraries):
             library = ", ".join(self.libraries) or "of another version"
             module = self.module or "unknown"
             return f"driver module {module} is loaded, library {library} is installed"
         if self.has_reboot_marker:
-            packages = ", ".join(sorted(set(self.packages))) or "no package named"
+            packages = ", ".join(sorted(set(self.packages))) or "unknown packages"
             return f"{REBOOT_MARKER} is set ({packages})"
         newest = newest_of_same_flavour(self.kernel, self.kernels)
         if newest and version_key(newest) > version_key(self.kernel):
@@ -47,9 +47,9 @@ class BootSigns:
 
 
 def newest_of_same_flavour(kernel: str, kernels: Iterable[str]) -> str:
-    """Return the newest kernel with the suffix of ``kernel`` (``-nvidia``), or an empty string."""
-    ending = f"-{kernel.rpartition('-')[2]}" if "-" in kernel else ""
-    matching = (name for name in kernels if name.endswith(ending))
+    """Return the newest kernel with the flavour of ``kernel``, such as ``-nvidia``, or ""."""
+    flavour = f"-{kernel.rpartition('-')[2]}" if "-" in kernel else ""
+    matching = (name for name in kernels if name.endswith(flavour))
     return max(matching, key=version_key, default="")
 
 
@@ -75,7 +75,7 @@ def library_versions(paths: Iterable[str]) -> tuple[str, ...]:
 
 GIB = 1 << 30
 DRIVER_BLOCK_BYTES = 64 << 10
-LOW_BYTES = 8 * GIB  # of free driver blocks; below it, loads failed
+LOW_BYTES = 8 * GIB  # free driver blocks; model loads failed below it
 LARGE_BLOCK_BYTES = 32 << 20  # the largest of a DGX OS kernel
 FEW_LARGE_BYTES = 200 * LARGE_BLOCK_BYTES
 
@@ -116,8 +116,11 @@ class FreeBlocks:
 
 
 def parse_buddyinfo(text: str, page_bytes: int) -> FreeBlocks | None:
-    """Sum the zones of ``/proc/buddyinfo``."""
-    zones = [line.split() for line in re.findall(r"^Node +\d+, zone +\w+((?: +\d+)+)", text, re.M)]
-    sums = [sum(map(int, counts)) for counts in zip(*zones, strict=False)]  # by order
-    sizes = [(page_bytes << order, count) for order, count in enumerate(sums)]
-    return FreeBlocks(tuple((size, size * count) for size, count in sizes)) if sizes else None
+    """Return the free blocks of all zones in ``/proc/buddyinfo``, or None if it lists none."""
+    rows = re.findall(r"^Node +\d+, zone +\w+((?: +\d+)+)", text, re.M)
+    columns = zip(*(row.split() for row in rows), strict=False)
+    by_size = []
+    for order, counts in enumerate(columns):
+        block_bytes = page_bytes << order
+        by_size.append((block_bytes, block_bytes * sum(map(int, counts))))
+    return FreeBlocks(tuple(by_size)) if by_size else None

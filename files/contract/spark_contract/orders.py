@@ -1,6 +1,6 @@
 """Documents and commands of the checkpoint builder, and patterns of tensor names.
 
-Patterns are shell braces that do not nest: ``layers.{3..47..4}.{gate,up}_proj``.
+Patterns use shell braces, which cannot nest: ``layers.{3..47..4}.{gate,up}_proj``.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)(?:\.\.([1-9]\d*))?")
 
 
 class PatternError(HostToolError):
-    """A pattern is malformed, or two patterns give the same name."""
+    """A pattern is malformed, or a name occurs twice in the expansion of several patterns."""
 
     def __init__(self, pattern: str, what: str):
         super().__init__(f"pattern {pattern!r}", what, "correct the pattern", exit_code=2)
 
 
 def expand(pattern: str) -> Iterator[str]:
-    return map("".join, itertools.product(*_parts(pattern)))
+    return map("".join, itertools.product(*_alternatives(pattern)))
 
 
 def count_names(pattern: str) -> int:
-    return math.prod(len(part) for part in _parts(pattern))
+    return math.prod(map(len, _alternatives(pattern)))
 
 
 def has_exactly(names: set[str], patterns: Iterable[str]) -> bool:
-    """Return whether the patterns give exactly these names; empties ``names``."""
+    """Return whether the patterns expand to exactly ``names``; removes matched names from it."""
     for pattern in patterns:
         for name in expand(pattern):
             if name not in names:
@@ -64,22 +64,23 @@ def expand_all(patterns: Iterable[str]) -> set[str]:
     return names
 
 
-def _parts(pattern: str) -> list[list[str]]:
-    """Split into literals (a single choice) and braces (several)."""
-    parts: list[list[str]] = []
-    position = 0
-    for match in _BRACE.finditer(pattern):
-        parts += [[pattern[position : match.start()]], _choices(match[1], pattern)]
-        position = match.end()
-    parts.append([pattern[position:]])
-    if any("{" in part[0] or "}" in part[0] for part in parts if len(part) == 1):
-        raise PatternError(pattern, "a brace is not closed, or braces are nested")
-    if math.prod(map(len, parts)) > NAME_LIMIT:
+def _alternatives(pattern: str) -> list[list[str]]:
+    """Return the alternatives of each part in order: literal text has one, a brace several."""
+    alternatives: list[list[str]] = []
+    # With a group in the expression, split returns literals and brace contents in turns.
+    for index, part in enumerate(_BRACE.split(pattern)):
+        if index % 2:
+            alternatives.append(_expand_brace(part, pattern))
+        elif "{" in part or "}" in part:
+            raise PatternError(pattern, "a brace is not closed, or braces are nested")
+        else:
+            alternatives.append([part])
+    if math.prod(map(len, alternatives)) > NAME_LIMIT:
         raise PatternError(pattern, f"expands to more than {NAME_LIMIT} names")
-    return parts
+    return alternatives
 
 
-def _choices(body: str, pattern: str) -> list[str]:
+def _expand_brace(body: str, pattern: str) -> list[str]:
     match = _RANGE.fullmatch(body)
     if match:
         first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
@@ -92,7 +93,7 @@ def _choices(body: str, pattern: str) -> list[str]:
     return words
 
 
-# Increase it when a build writes other bytes for the same plan
+# Increase it if a build writes different bytes for the same plan
 # (tests/unit/checkpoint/test_builder_build.py).
 RECIPE_VERSION = 1
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -104,10 +105,10 @@ WITH_DONOR = ("fp8-donor", "fp8-base")
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The complete checkpoint that supplies all but the replaced tensors."""
+    """The checkpoint that supplies all tensors except the replaced ones."""
 
     dir: str
-    # As in the receipt: commit or digest. None: no receipt, hash the tree.
+    # Commit or digest in the receipt. None: the directory has no receipt and is hashed.
     revision: str | None
 
 
@@ -118,10 +119,10 @@ class DonorDir:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DonorUrl(TransferOptions):
-    """``{endpoint}/{org}/{repo}/resolve/{commit}``, read in ranges."""
+    """A donor on a hub: ``{endpoint}/{org}/{repo}/resolve/{commit}``, read in byte ranges."""
 
     url: str
-    # Hash that the lock requires of all tensors that the build reads; None: accept and record.
+    # Locked hash of all tensors that the build reads; None: record the hash of the first build.
     sha256: str | None = field(default=None, metadata=OPTIONAL)
 
 
@@ -136,9 +137,9 @@ class DonorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildPlan:
-    """``plan.json``: base, donor and the exact tensor sets.
+    """``plan.json``: base, donor and exact tensor names, as patterns.
 
-    Names are patterns; modules are named without ``.weight``.
+    Names of modules lack ``.weight``.
     """
 
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -183,14 +184,14 @@ class BuildPlan:
         if not self.base_tensors:
             raise DocumentError("base_tensors: empty")
         if self.compares_with_donor and self.donor is None:
-            raise DocumentError(f"shared_experts: {self.shared_experts}, but no donor")
-        # An overlay drops plain names and needs the plugin.
+            raise DocumentError(f"shared_experts: {self.shared_experts} requires a donor")
+        # In an overlay the replaced names are missing, which only the plugin handles.
         if self.shared_experts in ("fp8-base", "int8-g128") and self.layout == "overlay":
             raise DocumentError(
                 f"layout: overlay does not support {self.shared_experts}; set layout: full"
             )
         if any(pattern.endswith(".weight") for pattern in (*self.swap, *self.drafter_int4)):
-            raise DocumentError("swap, drafter_int4: must name modules, without .weight")
+            raise DocumentError("swap, drafter_int4: name modules without .weight")
 
     @property
     def out_dir(self) -> Path:
@@ -202,7 +203,7 @@ class BuildPlan:
 
     @property
     def donor_sha256(self) -> str | None:
-        """The hash that the donor's tensors must have, if it is locked."""
+        """The locked hash of the donor's tensors, if any."""
         return self.donor.sha256 if isinstance(self.donor, DonorUrl) else None
 
     @property
@@ -227,12 +228,12 @@ class RequantizePlan:
     packages: str  # folder with AutoRound and its dependencies
     calibration: str  # file of JSON lines
     gpu: str  # receipt of the GPU container check
-    iters: int  # 0: round to nearest, without text
+    iters: int  # 0: round to nearest, without calibration
     nsamples: int
     seqlen: int
     batch: int
-    memory_bytes: int  # required before the container starts
-    work_bytes: int  # on disk, in addition to the result
+    memory_bytes: int  # must be available before the container starts
+    work_bytes: int  # disk space in addition to the result
     out: str  # created atomically
 
     def __post_init__(self) -> None:

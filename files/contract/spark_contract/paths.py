@@ -1,4 +1,4 @@
-"""Paths on a host; all can be placed below another root."""
+"""Paths on a host; ``Paths`` puts them below another root."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOOLS_DIR = "/usr/local/lib/spark"
 CURRENT_TOOLS = f"{TOOLS_DIR}/current"  # link to the installed digest
 SITE = f"{TOOLS_DIR}/site"  # the builder's Python packages
 QUANTISER = f"{TOOLS_DIR}/quantiser"  # AutoRound with dependencies
-SYSUSERS = "/etc/sysusers.d/spark.conf"  # creates these accounts
+SYSUSERS = "/etc/sysusers.d/spark.conf"  # creates the accounts below
 GATEWAY_USER = "spark-gateway"
 ENGINE_USER = "spark-engine"
 # In the container, where the service's directory of ENGINES_DIR is mounted.
@@ -34,6 +34,7 @@ ENGINES_DIR = f"{RUN_DIR}/engines"
 
 
 def backup_path(path: str) -> str:
+    """Return where the original of a replaced file is kept."""
     return f"{path}.before-spark"
 
 
@@ -50,7 +51,7 @@ def engine_dir(service: str) -> str:
 
 
 def hub_token_file(digest: str) -> str:
-    """Return a job's file with the hub's token: 0600, removed when the job ends."""
+    """Return the path of a job's hub token: mode 0600, removed when the job ends."""
     return f"{job_dir(digest)}/hub-token"
 
 
@@ -110,7 +111,7 @@ class Paths:
         return self.state / "caches" / f"{release}.json"
 
     def answers(self, release: str) -> Path:
-        """Return the recorded answers of a release; readable by root only."""
+        """Return the path of a release's recorded answers; only root may read them."""
         return self.state / "answers" / f"{release}.json"
 
     def rollout(self, release: str) -> Path:
@@ -132,18 +133,18 @@ class Paths:
         return self.state / "events" / f"{service}.jsonl"
 
     def service_run(self, service: str) -> Path:
-        """Return the directory of the traffic marker; writable by root only."""
+        """Return the directory of the traffic marker; only root may write to it."""
         return self.run / service
 
     def engine_run(self, service: str) -> Path:
-        """Return the directory of a service's socket; writable by the engine."""
+        """Return the directory of a service's socket; the engine may write to it."""
         return self.below(engine_dir(service))
 
     def engine_socket(self, service: str) -> Path:
         return self.engine_run(service) / Path(ENGINE_SOCKET).name
 
     def engine_environment(self, release: str) -> Path:
-        """Return the container's environment file; readable by root only."""
+        """Return the container's environment file; only root may read it."""
         return self.run / f"{release}.env"
 
     def traffic(self, service: str) -> Path:
@@ -171,5 +172,5 @@ class Paths:
         return self.root / "run/spark-gateway" / service
 
     def gateway_bodies(self, service: str) -> Path:
-        """Return where the gateway buffers bodies: on disk, not in /run."""
+        """Return the directory of buffered request bodies: on disk, not in /run."""
         return self.root / "var/cache/spark-gateway" / service

@@ -1,4 +1,4 @@
-"""Receipts: written last into a tree, the only evidence that it is complete."""
+"""Receipts: the last file written to a tree, and the only evidence that it is complete."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from spark_contract.fetching import is_inside
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
 
-# Limits of Linux file systems; the rest of a path is the tree's directory.
+# Linux limits names to 255 bytes and paths to 4096, which includes the tree's directory.
 _NAME_BYTES, _PATH_BYTES = 255, 2048
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiptFile:
-    """A file with a hash of the whole, hashes of its pieces, or both."""
+    """A file with the hash of its content, hashes of pieces, or both."""
 
     path: str
     size_bytes: int
     sha256: str | None = field(default=None, metadata=OPTIONAL)
     modified_ns: int | None = field(default=None, metadata=OPTIONAL)
     pieces: tuple[str, ...] | None = field(default=None, metadata=OPTIONAL)  # "SIZE:SHA256" each
-    link_of: str | None = field(default=None, metadata=OPTIONAL)  # file of the base
+    link_of: str | None = field(default=None, metadata=OPTIONAL)  # hard-linked file of the base
     inode: int | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         if not is_inside(self.path):
             raise DocumentError(f"files: path {self.path!r} escapes the tree")
         encoded = self.path.encode(errors="replace")
-        is_short = len(encoded) <= _PATH_BYTES and max(map(len, encoded.split(b"/"))) <= _NAME_BYTES
-        if not is_short or encoded.decode() != self.path:
+        longest_name = max(encoded.split(b"/"), key=len)
+        is_too_long = len(encoded) > _PATH_BYTES or len(longest_name) > _NAME_BYTES
+        if is_too_long or encoded.decode() != self.path:
             raise DocumentError(f"files: path {self.path[:80]!r} is too long or not UTF-8")
 
     def may_have_changed(self, tree: Path) -> bool:
-        """Return whether the file may have changed since it was hashed, by stat."""
+        """Return whether size, time or inode differ from those at the time of hashing."""
         try:
-            now = (tree / self.path).stat()
+            status = (tree / self.path).stat()
         except OSError:
             return True
         recorded = (self.size_bytes, self.modified_ns, self.inode)
-        return (now.st_size, now.st_mtime_ns, now.st_ino) != recorded
+        return (status.st_size, status.st_mtime_ns, status.st_ino) != recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,13 @@ class Receipt:
         if len(paths) != len(self.files):
             raise DocumentError("files: a path occurs twice")
         parents = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
-        if both := paths & parents:
-            raise DocumentError(f"files: {min(both)!r} is a file and a directory")
+        if conflicts := paths & parents:
+            raise DocumentError(f"files: {min(conflicts)!r} is a file and a directory")
 
-    def is_whole(self, tree: Path) -> bool:
+    def is_complete(self, tree: Path) -> bool:
+        """Return whether all files exist with their sizes; does not read them."""
         try:
-            return all((tree / f.path).stat().st_size == f.size_bytes for f in self.files)
+            return all((tree / file.path).stat().st_size == file.size_bytes for file in self.files)
         except OSError:
             return False
 
@@ -91,7 +93,7 @@ class CheckpointReceipt(Receipt):
     plan: BuildPlan
     tensors: int
     report: dict[str, Any]
-    # Of the donor's tensors that the build read: names, types, shapes and bytes.
+    # Hash of the donor's tensors that the build read: names, types, shapes and bytes.
     donor_sha256: str | None = field(default=None, metadata=OPTIONAL)
 
 
@@ -120,7 +122,7 @@ def parse(text: str | bytes) -> AnyReceipt:
 
 
 def find_receipt(tree: Path) -> AnyReceipt | None:
-    """Return the receipt of a tree, unless it is absent or invalid."""
+    """Return a tree's receipt, or None if it is missing or invalid."""
     try:
         return parse((tree / RECEIPT_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError, DocumentError):
@@ -128,17 +130,19 @@ def find_receipt(tree: Path) -> AnyReceipt | None:
 
 
 def find_writable_by_others(tree: Path) -> str | None:
-    """Return which part of a tree other users could change, hard links included."""
-    for place, folders, names in os.walk(tree):
-        inside = (Path(place) / name for name in (*names, *folders))
-        for path in (Path(place), *inside):
+    """Return a path that other users could change, and why; hard links count."""
+    for directory, folders, files in os.walk(tree):
+        for path in (Path(directory), *(Path(directory) / name for name in (*files, *folders))):
             if (problem := why_writable_by_others(path)) is not None:
                 return f"{path} {problem}"
     return None
 
 
 def why_writable_by_others(file: Path | int) -> str | None:
-    """Return why another account could write a file or folder (path or descriptor)."""
+    """Return why another account could write to a file or folder, or None.
+
+    ``file`` is a path or a descriptor.
+    """
     status = os.fstat(file) if isinstance(file, int) else file.lstat()
     if stat.S_ISLNK(status.st_mode):
         return "is a link"

@@ -14,7 +14,7 @@ from spark_contract.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check; a failed one of weight ``warn`` does not fail the proof."""
+    """The result of a check; a failure with weight ``warn`` is only a warning."""
 
     name: str
     ok: bool
@@ -34,7 +34,7 @@ class FullCheck:
 class StartMemory:
     lowest_bytes: int
     after_s: float  # since the container started
-    floor_bytes: int  # below it the watchdog stops the engine
+    floor_bytes: int  # the watchdog stops the engine below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class CacheCount:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Last check of a release, valid for a single run of the unit."""
+    """The last check of a release; valid for a single run of the unit."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -63,9 +63,9 @@ class Proof:
     last_full: FullCheck | None = None
     bench: dict[str, Any] | None = None  # speed measurement
     start_memory: StartMemory | None = field(default=None, metadata=OPTIONAL)
-    # of the engine's start, by phase
+    # Duration of each phase of the engine's start.
     start_times_s: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
-    # Needed by later checks: journals are rotated.
+    # Kept for later checks, because journals are rotated.
     load_lines: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     kv_cache: CacheCount | None = field(default=None, metadata=OPTIONAL)
 
@@ -80,7 +80,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class CompileCache:
-    """``caches/<release>.json``: the compile cache is complete; written last."""
+    """``caches/<release>.json``: marks a complete compile cache; written last."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -95,24 +95,24 @@ class DailyReport:
 
     at: str
     problems: tuple[Problem, ...]
-    next_part: int = field(default=0, metadata=OPTIONAL)  # of the checkpoints, to hash next
+    next_part: int = field(default=0, metadata=OPTIONAL)  # part of the checkpoints to hash next
     damaged_parts: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProof:
-    """``gpu-container.json``: a container with these arguments used the GPU."""
+    """``gpu-container.json``: a container with these arguments can use the GPU."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    key: dict[str, str]  # versions it depends on
+    key: dict[str, str]  # installed versions for which the proof is valid
     docker_arguments: tuple[str, ...]  # for engines
     gpu: str
 
 
 @dataclass(frozen=True, slots=True)
 class GoodReleases:
-    """Last proven release, and rollback targets, latest first."""
+    """The last proven release and the rollback targets, latest first."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -122,16 +122,16 @@ class GoodReleases:
 
     @property
     def all(self) -> tuple[str, ...]:
-        return (*((self.release,) if self.release else ()), *self.previous)
+        return (self.release, *self.previous) if self.release else self.previous
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A deliberate stop; the service stays down while the file exists."""
+    """A deliberate stop; the service stays stopped while the file exists."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    release: str | None  # served before
+    release: str | None  # running before the stop
     at: str
     by: str | None = field(default=None, metadata=OPTIONAL)
     until: str | None = field(default=None, metadata=OPTIONAL)  # None: until a manual start

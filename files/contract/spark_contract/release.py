@@ -1,4 +1,4 @@
-"""A release: a complete, frozen way of serving (``release.json``)."""
+"""``release.json``: the fixed configuration of a service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spark_contract.errors import HostToolError
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The engine's image; a proof is valid for ``base`` and ``plugin``."""
+    """The engine's image; proofs are valid for a combination of ``base`` and ``plugin``."""
 
     tag: str
     digest_label: str | None  # None: image without our plugin
@@ -48,11 +48,9 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """``floor_bytes``: the watchdog stops an engine below it."""
-
     needed_bytes: int
     wait_s: float
-    floor_bytes: int
+    floor_bytes: int  # the watchdog stops an engine below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +75,15 @@ class Needle:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Prefix cache check: block size of the engine."""
+    """Settings of the prefix cache check."""
 
-    block_tokens: int
+    block_tokens: int  # of the engine's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """``worse_percent``: a loss that is reported."""
-
     limit_s: float
-    worse_percent: float
+    worse_percent: float  # report a larger loss of speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +143,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Hosts that run an engine together, by rank; rank 0 is the head, which answers.
+    """Hosts that run an engine together, by rank; the head has rank 0 and answers requests.
 
     All members have the same release.
     """
 
     members: tuple[Member, ...]
-    # derived from the release: other releases cannot join
+    # Derived from the release, so that hosts with other releases cannot join.
     port: int
     join_s: float
 
@@ -163,7 +159,7 @@ class Cluster:
 
     @property
     def proven_port(self) -> int:
-        """Port on which a member answers while it serves this release."""
+        """The port that a member opens while it serves this release."""
         return self.port + 1
 
 
@@ -183,20 +179,20 @@ class Release:
     check: CheckPlan
     watch: Watch
     cluster: Cluster | None = field(default=None, metadata=OPTIONAL)
-    # drafter and adapters
+    # Drafter and adapters.
     companions: tuple[Tree, ...] = field(default=(), metadata=OPTIONAL)
-    # Computed from the rest and the limits of the unit.
+    # Computed from the other fields and the limits of the unit.
     name: str = field(default="", metadata=OPTIONAL)
     digest: str = field(default="", metadata=OPTIONAL)
 
     @property
     def trees(self) -> tuple[Tree, ...]:
-        """Checkpoints that an engine start verifies."""
+        """Checkpoints to verify when the engine starts."""
         return (self.tree, *self.companions)
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
-        """The container's mounts; the writable one is this release's own compile cache."""
+        """The container's mounts; the writable one is the compile cache of this release."""
         return tuple(
             mount if mount.read_only else replace(mount, source=f"{mount.source}/{self.name}")
             for mount in self.engine.mounts
@@ -220,7 +216,7 @@ def service_of(name: str) -> str:
     if match is None:
         raise HostToolError(
             f"release {name!r}",
-            "not of the form <service>-<12 hex digits>",
+            "is not of the form <service>-<12 hex digits>",
             "use a name from `spark-host status`",
             exit_code=2,
         )

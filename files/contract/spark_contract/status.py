@@ -23,7 +23,7 @@ class ReleaseState:
     unproven: str | None  # why the proof does not apply to the running engine
     speed: tuple[str, ...]  # measurements as text
     change_failed: bool = field(default=False, metadata=OPTIONAL)
-    # compile cache that a candidate can copy
+    # Compile cache that another release can copy.
     cache: str | None = field(default=None, metadata=OPTIONAL)
 
 
@@ -76,7 +76,7 @@ class Service:
     rolled_back: RollbackRecord | None  # rollback that started the current release
     traffic_open: bool
     gateway: GatewayState
-    # The head of the cluster; None: this host answers itself.
+    # The head of the cluster; None: this host answers requests.
     head: str | None = field(default=None, metadata=OPTIONAL)
     rollout: RunningRollout | None = field(default=None, metadata=OPTIONAL)
 
@@ -111,7 +111,7 @@ class Status:
     # Engines of other services.
     more_live: tuple[LiveCheck, ...] = field(default=(), metadata=OPTIONAL)
     daily: DailyReport | None = field(default=None, metadata=OPTIONAL)
-    # drop-ins, masks and unit files that no deploy wrote
+    # Drop-ins, masks and unit files that were not written by a deploy.
     unit_overrides: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
 
 
@@ -127,7 +127,7 @@ class NamedRelease:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A planned rollback; ``done`` if already finished, ``problem`` if impossible."""
+    """A planned rollback; ``done`` if it is finished, ``problem`` if it is impossible."""
 
     from_release: NamedRelease | None = field(metadata=key("from"))
     to: NamedRelease | None
@@ -161,7 +161,7 @@ class EngineEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Safe to publish: numbers, versions and fixed log lines; nothing identifies a host."""
+    """Numbers, versions and fixed log lines, without anything that identifies a host."""
 
     SCHEMA_VERSION: ClassVar[int] = 2
 
@@ -174,7 +174,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class KeepList:
-    """What pruning keeps: all that the plan of a host uses."""
+    """What pruning must keep, because the host's plan uses it."""
 
     releases_kept: int  # rollback targets, in addition to active and enabled ones
     releases: frozenset[str]
@@ -197,13 +197,13 @@ class Pruning:
     items: tuple[Prunable, ...]
     bytes: int
     kept: dict[str, str]  # release -> why
-    not_ours: tuple[str, ...]  # unmanaged, next to managed files
+    not_ours: tuple[str, ...]  # unmanaged files next to managed ones
     problems: tuple[str, ...]  # failed removals
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Resources of a host's settings, which an uninstall removes."""
+    """Resources that a host's settings create and an uninstall removes."""
 
     models_dir: str
     sources_dir: str
@@ -224,6 +224,8 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
+    """The state of a host before the first deploy."""
+
     at: str
     packages: tuple[str, ...]
     groups: tuple[str, ...]

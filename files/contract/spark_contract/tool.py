@@ -48,6 +48,6 @@ SPEED = "speed: "  # prefix of a measurement without regression
 PHASE = "phase="  # prefix of progress lines
 WAITED = "waited_s="  # in our own lines of the engine's log
 LIMIT = "limit_s="
-# FlashAttention 2 and Marlin contain PTX only: ptxas took 3 to 5 minutes on a single core.
+# FlashAttention 2 and Marlin contain only PTX, which ptxas compiles in 3 to 5 minutes on a core.
 COMPILING = "compiling kernels for this GPU, first start only: 3 to 5 minutes"
 STAND_IN = "+labstub"  # in versions of lab stubs

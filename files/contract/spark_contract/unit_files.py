@@ -1,4 +1,4 @@
-"""Files that change our systemd units, but were not written by a deploy."""
+"""Find files that change our systemd units and were not written by a deploy."""
 
 from __future__ import annotations
 
@@ -52,21 +52,26 @@ def list_command(root: str = "") -> str:
 
 def find_overrides(lines: Iterable[str], root: str = "") -> tuple[str, ...]:
     """Return the drop-ins, masks and unit files that change our units and are not ours."""
-    return tuple(sorted(path for line in lines if (path := _override_in(line, root))))
+    paths = []
+    for line in lines:
+        kind, _, path = line.partition(" ")
+        directory, _, name = path.removeprefix(root).partition("/ ")
+        if _is_override(directory, name, is_link=kind == "l"):
+            paths.append(f"{directory}/{name}")
+    return tuple(sorted(paths))
 
 
-def _override_in(line: str, root: str) -> str | None:
-    kind, _, path = line.partition(" ")
-    directory, _, name = path.removeprefix(root).partition("/ ")
+def _is_override(directory: str, name: str, *, is_link: bool) -> bool:
     folder, _, drop_in = name.partition("/")
-    is_link = kind == "l"
     if drop_in.endswith(".conf") or (is_link and _DROP_IN_DIR.match(folder)):
+        if not _DROP_IN_DIR.match(folder):
+            return False
         # Packages may add drop-ins for all units.
-        is_other = directory == _PACKAGED and not folder.startswith(("spark-", "run-spark-"))
-        is_ours = directory == UNITS_DIR and _OUR_DROP_IN.match(name) and not is_link
-        is_override = _DROP_IN_DIR.match(folder) and not is_other and not is_ours
-    else:
-        # Our units are templates and single units; an instance would replace its template.
-        is_instance = re.search("@[^.]", name) and not name.startswith(f"{HOURS.name}@")
-        is_override = _UNIT_FILE.match(name) and (directory != UNITS_DIR or is_instance or is_link)
-    return f"{directory}/{name}" if is_override else None
+        if directory == _PACKAGED and not folder.startswith(("spark-", "run-spark-")):
+            return False
+        return is_link or directory != UNITS_DIR or not _OUR_DROP_IN.match(name)
+    if not _UNIT_FILE.match(name):
+        return False
+    # Our units are templates and single units; an instance would replace its template.
+    is_instance = re.search("@[^.]", name) and not name.startswith(f"{HOURS.name}@")
+    return is_link or directory != UNITS_DIR or bool(is_instance)

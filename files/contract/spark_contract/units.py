@@ -1,4 +1,4 @@
-"""Names on a host: units, releases, trees and images. Most end in twelve digits of a digest."""
+"""Names on a host: units, releases, trees and images. Most end with 12 digits of a digest."""
 
 from __future__ import annotations
 
@@ -50,24 +50,20 @@ def drop_in_dir(unit: str) -> str:
 
 
 def mount_unit(path: str) -> str:
-    """Return the mount unit of a path, as ``systemd-escape --path`` names it."""
-    escaped = (
-        "-" if letter == "/" else letter if _PLAIN.match(letter) else f"\\x{ord(letter):02x}"
-        for letter in path.strip("/")
-    )
-    return f"{''.join(escaped)}.mount"
+    """Return the mount unit of a path, with the name of ``systemd-escape --path``."""
+    escaped = re.sub(r"[^A-Za-z0-9_.:/]", lambda m: f"\\x{ord(m[0]):02x}", path.strip("/"))
+    return f"{escaped.replace('/', '-')}.mount"
 
 
-_PLAIN = re.compile(r"[A-Za-z0-9_.:]")
 RELEASE_NAME = re.compile(rf"^(?P<service>[a-z0-9][a-z0-9-]*)-{DIGEST12}\Z")
-# Built trees: only names with a digest may be moved or removed.
+# Names of built trees; only trees with such a name may be moved or removed.
 TREE_NAME = re.compile(rf"^.+-{DIGEST12}\Z")
 CACHE_NAME = re.compile(rf"^{DIGEST12}-mtp\d+\Z")
 
-# Labels of managed containers
+# Labels of managed containers.
 RELEASE_LABEL = "spark.release"
 SERVICE_LABEL = "spark.service"
-# and of built images (digest of the inputs).
+# Label of built images: digest of the inputs.
 DIGEST_LABEL = "spark.digest"
 IMAGE_NAME = "spark-vllm"
 

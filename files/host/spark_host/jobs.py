@@ -83,7 +83,7 @@ def _users_of(proof: AbsentProof, paths: Paths) -> list[str]:
 def receipt_holds(proof: ReceiptProof) -> bool:
     path = Path(proof.tree)
     receipt = receipts.find_receipt(path)
-    is_complete = receipt and receipt.digest == proof.digest and receipt.is_whole(path)
+    is_complete = receipt and receipt.digest == proof.digest and receipt.is_complete(path)
     return bool(is_complete) and receipts.find_writable_by_others(path) is None
 
 

@@ -86,7 +86,7 @@ BAD_ORDERS = {
     "the receipt's name": (["files", 0, "path"], "receipt.json", "is reserved"),
     "a repeated file": (["files", 0, "path"], LARGE, "occurs twice"),
     "no hash": (["files", 0, "sha256"], None, "sha256 and git_sha1 are missing"),
-    "a short commit": (["commit"], "abc", "commit: 'abc' is not of the form"),
+    "a short commit": (["commit"], "abc", "commit: 'abc' does not match"),
     "an unknown key": (["speed"], 1, "speed: unknown"),
     "text for a boolean": (["pieces"], "yes", "pieces: expected bool, got 'yes'"),
     "no source": (["urls"], [], "urls: empty"),

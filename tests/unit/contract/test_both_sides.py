@@ -123,7 +123,7 @@ def test_unit_files_exist_and_run_our_tool(template):
     programs = re.findall(r"^Exec\w+=-?(\S*spark-host)", text, re.MULTILINE)
     assert set(programs) <= {HOST_TOOL}
     named = set(re.findall(r"spark-\w+@%i\.\w+", text))
-    known = {item.of("%i") for item in (units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY)}
+    known = {item.unit("%i") for item in (units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY)}
     assert named <= known
 
 

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         "",
     ),
     "kernel of another kind": ({"boot/vmlinuz-6.18.0-1-generic": ""}, ""),
-    "marked": ({"run/reboot-required": ""}, "/run/reboot-required is set (no package named)"),
+    "marked": ({"run/reboot-required": ""}, "/run/reboot-required is set (unknown packages)"),
     "marked for packages": (
         {"run/reboot-required": "", "run/reboot-required.pkgs": "libc6\nlibc6\nbash\n"},
         "/run/reboot-required is set (bash, libc6)",

@@ -43,8 +43,8 @@ def test_refuses_invalid_receipt(tmp_path, text):
 def test_tree_is_whole_if_sizes_match(tmp_path):
     receipt = receipts.parse(source_receipt(files=[{**FILE, "path": "a"}, SHARD]))
     (tmp_path / "a").write_text("abc")
-    assert not receipt.is_whole(tmp_path)
+    assert not receipt.is_complete(tmp_path)
     (tmp_path / "d").write_text("ab")
-    assert not receipt.is_whole(tmp_path)
+    assert not receipt.is_complete(tmp_path)
     (tmp_path / "d").write_text("abc")
-    assert receipt.is_whole(tmp_path)
+    assert receipt.is_complete(tmp_path)

@@ -22,7 +22,7 @@ def read_status(host, monkeypatch):
     def read(**unit):
         states = {"ActiveState": "active", "InvocationID": "run-1", "NRestarts": "2", **unit}
         known = system.release_names(host.paths)
-        units = [template.of(name) for template in (SERVE, SWITCH) for name in known]
+        units = [template.unit(name) for template in (SERVE, SWITCH) for name in known]
 
         def loaded(_, properties):
             unit = {name: states[name] for name in properties if name in states}
