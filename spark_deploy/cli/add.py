@@ -42,11 +42,11 @@ from spark_deploy.config.printable import one_line, printable
 from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.lock.headers import (
     describe_repository,
-    parse_anatomy,
+    make_anatomy,
     read_hub_token,
     temporary_builder,
 )
-from spark_deploy.lock.hub import read_model_card
+from spark_deploy.lock.hub import ModelCard, read_model_card
 from spark_deploy.plan.artifacts import exact_sets
 from spark_deploy.plan.resolve import pair_of
 
@@ -236,21 +236,15 @@ def _of_repository(place: str, host: Target) -> Draft:
         raise CatalogError.one(place, problem, "check the spelling")
     revision, hub = revision or "main", host.settings.settings.hub
     content = describe_repository(f"{repository}@{revision}", hub, all_documents=True)
-    card = Card(*read_model_card(hub.endpoint, repository, content.commit, read_hub_token(hub)))
-    anatomy = parse_anatomy(repository, content)
+    card = read_model_card(hub.endpoint, repository, content.commit, read_hub_token(hub))
+    anatomy = make_anatomy(repository, content)
     return draft_of(anatomy, content, card, host.catalog.engines, read_families(), revision)
-
-
-class Card(NamedTuple):
-    license: str = ""
-    gated: bool = False
-    task: str = ""  # the hub's name: text-generation, sentence-similarity, ...
 
 
 def draft_of(
     anatomy: Anatomy,
     content: RepositoryDescription,
-    card: Card,
+    card: ModelCard,
     engines: Engines,
     families: Families,
     revision: str,
@@ -285,7 +279,9 @@ def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
     draft.put("check", {**checks, "conversation": True}, "In addition to the general questions.")
 
 
-def task_of(anatomy: Anatomy, content: RepositoryDescription, card: Card, engines: Engines) -> str:
+def task_of(
+    anatomy: Anatomy, content: RepositoryDescription, card: ModelCard, engines: Engines
+) -> str:
     name, architecture = anatomy.repository.lower(), anatomy.architecture
     if card.task == "text-ranking" or "rerank" in name:
         return "reranking"
@@ -303,14 +299,14 @@ def task_of(anatomy: Anatomy, content: RepositoryDescription, card: Card, engine
 
 
 def _about(
-    anatomy: Anatomy, content: RepositoryDescription, card: Card, revision: str
+    anatomy: Anatomy, content: RepositoryDescription, card: ModelCard, revision: str
 ) -> Iterator[str]:
     total = sum(size for size in content.files.values() if size and 0 < size < _MAX_FILE_BYTES)
     yield (
         f"Written by `spark-deploy add` from {anatomy.repository} at {revision}, commit "
         f"{anatomy.commit[:12]}. Not checked yet; the first deploy checks it."
     )
-    yield f"licence: {card.license or 'unknown'}" + (", gated" if card.gated else "")
+    yield f"licence: {card.licence or 'unknown'}" + (", gated" if card.is_gated else "")
     yield (
         f"architecture: {anatomy.architecture or 'unknown'}, weights "
         f"{anatomy.quantisation or 'not quantized'}; {total / 1e9:.1f} GB of files, "

@@ -1,4 +1,4 @@
-"""Read, check and write the lock file."""
+"""Read, validate and write the lock file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEAD = """\
 
 
 def read_lock(path: Path) -> Lock:
-    """Read a lock; a missing file is an empty lock."""
+    """Return the lock; a missing file is an empty lock."""
     if not path.exists():
         return Lock.from_entries()
     data, problems = read_mapping(path, shown=path.name)
@@ -31,7 +31,7 @@ def read_lock(path: Path) -> Lock:
 
 
 def validated(lock: Lock) -> Lock:
-    """Check a lock against the schema, because hub and registry are not trusted; return it."""
+    """Return the lock if it matches the schema; hub and registry are not trusted."""
     data, where = to_yaml_data(lock, include_nulls=False), "the response of the hub or registry"
     problems = list(problems_of(data, load_schema("lock"), lambda key: where))
     if problems:
@@ -46,5 +46,5 @@ def write_lock(path: Path, lock: Lock) -> None:
     try:
         files.write_text(path, text)
     except OSError as error:
-        fix = "make its folder writable, or set lock_file to another path"
+        fix = "make its directory writable, or set lock_file to another path"
         raise LockError.one(str(path), f"cannot be written: {error.strerror}", fix) from error

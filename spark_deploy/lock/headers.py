@@ -1,7 +1,6 @@
-"""Read headers of locked repositories and compare their names with the catalog.
+"""Read the headers of locked repositories and compare tensor names with the catalog.
 
-The checkpoint builder reads them in a subprocess, with the rules of hosts and with limits on memory
-and output.
+The checkpoint builder reads them in a subprocess, with the same rules and limits as on hosts.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from spark_contract import documents, orders
-from spark_contract.documents import DocumentError, to_json
+from spark_contract.documents import DocumentError, to_json, to_plain
 from spark_contract.errors import parse_problem
 from spark_contract.orders import (
     ALL_DOCUMENTS,
@@ -38,7 +38,8 @@ from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.lock.kv_cache_spec import ModelConfig, UnknownCacheSize, cache_layers
 from spark_deploy.lock.types import VerifiedNames
 
-_UNAVAILABLE = 4  # the builder's exit code for failures of network or disk
+_Document = TypeVar("_Document")
+_UNAVAILABLE = 4  # exit code of the builder for network and disk failures
 
 
 class HeadersUnavailableError(LockError):
@@ -46,11 +47,11 @@ class HeadersUnavailableError(LockError):
 
 
 def check_sources(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> VerifiedNames:
-    """Check the sources of a build by reading their headers; return ``names`` with counts.
+    """Check a build's sources by reading their headers; return ``names`` with tensor counts.
 
     Raises:
         HeadersUnavailableError: the hub did not send the headers.
-        LockError: a host would refuse to build from these sources.
+        LockError: a host would reject these sources.
     """
     with temporary_builder(hub) as builder:
         if isinstance(order.donor, DonorUrl):
@@ -58,56 +59,51 @@ def check_sources(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> V
                 order, donor=DonorUrl(url=order.donor.url, token_file=builder.token_file, tries=3)
             )
         (builder.folder / "plan.json").write_text(to_json(order), encoding="utf-8")
-        output = builder.run(orders.CHECK_SOURCES, "plan.json", names.base)
-    try:
-        result = documents.parse(SourceCounts, output)
-    except DocumentError as error:
-        what = f"the builder's output is malformed: {error}"
-        raise LockError.one(names.base, what, "restore the checkout (git status)") from error
-    return replace(
-        names,
-        base_tensors=result.base_tensors,
-        donor_tensors=result.donor_tensors,
-        swapped_modules=result.swapped_modules,
-        mtp_tensors=result.mtp_tensors,
-        mtp_from_donor=result.mtp_from_donor,
-    )
+        counts = builder.run(SourceCounts, orders.CHECK_SOURCES, "plan.json", names.base)
+    return replace(names, **to_plain(counts))
 
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """The checkpoint builder of this checkout, with hub and token file."""
+    """Runs the checkpoint builder of this checkout in a directory."""
 
     folder: Path
     endpoint: str
     token_file: str | None
 
-    def run(self, *words: str) -> str:
-        """Return the output of a command; the token is passed in a file, never in argv."""
+    def run(self, kind: type[_Document], *words: str) -> _Document:
+        """Run a command and return the document that it prints; the last word is the repository."""
         options = [orders.ENDPOINT, self.endpoint]
-        options += [orders.TOKEN_FILE, self.token_file] if self.token_file else []
-        homes = (str(CHECKOUT / "files" / home) for home in ("contract", "checkpoint"))
-        # In an empty folder, so that no file of the current directory is imported.
-        done = subprocess.run(
+        if self.token_file:  # never in argv
+            options += [orders.TOKEN_FILE, self.token_file]
+        packages = (str(CHECKOUT / "files" / name) for name in ("contract", "checkpoint"))
+        # In an empty directory, because Python imports files of the current one.
+        result = subprocess.run(
             [sys.executable, "-m", orders.BUILDER, *words, *options],
-            cwd=self.folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(homes)},
+            cwd=self.folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(packages)},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
         )  # fmt: skip
-        if done.returncode == 0:
-            return done.stdout
-        last_line = (done.stderr.strip().splitlines() or [""])[-1]
-        problem = parse_problem(last_line)
-        if problem is None:
-            what = f"the header reader exited with {done.returncode}: {last_line[:200]!r}"
-            raise LockError.one(words[-1], what, "check the free memory of this machine")
-        raise (HeadersUnavailableError if done.returncode == _UNAVAILABLE else LockError)([problem])
+        repository, code = words[-1], result.returncode
+        if code != 0:
+            last_line = (result.stderr.strip().splitlines() or [""])[-1]
+            problem = parse_problem(last_line)
+            if problem is None:
+                what = f"the header reader exited with {code}: {last_line[:200]!r}"
+                raise LockError.one(repository, what, "check the free memory of this machine")
+            raise (HeadersUnavailableError if code == _UNAVAILABLE else LockError)([problem])
+        try:
+            return documents.parse(kind, result.stdout)
+        except DocumentError as error:
+            what = f"the header reader's output is malformed: {error}"
+            raise LockError.one(repository, what, "restore the checkout (git status)") from error
 
 
 @contextmanager
 def temporary_builder(hub: HubSettings) -> Iterator[Builder]:
-    """Yield the builder in a temporary folder."""
+    """Yield a builder with a temporary directory and token file."""
     with tempfile.TemporaryDirectory(prefix="spark-names-") as folder:
-        token_file, token = None, read_hub_token(hub)
+        token_file = None
+        token = read_hub_token(hub)
         if token is not None:
             token_file = f"{folder}/token"
             descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -122,53 +118,48 @@ _MAX_BYTES = 1 << 50
 def read_anatomy(
     repository: str, commit: str, hub: HubSettings, *, leave_out: tuple[str, ...] = ()
 ) -> Anatomy:
-    """Read headers and config.json of a repository at a commit.
+    """Return the anatomy of a repository at a commit, from headers and config.json.
 
     Raises:
         HeadersUnavailableError: the hub did not send them.
         LockError: the repository is not a model.
     """
-    described = describe_repository(f"{repository}@{commit}", hub, leave_out=leave_out)
-    return replace(parse_anatomy(repository, described), leave_out=leave_out)
+    description = describe_repository(f"{repository}@{commit}", hub, leave_out=leave_out)
+    return replace(make_anatomy(repository, description), leave_out=leave_out)
 
 
 def describe_repository(
     place: str, hub: HubSettings, *, leave_out: tuple[str, ...] = (), all_documents: bool = False
 ) -> RepositoryDescription:
-    """Return headers and documents of a repository, read by the builder."""
+    """Return what the builder reads from the headers and documents of a repository."""
     words = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
     words += [ALL_DOCUMENTS] if all_documents else []
     with temporary_builder(hub) as builder:
-        output = builder.run(DESCRIBE, *words, place)
-    try:
-        return documents.parse(RepositoryDescription, output)
-    except DocumentError as error:
-        what = f"the reader's output is malformed: {error}"
-        raise LockError.one(place, what, "restore the checkout (git status)") from error
+        return builder.run(RepositoryDescription, DESCRIBE, *words, place)
 
 
-def parse_anatomy(repository: str, described: RepositoryDescription) -> Anatomy:
-    """Return the numbers that plans need from headers and config.json."""
-    where = f"{repository}@{described.commit[:12]}: {CONFIG}"
-    config = ModelConfig(where, described.documents.get(CONFIG, {}))
-    sizes = {part: sum(by_dtype.values()) for part, by_dtype in described.parts.items()}
+def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy:
+    """Return the facts about a model that plans need."""
+    where = f"{repository}@{description.commit[:12]}: {CONFIG}"
+    config = ModelConfig(where, description.documents.get(CONFIG, {}))
+    sizes = {part: sum(by_dtype.values()) for part, by_dtype in description.parts.items()}
     if sum(sizes.values()) > _MAX_BYTES:
         what = f"its headers add up to {sum(sizes.values())} bytes"
         raise LockError.one(where, what, "choose another commit of the repository")
     cache: tuple[CacheLayers, ...] = ()
-    unknown = ""
+    cache_unknown = ""
     try:
         cache = cache_layers(config)
-    except UnknownCacheSize as missing:
-        unknown = str(missing)
+    except UnknownCacheSize as error:
+        cache_unknown = str(error)
     return Anatomy(
         repository=repository,
-        commit=described.commit,
+        commit=description.commit,
         architecture=_architecture(config),
         model_type=config.text("model_type"),
         quantisation=describe_quantisation(config),
-        weights=described.parts.get("text", {}),
-        repeats_names=described.repeats_names,
+        weights=description.parts.get("text", {}),
+        repeats_names=description.repeats_names,
         vision_bytes=sizes.get("vision", 0),
         drafter_bytes=sizes.get("drafter", 0),
         context_tokens=config.count("max_position_embeddings", "n_positions", "max_seq_len")
@@ -176,34 +167,36 @@ def parse_anatomy(repository: str, described: RepositoryDescription) -> Anatomy:
         width=config.count("hidden_size", "n_embd", "d_model") or None,
         expert_width=config.count("moe_intermediate_size") or None,
         cache=cache,
-        cache_unknown=unknown,
+        cache_unknown=cache_unknown,
     )
 
 
 def _architecture(config: ModelConfig) -> str:
-    # Of the top level: a section may name another class.
-    names = config.outer("architectures")
+    # Not from the section of the language model, which may name a different class.
+    names = config.top_level("architectures")
     first = names[0] if isinstance(names, list) and names else ""
     is_valid = isinstance(first, str) and len(first) <= 100 and first.isidentifier()
     return first if is_valid else ""
 
 
 def describe_quantisation(config: ModelConfig) -> str:
-    """Return the quantisation of weights as text, or an empty string."""
+    """Describe the quantisation of the weights; return an empty string if there is none."""
     section = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(section, dict):
         return ""
     fields = ModelConfig(config.where, section)
-    names = (fields.text(key) for key in ("quant_method", "quant_algo", "format", "fmt"))
+    words = [fields.text(key) for key in ("quant_method", "quant_algo", "format", "fmt")]
     bits = section.get("bits")
-    width = f"{bits} bit" if type(bits) is int and 0 < bits < 64 else ""
-    return ", ".join(dict.fromkeys(word for word in (*names, width) if word))
+    if type(bits) is int and 0 < bits < 64:
+        words.append(f"{bits} bit")
+    return ", ".join(dict.fromkeys(word for word in words if word))
 
 
 _TOKEN = re.compile(r"[!-~]{1,512}")
 
 
 def read_hub_token(hub: HubSettings) -> str | None:
+    """Return the token of the settings, or of the user's Hugging Face login."""
     if hub.token is None:
         return _read_login(hub.endpoint)
     token = read_secret(hub.token, setting="hub.token")
@@ -216,10 +209,10 @@ def read_hub_token(hub: HubSettings) -> str | None:
 
 
 def _read_login(endpoint: str) -> str | None:
-    # Importing the library takes 0.3 s, and most runs do not need it.
+    # Imported late, because it takes 0.3 s.
     from huggingface_hub import constants, get_token
 
-    # Only to the hub that the library itself would send it to.
+    # The login is valid only for the hub of the library.
     if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN or endpoint.rstrip("/") != constants.ENDPOINT:
         return None
     token = get_token()

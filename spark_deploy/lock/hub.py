@@ -1,10 +1,11 @@
-"""Look up the commit and the files of a hub repository."""
+"""Look up the commit and files of a hub repository."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import httpx2
 from huggingface_hub import HfApi, get_session
@@ -27,7 +28,7 @@ from spark_deploy.lock.types import LockedSource, SourceFile, split_files
 
 _TIMEOUT_S = 30
 _LONGEST_S = 300
-_LONGEST_BYTES = 64 << 20  # about 300 per file
+_LONGEST_BYTES = 64 << 20  # a file needs about 300
 _COMMIT = re.compile(COMMIT)
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _MAX_BYTES = 1 << 50  # no file is larger
@@ -57,19 +58,17 @@ def _limit_body(response: httpx2.Response) -> None:
 
 
 def _prepare_client() -> None:
-    """Limit responses of the hub client, keep redirects on https, and request no compression."""
+    """Make the hub client limit responses, reject redirects to http and refuse compression."""
     client = get_session()
     client.headers["Accept-Encoding"] = "identity"
     hooks = client.event_hooks
-    missing = [
-        hook for hook in (_limit_body, _refuse_redirect_to_http) if hook not in hooks["response"]
-    ]
-    if missing:
-        client.event_hooks = {**hooks, "response": [*hooks["response"], *missing]}
+    if _limit_body not in hooks["response"]:
+        added = [_limit_body, _reject_redirect_to_http]
+        client.event_hooks = {**hooks, "response": [*hooks["response"], *added]}
 
 
 def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> LockedSource:
-    """Return commit and files; small files have a git blob sha1 instead of a sha256."""
+    """Return commit and files of a repository; small files have only a git blob sha1."""
     where = f"{endpoint}/{repo}"
     try:
         info = _model_info(endpoint, repo, revision, token, files_metadata=True)
@@ -92,20 +91,24 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
     return _make_source(where, repo, revision, info)
 
 
-def read_model_card(
-    endpoint: str, repo: str, revision: str, token: str | None
-) -> tuple[str, bool, str]:
-    """Return licence, gating and task from the hub; unknown values are empty."""
+class ModelCard(NamedTuple):
+    licence: str = ""
+    is_gated: bool = False
+    task: str = ""  # the hub's name: text-generation, sentence-similarity, ...
+
+
+def read_model_card(endpoint: str, repo: str, revision: str, token: str | None) -> ModelCard:
+    """Return the hub's data about a model; unknown values are empty."""
     try:
         info = _model_info(endpoint, repo, revision, token)
         data = getattr(info, "card_data", None)
-        field = data.get("license") if data is not None else None
-        tags = [tag for tag in info.tags or () if str(tag).startswith("license:")]
+        names = [data.get("license")] if data is not None else []
+        names += [tag[8:] for tag in map(str, info.tags or ()) if tag.startswith("license:")]
     except (HfHubHTTPError, httpx2.HTTPError, OSError, *_MALFORMED):
-        return "", False, ""
-    license_ = field if isinstance(field, str) else str(tags[0])[8:] if tags else ""
+        return ModelCard()
+    licence = next((name for name in names if isinstance(name, str) and name), "")
     task = info.pipeline_tag if isinstance(info.pipeline_tag, str) else ""
-    return one_line(license_ or "no reason given")[:60] if license_ else "", bool(info.gated), task
+    return ModelCard(one_line(licence)[:60] if licence else "", bool(info.gated), task)
 
 
 def _model_info(
@@ -121,13 +124,13 @@ def _model_info(
             ),
         )
     except HfHubHTTPError as error:
-        # The hub refuses even public repositories to an expired token.
+        # With an expired token the hub denies access even to public repositories.
         if not token or error.response.status_code != 401 or type(error) is not HfHubHTTPError:
             raise
         return _model_info(endpoint, repo, revision, None, files_metadata=files_metadata)
 
 
-def _refuse_redirect_to_http(response: httpx2.Response) -> None:
+def _reject_redirect_to_http(response: httpx2.Response) -> None:
     if response.has_redirect_location and response.url.scheme == "https":
         target = response.url.join(response.headers["location"])
         if target.scheme != "https":
@@ -149,7 +152,7 @@ def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> Locke
         if sibling.size is None or (sha256 is None and sibling.blob_id is None):
             what = f"lists neither size nor hash of {one_line(sibling.rfilename)}"
             raise LockError.one(where, what, "set hub.endpoint to another hub")
-        files.append(_check_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
+        files.append(_make_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
     if not info.sha or not files:
         raise LockError.one(where, "the hub lists no commit or no files", "check the repository")
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
@@ -157,16 +160,16 @@ def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> Locke
     if len({file.path for file in files}) != len(files):
         raise _not_a_hub(where, "it lists a file twice")
     files.sort(key=lambda file: file.path)
-    kept, left_out = split_files(where, files)
-    if not kept:
+    downloaded, left_out = split_files(where, files)
+    if not downloaded:
         raise LockError.one(where, "has no file to download", "check the repository")
-    return LockedSource(repo, revision, info.sha, kept, left_out)
+    return LockedSource(repo, revision, info.sha, downloaded, left_out)
 
 
-def _check_file(
+def _make_file(
     where: str, path: object, size_bytes: object, sha256: object, git_sha1: object
 ) -> SourceFile:
-    """Check a file with the rules of the download job; return it."""
+    """Return a file that satisfies the rules of the download job."""
     digest = {"sha256": sha256} if sha256 else {"git_sha1": git_sha1}
     try:
         file = documents.read(FetchFile, {"path": path, "size_bytes": size_bytes, **digest})

@@ -1,6 +1,6 @@
-"""Compute the KV cache and state of each layer from ``config.json``.
+"""Compute the sizes of KV cache and recurrent state per layer from ``config.json``.
 
-With unknown layer types or fields the size is unknown.
+Unknown layer types or fields make the size unknown.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from spark_contract.documents import shorten
 from spark_deploy.config.catalog.anatomy import CacheLayers
 from spark_deploy.config.errors import LockError
 
-_LARGEST = 1 << 32
+_COUNT_LIMIT = 1 << 32
 # Sections of the language model in multimodal configurations.
-_INNER = ("text_config", "llm_config", "language_config", "thinker_config")
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 class UnknownCacheSize(Exception):  # noqa: N818 - not an error
@@ -24,50 +24,47 @@ class UnknownCacheSize(Exception):  # noqa: N818 - not an error
 
 
 class ModelConfig:
-    """Reads config.json; the language model's section has precedence."""
+    """Values of config.json; the section of the language model takes precedence."""
 
     def __init__(self, where: str, config: Mapping[str, Any]) -> None:
         self.where = where
-        inner: Mapping[str, Any] = next(
-            (config[key] for key in _INNER if isinstance(config.get(key), dict)), {}
-        )
-        self._parts = (inner, config)
+        sections = [config[key] for key in _TEXT_SECTIONS if isinstance(config.get(key), dict)]
+        self._levels = (*sections[:1], config)
 
     def get(self, name: str) -> Any:
         """Return the first value that is not null."""
-        return next((part[name] for part in self._parts if part.get(name) is not None), None)
+        return next((level[name] for level in self._levels if level.get(name) is not None), None)
 
-    def outer(self, name: str) -> Any:
-        """Return a value of the top level."""
-        return self._parts[1].get(name)
+    def top_level(self, name: str) -> Any:
+        return self._levels[-1].get(name)
 
     def count(self, *names: str) -> int | None:
-        """Return the first number; raise LockError if it is out of range."""
+        """Return the value of the first of these names that is set, or None."""
         for name in names:
             value = self.get(name)
             if value is None:
                 continue
-            if type(value) is not int or not 0 <= value < _LARGEST:
-                what = f"{name} is {shorten(value)}, which is impossible"
+            if type(value) is not int or not 0 <= value < _COUNT_LIMIT:
+                what = f"{name} is {shorten(value)}, expected a number from 0 to {_COUNT_LIMIT - 1}"
                 raise LockError.one(self.where, what, "choose another commit of the repository")
             return value
         return None
 
     def require(self, *names: str) -> int:
-        """Return the first number, or raise Missing."""
+        """Return a count above zero, or raise UnknownCacheSize."""
         value = self.count(*names)
         if not value:
             raise UnknownCacheSize(f"config.json lacks {names[0]}")
         return value
 
     def text(self, name: str) -> str:
-        """Return a short printable string, or an empty string."""
+        """Return the value if it is a short printable string, otherwise an empty string."""
         value = self.get(name)
         is_valid = isinstance(value, str) and len(value) <= 100 and value.isprintable()
         return str(value) if is_valid else ""
 
     def strings(self, name: str) -> tuple[str, ...]:
-        """Return a list as strings, or an empty tuple."""
+        """Return the items of a list as strings; an empty tuple for any other value."""
         value = self.get(name)
         return tuple(map(str, value)) if isinstance(value, list) and len(value) < 4096 else ()
 
@@ -88,7 +85,7 @@ _ENCODERS = frozenset((
     "bert", "deberta-v2", "distilbert", "electra", "gte", "jina_bert", "modernbert", "mpnet",
     "new", "nomic_bert", "roberta", "snowflake_arctic_embed", "xlm-roberta",
 ))  # fmt: skip
-# Fields with an effect on the cache size that is not computed here.
+# Fields that affect the cache size in ways that are not computed here.
 _UNSUPPORTED = (
     "attention_k_eq_v", "compress_ratios", "cross_attention_layers", "index_head_dim",
     "index_topk", "num_kv_shared_layers", "num_global_key_value_heads", "global_head_dim",
@@ -97,10 +94,10 @@ _UNSUPPORTED = (
 
 
 def cache_layers(config: ModelConfig) -> tuple[CacheLayers, ...]:
-    """Return the cache of each kind of layer; empty for an encoder.
+    """Return the cache size per layer type; empty for an encoder.
 
     Raises:
-        Missing: the size is unknown, with the reason.
+        UnknownCacheSize: with the reason.
     """
     kind = config.text("model_type")
     if kind in _ENCODERS:
@@ -108,56 +105,57 @@ def cache_layers(config: ModelConfig) -> tuple[CacheLayers, ...]:
     for name in _UNSUPPORTED:
         if config.get(name):
             raise UnknownCacheSize(
-                f"config.json has {name} with an unknown effect on the cache size"
+                f"the effect of {name} in config.json on the cache size is unknown"
             )
-    names = Counter(_layer_names(config, kind))
-    return tuple(_LAYERS[name](config, number) for name, number in sorted(names.items()))
+    layer_types = Counter(_list_layer_types(config, kind))
+    return tuple(_CACHES[name](config, number) for name, number in sorted(layer_types.items()))
 
 
-def _layer_names(config: ModelConfig, kind: str) -> list[str]:
-    """Return the kind of each layer that has a cache or state."""
+def _list_layer_types(config: ModelConfig, model_type: str) -> list[str]:
+    """Return the type of each layer that has a cache or state."""
     layers = config.require("num_hidden_layers", "n_layer", "num_layers")
     if layers > _MAX_LAYERS:
         raise UnknownCacheSize(f"config.json has {layers} layers")
     if config.get("kv_lora_rank") is not None:
         return ["latent"] * layers
     if layer_types := config.strings("layer_types"):
-        return _listed_layers(layer_types, layers)
+        return _check_layer_types(layer_types, layers)
     if config.count("full_attention_interval") and config.get("linear_num_key_heads"):
         full = layers // config.require("full_attention_interval")
         return ["full_attention"] * full + ["linear_attention"] * (layers - full)
     if pattern := config.text("hybrid_override_pattern"):
         return _parse_pattern(pattern, layers)
-    if kind not in _ALL_FULL:
-        raise UnknownCacheSize(f"layers of {kind or 'a model without model_type'} are unknown")
-    window = config.count("sliding_window")
-    sliding = window is not None and config.get("use_sliding_window") is not False
-    return ["sliding_attention" if sliding else "full_attention"] * layers
+    if model_type not in _ALL_FULL:
+        model = model_type or "a model without model_type"
+        raise UnknownCacheSize(f"layers of {model} are unknown")
+    if config.count("sliding_window") is None or config.get("use_sliding_window") is False:
+        return ["full_attention"] * layers
+    return ["sliding_attention"] * layers
 
 
-def _listed_layers(layer_types: tuple[str, ...], layers: int) -> list[str]:
+def _check_layer_types(layer_types: tuple[str, ...], layers: int) -> list[str]:
     if len(layer_types) != layers:
         raise UnknownCacheSize(
             f"layer_types lists {len(layer_types)} layers, but the model has {layers}"
         )
-    unknown = next((name for name in layer_types if name not in _LAYERS), None)
-    if unknown is not None:
-        raise UnknownCacheSize(f"layers of type {unknown[:40]!r} are unknown")
+    for name in layer_types:
+        if name not in _CACHES:
+            raise UnknownCacheSize(f"layers of type {name[:40]!r} are unknown")
     return list(layer_types)
 
 
 def _parse_pattern(pattern: str, layers: int) -> list[str]:
-    """Parse the pattern of Nemotron-H: M is Mamba-2, * is attention, - and E have no cache."""
+    """Parse a pattern of Nemotron-H: M is Mamba-2, * is attention, - and E have no cache."""
     if len(pattern) != layers or set(pattern) - set("M*-E"):
-        raise UnknownCacheSize("hybrid_override_pattern has an unknown form")
+        raise UnknownCacheSize("hybrid_override_pattern has an unknown format")
     return [{"M": "mamba", "*": "full_attention"}[char] for char in pattern if char in "M*"]
 
 
 def _kv_bytes_per_token(config: ModelConfig) -> int:
     heads = config.require("num_attention_heads", "n_head")
-    width = config.count("head_dim") or config.require("hidden_size", "n_embd") // heads
+    head_dim = config.count("head_dim") or config.require("hidden_size", "n_embd") // heads
     kv_heads = config.count("num_key_value_heads") or heads
-    return 2 * kv_heads * width * _SIXTEEN_BIT_BYTES
+    return 2 * kv_heads * head_dim * _SIXTEEN_BIT_BYTES  # keys and values
 
 
 def _full(config: ModelConfig, layers: int) -> CacheLayers:
@@ -177,38 +175,40 @@ def _latent(config: ModelConfig, layers: int) -> CacheLayers:
 
 
 def _delta_net(config: ModelConfig, layers: int) -> CacheLayers:
-    keys, values = (config.require(f"linear_num_{part}_heads") for part in ("key", "value"))
-    key_dim, value_dim = (config.require(f"linear_{part}_head_dim") for part in ("key", "value"))
-    conv_row = (2 * keys * key_dim + values * value_dim) * _SIXTEEN_BIT_BYTES
-    kernel = config.require("linear_conv_kernel_dim")
-    recurrence = values * key_dim * value_dim * _STATE_BYTES
-    return CacheLayers(
-        kind="state",
-        layers=layers,
-        state_bytes=recurrence + (kernel - 1) * conv_row,
-        draft_state_bytes=conv_row,
+    key_dim = config.require("linear_key_head_dim")
+    keys_width = config.require("linear_num_key_heads") * key_dim
+    values_width = config.require("linear_num_value_heads") * config.require(
+        "linear_value_head_dim"
     )
+    kernel = config.require("linear_conv_kernel_dim")
+    conv_row_bytes = (2 * keys_width + values_width) * _SIXTEEN_BIT_BYTES
+    return _state(layers, values_width * key_dim * _STATE_BYTES, kernel, conv_row_bytes)
 
 
 def _mamba(config: ModelConfig, layers: int) -> CacheLayers:
     heads = config.require("mamba_num_heads", "mamba_n_heads", "num_heads")
-    width = config.require("mamba_head_dim", "mamba_d_head", "head_dim")
+    width = heads * config.require("mamba_head_dim", "mamba_d_head", "head_dim")
     state = config.require("ssm_state_size", "mamba_d_state", "state_size")
     groups = config.require("n_groups", "mamba_n_groups")
     kernel = config.require("conv_kernel", "mamba_d_conv")
     is_float32 = config.text("mamba_ssm_cache_dtype") == "float32"
-    recurrence = heads * width * state * (_STATE_BYTES if is_float32 else _SIXTEEN_BIT_BYTES)
-    conv_row = (heads * width + 2 * groups * state) * _SIXTEEN_BIT_BYTES
+    recurrence_bytes = width * state * (_STATE_BYTES if is_float32 else _SIXTEEN_BIT_BYTES)
+    conv_row_bytes = (width + 2 * groups * state) * _SIXTEEN_BIT_BYTES
+    return _state(layers, recurrence_bytes, kernel, conv_row_bytes)
+
+
+def _state(layers: int, recurrence_bytes: int, kernel: int, conv_row_bytes: int) -> CacheLayers:
+    """Return layers with a recurrent state and the inputs of a convolution."""
     return CacheLayers(
         kind="state",
         layers=layers,
-        state_bytes=recurrence + (kernel - 1) * conv_row,
-        draft_state_bytes=conv_row,
+        state_bytes=recurrence_bytes + (kernel - 1) * conv_row_bytes,
+        draft_state_bytes=conv_row_bytes,
     )
 
 
-# Keys are the values of `layer_types`.
-_LAYERS: dict[str, Callable[[ModelConfig, int], CacheLayers]] = {
+# By the values of `layer_types`.
+_CACHES: dict[str, Callable[[ModelConfig, int], CacheLayers]] = {
     "full_attention": _full,
     "attention": _full,
     "sliding_attention": _sliding,

@@ -25,14 +25,14 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.printable import one_line, without_errno
 from spark_deploy.lock.types import LockedImage
 
-# Of a look-up, which reads a few megabytes at most.
+# A look-up reads a few megabytes at most.
 LIMIT_S = 300.0
 
 T = TypeVar("T")
 
 
 def run_with_timeout(limit_s: float, function: Callable[[], T]) -> T:
-    """Return the result of a function; after ``limit_s`` raise TimeoutError and abandon it."""
+    """Return the result of a function; after ``limit_s`` abandon it and raise TimeoutError."""
     results: Queue[tuple[T | None, BaseException | None]] = Queue()
 
     def run() -> None:
@@ -52,7 +52,7 @@ def run_with_timeout(limit_s: float, function: Callable[[], T]) -> T:
 
 
 class _SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to https, and from http to http."""
+    """Follows redirects unless they lead from https to http."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str,
@@ -80,10 +80,10 @@ class ImageNotFound(LockError):  # noqa: N818 - named after what happened
 def look_up(
     text: str, *, arch: str, insecure: Sequence[str] = (), engine: bool = False
 ) -> LockedImage:
-    """Return digest and compressed size of an image for ``arch`` (``uname -m``).
+    """Return digest and compressed size of an image for ``arch`` (as in ``uname -m``).
 
-    The digest is that of the platform list, if any. For an ``engine`` the entrypoint must start
-    vLLM.
+    The digest identifies the list of platforms, if there is one. The entrypoint of an ``engine``
+    must start vLLM.
     """
     try:
         return run_with_timeout(LIMIT_S, lambda: _query(text, arch, insecure, engine))
@@ -99,18 +99,19 @@ def look_up(
 
 def _query(text: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedImage:
     reference = parse_reference(text)
-    client = _Client(reference.base_url(plain=reference.host in insecure), text)
+    client = _Client(reference.base_url(plain=reference.host in insecure), f"image {text}")
     manifest, digest = client.manifest(reference.version)
     if "manifests" in manifest:
         platform = {"os": "linux", "architecture": ARCHITECTURES.get(arch, arch)}
-        entries = manifest["manifests"]
-        entry = next(
-            (e for e in entries if platform.items() <= e.get("platform", {}).items()), None
-        )
-        if entry is None:
+        digests = [
+            entry["digest"]
+            for entry in manifest["manifests"]
+            if platform.items() <= entry.get("platform", {}).items()
+        ]
+        if not digests:
             what = f"has no linux/{platform['architecture']} image"
             raise LockError.one(f"image {text}", what, "choose a tag built for this architecture")
-        manifest, _ = client.manifest(entry["digest"])
+        manifest, _ = client.manifest(digests[0])
     if engine:
         _check_entrypoint(client.configuration(manifest), text)
     size = sum(int(layer["size"]) for layer in manifest.get("layers", ()))
@@ -120,86 +121,89 @@ def _query(text: str, arch: str, insecure: Sequence[str], engine: bool) -> Locke
 def _check_entrypoint(configuration: Mapping[str, Any], text: str) -> None:
     entrypoint = " ".join(configuration["config"].get("Entrypoint") or ())
     if "vllm" not in entrypoint:
-        what = f"starts {entrypoint!r}, not vLLM's server" if entrypoint else "has no entrypoint"
+        actual = f"starts {entrypoint!r}" if entrypoint else "has no entrypoint"
+        what = f"is not an engine: it {actual}, expected vLLM's server"
         fix = "use an image with the entrypoint `vllm serve`, such as vllm/vllm-openai"
-        raise LockError.one(f"image {text}", f"is not an engine: it {what}", fix)
+        raise LockError.one(f"image {text}", what, fix)
 
 
 class _Client:
-    """Reads a repository of a registry, with a token."""
+    """Reads a repository of a registry; requests a token if necessary."""
 
-    def __init__(self, base: str, shown: str) -> None:
-        self._base = base
-        self._shown = shown
+    def __init__(self, base_url: str, where: str) -> None:
+        self._base_url = base_url
+        self._where = where  # in errors
         self._token: str | None = None
 
     def manifest(self, version: str) -> tuple[dict[str, Any], str]:
-        body, headers = self._get(f"{self._base}/manifests/{version}")
+        """Return the manifest of a tag or digest, and its digest."""
+        body, headers = self._get(f"{self._base_url}/manifests/{version}")
         digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
-        claimed = headers.get("Docker-Content-Digest", digest)
-        if claimed != digest or (version.startswith("sha256:") and version != digest):
-            expected = claimed if claimed != digest else version
-            what = f"the registry's response does not match digest {one_line(expected)}"
-            raise LockError.one(f"image {self._shown}", what, "try again; check for a proxy")
-        data: dict[str, Any] = json.loads(body)
-        return data, digest
+        expected = [headers.get("Docker-Content-Digest", digest)]
+        if version.startswith("sha256:"):
+            expected.append(version)
+        return self._parse(body, digest, expected), digest
 
     def configuration(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        digest = manifest["config"]["digest"]
-        body, _ = self._get(f"{self._base}/blobs/{digest}")
-        if f"sha256:{hashlib.sha256(body).hexdigest()}" != digest:
-            what = f"the registry's response does not match digest {one_line(digest)}"
-            raise LockError.one(f"image {self._shown}", what, "try again; check for a proxy")
-        data: dict[str, Any] = json.loads(body)
-        return data
+        expected = manifest["config"]["digest"]
+        body, _ = self._get(f"{self._base_url}/blobs/{expected}")
+        return self._parse(body, f"sha256:{hashlib.sha256(body).hexdigest()}", [expected])
+
+    def _parse(self, body: bytes, digest: str, expected_digests: Sequence[str]) -> dict[str, Any]:
+        for expected in expected_digests:
+            if digest != expected:
+                what = f"the registry's response does not match digest {one_line(expected)}"
+                raise LockError.one(self._where, what, "try again; check for a proxy")
+        document: dict[str, Any] = json.loads(body)
+        return document
 
     def _get(self, url: str) -> tuple[bytes, HTTPMessage]:
         request = urllib.request.Request(url, headers={"Accept": _ACCEPT})
-        if self._token:  # never for a content host
+        if self._token:  # not sent to redirect targets
             request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         try:
             with open_url(request, timeout=_TIMEOUT_S) as response:
                 return _read_body(response), response.headers
         except urllib.error.HTTPError as error:
             if error.code != 401 or self._token:
-                raise self._describe_refusal(error) from error
+                raise self._error_of_status(error) from error
             self._token = self._request_token(error.headers.get("WWW-Authenticate", ""))
             return self._get(url)
         except OSError as error:
             reason = without_errno(one_line(getattr(error, "reason", error)))
             what = f"the registry cannot be reached: {reason}"
             fix = "check the network; list a plain HTTP registry in registries.insecure"
-            raise LockError.one(f"image {self._shown}", what, fix) from error
+            raise LockError.one(self._where, what, fix) from error
 
     def _request_token(self, challenge: str) -> str:
-        question = parse_challenge(challenge, ("https",))
-        if question is None:
+        token_service = parse_challenge(challenge, ("https",))
+        if token_service is None:
             fix = "use a registry without login"
-            raise LockError.one(f"image {self._shown}", "the registry requires a login", fix)
-        realm, fields = question
+            raise LockError.one(self._where, "the registry requires a login", fix)
+        realm, parameters = token_service
         try:
-            url = f"{realm}?{urllib.parse.urlencode(fields)}"
+            url = f"{realm}?{urllib.parse.urlencode(parameters)}"
             with open_url(url, timeout=_TIMEOUT_S) as response:
                 data = json.loads(_read_body(response))
         except OSError as error:
             reason = getattr(error, "reason", error)
             what = f"{one_line(realm)} returned no token: {one_line(reason)}"
-            fix = "check the network, or use an image that needs no login"
-            raise LockError.one(f"image {self._shown}", what, fix) from error
+            fix = "check the network, or use a registry without login"
+            raise LockError.one(self._where, what, fix) from error
         return str(data.get("token") or data.get("access_token"))
 
-    def _describe_refusal(self, error: urllib.error.HTTPError) -> LockError:
+    def _error_of_status(self, error: urllib.error.HTTPError) -> LockError:
         if error.code == 404:
             fix = "correct the tag in images"
-            return ImageNotFound.one(f"image {self._shown}", "no such image or tag", fix)
+            return ImageNotFound.one(self._where, "no such image or tag", fix)
         what = f"the registry returned {error.code} {one_line(error.reason)}"
-        return LockError.one(f"image {self._shown}", what, "try again later")
+        return LockError.one(self._where, what, "try again later")
 
 
 def _read_body(response: HTTPResponse) -> bytes:
     body = response.read(_MAX_BYTES + 1)
     if len(body) > _MAX_BYTES:
         raise ValueError(f"longer than {_MAX_BYTES} bytes")
-    if response.length:  # shorter than Content-Length
+    if response.length:  # bytes still missing
         raise ValueError(f"ended {response.length} bytes early")
     return body

@@ -1,10 +1,12 @@
-"""Find names that are not locked, look them up and write the lock."""
+"""Find the names that are not locked, look them up and write the lock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from spark_contract.machine import version_key
 
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
@@ -21,10 +23,10 @@ PrintLine = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """(repository, revision) pairs and image references."""
+    """Names to lock."""
 
-    sources: frozenset[tuple[str, str]]
-    images: frozenset[str]
+    sources: frozenset[tuple[str, str]]  # repository and revision
+    images: frozenset[str]  # references
 
     def missing_in(self, lock: Lock) -> Names:
         return Names(
@@ -33,17 +35,17 @@ class Names:
         )
 
     def without(self, names: Collection[str]) -> Names:
-        left = frozenset(source for source in self.sources if source[0] not in names)
-        return Names(left, self.images.difference(names))
+        sources = frozenset(source for source in self.sources if source[0] not in names)
+        return Names(sources, self.images.difference(names))
 
     @property
     def names(self) -> list[str]:
-        """Sorted names, for messages."""
+        """Repositories and image references, for messages."""
         return sorted([repo for repo, _ in self.sources] + list(self.images))
 
 
 def required_names(settings: Settings, catalog: Catalog) -> Names:
-    """Return the names that a host needs, including ``keep_ready`` pairs."""
+    """Return the names that a host's services and ``keep_ready`` entries require."""
     sources: set[tuple[str, str]] = set()
     roles = {"gpu_check"}
     for served in settings.all_served:
@@ -57,12 +59,12 @@ def required_names(settings: Settings, catalog: Catalog) -> Names:
 
 
 def check_single_revisions(sources: Iterable[tuple[str, str]]) -> None:
-    """Refuse a repository with two revisions."""
-    known: dict[str, str] = {}
+    """Raise LockError if a repository is required at two revisions."""
+    revisions: dict[str, str] = {}
     for repo, revision in sorted(sources):
-        if known.setdefault(repo, revision) != revision:
-            both = f"both {known[repo]} and {revision}"
-            what = f"is requested at {both}; a lock file pins one revision"
+        first = revisions.setdefault(repo, revision)
+        if first != revision:
+            what = f"is required at {first} and at {revision}; a lock file pins a single revision"
             fix = "use the same revision, or a separate lock_file for the other hosts"
             raise LockError.one(repo, what, fix)
 
@@ -72,26 +74,29 @@ def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterato
     if isinstance(model, PlainModel):
         yield model.repository, model.revision
         return
-    start = model.sources.hybrid if settings.checkpoint.prebuilt else model.sources.base
     if settings.checkpoint.requantized:
-        start = model.sources.original
-    # For a model without this source, which the plan refuses.
-    yield start or model.sources.base, model.sources.revision
+        repository = model.sources.original
+    elif settings.checkpoint.prebuilt:
+        repository = model.sources.hybrid
+    else:
+        repository = model.sources.base
+    # The plan rejects models that lack the configured source.
+    yield repository or model.sources.base, model.sources.revision
     if profile.shared_experts == "fp8-donor" and model.sources.donor:
         yield model.sources.donor, model.sources.revision
 
 
 def companion_repositories(model: Model, profile: Profile) -> Iterator[tuple[str, str]]:
-    """Yield the repositories of drafter and adapters with their revisions."""
-    drafts = profile.speculation
-    if drafts and drafts.repository:
-        yield drafts.repository, drafts.revision
+    """Yield repository and revision of the drafter and of each adapter."""
+    drafter = profile.speculation
+    if drafter and drafter.repository:
+        yield drafter.repository, drafter.revision
     for adapter in model.adapters.values():
         yield adapter.repository, adapter.revision
 
 
 def load_or_extend_lock(settings: Settings, catalog: Catalog, path: Path, say: PrintLine) -> Lock:
-    """Return a lock with all names of ``settings``; look up missing names if allowed."""
+    """Return a lock with all required names; look up missing names if settings allow it."""
     lock = read_lock(path)
     missing = required_names(settings, catalog).missing_in(lock)
     if not missing.names:
@@ -110,32 +115,32 @@ def load_or_extend_lock(settings: Settings, catalog: Catalog, path: Path, say: P
 def resolve(
     lock: Lock, names: Names, settings: Settings, engines: Collection[str], say: PrintLine
 ) -> Lock:
-    """Look up names at hub and registries; return the extended lock.
+    """Look up names on hub and registries; return the extended lock.
 
-    ``engines`` are supported versions, suggested if an engine's tag does not exist.
+    ``engines`` are the supported versions, which errors about missing tags suggest.
     """
-    sources = [_source(name, settings, say) for name in sorted(names.sources)]
-    images = [_image(name, settings, engines, say) for name in sorted(names.images)]
+    sources = [_look_up_source(name, settings, say) for name in sorted(names.sources)]
+    images = [_look_up_image(name, settings, engines, say) for name in sorted(names.images)]
     return validated(lock.with_entries(sources, images))
 
 
-def _source(name: tuple[str, str], settings: Settings, say: PrintLine) -> LockedSource:
+def _look_up_source(name: tuple[str, str], settings: Settings, say: PrintLine) -> LockedSource:
     repo, revision = name
     token = read_hub_token(settings.hub)
     if token and settings.hub.token is None:
         say(f"  {repo}: using your Hugging Face login")
-    # Importing the hub client takes 0.2 s; most runs do not need it.
+    # Imported late, because it takes 0.2 s.
     from spark_deploy.lock import hub
 
     source = hub.look_up(settings.hub.endpoint, repo, revision, token)
     say(f"  {repo}: {revision} is commit {source.commit[:12]}, {format_size(source.size_bytes)}")
     if source.left_out:
-        first = next(iter(source.left_out.items()))
-        say(f"  {repo}: {len(source.left_out)} files are not downloaded, {first[0]}: {first[1]}")
+        path, reason = next(iter(source.left_out.items()))
+        say(f"  {repo}: {len(source.left_out)} files are not downloaded, {path}: {reason}")
     return source
 
 
-def _image(
+def _look_up_image(
     reference: str, settings: Settings, engines: Collection[str], say: PrintLine
 ) -> LockedImage:
     roles = [role for role, image in settings.images.items() if image == reference]
@@ -151,7 +156,7 @@ def _image(
         others = {version for version in engines if version != version_of(reference)}
         if not is_engine or not others:
             raise
-        newest_first = sorted(others, key=lambda v: tuple(map(int, v.split("."))), reverse=True)
+        newest_first = sorted(others, key=version_key, reverse=True)
         images = " or ".join(f"{image_name(reference)}:v{version}" for version in newest_first)
         fix = f"set images.{roles[0]} to a supported version: {images}"
         raise LockError.one(f"image {reference}", error.problems[0].what, fix) from error
@@ -160,10 +165,12 @@ def _image(
 
 
 def format_size(size_bytes: int) -> str:
-    """Format bytes, such as ``72.4 GB``."""
-    value = float(size_bytes)
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.1f} {unit}" if unit != "B" else f"{value:.0f} B"
-        value /= 1000
-    return f"{value:.1f} GB"
+    """Return a size such as ``72.4 GB``."""
+    if size_bytes < 1000:
+        return f"{size_bytes} B"
+    size = size_bytes / 1000
+    for unit in ("kB", "MB"):
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

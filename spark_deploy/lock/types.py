@@ -29,16 +29,16 @@ _ONE_HASH: JsonDict = {"oneOf": [{"required": ["sha256"]}, {"required": ["git_sh
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", json_schema_extra=_ONE_HASH))
 class SourceFile:
-    """A file; sha256 if large, git_sha1 (blob) if small."""
+    """A file of a repository; the hub has a sha256 of large files, and a git_sha1 of small ones."""
 
     path: str = Field(json_schema_extra={"pattern": r"^(?!/)(?!.*(^|/)\.\.(/|$)).+$"})
     """Path in the repository."""
     size_bytes: int = Field(ge=0)
-    """Bytes."""
+    """Size."""
     sha256: _Sha256 | SkipJsonSchema[None] = None
-    """Of the content."""
+    """Hash of the content."""
     git_sha1: _Commit | SkipJsonSchema[None] = None
-    """Of the git blob."""
+    """Hash of the git blob."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -47,22 +47,22 @@ class LockedSource:
 
     repo: FromKey
     revision: str
-    """Branch or tag that was looked up."""
+    """Requested branch, tag or commit."""
     commit: _Commit
-    """Full commit."""
+    """Commit of the revision."""
     files: tuple[SourceFile, ...]
-    """Every file of the commit that is fetched."""
+    """Files to download."""
     left_out: dict[str, str] = Field(default_factory=dict)
-    """Files of the commit that are not fetched, by path, and why not."""
+    """Files that are not downloaded, by path, with the reason."""
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files that are downloaded."""
+        """Total size of the files to download."""
         return sum(file.size_bytes for file in self.files)
 
     @property
     def digest(self) -> str:
-        """Identity of the content, independent of the hub."""
+        """Digest of the content, independent of the hub's address."""
         return digest_of({"repo": self.repo, "commit": self.commit, "files": self.files})
 
 
@@ -72,9 +72,9 @@ class LockedImage:
 
     reference: FromKey
     digest: _ImageDigest
-    """Of the manifest or manifest list the tag names."""
+    """Digest of the manifest or manifest list."""
     size_bytes: Annotated[int, Field(ge=0)]
-    """Compressed layers of the expected architecture."""
+    """Size of the compressed layers for the expected architecture."""
 
     @property
     def pinned(self) -> str:
@@ -84,32 +84,32 @@ class LockedImage:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class VerifiedNames:
-    """Tensor counts of sources with headers that match the catalog."""
+    """Tensor counts of sources whose headers match the catalog."""
 
     build: FromKey
     question: _Sha256
-    """Digest of commits and tensor sets."""
+    """Digest of the commits and tensor sets that were compared."""
     base: _AtCommit
     """Repository and commit of the base."""
     donor: _AtCommit | SkipJsonSchema[None] = None
     """Repository and commit of the donor."""
     base_tensors: int = Field(default=0, ge=0)
-    """Names that the base has."""
+    """Tensors of the base."""
     donor_tensors: int = Field(default=0, ge=0)
-    """Names of the donor that a build may use."""
+    """Tensors of the donor that a build can use."""
     swapped_modules: int = Field(default=0, ge=0)
     """Modules with compared or replaced weights."""
     mtp_tensors: int = Field(default=0, ge=0)
-    """Names of the drafter."""
+    """Tensors of the drafter."""
     mtp_from_donor: int = Field(default=0, ge=0)
-    """Of these, names that only the donor has."""
+    """Tensors of the drafter that only the donor has."""
     donor_sha256: _Sha256 | SkipJsonSchema[None] = None
-    """Hash of the donor's tensors in the first build; later builds must have the same."""
+    """Hash of the donor's tensors in the first build, required in later builds."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Lock:
-    """Names and their identities; written by `spark-deploy update`."""
+    """Locked commits and digests, written by `spark-deploy update`."""
 
     schema_version: Literal[1]
     """Format of this file."""
@@ -161,7 +161,7 @@ class Lock:
         names: Iterable[VerifiedNames] = (),
         anatomies: Iterable[Anatomy] = (),
     ) -> Lock:
-        """Return this lock with more entries, which replace entries of the same name."""
+        """Return this lock with additional entries, which replace entries of the same name."""
         return Lock.from_entries(
             [*self.sources.values(), *sources],
             [*self.images.values(), *images],
@@ -170,12 +170,12 @@ class Lock:
         )
 
     def has_verified(self, names: VerifiedNames) -> bool:
-        """Return whether these sources passed the same check."""
+        """Return whether the lock has the result of the same check."""
         verified = self.names.get(names.build)
         return verified is not None and verified.question == names.question
 
     def donor_sha256(self, names: VerifiedNames) -> str | None:
-        """Return the locked hash of the donor's tensors that a build reads."""
+        """Return the locked hash of the donor tensors that a build reads, if any."""
         return self.names[names.build].donor_sha256 if self.has_verified(names) else None
 
     def source(self, repo: str, revision: str) -> LockedSource | None:
@@ -183,14 +183,14 @@ class Lock:
         return source if source and source.revision == revision else None
 
 
-# Fields of a build plan that do not affect tensor names: locations and output.
+# Fields of a build plan that do not affect the required tensor names.
 _UNRELATED_FIELDS = ("digest", "recipe_version", "base", "donor", "layout", "out", "extra")
 
 
 def names_to_verify(
     order: BuildPlan, base: LockedSource, donor: LockedSource | None
 ) -> VerifiedNames:
-    """Return the identity of a verification, without counts."""
+    """Return what to verify for a build, without the counts."""
     fields = {key: value for key, value in to_plain(order).items() if key not in _UNRELATED_FIELDS}
     places = [f"{source.repo}@{source.commit}" for source in (base, donor) if source is not None]
     return VerifiedNames(
@@ -209,7 +209,7 @@ def image_name(reference: str) -> str:
 
 
 _PICKLE = "reading it can run code (pickle)"
-_CODE = "is code, or of an unknown type"
+_CODE = "is code or of an unknown type"
 _PICKLES = frozenset({
     *("bin", "ckpt", "dill", "h5", "joblib", "keras", "mar", "nemo", "npy", "npz"),
     *("p", "pickle", "pk", "pkl", "pt", "pt2", "pth", "t7"),
@@ -238,20 +238,20 @@ def why_not_downloaded(path: str) -> str | None:
 def split_files(
     where: str, files: Iterable[SourceFile]
 ) -> tuple[tuple[SourceFile, ...], dict[str, str]]:
-    """Return the files to download, and the reason for each other path.
+    """Return the files to download, and the other paths with the reason.
 
     Raises:
         LockError: all weights are pickle files.
     """
-    kept, left_out = [], {}
+    downloaded, left_out = [], {}
     for file in files:
         reason = why_not_downloaded(file.path)
         if reason is None:
-            kept.append(file)
+            downloaded.append(file)
         else:
             left_out[file.path] = reason
     pickles = [path for path, reason in left_out.items() if reason == _PICKLE]
-    if pickles and not any(file.path.endswith(".safetensors") for file in kept):
+    if pickles and not any(file.path.endswith(".safetensors") for file in downloaded):
         what = f"all weights are pickle files ({pickles[0]}), which are not downloaded"
         raise LockError.one(where, what, "use a repository with safetensors")
-    return tuple(kept), left_out
+    return tuple(downloaded), left_out

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from spark_contract import files
 
 from spark_deploy.cli import catalog_files
-from spark_deploy.cli.add import Card, draft_of
+from spark_deploy.cli.add import draft_of
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.config.yaml_files import read_mapping
-from spark_deploy.lock.headers import describe_repository, parse_anatomy
+from spark_deploy.lock.headers import describe_repository, make_anatomy
+from spark_deploy.lock.hub import ModelCard
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.cli.test_add import COMMIT, CONFIG, ENTRIES, add, make_site
@@ -56,8 +57,8 @@ def draft_with(hub, end, answer):
         result = describe_repository(
             f"{REPO}@main", HubSettings(endpoint=hub.url), all_documents=True
         )
-        anatomy = parse_anatomy(REPO, result)
-        card, engines = Card("mit", True, "text-generation"), shipped_catalog().engines
+        anatomy = make_anatomy(REPO, result)
+        card, engines = ModelCard("mit", True, "text-generation"), shipped_catalog().engines
         draft = draft_of(anatomy, result, card, engines, read_families(), "main")
     except SparkError as error:
         [problem] = error.problems

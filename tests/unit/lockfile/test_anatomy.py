@@ -12,7 +12,7 @@ from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.inventory.plans import unread_repositories, verified_lock, verify_names
 from spark_deploy.lock import hub as lookup
 from spark_deploy.lock.file import read_lock, validated, write_lock
-from spark_deploy.lock.headers import parse_anatomy
+from spark_deploy.lock.headers import make_anatomy
 from spark_deploy.lock.types import Lock
 from tests.unit.hostile import accepted_or_refused, hostile, tries
 from tests.unit.lockfile.hub_trees import (
@@ -56,7 +56,7 @@ def describe(config, parts=None):
 def read_anatomy(**changes):
     """Return the anatomy of QWEN3 with changed fields; "removed" removes a field."""
     config = {key: value for key, value in {**QWEN3, **changes}.items() if value != "removed"}
-    return parse_anatomy(REPO, describe(config))
+    return make_anatomy(REPO, describe(config))
 
 
 def settings_for(hub, tmp_path, **changes):
@@ -211,7 +211,7 @@ def test_any_configuration_is_read_or_refused(text):
     if not isinstance(config, dict):
         return
     with accepted_or_refused(in_one_line=True):
-        anatomy = parse_anatomy(REPO, describe(config))
+        anatomy = make_anatomy(REPO, describe(config))
         source = lookup._make_source("here", REPO, "main", _Info)
         lock = validated(Lock.from_entries([source], anatomies=[anatomy]))
         assert str(lock.anatomies[REPO]).isprintable()

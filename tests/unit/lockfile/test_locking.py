@@ -172,7 +172,7 @@ def test_refuses_a_repository_at_two_revisions(settings, tmp_path):
     catalog = dataclasses.replace(CATALOG, models=models, profiles=profiles)
     ready = (PairSettings(model="older", profile="base"),)
     both = dataclasses.replace(settings, profile="base", keep_ready=ready)
-    with pytest.raises(LockError, match=r"lab/tiny-int4: is requested at both main and v1"):
+    with pytest.raises(LockError, match=r"lab/tiny-int4: is required at main and at v1"):
         load_or_extend_lock(both, catalog, tmp_path / "spark.lock.yml", lambda text: None)
     assert Server.requests == []
 
