@@ -59,7 +59,7 @@ def check_sources(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> V
                 order, donor=DonorUrl(url=order.donor.url, token_file=builder.token_file, tries=3)
             )
         (builder.folder / "plan.json").write_text(to_json(order), encoding="utf-8")
-        counts = builder.run(SourceCounts, orders.CHECK_SOURCES, "plan.json", names.base)
+        counts = builder.read(SourceCounts, orders.CHECK_SOURCES, "plan.json", names.base)
     return replace(names, **to_plain(counts))
 
 
@@ -71,8 +71,8 @@ class Builder:
     endpoint: str
     token_file: str | None
 
-    def run(self, kind: type[_Document], *words: str) -> _Document:
-        """Run a command and return the document that it prints; the last word is the repository."""
+    def run(self, *words: str) -> str:
+        """Return the output of a command; the last word must be the repository."""
         options = [orders.ENDPOINT, self.endpoint]
         if self.token_file:  # never in argv
             options += [orders.TOKEN_FILE, self.token_file]
@@ -83,19 +83,23 @@ class Builder:
             cwd=self.folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(packages)},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
         )  # fmt: skip
-        repository, code = words[-1], result.returncode
-        if code != 0:
-            last_line = (result.stderr.strip().splitlines() or [""])[-1]
-            problem = parse_problem(last_line)
-            if problem is None:
-                what = f"the header reader exited with {code}: {last_line[:200]!r}"
-                raise LockError.one(repository, what, "check the free memory of this machine")
-            raise (HeadersUnavailableError if code == _UNAVAILABLE else LockError)([problem])
+        code = result.returncode
+        if code == 0:
+            return result.stdout
+        last_line = (result.stderr.strip().splitlines() or [""])[-1]
+        problem = parse_problem(last_line)
+        if problem is None:
+            what = f"the header reader exited with {code}: {last_line[:200]!r}"
+            raise LockError.one(words[-1], what, "check the free memory of this machine")
+        raise (HeadersUnavailableError if code == _UNAVAILABLE else LockError)([problem])
+
+    def read(self, kind: type[_Document], *words: str) -> _Document:
+        """Return the document that a command prints."""
         try:
-            return documents.parse(kind, result.stdout)
+            return documents.parse(kind, self.run(*words))
         except DocumentError as error:
             what = f"the header reader's output is malformed: {error}"
-            raise LockError.one(repository, what, "restore the checkout (git status)") from error
+            raise LockError.one(words[-1], what, "restore the checkout (git status)") from error
 
 
 @contextmanager
@@ -135,7 +139,7 @@ def describe_repository(
     words = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
     words += [ALL_DOCUMENTS] if all_documents else []
     with temporary_builder(hub) as builder:
-        return builder.run(RepositoryDescription, DESCRIBE, *words, place)
+        return builder.read(RepositoryDescription, DESCRIBE, *words, place)
 
 
 def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy:

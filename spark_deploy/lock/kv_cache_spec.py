@@ -177,9 +177,8 @@ def _latent(config: ModelConfig, layers: int) -> CacheLayers:
 def _delta_net(config: ModelConfig, layers: int) -> CacheLayers:
     key_dim = config.require("linear_key_head_dim")
     keys_width = config.require("linear_num_key_heads") * key_dim
-    values_width = config.require("linear_num_value_heads") * config.require(
-        "linear_value_head_dim"
-    )
+    value_dim = config.require("linear_value_head_dim")
+    values_width = config.require("linear_num_value_heads") * value_dim
     kernel = config.require("linear_conv_kernel_dim")
     conv_row_bytes = (2 * keys_width + values_width) * _SIXTEEN_BIT_BYTES
     return _state(layers, values_width * key_dim * _STATE_BYTES, kernel, conv_row_bytes)

@@ -93,7 +93,7 @@ def _release(release: Release, units: _Units, now: dict[str, str], host: Host) -
     if _is_active(release, units):
         unproven = proof.unproven_reason(last, release.digest, unit.get("InvocationID"), now)
     proven = release.name in boot.good(release.service, host).all
-    can_share_cache = proven and compile_cache.is_complete(release, now.get("driver", ""), host)
+    can_share_cache = proven and compile_cache.is_whole(release, now.get("driver", ""), host)
     return ReleaseState(
         name=release.name,
         model=release.model,
