@@ -31,7 +31,7 @@ from spark_checkpoint.progress import Progress, note, printable
 from spark_checkpoint.storage import describe_free_space
 from spark_checkpoint.verify import discard_base, verify_checkpoint
 
-_LONGEST_LINE = 4000
+_MAX_LINE_LENGTH = 4000
 _FIXES = {
     errno.ENOSPC: "free space on this filesystem, then run again: it resumes here",
     errno.EDQUOT: "raise the quota, then run again: it resumes here",
@@ -43,7 +43,7 @@ _FIXES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # Like Ctrl-C: partial work stays for the next run.
+    # Handle SIGTERM like Ctrl-C: the next run resumes partial work.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         arguments = _parser().parse_args(argv)
@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return _fail(f"{error.name}: not found; fix: {fix}", InputError.code)
     except OSError as error:
-        where, problem = error.filename or "this host", error.strerror or str(error)
+        where = error.filename or "this host"
+        problem = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename:
             problem += f" ({describe_free_space(Path(os.fsdecode(error.filename)))})"
         fix = _FIXES.get(error.errno or 0, "see the kernel log (dmesg)")
@@ -74,9 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
 
-# Commands import their modules late: downloads need urllib3, builds numpy, `verify` neither.
-
-
 def _run(arguments: argparse.Namespace, progress: Progress) -> None:
     if arguments.command == orders.VERIFY:
         verify_checkpoint(arguments.dir, progress, full=arguments.full)
@@ -84,6 +82,7 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> None:
     if arguments.command == orders.DISCARD:
         discard_base(arguments.base, arguments.tree, progress)
         return
+    # Imported late, because only downloads need urllib3, and only builds need numpy.
     from spark_checkpoint.sources.fetch import fetch, fetch_layers
 
     if arguments.command == orders.FETCH:
@@ -107,13 +106,17 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from spark_checkpoint.inspection import describe, format_report, open_checkpoint, report
     from spark_checkpoint.plan_checks import check_sources_by_headers, match_plan, match_plan_names
 
-    # Few tries: a person waits.
+    # Few tries, because a user is waiting.
     transfer = TransferOptions(token_file=arguments.token_file, parallel=8, tries=3)
     if arguments.command == orders.DESCRIBE:
+        documents = (CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,)
         subject = open_checkpoint(
-            arguments.place, arguments.endpoint, transfer, leave_out=arguments.leave_out,
-            documents=(CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,),
-        )  # fmt: skip
+            arguments.place,
+            arguments.endpoint,
+            transfer,
+            leave_out=arguments.leave_out,
+            documents=documents,
+        )
         text = json.dumps(to_plain(describe(subject)))
     elif arguments.command == orders.CHECK_SOURCES:
         subject = open_checkpoint(arguments.place, arguments.endpoint, transfer)
@@ -122,7 +125,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     else:
         subject = open_checkpoint(arguments.place, arguments.endpoint, transfer)
         data = report(subject)
-        data["against"] = [match_plan(subject, read_build_plan(p)) for p in arguments.against]
+        data["against"] = [match_plan(subject, read_build_plan(path)) for path in arguments.against]
         text = json.dumps(data, indent=2) if arguments.json else printable(format_report(data))
     print(text, flush=True)
     if arguments.command == orders.INSPECT and arguments.plan is not None:
@@ -130,12 +133,12 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def read_build_plan(path: Path) -> BuildPlan:
-    """Read a build plan; refuse another recipe version."""
+    """Return a build plan; reject plans for a different recipe version."""
     plan = files.load(BuildPlan, path, "is missing")
     if plan.recipe_version not in (None, RECIPE_VERSION):
         raise InputError(
             str(path),
-            f"made for recipe version {plan.recipe_version}, this builder has {RECIPE_VERSION}",
+            f"requires recipe version {plan.recipe_version}, this builder has {RECIPE_VERSION}",
             "install the host tools of the plan's release, or plan again",
         )
     return plan
@@ -143,8 +146,8 @@ def read_build_plan(path: Path) -> BuildPlan:
 
 def _fail(message: str, code: int) -> int:
     line = printable(" ".join(message.split()))
-    if len(line) > _LONGEST_LINE:  # a hub may send long names
-        line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 4 :]}"
+    if len(line) > _MAX_LINE_LENGTH:  # a hub may send long names
+        line = f"{line[: _MAX_LINE_LENGTH // 2]} ... {line[-_MAX_LINE_LENGTH // 4 :]}"
     print(ERROR + line, file=sys.stderr, flush=True)
     return code
 
@@ -158,26 +161,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=orders.BUILDER,
         description="Download, build and verify checkpoints.",
-        epilog="exit codes: 0 ok, 2 invalid input, 3 gate refused, 4 I/O or network, "
-        "5 checkpoint differs from the receipt",
+        epilog="exit codes: 0 ok, 2 invalid input, 3 sources or host do not match the plan, "
+        "4 I/O or network, 5 checkpoint differs from the receipt",
     )
     parser.add_argument(
         "--version", action="version", version=f"{TOOL_VERSION} recipe {RECIPE_VERSION}"
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def add_command(name: str, text: str, **paths: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text)
+    def add_command(name: str, help_text: str, **paths: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help_text)
         for argument, metavar in paths.items():
             command.add_argument(argument, type=Path, metavar=metavar)
         return command
 
     add_command(orders.FETCH, "download a repository at a commit", order="FETCH.json")
-    images = "download the blobs and manifests of an image"
-    add_command(orders.LAYERS, images, order="LAYERS.json", manifests="DIR")
+    layers_help = "download the blobs and manifests of an image"
+    add_command(orders.LAYERS, layers_help, order="LAYERS.json", manifests="DIR")
     build = add_command(orders.BUILD, "build the checkpoint of a plan", order="PLAN.json")
-    quantise = "quantise a 16-bit repository with AutoRound"
-    requantize = add_command(orders.REQUANTIZE, quantise, order="REQUANTIZE.json")
+    requantize_help = "quantise a 16-bit repository with AutoRound"
+    requantize = add_command(orders.REQUANTIZE, requantize_help, order="REQUANTIZE.json")
     for command in (build, requantize):
         command.add_argument(
             orders.OR_COPY, type=Path, metavar="COPY.json", help="peers that have the result"
@@ -187,12 +190,12 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument(
         "--quick",
         action="store_true",
-        help="check sizes, headers, index and hashes of touched files (default)",
+        help="check sizes, headers, index and hashes of modified files (default)",
     )
     depth.add_argument("--full", action="store_true", help="hash every file")
-    remove = "verify a full-layout checkpoint, then remove the base"
-    add_command(orders.DISCARD, remove, base="BASE_DIR").add_argument(
-        orders.TREE, type=Path, required=True, metavar="DIR", help="checkpoint made from this base"
+    discard_help = "verify a full-layout checkpoint, then remove its base"
+    add_command(orders.DISCARD, discard_help, base="BASE_DIR").add_argument(
+        orders.TREE, type=Path, required=True, metavar="DIR", help="checkpoint built from this base"
     )
     check = add_command(
         orders.CHECK_SOURCES, "check the headers of a plan's base and donor", order="PLAN.json"
@@ -214,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--plan", type=Path, help="PLAN.json with the expected names")
     inspect.add_argument(
         orders.AGAINST, type=Path, action="append", default=[], metavar="PLAN.json",
-        help="print which part of this plan it fits; repeatable",
+        help="print whether it matches this plan; repeatable",
     )  # fmt: skip
     inspect.add_argument(orders.JSON, action="store_true", help="print JSON")
     return parser

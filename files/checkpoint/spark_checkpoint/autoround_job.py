@@ -1,7 +1,4 @@
-"""Quantise ``/model`` with AutoRound in the engine's container, into ``/work/made``.
-
-Torch and transformers are those of the image.
-"""
+"""Quantise ``/model`` with AutoRound into ``/work/made``, in a container of the engine's image."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(os.environ.get("SPARK_ROOT", "/"))  # benchmarks use another folder
+ROOT = Path(os.environ.get("SPARK_ROOT", "/"))  # benchmarks set another root
 MODEL, WORK, TEXT, PACKAGES = (
     ROOT / name for name in ("model", "work", "calibration.jsonl", "packages")
 )
@@ -24,13 +21,13 @@ _SIXTEEN_BITS = {"bits": 16, "data_type": "float"}
 
 
 def main() -> None:
-    """Quantise, or resume after finished blocks."""
+    """Quantise the model; resume after the finished blocks of an earlier run."""
     # The first process of a container ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
     order = json.loads((WORK / "order.json").read_text())
     set_environment()
-    sys.path.append(str(PACKAGES))  # last: packages of the image take precedence
+    sys.path.append(str(PACKAGES))  # last, so that packages of the image take precedence
     tree = quantise(order)
     versions = {name: version(name) for name in ("auto-round", "torch", "transformers")}
     seconds = round(time.monotonic() - started)
@@ -89,7 +86,7 @@ def quantise(order: dict[str, Any]) -> Path:
 def read_calibration(order: dict[str, Any]) -> list[dict[str, Any]]:
     """Return batches of token sequences of equal length from the calibration text.
 
-    AutoRound's own reader fails in a container without a network.
+    AutoRound's reader needs a network, which the container lacks.
     """
     import torch
     from transformers import AutoTokenizer
@@ -99,8 +96,8 @@ def read_calibration(order: dict[str, Any]) -> list[dict[str, Any]]:
     tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
     needed = order["nsamples"] * order["seqlen"]
     if len(tokens) < needed:
-        sys.exit(f"the calibration text is too short: {len(tokens)} tokens, needed: {needed}")
-    # Spread over the text, because similar texts are often adjacent.
+        sys.exit(f"the calibration text has {len(tokens)} tokens, but {needed} are required")
+    # Distributed over the text, because adjacent texts are often similar.
     length = order["seqlen"]
     starts = [index * (len(tokens) - length) // order["nsamples"]
               for index in range(order["nsamples"])]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Read a local checkpoint directory: shards, index and configuration."""
+"""Read a checkpoint directory: shards, index and configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spark_checkpoint.storage import read_buffers
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
-# Some exporters repeat quantization_config here.
+# Some exporters also write quantization_config to this file.
 QUANTIZATION_NAME = "quantization_config.json"
 
 
@@ -37,8 +37,8 @@ def read_span(span: Span) -> bytes:
 class Checkpoint:
     """Headers of all shards of a directory.
 
-    ``owner`` maps names to shards. The last copy in natural order of file names is valid: the
-    engine loads files in that order.
+    ``owner`` maps tensors to shards. If several shards have a tensor, the last shard in natural
+    order is the owner, because the engine loads files in that order.
     """
 
     directory: Path
@@ -50,7 +50,7 @@ class Checkpoint:
         return self.shards[self.owner[name]].tensors[name]
 
     def span(self, name: str, shard: str | None = None) -> Span:
-        """Return the location of the valid copy, or of the copy in ``shard``."""
+        """Return where a tensor is stored, by default in the owner."""
         shard = shard or self.owner[name]
         header = self.shards[shard]
         size_bytes = header.tensors[name].size_bytes
@@ -63,7 +63,7 @@ def natural_sort_key(name: str) -> list[str | int]:
 
 @contextmanager
 def disabled_garbage_collection() -> Iterator[None]:
-    """Disable the collector, which would scan a million live objects."""
+    """Disable garbage collection, which would scan a million live objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,13 +74,17 @@ def disabled_garbage_collection() -> Iterator[None]:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Return the relative paths of all files except the receipt and ``.cache``."""
-    paths = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
-    return sorted(str(p) for p in paths if ".cache" not in p.parts and str(p) != RECEIPT_NAME)
+    """Return the relative paths of all files except the receipt and those in ``.cache``."""
+    names = []
+    for path in directory.rglob("*"):
+        relative = path.relative_to(directory)
+        if path.is_file() and ".cache" not in relative.parts and str(relative) != RECEIPT_NAME:
+            names.append(str(relative))
+    return sorted(names)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read all headers and the index; refuse contradictions."""
+    """Read all headers and the index; raise ValidationError if they contradict each other."""
     if not directory.is_dir():
         raise InputError(str(directory), "is not a directory", "download the source first")
     names = sorted((path.name for path in directory.glob("*.safetensors")), key=natural_sort_key)
@@ -89,17 +93,17 @@ def read_checkpoint(directory: Path) -> Checkpoint:
             str(directory), "has no .safetensors file", "download the source again"
         )
     with disabled_garbage_collection():
-        # First, to save memory: the text of a large index is 40 MB.
+        # Before the headers, to save memory: the text of a large index is 40 MB.
         index = read_index(directory)
-        known = {name: name for name in index or ()}
-        shards = {name: read_header(directory / name, known) for name in names}
+        interned = {name: name for name in index or ()}
+        shards = {name: read_header(directory / name, interned) for name in names}
     return checkpoint_from_headers(directory, shards, index)
 
 
 def checkpoint_from_headers(
     directory: Path, shards: dict[str, Header], index: Mapping[str, str] | None
 ) -> Checkpoint:
-    """Build a Checkpoint from shard headers, given in natural sort order of file name."""
+    """Return a Checkpoint; ``shards`` must be in natural order of file names."""
     owner: dict[str, str] = {}
     copies: dict[str, list[str]] = {}
     for shard, header in shards.items():
@@ -110,13 +114,14 @@ def checkpoint_from_headers(
     if index is not None:
         _check_index(str(directory / INDEX_NAME), index, shards)
     for name, files in copies.items():
-        if len({shards[file].tensors[name][:2] for file in files}) > 1:
+        if len({shards[file].tensors[name].dtype_and_shape for file in files}) > 1:
             raise ValidationError(
                 str(directory),
                 f"{name} is in {', '.join(files)} with different dtypes or shapes",
                 "use another commit of the base",
             )
-    return Checkpoint(directory, shards, owner, {n: tuple(files) for n, files in copies.items()})
+    duplicates = {name: tuple(files) for name, files in copies.items()}
+    return Checkpoint(directory, shards, owner, duplicates)
 
 
 def _check_index(where: str, index: Mapping[str, str], shards: dict[str, Header]) -> None:
@@ -134,9 +139,11 @@ def _check_index(where: str, index: Mapping[str, str], shards: dict[str, Header]
 
 
 def read_index(directory: Path) -> dict[str, str] | None:
-    """Return tensor name → shard from the index; None without an index."""
+    """Return the shard of each tensor, or None if the directory has no index."""
     path = directory / INDEX_NAME
-    return parse_weight_map(_read(path), str(path), "download it again") if path.exists() else None
+    if not path.exists():
+        return None
+    return parse_weight_map(_read(path), str(path), "download it again")
 
 
 def read_config(directory: Path) -> dict[str, Any]:

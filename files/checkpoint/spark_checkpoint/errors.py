@@ -1,4 +1,4 @@
-"""Errors of the checkpoint builder, with exit codes."""
+"""Errors of the checkpoint builder with their exit codes."""
 
 from __future__ import annotations
 

@@ -15,17 +15,17 @@ from spark_contract.files import name_file_in_errors
 
 from spark_checkpoint.errors import HeaderError, ValidationError
 
-_KEY = "weight_map"
+_WEIGHT_MAP = "weight_map"
 _SPACE = rb"[ \t\n\r]*"
 _STRING = _SPACE + rb'"([^"\\\x00-\x1f]*)"' + _SPACE
-_MAP = re.compile(rb'"weight_map"' + _SPACE + b":" + _SPACE + rb"\{")
-_PAIR = re.compile(_STRING + b":" + _STRING + rb"([,}])")
+_WEIGHT_MAP_START = re.compile(rb'"weight_map"' + _SPACE + b":" + _SPACE + rb"\{")
+_WEIGHT_MAP_ENTRY = re.compile(_STRING + b":" + _STRING + rb"([,}])")
 
 
 def parse_weight_map(
     raw: bytes, where: str, fix: str, keep: Callable[[str], bool] = lambda name: True
 ) -> dict[str, str]:
-    """Return tensor name → file from an index, for the names to keep."""
+    """Return the file of each tensor from an index, for names that satisfy ``keep``."""
     try:
         names = _scan_weight_map(raw, keep)
         if names is not None:
@@ -33,50 +33,51 @@ def parse_weight_map(
         document = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValidationError(where, f"is not JSON ({error})", fix) from error
-    names = document.get(_KEY) if isinstance(document, dict) else None
+    names = document.get(_WEIGHT_MAP) if isinstance(document, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise ValidationError(where, "has no weight_map of names to files", fix)
     return {name: file for name, file in names.items() if keep(name)}
 
 
 def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] | None:
-    """Read the map with a regular expression; return None if it needs the JSON parser.
+    """Read the map with regular expressions, or return None if it needs the JSON parser.
 
-    This saves memory: an index has up to 280,000 names. The rest of the document is parsed with a
-    marker in place of the map, to check that the map is at the top level.
+    This saves memory, because an index has up to 280,000 names. Afterwards the document is parsed
+    with the constant NaN in place of the map, to check that the map is at the top level.
     """
-    start = _MAP.search(raw)
+    start = _WEIGHT_MAP_START.search(raw)
     if start is None:
         return None
     names: dict[str, str] = {}
     files: dict[bytes, str] = {}
     position, separator = start.end(), b","
     while separator == b",":
-        pair = _PAIR.match(raw, position)
-        if pair is None:
+        entry = _WEIGHT_MAP_ENTRY.match(raw, position)
+        if entry is None:
             return None
-        name, separator, position = pair[1].decode("utf-8"), pair[3], pair.end()
+        name, separator, position = entry[1].decode("utf-8"), entry[3], entry.end()
         if keep(name):
-            file = files.get(pair[2])
-            names[name] = file or files.setdefault(pair[2], pair[2].decode("utf-8"))
-    marker, constants = object(), []
+            file = files.get(entry[2])  # a single object per file saves memory
+            names[name] = file or files.setdefault(entry[2], entry[2].decode("utf-8"))
+    marker = object()
+    constants = []
 
     def replace_constant(constant: str) -> object:
         constants.append(constant)
         return marker
 
-    around = raw[: start.end() - 1] + b"NaN" + raw[position:]
-    rest: Any = json.loads(around.decode("utf-8"), parse_constant=replace_constant)
-    is_top_level = isinstance(rest, dict) and rest.get(_KEY) is marker and len(constants) == 1
-    return names if is_top_level else None
+    without_map = raw[: start.end() - 1] + b"NaN" + raw[position:]
+    document: Any = json.loads(without_map.decode("utf-8"), parse_constant=replace_constant)
+    is_top_level = isinstance(document, dict) and document.get(_WEIGHT_MAP) is marker
+    return names if is_top_level and len(constants) == 1 else None
 
 
-# safetensors 0.8: 8 bytes little-endian length N, N bytes of JSON that starts with ``{``, then a
-# buffer without holes. Offsets count from that buffer.
+# Format of safetensors 0.8: the length N in 8 bytes (little-endian), N bytes of JSON that starts
+# with ``{``, and a buffer without holes. Offsets are relative to the start of the buffer.
 
 HEADER_LIMIT_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
-# The reference reader refuses overflow of 64 bits.
+# The reference reader rejects numbers that overflow 64 bits.
 _COUNT_LIMIT = 1 << 64
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _SHAPE = re.compile(r"\[(\d+(, \d+)*)?\]")
@@ -105,9 +106,13 @@ class Tensor(NamedTuple):
     def size_bytes(self) -> int:
         return self.end - self.begin
 
+    @property
+    def dtype_and_shape(self) -> tuple[str, tuple[int, ...]]:
+        return self.dtype, self.shape
+
 
 class Header(NamedTuple):
-    """A checked header; ``tensors`` are in buffer order."""
+    """A validated header; ``tensors`` are in buffer order."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -119,82 +124,82 @@ class Header(NamedTuple):
 
 
 def header_json_bytes(first: bytes, file_bytes: int, where: str) -> int:
-    """Return the length of the JSON from the first 8 bytes of a file of ``file_bytes``."""
+    """Return the length of the JSON, from the first 8 bytes of a file of ``file_bytes``."""
     if len(first) < 8 or file_bytes < 8:
-        _refuse(where, f"only {file_bytes} bytes long, too short for a header")
+        _reject(where, f"is only {file_bytes} bytes long, too short for a header")
     length = int.from_bytes(first[:8], "little")
     if length > HEADER_LIMIT_BYTES:
-        _refuse(where, f"header of {length} bytes is above the limit of {HEADER_LIMIT_BYTES}")
+        _reject(where, f"header of {length} bytes exceeds the limit of {HEADER_LIMIT_BYTES}")
     if 8 + length > file_bytes:
-        _refuse(where, f"header needs {length} bytes but the file ends at byte {file_bytes}")
+        _reject(where, f"header needs {length} bytes but the file ends at byte {file_bytes}")
     return length
 
 
 def parse_header(
-    raw: bytes, file_bytes: int, where: str, known: Mapping[str, str] | None = None
+    raw: bytes, file_bytes: int, where: str, interned: Mapping[str, str] | None = None
 ) -> Header:
-    """Check the JSON part ``raw`` of a file of ``file_bytes`` bytes and return the header.
+    """Validate the JSON part ``raw`` of a file of ``file_bytes`` and return the header.
 
-    Names in ``known`` are replaced by those string objects, to save memory.
+    Names are replaced by equal string objects of ``interned``, to save memory.
     """
     document = _parse_json(raw, where)
     metadata = document.pop(METADATA_KEY, None)
     if metadata is None:
         metadata = {}
     elif not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        _refuse(where, f"{METADATA_KEY} must map text to text")
-    shared: Mapping[str, str] = known or {}
+        _reject(where, f"{METADATA_KEY} must map text to text")
+    interned = interned or {}
     entries = [
-        (shared.get(name, name), _parse_tensor(name, entry, where))
+        (interned.get(name, name), _parse_tensor(name, entry, where))
         for name, entry in document.items()
     ]
     entries.sort(key=lambda entry: (entry[1].begin, entry[1].end))
     position = 0
     for name, tensor in entries:
         if tensor.begin != position:
-            kind = "overlaps the tensor before it" if tensor.begin < position else "leaves a hole"
-            _refuse(where, f"tensor {name!r} {kind}: begins at {tensor.begin}, not {position}")
+            kind = "overlaps the previous tensor" if tensor.begin < position else "leaves a hole"
+            _reject(where, f"tensor {name!r} {kind}: begins at {tensor.begin}, not {position}")
         position = tensor.end
     data_start = 8 + len(raw)
     if data_start + position != file_bytes:
-        _refuse(where, f"tensors end at byte {data_start + position} of {file_bytes}")
+        _reject(where, f"tensors end at byte {data_start + position} of {file_bytes}")
     return Header(dict(entries), metadata, data_start, position)
 
 
-def read_header(path: Path, known: Mapping[str, str] | None = None) -> Header:
+def read_header(path: Path, interned: Mapping[str, str] | None = None) -> Header:
     with path.open("rb") as file, name_file_in_errors(file.fileno()):
         size = os.fstat(file.fileno()).st_size
         length = header_json_bytes(file.read(8), size, str(path))
         raw = file.read(length)
     if len(raw) != length:
-        _refuse(str(path), "was truncated while it was read")
-    return parse_header(raw, size, str(path), known)
+        _reject(str(path), "was truncated while it was read")
+    return parse_header(raw, size, str(path), interned)
 
 
 def format_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Return length and JSON for ``(name, dtype, shape)`` in buffer order.
+    """Return the bytes of a header; ``tensors`` are (name, dtype, shape) in buffer order.
 
-    Spaces align the buffer to 8 bytes, as GPU loaders prefer.
+    The JSON is padded so that the buffer is aligned to 8 bytes, which GPU loaders prefer.
     """
     document: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
     position = 0
     for name, dtype, shape in tensors:
         if name in document:
-            _refuse("new header", f"tensor {name!r} would be written twice")
+            _reject("new header", f"tensor {name!r} would be written twice")
         end = position + tensor_bytes(dtype, shape)
         document[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     raw = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
     if len(raw) > HEADER_LIMIT_BYTES:
-        _refuse("new header", f"{len(raw)} bytes is above the limit of {HEADER_LIMIT_BYTES}")
+        _reject("new header", f"{len(raw)} bytes exceed the limit of {HEADER_LIMIT_BYTES}")
     return len(raw).to_bytes(8, "little") + raw
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the size; ``ValueError`` if it is fractional or overflows 64 bits."""
+    """Return the size; raise ValueError if it is fractional or overflows 64 bits."""
     bits = DTYPE_BITS[dtype]
     count = 1
     for length in shape:
@@ -208,15 +213,15 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return count * bits // 8
 
 
-def _refuse(where: str, what: str) -> NoReturn:
+def _reject(where: str, what: str) -> NoReturn:
     raise HeaderError(where, what, "download the file again: it is damaged or not safetensors")
 
 
 def _parse_json(raw: bytes, where: str) -> dict[str, Any]:
     if raw[:1] != b"{":
-        _refuse(where, "header does not start with '{'")
+        _reject(where, "header does not start with '{'")
 
-    def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
             [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -225,42 +230,47 @@ def _parse_json(raw: bytes, where: str) -> dict[str, Any]:
 
     try:
         document: dict[str, Any] = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=refuse_repeated_keys
+            raw.decode("utf-8"), object_pairs_hook=reject_repeated_keys
         )
     except UnicodeDecodeError as error:
-        _refuse(where, f"header is not UTF-8 at byte {8 + error.start}")
+        _reject(where, f"header is not UTF-8 at byte {8 + error.start}")
     except RecursionError:
-        _refuse(where, "header is nested too deeply")
+        _reject(where, "header is nested too deeply")
     except ValueError as error:
-        _refuse(where, f"header is not valid JSON: {error}")
+        _reject(where, f"header is not valid JSON: {error}")
     return document
 
 
 def _parse_tensor(name: str, entry: Any, where: str) -> Tensor:
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        _refuse(where, f"tensor {name!r} must have exactly dtype, shape and data_offsets")
+        _reject(where, f"tensor {name!r} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        _refuse(where, f"tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
+        _reject(where, f"tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list):
-        _refuse(where, f"tensor {name!r} has the bad shape {str(shape)[:60]}")
-    begin, end = offsets if isinstance(offsets, list) and len(offsets) == 2 else (-1, -1)
-    if type(begin) is not int or type(end) is not int or not 0 <= begin < _COUNT_LIMIT > end >= 0:
-        _refuse(where, f"tensor {name!r} has bad data_offsets {str(offsets)[:60]}")
+        _reject(where, f"tensor {name!r} has the bad shape {str(shape)[:60]}")
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(type(offset) is int and 0 <= offset < _COUNT_LIMIT for offset in offsets)
+    ):
+        _reject(where, f"tensor {name!r} has bad data_offsets {str(offsets)[:60]}")
+    begin, end = offsets
     try:
         dtype, shape, size = _parse_shape(dtype, str(shape))
     except ValueError as error:
-        _refuse(where, f"tensor {name!r} {error}")
+        _reject(where, f"tensor {name!r} {error}")
     if end - begin != size:
-        _refuse(where, f"tensor {name!r} spans {end - begin} bytes but its shape needs {size}")
+        _reject(where, f"tensor {name!r} spans {end - begin} bytes but its shape needs {size}")
     return Tensor(dtype, shape, begin, end)
 
 
 @lru_cache(maxsize=4096)
 def _parse_shape(dtype: str, shape_text: str) -> tuple[str, tuple[int, ...], int]:
-    """Return dtype, shape and bytes; ``shape_text`` is the printed list.
+    """Return dtype, shape and size in bytes.
 
-    Cached, because a model repeats few shapes. The text distinguishes 1 from true and 1.0.
+    The cache works because a model has few different shapes. As text, because the cache would treat
+    true and 1.0 like 1.
     """
     if not _SHAPE.fullmatch(shape_text):
         raise ValueError(f"has the bad shape {shape_text[:60]}")

@@ -1,4 +1,4 @@
-"""Describe the content of a checkpoint directory or repository by headers."""
+"""Describe a checkpoint directory or repository, from headers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,13 +30,13 @@ from spark_checkpoint.directory import (
 from spark_checkpoint.errors import InputError, ValidationError
 from spark_checkpoint.headers import Header, Tensor, read_header
 from spark_checkpoint.sources.donor import RepositoryFiles
-from spark_checkpoint.tensor_sets import FP8, MTP_PREFIX, SCALE, summarize_names
+from spark_checkpoint.tensor_sets import FP8, MTP_PREFIX, SCALE, scale_name, summarize_names
 from spark_checkpoint.verify import load_receipt
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _REPOSITORY = re.compile(r"([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(?:@([A-Za-z0-9._-]+))?")
 _LISTING_BYTES = 64 << 20
-_DOCUMENT_BYTES = 8 << 20  # several times the largest known
+_DOCUMENT_BYTES = 8 << 20  # several times the largest known document
 _SHARD_LIMIT = 4096
 
 
@@ -59,9 +59,9 @@ def open_checkpoint(
     leave_out: Sequence[str] = (),
     documents: Sequence[str] = (CONFIG_NAME,),
 ) -> InspectedCheckpoint:
-    """Read a directory, or the headers of a repository ``org/name[@revision]``.
+    """Read the headers of a directory or of a repository ``org/name[@revision]``.
 
-    ``leave_out`` are shell patterns of files to skip; ``documents`` are JSON files to read.
+    ``leave_out`` are shell patterns of files to ignore; ``documents`` are JSON files to read.
     """
     directory = Path(place)
     if directory.is_dir():
@@ -78,13 +78,13 @@ def open_checkpoint(
         raw = files.client.read_whole(url, limit_bytes)
         return parse_object(raw, url, "check the repository")
 
-    about = f"{hub}/api/models/{name}/revision/{revision}?blobs=true"
-    listing = read_object(about, _LISTING_BYTES)
+    listing_url = f"{hub}/api/models/{name}/revision/{revision}?blobs=true"
+    listing = read_object(listing_url, _LISTING_BYTES)
     commit = str(listing.get("sha"))
     if not re.fullmatch(COMMIT, commit):
-        problem = f"has the invalid commit {commit[:60]!r} in the hub's answer"
-        raise ValidationError(name, problem, "check the endpoint: this is not a hub")
-    # By commit, because a push would mix two revisions.
+        problem = f"has the invalid commit {commit[:60]!r} in the hub's response"
+        raise ValidationError(name, problem, "set the endpoint to a Hugging Face hub")
+    # Read by commit, because a push in between would mix two revisions.
     files = RepositoryFiles(f"{hub}/{name}/resolve/{commit}/", transfer)
     present = {
         path: size
@@ -119,7 +119,8 @@ def _open_directory(directory: Path) -> InspectedCheckpoint:
         fix = "name the directory of a model"
         raise ValidationError(str(directory), "has no .safetensors file", fix)
     config = directory / CONFIG_NAME
-    receipt, summary = load_receipt(directory), "none"
+    summary = "none"
+    receipt = load_receipt(directory)
     if receipt is not None:
         name = receipt.name if isinstance(receipt, SourceReceipt) else receipt.plan.name
         summary = f"{receipt.kind} {name} digest {receipt.digest[:12]} of {receipt.written_at}"
@@ -134,22 +135,20 @@ def _open_directory(directory: Path) -> InspectedCheckpoint:
 
 
 def _parse_listing(listing: Mapping[str, Any], name: str) -> dict[str, int | None]:
+    """Return the size of each file, or None if the hub does not report it."""
+    sizes: dict[str, int | None] = {}
     siblings = listing.get("siblings")
-    if isinstance(siblings, list):
-        items = [item for item in siblings if isinstance(item, dict)]
-        sizes = {
-            item["rfilename"]: item["size"] if type(item.get("size")) is int else None
-            for item in items
-            if isinstance(item.get("rfilename"), str)
-        }
-        if len(sizes) == len(siblings):
-            return sizes
-    raise ValidationError(
-        name, "the hub's answer contains no list of files", "check the endpoint and the repository"
-    )
+    for item in siblings if isinstance(siblings, list) else ():
+        if isinstance(item, dict) and isinstance(item.get("rfilename"), str):
+            size = item.get("size")
+            sizes[item["rfilename"]] = size if type(size) is int else None
+    if not isinstance(siblings, list) or len(sizes) != len(siblings):
+        problem = "the hub's response contains no valid list of files"
+        raise ValidationError(name, problem, "check the endpoint and the repository")
+    return sizes
 
 
-# The first match in a tensor name decides the part of the model.
+# The part of the model that a tensor belongs to; the first match counts.
 _PART_PATTERNS = {
     "drafter": re.compile(r"(^|\.)mtp(_block)?\."),
     "vision": re.compile(
@@ -160,45 +159,52 @@ _PART_PATTERNS = {
 
 
 def describe(subject: InspectedCheckpoint) -> RepositoryDescription:
-    """Return the content of headers and documents, for files in the index."""
+    """Summarise headers and documents; only files in the index count."""
     loaded = set(subject.index.values()) if subject.index else set(subject.shards)
     if missing := sorted(loaded - subject.shards.keys()):
         problem = f"its index names {len(missing)} missing files, first {missing[0][:60]!r}"
-        fix = "use another commit, because no engine can load this one"
+        fix = "use another commit: no engine can load this one"
         raise ValidationError(subject.place, problem, fix)
     shards = {name: header for name, header in subject.shards.items() if name in loaded}
-    anatomy = summarise_headers(shards, None)
+    summary = summarise_headers(shards, None)
     drafter_layer = _first_drafter_layer(subject.config)
     parts: dict[str, Counter[str]] = {part: Counter() for part in ("text", *_PART_PATTERNS)}
-    for name, tensor in anatomy.names.items():
-        layer = re.search(r"(^|\.)layers\.(\d{1,6})\.", name)
-        part = next(
-            (part for part, pattern in _PART_PATTERNS.items() if pattern.search(name)), "text"
-        )
-        if drafter_layer is not None and layer and int(layer[2]) >= drafter_layer:
-            part = "drafter"
+    for name, tensor in summary.names.items():
+        part = _part_of(name, drafter_layer)
         parts[part][tensor.dtype] += tensor.size_bytes
     return RepositoryDescription(
         commit=subject.place.rpartition("@")[2],
         parts={part: dict(sorted(sizes.items())) for part, sizes in parts.items()},
-        tensors=len(anatomy.names),
-        repeats_names=bool(anatomy.duplicates),
+        tensors=len(summary.names),
+        repeats_names=bool(summary.duplicates),
         files=dict(sorted(subject.files.items())),
         documents={path: dict(content) for path, content in subject.documents.items()},
     )
 
 
+def _part_of(name: str, drafter_layer: int | None) -> str:
+    layer = re.search(r"(^|\.)layers\.(\d{1,6})\.", name)
+    if drafter_layer is not None and layer and int(layer[2]) >= drafter_layer:
+        return "drafter"
+    return next((part for part, pattern in _PART_PATTERNS.items() if pattern.search(name)), "text")
+
+
 def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
-    """Return the first drafter layer of models that append it, such as DeepSeek and GLM."""
+    """Return the number of the first drafter layer, if it follows those of the model.
+
+    This is the case in DeepSeek and GLM.
+    """
     text = config.get("text_config")
-    numbers = {**config, **(text if isinstance(text, dict) else {})}
-    layers, drafts = (numbers.get(k) for k in ("num_hidden_layers", "num_nextn_predict_layers"))
-    return layers if type(layers) is int and type(drafts) is int and drafts > 0 else None
+    values = {**config, **(text if isinstance(text, dict) else {})}
+    layers = values.get("num_hidden_layers")
+    drafter_layers = values.get("num_nextn_predict_layers")
+    has_drafter = type(drafter_layers) is int and drafter_layers > 0
+    return layers if type(layers) is int and has_drafter else None
 
 
 _LAYER = re.compile(r"^model\.language_model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# The first match in a tensor name decides the group.
+# The group that a tensor belongs to; the first match counts.
 _GROUP_PATTERNS = {
     "MTP experts": r"^mtp\..*\.experts\.",
     "MTP other": r"^mtp\.",
@@ -215,14 +221,14 @@ _GROUP_PATTERNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
-    names: dict[str, Tensor]  # the valid copies
+class Summary:
+    names: dict[str, Tensor]  # the copies that an engine uses
     stored_bytes: int  # of all copies
     tensors: Counter[tuple[str, str]]  # by group and dtype
     sizes_bytes: Counter[tuple[str, str]]
-    duplicates: list[str]
-    unindexed: list[str]
-    unknown_to_shards: list[str]
+    duplicates: list[str]  # in several shards
+    unindexed: list[str]  # in a shard only
+    unknown_to_shards: list[str]  # in the index only
     layers: int
     linear_layers: int
     experts: int
@@ -230,8 +236,8 @@ class Anatomy:
     mtp: int
 
 
-def summarise_headers(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> Anatomy:
-    """Summarise headers; report contradictions instead of refusing them."""
+def summarise_headers(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> Summary:
+    """Summarise headers; contradictions are reported, not rejected."""
     copies: dict[str, list[str]] = {}
     for shard in sorted(shards, key=natural_sort_key):
         for name in shards[shard].tensors:
@@ -240,9 +246,8 @@ def summarise_headers(shards: Mapping[str, Header], index: Mapping[str, str] | N
     tensors: Counter[tuple[str, str]] = Counter()
     sizes_bytes: Counter[tuple[str, str]] = Counter()
     for name, tensor in names.items():
-        group = next(
-            (g for g, pattern in _GROUP_PATTERNS.items() if re.search(pattern, name)), "other"
-        )
+        matching = (group for group, form in _GROUP_PATTERNS.items() if re.search(form, name))
+        group = next(matching, "other")
         tensors[group, tensor.dtype] += 1
         sizes_bytes[group, tensor.dtype] += tensor.size_bytes
     if index is None:
@@ -251,14 +256,18 @@ def summarise_headers(shards: Mapping[str, Header], index: Mapping[str, str] | N
     replaced |= {"lm_head.weight"} if "lm_head.qweight" in replaced else set()
     layers = [(match[1], name) for name in names if (match := _LAYER.match(name))]
     norm = names.get("model.language_model.norm.weight")
-    return Anatomy(
+    return Summary(
         names=names,
-        stored_bytes=sum(t.size_bytes for h in shards.values() for t in h.tensors.values()),
+        stored_bytes=sum(
+            tensor.size_bytes for header in shards.values() for tensor in header.tensors.values()
+        ),
         tensors=tensors,
         sizes_bytes=sizes_bytes,
         duplicates=[name for name, files in copies.items() if len(files) > 1],
         unindexed=sorted(copies.keys() - index.keys() - replaced),
-        unknown_to_shards=sorted(n for n, shard in index.items() if shard not in copies.get(n, ())),
+        unknown_to_shards=sorted(
+            name for name, shard in index.items() if shard not in copies.get(name, ())
+        ),
         layers=len({layer for layer, _ in layers}),
         linear_layers=len({layer for layer, name in layers if ".linear_attn." in name}),
         experts=len({expert[1] for _, name in layers if (expert := _EXPERT.search(name))}),
@@ -268,35 +277,35 @@ def summarise_headers(shards: Mapping[str, Header], index: Mapping[str, str] | N
 
 
 def original_name(name: str) -> str:
+    """Remove the suffix of new tensors in an overlay."""
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 
-def name_recipe(anatomy: Anatomy, quant_method: str | None, shard_names: frozenset[str]) -> str:
-    shared = {dtype for group, dtype in anatomy.tensors if group == "shared experts"}
-    experts = {dtype for group, dtype in anatomy.tensors if group == "routed experts"}
+def describe_recipe(summary: Summary, shard_names: Iterable[str]) -> str:
+    shared = {dtype for group, dtype in summary.tensors if group == "shared experts"}
+    experts = {dtype for group, dtype in summary.tensors if group == "routed experts"}
     if OVERLAY_SHARD in shard_names:
-        kind = "hybrid, overlay layout (needs the plugin)"
-    elif "I32" in experts and FP8 in shared:
-        kind = "hybrid, full layout (needs the plugin)"
-    elif "I32" in experts and "I32" in shared:
-        kind = "INT4 with INT8 shared experts (plain auto-round, no plugin)"
-    elif "I32" in experts:
-        kind = "INT4 base"
-    elif FP8 in experts:
-        kind = "FP8 donor"
-    elif experts:
-        kind = f"{'/'.join(sorted(experts))} original"
-    else:
-        kind = "unknown"
-    return f"{kind}, quant_method {quant_method}" if quant_method else kind
+        return "hybrid, overlay layout (needs the plugin)"
+    if "I32" in experts and FP8 in shared:
+        return "hybrid, full layout (needs the plugin)"
+    if "I32" in experts and "I32" in shared:
+        return "INT4 with INT8 shared experts (plain auto-round, no plugin)"
+    if "I32" in experts:
+        return "INT4 base"
+    if FP8 in experts:
+        return "FP8 donor"
+    return f"{'/'.join(sorted(experts))} original" if experts else "unknown"
 
 
-def find_missing_scales(anatomy: Anatomy) -> list[str]:
+def find_missing_scales(summary: Summary) -> list[str]:
+    """Return the FP8 weights without a tensor of block scales."""
     missing = []
-    for name in (name for name, tensor in anatomy.names.items() if tensor.dtype == FP8):
-        scale = name.replace(".weight_fp8", f"{SCALE}_fp8")
-        scale = scale if scale != name else name.removesuffix(".weight") + SCALE
-        if scale not in anatomy.names:
+    for name, tensor in summary.names.items():
+        if name.endswith(".weight_fp8"):  # in an overlay
+            scale = name.replace(".weight_fp8", f"{SCALE}_fp8")
+        else:
+            scale = scale_name(name)
+        if tensor.dtype == FP8 and scale not in summary.names:
             missing.append(name)
     return sorted(missing)
 
@@ -307,36 +316,43 @@ _QUANTIZATION_KEYS = frozenset({"quant_method", "bits", "group_size", "sym", "da
 
 
 def report(subject: InspectedCheckpoint) -> dict[str, Any]:
-    anatomy = summarise_headers(subject.shards, subject.index)
+    summary = summarise_headers(subject.shards, subject.index)
     quantization = subject.config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
-    recipe = name_recipe(anatomy, quantization.get("quant_method"), frozenset(subject.shards))
     shards = subject.shards
+    recipe = describe_recipe(summary, shards)
+    if method := quantization.get("quant_method"):
+        recipe += f", quant_method {method}"
     return {
         "place": subject.place,
         "receipt": subject.receipt,
         "model": subject.config.get("model_type"),
         "recipe": recipe,
         "shards": len(shards),
-        "tensors": len(anatomy.names),
-        "unique_bytes": anatomy.sizes_bytes.total(),
-        "stored_bytes": anatomy.stored_bytes,
-        "layers": anatomy.layers,
-        "linear_layers": anatomy.linear_layers,
-        "experts": anatomy.experts,
-        "hidden": anatomy.hidden,
-        "mtp_tensors": anatomy.mtp,
-        "base_tensors": len(anatomy.names) - anatomy.mtp,
+        "tensors": len(summary.names),
+        "unique_bytes": summary.sizes_bytes.total(),
+        "stored_bytes": summary.stored_bytes,
+        "layers": summary.layers,
+        "linear_layers": summary.linear_layers,
+        "experts": summary.experts,
+        "hidden": summary.hidden,
+        "mtp_tensors": summary.mtp,
+        "base_tensors": len(summary.names) - summary.mtp,
         "groups": [
-            {"group": k[0], "dtype": k[1], "tensors": count, "bytes": anatomy.sizes_bytes[k]}
-            for k, count in sorted(anatomy.tensors.items())
+            {
+                "group": group,
+                "dtype": dtype,
+                "tensors": count,
+                "bytes": summary.sizes_bytes[group, dtype],
+            }
+            for (group, dtype), count in sorted(summary.tensors.items())
         ],
-        "duplicates": len(anatomy.duplicates),
-        "duplicate_groups": summarize_names(anatomy.duplicates),
+        "duplicates": len(summary.duplicates),
+        "duplicate_groups": summarize_names(summary.duplicates),
         "index": "none" if subject.index is None else len(subject.index),
-        "unindexed": summarize_names(anatomy.unindexed),
-        "unknown_to_shards": summarize_names(anatomy.unknown_to_shards),
-        "fp8_weights_without_scales": summarize_names(find_missing_scales(anatomy)),
+        "unindexed": summarize_names(summary.unindexed),
+        "unknown_to_shards": summarize_names(summary.unknown_to_shards),
+        "fp8_weights_without_scales": summarize_names(find_missing_scales(summary)),
         "block_name_to_quantize": quantization.get("block_name_to_quantize"),
         "quantization": {
             key: value
@@ -344,8 +360,12 @@ def report(subject: InspectedCheckpoint) -> dict[str, Any]:
             if key in _QUANTIZATION_KEYS and isinstance(value, str | int | float)
         },
         "files": [
-            {"path": p, "bytes": size, "tensors": len(shards[p].tensors) if p in shards else None}
-            for p, size in sorted(subject.files.items())
+            {
+                "path": path,
+                "bytes": size,
+                "tensors": len(shards[path].tensors) if path in shards else None,
+            }
+            for path, size in sorted(subject.files.items())
         ],
     }
 
@@ -372,7 +392,7 @@ def format_report(data: Mapping[str, Any]) -> str:
         for row in data["groups"]
     ]
     warnings = {
-        "duplicate_groups": "in several shards (the last is valid)",
+        "duplicate_groups": "in several shards (the last one counts)",
         "unindexed": "in a shard but not in the index: the engine may skip the file",
         "unknown_to_shards": "in the index but not in that shard",
         "fp8_weights_without_scales": "FP8 weights without block scales",
@@ -381,11 +401,12 @@ def format_report(data: Mapping[str, Any]) -> str:
     lines += ["", *problems] if problems else []
     lines += ["", f"  {'file':<50}{'tensors':>10}{'bytes':>18}"]
     for row in data["files"]:
-        counts = ["-" if n is None else n for n in (row["tensors"], row["bytes"])]
-        lines.append(f"  {row['path']:<50}{counts[0]:>10}{counts[1]:>18}")
+        tensors, size = ("-" if row[key] is None else row[key] for key in ("tensors", "bytes"))
+        lines.append(f"  {row['path']:<50}{tensors:>10}{size:>18}")
     if data.get("against"):
         lines += ["", f"  {'compared with':<24}{'as':<10}"]
         for row in sorted(data["against"], key=lambda row: not row["fits"]):
-            result = f"{'fits: ' if row['fits'] else 'no: '}{row['why'].split(' (')[0]}"
+            verdict = "fits" if row["fits"] else "no"
+            result = f"{verdict}: {row['why'].split(' (')[0]}"
             lines.append(f"  {row['plan']:<24}{row['part']:<10}{result}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Convert tensor bytes to numbers and back: BF16, e4m3 with block scales, packed INT8 and INT4.
 
-e4m3 is safetensors' F8_E4M3: exponent bias 7, largest value 448, no infinities, 0x7F and 0xFF are
-NaN (OCP 8-bit floating point, revision 1.0). All platforms produce the same bytes.
+e4m3 is F8_E4M3 of safetensors (OCP 8-bit floating point, revision 1.0): exponent bias 7, maximum
+448, no infinities; 0x7F and 0xFF are NaN. The results are identical on all platforms.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ Words = NDArray[np.uint16]
 Codes = NDArray[np.uint8]
 
 E4M3_MAX = 448.0
+_NUMPY_DTYPES = {"F16": "<f2", "F32": "<f4"}
 
 
 def to_floats(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Floats:
     if dtype == "BF16":
-        values = from_bf16_bits(np.frombuffer(raw, "<u2"))
-    elif dtype in ("F16", "F32"):
-        values = np.frombuffer(raw, "<f2" if dtype == "F16" else "<f4").astype(np.float32)
-    else:
+        return from_bf16_bits(np.frombuffer(raw, "<u2")).reshape(shape)
+    if dtype not in _NUMPY_DTYPES:
         fix = "use a checkpoint with BF16, F16 or F32 weights"
-        raise ValidationError("tensor", f"has dtype {dtype}, not a float of 16 or 32 bits", fix)
-    return values.reshape(shape)
+        raise ValidationError("tensor", f"has dtype {dtype}, expected BF16, F16 or F32", fix)
+    return np.frombuffer(raw, _NUMPY_DTYPES[dtype]).astype(np.float32).reshape(shape)
 
 
 def bf16_bits(values: Floats) -> Words:
-    """Round float32 to BF16 bits, to nearest, ties to even."""
+    """Round float32 values to the nearest BF16 (ties to even); return the bits."""
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
     return rounded.astype("<u2")
@@ -65,25 +64,25 @@ def from_e4m3(codes: Codes) -> Floats:
 
 
 def to_e4m3(values: Floats) -> Codes:
-    """Round float32 of magnitude up to 448 to e4m3 codes, to nearest, ties to even."""
+    """Round float32 values of up to ±448 to the nearest e4m3 codes, ties to even."""
     bits = values.view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     # Keep 3 mantissa bits; float32 has bias 127, e4m3 has 7.
     rounded = (magnitude + np.uint32(0x7FFFF) + ((magnitude >> 20) & 1)) >> 20
     normal = np.minimum(rounded.astype(np.int32) - ((127 - 7) << 3), 0x7E)
-    small = np.rint(np.abs(values) * np.float32(512)).astype(np.int32)
-    codes = np.where(np.abs(values) < np.float32(2.0**-6), small, normal).astype(np.uint8)
+    subnormal = np.rint(np.abs(values) * np.float32(512)).astype(np.int32)
+    codes = np.where(np.abs(values) < np.float32(2.0**-6), subnormal, normal).astype(np.uint8)
     return codes | (bits >> 24).astype(np.uint8) & np.uint8(0x80)
 
 
 def repeat_scales(scales: Floats, shape: tuple[int, int], block: tuple[int, int]) -> Floats:
-    """Repeat block scales for each element of a ``shape`` matrix."""
+    """Return the scale of each element of a matrix with this shape."""
     rows = np.repeat(scales, block[0], axis=0)[: shape[0]]
     return np.repeat(rows, block[1], axis=1)[:, : shape[1]]
 
 
 def dequantise(codes: Codes, scales: Floats, block: tuple[int, int]) -> Floats:
-    """Return FP8 block weights as float32: code value times block scale."""
+    """Return FP8 weights as float32: value of the code times scale of the block."""
     result: Floats = from_e4m3(codes)
     result *= repeat_scales(scales, (codes.shape[0], codes.shape[1]), block)
     return result
@@ -96,35 +95,35 @@ def reduce_blocks(function: np.ufunc, values: Floats, block: tuple[int, int]) ->
 
 
 def quantise_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Words]:
-    """Return e4m3 codes and BF16 scale bits.
+    """Return e4m3 codes, and scales as BF16 bits.
 
-    Codes use the stored scale, so rounding it adds no error.
+    Codes are computed with the rounded scale, so that rounding the scale adds no error.
     """
+    limit = np.float32(E4M3_MAX)
     largest = reduce_blocks(np.maximum, np.abs(weights), block)
-    scales = bf16_bits(np.where(largest > 0, largest / np.float32(E4M3_MAX), np.float32(1)))
-    stored = repeat_scales(from_bf16_bits(scales), (weights.shape[0], weights.shape[1]), block)
-    scaled = np.clip(weights / stored, -np.float32(E4M3_MAX), np.float32(E4M3_MAX))
-    return to_e4m3(scaled), scales
+    scale_bits = bf16_bits(np.where(largest > 0, largest / limit, np.float32(1)))
+    scales = repeat_scales(from_bf16_bits(scale_bits), (weights.shape[0], weights.shape[1]), block)
+    return to_e4m3(np.clip(weights / scales, -limit, limit)), scale_bits
 
 
-# Packed weight ``[out, in]`` with ``pack = 32 / bits`` codes in a word: ``qweight`` I32 ``[in /
-# pack, out]`` has ``code + 2 ** (bits - 1)``, lowest bits first along the input; ``scales`` BF16
-# ``[in / group, out]``; ``qzeros`` I32 ``[in / group, out / pack]`` is required by the loader but
-# unused for symmetric quantisation (vLLM 0.33 ``uint4b8``, ``uint8b128``; GPTQ stores zero point
-# minus one).
+# A packed weight ``[out, in]`` has ``pack = 32 / bits`` codes in a word and consists of
+# - ``qweight``, I32 ``[in / pack, out]``: ``code + 2 ** (bits - 1)``, lowest bits first;
+# - ``scales``, BF16 ``[in / group, out]``;
+# - ``qzeros``, I32 ``[in / group, out / pack]``: zero point minus one, as in GPTQ; required by the
+#   loader of vLLM 0.33, but unused for symmetric quantisation (``uint4b8``, ``uint8b128``).
 GROUP = 128
 WORD_BITS = 32
-# Rounding to 16 levels in groups of 128 changes a weight by about 0.1 (root mean square); another
-# weight differs by more than 1.
+# Maximum relative error: rounding to INT4 in groups of 128 causes about 0.1, and comparing with the
+# wrong weight more than 1.
 INT4_LIMIT = 0.25
 ZERO_POINT_BYTES = {4: 0x77, 8: 0x7F}
-# Steps on the BF16 grid around largest / 127 or / 7; the first best step wins. Beyond the last one
-# clipping cost more than the finer grid gained (INT8: always; INT4: for normal distributions).
+# Candidate scales, in BF16 steps from largest / 127 or largest / 7; the first of equal candidates
+# wins. Smaller scales clip more than they gain (INT8: always; INT4: for normal distributions).
 _STEPS = {4: tuple(range(0, -64, -8)), 8: (0, 1, -1, -2, -3, -4, -5, -6)}
 
 
 class PackedRows(NamedTuple):
-    """Quantised rows; errors and power are sums of squares."""
+    """Quantised rows; the errors and the power are sums of squares."""
 
     codes: Codes  # uint8, code + 2 ** (bits - 1), [rows, in]
     scales: Words  # BF16 bits, [rows, in / group]
@@ -134,7 +133,7 @@ class PackedRows(NamedTuple):
 
 
 def quantise_rows(weights: Floats, bits: int) -> PackedRows:
-    """Quantise rows; the scale of a group is the BF16 value of least squared error."""
+    """Quantise rows; each group gets the BF16 scale with the smallest squared error."""
     zero = 1 << (bits - 1)
     grouped = weights.reshape(weights.shape[0], -1, GROUP)
     largest = np.abs(grouped).max(axis=2)
@@ -185,10 +184,10 @@ def unpack_int4(words: bytes, scales: Floats) -> Floats:
 
 
 def relative_error(weight: Floats, rounded: Floats) -> float:
-    """Return root of squared error over squared weight."""
+    """Return the root mean square error relative to the root mean square weight."""
     power = float(np.square(weight, dtype=np.float64).sum())
-    lost = float(np.square(rounded - weight, dtype=np.float64).sum())
-    return (lost / power) ** 0.5 if power else float(lost > 0)
+    error = float(np.square(rounded - weight, dtype=np.float64).sum())
+    return (error / power) ** 0.5 if power else float(error > 0)
 
 
 def _codes(grouped: Any, scales: Any, zero: int) -> Any:
@@ -196,7 +195,7 @@ def _codes(grouped: Any, scales: Any, zero: int) -> Any:
 
 
 def _group_errors(grouped: Any, scales: Any, zero: int) -> Any:
-    """Return squared errors per group, summed in a fixed order."""
+    """Return the squared error of each group, summed in a fixed order on all platforms."""
     error = np.square(_codes(grouped, scales, zero) * scales[:, :, None] - grouped)
     width = error.shape[2]
     while width > 1:

@@ -1,4 +1,4 @@
-"""Compare a checkpoint or repository with build plans by headers."""
+"""Compare a checkpoint or repository with build plans, from headers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spark_checkpoint.tensor_sets import (
     unmatched_donor_names,
 )
 
-# By shared experts of a plan: the part to compare with, and the kind of the result.
+# By shared experts of a plan: the part of the plan to compare with, and the kind of result.
 _PARTS = {"keep": "base", "fp8-base": "hybrid", "fp8-donor": "donor"}
 _KINDS = {
     "fp8-donor": "hybrid",
@@ -38,12 +38,12 @@ _KINDS = {
 
 
 def check_sources_by_headers(subject: InspectedCheckpoint, plan: BuildPlan) -> SourceCounts:
-    """Run a build's checks of base and donor on headers."""
+    """Check base and donor as a build does, from headers only."""
     check_config(subject.config, f"{subject.place}: {CONFIG_NAME}", plan.head)
     shards = {name: subject.shards[name] for name in sorted(subject.shards, key=natural_sort_key)}
     base = checkpoint_from_headers(Path(subject.place), shards, subject.index)
     sources = check_sources(plan, base, subject.config)
-    required_donor_tensors(plan, sources)  # reads and checks their headers
+    required_donor_tensors(plan, sources)  # reads and validates the donor's headers
     return SourceCounts(
         base_tensors=len(base.owner),
         donor_tensors=len(sources.donor.names) if sources.donor else 0,
@@ -54,7 +54,7 @@ def check_sources_by_headers(subject: InspectedCheckpoint, plan: BuildPlan) -> S
 
 
 def match_plan(subject: InspectedCheckpoint, plan: BuildPlan) -> dict[str, Any]:
-    """Return whether a subject fits a part of a plan, and why."""
+    """Return whether a checkpoint matches a part of a plan, and why."""
     part = _PARTS.get(plan.shared_experts, plan.shared_experts)
     try:
         why = _match_donor(subject, plan) if part == "donor" else match_plan_names(subject, plan)
@@ -64,7 +64,7 @@ def match_plan(subject: InspectedCheckpoint, plan: BuildPlan) -> dict[str, Any]:
 
 
 def _match_donor(subject: InspectedCheckpoint, plan: BuildPlan) -> str:
-    """Compare a subject with a plan's donor, assuming the plan's base."""
+    """Compare a checkpoint with the donor of a plan; the base is assumed to match."""
     tensors = {
         name: tensor
         for header in subject.shards.values()
@@ -77,7 +77,7 @@ def _match_donor(subject: InspectedCheckpoint, plan: BuildPlan) -> str:
     base = expand_all([*base_patterns(plan), *plan.mtp_tensors])
     check_same_names(
         subject.place,
-        "donor names without a partner",
+        "donor names that the base lacks",
         unmatched_donor_names(tensors, base, modules),
         expand_all(plan.donor_unmatched),
     )
@@ -86,13 +86,17 @@ def _match_donor(subject: InspectedCheckpoint, plan: BuildPlan) -> str:
             weight, scale = tensors[module + WEIGHT], tensors[module + SCALE]
             check_donor_shapes(module, planned, weight, scale)
             check_fp8_pair(f"donor {module}", planned.weight, weight, scale, plan.block_shape)
-    return f"the plan's donor of {len(modules)} modules"
+    return f"the plan's donor, with {len(modules)} modules"
 
 
 def match_plan_names(subject: InspectedCheckpoint, plan: BuildPlan) -> str:
-    """Return whether a subject is the base or the result of a plan; refuse other subjects."""
+    """Return whether a checkpoint is the base or the result of a plan.
+
+    Raises:
+        ValidationError: it is neither.
+    """
     if subject.index:
-        # Shards of an overlay still have the replaced names; an engine loads those of the index.
+        # Shards of an overlay still have the replaced tensors, but an engine loads only the index.
         names = {
             name
             for name, shard in subject.index.items()

@@ -1,4 +1,4 @@
-"""Progress lines, printed by a thread also during a stall."""
+"""Print progress lines from a thread, so that they also appear during a stall."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Progress:
             self._thread.join()
 
     def phase(self, name: str, total_bytes: int | None = None, *, done_bytes: int = 0) -> None:
-        """Start a phase; ``done_bytes`` from earlier runs do not count towards the rate."""
+        """Start a phase; the rate excludes ``done_bytes`` of earlier runs."""
         with self._lock:
             self._phase, self._total_bytes = name, total_bytes
             self._done_bytes = self._skipped_bytes = done_bytes
@@ -49,12 +49,12 @@ class Progress:
         self.show()
 
     def add(self, count_bytes: int) -> None:
-        """Count transferred bytes; negative if they must be transferred again."""
+        """Count transferred bytes; a negative count means that they must be transferred again."""
         with self._lock:
             self._done_bytes += count_bytes
 
     def skip(self, count_bytes: int) -> None:
-        """Count bytes that already exist; they do not count towards the rate."""
+        """Count bytes that already exist; the rate excludes them."""
         with self._lock:
             self._done_bytes += count_bytes
             self._skipped_bytes += count_bytes
@@ -67,8 +67,9 @@ class Progress:
         with self._lock:
             elapsed_s = max(time.monotonic() - self._started_at, 1e-6)
             rate = max(0, self._done_bytes - self._skipped_bytes) / elapsed_s
-            total = self._total_bytes
-            eta_s = round((total - self._done_bytes) / rate) if total and rate >= 1 else None
+            total, eta_s = self._total_bytes, None
+            if total and rate >= 1:
+                eta_s = round((total - self._done_bytes) / rate)
             return job.Progress(self._phase, self._done_bytes, total, round(rate), eta_s).line()
 
     def _print_lines(self) -> None:
@@ -77,10 +78,10 @@ class Progress:
 
 
 def note(message: str) -> None:
-    """Print a message for people in one line; programs read only standard output."""
+    """Print a message to standard error as a single line; programs read only standard output."""
     print(printable(" ".join(message.split())), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which could move a terminal's cursor."""
+    """Replace control characters, which could control the terminal."""
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)

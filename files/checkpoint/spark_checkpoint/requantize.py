@@ -35,14 +35,14 @@ from spark_checkpoint.sources.peers import copy_from_peer, copy_requantized
 from spark_checkpoint.tensor_sets import MTP_PREFIX, WEIGHT, check_quantised_names
 
 MADE, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
-DONE = "done.json"  # written last: the directory in MADE with the result, and versions
-KEPT = frozenset({MADE, RESUME, DONE})  # entries of the work directory for the next run
+DONE = "done.json"  # written last: names the result's directory in MADE, and versions
+KEPT = frozenset({MADE, RESUME, DONE})  # what the next run resumes from
 _POLL_S = 2.0
 _STOP_S = 20
 
 
 def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
-    """Quantise the plan's checkpoint or copy it from a peer; return False if it exists already."""
+    """Quantise the plan's checkpoint or copy it from a peer; return False if it already exists."""
 
     def write(work: Path, result_dir: Path) -> None:
         def copy(transfer: TransferOptions, files_url: str, receipt: AnyReceipt) -> None:
@@ -57,7 +57,7 @@ def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None
 
 def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: Progress) -> None:
     fetch(plan.original, progress)
-    progress.phase("gates")
+    progress.phase("check-sources")
     original = read_checkpoint(plan.original.out_dir)
     requantize_checks.check_original(original)
     requantize_checks.check_packable(plan, original)
@@ -67,7 +67,7 @@ def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: 
     made = work / MADE / str(read_json(work / DONE)["tree"])
     result_dir.mkdir()
     for name in list_files(made):
-        # Links, to keep a refused result for inspection.
+        # Linked, so that a rejected result can be inspected.
         target = result_dir / name
         target.parent.mkdir(parents=True, exist_ok=True)
         os.link(made / name, target)
@@ -94,7 +94,7 @@ def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: 
 
 
 def _list_packed_blocks(result_dir: Path, owner: dict[str, str]) -> None:
-    """Write the packed blocks into the configs: a resumed AutoRound omits the drafter's."""
+    """Complete the list of packed blocks: a resumed AutoRound omits the drafter's."""
     for name in (CONFIG_NAME, QUANTIZATION_NAME):
         path = result_dir / name
         config = read_json(path) if path.exists() else {}
@@ -105,7 +105,7 @@ def _list_packed_blocks(result_dir: Path, owner: dict[str, str]) -> None:
 
 
 def _hash_and_sync(result_dir: Path, progress: Progress) -> list[ReceiptFile]:
-    """Sync the files, make them writable by root only, and return receipt entries."""
+    """Sync the files, let only root write to them, and return their receipt entries."""
     names = list_files(result_dir)
     progress.phase("hash", sum((result_dir / name).stat().st_size for name in names))
 
@@ -125,20 +125,24 @@ def _hash_and_sync(result_dir: Path, progress: Progress) -> list[ReceiptFile]:
 
 
 def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None:
-    """Run AutoRound's container in ``work``, resuming after finished blocks."""
+    """Run AutoRound in a container; it resumes after the finished blocks in ``work``."""
     made = work / MADE
-    # Resume notes are useless without the finished blocks.
+    # The resume files are useless without finished blocks.
     if not any(made.glob("**/model-shard-*")):
         for directory in (MADE, RESUME):
             shutil.rmtree(work / directory, ignore_errors=True)
     _check_prerequisites(plan, work)
     made.mkdir(exist_ok=True)
     (work / RESUME).mkdir(exist_ok=True)
-    names = (n for p in (*plan.base_tensors, *plan.mtp_tensors) for n in expand(p))
-    drafter = [n for n in names if n.startswith(MTP_PREFIX) and n.endswith(WEIGHT)]
+    drafter = [
+        name.removesuffix(WEIGHT)
+        for pattern in (*plan.base_tensors, *plan.mtp_tensors)
+        for name in expand(pattern)
+        if name.startswith(MTP_PREFIX) and name.endswith(WEIGHT) and "norm" not in name
+    ]
     order = {
         "int4": list(requantize_checks.packed_modules(plan)),
-        "drafter_kept": [name.removesuffix(WEIGHT) for name in drafter if "norm" not in name],
+        "drafter_kept": drafter,
         "iters": plan.iters,
         "nsamples": plan.nsamples,
         "seqlen": plan.seqlen,
@@ -150,9 +154,8 @@ def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None
     container = f"spark-requantize-{plan.digest[:12]}"
     _docker("rm", "--force", container)
     try:
-        _wait_for_container(
-            subprocess.Popen(_build_argv(plan, work, container)), work, plan.layers, progress
-        )
+        process = subprocess.Popen(_build_argv(plan, work, container))
+        _wait_for_container(process, work, plan.layers, progress)
     except BaseException:
         # The container must not outlive this process.
         _docker("stop", "--time", str(_STOP_S), container)
@@ -161,21 +164,22 @@ def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None
 
 def _check_prerequisites(plan: RequantizePlan, work: Path) -> None:
     fix = "run `spark-deploy add --requantize` for this host"
-    required = ((plan.packages, "AutoRound"), (plan.calibration, "the calibration text"))
-    for path, content in required:
+    for path, content in ((plan.packages, "AutoRound"), (plan.calibration, "calibration text")):
         if not os.path.exists(path):
-            raise ValidationError(path, f"is missing: {content}", fix)
+            raise ValidationError(path, f"{content} is missing", fix)
     storage.check_free_space(work.parent, plan.work_bytes, f"quantising {plan.name}")
     for line in Path("/proc/meminfo").read_text().splitlines():
         available = int(line.split()[1]) * 1024 if line.startswith("MemAvailable:") else None
         if available is not None and available < plan.memory_bytes:
             problem = f"needs {plan.memory_bytes} bytes of memory, {available} are available"
-            fix = "`spark-deploy stop` this host first"
+            fix = "run `spark-deploy stop` for this host, then run it again"
             raise ValidationError(f"quantising {plan.name}", problem, fix)
 
 
 def _build_argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[str]:
-    gpu = files.load(GpuProof, Path(plan.gpu), "lacks the GPU arguments").docker_arguments
+    gpu = files.load(
+        GpuProof, Path(plan.gpu), "is missing: the GPU container check has not passed"
+    ).docker_arguments
     mounts = {
         plan.original.out: "/model,readonly",
         plan.packages: "/packages,readonly",
@@ -190,7 +194,7 @@ def _build_argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[st
 
 
 def _wait_for_container(
-    child: subprocess.Popen[bytes], work: Path, layers: int, progress: Progress
+    process: subprocess.Popen[bytes], work: Path, layers: int, progress: Progress
 ) -> None:
     """Report finished blocks until the container exits."""
     code, reported = None, -1
@@ -199,21 +203,21 @@ def _wait_for_container(
             reported = done
             progress.phase(f"quantised-{done}-of-{layers}-blocks")
         try:
-            code = child.wait(_POLL_S)
+            code = process.wait(_POLL_S)
         except subprocess.TimeoutExpired:
             continue
     if code != 0:
         done = _count_blocks(work)
         problem = f"AutoRound exited with status {code}, {done} of {layers} blocks are done"
-        raise TransferError(str(work), problem, "read the lines above, run again")
+        raise TransferError(str(work), problem, "read the messages above, then run it again")
     if not (work / DONE).exists():
         problem = "AutoRound ended before the checkpoint was complete"
-        raise TransferError(str(work), problem, "run again")
+        raise TransferError(str(work), problem, "run it again")
 
 
 def _count_blocks(work: Path) -> int:
-    notes = work.glob(f"{RESUME}/group_*/resume_manifest.json")
-    return sum(len(json.loads(note.read_bytes())["completed_blocks"]) for note in notes)
+    manifests = work.glob(f"{RESUME}/group_*/resume_manifest.json")
+    return sum(len(json.loads(path.read_bytes())["completed_blocks"]) for path in manifests)
 
 
 def _docker(*words: str) -> None:

@@ -1,4 +1,4 @@
-"""Check that AutoRound can pack a plan's modules, and compare the result with the original."""
+"""Check that AutoRound can pack the modules of a plan, and compare result and original."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from spark_checkpoint.storage import hash_file
 from spark_checkpoint.tensor_sets import WEIGHT
 
 QWEIGHT = ".qweight"
-_COMPARED = 512  # packed modules to compare, evenly spread
-_PACK = 8
+_COMPARED = 512  # at most so many packed modules, evenly spread
+_CODES_PER_WORD = 8
 _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj$")
 _FLOATS = frozenset({"BF16", "F16", "F32"})
 _ORIGINAL_FIX = "name the 16-bit repository in the model's sources.original"
 _FIX = "read AutoRound's lines in the job's log"
-# AutoRound tunes these layers of the language model, and rounds those of the drafter to nearest.
+# AutoRound tunes these layers in the language model, and rounds them to nearest in the drafter.
 _LAYERS = re.compile(r"(model\.language_model|mtp)\.layers\.\d+\.")
 _GATES = (".gate", ".shared_expert_gate")
-_MULTIPLE = 32
+_ROWS_MULTIPLE = 32
 
 
 class Matrix(NamedTuple):
@@ -44,31 +44,35 @@ def find_weight(module: str, original: Checkpoint) -> Matrix | None:
 
 
 def find_fused_expert(module: str, original: Checkpoint) -> Matrix | None:
-    """Return an expert's slice of a fused tensor, or None; gate rows precede up rows."""
+    """Return an expert's slice of a fused tensor, where gate rows precede up rows, or None."""
     match = _EXPERT.match(module)
     if not match:
         return None
-    fused = f"{match['layer']}.{'down_proj' if match['part'] == 'down' else 'gate_up_proj'}"
-    name = next((name for name in (fused, fused + WEIGHT) if name in original.owner), None)
-    if name is None or len(original.tensor(name).shape) != 3:
+    projection = "down_proj" if match["part"] == "down" else "gate_up_proj"
+    name = f"{match['layer']}.{projection}"
+    if name not in original.owner:
+        name += WEIGHT
+    if name not in original.owner or len(original.tensor(name).shape) != 3:
         return None
-    dtype, (experts, rows, columns) = original.tensor(name).dtype, original.tensor(name).shape
-    if int(match["expert"]) >= experts:
+    tensor, expert = original.tensor(name), int(match["expert"])
+    experts, rows, columns = tensor.shape
+    if expert >= experts:
         return None
     path, offset, size_bytes = original.span(name)
     size_bytes //= experts
-    offset += int(match["expert"]) * size_bytes
-    if match["part"] != "down":
+    offset += expert * size_bytes
+    if projection == "gate_up_proj":
         rows, size_bytes = rows // 2, size_bytes // 2
-        offset += size_bytes if match["part"] == "up" else 0
-    return Matrix(dtype, (rows, columns), Span(path, offset, size_bytes))
+        if match["part"] == "up":
+            offset += size_bytes
+    return Matrix(tensor.dtype, (rows, columns), Span(path, offset, size_bytes))
 
 
 def check_packable(plan: RequantizePlan, original: Checkpoint) -> None:
     for module in packed_modules(plan):
-        reason = excluded_by_name(module) or _excluded_by_shape(find_weight(module, original))
+        reason = why_skipped(module) or _why_unpackable(find_weight(module, original))
         if reason:
-            problem = f"must be packed, but AutoRound leaves it in 16 bits: {reason}"
+            problem = f"must be packed, but AutoRound would skip it: {reason}"
             fix = f"list {module}{WEIGHT} under the model's tensors instead"
             raise ValidationError(module, problem, fix)
 
@@ -80,40 +84,43 @@ def packed_modules(plan: RequantizePlan) -> Iterator[str]:
                 yield name.removesuffix(QWEIGHT)
 
 
-def excluded_by_name(module: str) -> str:
+def why_skipped(module: str) -> str:
     """Return why AutoRound skips a module, or an empty string."""
     if not _LAYERS.match(module):
-        return "it is in no layer of the language model or of its drafter"
+        return "it is outside the layers of language model and drafter"
     return "it is a gate" if module.endswith(_GATES) else ""
 
 
-def _excluded_by_shape(matrix: Matrix | None) -> str:
+def _why_unpackable(matrix: Matrix | None) -> str:
+    """Return why the shape of a weight prevents packing, or an empty string."""
     if matrix is None:
-        return "the original has no such weight"
+        return "the original lacks this weight"
     if len(matrix.shape) != 2:
-        return f"it is not a matrix: its shape is {list(matrix.shape)}"
+        return f"its shape is {list(matrix.shape)}, expected a matrix"
     rows, columns = matrix.shape
-    if rows % _MULTIPLE:
-        return f"its {rows} rows are not a multiple of {_MULTIPLE}"
-    return f"its {columns} columns are not a multiple of {GROUP}" if columns % GROUP else ""
+    if rows % _ROWS_MULTIPLE:
+        return f"its {rows} rows are not a multiple of {_ROWS_MULTIPLE}"
+    if columns % GROUP:
+        return f"its {columns} columns are not a multiple of {GROUP}"
+    return ""
 
 
 def check_original(original: Checkpoint) -> None:
     where = str(original.directory)
     if read_config(original.directory).get("quantization_config"):
         raise ValidationError(where, "is quantised already", _ORIGINAL_FIX)
-    other = {name for name in original.owner if original.tensor(name).dtype not in _FLOATS}
-    if other:
-        problem = f"{min(other)} is {original.tensor(min(other)).dtype}, expected a float"
-        raise ValidationError(where, problem, _ORIGINAL_FIX)
+    for name in sorted(original.owner):
+        dtype = original.tensor(name).dtype
+        if dtype not in _FLOATS:
+            raise ValidationError(where, f"{name} is {dtype}, expected a float", _ORIGINAL_FIX)
 
 
 def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
-    """Refuse a result that is not the rounded original; return figures for the receipt."""
+    """Check that the result is the rounded original; return figures for the receipt."""
     if result.duplicates:
         name = min(result.duplicates)
         raise ValidationError(str(result.directory), f"has {name} in several files", _FIX)
-    packed = sorted(n.removesuffix(QWEIGHT) for n in result.owner if n.endswith(QWEIGHT))
+    packed = sorted(name.removesuffix(QWEIGHT) for name in result.owner if name.endswith(QWEIGHT))
     quantization = read_config(result.directory).get("quantization_config")
     expected = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True}
     if not isinstance(quantization, Mapping) or not expected.items() <= quantization.items():
@@ -127,12 +134,12 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
             raise ValidationError(name, "must stay unchanged, but differs from the original", _FIX)
     step = max(1, -(-len(packed) // _COMPARED))
     errors = {module: relative_error(module, original, result) for module in packed[::step]}
-    # Includes NaN.
+    # `not <=` also finds NaN.
     wrong = {module: error for module, error in errors.items() if not error <= INT4_LIMIT}
     if wrong:
         module = max(wrong, key=lambda module: wrong[module])
-        actual = f"differs from the original's weight by {wrong[module]:.0%}"
-        raise ValidationError(module, f"{actual}; wrong modules: {len(wrong)}", _FIX)
+        difference = f"differs from the original's weight by {wrong[module]:.0%}"
+        raise ValidationError(module, f"{difference}; wrong modules: {len(wrong)}", _FIX)
     mean = float(np.mean(list(errors.values())))
     error = {"modules": len(errors), "mean": mean, "worst": max(errors.values())}
     kept_tensors = len(kept) + check_kept_experts(original, result)
@@ -142,9 +149,9 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
 def _check_packed_shapes(module: str, original: Checkpoint, result: Checkpoint) -> None:
     rows, columns = _require_weight(module, original).shape
     expected = {
-        "qweight": ({"I32"}, (columns // _PACK, rows)),
+        "qweight": ({"I32"}, (columns // _CODES_PER_WORD, rows)),
         "scales": ({"F16", "BF16"}, (columns // GROUP, rows)),
-        "qzeros": ({"I32"}, (columns // GROUP, rows // _PACK)),
+        "qzeros": ({"I32"}, (columns // GROUP, rows // _CODES_PER_WORD)),
     }
     for suffix, (dtypes, shape) in expected.items():
         tensor = result.tensor(f"{module}.{suffix}")
@@ -154,27 +161,28 @@ def _check_packed_shapes(module: str, original: Checkpoint, result: Checkpoint) 
 
 
 def check_kept_experts(original: Checkpoint, result: Checkpoint) -> int:
-    """Refuse changed 16-bit experts that the result splits from a fused tensor; count experts."""
+    """Check 16-bit experts that were split from a fused tensor; return their number."""
     count = 0
     for name in sorted(result.owner.keys() - original.owner.keys()):
-        expert = None
-        if name.endswith(WEIGHT):
-            expert = find_fused_expert(name.removesuffix(WEIGHT), original)
+        if not name.endswith(WEIGHT):
+            continue
+        expert = find_fused_expert(name.removesuffix(WEIGHT), original)
         if expert is None:
             continue
         count += 1
-        same = _hash(expert.span) == _hash(result.span(name))
-        if not same or expert.shape != result.tensor(name).shape:
+        has_same_bytes = _hash(expert.span) == _hash(result.span(name))
+        if not has_same_bytes or expert.shape != result.tensor(name).shape:
             raise ValidationError(name, "must stay unchanged, but differs from the original", _FIX)
     return count
 
 
 def _is_same(name: str, original: Checkpoint, result: Checkpoint) -> bool:
     before, after = original.tensor(name), result.tensor(name)
-    if before.dtype != after.dtype:  # small tensors only: AutoRound writes a single dtype
+    if before.dtype != after.dtype:  # AutoRound converts small tensors
         return np.array_equal(_read_floats(original, name), _read_floats(result, name))
-    same_shape = before.shape == after.shape
-    return same_shape and _hash(original.span(name)) == _hash(result.span(name))
+    if before.shape != after.shape:
+        return False
+    return _hash(original.span(name)) == _hash(result.span(name))
 
 
 def relative_error(module: str, original: Checkpoint, result: Checkpoint) -> float:
@@ -193,7 +201,7 @@ def _require_weight(module: str, original: Checkpoint) -> Matrix:
     matrix = find_weight(module, original)
     if matrix is None:
         fix = "name this model's own 16-bit repository in sources.original"
-        raise ValidationError(str(original.directory), f"has no weight of {module}", fix)
+        raise ValidationError(str(original.directory), f"lacks the weight of {module}", fix)
     return matrix
 
 

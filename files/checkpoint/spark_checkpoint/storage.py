@@ -1,4 +1,4 @@
-"""Files and directories: bounded reads, free space, locks, atomic publication."""
+"""Files and directories: reads with bounded memory, free space, locks, atomic publication."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from spark_checkpoint.errors import TransferError, ValidationError
 COPY_BYTES = 256 << 10
 _DROP_BYTES = 8 << 20
 WORKERS = min(4, os.cpu_count() or 1)
-_JSON_PARTS = 4096
-# Reserve for directories, headers and filesystem blocks.
+_JSON_BATCH = 4096
+# Free space for directories, headers and filesystem blocks.
 _RESERVE_FRACTION = 0.05
-# Errors of a rename when another entry has the name.
-_NAME_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
+# Errors of a rename to an existing name.
+_NAME_EXISTS = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
 
 
 class Stamp(NamedTuple):
@@ -41,12 +41,12 @@ def read_stamp(file: int | Path) -> Stamp:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> str:
-    """Write indented JSON durably, in batches to save memory, and return the sha256."""
+    """Write indented JSON durably and return its sha256; encodes in batches to save memory."""
     hasher = hashlib.sha256()
     parts = json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(document)
 
     def batches() -> Iterator[bytes]:
-        while batch := "".join(itertools.islice(parts, _JSON_PARTS)).encode():
+        while batch := "".join(itertools.islice(parts, _JSON_BATCH)).encode():
             hasher.update(batch)
             yield batch
         hasher.update(b"\n")
@@ -57,7 +57,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> str:
 
 
 class PageDropper:
-    """Drops passed pages of a file from the page cache: the engine needs the memory."""
+    """Drops processed pages of a file from the page cache: the engine needs the memory."""
 
     def __init__(self, fd: int, offset: int = 0):
         self._fd = fd
@@ -66,12 +66,12 @@ class PageDropper:
     def advance(self, count_bytes: int) -> None:
         self._position += count_bytes
         if self._position - self._step_begin >= _DROP_BYTES:
-            # Drop the previous step again: for dirty pages the first call only starts writeback.
+            # Drop the previous step again: the first call only starts writeback of dirty pages.
             self._drop(max(self._begin, self._step_begin - _DROP_BYTES))
             self._step_begin = self._position
 
     def finish(self) -> None:
-        """Drop all passed pages; call it after fsync."""
+        """Drop all processed pages; call it after fsync."""
         self._drop(self._begin)
 
     def _drop(self, begin: int) -> None:
@@ -102,18 +102,18 @@ def write_durably(
 def read_buffers(
     path: Path, offset: int = 0, size_bytes: int | None = None
 ) -> Iterator[memoryview]:
-    """Yield a file or span in a reused buffer, without filling the page cache."""
-    left = sys.maxsize if size_bytes is None else size_bytes
-    buffer = memoryview(bytearray(min(left, COPY_BYTES)))
+    """Yield a file, or a part of it, in a reused buffer; does not fill the page cache."""
+    remaining = sys.maxsize if size_bytes is None else size_bytes
+    buffer = memoryview(bytearray(min(remaining, COPY_BYTES)))
     with path.open("rb", buffering=0) as file, name_file_in_errors(file.fileno()):
         file.seek(offset)
         dropper = PageDropper(file.fileno(), offset)
-        while left and (count := file.readinto(buffer[:left])):
+        while remaining and (count := file.readinto(buffer[:remaining])):
             yield buffer[:count]
             dropper.advance(count)
-            left -= count
+            remaining -= count
         dropper.finish()
-    if left and size_bytes is not None:
+    if remaining and size_bytes is not None:
         raise TransferError(str(path), "was truncated while it was read", "run again")
 
 
@@ -153,7 +153,7 @@ def describe_free_space(path: Path) -> str:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Create and lock a directory; mode 0711, because users with read access could lock it."""
+    """Create and lock a directory. Without read access (mode 0711) other users cannot lock it."""
     directory.mkdir(mode=0o711, parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -161,7 +161,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ValidationError(
-                str(directory), "another process uses it", "wait until that process ends"
+                str(directory), "is used by another process", "wait until that process ends"
             ) from error
         yield
     finally:
@@ -175,16 +175,16 @@ def publish(partial: Path, out: Path) -> None:
     try:
         os.rename(partial, out)
     except OSError as error:
-        if error.errno not in _NAME_TAKEN:
+        if error.errno not in _NAME_EXISTS:
             raise
         raise TransferError(
-            str(out), f"cannot take the name ({error.strerror})", "move the existing entry away"
+            str(out), f"already exists ({error.strerror})", "move it away"
         ) from error
     sync_directory(out.parent)
 
 
 def clear(directory: Path, keep: frozenset[str] = frozenset()) -> None:
-    """Empty a managed directory, except for the entries in ``keep``."""
+    """Remove all entries of a directory except those in ``keep``."""
     for entry in directory.iterdir():
         if entry.name in keep:
             continue

@@ -1,4 +1,4 @@
-"""Compare tensor names, dtypes and shapes with the exact sets of a plan."""
+"""Compare tensor names, dtypes and shapes with those of a plan."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FP8 = "F8_E4M3"
 HEAD = "lm_head.weight"
 _PACKED = (".qweight", ".scales", ".qzeros")
 _LISTED_NAMES = 10
-_LONGEST_NAME = 120
+_MAX_NAME_LENGTH = 120
 
-# Likely causes of missing or unexpected names, by a part of the name.
+# Likely causes of missing or surplus names that contain a text.
 _CAUSES = {
     ".linear_attn.": "the linear-attention projections are quantised differently: "
     "a different base generation",
@@ -42,7 +42,7 @@ _CAUSES = {
 }
 _MTP_CAUSE = "the MTP tensors differ: lost by an earlier build, or quantised differently"
 _NAMES_FIX = (
-    "use the locked commits; `spark-deploy add --dry` lists the models that a repository fits, "
+    "use the locked commits; `spark-deploy add --dry` lists the models that a repository matches, "
     "`spark-deploy add` serves it as published; if these are the commits of a shipped model, "
     "report this line to the project"
 )
@@ -50,49 +50,49 @@ _FP8_FIX = "use the FP8 repositories of the same model"
 
 
 def summarize_names(names: Iterable[str], limit: int = 4) -> str:
-    """Return the largest groups of names that differ only in numbers: ``288 x a.{N}.b``."""
-    counted = Counter(re.sub(r"\d+", "{N}", name) for name in names)
-    largest = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
-    shown = [f"{count} x {name}" for name, count in largest[:limit]]
-    if len(counted) > limit:
-        shown.append(f"{len(counted) - limit} more groups")
-    return ", ".join(shown)
+    """Describe the largest groups of names that differ only in numbers: ``288 x a.{N}.b``."""
+    groups = Counter(re.sub(r"\d+", "{N}", name) for name in names)
+    largest = sorted(groups.items(), key=lambda item: (-item[1], item[0]))
+    texts = [f"{count} x {name}" for name, count in largest[:limit]]
+    if len(groups) > limit:
+        texts.append(f"{len(groups) - limit} more groups")
+    return ", ".join(texts)
 
 
 def list_names(names: Collection[str]) -> str:
-    """Return the first names and the number of the rest."""
-    shown = [
-        name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+    """List the first names and the number of the remaining ones."""
+    texts = [
+        name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_MAX_NAME_LENGTH]}..."
         for name in nsmallest(_LISTED_NAMES, names)
     ]
     if len(names) > _LISTED_NAMES:
-        shown.append(f"{len(names) - _LISTED_NAMES} more")
-    return ", ".join(shown)
+        texts.append(f"{len(names) - _LISTED_NAMES} more")
+    return ", ".join(texts)
 
 
 def check_same_names(
     where: str, subject: str, actual: Iterable[str], expected: Iterable[str]
 ) -> None:
-    """Refuse different sets, with groups, first names and likely causes."""
-    # Do not copy sets: a large model has 280,000 names.
-    have = actual if isinstance(actual, Set) else set(actual)
-    want = expected if isinstance(expected, Set) else set(expected)
-    if have == want:
+    """Raise ValidationError with differing names and likely causes unless the sets are equal."""
+    # Do not copy sets, because a large model has 280,000 names.
+    actual = actual if isinstance(actual, Set) else set(actual)
+    expected = expected if isinstance(expected, Set) else set(expected)
+    if actual == expected:
         return
-    parts = [f"{subject}: {len(have)} names, expected {len(want)}"]
-    missing, surplus = want - have, have - want
-    if missing:
-        parts.append(f"missing {len(missing)} ({summarize_names(missing)}): {list_names(missing)}")
-    if surplus:
-        parts.append(f"surplus {len(surplus)} ({summarize_names(surplus)}): {list_names(surplus)}")
-    differing = missing | surplus
-    mtp = {name for name in differing if name.startswith(MTP_PREFIX)}
-    rest = differing - mtp
-    causes = [cause for part, cause in _CAUSES.items() if any(part in name for name in rest)]
-    causes += [_MTP_CAUSE] if mtp else []
+    texts = [f"{subject}: {len(actual)} names, expected {len(expected)}"]
+    for kind, names in (("missing", expected - actual), ("surplus", actual - expected)):
+        if names:
+            texts.append(f"{kind} {len(names)} ({summarize_names(names)}): {list_names(names)}")
+    differing = actual ^ expected
+    causes = []
+    for part, cause in _CAUSES.items():
+        if any(part in name and not name.startswith(MTP_PREFIX) for name in differing):
+            causes.append(cause)
+    if any(name.startswith(MTP_PREFIX) for name in differing):
+        causes.append(_MTP_CAUSE)
     if causes:
-        parts.append(f"likely {'; '.join(causes)}")
-    raise ValidationError(where, ", ".join(parts), _NAMES_FIX)
+        texts.append(f"likely {'; '.join(causes)}")
+    raise ValidationError(where, ", ".join(texts), _NAMES_FIX)
 
 
 def scale_name(weight_name: str) -> str:
@@ -102,17 +102,24 @@ def scale_name(weight_name: str) -> str:
 def unmatched_donor_names(
     donor: Iterable[str], base: Container[str], swap: Iterable[str]
 ) -> set[str]:
-    """Return donor names, outside routed experts, that neither base nor swap has."""
+    """Return the donor's names that neither base nor swapped modules have.
+
+    Routed experts are ignored; MTP tensors are always unmatched.
+    """
     swapped = {module + suffix for module in swap for suffix in (WEIGHT, SCALE)}
-    outside = (name for name in donor if ".mlp.experts." not in name and name not in swapped)
-    # MTP tensors always count as unmatched.
-    return {name for name in outside if name not in base or name.startswith(MTP_PREFIX)}
+    return {
+        name
+        for name in donor
+        if ".mlp.experts." not in name
+        and name not in swapped
+        and (name not in base or name.startswith(MTP_PREFIX))
+    }
 
 
 def check_planned_shapes(
     shapes: Iterable[DonorShape], swap: Sequence[str], base: Mapping[str, Tensor]
 ) -> dict[str, DonorShape]:
-    """Return the planned shapes by module; refuse other base shapes."""
+    """Return the planned shapes by module; the base must have these shapes."""
     planned = {module: shape for shape in shapes for module in expand(shape.modules)}
     if planned:
         check_same_names("donor_shapes", "modules of the plan", planned, swap)
@@ -130,14 +137,15 @@ def _check_shape(where: str, actual: tuple[int, ...], expected: tuple[int, ...])
     if actual != expected:
         raise ValidationError(
             where,
-            f"is {list(actual)}, the plan's donor_shapes require {list(expected)}",
-            "use the repositories of this model's catalog file, or correct the file",
+            f"has shape {list(actual)}, the plan's donor_shapes require {list(expected)}",
+            "use the repositories named in the model's catalog file, or correct donor_shapes there",
         )
 
 
 def check_fp8_pair(
     where: str, shape: tuple[int, ...], weight: Tensor, scale: Tensor, block: tuple[int, int]
 ) -> None:
+    """Check dtypes and shapes of an FP8 weight of a ``shape`` and of its block scales."""
     if len(shape) != 2:
         raise ValidationError(where + WEIGHT, f"is {list(shape)}, expected a matrix", _FP8_FIX)
     grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
@@ -155,45 +163,51 @@ def check_fp8_pair(
 
 
 def check_packable(name: str, tensor: Tensor, bits: int) -> None:
-    reason, pack = "", 32 // bits
+    """Raise ValidationError if a 16-bit weight cannot be packed to this number of bits."""
+    reason, codes_per_word = "", 32 // bits
     if tensor.dtype not in SIXTEEN_BIT or len(tensor.shape) != 2:
         reason = f"is {tensor.dtype} {list(tensor.shape)}, expected a 16-bit matrix"
     elif tensor.shape[1] % 128:
         reason = f"has {tensor.shape[1]} inputs, not a multiple of the group of 128"
     elif name == HEAD and tensor.shape[0] % 64:
         reason = (
-            f"has a vocabulary of {tensor.shape[0]}, not a multiple of 64: "
-            "the engine pads it and the loader then fails on packed tensors"
+            f"has a vocabulary of {tensor.shape[0]}, not a multiple of 64: the engine would "
+            "pad it, and its loader fails on packed tensors with padding"
         )
-    elif tensor.shape[0] % pack:
-        reason = f"has {tensor.shape[0]} outputs, not a multiple of {pack}"
+    elif tensor.shape[0] % codes_per_word:
+        reason = f"has {tensor.shape[0]} outputs, not a multiple of {codes_per_word}"
     if reason:
         raise ValidationError(name, reason, "set head, shared_experts or drafter to keep")
 
 
 def overlay_name(name: str) -> str:
-    """Return a new tensor's name in an overlay; files with MTP tensors are rewritten instead."""
+    """Return a new tensor's name in an overlay, where the base's tensor keeps its name.
+
+    MTP tensors need no other name, because their files are rewritten.
+    """
     if name.startswith(MTP_PREFIX):
         return name
     return name + ("_int8" if name.endswith(_PACKED) else "_fp8")
 
 
 def replacement_names(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
-    """Return replaced name → names of new tensors."""
-    suffixes = {"int8-g128": _PACKED, "fp8-donor": (WEIGHT, SCALE), "fp8-self": (WEIGHT, SCALE)}
-    new = suffixes.get(plan.shared_experts, ())
-    replaced = {
-        module + WEIGHT: tuple(module + suffix for suffix in new)
-        for module in (swapped_modules(plan) if new else ())
-    }
+    """Return the names of the new tensors for each replaced name."""
+    suffixes: dict[str, tuple[str, ...]] = {}
+    if plan.shared_experts == "int8-g128":
+        suffixes.update({module + WEIGHT: _PACKED for module in swapped_modules(plan)})
+    elif plan.shared_experts in ("fp8-donor", "fp8-self"):
+        suffixes.update({module + WEIGHT: (WEIGHT, SCALE) for module in swapped_modules(plan)})
     if plan.head == "int8-g128":
-        replaced[HEAD] = tuple(HEAD.removesuffix(WEIGHT) + suffix for suffix in _PACKED)
-    for name in drafter_weights(plan):
-        replaced[name] = tuple(name.removesuffix(WEIGHT) + suffix for suffix in _PACKED)
-    return replaced
+        suffixes[HEAD] = _PACKED
+    suffixes.update({name: _PACKED for name in drafter_weights(plan)})
+    return {
+        name: tuple(name.removesuffix(WEIGHT) + suffix for suffix in new)
+        for name, new in suffixes.items()
+    }
 
 
 def base_patterns(plan: BuildPlan) -> list[str]:
+    """Return the patterns of all base names except MTP."""
     patterns = list(plan.base_tensors)
     if plan.shared_experts == "fp8-base":
         patterns += [module + SCALE for module in swapped_modules(plan)]
@@ -201,9 +215,9 @@ def base_patterns(plan: BuildPlan) -> list[str]:
 
 
 def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, layout: str) -> None:
-    """Refuse other names than those of the plan's result.
+    """Raise ValidationError unless the names are those of the plan's result.
 
-    Names are expanded only for the error: they fill memory.
+    Patterns are expanded only for the error, because the names take much memory.
     """
     replaced = replacement_names(plan)
     new = {
@@ -212,7 +226,7 @@ def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, lay
         for name in names
     }
     patterns = [*base_patterns(plan), *plan.mtp_tensors]
-    # Undo the replacements; the rest must be exactly the base's patterns.
+    # With the replacements undone, the names must be those of the base.
     names = set(actual)
     has_all_new = new <= names
     names -= new

@@ -1,4 +1,4 @@
-"""Receipts: write and read them, verify, publish and discard checkpoints."""
+"""Read and write receipts; create, verify and discard checkpoints."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from spark_checkpoint.headers import read_header
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.tensor_sets import check_quantised_names, check_result_names
 
-# Small pieces limit repeated hashing around replaced tensors, large pieces keep receipts short:
-# 72 GB are 17,000 pieces.
+# Small pieces reduce hashing around replaced tensors; large pieces keep receipts short (72 GB are
+# 17,000 pieces).
 PIECE_BYTES = 4 << 20
 _FIX = "move the directory away and run the deploy again"
 
@@ -45,6 +45,8 @@ class FileHashes(NamedTuple):
 
 
 class PieceHasher:
+    """Hashes a stream in pieces of ``PIECE_BYTES``."""
+
     def __init__(self) -> None:
         self._hasher = hashlib.sha256()
         self._filled_bytes = 0
@@ -61,6 +63,7 @@ class PieceHasher:
                 self._end_piece()
 
     def add(self, piece: Piece) -> None:
+        """Add a piece whose hash is known."""
         self._end_piece()
         self._pieces.append(piece)
 
@@ -84,7 +87,7 @@ def hash_with_pieces(path: Path, on_bytes: Callable[[int], None]) -> FileHashes:
 
 
 def parse_pieces(file: receipts.ReceiptFile) -> tuple[Piece, ...] | None:
-    """Return a file's pieces from the receipt, or None; raise ValueError if malformed."""
+    """Return the pieces of a file in a receipt, if any; raise ValueError if they are malformed."""
     if file.pieces is None:
         return None
     pieces = []
@@ -99,6 +102,7 @@ def parse_pieces(file: receipts.ReceiptFile) -> tuple[Piece, ...] | None:
 
 
 def load_receipt(directory: Path) -> receipts.AnyReceipt | None:
+    """Return the receipt, or None if the directory has none."""
     path = directory / RECEIPT_NAME
     try:
         receipt = receipts.parse(path.read_bytes())
@@ -118,8 +122,9 @@ def receipt_entry(
     pieces: tuple[str, ...] | None = None,
     link_of: str | None = None,
 ) -> receipts.ReceiptFile:
-    size_bytes, modified_ns = stamp.size_bytes, stamp.modified_ns
-    return receipts.ReceiptFile(path, size_bytes, sha256, modified_ns, pieces, link_of, stamp.inode)
+    return receipts.ReceiptFile(
+        path, stamp.size_bytes, sha256, stamp.modified_ns, pieces, link_of, stamp.inode
+    )
 
 
 def write_receipt(directory: Path, receipt: receipts.Receipt) -> None:
@@ -127,10 +132,9 @@ def write_receipt(directory: Path, receipt: receipts.Receipt) -> None:
 
 
 def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> receipts.AnyReceipt:
-    """Check a checkpoint directory and return the receipt.
+    """Check a checkpoint: files, sizes, headers, index and hashes; return the receipt.
 
-    Checks files, sizes, headers, index and, unless ``full``, hashes only of files with another stat
-    than in the receipt, which is then updated.
+    Unless ``full``, hashes only files whose stat differs from the receipt, and updates the receipt.
     """
     if not directory.is_dir():
         raise InputError(str(directory), "is not a directory", "check the path")
@@ -140,7 +144,7 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> rec
             str(directory), f"has no {RECEIPT_NAME}: it is incomplete", "run the job again"
         )
     check_files(directory, receipt)
-    # Sources have no exact tensor set.
+    # Only builds and quantisations have a plan with exact names.
     if not isinstance(receipt, receipts.SourceReceipt):
         with disabled_garbage_collection():
             _check_headers(directory, receipt, receipt.plan, receipt.tensors)
@@ -174,35 +178,36 @@ def check_files(directory: Path, receipt: receipts.Receipt) -> None:
     if surplus:
         names = ", ".join(sorted(surplus)[:5])
         raise ReceiptMismatchError(
-            str(directory), f"has files that the receipt lacks: {names}", _FIX
+            str(directory), f"has files that are not in the receipt: {names}", _FIX
         )
 
 
 def _check_headers(
     directory: Path, receipt: receipts.Receipt, plan: BuildPlan | RequantizePlan, tensors: int
 ) -> None:
-    """Compare the index with all headers and with the plan of the receipt."""
+    """Compare the index with all headers and with the plan in the receipt."""
     try:
         index = read_index(directory)
         if index is None:
             raise ReceiptMismatchError(str(directory), "has no index", _FIX)
-        listed: dict[str, list[str]] = {}
+        names_by_shard: dict[str, list[str]] = {}
         for name, shard in index.items():
-            listed.setdefault(shard, []).append(name)
+            names_by_shard.setdefault(shard, []).append(name)
         for file in receipt.files:
-            if file.path.endswith(".safetensors"):
-                header = read_header(directory / file.path)
-                absent = [n for n in listed.pop(file.path, ()) if n not in header.tensors]
-                if absent:
-                    problem = f"the index lists {absent[0]} in {file.path}, which lacks it"
+            if not file.path.endswith(".safetensors"):
+                continue
+            header = read_header(directory / file.path)
+            for name in names_by_shard.pop(file.path, ()):
+                if name not in header.tensors:
+                    problem = f"the index lists {name} in {file.path}, which lacks it"
                     raise ReceiptMismatchError(str(directory), problem, _FIX)
     except ValidationError as error:
         kind = "a broken header" if isinstance(error, HeaderError) else "a broken index"
         raise ReceiptMismatchError(error.where, f"{error.what} ({kind})", _FIX) from error
-    if listed:
-        missing = ", ".join(sorted(listed)[:3])
+    if names_by_shard:
+        missing = ", ".join(sorted(names_by_shard)[:3])
         raise ReceiptMismatchError(
-            str(directory), f"the index names unknown files: {missing}", _FIX
+            str(directory), f"the index names files that are not in the receipt: {missing}", _FIX
         )
     if len(index) != tensors:
         problem = f"the index lists {len(index)} tensors, the receipt {tensors}"
@@ -223,7 +228,7 @@ def _check_names(where: str, index: Mapping[str, str], plan: BuildPlan | Requant
 def _check_content(
     directory: Path, file: receipts.ReceiptFile, progress: Progress
 ) -> receipts.ReceiptFile:
-    """Check a file's hashes; return the entry with the stat before hashing."""
+    """Check a file's hashes; return its entry with the current stat."""
     path = directory / file.path
     stamp = storage.read_stamp(path)
     pieces = parse_pieces(file)
@@ -254,10 +259,10 @@ def create_checkpoint(
     progress: Progress,
     write: Callable[[Path, Path], None],
 ) -> bool:
-    """Create, verify and rename a plan's checkpoint; return False if it exists already.
+    """Create, verify and publish a plan's checkpoint; return False if it already exists.
 
-    ``write(work_dir, result_dir)`` writes the checkpoint with the receipt; other files in
-    ``work_dir`` survive an interruption.
+    ``write(work_dir, result_dir)`` writes checkpoint and receipt. Its other files in ``work_dir``
+    stay after an interruption, so that the next run can resume.
     """
 
     def exists() -> bool:
@@ -272,7 +277,7 @@ def create_checkpoint(
                 "move it away, run again",
             )
         verify_checkpoint(plan.out_dir, progress, full=False)
-        note(f"{plan.out_dir}: already has {description}")
+        note(f"{plan.out_dir}: {description} already exists")
         return True
 
     work = partial_dir(plan.out_dir)
@@ -280,7 +285,7 @@ def create_checkpoint(
         shutil.rmtree(work, ignore_errors=True)
         return False
     with storage.lock_directory(work):
-        # Another process may have finished before we got the lock.
+        # Another process may have finished it while we waited for the lock.
         if exists():
             return False
         result_dir = partial_tree(plan.out_dir)
@@ -299,35 +304,37 @@ def discard_base(base: Path, tree: Path, progress: Progress) -> None:
         return
     receipt = verify_checkpoint(tree, progress, full=True)
     if not isinstance(receipt, receipts.CheckpointReceipt) or receipt.plan.layout != "full":
-        raise ValidationError(str(tree), "is not a full-layout checkpoint", "keep the base")
+        raise ValidationError(str(tree), "is not a full-layout checkpoint", "keep its base")
     planned = receipt.plan.base_dir
     if planned != Path(os.path.abspath(base)):
         raise ValidationError(
             str(tree),
-            f"was made from {planned}, not from {base}",
-            "name the base of this checkpoint",
+            f"was built from {planned}, not from {base}",
+            f"pass {planned} as the base",
         )
     if load_receipt(base) is None and any(base.iterdir()):
         raise ValidationError(
             str(base), "has no receipt, so it is not removed", "remove it yourself"
         )
-    freed = shared = 0
+    freed_bytes = shared_bytes = 0
     base_receipt = base / RECEIPT_NAME
-    # The receipt last: it marks the directory as managed.
+    # The receipt is removed last, because it marks the directory as managed.
     for path in sorted(base.rglob("*"), key=lambda path: (path == base_receipt, -len(path.parts))):
         if path.is_dir() and not path.is_symlink():
             os.rmdir(path)
             continue
         status = path.lstat()
         if status.st_nlink == 1:
-            freed += status.st_size
+            freed_bytes += status.st_size
         else:
-            shared += status.st_size
+            shared_bytes += status.st_size
         if path == base_receipt:
             sync_directory(base)
         os.unlink(path)
     os.rmdir(base)
     sync_directory(base.parent)
-    kept = f"; {shared} bytes stay, because other directories link them" if shared else ""
-    again = sum(receipt.report.get("rebuild_fetch_bytes", {}).values())
-    note(f"{base}: removed, {freed} bytes freed{kept}; a rebuild of {tree} downloads {again} bytes")
+    message = f"{base}: removed, {freed_bytes} bytes freed"
+    if shared_bytes:
+        message += f"; {shared_bytes} bytes stay in use by hard links in other directories"
+    rebuild_bytes = sum(receipt.report.get("rebuild_fetch_bytes", {}).values())
+    note(f"{message}; a rebuild of {tree} would download {rebuild_bytes} bytes")

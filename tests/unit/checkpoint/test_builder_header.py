@@ -166,9 +166,9 @@ HOSTILE = {
     "seven bytes": (b"\0" * 7, "too short"),
     "length above the limit": (
         (HEADER_LIMIT_BYTES + 1).to_bytes(8, "little") + b"{}",
-        "above the limit",
+        "exceeds the limit",
     ),
-    "length of 2**63": ((1 << 63).to_bytes(8, "little") + b"{}", "above the limit"),
+    "length of 2**63": ((1 << 63).to_bytes(8, "little") + b"{}", "exceeds the limit"),
     "length beyond the file": ((100).to_bytes(8, "little") + b"{}", "file ends at byte"),
     "no object": (file_of(b"[]"), "does not start with"),
     "leading space": (file_of(b" {}"), "does not start with"),

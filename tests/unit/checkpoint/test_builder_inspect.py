@@ -4,7 +4,7 @@ import re
 import pytest
 from builder_trees import BASE_COMMIT, run_tool
 from spark_checkpoint.headers import Header, Tensor
-from spark_checkpoint.inspection import name_recipe, summarise_headers
+from spark_checkpoint.inspection import describe_recipe, summarise_headers
 
 
 def inspect(*arguments):
@@ -169,4 +169,4 @@ def test_recipe_follows_from_routed_and_shared_experts(kind, routed, shared, fp8
             dtype = "I32" if suffix == ".qweight" else "F8_E4M3" if module in fp8 else "BF16"
             tensors[module + suffix] = Tensor(dtype, (256,), 0, 2)
     anatomy = summarise_headers({"model.safetensors": Header(tensors, {}, 8, 2)}, None)
-    assert name_recipe(anatomy, None, frozenset({"model.safetensors"})) == kind
+    assert describe_recipe(anatomy, {"model.safetensors"}) == kind

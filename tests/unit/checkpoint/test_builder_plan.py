@@ -82,5 +82,5 @@ def test_writes_and_reads_the_same_plan(workshop):
 
 
 def test_refuses_a_plan_with_a_different_recipe_version(workshop):
-    with pytest.raises(HostToolError, match="made for recipe version 999"):
+    with pytest.raises(HostToolError, match="requires recipe version 999"):
         read_build_plan(workshop.write_plan(recipe_version=999))

@@ -209,7 +209,10 @@ def test_accepts_images_that_start_vllm(server, tag):
 
 @pytest.mark.parametrize(
     ("tag", "what"),
-    [("nginx", "starts '/docker-entrypoint.sh', not vLLM's server"), ("none", "has no entrypoint")],
+    [
+        ("nginx", "starts '/docker-entrypoint.sh', expected vLLM's server"),
+        ("none", "has no entrypoint"),
+    ],
 )
 def test_refuses_image_that_starts_something_else(server, tag, what):
     image = f"{server}/lab/engine:{tag}"
@@ -334,5 +337,5 @@ def test_syncs_lock_before_renaming_it(tmp_path, monkeypatch):
 
 def test_reports_unwritable_lock(tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(LockError, match=r"cannot be written(.|\n)*make its folder writable"):
+    with pytest.raises(LockError, match=r"cannot be written(.|\n)*make its directory writable"):
         write_lock(tmp_path / "taken" / "spark.lock.yml", Lock.from_entries())

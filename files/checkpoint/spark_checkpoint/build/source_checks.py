@@ -157,7 +157,7 @@ def _open_donor(
         check_same_names(where, "donor weights and scales", present, needed)
     unmatched = unmatched_donor_names(donor.names, base.owner, modules)
     expected = expand_all(plan.donor_unmatched)
-    check_same_names(where, "donor names without a partner", unmatched, expected)
+    check_same_names(where, "donor names that the base lacks", unmatched, expected)
     graftable = donor.names.intersection(mtp_missing)
     check_same_names(where, "MTP tensors to graft", graftable, mtp_missing)
     if mtp_missing:
