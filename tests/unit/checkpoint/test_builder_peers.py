@@ -390,7 +390,7 @@ def test_does_not_copy_a_checkpoint_built_from_different_donor_tensors(copy):
     donor = {"url": url, "sha256": "0" * 64, "tries": 1, "backoff_s": 0}
     plan = copy.workshop.plan
     copy.workshop.plan = lambda **changes: plan(donor=donor, **changes)
-    with pytest.raises(AssertionError, match="is from FP8 source tensors"):
+    with pytest.raises(AssertionError, match="has FP8 source tensors"):
         copy.build()
     assert requested(copy.peer) == {"receipt.json"}
 

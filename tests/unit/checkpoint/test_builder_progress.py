@@ -22,7 +22,9 @@ def test_prints_readable_lines_and_never_exceeds_a_total(workshop, layout):
     lines = workshop.build(layout=layout, head="int8-g128").stdout.splitlines()
     assert [line for line in lines if not LINE.fullmatch(line)] == []
     rows = [dict(word.split("=", 1) for word in line.split()) for line in lines]
-    assert {"gates", "spot-check", "head", "write", "verify"} <= {row["phase"] for row in rows}
+    assert {"check-sources", "spot-check", "head", "write", "verify"} <= {
+        row["phase"] for row in rows
+    }
     assert rows[-1]["phase"] == "done"
     for row in rows:
         assert row["total"] == "-" or int(row["bytes"]) <= int(row["total"])
@@ -30,8 +32,8 @@ def test_prints_readable_lines_and_never_exceeds_a_total(workshop, layout):
 
 def test_computes_rate_and_remaining_time_of_new_bytes(clock, capsys):
     tracker = Progress()
-    tracker.phase("gates")
-    assert tracker.line() == "phase=gates bytes=0 total=- rate_bytes_per_s=0 eta_s=-"
+    tracker.phase("check-sources")
+    assert tracker.line() == "phase=check-sources bytes=0 total=- rate_bytes_per_s=0 eta_s=-"
     tracker.phase("fetch", 1000, done_bytes=500)
     tracker.skip(100)
     tracker.add(100)

@@ -134,8 +134,8 @@ FAILURES = {
     "closes without an answer": Failure(close, "last: the connection ended;"),
     "slow": Failure(send_slowly, "", slow=True),
     "slow to the end": Failure(send_end_slowly, "", slow=True),
-    "no answer": Failure(send_nothing, "last: no answer for 1 s;", slow=True),
-    "stalls in the middle": Failure(stall, "last: no answer for 1 s;"),
+    "no answer": Failure(send_nothing, "last: no response for 1 s;", slow=True),
+    "stalls in the middle": Failure(stall, "last: no response for 1 s;"),
     "connection reset in the middle": Failure(reset, "last: connection reset by peer;"),
     "a byte now and then": Failure(
         lambda h, d: trickle(h, send_head(h, d)), "bytes arrived in", slow=True
@@ -160,8 +160,8 @@ FAILURES = {
     "compressed on the way": Failure(
         lambda h, d: h.answer(200, d, {"Content-Encoding": "gzip"}), "encoding gzip", once=False
     ),
-    "redirects in a circle": Failure(
-        lambda h, d: h.answer(302, b"", {"Location": h.path}), "circle", once=False
+    "redirects in a loop": Failure(
+        lambda h, d: h.answer(302, b"", {"Location": h.path}), "in a loop", once=False
     ),
 }
 

@@ -23,7 +23,7 @@ from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.requantize_checks import (
     check_kept_experts,
     check_packable,
-    excluded_by_name,
+    why_skipped,
     packed_modules,
 )
 
@@ -298,11 +298,11 @@ def plan_of(*names):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        ("lm_head", "it is in no layer of the language model or of its drafter"),
-        ("mtp.fc", "it is in no layer of the language model or of its drafter"),
+        ("lm_head", "it is outside the layers of language model and drafter"),
+        ("mtp.fc", "it is outside the layers of language model and drafter"),
         ("mtp.layers.0.mlp.gate", "it is a gate"),
         ("mtp.layers.0.self_attn.q_norm", "it is not a matrix: its shape is [64]"),
-        (f"{EXPERTS}.8.gate_proj", "the original has no such weight"),
+        (f"{EXPERTS}.8.gate_proj", "the original lacks this weight"),
         ("model.language_model.layers.0.linear_attn.in_proj_a", "its 8 rows"),
     ],
 )
@@ -342,7 +342,7 @@ def test_reads_shapes_of_experts_in_a_fused_tensor(tmp_path):
     check_packable(plan_of(f"{EXPERTS}.{{0..3}}.{{gate,up}}_proj.qweight"), fused)
     with pytest.raises(ValidationError, match="its 64 columns"):
         check_packable(plan_of(f"{EXPERTS}.3.down_proj.qweight"), fused)
-    with pytest.raises(ValidationError, match="the original has no such weight"):
+    with pytest.raises(ValidationError, match="the original lacks this weight"):
         check_packable(plan_of(f"{EXPERTS}.4.up_proj.qweight"), fused)
 
 
@@ -371,7 +371,7 @@ def test_every_model_with_a_16_bit_repository_is_packable_by_name():
     assert "qwen3.5-35b" in {model.name for model in models}
     for model in models:
         plan = plan_of(*model.tensors.base, *model.tensors.mtp)
-        assert [m for m in packed_modules(plan) if excluded_by_name(m)] == [], model.name
+        assert [m for m in packed_modules(plan) if why_skipped(m)] == [], model.name
 
 
 @pytest.mark.gate

@@ -84,8 +84,8 @@ def test_prints_files_sizes_and_matching_models(hub, here, capsys):
 @pytest.mark.parametrize(
     ("place", "what"),
     [
-        ("lab/none", "the server answers 404"),
-        (f"{BASE}@v9", "the server answers 404"),
+        ("lab/none", "the server returned 404"),
+        (f"{BASE}@v9", "the server returned 404"),
         ("no repository", "is neither a directory nor org/name"),
     ],
 )

@@ -216,7 +216,7 @@ def test_deploy_continues_without_the_hub(hub, settings, lock, tmp_path):
     assert not path.exists()
     [line] = output
     assert line.startswith("names are not compared with the catalog yet: ")
-    assert "the server answers 404" in line
+    assert "the server returned 404" in line
     hub.fault = None
     assert verified_lock(settings, CATALOG, path, lock, output.append) == read_lock(path)
     assert BUILD in read_lock(path).names

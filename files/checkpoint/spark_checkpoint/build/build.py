@@ -75,7 +75,7 @@ def _write_result(
     url = plan.donor.url if isinstance(plan.donor, DonorUrl) else ""
     donor_dir = work / f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
     storage.clear(work, keep=frozenset({donor_dir.name}))
-    progress.phase("gates")
+    progress.phase("check-sources")
     config = read_config(plan.base_dir)
     check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
     sources = check_sources(plan, read_checkpoint(plan.base_dir), config)

@@ -1,8 +1,8 @@
-"""Read byte ranges over HTTP with resume; server responses are never trusted.
+"""Read byte ranges over HTTP with resume; responses are not trusted.
 
-Hubs redirect files to a content host with a signed, expiring address. The token is sent to the
-hub's origin only. Redirects are followed here, because the redirecting response describes the file
-and a signed address serves many ranges.
+Hubs redirect to signed, expiring addresses of content hosts; only the hub's origin gets the token.
+Redirects are followed here, because the first response describes the file and a signed address is
+valid for many ranges.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXPIRED_STATUS = frozenset({400, 401, 403, 404, 410})
 # ValueError and OverflowError: headers that urllib3 or Python cannot parse.
 _FAILURES = (connections.RetryableError, HTTPError, OSError, ValueError, OverflowError)
 _COMMIT = re.compile(rf"/resolve/({COMMIT})(?:/|$)")
-_DIGITS = "[0-9]{1,20}"  # int() rejects above 4300
+_DIGITS = "[0-9]{1,20}"  # int() accepts at most 4300
 _CONTENT_RANGE = re.compile(rf"bytes ({_DIGITS})-({_DIGITS})/({_DIGITS})")
 _REDIRECT_LIMIT = 10
 _RETRY_AFTER = Retry(retry_after_max=120)
@@ -40,8 +40,8 @@ _GATED_FIX = (
     "then run the deploy again"
 )
 _STATUS_FIXES = {
-    # The public hub also returns this for unknown names.
-    401: f"check the name; if it is private or gated, {_GATED_FIX}",
+    # The public hub also returns 401 for unknown names.
+    401: f"check the name; for a private or gated repository, {_GATED_FIX}",
     403: _GATED_FIX,
     404: "check the repository's name and the revision or commit",
 }
@@ -50,16 +50,20 @@ T = TypeVar("T")
 
 
 class RangeUnsupportedError(TransferError):
-    """The server sent the whole file for a range request."""
+    """The server ignores ranges and sends whole files."""
+
+
+class NotFoundError(TransferError):
+    """The server returned 404."""
 
 
 class HttpClient:
-    """A thread-safe client for an order.
+    """A thread-safe client for a download.
 
     Args:
-        trusted_urls: their hosts may receive the token.
-        direct: skip proxies and require the token, as for peers.
-        stop: set to end all reads.
+        trusted_urls: only their origins receive the token.
+        direct: bypass proxies and require the token, as for peers.
+        stop: set this event to end all reads.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class HttpClient:
         accept: str = "*/*",
     ):
         self._transfer, self._accept = transfer, accept
-        self._direct, self._is_hurried = direct, False
+        self._direct, self._is_first_pass = direct, False
         self._pools = connections.Pools(transfer, direct=direct)
         self._token = read_token(transfer.token_file, required=direct)
         try:
@@ -82,34 +86,36 @@ class HttpClient:
         self._limit = connections.RateLimit(transfer.rate_limit_bytes_per_s)
         self._lock = threading.Lock()
         self._locations: dict[str, str] = {}  # after redirects
-        # Size and hash as the hub announces them: sha256 of large files, git blob sha1 of small.
+        # Size and hash that the hub announces: sha256 of large files, git blob sha1 of small ones.
         self._announced: dict[str, tuple[int | None, str | None]] = {}
         self.stop = stop or threading.Event()
         self.received_bytes = 0
 
-    def hurried(self) -> HttpClient:
-        """Return this client, sharing limits, for a first pass that waits for no source."""
-        other = copy.copy(self)
-        other._is_hurried, other._transfer = True, replace(self._transfer, outage_s=0.0)
-        return other
+    def for_first_pass(self) -> HttpClient:
+        """Return a copy, with shared limits, that abandons sources which are slow or down."""
+        client = copy.copy(self)
+        client._is_first_pass, client._transfer = True, replace(self._transfer, outage_s=0.0)
+        return client
 
     def cancel(self) -> None:
         self.stop.set()
 
-    def refuse_other_content(self, url: str, file: FetchFile) -> None:
-        """Refuse the file if the hub announces other content than the lock."""
-        size_bytes, tag = self._announced.get(url, (None, None))
-        locked = {64: file.sha256, 40: file.git_sha1}.get(len(tag or ""))
-        if size_bytes not in (None, file.size_bytes) or (locked and tag != locked):
+    def check_announcement(self, url: str, file: FetchFile) -> None:
+        """Raise ValidationError if the hub announced a different size or hash than the lock."""
+        size_bytes, announced_hash = self._announced.get(url, (None, None))
+        # Other lengths are no hash of a type that the lock has.
+        locked_hash = {64: file.sha256, 40: file.git_sha1}.get(len(announced_hash or ""))
+        has_other_hash = locked_hash is not None and announced_hash != locked_hash
+        if size_bytes not in (None, file.size_bytes) or has_other_hash:
             raise ValidationError(
                 url,
-                f"the hub offers {size_bytes} bytes with hash {tag}, the lock requires "
-                f"{file.size_bytes} and {file.sha256 or file.git_sha1}",
+                f"the hub offers {size_bytes} bytes with hash {announced_hash}, the lock requires "
+                f"{file.size_bytes} bytes with hash {file.sha256 or file.git_sha1}",
                 "lock the repository again",
             )
 
     def read(self, url: str, begin: int, end: int, total_bytes: int | None = None) -> bytes:
-        """Return a small range, which may be shorter at the end of the file."""
+        """Return a small range; it is shorter at the end of the file."""
         return b"".join(self.stream(url, begin, end, total_bytes))
 
     def exists(self, url: str) -> bool:
@@ -120,6 +126,7 @@ class HttpClient:
         return True
 
     def read_start(self, url: str, count_bytes: int) -> tuple[int, bytes]:
+        """Return the size of a file and its first bytes."""
 
         def read_once() -> tuple[int, bytes]:
             with self._open(url, (0, count_bytes)) as response:
@@ -130,19 +137,20 @@ class HttpClient:
         return self._retry(url, read_once)
 
     def read_whole(self, url: str, limit_bytes: int) -> bytes:
+        """Return a body of at most ``limit_bytes``."""
 
         def read_once() -> bytes:
             body = bytearray()
             with self._open(url, None) as response:
                 for piece in self._pieces(url, response):
-                    self._count(len(piece))
+                    self._count_received(len(piece))
                     body += piece
                     if len(body) > limit_bytes:
-                        problem = f"is above {limit_bytes} bytes"
+                        problem = f"exceeds {limit_bytes} bytes"
                         raise ValidationError(url, problem, "check the repository")
-                left = response.length_remaining
-            if left:
-                raise connections.RetryableError(f"the connection ended {left} bytes early")
+                missing = response.length_remaining
+            if missing:
+                raise connections.RetryableError(f"the connection ended {missing} bytes early")
             return bytes(body)
 
         return self._retry(url, read_once)
@@ -152,12 +160,11 @@ class HttpClient:
     ) -> Iterator[bytes]:
         """Yield the bytes ``[begin, end)`` of a file in order; resume after interruptions.
 
-        ``total_bytes`` is the required size of the file. Status 200 is accepted for a whole file
-        only.
+        ``total_bytes`` is the required size of the file.
 
         Raises:
-            RangeUnsupportedError: the server does not support ranges.
-            TransferError: no progress within the allowed number of attempts.
+            RangeUnsupportedError: the server sent the whole file for a range.
+            TransferError: no progress within the allowed number of tries.
         """
         position = begin
         budget = self._new_budget(url)
@@ -168,11 +175,11 @@ class HttpClient:
                     length = _check_length(url, response, position, end, total_bytes, whole=whole)
                     for piece in self._read(url, response, length):
                         position += len(piece)
-                        budget.progressed(len(piece))
+                        budget.record_progress(len(piece))
                         yield piece
                 return
             except _FAILURES as error:
-                budget.failed(error)
+                budget.record_failure(error)
 
     def _retry(self, url: str, request: Callable[[], T]) -> T:
         budget = self._new_budget(url)
@@ -180,37 +187,39 @@ class HttpClient:
             try:
                 return request()
             except _FAILURES as error:
-                budget.failed(error)
+                budget.record_failure(error)
 
     def _new_budget(self, url: str) -> connections.RetryBudget:
         outage_s = self._transfer.outage_s if self._is_trusted(url) else 0.0
-        return connections.RetryBudget(url, self._transfer, self.stop, outage_s, self._floor(url))
+        return connections.RetryBudget(
+            url, self._transfer, self.stop, outage_s, self._minimum_rate(url)
+        )
 
     def _is_trusted(self, url: str) -> bool:
         return connections.parse_origin(url) in self._trusted
 
-    def _floor(self, url: str) -> connections.MinimumRate:
-        # The hub is the last source; peers and mirrors can be replaced.
-        replaceable = self._direct or (self._is_hurried and not self._is_trusted(url))
+    def _minimum_rate(self, url: str) -> connections.MinimumRate:
+        # Peers and mirrors can be replaced by the hub, which is the last source.
+        replaceable = self._direct or (self._is_first_pass and not self._is_trusted(url))
         return connections.MinimumRate.for_source(self._transfer, replaceable=replaceable)
 
     def _pieces(self, url: str, response: BaseHTTPResponse) -> Iterator[bytes]:
         piece_bytes = self._limit.piece_bytes
-        return connections.read_body(response, piece_bytes, self._transfer, self._floor(url))
+        return connections.read_body(response, piece_bytes, self._transfer, self._minimum_rate(url))
 
     def _read(self, url: str, response: BaseHTTPResponse, length: int) -> Iterator[bytes]:
-        left = length
+        remaining = length
         for piece in self._pieces(url, response):
             self._limit.take(len(piece))
-            self._count(len(piece))
-            left -= len(piece)
-            if left < 0:
+            self._count_received(len(piece))
+            remaining -= len(piece)
+            if remaining < 0:
                 raise TransferError(url, "sent more bytes than requested", _OTHER_SOURCE)
             yield piece
             if self.stop.is_set():
                 raise connections.cancellation_error(url)
-        if left:
-            raise connections.RetryableError(f"the connection ended {left} bytes early")
+        if remaining:
+            raise connections.RetryableError(f"the connection ended {remaining} bytes early")
 
     def _open(self, url: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
         """Send a request, follow redirects, and return a response with status 200 or 206."""
@@ -219,14 +228,14 @@ class HttpClient:
         for _ in range(_REDIRECT_LIMIT):
             response = self._request(address, byte_range)
             if address == url:
-                self._note_announcement(url, response.headers)
+                self._record_announcement(url, response.headers)
             target = response.get_redirect_location()
             if not target:
                 break
             connections.release_connection(response, self._transfer)
             address = _resolve_redirect(address, target)
         else:
-            raise TransferError(url, "redirects in a circle", "check the address")
+            raise TransferError(url, "redirects in a loop", "check the address")
         status = response.status
         if status in (200, 206):
             with self._lock:
@@ -237,16 +246,17 @@ class HttpClient:
             raise connections.RetryableError(f"HTTP {status}", _requested_pause_s(response))
         with self._lock:
             self._locations.pop(url, None)
-        if status in _EXPIRED_STATUS and connections.parse_origin(
-            address
-        ) != connections.parse_origin(url):
-            host = connections.parse_origin(address)[1]
-            raise connections.RetryableError(f"HTTP {status} from {host}: the signed link expired")
+        origin = connections.parse_origin(address)
+        if status in _EXPIRED_STATUS and origin != connections.parse_origin(url):
+            raise connections.RetryableError(
+                f"HTTP {status} from {origin.host}: the signed link expired"
+            )
         fix = _STATUS_FIXES.get(status, _OTHER_SOURCE)
-        raise TransferError(url, f"the server answers {status}", fix)
+        error = NotFoundError if status == 404 else TransferError
+        raise error(url, f"the server returned {status}", fix)
 
     def _request(self, address: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
-        """Send a request, and again with a registry token if the hub demands it."""
+        """Send a request; repeat it with a registry's token, or without a rejected token."""
         origin = connections.parse_origin(address)
         pool = self._pools.select(origin)
         headers = {
@@ -259,7 +269,7 @@ class HttpClient:
 
         def send(token: str | None) -> BaseHTTPResponse:
             login = {"Authorization": f"Bearer {token}"} if token else {}
-            # _read() checks the length, to report the missing bytes.
+            # The length is checked in _read(), which reports the missing bytes.
             return pool.request(
                 "GET", address, headers={**headers, **login}, redirect=False, retries=False,
                 preload_content=False, enforce_content_length=False,
@@ -271,30 +281,31 @@ class HttpClient:
         if response.status != 401 or not is_trusted:
             return response
         challenge = response.headers.get("WWW-Authenticate", "")
-        new = request_token(challenge, pool, origin[0], self._transfer) if challenge else None
-        if new is None and token is None:
+        new_token = None
+        if challenge:
+            new_token = request_token(challenge, pool, origin.scheme, self._transfer)
+        if new_token is None and token is None:
             return response
         connections.release_connection(response, self._transfer)
-        response = send(new)
-        if new is not None:
-            self._token = new  # until the next challenge
+        response = send(new_token)
+        if new_token is not None:
+            self._token = new_token  # until the next challenge
         elif response.status < 400:
-            note(f"{address}: the hub refuses the token; continuing without it")
+            note(f"{address}: the hub rejected the token; continuing without it")
             self._token = None
         return response
 
-    def _note_announcement(self, url: str, headers: Mapping[str, str]) -> None:
+    def _record_announcement(self, url: str, headers: Mapping[str, str]) -> None:
         commit, requested = headers.get("X-Repo-Commit"), _COMMIT.search(url)
         if commit and requested and commit != requested[1]:
-            raise ValidationError(
-                url, f"the hub answers with commit {commit}", "lock the repository again"
-            )
+            problem = f"the hub sends commit {commit}"
+            raise ValidationError(url, problem, "lock the repository again")
         size = headers.get("X-Linked-Size", "")
         tag = headers.get("X-Linked-ETag", "").removeprefix("W/").strip('"')
         with self._lock:
             self._announced[url] = (int(size) if re.fullmatch(_DIGITS, size) else None, tag or None)
 
-    def _count(self, count_bytes: int) -> None:
+    def _count_received(self, count_bytes: int) -> None:
         with self._lock:
             self.received_bytes += count_bytes
 
@@ -303,13 +314,13 @@ def _requested_pause_s(response: BaseHTTPResponse) -> float:
     try:
         return _RETRY_AFTER.get_retry_after(response) or 0.0
     except (HTTPError, ValueError, OverflowError):
-        return 0.0  # not a number or date
+        return 0.0  # neither a number nor a date
 
 
 def _resolve_redirect(address: str, location: str) -> str:
     try:
         target = urljoin(address, location)
-        scheme = connections.parse_origin(target)[0]
+        scheme = connections.parse_origin(target).scheme
     except ValueError as error:
         raise TransferError(address, f"redirects to {error}", "check the address") from error
     if address.startswith("https:") and scheme != "https":
@@ -326,10 +337,10 @@ def _check_length(
     *,
     whole: bool,
 ) -> int:
-    """Return the length of the body; refuse a response that does not match the request."""
+    """Return the length of the body; raise an error if the response does not match the request."""
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
-        raise TransferError(url, f"answers with encoding {encoding}", _OTHER_SOURCE)
+        raise TransferError(url, f"sends the encoding {encoding}", _OTHER_SOURCE)
     expected = end - begin
     if response.status == 206 or not whole:
         first, last, total = _parse_content_range(url, response)
@@ -346,11 +357,13 @@ def _check_length(
         if whole:
             problem = f"is {announced} bytes long, not {expected}"
             raise ValidationError(url, problem, _OTHER_SOURCE)
-        raise TransferError(url, f"announces {announced} bytes for {expected}", _OTHER_SOURCE)
+        problem = f"announces {announced} bytes, requested were {expected}"
+        raise TransferError(url, problem, _OTHER_SOURCE)
     return expected
 
 
 def _parse_content_range(url: str, response: BaseHTTPResponse) -> tuple[int, int, int]:
+    """Return the first and last byte of the range, and the size of the file."""
     if response.status != 206:
         raise RangeUnsupportedError(url, "sends the whole file for a range request", _OTHER_SOURCE)
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())

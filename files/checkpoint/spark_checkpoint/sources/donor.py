@@ -14,7 +14,7 @@ from spark_contract.fetching import TransferOptions
 from spark_contract.orders import DonorDir, DonorUrl
 
 from spark_checkpoint.directory import INDEX_NAME, Span, read_checkpoint
-from spark_checkpoint.errors import TransferError, ValidationError
+from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.headers import (
     Header,
     Tensor,
@@ -23,22 +23,22 @@ from spark_checkpoint.headers import (
     parse_weight_map,
 )
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.sources.client import HttpClient
+from spark_checkpoint.sources.client import HttpClient, NotFoundError
 from spark_checkpoint.storage import write_durably
 
-# Reading a gap of this size is cheaper than another request.
+# Up to this size, reading a gap is cheaper than another request.
 GAP_BYTES = 64 << 10
 # Limits the loss of a failed request, and keeps all connections busy.
 REQUEST_LIMIT_BYTES = 32 << 20
 _LENGTH_BYTES = 8
 _INDEX_LIMIT_BYTES = 256 << 20
-# Of index and headers: several times the size of 280,000 names.
+# For index and headers; several times the size of 280,000 names.
 _LIMIT_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class NamedRange:
-    """Bytes ``[begin, end)`` of a file, required under a name."""
+    """Bytes ``[begin, end)`` of a file that contain a tensor."""
 
     name: str
     begin: int
@@ -49,27 +49,27 @@ class NamedRange:
 class Request:
     begin: int
     end: int
-    pieces: tuple[NamedRange, ...]
+    ranges: tuple[NamedRange, ...]
 
 
 def merge_ranges(
     ranges: Iterable[NamedRange], gap_bytes: int = GAP_BYTES, limit_bytes: int = REQUEST_LIMIT_BYTES
 ) -> list[Request]:
-    """Return requests that cover all ranges; no range is split."""
+    """Return requests that cover all ranges; a range is never split."""
     requests: list[Request] = []
-    for piece in sorted(ranges, key=lambda item: (item.begin, item.end)):
+    for wanted in sorted(ranges, key=lambda item: (item.begin, item.end)):
         if requests:
             last = requests[-1]
-            end = max(last.end, piece.end)
-            if piece.begin - last.end <= gap_bytes and end - last.begin <= limit_bytes:
-                requests[-1] = Request(last.begin, end, (*last.pieces, piece))
+            end = max(last.end, wanted.end)
+            if wanted.begin - last.end <= gap_bytes and end - last.begin <= limit_bytes:
+                requests[-1] = Request(last.begin, end, (*last.ranges, wanted))
                 continue
-        requests.append(Request(piece.begin, piece.end, (piece,)))
+        requests.append(Request(wanted.begin, wanted.end, (wanted,)))
     return requests
 
 
 def _is_usable(name: str) -> bool:
-    """Return whether a recipe can use a tensor; excludes routed experts outside MTP."""
+    """Return whether a build can use a tensor: all except routed experts outside MTP."""
     return ".mlp.experts." not in name or name.startswith("mtp.")
 
 
@@ -95,14 +95,14 @@ class RepositoryFiles:
     def __init__(self, base_url: str, transfer: TransferOptions, *, direct: bool = False):
         self._base_url = base_url.rstrip("/") + "/"
         self.client = HttpClient(transfer, (self._base_url,), direct=direct)
-        # Parsed headers are large: parse one at a time.
+        # Headers are parsed one at a time, because they take much memory.
         self._parsing = threading.Lock()
 
     def url(self, path: str) -> str:
         return self._base_url + quote(path)
 
     def index(self, keep: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
-        """Return tensor name → shard from the index, for the names to keep."""
+        """Return the shard of each tensor from the index, for names that satisfy ``keep``."""
         raw = self.client.read_whole(self.url(INDEX_NAME), _INDEX_LIMIT_BYTES)
         return parse_weight_map(raw, self.url(INDEX_NAME), "check the repository", keep)
 
@@ -119,7 +119,7 @@ class RepositoryFiles:
 
 
 class UrlDonor:
-    """A donor on a hub; reads only index, required headers and required ranges."""
+    """A donor on a hub; reads only the index and the required headers and ranges."""
 
     def __init__(self, plan: DonorUrl, *, direct: bool = False):
         self._files = RepositoryFiles(plan.url, plan, direct=direct)
@@ -137,34 +137,33 @@ class UrlDonor:
         shards = sorted({self._index[name] for name in required} - self._headers.keys())
         with ThreadPoolExecutor(self._parallel) as pool:
             for shard, header in zip(shards, pool.map(self._files.header, shards), strict=True):
-                usable = {name: t for name, t in header.tensors.items() if _is_usable(name)}
+                usable = {
+                    name: tensor for name, tensor in header.tensors.items() if _is_usable(name)
+                }
                 self._headers[shard] = header._replace(tensors=usable)
-        entries = {}
+        tensors = {}
         for name in required:
-            entry = self._headers[self._index[name]].tensors.get(name)
-            if entry is None:
-                raise ValidationError(
-                    self._files.url(self._index[name]),
-                    f"lacks {name}, which the donor's index lists there",
-                    "use another commit of the donor",
-                )
-            entries[name] = entry
-        return entries
+            shard = self._index[name]
+            if name not in self._headers[shard].tensors:
+                problem = f"lacks {name}, which the donor's index lists there"
+                fix = "use another commit of the donor"
+                raise ValidationError(self._files.url(shard), problem, fix)
+            tensors[name] = self._headers[shard].tensors[name]
+        return tensors
 
     def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
-        """Download the tensors into a directory; reuse files of an earlier run."""
+        """Download tensors into a directory, except for files of an earlier run."""
         directory.mkdir(exist_ok=True)
-        by_shard: dict[str, list[NamedRange]] = {}
+        ranges_by_shard: dict[str, list[NamedRange]] = {}
         for name, tensor in self.tensors(names).items():
             shard = self._index[name]
             begin = self._headers[shard].file_offset(name)
-            by_shard.setdefault(shard, []).append(
-                NamedRange(name, begin, begin + tensor.size_bytes)
-            )
+            wanted = NamedRange(name, begin, begin + tensor.size_bytes)
+            ranges_by_shard.setdefault(shard, []).append(wanted)
         jobs = [
             (shard, request)
-            for shard in sorted(by_shard)
-            for request in merge_ranges(by_shard[shard])
+            for shard, ranges in sorted(ranges_by_shard.items())
+            for request in merge_ranges(ranges)
         ]
         progress.phase("donor", sum(request.end - request.begin for _, request in jobs))
         spans: dict[str, Span] = {}
@@ -185,32 +184,32 @@ class UrlDonor:
         if path.exists() and path.stat().st_size == size:
             progress.skip(size)
         else:
-            growing = path.with_name(path.name + ".part")
+            partial = path.with_name(path.name + ".part")
             header, url = self._headers[shard], self._files.url(shard)
             total = header.data_start + header.data_bytes
-            with write_durably(growing, os.O_TRUNC) as write:
+            with write_durably(partial, os.O_TRUNC) as write:
                 for piece in self._files.client.stream(url, request.begin, request.end, total):
                     write(piece)
                     progress.add(len(piece))
-            growing.rename(path)
+            partial.rename(path)
         return {
-            piece.name: Span(path, piece.begin - request.begin, piece.end - piece.begin)
-            for piece in request.pieces
+            wanted.name: Span(path, wanted.begin - request.begin, wanted.end - wanted.begin)
+            for wanted in request.ranges
         }
 
     def _read_index(self) -> dict[str, str]:
         try:
             index = self._files.index(_is_usable)
-        except TransferError as error:
-            if "answers 404" not in error.what:
-                raise
+        except NotFoundError:
             shard = "model.safetensors"
             self._headers = {shard: self._files.header(shard)}
             return dict.fromkeys(self._headers[shard].tensors, shard)
         for shard in set(index.values()):
             if "/" in shard or not shard.endswith(".safetensors"):
                 url = self._files.url(INDEX_NAME)
-                raise ValidationError(url, f"names the invalid shard {shard!r}", "check the donor")
+                raise ValidationError(
+                    url, f"names the invalid shard {shard!r}", "use another donor"
+                )
         return index
 
 

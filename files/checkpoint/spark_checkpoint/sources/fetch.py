@@ -1,7 +1,7 @@
 """Download a repository at a commit, or the blobs of an image; resume inside files.
 
-A file is renamed after the hash matched and the bytes were synced. Interrupted files stay as
-``.part``; the next run hashes them again and continues.
+A file gets its name after its hash matched and its bytes were synced. Partial files have names that
+end in ``.part``; the next run hashes them and resumes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from spark_checkpoint.storage import check_free_space, clear, read_stamp, write_
 from spark_checkpoint.verify import FileHashes, create_checkpoint, receipt_entry, write_receipt
 
 _MANIFEST_LIMIT_BYTES = 4 << 20
-_CANDIDATES = 3  # local files to hash for a required file: any user may fill a hub cache
+_CANDIDATES = 3  # local files to hash per required file, because any user may fill a hub cache
 
 
 def fetch(plan: FetchPlan, progress: Progress) -> bool:
@@ -80,36 +80,42 @@ class _Download:
         plan = self.plan
         self.result_dir.mkdir(exist_ok=True)
         self.parts_dir.mkdir(exist_ok=True)
-        self.progress.phase("look", plan.size_bytes)
+        self.progress.phase("search", plan.size_bytes)
         missing = self._find_missing()
         if plan.look_in and missing:
             by_size = find_candidates(missing, plan.look_in)
-            missing = [file for file in missing if not self._use_any(file, by_size)]
+            missing = [file for file in missing if not self._use_local(file, by_size)]
         clear(self.parts_dir, frozenset(self._part_path(file).name for file in missing))
-        growing = sum(_size_or_zero(self._part_path(file)) for file in missing)
-        needed = sum(file.size_bytes for file in missing) - growing
-        check_free_space(self.result_dir, max(0, needed), f"fetching {plan.name}")
+        present_bytes = sum(_size_or_zero(self._part_path(file)) for file in missing)
+        needed_bytes = sum(file.size_bytes for file in missing) - present_bytes
+        check_free_space(self.result_dir, max(0, needed_bytes), f"fetching {plan.name}")
         self._download_all(missing)
-        # Remove files of an earlier order.
-        planned = {file.path for file in plan.files}
+        self._remove_surplus()
+        self._write_receipt()
+
+    def _remove_surplus(self) -> None:
+        """Remove files of an earlier plan."""
+        planned = {file.path for file in self.plan.files}
         for path in list(self.result_dir.rglob("*")):
             if path.is_file() and str(path.relative_to(self.result_dir)) not in planned:
                 path.unlink()
+
+    def _write_receipt(self) -> None:
         entries = []
-        for file in sorted(plan.files, key=lambda file: file.path):
+        for file in sorted(self.plan.files, key=lambda file: file.path):
             sha256, pieces = self.hashes[file.path]
-            # The only piece of a file has the hash of the file.
+            # A single piece would have the hash of the file.
             lines = tuple(map(str, pieces)) if len(pieces) > 1 else None
             stamp = read_stamp(self.result_dir / file.path)
             entries.append(receipt_entry(file.path, stamp, sha256, lines))
         receipt = SourceReceipt(
             kind="source",
-            digest=plan.digest,
+            digest=self.plan.digest,
             files=tuple(entries),
             tool_version=TOOL_VERSION,
             written_at=now(),
-            name=plan.name,
-            commit=plan.commit,
+            name=self.plan.name,
+            commit=self.plan.commit,
         )
         write_receipt(self.result_dir, receipt)
 
@@ -117,7 +123,7 @@ class _Download:
         return ContentHash(file, with_pieces=self.plan.pieces)
 
     def _part_path(self, file: FetchFile) -> Path:
-        """Return the path of a partial download, directly below ``parts_dir``."""
+        """Return the path of a partial file, in ``parts_dir`` and not in a subdirectory."""
         key = hashlib.sha256(f"{file.path}\0{file.sha256 or file.git_sha1}".encode()).hexdigest()
         return self.parts_dir / f"{key[:24]}.part"
 
@@ -127,15 +133,12 @@ class _Download:
         return target
 
     def _find_missing(self) -> list[FetchFile]:
-        """Return missing files; count the rest as done."""
+        """Return the missing files; record the hashes of the others."""
         missing = []
         for file in self.plan.files:
             path = self.result_dir / file.path
-            if (
-                not path.is_file()
-                or path.stat().st_size != file.size_bytes
-                or why_writable_by_others(path) is not None
-            ):
+            has_size = path.is_file() and path.stat().st_size == file.size_bytes
+            if not has_size or why_writable_by_others(path) is not None:
                 missing.append(file)
                 continue
             if file.sha256 is not None:
@@ -147,16 +150,19 @@ class _Download:
             self.progress.skip(file.size_bytes)
         return missing
 
-    def _use_any(self, file: FetchFile, by_size: Mapping[int, Mapping[Path, set[str]]]) -> bool:
-        """Use a local file with the right content; try those with its hash or name first."""
-        names, hashes = by_size[file.size_bytes], {file.sha256, file.git_sha1}
-        name = Path(file.path).name
-        paths = sorted(
-            names, key=lambda path: (not hashes & names[path], name not in names[path], str(path))
-        )
-        return any(self._use_local(file, path) for path in paths[:_CANDIDATES])
+    def _use_local(self, file: FetchFile, by_size: Mapping[int, Mapping[Path, set[str]]]) -> bool:
+        """Use a local file with the same content, if there is one."""
+        names_by_path = by_size[file.size_bytes]
+        hashes, name = {file.sha256, file.git_sha1}, Path(file.path).name
 
-    def _use_local(self, file: FetchFile, path: Path) -> bool:
+        def priority(path: Path) -> tuple[bool, bool, str]:
+            names = names_by_path[path]
+            return hashes.isdisjoint(names), name not in names, str(path)
+
+        paths = sorted(names_by_path, key=priority)
+        return any(self._use_candidate(file, path) for path in paths[:_CANDIDATES])
+
+    def _use_candidate(self, file: FetchFile, path: Path) -> bool:
         try:
             with pin_file(path, file.size_bytes) as source:
                 return self._link_or_copy(file, source, path)
@@ -180,11 +186,10 @@ class _Download:
                 raise PermissionError(errno.EPERM, "not readable by everyone", str(path))
             if why_writable_by_others(source) is not None:
                 raise PermissionError(errno.EPERM, "others could change it later", str(path))
-            # src_dir_fd makes Python follow the /proc link.
+            # With src_dir_fd Python follows the link in /proc.
             os.link(pinned, target, src_dir_fd=source, follow_symlinks=True)
         except OSError:
-            # Another filesystem, no hard links, or a file with other permissions than ours: copy it
-            # and trust only the copy.
+            # Different filesystem, no hard links or wrong permissions: trust only a copy.
             check_free_space(self.result_dir, file.size_bytes, f"copying {path}")
             content = self._new_hash(file)
             copy_and_hash(pinned, self._part_path(file), content)
@@ -207,23 +212,23 @@ class _Download:
                 raise
 
     def _download(self, file: FetchFile) -> None:
-        """Download a file from the first source with the right bytes."""
+        """Download a file from peers, fast mirrors or the hub."""
         if file.size_bytes and self.peers.fetch(file, partial(self._download_from, file)):
             return
         failures: list[BuilderError] = []
-        if len(self.plan.urls) > 1 and self._download_in_turn(file, self.client.hurried(), []):
+        has_mirrors = len(self.plan.urls) > 1
+        if has_mirrors and self._try_urls(file, self.client.for_first_pass(), []):
             return
-        if self._download_in_turn(file, self.client, failures):
+        if self._try_urls(file, self.client, failures):
             return
         if not failures:
-            raise TransferError(file.path, "is in no directory of look_in", "set urls, too")
-        refused = [failure for failure in failures if isinstance(failure, ValidationError)]
-        raise (refused or failures)[-1]
+            problem = "is in none of the directories of look_in"
+            raise TransferError(file.path, problem, "set urls as well")
+        mismatches = [failure for failure in failures if isinstance(failure, ValidationError)]
+        raise (mismatches or failures)[-1]
 
-    def _download_in_turn(
-        self, file: FetchFile, client: HttpClient, failures: list[BuilderError]
-    ) -> bool:
-        """Download a file from the mirrors or the hub; a hurried client leaves slow mirrors."""
+    def _try_urls(self, file: FetchFile, client: HttpClient, failures: list[BuilderError]) -> bool:
+        """Download a file from the first working mirror or the hub; add errors to ``failures``."""
         for base in self.plan.urls:
             if client is not self.client and time.monotonic() < self.skipped_until.get(base, 0.0):
                 continue
@@ -243,7 +248,7 @@ class _Download:
 
     def _download_from(self, file: FetchFile, client: HttpClient, url: str) -> None:
         part = self._part_path(file)
-        resumed = _size_or_zero(part) > 0
+        is_resumed = _size_or_zero(part) > 0
 
         def restart(reason: str) -> ContentHash:
             note(f"resume: {reason}; downloading the whole file")
@@ -252,8 +257,8 @@ class _Download:
 
         try:
             content = self._continue_part(file, client, url, part)
-            if content.mismatch() and resumed:
-                # After a power cut a .part can lack blocks that never reached the disk.
+            if content.mismatch() and is_resumed:
+                # After a power cut a partial file can lack blocks that never reached the disk.
                 content = restart(f"{file.path}: the partial file was damaged")
         except RangeUnsupportedError:
             content = restart(f"{url} does not support ranges")
@@ -277,7 +282,7 @@ class _Download:
             pieces = client.stream(url, present, file.size_bytes, file.size_bytes)
             for number, piece in enumerate(pieces):
                 if number == 0:
-                    client.refuse_other_content(url, file)
+                    client.check_announcement(url, file)
                 content.update(piece)
                 write(piece)
                 self.progress.add(len(piece))
@@ -320,7 +325,10 @@ def fetch_layers(plan: LayersPlan, manifests: Path, progress: Progress) -> None:
         name=plan.reference,
         commit=reference.version.removeprefix("sha256:")[:40],
         out=plan.out,
-        files=tuple(FetchFile(d, size, d.removeprefix("sha256:")) for d, size in sizes.items()),
+        files=tuple(
+            FetchFile(digest, size, digest.removeprefix("sha256:"))
+            for digest, size in sizes.items()
+        ),
         urls=(f"{base}/blobs",),
         peers=plan.peers,
         pieces=False,
@@ -330,19 +338,19 @@ def fetch_layers(plan: LayersPlan, manifests: Path, progress: Progress) -> None:
 
 
 def _read_manifests(client: HttpClient, base: str, digest: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the manifest of a digest, after the list of platforms, if any."""
+    """Yield digest and body of the list of platforms, if any, and of the manifest."""
     url = f"{base}/manifests/{digest}"
     body = client.read_whole(url, _MANIFEST_LIMIT_BYTES)
     actual = f"sha256:{hashlib.sha256(body).hexdigest()}"
     if actual != digest:
-        raise ValidationError(url, f"has digest {actual}", "check for a proxy")
+        raise ValidationError(url, f"has digest {actual}", "check for a proxy that changes data")
     yield digest, body
     manifest: Mapping[str, Any] = parse_object(body, digest, "check the registry")
-    listed = manifest.get("manifests")
-    if listed is None:
+    entries = manifest.get("manifests")
+    if entries is None:
         return
     machine = ARCHITECTURES.get(platform.machine(), platform.machine())
-    for entry in listed if isinstance(listed, list) else ():
+    for entry in entries if isinstance(entries, list) else ():
         target = entry.get("platform") or {}
         if (target.get("os"), target.get("architecture")) == ("linux", machine):
             yield from _read_manifests(client, base, str(entry["digest"]))

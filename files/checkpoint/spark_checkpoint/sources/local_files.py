@@ -1,4 +1,4 @@
-"""Find required files on this host, by size and then by hash."""
+"""Find required files on this host, first by size and then by hash."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from spark_checkpoint.progress import note
 from spark_checkpoint.storage import read_buffers, write_durably
 from spark_checkpoint.verify import FileHashes, PieceHasher
 
-# Searching a larger directory, such as a home, would take minutes.
+# Searching larger directories, such as a home directory, takes minutes.
 _ENTRY_LIMIT = 200_000
 
 
 class ContentHash:
-    """Hashes of a byte stream: sha256, git blob sha1 if locked, pieces on request."""
+    """Hashes a file's bytes: sha256, the git blob sha1 if it is locked, and optionally pieces."""
 
     def __init__(self, file: FetchFile, *, with_pieces: bool):
         self._file = file
         self.size_bytes = file.size_bytes
         self._sha256 = hashlib.sha256()
         self._pieces = PieceHasher() if with_pieces else None
-        blob = b"blob %d\0" % file.size_bytes
-        self._git = hashlib.sha1(blob, usedforsecurity=False) if file.git_sha1 else None
+        self._git_sha1 = None
+        if file.git_sha1:
+            prefix = b"blob %d\0" % file.size_bytes
+            self._git_sha1 = hashlib.sha1(prefix, usedforsecurity=False)
 
     def update(self, data: bytes | memoryview) -> None:
         self._sha256.update(data)
         if self._pieces is not None:
             self._pieces.update(data)
-        if self._git is not None:
-            self._git.update(data)
+        if self._git_sha1 is not None:
+            self._git_sha1.update(data)
 
     def update_from(
         self,
@@ -54,51 +56,46 @@ class ContentHash:
         return FileHashes(self._sha256.hexdigest(), pieces)
 
     def mismatch(self) -> str | None:
-        """Return the difference from the locked hashes; None if they match."""
+        """Return how the hashes differ from the locked ones; None if they match."""
         for kind, hasher, locked in (
             ("sha256", self._sha256, self._file.sha256),
-            ("git sha1", self._git, self._file.git_sha1),
+            ("git sha1", self._git_sha1, self._file.git_sha1),
         ):
             if hasher is not None and locked is not None and hasher.hexdigest() != locked:
-                return f"{kind} is {hasher.hexdigest()}, locked is {locked}"
+                return f"{kind} is {hasher.hexdigest()}, the lock has {locked}"
         return None
 
 
 def find_candidates(
     files: Iterable[FetchFile], look_in: Iterable[str]
 ) -> dict[int, dict[Path, set[str]]]:
-    """Return size → local files of that size → names, including the names of links to them."""
+    """Return local files by size, and the names of each file and of links to it."""
     by_size: dict[int, dict[Path, set[str]]] = {file.size_bytes: {} for file in files}
-    resolved: dict[tuple[int, int], Path] = {}
-    for pattern in look_in:
-        for root in sorted(glob.glob(pattern)):
-            for path in _walk(Path(root)):
-                try:
-                    status = path.stat()
-                except OSError:
-                    continue  # dangling link, or not accessible
-                if (
-                    stat.S_ISREG(status.st_mode)
-                    and status.st_size in by_size
-                    and not _is_sparse(status)
-                ):
-                    identity = (status.st_dev, status.st_ino)
-                    target = resolved.setdefault(identity, path.resolve())
-                    by_size[status.st_size].setdefault(target, set()).add(path.name)
+    targets: dict[tuple[int, int], Path] = {}  # by device and inode
+    roots = (Path(root) for pattern in look_in for root in sorted(glob.glob(pattern)))
+    for path in (path for root in roots for path in _walk(root)):
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # a dangling link, or not accessible
+        is_candidate = stat.S_ISREG(status.st_mode) and status.st_size in by_size
+        if is_candidate and not _is_sparse(status):
+            target = targets.setdefault((status.st_dev, status.st_ino), path.resolve())
+            by_size[status.st_size].setdefault(target, set()).add(path.name)
     return by_size
 
 
 def _is_sparse(status: os.stat_result) -> bool:
-    # Filesystems that compress may need an eighth of the size, and no block for tiny files.
+    # Compressing filesystems may need only an eighth of the size, and no block for tiny files.
     return (status.st_blocks + 1) * 512 * 8 < status.st_size
 
 
 @contextlib.contextmanager
 def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
-    """Yield a descriptor of a file, because its owner may replace the path meanwhile.
+    """Yield a descriptor of a file, because the owner could replace the file at its path.
 
     Raises:
-        OSError: not a regular file of that size; pipes and devices are never opened.
+        OSError: it is not a regular file of that size; pipes and devices are never opened.
     """
     descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW)
     try:
@@ -122,17 +119,17 @@ def copy_and_hash(path: Path, target: Path, content: ContentHash) -> None:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yield the files below a directory that others may fill: any depth, any length of paths."""
+    """Yield the files below a directory; other users may create any depth and path length."""
     if root.is_file():
         yield root
         return
-    left, directories = _ENTRY_LIMIT, [os.fspath(root)]
+    count, directories = 0, [os.fspath(root)]
     while directories:
-        # Not accessible, removed meanwhile, or a path that is too long for the kernel.
+        # Ignore directories that are not accessible, disappear, or have too long a path.
         with contextlib.suppress(OSError), os.scandir(directories.pop()) as entries:
             for entry in entries:
-                left -= 1
-                if left < 0:
+                count += 1
+                if count > _ENTRY_LIMIT:
                     note(f"look_in: {root}: only {_ENTRY_LIMIT} entries are searched")
                     return
                 if entry.is_dir(follow_symlinks=False):

@@ -1,4 +1,4 @@
-"""Download files and finished checkpoints from other hosts, and verify them."""
+"""Download and verify files and finished checkpoints of other hosts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 from spark_contract import receipts
@@ -33,15 +34,19 @@ from spark_checkpoint.sources.connections import SKIP_S, SlowSourceError, cancel
 from spark_checkpoint.storage import check_free_space, write_durably
 from spark_checkpoint.verify import verify_checkpoint, write_receipt
 
-_NOTE_S = 600.0  # between notes while a peer is waited for
+_NOTE_S = 600.0  # between messages while waiting for a peer
 _POLL_S = 1.0
 _TIMEOUT_S = 10.0
-_WAITS = 20  # a small file may take so many times the patience: the peer fetches others first
+_WAITS = 20  # times the patience for a small file, because the peer may fetch others first
 _PROGRESS_BYTES = 4096
 _RECEIPT_LIMIT_BYTES = 64 << 20
-BUILD_LOCALLY = "none needed: the checkpoint is built here instead"
+BUILD_LOCALLY = "do nothing: the checkpoint is built on this host instead"
 _DATA_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
-_Progress = tuple[str | None, int | None]  # phase and bytes
+
+
+class _Progress(NamedTuple):
+    phase: str | None
+    size_bytes: int | None
 
 
 @dataclass(slots=True)
@@ -54,7 +59,7 @@ class _Peer:
 
 
 class Peers:
-    """The peers of an order; thread-safe."""
+    """The peers of a download; thread-safe."""
 
     def __init__(self, plan: FetchPlan, stop: threading.Event):
         self._plan, self._stop = plan, stop
@@ -67,38 +72,41 @@ class Peers:
         self._peers = [_Peer(tree_url(url, plan.digest), time.monotonic()) for url in urls]
 
     def fetch(self, file: FetchFile, download: Callable[[HttpClient, str], None]) -> bool:
-        """Download a file from a peer; return False if no peer has it or will soon."""
+        """Download a file from a peer; return False if no peer has it or will have it soon."""
         path, plan = file.path, self._plan
-        # Every host downloads in the same order, several files at once: at the minimum rate a peer
-        # has the file after this time.
+        # All hosts download in the same order, several files at once. At the minimum rate a peer has
+        # the file after this time.
         expected_s = plan.parallel * file.size_bytes / max(self._min_bytes_per_s, 1)
         deadline = time.monotonic() + _WAITS * self._patience_s + expected_s
         next_note = time.monotonic() + _NOTE_S
-        while active := [p for p in self._peers if p.skipped_until <= time.monotonic()]:
+        while active := [peer for peer in self._peers if peer.skipped_until <= time.monotonic()]:
             client = self._new_client()
             if client is None:
                 return False
             for peer in active:
                 if self._fetch_from(peer, path, download, client):
                     return True
-            # A list, to read the progress of every peer.
-            if not any([self._is_progressing(peer, client) for peer in active]):
+            progressing = [peer for peer in active if self._is_progressing(peer, client)]
+            if not progressing:
                 return False
             if time.monotonic() > deadline:
-                is_large = expected_s > self._patience_s
-                for peer in active if is_large else ():
-                    note(f"peer: {peer.url}: not used again: {path} was not there in time")
-                    peer.skipped_until = float("inf")
+                if expected_s > self._patience_s:  # not because of a small file
+                    self._abandon(active, path)
                 return False
-            if time.monotonic() > next_note:  # output also shows the job that it is not stuck
-                note(f"peer: {path} is not complete there yet")
+            if time.monotonic() > next_note:  # without output the job would count as stalled
+                note(f"peer: waiting for {path}")
                 next_note += _NOTE_S
             if self._stop.wait(_POLL_S):
                 raise cancellation_error(path)
         return False
 
+    def _abandon(self, peers: Iterable[_Peer], path: str) -> None:
+        for peer in peers:
+            note(f"peer: {peer.url}: not used again: {path} was not available in time")
+            peer.skipped_until = float("inf")
+
     def _new_client(self) -> HttpClient | None:
-        """Return a client with the current key: another deploy may replace it."""
+        """Return a client with the current key, which another deploy may replace."""
         if self._plan.peers is None:
             return None
         transfer = TransferOptions(
@@ -147,7 +155,7 @@ class Peers:
         try:
             line = client.read_whole(f"{peer.url}/progress", _PROGRESS_BYTES).decode()
             current = parse_progress(line, None)
-            progress, peer.problem = (current.phase, current.bytes), "no progress"
+            progress, peer.problem = _Progress(current.phase, current.bytes), "no progress"
         except (ValidationError, TransferError, UnicodeDecodeError) as error:
             peer.problem = str(error)
         with self._lock:
@@ -162,11 +170,11 @@ class Peers:
 
     def _has_advanced(self, peer: _Peer, progress: _Progress | None, now: float) -> bool:
         """Return whether a peer's phase changed, or its bytes grew at the minimum rate."""
-        if progress is None or peer.progress is None or progress[0] != peer.progress[0]:
+        if progress is None or peer.progress is None or progress.phase != peer.progress.phase:
             return progress != peer.progress
-        grown = (progress[1] or 0) - (peer.progress[1] or 0)
+        new_bytes = (progress.size_bytes or 0) - (peer.progress.size_bytes or 0)
         elapsed_s = now - peer.progressed_at
-        return grown > 0 and grown >= self._min_bytes_per_s * elapsed_s
+        return new_bytes > 0 and new_bytes >= self._min_bytes_per_s * elapsed_s
 
 
 _Receipt = receipts.CheckpointReceipt | receipts.RequantizedReceipt
@@ -178,10 +186,10 @@ def copy_from_peer(
     result_dir: Path,
     copy: Callable[[TransferOptions, str, _Receipt], None],
 ) -> bool:
-    """Copy the plan's checkpoint from the first peer where ``copy`` succeeds; False if none.
+    """Copy the plan's checkpoint from the first peer where ``copy`` succeeds; return if one did.
 
-    ``copy`` gets the connection, the URL of the files and the receipt, all from a host that may be
-    hostile, and writes ``result_dir``.
+    ``copy`` gets the connection, the URL of the files and the receipt, and writes ``result_dir``.
+    Files and receipt come from a host that may be hostile.
     """
     transfer = TransferOptions(tries=2, token_file=order.key_file, timeout_s=_TIMEOUT_S)
     for peer in order.trees:
@@ -208,7 +216,7 @@ def copy_requantized(
     result_dir: Path,
     progress: Progress,
 ) -> None:
-    """Copy all files and verify them by the receipt; only data files are accepted."""
+    """Copy all files, which must be data files, and verify them with the receipt."""
     original = {file.path for file in plan.original.files}
     for path in {file.path for file in receipt.files} - original:
         if "/" in path or not path.endswith(_DATA_SUFFIXES):
@@ -228,7 +236,7 @@ def copy_requantized(
                 write(piece)
                 progress.add(len(piece))
     write_receipt(result_dir, replace(receipt, plan=plan))
-    # Hashes every file, because every stat differs from the peer's receipt.
+    # This hashes every file, because every stat differs from the peer's receipt.
     verify_checkpoint(result_dir, progress, full=False)
 
 
@@ -247,6 +255,6 @@ def _read_receipt(
     if isinstance(plan, BuildPlan) and isinstance(receipt, receipts.CheckpointReceipt):
         locked = plan.donor_sha256
         if locked not in (None, receipt.donor_sha256):
-            problem = f"is from FP8 source tensors {receipt.donor_sha256}, the lock has {locked}"
+            problem = f"has FP8 source tensors {receipt.donor_sha256}, the lock has {locked}"
             raise ValidationError(url, problem, BUILD_LOCALLY)
     return receipt

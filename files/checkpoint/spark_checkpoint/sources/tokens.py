@@ -1,4 +1,4 @@
-"""Tokens of hubs and registries: read from a file, or requested after a challenge."""
+"""Tokens for hubs and registries, from a file or from the token service of a registry."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _TOKEN_LIMIT_BYTES = 1 << 20
 
 
 def read_token(file: str | None, *, required: bool) -> str | None:
-    # Without a hub token requests are anonymous; peers require their key.
+    # Requests to a hub can be anonymous, but peers require their key.
     if file is None or not (required or Path(file).exists()):
         return None
     try:
         token = Path(file).read_text("utf-8").strip()
     except OSError as error:
-        problem = f"token cannot be read ({error.strerror})"
-        raise InputError(file, problem, "check token_file") from error
+        problem = f"cannot be read ({error.strerror})"
+        raise InputError(file, problem, "correct token_file") from error
     if not _is_token(token):
-        raise InputError(file, "has no token", "write only the token into this file")
+        raise InputError(file, "does not contain a token", "write only the token to this file")
     return token
 
 
@@ -40,12 +40,13 @@ def request_token(
 ) -> str | None:
     """Return an anonymous token from the service in a 401 challenge, or None.
 
-    ``scheme`` is the registry's: after https the token must also use https.
+    ``scheme`` is that of the registry: with https the token service must use https as well.
     """
-    question = parse_challenge(challenge, ("https", scheme))
-    if question is None:
+    token_service = parse_challenge(challenge, ("https", scheme))
+    if token_service is None:
         return None
-    url = f"{question[0]}?{urlencode(question[1])}"
+    service_url, parameters = token_service
+    url = f"{service_url}?{urlencode(parameters)}"
     body = b""
     try:
         response = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
