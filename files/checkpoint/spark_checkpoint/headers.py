@@ -119,6 +119,10 @@ class Header(NamedTuple):
     data_start: int
     data_bytes: int
 
+    @property
+    def file_bytes(self) -> int:
+        return self.data_start + self.data_bytes
+
     def file_offset(self, name: str) -> int:
         return self.data_start + self.tensors[name].begin
 

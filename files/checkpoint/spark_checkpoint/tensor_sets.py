@@ -142,16 +142,20 @@ def _check_shape(where: str, actual: tuple[int, ...], expected: tuple[int, ...])
         )
 
 
+def block_grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    """Return how many rows and columns of blocks a matrix has."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
 def check_fp8_pair(
     where: str, shape: tuple[int, ...], weight: Tensor, scale: Tensor, block: tuple[int, int]
 ) -> None:
     """Check dtypes and shapes of an FP8 weight of a ``shape`` and of its block scales."""
     if len(shape) != 2:
         raise ValidationError(where + WEIGHT, f"is {list(shape)}, expected a matrix", _FP8_FIX)
-    grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     for suffix, tensor, dtypes, expected in (
         (WEIGHT, weight, (FP8,), shape),
-        (SCALE, scale, ("BF16", "F32"), grid),
+        (SCALE, scale, ("BF16", "F32"), block_grid(shape, block)),
     ):
         if tensor.dtype not in dtypes or tensor.shape != expected:
             raise ValidationError(

@@ -226,8 +226,8 @@ def flip_byte(matrix):
 
 UP = f"{MODULE}.up_proj"
 SCALES = {"dtype": "<u2", "suffix": "weight_scale_inv"}
-OTHER = "donor differs from the base's own weight by "
-BAD_SCALES = "donor scales are not all finite and above zero"
+OTHER = "donor differs from the base's weight by "
+BAD_SCALES = "donor scales must be finite and above zero"
 DAMAGES = {
     "a flipped byte": (edit_weight(flip_byte), "differ from the base by more than rounding"),
     "gate and up exchanged": (swap_modules(f"{MODULE}.gate_proj", UP), OTHER),

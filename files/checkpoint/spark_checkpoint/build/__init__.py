@@ -1,1 +1,1 @@
-"""Build a checkpoint: check sources, make new tensors, write the result."""
+"""Build checkpoints: check sources, create new tensors, write the result."""

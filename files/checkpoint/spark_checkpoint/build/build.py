@@ -41,13 +41,20 @@ from spark_checkpoint.headers import SIXTEEN_BIT, Tensor, tensor_bytes
 from spark_checkpoint.number_formats import packed_bytes
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.peers import BUILD_LOCALLY, copy_from_peer
-from spark_checkpoint.tensor_sets import HEAD, WEIGHT, drafter_weights, swapped_modules
+from spark_checkpoint.tensor_sets import (
+    FP8,
+    HEAD,
+    WEIGHT,
+    block_grid,
+    drafter_weights,
+    swapped_modules,
+)
 
 _FIX = "delete the source directory and download it again"
 
 
 def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
-    """Build the plan's checkpoint or copy it from a peer; return False if it exists already."""
+    """Build the plan's checkpoint or copy it from a peer; return False if it already exists."""
     report: dict[str, Any] = {}
 
     def write(work: Path, result_dir: Path) -> None:
@@ -56,17 +63,17 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
 
         if copies is not None and copy_from_peer(copies, plan, result_dir, copy):
             return
-        # A function, to free the sources before verification: they fill memory.
+        # In a function, which frees the sources before verification: they take much memory.
         report.update(_write_result(plan, work, result_dir, progress))
 
-    made = verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
-    if made and report and plan.layout == "full":
+    is_new = verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
+    if is_new and report and plan.layout == "full":
         base_bytes = report["rebuild_fetch_bytes"]["base"]
         note(
             f"{plan.out_dir}: the base can be removed; "
             f"a rebuild would then download {base_bytes} bytes"
         )
-    return made
+    return is_new
 
 
 def _write_result(
@@ -105,7 +112,7 @@ def _copy_result(
     result_dir: Path,
     progress: Progress,
 ) -> None:
-    """Write the result with a peer's new tensors; the files must be those of the peer's receipt."""
+    """Write the result with a peer's new tensors; its files must match the peer's receipt."""
     if not isinstance(receipt, receipts.CheckpointReceipt):
         raise ValidationError(files_url, "is not a built checkpoint", BUILD_LOCALLY)
     config = read_config(plan.base_dir)
@@ -115,16 +122,15 @@ def _copy_result(
     sources, changes = read_changes(transfer, files_url, plan, base, config, work, progress)
     check_locked_tensors(files_url, plan, sources, changes, receipt.donor_sha256)
     rewritten = (base.shards[name] for name in rewritten_shards(plan, base))
-    size_bytes = changes.size_bytes + sum(h.data_start + h.data_bytes for h in rewritten)
+    size_bytes = changes.size_bytes + sum(header.file_bytes for header in rewritten)
     storage.check_free_space(result_dir, size_bytes, f"copying {plan.name}")
     layout = _write_files(plan, sources, hashes, changes, result_dir, progress)
-    here, there = (
-        {file.path: (file.size_bytes, file.sha256, file.pieces) for file in files}
+    actual, expected = (
+        {(file.path, file.size_bytes, file.sha256, file.pieces) for file in files}
         for files in (layout.files, receipt.files)
     )
-    if here != there:
-        differing = {path for path, _ in here.items() ^ there.items()}
-        names = ", ".join(sorted(differing)[:5])
+    if actual != expected:
+        names = ", ".join(sorted({file[0] for file in actual ^ expected})[:5])
         raise ValidationError(files_url, f"differs from base and plan in {names}", BUILD_LOCALLY)
     report = _make_report(sources, hashes, changes, layout, changes.size_bytes)
     _write_receipt(plan, layout, report, receipt.donor_sha256, result_dir)
@@ -199,7 +205,7 @@ def _stage_donor(
     donor_dir: Path,
     progress: Progress,
 ) -> tuple[dict[str, Span], str | None]:
-    """Download the donor's tensors; return their locations and the hash that the plan may lock."""
+    """Download the donor's tensors; return their locations, and their hash for the lock."""
     if sources.donor is None or not required:
         return {}, None
     spans = sources.donor.stage(required, donor_dir, progress)
@@ -209,9 +215,9 @@ def _stage_donor(
         shutil.rmtree(donor_dir)
         raise ValidationError(
             plan.donor.url,
-            f"sent tensors with sha256 {sha256}, the lock requires {plan.donor.sha256}",
-            "check the hub and proxies for changed content, then run again; if the lock is wrong, "
-            "delete donor_sha256 of this build from it",
+            f"sent tensors with sha256 {sha256}, the lock has {plan.donor.sha256}",
+            "check whether the hub or a proxy changed the content, then run it again; if the lock "
+            "is wrong, delete donor_sha256 of this build from it",
         )
     return spans, sha256
 
@@ -219,36 +225,34 @@ def _stage_donor(
 def hash_base(
     plan: BuildPlan, rewritten: Collection[str], progress: Progress
 ) -> dict[str, verify.FileHashes]:
-    """Return path → hashes of every base file, in pieces for ``rewritten`` files.
+    """Return the hashes of each base file, with pieces for ``rewritten`` files.
 
-    For a pinned revision these are the receipt's, except for changed files or missing pieces.
+    For a pinned revision they come from the receipt, except for changed files and missing pieces.
     """
     directory = plan.base_dir
     if plan.base.revision is None:
         return _hash_files(directory, list_files(directory), progress)
     receipt = _load_base_receipt(plan)
-    pieces = {file.path: _pieces_of(file) for file in receipt.files}
-    hashes = {
-        file.path: verify.FileHashes(file.sha256, pieces[file.path] or ())
-        for file in receipt.files
-        if file.sha256 is not None
-    }
-    to_hash = [
-        file.path
-        for file in receipt.files
-        if file.may_have_changed(directory)
-        or file.sha256 is None
-        or ((plan.layout == "full" or file.path in rewritten) and pieces[file.path] is None)
-    ]
+    hashes: dict[str, verify.FileHashes] = {}
+    to_hash = []
+    for file in receipt.files:
+        pieces = _read_pieces(file)
+        if file.sha256 is not None:
+            hashes[file.path] = verify.FileHashes(file.sha256, pieces or ())
+        needs_pieces = plan.layout == "full" or file.path in rewritten
+        lacks_hashes = file.sha256 is None or (needs_pieces and pieces is None)
+        if lacks_hashes or file.may_have_changed(directory):
+            to_hash.append(file.path)
     for name, actual in _hash_files(directory, to_hash, progress).items():
         if name not in hashes or actual.sha256 != hashes[name].sha256:
-            problem = "was changed after it was downloaded and verified"
+            problem = "was changed after its verification"
             raise ValidationError(str(directory / name), problem, _FIX)
         hashes[name] = actual
     return hashes
 
 
 def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
+    """Return the base's receipt; raise ValidationError unless it has the plan's revision."""
     directory, required = plan.base_dir, plan.base.revision
     receipt = verify.load_receipt(directory)
     revision = None
@@ -257,11 +261,13 @@ def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
     elif isinstance(receipt, receipts.RequantizedReceipt):
         revision = receipt.digest
     if receipt is None or revision != required:
-        actual = f"is {revision}" if receipt else "has no receipt"
-        kind, fix = "commit", "download the base at the locked commit"
-        if len(required or "") > 40:
-            kind, fix = "digest", "run `spark-deploy add --requantize`"
-        problem = f"{actual}, the plan needs the verified checkpoint of {kind} {required}"
+        actual = f"has revision {revision}" if receipt else "has no receipt"
+        is_digest = len(required or "") > 40  # of a requantised base
+        fix = "download the base at the locked commit"
+        if is_digest:
+            fix = "run `spark-deploy add --requantize`"
+        kind = "digest" if is_digest else "commit"
+        problem = f"{actual}, the plan requires {kind} {required}"
         raise ValidationError(str(directory), problem, fix)
     try:
         verify.check_files(directory, receipt)
@@ -270,8 +276,8 @@ def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
     return receipt
 
 
-def _pieces_of(file: receipts.ReceiptFile) -> tuple[verify.Piece, ...] | None:
-    """Return the pieces of a file; a small file is a single piece."""
+def _read_pieces(file: receipts.ReceiptFile) -> tuple[verify.Piece, ...] | None:
+    """Return the pieces of a file in a receipt; a small file is a single piece."""
     if file.pieces is None and file.sha256 is not None and file.size_bytes <= verify.PIECE_BYTES:
         return (verify.Piece(file.size_bytes, file.sha256),) if file.size_bytes else ()
     return verify.parse_pieces(file)
@@ -290,21 +296,24 @@ def _hash_files(
 
 
 def rewritten_shards(plan: BuildPlan, base: Checkpoint) -> set[str]:
-    """Return the base's shards that the result does not link or copy as they are.
+    """Return the base's shards that the result cannot use unchanged.
 
-    An overlay links all but those of a packed drafter: its engine loads whole files.
+    In an overlay these are the shards of a packed drafter, because engines load whole files.
     """
     if plan.layout == "full":
         return set(base.shards)
     names = [name for name in drafter_weights(plan) if name in base.owner]
-    return {s for name in names for s in base.duplicates.get(name, (base.owner[name],))}
+    return {shard for name in names for shard in base.duplicates.get(name, (base.owner[name],))}
 
 
 def compare_duplicates(base: Checkpoint) -> dict[str, Any]:
+    """Return how many tensors are in several shards, and how many of them differ."""
     differing = 0
     for name, shards in base.duplicates.items():
         spans = (base.span(name, shard) for shard in shards)
-        hashes = {storage.hash_file(path, offset=at, size_bytes=size) for path, at, size in spans}
+        hashes = {
+            storage.hash_file(path, offset=offset, size_bytes=size) for path, offset, size in spans
+        }
         differing += len(hashes) > 1
     return {"names": len(base.duplicates), "differing": differing, "rule": "last file wins"}
 
@@ -312,27 +321,30 @@ def compare_duplicates(base: Checkpoint) -> dict[str, Any]:
 def peak_bytes(
     plan: BuildPlan, base: Checkpoint, received: Mapping[str, Tensor], grafted: Collection[str]
 ) -> int:
-    """Return a build's peak disk use; new tensors are staged, then copied into the result.
+    """Return the peak disk use of a build; new tensors are staged, then copied into the result.
 
-    ``received`` are staged donor tensors; ``grafted`` tensors become 16-bit.
+    ``received`` are tensors of the donor; ``grafted`` are the names of those that become 16-bit.
     """
-    staged = sum(tensor.size_bytes for tensor in received.values())
+    staged_bytes = sum(tensor.size_bytes for tensor in received.values())
     weights = [base.tensor(module + WEIGHT) for module in swapped_modules(plan)]
-    packed = weights if plan.shared_experts == "int8-g128" else []
-    packed = [*packed, base.tensor(HEAD)] if plan.head == "int8-g128" else packed
-    staged += sum(packed_bytes(weight.shape, 8) for weight in packed)
+    if plan.shared_experts == "int8-g128":
+        staged_bytes += sum(packed_bytes(weight.shape, 8) for weight in weights)
+    elif plan.shared_experts == "fp8-self":
+        for weight in weights:
+            grid = block_grid(weight.shape, plan.block_shape)
+            staged_bytes += tensor_bytes(FP8, weight.shape) + tensor_bytes("BF16", grid)
+    if plan.head == "int8-g128":
+        staged_bytes += packed_bytes(base.tensor(HEAD).shape, 8)
     for name in drafter_weights(plan):
         weight = received[name] if name in grafted else base.tensor(name)
-        staged += packed_bytes(weight.shape, 4)
-    for weight in weights if plan.shared_experts == "fp8-self" else ():
-        (rows, columns), block = weight.shape, plan.block_shape
-        staged += rows * columns + -(-rows // block[0]) * -(-columns // block[1]) * 2
+        staged_bytes += packed_bytes(weight.shape, 4)
     for name in grafted:
-        entry = received[name]
-        dtype = entry.dtype if entry.dtype in SIXTEEN_BIT else "BF16"
-        staged += tensor_bytes(dtype, entry.shape)
+        dtype = received[name].dtype
+        staged_bytes += tensor_bytes(
+            dtype if dtype in SIXTEEN_BIT else "BF16", received[name].shape
+        )
     shards = (base.shards[name] for name in rewritten_shards(plan, base))
-    return 2 * staged + sum(header.data_start + header.data_bytes for header in shards)
+    return 2 * staged_bytes + sum(header.file_bytes for header in shards)
 
 
 def _make_changes(

@@ -1,4 +1,4 @@
-"""Compare FP8 weights with the base's, and FP8 scales with each other."""
+"""Compare FP8 weights with those of the base, and FP8 scales with each other."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ import numpy as np
 from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.number_formats import Codes, Floats, from_e4m3, reduce_blocks
 
-# Half a step of 3 mantissa bits, plus rounding of the scale to BF16.
+# Relative error: half a step of 3 mantissa bits, and rounding of the scale to BF16.
 _ROUNDING = 2.0**-4 + 2.0**-7
-# Half the smallest step, in units of the block's scale, likewise.
+# Absolute error in units of the block's scale: half the smallest step, and rounding of the scale.
 _SMALLEST = 2.0**-10 * (1 + 2.0**-3)
-# Blocks of a row to compare at once: float32 copies fit the processor's cache.
+# Blocks of a row to compare at once, so that float32 copies fit the processor's cache.
 _BLOCKS = 8
-# Of a block scale to the median of the same module in all experts and layers; as in the plugin.
+# Limits of a block scale relative to the median of the same module in all experts and layers; the
+# plugin has the same limits.
 _MIN_RATIO, _MAX_RATIO = 1 / 1024, 128
 
 
 class Error(NamedTuple):
-    """Error of FP8 weights.
-
-    ``module`` and ``worst_block`` are relative (root of squared error over squared weight);
-    ``beyond`` is the number of elements that rounding does not explain.
-    """
+    """The error of FP8 weights, relative to the root mean square weight."""
 
     module: float
     worst_block: float
-    beyond: int
+    beyond: int  # number of elements with a larger error than rounding causes
 
 
 class Comparison:
+    """Compares FP8 codes with float32 weights, by rows of blocks."""
+
     def __init__(self, scales: Floats, block: tuple[int, int]):
         self._scales, self._block = scales, block
-        self._lost: list[Any] = []
+        self._errors: list[Any] = []
         self._power: list[Any] = []
         self._beyond = 0
         self.any_nonzero = False
         self.any_nan = False
 
     def add(self, weights: Floats, codes: Codes) -> None:
-        scales, width = self._scales[len(self._lost)], self._block[1]
-        lost: list[Any] = []
-        power: list[Any] = []
+        """Compare the next row of blocks."""
+        scales, width = self._scales[len(self._errors)], self._block[1]
+        errors: list[Any] = []
+        powers: list[Any] = []
         for first in range(0, len(scales), _BLOCKS):
             columns = slice(first * width, (first + _BLOCKS) * width)
             part = weights[:, columns]
             scale = np.repeat(scales[first : first + _BLOCKS], width)[: part.shape[1]]
-            sums = self._compare(part, codes[:, columns], scale)
-            lost.append(sums[0])
-            power.append(sums[1])
-        self._lost.append(np.concatenate(lost))
-        self._power.append(np.concatenate(power))
+            error, power = self._compare(part, codes[:, columns], scale)
+            errors.append(error)
+            powers.append(power)
+        self._errors.append(np.concatenate(errors))
+        self._power.append(np.concatenate(powers))
 
     def _compare(self, weights: Floats, codes: Codes, scale: Floats) -> tuple[Any, Any]:
-        """Count elements beyond rounding; return the sums of squares of each block."""
-        # In place: allocating large arrays costs more than the arithmetic.
+        """Count elements beyond rounding; return the squared errors and weights of each block."""
+        # In place, because allocating large arrays takes longer than the arithmetic.
         error, power = from_e4m3(codes), np.abs(weights)
         error *= scale
         error -= weights
@@ -74,19 +74,19 @@ class Comparison:
         )
 
     def error(self) -> Error:
-        lost, power = np.array(self._lost, np.float64), np.array(self._power, np.float64)
-        blank = power == 0
-        by_block = np.sqrt(lost / np.where(blank, 1, power))
-        worst = float(np.where(blank & (lost > 0), np.inf, by_block).max())
+        errors, power = np.array(self._errors, np.float64), np.array(self._power, np.float64)
+        is_zero = power == 0
+        by_block = np.sqrt(errors / np.where(is_zero, 1, power))
+        worst = float(np.where(is_zero & (errors > 0), np.inf, by_block).max())
         total = power.sum()
-        module = float(np.sqrt(lost.sum() / total)) if total > 0 else worst
+        module = float(np.sqrt(errors.sum() / total)) if total > 0 else worst
         return Error(module, worst, self._beyond)
 
 
 def check_outliers(errors: Mapping[str, Error]) -> None:
-    """Refuse a donor if few modules have elements beyond rounding.
+    """Raise ValidationError if a few modules have elements beyond rounding: they are damaged.
 
-    A donor made from slightly different weights has some in nearly every module.
+    A donor made from slightly different weights has such elements in nearly every module.
     """
     damaged = {module: error.beyond for module, error in errors.items() if error.beyond}
     if not damaged or len(damaged) * 10 > len(errors):
@@ -95,19 +95,19 @@ def check_outliers(errors: Mapping[str, Error]) -> None:
     raise ValidationError(
         module,
         f"{count} donor elements differ from the base by more than rounding, while "
-        f"{len(errors) - len(damaged)} of {len(errors)} modules have none: bytes are damaged",
+        f"{len(errors) - len(damaged)} of {len(errors)} modules have none: the file is damaged",
         "download the donor again",
     )
 
 
 def check_scale_sizes(scales: Mapping[str, Floats]) -> None:
-    """Refuse implausible scales by weight name, without those of blocks of zeros."""
-    kinds: dict[str, dict[str, Floats]] = defaultdict(dict)
+    """Raise ValidationError for implausible scales; ``scales`` maps weights to used scales."""
+    groups: dict[str, dict[str, Floats]] = defaultdict(dict)
     for name, values in scales.items():
-        kinds[re.sub(r"\.\d+\.", ".N.", name)][name] = values
-    for kind in kinds.values():
-        median = float(np.median(np.concatenate(list(kind.values()))))
-        for name, values in kind.items():
+        groups[re.sub(r"\.\d+\.", ".N.", name)][name] = values
+    for group in groups.values():
+        median = float(np.median(np.concatenate(list(group.values()))))
+        for name, values in group.items():
             wrong = values[(values < _MIN_RATIO * median) | (values > _MAX_RATIO * median)]
             if wrong.size:
                 raise ValidationError(

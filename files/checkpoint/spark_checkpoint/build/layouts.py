@@ -1,4 +1,4 @@
-"""Write the files of a result: config.json, and shards in layout *overlay* or *full*."""
+"""Write config.json and the shards of a result, in the layouts *overlay* and *full*."""
 
 from __future__ import annotations
 
@@ -62,25 +62,25 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
 def result_config(
     base: Mapping[str, Any], plan: BuildPlan, names: Collection[str], modules: Sequence[str]
 ) -> dict[str, Any]:
-    """Return config.json of a result with the tensors ``names``.
+    """Return the config.json of a result with these tensor names.
 
-    The method is renamed only if an engine without the plugin would misread the checkpoint: INT4,
-    INT8 and 16-bit weights in layout *full* stay plain ``auto-round``.
+    ``quant_method`` changes only if an engine without the plugin would misread the checkpoint.
+    INT4, INT8 and 16-bit weights in layout *full* keep ``auto-round``.
     """
     config = copy.deepcopy(dict(base))
     quantization = config["quantization_config"]
-    fp8 = plan.shared_experts.startswith("fp8")
-    replaced = fp8 or plan.shared_experts == "int8-g128" or plan.head != "keep"
-    if fp8 or (plan.layout == "overlay" and replaced):
+    has_fp8 = plan.shared_experts.startswith("fp8")
+    has_int8 = plan.shared_experts == "int8-g128" or plan.head != "keep"
+    if has_fp8 or (plan.layout == "overlay" and has_int8):
         quantization["quant_method"] = PLUGIN_METHOD
-    if fp8:
+    if has_fp8:
         block_shape = list(plan.block_shape)
         quantization["fp8_block"] = {"modules": list(modules), "block_shape": block_shape}
     per_module = quantization["extra_config"] = quantization.get("extra_config") or {}
     if plan.shared_experts == "int8-g128":
         per_module.update({module: dict(_INT8) for module in modules})
     if plan.head == "int8-g128":
-        # The engine's default is true.
+        # Set explicitly, because the engine's default is true.
         for level in _levels(config):
             level["tie_word_embeddings"] = False
         per_module["lm_head"] = dict(_INT8)
@@ -103,42 +103,45 @@ def _merge(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
-    """List the blocks with packed weights.
+    """Write the list of blocks with packed weights.
 
-    Without the list the engine treats every linear module as quantised, including MTP.
+    Without it the engine would treat all linear modules as quantised, including MTP.
     """
     blocks = [
         block
         for block in (_LANGUAGE_BLOCKS, _MTP_BLOCKS)
         if any(name.startswith(f"{block}.") and name.endswith(".qweight") for name in names)
     ]
-    as_list = isinstance(quantization.get("block_name_to_quantize"), list)
-    quantization["block_name_to_quantize"] = blocks if as_list else ",".join(blocks)
+    is_list = isinstance(quantization.get("block_name_to_quantize"), list)
+    quantization["block_name_to_quantize"] = blocks if is_list else ",".join(blocks)
     if _MTP_BLOCKS not in blocks:
         return
     per_module = quantization["extra_config"] = quantization.get("extra_config") or {}
     drafter = sorted(name for name in names if name.startswith(f"{_MTP_BLOCKS}."))
     packed = {name.removesuffix(".qweight") for name in drafter if name.endswith(".qweight")}
     for name in packed:
-        per_module.pop(name, None)  # 16 bits in the base
+        per_module.pop(name, None)  # the base lists it with 16 bits
     for name in drafter:
         module = name.removesuffix(".weight")
-        if module != name and module not in packed and not module.endswith("norm"):
+        if name.endswith(".weight") and module not in packed and not module.endswith("norm"):
             per_module.setdefault(module, dict(_SIXTEEN_BITS))
 
 
 def _levels(config: Mapping[str, Any]) -> list[Any]:
+    """Return the config and its section of the language model, if any."""
     return [level for level in (config, config.get("text_config")) if isinstance(level, dict)]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     files: list[ReceiptFile]
-    index: dict[str, str]
+    index: dict[str, str]  # tensor -> shard
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
+    """Writes the shards and other files of a result."""
+
     result_dir: Path
     base: directory.Checkpoint
     hashes: Mapping[str, FileHashes]  # of the base's files
@@ -146,12 +149,12 @@ class Writer:
     progress: Progress
 
     def write_overlay(self, rewritten: Collection[str]) -> Layout:
-        """Hard-link base files and add a shard of new tensors with overlay names.
+        """Hard-link the base's files, and write a shard of new tensors with overlay names.
 
-        ``rewritten`` shards are written without the drafter's 16-bit weights.
+        ``rewritten`` shards are copied without the 16-bit weights of a packed drafter.
         """
         base, added = self.base, self.changes.added
-        drafter = {old: added[old] for old in added if old.startswith(MTP_PREFIX)}
+        drafter = {old: new for old, new in added.items() if old.startswith(MTP_PREFIX)}
         index = {name: shard for name, shard in base.owner.items() if name not in added}
         copied = sum(base.tensor(name).size_bytes for name in index if index[name] in rewritten)
         self.progress.phase("write", self.changes.size_bytes + copied)
@@ -159,26 +162,28 @@ class Writer:
         files = []
         for name in directory.list_files(base.directory):
             if name in rewritten:
-                entry = rewriter._write_full_layout_file(name)
-                files += [entry] if entry else []
+                if entry := rewriter._write_full_layout_file(name):
+                    files.append(entry)
             elif name not in _REWRITTEN:
                 source, target = base.directory / name, self.result_dir / name
                 _link_file(source, target)
                 stamp, sha256 = read_stamp(target), self.hashes[name].sha256
                 files.append(receipt_entry(name, stamp, sha256, link_of=str(source)))
-        new: list[NewTensor] = []
+        in_overlay: list[NewTensor] = []
         for old, tensors in added.items():
             if old in drafter:
                 index.update({tensor.name: base.owner[old] for tensor in tensors})
+            elif old:
+                in_overlay += [new._replace(name=overlay_name(new.name)) for new in tensors]
             else:
-                new += [t._replace(name=overlay_name(t.name)) if old else t for t in tensors]
-        if new:
-            files.append(self._write_new_shard(OVERLAY_SHARD, new))
-            index.update({tensor.name: OVERLAY_SHARD for tensor in new})
+                in_overlay += tensors
+        if in_overlay:
+            files.append(self._write_new_shard(OVERLAY_SHARD, in_overlay))
+            index.update({tensor.name: OVERLAY_SHARD for tensor in in_overlay})
         return Layout(files, index)
 
     def write_full(self) -> Layout:
-        """Rewrite shards, with each tensor once; copy other files."""
+        """Rewrite the shards, without duplicates of tensors; copy the other files."""
         base, added = self.base, self.changes.added
         names = sorted(base.shards, key=lambda name: -base.shards[name].data_bytes)
         excluded = base.shards.keys() | _REWRITTEN
@@ -186,11 +191,7 @@ class Writer:
         names += [GRAFT_SHARD] if added.get("") else []
         self.progress.phase("write", result_bytes(base, self.changes))
         with ThreadPoolExecutor(WORKERS) as pool:
-            entries = [
-                entry
-                for entry in pool.map(self._write_full_layout_file, names)
-                if entry is not None
-            ]
+            entries = [entry for entry in pool.map(self._write_full_layout_file, names) if entry]
         index = {name: shard for name, shard in base.owner.items() if name not in added}
         for old, tensors in added.items():
             shard = base.owner[old] if old else GRAFT_SHARD
@@ -198,20 +199,19 @@ class Writer:
         return Layout(sorted(entries, key=lambda entry: entry.path), index)
 
     def _write_full_layout_file(self, name: str) -> ReceiptFile | None:
-        """Write a file; return None for a shard with no tensors left."""
+        """Write a file; return None for a shard whose tensors are all replaced elsewhere."""
         if name == GRAFT_SHARD:
             return self._write_new_shard(name, self.changes.added[""])
         source, target = self.base.directory / name, self.result_dir / name
         hashes, shard = self.hashes[name], self.base.shards.get(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Per shard, because the entries of a large model fill memory.
+        # Listed per shard, because the tensors of a large model take much memory.
         tensors = _list_full_shard(self.base, name, self.changes) if shard else []
-        is_new = any(tensor.span.path != source for tensor in tensors)
+        has_new = any(tensor.span.path != source for tensor in tensors)
         names = [tensor.name for tensor in tensors]
-        if shard is None or (names == list(shard.tensors) and not is_new):
-            return _make_entry(
-                name, copy_file(target, source, self.progress, hashes), hashes.sha256
-            )
+        if shard is None or (names == list(shard.tensors) and not has_new):
+            copied = copy_file(target, source, self.progress, hashes)
+            return _make_entry(name, copied, hashes.sha256)
         if not tensors:
             return None
         if not is_aligned(tensors):
@@ -220,13 +220,13 @@ class Writer:
         return _make_entry(name, written)
 
     def _write_new_shard(self, name: str, tensors: list[NewTensor]) -> ReceiptFile:
-        in_order = sort_by_alignment(tensors)
-        return _make_entry(
-            name, write_new(self.result_dir / name, in_order, _METADATA, self.progress)
-        )
+        tensors = sort_by_alignment(tensors)
+        written = write_new(self.result_dir / name, tensors, _METADATA, self.progress)
+        return _make_entry(name, written)
 
 
 def result_bytes(base: directory.Checkpoint, changes: Changes) -> int:
+    """Return the size of the result's tensors."""
     kept = sum(base.tensor(name).size_bytes for name in base.owner if name not in changes.added)
     return kept + changes.size_bytes
 
@@ -234,24 +234,24 @@ def result_bytes(base: directory.Checkpoint, changes: Changes) -> int:
 def _list_full_shard(base: directory.Checkpoint, shard: str, changes: Changes) -> list[NewTensor]:
     """Return the tensors of a rewritten shard in the base's order.
 
-    Scales and zero points come last: their odd sizes would misalign following tensors.
+    Scales and zero points come last, because their odd sizes would misalign the next tensors.
     """
-    kept: list[NewTensor] = []
-    tail: list[NewTensor] = []
+    weights: list[NewTensor] = []
+    scales: list[NewTensor] = []
     for name, tensor in base.shards[shard].tensors.items():
         if base.owner[name] != shard:
             continue
         if name in changes.added:
-            first, *rest = changes.added[name]
-            kept.append(first)
-            tail += rest
+            new_weight, *new_scales = changes.added[name]
+            weights.append(new_weight)
+            scales += new_scales
         else:
-            kept.append(NewTensor(name, tensor.dtype, tensor.shape, base.span(name, shard)))
-    return kept + sort_by_alignment(tail)
+            weights.append(NewTensor(name, tensor.dtype, tensor.shape, base.span(name, shard)))
+    return weights + sort_by_alignment(scales)
 
 
 def _make_entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFile:
-    """Return a receipt entry, with pieces for a rewritten file."""
+    """Return the receipt entry of a file; a rewritten file has pieces instead of a sha256."""
     pieces = tuple(map(str, written.pieces)) if sha256 is None else None
     return receipt_entry(name, written.stamp, sha256, pieces)
 

@@ -1,6 +1,6 @@
-"""Make the tensors that replace or extend the base's: FP8, packed INT8 and grafted MTP.
+"""Create the tensors that replace or extend those of the base: FP8, packed INT8, grafted MTP.
 
-FP8 weights of the donor are compared with the base's weights first.
+FP8 weights of the donor are first compared with the base's weights.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from spark_checkpoint.number_formats import (
 )
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.storage import WORKERS
-from spark_checkpoint.tensor_sets import FP8, SCALE, WEIGHT, scale_name
+from spark_checkpoint.tensor_sets import FP8, SCALE, WEIGHT, block_grid, scale_name
 
+# Limits of the relative error, which varies more between blocks than between modules.
 MODULE_LIMIT = 0.04
-# Errors of blocks spread wider than those of modules.
 BLOCK_LIMIT = 0.08
 _PIECE_BYTES = 1 << 20
 _EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
@@ -96,7 +96,7 @@ class TensorMaker:
             ]
 
     def swap_to_fp8(self) -> None:
-        self._quantise(self._to_fp8)
+        self._swap(self._to_fp8)
 
     def swap_to_int8(self) -> None:
 
@@ -105,7 +105,7 @@ class TensorMaker:
             packed = pack_weight(weight, 8, self.stage, lambda count: None, workers=1)
             return packed.tensors, packed.error
 
-        self._quantise(pack)
+        self._swap(pack)
 
     def pack_head(self, name: str) -> None:
         self.progress.phase("head", self.base.tensor(name).size_bytes)
@@ -122,12 +122,11 @@ class TensorMaker:
         for name in names:
             entry, span = self.donor[name], self.spans[name]
             if entry.dtype == FP8:
-                plain = self.stage.reserve(span.size_bytes * 2)
-                entry = Tensor("BF16", entry.shape, 0, plain.size_bytes)
-                used: list[Any] = []
-                _check_values(name, entry, self._stage_bf16(name, plain, used))
-                used_scales[name] = self._donor_scales(name)[np.concatenate(used)]
-                span = plain
+                span = self.stage.reserve(span.size_bytes * 2)
+                entry = Tensor("BF16", entry.shape, 0, span.size_bytes)
+                is_used: list[Any] = []
+                _check_values(name, entry, self._stage_bf16(name, span, is_used))
+                used_scales[name] = self._donor_scales(name)[np.concatenate(is_used)]
             else:
                 _check_values(name, entry, split_span(span, _PIECE_BYTES))
             grafted.append(NewTensor(name, entry.dtype, entry.shape, span))
@@ -136,7 +135,7 @@ class TensorMaker:
         self.changes.report["mtp_grafted"] = len(grafted)
 
     def pack_drafter(self, names: Sequence[str]) -> None:
-        """Round 16-bit MTP weights, of the base or grafted, to INT4."""
+        """Round 16-bit MTP weights of the base or of grafted tensors to INT4."""
         added = self.changes.added
         grafted = {tensor.name: tensor for tensor in added.get("", ())}
         weights = {name: grafted.get(name) or self._base_weight(name) for name in names}
@@ -146,34 +145,30 @@ class TensorMaker:
             return packed._replace(error=check_int4(weights[name], packed.tensors))
 
         sizes = {name: weight.span.size_bytes for name, weight in weights.items()}
-        made = dict(zip(names, self._run_in_parallel("drafter", pack, sizes), strict=True))
-        for name, packed in made.items():
-            if name not in grafted:
+        results = self._run_in_parallel("drafter", pack, sizes)
+        for name, packed in zip(names, results, strict=True):
+            if name in grafted:
+                position = added[""].index(grafted[name])
+                added[""][position : position + 1] = packed.tensors
+            else:
                 added[name] = packed.tensors
-        if grafted:
-            added[""] = [
-                new
-                for old in added[""]
-                for new in (made[old.name].tensors if old.name in made else [old])
-            ]
-        errors = [packed.error for packed in made.values()]
-        self.changes.report["drafter"] = _error_report(errors)
+        self.changes.report["drafter"] = _error_report([packed.error for packed in results])
 
     def _base_weight(self, name: str) -> NewTensor:
         tensor = self.base.tensor(name)
         return NewTensor(name, tensor.dtype, tensor.shape, self.base.span(name))
 
-    def _stage_bf16(self, name: str, target: Span, used: list[Any]) -> Iterator[bytes]:
-        """Stage an FP8 matrix as BF16 and yield the bytes by rows of blocks.
+    def _stage_bf16(self, name: str, target: Span, is_used: list[Any]) -> Iterator[bytes]:
+        """Stage an FP8 matrix as BF16, and yield its bytes by rows of blocks.
 
-        Appends to ``used``, for each row of blocks, which blocks have a weight other than zero.
+        Appends to ``is_used``, for each row of blocks, which blocks have a nonzero weight.
         """
         position, scales = 0, self._donor_scales(name)
         for rows in _read_fp8_rows(self.spans[name], scales, self.donor[name].shape[1], self.block):
             values = bf16_bits(rows).tobytes()
             self.stage.write(target, position, values)
             position += len(values)
-            used.append(reduce_blocks(np.maximum, np.abs(rows), self.block) > 0)
+            is_used.append(reduce_blocks(np.maximum, np.abs(rows), self.block) > 0)
             yield values
 
     def _donor_scales(self, weight_name: str) -> Floats:
@@ -182,13 +177,11 @@ class TensorMaker:
             read_span(self.spans[name]), self.donor[name].dtype, self.donor[name].shape
         )
         if not np.isfinite(scales).all() or not (scales > 0).all():
-            raise ValidationError(
-                weight_name, "donor scales are not all finite and above zero", _FIX
-            )
+            raise ValidationError(weight_name, "donor scales must be finite and above zero", _FIX)
         return scales
 
     def _compare(self, module: str) -> Error:
-        """Refuse a donor module that is not the FP8 form of the base's weight."""
+        """Return the error of a donor's FP8 weight; raise ValidationError if it is too large."""
         name = module + WEIGHT
         comparison = Comparison(self._donor_scales(name), self.block)
         codes = split_span(self.spans[name], self.donor[name].shape[1] * self.block[0])
@@ -200,11 +193,11 @@ class TensorMaker:
         if not comparison.any_nonzero:
             raise ValidationError(module, "donor weight is all zero", _FIX)
         error = comparison.error()
-        # Refuses NaN, too.
+        # `not <=` also finds NaN.
         if not (error.module <= MODULE_LIMIT and error.worst_block <= BLOCK_LIMIT):
             raise ValidationError(
                 module,
-                f"donor differs from the base's own weight by {error.module:.1%} "
+                f"donor differs from the base's weight by {error.module:.1%} "
                 f"(worst block {error.worst_block:.1%}); FP8 rounding is about 2.6%, "
                 f"the limits are {MODULE_LIMIT:.0%} and {BLOCK_LIMIT:.0%}",
                 _FIX,
@@ -212,29 +205,31 @@ class TensorMaker:
         return error
 
     def _to_fp8(self, module: str) -> tuple[list[NewTensor], float]:
+        """Round a module to FP8; return the new tensors and the relative error."""
         shape, block = self.base.tensor(module + WEIGHT).shape, self.block
-        grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        grid = block_grid(shape, block)
         span = self.stage.reserve(shape[0] * shape[1])
-        lost = power = 0.0
+        squared_error = power = 0.0
         scales = []
         for number, weights in enumerate(_read_weight_rows(self.base, module + WEIGHT, block)):
             codes, bits = quantise_blocks(weights, block)
             self.stage.write(span, number * block[0] * shape[1], codes.tobytes())
             scales.append(bits.tobytes())
             error = dequantise(codes, from_bf16_bits(bits), block) - weights
-            lost += float((error * error).sum(dtype="f8"))
+            squared_error += float((error * error).sum(dtype="f8"))
             power += float((weights * weights).sum(dtype="f8"))
         tensors = [
             NewTensor(module + WEIGHT, FP8, shape, span),
             NewTensor(module + SCALE, "BF16", grid, self.stage.append(b"".join(scales))),
         ]
-        return tensors, (lost / power) ** 0.5 if power else 0.0
+        return tensors, (squared_error / power) ** 0.5 if power else 0.0
 
-    def _quantise(self, quantise: Callable[[str], tuple[list[NewTensor], float]]) -> None:
-        made = self._run_in_parallel("quantise", quantise, self._weight_bytes())
-        for module, (tensors, _) in zip(self.modules, made, strict=True):
+    def _swap(self, quantise: Callable[[str], tuple[list[NewTensor], float]]) -> None:
+        """Replace all modules by the result of ``quantise``: new tensors and relative error."""
+        results = self._run_in_parallel("quantise", quantise, self._weight_bytes())
+        for module, (tensors, _) in zip(self.modules, results, strict=True):
             self.changes.added[module + WEIGHT] = tensors
-        self.changes.report["shared_experts"] = _error_report([error for _, error in made])
+        self.changes.report["shared_experts"] = _error_report([error for _, error in results])
 
     def _weight_bytes(self) -> dict[str, int]:
         return {module: self.base.tensor(module + WEIGHT).size_bytes for module in self.modules}
@@ -242,7 +237,7 @@ class TensorMaker:
     def _run_in_parallel(
         self, phase: str, work: Callable[[str], _T], sizes: Mapping[str, int]
     ) -> list[_T]:
-        """Return the result of ``work`` for each key; sizes are those of the progress."""
+        """Return the result of ``work`` for each name in ``sizes``, which are bytes of progress."""
         self.progress.phase(phase, sum(sizes.values()))
 
         def run(name: str) -> _T:
@@ -269,7 +264,7 @@ def _rounded(value: float) -> float:
 
 
 def _check_values(name: str, entry: Tensor, pieces: Iterator[bytes]) -> None:
-    """Refuse NaN, infinity, and a matrix of zeros; a norm's weights may all be zero."""
+    """Raise ValidationError for NaN, infinity and all-zero matrices; a norm may be all zero."""
     exponent = _EXPONENT_BITS[entry.dtype]
     any_nonzero = len(entry.shape) < 2
     for piece in pieces:

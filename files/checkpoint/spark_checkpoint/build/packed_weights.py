@@ -25,7 +25,7 @@ from spark_checkpoint.number_formats import (
 from spark_checkpoint.tensor_sets import WEIGHT
 
 _CODE_WEIGHTS = 64 << 10
-# Codes to pack at once: longer rows of the packed weight need fewer writes.
+# Codes to pack at once: long rows of the packed weight need few writes.
 _BLOCK_BYTES = 3 << 20
 
 
@@ -40,7 +40,7 @@ def pack_weight(
 ) -> Packed:
     """Quantise a 16-bit weight and stage ``qweight``, ``scales`` and ``qzeros``."""
     name, dtype, (outputs, inputs), span = weight
-    qweight, pack = stage.reserve(outputs * inputs * bits // 8), WORD_BITS // bits
+    qweight = stage.reserve(outputs * inputs * bits // 8)
     scales = np.empty((inputs // GROUP, outputs), "<u2")
     code_rows = max(1, _CODE_WEIGHTS // inputs)
     block_rows = max(code_rows, _BLOCK_BYTES // inputs // code_rows * code_rows)
@@ -67,19 +67,19 @@ def pack_weight(
 
     with ThreadPoolExecutor(workers) as pool:
         error, by_maximum, power = sum(pool.map(quantise_block, range(0, outputs, block_rows)))
-    module, groups = name.removesuffix(WEIGHT), inputs // GROUP
+    module, groups, codes_per_word = name.removesuffix(WEIGHT), inputs // GROUP, WORD_BITS // bits
     zeros = stage.append(bytes([ZERO_POINT_BYTES[bits]]) * (groups * outputs * bits // 8))
     tensors = [
-        NewTensor(f"{module}.qweight", "I32", (inputs // pack, outputs), qweight),
+        NewTensor(f"{module}.qweight", "I32", (inputs // codes_per_word, outputs), qweight),
         NewTensor(f"{module}.scales", "BF16", (groups, outputs), stage.append(scales.data)),
-        NewTensor(f"{module}.qzeros", "I32", (groups, outputs // pack), zeros),
+        NewTensor(f"{module}.qzeros", "I32", (groups, outputs // codes_per_word), zeros),
     ]
     divisor = power if power else 1.0
     return Packed(tensors, float((error / divisor) ** 0.5), float((by_maximum / divisor) ** 0.5))
 
 
 def check_int4(weight: NewTensor, packed: Sequence[NewTensor]) -> float:
-    """Read a packed weight back and return its relative error; refuse a large one."""
+    """Return the relative error of a packed weight; raise ValidationError if it is too large."""
     qweight, scales, _ = packed
     source = to_floats(read_span(weight.span), weight.dtype, weight.shape)
     rounded = unpack_int4(

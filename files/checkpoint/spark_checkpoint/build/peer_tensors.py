@@ -1,4 +1,4 @@
-"""Read the new tensors of a checkpoint that a peer built; the rest comes from the local base."""
+"""Download the new tensors of a peer's checkpoint; all others come from the local base."""
 
 from __future__ import annotations
 
@@ -49,18 +49,14 @@ def read_changes(
     work: Path,
     progress: Progress,
 ) -> tuple[Sources, Changes]:
-    """Download a result's new tensors; names, dtypes and shapes must be those of the plan."""
+    """Download a result's new tensors; names, dtypes and shapes must match the plan."""
     modules = swapped_modules(plan)
     sources = Sources(base, None, modules, check_base_names(plan, base, modules))
     replaced = replacement_names(plan)
     new = {old: names for old, names in replaced.items() if old in base.owner}
     grafted = [name for old in sources.mtp_missing for name in replaced.get(old, (old,))]
-    in_overlay = plan.layout == "overlay"
-    stored = {
-        name: overlay_name(name) if in_overlay else name
-        for names in (*new.values(), grafted)
-        for name in names
-    }
+    all_new = [name for names in (*new.values(), grafted) for name in names]
+    stored = {name: overlay_name(name) if plan.layout == "overlay" else name for name in all_new}
     if not stored:
         return sources, Changes()
     donor = UrlDonor(
@@ -80,7 +76,7 @@ def read_changes(
     size_bytes = sum(entry.size_bytes for entry in entries.values())
     storage.check_free_space(work, size_bytes, f"copying {plan.name}")
     directory = work / "peer-tensors"
-    shutil.rmtree(directory, ignore_errors=True)  # perhaps of another peer
+    shutil.rmtree(directory, ignore_errors=True)  # may be from another peer
     staged = donor.stage(headers, directory, progress)
     spans = {name: staged[stored[name]] for name in stored}
 
@@ -101,42 +97,45 @@ def read_changes(
 def check_locked_tensors(
     where: str, plan: BuildPlan, sources: Sources, changes: Changes, receipt_sha256: str | None
 ) -> None:
-    """Compare FP8 tensors with the hash in the receipt, unless it also covers tensors of MTP."""
+    """Compare the FP8 tensors with the hash in the receipt, unless it also covers MTP tensors."""
     if plan.shared_experts != "fp8-donor" or sources.mtp_missing:
         return
     new = [tensor for module in sources.modules for tensor in changes.added[module + WEIGHT]]
-    sha256 = hash_tensors({t.name: t for t in new}, {t.name: t.span for t in new})
+    sha256 = hash_tensors(
+        {tensor.name: tensor for tensor in new}, {tensor.name: tensor.span for tensor in new}
+    )
     if sha256 != receipt_sha256:
-        problem = f"sent FP8 tensors with sha256 {sha256}, its receipt has {receipt_sha256}"
+        problem = f"sent FP8 tensors with sha256 {sha256}, the receipt has {receipt_sha256}"
         raise ValidationError(where, problem, BUILD_LOCALLY)
 
 
 def _check_entries(
     plan: BuildPlan, sources: Sources, config: Mapping[str, Any], entries: Mapping[str, Tensor]
 ) -> None:
+    """Check dtypes and shapes of new tensors, from the headers of a peer's files."""
     base, grafted = sources.base, {}
     for old, names in replacement_names(plan).items():
-        module, known = old.removesuffix(WEIGHT), old in base.owner
+        module = old.removesuffix(WEIGHT)
         if names == (module + WEIGHT, module + SCALE):
             weight, scale = (entries[name] for name in names)
             shape = base.tensor(old).shape
             check_fp8_pair(f"peer {module}", shape, weight, scale, plan.block_shape)
             continue
         packed = entries[names[0]]
-        pack = WORD_BITS // (4 if old.startswith(MTP_PREFIX) else 8)
+        codes_per_word = WORD_BITS // (4 if old.startswith(MTP_PREFIX) else 8)
         if len(packed.shape) != 2:
             raise ValidationError(f"peer {names[0]}", "is not a matrix", BUILD_LOCALLY)
-        weight_shape = (packed.shape[1], packed.shape[0] * pack)
-        outputs, inputs = base.tensor(old).shape if known else weight_shape
+        weight_shape = (packed.shape[1], packed.shape[0] * codes_per_word)
+        outputs, inputs = base.tensor(old).shape if old in base.owner else weight_shape
         groups = inputs // GROUP
         expected = (
-            ("I32", (inputs // pack, outputs)),
+            ("I32", (inputs // codes_per_word, outputs)),
             ("BF16", (groups, outputs)),
-            ("I32", (groups, outputs // pack)),
+            ("I32", (groups, outputs // codes_per_word)),
         )
         for name, dtype_and_shape in zip(names, expected, strict=True):
-            if entries[name][:2] != dtype_and_shape:
-                problem = f"is {entries[name][:2]}, expected {dtype_and_shape}"
+            if entries[name].dtype_and_shape != dtype_and_shape:
+                problem = f"is {entries[name].dtype_and_shape}, expected {dtype_and_shape}"
                 raise ValidationError(f"peer {name}", problem, BUILD_LOCALLY)
         grafted[old] = Tensor("BF16", weight_shape, 0, 0)
     for name in sources.mtp_missing:

@@ -1,4 +1,4 @@
-"""Check the base and the donor of a plan by their headers."""
+"""Check the base and the donor of a plan, from headers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from spark_checkpoint.tensor_sets import (
 _EMBEDDING = "model.language_model.embed_tokens.weight"
 _FIX = "download the donor again, or use the FP8 repository of the same model"
 
-# Shapes of MTP tensors as multiples of sizes in config.json; "" is any size.
+# Shapes of MTP tensors in multiples of sizes in config.json; "" accepts any size.
 _Shape = tuple[tuple[int, str], ...]
 _ANY, _ONE = (1, ""), (1, "1")
 _HIDDEN, _HEAD = (1, "hidden_size"), (1, "head_dim")
@@ -67,6 +67,7 @@ class Sources:
 
 
 def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) -> Sources:
+    """Return base and donor; raise ValidationError if the plan cannot be built from them."""
     modules = swapped_modules(plan)
     mtp_missing = check_base_names(plan, base, modules)
     for module in modules:
@@ -96,7 +97,7 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
             str(base.directory),
             f"lacks {len(mtp_missing)} MTP tensors and there is no donor to graft them from: "
             f"{list_names(mtp_missing)}",
-            "use a profile with a donor, or a base that has them",
+            "use a profile with a donor, or a base with MTP tensors",
         )
     return Sources(base, donor, modules, mtp_missing)
 
@@ -114,16 +115,17 @@ def required_donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tenso
     if sources.donor is None:
         return {}
     names = list(sources.mtp_missing)
-    names += [s for s in map(scale_name, sources.mtp_missing) if s in sources.donor.names]
+    scales = map(scale_name, sources.mtp_missing)
+    names += [scale for scale in scales if scale in sources.donor.names]
     if plan.compares_with_donor:
         names += [module + suffix for module in sources.modules for suffix in (WEIGHT, SCALE)]
     return sources.donor.tensors(names)
 
 
 def check_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> list[str]:
-    """Refuse unexpected base names; return the missing MTP names.
+    """Return the missing MTP names; raise ValidationError if other names differ from the plan.
 
-    Names are expanded only for the error: they fill memory.
+    Patterns are expanded only for the error, because the names take much memory.
     """
     names, where = base.owner.keys(), str(base.directory)
     patterns = base_patterns(plan)
@@ -176,7 +178,7 @@ def _open_donor(
 
 
 def read_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes in config.json; the hidden size defaults to that of the embedding."""
+    """Return the sizes in config.json; the width of the embedding is the default hidden size."""
     sizes = {"1": 1}  # the key of fixed lengths in _SHAPES
     if _EMBEDDING in base.owner:
         sizes["hidden_size"] = base.tensor(_EMBEDDING).shape[-1]
@@ -187,7 +189,7 @@ def read_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def hash_tensors(tensors: Mapping[str, Tensor | NewTensor], spans: Mapping[str, Span]) -> str:
-    """Return a hash of names, types, shapes and bytes, independent of files and requests."""
+    """Return a hash of names, dtypes, shapes and bytes, independent of the files."""
     hasher = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -203,6 +205,7 @@ def check_graftable(
     sizes: Mapping[str, int],
     block: tuple[int, int],
 ) -> None:
+    """Check dtypes and shapes of MTP tensors to graft."""
     for name in names:
         where, entry = f"donor {name}", entries[name]
         if entry.dtype == FP8:
@@ -216,9 +219,11 @@ def check_graftable(
         shape = next((shape for pattern, shape in _SHAPES if re.fullmatch(pattern, name)), None)
         if shape is None:
             continue
-        expected = [times * sizes[key] if key in sizes else "any" for times, key in shape]
-        if len(entry.shape) != len(expected) or any(
-            size not in ("any", actual) for actual, size in zip(entry.shape, expected, strict=True)
-        ):
-            text = ", ".join(map(str, expected))
+        # None: any size.
+        expected = [factor * sizes[key] if key in sizes else None for factor, key in shape]
+        is_same = len(entry.shape) == len(expected) and all(
+            size in (None, actual) for actual, size in zip(entry.shape, expected, strict=True)
+        )
+        if not is_same:
+            text = ", ".join("any" if size is None else str(size) for size in expected)
             raise ValidationError(where, f"is {list(entry.shape)}, expected [{text}]", _FIX)

@@ -1,4 +1,4 @@
-"""Write new tensors and rewritten shards; hash and verify source bytes in the same pass."""
+"""Write new tensors and rewritten shards, hashing and verifying the source in the same pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NewTensor(NamedTuple):
 class Changes:
     """All differences from the base.
 
-    ``added`` maps a replaced base name to new tensors; the empty name maps to additional tensors.
+    ``added`` maps replaced names to new tensors, and the empty name to additional tensors.
     """
 
     added: dict[str, list[NewTensor]] = field(default_factory=dict)
@@ -77,14 +77,14 @@ class Staging:
 
 
 def split_span(span: Span, size_bytes: int) -> Iterator[bytes]:
-    """Yield the bytes of a span in pieces of a size; the last piece may be smaller."""
+    """Yield the bytes of a span in pieces of ``size_bytes``; the last one may be smaller."""
     for offset in range(0, span.size_bytes, size_bytes):
         piece = min(size_bytes, span.size_bytes - offset)
         yield read_span(Span(span.path, span.offset + offset, piece))
 
 
 class VerifiedSource:
-    """Reads a base file in order and compares the hash of each finished piece."""
+    """Reads a file of the base in order, and verifies the hash of each piece."""
 
     def __init__(self, path: Path, hashes: FileHashes):
         self._path, self._buffer = path, memoryview(bytearray(COPY_BYTES))
@@ -101,24 +101,29 @@ class VerifiedSource:
         os.close(self._fd)
 
     def copy(self, span: Span, sink: HashingFile, progress: Progress) -> None:
-        """Copy a span; spans must come in file order."""
+        """Copy a span; spans must be in file order.
+
+        Pieces that are copied as a whole need no second hash.
+        """
         self._skip_to(span.offset)
         end = span.offset + span.size_bytes
         while self._position < end:
             piece = self._pieces[-1]
             piece_end = self._piece_begin + piece.size_bytes
-            whole = self._position == self._piece_begin and piece_end <= end
+            is_whole_piece = self._position == self._piece_begin and piece_end <= end
+            write = sink.append if is_whole_piece else sink.write
             for part in self._read_to(min(end, piece_end)):
-                (sink.append if whole else sink.write)(part)
+                write(part)
                 progress.add(len(part))
-            if whole:
+            if is_whole_piece:
                 sink.add_piece(piece)
 
     def finish(self) -> None:
+        """Verify the rest of the file."""
         self._skip_to(self._size_bytes)
         self._dropper.finish()
         if read_stamp(self._fd) != self._stamp or self._stamp.size_bytes != self._size_bytes:
-            fix = "do not change the base during a build, run again"
+            fix = "run it again, and do not change the base during a build"
             raise ValidationError(str(self._path), "was changed while it was read", fix)
 
     def _skip_to(self, offset: int) -> None:
@@ -149,7 +154,7 @@ class VerifiedSource:
             raise ValidationError(
                 str(self._path),
                 f"has sha256 {sha256} in bytes {self._piece_begin} to {self._position}, "
-                f"its receipt lists {piece.sha256}",
+                f"the receipt lists {piece.sha256}",
                 "delete the source directory and download it again",
             )
         self._piece_begin, self._hasher = self._position, hashlib.sha256()
@@ -161,6 +166,8 @@ class Written(NamedTuple):
 
 
 class HashingFile:
+    """A new file whose pieces are hashed while it is written."""
+
     def __init__(self, path: Path):
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._hasher = PieceHasher()
@@ -171,7 +178,7 @@ class HashingFile:
         self.append(data)
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes without hashing; call ``add_piece`` after the whole piece."""
+        """Append bytes without hashing them; call ``add_piece`` after a whole piece."""
         write_all(self._fd, data)
         self._dropper.advance(len(data))
 
@@ -210,9 +217,9 @@ def rewrite_shard(
     base: Path,
     hashes: FileHashes,
 ) -> Written:
-    """Write a shard and verify the file ``base`` in the same pass.
+    """Write a shard, and verify the file ``base`` in the same pass.
 
-    If spans of ``base`` are not in file order, it is verified in a second pass.
+    If the spans of ``base`` are not in file order, it is verified in a second pass.
     """
     spans = join_spans(tensor.span for tensor in tensors)
     offsets = [span.offset for span in spans if span.path == base]
@@ -237,6 +244,7 @@ def copy_file(path: Path, source: Path, progress: Progress, hashes: FileHashes) 
 
 
 def join_spans(spans: Iterable[Span]) -> list[Span]:
+    """Merge adjacent spans."""
     result: list[Span] = []
     for span in spans:
         last = result[-1] if result else None
@@ -257,7 +265,7 @@ def is_aligned(tensors: Sequence[NewTensor]) -> bool:
 
 
 def sort_by_alignment(tensors: Iterable[NewTensor]) -> list[NewTensor]:
-    """Return tensors with the widest elements first, which aligns all without padding."""
+    """Return the tensors with the widest elements first, which are then aligned without padding."""
     return sorted(tensors, key=lambda tensor: (-_item_bytes(tensor.dtype), tensor.name))
 
 

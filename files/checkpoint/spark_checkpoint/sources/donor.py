@@ -185,10 +185,9 @@ class UrlDonor:
             progress.skip(size)
         else:
             partial = path.with_name(path.name + ".part")
-            header, url = self._headers[shard], self._files.url(shard)
-            total = header.data_start + header.data_bytes
+            file_bytes, url = self._headers[shard].file_bytes, self._files.url(shard)
             with write_durably(partial, os.O_TRUNC) as write:
-                for piece in self._files.client.stream(url, request.begin, request.end, total):
+                for piece in self._files.client.stream(url, request.begin, request.end, file_bytes):
                     write(piece)
                     progress.add(len(piece))
             partial.rename(path)

@@ -74,8 +74,8 @@ class Peers:
     def fetch(self, file: FetchFile, download: Callable[[HttpClient, str], None]) -> bool:
         """Download a file from a peer; return False if no peer has it or will have it soon."""
         path, plan = file.path, self._plan
-        # All hosts download in the same order, several files at once. At the minimum rate a peer has
-        # the file after this time.
+        # All hosts download in the same order, several files at once: at the minimum rate a peer
+        # has the file after this time.
         expected_s = plan.parallel * file.size_bytes / max(self._min_bytes_per_s, 1)
         deadline = time.monotonic() + _WAITS * self._patience_s + expected_s
         next_note = time.monotonic() + _NOTE_S
