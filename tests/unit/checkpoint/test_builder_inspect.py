@@ -123,7 +123,7 @@ def test_refuses_a_hub_without_a_list_of_files(hub, repository, siblings):
     repository[1](siblings)
     done = run_tool("inspect", "lab/tiny", "--endpoint", hub.url, check=False)
     assert done.returncode == 3
-    assert "contains no list of files" in done.stderr
+    assert "contains no valid list of files" in done.stderr
 
 
 @pytest.mark.parametrize("names", [[1], None, {"a": 1}, "a"])
