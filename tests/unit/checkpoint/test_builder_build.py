@@ -80,7 +80,7 @@ def test_changes_exactly_the_swapped_tensors(workshop, layout):
         assert {name for name, owner in workshop.index().items() if owner == shard} <= names
 
 
-def test_overlay_links_the_base_and_omits_replaced_names_from_the_index(workshop):
+def test_overlay_links_base_files_and_omits_replaced_names_from_index(workshop):
     workshop.write_sources()
     before = workshop.base_hashes()
     workshop.build(layout="overlay")
@@ -108,7 +108,7 @@ def test_config_names_the_plugin_and_every_fp8_module(workshop, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_writes_a_complete_receipt_and_does_nothing_the_second_time(workshop, layout):
+def test_writes_complete_receipt_and_second_build_changes_nothing(workshop, layout):
     workshop.build(layout=layout)
     receipt = workshop.read("receipt.json")
     assert receipt["digest"] == "1" * 64
@@ -123,13 +123,13 @@ def test_writes_a_complete_receipt_and_does_nothing_the_second_time(workshop, la
     assert {p.name: p.stat().st_mtime_ns for p in workshop.out.iterdir()} == before
 
 
-def test_never_replaces_the_checkpoint_of_a_different_plan(workshop):
+def test_never_replaces_checkpoint_of_different_plan(workshop):
     workshop.build()
     assert workshop.build(check=False, digest="2" * 64).returncode == 3
     assert workshop.read("receipt.json")["digest"] == "1" * 64
 
 
-def test_refuses_a_base_without_the_planned_commit(workshop):
+def test_rejects_base_at_different_commit(workshop):
     workshop.write_base(receipt=False)
     done = workshop.build(check=False)
     assert done.returncode == 3
@@ -168,7 +168,7 @@ def test_hashes_large_base_files_whose_receipt_lacks_pieces(workshop):
     assert count_hashed_bytes(workshop, "full") == large
 
 
-def test_refuses_a_receipt_whose_pieces_do_not_cover_the_file(workshop):
+def test_rejects_receipt_whose_pieces_do_not_cover_file(workshop):
     workshop.write_base()
     path = workshop.base_dir / "receipt.json"
     receipt = json.loads(path.read_text())
@@ -177,7 +177,7 @@ def test_refuses_a_receipt_whose_pieces_do_not_cover_the_file(workshop):
     assert workshop.build(check=False, layout="full").returncode == 5
 
 
-def test_receipt_of_a_rewritten_shard_lists_the_hash_of_every_piece(workshop):
+def test_receipt_lists_hash_of_each_piece_of_rewritten_shard(workshop):
     workshop.build(layout="full")
     base = json.loads((workshop.base_dir / "receipt.json").read_text())["files"]
     base_pieces = {line for entry in base for line in entry["pieces"]}
@@ -196,7 +196,7 @@ def test_receipt_of_a_rewritten_shard_lists_the_hash_of_every_piece(workshop):
     assert reused > 10
 
 
-def test_refuses_a_result_with_the_right_count_but_a_wrong_name(workshop, monkeypatch):
+def test_rejects_result_with_correct_count_but_wrong_name(workshop, monkeypatch):
     def misname(name):
         correct = overlay_name(name)
         return correct[:-3] + "f8" if name == f"{MODULE}.up_proj.weight" else correct
@@ -212,7 +212,7 @@ def test_refuses_a_result_with_the_right_count_but_a_wrong_name(workshop, monkey
 
 
 @pytest.mark.slow
-def test_needs_numpy_for_builds_only(workshop, tmp_path):
+def test_only_builds_import_numpy(workshop, tmp_path):
     workshop.build()
     absent = tmp_path / "absent" / "numpy.py"
     absent.parent.mkdir()

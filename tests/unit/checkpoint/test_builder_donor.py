@@ -68,7 +68,7 @@ def joined_ranges(shard, names):
     return [(shard.name, start + begin, start + end - 1) for begin, end in joined]
 
 
-def test_remote_donor_gives_the_same_result_as_a_local_donor(workshop, build_remote):
+def test_remote_and_local_donors_give_identical_results(workshop, build_remote):
     build_remote()
     by_url = tree_tensors(workshop.out)
     sha256 = workshop.read("receipt.json")["donor_sha256"]
@@ -104,7 +104,7 @@ def header_bytes(data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["an FP8 weight", "an MTP tensor"])
-def test_refuses_donor_bytes_that_differ_from_the_locked_hash(workshop, hub, build_remote, kind):
+def test_rejects_donor_bytes_that_differ_from_locked_hash(workshop, hub, build_remote, kind):
     name = f"{workshop.modules[0]}.weight"
     if kind == "an MTP tensor":
         name, workshop.mtp = "mtp.fc.weight", {}
@@ -164,7 +164,7 @@ def test_reads_only_headers_and_required_ranges(workshop, hub, build_remote):
     assert ranges_bytes < sum(path.stat().st_size for path in shards) / 4
 
 
-def test_refuses_a_donor_with_different_shapes_from_headers(workshop, hub, build_remote):
+def test_rejects_donor_with_wrong_shapes_after_reading_headers(workshop, hub, build_remote):
     name = f"{workshop.modules[0]}.weight"
     raw = workshop.donor[name]
     workshop.donor[name] = Raw(raw.dtype, raw.shape[::-1], raw.data)
@@ -177,7 +177,7 @@ def test_refuses_a_donor_with_different_shapes_from_headers(workshop, hub, build
     assert all(map(is_header, ranges))
 
 
-def test_refuses_a_base_with_different_shapes_without_a_request(workshop, hub, build_remote):
+def test_rejects_base_with_wrong_shapes_without_contacting_hub(workshop, hub, build_remote):
     shapes = [{**DONOR_SHAPES[0], "weight": [256, 256], "scale": [2, 2]}, DONOR_SHAPES[1]]
     donor = {"url": f"{hub.url}/{DONOR}", "tries": 8, "backoff_s": 1.0}
     done = workshop.build(check=False, donor=donor, donor_shapes=shapes)
@@ -185,12 +185,12 @@ def test_refuses_a_base_with_different_shapes_without_a_request(workshop, hub, b
     assert not hub.requests
 
 
-def test_refuses_the_whole_file_for_a_range(hub, build_remote):
+def test_rejects_whole_file_as_response_to_range_request(hub, build_remote):
     hub.ignore_ranges = True
     assert build_remote(check=False).returncode == 4
 
 
-def test_waits_for_retry_after_from_a_busy_server(hub, build_remote):
+def test_waits_as_long_as_retry_after_header_of_busy_server(hub, build_remote):
     times = []
 
     def busy(handler, path, data):
@@ -239,7 +239,7 @@ BAD_RESPONSES = {
 
 
 @pytest.mark.parametrize("kind", BAD_RESPONSES)
-def test_refuses_a_response_with_a_different_range(workshop, hub, build_remote, kind):
+def test_rejects_response_with_different_range(workshop, hub, build_remote, kind):
     def respond_wrongly(handler, path, data):
         if not reads_weights(handler, path):
             return False
@@ -252,7 +252,7 @@ def test_refuses_a_response_with_a_different_range(workshop, hub, build_remote, 
     assert not workshop.out.exists()
 
 
-def test_sends_the_token_only_to_the_hub_and_reuses_signed_links(workshop, hub, build_remote):
+def test_sends_token_only_to_hub_and_reuses_signed_links(workshop, hub, build_remote):
     with Hub(hub.root) as content_host:
         hub.redirect_to = lambda path: f"{content_host.url}{path}"
         build_remote(token="hf_secret")
@@ -284,14 +284,14 @@ def test_renews_an_expired_signed_link(hub, build_remote):
     assert max(uses.values()) == 2
 
 
-def test_refuses_a_different_commit(hub, build_remote):
+def test_rejects_response_for_different_commit(hub, build_remote):
     hub.headers = {"X-Repo-Commit": "e" * 40}
     done = build_remote(check=False)
     assert done.returncode == 3
     assert "eeee" in done.stderr
 
 
-def test_keeps_ranges_staged_before_a_failure(hub, build_remote):
+def test_next_run_reuses_ranges_downloaded_before_failure(hub, build_remote):
     requested = []
 
     def fail_late(handler, path, data):
@@ -312,7 +312,7 @@ def test_keeps_ranges_staged_before_a_failure(hub, build_remote):
     assert not staged & set(requested)
 
 
-def test_reads_a_single_file_without_an_index(workshop, hub, build_remote):
+def test_reads_single_file_donor_without_index(workshop, hub, build_remote):
     for path in (hub.root / DONOR).iterdir():
         path.unlink()
     workshop.write_donor(hub.root / DONOR, shard_count=1)
@@ -326,7 +326,7 @@ spans = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 300)), max_size=
 
 
 @given(spans, st.integers(0, 200), st.integers(1, 1000))
-def test_merged_requests_cover_every_range_once_and_in_order(pieces, gap, limit):
+def test_merged_requests_cover_each_range_once_in_order(pieces, gap, limit):
     ranges = [NamedRange(str(n), begin, begin + size) for n, (begin, size) in enumerate(pieces)]
     requests = merge_ranges(ranges, gap, limit)
     assert sorted(p.name for r in requests for p in r.pieces) == sorted(r.name for r in ranges)

@@ -69,7 +69,7 @@ def test_replaces_exactly_the_listed_weights(workshop, layout):
     assert old.isdisjoint(name for path in files for name in read_shard(path))
 
 
-def test_overlay_links_all_files_but_that_of_the_drafter(workshop):
+def test_overlay_links_all_files_except_shard_of_packed_drafter(workshop):
     workshop.write_sources()
     before = workshop.base_hashes()
     workshop.build(layout="overlay", head="int8-g128", **CHOICES)
@@ -82,7 +82,7 @@ def test_overlay_links_all_files_but_that_of_the_drafter(workshop):
     assert workshop.base_hashes() == before
 
 
-def test_overlay_removes_weights_that_two_files_contain(workshop):
+def test_overlay_removes_replaced_weights_from_all_files(workshop):
     workshop.write_base()
     name = f"{ATTENTION}.weight"
     first = min(workshop.base_dir.glob("model-0*.safetensors"))
@@ -144,7 +144,7 @@ WRONG_WEIGHTS = {
 
 
 @pytest.mark.parametrize("case", WRONG_WEIGHTS)
-def test_refuses_weights_that_int4_cannot_represent(workshop, case):
+def test_rejects_weights_that_int4_cannot_represent(workshop, case):
     change, problem = WRONG_WEIGHTS[case]
     change(workshop.mtp)
     message = refused(workshop, **CHOICES)
@@ -152,6 +152,6 @@ def test_refuses_weights_that_int4_cannot_represent(workshop, case):
     assert problem in message
 
 
-def test_refuses_modules_outside_the_drafter(workshop):
+def test_rejects_modules_outside_drafter(workshop):
     message = refused(workshop, drafter_int4=[*PATTERNS, f"{EXPERT}.9.up_proj"])
     assert f"{EXPERT}.9.up_proj.weight" in message

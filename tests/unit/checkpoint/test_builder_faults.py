@@ -47,7 +47,7 @@ def assert_names_full_disk(stderr, directory):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("act", ACTS)
-def test_build_broken_at_any_call_finishes_in_the_next_run(scene, layout, act):
+def test_build_interrupted_at_any_call_is_finished_by_next_run(scene, layout, act):
     plan = scene.write_plan(layout=layout, head="int8-g128")
     before = scene.base_hashes()
     calls = run_broken("build", plan, act=act).calls
@@ -72,7 +72,7 @@ def test_build_broken_at_any_call_finishes_in_the_next_run(scene, layout, act):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ACTS)
-def test_fetch_broken_at_any_call_finishes_in_the_next_run(tmp_path, hub, repository, act):
+def test_fetch_interrupted_at_any_call_is_finished_by_next_run(tmp_path, hub, repository, act):
     local, order, out = tmp_path / "local", tmp_path / "fetch.json", tmp_path / "out"
     local.mkdir()
     (local / "x").write_bytes((repository / "sub/1").read_bytes())
@@ -113,7 +113,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_refuses_a_small_filesystem_before_the_first_byte(scene, small_disk):
+def test_rejects_too_small_filesystem_before_writing(scene, small_disk):
     out = small_disk(600 << 10) / "models" / "tiny"
     done = scene.build(check=False, layout="full", out=str(out))
     assert done.returncode == 3
@@ -122,7 +122,7 @@ def test_refuses_a_small_filesystem_before_the_first_byte(scene, small_disk):
 
 
 @pytest.mark.slow
-def test_disk_that_fills_during_the_build_loses_nothing(scene, small_disk):
+def test_next_run_resumes_after_disk_full_during_build(scene, small_disk):
     disk = small_disk(4 << 20)
     out = disk / "models" / "tiny"
     plan = scene.write_plan(layout="full", out=str(out))
@@ -192,7 +192,7 @@ def test_syncs_a_fetched_checkpoint_before_the_rename(tmp_path, hub, repository,
     assert count_synced(out, journal) == 6
 
 
-def test_refuses_an_overlay_across_filesystems(scene, small_disk):
+def test_rejects_overlay_across_filesystems(scene, small_disk):
     out = small_disk(16 << 20) / "models" / "tiny"
     done = scene.build(check=False, out=str(out))
     assert done.returncode == 3
@@ -256,14 +256,14 @@ def test_detects_a_base_that_changes_during_the_build(scene, act):
     assert not scene.out.exists()
 
 
-def test_refuses_a_truncated_donor(scene):
+def test_rejects_truncated_donor(scene):
     shard = sorted(scene.donor_dir.glob("*.safetensors"))[1]
     os.truncate(shard, shard.stat().st_size - 1)
     assert scene.build(check=False).returncode == 3
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_never_rebuilds_over_a_damaged_checkpoint(scene, layout):
+def test_never_overwrites_damaged_checkpoint(scene, layout):
     scene.build(layout=layout)
     (scene.out / "config.json").write_text("{}")
     assert scene.build(check=False, layout=layout).returncode == 5

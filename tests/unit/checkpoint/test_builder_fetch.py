@@ -28,7 +28,7 @@ def receipt_files(tmp_path):
     return json.loads((tmp_path / "out/receipt.json").read_text())["files"]
 
 
-def test_fetches_the_repository_once(order, hub, source, tmp_path):
+def test_second_fetch_downloads_nothing(order, hub, source, tmp_path):
     run_tool("fetch", order())
     assert contents(tmp_path / "out") == contents(source)
     receipt = json.loads((tmp_path / "out/receipt.json").read_text())
@@ -48,9 +48,7 @@ def test_never_publishes_wrong_content(order, source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_uses_the_next_source_if_one_lacks_a_file_or_sends_wrong_bytes(
-    order, hub, source, tmp_path
-):
+def test_uses_next_source_if_file_is_missing_or_wrong(order, hub, source, tmp_path):
     mirror_root = tmp_path / "mirror"
     with Hub(mirror_root) as mirror:
         (mirror_root / REPOSITORY).mkdir(parents=True)
@@ -94,7 +92,7 @@ BAD_ORDERS = {
 
 
 @pytest.mark.parametrize("case", BAD_ORDERS)
-def test_refuses_a_bad_order_before_any_change(order, tmp_path, case):
+def test_rejects_invalid_order_before_any_change(order, tmp_path, case):
     keys, value, problem = BAD_ORDERS[case]
     path = order()
     document = json.loads(path.read_text())
@@ -110,7 +108,7 @@ def test_refuses_a_bad_order_before_any_change(order, tmp_path, case):
 
 
 @pytest.mark.parametrize("pieces", [True, False])
-def test_lists_the_pieces_in_a_resumed_file_on_request(order, source, tmp_path, pieces):
+def test_receipt_lists_pieces_of_resumed_file_if_requested(order, source, tmp_path, pieces):
     data = os.urandom((9 << 20) + 5)
     (source / LARGE).write_bytes(data)
     path = order(pieces=pieces)
@@ -120,7 +118,7 @@ def test_lists_the_pieces_in_a_resumed_file_on_request(order, source, tmp_path, 
     assert listed == ({LARGE: piece_lines(data, 4 << 20)} if pieces else {})
 
 
-def test_sends_the_token_to_the_hub_and_not_to_mirrors(order, hub, tmp_path):
+def test_sends_token_to_hub_but_not_to_mirrors(order, hub, tmp_path):
     (tmp_path / "token").write_text("hf_secret")
     (tmp_path / "empty").mkdir()
     with Hub(tmp_path / "empty") as mirror:
@@ -131,7 +129,7 @@ def test_sends_the_token_to_the_hub_and_not_to_mirrors(order, hub, tmp_path):
     assert {h.get("Authorization") for _, h, _ in hub.requests} == {"Bearer hf_secret"}
 
 
-def test_continues_without_a_refused_token(order, hub, source, tmp_path):
+def test_continues_without_rejected_token(order, hub, source, tmp_path):
     (tmp_path / "token").write_text("hf_expired")
     hub.fault = lambda handler, path, data: (
         handler.headers.get("Authorization") and (handler.answer(401, b"") or True)
@@ -143,14 +141,14 @@ def test_continues_without_a_refused_token(order, hub, source, tmp_path):
 
 
 @pytest.mark.slow
-def test_fetches_without_a_removed_token(order, hub, source, tmp_path):
+def test_fetches_without_token_if_token_file_was_removed(order, hub, source, tmp_path):
     run_tool("fetch", order(token_file=str(tmp_path / "removed")))
     assert contents(tmp_path / "out") == contents(source)
     assert not any("Authorization" in headers for _, headers, _ in hub.requests)
 
 
 @pytest.mark.parametrize("bypassed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_uses_the_proxy_in_the_environment_unless_bypassed(order, hub, source, tmp_path, bypassed):
+def test_uses_proxy_of_environment_unless_bypassed(order, hub, source, tmp_path, bypassed):
     (tmp_path / "empty").mkdir()
     with Hub(tmp_path / "empty" if bypassed else hub.root) as proxy:
         urls = [f"{hub.url}/{REPOSITORY}" if bypassed else f"http://hub.invalid/{REPOSITORY}"]
@@ -263,7 +261,7 @@ def test_limits_the_rate_of_all_files_together(order, source, tmp_path):
     assert contents(tmp_path / "out") == contents(source)
 
 
-def test_refuses_announced_other_content_at_the_first_byte(order, hub):
+def test_rejects_file_at_first_byte_if_hub_announces_different_content(order, hub):
     hub.headers = {"X-Linked-ETag": f'"{"0" * 64}"', "X-Linked-Size": "2500000"}
     done = run_tool("fetch", order(), check=False)
     assert done.returncode == 3
@@ -271,7 +269,7 @@ def test_refuses_announced_other_content_at_the_first_byte(order, hub):
 
 
 @pytest.mark.slow
-def test_refuses_a_second_fetch_of_the_same_checkpoint(order, hub, tmp_path):
+def test_rejects_concurrent_fetch_of_same_checkpoint(order, hub, tmp_path):
     released = threading.Event()
     hub.fault = lambda h, path, data: released.wait(20) and False
     first = start_fetch(order(), stdout=subprocess.DEVNULL)

@@ -65,7 +65,7 @@ CAUSES = {
 }
 
 
-def test_has_a_case_for_every_cause():
+def test_tests_cover_every_likely_cause():
     assert {*tensor_sets._CAUSES, "mtp"} == CAUSES.keys()
 
 
@@ -104,7 +104,7 @@ WRONG_NAMES = {
 
 
 @pytest.mark.parametrize("case", WRONG_NAMES)
-def test_refuses_sources_with_wrong_names(workshop, case):
+def test_rejects_sources_with_wrong_names(workshop, case):
     change, *problems = WRONG_NAMES[case]
     plan = workshop.plan()
     change(workshop)
@@ -134,12 +134,12 @@ WRONG_PLANS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG_PLANS)
-def test_refuses_sources_that_differ_from_the_plan(workshop, case):
+def test_rejects_sources_that_differ_from_plan(workshop, case):
     changes, problem = WRONG_PLANS[case]
     assert problem in refused(workshop, **changes)
 
 
-def test_refuses_base_weights_that_are_not_16_bit(workshop):
+def test_rejects_base_weights_that_are_not_16_bit(workshop):
     workshop.base[f"{MODULE}.up_proj.weight"] = Raw("F32", (128, 256), bytes(128 * 256 * 4))
     assert "is F32 [128, 256], expected a 16-bit matrix" in refused(workshop)
 
@@ -147,7 +147,7 @@ def test_refuses_base_weights_that_are_not_16_bit(workshop):
 @pytest.mark.slow
 @pytest.mark.parametrize("shapes", [DONOR_SHAPES, []], ids=["planned", "not planned"])
 @pytest.mark.parametrize("suffix", ["weight", "weight_scale_inv"])
-def test_refuses_transposed_donor_tensors(workshop, suffix, shapes):
+def test_rejects_transposed_donor_tensors(workshop, suffix, shapes):
     name = f"{MODULE}.up_proj.{suffix}"
     raw = workshop.donor[name]
     workshop.donor[name] = Raw(raw.dtype, raw.shape[::-1], raw.data)
@@ -171,7 +171,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_refuses_an_unusable_config_before_reading_donor_or_shards(workshop, hub, case):
+def test_rejects_invalid_config_before_reading_donor_or_shards(workshop, hub, case):
     change, problem = CONFIGS[case]
     workshop.write_base()
     workshop.change_base_config(change)
@@ -267,7 +267,7 @@ def test_accepts_an_undamaged_donor(square):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_refuses_wrong_values_with_right_names_and_shapes(square, damage):
+def test_rejects_wrong_values_in_tensors_with_correct_names_and_shapes(square, damage):
     inflict, problem = DAMAGES[damage]
     inflict(square.donor)
     message = refused(square, donor_shapes=[])

@@ -75,12 +75,12 @@ def size_of(dtype, shape):
     return int(np.prod(shape, dtype=object)) * DTYPE_BITS[dtype] // 8
 
 
-def test_covers_every_dtype():
+def test_tests_cover_every_dtype():
     assert PACKAGE_NAMES.keys() | READ_ONLY == DTYPE_BITS.keys()
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BITS))
-def test_reads_every_dtype_like_the_package(dtype):
+def test_reads_every_dtype_as_safetensors_does(dtype):
     size = 8 * DTYPE_BITS[dtype] // 8
     data = file_of({"a": entry(dtype, (2, 4), (0, size))}, size)
     ((name, reference),) = deserialize(data)
@@ -92,7 +92,7 @@ def test_reads_every_dtype_like_the_package(dtype):
 
 @settings(deadline=None, max_examples=examples(300))
 @given(tensor_sets(PACKAGE_NAMES), metadata)
-def test_reads_files_of_the_package(tensors, notes):
+def test_reads_files_written_by_safetensors(tensors, notes):
     buffers = {n: np.arange(size_of(*t), dtype=np.uint8) for n, t in tensors.items()}
     specs = {
         name: TensorSpec(
@@ -115,7 +115,7 @@ def test_reads_files_of_the_package(tensors, notes):
 
 @settings(deadline=None, max_examples=examples(300))
 @given(tensor_sets(DTYPE_BITS), metadata)
-def test_writes_files_that_the_package_reads(tensors, notes):
+def test_writes_files_that_safetensors_reads(tensors, notes):
     header = format_header(((n, d, s) for n, (d, s) in tensors.items()), notes)
     assert len(header) % 8 == 0
     body = np.arange(sum(size_of(*t) for t in tensors.values()), dtype=np.uint8).tobytes()
@@ -146,7 +146,7 @@ VALID = file_of(
 @pytest.mark.slow
 @settings(deadline=None, max_examples=1500)
 @given(mutations)
-def test_refuses_every_damaged_file_that_the_package_refuses(changes):
+def test_rejects_every_damaged_file_that_safetensors_rejects(changes):
     data = bytearray(VALID)
     for place, value in changes:
         data[place % len(data)] = value
@@ -247,14 +247,14 @@ def read_map(text, **more):
 
 
 @given(st.dictionaries(TEXT, TEXT, max_size=6), st.sampled_from(LAYOUTS), st.booleans())
-def test_reads_the_index_like_json(names, layout, first):
+def test_index_scanner_agrees_with_json_parser(names, layout, first):
     rest = {"metadata": {"total_size": 1, "weight_map": {"not": "this"}}}
     document = {"weight_map": names, **rest} if first else {**rest, "weight_map": names}
     text = json.dumps(document, **layout)
     assert read_map(text) == json.loads(text)["weight_map"]
 
 
-def test_never_parses_a_common_index_as_a_whole(monkeypatch):
+def test_scanner_reads_common_indexes_without_json_fallback(monkeypatch):
     names = {f"layers.{n}.weight": f"model-{n // 100}.safetensors" for n in range(1000)}
     text = json.dumps({"metadata": {}, "weight_map": names}, indent=2)
     sizes, loads = [], json.loads
@@ -267,7 +267,7 @@ def test_never_parses_a_common_index_as_a_whole(monkeypatch):
     assert len({id(file) for file in actual.values()}) == 10
 
 
-def test_keeps_selected_names_only_and_the_last_of_repeated_ones():
+def test_keeps_only_selected_names_and_last_entry_of_repeated_names():
     text = '{"weight_map": {"a": "x", "b": "y"}}'
     assert read_map(text, keep=lambda name: name == "b") == {"b": "y"}
     assert read_map('{"weight_map": {"a": "x", "a": "y"}}') == {"a": "y"}
@@ -294,6 +294,6 @@ def test_keeps_selected_names_only_and_the_last_of_repeated_ones():
         ('{"weight_map": {"a": "x"}, "a": ' + "[" * 100_000, "is not JSON"),
     ],
 )
-def test_refuses_an_invalid_index(text, problem):
+def test_rejects_invalid_index(text, problem):
     with pytest.raises(ValidationError, match=problem):
         read_map(text)

@@ -16,7 +16,7 @@ def compare_with_plan(workshop, directory):
     return done.returncode, done.stderr
 
 
-def test_reports_a_base_by_groups(workshop):
+def test_reports_tensors_of_base_by_group(workshop):
     workshop.write_base()
     data = inspect(workshop.base_dir)
     tensors = {**workshop.base, **workshop.mtp}
@@ -34,7 +34,7 @@ def test_reports_a_base_by_groups(workshop):
     assert "in several shards" not in text
 
 
-def test_reports_contradictions_without_refusing_them(workshop):
+def test_reports_contradictions_without_failing(workshop):
     workshop.donor.pop(f"{workshop.modules[0]}.weight_scale_inv")
     workshop.write_donor()
     workshop.write_base(index_mtp=False)
@@ -119,7 +119,7 @@ def repository(workshop, hub):
 
 
 @pytest.mark.parametrize("siblings", [None, ["a"], "a", [{"rfilename": 1}], {}])
-def test_refuses_a_hub_without_a_list_of_files(hub, repository, siblings):
+def test_rejects_hub_response_without_file_list(hub, repository, siblings):
     repository[1](siblings)
     done = run_tool("inspect", "lab/tiny", "--endpoint", hub.url, check=False)
     assert done.returncode == 3
@@ -127,7 +127,7 @@ def test_refuses_a_hub_without_a_list_of_files(hub, repository, siblings):
 
 
 @pytest.mark.parametrize("names", [[1], None, {"a": 1}, "a"])
-def test_refuses_a_repository_with_an_invalid_index(hub, repository, names):
+def test_rejects_repository_with_invalid_index(hub, repository, names):
     index = repository[0] / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
     done = run_tool("inspect", "lab/tiny", "--endpoint", hub.url, check=False)
@@ -144,7 +144,7 @@ def test_reads_only_the_headers_of_a_repository(workshop, hub, repository):
     assert hub.sent[206] == sum(lengths)
 
 
-def test_refuses_a_missing_directory():
+def test_rejects_missing_directory():
     assert run_tool("inspect", "/nowhere", check=False).returncode == 2
 
 
@@ -162,7 +162,7 @@ ROUTED = "model.language_model.layers.0.mlp.experts.0.up_proj"
         ("unknown", None, ".weight", {UP}),
     ],
 )
-def test_recipe_follows_from_routed_and_shared_experts(kind, routed, shared, fp8):
+def test_derives_recipe_from_dtypes_of_routed_and_shared_experts(kind, routed, shared, fp8):
     tensors = {}
     for module, suffix in ((UP, shared), (ROUTED, routed)):
         if suffix:

@@ -90,7 +90,7 @@ def fetch(registry, tmp_path):
     return run
 
 
-def test_fetches_the_blobs_of_this_platform_with_renewed_tokens(registry, fetch, tmp_path):
+def test_fetches_blobs_for_this_platform_and_renews_tokens(registry, fetch, tmp_path):
     manifest = registry.put("manifests", manifest_of(LAYER, LAYER))
     listed = [
         {"digest": digest(b"other"), "platform": {"os": "linux", "architecture": "vax"}},
@@ -115,7 +115,7 @@ def test_fetches_blobs_from_a_peer(registry, fetch, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["manifests", "blobs"])
-def test_refuses_content_with_a_different_digest(registry, fetch, tmp_path, kind):
+def test_rejects_content_with_different_digest(registry, fetch, tmp_path, kind):
     manifest = registry.put("manifests", manifest_of(LAYER))
     data = manifest_of(LAYER) if kind == "manifests" else LAYER
     other = manifest_of(CONFIG) if kind == "manifests" else LAYER[::-1]

@@ -41,7 +41,9 @@ def test_links_local_files_by_content(order, hub, source, tmp_path, link_name):
 
 
 @pytest.mark.slow
-def test_searches_directories_deeper_than_python_and_kernel_allow(order, hub, source, tmp_path):
+def test_searches_directories_below_maximum_path_length_and_recursion_depth(
+    order, hub, source, tmp_path
+):
     cache = tmp_path / "cache"
     cache.mkdir()
     shutil.copy(source / LARGE, cache / "model")
@@ -82,7 +84,7 @@ def test_copies_local_files_that_are_private_or_writable_by_others(
     assert LARGE not in requested(hub)
 
 
-def test_ignores_local_files_with_other_content(order, source, tmp_path):
+def test_ignores_local_files_with_different_content(order, source, tmp_path):
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / LARGE).write_bytes(bytes(LARGE_BYTES))
@@ -218,7 +220,7 @@ def fetch(cache, name, look_in):
 
 
 @pytest.mark.parametrize("below", ["", "models--lab--{}"])
-def test_links_shared_blobs_that_outlive_the_cache(cache, below):
+def test_linked_blobs_survive_deletion_of_cache(cache, below):
     trees = {}
     for name in SHARDS:
         trees[name], _ = fetch(cache, name, cache / below.format(name))
@@ -246,14 +248,14 @@ def fetch_and_list_candidates(order, tmp_path):
     return listed.read_text().split() if listed.exists() else []
 
 
-def test_reads_only_the_blob_named_by_the_hash(cache, tmp_path):
+def test_reads_only_blob_whose_name_is_the_hash(cache, tmp_path):
     order = tmp_path / "fetch.json"
     out, tree = tmp_path / "sources/a", tree_of(cache, "a")
     order.write_text(json.dumps(fetch_order(tree, out, [], look_in=[str(cache)])))
     assert len(fetch_and_list_candidates(order, tmp_path)) == len(list(tree.iterdir()))
 
 
-def test_hashes_at_most_three_candidates_and_no_sparse_file(order, hub, source, tmp_path):
+def test_hashes_at_most_three_candidates_and_skips_sparse_files(order, hub, source, tmp_path):
     cache = tmp_path / "cache"
     sparse = cache / "sparse" / hashlib.sha256((source / LARGE).read_bytes()).hexdigest()
     sparse.parent.mkdir(parents=True)

@@ -43,13 +43,13 @@ def test_packed_head_dequantises_to_the_base_head(workshop, layout):
     assert workshop.quantization()["spark"]["head"] == "int8-g128"
 
 
-def test_refuses_to_pack_a_head_that_the_engine_would_pad(workshop):
+def test_rejects_packing_of_head_that_engine_would_pad(workshop):
     workshop.base["lm_head.weight"] = bf16_tensor(np.ones((VOCABULARY - 4, 256), np.float32))
     workshop.donor["lm_head.weight"] = workshop.base["lm_head.weight"]
     assert "a multiple of 64" in refused(workshop, head="int8-g128")
 
 
-def test_refuses_to_pack_a_head_with_nan(workshop):
+def test_rejects_packing_of_head_with_nan(workshop):
     head = bf16_values(workshop.base["lm_head.weight"]).copy()
     head[7, 9] = np.nan
     workshop.base["lm_head.weight"] = bf16_tensor(head)
@@ -71,7 +71,7 @@ def test_int8_shared_experts_need_neither_donor_nor_plugin(workshop):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_own_fp8_equals_the_donor_of_the_same_rule(workshop, layout):
+def test_fp8_self_equals_donor_made_with_same_rounding(workshop, layout):
     workshop.build(layout=layout, shared_experts="fp8-self", **NO_DONOR)
     result = workshop.result()
     suffix = "_fp8" if layout == "overlay" else ""
@@ -81,13 +81,13 @@ def test_own_fp8_equals_the_donor_of_the_same_rule(workshop, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_keep_does_not_change_tensors(workshop, layout):
+def test_keep_leaves_tensors_unchanged(workshop, layout):
     workshop.build(layout=layout, shared_experts="keep", **NO_DONOR)
     assert workshop.result() == {**workshop.base, **workshop.mtp}
     assert workshop.quantization()["quant_method"] == "auto-round"
 
 
-def test_aligns_every_tensor_despite_odd_sizes(workshop):
+def test_aligns_all_tensors_despite_odd_sizes(workshop):
     names = list(workshop.base)
     random.Random(3).shuffle(names)
     workshop.base = {name: workshop.base[name] for name in names}
@@ -106,7 +106,7 @@ def test_aligns_every_tensor_despite_odd_sizes(workshop):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("differing", [False, True])
-def test_writes_a_repeated_name_once_from_the_last_shard(workshop, layout, differing):
+def test_writes_duplicate_tensor_once_from_last_shard(workshop, layout, differing):
     workshop.write_base()
     name = "model.language_model.layers.0.post_attention_layernorm.weight"
     right = workshop.base[name]
@@ -149,7 +149,7 @@ def test_grafts_missing_mtp_tensors_in_16_bit(workshop, layout):
     run_tool("verify", workshop.out, "--full")
 
 
-def test_refuses_mtp_tensors_that_no_source_has(workshop):
+def test_rejects_plan_if_no_source_has_mtp_tensors(workshop):
     plan = workshop.plan()
     expected = {"mtp_tensors": plan["mtp_tensors"]}
     unmatched = [n for n in plan["donor_unmatched"] if n != "mtp.fc.weight"]
@@ -195,9 +195,9 @@ MTP_DAMAGES = {
     "an FP8 weight of zeros": (fill(FP8, b"\0"), FP8, "is all zero"),
     "NaN codes": (fill(FP8, b"\x7f"), FP8, "NaN or infinite"),
     "a NaN code at the end": (set_last(FP8, b"\xff"), FP8, "NaN or infinite"),
-    "a scale of zero": (set_first(SCALE, b"\0\0"), FP8, "scales must be finite and above zero"),
-    "an infinite scale": (set_first(SCALE, b"\x80\x7f"), FP8, "scales must be finite and above zero"),
-    "a negative scale": (set_first(SCALE, b"\0\xbc"), FP8, "scales must be finite and above zero"),
+    "a scale of zero": (set_first(SCALE, b"\0\0"), FP8, "finite and above zero"),
+    "an infinite scale": (set_first(SCALE, b"\x80\x7f"), FP8, "finite and above zero"),
+    "a negative scale": (set_first(SCALE, b"\0\xbc"), FP8, "finite and above zero"),
     "a scale far too large": (set_first(SCALE, b"\xc8\x42"), FP8, "has a scale of 100, the median"),
     "a scale far too small": (set_first(SCALE, b"\x8c\x2b"), FP8, "has a scale of 9.9"),
     "missing scales": (lambda donor: donor.pop(SCALE), FP8, "is FP8 without block scales"),
@@ -222,7 +222,7 @@ MTP_DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", MTP_DAMAGES)
-def test_refuses_to_graft_damaged_mtp_tensors(workshop, damage):
+def test_rejects_damaged_mtp_tensors(workshop, damage):
     inflict, name, problem = MTP_DAMAGES[damage]
     workshop.mtp = {}
     workshop.write_base()
@@ -240,7 +240,7 @@ def test_compares_grafted_mtp_tensors_with_sizes_in_the_config(workshop):
     assert "64" in message
 
 
-def test_grafts_an_all_zero_norm_that_engines_add_to_1(workshop):
+def test_accepts_all_zero_norms_in_grafted_tensors(workshop):
     workshop.mtp = {}
     workshop.write_base()
     fill(NORM, b"\0")(workshop.donor)
@@ -301,7 +301,7 @@ def test_packs_the_head_of_a_hybrid(hybrid):
     assert "lm_head.qweight" in hybrid.result()
 
 
-def test_accepts_a_hybrid_quantised_by_a_different_rule(hybrid):
+def test_accepts_hybrid_quantised_with_different_rounding(hybrid):
     weight, scale = f"{MODULE}.up_proj.weight", f"{MODULE}.up_proj.weight_scale_inv"
     raw = hybrid.base[weight]
     codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape)
@@ -336,13 +336,13 @@ WRONG_HYBRIDS = {
 
 
 @pytest.mark.parametrize("case", WRONG_HYBRIDS)
-def test_refuses_a_hybrid_that_differs_from_the_donor(hybrid, case):
+def test_rejects_hybrid_that_differs_from_donor(hybrid, case):
     damage, problem = WRONG_HYBRIDS[case]
     damage(hybrid.base)
     assert problem in refused(hybrid, **hybrid.choices)
 
 
-def test_refuses_an_int4_base_as_a_hybrid(workshop):
+def test_rejects_int4_base_as_hybrid(workshop):
     message = refused(workshop, shared_experts="fp8-base", layout="full")
     assert f"missing {len(workshop.modules)} " in message
 
@@ -355,5 +355,5 @@ def test_refuses_an_int4_base_as_a_hybrid(workshop):
         {"shared_experts": "int8-g128", "layout": "overlay", "donor": None},
     ],
 )
-def test_refuses_contradictory_plans(hybrid, change):
+def test_rejects_contradictory_plans(hybrid, change):
     refused(hybrid, code=2, **{**hybrid.choices, **change})

@@ -67,7 +67,7 @@ def test_reduces_smaller_blocks_at_the_edges(shape):
     assert repeat_scales(maxima, shape, (128, 128)).shape == shape
 
 
-def test_scale_of_an_all_zero_block_is_above_zero():
+def test_all_zero_block_has_positive_scale():
     codes, scales = quantise_blocks(np.zeros((128, 256), np.float32), (128, 128))
     assert not codes.any()
     assert (from_bf16_bits(scales) > 0).all()
@@ -104,7 +104,7 @@ def test_keeps_extreme_groups_finite(value):
     assert np.allclose(back, weights, rtol=0.02, atol=1e-37)
 
 
-def test_packs_four_inputs_low_byte_first():
+def test_packs_four_inputs_per_word_lowest_byte_first():
     codes = np.arange(32, dtype=np.uint8).reshape(2, 16)
     packed = pack_rows(codes, 8)
     assert packed.shape == (4, 2)

@@ -66,7 +66,7 @@ def fetch(disk, source, urls, **options):
 
 
 @pytest.mark.slow
-def test_drops_fetched_and_verified_files(disk, hub):
+def test_drops_fetched_and_verified_files_from_page_cache(disk, hub):
     write_big(hub.root / "r/model.safetensors", cached=False)
     fetch(disk, hub.root / "r", [f"{hub.url}/r/"], pieces=True)
     fetched = disk / "out/model.safetensors"
@@ -87,7 +87,7 @@ def test_evicts_source_and_target_of_a_copy_from_page_cache(disk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pinned", [True, False])
-def test_drops_files_that_a_build_reads_and_writes(disk, pinned):
+def test_drops_files_that_build_reads_and_writes_from_page_cache(disk, pinned):
     workshop = Workshop(disk)
     workshop.write_base()
     big = write_big(workshop.base_dir / "big.bin")
@@ -101,7 +101,7 @@ def test_drops_files_that_a_build_reads_and_writes(disk, pinned):
     assert is_dropped(big)
 
 
-def test_drops_pages_while_reading(disk):
+def test_drops_pages_from_page_cache_while_reading(disk):
     big = write_big(disk / "big.bin")
     read, excess = 0, []
     for part in read_buffers(big):
@@ -113,7 +113,7 @@ def test_drops_pages_while_reading(disk):
     assert is_dropped(big)
 
 
-def test_drops_only_the_span_that_was_read(disk):
+def test_drops_only_span_that_was_read_from_page_cache(disk):
     big = write_big(disk / "big.bin")
     assert sum(map(len, read_buffers(big, 8 << 20, 16 << 20))) == 16 << 20
     assert BIG_BYTES - (17 << 20) < resident_bytes(big) < BIG_BYTES - (15 << 20)

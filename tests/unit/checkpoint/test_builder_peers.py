@@ -148,7 +148,7 @@ def test_does_not_wait_long_for_a_file_that_a_peer_lacks(peer_order, hub, peer, 
 
 
 @pytest.mark.slow
-def test_leaves_a_slow_peer_and_resumes_from_the_hub(peer_order, hub, peer, fetch):
+def test_abandons_slow_peer_and_resumes_from_hub(peer_order, hub, peer, fetch):
     sent = []
 
     def crawl(handler, path, data):
@@ -167,7 +167,7 @@ def test_leaves_a_slow_peer_and_resumes_from_the_hub(peer_order, hub, peer, fetc
     assert len(sent) == 1
 
 
-def test_refuses_wrong_bytes_from_a_peer(peer_order, peer, source, fetch, tmp_path):
+def test_rejects_wrong_bytes_from_peer(peer_order, peer, source, fetch, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(source, other)
     flip(other / LARGE, keep_time=False, offset=1_000_000)
@@ -277,7 +277,7 @@ def copy(workshop, tmp_path, request):
 
 
 @pytest.mark.slow
-def test_copies_a_checkpoint_and_links_the_base(copy):
+def test_copies_new_tensors_from_peer_and_links_local_base(copy):
     shutil.rmtree(copy.workshop.donor_dir)
     assert copy.build()
     assert authorizations(copy.peer) == {f"Bearer {KEY}"}
@@ -313,14 +313,14 @@ def test_copies_all_kinds_of_new_tensors(workshop, tmp_path, layout, choices, wi
         assert copy.build()
 
 
-def test_builds_if_bytes_differ_from_the_receipt(copy):
+def test_builds_locally_if_bytes_differ_from_receipt(copy):
     copy.flip_new_tensor(copy.replace_tree())
     assert not copy.build()
 
 
 @pytest.mark.gate
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "modeling_evil.py"])
-def test_takes_no_file_but_new_tensors_from_a_hostile_peer(copy, name):
+def test_copies_only_new_tensors_from_hostile_peer(copy, name):
     tree = copy.replace_tree()
     content = {"auto_map": {"AutoModel": "modeling_evil.Model"}}
     if name == "config.json":
@@ -334,7 +334,7 @@ def test_takes_no_file_but_new_tensors_from_a_hostile_peer(copy, name):
 
 @pytest.mark.gate
 @pytest.mark.parametrize("change", ["shape", "dtype", "zeros", "missing"])
-def test_builds_if_a_hostile_peer_has_tensors_that_do_not_fit_the_plan(copy, change):
+def test_builds_locally_if_tensors_of_hostile_peer_violate_plan(copy, change):
     tree = copy.replace_tree()
     shard, name = copy.new_tensor()
     tensors = read_shard(tree / shard)
@@ -355,7 +355,7 @@ def test_builds_if_a_hostile_peer_has_tensors_that_do_not_fit_the_plan(copy, cha
 
 @pytest.mark.gate
 @pytest.mark.parametrize("flips", [False, True])
-def test_builds_if_fp8_tensors_differ_from_their_hash(copy, flips):
+def test_builds_locally_if_fp8_tensors_differ_from_hash(copy, flips):
     """The hash that the lock may require, not those of the files, which a peer can change."""
     tree = copy.replace_tree()
     if flips:
@@ -370,7 +370,7 @@ def test_builds_if_fp8_tensors_differ_from_their_hash(copy, flips):
     [["config.json"], ["dd", "dd/x"], ["x" * 300], ["x/" * 2500 + "x"], ["\ud800x"]],
     ids=["twice", "file and directory", "long name", "long path", "not UTF-8"],
 )
-def test_builds_if_a_receipt_has_invalid_paths(copy, paths):
+def test_builds_locally_if_receipt_has_invalid_paths(copy, paths):
     tree = copy.replace_tree()
     receipt = json.loads((tree / "receipt.json").read_text())
     entry = {"size_bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
@@ -379,13 +379,13 @@ def test_builds_if_a_receipt_has_invalid_paths(copy, paths):
     assert not copy.build()
 
 
-def test_does_not_read_files_after_a_wrong_receipt(copy):
+def test_reads_no_files_from_peer_with_wrong_receipt(copy):
     copy.receipt_sha256 = "0" * 64
     assert not copy.build()
     assert requested(copy.peer) == {"receipt.json"}
 
 
-def test_does_not_copy_a_checkpoint_built_from_different_donor_tensors(copy):
+def test_never_copies_checkpoint_built_from_different_donor_tensors(copy):
     url = f"{ABSENT}/lab/tiny-fp8/resolve/{'d' * 40}"
     donor = {"url": url, "sha256": "0" * 64, "tries": 1, "backoff_s": 0}
     plan = copy.workshop.plan
@@ -396,5 +396,5 @@ def test_does_not_copy_a_checkpoint_built_from_different_donor_tensors(copy):
 
 
 @pytest.mark.slow
-def test_builds_if_the_peer_does_not_respond(copy):
+def test_builds_locally_if_peer_does_not_respond(copy):
     assert not copy.build(ABSENT)

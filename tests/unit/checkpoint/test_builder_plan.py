@@ -69,18 +69,18 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("path", "value"), BROKEN)
-def test_refuses_a_broken_plan(workshop, path, value):
+def test_rejects_invalid_plan(workshop, path, value):
     documents.read(BuildPlan, workshop.plan())
     with pytest.raises(DocumentError):
         documents.read(BuildPlan, change(workshop.plan(), path, value))
 
 
-def test_writes_and_reads_the_same_plan(workshop):
+def test_plan_round_trips(workshop):
     plan = documents.read(BuildPlan, workshop.plan())
     assert documents.to_plain(plan) == workshop.plan()
     assert documents.parse(BuildPlan, documents.to_json(plan)) == plan
 
 
-def test_refuses_a_plan_with_a_different_recipe_version(workshop):
+def test_rejects_plan_with_different_recipe_version(workshop):
     with pytest.raises(HostToolError, match="requires recipe version 999"):
         read_build_plan(workshop.write_plan(recipe_version=999))

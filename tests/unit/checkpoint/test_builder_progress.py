@@ -18,7 +18,7 @@ def clock(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_prints_readable_lines_and_never_exceeds_a_total(workshop, layout):
+def test_progress_lines_are_parseable_and_never_exceed_total(workshop, layout):
     lines = workshop.build(layout=layout, head="int8-g128").stdout.splitlines()
     assert [line for line in lines if not LINE.fullmatch(line)] == []
     rows = [dict(word.split("=", 1) for word in line.split()) for line in lines]
@@ -30,7 +30,7 @@ def test_prints_readable_lines_and_never_exceeds_a_total(workshop, layout):
         assert row["total"] == "-" or int(row["bytes"]) <= int(row["total"])
 
 
-def test_computes_rate_and_remaining_time_of_new_bytes(clock, capsys):
+def test_computes_rate_and_remaining_time_from_new_bytes_only(clock, capsys):
     tracker = Progress()
     tracker.phase("check-sources")
     assert tracker.line() == "phase=check-sources bytes=0 total=- rate_bytes_per_s=0 eta_s=-"
@@ -43,7 +43,7 @@ def test_computes_rate_and_remaining_time_of_new_bytes(clock, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == line
 
 
-def test_prints_lines_without_progress(capsys):
+def test_prints_lines_during_stall(capsys):
     with Progress(interval_s=0.02) as tracker:
         tracker.phase("write", 10)
         time.sleep(0.3)

@@ -86,7 +86,7 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
-def test_refuses_the_same_sources_as_a_build(scene, case):
+def test_rejects_same_sources_as_build(scene, case):
     workshop, hub = scene
     plan = Workshop(workshop.root).plan()
     WRONG[case](workshop)
@@ -100,7 +100,7 @@ def test_refuses_the_same_sources_as_a_build(scene, case):
     assert early.stderr.replace(PLACE, "") == late.stderr.replace(str(workshop.base_dir), "")
 
 
-def test_unavailable_hub_and_wrong_sources_are_different_errors(scene):
+def test_distinguishes_unavailable_hub_from_wrong_sources(scene):
     workshop, hub = scene
     publish(workshop, hub)
     hub.fault = lambda handler, path, data: handler.answer(404, b"") or True

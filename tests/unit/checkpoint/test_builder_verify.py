@@ -76,7 +76,7 @@ def test_quick_check_finds_damage(workshop, layout, damage):
     assert re.fullmatch(r"error: \S.*; fix: .*\n", done.stderr)
 
 
-def test_quick_is_the_default_and_excludes_full(workshop):
+def test_quick_is_default_and_cannot_be_combined_with_full(workshop):
     workshop.build()
     for option in ((), ("--quick",)):
         text = run_tool("verify", *option, workshop.out).stdout
@@ -94,7 +94,7 @@ def test_quick_is_the_default_and_excludes_full(workshop):
         ("full", {}, "mtp.norm.weight", "mtp.norm.weighs"),
     ],
 )
-def test_refuses_a_renamed_tensor(workshop, layout, choice, old, new):
+def test_rejects_renamed_tensor(workshop, layout, choice, old, new):
     workshop.build(layout=layout, **choice)
     run_tool("verify", workshop.out)
     for path in workshop.out.iterdir():
@@ -110,7 +110,7 @@ def test_refuses_a_renamed_tensor(workshop, layout, choice, old, new):
 
 
 @pytest.mark.parametrize("plan", [None, [], {"layout": "full"}, {"base_tensors": ["a{"]}])
-def test_refuses_a_receipt_with_an_invalid_plan(workshop, plan):
+def test_rejects_receipt_with_invalid_plan(workshop, plan):
     workshop.build()
     receipt = workshop.read("receipt.json")
     receipt["plan"] = {**receipt["plan"], **plan} if plan and "base_tensors" in plan else plan
@@ -123,7 +123,7 @@ def hashed_bytes(done):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hashes_touched_files_once_and_updates_only_their_stamp(workshop, layout):
+def test_hashes_touched_files_once_and_updates_only_their_stat(workshop, layout):
     workshop.build(layout=layout)
     before = workshop.read("receipt.json")
     assert hashed_bytes(run_tool("verify", workshop.out)) == 0
@@ -176,7 +176,7 @@ def assert_keeps_base(workshop, code, **more):
     assert workshop.base_hashes() == before
 
 
-def test_removes_the_base_and_keeps_the_result(built, tmp_path):
+def test_discard_removes_base_and_keeps_result(built, tmp_path):
     tensors = built.result()
     sizes = {path: path.stat().st_size for path in built.base_dir.iterdir()}
     shard = min(path for path in sizes if path.suffix == ".safetensors")
@@ -190,7 +190,7 @@ def test_removes_the_base_and_keeps_the_result(built, tmp_path):
     assert discard(built).returncode == 0
 
 
-def test_keeps_the_base_of_a_damaged_result(built):
+def test_discard_keeps_base_of_damaged_result(built):
     shard = max(built.out.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     flip(shard, keep_time=True, offset=shard.stat().st_size - 1)
     assert_keeps_base(built, 5)
@@ -198,25 +198,25 @@ def test_keeps_the_base_of_a_damaged_result(built):
     assert_keeps_base(built, 5)
 
 
-def test_keeps_the_base_of_an_overlay(workshop):
+def test_discard_keeps_base_of_overlay(workshop):
     workshop.build(layout="overlay")
     assert_keeps_base(workshop, 3)
 
 
-def test_keeps_the_base_of_a_different_checkpoint(built, tmp_path):
+def test_discard_keeps_base_of_different_checkpoint(built, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(built.base_dir, other)
     assert_keeps_base(built, 3, base=other)
     assert len(list(other.iterdir())) == len(list(built.base_dir.iterdir()))
 
 
-def test_keeps_an_unmanaged_directory(built):
+def test_discard_keeps_unmanaged_directory(built):
     (built.base_dir / "receipt.json").unlink()
     assert_keeps_base(built, 3)
 
 
 @pytest.mark.parametrize("left", ["files and receipt", "receipt", "empty"])
-def test_finishes_an_interrupted_removal(built, left):
+def test_discard_finishes_interrupted_removal(built, left):
     for path in built.base_dir.iterdir():
         keep = path.name == "receipt.json" if left == "receipt" else path.suffix == ".json"
         if left == "empty" or not keep:
@@ -226,7 +226,7 @@ def test_finishes_an_interrupted_removal(built, left):
 
 
 @pytest.mark.slow
-def test_removal_killed_at_any_call_keeps_the_receipt(built, tmp_path):
+def test_discard_killed_at_any_call_keeps_receipt_until_the_end(built, tmp_path):
     saved = tmp_path / "saved"
     shutil.copytree(built.base_dir, saved)
     arguments = ("discard", built.base_dir, "--tree", built.out)

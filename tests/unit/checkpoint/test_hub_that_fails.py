@@ -242,7 +242,7 @@ def cases(*, once):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(once=False))
-def test_failed_fetch_leaves_nothing_and_the_next_fetch_finishes(scene, case):
+def test_failed_fetch_publishes_nothing_and_next_fetch_finishes(scene, case):
     failure = FAILURES[case]
     scene.fail(scene.hub, failure, None)
     error = failure.error
@@ -274,7 +274,7 @@ def test_renews_expired_links(scene, times):
         ("http://hub/file", "ftp://hub/file"),
     ],
 )
-def test_redirects_never_downgrade_tls_or_use_other_schemes(address, location):
+def test_redirects_never_leave_https_or_use_other_schemes(address, location):
     with pytest.raises(TransferError):
         _resolve_redirect(address, location)
 
@@ -290,7 +290,7 @@ def test_describes_a_refused_connection_without_python_objects(scene):
 
 
 @pytest.mark.slow
-def test_waits_for_the_end_of_an_outage_and_resumes(scene):
+def test_resumes_after_outage_of_hub(scene):
     scene.fail(scene.hub, Failure(send_half, ""), None)
     assert run_tool("fetch", scene.order, check=False).returncode == 4
     started = time.monotonic()
@@ -312,7 +312,7 @@ def test_waits_for_the_end_of_an_outage_and_resumes(scene):
 
 
 @pytest.mark.slow
-def test_ends_after_the_longest_outage(scene):
+def test_fails_if_outage_exceeds_limit(scene):
     scene.write_order(ABSENT, outage_s=1.5)
     started = time.monotonic()
     done = run_tool("fetch", scene.order, check=False)
@@ -321,7 +321,7 @@ def test_ends_after_the_longest_outage(scene):
     assert time.monotonic() - started >= 1.5
 
 
-def test_does_not_wait_for_a_mirror_outage(scene):
+def test_does_not_wait_for_unavailable_mirror(scene):
     scene.write_order(ABSENT, scene.hub.url, outage_s=600)
     started = time.monotonic()
     scene.fetch()
@@ -337,7 +337,7 @@ def crawl(handler, path, data):
 
 
 @pytest.mark.slow
-def test_leaves_a_slow_mirror_and_resumes_from_the_hub(scene):
+def test_abandons_slow_mirror_and_resumes_from_hub(scene):
     scene.content_host.fault = crawl
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
     started = time.monotonic()
@@ -360,7 +360,7 @@ def send_wrong_bytes(handler, path, data):
 
 
 @pytest.mark.parametrize("fault", [ask_to_wait, send_wrong_bytes])
-def test_asks_a_useless_mirror_for_one_file_only(scene, fault):
+def test_requests_only_one_file_from_useless_mirror(scene, fault):
     scene.content_host.fault = fault
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
     started = time.monotonic()
@@ -388,7 +388,7 @@ FAR_DATE = "Mon, 01 Jan 99999999999 00:00:00 GMT"
     ],
     ids=lambda value: ascii(value)[:50],
 )
-def test_an_invalid_header_of_a_mirror_does_not_end_the_download(scene, code, headers):
+def test_invalid_header_from_mirror_does_not_fail_download(scene, code, headers):
     scene.content_host.fault = lambda h, path, data: h.answer(code, b"no", headers) or True
     scene.write_order(scene.content_host.url, scene.hub.url)
     done = run_tool("fetch", scene.order)
@@ -398,7 +398,7 @@ def test_an_invalid_header_of_a_mirror_does_not_end_the_download(scene, code, he
 
 
 @pytest.mark.slow
-def test_keeps_a_mirror_that_is_fast_enough(scene):
+def test_keeps_using_mirror_that_is_fast_enough(scene):
     scene.fail(scene.content_host, FAILURES["slow"], None)
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
     scene.fetch()

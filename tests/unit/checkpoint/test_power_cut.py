@@ -132,7 +132,7 @@ def sweep_calls(group, calls, cut_at):
     assert sum(lost) > len(lost) // 4, "too little was lost for a valid test"
 
 
-def test_state_file_is_complete_or_absent_and_kept_once_reported(disk):
+def test_state_file_is_complete_or_absent_and_persists_once_reported(disk):
     place = disk.place / "records"
 
     def run_writer(number):
@@ -185,7 +185,7 @@ def cut_each_call(verb, disk, order, out, content):
     return expected
 
 
-def test_fetch_is_complete_or_absent_and_the_next_run_finishes(disk, hub, tmp_path):
+def test_fetch_is_complete_or_absent_after_power_cut_and_next_run_finishes(disk, hub, tmp_path):
     source = hub.root / "r"
     (source / "sub").mkdir(parents=True)
     for number, size in enumerate((3_000_000, 70_000, 0)):
@@ -196,7 +196,7 @@ def test_fetch_is_complete_or_absent_and_the_next_run_finishes(disk, hub, tmp_pa
     assert cut_each_call("fetch", disk, order, out, file_entries) == file_entries(source)
 
 
-def test_build_is_complete_or_absent_and_the_next_run_finishes(disk, workshop):
+def test_build_is_complete_or_absent_after_power_cut_and_next_run_finishes(disk, workshop):
     workshop.write_base()
     workshop.write_donor()
     out = disk.place / "models" / "out"

@@ -169,7 +169,7 @@ def bench(tmp_path):
 
 
 @pytest.mark.slow
-def test_quantises_and_publishes_a_checkpoint_once(bench):
+def test_second_quantisation_changes_nothing(bench):
     assert bench.run().returncode == 0
     receipt = bench.read("receipt.json")
     assert (receipt["kind"], receipt["digest"]) == ("requantized", "1" * 64)
@@ -191,7 +191,7 @@ def test_quantises_and_publishes_a_checkpoint_once(bench):
     assert len(bench.calls()) == 2  # removal of a leftover container, and the run
 
 
-def test_packs_the_listed_modules_of_the_drafter(bench):
+def test_packs_listed_drafter_modules(bench):
     bench.change_result(lambda tensors: None, packs_drafter=True)
     assert bench.run(mtp_tensors=SMALL_MTP).returncode == 0
     drafter = {name.removesuffix(".weight") for name in bench.weights if name.startswith("mtp.")}
@@ -208,7 +208,7 @@ def test_packs_the_listed_modules_of_the_drafter(bench):
     assert repeated["block_name_to_quantize"] == quantization["block_name_to_quantize"]
 
 
-def test_job_lists_16_bit_modules_of_the_drafter(tmp_path):
+def test_job_lists_16_bit_drafter_modules(tmp_path):
     config = tmp_path / "config.json"
     listed = {"lm_head": {"bits": 16}}
     config.write_text(json.dumps({"quantization_config": {"extra_config": listed}}))
@@ -266,18 +266,18 @@ def test_compares_kept_experts_with_a_fused_tensor(bench):
         ({"mtp_tensors": [*MTP, "mtp.fc.{qweight,qzeros,scales}"]}, "mtp.fc: must be packed"),
     ],
 )
-def test_does_not_start_a_container_without_the_prerequisites(bench, changes, problem):
+def test_checks_prerequisites_before_starting_container(bench, changes, problem):
     assert problem in bench.refused(**changes)
     assert not any(line.startswith("run ") for line in bench.calls())
 
 
-def test_refuses_a_quantised_original(bench):
+def test_rejects_quantised_original(bench):
     path = bench.root / "published/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"b": 4}}))
     assert "is quantised already" in bench.refused()
 
 
-def test_makes_the_result_writable_by_root_only(bench):
+def test_only_root_can_write_to_result(bench):
     bench.set_docker_script("umask 0" + COMPLETE + "chmod 666 $work/made/tree/*")
     assert bench.run().returncode == 0
     modes = {stat.S_IMODE(path.stat().st_mode) for path in bench.out.iterdir()}
@@ -306,7 +306,7 @@ def plan_of(*names):
         ("model.language_model.layers.0.linear_attn.in_proj_a", "its 8 rows"),
     ],
 )
-def test_refuses_modules_that_autoround_leaves_in_16_bits(published, module, reason):
+def test_rejects_modules_that_autoround_would_skip(published, module, reason):
     with pytest.raises(ValidationError) as refusal:
         check_packable(plan_of(f"{module}.{{qweight,qzeros,scales}}"), published)
     assert refusal.value.where == module
@@ -355,7 +355,7 @@ def test_reads_shapes_of_experts_in_a_fused_tensor(tmp_path):
         ("3.gate_proj", "0.gate_proj"),
     ],
 )
-def test_refuses_exchanged_16_bit_experts(tmp_path, name, source):
+def test_rejects_swapped_16_bit_experts(tmp_path, name, source):
     fused, values = write_fused(tmp_path / "original")
     result = write_split(tmp_path / "result", values, **({name: source} if name else {}))
     if name is None:

@@ -90,7 +90,7 @@ def test_digest_covers_document_and_restart_limits(tmp_path):
     assert "StartLimitIntervalSec=27780\n" in limits(plan.serve)
 
 
-def test_refuses_invalid_log_pattern(tmp_path):
+def test_rejects_invalid_log_pattern(tmp_path):
     paths = write_files(plan := plan_of(), tmp_path / "host")
     path = paths.releases / plan.serve.name / "release.json"
     data = json.loads(path.read_text())

@@ -82,13 +82,13 @@ def test_omits_optional_keys_with_defaults():
          "proof.absent: unknown or proof.digest: unknown"),
     ],
 )  # fmt: skip
-def test_refuses_wrong_value_with_path(change, message):
+def test_error_of_wrong_value_names_its_path(change, message):
     with pytest.raises(DocumentError) as refused:
         documents.read(Work, {**DATA, **change})
     assert str(refused.value) == message
 
 
-def test_true_is_not_one():
+def test_true_is_not_accepted_as_number():
     @dataclass(frozen=True, slots=True)
     class First:
         SCHEMA_VERSION: ClassVar[int] = 1
@@ -101,13 +101,13 @@ def test_true_is_not_one():
 
 
 @pytest.mark.parametrize("missing", sorted(DATA))
-def test_refuses_missing_key(missing):
+def test_rejects_missing_key(missing):
     rest = {name: value for name, value in DATA.items() if name != missing}
     with pytest.raises(DocumentError, match=f"^{missing}: "):
         documents.read(Work, rest)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema_version": 2', "null"])
-def test_refuses_text_without_a_document(text):
+def test_rejects_text_that_is_not_a_document(text):
     with pytest.raises(DocumentError):
         documents.parse(Work, text)

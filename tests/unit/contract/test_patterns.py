@@ -9,7 +9,7 @@ from tests.unit.planning.plans import shipped_catalog
 CATALOG = shipped_catalog()
 
 
-def test_every_layer_has_one_kind_of_attention():
+def test_every_layer_has_a_single_attention_type():
     names = expand_all(CATALOG.model("qwen3.5-122b").tensors.base)
     kinds = {name.split(".")[3]: name.split(".")[4] for name in names if "_attn." in name}
     assert len(kinds) == 48
@@ -48,12 +48,12 @@ def test_expands_braces_in_order(pattern, names):
         "{0..1999}{0..1999}",
     ],
 )
-def test_refuses_malformed_pattern(pattern):
+def test_rejects_malformed_pattern(pattern):
     with pytest.raises(PatternError):
         list(expand(pattern))
 
 
-def test_refuses_patterns_with_a_common_name():
+def test_rejects_patterns_with_common_name():
     with pytest.raises(PatternError, match="repeats the name"):
         expand_all(["a.{0..3}", "a.3"])
 
@@ -73,7 +73,7 @@ def test_expands_ranges(first, more, step):
         ({"a0", "a1"}, ["a{0..1}", "a1"], False),
     ],
 )
-def test_match_exactly_requires_each_name_once(names, patterns, right):
+def test_has_exactly_requires_each_name_once(names, patterns, right):
     assert has_exactly(names, patterns) is right
 
 

@@ -26,13 +26,13 @@ def test_checkpoint_receipt_names_its_base():
 
 
 @pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "", "."])
-def test_refuses_receipt_with_path_outside_the_tree(tmp_path, path):
+def test_rejects_receipt_with_path_outside_tree(tmp_path, path):
     (tmp_path / "receipt.json").write_text(source_receipt(files=[{**FILE, "path": path}]))
     assert receipts.find_receipt(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"kind": "invoice"}', "\xff"])
-def test_refuses_invalid_receipt(tmp_path, text):
+def test_rejects_invalid_receipt(tmp_path, text):
     assert receipts.find_receipt(tmp_path) is None
     (tmp_path / "receipt.json").write_bytes(text.encode("latin-1"))
     assert receipts.find_receipt(tmp_path) is None
@@ -40,7 +40,7 @@ def test_refuses_invalid_receipt(tmp_path, text):
         receipts.parse(text)
 
 
-def test_tree_is_whole_if_sizes_match(tmp_path):
+def test_tree_is_complete_if_sizes_match(tmp_path):
     receipt = receipts.parse(source_receipt(files=[{**FILE, "path": "a"}, SHARD]))
     (tmp_path / "a").write_text("abc")
     assert not receipt.is_complete(tmp_path)

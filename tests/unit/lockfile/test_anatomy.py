@@ -82,7 +82,7 @@ def test_sums_weights_by_part_and_dtype(hub, tmp_path):
     assert lock.with_entries([moved]).anatomies == {}
 
 
-def test_required_lock_refuses_unread_headers(hub, tmp_path):
+def test_required_lock_rejects_unread_headers(hub, tmp_path):
     write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
     lock = Lock.from_entries([lookup.look_up(hub.url, REPO, "main", None)])
     settings = settings_for(hub, tmp_path, locked="required")
@@ -175,7 +175,7 @@ IMPOSSIBLE = ({"num_hidden_layers": -3}, {"head_dim": 2**80}, {"num_key_value_he
 
 
 @pytest.mark.parametrize("changes", IMPOSSIBLE, ids=str)
-def test_refuses_impossible_numbers(changes):
+def test_rejects_impossible_numbers(changes):
     with pytest.raises(LockError) as refused:
         read_anatomy(**changes)
     [problem] = refused.value.problems
@@ -203,7 +203,7 @@ EVERYTHING = {
 @example(text=json.dumps({**QWEN3, "num_attention_heads": 2**31, "hidden_size": 1}).encode())
 @example(text=json.dumps({**QWEN3, "quantization_config": [1]}).encode())
 @example(text=json.dumps({**QWEN3, "model_type": "q\x1b[2Jwen"}).encode())
-def test_any_configuration_is_read_or_refused(text):
+def test_any_configuration_is_read_or_rejected(text):
     try:
         config = json.loads(text)
     except (ValueError, RecursionError):

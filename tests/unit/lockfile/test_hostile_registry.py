@@ -85,7 +85,7 @@ def test_stops_waiting_for_a_slow_registry(head, monkeypatch):
 
 
 @pytest.mark.parametrize("target", ["ftp://127.0.0.1:1/x", "file:///etc/hostname", "gopher://a/"])
-def test_registry_redirects_stay_with_http(target):
+def test_follows_registry_redirects_between_http_addresses(target):
     redirect = f"HTTP/1.1 302 x\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n"
     with respond_with(redirect.encode()) as address:
         output = look_up_refused(address)

@@ -46,7 +46,7 @@ def test_reads_the_token_from_hf_auth_login(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["two words", "tab\there", "schl\u00fcssel", "x" * 513])
-def test_refuses_malformed_token_without_showing_it(tmp_path, text):
+def test_rejects_malformed_token_without_printing_it(tmp_path, text):
     (tmp_path / "token").write_text(text)
     with pytest.raises(SettingsError, match=r"hub\.token") as caught:
         read_hub_token(HubSettings(token=SecretRef(file=str(tmp_path / "token"))))

@@ -35,7 +35,7 @@ def look_up(tmp_path):
         yield look_up_files
 
 
-def test_leaves_out_pickle_and_code(look_up, tmp_path):
+def test_never_downloads_pickle_or_code(look_up, tmp_path):
     result = look_up(*DOWNLOADED, "model.safetensors", *CODE)
     assert {file.path for file in result.files} == {*DOWNLOADED, "model.safetensors"}
     assert result.left_out.keys() == set(CODE)
@@ -47,7 +47,7 @@ def test_leaves_out_pickle_and_code(look_up, tmp_path):
     assert "modeling_x.py: is code" in path.read_text()
 
 
-def test_hosts_never_download_left_out_files(look_up):
+def test_download_jobs_exclude_left_out_files(look_up):
     settings = settings_of()
     source = source_plan(look_up("model.safetensors", "config.json", *CODE), settings)
     [order] = fetch_job(source).inputs
@@ -55,7 +55,7 @@ def test_hosts_never_download_left_out_files(look_up):
     assert fetched == {"model.safetensors", "config.json"}
 
 
-def test_refuses_repository_with_pickle_weights_only(look_up):
+def test_rejects_repository_with_only_pickle_weights(look_up):
     with pytest.raises(LockError) as caught:
         look_up("config.json", "pytorch_model-00001-of-00002.bin", "modeling_x.py")
     [problem] = caught.value.problems
@@ -80,7 +80,7 @@ DATA = (
 
 
 @pytest.mark.parametrize("path", UNSAFE.split())
-def test_leaves_out_files_of_other_types_than_data(path):
+def test_downloads_only_known_data_types(path):
     assert why_not_downloaded(path)
 
 
@@ -89,7 +89,7 @@ def test_downloads_data_files(path):
     assert why_not_downloaded(path) is None
 
 
-def test_refuses_old_lock_with_code():
+def test_rejects_old_lock_that_lists_code():
     files = (
         SourceFile("model.safetensors", 1, sha256="a" * 64),
         SourceFile("modeling_x.py", 1, git_sha1="b" * 40),
@@ -100,7 +100,7 @@ def test_refuses_old_lock_with_code():
     assert f"update --only {REPO}" in caught.value.problems[0].fix
 
 
-def test_left_out_files_change_the_directory():
+def test_leaving_out_files_changes_directory_of_checkpoint():
     weights = (SourceFile("model.safetensors", 1, sha256="a" * 64),)
     plain = LockedSource(REPO, "main", "1" * 40, weights)
     partial = LockedSource(REPO, "main", "1" * 40, weights, {"x.py": "is code"})

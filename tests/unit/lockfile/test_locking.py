@@ -146,7 +146,7 @@ def test_locks_names_on_first_use(settings, tmp_path, server):
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_looks_up_missing_names_only(settings, tmp_path, missing):
+def test_looks_up_only_missing_names(settings, tmp_path, missing):
     path = tmp_path / "spark.lock.yml"
     lock = load_or_extend_lock(settings, CATALOG, path, lambda text: None)
     write_lock(path, Lock.from_entries(list(lock.sources.values())[missing:], lock.images.values()))
@@ -155,7 +155,7 @@ def test_looks_up_missing_names_only(settings, tmp_path, missing):
     assert len(Server.requests) == missing
 
 
-def test_required_lock_refuses_new_names(settings, tmp_path):
+def test_required_lock_rejects_new_names(settings, tmp_path):
     strict = dataclasses.replace(settings, locked="required")
     with pytest.raises(LockError) as caught:
         load_or_extend_lock(strict, CATALOG, tmp_path / "spark.lock.yml", lambda text: None)
@@ -164,7 +164,7 @@ def test_required_lock_refuses_new_names(settings, tmp_path):
     assert not (tmp_path / "spark.lock.yml").exists()
 
 
-def test_refuses_a_repository_at_two_revisions(settings, tmp_path):
+def test_rejects_repository_at_two_revisions(settings, tmp_path):
     tiny = CATALOG.model("lab-tiny")
     older = dataclasses.replace(tiny, sources=dataclasses.replace(tiny.sources, revision="v1"))
     profiles = {**CATALOG.profiles, ("base", "older"): CATALOG.profile("base", "lab-tiny")}
@@ -177,7 +177,7 @@ def test_refuses_a_repository_at_two_revisions(settings, tmp_path):
     assert Server.requests == []
 
 
-def test_locks_only_donors_that_are_needed(settings):
+def test_locks_only_required_donors(settings):
     base = dataclasses.replace(settings, profile="base")
     assert {repo for repo, _ in required_names(base, CATALOG).sources} == {"lab/tiny-int4"}
 
@@ -196,7 +196,7 @@ def test_reports_unreachable_hub():
         hub.look_up("http://127.0.0.1:9", "lab/tiny-int4", "main", None)
 
 
-def test_locks_tag_digest_and_platform_size(server):
+def test_locks_digest_of_tag_and_size_for_platform(server):
     result = registry.look_up(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
     assert (result.digest, result.size_bytes) == (sha(INDEX), 1000)
 
@@ -214,14 +214,14 @@ def test_accepts_images_that_start_vllm(server, tag):
         ("none", "has no entrypoint"),
     ],
 )
-def test_refuses_image_that_starts_something_else(server, tag, what):
+def test_rejects_image_that_does_not_start_vllm(server, tag, what):
     image = f"{server}/lab/engine:{tag}"
     with pytest.raises(LockError, match=f"is not an engine: it {what}"):
         registry.look_up(image, arch="x86_64", insecure=[server], engine=True)
     assert registry.look_up(image, arch="x86_64", insecure=[server]).size_bytes == 1000
 
 
-def test_refuses_configuration_with_wrong_digest(server, monkeypatch):
+def test_rejects_image_configuration_with_wrong_digest(server, monkeypatch):
     digest = sha(CONFIGURATIONS["plain"])
     monkeypatch.setitem(MANIFESTS, digest, CONFIGURATIONS["nginx"])
     with pytest.raises(LockError, match=f"does not match digest {digest}"):
@@ -247,7 +247,7 @@ def test_suggests_supported_engine_versions(settings, server, tmp_path):
         ("plain", False, False, r"registries\.insecure"),
     ],
 )
-def test_refuses_images(server, tag, is_insecure, wrong_digest, message):
+def test_rejects_unusable_images(server, tag, is_insecure, wrong_digest, message):
     Server.wrong_digest = wrong_digest
     insecure = [server] if is_insecure else []
     with pytest.raises(LockError, match=message):
@@ -287,7 +287,7 @@ def test_parses_image_references_as_docker_does(text, host, name, version):
         ),
     ],
 )
-def test_refuses_invalid_lock(tmp_path, change, what):
+def test_rejects_invalid_lock(tmp_path, change, what):
     path = tmp_path / "spark.lock.yml"
     path.write_text(change)
     with pytest.raises(LockError, match=what):

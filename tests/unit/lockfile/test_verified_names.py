@@ -114,7 +114,7 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
-def test_refuses_sources_that_differ_from_the_catalog(hub, here, capsys, wrong):
+def test_rejects_sources_that_differ_from_catalog(hub, here, capsys, wrong):
     repo, change, message = WRONG[wrong]
     entries = base_entries() if repo == BASE else donor_entries()
     change(entries)
@@ -156,7 +156,7 @@ def test_completes_a_lock_without_names(hub, here, capsys):
 
 
 @pytest.mark.parametrize("by_up", [True, False], ids=["up", "update --counted"])
-def test_locks_the_donor_tensors_that_a_host_built_from(here, capsys, monkeypatch, by_up):
+def test_locks_hash_of_donor_tensors_after_first_build(here, capsys, monkeypatch, by_up):
     path = here / "spark.lock.yml"
     assert main(["update", "--missing", "inventory.py"]) == 0
     planned, built_from = [], ["a" * 64]
@@ -232,7 +232,7 @@ def test_required_lock_works_offline(hub, settings, lock, tmp_path):
     assert "`spark-deploy update --missing`" in message
 
 
-def test_profiles_without_a_build_are_not_verified(hub, settings, lock):
+def test_does_not_verify_names_without_a_build(hub, settings, lock):
     base = dataclasses.replace(settings, profile="base")
     assert verify_names(base, CATALOG, lock, quiet) == lock
     assert hub.requests == []
@@ -268,7 +268,7 @@ def test_ignores_python_files_in_the_working_directory(hub, settings, lock, tmp_
     assert BUILD in verify_names(settings, CATALOG, lock, quiet).names
 
 
-def test_reports_killed_reader_in_one_line(settings, lock, monkeypatch):
+def test_reports_killed_header_reader_in_one_line(settings, lock, monkeypatch):
     killed = subprocess.CompletedProcess([], -9, "", "")
     monkeypatch.setattr(headers.subprocess, "run", lambda *_, **__: killed)
     with pytest.raises(LockError, match="the header reader exited with -9") as caught:
