@@ -23,8 +23,8 @@ from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.requantize_checks import (
     check_kept_experts,
     check_packable,
-    why_skipped,
     packed_modules,
+    why_skipped,
 )
 
 from lab.model import original, repository, rounding, vocabulary
