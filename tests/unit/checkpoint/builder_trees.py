@@ -160,10 +160,12 @@ class Workshop:
         shards = {}
         for number in range(shard_count):
             name = f"model-{number + 1:05}-of-{shard_count:05}.safetensors"
-            shards[name] = {n: self.base[n] for n in names[number::shard_count]}
+            shards[name] = {name: self.base[name] for name in names[number::shard_count]}
         if self.mtp:
             shards["model_extra_tensors.safetensors"] = dict(self.mtp)
-        self._write_tree(self.base_dir, shards, lambda n: index_mtp or not n.startswith("mtp."))
+        self._write_tree(
+            self.base_dir, shards, lambda name: index_mtp or not name.startswith("mtp.")
+        )
         config = {
             "model_type": "qwen3_5_moe",
             "tie_word_embeddings": False,
@@ -175,7 +177,9 @@ class Workshop:
                 "sym": True,
                 "packing_format": "auto_round:auto_gptq",
                 "block_name_to_quantize": "model.language_model.layers",
-                "extra_config": {m: {"bits": 16, "data_type": "float"} for m in self.modules},
+                "extra_config": {
+                    module: {"bits": 16, "data_type": "float"} for module in self.modules
+                },
             },
         }
         (self.base_dir / "config.json").write_text(json.dumps(config))
@@ -216,10 +220,12 @@ class Workshop:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
     def plan(self, **changes):
-        partners = {*self.base, *(f"{m}.weight_scale_inv" for m in self.modules)}
+        partners = {*self.base, *(f"{module}.weight_scale_inv" for module in self.modules)}
         self.out.parent.mkdir(exist_ok=True)
-        outside = (n for n in self.donor if ".mlp.experts." not in n and n not in partners)
-        mtp = (n for n in self.donor if n.startswith("mtp.") and "scale" not in n)
+        outside = (
+            name for name in self.donor if ".mlp.experts." not in name and name not in partners
+        )
+        mtp = (name for name in self.donor if name.startswith("mtp.") and "scale" not in name)
         return {
             "schema_version": 1,
             "digest": "1" * 64,
@@ -305,7 +311,7 @@ def file_entries(directory, *, stamps=False, piece_bytes=None):
 
 
 def piece_lines(data, piece_bytes):
-    pieces = [data[n : n + piece_bytes] for n in range(0, len(data), piece_bytes)]
+    pieces = [data[offset : offset + piece_bytes] for offset in range(0, len(data), piece_bytes)]
     return [f"{len(piece)}:{hashlib.sha256(piece).hexdigest()}" for piece in pieces]
 
 
@@ -329,7 +335,7 @@ def _zygote():
 
 def run_tool(*arguments, check=True, fault=None):
     """Run a command of the builder in a separate process; refuse tracebacks."""
-    request = {"arguments": [str(a) for a in arguments], "fault": fault}
+    request = {"arguments": [str(argument) for argument in arguments], "fault": fault}
     zygote = _zygote()
     zygote.stdin.write(json.dumps(request) + "\n")
     zygote.stdin.flush()

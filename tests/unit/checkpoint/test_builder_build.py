@@ -70,7 +70,11 @@ def plain_name(name):
 def test_changes_exactly_the_swapped_tensors(workshop, layout):
     workshop.build(layout=layout)
     result = {plain_name(name): raw for name, raw in workshop.result().items()}
-    swapped = {f"{m}.{s}" for m in workshop.modules for s in ("weight", "weight_scale_inv")}
+    swapped = {
+        f"{module}.{suffix}"
+        for module in workshop.modules
+        for suffix in ("weight", "weight_scale_inv")
+    }
     untouched = {**workshop.base, **workshop.mtp}
     assert result.keys() == untouched.keys() | swapped
     for name, raw in result.items():
@@ -114,13 +118,13 @@ def test_writes_complete_receipt_and_second_build_changes_nothing(workshop, layo
     assert receipt["digest"] == "1" * 64
     assert receipt["plan"] == workshop.plan(layout=layout)
     assert receipt["tensors"] == len(workshop.result())
-    present = {p.name for p in workshop.out.iterdir()} - {"receipt.json"}
+    present = {path.name for path in workshop.out.iterdir()} - {"receipt.json"}
     assert {file["path"] for file in receipt["files"]} == present
     assert run_tool("verify", workshop.out, "--full").returncode == 0
     assert list(workshop.out.parent.iterdir()) == [workshop.out]
-    before = {p.name: p.stat().st_mtime_ns for p in workshop.out.iterdir()}
+    before = {path.name: path.stat().st_mtime_ns for path in workshop.out.iterdir()}
     workshop.build(layout=layout)
-    assert {p.name: p.stat().st_mtime_ns for p in workshop.out.iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in workshop.out.iterdir()} == before
 
 
 def test_never_replaces_checkpoint_of_different_plan(workshop):
@@ -141,7 +145,7 @@ def test_hashes_an_unpinned_base(workshop):
     workshop.write_base(receipt=False)
     workshop.build(base={"dir": str(workshop.base_dir), "revision": None})
     files = workshop.read("receipt.json")["files"]
-    hashes = {f["path"]: f["sha256"] for f in files if "link_of" in f}
+    hashes = {file["path"]: file["sha256"] for file in files if "link_of" in file}
     assert hashes.items() <= workshop.base_hashes().items()
     assert len(hashes) == 5
 
@@ -163,7 +167,9 @@ def test_hashes_large_base_files_whose_receipt_lacks_pieces(workshop):
     for entry in receipt["files"]:
         entry.pop("pieces")
     path.write_text(json.dumps(receipt))
-    [large] = [p.stat().st_size for p in workshop.base_dir.iterdir() if p.stat().st_size > 4 << 20]
+    [large] = [
+        path.stat().st_size for path in workshop.base_dir.iterdir() if path.stat().st_size > 4 << 20
+    ]
     assert count_hashed_bytes(workshop, "overlay") == 0
     assert count_hashed_bytes(workshop, "full") == large
 
@@ -172,7 +178,7 @@ def test_rejects_receipt_whose_pieces_do_not_cover_file(workshop):
     workshop.write_base()
     path = workshop.base_dir / "receipt.json"
     receipt = json.loads(path.read_text())
-    next(f for f in receipt["files"] if len(f["pieces"]) > 1)["pieces"].pop()
+    next(file for file in receipt["files"] if len(file["pieces"]) > 1)["pieces"].pop()
     path.write_text(json.dumps(receipt))
     assert workshop.build(check=False, layout="full").returncode == 5
 

@@ -59,7 +59,7 @@ def joined_ranges(shard, names):
     """Return (file, first, last) of tensors, joined over gaps of up to 64 KiB."""
     header = read_header(shard)
     joined = []
-    for begin, end in sorted(header.tensors[n][2:] for n in names if n in header.tensors):
+    for begin, end in sorted(header.tensors[name][2:] for name in names if name in header.tensors):
         if joined and begin - joined[-1][1] <= 64 << 10:
             joined[-1][1] = end
         else:
@@ -141,7 +141,11 @@ def test_rejects_donor_bytes_that_differ_from_locked_hash(workshop, hub, build_r
 def test_reads_only_headers_and_required_ranges(workshop, hub, build_remote):
     # Large routed experts around the required tensors, as in the real donor.
     heavy = Raw("BF16", (1 << 20,), bytes(2 << 20))
-    swapped = {f"{m}.{s}" for m in workshop.modules for s in ("weight", "weight_scale_inv")}
+    swapped = {
+        f"{module}.{suffix}"
+        for module in workshop.modules
+        for suffix in ("weight", "weight_scale_inv")
+    }
     layers = {name.split(".mlp.")[0] for name in swapped}
     fillers = {f"{layer}.mlp.experts.0.down_proj.weight": heavy for layer in sorted(layers)}
     required = {name: raw for name, raw in workshop.donor.items() if name in swapped}
@@ -230,11 +234,14 @@ def test_resumes_a_range_after_connection_loss(hub, build_remote):
 
 # Bytes sent for first to last, and the announced first, last and total.
 BAD_RESPONSES = {
-    "short": lambda a, b, n: (slice(a, b), f"{a}-{b}/{n}"),
-    "long": lambda a, b, n: (slice(a, b + 2), f"{a}-{b}/{n}"),
-    "another range": lambda a, b, n: (slice(a - 1, b), f"{a - 1}-{b - 1}/{n}"),
-    "another size": lambda a, b, n: (slice(a, b + 1), f"{a}-{b}/{n + 8}"),
-    "no range": lambda a, b, n: (slice(a, b + 1), "*/*"),
+    "short": lambda begin, end, size: (slice(begin, end), f"{begin}-{end}/{size}"),
+    "long": lambda begin, end, size: (slice(begin, end + 2), f"{begin}-{end}/{size}"),
+    "another range": lambda begin, end, size: (
+        slice(begin - 1, end),
+        f"{begin - 1}-{end - 1}/{size}",
+    ),
+    "another size": lambda begin, end, size: (slice(begin, end + 1), f"{begin}-{end}/{size + 8}"),
+    "no range": lambda begin, end, size: (slice(begin, end + 1), "*/*"),
 }
 
 
@@ -329,11 +336,13 @@ spans = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 300)), max_size=
 def test_merged_requests_cover_each_range_once_in_order(pieces, gap, limit):
     ranges = [NamedRange(str(n), begin, begin + size) for n, (begin, size) in enumerate(pieces)]
     requests = merge_ranges(ranges, gap, limit)
-    assert sorted(p.name for r in requests for p in r.pieces) == sorted(r.name for r in ranges)
+    assert sorted(wanted.name for request in requests for wanted in request.ranges) == sorted(
+        wanted.name for wanted in ranges
+    )
     for request in requests:
-        assert request.begin == min(p.begin for p in request.pieces)
-        assert request.end == max(p.end for p in request.pieces)
-        longest = max(p.end - p.begin for p in request.pieces)
+        assert request.begin == min(wanted.begin for wanted in request.ranges)
+        assert request.end == max(wanted.end for wanted in request.ranges)
+        longest = max(wanted.end - wanted.begin for wanted in request.ranges)
         assert request.end - request.begin <= max(limit, longest)
         reached = request.begin
         for piece in request.pieces:

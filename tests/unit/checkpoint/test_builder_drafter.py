@@ -90,7 +90,9 @@ def test_overlay_removes_replaced_weights_from_all_files(workshop):
     workshop.write_receipt()
     workshop.build(layout="overlay", **CHOICES)
     assert all(name not in read_shard(path) for path in workshop.out.glob("*.safetensors"))
-    assert workshop.result().keys() > {*workshop.base} - {f"{m}.weight" for m in workshop.modules}
+    assert workshop.result().keys() > {*workshop.base} - {
+        f"{module}.weight" for module in workshop.modules
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -102,14 +104,16 @@ def test_rounds_weights_grafted_from_the_donor(workshop, layout):
     grafted = tree_tensors(workshop.out.with_name(f"{workshop.out.name}-grafted"))
     assert grafted.keys() == expected.keys()
     for module in PACKED:
-        errors = relative(*(unpack_packed(t, module, bits=4) for t in (grafted, expected)))
+        errors = relative(
+            *(unpack_packed(tensors, module, bits=4) for tensors in (grafted, expected))
+        )
         assert errors < 0.1  # from FP8 instead of BF16
 
 
 def test_config_lists_the_packed_modules(workshop):
     sixteen = {"bits": 16, "data_type": "float"}
     workshop.change_base_config(
-        lambda c: c["quantization_config"]["extra_config"].update({ATTENTION: sixteen})
+        lambda config: config["quantization_config"]["extra_config"].update({ATTENTION: sixteen})
     )
     workshop.build(drafter_int4=[ATTENTION])
     quantization = workshop.quantization()

@@ -65,7 +65,7 @@ def test_build_interrupted_at_any_call_is_finished_by_next_run(scene, layout, ac
             run_tool("verify", scene.out, "--full")
         run_tool("build", plan)
         assert tree_tensors(scene.out) == expected
-        assert [p.name for p in scene.out.parent.iterdir()] == [scene.out.name]
+        assert [path.name for path in scene.out.parent.iterdir()] == [scene.out.name]
         shutil.rmtree(scene.out)
     assert broken > POINTS // 2
 
@@ -154,11 +154,13 @@ def test_never_overwrites_an_existing_entry(tmp_path):
 
 def count_synced(out, journal):
     events = [json.loads(line) for line in journal.read_text().splitlines()]
-    receipt = next(n for n, e in enumerate(events) if str(e[1]).endswith("/receipt.json"))
+    receipt = next(
+        number for number, event in enumerate(events) if str(event[1]).endswith("/receipt.json")
+    )
     tree = events.index(["rename", str(out)])
     assert receipt < tree
-    linked = {f["path"] for f in json.loads((out / "receipt.json").read_text())["files"]
-              if "link_of" in f}  # fmt: skip
+    linked = {file["path"] for file in json.loads((out / "receipt.json").read_text())["files"]
+              if "link_of" in file}  # fmt: skip
     synced = 0
     for path in [out, *out.rglob("*")]:
         name, event = str(path.relative_to(out)), ["fsync", path.stat().st_ino]
@@ -201,7 +203,7 @@ def test_rejects_overlay_across_filesystems(scene, small_disk):
 
 
 def largest_shard(workshop):
-    return max(workshop.base_dir.glob("model-0*.safetensors"), key=lambda p: p.stat().st_size)
+    return max(workshop.base_dir.glob("model-0*.safetensors"), key=lambda path: path.stat().st_size)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -224,8 +226,12 @@ def test_detects_a_flipped_byte_anywhere_in_a_rewritten_shard(scene):
 
 
 def test_detects_a_flipped_byte_of_a_replaced_tensor(scene):
-    name = next(n for n in scene.base if ".shared_expert." in n and n.endswith(".up_proj.weight"))
-    shard = next(p for p in scene.base_dir.glob("model-0*") if name in read_shard(p))
+    name = next(
+        name
+        for name in scene.base
+        if ".shared_expert." in name and name.endswith(".up_proj.weight")
+    )
+    shard = next(path for path in scene.base_dir.glob("model-0*") if name in read_shard(path))
     offset = shard.read_bytes().index(scene.base[name].data)
     # The lowest mantissa bit: the donor's weight still matches within rounding.
     flip(shard, keep_time=True, offset=offset)
@@ -236,7 +242,7 @@ def test_detects_a_flipped_byte_of_a_replaced_tensor(scene):
 def test_full_check_finds_a_flipped_byte(scene, layout):
     scene.build(layout=layout)
     tree = scene.out if layout == "full" else scene.base_dir
-    shard = max(tree.glob("model-0*.safetensors"), key=lambda p: p.stat().st_size)
+    shard = max(tree.glob("model-0*.safetensors"), key=lambda path: path.stat().st_size)
     flip(shard, keep_time=True)
     assert run_tool("verify", scene.out).returncode == 0
     done = run_tool("verify", scene.out, "--full", check=False)

@@ -247,7 +247,9 @@ def test_fetches_a_file_again_if_it_cannot_resume(order, hub, source, tmp_path, 
     assert run_tool("fetch", order(tries=1), check=False).returncode == 4
     hub.fault, hub.ignore_ranges = None, case == "no ranges"
     if case == "damaged part":
-        part = max((tmp_path / ".out.partial/parts").iterdir(), key=lambda p: p.stat().st_size)
+        part = max(
+            (tmp_path / ".out.partial/parts").iterdir(), key=lambda path: path.stat().st_size
+        )
         part.write_bytes(bytes(part.stat().st_size))
     assert "downloading the whole file" in run_tool("fetch", order()).stderr
     assert contents(tmp_path / "out") == contents(source)

@@ -22,7 +22,9 @@ def test_error_lists_ten_names_and_counts_the_rest(workshop):
 
 
 def unpack_attention(workshop, part="self_attn.q_proj"):
-    for name in [n for n in workshop.base if f".{part}." in n and n.endswith(".qweight")]:
+    for name in [
+        name for name in workshop.base if f".{part}." in name and name.endswith(".qweight")
+    ]:
         inputs, outputs = workshop.base.pop(name).shape
         for suffix in ("qzeros", "scales"):
             workshop.base.pop(name.replace("qweight", suffix))
@@ -44,7 +46,7 @@ def add(name, raw):
 
 
 def add_expert(workshop):
-    for name in [n for n in workshop.base if ".mlp.experts.1." in n]:
+    for name in [name for name in workshop.base if ".mlp.experts.1." in name]:
         workshop.base[name.replace(".experts.1.", ".experts.2.")] = workshop.base[name]
 
 
@@ -161,12 +163,15 @@ def extra_config(value):
 
 
 CONFIGS = {
-    "no quantization": (lambda c: c.pop("quantization_config"), "quantization_config"),
-    "a list": (lambda c: c.update(quantization_config=[]), "quantization_config"),
+    "no quantization": (lambda config: config.pop("quantization_config"), "quantization_config"),
+    "a list": (lambda config: config.update(quantization_config=[]), "quantization_config"),
     "a list of modules": (extra_config(["lm_head"]), "a list as quantization_config.extra_config"),
     "a text": (extra_config("lm_head"), "a str as quantization_config.extra_config"),
-    "tied": (lambda c: c.update(tie_word_embeddings=True), "ties the head"),
-    "tied below": (lambda c: c["text_config"].update(tie_word_embeddings=True), "ties the head"),
+    "tied": (lambda config: config.update(tie_word_embeddings=True), "ties the head"),
+    "tied below": (
+        lambda config: config["text_config"].update(tie_word_embeddings=True),
+        "ties the head",
+    ),
 }
 
 
@@ -251,7 +256,7 @@ def square(workshop):
 
     Otherwise transposed tensors would be right by accident, or refused by shape.
     """
-    for name in [m for m in workshop.modules if not m.endswith("down_proj")]:
+    for name in [module for module in workshop.modules if not module.endswith("down_proj")]:
         half = bf16_values(workshop.base[f"{name}.weight"])
         values = np.vstack([half, half[::-1] * 9])
         values[:, BLOCK:] *= 3

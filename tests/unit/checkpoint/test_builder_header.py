@@ -93,7 +93,7 @@ def test_reads_every_dtype_as_safetensors_does(dtype):
 @settings(deadline=None, max_examples=examples(300))
 @given(tensor_sets(PACKAGE_NAMES), metadata)
 def test_reads_files_written_by_safetensors(tensors, notes):
-    buffers = {n: np.arange(size_of(*t), dtype=np.uint8) for n, t in tensors.items()}
+    buffers = {name: np.arange(size_of(*spec), dtype=np.uint8) for name, spec in tensors.items()}
     specs = {
         name: TensorSpec(
             dtype=PACKAGE_NAMES[dtype],
@@ -107,7 +107,9 @@ def test_reads_files_written_by_safetensors(tensors, notes):
     data = bytes(serialize(specs, metadata=notes or None))
     header = parse(data)
     assert header.metadata == notes
-    assert {n: (t.dtype, t.shape) for n, t in header.tensors.items()} == tensors
+    assert {
+        name: (tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()
+    } == tensors
     for name, tensor in header.tensors.items():
         start = header.file_offset(name)
         assert data[start : start + tensor.size_bytes] == buffers[name].tobytes()
@@ -118,7 +120,7 @@ def test_reads_files_written_by_safetensors(tensors, notes):
 def test_writes_files_that_safetensors_reads(tensors, notes):
     header = format_header(((n, d, s) for n, (d, s) in tensors.items()), notes)
     assert len(header) % 8 == 0
-    body = np.arange(sum(size_of(*t) for t in tensors.values()), dtype=np.uint8).tobytes()
+    body = np.arange(sum(size_of(*spec) for spec in tensors.values()), dtype=np.uint8).tobytes()
     read = dict(deserialize(header + body))
     position = 0
     assert read.keys() == tensors.keys()
@@ -155,8 +157,8 @@ def test_rejects_every_damaged_file_that_safetensors_rejects(changes):
     except HeaderError:
         return  # may be stricter than the package
     reference = dict(deserialize(bytes(data)))
-    assert {n: (t.dtype, t.shape) for n, t in header.tensors.items()} == {
-        n: (t["dtype"], tuple(t["shape"])) for n, t in reference.items()
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()} == {
+        name: (entry["dtype"], tuple(entry["shape"])) for name, entry in reference.items()
     }
 
 

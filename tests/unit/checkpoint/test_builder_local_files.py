@@ -225,7 +225,7 @@ def test_linked_blobs_survive_deletion_of_cache(cache, below):
     for name in SHARDS:
         trees[name], _ = fetch(cache, name, cache / below.format(name))
     info = scan_cache_dir(cache)
-    commits = [r.commit_hash for repo in info.repos for r in repo.revisions]
+    commits = [revision.commit_hash for repo in info.repos for revision in repo.revisions]
     info.delete_revisions(*commits).execute()
     for name, out in trees.items():
         assert contents(out) == contents(tree_of(cache, name))

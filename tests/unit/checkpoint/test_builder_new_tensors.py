@@ -137,7 +137,7 @@ def test_grafts_missing_mtp_tensors_in_16_bit(workshop, layout):
     mtp, workshop.mtp = workshop.mtp, {}
     workshop.build(layout=layout)
     result = workshop.result()
-    assert {n for n in result if n.startswith("mtp.")} == mtp.keys()
+    assert {name for name in result if name.startswith("mtp.")} == mtp.keys()
     for name, raw in mtp.items():
         grafted = result[name]
         assert (grafted.dtype, grafted.shape) == ("BF16", raw.shape)
@@ -152,7 +152,7 @@ def test_grafts_missing_mtp_tensors_in_16_bit(workshop, layout):
 def test_rejects_plan_if_no_source_has_mtp_tensors(workshop):
     plan = workshop.plan()
     expected = {"mtp_tensors": plan["mtp_tensors"]}
-    unmatched = [n for n in plan["donor_unmatched"] if n != "mtp.fc.weight"]
+    unmatched = [name for name in plan["donor_unmatched"] if name != "mtp.fc.weight"]
     workshop.mtp.pop("mtp.fc.weight")
     workshop.donor.pop("mtp.fc.weight")
     assert "MTP tensors to graft" in refused(workshop, **expected, donor_unmatched=unmatched)
@@ -234,7 +234,9 @@ def test_rejects_damaged_mtp_tensors(workshop, damage):
 
 def test_compares_grafted_mtp_tensors_with_sizes_in_the_config(workshop):
     workshop.mtp = {}
-    workshop.change_base_config(lambda c: c["text_config"].update(moe_intermediate_size=64))
+    workshop.change_base_config(
+        lambda config: config["text_config"].update(moe_intermediate_size=64)
+    )
     message = refused(workshop)
     assert "mtp.layers.0.mlp.experts.0." in message
     assert "64" in message
@@ -257,7 +259,7 @@ def test_lists_mtp_blocks_with_packed_tensors(workshop, as_list):
         workshop.mtp[f"{int4}.{suffix}"] = Raw(dtype, (8, 8), bytes(8 * 8 * ITEM_BYTES[dtype]))
     if as_list:
         workshop.change_base_config(
-            lambda c: c["quantization_config"].update(block_name_to_quantize=blocks[:1])
+            lambda config: config["quantization_config"].update(block_name_to_quantize=blocks[:1])
         )
     workshop.build(mtp_tensors=sorted(workshop.mtp))
     quantization = workshop.quantization()
@@ -269,7 +271,7 @@ def test_lists_mtp_blocks_with_packed_tensors(workshop, as_list):
 def test_corrects_a_wrong_block_list_in_the_base(workshop):
     wrong = "model.language_model.layers,mtp.layers"
     workshop.change_base_config(
-        lambda c: c["quantization_config"].update(block_name_to_quantize=wrong)
+        lambda config: config["quantization_config"].update(block_name_to_quantize=wrong)
     )
     workshop.build()
     assert workshop.quantization()["block_name_to_quantize"] == "model.language_model.layers"

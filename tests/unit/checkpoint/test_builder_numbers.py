@@ -58,7 +58,9 @@ def test_converts_bf16_both_ways(values):
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 255), (7, 300), (256, 384)])
 def test_reduces_smaller_blocks_at_the_edges(shape):
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 97
-    sums, maxima = (reduce_blocks(f, values, (128, 128)) for f in (np.add, np.maximum))
+    sums, maxima = (
+        reduce_blocks(function, values, (128, 128)) for function in (np.add, np.maximum)
+    )
     for i in range(sums.shape[0]):
         for j in range(sums.shape[1]):
             part = values[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
@@ -119,5 +121,8 @@ def test_relative_errors_equal_those_in_the_documentation():
     int8 = quantise_rows(weights, 8)
     scales = np.repeat(from_bf16_bits(int8.scales), GROUP, axis=1)
     packed = (int8.codes.astype(np.float32) - 128) * scales
-    errors = [float(np.linalg.norm(x - weights) / np.linalg.norm(weights)) for x in (fp8, packed)]
+    errors = [
+        float(np.linalg.norm(rounded - weights) / np.linalg.norm(weights))
+        for rounded in (fp8, packed)
+    ]
     assert errors == [pytest.approx(0.0265, abs=2e-4), pytest.approx(0.0063, abs=2e-4)]

@@ -238,7 +238,7 @@ class Copy:
     def new_tensor(self):
         path = self.original / "model.safetensors.index.json"
         index = json.loads(path.read_text())["weight_map"]
-        name = next(n for n in index if ".down_proj.weight" in n and "scale" not in n)
+        name = next(name for name in index if ".down_proj.weight" in name and "scale" not in name)
         return index[name], name
 
     def flip_new_tensor(self, tree):

@@ -50,7 +50,9 @@ def test_counts_tensors_and_reads_headers_only(scene):
     workshop, hub = scene
     publish(workshop, hub)
     counts = json.loads(check_sources(workshop, hub).stdout)
-    usable = [n for n in workshop.donor if ".mlp.experts." not in n or n.startswith("mtp.")]
+    usable = [
+        name for name in workshop.donor if ".mlp.experts." not in name or name.startswith("mtp.")
+    ]
     assert counts == {
         "base_tensors": len(workshop.base) + len(workshop.mtp),
         "donor_tensors": len(usable),
@@ -63,7 +65,9 @@ def test_counts_tensors_and_reads_headers_only(scene):
         for path in hub.root.rglob("*.safetensors")
     }
     ranges = [(path, headers["Range"]) for path, headers, _ in hub.requests if path in ends]
-    assert {path for path, _ in ranges if "/lab/base/" in path} == {p for p in ends if "base" in p}
+    assert {path for path, _ in ranges if "/lab/base/" in path} == {
+        path for path in ends if "base" in path
+    }
     for path, byte_range in ranges:
         assert int(re.fullmatch(r"bytes=\d+-(\d+)", byte_range)[1]) < ends[path]
 
@@ -73,14 +77,17 @@ def remove_first(names, part):
 
 
 WRONG = {
-    "a base without a name": lambda w: remove_first(w.base, ".self_attn."),
-    "a donor without a scale": lambda w: remove_first(
-        w.donor, ".shared_expert.up_proj.weight_scale_inv"
+    "a base without a name": lambda workshop: remove_first(workshop.base, ".self_attn."),
+    "a donor without a scale": lambda workshop: remove_first(
+        workshop.donor, ".shared_expert.up_proj.weight_scale_inv"
     ),
-    "a donor of another shape": lambda w: w.donor.update(
-        {f"{w.modules[0]}.weight": w.donor[f"{w.modules[-1]}.weight"]}
+    "a donor of another shape": lambda workshop: workshop.donor.update(
+        {f"{workshop.modules[0]}.weight": workshop.donor[f"{workshop.modules[-1]}.weight"]}
     ),
-    "a missing MTP tensor": lambda w: (w.mtp.clear(), remove_first(w.donor, "mtp.fc.")),
+    "a missing MTP tensor": lambda workshop: (
+        workshop.mtp.clear(),
+        remove_first(workshop.donor, "mtp.fc."),
+    ),
 }
 
 
@@ -133,7 +140,9 @@ def hostile_hub(tmp_path_factory):
 @given(data=st.data())
 def test_hostile_responses_give_a_single_printable_error_line(hostile_hub, data):
     hub, plan = hostile_hub
-    files = sorted(p for p in hub.root.rglob("*") if p.is_file() and p.stem != "tokenizer")
+    files = sorted(
+        path for path in hub.root.rglob("*") if path.is_file() and path.stem != "tokenizer"
+    )
     target = data.draw(st.sampled_from(files))
     real = target.read_bytes()
     is_shard = target.suffix == ".safetensors"

@@ -141,7 +141,12 @@ def test_hashes_touched_files_once_and_updates_only_their_stat(workshop, layout)
 def test_adds_missing_inodes_to_a_receipt_from_an_older_builder(workshop):
     workshop.build()
     new = workshop.read("receipt.json")
-    old = {**new, "files": [{k: v for k, v in f.items() if k != "inode"} for f in new["files"]]}
+    old = {
+        **new,
+        "files": [
+            {key: value for key, value in file.items() if key != "inode"} for file in new["files"]
+        ],
+    }
     (workshop.out / "receipt.json").write_text(json.dumps(old))
     whole = sum(file["size_bytes"] for file in new["files"])
     assert [hashed_bytes(run_tool("verify", workshop.out)) for _ in range(2)] == [whole, 0]

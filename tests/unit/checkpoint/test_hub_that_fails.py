@@ -138,10 +138,12 @@ FAILURES = {
     "stalls in the middle": Failure(stall, "last: no response for 1 s;"),
     "connection reset in the middle": Failure(reset, "last: connection reset by peer;"),
     "a byte now and then": Failure(
-        lambda h, d: trickle(h, send_head(h, d)), "bytes arrived in", slow=True
+        lambda handler, data: trickle(handler, send_head(handler, data)),
+        "bytes arrived in",
+        slow=True,
     ),
     "a head without end": Failure(
-        lambda h, d: trickle(h, b"HTTP/1.1 200 OK\r\nX-Slow: " + b"x" * 1000),
+        lambda handler, data: trickle(handler, b"HTTP/1.1 200 OK\r\nX-Slow: " + b"x" * 1000),
         "bytes early",
         slow=True,
     ),
@@ -150,18 +152,24 @@ FAILURES = {
     "cut short": Failure(send_half, "bytes early"),
     "wrong bytes of the right length": Failure(flip_bit, "sha256 is", once=False),
     "more bytes than asked for": Failure(
-        lambda h, d: h.answer(200, d + b"more"), "bytes long, not", once=False
+        lambda handler, data: handler.answer(200, data + b"more"), "bytes long, not", once=False
     ),
     "a login page": Failure(
-        lambda h, d: h.answer(200, b"<html>please log in</html>", {"Content-Type": "text/html"}),
+        lambda handler, data: handler.answer(
+            200, b"<html>please log in</html>", {"Content-Type": "text/html"}
+        ),
         "bytes long, not",
         once=False,
     ),
     "compressed on the way": Failure(
-        lambda h, d: h.answer(200, d, {"Content-Encoding": "gzip"}), "encoding gzip", once=False
+        lambda handler, data: handler.answer(200, data, {"Content-Encoding": "gzip"}),
+        "encoding gzip",
+        once=False,
     ),
     "redirects in a loop": Failure(
-        lambda h, d: h.answer(302, b"", {"Location": h.path}), "in a loop", once=False
+        lambda handler, data: handler.answer(302, b"", {"Location": handler.path}),
+        "in a loop",
+        once=False,
     ),
 }
 

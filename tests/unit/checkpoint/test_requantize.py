@@ -137,8 +137,12 @@ class Bench:
         parts = ("gate", "up", "down")
         experts = [[self.weights[f"{EXPERTS}.{n}.{part}_proj.weight"] for part in parts]
                    for n in range(TINY.experts)]  # fmt: skip
-        weights = {n: w for n, w in self.weights.items() if not n.startswith(EXPERTS)}
-        weights[f"{EXPERTS}.gate_up_proj"] = np.stack([np.concatenate(e[:2]) for e in experts])
+        weights = {
+            name: weight for name, weight in self.weights.items() if not name.startswith(EXPERTS)
+        }
+        weights[f"{EXPERTS}.gate_up_proj"] = np.stack(
+            [np.concatenate(expert[:2]) for expert in experts]
+        )
         weights[f"{EXPERTS}.down_proj"] = np.stack([expert[2] for expert in experts])
         shutil.rmtree(self.root / "published")
         repository.write_plain(self.root / "published", TINY, weights, weights_and_tokenizer()[1])
@@ -366,12 +370,14 @@ def test_rejects_swapped_16_bit_experts(tmp_path, name, source):
 
 
 def test_every_model_with_a_16_bit_repository_is_packable_by_name():
-    models = [m for m in shipped_catalog().models.values() if isinstance(m, HybridModel)]
+    models = [
+        model for model in shipped_catalog().models.values() if isinstance(model, HybridModel)
+    ]
     models = [model for model in models if model.sources.original]
     assert "qwen3.5-35b" in {model.name for model in models}
     for model in models:
         plan = plan_of(*model.tensors.base, *model.tensors.mtp)
-        assert [m for m in packed_modules(plan) if why_skipped(m)] == [], model.name
+        assert [module for module in packed_modules(plan) if why_skipped(module)] == [], model.name
 
 
 @pytest.mark.gate
@@ -384,7 +390,7 @@ def test_copies_only_data_files_from_a_peer(bench, tmp_path, name):
         (tree / name).parent.mkdir(exist_ok=True)
         (tree / name).write_text("{}")
         receipt = json.loads((tree / "receipt.json").read_text())
-        receipt["files"] = [f for f in receipt["files"] if f["path"] != name]
+        receipt["files"] = [file for file in receipt["files"] if file["path"] != name]
         sha256 = hashlib.sha256(b"{}").hexdigest()
         receipt["files"].append({"path": name, "size_bytes": 2, "sha256": sha256})
         (tree / "receipt.json").write_text(json.dumps(receipt))
