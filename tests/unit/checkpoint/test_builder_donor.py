@@ -175,7 +175,7 @@ def test_rejects_donor_with_wrong_shapes_after_reading_headers(workshop, hub, bu
     workshop.write_donor(hub.root / DONOR)
     done = build_remote(check=False)
     assert done.returncode == 3
-    assert f"donor {name}: is [128, 256]" in done.stderr
+    assert f"donor {name}: has shape [128, 256]" in done.stderr
     ranges = [headers.get("Range") for path, headers, _ in hub.requests if is_shard(path)]
     assert ranges
     assert all(map(is_header, ranges))

@@ -56,7 +56,7 @@ def test_uses_next_source_if_file_is_missing_or_wrong(order, hub, source, tmp_pa
         urls = [f"{mirror.url}/{REPOSITORY}", f"{hub.url}/{REPOSITORY}"]
         done = run_tool("fetch", order(urls=urls))
     assert "sha256 is" in done.stderr
-    assert "answers 404" in done.stderr
+    assert "returned 404" in done.stderr
     assert contents(tmp_path / "out") == contents(source)
 
 

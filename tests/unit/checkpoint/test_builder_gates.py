@@ -125,7 +125,7 @@ WRONG_PLANS = {
                 {**DONOR_SHAPES[0], "weight": [256, 256], "scale": [2, 2]}, DONOR_SHAPES[1]
             ]
         },
-        ".gate_proj.weight: is [128, 256], the plan's donor_shapes require [256, 256]",
+        ".gate_proj.weight: has shape [128, 256], the plan's donor_shapes require [256, 256]",
     ),
     "shapes of other modules": (
         {"donor_shapes": DONOR_SHAPES[:1]},

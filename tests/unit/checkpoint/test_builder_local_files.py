@@ -238,10 +238,10 @@ def fetch_and_list_candidates(order, tmp_path):
     listed = tmp_path / "hashed"
     program = (
         "import sys; from spark_checkpoint.__main__ import main\n"
-        "from spark_checkpoint.sources import fetch; use_local = fetch._Download._use_local\n"
+        "from spark_checkpoint.sources import fetch; use = fetch._Download._use_candidate\n"
         f"def list_and_use(order, file, path): print(path.name, file=open({str(listed)!r}, 'a')); "
-        "return use_local(order, file, path)\n"
-        "fetch._Download._use_local = list_and_use; sys.exit(main(sys.argv[1:]))"
+        "return use(order, file, path)\n"
+        "fetch._Download._use_candidate = list_and_use; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", program, "fetch", str(order)]
     subprocess.run(command, env=tool_environment(), check=True, capture_output=True)

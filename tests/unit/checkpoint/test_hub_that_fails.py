@@ -122,10 +122,10 @@ class Failure:
 
 
 FAILURES = {
-    "401": Failure(status(401), "answers 401", once=False),
-    "403": Failure(status(403), "answers 403", once=False),
-    "404": Failure(status(404), "answers 404", once=False),
-    "416": Failure(status(416), "answers 416", once=False),
+    "401": Failure(status(401), "returned 401", once=False),
+    "403": Failure(status(403), "returned 403", once=False),
+    "404": Failure(status(404), "returned 404", once=False),
+    "416": Failure(status(416), "returned 416", once=False),
     "429": Failure(status(429, **{"Retry-After": "0"}), "HTTP 429"),
     "500": Failure(status(500), "HTTP 500"),
     "502": Failure(status(502), "HTTP 502"),
@@ -148,7 +148,7 @@ FAILURES = {
         slow=True,
     ),
     "a chunk without end": Failure(trickle_chunk, "bytes early", slow=True),
-    "a redirect without end": Failure(trickle_redirect, "circle", once=False),
+    "a redirect without end": Failure(trickle_redirect, "in a loop", once=False),
     "cut short": Failure(send_half, "bytes early"),
     "wrong bytes of the right length": Failure(flip_bit, "sha256 is", once=False),
     "more bytes than asked for": Failure(

@@ -26,7 +26,7 @@ ANSWERS = {
     "terminal escapes in the digest": OK
     + b"Docker-Content-Digest: \x1b[2J\r\nContent-Length: 2\r\n\r\n{}",
     "escapes in the realm": REFUSED + b'Bearer realm="https://127.0.0.1:1/\x1b[2J"\r\n\r\n',
-    "redirects in a circle": b"HTTP/1.1 302 x\r\nLocation: /v2/\r\nContent-Length: 0\r\n\r\n",
+    "redirects in a loop": b"HTTP/1.1 302 x\r\nLocation: /v2/\r\nContent-Length: 0\r\n\r\n",
     "only brackets": OK + b"\r\n" + b"[" * 100_000,
 }
 
