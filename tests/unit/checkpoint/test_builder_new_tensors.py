@@ -326,12 +326,12 @@ def transpose_grid(base):
 
 UP = f"{MODULE}.up_proj.weight"
 WRONG_HYBRIDS = {
-    "gate and up exchanged": (exchange_gate_and_up, "differs from the base's own weight"),
+    "gate and up exchanged": (exchange_gate_and_up, "differs from the base's weight"),
     "a scale missing": (
         lambda base: base.pop(f"{UP}_scale_inv"),
         "missing 1 (1 x model.language_model.layers.{N}.mlp.shared",
     ),
-    "a weight of zeros": (fill(UP, b"\0"), "differs from the base's own weight"),
+    "a weight of zeros": (fill(UP, b"\0"), "differs from the base's weight"),
     "a weight left in 16 bit": (put_ones(UP, 128, 256), "is BF16 [128, 256], expected F8_E4M3"),
     "a transposed grid": (transpose_grid, "up_proj.weight_scale_inv: is BF16 [2, 1], expected"),
 }

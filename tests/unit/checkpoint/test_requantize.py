@@ -305,7 +305,7 @@ def plan_of(*names):
         ("lm_head", "it is outside the layers of language model and drafter"),
         ("mtp.fc", "it is outside the layers of language model and drafter"),
         ("mtp.layers.0.mlp.gate", "it is a gate"),
-        ("mtp.layers.0.self_attn.q_norm", "it is not a matrix: its shape is [64]"),
+        ("mtp.layers.0.self_attn.q_norm", "its shape is [64], expected a matrix"),
         (f"{EXPERTS}.8.gate_proj", "the original lacks this weight"),
         ("model.language_model.layers.0.linear_attn.in_proj_a", "its 8 rows"),
     ],
