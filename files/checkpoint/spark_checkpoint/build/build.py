@@ -37,7 +37,7 @@ from spark_checkpoint.directory import (
     read_config,
 )
 from spark_checkpoint.errors import ReceiptMismatchError, ValidationError
-from spark_checkpoint.headers import SIXTEEN_BIT, Tensor, tensor_bytes
+from spark_checkpoint.headers import Tensor, tensor_bytes
 from spark_checkpoint.number_formats import packed_bytes
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.peers import BUILD_LOCALLY, copy_from_peer
@@ -262,13 +262,10 @@ def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
         revision = receipt.digest
     if receipt is None or revision != required:
         actual = f"has revision {revision}" if receipt else "has no receipt"
-        is_digest = len(required or "") > 40  # of a requantised base
         fix = "download the base at the locked commit"
-        if is_digest:
+        if len(required or "") > 40:  # digest of a requantised base
             fix = "run `spark-deploy add --requantize`"
-        kind = "digest" if is_digest else "commit"
-        problem = f"{actual}, the plan requires {kind} {required}"
-        raise ValidationError(str(directory), problem, fix)
+        raise ValidationError(str(directory), f"{actual}, the plan requires {required}", fix)
     try:
         verify.check_files(directory, receipt)
     except ReceiptMismatchError as error:
@@ -338,11 +335,7 @@ def peak_bytes(
     for name in drafter_weights(plan):
         weight = received[name] if name in grafted else base.tensor(name)
         staged_bytes += packed_bytes(weight.shape, 4)
-    for name in grafted:
-        dtype = received[name].dtype
-        staged_bytes += tensor_bytes(
-            dtype if dtype in SIXTEEN_BIT else "BF16", received[name].shape
-        )
+    staged_bytes += sum(tensor_bytes("BF16", received[name].shape) for name in grafted)
     shards = (base.shards[name] for name in rewritten_shards(plan, base))
     return 2 * staged_bytes + sum(header.file_bytes for header in shards)
 

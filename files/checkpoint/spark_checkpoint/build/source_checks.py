@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from spark_contract.orders import BuildPlan, DonorDir, DonorUrl, expand_all, has_exactly
@@ -14,7 +15,7 @@ from spark_checkpoint.build.write import NewTensor
 from spark_checkpoint.directory import Checkpoint, Span
 from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor
-from spark_checkpoint.sources.donor import Donor, open_donor
+from spark_checkpoint.sources.donor import DirDonor, Donor, UrlDonor
 from spark_checkpoint.storage import read_buffers
 from spark_checkpoint.tensor_sets import (
     FP8,
@@ -151,8 +152,11 @@ def _open_donor(
 ) -> Donor:
     weights = {module: base.tensor(module + WEIGHT) for module in modules}
     planned = check_planned_shapes(plan.donor_shapes, modules, weights)
-    donor = open_donor(source)
-    where = source.url if isinstance(source, DonorUrl) else source.dir
+    donor: Donor
+    if isinstance(source, DonorUrl):
+        donor, where = UrlDonor(source), source.url
+    else:
+        donor, where = DirDonor(Path(source.dir)), source.dir
     needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]
     if plan.compares_with_donor:
         present = donor.names.intersection(needed)

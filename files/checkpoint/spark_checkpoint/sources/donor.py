@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from spark_contract.fetching import TransferOptions
-from spark_contract.orders import DonorDir, DonorUrl
+from spark_contract.orders import DonorUrl
 
 from spark_checkpoint.directory import INDEX_NAME, Span, read_checkpoint
 from spark_checkpoint.errors import ValidationError
@@ -213,7 +213,3 @@ class UrlDonor:
 
 
 Donor = DirDonor | UrlDonor
-
-
-def open_donor(plan: DonorDir | DonorUrl) -> Donor:
-    return UrlDonor(plan) if isinstance(plan, DonorUrl) else DirDonor(Path(plan.dir))

@@ -41,13 +41,17 @@ from spark_checkpoint.sources.client import HttpClient, RangeUnsupportedError
 from spark_checkpoint.sources.connections import SKIP_S, SlowSourceError
 from spark_checkpoint.sources.local_files import (
     ContentHash,
-    copy_and_hash,
     find_candidates,
     pin_file,
-    pinned_path,
 )
 from spark_checkpoint.sources.peers import Peers
-from spark_checkpoint.storage import check_free_space, clear, read_stamp, write_durably
+from spark_checkpoint.storage import (
+    check_free_space,
+    clear,
+    read_buffers,
+    read_stamp,
+    write_durably,
+)
 from spark_checkpoint.verify import FileHashes, create_checkpoint, receipt_entry, write_receipt
 
 _MANIFEST_LIMIT_BYTES = 4 << 20
@@ -174,7 +178,7 @@ class _Download:
 
     def _link_or_copy(self, file: FetchFile, source: int, path: Path) -> bool:
         target = self._target_path(file)
-        stamp, pinned = read_stamp(source), pinned_path(source)
+        stamp, pinned = read_stamp(source), Path(f"/proc/self/fd/{source}")
         content = self._new_hash(file)
         content.update_from(pinned, self.progress.skip, file.size_bytes)
         if content.mismatch() is not None or read_stamp(source) != stamp:
@@ -192,7 +196,10 @@ class _Download:
             # Different filesystem, no hard links or wrong permissions: trust only a copy.
             check_free_space(self.result_dir, file.size_bytes, f"copying {path}")
             content = self._new_hash(file)
-            copy_and_hash(pinned, self._part_path(file), content)
+            with write_durably(self._part_path(file), os.O_TRUNC) as write:
+                for buffer in read_buffers(pinned, 0, file.size_bytes):
+                    content.update(buffer)
+                    write(buffer)
             if content.mismatch() is not None:
                 return False
             self._part_path(file).rename(target)

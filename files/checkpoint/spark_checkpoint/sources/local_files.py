@@ -14,7 +14,7 @@ from pathlib import Path
 from spark_contract.fetching import FetchFile
 
 from spark_checkpoint.progress import note
-from spark_checkpoint.storage import read_buffers, write_durably
+from spark_checkpoint.storage import read_buffers
 from spark_checkpoint.verify import FileHashes, PieceHasher
 
 # Searching larger directories, such as a home directory, takes minutes.
@@ -26,7 +26,6 @@ class ContentHash:
 
     def __init__(self, file: FetchFile, *, with_pieces: bool):
         self._file = file
-        self.size_bytes = file.size_bytes
         self._sha256 = hashlib.sha256()
         self._pieces = PieceHasher() if with_pieces else None
         self._git_sha1 = None
@@ -105,17 +104,6 @@ def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def pinned_path(descriptor: int) -> Path:
-    return Path(f"/proc/self/fd/{descriptor}")
-
-
-def copy_and_hash(path: Path, target: Path, content: ContentHash) -> None:
-    with write_durably(target, os.O_TRUNC) as write:
-        for buffer in read_buffers(path, 0, content.size_bytes):
-            content.update(buffer)
-            write(buffer)
 
 
 def _walk(root: Path) -> Iterator[Path]:
