@@ -350,16 +350,8 @@ def _make_changes(
 ) -> Changes:
     changes = Changes()
     with closing(Staging(work / "new-tensors")) as stage:
-        maker = TensorMaker(
-            sources.base,
-            sources.modules,
-            plan.block_shape,
-            required,
-            spans,
-            stage,
-            progress,
-            changes,
-        )
+        base, modules, block = sources.base, sources.modules, plan.block_shape
+        maker = TensorMaker(base, modules, block, required, spans, stage, progress, changes)
         if plan.compares_with_donor:
             maker.compare_with_donor()
             if plan.shared_experts == "fp8-donor":
