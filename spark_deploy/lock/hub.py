@@ -84,7 +84,7 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         reason = f"{type(error).__name__}: {without_errno(one_line(error))}"
         what = f"the hub cannot be reached: {reason}"
-        fix = "check hub.endpoint and the network of this machine, then run again"
+        fix = "check hub.endpoint and the network of this machine, then run it again"
         raise LockError.one(where, what, fix) from error
     except _MALFORMED as error:
         raise _not_a_hub(where, f"{type(error).__name__}: {error}") from error

@@ -88,7 +88,7 @@ def look_up(
     try:
         return run_with_timeout(LIMIT_S, lambda: _query(text, arch, insecure, engine))
     except TimeoutError as error:
-        fix = "check the registry and the network, then run again"
+        fix = "check the registry and the network, then run it again"
         raise LockError.one(f"image {text}", str(error), fix) from error
     except _MALFORMED as error:
         reason = one_line(f"{type(error).__name__}: {error}")

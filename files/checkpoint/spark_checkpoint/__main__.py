@@ -33,8 +33,8 @@ from spark_checkpoint.verify import discard_base, verify_checkpoint
 
 _MAX_LINE_LENGTH = 4000
 _FIXES = {
-    errno.ENOSPC: "free space on this filesystem, then run again: it resumes here",
-    errno.EDQUOT: "raise the quota, then run again: it resumes here",
+    errno.ENOSPC: "free space on this filesystem, then run it again to resume",
+    errno.EDQUOT: "raise the quota, then run it again to resume",
     errno.EROFS: "mount the filesystem writable",
     errno.EACCES: "run as root",
     errno.EPERM: "run as root",
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{where}: {problem}; fix: {fix}", TransferError.code)
     except KeyboardInterrupt:
         return _fail(
-            "interrupted: the result is incomplete; fix: run again, it resumes", TransferError.code
+            "interrupted: the result is incomplete; fix: run it again to resume", TransferError.code
         )
 
 

@@ -114,7 +114,7 @@ def read_buffers(
             remaining -= count
         dropper.finish()
     if remaining and size_bytes is not None:
-        raise TransferError(str(path), "was truncated while it was read", "run again")
+        raise TransferError(str(path), "was truncated while it was read", "run it again")
 
 
 def hash_file(

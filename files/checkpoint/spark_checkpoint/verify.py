@@ -274,7 +274,7 @@ def create_checkpoint(
             raise ValidationError(
                 str(plan.out_dir),
                 f"{problem}, so it is not replaced",
-                "move it away, run again",
+                "move it away, then run it again",
             )
         verify_checkpoint(plan.out_dir, progress, full=False)
         note(f"{plan.out_dir}: {description} already exists")

@@ -148,7 +148,7 @@ class RetryBudget:
             raise (SlowSourceError if is_slow else TransferError)(
                 self._url,
                 f"no progress in {self._failures} tries and {waited_s:.0f} s, last: {reason}",
-                "check the network, then run again: it resumes here",
+                "check the network, then run it again to resume",
             ) from error
         pause_s = min(_PAUSE_LIMIT_S, self._transfer.backoff_s * 2 ** (self._failures - 1))
         # Random, so that parallel requests that failed together do not retry together.
