@@ -95,7 +95,9 @@ def companion_repositories(model: Model, profile: Profile) -> Iterator[tuple[str
         yield adapter.repository, adapter.revision
 
 
-def load_or_extend_lock(settings: Settings, catalog: Catalog, path: Path, say: PrintLine) -> Lock:
+def load_or_extend_lock(
+    settings: Settings, catalog: Catalog, path: Path, print_line: PrintLine
+) -> Lock:
     """Return a lock with all required names; look up missing names if settings allow it."""
     lock = read_lock(path)
     missing = required_names(settings, catalog).missing_in(lock)
@@ -106,42 +108,46 @@ def load_or_extend_lock(settings: Settings, catalog: Catalog, path: Path, say: P
         raise LockError(
             [Problem(f"{path.name}: {name}", "is not locked", fix) for name in missing.names]
         )
-    say(f"locking {len(missing.names)} new names in {path.name}")
-    lock = resolve(lock, missing, settings, catalog.engines.engines, say)
+    print_line(f"locking {len(missing.names)} new names in {path.name}")
+    lock = resolve(lock, missing, settings, catalog.engines.engines, print_line)
     write_lock(path, lock)
     return lock
 
 
 def resolve(
-    lock: Lock, names: Names, settings: Settings, engines: Collection[str], say: PrintLine
+    lock: Lock, names: Names, settings: Settings, engines: Collection[str], print_line: PrintLine
 ) -> Lock:
     """Look up names on hub and registries; return the extended lock.
 
     ``engines`` are the supported versions, which errors about missing tags suggest.
     """
-    sources = [_look_up_source(name, settings, say) for name in sorted(names.sources)]
-    images = [_look_up_image(name, settings, engines, say) for name in sorted(names.images)]
+    sources = [_look_up_source(name, settings, print_line) for name in sorted(names.sources)]
+    images = [_look_up_image(name, settings, engines, print_line) for name in sorted(names.images)]
     return validated(lock.with_entries(sources, images))
 
 
-def _look_up_source(name: tuple[str, str], settings: Settings, say: PrintLine) -> LockedSource:
+def _look_up_source(
+    name: tuple[str, str], settings: Settings, print_line: PrintLine
+) -> LockedSource:
     repo, revision = name
     token = read_hub_token(settings.hub)
     if token and settings.hub.token is None:
-        say(f"  {repo}: using your Hugging Face login")
+        print_line(f"  {repo}: using your Hugging Face login")
     # Imported late, because it takes 0.2 s.
     from spark_deploy.lock import hub
 
     source = hub.look_up(settings.hub.endpoint, repo, revision, token)
-    say(f"  {repo}: {revision} is commit {source.commit[:12]}, {format_size(source.size_bytes)}")
+    print_line(
+        f"  {repo}: {revision} is commit {source.commit[:12]}, {format_size(source.size_bytes)}"
+    )
     if source.left_out:
         path, reason = next(iter(source.left_out.items()))
-        say(f"  {repo}: {len(source.left_out)} files are not downloaded, {path}: {reason}")
+        print_line(f"  {repo}: {len(source.left_out)} files are not downloaded, {path}: {reason}")
     return source
 
 
 def _look_up_image(
-    reference: str, settings: Settings, engines: Collection[str], say: PrintLine
+    reference: str, settings: Settings, engines: Collection[str], print_line: PrintLine
 ) -> LockedImage:
     roles = [role for role, image in settings.images.items() if image == reference]
     is_engine = any(role != "gpu_check" for role in roles)
@@ -160,7 +166,7 @@ def _look_up_image(
         images = " or ".join(f"{image_name(reference)}:v{version}" for version in newest_first)
         fix = f"set images.{roles[0]} to a supported version: {images}"
         raise LockError.one(f"image {reference}", error.problems[0].what, fix) from error
-    say(f"  {reference}: {locked.digest[:19]}, {format_size(locked.size_bytes)} compressed")
+    print_line(f"  {reference}: {locked.digest[:19]}, {format_size(locked.size_bytes)} compressed")
     return locked
 
 
