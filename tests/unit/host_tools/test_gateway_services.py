@@ -179,7 +179,7 @@ def test_streams_answers_chosen_by_name(js_host):
     with recording(js_host.paths.engine_socket("embed")) as embed:
         embed_settings = js_host.paths.gateway_settings("embed")
         embed_settings.parent.mkdir(parents=True, exist_ok=True)
-        embed_settings.write_text(files.documents.text_of(js_host.gateway()))
+        embed_settings.write_text(files.documents.to_json(js_host.gateway()))
         open_service(js_host, "embed")
         names = {"main": ["main-model"], "embed": ["embedder"]}
         with running_gateway(js_host, names=names) as client:
