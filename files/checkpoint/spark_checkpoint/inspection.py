@@ -190,10 +190,7 @@ def _part_of(name: str, drafter_layer: int | None) -> str:
 
 
 def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
-    """Return the number of the first drafter layer, if it follows those of the model.
-
-    This is the case in DeepSeek and GLM.
-    """
+    """Return the first drafter layer of models such as DeepSeek, where it follows the others."""
     text = config.get("text_config")
     values = {**config, **(text if isinstance(text, dict) else {})}
     layers = values.get("num_hidden_layers")
@@ -258,9 +255,7 @@ def summarise_headers(shards: Mapping[str, Header], index: Mapping[str, str] | N
     norm = names.get("model.language_model.norm.weight")
     return Summary(
         names=names,
-        stored_bytes=sum(
-            tensor.size_bytes for header in shards.values() for tensor in header.tensors.values()
-        ),
+        stored_bytes=sum(header.data_bytes for header in shards.values()),
         tensors=tensors,
         sizes_bytes=sizes_bytes,
         duplicates=[name for name, files in copies.items() if len(files) > 1],
@@ -319,7 +314,8 @@ def report(subject: InspectedCheckpoint) -> dict[str, Any]:
     summary = summarise_headers(subject.shards, subject.index)
     quantization = subject.config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
-    shards = subject.shards
+    shards, sizes = subject.shards, summary.sizes_bytes
+    tensor_counts = {path: len(header.tensors) for path, header in shards.items()}
     recipe = describe_recipe(summary, shards)
     if method := quantization.get("quant_method"):
         recipe += f", quant_method {method}"
@@ -330,7 +326,7 @@ def report(subject: InspectedCheckpoint) -> dict[str, Any]:
         "recipe": recipe,
         "shards": len(shards),
         "tensors": len(summary.names),
-        "unique_bytes": summary.sizes_bytes.total(),
+        "unique_bytes": sizes.total(),
         "stored_bytes": summary.stored_bytes,
         "layers": summary.layers,
         "linear_layers": summary.linear_layers,
@@ -339,12 +335,7 @@ def report(subject: InspectedCheckpoint) -> dict[str, Any]:
         "mtp_tensors": summary.mtp,
         "base_tensors": len(summary.names) - summary.mtp,
         "groups": [
-            {
-                "group": group,
-                "dtype": dtype,
-                "tensors": count,
-                "bytes": summary.sizes_bytes[group, dtype],
-            }
+            {"group": group, "dtype": dtype, "tensors": count, "bytes": sizes[group, dtype]}
             for (group, dtype), count in sorted(summary.tensors.items())
         ],
         "duplicates": len(summary.duplicates),
@@ -360,11 +351,7 @@ def report(subject: InspectedCheckpoint) -> dict[str, Any]:
             if key in _QUANTIZATION_KEYS and isinstance(value, str | int | float)
         },
         "files": [
-            {
-                "path": path,
-                "bytes": size,
-                "tensors": len(shards[path].tensors) if path in shards else None,
-            }
+            {"path": path, "bytes": size, "tensors": tensor_counts.get(path)}
             for path, size in sorted(subject.files.items())
         ],
     }
