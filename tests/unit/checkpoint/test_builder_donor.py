@@ -345,6 +345,6 @@ def test_merged_requests_cover_each_range_once_in_order(pieces, gap, limit):
         longest = max(wanted.end - wanted.begin for wanted in request.ranges)
         assert request.end - request.begin <= max(limit, longest)
         reached = request.begin
-        for piece in request.ranges:
-            assert piece.begin - reached <= gap
-            reached = max(reached, piece.end)
+        for wanted in request.ranges:
+            assert wanted.begin - reached <= gap
+            reached = max(reached, wanted.end)
