@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
@@ -26,6 +26,10 @@ from spark_deploy.config.errors import SparkError
 from spark_deploy.ticking import ticking
 
 Note = Callable[[str], None]
+
+
+class RejectedError(SparkError):
+    """The engine rejected a request (HTTP 400)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,39 +98,52 @@ def measure_answer(
         "max_tokens": tokens, "stream": True, "stream_options": {"include_usage": True},
         **({} if temperature is None else {"temperature": temperature}),
     }  # fmt: skip
+    usage, first_s = dict[str, Any](), None
+    started = time.monotonic()
+    for chunk in chunks_of(endpoint, body):
+        usage = chunk.get("usage") or usage
+        for piece, is_reasoning in _pieces(chunk):
+            first_s = first_s or time.monotonic() - started
+            show(piece, is_reasoning)
+    wall_s = time.monotonic() - started
+    if first_s is None or not usage:
+        raise _failed(endpoint, "the answer has no tokens or no usage block")
+    counts = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+    return Answer("", 1, tokens, *counts, round(first_s, 4), round(wall_s, 4))
+
+
+def chunks_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Send a chat request and yield the parts of the stream, or the whole answer."""
     url = urlsplit(endpoint.base_url)
     address = (url.hostname or "", url.port)
     connection = HTTPConnection(*address, timeout=_REQUEST_LIMIT_S)
     if url.scheme == "https":
         trust = ssl.create_default_context(cafile=endpoint.ca)
         connection = HTTPSConnection(*address, timeout=_REQUEST_LIMIT_S, context=trust)
-    problem, usage, first_s = "", dict[str, Any](), None
-    started = time.monotonic()
     try:
         headers = {"Authorization": f"Bearer {endpoint.key}", "Content-Type": "application/json"}
         connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
             excerpt = response.read(300).decode(errors="replace")
-            problem = f"returned HTTP {response.status}: {excerpt}"
-        for line in () if problem else response:
+            error_type = RejectedError if response.status == 400 else SparkError
+            raise _failed(endpoint, f"returned HTTP {response.status}: {excerpt}", error_type)
+        if not body.get("stream"):
+            yield json.loads(response.read())
+        for line in response:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                chunk = json.loads(line[6:])
-                usage = chunk.get("usage") or usage
-                for piece, is_reasoning in _pieces(chunk):
-                    first_s = first_s or time.monotonic() - started
-                    show(piece, is_reasoning)
+                yield json.loads(line[6:])
     except (OSError, HTTPException, ValueError) as error:
-        problem = f"{type(error).__name__}: {error}"
+        raise _failed(endpoint, f"{type(error).__name__}: {error}") from error
     finally:
         connection.close()
-    wall_s = time.monotonic() - started
-    if problem or first_s is None or not usage:
-        problem = problem or "the answer has no tokens or no usage block"
-        fix = "check the server with `spark-deploy status`, then run again"
-        raise SparkError.one(endpoint.base_url, problem, fix)
-    counts = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
-    return Answer("", 1, tokens, *counts, round(first_s, 4), round(wall_s, 4))
+
+
+def _failed(
+    endpoint: Endpoint, problem: str, error_type: type[SparkError] = SparkError
+) -> SparkError:
+    fix = "check the server with `spark-deploy status`, then run again"
+    return error_type.one(endpoint.base_url, problem, fix)
 
 
 def _pieces(chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:

@@ -20,6 +20,7 @@ _LOADS = (
     "vllm bench serve of {}, on the host: uncached random prompts, greedy, answers of fixed "
     "length; means over all requests"
 )
+_TOOLS = "greedy requests without thinking; names, types and values of all calls must be exact"
 _SEEDS_TITLE, _GRID_TITLE = "Protocol: seeds", "Protocol: llama-benchy"
 _HOST_TITLE = "Host during the benchmark"
 Rows = list[list[str]]
@@ -55,6 +56,8 @@ def sections(results: Sequence[BenchResult]) -> Iterator[tuple[str, str, Rows]]:
         )
         published = f". Published: {'; '.join(sources)}" if sources else ""
         yield _SEEDS_TITLE, _SEEDS + published, seeds_table(results)
+    if any(result.tools for result in results):
+        yield "Protocol: tools", _TOOLS, tools_table(results)
     if any(result.cells for result in results):
         versions = dict.fromkeys(result.llama_benchy or "?" for result in results if result.cells)
         yield _GRID_TITLE, _GRID.format(", ".join(versions)), grid_table(results)
@@ -106,11 +109,29 @@ def _speeds_of(prompt: str, answers: Sequence[Mapping[str, Answer]]) -> list[flo
     return [run[prompt].tokens_per_s if prompt in run else None for run in answers]
 
 
+def tools_table(results: Sequence[BenchResult]) -> Rows:
+    problems = [{case.name: case.problem for case in result.tools} for result in results]
+    scores = (
+        f"{[*cases.values()].count(None)} of {len(cases)}" if cases else "-" for cases in problems
+    )
+    rows = [["", *names_of(results)], ["right", *scores]]
+    for name in dict.fromkeys(name for cases in problems for name in cases):
+        cells = [cases.get(name, "-") or "right" for cases in problems]
+        rows += [[name, *cells]] if set(cells) != {"right"} else []
+    return rows
+
+
 def grid_table(results: Sequence[BenchResult]) -> Rows:
     rows = [["tok/s at depth, clients", *names_of(results)]]
     for case in sorted({cell.case for result in results for cell in result.cells}):
         speeds = [{c.case: c.decode_tokens_per_s for c in r.cells}.get(case) for r in results]
         rows.append([f"{case[0]}, {case[1]}", *_compare(speeds)])
+    # llama-benchy sends the context first, so a prefix cache has it.
+    for case in sorted({cell.case for result in results for cell in result.cells}):
+        waits = [{c.case: c.first_response_ms for c in r.cells}.get(case) for r in results]
+        rows.append(
+            [f"{case[0]}, {case[1]}: first token of the next turn, ms", *_compare(waits, 0)]
+        )
     return rows
 
 

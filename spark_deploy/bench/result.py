@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
+from spark_contract.documents import OPTIONAL
 from spark_contract.tool import STAND_IN
 
 from spark_deploy.config.documents import CLOSED
@@ -108,6 +110,16 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
+class ToolCase:
+    """A case of protocol `tools`."""
+
+    name: str
+    """Name in `catalog/tool_calls.yml`."""
+    problem: str | None
+    """First difference from the expected calls; null: right."""
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class Sample:
     """The state of the host at a point in time."""
 
@@ -189,6 +201,8 @@ class BenchResult:
     """Protocol `vllm-bench`; empty if not requested."""
     vllm: str | None = None
     """Version of vLLM for `vllm-bench`."""
+    tools: tuple[ToolCase, ...] = field(default=(), metadata=OPTIONAL)
+    """Protocol `tools`; empty if not requested."""
     published: tuple[Published, ...] = ()
     """Published figures to compare with `seeds`."""
 

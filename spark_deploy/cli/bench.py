@@ -15,8 +15,8 @@ from spark_contract.documents import DocumentError, parse, to_json, to_plain
 from spark_contract.release import Release
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.bench import host, protocols, report
-from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served
+from spark_deploy.bench import host, protocols, report, tools
+from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served, ToolCase
 from spark_deploy.bench.submission import Origin, write_submission
 from spark_deploy.cli import changes
 from spark_deploy.cli.connect import connection_of, login_of, open_endpoint
@@ -28,7 +28,7 @@ from spark_deploy.ticking import ticking
 
 _TICK_S = 30.0  # between notes; a run takes hours
 _COUNT = click.IntRange(min=1)
-_PROTOCOL = click.Choice(["seeds", "llama-benchy", "vllm-bench"])
+_PROTOCOL = click.Choice(["seeds", "tools", "llama-benchy", "vllm-bench"])
 _Sizes = TypeVar("_Sizes", protocols.Grid, protocols.Case)
 
 
@@ -73,6 +73,7 @@ def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
 @click.command
 @click.option("--out", metavar="DIR", default="bench", type=FOLDER, help="Folder of results.")
 @_many("--protocol", "protocols", type=_PROTOCOL, help="Only this protocol; repeatable.")
+@click.option("--tools", is_flag=True, help="Short for --protocol tools: score 20 tool calls.")
 @service_option("This service instead of the main service.")
 @_many("--compare", metavar="FILE", type=FILE, help="Compare result files.")
 @_many(
@@ -90,7 +91,10 @@ def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
 @click.option("-y", "--yes", is_flag=True, help="Skip the confirmation of a ladder.")
 @click.option("--book-url", metavar="URL", help="Text for llama-benchy's prompts.")
 @shared_options(plans=True)
-def bench(options: Options, out: str, compare: Sequence[str], ladder: bool, **choices: Any) -> int:
+def bench(
+    options: Options, out: str, compare: Sequence[str], ladder: bool, tools: bool, **choices: Any
+) -> int:
+    choices["protocols"] += ("tools",) * tools
     folder, measurement = Path(out), Measurement(**choices)
     code, results = 0, list[BenchResult]()
     if compare:
@@ -211,13 +215,14 @@ def _measure(
         samples = stack.enter_context(host.sample_host(login))
         before = host.read_draft_counters(login, service)
         answers = run.measure_seeds()
+        tool_cases = run.measure_tools()
         benchy_version, cells = run.measure_grid(raw)
         vllm_version, loads = run.measure_loads(connection.port, connection.key_path)
         after = host.read_draft_counters(login, service)
     drafted, accepted = (max(0, b - a) for a, b in zip(before, after, strict=True))
     result = BenchResult(
         1, started_at, served, answers, cells, benchy_version, drafted, accepted, tuple(samples),
-        tuple(notes), loads, vllm_version, published_figures(target.catalog, served),
+        tuple(notes), loads, vllm_version, tool_cases, published_figures(target.catalog, served),
     )  # fmt: skip
     if cells or loads:
         _submit(target, release, result, output_stem, raw)
@@ -278,6 +283,14 @@ class _Run:
         if not self.is_requested("seeds"):
             return ()
         return tuple(protocols.measure_seeds(self.endpoint, self.context_tokens, note))
+
+    def measure_tools(self) -> tuple[ToolCase, ...]:
+        if not self.is_requested("tools"):
+            return ()
+        if "--tool-call-parser" not in self.release.engine.argv:
+            self.skip("the model has no tool call parser", "set parsers.tool_call in its file")
+            return ()
+        return tuple(tools.measure_tools(self.endpoint, note))
 
     def measure_loads(self, port: int, key_path: str) -> tuple[str | None, tuple[Load, ...]]:
         if not self.is_requested("vllm-bench"):

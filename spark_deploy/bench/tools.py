@@ -1,0 +1,121 @@
+"""Protocol `tools`: requests whose tool calls must have exact names, types and values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+
+from spark_deploy.bench.protocols import Endpoint, Note, RejectedError, chunks_of
+from spark_deploy.bench.result import ToolCase
+from spark_deploy.config.checkout import CHECKOUT
+
+_MAX_TOKENS = 512
+Call = tuple[str, Any]  # name and arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    calls: tuple[Call, ...]
+    stream: bool
+
+
+def read_cases() -> Iterator[Case]:
+    data = yaml.safe_load((CHECKOUT / "catalog/tool_calls.yml").read_text(encoding="utf-8"))
+    for name, case in data["cases"].items():
+        messages: list[dict[str, Any]] = []
+        for turn in case.get("after", ()):
+            made = _as_openai(turn["calls"])
+            messages += [_user(turn), {"role": "assistant", "content": None, "tool_calls": made}]
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": result}
+                for call, result in zip(made, turn["results"], strict=True)
+            ]
+        calls = tuple(pair for call in case["calls"] for pair in call.items())
+        offered = dict.fromkeys([*(call for call, _ in calls), *case.get("also", ())])
+        tools = [_tool(tool, data["tools"][tool]) for tool in offered]
+        stream = case.get("stream", False)
+        yield Case(name, [*messages, _user(case)], tools, calls, stream)
+
+
+def _user(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": turn["prompt"]}
+
+
+def _tool(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = {
+        "type": "object", "properties": tool["properties"],
+        "required": list(tool["properties"]), "additionalProperties": False,
+    }  # fmt: skip
+    function = {"name": name, "description": tool["description"], "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _as_openai(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"id": f"call_{number}", "type": "function",
+         "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for number, call in enumerate(calls)
+        for name, arguments in call.items()
+    ]  # fmt: skip
+
+
+def measure_tools(endpoint: Endpoint, note: Note) -> Iterator[ToolCase]:
+    for case in read_cases():
+        try:
+            problem = find_problem(case, merge_deltas(chunks_of(endpoint, _body(endpoint, case))))
+        except RejectedError as error:
+            problem = error.problems[0].line
+        note(f"tools, {case.name}: {problem or 'right'}")
+        yield ToolCase(case.name, problem)
+
+
+def _body(endpoint: Endpoint, case: Case) -> dict[str, Any]:
+    return {
+        "model": endpoint.model, "messages": case.messages, "tools": case.tools,
+        "tool_choice": "auto", "temperature": 0, "max_tokens": _MAX_TOKENS, "stream": case.stream,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }  # fmt: skip
+
+
+def merge_deltas(chunks: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message of an answer from the parts of a stream, or from a single part."""
+    content, calls = "", dict[int, dict[str, Any]]()
+    for chunk in chunks:
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or choice.get("message") or {}
+            content += delta.get("content") or ""
+            for place, part in enumerate(delta.get("tool_calls") or ()):
+                call = calls.setdefault(part.get("index", place), {"name": "", "arguments": ""})
+                for key, text in (part.get("function") or {}).items():
+                    call[key] = call.get(key, "") + (text or "")
+    return {"content": content, "tool_calls": [call for _, call in sorted(calls.items())]}
+
+
+def find_problem(case: Case, message: Mapping[str, Any]) -> str | None:
+    """Return the first difference between a message and the case's calls."""
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in case.tools}
+    missing = list(case.calls)
+    for call in message["tool_calls"]:
+        name, text = call["name"], call["arguments"]
+        if name not in schemas:
+            return f"called {name!r}, which was not offered"
+        try:
+            arguments = json.loads(text)
+        except ValueError:
+            return f"the arguments of {name} are not JSON: {text[:80]!r}"
+        if error := next(Draft202012Validator(schemas[name]).iter_errors(arguments), None):
+            return f"{name}.{error.json_path[2:]}: {error.message[:80]}"
+        if (name, arguments) not in missing:
+            return f"called {name} with {json.dumps(arguments)[:160]}"
+        missing.remove((name, arguments))
+    if not message["tool_calls"]:
+        return f"no call; the answer is {message['content'][:80]!r}"
+    return f"did not call {missing[0][0]}" if missing else None
