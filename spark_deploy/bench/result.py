@@ -114,7 +114,7 @@ class ToolCase:
     """A case of protocol `tools`."""
 
     name: str
-    """Name in `catalog/tool_calls.yml`."""
+    """Name in `tool_calls.yml`."""
     problem: str | None
     """First difference from the expected calls; null: right."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,7 +13,6 @@ from jsonschema import Draft202012Validator
 
 from spark_deploy.bench.protocols import Endpoint, Note, RejectedError, chunks_of
 from spark_deploy.bench.result import ToolCase
-from spark_deploy.config.checkout import CHECKOUT
 
 _MAX_TOKENS = 512
 Call = tuple[str, Any]  # name and arguments
@@ -28,7 +28,7 @@ class Case:
 
 
 def read_cases() -> Iterator[Case]:
-    data = yaml.safe_load((CHECKOUT / "catalog/tool_calls.yml").read_text(encoding="utf-8"))
+    data = yaml.safe_load(Path(__file__).with_name("tool_calls.yml").read_text(encoding="utf-8"))
     for name, case in data["cases"].items():
         messages: list[dict[str, Any]] = []
         for turn in case.get("after", ()):

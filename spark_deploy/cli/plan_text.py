@@ -11,7 +11,7 @@ from spark_contract.release import Release
 from spark_contract.tool import COMPILING
 
 from spark_deploy.cli.hosts import ESTIMATED_COMMIT
-from spark_deploy.config.catalog.model import HybridModel, Model
+from spark_deploy.config.catalog.model import Architecture, HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import page
 from spark_deploy.lock.resolve import format_size
@@ -20,11 +20,21 @@ from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.host import disk_total, document
 from spark_deploy.plan.kv_cache import TURBOQUANT
 from spark_deploy.plan.memory import gib
-from spark_deploy.plan.speed import TOLERANCE, Calibration, Speed, best_speedup, speed_of
+from spark_deploy.plan.speed import (
+    TOLERANCE,
+    Calibration,
+    Speed,
+    best_speedup,
+    first_token_s,
+    next_turn_s,
+    speed_of,
+)
 from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServicePlan
 
 RATES_MB_PER_S = (25, 100)  # lines of 200 Mbit/s and 1 Gbit/s
 UNMEASURED = Calibration()
+# A coding session at the end of its day, and a turn of it.
+_SESSION_TOKENS, _TURN_TOKENS = 130_000, 1000
 _MAX_WORD_CHARACTERS = 1000
 _CHECKS = {
     "tool_call": "tool call",
@@ -55,7 +65,7 @@ def plan_text(
     if verbose:
         yield from plan_lines(plan, model, profile, calibration)
         return
-    yield from itertools.islice(speed_lines(plan, model, profile, calibration), 1)
+    yield from itertools.islice(speed_lines(plan, model, profile, calibration), 2)
     yield row("more", "-v prints downloads, files, unit and engine arguments")
 
 
@@ -274,6 +284,7 @@ def speed_lines(
     if count := calibration.reports:
         basis = f"scaled by {factor:.2f} from {count} Spark report{'s' if count > 1 else ''}"
     yield row("speed", f"{text} (computed, {basis}: {page('speed')})")
+    yield row("first token", _first_token(plan, shape, profile))
     largest = sorted(single.parts_s, key=lambda part: -part[1])[:4]
     shares = ", ".join(f"{name} {seconds / single.step_s:.0%}" for name, seconds in largest)
     yield row(
@@ -286,6 +297,17 @@ def speed_lines(
     if speedup:
         text = f"best further speedup: {speedup.setting}, about +{speedup.gain:.0%}"
     yield row("", text)
+
+
+def _first_token(plan: HostPlan, model: Architecture, profile: Profile) -> str:
+    session = min(_SESSION_TOKENS, plan.serve.check.max_model_len // 2)
+    new_s = first_token_s(model, session)
+    turn_s = next_turn_s(model, profile, plan.memory.block_tokens, session, _TURN_TOKENS)
+    reads = "with prefix caching" if profile.prefix_caching else "reads everything again"
+    return (
+        f"{new_s:.0f} s for a prompt of {session:,} tokens, {turn_s:.0f} s for the next turn of "
+        f"{_TURN_TOKENS:,} ({reads}; computed)"
+    )
 
 
 def _no_speed(plan: HostPlan, model: Model, profile: Profile) -> str:

@@ -133,11 +133,14 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
     published = model if isinstance(model, PlainModel) else None
     # Dropping the towers for pictures drops those for sounds as well.
     drops_towers = published is None or (published.vision and not published.audio)
+    context, long_prompt = context_tokens(model, profile), profile.limits.long_prompt_tokens
     return {
         # The watchdog polls these every few seconds.
         "disable-access-log-for-endpoints": "/health,/metrics",
         **option_values(profile.limits, profile.kv_cache),
-        "max-model-len": context_tokens(model, profile),
+        "max-model-len": context,
+        # The engine refuses a longer limit than its context.
+        "long-prefill-token-threshold": min(long_prompt, context) if long_prompt else None,
         "gpu-memory-utilization": memory.memory_fraction,
         "kv-cache-dtype": None if profile.kv_cache.dtype == "auto" else profile.kv_cache.dtype,
         "load-format": "spark_portable" if portable else profile.load_format,

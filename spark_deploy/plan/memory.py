@@ -29,7 +29,7 @@ GIB = 1024**3
 START_MARGIN = 1.02
 # All LoRA slots have the rank of the widest adapter, rounded up to these ranks.
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-_INT4 = 0.5 + 2 / 128 + 0.5 / 128
+INT4_BYTES = 0.5 + 2 / 128 + 0.5 / 128
 _INT8 = 1 + 2 / 128 + 1 / 128
 _BF16 = 2.0
 
@@ -65,8 +65,8 @@ def weights_of(model: Architecture) -> Weights:
     attention = model.attention_layers * _attention(model) + model.linear_layers * _gdn(model)
     mtp = mtp_layer_bytes(model)
     return Weights(
-        experts_bytes=round(model.layers * model.experts * expert * _INT4),
-        attention_bytes=round(attention * _INT4),
+        experts_bytes=round(model.layers * model.experts * expert * INT4_BYTES),
+        attention_bytes=round(attention * INT4_BYTES),
         embedding_bytes=round(matrix * _BF16),
         head_bytes=round(matrix * _BF16),
         head_int8_bytes=round(matrix * _INT8),
@@ -106,7 +106,7 @@ class MtpLayer(NamedTuple):
 
 
 def mtp_layer_bytes(model: Architecture) -> MtpLayer:
-    scheme = _INT4 if model.mtp_scheme == "int4" else _BF16
+    scheme = INT4_BYTES if model.mtp_scheme == "int4" else _BF16
     dense = 3 * model.hidden * model.shared_expert_width + model.experts * model.hidden
     joining = 2 * model.hidden * model.hidden
     return MtpLayer(

@@ -15,17 +15,23 @@ from dataclasses import dataclass
 from spark_deploy.config.catalog.model import Architecture, HybridModel
 from spark_deploy.config.catalog.profile import Profile, Speculation
 from spark_deploy.plan.engine_arguments import quantises_online
-from spark_deploy.plan.kv_cache import layer_bytes_per_token, own_drafts, state_bytes
-from spark_deploy.plan.memory import mtp_layer_bytes, served_architecture, weights_of
+from spark_deploy.plan.kv_cache import TURBOQUANT, layer_bytes_per_token, own_drafts, state_bytes
+from spark_deploy.plan.memory import INT4_BYTES, mtp_layer_bytes, served_architecture, weights_of
 
 BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by the data sheet
 # Efficiency relative to that bandwidth. Community reports of INT4 kernels:
 LARGE_INT4 = 0.84
+# Arithmetic of a prompt on a host: half of the 3,382 tokens/s reported for two Sparks and the 122B
+# with prompts of 2,048 tokens (proofs/speed-model.md). Attention is assumed as fast.
+PROMPT_FLOPS_PER_S = 2.86e13
 # Fitted with LAYER_S on two published figures: 28.3 and 30.8 tokens/s of profiles base and hybrid.
 SMALL = 0.578
 LAYER_S = 92e-6  # launches, norms, routing and waiting, for each layer of a step
 # Relative to the bandwidth of the H200 that measured it (proofs/results/gpu/lm-head.json, batch 1).
 HEADS = {"keep": 0.96, "int8-g128": 0.81, "int8-triton": 0.99}
+# Longer than FlashAttention, for each attention layer of a step or draft: reported for upstream's
+# kernels at 128 tokens on an H100 (vllm-project/vllm#53060), so a lower bound for a Spark.
+TURBOQUANT_S = 29e-6
 # Published acceptance: 0.95 with a single draft, 0.8 with two. Later drafts: like the second.
 FIRST_ACCEPTED, LATER_ACCEPTED = 0.95, 0.684
 TOLERANCE = 0.15
@@ -90,6 +96,28 @@ def experts_touched(model: Architecture, tokens: int) -> float:
     return model.experts * float(1 - excluded**tokens)
 
 
+def first_token_s(model: Architecture, tokens: int, cached_tokens: int = 0) -> float:
+    """Return the computed time to read ``tokens`` after those that the prefix cache has."""
+    sizes = weights_of(model)
+    experts = sizes.experts_bytes * model.experts_per_token / model.experts
+    weights = (experts + sizes.attention_bytes) / INT4_BYTES
+    weights += (sizes.shared_bytes + sizes.routers_bytes) / 2
+    attention = 4 * model.attention_layers * model.attention_heads * model.head_width
+    flops = tokens * (2 * weights + attention * (cached_tokens + tokens / 2))
+    return flops / PROMPT_FLOPS_PER_S
+
+
+def next_turn_s(
+    model: Architecture, profile: Profile, block_tokens: int, session_tokens: int, new_tokens: int
+) -> float:
+    """Return the computed time to the first token of a later turn.
+
+    Prefix caching finds all but the last block of the session, on average half a block.
+    """
+    known = max(0, session_tokens - block_tokens // 2) if profile.prefix_caching else 0
+    return first_token_s(model, session_tokens + new_tokens - known, known)
+
+
 def best_speedup(model: HybridModel, profile: Profile) -> Speedup | None:
     now = speed_of(model.architecture, profile).tokens_per_s
     speedups = [
@@ -129,6 +157,8 @@ def _parts(
     yield "states of linear layers", _seconds(requests * states, LARGE_INT4)
     yield "KV cache", _seconds(requests * context_tokens * cache, LARGE_INT4)
     yield "launches", model.layers * LAYER_S
+    if profile.kv_cache.dtype in TURBOQUANT:
+        yield "TurboQuant", (model.attention_layers + drafts * model.mtp_layers) * TURBOQUANT_S
     if drafts:
         yield "drafts", drafts * (model.mtp_layers * _mtp_layer_s(model, requests) + head_s)
 

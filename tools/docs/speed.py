@@ -19,8 +19,10 @@ from spark_deploy.plan.speed import (
     LATER_ACCEPTED,
     LAYER_S,
     MAX_DRAFTS,
+    PROMPT_FLOPS_PER_S,
     SMALL,
     TOLERANCE,
+    TURBOQUANT_S,
     speed_of,
 )
 from tools.docs.declared import row
@@ -40,6 +42,16 @@ NUMBERS = (
     ),
     ("shared experts, routers, 16-bit drafter", f"{SMALL:.1%} of bandwidth", "fitted"),
     ("each layer", f"{LAYER_S * 1e6:.0f} µs", "fitted"),
+    (
+        "TurboQuant, each attention layer",
+        f"{TURBOQUANT_S * 1e6:.0f} µs",
+        "reported for an H100, vllm-project/vllm#53060",
+    ),
+    (
+        "prompts",
+        f"{PROMPT_FLOPS_PER_S / 1e12:.1f} TFLOPS",
+        "half of a published speed of two Sparks",
+    ),
     *((f"LM head, {head}", f"{share:.0%} of bandwidth", ON_H200) for head, share in HEADS.items()),
     ("first draft accepted", str(FIRST_ACCEPTED), "published: 95 % accepted with one draft"),
     (

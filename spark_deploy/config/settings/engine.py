@@ -27,6 +27,9 @@ class Limits:
     max_sequences: int = Field(ge=1, le=1024, description="Requests processed at the same time.")
     max_batched_tokens: int = Field(ge=1)
     """Tokens of one engine step; more speeds up prompts and needs memory."""
+    long_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a longer prompt in one step while other requests run, so that their answers
+    continue; null: no limit."""
     memory_fraction: float = Field(gt=0, le=0.95)
     """Share of memory.total_gib the engine may take in all."""
 
@@ -56,6 +59,7 @@ _OPTIONS = {
     ("limits", "max_context_tokens"): Option("max-model-len", "engine.max_context_tokens"),
     ("limits", "max_sequences"): Option("max-num-seqs", "engine.max_sequences"),
     ("limits", "max_batched_tokens"): Option("max-num-batched-tokens"),
+    ("limits", "long_prompt_tokens"): Option("long-prefill-token-threshold"),
     ("limits", "memory_fraction"): Option("gpu-memory-utilization", "engine.memory_fraction"),
     ("kv_cache", "size_gib"): Option("kv-cache-memory-bytes", "engine.kv_cache_gib"),
     ("kv_cache", "dtype"): Option("kv-cache-dtype"),

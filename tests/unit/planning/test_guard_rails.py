@@ -75,6 +75,7 @@ TRIPS: dict[str, dict[str, Any]] = {
     "one-gpu-in-a-host": {"devices": 2},
     "ray": {"executor": "ray"},
     "pipeline-parallel-with-drafts": {"pipeline_stages": 2, "speculation_tokens": 2},
+    "drafts-on-several-hosts": {"hosts": 2, "speculation_tokens": 1},
     "experts-of-one-group": {"expert_width_per_device": 128},
     "prefixes-on-a-pair-of-397b": {"model": "qwen3.5-397b", "hosts": 2, "prefix_caching": True},
     "nvfp4": {"formats": "org/model-nvfp4"},

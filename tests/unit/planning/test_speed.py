@@ -8,11 +8,16 @@ from spark_deploy.cli.plan_text import speed_lines
 from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.engine import KvCache
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.kv_cache import cache_shape
+from spark_deploy.plan.memory import plan_memory
 from spark_deploy.plan.speed import (
     HEADS,
     TOLERANCE,
     best_speedup,
     experts_touched,
+    first_token_s,
+    next_turn_s,
     speed_of,
     tokens_per_step,
 )
@@ -88,6 +93,45 @@ def test_long_contexts_cost_less_with_smaller_cache():
     assert speed("auto", 0) > speed("auto", 100_000) > speed("auto", 200_000)
     assert speed("auto", 0) == speed("fp8", 0)
     assert speed("auto", 200_000) < speed("fp8", 200_000)
+
+
+def test_prompt_speed_is_half_of_the_published_speed_of_two_sparks():
+    """3,382 tokens/s; the parameters of a token are counted a second time."""
+    model = SHIPPED.model("qwen3.5-122b").architecture
+    assert 2048 / first_token_s(model, 2048) == pytest.approx(3382 / 2, rel=0.01)
+    routed = 48 * 3072 * (9 * 3 * 1024 + 256)
+    full = 12 * 3072 * (2 * 32 * 256 + 2 * 2 * 256 + 32 * 256)
+    linear = 36 * 3072 * (2 * 2048 + 3 * 8192 + 128)
+    flops = 1000 * (2 * (routed + full + linear) + 4 * 12 * 32 * 256 * (100_000 + 500))
+    assert first_token_s(model, 1000, 100_000) == pytest.approx(flops / 2.86e13, rel=0.01)
+
+
+def test_later_turns_of_agent_begin_sooner_than_those_of_v2():
+    agent, v2 = (SHIPPED.profile(name, "qwen3.5-122b") for name in ("agent", "v2"))
+    model = SHIPPED.model("qwen3.5-122b").architecture
+    turns = [next_turn_s(model, profile, 2112, 130_000, 1000) for profile in (agent, v2)]
+    assert 20 * turns[0] < turns[1]
+    line = list(speed_lines(plan_of(profile="agent"), LARGE, CATALOG.profile("agent", "large")))[1]
+    assert "first token" in line
+    assert "130,000" in line
+
+
+def test_four_sessions_of_130k_tokens_fit_into_the_cache_of_agent():
+    """A later turn finds a session only if its cache blocks were not needed by others."""
+    shape = cache_shape(
+        SHIPPED.model("qwen3.5-122b").architecture, SHIPPED.profile("agent", "qwen3.5-122b")
+    )
+    memory = plan_memory(
+        SHIPPED.model("qwen3.5-122b"), SHIPPED.profile("agent", "qwen3.5-122b"), Settings()
+    )
+    blocks = memory.kv_cache_bytes // shape.block_bytes
+    assert 4 * shape.request_blocks(130_000) < 0.65 * blocks
+
+
+def test_turboquant_is_slower_than_16_bits_in_short_contexts():
+    pair = (SHIPPED.profile(name, "qwen3.5-122b") for name in ("v2-tq", "v2"))
+    speeds = [speed_of(SHIPPED.model("qwen3.5-122b").architecture, p).tokens_per_s for p in pair]
+    assert speeds[0] < speeds[1]
 
 
 def test_plan_text_promises_no_speed_of_turboquant_in_long_contexts():

@@ -46,7 +46,7 @@ from spark_deploy.config.settings.engine import option_problems
 from spark_deploy.config.settings.types import Settings
 catalog = read_catalog()
 model, settings = catalog.model("qwen3.5-122b"), Settings()
-for name in ("v2", "agent"):
+for name in ("v2", "base"):
     profile = catalog.profile(name, model.name)
     argv = engine_arguments(model, profile, plan_memory(model, profile, settings), ())
     print(argv[argv.index("--max-naps") + 1] if "--max-naps" in argv else "missing")
