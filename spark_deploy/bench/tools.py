@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonschema import Draft202012Validator
 
 from spark_deploy.bench.protocols import Endpoint, Note, RejectedError, chunks_of
 from spark_deploy.bench.result import ToolCase
+from spark_deploy.config.schema_errors import problems_of
 
 _MAX_TOKENS = 512
 Call = tuple[str, Any]  # name and arguments
@@ -111,8 +111,8 @@ def find_problem(case: Case, message: Mapping[str, Any]) -> str | None:
             arguments = json.loads(text)
         except ValueError:
             return f"the arguments of {name} are not JSON: {text[:80]!r}"
-        if error := next(Draft202012Validator(schemas[name]).iter_errors(arguments), None):
-            return f"{name}.{error.json_path[2:]}: {error.message[:80]}"
+        if problem := next(problems_of(arguments, schemas[name], lambda _: "arguments"), None):
+            return f"{name}: {problem.where}: {problem.what}"
         if (name, arguments) not in missing:
             return f"called {name} with {json.dumps(arguments)[:160]}"
         missing.remove((name, arguments))

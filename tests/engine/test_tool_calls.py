@@ -5,6 +5,7 @@ what it reads is understood.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).with_name("engine_tool_parsers.py")
 CASES = list(read_cases())
 QWEN = {"tool_call": "qwen3_coder", "reasoning": "qwen3"}
+PARTS = ("vllm/parser/", "vllm/tool_parsers/", "vllm/reasoning/")
 HERMES = {"tool_call": "hermes", "reasoning": "qwen3"}
 
 
@@ -48,14 +50,16 @@ def requests():
                     }  # fmt: skip
 
 
-def parsers_of(version):
-    """Return a folder with the parsers of a released wheel; the lab's engine has the rest."""
+def copy_parsers(version, folder):
+    """Copy the parsers of a released wheel; the lab's engine has the rest."""
     release = RELEASES[version]
     record = f"{release.project.replace('-', '_')}-{version}.dist-info/RECORD"
     lines = (fetch(version, {record}) / record).read_text().splitlines()
-    parts = ("vllm/parser/", "vllm/tool_parsers/", "vllm/reasoning/")
-    files = {line.split(",")[0] for line in lines if line.startswith(parts)}
-    return fetch(version, {file for file in files if file.endswith(".py")})
+    files = {line.split(",")[0] for line in lines if line.startswith(PARTS) and ".py," in line}
+    root = fetch(version, files)
+    for part in PARTS:
+        shutil.copytree(root / part, folder / part)
+    return folder
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
@@ -63,7 +67,7 @@ def test_every_case_is_parsed_whole_and_streamed(version, tmp_path):
     cases, bodies = zip(*requests(), strict=True)
     (tmp_path / "requests.json").write_text(json.dumps(bodies))
     words = [str(tmp_path / name) for name in ("requests.json", "answers.json")]
-    words += [] if version == ENGINE_VERSION else [str(parsers_of(version))]
+    words += [] if version == ENGINE_VERSION else [str(copy_parsers(version, tmp_path))]
     run_engine(tmp_path, str(SCRIPT), *words)
     answers = json.loads((tmp_path / "answers.json").read_text())
     problems = []
