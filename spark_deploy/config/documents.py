@@ -55,10 +55,11 @@ def name_entries(field: str) -> BeforeValidator:
     def add_key_as_field(entries: Any) -> Any:
         if not isinstance(entries, dict):
             return entries
-        return {
-            key: {**entry, field: key} if isinstance(entry, dict) else entry
-            for key, entry in entries.items()
-        }
+        result = dict(entries)
+        for key, entry in entries.items():
+            if isinstance(entry, dict):
+                result[key] = {**entry, field: key}
+        return result
 
     return BeforeValidator(add_key_as_field)
 

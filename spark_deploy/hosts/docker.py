@@ -146,7 +146,7 @@ def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
 
 @host_command
 def apply_keys(
-    _: State,
+    state: State,
     host: Host,
     arguments: Mapping[str, Any],
     wanted: Mapping[str, Any],

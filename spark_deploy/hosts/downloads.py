@@ -153,7 +153,7 @@ _PORT = 8010
 def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
     """Record which files this host has, lacks or is downloading, so that hosts can share them."""
     if not host.state.is_executing:
-        host.noop("files are noted when the deploy runs")
+        host.noop("recorded when the deploy runs")
         return
     names = tuple(work.job.digest12 for work in jobs)
     states = read_fact(JobStates, jobs=names, target=PREPARE.unit(release))
@@ -172,7 +172,7 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
             # Whether a host still has an image's blobs is checked only if another host needs them.
             trees[work.layers.digest] = "not needed" if state == "complete" else state
     _members[current_host()] = Member(host.name, "", trees)
-    host.noop("files noted")
+    host.noop("files recorded")
 
 
 @host_operation

@@ -74,7 +74,7 @@ def _slow_links(host: str, links: Sequence[FabricLink]) -> Iterator[Problem]:
     for link in with_rdma.values():
         where = f"{host}: {link.interface}"
         if link.speed_mbit_per_s is not None and link.speed_mbit_per_s < _FULL_MBIT_PER_S:
-            message = f"linked at {link.speed_mbit_per_s // 1000} Gb/s of 200"
+            message = f"the link runs at {link.speed_mbit_per_s // 1000} of 200 Gb/s"
             fix = "use a cable for 200 Gb/s; behind a switch set the speed of the switch port"
             yield Problem(where, message, fix)
         if link.mtu < _LARGE_MTU:

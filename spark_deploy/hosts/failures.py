@@ -94,7 +94,7 @@ def rollout_failure(
 
 def _outcome(release: str, rollout: Rollout, subject: str) -> str:
     if not rollout.ended_at:  # interrupted, or never started
-        return f"the change to {subject} was cut off"
+        return f"the rollout of {subject} was interrupted"
     if rollout.serving == release:
         return "the check of this release failed"
     return f"{subject} was rejected"

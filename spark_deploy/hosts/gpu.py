@@ -191,15 +191,16 @@ class CudaState(HostFact[Cuda]):
 def parse_version_json(lines: Iterable[str]) -> list[Toolkit]:
     """Parse files that each follow a line `# path`; skip invalid files."""
     texts: dict[str, list[str]] = {}
+    text: list[str] = []
     for line in lines:
         if line.startswith("# "):
-            texts[line[2:]] = []
-        elif texts:
-            next(reversed(texts.values())).append(line)
+            text = texts[line[2:]] = []
+        else:
+            text.append(line)
     toolkits = []
-    for path, text in texts.items():
+    for path, content in texts.items():
         with suppress(ValueError, KeyError, TypeError):
-            version = str(json.loads("\n".join(text))["cuda"]["version"])
+            version = str(json.loads("\n".join(content))["cuda"]["version"])
             toolkits.append(Toolkit(path.removesuffix("/version.json"), version))
     return toolkits
 

@@ -194,7 +194,7 @@ def compare_donor_tensors(jobs: Sequence[Work]) -> None:
 
 
 @host_command
-def _wait_until_done(_: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool:
+def _wait_until_done(state: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool:
     titles = {job.digest12: job.title for job in jobs}
     logged: dict[str, tuple[str, float]] = {}
     deadline = time.monotonic() + timeout_s

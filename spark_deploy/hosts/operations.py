@@ -302,12 +302,12 @@ def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[
     def guarded(state: State, host: Host, *args: P.args, **kwargs: P.kwargs) -> bool:
         try:
             return body(state, host, *args, **kwargs)
-        except HostError as refused:
-            return _report_failure(state, host, str(refused))
-        except CommandError as failure:
+        except HostError as error:
+            return _report_failure(state, host, str(error))
+        except CommandError as error:
             where = f"{host.name}: {body.__name__}"
-            problem = Problem(where, str(failure), "run again; finished steps stay done")
-            if is_disconnected(host) or isinstance(failure.__cause__, SSHException):
+            problem = Problem(where, str(error), "run again; finished steps stay done")
+            if is_disconnected(host) or isinstance(error.__cause__, SSHException):
                 problem = unreachable(where, "the connection was lost")
             return _report_failure(state, host, str(problem))
 

@@ -192,9 +192,11 @@ def verify_rollback(service: str, configured_pair: str) -> None:
     status = read_fact(Status)
     state = status.service(service)
     release = state.good if state else None
-    why = status.unproven_reason(service, release) if release else "no release was ever proven here"
-    if why:
-        message = f"not proven: {why}"
+    reason = "no release was ever proven here"
+    if release:
+        reason = status.unproven_reason(service, release)
+    if reason:
+        message = f"not proven: {reason}"
         fix = "run `spark-check` on the host to see which check fails, or run deploy.py"
         fail(f"{this_host.name}: {release or service}", message, fix)
     serves = status.release(release)

@@ -36,7 +36,7 @@ from spark_deploy.plan.resolve import Request, pair_of
 from spark_deploy.plan.types import HostPlan, PayloadIdentity, Ports, SourcePlan
 
 # Hosts are planned in parallel; only the first queries the hub.
-_locking = threading.Lock()
+_hub_queries = threading.Lock()
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LOCK_FIX = "run `spark-deploy update --missing` and keep the file"
 
@@ -66,7 +66,7 @@ def plan_for(host: Host) -> HostPlan:
     """Return a host's plan; lock new names and log them."""
     context = context_of(host)
     loaded, catalog = context.loaded, context.catalog
-    with _locking:
+    with _hub_queries:
         lock = load_or_extend_lock(loaded.settings, catalog, loaded.lock_path, logger.info)
         lock = verified_lock(loaded.settings, catalog, loaded.lock_path, lock, logger.info)
     fabric = ports_of(loaded.settings.cluster.hosts)
@@ -160,7 +160,7 @@ def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log
     try:
         return verify_names(settings, catalog, lock, log)
     except headers.HeadersUnavailableError as error:
-        log(f"names are not compared with the catalog yet: {error.problems[0].line}")
+        log(f"tensor names could not be compared with the catalog: {error.problems[0].line}")
         return lock
 
 

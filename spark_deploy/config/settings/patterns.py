@@ -36,7 +36,7 @@ RelativePath = Annotated[
 ]
 _PACKAGE = r"^[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?(=[A-Za-z0-9.+:~-]+)?$"
 Package = Annotated[
-    str, text_field(_PACKAGE, "a package as apt names it, with =VERSION if needed", "jq=1.7.1-3")
+    str, text_field(_PACKAGE, "a name of an apt package, with =VERSION if needed", "jq=1.7.1-3")
 ]
 _SUITE = r"^(\./|[A-Za-z0-9][A-Za-z0-9._/-]*)$"
 Suite = Annotated[str, text_field(_SUITE, "a word, or ./ for a flat repository", "noble")]
@@ -70,10 +70,12 @@ IpAddress = Annotated[
 ]
 _IMAGE = "^[a-z0-9][A-Za-z0-9._/:@-]*$"
 ImageName = Annotated[
-    str, text_field(_IMAGE, "an image as `docker pull` takes it", "vllm/vllm-openai:v0.11.0")
+    str, text_field(_IMAGE, "an image that `docker pull` accepts", "vllm/vllm-openai:v0.11.0")
 ]
 IMAGE_ROLE = text_schema("^[a-z][a-z0-9_]*$", "a name of small letters, digits and _", "engine")
-RAIL_NAME = text_schema("^[a-z0-9-]+$", "the rule as the error named it", "turboquant-with-drafts")
+RAIL_NAME = text_schema(
+    "^[a-z0-9-]+$", "the name of the rule in the error message", "turboquant-with-drafts"
+)
 RailName = Annotated[str, Field(json_schema_extra=RAIL_NAME)]
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")

@@ -215,7 +215,7 @@ def test_deploy_continues_without_the_hub(hub, settings, lock, tmp_path):
     assert verified_lock(settings, CATALOG, path, lock, output.append) == lock
     assert not path.exists()
     [line] = output
-    assert line.startswith("names are not compared with the catalog yet: ")
+    assert line.startswith("tensor names could not be compared with the catalog: ")
     assert "the server returned 404" in line
     hub.fault = None
     assert verified_lock(settings, CATALOG, path, lock, output.append) == read_lock(path)

@@ -24,7 +24,7 @@ REACHED = {LINK.address: "yes", TWIN.address: "yes"}
          ["fab1: no packet of 9000 bytes comes back from spark-2"], []),
         ((replace(LINK, other_mtu=1500), TWIN), REACHED, ["fab0: MTU 9000, but 1500 on"], []),
         ((replace(LINK, speed_mbit_per_s=100000), TWIN), REACHED, [],
-         ["linked at 100 Gb/s of 200"]),
+         ["the link runs at 100 of 200 Gb/s"]),
         ((replace(LINK, mtu=1500, other_mtu=1500), TWIN), REACHED, [], ["MTU 1500"]),
         ((LINK,), {}, [], ["no ping", "half of the cable's speed"]),
     ],

@@ -362,9 +362,9 @@ NEVER_READY = "check ready: not ready after 2400 s: no answer; ValueError: Free 
         (None, "rollback-failed", {"reason": f"{REASON}; and the old release: it died"},
          f"{NOTHING}the new release was rejected: wrong", "and the old release: it died"),
         (OLD, "refused", {"serving": NEW}, f"{SERVES}the check of this release failed: ", "fix: "),
-        (OLD, "interrupted", CUT_OFF, f"{SERVES}the change to the new release was cut off: ", ""),
-        (None, "not-started", {**CUT_OFF, "reason": "error"}, f"{NOTHING}the change to", ""),
-        ("", "interrupted", CUT_OFF, f"{UNKNOWN}the change to the new release was", ""),
+        (OLD, "interrupted", CUT_OFF, f"{SERVES}the rollout of the new release was inter", ""),
+        (None, "not-started", {**CUT_OFF, "reason": "error"}, f"{NOTHING}the rollout of", ""),
+        ("", "interrupted", CUT_OFF, f"{UNKNOWN}the rollout of the new release was", ""),
     ],
 )  # fmt: skip
 def test_failed_change_names_serving_release_and_reasons(active, state, result, headline, more):
