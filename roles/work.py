@@ -50,7 +50,7 @@ def fetch(
     expect_fact(JobStates, lambda: arguments, slow=True)
     configure_job_proxy(name="Install the proxy of jobs", proxy=proxy)
     jobs = tuple(jobs)
-    note_files(name="Record which files the hosts have", jobs=jobs, release=release, fleet=fleet)
+    note_files(name="Note which files the hosts have", jobs=jobs, release=release, fleet=fleet)
     start_sharing(name="Start peer downloads", jobs=jobs, fleet=fleet)
     _start(jobs, release, lambda work: f"Fetch {work.job.title.removeprefix('fetch ')}", FETCH_JOB)
 
