@@ -22,7 +22,7 @@ from spark_deploy.lock.resolve import format_size
 from spark_deploy.lock.types import Lock
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.memory import weights_of
-from spark_deploy.plan.resolve import problems_of
+from spark_deploy.plan.resolve import can_serve
 from spark_deploy.plan.speed import speed_of
 
 HOST_COUNTS = (1, 2, 4)
@@ -112,7 +112,7 @@ def fitting_profiles(model: str, catalog: Catalog, count: int = 1) -> list[str]:
     names = [
         name
         for name, of in catalog.profiles
-        if of == model and not problems_of(settings_on(count, model, name), catalog)
+        if of == model and can_serve(settings_on(count, model, name), catalog)
     ]
     # Stages of the ladder exist for comparison; `plain` comes last if we build a checkpoint.
     return sorted(

@@ -50,13 +50,13 @@ def effective_profile(profile: Profile, settings: Settings) -> Profile:
         profile = replace(profile, shared_experts="fp8-base")
     if settings.engine.drafts is not None:
         profile = with_drafts(profile, settings.engine.drafts)
-    return replace(
-        _apply(profile, engine),
-        limits=_apply(profile.limits, engine),
-        speculation=profile.speculation and _apply(profile.speculation, engine),
-        kv_cache=_apply(profile.kv_cache, {"size_gib": settings.engine.kv_cache_gib}),
-        layout=settings.checkpoint.layout or profile.layout,
-    )
+    parts = {
+        "limits": _apply(profile.limits, engine),
+        "speculation": profile.speculation and _apply(profile.speculation, engine),
+        "kv_cache": _apply(profile.kv_cache, {"size_gib": settings.engine.kv_cache_gib}),
+        "layout": settings.checkpoint.layout,
+    }
+    return _apply(profile, {**engine, **parts})
 
 
 def with_drafts(profile: Profile, tokens: int) -> Profile:
@@ -77,8 +77,9 @@ def _apply(part: _Part, chosen: Mapping[str, Any]) -> _Part:
     changed: dict[str, Any] = {}
     for item in fields(part):
         value, old = chosen.get(item.name), getattr(part, item.name)
-        changed[item.name] = {**old, **value} if isinstance(value, dict) else value
-    return replace(part, **{k: v for k, v in changed.items() if v is not None})
+        if value not in (None, {}) and value is not old:
+            changed[item.name] = {**old, **value} if isinstance(value, dict) else value
+    return replace(part, **changed) if changed else part
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def resolve(settings: Settings, catalog: Catalog) -> Resolved:
     resolved = _fitting(settings, catalog)
     if resolved is None:
         model, profile = pair_of(settings, catalog)
-        raise _refusal(model, profile, settings, catalog, lambda other: _fits(other, catalog))
+        raise _refusal(model, profile, settings, catalog, lambda other: can_serve(other, catalog))
     return resolved
 
 
@@ -183,7 +184,7 @@ def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
     return Resolved(model, profile, settings, memory, (*notes, *warnings))
 
 
-def _fits(settings: Settings, catalog: Catalog) -> bool:
+def can_serve(settings: Settings, catalog: Catalog) -> bool:
     try:
         return _fitting(settings, catalog) is not None
     except SparkError:
@@ -328,8 +329,7 @@ def _adjustments(
     share_gib = min(_service_memory_gib(settings), settings.memory.total_bytes // GIB + 1)
     shares = range(share_gib - 1, len(settings.services) - 1, -1) if settings.services else ()
     context = context_tokens(model, profile)
-    halves = [context >> n for n in range(1, context.bit_length())]
-    halves = [tokens for tokens in halves if tokens >= _MIN_CONTEXT_TOKENS]
+    halves = [context >> n for n in range(1, (context // _MIN_CONTEXT_TOKENS).bit_length())]
     no_drafts = [0] * bool(profile.speculation)
     names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
     pinned = settings.engine.kv_cache_gib is not None

@@ -40,8 +40,8 @@ def read_catalog(checkout: Path = CHECKOUT, *, user_dir: Path | None = None) -> 
         checkout: folder with the shipped catalog.
         user_dir: folder with the user's ``catalog/``, whose files replace shipped files.
     """
-    files = _Files(checkout, user_dir)
-    names = {kind: tuple(files.paths(kind)) for kind in ("models", "profiles")}
+    files = _Files.find(checkout, user_dir)
+    names = files.paths
     profile_schema = load_schema("profile", checkout=checkout)
     broken: dict[tuple[str, ...], tuple[Problem, ...]] = {}
 
@@ -88,19 +88,22 @@ def _collecting_problems(
 @dataclass(frozen=True, slots=True)
 class _Files:
     checkout: Path
-    user_dir: Path | None
+    paths: Mapping[str, Mapping[str, Path]]  # by kind and name
 
-    def paths(self, kind: str) -> dict[str, Path]:
-        return catalog_files(kind, checkout=self.checkout, user_dir=self.user_dir)
+    @classmethod
+    def find(cls, checkout: Path, user_dir: Path | None) -> _Files:
+        kinds = ("models", "profiles")
+        paths = {k: catalog_files(k, checkout=checkout, user_dir=user_dir) for k in kinds}
+        return cls(checkout, paths)
 
     @property
     def replaced(self) -> frozenset[str]:
         """Shipped files that the user's files replace."""
         return frozenset(
             f"{kind}/{name}"
-            for kind in ("models", "profiles")
+            for kind, paths in self.paths.items()
             for name in catalog_names(kind, checkout=self.checkout)
-            if not self.paths(kind)[name].is_relative_to(self.checkout / "catalog")
+            if not paths[name].is_relative_to(self.checkout / "catalog")
         )
 
     def merged(self, kind: str, name: str, not_inherited: tuple[str, ...] = ()) -> _Data:
@@ -121,7 +124,7 @@ class _Files:
         """Read a file; with ``shipped`` the checkout's, even if the user has one of this name."""
         shown = f"catalog/{kind}/{name}.yml"
         path = self.checkout / shown
-        path = path if shipped else self.paths(kind).get(str(name), path)
+        path = path if shipped else self.paths[kind].get(str(name), path)
         data, problems = read_mapping(path, shown=shown)
         if problems:
             raise CatalogError(problems)
@@ -131,7 +134,7 @@ class _Files:
 def read_file(kind: str, name: str, *, user_dir: Path) -> _Data:
     """Return the data of a model or profile, merged with the file it is based on."""
     excluded_keys = _NOT_INHERITED if kind == "profiles" else ()
-    return _Files(CHECKOUT, user_dir).merged(kind, name, not_inherited=excluded_keys)
+    return _Files.find(CHECKOUT, user_dir).merged(kind, name, not_inherited=excluded_keys)
 
 
 def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
