@@ -1,14 +1,15 @@
-"""Caches the catalog's files and their validation for tests that read them often."""
+"""Caches files of catalog and settings, and their validation, for tests that read them often."""
 
-import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spark_deploy.config.catalog import load
+from spark_deploy.config.catalog import load as catalog
 from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.settings import load as settings
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,20 +20,21 @@ def judged_once() -> Iterator[None]:
 
 
 def remember(patch: pytest.MonkeyPatch) -> None:
-    check, read, mapping = load.problems_of, load.load_schema, load.read_mapping
-    mappings: dict[tuple[bytes, str], Any] = {}
+    check, read, mapping = catalog.problems_of, catalog.load_schema, catalog.read_mapping
+    mappings: dict[tuple[bytes, str], bytes] = {}
     schemas: dict[str, Any] = {}
-    known: dict[tuple[int, str, str], list[Any]] = {}
+    valid: set[tuple[int, str]] = set()
 
     def schema_of(name: str, *, checkout: Path = CHECKOUT) -> Any:
         text = (checkout / "schema" / f"{name}.schema.json").read_text("utf-8")
         return schemas.get(text) or schemas.setdefault(text, read(name, checkout=checkout))
 
     def problems_of(data: Any, schema: Any, where: Any, *more: Any) -> list[Any]:
-        key = (id(schema), repr(data), where(()))
-        if key not in known:
-            known[key] = list(check(data, schema, where, *more))
-        return known[key]
+        key = (id(schema), repr(data))
+        problems = [] if key in valid else list(check(data, schema, where, *more))
+        if not problems:
+            valid.add(key)
+        return problems
 
     def mapping_of(path: Path, *, shown: str) -> Any:
         try:
@@ -40,9 +42,10 @@ def remember(patch: pytest.MonkeyPatch) -> None:
         except OSError:
             return mapping(path, shown=shown)
         if key not in mappings:
-            mappings[key] = mapping(path, shown=shown)
-        return copy.deepcopy(mappings[key])
+            mappings[key] = pickle.dumps(mapping(path, shown=shown))
+        return pickle.loads(mappings[key])
 
-    patch.setattr(load, "read_mapping", mapping_of)
-    patch.setattr(load, "load_schema", schema_of)
-    patch.setattr(load, "problems_of", problems_of)
+    for module in (catalog, settings):
+        patch.setattr(module, "read_mapping", mapping_of)
+        patch.setattr(module, "load_schema", schema_of)
+        patch.setattr(module, "problems_of", problems_of)

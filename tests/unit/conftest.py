@@ -9,11 +9,11 @@ __all__ = ["judged_once"]
 
 # Slow examples mean a busy machine.
 settings.register_profile("patient", deadline=None)
-settings.register_profile("quick", deadline=None, max_examples=25)
+settings.register_profile("quick", deadline=None, max_examples=10)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Use a quarter of the examples in `make check`."""
+    """Use a tenth of the examples in `make check`."""
     settings.load_profile("quick" if config.option.markexpr == "not slow" else "patient")
     # The default threshold costs a tenth of the time.
     gc.set_threshold(50_000, 20, 20)

@@ -26,6 +26,11 @@ PLAN = plan_of("large", "v2")
 RELEASE = PLAN.serve
 
 
+@pytest.fixture
+def without_plots(monkeypatch):
+    monkeypatch.setattr(report, "has_plots", lambda: False)
+
+
 def test_a_report_leaves_out_the_warm_up_and_absent_protocols():
     text = report.render_markdown([result()])
     assert "| Q&A 256 | 50.0 |" in text
@@ -34,7 +39,7 @@ def test_a_report_leaves_out_the_warm_up_and_absent_protocols():
         assert absent not in text
 
 
-def test_a_comparison_shows_the_change_from_the_first_result():
+def test_a_comparison_shows_the_change_from_the_first_result(without_plots):
     slow = replace(LOAD, output_tokens_per_s=40.0)
     fast = replace(LOAD, output_tokens_per_s=50.0)
     results = [result("v2", 50.0, loads=(slow,)), result("v2-tq", 40.0, loads=(fast,))]
@@ -115,8 +120,7 @@ def test_the_page_is_self_contained_and_escapes_texts():
     assert all(name in page for name in ("tokens per second", ">v2-tq<", "currentColor"))
 
 
-def test_without_matplotlib_the_page_has_tables(monkeypatch):
-    monkeypatch.setattr(report, "has_plots", lambda: False)
+def test_without_matplotlib_the_page_has_tables(without_plots):
     page = report.render_page([result()])
     assert "<svg" not in page
     assert page.count("<table>") == 3
@@ -129,7 +133,7 @@ def test_a_result_matches_its_schema_and_survives_writing():
     assert parse(BenchResult, to_json(result())) == result()
 
 
-def test_virtual_lab_results_are_marked():
+def test_virtual_lab_results_are_marked(without_plots):
     lab = parse(BenchResult, (CHECKOUT / "tests/fixtures/bench-of-two-protocols.json").read_text())
     reason = lab.served.invalid_reason
     assert reason.startswith("Stand-ins: driver 580.159.03+labstub, toolkit 1.19.0+labstub. ")
@@ -139,7 +143,7 @@ def test_virtual_lab_results_are_marked():
     assert f"**{report.names_of(both)[1]}: {reason}**" in report.render_markdown(both)
 
 
-def test_compare_reads_files_and_refuses_others(tmp_path, capsys):
+def test_compare_reads_files_and_refuses_others(tmp_path, without_plots, capsys):
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, content in zip(files, (result(), result("v2-tq", 40.0)), strict=True):
         file.write_text(to_json(content))
@@ -152,7 +156,7 @@ def test_compare_reads_files_and_refuses_others(tmp_path, capsys):
     assert f"{files[1]}: is not a result of bench" in capsys.readouterr().err
 
 
-def test_json_for_several_hosts_is_one_document(tmp_path, monkeypatch, capsys):
+def test_json_for_several_hosts_is_one_document(tmp_path, monkeypatch, without_plots, capsys):
     hosts = [SimpleNamespace(name=name) for name in ("a", "b")]
     monkeypatch.setattr(bench, "select_hosts", lambda options, must_serve: hosts)
     monkeypatch.setattr(bench, "_measure_host", lambda host, how, out: (result(), host.name))

@@ -127,18 +127,14 @@ def test_json_output_has_the_errors_as_an_object(words, code, capsys):
     assert [error.keys() for error in errors] == [{"where", "what", "fix"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("sta", {"plain,status", "plain,start"}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("plan --profile v2-", {"plain,v2-tq"}), ("use v", {"plain,v2-tq"}),
-                ("use qwen3.5-1", {"plain,qwen3.5-122b"}), ("add my.", {"file,my."}),
-                ("share qwen3.5-122b/v2-", {"plain,qwen3.5-122b/v2-tq"}), ("init ow", {"dir,ow"}),
-            )
-        ),
+        ("plan --profile v2-", {"plain,v2-tq"}), ("use v", {"plain,v2-tq"}),
+        ("use qwen3.5-1", {"plain,qwen3.5-122b"}), ("add my.", {"file,my."}),
+        ("share qwen3.5-122b/v2-", {"plain,qwen3.5-122b/v2-tq"}), ("init ow", {"dir,ow"}),
     ],
 )  # fmt: skip
 def test_bash_completes_commands_options_and_arguments(line, expected):

@@ -1,12 +1,11 @@
 import ast
 import re
 
-import pytest
 from spark_contract import job, release
 
-from spark_deploy.config.checkout import CHECKOUT
+from tests.unit.test_rooms import MODULES, nodes_of
 
-SIDES = ("spark_deploy", "roles", "deploys", "files/host", "files/checkpoint")
+SIDES = ("spark_deploy/", "roles/", "deploys/", "files/host/", "files/checkpoint/")
 # Names with several words; single words may mean something else.
 NAMES = {
     value
@@ -16,22 +15,14 @@ NAMES = {
 }
 
 
-def string_constants(path):
-    tree = ast.parse(path.read_text("utf-8"))
-    return {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_shared_names_come_from_the_contract(side):
+def test_shared_names_come_from_the_contract():
     assert {"/v1/chat/completions", "log lines", "image-pull"} <= NAMES
     copies = {
-        f"{path.relative_to(CHECKOUT)}: {text!r}"
-        for path in (CHECKOUT / side).rglob("*.py")
-        for text in string_constants(path)
-        if text in NAMES or re.match(r"/v1/\S", text)
+        f"{name}: {node.value!r}"
+        for name in MODULES
+        if name.startswith(SIDES)
+        for node in nodes_of(name)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node.value in NAMES or re.match(r"/v1/\S", node.value)
     }
     assert copies == set()

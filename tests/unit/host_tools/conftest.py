@@ -1,3 +1,4 @@
+import fcntl
 import os
 import shutil
 import subprocess
@@ -25,10 +26,16 @@ def stub_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.fail(
             "the stub engine needs a C compiler: apt-get install gcc libc6-dev", pytrace=False
         )
-    out = tmp_path_factory.mktemp("stub") / "vllm"
-    sources = sorted(STUB_DIR.glob("*.c"))
-    command = [compiler, "-std=gnu11", "-D_GNU_SOURCE", "-O0", "-pthread", "-o", str(out)]
-    subprocess.run([*command, *map(str, sources)], check=True)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+    out = folder / "vllm"
+    with (folder / "vllm.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            sources = sorted(STUB_DIR.glob("*.c"))
+            command = [compiler, "-std=gnu11", "-D_GNU_SOURCE", "-O0", "-pthread", "-o", str(out)]
+            subprocess.run([*command, *map(str, sources)], check=True)
     return out
 
 

@@ -38,7 +38,8 @@ BUILD = "lab-tiny, shared experts fp8-donor, head int8-g128"
 
 
 @pytest.fixture
-def settings(hub, tmp_path):
+def settings(hub, tmp_path, monkeypatch):
+    forked.fork_builder(monkeypatch)
     overrides = {"model": "lab-tiny", "hub.endpoint": hub.url}
     return load_hosts({"lab": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
 
@@ -241,7 +242,7 @@ def test_does_not_verify_names_without_a_build(hub, settings, lock):
 def test_token_is_sent_only_to_the_hub(hub, settings, lock, tmp_path, monkeypatch):
     canary, outputs, folders = "hf_canary0123456789", [], []
     monkeypatch.setenv("CANARY_TOKEN", canary)
-    real = subprocess.run
+    real = headers.subprocess.run
 
     def run(argv, **more):
         folders.append(more["cwd"])
@@ -265,6 +266,7 @@ def test_token_is_sent_only_to_the_hub(hub, settings, lock, tmp_path, monkeypatc
 def test_ignores_python_files_in_the_working_directory(hub, settings, lock, tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise SystemExit('a file of the folder was run')\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(headers, "subprocess", subprocess)
     assert BUILD in verify_names(settings, CATALOG, lock, quiet).names
 
 

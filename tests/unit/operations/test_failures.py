@@ -25,6 +25,7 @@ check(name="check")
 """
 
 
+@pytest.mark.slow
 def test_plain_pyinfra_repeats_the_failure_at_the_end(tmp_path):
     (tmp_path / "check.py").write_text(REFUSED.format(tmp_path))
     done = subprocess.run(

@@ -190,14 +190,8 @@ slow(name="slow")
 """
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_run_ends_at_once_and_returns_its_lease(tmp_path, number):
     (tmp_path / "slow.py").write_text(SLOW.format(tmp_path))
     process = subprocess.Popen(

@@ -87,12 +87,33 @@ def test_each_rank_gets_its_index_interface_and_devices():
         "--master-addr", "192.168.100.10", "--master-port", port,
     )  # fmt: skip
     assert (worker.argv[5], worker.argv[-1]) == ("1", "--headless")
+    sockets = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_NET_DEVICES")
+    assert head.env == {
+        **dict.fromkeys(sockets, "enp1s0f1np1"), "VLLM_HOST_IP": "192.168.100.10",
+        "NCCL_IB_DISABLE": "0", "NCCL_IB_HCA": "roceP2p1s0f1,rocep1s0f1",
+        "NCCL_IB_GID_INDEX": "3", "NCCL_IGNORE_CPU_AFFINITY": "1",
+    }  # fmt: skip
     # The hosts are cabled differently, so the variables differ.
-    names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "VLLM_HOST_IP")
-    assert [[member.env[name] for name in names] for member in (head, worker)] == [
-        ["enp1s0f1np1", "roceP2p1s0f1,rocep1s0f1", "3", "192.168.100.10"],
-        ["enp1s0f0np0", "roceP2p1s0f0,rocep1s0f0", "5", "192.168.100.11"],
-    ]
+    names = (*sockets[:1], "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "VLLM_HOST_IP")
+    assert [worker.env[name] for name in names] == [
+        "enp1s0f0np0", "roceP2p1s0f0,rocep1s0f0", "5", "192.168.100.11",
+    ]  # fmt: skip
+
+
+def test_only_devices_with_the_gid_index_of_the_main_port_are_used():
+    first, second, *others = cabled_ports(0, 11)
+    ports = Ports((LAN, first, replace(second, gid_index=9), *others))
+    up = [port for port in (first, second) if port.up]
+    _, worker = plan_on("spark-1", {**FABRIC, "spark-2": ports}).serve.cluster.members
+    assert len(up) == 2
+    assert worker.env["NCCL_IB_HCA"] == first.device
+
+
+@pytest.mark.parametrize(("start_s", "join_s"), [(1200, 300), (40, 120)])
+def test_members_have_a_quarter_of_the_start_time_to_join(start_s, join_s):
+    settings = clustered()
+    settings = replace(settings, serve=replace(settings.serve, start_timeout_s=start_s))
+    assert plan_on("spark-1", FABRIC, settings).serve.cluster.join_s == join_s
 
 
 def test_only_cluster_members_use_the_host_network():
@@ -127,6 +148,23 @@ def test_subnet_without_rdma_uses_tcp():
     assert (head.address, head.docker_args) == ("10.1.0.1", ())
     assert head.env["NCCL_IB_DISABLE"] == "1"
     assert "NCCL_IB_HCA" not in head.env
+
+
+def test_refuses_members_without_a_common_network():
+    apart = tuple(
+        replace(port, addresses=(f"10.{number}.0.2/24",)) if port.up else port
+        for number, port in enumerate(cabled_ports(0, 11))
+    )
+    settings = clustered(subnet="192.168.0.0/16")
+    down = tuple(replace(port, up=False) for port in FABRIC["spark-2"].ports)
+    for ports, more, refused in (
+        (apart, None, ["spark-1: cluster", "spark-2: cluster"]),
+        (apart, settings, ["spark-2: cluster"]),
+        (down, settings, ["spark-2: cluster"]),
+    ):
+        with pytest.raises(PlanError) as error:
+            plan_on("spark-1", {**FABRIC, "spark-2": Ports(ports)}, more)
+        assert [problem.where for problem in error.value.problems] == refused
 
 
 def test_refuses_host_without_cable():
@@ -170,6 +208,7 @@ def test_each_release_has_its_own_ports():
                 for settings in (base, replace(base, watch=watch))]  # fmt: skip
     assert clusters[0].port != clusters[1].port
     assert all(29500 <= cluster.port < cluster.proven_port < 31500 for cluster in clusters)
+    assert all(cluster.port % 2 == 0 for cluster in clusters)
 
 
 def test_plan_without_hosts_has_placeholder_addresses():
@@ -351,6 +390,10 @@ def test_links_ignore_lan_port_in_same_network():
     }  # fmt: skip
     links = fabric_links("spark-1", fabric_settings(*PAIR), ports)
     assert [link.address for link in links] == ["192.168.100.11", "192.168.101.11"]
+    lan, first, *others = ports["spark-2"].ports
+    ports["spark-2"] = Ports((lan, replace(first, up=False), *others))
+    [link] = fabric_links("spark-1", fabric_settings(*PAIR), ports)
+    assert link.address == "192.168.101.11"
 
 
 def test_link_speed_is_limited_by_the_slower_end():

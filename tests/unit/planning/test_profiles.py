@@ -18,10 +18,12 @@ PROVEN = [(name, row) for name, profile in PROFILES.items() for row in profile.p
 LADDER = ("base", "base-mtp1", "hybrid", "hybrid-mtp1", "hybrid-mtp2", "v2", "v2-tq")
 
 
-@pytest.mark.parametrize(("name", "row"), PROVEN)
-def test_claim_passed_in_result_file(name, row):
-    rows = json.loads((RESULTS / row.result).read_text("utf-8"))["rows"]
-    assert [item["passed"] for item in rows if item["claim"] == row.claim] == [True]
+def test_claims_passed_in_their_result_files():
+    assert len(PROVEN) > 20
+    for name, row in PROVEN:
+        rows = json.loads((RESULTS / row.result).read_text("utf-8"))["rows"]
+        passed = [item["passed"] for item in rows if item["claim"] == row.claim]
+        assert passed == [True], (name, row.claim)
 
 
 def test_profiles_without_plugin_run_without_it_and_drafts_are_checked():

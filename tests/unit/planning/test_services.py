@@ -13,12 +13,13 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.plan.gateway import base_urls, gateway_plan
 from spark_deploy.plan.host import document, plan_host
 from spark_deploy.plan.jobs import keep_of, served_jobs_of
 from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.release import release_files_of
 from spark_deploy.plan.resolve import Request
-from tests.unit.planning.plans import PAYLOAD, made_up_lock, plan_of, problems
+from tests.unit.planning.plans import PAYLOAD, made_up_lock, plan_of, problems, settings_of
 
 SMALL: dict[str, Any] = {
     "model": "small", "profile": "base", "port": 8001, "memory_gib": 24,
@@ -90,7 +91,7 @@ def test_suggests_sufficient_memory_for_a_service():
     assert problem.where == "services.embed"
     enough = float(problem.fix.split("memory_gib to ")[1].split(",")[0])
     assert problems_with(enough) == []
-    assert problems_with(enough - 2.5) != []
+    assert problems_with(enough - 1.3) != []  # the engine's fraction has steps of 1.2 GiB
 
 
 def test_suggests_less_memory_for_services_to_fit_the_main_service():
@@ -156,6 +157,53 @@ def test_main_gateway_routes_paths_and_model_names():
     assert [module in p.base.packages for p in (plan, alone)] == [True, False]
     # Routing is no part of a release.
     assert plan.serve == with_services(embed=SMALL).serve
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "address", "url"),
+    [
+        ("a", {}, "a", None),
+        ("@local", {}, None, None),
+        ("a", {"serve.expose": "docker"}, "a", "http://host.docker.internal:8000/v1"),
+        ("a", {"serve.expose": "tailscale"}, None, "http://TAILSCALE-ADDRESS:8000/v1"),
+        ("a", {"serve.expose": "tailscale", "serve.address": "b"}, "b", "http://b:8000/v1"),
+        ("@local", {"serve.expose": "lan"}, None, "http://ADDRESS:8000/v1"),
+        ("a", {"serve.expose": "lan", "serve.port": 9000}, "a", "http://a:9000/v1"),
+        ("a", {"serve.expose": "lan", "ssh.hostname": "fd00::7"}, "fd00::7",
+         "http://[fd00::7]:8000/v1"),
+        ("a", {"serve.expose": "lan", "ssh.hostname": "b", "serve.address": "c"}, "c",
+         "http://c:8000/v1"),
+    ],
+)  # fmt: skip
+def test_clients_get_the_address_of_their_network(host, settings, address, url):
+    plan = gateway_plan(settings_of(**settings), host)
+    assert (plan.address, plan.tls, plan.settings.tls) == (address, None, None)
+    local, *remote = base_urls(plan)
+    assert local[0] == f"http://127.0.0.1:{plan.settings.port}/v1"
+    assert [entry[0] for entry in remote] == ([url] if url else [])
+
+
+@pytest.mark.parametrize(("host", "names"), [("a", ("b", "a", "c")), ("@local", ("b", "c"))])
+def test_certificates_cover_address_host_and_listed_names(host, names):
+    settings = settings_of(**{
+        "serve.expose": "lan", "serve.tls": "private-ca", "serve.address": "b",
+        "serve.tls_names": ["c", "b"],
+    })  # fmt: skip
+    plan = gateway_plan(settings, host)
+    assert plan.settings.tls is not None
+    assert (plan.tls.mode, plan.tls.names) == ("private-ca", names)
+    assert [url for url, _ in base_urls(plan)] == [
+        "http://127.0.0.1:8000/v1", "https://b:8000/v1",
+    ]  # fmt: skip
+    assert gateway_plan(settings, host, "embed").settings.replicas is None
+
+
+def test_own_certificate_and_key_are_read_from_the_named_files():
+    plan = gateway_plan(settings_of(**{
+        "serve.expose": "lan", "serve.tls": "own-cert", "serve.tls_certificate": "/c.pem",
+        "serve.tls_key": "/k.pem",
+    }), "a")  # fmt: skip
+    assert (plan.tls.certificate, plan.tls.key) == ("/c.pem", "/k.pem")
 
 
 RERANKER = {

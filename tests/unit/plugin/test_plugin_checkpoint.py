@@ -424,13 +424,15 @@ HYBRIDS = {n: model for n, model in CATALOG.models.items() if isinstance(model, 
 COMPARABLE = [n for n, model in HYBRIDS.items() if model.architecture.attention_layers > 1]
 
 
-@pytest.mark.parametrize("model", COMPARABLE)
+@pytest.mark.parametrize(
+    "model", [pytest.param(n, marks=pytest.mark.slow) if "397b" in n else n for n in COMPARABLE]
+)
 def test_finds_exactly_the_missing_modules_of_a_shipped_model(model):
     names = set(expand_all(HYBRIDS[model].tensors.base))
     shape = HYBRIDS[model].architecture
-    started = time.monotonic()
+    started = time.process_time()
     assert list(find_missing_modules(names, shape.layers, shape.experts)) == []
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
     modules = [
         f"{TEXT}3.self_attn.q_norm",
         f"{TEXT}4.linear_attn.A_log",

@@ -1,3 +1,4 @@
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -100,15 +101,18 @@ def load(tmp_path, settings):
     load_hosts({"spark": ["spark-1"]}, root=tmp_path)
 
 
-@pytest.mark.parametrize("settings", HOSTILE, ids=lambda settings: repr(settings)[:70])
-def test_refuses_hostile_setting_values(tmp_path, settings):
-    with pytest.raises(SettingsError):
+def test_refuses_hostile_setting_values(tmp_path):
+    accepted = []
+    for settings in HOSTILE:
+        with contextlib.suppress(SettingsError):
+            load(tmp_path, settings)
+            accepted.append(settings)
+    assert accepted == []
+
+
+def test_accepts_ordinary_values(tmp_path):
+    for settings in GOOD:
         load(tmp_path, settings)
-
-
-@pytest.mark.parametrize("settings", GOOD, ids=lambda settings: repr(settings)[:70])
-def test_accepts_ordinary_values(tmp_path, settings):
-    load(tmp_path, settings)
 
 
 GOOD_FILE = SourceFile("model.safetensors", 1, "a" * 64, None)
