@@ -14,12 +14,7 @@ from queue import Empty, Queue
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
-from spark_contract.fetching import (
-    ARCHITECTURES,
-    MANIFEST_TYPES,
-    parse_challenge,
-    parse_reference,
-)
+from spark_contract.fetching import ARCHITECTURES, MANIFEST_TYPES, parse_challenge, parse_reference
 
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.printable import one_line, without_errno

@@ -308,9 +308,7 @@ def discard_base(base: Path, tree: Path, progress: Progress) -> None:
     planned = receipt.plan.base_dir
     if planned != Path(os.path.abspath(base)):
         raise ValidationError(
-            str(tree),
-            f"was built from {planned}, not from {base}",
-            f"pass {planned} as the base",
+            str(tree), f"was built from {planned}, not from {base}", f"pass {planned} as the base"
         )
     if load_receipt(base) is None and any(base.iterdir()):
         raise ValidationError(

@@ -154,11 +154,7 @@ def _write_files(
 
 
 def _make_report(
-    sources: Sources,
-    hashes: Collection[str],
-    changes: Changes,
-    layout: Layout,
-    donor_bytes: int,
+    sources: Sources, hashes: Collection[str], changes: Changes, layout: Layout, donor_bytes: int
 ) -> dict[str, Any]:
     base = sources.base
     written = sum(file.size_bytes for file in layout.files if file.link_of is None)

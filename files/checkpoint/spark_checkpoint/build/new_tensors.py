@@ -12,12 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spark_checkpoint.build.comparison import (
-    Comparison,
-    Error,
-    check_outliers,
-    check_scale_sizes,
-)
+from spark_checkpoint.build.comparison import Comparison, Error, check_outliers, check_scale_sizes
 from spark_checkpoint.build.packed_weights import Packed, check_int4, pack_weight
 from spark_checkpoint.build.write import Changes, NewTensor, Staging, split_span
 from spark_checkpoint.directory import Checkpoint, Span, read_span

@@ -39,11 +39,7 @@ from spark_checkpoint.errors import BuilderError, TransferError, ValidationError
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.client import HttpClient, RangeUnsupportedError
 from spark_checkpoint.sources.connections import SKIP_S, SlowSourceError
-from spark_checkpoint.sources.local_files import (
-    ContentHash,
-    find_candidates,
-    pin_file,
-)
+from spark_checkpoint.sources.local_files import ContentHash, find_candidates, pin_file
 from spark_checkpoint.sources.peers import Peers
 from spark_checkpoint.storage import (
     check_free_space,

@@ -16,13 +16,7 @@ from urllib.parse import quote
 from spark_contract import receipts
 from spark_contract.documents import DocumentError
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import (
-    CopyPlan,
-    FetchFile,
-    FetchPlan,
-    TransferOptions,
-    tree_url,
-)
+from spark_contract.fetching import CopyPlan, FetchFile, FetchPlan, TransferOptions, tree_url
 from spark_contract.job import parse_progress
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
