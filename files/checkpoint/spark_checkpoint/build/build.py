@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,10 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
     report: dict[str, Any] = {}
 
     def write(work: Path, result_dir: Path) -> None:
-        def copy(transfer: TransferOptions, files_url: str, receipt: receipts.AnyReceipt) -> None:
-            _copy_result(transfer, files_url, receipt, plan, work, result_dir, progress)
-
-        if copies is not None and copy_from_peer(copies, plan, result_dir, copy):
-            return
-        # In a function, which frees the sources before verification: they take much memory.
-        report.update(_write_result(plan, work, result_dir, progress))
+        job = _Build(plan, work, result_dir, progress)
+        if copies is None or not copy_from_peer(copies, plan, result_dir, job.copy):
+            # A method, because its end frees the sources: verification needs the memory.
+            report.update(job.write())
 
     is_new = verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
     if is_new and report and plan.layout == "full":
@@ -76,81 +74,159 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
     return is_new
 
 
-def _write_result(
-    plan: BuildPlan, work: Path, result_dir: Path, progress: Progress
-) -> dict[str, Any]:
-    url = plan.donor.url if isinstance(plan.donor, DonorUrl) else ""
-    donor_dir = work / f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
-    storage.clear(work, keep=frozenset({donor_dir.name}))
-    progress.phase("check-sources")
-    config = read_config(plan.base_dir)
-    check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
-    sources = check_sources(plan, read_checkpoint(plan.base_dir), config)
-    base = sources.base
-    hashes = hash_base(plan, rewritten_shards(plan, base), progress)
-    required = required_donor_tensors(plan, sources)
-    peak = peak_bytes(plan, base, required, sources.mtp_missing)
-    storage.check_free_space(plan.out_dir.parent, peak, f"building {plan.name}")
-    spans, donor_sha256 = _stage_donor(plan, sources, required, donor_dir, progress)
-    changes = _make_changes(plan, sources, required, spans, work, progress)
-    result_dir.mkdir()
-    layout = _write_files(plan, sources, hashes, changes, result_dir, progress)
-    donor_bytes = sum(tensor.size_bytes for tensor in required.values())
-    report = _make_report(sources, hashes, changes, layout, donor_bytes)
-    if sources.donor is not None:
-        report["donor_received_bytes"] = sources.donor.received_bytes
-    _write_receipt(plan, layout, report, donor_sha256, result_dir)
-    return report
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """Writes the checkpoint of a plan to ``result_dir``, with temporary files in ``work``."""
 
+    plan: BuildPlan
+    work: Path
+    result_dir: Path
+    progress: Progress
 
-def _copy_result(
-    transfer: TransferOptions,
-    files_url: str,
-    receipt: receipts.AnyReceipt,
-    plan: BuildPlan,
-    work: Path,
-    result_dir: Path,
-    progress: Progress,
-) -> None:
-    """Write the result with a peer's new tensors; its files must match the peer's receipt."""
-    if not isinstance(receipt, receipts.CheckpointReceipt):
-        raise ValidationError(files_url, "is not a built checkpoint", BUILD_LOCALLY)
-    config = read_config(plan.base_dir)
-    check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
-    base = read_checkpoint(plan.base_dir)
-    hashes = hash_base(plan, rewritten_shards(plan, base), progress)
-    sources, changes = read_changes(transfer, files_url, plan, base, config, work, progress)
-    check_locked_tensors(files_url, plan, sources, changes, receipt.donor_sha256)
-    rewritten = (base.shards[name] for name in rewritten_shards(plan, base))
-    size_bytes = changes.size_bytes + sum(header.file_bytes for header in rewritten)
-    storage.check_free_space(result_dir, size_bytes, f"copying {plan.name}")
-    layout = _write_files(plan, sources, hashes, changes, result_dir, progress)
-    actual, expected = (
-        {(file.path, file.size_bytes, file.sha256, file.pieces) for file in files}
-        for files in (layout.files, receipt.files)
-    )
-    if actual != expected:
-        names = ", ".join(sorted({file[0] for file in actual ^ expected})[:5])
-        raise ValidationError(files_url, f"differs from base and plan in {names}", BUILD_LOCALLY)
-    report = _make_report(sources, hashes, changes, layout, changes.size_bytes)
-    _write_receipt(plan, layout, report, receipt.donor_sha256, result_dir)
+    def write(self) -> dict[str, Any]:
+        plan = self.plan
+        url = plan.donor.url if isinstance(plan.donor, DonorUrl) else ""
+        donor_dir = self.work / f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+        storage.clear(self.work, keep=frozenset({donor_dir.name}))
+        self.progress.phase("check-sources")
+        config = read_config(plan.base_dir)
+        check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
+        sources = check_sources(plan, read_checkpoint(plan.base_dir), config)
+        base = sources.base
+        hashes = hash_base(plan, rewritten_shards(plan, base), self.progress)
+        required = required_donor_tensors(plan, sources)
+        peak = peak_bytes(plan, base, required, sources.mtp_missing)
+        storage.check_free_space(plan.out_dir.parent, peak, f"building {plan.name}")
+        spans, donor_sha256 = self._stage_donor(sources, required, donor_dir)
+        changes = self._make_changes(sources, required, spans)
+        self.result_dir.mkdir()
+        layout = self._write_files(sources, hashes, changes)
+        donor_bytes = sum(tensor.size_bytes for tensor in required.values())
+        report = _make_report(sources, hashes, changes, layout, donor_bytes)
+        if sources.donor is not None:
+            report["donor_received_bytes"] = sources.donor.received_bytes
+        self._write_receipt(layout, report, donor_sha256)
+        return report
 
+    def copy(self, transfer: TransferOptions, files_url: str, receipt: receipts.AnyReceipt) -> None:
+        """Write the result with a peer's new tensors; its files must match the peer's receipt."""
+        plan = self.plan
+        if not isinstance(receipt, receipts.CheckpointReceipt):
+            raise ValidationError(files_url, "is not a built checkpoint", BUILD_LOCALLY)
+        config = read_config(plan.base_dir)
+        check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
+        base = read_checkpoint(plan.base_dir)
+        hashes = hash_base(plan, rewritten_shards(plan, base), self.progress)
+        sources, changes = read_changes(
+            transfer, files_url, plan, base, config, self.work, self.progress
+        )
+        check_locked_tensors(files_url, plan, sources, changes, receipt.donor_sha256)
+        rewritten = (base.shards[name] for name in rewritten_shards(plan, base))
+        size_bytes = changes.size_bytes + sum(header.file_bytes for header in rewritten)
+        storage.check_free_space(self.result_dir, size_bytes, f"copying {plan.name}")
+        layout = self._write_files(sources, hashes, changes)
+        actual, expected = (
+            {(file.path, file.size_bytes, file.sha256, file.pieces) for file in files}
+            for files in (layout.files, receipt.files)
+        )
+        if actual != expected:
+            names = ", ".join(sorted({file[0] for file in actual ^ expected})[:5])
+            raise ValidationError(
+                files_url, f"differs from base and plan in {names}", BUILD_LOCALLY
+            )
+        report = _make_report(sources, hashes, changes, layout, changes.size_bytes)
+        self._write_receipt(layout, report, receipt.donor_sha256)
 
-def _write_files(
-    plan: BuildPlan,
-    sources: Sources,
-    hashes: dict[str, verify.FileHashes],
-    changes: Changes,
-    result_dir: Path,
-    progress: Progress,
-) -> Layout:
-    writer = Writer(result_dir, sources.base, hashes, changes, progress)
-    if plan.layout == "overlay":
-        layout = writer.write_overlay(rewritten_shards(plan, sources.base))
-    else:
-        layout = writer.write_full()
-    _write_documents(plan, sources, changes, layout, result_dir)
-    return layout
+    def _write_files(
+        self, sources: Sources, hashes: dict[str, verify.FileHashes], changes: Changes
+    ) -> Layout:
+        writer = Writer(self.result_dir, sources.base, hashes, changes, self.progress)
+        if self.plan.layout == "overlay":
+            layout = writer.write_overlay(rewritten_shards(self.plan, sources.base))
+        else:
+            layout = writer.write_full()
+        self._write_documents(sources, changes, layout)
+        return layout
+
+    def _write_receipt(
+        self, layout: Layout, report: dict[str, Any], donor_sha256: str | None
+    ) -> None:
+        receipt = receipts.CheckpointReceipt(
+            kind="checkpoint",
+            digest=self.plan.digest,
+            files=tuple(layout.files),
+            tool_version=TOOL_VERSION,
+            written_at=now(),
+            recipe_version=RECIPE_VERSION,
+            plan=self.plan,
+            tensors=len(layout.index),
+            report=report,
+            donor_sha256=donor_sha256,
+        )
+        verify.write_receipt(self.result_dir, receipt)
+
+    def _stage_donor(
+        self, sources: Sources, required: dict[str, Tensor], donor_dir: Path
+    ) -> tuple[dict[str, Span], str | None]:
+        """Download the donor's tensors; return their locations, and their hash for the lock."""
+        plan = self.plan
+        if sources.donor is None or not required:
+            return {}, None
+        spans = sources.donor.stage(required, donor_dir, self.progress)
+        sha256 = hash_tensors(required, spans)
+        if isinstance(plan.donor, DonorUrl) and plan.donor.sha256 not in (None, sha256):
+            # The next run must not reuse these bytes.
+            shutil.rmtree(donor_dir)
+            raise ValidationError(
+                plan.donor.url,
+                f"sent tensors with sha256 {sha256}, the lock has {plan.donor.sha256}",
+                "check whether the hub or a proxy changed the content, then run it again; if the "
+                "lock is wrong, delete donor_sha256 of this build from it",
+            )
+        return spans, sha256
+
+    def _make_changes(
+        self, sources: Sources, required: dict[str, Tensor], spans: dict[str, Span]
+    ) -> Changes:
+        plan = self.plan
+        changes = Changes()
+        with closing(Staging(self.work / "new-tensors")) as stage:
+            base, modules, block = sources.base, sources.modules, plan.block_shape
+            maker = TensorMaker(
+                base, modules, block, required, spans, stage, self.progress, changes
+            )
+            if plan.compares_with_donor:
+                maker.compare_with_donor()
+                if plan.shared_experts == "fp8-donor":
+                    maker.swap_from_donor()
+            elif plan.shared_experts == "fp8-self":
+                maker.swap_to_fp8()
+            elif plan.shared_experts == "int8-g128":
+                maker.swap_to_int8()
+            if plan.head == "int8-g128":
+                maker.pack_head(HEAD)
+            if sources.mtp_missing:
+                maker.graft_mtp(sources.mtp_missing)
+            if plan.drafter_int4:
+                maker.pack_drafter(drafter_weights(plan))
+        return changes
+
+    def _write_documents(self, sources: Sources, changes: Changes, layout: Layout) -> None:
+        config = result_config(
+            read_config(self.plan.base_dir), self.plan, layout.index, sources.modules
+        )
+        index = {
+            "metadata": {"total_size": result_bytes(sources.base, changes)},
+            "weight_map": {name: layout.index[name] for name in sorted(layout.index)},
+        }
+        documents = {INDEX_NAME: index, CONFIG_NAME: config}
+        if (self.plan.base_dir / QUANTIZATION_NAME).exists():
+            documents[QUANTIZATION_NAME] = config["quantization_config"]
+        for name, document in documents.items():
+            sha256 = storage.write_json(self.result_dir / name, document)
+            layout.files.append(
+                verify.receipt_entry(name, storage.read_stamp(self.result_dir / name), sha256)
+            )
 
 
 def _make_report(
@@ -170,52 +246,6 @@ def _make_report(
     if base.duplicates:
         report["duplicates"] = compare_duplicates(base)
     return report
-
-
-def _write_receipt(
-    plan: BuildPlan,
-    layout: Layout,
-    report: dict[str, Any],
-    donor_sha256: str | None,
-    result_dir: Path,
-) -> None:
-    receipt = receipts.CheckpointReceipt(
-        kind="checkpoint",
-        digest=plan.digest,
-        files=tuple(layout.files),
-        tool_version=TOOL_VERSION,
-        written_at=now(),
-        recipe_version=RECIPE_VERSION,
-        plan=plan,
-        tensors=len(layout.index),
-        report=report,
-        donor_sha256=donor_sha256,
-    )
-    verify.write_receipt(result_dir, receipt)
-
-
-def _stage_donor(
-    plan: BuildPlan,
-    sources: Sources,
-    required: dict[str, Tensor],
-    donor_dir: Path,
-    progress: Progress,
-) -> tuple[dict[str, Span], str | None]:
-    """Download the donor's tensors; return their locations, and their hash for the lock."""
-    if sources.donor is None or not required:
-        return {}, None
-    spans = sources.donor.stage(required, donor_dir, progress)
-    sha256 = hash_tensors(required, spans)
-    if isinstance(plan.donor, DonorUrl) and plan.donor.sha256 not in (None, sha256):
-        # The next run must not reuse these bytes.
-        shutil.rmtree(donor_dir)
-        raise ValidationError(
-            plan.donor.url,
-            f"sent tensors with sha256 {sha256}, the lock has {plan.donor.sha256}",
-            "check whether the hub or a proxy changed the content, then run it again; if the lock "
-            "is wrong, delete donor_sha256 of this build from it",
-        )
-    return spans, sha256
 
 
 def hash_base(
@@ -334,50 +364,3 @@ def peak_bytes(
     staged_bytes += sum(tensor_bytes("BF16", received[name].shape) for name in grafted)
     shards = (base.shards[name] for name in rewritten_shards(plan, base))
     return 2 * staged_bytes + sum(header.file_bytes for header in shards)
-
-
-def _make_changes(
-    plan: BuildPlan,
-    sources: Sources,
-    required: dict[str, Tensor],
-    spans: dict[str, Span],
-    work: Path,
-    progress: Progress,
-) -> Changes:
-    changes = Changes()
-    with closing(Staging(work / "new-tensors")) as stage:
-        base, modules, block = sources.base, sources.modules, plan.block_shape
-        maker = TensorMaker(base, modules, block, required, spans, stage, progress, changes)
-        if plan.compares_with_donor:
-            maker.compare_with_donor()
-            if plan.shared_experts == "fp8-donor":
-                maker.swap_from_donor()
-        elif plan.shared_experts == "fp8-self":
-            maker.swap_to_fp8()
-        elif plan.shared_experts == "int8-g128":
-            maker.swap_to_int8()
-        if plan.head == "int8-g128":
-            maker.pack_head(HEAD)
-        if sources.mtp_missing:
-            maker.graft_mtp(sources.mtp_missing)
-        if plan.drafter_int4:
-            maker.pack_drafter(drafter_weights(plan))
-    return changes
-
-
-def _write_documents(
-    plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout, result_dir: Path
-) -> None:
-    config = result_config(read_config(plan.base_dir), plan, layout.index, sources.modules)
-    index = {
-        "metadata": {"total_size": result_bytes(sources.base, changes)},
-        "weight_map": {name: layout.index[name] for name in sorted(layout.index)},
-    }
-    documents = {INDEX_NAME: index, CONFIG_NAME: config}
-    if (plan.base_dir / QUANTIZATION_NAME).exists():
-        documents[QUANTIZATION_NAME] = config["quantization_config"]
-    for name, document in documents.items():
-        sha256 = storage.write_json(result_dir / name, document)
-        layout.files.append(
-            verify.receipt_entry(name, storage.read_stamp(result_dir / name), sha256)
-        )
