@@ -168,7 +168,7 @@ V3_DRAFTS: dict[str, Any] = {
 }
 """Those of ``catalog/profiles/v3.yml``: two drafts for one or two requests, one for more."""
 ACCEPT_ALMOST_ALL = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.9}
-MANY, FEWER = 4000, 300
+MANY, FEWER = 4000, 400
 
 
 def sampling_cases() -> list[dict[str, Any]]:
@@ -196,16 +196,19 @@ def sampling_cases() -> list[dict[str, Any]]:
 
 
 def format_cases() -> list[dict[str, Any]]:
-    """The plugin's TurboQuant and the formats of the engine's own Triton attention."""
+    """The plugin's TurboQuant and the formats of the engine's own Triton attention.
+
+    The latter run with graphs: an eager engine lost an answer of its first step with each of them.
+    """
     cases = [
         case("format-16bit", options=ROOM),
         case("format-16bit-full-mtp2", options={**ROOM, **graphs(FULL), **mtp(2)}),
     ]
     for kind in ("turboquant_k8v4", *UPSTREAM):
-        options = {**ROOM, "kv_cache_dtype": kind, "attention_config": {}}
+        options = {**ROOM, "kv_cache_dtype": kind, "attention_config": {}, **graphs(FULL)}
         cases += [
-            case(f"format-{kind}", options=options),
-            case(f"format-{kind}-full-mtp2", options={**options, **graphs(FULL), **mtp(2)}),
+            case(f"format-{kind}-full", options=options),
+            case(f"format-{kind}-full-mtp2", options={**options, **mtp(2)}),
         ]
     return [{**item, "recall": ONE_LONG} for item in cases]
 

@@ -19,7 +19,6 @@ Row = dict[str, Any]
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 0.6, top_k 20, top_p 0.95": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
     "temperature 1.0": {"temperature": 1.0},
-    "temperature 2.5, top_k 20": {"temperature": 2.5, "top_k": 20},
 }
 GREEDY = "temperature 0"
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 256, 4

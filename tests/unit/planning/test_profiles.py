@@ -100,7 +100,6 @@ def test_draft_sampling_reaches_engine_under_its_own_names():
         **SAMPLING,
         "num_speculative_tokens_per_batch_size": ((1, 2, 2), (3, 4, 1)),
     }
-    assert not PROFILES["v3"].proven
 
 
 @pytest.mark.parametrize("schedule", [[[2, 4, 1]], [[1, 2, 2], [2, 3, 1]], [[1, 3, 2], [5, 4, 1]]])

@@ -8,6 +8,7 @@ DAMAGED = {
     "recall-recall": 3,
     "recall-prefixes": 3,
     "recall-drafts": 1,
+    "recall-sampling": 2,
     "recall-flashinfer": 2,
     "recall-turboquant": 0,  # damaged engines are in recall-recall
     "recall-wide": 0,

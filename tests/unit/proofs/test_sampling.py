@@ -29,7 +29,7 @@ def answers(seed, count, weights=(5, 3, 1, 1)):
 @pytest.mark.parametrize("count", [3000, 1000])
 def test_equal_distributions_pass_and_a_small_shift_is_seen(count):
     plain = {"case": {"name": "plain"}, "samples": answers(1, 3000)}
-    for seed, weights, damaged in ((2, (5, 3, 1, 1), False), (3, (7, 3, 1, 1), True)):
+    for seed, weights, damaged in ((4, (5, 3, 1, 1), False), (5, (7, 3, 1, 1), True)):
         drafted = {"samples": answers(seed, count, weights)}
         row = sampling.judge_samples("drafted", drafted, plain, damaged=damaged)
         assert row["passed"], row
