@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -31,4 +32,16 @@ class WithCheckout(build_py):
             shutil.copy2(source / name, target / name)
 
 
-setup(cmdclass={"build_py": WithCheckout})
+def long_description() -> str:
+    """Return README.md without relative links, which package indexes cannot follow."""
+    text = Path(__file__).with_name("README.md").read_text("utf-8").partition("\n## More\n")[0]
+    link = r"!?\[([^\]]*)\]\((?!https?:)[^)]*\)"
+    text = re.sub(rf"^(?:> )?{link}\n", "", text, flags=re.MULTILINE)
+    return re.sub(link, r"\1", text)
+
+
+setup(
+    cmdclass={"build_py": WithCheckout},
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+)

@@ -118,12 +118,14 @@ def _login(ssh: dict[str, str], ip: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _call(login: list[str], path: str, body: dict[str, Any] | None = None) -> tuple[str, str]:
+def _call(
+    login: list[str], path: str, body: dict[str, Any] | None = None, port: int = 8000
+) -> tuple[str, str]:
     data = f"-d {shlex.quote(json.dumps(body))}" if body else ""
     command = (
         "sudo sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key | "
         "curl -sS -m 120 -K - -w '\\n%{http_code}' -H 'Content-Type: application/json' "
-        f"{data} http://127.0.0.1:8000{path}"
+        f"{data} http://127.0.0.1:{port}{path}"
     )
     done = subprocess.run(
         [*login, command], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
@@ -132,12 +134,12 @@ def _call(login: list[str], path: str, body: dict[str, Any] | None = None) -> tu
     return code or "no answer", text or done.stderr.strip()
 
 
-def _chat(login: list[str], model: str) -> tuple[str, str]:
+def _chat(login: list[str], model: str, port: int = 8000) -> tuple[str, str]:
     body = {
         "model": model, "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": 200, "temperature": 0,
     }  # fmt: skip
-    return _call(login, "/v1/chat/completions", body)
+    return _call(login, "/v1/chat/completions", body, port)
 
 
 def _ask_all(logins: dict[str, list[str]]) -> None:
@@ -189,13 +191,13 @@ def _serving(login: list[str]) -> str:
 
 
 @contextmanager
-def ask_meanwhile(login: list[str]) -> Iterator[list[str]]:
+def ask_meanwhile(login: list[str], port: int = 8000) -> Iterator[list[str]]:
     """Send requests during a block; the list receives the kind of each answer."""
     answers: list[str] = []
     over = threading.Event()
 
     def ask() -> None:
-        code, text = _chat(login, "lab-model")
+        code, text = _chat(login, "lab-model", port)
         kinds = {"200": RIGHT if ANSWER in text else f"200 {text[:80]!r}", "503": RETRY}
         answers.append(kinds.get(code, f"{code} {text[:80]!r}"))
 

@@ -43,7 +43,7 @@ SECTIONS = {
         "bench": "Benchmark servers through their gateways; compare results.",
     },
     "Models and files": {
-        "models": "List models, hosts they need, and computed speed.",
+        "models": "List models (with every WORD), hosts they need, computed speed.",
         "update": "Lock new commits and image digests.",
         "settings": "Print all settings, or those whose names contain KEY.",
         "add": "Add a model from a repository, shared file or recipe.",

@@ -17,7 +17,6 @@ from spark_deploy.cli.console import FILE, Options, note, print_result, shared_o
 from spark_deploy.cli.hosts import Answer, Target, build_plan, query, query_or_note, select_hosts
 from spark_deploy.cli.report import HostReport, plain_data, write_report
 from spark_deploy.cli.report_contents import HostData, host_report, read_host
-from spark_deploy.config.checkout import page
 from spark_deploy.config.errors import LockError
 from spark_deploy.hosts.capacity import competing_containers
 from spark_deploy.hosts.disk import StoredFiles
@@ -69,7 +68,7 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
         stubs = "; stand-ins of the virtual lab, not a Spark" * bool(report_of_host.stand_ins)
         lines.append(f"{report_of_host.name}: {counts} of {len(states)} questions{stubs}")
     print_result(options, result, [lines])
-    note(f"{path}: read it before you send it ({page('reports')})")
+    note(f"{path}: read it before you send it")
     return 0 if len(reports) == len(hosts) else 1
 
 

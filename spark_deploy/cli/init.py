@@ -26,7 +26,7 @@ from spark_deploy.cli.console import (
 )
 from spark_deploy.cli.models import PLAIN_PROFILE, fitting_profiles
 from spark_deploy.config.catalog.load import read_catalog
-from spark_deploy.config.checkout import CHECKOUT, page
+from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SparkError
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.groups import HOSTS_FILE, read_hosts
@@ -206,7 +206,7 @@ def _settings(model: str | None, profile: str | None) -> str:
     values = {
         "MODEL": model,
         "PROFILE": profile,
-        "OTHERS": f"or {', '.join(others)}: {page('profiles')}" if others else "",
+        "OTHERS": f"or {', '.join(others)}: `spark-deploy models {model}`" if others else "",
         "ANOTHER": next(iter(others), profile),
     }
     return re.sub("|".join(values), lambda match: values[match[0]], SETTINGS_TEXT)

@@ -11,6 +11,7 @@ from spark_deploy.cli.console import Options, note, print_result, shared_options
 from spark_deploy.cli.hosts import inventory_path
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
+from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError, SparkError
@@ -35,6 +36,8 @@ class ListedModel:
     summary: str
     choose_when: str
     profiles: dict[int, list[str]]  # that fit, by number of hosts; the first is the one to choose
+    choices: dict[str, str]  # when to choose each of these profiles, without stages of the ladder
+    fixes: dict[int, str]  # what makes it fit, by number of hosts on which no profile fits
     is_known: bool  # whether the sizes are known, so that `profiles` takes memory into account
     download_bytes: int | None
     context_tokens: int | None
@@ -73,7 +76,8 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
         print_result(options, listed, [_details(listed[0])])
     else:
         print_result(options, listed, [_rows(listed)])
-        note("tok/s: computed for one stream on one Spark; -: unknown until `up` or `update`")
+        note("tok/s: computed for one stream on one Spark, for models that we build")
+        note("-: read from the repository once it is in use (`use`, then `update` or `up`)")
         note("details: spark-deploy models NAME; serve a model: spark-deploy use NAME")
     return 0
 
@@ -93,11 +97,26 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
         summary=model.summary,
         choose_when=model.choose_when,
         profiles=profiles,
+        choices={
+            name: catalog.profile(name, model.name).choose_when
+            for name in next(filter(None, profiles.values()), [])
+            if not _is_stage(catalog.profile(name, model.name))
+        },
+        fixes={
+            count: fix_of(model.name, chosen or Settings().profile, catalog, count)
+            for count, names in profiles.items()
+            if not names
+        },
         is_known=is_known,
         download_bytes=size_bytes,
         context_tokens=context_tokens(model, profile) if profile and is_known else None,
         tokens_per_s=speed_of(hybrid, profile).tokens_per_s if hybrid and profile else None,
     )
+
+
+def fix_of(model: str, profile: str, catalog: Catalog, count: int) -> str:
+    """Return the planner's advice for a pair that ``count`` hosts cannot serve."""
+    return problems_of(settings_on(count, model, profile), catalog)[0].fix
 
 
 def settings_on(count: int, model: str, profile: str) -> Settings:
@@ -120,9 +139,14 @@ def fitting_profiles(model: str, catalog: Catalog, count: int = 1) -> list[str]:
         key=lambda name: (
             name != default,
             isinstance(catalog.model(model), HybridModel) == (name == PLAIN_PROFILE),
-            catalog.profile(name, model).choose_when.startswith("you compare"),
+            _is_stage(catalog.profile(name, model)),
         ),
     )
+
+
+def _is_stage(profile: Profile) -> bool:
+    """Whether a profile exists only for comparison with others (`bench --ladder`)."""
+    return profile.choose_when.startswith("you compare")
 
 
 def _matches(model: Model, words: Iterable[str]) -> bool:
@@ -152,9 +176,12 @@ def _details(model: ListedModel) -> Iterator[str]:
     yield f"{model.name}: {model.summary}"
     yield f"  choose when {model.choose_when}"
     if not model.is_known:
-        yield "  size       unknown until `spark-deploy update` reads the repository"
+        yield "  size       unknown until `spark-deploy update` reads it for a model in use"
     for count, names in model.profiles.items() if model.is_known else ():
-        yield f"  on {count} Spark{'s' * (count > 1)} {', '.join(names) or 'no profile fits'}"
+        text = ", ".join(names) or f"no profile fits; {model.fixes[count]}"
+        yield f"  on {count} Spark{'s' * (count > 1)} {text}"
+    for number, (name, choose_when) in enumerate(model.choices.items()):
+        yield f"  {'' if number else 'profiles':<10} {name}: {choose_when}"
     if model.download_bytes:
         yield f"  download   {format_size(model.download_bytes)}"
     if model.context_tokens:

@@ -12,7 +12,7 @@ import click
 from spark_deploy.cli.console import Options, note, print_result, shared_options
 from spark_deploy.cli.doctor import Reuse, read_survey, reusable, reuse_text
 from spark_deploy.cli.hosts import build_plan, query_or_note, select_hosts
-from spark_deploy.cli.plan_text import plan_text
+from spark_deploy.cli.plan_text import download_peer, plan_text
 from spark_deploy.cli.report import HostReport, read_report
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.types import Catalog
@@ -60,9 +60,10 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
             host_plan, *pair_of(host.settings.settings, host.catalog),
             verbose=options.verbose,
             present=reuse_text(reuse[host.name]) if host.name in reuse else "",
+            peer=download_peer(host_plan, plans[:number] * host.settings.settings.fleet.share),
             calibration=read_calibration(host.settings.root, host.catalog),
         )
-        for host, host_plan in zip(hosts, plans, strict=True)
+        for number, (host, host_plan) in enumerate(zip(hosts, plans, strict=True))
     )  # fmt: skip
     documents = [
         {**document(host_plan), **({"reuse": reuse.get(host_plan.host)} if on_host else {})}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from spark_contract.release import Release
 from spark_contract.tool import COMPILING
@@ -13,7 +13,6 @@ from spark_contract.tool import COMPILING
 from spark_deploy.cli.hosts import ESTIMATED_COMMIT
 from spark_deploy.config.catalog.model import Architecture, HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
-from spark_deploy.config.checkout import page
 from spark_deploy.lock.resolve import format_size
 from spark_deploy.lock.types import LockedSource
 from spark_deploy.plan.gateway import base_urls
@@ -56,10 +55,14 @@ def plan_text(
     *,
     verbose: bool,
     present: str = "",
+    peer: str = "",
     calibration: Calibration = UNMEASURED,
 ) -> Iterator[str]:
-    """Yield the summary of a plan, or all of it; ``present`` describes files on the host."""
-    yield from summary_lines(plan, profile)
+    """Yield the summary of a plan, or all of it.
+
+    ``present`` describes files on the host; ``peer`` is the host that it copies from.
+    """
+    yield from summary_lines(plan, profile, peer)
     if present:
         yield row("on the host", present)
     if verbose:
@@ -69,22 +72,37 @@ def plan_text(
     yield row("more", "-v prints downloads, files, unit and engine arguments")
 
 
-def summary_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
+def download_peer(plan: HostPlan, earlier: Iterable[HostPlan]) -> str:
+    """Return the first of the other hosts that downloads everything in the plan, or ""."""
+    needed = _sizes(plan).keys()
+    return next((other.host for other in earlier if needed <= _sizes(other).keys()), "")
+
+
+def _sizes(plan: HostPlan) -> dict[tuple[bool, str], int]:
+    """Return the sizes of files and images; the key starts with True for an image."""
+    files = {(False, s.digest): s.size_bytes for served in plan.served for s in served.sources}
+    images = {(True, s.image.base): s.image.size_bytes for s in plan.served}
+    return files | images
+
+
+def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
     caveat = " as far as known" if plan.memory.unknown else ""
     yield f"{plan.host}: {plan.model} with {plan.profile} fits{caveat}"
     yield row("serves", f"{', '.join(plan.serve.names)} {_address(plan)}")
-    yield row("downloads", _downloads(plan))
+    yield row("downloads", _copies(plan, peer) if peer else _downloads(plan))
     peak_bytes, after_bytes = disk_total(plan.disk)
     yield row("disk", f"{format_size(after_bytes)} in total, {format_size(peak_bytes)} at peak")
     yield row("memory", _memory_summary(plan, profile))
     for text in plan.memory.unknown:
         yield row("UNKNOWN", text)
+    if not profile.proven:
+        yield row("UNPROVEN", f"no test has run profile {profile.name} as a whole")
     requested, used = profile.limits.memory_fraction, plan.memory.memory_fraction
     if used < requested and not profile.kv_cache.size_bytes:
         yield row("", f"memory share lowered from {requested:g} to {used:g}; the rest is reserved")
     if not plan.serve.check.portable:
         again = "again after a change of the engine's base image or the driver"
-        yield row("first start", f"{COMPILING}, {again}")
+        yield row("start", f"{COMPILING}, {again}")
     for service in plan.services:
         urls = ", ".join(url for url, _ in base_urls(service.gateway))
         used_memory = gib(service.memory.memory_fraction * service.memory.total_bytes)
@@ -105,9 +123,9 @@ def _address(plan: HostPlan) -> str:
 
 
 def _downloads(plan: HostPlan) -> str:
-    sources = {source.dir: source.size_bytes for served in plan.served for source in served.sources}
-    images = {served.image.base: served.image.size_bytes for served in plan.served}
-    files, image = sum(sources.values()), sum(images.values())
+    sizes = _sizes(plan)
+    image = sum(size_bytes for (is_image, _), size_bytes in sizes.items() if is_image)
+    files = sum(sizes.values()) - image
     slow, fast = (_duration((files + image) / rate / 1e6) for rate in RATES_MB_PER_S)
     build = "; then builds the checkpoint" if plan.checkpoint else ""
     model = f"up to {format_size(files)} of files" if files else "files of unknown size"
@@ -115,6 +133,12 @@ def _downloads(plan: HostPlan) -> str:
         f"{model} and {format_size(image)} of images, minus files already on the host: "
         f"{fast} at 100 MB/s, {slow} at 25 MB/s{build}"
     )
+
+
+def _copies(plan: HostPlan, peer: str) -> str:
+    text = f"copies files and images from {peer}"
+    donor_bytes = plan.checkpoint.donor_bytes if plan.checkpoint else 0
+    return f"{text}; {format_size(donor_bytes)} from the hub" if donor_bytes else text
 
 
 def _duration(seconds: float) -> str:
@@ -280,11 +304,11 @@ def speed_lines(
     if requests > 1:
         total = speed_of(shape, profile, requests=requests)
         text += f", {_range(total, factor)} in total for {requests}"
-    basis = "not yet measured on a Spark"
+    basis = "not measured on a Spark"
     if count := calibration.reports:
         basis = f"scaled by {factor:.2f} from {count} Spark report{'s' if count > 1 else ''}"
-    yield row("speed", f"{text} (computed, {basis}: {page('speed')})")
-    yield row("first token", _first_token(plan, shape, profile))
+    yield row("speed", f"{text} (computed, {basis})")
+    yield row("1st token", _first_token(plan, shape, profile))
     largest = sorted(single.parts_s, key=lambda part: -part[1])[:4]
     shares = ", ".join(f"{name} {seconds / single.step_s:.0%}" for name, seconds in largest)
     yield row(

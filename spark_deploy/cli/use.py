@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import click
 
-from spark_deploy.cli.console import Options, name_completer, note, shared_options
+from spark_deploy.cli.console import Options, name_completer, next_command, note, shared_options
 from spark_deploy.cli.hosts import select_hosts
-from spark_deploy.cli.models import PLAIN_PROFILE, fitting_profiles
+from spark_deploy.cli.models import HOST_COUNTS, PLAIN_PROFILE, fitting_profiles
 from spark_deploy.cli.settings import Edit, print_edits, write_values
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import SparkError
@@ -26,7 +27,24 @@ from spark_deploy.config.schema_errors import closest
 def use(options: Options, choice: str) -> int:
     edits, hosts = select(options, choice)
     print_edits(options, edits, hosts)
+    overrides = _overrides(options) if edits else {}
+    if overrides:
+        values = ", ".join(f"{key}: {value}" for key, value in overrides.items())
+        drop = [f"{key}={{}}" if value.startswith("{") else f"{key}=null"
+                for key, value in overrides.items()]  # fmt: skip
+        note(f"these settings still override the profile: {values}")
+        note(f"  to drop them: {next_command(options, 'set', *drop)}")
     return 0
+
+
+def _overrides(options: Options) -> dict[str, str]:
+    """Return the engine settings of the chosen hosts, which apply to every profile."""
+    return {
+        f"engine.{key}": json.dumps(value)
+        for host in select_hosts(options, must_serve=False)
+        for key, value in host.settings.data.get("engine", {}).items()
+        if value not in (None, {})
+    }
 
 
 def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
@@ -38,7 +56,9 @@ def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
     wanted = _parse_choice(choice, catalog)
     if wanted.keys() == {"model"}:
         # Change the profile only if it cannot serve the model, or is `plain` for another model.
-        model, fitting = wanted["model"], fitting_profiles(wanted["model"], catalog)
+        model, ranks = wanted["model"], chosen[0].settings.settings.ranks
+        by_count = (fitting_profiles(model, catalog, count) for count in (ranks, *HOST_COUNTS))
+        fitting = next((names for names in by_count if names), [])
         present = {(host.settings.settings.model, host.settings.settings.profile)
                    for host in chosen}  # fmt: skip
         replaced = any(
@@ -64,7 +84,8 @@ def _parse_choice(choice: str, catalog: Catalog) -> dict[str, str]:
     if not slash and choice in profiles:
         return {"profile": choice}
     wrong = profile if slash and model in models else model
-    guess = closest(wrong, [*models, *profiles])
-    names = f"models: {', '.join(models)}; profiles: {', '.join(profiles)}"
+    listed = [name for name in models if not name.startswith("lab-")]
+    guess = closest(wrong, [*listed, *profiles])
+    names = f"models: {', '.join(listed)}; profiles: {', '.join(profiles)}"
     fix = f"did you mean {guess}?" if guess else f"choose from {names}"
     raise SparkError.one(f"use {choice}", f"'{wrong}' is not in the catalog", fix)

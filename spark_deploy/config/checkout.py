@@ -14,11 +14,6 @@ _IN_WHEEL = _PACKAGE / "_checkout"
 CHECKOUT = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
 
 
-def page(name: str) -> str:
-    """Return the name of a reference page for messages; a wheel does not contain the pages."""
-    return f"docs/reference/{name}.md of dgx-spark-deploy"
-
-
 def cache_folder() -> Path:
     """Return this machine's folder for logs and downloads; a temporary one if not writable."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spark-deploy"

@@ -38,7 +38,7 @@ _MAX_SUGGESTIONS = 3
 _MAX_HOSTS = 8
 _MIN_RESERVE_GIB = 8
 _MIN_CONTEXT_TOKENS = 8192
-_USUAL_FRACTION = 0.8
+_USUAL_FRACTION, _SAFE_FRACTION = 0.8, 0.82  # guard rail memory-fraction-high
 
 Fits = Callable[[Settings], bool]
 
@@ -245,6 +245,8 @@ def _refusal(
             f"no setting makes it fit, its weights alone are {gib(weights)}: "
             f"{fix or 'choose a smaller model'}"
         )
+    if changes and not usual:
+        fix += f" (with more than {_SAFE_FRACTION}, users report frozen hosts)"
     if not usual and (count := _hosts_needed(settings, fits)):
         fix += f", or {count} hosts that serve it together (cluster.hosts)"
     return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)

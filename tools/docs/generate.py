@@ -15,7 +15,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
-from spark_deploy.cli.models import fitting_profiles, settings_on  # noqa: E402
+from spark_deploy.cli.models import fitting_profiles, fix_of, settings_on  # noqa: E402
 from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
 from spark_deploy.config.catalog.profile import Profile  # noqa: E402
@@ -110,7 +110,8 @@ def _gb(size_bytes: float) -> str:
 def _together(model: HybridModel, count: int) -> str:
     names = _fitting(model, count)
     if not names:
-        return f"- profiles for {count} hosts (`cluster.hosts`): none"
+        fix = fix_of(model.name, DEFAULT.profile, catalog(), count)
+        return f"- {count} hosts (`cluster.hosts`): no profile fits; {fix}"
     chosen = DEFAULT.profile if DEFAULT.profile in names else names[0]
     profile = catalog().profile(chosen, model.name)
     plan = plan_memory(model, profile, settings_on(count, model.name, chosen))

@@ -1,14 +1,17 @@
 """Record commands in the virtual lab and draw the recording (`make recording`; root).
 
-asciinema records the terminal; pauses are cut. termtosvg-ng draws ``first.svg`` from
-``first.cast``, which plays faster than it was recorded.
+asciinema records the terminal. termtosvg-ng draws ``first.svg`` from ``first.cast``, which plays
+faster than it was recorded.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -32,10 +35,13 @@ from tests.owner import write_lab_settings  # noqa: E402
 FILM = CHECKOUT / "docs/recording"
 SCREENS = CHECKOUT / "docs/screens/recorded"
 COLUMNS, ROWS = 96, 24
-FASTER, LONGEST_PAUSE_S = 6, 1.5
+REDRAWS_S, LONGEST_PAUSE_S = 11, 3  # film time of all progress displays; of other output
 FRAME_MS = 150
-# Delay of the stand-in between pieces of an answer: keeps requests visible.
-PIECE_S = "0.02"
+SHARED_PORT = 8008
+# This template upsets the model: its answers are wrong.
+TEMPLATE = "templates/mine.jinja"
+BAD_TEMPLATE = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LONG = {
     "model": "lab-model", "stream": True, "max_tokens": 400, "ignore_eos": True,
     "messages": [{"role": "user", "content": "Write a long story."}],
@@ -49,7 +55,7 @@ def main() -> int:
     parser.add_argument("guests", nargs="*", default=["lab-1", "lab-2"])
     options = parser.parse_args()
     if options.scene:
-        return scene(options.scene)
+        return scene(options.scene, options.guests)
     if not options.draw:
         with tempfile.TemporaryDirectory(prefix="spark-film-") as folder:
             record(Path(folder) / "sparks", guest_names(options.guests))
@@ -61,20 +67,23 @@ def main() -> int:
 
 def record(folder: Path, names: list[str]) -> None:
     paths = lab_paths()
-    lifecycle.up(paths, names, fresh=True, bootstrap=frozenset(), engine="stub")
+    lifecycle.up(paths, names, fresh=True, bootstrap=frozenset(), engine="cpu")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
     guests = json.loads(paths.record.read_text())["guests"]
     guests = [guest for guest in guests if guest["name"] in names]
-    hosts = [f"--host=spark-{place}={guest['ip']}" for place, guest in enumerate(guests, 1)]
-    words = [*hosts, "--user", guests[0]["user"], "--model", "lab-stub"]
-    subprocess.run([*_command(), "init", str(folder), *words], check=True)
+    words = ["--user", guests[0]["user"], "--model", "lab-tiny"]
+    for place, guest in enumerate(guests, 1):
+        words += ["--host", f"spark-{place}={guest['ip']}"]
+    (folder / "group_vars").mkdir(parents=True)
+    (folder / "key").write_text(f"{secrets.token_hex(16)}\n")
     write_lab_settings(folder, CHECKOUT / "inventory/lab.py")
     path = folder / "group_vars/spark.yml"
     settings = yaml.safe_load(path.read_text())
-    settings["engine"] = {"environment": {"STUB_PIECE_S": PIECE_S}}
+    settings["replicas"] = {"hosts": [f"spark-{place}" for place in range(1, len(guests) + 1)]}
+    settings["serve"] |= {"expose": "lan", "api_key": {"file": str(folder / "key")}}
     path.write_text(yaml.safe_dump(settings))
     raw = folder / "raw.cast"
-    inner = [sys.executable, __file__, "--scene", str(folder)]
+    inner = [sys.executable, __file__, "--scene", str(folder), "--", *words]
     size = ["--cols", str(COLUMNS), "--rows", str(ROWS), "--overwrite", "-q"]
     argv = ["asciinema", "rec", *size, "-t", "dgx-spark-deploy", "-c", shlex.join(inner), str(raw)]
     subprocess.run(argv, check=True)
@@ -93,39 +102,44 @@ def _without_paths(text: str, folder: Path) -> str:
 
 
 def _speed_up(lines: list[str]) -> Iterator[str]:
+    """Yield the recording with progress displays in REDRAWS_S, and other pauses cut."""
     head: dict[str, Any] = json.loads(lines[0])
     kept = {key: head[key] for key in ("version", "width", "height", "title")}
     yield json.dumps({**kept, "env": {"TERM": "xterm-256color"}})
-    shown_s = before_s = 0.0
-    for line in lines[1:]:
-        at_s, kind, text = json.loads(line)
-        shown_s += min((at_s - before_s) / FASTER, LONGEST_PAUSE_S)
-        before_s = at_s
+    events = [json.loads(line) for line in lines[1:]]
+    times = [0.0, *(at_s for at_s, *_ in events)]
+    pauses = [at_s - before_s for before_s, at_s in itertools.pairwise(times)]
+    redrawn = [_ANSI.sub("", text).startswith("\r") for _, _, text in events]
+    faster = sum(itertools.compress(pauses, redrawn)) / REDRAWS_S
+    shown_s = 0.0
+    for (_, kind, text), pause_s, is_redrawn in zip(events, pauses, redrawn, strict=True):
+        shown_s += pause_s / faster if is_redrawn else min(pause_s, LONGEST_PAUSE_S)
         yield json.dumps([round(shown_s, 3), kind, text])
 
 
-def scene(folder: Path) -> int:
-    os.chdir(folder)
+def scene(folder: Path, init: list[str]) -> int:
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     kept = folder / "recorded"
     kept.mkdir()
-    _comment(f"# virtual hosts with a stand-in for the engine; {FASTER} times faster")
-    good = _type("up", "-y") == 0
+    _comment("# virtual hosts, vLLM on a CPU, a tiny model; waiting is played faster")
+    good = _type("init", str(folder), *init) == 0
+    os.chdir(folder)
+    good &= _type("up", "-y") == 0
     shutil.copy(folder / "cache/spark-deploy/up.log", kept)
+    _type("ask", demo.QUESTION)
     (kept / "status.json").write_text(_output_of("status", "--json"))
     login = _login()
     with _load(login):
-        _type("top", "--once")
         (kept / "top.json").write_text(_output_of("top", "--once", "--json"))
-    _type("use", "agent")
-    (kept / "dry.json").write_text(_output_of("up", "--dry", "--json"))
-    good &= _type("up", "-y") == 0
-    _comment("# a broken engine; a client keeps sending requests to spark-1")
-    with demo.ask_meanwhile(login) as answers:
-        good &= _type("up", "spark-1", "-y", *demo.BAD_RELEASE) != 0
+    (kept / "dry.json").write_text(_output_of("up", "--dry", "--json", "--profile", "agent"))
+    _comment("# a chat template that spoils answers; a client keeps sending requests")
+    (folder / TEMPLATE).parent.mkdir()
+    (folder / TEMPLATE).write_text(BAD_TEMPLATE)
+    with demo.ask_meanwhile(login, SHARED_PORT) as answers:
+        good &= _type("up", "-y", "--data", f"engine.chat_template={TEMPLATE}") != 0
     _comment(f"# answers to the client: {demo.count_answers(answers)}")
-    _type("status", "spark-1")
-    time.sleep(LONGEST_PAUSE_S * FASTER)
+    good &= _type("status") == 0
     if good and set(answers) <= {demo.RIGHT, demo.RETRY}:
         (folder / "good").touch()
     return 0
@@ -173,6 +187,7 @@ def _type(*words: str) -> int:
     time.sleep(1)
     done = subprocess.run([*_command(), *words], stdin=subprocess.DEVNULL, check=False)
     _write("\n")
+    time.sleep(LONGEST_PAUSE_S)
     return done.returncode
 
 

@@ -312,7 +312,8 @@ def _replica_violations(settings: Settings) -> Iterator[Violation]:
         yield Violation(("serve", "expose"), message, "set serve.expose to tailscale or lan")
     if settings.serve.tls != "off":
         message = "replicas connect to each other without TLS"
-        yield Violation(("serve", "tls"), message, "set expose: tailscale, which encrypts")
+        fix = "set serve.tls to off, and serve.expose to tailscale, which encrypts"
+        yield Violation(("serve", "tls"), message, fix)
     if settings.serve.api_key.kind == "generate":
         message = "each host would generate a different key"
         fix = "set a common key: {env: NAME}, {file: PATH} or {command: [PROGRAM]}"

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,21 @@ def test_wheel_sends_the_same_bytes_as_the_checkout(installed, tmp_path):
     here = read_payload()
     assert (tools, image) == (here.tools_digest, here.image_context_digest)
     assert str(installed.parent) in where
+
+
+METADATA = (
+    "import json; from importlib.metadata import metadata as m; d = m('dgx-spark-deploy'); "
+    "print(json.dumps(d.json | {'description': d.json.get('description') or d.get_payload()}))"
+)
+
+
+def test_description_of_the_wheel_has_no_link_that_an_index_cannot_follow(installed, tmp_path):
+    about = json.loads(run(installed, "python", "-c", METADATA, cwd=tmp_path).stdout)
+    text = about["description"]
+    assert about["description_content_type"] == "text/markdown"
+    assert text.startswith("# dgx-spark-deploy\n")
+    assert "spark-deploy init ~/sparks" in text
+    assert all(target.startswith("https:") for target in re.findall(r"\]\((.*?)\)", text))
 
 
 def test_wheel_creates_and_plans_a_configuration(installed, tmp_path):

@@ -1,14 +1,18 @@
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from spark_deploy.cli import main
-from spark_deploy.cli.models import fitting_profiles
+from spark_deploy.cli.models import fitting_profiles, settings_on
 from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.settings.engine import EngineSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.memory import missing_bytes
+from spark_deploy.plan.resolve import problems_of
 
 
 def listed(capsys, *words):
@@ -32,8 +36,23 @@ def test_lists_catalog_models_except_lab_models(tmp_path, monkeypatch, capsys):
     )  # fmt: skip
 
 
+def test_advice_for_too_few_hosts_fits(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    [advice] = [text for count, text in listed(capsys)["qwen3.5-397b"]["fixes"].items()
+                if count == "2"]  # fmt: skip
+    fraction, drafts = re.findall(
+        r"memory_fraction to ([\d.]+) and set engine.drafts to (\d)", advice
+    )[0]
+    assert "4 hosts" in advice
+    for fits, share in ((True, float(fraction)), (False, 0.8)):
+        engine = EngineSettings(memory_fraction=share, drafts=int(drafts))
+        settings = replace(settings_on(2, "qwen3.5-397b", "v2"), engine=engine)
+        assert (not problems_of(settings, read_catalog())) is fits
+
+
 def test_a_word_selects_models_and_a_typo_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    assert set(listed(capsys, "qwen3", "small")) == {"qwen3-30b-a3b", "qwen3-4b"}
     assert set(listed(capsys, "embed")) == {"jina-embeddings-v5-small"}
     assert main(["models", "qwen3.5-122c"]) == 1
     assert "qwen3.5-122b" in capsys.readouterr().err

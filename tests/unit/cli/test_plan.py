@@ -74,6 +74,26 @@ def test_the_plan_of_a_cluster_sends_clients_to_the_head(spark_deploy, tmp_path)
     assert worker.endswith("qwen3.5-122b together with spark-1, which answers clients")
 
 
+@pytest.mark.parametrize(
+    ("own", "copies"),
+    [("", True), ("model: qwen3.5-35b\n", False), ("fleet: {share: false}\n", False)],
+)
+def test_a_later_host_copies_what_an_earlier_host_downloads(spark_deploy, tmp_path, own, copies):
+    (tmp_path / "host_vars").mkdir()
+    (tmp_path / "host_vars/spark-2.yml").write_text(own)
+    write_inventory(tmp_path / "inventory/spark.py", "spark-1", "spark-2")
+    _, out, _ = spark_deploy(*PLAN)
+    first, second = (line for line in out.splitlines() if line.startswith("  downloads "))
+    assert "10.0 GB of images" in first
+    assert ("10.0 GB of images" not in second, "from spark-1" in second) == (copies, copies)
+
+
+@pytest.mark.parametrize(("profile", "is_tested"), [("v2", True), ("v3", False)])
+def test_a_profile_without_results_is_marked(spark_deploy, profile, is_tested):
+    _, out, _ = spark_deploy(*PLAN, "--profile", profile)
+    assert ("UNPROVEN" not in out) is is_tested
+
+
 LOCKED = "Intel/Qwen3.5-122B-A10B-int4-AutoRound"
 
 

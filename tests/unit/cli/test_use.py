@@ -1,4 +1,5 @@
 import json
+import shlex
 
 import pytest
 import yaml
@@ -130,6 +131,35 @@ def test_a_plain_profile_gives_way_to_the_model_s_first_profile(site, capsys):
     assert main(["use", "qwen3.5-122b"]) == 0
     assert common.read_text() == "model: qwen3.5-122b\nprofile: agent\n"
     assert "profile agent" in capsys.readouterr().err
+
+
+def test_a_model_for_several_hosts_replaces_a_plain_profile(site):
+    (site / "group_vars/all.yml").write_text("model: qwen3-4b\nprofile: plain\n")
+    four = ("--inventory", "four.py")
+    write_inventory(site / "four.py", "a", "b", "c", "d")
+    assert main(["set", "cluster.hosts=[a, b, c, d]", "model=qwen3.5-122b", *four]) == 0
+    assert main(["use", "qwen3.5-397b", *four]) == 0
+    chosen = yaml.safe_load((site / "group_vars/all.yml").read_text())
+    assert (chosen["model"], chosen["profile"]) == ("qwen3.5-397b", "v2")
+
+
+def test_engine_settings_that_override_a_new_profile_are_listed(site, capsys):
+    (site / "group_vars/all.yml").write_text(f"{ALL}engine: {{drafts: 0, options: {{seed: 1}}}}\n")
+    assert main(["use", "agent"]) == 0
+    text = capsys.readouterr().err
+    assert "engine.drafts: 0" in text
+    command = next(line for line in text.splitlines() if " set engine." in line)
+    assert main(shlex.split(command.partition("spark-deploy ")[2])) == 0
+    capsys.readouterr()
+    assert main(["use", "v2"]) == 0
+    assert "engine." not in capsys.readouterr().err
+
+
+def test_an_unknown_name_is_not_answered_with_models_of_the_lab(site, capsys):
+    assert main(["use", "lab-x"]) == 1
+    text = capsys.readouterr().err
+    assert "lab-tiny" not in text
+    assert "qwen3.5-122b" in text
 
 
 def test_json_lists_the_edits(site, capsys):
