@@ -245,10 +245,9 @@ def _refusal(
             f"no setting makes it fit, its weights alone are {gib(weights)}: "
             f"{fix or 'choose a smaller model'}"
         )
-    if changes and not usual:
-        fix += f" (with more than {_SAFE_FRACTION}, users report frozen hosts)"
     if not usual and (count := _hosts_needed(settings, fits)):
         fix += f", or {count} hosts that serve it together (cluster.hosts)"
+        fix += f"; users report frozen hosts above {_SAFE_FRACTION}" if changes else ""
     return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
 
 

@@ -127,7 +127,7 @@ def scene(folder: Path, init: list[str]) -> int:
     os.chdir(folder)
     good &= _type("up", "-y") == 0
     shutil.copy(folder / "cache/spark-deploy/up.log", kept)
-    _type("ask", demo.QUESTION)
+    _type("ask", demo.QUESTION, "spark-1")
     (kept / "status.json").write_text(_output_of("status", "--json"))
     login = _login()
     with _load(login):
@@ -194,7 +194,8 @@ def _type(*words: str) -> int:
 def _output_of(*words: str) -> str:
     """Return the JSON output of a command; ``status`` may exit with 1."""
     done = subprocess.run([*_command(), *words], capture_output=True, text=True, check=False)
-    json.loads(done.stdout)
+    if not done.stdout:
+        raise SystemExit(done.stderr)
     return done.stdout
 
 
