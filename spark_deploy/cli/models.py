@@ -23,7 +23,7 @@ from spark_deploy.lock.resolve import format_size
 from spark_deploy.lock.types import Lock
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.memory import weights_of
-from spark_deploy.plan.resolve import can_serve
+from spark_deploy.plan.resolve import can_serve, problems_of
 from spark_deploy.plan.speed import speed_of
 
 HOST_COUNTS = (1, 2, 4)

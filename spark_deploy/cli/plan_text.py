@@ -308,7 +308,7 @@ def speed_lines(
     if count := calibration.reports:
         basis = f"scaled by {factor:.2f} from {count} Spark report{'s' if count > 1 else ''}"
     yield row("speed", f"{text} (computed, {basis})")
-    yield row("1st token", _first_token(plan, shape, profile))
+    yield row("prompts", f"first token after {_first_token(plan, shape, profile)}")
     largest = sorted(single.parts_s, key=lambda part: -part[1])[:4]
     shares = ", ".join(f"{name} {seconds / single.step_s:.0%}" for name, seconds in largest)
     yield row(

@@ -232,12 +232,9 @@ def _refusal(
         f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
         f"{gib(settings.memory.total_bytes)} ({gib(settings.reserved_bytes)} stay reserved)"
     )
-    usual = _suggestions(
-        _adjustments(model, profile, settings, catalog, [_USUAL_FRACTION]), settings, fits
-    )
-    changes = usual or _suggestions(
-        _adjustments(model, profile, settings, catalog, _all_fractions(catalog)), settings, fits
-    )
+    adjust = functools.partial(_adjustments, model, profile, settings, catalog)
+    usual = _suggestions(adjust([_USUAL_FRACTION]), settings, fits)
+    changes = usual or _suggestions(adjust(_all_fractions(catalog)), settings, fits)
     smaller = _smaller_model(model, profile, settings, catalog, fits)
     fix = "; or ".join([*changes, *smaller][:_MAX_SUGGESTIONS])
     if not changes:
@@ -246,8 +243,8 @@ def _refusal(
             f"{fix or 'choose a smaller model'}"
         )
     if not usual and (count := _hosts_needed(settings, fits)):
-        fix += f", or {count} hosts that serve it together (cluster.hosts)"
-        fix += f"; users report frozen hosts above {_SAFE_FRACTION}" if changes else ""
+        risk = f"; users report frozen hosts above {_SAFE_FRACTION}" if changes else ""
+        fix += f", or {count} hosts that serve it together (cluster.hosts){risk}"
     return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
 
 
