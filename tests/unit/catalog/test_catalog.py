@@ -163,6 +163,6 @@ def test_refuses_inconsistent_shapes(tensors):
     twice = {**tensors, "donor_shapes": tensors["donor_shapes"] * 2}
     assert "repeats the name" in tensor_problems(twice)
     tensors["donor_shapes"][0]["scale"] = [24, 8]
-    assert "a weight of [1024, 3072] has scales [8, 24]" in tensor_problems(tensors)
+    assert "for a weight of [1024, 3072] write scale: [8, 24]" in tensor_problems(tensors)
     tensors["donor_shapes"][0]["modules"] = "a{b"
     assert "tensors.donor_shapes: 'a{b': a brace is not closed" in tensor_problems(tensors)
