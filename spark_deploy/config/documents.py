@@ -120,7 +120,6 @@ def violations(error: ValidationError) -> Iterator[Violation]:
 
 
 def to_yaml_data(document: Any, *, include_nulls: bool = True) -> dict[str, Any]:
-    """Return a document as plain data for YAML."""
     adapter = _adapter(type(document))
     data = adapter.dump_python(document, mode="json", exclude_none=not include_nulls)
     return cast(dict[str, Any], data)

@@ -48,7 +48,6 @@ def predict(change: str) -> None:
 
 
 def is_predicted(change: str) -> bool:
-    """Return whether an earlier operation predicted ``change``."""
     return not state.is_executing and change in _predicted.get(current_host(), ())
 
 

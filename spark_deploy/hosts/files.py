@@ -28,7 +28,6 @@ def expect_files(paths: Iterable[str]) -> None:
 
 
 def file_states(paths: Sequence[str]) -> dict[str, FileState]:
-    """Return states of existing files."""
     expect_files(paths)
     states = read_fact(FileStates, paths=tuple(_expected_paths[current_host()]))
     return {path: states[path] for path in paths if path in states}

@@ -260,7 +260,6 @@ def gpu_arguments(state: Docker) -> tuple[str, ...]:
 
 
 def lacks_runtime(state: Docker) -> bool:
-    """Return whether the toolkit is installed without NVIDIA's runtime."""
     return bool(state.toolkit_version) and not state.runtime
 
 

@@ -100,7 +100,6 @@ class HostStatus:
         return next((live for live in outcomes if live and live.release == release), None)
 
     def would_replace(self, service: str, release: str) -> bool:
-        """Return whether ``release`` would replace a running or proven release."""
         state = self.service(service)
         if state is None:
             return bool(self.unreadable)

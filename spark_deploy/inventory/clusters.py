@@ -39,34 +39,37 @@ def unknown_host_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem
 
 
 def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
-    for name, loaded in hosts.items():
-        members = loaded.settings.cluster.hosts
-        for other in members:
-            if other not in hosts:
-                yield Problem(
-                    f"{name}: cluster.hosts", f"'{other}' is not in the same group", _LIST_IT
-                )
-        if members:
-            yield from _setting_differences(hosts.get(members[0]), loaded, _SAME_IN_CLUSTER)
-            lists = {host: entry.settings.cluster.hosts for host, entry in hosts.items()}
-            yield from _missing_lists(name, members, lists, "cluster")
+    yield from _member_problems(hosts, "cluster", _SAME_IN_CLUSTER)
 
 
 def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
+    yield from _member_problems(hosts, "replicas", _SAME_IN_REPLICAS)
     for name, loaded in hosts.items():
         replicas = loaded.settings.replicas
         for other in replicas.hosts:
-            if other not in hosts:
-                yield Problem(
-                    f"{name}: replicas.hosts", f"'{other}' is not in the same group", _LIST_IT
-                )
-            elif other not in replicas.addresses:
+            if other in hosts and other not in replicas.addresses:
                 fix = f"set serve.address of {other}"
                 yield Problem(f"{name}: replicas.hosts", f"the address of {other} is unknown", fix)
-        if replicas.hosts:
-            yield from _setting_differences(hosts.get(replicas.hosts[0]), loaded, _SAME_IN_REPLICAS)
-            lists = {host: entry.settings.replicas.hosts for host, entry in hosts.items()}
-            yield from _missing_lists(name, replicas.hosts, lists, "replicas")
+
+
+def _member_problems(
+    hosts: Mapping[str, HostSettings], section: str, same_settings: Sequence[str]
+) -> Iterator[Problem]:
+    """Yield unknown members, different settings and different lists of members."""
+    members_of = {name: getattr(host.settings, section).hosts for name, host in hosts.items()}
+    for name, members in members_of.items():
+        for other in members:
+            if other not in hosts:
+                message = f"'{other}' is not in the same group"
+                yield Problem(f"{name}: {section}.hosts", message, _LIST_IT)
+        if not members:
+            continue
+        yield from _setting_differences(hosts.get(members[0]), hosts[name], same_settings)
+        for other in members[1:] if name == members[0] else ():
+            if other in hosts and list(members_of[other][:1]) != [name]:
+                listed = ", ".join(members_of[other]) or "empty"
+                message = f"{name} lists this host, but here it is {listed}"
+                yield Problem(f"{other}: {section}.hosts", message, _IN_GROUP_VARS)
 
 
 def _setting_differences(
@@ -86,18 +89,6 @@ def _value(settings: Settings, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return to_plain(value)
-
-
-def _missing_lists(
-    name: str, members: Sequence[str], lists: Mapping[str, Sequence[str]], section: str
-) -> Iterator[Problem]:
-    """Yield members that do not list ``name`` first, if it is the first of ``members``."""
-    if name != members[0]:
-        return
-    for other in members[1:]:
-        if other in lists and list(lists[other][:1]) != [name]:
-            message = f"{name} lists this host, but here it is {', '.join(lists[other]) or 'empty'}"
-            yield Problem(f"{other}: {section}.hosts", message, _IN_GROUP_VARS)
 
 
 def duplicate_address_problems(endpoints: Mapping[str, tuple[str, int]]) -> Iterator[Problem]:

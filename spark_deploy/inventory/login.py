@@ -100,7 +100,6 @@ class LoginResult:
 
 
 def endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:
-    """Return where deploys log in."""
     port = data.get("ssh_port")
     return Endpoint(
         host=host,

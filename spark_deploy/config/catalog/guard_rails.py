@@ -35,7 +35,6 @@ COMPARISON: Schema = {
 
 
 def all_hold(conditions: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> bool:
-    """Return whether all conditions on facts are true."""
     return all(_holds(facts[fact], condition, facts) for fact, condition in conditions.items())
 
 

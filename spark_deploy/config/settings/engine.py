@@ -72,7 +72,6 @@ SETTINGS_INSTEAD = {
 
 
 def option_values(limits: Limits, kv_cache: KvCache) -> dict[str, Any]:
-    """Return the engine options that a profile sets."""
     sections = {"limits": limits, "kv_cache": kv_cache}
     values = {
         option.name: getattr(sections[section], field)

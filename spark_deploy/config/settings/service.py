@@ -307,11 +307,9 @@ _SHARES = 100
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
-class ServiceSettings:
+class ServiceSettings(PairSettings):
     """An additional service of a host, with its own release, check, watchdog and gateway."""
 
-    model: CatalogName = Field(description="A file name in catalog/models without .yml.")
-    profile: CatalogName = Field(description="A file name in catalog/profiles without .yml.")
     port: int = Field(ge=1, le=65535, description="Port of the gateway.")
     memory_gib: Gib = Field(gt=0)
     """Memory of the engine, taken from the main service. Rounded down to 1 % of
