@@ -3,7 +3,6 @@
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import gevent
 from pyinfra import host, state
@@ -23,7 +22,7 @@ from spark_contract.tool import FABRIC, FABRIC_SPEED, HOST_TOOL, command_line
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.capacity import Findings
-from spark_deploy.hosts.commands import log, log_once, run_reconnecting
+from spark_deploy.hosts.commands import ScriptResult, log, log_once, run_reconnecting
 from spark_deploy.hosts.facts import read_fact
 from spark_deploy.hosts.network import Fabric, Netplan, NetplanFiles, Reachability
 from spark_deploy.hosts.operations import (
@@ -240,13 +239,13 @@ def _measure_tcp(link: FabricLink) -> SpeedResult:
     sender, listener = _run_both_ends(link, listen, send, documents.to_json(order))
     fix = "check `journalctl -xe` on that host, then run again"
     problems = [
-        _last_problem(name, result.output, fix)
+        _last_problem(name, result.text, fix)
         for name, result in ((host.name, sender), (link.host, listener))
         if not result.ok
     ]
     if problems:
         raise HostError(*problems)
-    return documents.parse(SpeedResult, sender.output)
+    return documents.parse(SpeedResult, sender.stdout)
 
 
 def _measure_rdma(link: FabricLink) -> float | None:
@@ -268,21 +267,16 @@ def _measure_rdma(link: FabricLink) -> float | None:
     send = f"for i in 1 2 3; do sleep 1; timeout 8 {test} {link.address} && exit; done; exit 1"
     sender, _ = _run_both_ends(link, listen, send, "")
     row = r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$"
-    average = re.search(row, sender.output, re.MULTILINE)
+    average = re.search(row, sender.stdout, re.MULTILINE)
     if not sender.ok or average is None:
-        log(f"{link.interface}: ib_write_bw failed: {sender.output.strip()[-200:]}")
+        log(f"{link.interface}: ib_write_bw failed: {sender.text[-200:]}")
         return None
     return float(average[1])
 
 
-class _TestResult(NamedTuple):
-    ok: bool
-    output: str
-
-
 def _run_both_ends(
     link: FabricLink, listen: str, send: str, stdin: str
-) -> tuple[_TestResult, _TestResult]:
+) -> tuple[ScriptResult, ScriptResult]:
     """Run the sender on this host and the listener on the other; return their results."""
     listening = gevent.spawn(_run_test, state.inventory.get_host(link.host), listen, stdin)
     try:
@@ -291,10 +285,10 @@ def _run_both_ends(
         listening.kill()
 
 
-def _run_test(host: Host, script: str, stdin: str) -> _TestResult:
+def _run_test(host: Host, script: str, stdin: str) -> ScriptResult:
     options = {"_sudo": host.data.get("_sudo", False), "_timeout": _COMMAND_S, "_stdin": stdin}
     ok, output = host.run_shell_command(StringCommand(script), **options)
-    return _TestResult(ok, output.stdout if ok else output.stderr or output.stdout)
+    return ScriptResult(ok, output.stdout, output.stderr)
 
 
 # A link below both minima is faulty. Above the doubtful speed no link counts as slow, because the
