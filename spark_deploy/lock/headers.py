@@ -35,7 +35,7 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SettingsError
 from spark_deploy.config.settings.load import read_secret
 from spark_deploy.config.settings.sources import HubSettings
-from spark_deploy.lock.kv_cache_spec import ModelConfig, UnknownCacheSize, cache_layers
+from spark_deploy.lock.kv_cache_spec import ModelConfig, UnknownCacheSizeError, cache_layers
 from spark_deploy.lock.types import VerifiedNames
 
 _Document = TypeVar("_Document")
@@ -154,7 +154,7 @@ def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy
     cache_unknown = ""
     try:
         cache = cache_layers(config)
-    except UnknownCacheSize as error:
+    except UnknownCacheSizeError as error:
         cache_unknown = str(error)
     return Anatomy(
         repository=repository,

@@ -19,7 +19,7 @@ _COUNT_LIMIT = 1 << 32
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
-class UnknownCacheSize(Exception):  # noqa: N818 - not an error
+class UnknownCacheSizeError(Exception):
     """The cache size cannot be computed from the configuration."""
 
 
@@ -51,10 +51,10 @@ class ModelConfig:
         return None
 
     def require(self, *names: str) -> int:
-        """Return a count above zero, or raise UnknownCacheSize."""
+        """Return a count above zero, or raise UnknownCacheSizeError."""
         value = self.count(*names)
         if not value:
-            raise UnknownCacheSize(f"config.json lacks {names[0]}")
+            raise UnknownCacheSizeError(f"config.json lacks {names[0]}")
         return value
 
     def text(self, name: str) -> str:
@@ -97,14 +97,14 @@ def cache_layers(config: ModelConfig) -> tuple[CacheLayers, ...]:
     """Return the cache size per layer type; empty for an encoder.
 
     Raises:
-        UnknownCacheSize: with the reason.
+        UnknownCacheSizeError: with the reason.
     """
     kind = config.text("model_type")
     if kind in _ENCODERS:
         return ()
     for name in _UNSUPPORTED:
         if config.get(name):
-            raise UnknownCacheSize(
+            raise UnknownCacheSizeError(
                 f"the effect of {name} in config.json on the cache size is unknown"
             )
     layer_types = Counter(_list_layer_types(config, kind))
@@ -115,7 +115,7 @@ def _list_layer_types(config: ModelConfig, model_type: str) -> list[str]:
     """Return the type of each layer that has a cache or state."""
     layers = config.require("num_hidden_layers", "n_layer", "num_layers")
     if layers > _MAX_LAYERS:
-        raise UnknownCacheSize(f"config.json has {layers} layers")
+        raise UnknownCacheSizeError(f"config.json has {layers} layers")
     if config.get("kv_lora_rank") is not None:
         return ["latent"] * layers
     if layer_types := config.strings("layer_types"):
@@ -127,7 +127,7 @@ def _list_layer_types(config: ModelConfig, model_type: str) -> list[str]:
         return _parse_pattern(pattern, layers)
     if model_type not in _ALL_FULL:
         model = model_type or "a model without model_type"
-        raise UnknownCacheSize(f"layers of {model} are unknown")
+        raise UnknownCacheSizeError(f"layers of {model} are unknown")
     if config.count("sliding_window") is None or config.get("use_sliding_window") is False:
         return ["full_attention"] * layers
     return ["sliding_attention"] * layers
@@ -135,19 +135,19 @@ def _list_layer_types(config: ModelConfig, model_type: str) -> list[str]:
 
 def _check_layer_types(layer_types: tuple[str, ...], layers: int) -> list[str]:
     if len(layer_types) != layers:
-        raise UnknownCacheSize(
+        raise UnknownCacheSizeError(
             f"layer_types lists {len(layer_types)} layers, but the model has {layers}"
         )
     for name in layer_types:
         if name not in _CACHES:
-            raise UnknownCacheSize(f"layers of type {name[:40]!r} are unknown")
+            raise UnknownCacheSizeError(f"layers of type {name[:40]!r} are unknown")
     return list(layer_types)
 
 
 def _parse_pattern(pattern: str, layers: int) -> list[str]:
     """Parse a pattern of Nemotron-H: M is Mamba-2, * is attention, - and E have no cache."""
     if len(pattern) != layers or set(pattern) - set("M*-E"):
-        raise UnknownCacheSize("hybrid_override_pattern has an unknown format")
+        raise UnknownCacheSizeError("hybrid_override_pattern has an unknown format")
     return [{"M": "mamba", "*": "full_attention"}[char] for char in pattern if char in "M*"]
 
 

@@ -68,7 +68,7 @@ _ACCEPT = ", ".join(MANIFEST_TYPES)
 _MALFORMED = (HTTPException, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
-class ImageNotFound(LockError):  # noqa: N818 - named after what happened
+class ImageNotFoundError(LockError):
     """The registry has no such image or tag."""
 
 
@@ -190,7 +190,7 @@ class _Client:
     def _error_of_status(self, error: urllib.error.HTTPError) -> LockError:
         if error.code == 404:
             fix = "correct the tag in images"
-            return ImageNotFound.one(self._where, "no such image or tag", fix)
+            return ImageNotFoundError.one(self._where, "no such image or tag", fix)
         what = f"the registry returned {error.code} {one_line(error.reason)}"
         return LockError.one(self._where, what, "try again later")
 

@@ -15,7 +15,7 @@ from spark_deploy.config.errors import LockError, Problem
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.file import read_lock, validated, write_lock
 from spark_deploy.lock.headers import read_hub_token
-from spark_deploy.lock.registry import ImageNotFound, look_up
+from spark_deploy.lock.registry import ImageNotFoundError, look_up
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, image_name
 
 PrintLine = Callable[[str], None]
@@ -158,7 +158,7 @@ def _look_up_image(
             insecure=settings.registries.insecure,
             engine=is_engine,
         )
-    except ImageNotFound as error:
+    except ImageNotFoundError as error:
         others = {version for version in engines if version != version_of(reference)}
         if not is_engine or not others:
             raise

@@ -322,7 +322,8 @@ def _resolve_redirect(address: str, location: str) -> str:
         target = urljoin(address, location)
         scheme = connections.parse_origin(target).scheme
     except ValueError as error:
-        raise TransferError(address, f"redirects to {error}", "check the address") from error
+        problem = f"redirects to an invalid address: {error}"
+        raise TransferError(address, problem, "check the address") from error
     if address.startswith("https:") and scheme != "https":
         raise TransferError(address, "redirects from https to http", _OTHER_SOURCE)
     return target
