@@ -71,6 +71,7 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
     """Return base and donor; raise ValidationError if the plan cannot be built from them."""
     modules = swapped_modules(plan)
     mtp_missing = check_base_names(plan, base, modules)
+    _check_counts(base, config)
     for module in modules:
         name = module + WEIGHT
         weight = base.tensor(name)
@@ -101,6 +102,25 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
             "use a profile with a donor, or a base with MTP tensors",
         )
     return Sources(base, donor, modules, mtp_missing)
+
+
+_COUNTED = {
+    "num_hidden_layers": re.compile(r"model\.language_model\.layers\.(\d+)\."),
+    "num_experts": re.compile(r"model\.language_model\.layers\.0\.mlp\.experts\.(\d+)\."),
+}
+
+
+def _check_counts(base: Checkpoint, config: Mapping[str, Any]) -> None:
+    """Refuse other counts in config.json than in the catalog, whose names the base has exactly."""
+    sizes = read_sizes(base, config)
+    for key, pattern in _COUNTED.items():
+        planned = len({match[1] for name in base.owner if (match := pattern.match(name))})
+        if sizes.get(key, planned) != planned:
+            raise ValidationError(
+                f"{base.directory}/config.json",
+                f"{key} is {sizes[key]}, the model file's tensors have {planned}",
+                "download the base again, or correct tensors in the model's file",
+            )
 
 
 def _check_drafter(plan: BuildPlan, base: Checkpoint, mtp_missing: Sequence[str]) -> None:
