@@ -263,7 +263,7 @@ def connection_of(
     plan = gateway_plan(settings, host.name, service)
     if tailnet_address:
         plan = dataclasses.replace(plan, address=tailnet_address)
-    names = settings.serve.names or (settings.model,)
+    names = settings.serve.names_of(settings.model)
     local = host.name.startswith("@")
     login = [] if local else ssh_command(host)
     sudo = ["sudo"] if host.data["_sudo"] else []

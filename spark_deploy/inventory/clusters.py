@@ -17,7 +17,7 @@ from spark_deploy.plan.gateway import address_of
 _SAME_IN_CLUSTER = (
     "model", "profile", "engine", "checkpoint", "cluster", "memory", "allow_containers",
     "services", "watch", "check", "images", "paths", "lock_file",
-    "serve.names", "serve.start_timeout_s", "serve.drain_s",
+    "serve.names", "serve.defaults", "serve.start_timeout_s", "serve.drain_s",
 )  # fmt: skip
 # Clients of replicas depend on these settings, so they must be the same.
 _SAME_IN_REPLICAS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from spark_contract.release import CheckPlan, Mount, Release, Tree
 from spark_deploy.config.catalog.model import HybridModel, PlainModel, questions_of
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents import digest_of
+from spark_deploy.config.errors import PlanError
+from spark_deploy.config.settings.service import ServeSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan import engine_arguments as engine
 from spark_deploy.plan.cluster import cluster_release
@@ -138,7 +141,8 @@ def serve_plan(
     model, profile = resolved.model, resolved.profile
     settings, memory, serve = resolved.settings, resolved.memory, resolved.settings.serve
     image, tree = pair.image, pair.tree
-    names = serve.names or (model.name,)
+    names = serve.names_of(model.name)
+    middleware, defaults = _request_defaults(serve, profile, plugin=image.plugin)
     release = Release(
         service=service,
         model=model.name,
@@ -153,8 +157,8 @@ def serve_plan(
         tree=Tree(tree.dir, tree.digest),
         companions=tuple(Tree(part.source.dir, part.source.digest) for part in pair.companions),
         engine=contract.Engine(
-            argv=engine.engine_arguments(model, profile, memory, names),
-            env=engine.engine_environment(profile, image, serve.start_timeout_s),
+            argv=(*engine.engine_arguments(model, profile, memory, names), *middleware),
+            env={**engine.engine_environment(profile, image, serve.start_timeout_s), **defaults},
             mounts=(
                 Mount(tree.dir, engine.MODEL_MOUNT, True),
                 *(Mount(part.source.dir, part.target, True) for part in pair.companions),
@@ -187,6 +191,20 @@ def serve_plan(
             release = replace(release, check=replace(release.check, log_forbidden=forbidden))
     digest = digest_of({**to_plain(release), "restart": start_limits(release)})
     return replace(release, name=units.release_name(service, digest), digest=digest)
+
+
+def _request_defaults(
+    serve: ServeSettings, profile: Profile, *, plugin: bool
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return arguments and environment for the defaults of served names."""
+    if not serve.defaults:
+        return (), {}
+    if not plugin:
+        what = f"profile {profile.name} has no plugin, which adds them to requests"
+        raise PlanError.one("serve.defaults", what, "choose a profile with plugin: true, or remove")
+    values = {name: defaults.request for name, defaults in serve.defaults.items()}
+    variable = {"SPARK_REQUEST_DEFAULTS": json.dumps(values, sort_keys=True)}
+    return ("--middleware", "spark_vllm.served_names.RequestDefaults"), variable
 
 
 def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:

@@ -62,7 +62,7 @@ def copy_parsers(version, folder):
     return folder
 
 
-@pytest.mark.parametrize("version", SUPPORTED_ENGINES)
+@pytest.mark.parametrize("version", SUPPORTED_ENGINES[1:])  # 0.30 has other parser interfaces
 def test_every_case_is_parsed_whole_and_streamed(version, tmp_path):
     cases, bodies = zip(*requests(), strict=True)
     (tmp_path / "requests.json").write_text(json.dumps(bodies))

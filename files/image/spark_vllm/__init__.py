@@ -14,5 +14,8 @@ PORTABLE_LOAD_FORMAT = "spark_portable"
 ENTRY_POINT = "spark"
 """Name of the plugin in the entry point group ``vllm.general_plugins``."""
 
+REQUEST_DEFAULTS = "SPARK_REQUEST_DEFAULTS"
+"""Environment variable with the defaults of each served model name, as JSON."""
+
 SUPPORTED_ENGINES = ("0.30.0", "0.32.0", "0.33.0")
 """vLLM releases whose sources this plugin was checked against."""

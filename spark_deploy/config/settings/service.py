@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
@@ -162,6 +163,33 @@ class KeySettings:
     serve.max_body_mib."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
+class RequestDefaults:
+    """Values for requests that leave them out; null: the model's own default."""
+
+    thinking: bool | None = Field(default=None, description="Think before the answer.")
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0: greedy.")
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the most probable tokens with this sum of probabilities."""
+    top_k: int | None = Field(default=None, ge=0)
+    """Sample from this number of tokens; 0: all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Smallest probability, relative to that of the most probable token."""
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Above 0 avoids tokens that the answer already has."""
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    """Above 1 avoids tokens of prompt and answer."""
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """Fields of a request to vLLM."""
+        fields = asdict(self)
+        thinking = fields.pop("thinking")
+        template = {} if thinking is None else {"enable_thinking": thinking}
+        chosen = {**fields, "chat_template_kwargs": template or None}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ServeSettings:
     """Names, gateway and time limits of the service."""
@@ -171,6 +199,13 @@ class ServeSettings:
     )
     """Model names that clients may use. `connect` prints the first, so keep it when the model
     or profile changes. Empty: the model's catalog name."""
+    defaults: dict[str, RequestDefaults] = Field(
+        default_factory=dict,
+        examples=[{"qwen-fast": {"thinking": False, "temperature": 0.7}}],
+        json_schema_extra={"propertyNames": SERVED_NAME},
+    )
+    """Defaults of requests by model name, for several names of one engine; names that are not in
+    serve.names are added. Needs a profile with our plugin."""
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the gateway.")
     expose: Expose = Field(
         default="loopback",
@@ -217,6 +252,10 @@ class ServeSettings:
     GB."""
     drain_s: int = Field(default=30, ge=0)
     """Seconds that running answers get before a change of release stops the engine."""
+
+    def names_of(self, model: str) -> tuple[str, ...]:
+        """Return all served names; ``model`` is the catalog name."""
+        return tuple(dict.fromkeys((*(self.names or (model,)), *self.defaults)))
 
     @property
     def stop_timeout_s(self) -> int:

@@ -236,7 +236,9 @@ class Settings:
         return dataclasses.replace(
             self, model=service.model, profile=service.profile, keep_ready=(), services={},
             schedule=(), cluster=ClusterSettings(), replicas=ReplicasSettings(),
-            serve=dataclasses.replace(self.serve, port=service.port, names=service.names),
+            serve=dataclasses.replace(
+                self.serve, port=service.port, names=service.names, defaults={}
+            ),
             engine=EngineSettings(**{name: getattr(service.engine, name) for name in names}),
             # The service gets exactly its memory.
             allow_containers={}, memory=dataclasses.replace(self.memory, reserve_gib=reserve_gib),
