@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from argparse import Namespace
 from typing import Any
 
@@ -42,4 +43,4 @@ answers = [
     [client.post(path, json={"model": name, **body}).json() for name in ("fast", "deep")]
     for path, (_, body) in REQUESTS.items()
 ]
-print("answers:", json.dumps(answers))
+sys.stdout.write(f"answers:{json.dumps(answers)}")

@@ -96,5 +96,5 @@ def test_plan_serves_the_names_with_their_defaults():
 
 
 def test_refuses_defaults_without_the_plugin():
-    with pytest.raises(PlanError, match=r"^serve\.defaults"):
+    with pytest.raises(PlanError, match=r"serve\.defaults: profile base has no plugin"):
         plan_of(profile="base", **{"serve.defaults": {"fast": {"thinking": False}}})
