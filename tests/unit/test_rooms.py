@@ -52,6 +52,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/checkpoint/spark_checkpoint/__main__.py", ""),
         # The engine's plugin.
         ("files/image/spark_vllm/__init__.py", ""),
+        ("files/image/spark_vllm/served_names.py", ""),
         ("files/image/spark_vllm/checkpoint", "torch safetensors"),
         ("files/image/spark_vllm/head", "torch triton vllm"),
         ("files/image/spark_vllm/finite.py", "torch vllm"),
