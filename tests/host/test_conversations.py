@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.labkit import SPARE, Site, guest_named, lab
+from tests.labkit import CHECKOUT, SPARE, Site, guest_named, lab
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 
@@ -27,7 +27,13 @@ class Engines:
                       "start_timeout_s": 2000}  # fmt: skip
         self.site = Site(root, hosts=[FIRST, SECOND])
         replicas = {"hosts": [FIRST, SECOND], "port": BALANCER}
-        self.site.choose(model="lab-tiny", profile="agent", replicas=replicas, serve=self.serve)
+        # The CPU engine's cache blocks are longer than the conversation of this check.
+        profile = (CHECKOUT / "catalog/profiles/agent.yml").read_text()
+        assert "prefix_reuse: true" in profile
+        own = root / "catalog/profiles/chat.yml"
+        own.parent.mkdir(parents=True)
+        own.write_text(profile.replace("prefix_reuse: true", "prefix_reuse: false"))
+        self.site.choose(model="lab-tiny", profile="chat", replicas=replicas, serve=self.serve)
 
     def start(self, body, *words, port=BALANCER, key=KEY):
         curl = subprocess.Popen(
@@ -57,14 +63,14 @@ class Engines:
     def hit_rate(self, conversations, *, header):
         """Return the share of later turns' tokens that the engines found in their caches."""
         hits = queries = 0.0
+        filler = self.filler()
         for number in range(conversations):
             words = ["-H", f"X-Session-Id: {KEY[:8]}{number}"] if header else []
-            messages = [{"role": "user", "content": f"{secrets.token_hex(4)} {self.filler}"}]
+            messages = [{"role": "user", "content": f"{secrets.token_hex(4)} {filler}"}]
             for turn in range(3):
                 before = [self.count(f"prefix_cache_{kind}_total") for kind in ("hits", "queries")]
                 status, answer = self.ask(messages, *words)
                 assert status == 200, answer
-                assert answer["usage"]["prompt_tokens"] > self.block_tokens
                 if turn:
                     hits += self.count("prefix_cache_hits_total") - before[0]
                     queries += self.count("prefix_cache_queries_total") - before[1]
@@ -73,13 +79,12 @@ class Engines:
                              {"role": "user", "content": "Go on."}]  # fmt: skip
         return hits / queries
 
-    @property
-    def block_tokens(self):
-        return self.guests[0].release_document()["check"]["prefix"]["block_tokens"]
-
-    @property
     def filler(self):
-        return FILLER * (2 * self.block_tokens // 10)
+        """Return text of more than two blocks of the prefix cache."""
+        lines = self.guests[0].run("journalctl -o cat | grep -o 'attention block size to [0-9]*'")
+        block_tokens = int(lines.split()[-1])
+        _, answer = self.ask([{"role": "user", "content": FILLER * 20}])
+        return FILLER * (45 * block_tokens // answer["usage"]["prompt_tokens"])
 
 
 @pytest.fixture(scope="module")

@@ -166,6 +166,8 @@ def test_a_killed_fold_counts_each_request_once(host, monkeypatch, step):
     keys.fold_usage(host.paths)
     assert log.read_bytes() == b""
     assert usage(host) == {"anna": 1, "bob": 2}
+    log.write_bytes(b"bob 1 1\n" * 9)
+    assert usage(host) == {"anna": 1, "bob": 11}
 
 
 @pytest.mark.slow

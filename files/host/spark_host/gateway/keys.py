@@ -1,6 +1,7 @@
 """Named API keys: nginx maps and limits, and the usage of each key.
 
-nginx logs a line per request; the lines are added to totals daily. A power cut can lose lines.
+nginx logs a line per request; the lines are added to totals daily. A power cut or a killed
+addition can lose lines.
 """
 
 from __future__ import annotations
