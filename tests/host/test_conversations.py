@@ -81,7 +81,9 @@ class Engines:
 
     def filler(self):
         """Return text of more than two blocks of the prefix cache."""
-        lines = self.guests[0].run("journalctl -o cat | grep -o 'attention block size to [0-9][0-9]*'")
+        lines = self.guests[0].run(
+            "journalctl -o cat | grep -o 'attention block size to [0-9][0-9]*'"
+        )
         block_tokens = int(lines.split()[-1])
         _, answer = self.ask([{"role": "user", "content": FILLER * 20}])
         return FILLER * (45 * block_tokens // answer["usage"]["prompt_tokens"])
