@@ -58,7 +58,7 @@ def plan(console: Console) -> None:
 
 
 def up_running(console: Console) -> None:
-    transcript, passed_s = replay(until=": bench: ")
+    transcript, passed_s = replay(until=": start: ")
     console.print(progress_screen.rows(transcript, passed_s, WIDTH))
 
 
