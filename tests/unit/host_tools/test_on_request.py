@@ -141,6 +141,16 @@ def test_client_that_leaves_ends_its_answer(start):
         wait_until(lambda: engine.metrics().unfinished == 0, "the engine is idle", seconds=3)
 
 
+def test_client_that_leaves_does_not_hold_its_request_until_the_answer(start):
+    with start() as host:
+        body = {"model": "model-1", "messages": [{"role": "user", "content": LONG * 4}]}
+        engine = Engine(host.here.paths.engine_socket("first"))
+        send_and_leave(host, body, lambda: host.running() and engine.metrics().running == 1)
+        wait_until(lambda: host.relay._bytes == 0, "the relay forgets it", seconds=3)
+        # The stub computes answers without a stream to the end; vLLM does not.
+        assert engine.metrics().running == 1
+
+
 def test_rejected_request_ends_the_stream_with_the_reason(start):
     with start() as host:
         text = host.client.ask("/v1/embeddings", {"stream": True})[1].decode()
