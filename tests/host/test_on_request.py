@@ -12,8 +12,8 @@ from tests.labkit import SPARE, Site, guest_named, lab
 
 NAME = SPARE[0]
 MODELS = ("one", "two", "three")
-SHARE_GIB, TOTAL_GIB = 3, 8
-# The host has 8 GiB: 1 GiB reserved, 4 for the main model, 3 for a model on request.
+# The host's memory fits the main model and a single model on request.
+TOTAL_GIB = {"stub": 3.7, "cpu": 9}
 MEMINFO = "/etc/lab-meminfo"
 QUESTION: dict[str, Any] = {
     "messages": [{"role": "user", "content": "What is 17 + 25?"}],
@@ -24,21 +24,23 @@ QUESTION: dict[str, Any] = {
 @pytest.fixture(scope="module", params=["stub", pytest.param("cpu", marks=pytest.mark.engine)])
 def site(request, tmp_path_factory):
     lab("up", NAME, "--fresh", "--engine", request.param)
-    guest, memory_kb = guest_named(NAME), TOTAL_GIB << 20
+    guest, memory_kb = guest_named(NAME), round(TOTAL_GIB[request.param] * 2**20)
+    fields = {"MemTotal": memory_kb, "MemFree": memory_kb, "MemAvailable": memory_kb, "Cached": 0}
+    meminfo = "\n".join(f"{name}: {size} kB" for name, size in fields.items())
     guest.run(
-        f"printf 'MemTotal: {memory_kb} kB\\nMemAvailable: {memory_kb} kB\\n' > {MEMINFO}; "
-        "mkdir -p /etc/systemd/system.conf.d; "
-        f"printf '[Manager]\\nDefaultEnvironment=SPARK_MEMINFO={MEMINFO}\\n' "
-        "> /etc/systemd/system.conf.d/60-lab-meminfo.conf; systemctl daemon-reexec"
+        f"cat > {MEMINFO} <<'END'\n{meminfo}\nEND\nmkdir -p /etc/systemd/system.conf.d; "
+        "printf '[Manager]\\nDefaultEnvironment=SPARK_MEMINFO=%s\\n' "
+        + MEMINFO
+        + " > /etc/systemd/system.conf.d/60-lab-meminfo.conf; systemctl daemon-reexec"
     )
     site = Site(tmp_path_factory.mktemp("on-request"), hosts=[NAME])
     model = {"stub": "lab-stub", "cpu": "lab-tiny"}[request.param]
     services = {
-        name: {"model": model, "profile": "v2", "port": 8001 + number, "memory_gib": SHARE_GIB,
+        name: {"model": model, "profile": "v2", "port": 8001 + number, "memory_gib": 3,
                "names": [name], "start": "on-request"}
         for number, name in enumerate(MODELS)
     }  # fmt: skip
-    site.choose(model=model, profile="v2", memory={"total_gib": TOTAL_GIB}, services=services)
+    site.choose(model=model, profile="v2", memory={"total_gib": 8}, services=services)
     site.deploy(timeout_s=1800).assert_succeeded()
     return site
 
