@@ -48,7 +48,7 @@ def lock_path(tmp_path):
         (("--profile", "v2-tq"),
          ("turboquant_k8v4", "(estimated, not locked)", "KV cache: ", "release     main-")),
         (("--data", "engine.vision=true"),
-         ("5 questions", "tool call", "growing conversation", "pictures", "acceptance")),
+         ("8 questions", "tool call", "growing conversation", "pictures", "acceptance")),
         (("--data", "checkpoint.layout=full", "--data", "checkpoint.source=prebuilt"),
          ("int4-fp8-hybrid (estimated",)),
         (("--data", "checkpoint.source=requantized", "--data", "requantize.iters=0"),
