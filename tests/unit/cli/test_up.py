@@ -198,7 +198,9 @@ def test_the_last_rollout_is_for_the_serving_or_planned_release(data, release):
 
 @pytest.mark.parametrize("others", [True, False])
 def test_changes_of_additional_services_are_shown(others, monkeypatch):
-    monkeypatch.setattr(HostStatus, "unproven", lambda _self, name, _release: name != "main")
+    monkeypatch.setattr(
+        HostStatus, "unproven_reason", lambda _self, name, _release: "new" * (name != "main")
+    )
     plan, data = PLAN, status()
     if others:
         serve = replace(plan.serve, name="small-1", service="small")

@@ -44,7 +44,7 @@ def test_a_measured_speed_shifts_the_planned_range(tmp_path):
     )
     assert "37 to 51 tokens/s for one request" in before
     assert "30 to 40 tokens/s for one request" in after
-    assert "not yet measured on a Spark" in before
+    assert "not measured on a Spark" in before
     assert "0.80" in after
 
 
