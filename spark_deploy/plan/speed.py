@@ -30,7 +30,7 @@ LAYER_S = 92e-6  # launches, norms, routing and waiting, for each layer of a ste
 # Relative to the bandwidth of the H200 that measured it (proofs/results/gpu/lm-head.json, batch 1).
 HEADS = {"keep": 0.96, "int8-g128": 0.81, "int8-triton": 0.99}
 # Longer than FlashAttention, for each attention layer of a step or draft: reported for upstream's
-# kernels at 128 tokens on an H100 (vllm-project/vllm#53060), so a lower bound for a Spark.
+# kernels at 128 tokens on an H100 (upstream's pull request 53060), so a lower bound for a Spark.
 TURBOQUANT_S = 29e-6
 # Published acceptance: 0.95 with a single draft, 0.8 with two. Later drafts: like the second.
 FIRST_ACCEPTED, LATER_ACCEPTED = 0.95, 0.684

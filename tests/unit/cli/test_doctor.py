@@ -25,7 +25,8 @@ FILES = frozenset({("66306", *SHARDS[0]), ("66306", "c" * 64, 5_000_000_000)})
 
 def verdict_of(host_survey, **needs):
     host: Any = SimpleNamespace(name="spark-1", data={})
-    return doctor.verdict_of(Answer(host, host_survey), dataclasses.replace(NEEDS, **needs), {})
+    answer, surveys = Answer(host, host_survey), {host.name: host_survey}
+    return doctor.verdict_of(answer, dataclasses.replace(NEEDS, **needs), surveys)
 
 
 def text_of(verdict):

@@ -97,7 +97,7 @@ def test_refuses_an_unusable_certificate_and_key(tmp_path, monkeypatch):
     assert check_certificate_and_key(certificate, key, NAMES[0]) == []
     Path(key).chmod(0o644)
     problems = check_certificate_and_key(certificate, key, NAMES[0])
-    assert_one(problems, "read by everybody", "chmod 600")
+    assert_one(problems, "read by every user", "chmod 600")
     secret = Path(key).read_text().splitlines()[1]
     assert secret not in f"{problems} {check_certificate_and_key(key, key, NAMES[0])}"
 
@@ -127,7 +127,7 @@ def test_never_replaces_half_a_ca_or_one_that_ends(tmp_path, monkeypatch):
     later = certificates.now() + timedelta(days=certificates.CA_DAYS - 10)
     with monkeypatch.context() as patch:
         patch.setattr(certificates, "now", lambda: later)
-        with pytest.raises(SettingsError, match="give clients the new CA"):
+        with pytest.raises(SettingsError, match="install the new CA on the clients"):
             issue(NAMES, str(ca))
     (ca / "ca-key.pem").unlink()
     with pytest.raises(SettingsError, match="contains no CA"):
