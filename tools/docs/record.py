@@ -35,7 +35,7 @@ from tests.owner import write_lab_settings  # noqa: E402
 FILM = CHECKOUT / "docs/recording"
 SCREENS = CHECKOUT / "docs/screens/recorded"
 COLUMNS, ROWS = 96, 24
-REDRAWS_S, LONGEST_PAUSE_S = 11, 3  # film time of all progress displays; of other output
+REDRAWS_S, LONGEST_PAUSE_S = 10, 2  # film time of all progress displays; of other output
 FRAME_MS = 150
 SHARED_PORT = 8008
 # This template upsets the model: its answers are wrong.
@@ -111,10 +111,12 @@ def _speed_up(lines: list[str]) -> Iterator[str]:
     pauses = [at_s - before_s for before_s, at_s in itertools.pairwise(times)]
     redrawn = [_ANSI.sub("", text).startswith("\r") for _, _, text in events]
     faster = sum(itertools.compress(pauses, redrawn)) / REDRAWS_S
-    shown_s = 0.0
+    shown_s, before = 0.0, ""
     for (_, kind, text), pause_s, is_redrawn in zip(events, pauses, redrawn, strict=True):
         shown_s += pause_s / faster if is_redrawn else min(pause_s, LONGEST_PAUSE_S)
-        yield json.dumps([round(shown_s, 3), kind, text])
+        if not is_redrawn or text != before:
+            yield json.dumps([round(shown_s, 3), kind, text])
+        before = text
 
 
 def scene(folder: Path, init: list[str]) -> int:
