@@ -73,6 +73,9 @@ def states(guest):
 
 
 def running(guest):
+    # The gateway opens a moment before the unit is active.
+    starting = "systemctl list-units --plain --no-legend --state=activating 'spark-serve@*'"
+    guest.wait(f"! {starting} | grep -q .", seconds=300)
     units = guest.serving()
     names = {unit.removeprefix("spark-serve@").rpartition("-")[0] for unit in units}
     return names - {"main"}
