@@ -111,7 +111,7 @@ def test_commented_settings_are_valid_and_can_be_planned(monkeypatch, capsys):
     path = folder / "group_vars/all.yml"
     lines = path.read_text().splitlines()
     assert len(lines) <= 15
-    assert re.search(r"^profile: .*\S+\.md of dgx-spark-deploy$", path.read_text(), re.M)
+    assert re.search(r"^profile: agent  # .*`spark-deploy models \S+`$", path.read_text(), re.M)
     commented = ("# keep", "#   - ", "# serve", "# paths")
     settings = [line.removeprefix("# ") for line in lines if line.startswith(commented)]
     path.write_text("\n".join([*lines, *settings]))

@@ -88,9 +88,13 @@ def test_a_later_host_copies_what_an_earlier_host_downloads(spark_deploy, tmp_pa
     assert ("10.0 GB of images" not in second, "from spark-1" in second) == (copies, copies)
 
 
-@pytest.mark.parametrize(("profile", "is_tested"), [("v2", True), ("v3", False)])
-def test_a_profile_without_results_is_marked(spark_deploy, profile, is_tested):
-    _, out, _ = spark_deploy(*PLAN, "--profile", profile)
+@pytest.mark.parametrize(("profile", "is_tested"), [("v2", True), ("own", False)])
+def test_a_profile_without_results_is_marked(spark_deploy, tmp_path, profile, is_tested):
+    (tmp_path / "catalog/profiles").mkdir(parents=True)
+    text = "based_on: v2\nsummary: s\nchoose_when: c\nproven: []\n"
+    (tmp_path / "catalog/profiles/own.yml").write_text(text)
+    (tmp_path / "sparks.py").write_text("spark = ['spark-1']\n")
+    _, out, _ = spark_deploy(*PLAN, "sparks.py", "--profile", profile)
     assert ("UNPROVEN" not in out) is is_tested
 
 
