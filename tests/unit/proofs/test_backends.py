@@ -16,10 +16,9 @@ from tests.unit.planning.plans import PAYLOAD, made_up_lock, shipped, shipped_ca
 TABLE = json.loads((CHECKOUT / "proofs/results/cpu/backends.json").read_text("utf-8"))
 PLANS = {(model, profile): plan for model, profile, plan in shipped()}
 # A profile added by an owner has no proofs and no row in the table.
-# The table is older than the proofs of v3: the next `make backends` adds its row.
 HYBRIDS = sorted(
     name
-    for name in set(shipped_catalog().profile_names) - {"plain", "v3"}
+    for name in set(shipped_catalog().profile_names) - {"plain"}
     if shipped_catalog().profile(name, "qwen3.5-122b").proven
 )
 SERVED = {
@@ -28,9 +27,6 @@ SERVED = {
     "plain of a BF16 repository": ("qwen3-30b-a3b", "plain"),
     "plain of an FP8 repository": ("qwen3-4b", "plain"),
 }
-
-# The row of agent is older than its drafts: until the next `make backends`, those of v2 apply.
-ROWS = {name: name for name in SERVED} | {"agent of qwen3.5-122b": "v2 of qwen3.5-122b"}
 
 
 def test_table_covers_every_shipped_profile():
@@ -42,7 +38,7 @@ def test_pins_of_the_plan_match_the_table(case):
     plan = bf16_plan() if "BF16" in case else PLANS[SERVED[case]]
     assert isinstance(plan, HostPlan)
     engine = plan.serve.engine
-    assert read_pins(list(engine.argv), engine.env) == TABLE["cases"][ROWS[case]]["pins"]
+    assert read_pins(list(engine.argv), engine.env) == TABLE["cases"][case]["pins"]
     assert not read_pins(remove_pins(list(engine.argv)), {})
 
 
