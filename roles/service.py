@@ -38,7 +38,14 @@ from spark_deploy.hosts.uninstall import prune_host
 from spark_deploy.plan.cluster import Wave
 from spark_deploy.plan.jobs import Work
 from spark_deploy.plan.release import timer_files
-from spark_deploy.plan.types import BasePlan, GatewayPlan, ManagedFile, NeedsPlan, ScheduledPlan
+from spark_deploy.plan.types import (
+    NJS,
+    BasePlan,
+    GatewayPlan,
+    ManagedFile,
+    NeedsPlan,
+    ScheduledPlan,
+)
 
 
 @deploy("Reboots")
@@ -137,5 +144,6 @@ def rotate_key(*, plan: GatewayPlan) -> None:
 @deploy("Named keys")
 def named_keys(*, plan: BasePlan, keys: dict[str, NamedKey] | None) -> None:
     expect_fact(BaseState, lambda: fact_arguments(plan))
-    install_packages(name="Install packages", plan=plan)
+    if keys:  # a key can be revoked without apt
+        install_packages(name="Install nginx's JavaScript module", plan=plan, only=(NJS,))
     set_named_keys(name="Set the named API keys", keys=keys)

@@ -182,16 +182,18 @@ def read_state(plan: BasePlan) -> Base:
 
 
 @host_operation
-def install_packages(plan: BasePlan) -> Commands:
-    state = read_state(plan)
+def install_packages(plan: BasePlan, only: Sequence[str] = ()) -> Commands:
+    """Install the planned packages and repair interrupted installations, or install ``only``."""
+    state, planned = read_state(plan), only or planned_packages(plan)
     present = state.packages
-    missing = [package for package in planned_packages(plan) if package not in present]
+    missing = [package for package in planned if package not in present]
     for variants in (NGINX, NJS_MODULES):
         if not present.keys().isdisjoint(variants):
             missing = [package for package in missing if package not in variants]
-    missing += [package for package in state.interrupted if package not in missing]
+    if not only:
+        missing += [package for package in state.interrupted if package not in missing]
     if not missing:
-        host.noop(f"{len(planned_packages(plan))} packages are installed")
+        host.noop(f"{len(planned)} packages are installed")
         return
     # nginx's default site must not open port 80.
     installs_nginx = any(package.startswith("nginx") for package in missing)

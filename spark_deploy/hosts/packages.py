@@ -43,7 +43,7 @@ REPAIRABLE = r"docker|containerd|runc|nginx|(lib)?nvidia-container"
 INTERRUPTED_SCRIPT = rf"""
 echo '== interrupted'
 dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}}\n' 2>/dev/null |
-awk '$1 !~ /^.[incWt]$/ && $2 ~ /^({REPAIRABLE})/ {{ print $2 }}'
+awk '$1 ~ /^i/ && $1 !~ /^i[incWt]$/ && $2 ~ /^({REPAIRABLE})/ {{ print $2 }}'
 """
 
 
@@ -267,7 +267,8 @@ def _install_script(names: str, quiet_services: Sequence[str]) -> str:
     return "\n".join(
         (
             *(_MASK.format(**unit) for unit in units),
-            "dpkg --configure -a || :",  # apt requires it after a power cut, and repairs the rest
+            # apt requires a run of dpkg after a power cut, and repairs the rest.
+            f"env DEBIAN_FRONTEND=noninteractive dpkg --force-confold --configure {names} || :",
             f"{_APT} --no-remove {_INSTALL} {names}; rc=$?",
             *(_UNMASK.format(**unit) for unit in units),
             "exit $rc",

@@ -21,14 +21,14 @@ class RequestDefaults:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        body, more = b"", True
+        parts, more = [], True
         while more:
             message = await receive()
             if message["type"] != "http.request":
                 return  # the client is gone
-            body += message.get("body", b"")
+            parts.append(message.get("body", b""))
             more = message.get("more_body", False)
-        body = add_defaults(body, self._defaults)
+        body = add_defaults(b"".join(parts), self._defaults)
         headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
         messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -43,7 +43,7 @@ def add_defaults(body: bytes, defaults: Mapping[str, Mapping[str, Any]]) -> byte
     """Return a request with the defaults of its model name, or unchanged."""
     try:
         request = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body
     name = request.get("model") if isinstance(request, dict) else None
     if not isinstance(name, str) or name not in defaults:

@@ -57,6 +57,8 @@ def unfinished(release: Release, paths: Paths) -> float:
 def releases_to_stop(release: Release, host: Host, available_bytes: float) -> list[Release]:
     """Return the releases on request that must stop so that ``release`` fits, longest idle first.
 
+    None if it would not fit then either, because other programs use the memory.
+
     Services that always run keep their memory while they restart.
     """
     services = {service_of(name) for name in host.disk.names(host.paths)} - {release.service}
@@ -79,7 +81,7 @@ def releases_to_stop(release: Release, host: Host, available_bytes: float) -> li
         stopped.append(candidates.pop(0))
         available_bytes += stopped[-1].memory.needed_bytes
         free_bytes += stopped[-1].memory.needed_bytes
-    return stopped
+    return stopped if min(available_bytes, free_bytes) >= needed_bytes else []
 
 
 def free_memory(release: Release, host: Host, report: Report) -> None:

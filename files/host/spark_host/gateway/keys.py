@@ -23,7 +23,7 @@ from spark_host.system.host import read_document, write_document
 DEFAULT = "$spark_is_named"  # whether a request without the unnamed key is allowed
 SCRIPT = "keys.js"
 _FORM = "sk-[A-Za-z0-9_-]{43}"
-_LINE = re.compile(rb"(\S+) (\d+) (\d+)\n")
+_LINE = re.compile(rb"\0*([\w-]+) (\d+) (\d+)\n")
 _UNNAMED = "api_key"  # no name of a key: they have no underscore
 
 

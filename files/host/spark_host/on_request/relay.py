@@ -99,12 +99,10 @@ class Relay:
         for name in wanted - self.services.keys():
             path = self.paths.waiting_socket(name)
             path.parent.mkdir(mode=0o711, exist_ok=True)
-            before = os.umask(0o117)
-            try:
-                server = await asyncio.start_unix_server(partial(self._connected, name), path)
-            finally:
-                os.umask(before)
+            server = await asyncio.start_unix_server(partial(self._connected, name), path)
+            # Not by umask, which files written by other threads would get as well.
             os.chown(path, 0, traffic.group_id(name, self.paths))
+            path.chmod(0o660)
             self.services[name] = Service(name, server)
 
     async def _starts(self) -> None:
@@ -148,9 +146,9 @@ class Relay:
 
     async def _answer(self, service: Service, reader: StreamReader, writer: StreamWriter) -> None:
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_S)
-        method, path, _ = head.decode("latin-1").split("\r\n")[0].split(" ")
+        method, target, _ = head.decode("latin-1").split("\r\n")[0].split(" ")
         if method == "GET":
-            writer.write(_response("200 OK", self._models(service, path)))
+            writer.write(_response("200 OK", self._models(service, target.partition("?")[0])))
             return await writer.drain()
         length = int(_header(head, b"content-length") or 0)
         streams = False
@@ -171,7 +169,7 @@ class Relay:
                 writer.write(_chunk(b"event: error\ndata: %b\n\n" % error.document) + _chunk(b""))
             else:
                 retry = f"Retry-After: {error.retry_s}\r\n"
-                writer.write(_response("503 Service UnavailableError", error.document, retry))
+                writer.write(_response("503 Service Unavailable", error.document, retry))
             await writer.drain()
         finally:
             self._bytes -= length
