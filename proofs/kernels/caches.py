@@ -46,6 +46,7 @@ class Cache:
         pass
 
     def items(self) -> int:
+        """Return the elements that the cache stores for each head and token; formats define it."""
         raise NotImplementedError
 
     def bytes_per_token(self) -> int:
@@ -58,7 +59,10 @@ class Cache:
         self.impl.do_kv_cache_update(self.layer, keys, values, self.cache, slots)
 
     def attention(self, queries: Tensor) -> Callable[[], Tensor]:
-        """Return attention of queries ``[requests * each, heads, size]``, ready to be captured."""
+        """Return attention of queries ``[requests * each, heads, size]``, ready to be captured.
+
+        Each format defines it.
+        """
         raise NotImplementedError
 
     def forward(self, queries: Tensor, metadata: Any) -> Callable[[], Tensor]:
