@@ -98,12 +98,7 @@ def settings_page() -> Iterator[str]:
     yield from ("# Settings", "", SETTINGS_INTRODUCTION)
     everything = dict(_leaves(schema["properties"], defaults))
     usual = {key: leaf for key, leaf in everything.items() if key not in COMMAND_FLAGS | EXPERT}
-    sections: dict[str, dict[str, Any]] = {}
-    for key, leaf in usual.items():
-        sections.setdefault(key.rpartition(".")[0], {})[key] = leaf
-    for name, keys in sections.items():
-        text = schema["properties"][name]["description"] if name else ""
-        yield from _table(f"`{name}`" if name else "General", text, keys)
+    yield from _table("Common settings", "", usual)
     expert = {key: everything[key] for key in everything if key in EXPERT}
     yield from _table("Expert", "Most hosts need none of these.", expert)
     flags = {key: everything[key] for key in everything if key in COMMAND_FLAGS}

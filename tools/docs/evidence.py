@@ -111,12 +111,12 @@ def proven_rows(checkout: Path) -> Iterator[str]:
 
 def question_rows(checkout: Path) -> Iterator[str]:
     reports = _reports(checkout)
-    columns = ["question", "how a Spark answers it", *(["answers"] if reports else [])]
+    columns = ["question", *(["answers"] if reports else [])]
     yield from (row(*columns), f"|{'---|' * len(columns)}")
     for part in read_questions(checkout).parts:
         for question in part.questions:
             answers = "<br>".join(_answers(question, reports)) or "none yet"
-            yield row(question.question, question.how, *([answers] if reports else []))
+            yield row(question.question, *([answers] if reports else []))
 
 
 def _reports(checkout: Path) -> dict[str, Report]:

@@ -90,7 +90,6 @@ class Question:
     id: str = Field(json_schema_extra={"pattern": "^[a-z-]+$"})
     """Name; the function of this name answers it."""
     question: str = Field(min_length=1, description="The question, in a sentence.")
-    how: str = Field(min_length=1, description="How the host answers it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
