@@ -9,7 +9,7 @@ import click
 from spark_deploy.cli import GROUP
 
 # The page describes these options once.
-SHARED = {"inventory", "limit", "exclude", "data", "json", "model", "profile"}
+SHARED = {"inventory", "limit", "exclude", "data", "json", "model", "profile", "dry"}
 CHANGING = {"dry", "yes", "verbose"}
 
 

@@ -105,11 +105,14 @@ def settings_page() -> Iterator[str]:
     yield from _table(
         "Options of a command", "Pass them with `--data` to the command or the deploy.", flags
     )
-    yield from _form_table("A secret", schema_of(SecretRef, "secret"))
+    yield from ("", "## Entries", "", ENTRIES_INTRODUCTION, "")
+    yield from ("| key | form | meaning |", "|---|---|---|")
+    yield from _entry_rows("SECRET", schema_of(SecretRef, "secret"))
     for key, (part, _) in everything.items():
-        each = part.get("items") or part.get("additionalProperties")
-        if isinstance(each, dict) and "properties" in each:
-            yield from _form_table(f"Each of `{key}`", each)
+        if "properties" in (part.get("items") or {}):
+            yield from _entry_rows(f"{key}[]", part["items"])
+        elif isinstance(each := part.get("additionalProperties"), dict) and "properties" in each:
+            yield from _entry_rows(f"{key}.NAME", each)
 
 
 Leaf = tuple[dict[str, Any], str]  # schema and default
@@ -125,11 +128,9 @@ def _leaves(properties: dict[str, Any], defaults: dict[str, Any]) -> Iterator[tu
             yield key, (part, f"`{json.dumps(defaults[key])}`")
 
 
-def _form_table(title: str, part: dict[str, Any]) -> Iterator[str]:
-    yield from ("", f"## {title}", "", part["description"], "")
-    yield from ("| key | form | meaning |", "|---|---|---|")
+def _entry_rows(prefix: str, part: dict[str, Any]) -> Iterator[str]:
     for key, inner in part["properties"].items():
-        yield row(f"`{key}`", _form(inner), inner["description"])
+        yield row(f"`{prefix}.{key}`", _form(inner), inner["description"])
 
 
 def _table(title: str, text: str, keys: dict[str, Leaf]) -> Iterator[str]:
@@ -189,3 +190,5 @@ SETTINGS_INTRODUCTION = (
     "`engine` you may use vLLM's names `max_model_len`, `max_num_seqs`, `gpu_memory_utilization` "
     "and `num_speculative_tokens`."
 )
+
+ENTRIES_INTRODUCTION = "Keys of a list entry (`[]`), mapping entry (`NAME`) or secret (only one)."

@@ -198,12 +198,12 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "docs/reference/speed.md": {
         "comparison": lambda: speed.compared_rows(catalog()),
         "measurements": lambda: speed.measured_rows(catalog()),
-        "steps": lambda: speed.step_rows(catalog()),
     },
     "proofs/speed-model.md": {
         "numbers": speed.number_rows,
         "parts of v3": lambda: speed.v3_rows(catalog()),
         "depth": lambda: speed.depth_rows(catalog()),
+        "steps": lambda: speed.step_rows(catalog()),
     },
     "docs/reference/what-is-proven.md": {
         "parts": functools.partial(evidence.proven_rows, CHECKOUT),

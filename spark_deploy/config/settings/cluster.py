@@ -51,9 +51,9 @@ class ReplicasSettings:
     hosts: tuple[Text, ...] = Field(
         default=(), examples=[["spark-1", "spark-2"]], json_schema_extra=UNIQUE
     )
-    """Inventory names of the hosts. Each listens at `port` and routes a request to the proven host
-    with the fewest running requests, or a conversation to the same host; `connect` prints the
-    first. All need the same settings and the same serve.api_key, so put them in group_vars."""
+    """Inventory names of the hosts. Each routes requests to the proven host with the fewest running
+    requests, and a conversation to the same host. All need the same settings and serve.api_key, so
+    put them in group_vars."""
     port: int = Field(default=8008, ge=1, le=65535, description="Shared port of the replicas.")
     # Filled by the inventory: fleet.address of each host, or its address for clients.
     addresses: SkipJsonSchema[dict[str, str]] = Field(default_factory=dict, exclude=True)

@@ -304,8 +304,8 @@ class ServiceEngineSettings:
     """Number of draft tokens for each number of running requests; same format as in a profile's
     `speculation`."""
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
-    """Local file with a Jinja chat template, relative to the inventory's folder. The text is part
-    of the release: a changed file is a new release."""
+    """Local file with a Jinja chat template, relative to the inventory's folder. A changed file is
+    a new release."""
     vision: bool | None = None
     """true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."""
     options: dict[str, Any] = Field(
@@ -313,15 +313,15 @@ class ServiceEngineSettings:
         examples=[{"seed": 1}],
         json_schema_extra={"propertyNames": OPTION_NAMES},
     )
-    """More options of `vllm serve`: name without dashes (words joined by - or _) to value. true
-    gives a bare flag, null drops an option of the profile. Options that are not on the list in
-    `spark_deploy/config/settings/allowed.py` need override_rails."""
+    """More options of `vllm serve`: name without leading dashes, and value. true gives a bare flag,
+    null drops an option of the profile. Options outside `spark_deploy/config/settings/allowed.py`
+    need override_rails."""
     environment: dict[str, str] = Field(
         default_factory=dict,
         examples=[{"VLLM_LOG_STATS_INTERVAL": "30"}],
         json_schema_extra={"propertyNames": ENVIRONMENT_NAMES},
     )
-    """More environment variables of the engine, listed as for options. Never secrets: they are
+    """More environment variables of the engine, limited as options are. Never secrets: they are
     visible on the host."""
 
     def violations(self) -> Iterator[Violation]:

@@ -57,8 +57,8 @@ class ExpectSettings:
     """Reaction to a missing /etc/dgx-release, or to an unfinished vendor update (torn score of
     nvidia-spark-ota-check above 0)."""
     unit_overrides: tuple[Folder, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """Paths of your own drop-ins for our systemd units. Deploys refuse all others, and masks,
-    because such a file can start an engine without its check."""
+    """Paths of your drop-ins for our systemd units. Deploys refuse unlisted drop-ins and masks,
+    which can start an engine without the check."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -70,10 +70,10 @@ class BaseSettings:
     skip: tuple[Literal["hold-driver", "disable-sleep", "protect-login"], ...] = Field(
         default=(), examples=[["disable-sleep"]], json_schema_extra=UNIQUE
     )
-    """Protections to leave out. hold-driver: no unattended upgrades of driver, CUDA and kernel (a
+    """Protections to skip. hold-driver: no unattended upgrades of driver, CUDA and kernel (a
     partial driver upgrade disables the GPU); disable-sleep: mask suspend and hibernate;
-    protect-login: guarantee memory to SSH and login sessions. All but disable-sleep are reverted
-    when you add them."""
+    protect-login: guarantee memory to SSH and login sessions. Adding an entry later reverts it,
+    except disable-sleep."""
     headless: bool = False
     """Boot into multi-user.target from the next boot; the desktop uses several GiB."""
     earlyoom: bool = False

@@ -26,13 +26,13 @@ class CheckpointSettings:
     """overlay: hard links to the base plus a small file; needs the plugin, takes seconds. full: a
     complete copy that any tool can read. null: the profile's layout."""
     source: Literal["base", "prebuilt", "requantized"] = "base"
-    """base: build from the model's INT4 repository. prebuilt: start from the model's hybrid
-    repository (sources.hybrid), which passes the same checks and is compared with the FP8 source;
-    only with layout full. requantized: build from your own INT4 checkpoint, made from
-    sources.original by `spark-deploy add MODEL --requantize`."""
+    """base: build from the model's INT4 repository. prebuilt: download the model's hybrid
+    repository (sources.hybrid) and compare it with the FP8 source; only with layout full.
+    requantized: build from your own INT4 checkpoint, made by `spark-deploy add MODEL
+    --requantize`."""
     keep_base: bool = True
-    """false removes the downloaded base after a full checkpoint was verified and serves. This saves
-    disk, but a rebuild downloads the base again. An overlay needs the base."""
+    """false removes the base when a full checkpoint serves; a rebuild downloads it again. An
+    overlay needs the base."""
 
     @property
     def prebuilt(self) -> bool:
@@ -57,8 +57,8 @@ class RequantizeSettings:
     seqlen: int = Field(default=2048, ge=16, le=32768, description="Tokens per sample.")
     batch: int = Field(default=8, ge=1, le=64, description="Samples per step.")
     calibration: str | None = Field(default=None, examples=["calibration.jsonl"])
-    """Local file with calibration text: JSON lines, each {"text": ...}, at least nsamples times
-    seqlen tokens. Use text that resembles your requests. The checkpoint's digest includes it."""
+    """Local file with calibration text that resembles your requests: JSON lines, each {"text":
+    ...}, at least nsamples times seqlen tokens."""
 
 
 CATALOG_NAME = text_schema(
@@ -136,7 +136,7 @@ class RolloutSettings:
 
     at_once: Annotated[int, Field(ge=1)] | Literal["all"] = Field(default=1, examples=[2, "all"])
     """Number of hosts that change at the same time, or all. The next hosts follow when these are
-    proven; after a failure the rest stay unchanged."""
+    proven."""
     canary: str | None = Field(default=None, min_length=1, examples=["spark-1"])
     """Host that changes first, by inventory name; null: the first host."""
 
@@ -204,8 +204,8 @@ class ServeSettings:
         examples=[{"qwen-fast": {"thinking": False, "temperature": 0.7}}],
         json_schema_extra={"propertyNames": SERVED_NAME},
     )
-    """Defaults of requests by model name, for several names of one engine; names that are not in
-    serve.names are added. Needs a profile with our plugin."""
+    """Defaults of requests by model name, for several names of an engine. Needs a profile with our
+    plugin."""
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the gateway.")
     expose: Expose = Field(
         default="loopback",
@@ -222,9 +222,9 @@ class ServeSettings:
     """Name or address that clients in the network use for this host; certificates include it. null:
     ssh.hostname, otherwise the inventory name."""
     tls: _Tls = "off"
-    """Applies only with expose: lan. own-cert: your certificate and key files; private-ca: this
-    machine creates a CA in ca_dir and a certificate for each host, and renews it. On the host,
-    127.0.0.1 stays plain HTTP."""
+    """Only with expose: lan. own-cert: your certificate and key files; private-ca: this machine
+    creates a CA in ca_dir and renews a certificate for each host. On the host, 127.0.0.1 stays
+    plain HTTP."""
     tls_certificate: _File | None = None
     """With own-cert: PEM file on the controller with certificate and chain."""
     tls_key: _File | None = None
@@ -235,8 +235,8 @@ class ServeSettings:
     """With private-ca: local folder of the CA: ca.pem for clients, and ca-key.pem. Created if
     missing; keep a copy."""
     api_key: OwnSecret = Field(default_factory=SecretRef)
-    """generate: the host makes a random key once and keeps it. Alternatively, where the
-    controller reads it from: {env: NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}."""
+    """generate: the host makes a random key once. Otherwise the controller reads it: {env: NAME},
+    {file: PATH} or {command: [PROGRAM, ARGUMENT]}."""
     keys: dict[str, KeySettings] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": KEY_NAME}
     )
@@ -245,8 +245,8 @@ class ServeSettings:
     max_body_mib: int = Field(default=32, ge=1, le=4096)
     """Largest request body, in MiB; images travel in it as base64."""
     max_requests_per_s: int | None = Field(default=50, ge=1)
-    """Average requests a second from a client address, with bursts of twice that. Requests
-    without a valid key have a separate limit of the same size. null: no limit."""
+    """Average requests a second from a client address, with bursts of twice that; requests without
+    a valid key have the same limit. null: no limit."""
     start_timeout_s: int = Field(default=2400, ge=10)
     """Seconds from start to the first checked answer. The first start compiles kernels and loads 70
     GB."""

@@ -80,8 +80,8 @@ class DownloadSettings:
     rate_limit_mib_per_s: float | None = Field(default=None, gt=0)
     """Maximum MiB per second of a host; null: unlimited."""
     outage_s: float = Field(default=6 * 3600.0, ge=0, le=7 * 86400)
-    """Seconds without a new byte during which jobs retry the hub, at least every 30 seconds. 0: a
-    download fails after two attempts without a new byte; the next run resumes."""
+    """Seconds without a new byte during which jobs retry the hub. 0: a download fails after two
+    such attempts; the next run resumes."""
     look_in: tuple[Glob, ...] = Field(
         default=(
             "/srv/spark/sources",
@@ -108,8 +108,8 @@ class FleetSettings:
     """Peer downloads between the hosts of a run."""
 
     share: bool = True
-    """Hosts of a run copy model files and images from each other, so the hub sends each file only
-    once. Read-only over plain HTTP with a key of the run, until the run ends."""
+    """Hosts of a run copy model files and images from each other, over plain HTTP with a key that
+    is valid until the run ends."""
     address: IpAddress | None = Field(default=None, examples=["192.168.100.11"])
     """Address of this host for peer downloads, and for replicas with `expose: lan`; best in the
     fastest network. null: the login address, and for replicas the address for clients."""

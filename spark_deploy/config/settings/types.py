@@ -114,17 +114,15 @@ class Settings:
         examples=[[{"model": "qwen3.5-122b", "profile": "base"}]],
         json_schema_extra=UNIQUE,
     )
-    """More model and profile pairs to download and build, so that switching needs no download or
-    build."""
+    """More models to download and build in advance, for fast switches."""
     schedule: tuple[ScheduledSettings, ...] = Field(
         default=(),
         examples=[[{"at": "08:00", "model": "qwen3.5-122b", "profile": "v2"},
                    {"at": "20:00", "model": "qwen3.5-122b", "profile": "agent"}]],
         json_schema_extra=UNIQUE,
     )  # fmt: skip
-    """Times at which a host switches between pairs, each switch checked and rolled back on failure.
-    Each entry must be the default pair or be listed in keep_ready; the default pair needs an entry
-    too. A deploy keeps the scheduled pair."""
+    """Times at which a host switches to a model and profile. Each must be the default or be listed
+    in keep_ready; the default needs an entry too. A deploy keeps the scheduled model."""
     services: dict[str, ServiceSettings] = Field(
         default_factory=dict,
         examples=[{"embed": {"model": "qwen3-embedding", "profile": "plain", "port": 8001,
@@ -132,7 +130,7 @@ class Settings:
         json_schema_extra={"propertyNames": SERVICE_NAME},
     )  # fmt: skip
     """More services on this host by name, such as an embedding model. Each is released, checked and
-    rolled back separately. Remove a service from the list and the next `up` stops it."""
+    rolled back separately."""
     releases: ReleaseSettings = Field(default_factory=ReleaseSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     serve: ServeSettings = Field(default_factory=ServeSettings)
@@ -157,8 +155,8 @@ class Settings:
         },
         json_schema_extra={"required": ["engine", "gpu_check"], "propertyNames": IMAGE_ROLE},
     )
-    """Container images by role; tags are locked to digests. `engine` and `gpu_check` (prints a GPU
-    line to verify the runtime) are required; models may need more."""
+    """Container images by role; the lock file pins their digests. `engine` and `gpu_check`
+    (verifies the runtime) are required; models may need more."""
     registries: RegistrySettings = Field(default_factory=RegistrySettings)
     hub: HubSettings = Field(default_factory=HubSettings)
     downloads: DownloadSettings = Field(default_factory=DownloadSettings)
@@ -176,8 +174,7 @@ class Settings:
     expect: ExpectSettings = Field(default_factory=ExpectSettings)
     reboot: Literal["report", "allow"] = "report"
     """Pending reboot (new kernel or driver). report: only print it; allow: reboot such hosts in
-    turn and check each before the next. If a reboot does not clear the cause, the host is not
-    rebooted again for it."""
+    turn and check each, once per cause."""
     takeover: tuple[ContainerName, ...] = Field(
         default=(), examples=[["old-vllm"]], json_schema_extra=UNIQUE
     )
@@ -191,7 +188,7 @@ class Settings:
         default_factory=dict, examples=[{"comfyui": 12}]
     )
     """Unmanaged containers allowed to use the GPU, by name, with the memory (GiB) reserved for
-    each; this is subtracted from the engine's share."""
+    each."""
     override_rails: dict[str, Annotated[str, Field(min_length=8)]] = Field(
         default_factory=dict,
         examples=[{"trust-remote-code": "the parser in our image was reviewed in November"}],
