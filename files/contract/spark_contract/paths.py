@@ -157,6 +157,9 @@ class Paths:
     def rollout_lock(self, service: str) -> Path:
         return self.run / f"switch-{service}.lock"
 
+    def stop_lock(self, service: str) -> Path:
+        return self.run / f"stop-{service}.lock"
+
     def waiting_socket(self, service: str) -> Path:
         """Return where requests to a stopped service wait until it serves."""
         return self.root / "run/spark-on-request" / f"{service}.sock"

@@ -67,9 +67,11 @@ class EngineUnits:
     def stop(self, unit: str, limit_s: float) -> None:
         process = self.running.pop(unit, None)
         if process:
-            traffic.close(SERVE.instance(unit).rpartition("-")[0], self.host.paths)
-            process.kill()
-            process.wait()
+            try:
+                traffic.close(SERVE.instance(unit).rpartition("-")[0], self.host.paths)
+            finally:  # systemd goes on if the process that requested the stop is killed
+                process.kill()
+                process.wait()
 
     def show(self, units: list[str], properties: object) -> dict[str, dict[str, str]]:
         states = {True: "active", False: "inactive"}

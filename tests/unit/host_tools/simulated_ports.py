@@ -145,7 +145,7 @@ class Disk(Port):
         return sorted(self.sim.links)
 
     @contextmanager
-    def locked(self, path: Path) -> Iterator[None]:
+    def locked(self, path: Path, *, wait: bool = False) -> Iterator[None]:
         if path in self.sim.locks:
             raise BlockingIOError
         self.sim.locks.add(path)

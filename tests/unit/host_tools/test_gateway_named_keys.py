@@ -185,3 +185,11 @@ def test_a_balancer_counts_and_limits_a_request_once(js_host):
         with connect(client, data, port=port) as first, connect(client, data, port=port) as second:
             assert answered([first, second]) == []
             client.engines["main"].may_answer.set()
+
+
+def test_limits_apply_to_clients_on_the_address_of_another_replica(js_host):
+    replicas = {"port": free_port(), "others": [f"127.0.0.1:{free_port()}"]}
+    named = two_keys(max_requests_per_min=2)
+    with recording_gateway(js_host, keys=named, replicas=replicas) as client:
+        statuses = [client.status(CHAT, QUESTION, key=ANNA) for _ in range(5)]
+        assert statuses == [200] * 3 + [429] * 2

@@ -13,6 +13,7 @@ from spark_contract.records import Stopped
 from spark_host.engine import on_request
 from spark_host.engine.client import Engine
 from spark_host.gateway import gateway, traffic
+from spark_host.on_request import relay
 from spark_host.on_request.switch import Limits, Switch
 from spark_host.records import boot
 from spark_host.system.host import write_document
@@ -149,6 +150,103 @@ def test_client_that_leaves_does_not_hold_its_request_until_the_answer(start):
         wait_until(lambda: host.relay._bytes == 0, "the relay forgets it", seconds=3)
         # The stub computes answers without a stream to the end; vLLM does not.
         assert engine.metrics().running == 1
+
+
+def test_request_is_forgotten_once_the_engine_has_it(start):
+    with start() as host, ThreadPoolExecutor() as pool:
+        pool.submit(host.chat, "model-1", LONG, stream=True)
+        engine = Engine(host.here.paths.engine_socket("first"))
+        wait_until(lambda: host.running() and engine.metrics().running == 1, "the engine works")
+        assert host.relay._bytes == 0
+
+
+def test_large_request_gets_its_stream_without_being_parsed(start, monkeypatch):
+    monkeypatch.setattr(relay, "_PARSED_BYTES", 1000)
+    with start() as host:
+        host.units.load_s = 1.0
+        status, text = host.chat("model-1", LONG * 9, stream=True)
+        assert (status, text.rstrip().endswith("data: [DONE]")) == (200, True)
+        assert ": waiting" not in text
+
+
+def test_stream_ends_with_an_error_after_its_limit(start):
+    with start(stream_wait_s=0.5) as host:
+        host.units.load_s = 3.0
+        assert "event: error" in host.chat("model-1", stream=True)[1]
+        wait_until(lambda: host.running() == {"first"}, "the start continues")
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_MAX_REQUESTS", 1), ("_WAITING_BYTES", 100)])
+def test_too_many_requests_are_rejected(start, monkeypatch, limit, value):
+    with start() as host, ThreadPoolExecutor() as pool:
+        host.units.load_s = 2.0
+        waiting = pool.submit(host.chat, "model-1")
+        wait_until(lambda: host.relay.services["first"].waiting == 1, "it waits")
+        monkeypatch.setattr(relay, limit, value)
+        with host.client.send(CHAT, {"model": "model-1"}) as answer:
+            assert (answer.status, int(answer.headers["Retry-After"]) >= 1) == (503, True)
+        assert waiting.result()[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_engine_that_replaces_its_socket_ends_the_request_with_an_error(start, stream):
+    with start() as host:
+        start_unit, address = host.units.start, host.here.paths.engine_socket("first")
+
+        def start_hostile(unit, limit_s):
+            start_unit(unit, limit_s)
+            address.unlink()
+            address.symlink_to("/nowhere")
+
+        host.units.start = start_hostile
+        status, text = host.chat("model-1", stream=stream)
+        assert (status, '"code": 503' in text) == (200 if stream else 503, True)
+
+
+def test_service_without_its_group_does_not_stop_the_others(start, monkeypatch):
+    with start() as host:
+        settings, logged = host.here.paths.gateway_settings, []
+        monkeypatch.setattr(relay, "log", logged.append)
+        document = json.loads(settings("first").read_text())
+        more = {"service": "third", "user": "nobody-here", "on_request": {"third": 0}}
+        settings("third").write_text(json.dumps(document | more))
+        wait_until(lambda: any("nobody-here" in text for text in logged), "it is reported")
+        assert host.chat("model-1")[0] == 200
+
+
+def test_own_port_knows_which_models_exist(start):
+    with start() as host:
+        waiting = Engine(host.here.paths.waiting_socket("first"))
+        assert waiting.get("/v1/models/model-1").json()["state"] == "stopped"
+        assert waiting.get("/v1/models/model-2").status == 404
+
+
+def test_engine_that_does_not_answer_is_not_idle(start):
+    with start() as host:
+        assert host.chat("model-1")[0] == 200
+        used = host.here.paths.last_use("first")
+        wait_until(used.exists, "use is noted")
+        host.units.running[host.release("first").serve_unit].kill()
+        os.utime(used, (0, 0))
+        wait_until(lambda: used.stat().st_mtime > 0, "it counts as in use")
+
+
+def test_stop_by_hand_during_an_idle_stop_lasts(host, monkeypatch):
+    _, here = add_services(host, monkeypatch)
+    boot.allow_start("first", here)
+    write, by_hand = here.disk.write, []
+
+    def write_late(path, marker):
+        if marker.on_request:
+            by_hand.append(pool.submit(boot.stop_service, "first", "owner", here))
+            time.sleep(0.3)
+        write(path, marker)
+
+    monkeypatch.setattr(here.disk, "write", write_late)
+    with ThreadPoolExecutor() as pool:
+        boot.stop_until_request(here.release("first-0123456789ab"), here)
+    assert by_hand[0].result() == 0
+    assert boot.is_stopped("first", here)
 
 
 def test_rejected_request_ends_the_stream_with_the_reason(start):

@@ -58,11 +58,11 @@ def _limits(keys: dict[str, NamedKey]) -> Iterator[str]:
     """Yield a zone for each number, because a reload cannot change the rate of a zone."""
     for number, users in _users_by_limit(keys, "max_concurrent"):
         zone = f"concurrent_{number}"
-        yield f'map $spark_counted_user $spark_{zone} {{ default ""; {users} }}'
+        yield f'map $spark_limited_user $spark_{zone} {{ default ""; {users} }}'
         yield f"limit_conn_zone $spark_{zone} zone={zone}:1m;\nlimit_conn {zone} {number};"
     for number, users in _users_by_limit(keys, "max_requests_per_min"):
         zone = f"per_min_{number}"
-        yield f'map $spark_counted_user $spark_{zone} {{ default ""; {users} }}'
+        yield f'map $spark_limited_user $spark_{zone} {{ default ""; {users} }}'
         yield f"limit_req_zone $spark_{zone} zone={zone}:1m rate={number}r/m;"
         yield f"limit_req zone={zone} burst={number} nodelay;"
 

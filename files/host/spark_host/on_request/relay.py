@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import MODELS
 
@@ -35,6 +36,8 @@ _ROUND_S = 5.0  # between two readings of settings and metrics
 _HEAD_S = 30.0
 _CHUNK_BYTES = 1 << 16
 _WAITING_BYTES = 256 << 20  # bodies of all waiting requests
+_PARSED_BYTES = 4 << 20  # of a body: parsed JSON takes up to 25 times its size
+_MAX_REQUESTS = 1000  # that wait or get their answers; each needs two descriptors
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
     b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
@@ -69,7 +72,7 @@ class Relay:
     def __init__(self, host: Host, limits: Limits = Limits()):  # noqa: B008
         self.switch, self.limits, self.paths = Switch(host, limits), limits, host.paths
         self.services: dict[str, Service] = {}
-        self._bytes = 0
+        self._bytes = self._requests = 0
 
     async def run(self) -> None:
         await asyncio.gather(self._rounds(), self._starts())
@@ -98,12 +101,17 @@ class Relay:
             self.services.pop(name).server.close()
         for name in wanted - self.services.keys():
             path = self.paths.waiting_socket(name)
-            path.parent.mkdir(mode=0o711, exist_ok=True)
-            server = await asyncio.start_unix_server(partial(self._connected, name), path)
-            # Not by umask, which files written by other threads would get as well.
-            os.chown(path, 0, traffic.group_id(name, self.paths))
-            path.chmod(0o660)
-            self.services[name] = Service(name, server)
+            try:
+                group = traffic.group_id(name, self.paths)
+                path.parent.mkdir(mode=0o711, exist_ok=True)
+                server = await asyncio.start_unix_server(partial(self._connected, name), path)
+                # Not by umask, which files written by other threads would get as well.
+                os.chown(path, 0, group)
+                path.chmod(0o660)
+            except FAILURES as error:  # of this service only
+                log(f"{name}: {error}")
+            else:
+                self.services[name] = Service(name, server)
 
     async def _starts(self) -> None:
         """Start services that requests wait for, the longest waiting first, one at a time."""
@@ -136,27 +144,26 @@ class Relay:
             service.loading_since = None
 
     async def _connected(self, name: str, reader: StreamReader, writer: StreamWriter) -> None:
+        self._requests += 1
         try:
             await self._answer(self.services[name], reader, writer)
         except (OSError, EOFError, KeyError, ValueError, asyncio.TimeoutError) as error:
             # The client or the engine closed the connection, or sent no HTTP.
             log(f"{name}: a request ended: {type(error).__name__} {error}")
         finally:
+            self._requests -= 1
             writer.close()
 
     async def _answer(self, service: Service, reader: StreamReader, writer: StreamWriter) -> None:
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_S)
         method, target, _ = head.decode("latin-1").split("\r\n")[0].split(" ")
-        if method == "GET":
-            writer.write(_response("200 OK", self._models(service, target.partition("?")[0])))
-            return await writer.drain()
-        length = int(_header(head, b"content-length") or 0)
-        streams = False
-        self._bytes += length
+        body, streams = bytearray(), False
         try:
-            if self._bytes > _WAITING_BYTES:
-                raise UnavailableError("too many requests wait for a model", self._retry_s(service))
-            body = await asyncio.wait_for(reader.readexactly(length), _HEAD_S)
+            if method == "GET":
+                writer.write(self._models(service, target.partition("?")[0]))
+                return await writer.drain()
+            body = self._reserve(int(_header(head, b"content-length") or 0), service)
+            await _fill(body, reader)
             streams = _streams(body)
             # The gateway sends no second request here: it ends when the client leaves.
             left = asyncio.ensure_future(reader.read(1))
@@ -164,7 +171,10 @@ class Relay:
                 writer.write(_STREAM_HEAD)
             await self._wait(service, left, writer if streams else None)
             await self._forward(service, head, body, left, writer, streams)
-        except UnavailableError as error:
+        except (UnavailableError, HostToolError) as error:
+            if isinstance(error, HostToolError):
+                log(f"{service.name}: {error}")
+                error = UnavailableError("the model is not available", 60)
             if streams:
                 writer.write(_chunk(b"event: error\ndata: %b\n\n" % error.document) + _chunk(b""))
             else:
@@ -172,13 +182,24 @@ class Relay:
                 writer.write(_response("503 Service Unavailable", error.document, retry))
             await writer.drain()
         finally:
-            self._bytes -= length
+            self._forget(body)
+
+    def _reserve(self, length: int, service: Service) -> bytearray:
+        if self._requests > _MAX_REQUESTS or self._bytes + length > _WAITING_BYTES:
+            raise UnavailableError("too many requests wait for a model", self._retry_s(service))
+        self._bytes += length
+        return bytearray(length)
+
+    def _forget(self, body: bytearray) -> None:
+        self._bytes -= len(body)
+        body.clear()
 
     async def _wait(
         self, service: Service, left: asyncio.Future[bytes], stream: StreamWriter | None
     ) -> None:
         """Return when the service serves; a stream gets comments meanwhile."""
         began = commented = time.monotonic()
+        limit_s = self.limits.stream_wait_s if stream else self.limits.wait_s
         service.waiting_since = service.waiting_since if service.waiting else began
         service.waiting += 1
         try:
@@ -190,7 +211,7 @@ class Relay:
                     raise UnavailableError("the model was stopped by hand", 60)
                 if now < service.blocked_until:
                     raise UnavailableError("the model did not start", service.blocked_until - now)
-                if stream is None and now - began > self.limits.wait_s:
+                if now - began > limit_s:
                     raise UnavailableError("the model is still loading", self._retry_s(service))
                 if stream and now - commented >= self.limits.comment_s:
                     commented = now
@@ -201,15 +222,18 @@ class Relay:
             service.waiting -= 1
 
     async def _forward(
-        self, service: Service, head: bytes, body: bytes, left: asyncio.Future[bytes],
+        self, service: Service, head: bytes, body: bytearray, left: asyncio.Future[bytes],
         writer: StreamWriter, streams: bool,
     ) -> None:  # fmt: skip
         """Send the request to the engine and copy the answer; end both if the client leaves."""
         with folders.opened_socket(self.paths.engine_socket(service.name)) as address:
             engine, sender = await asyncio.open_unix_connection(address)
         try:
-            sender.write(head[:-2] + b"Connection: close\r\n\r\n" + body)
-            await sender.drain()
+            sender.write(head[:-2] + b"Connection: close\r\n\r\n")
+            for start in range(0, len(body), _CHUNK_BYTES):  # a single write copies the body
+                sender.write(body[start : start + _CHUNK_BYTES])
+                await sender.drain()
+            self._forget(body)
             if streams:
                 answer = await _until_left(engine.readuntil(b"\r\n\r\n"), left)
                 if b" 200 " not in answer[:16] or _header(answer, b"transfer-encoding") is None:
@@ -236,8 +260,27 @@ class Relay:
             for name in (release.names if release else ())
         ]
         if path == MODELS:
-            return json.dumps({"object": "list", "data": models}).encode()
-        return json.dumps(next((m for m in models if path.endswith(f"/{m['id']}")), {})).encode()
+            return _response("200 OK", json.dumps({"object": "list", "data": models}).encode())
+        for model in models:
+            if path.endswith(f"/{model['id']}"):
+                return _response("200 OK", json.dumps(model).encode())
+        error = {
+            "message": "this model does not exist here",
+            "type": "not_found_error",
+            "code": 404,
+        }
+        body = json.dumps({"type": "error", "error": error}).encode()
+        return _response("404 Not Found", body)
+
+
+async def _fill(body: bytearray, reader: StreamReader) -> None:
+    at = 0
+    while at < len(body):
+        data = await asyncio.wait_for(reader.read(min(_CHUNK_BYTES, len(body) - at)), _HEAD_S)
+        if not data:
+            raise EOFError("the client left")
+        body[at : at + len(data)] = data
+        at += len(data)
 
 
 async def _until_left(work: Coroutine[Any, Any, bytes], left: asyncio.Future[bytes]) -> bytes:
@@ -257,7 +300,10 @@ def _header(head: bytes, name: bytes) -> str | None:
     return None
 
 
-def _streams(body: bytes) -> bool:
+def _streams(body: bytearray) -> bool:
+    """Return whether the request asks for a stream; a large one waits without comments."""
+    if len(body) > _PARSED_BYTES:
+        return False
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):

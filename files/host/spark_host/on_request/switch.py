@@ -26,6 +26,7 @@ _MORE_START_S = 900.0
 @dataclass(frozen=True, slots=True)
 class Limits:
     wait_s: float = 300.0  # of a request without streaming
+    stream_wait_s: float = 3600.0
     comment_s: float = 5.0  # between two comments in a stream
     serve_s: float = 60.0  # before a service stops for another, or its last start if longer
     drain_s: float = 600.0  # for running answers of a service that stops for another
@@ -104,10 +105,11 @@ class Switch:
             return
         try:
             metrics = Engine.of(release, paths).metrics(5)
-        except EngineError:
-            return
-        before, self._progress[service] = self._progress.get(service), metrics.progress
-        if metrics.unfinished or before not in (None, metrics.progress):
+            before, self._progress[service] = self._progress.get(service), metrics.progress
+            in_use = metrics.unfinished > 0 or before not in (None, metrics.progress)
+        except EngineError:  # it may be too busy to answer
+            in_use = True
+        if in_use:
             paths.last_use(service).touch()
             os.utime(paths.last_use(service))
 

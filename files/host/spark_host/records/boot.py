@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from spark_contract.errors import HostToolError
@@ -89,16 +90,23 @@ def waits(service: str, host: Host) -> bool:
 
 def stop_until_request(release: Release, host: Host) -> None:
     """Write the marker first: after a power cut the host must not start the service."""
-    if not is_stopped(release.service, host):
-        marker = Stopped(release.name, host.clock.now(), on_request=True)
-        host.disk.write(host.paths.stopped(release.service), marker)
+    with _marker_lock(release.service, host):
+        if not is_stopped(release.service, host):
+            marker = Stopped(release.name, host.clock.now(), on_request=True)
+            host.disk.write(host.paths.stopped(release.service), marker)
     host.units.stop(release.serve_unit, _STOP_S)
 
 
 def allow_start(service: str, host: Host) -> None:
     """Remove the marker of a service that waits for a request."""
-    if waits(service, host):
-        host.disk.remove(host.paths.stopped(service))
+    with _marker_lock(service, host):
+        if waits(service, host):
+            host.disk.remove(host.paths.stopped(service))
+
+
+def _marker_lock(service: str, host: Host) -> AbstractContextManager[None]:
+    """Keep a stop by hand from being overwritten; rollouts hold their lock for too long."""
+    return host.disk.locked(host.paths.stop_lock(service), wait=True)
 
 
 def obstacle(release: Release, host: Host) -> str | None:
@@ -146,16 +154,17 @@ def only_active(host: Host) -> str:
 
 def stop_service(service: str, by: str, host: Host, for_s: float | None = None) -> int:
     """Stop a service, over reboots, until a manual start or for ``for_s`` seconds."""
-    marker = host.disk.read(Stopped, host.paths.stopped(service))
     boots, running = enabled(service, host), active(service, host)
-    if marker is None or marker.by is None:
-        release = running or next(iter(boots), None) or good(service, host).release
-        marker = Stopped(release, marker.at if marker else host.clock.now(), by)
     until = host.clock.now(for_s) if for_s else None
     if until:  # first: a power cut must not leave the service stopped for good
         host.units.enable(RETURN_TIMER.unit(service))
         host.units.begin(RETURN_TIMER.unit(service))
-    host.disk.write(host.paths.stopped(service), replace(marker, until=until))
+    with _marker_lock(service, host):
+        marker = host.disk.read(Stopped, host.paths.stopped(service))
+        if marker is None or marker.by is None:
+            release = running or next(iter(boots), None) or good(service, host).release
+            marker = Stopped(release, marker.at if marker else host.clock.now(), by)
+        host.disk.write(host.paths.stopped(service), replace(marker, until=until))
     if marker.until and not until:
         _cancel_return(service, host)
     for name in filter(None, {*boots, running}):
