@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from lab import cgroup, room
 from lab.distribution import missing_packages
 from lab.errors import LabError
+from lab.memory import limit_command
 from lab.paths import LabPaths
 from lab.room import Part
 
@@ -31,7 +32,10 @@ _LIMITS = [word for name in HOSTS for word in ("--limit", name)]
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
 RIGHT, RETRY = "right", "retry later (503)"
 _PAUSE_S = 0.5
-_MINUTES = {"stub": "2 to 5", "cpu": "6 to 15"}
+_MINUTES = {"stub": "5 to 10", "cpu": "12 to 25"}
+# Memory for the main model and one of two others; a guest shows its machine's memory.
+_TOTAL_GIB = {"stub": 3.7, "cpu": 9}
+_MODELS_ON_REQUEST = ("one", "two")
 BAD_RELEASE = (
     "--data",
     "model=lab-stub",
@@ -42,7 +46,7 @@ T = TypeVar("T")
 
 
 def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
-    """Start two hosts (``up``), deploy, send requests, deploy again, and try a bad release."""
+    """Start two hosts (``up``), deploy, send requests, deploy again, break it, switch models."""
     times: list[tuple[str, float, float]] = []
 
     def step(title: str, work: Callable[[], T]) -> T:
@@ -65,6 +69,10 @@ def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
     step(
         "Deploy a release that answers garbage: it is rejected, and clients notice only 503",
         lambda: _try_bad_release(HOSTS[0], logins[HOSTS[0]], model),
+    )
+    step(
+        "Two models that do not fit together: a request for the stopped one starts it",
+        lambda: _switch_on_request(logins[HOSTS[0]], engine, model),
     )
     print("\n     wall        CPU")
     total = ("in all", sum(wall_s for _, wall_s, _ in times), sum(cpu_s for _, _, cpu_s in times))
@@ -124,7 +132,7 @@ def _call(
     data = f"-d {shlex.quote(json.dumps(body))}" if body else ""
     command = (
         "sudo sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key | "
-        "curl -sS -m 120 -K - -w '\\n%{http_code}' -H 'Content-Type: application/json' "
+        "curl -sS -m 400 -K - -w '\\n%{http_code}' -H 'Content-Type: application/json' "
         f"{data} http://127.0.0.1:{port}{path}"
     )
     done = subprocess.run(
@@ -180,6 +188,32 @@ def _try_bad_release(host: str, login: list[str], model: list[str]) -> None:
     if after != before or set(answers) - {RIGHT, RETRY} or answers[-1:] != [RIGHT]:
         what = f"{before} before, {after} after; client: {counts}"
         raise LabError("rollback", what, "read the lines above")
+
+
+def _switch_on_request(login: list[str], engine: str, model: list[str]) -> None:
+    limit = limit_command(_TOTAL_GIB[engine])
+    subprocess.run([*login, f"sudo sh -c {shlex.quote(limit)}"], check=True)
+    services = {
+        name: {"model": "lab-stub" if model else "lab-tiny", "profile": "v2", "names": [name],
+               "port": 8001 + number, "memory_gib": 3, "start": "on-request"}
+        for number, name in enumerate(_MODELS_ON_REQUEST)
+    }  # fmt: skip
+    data = ["--data", f"services={json.dumps(services)}", "--data", "memory.total_gib=8"]
+    argv = [INVENTORY, "deploy.py", "--limit", HOSTS[0], *model, *data, "-y"]
+    print("$", shlex.join(["pyinfra", *argv]), flush=True)
+    subprocess.run([_tool("pyinfra"), *argv], cwd=CHECKOUT, check=True)
+    print(f"\n{_states(login)}", flush=True)
+    began = time.monotonic()
+    code, text = _chat(login, _MODELS_ON_REQUEST[0])
+    print(f"request for {_MODELS_ON_REQUEST[0]}: {code} after {time.monotonic() - began:.0f} s\n"
+          f"{_states(login)}", flush=True)  # fmt: skip
+    if code != "200" or ANSWER not in text:
+        raise LabError(HOSTS[0], f"{code} {text}", "read `journalctl -u spark-on-request` there")
+
+
+def _states(login: list[str]) -> str:
+    models = json.loads(_call(login, "/v1/models")[1])["data"]
+    return ", ".join(f"{entry['id']} is {entry['state']}" for entry in models)
 
 
 def _serving(login: list[str]) -> str:

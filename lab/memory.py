@@ -6,6 +6,7 @@ SPARK_PROC.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -48,3 +49,15 @@ def write_memory(root: Path) -> None:
     manager = root / "etc/systemd/system.conf.d/50-lab-memory.conf"
     manager.parent.mkdir(exist_ok=True)
     manager.write_text(f"[Manager]\nDefaultEnvironment=SPARK_PROC=/{PROC}\n")
+
+
+def limit_command(total_gib: float) -> str:
+    """Return a shell command that shows this memory to host tools of a guest."""
+    fields = ("MemTotal", "MemFree", "MemAvailable")
+    meminfo = [*(f"{name}: {round(total_gib * 2**20)} kB" for name in fields), "Cached: 0 kB"]
+    folder, path = "/etc/systemd/system.conf.d", "/etc/lab-meminfo"
+    return (
+        f"printf '%s\\n' {shlex.join(meminfo)} > {path}; mkdir -p {folder}; "
+        f"printf '%s\\n' '[Manager]' DefaultEnvironment=SPARK_MEMINFO={path} "
+        f"> {folder}/60-lab-meminfo.conf; systemctl daemon-reexec"
+    )
