@@ -21,7 +21,6 @@ _PLAIN_USER = re.compile(r"[a-z_][a-z0-9_.-]{0,31}")
 
 
 def _key_body(public_key: str) -> str:
-    # Without the comment, which does not identify a key.
     return shlex.quote(" ".join(public_key.split()[:2]))
 
 
@@ -113,10 +112,7 @@ def install_key(plan: BootstrapPlan) -> Commands:
 
 @host_operation
 def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
-    """Create the deploy account, with our key for listed addresses and passwordless sudo.
-
-    The login user keeps all rights, except those from an earlier bootstrap.
-    """
+    """Create the deploy account; the login user keeps all rights except our earlier rule."""
     access = read_state(plan)
     line, rule = authorized_keys_line(plan, access), sudoers(ACCOUNT)
     if access.account_exists and access.account_key == line and access.sudoers == rule:

@@ -159,9 +159,8 @@ def owned_directories(plan: BasePlan) -> dict[str, str]:
     return {plan.paths.cache_dir: "700", **dict.fromkeys(public, "755")}
 
 
-# Any of these packages contains the nginx program that the gateway runs.
 NGINX = ("nginx", "nginx-core", "nginx-full", "nginx-extras", "nginx-light")
-# Either contains nginx's JavaScript module; it must be from the same archive as nginx.
+# Must be from the same archive as nginx.
 NJS_MODULES = (NJS, "nginx-module-njs")
 
 
@@ -183,7 +182,6 @@ def read_state(plan: BasePlan) -> Base:
 
 @host_operation
 def install_packages(plan: BasePlan, only: Sequence[str] = ()) -> Commands:
-    """Install the planned packages and repair interrupted installations, or install ``only``."""
     state, planned = read_state(plan), only or planned_packages(plan)
     present = state.packages
     missing = [package for package in planned if package not in present]
@@ -217,7 +215,6 @@ def create_directories(plan: BasePlan) -> Commands:
 
 @host_operation
 def hold_driver(plan: BasePlan) -> Commands:
-    """Keep driver packages out of unattended upgrades, or allow them again."""
     is_held = plan.settings.hold_driver
     if not (yield from sync_files((HOLD_FILE,), wanted=is_held)):
         host.noop(f"unattended upgrades {'skip driver packages' if is_held else 'are not managed'}")
@@ -236,7 +233,6 @@ def disable_sleep(plan: BasePlan) -> Commands:
 
 @host_operation
 def protect_login(plan: BasePlan) -> Commands:
-    """Guarantee memory to SSH and login sessions, or remove the guarantee."""
     is_protected = plan.settings.protect_login
     changed = yield from sync_files(GUARANTEE_FILES, wanted=is_protected)
     # Units are stale if a run was interrupted before the reload.
@@ -248,7 +244,6 @@ def protect_login(plan: BasePlan) -> Commands:
 
 @host_operation
 def set_compaction(plan: BasePlan) -> Commands:
-    """Set how much the kernel compacts memory in the background, or restore the default."""
     proactiveness = plan.settings.compaction_proactiveness
     if proactiveness is None:
         if not (yield from remove_files((COMPACTION_PATH,))):

@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    problems: tuple[Problem, ...]  # the host does not fit
+    problems: tuple[Problem, ...]
     warnings: tuple[Problem, ...] = ()
 
 
@@ -39,7 +39,6 @@ def check_workloads(needs: NeedsPlan, survey: Survey) -> Findings:
 def competing_containers(
     containers: Sequence[Container], allowed: Sequence[str] = ()
 ) -> tuple[Container, ...]:
-    """Return unmanaged engines that are running or that docker may start."""
     return tuple(
         container
         for container in containers
@@ -118,8 +117,6 @@ def check_capacity(needs: NeedsPlan, survey: Survey) -> Findings:
 
 @dataclass(frozen=True, slots=True)
 class DiskDemand:
-    """Bytes that a plan writes to a filesystem."""
-
     mount: str
     available_bytes: int
     needed_bytes: int
@@ -145,12 +142,11 @@ def disk_demands(needs: NeedsPlan, survey: Survey) -> tuple[DiskDemand, ...]:
 
 
 def _present_bytes(needs: NeedsPlan, survey: Survey, usage: DiskUsage, size_bytes: int) -> int:
-    """Return how many of ``size_bytes`` need not be written to a path."""
     if usage.path == DOCKER_DIR:
         if needs.images and set(needs.images) <= set(survey.images):
             return size_bytes
         return sum(size for tag, size in needs.image_bytes if tag in survey.images)
-    # The checkpoint that makes this download superfluous.
+    # If this checkpoint exists, its download is not needed.
     checkpoint = dict(needs.skip_disk_if_present).get(usage.path, "")
     if any(other.path == checkpoint and other.present_bytes for other in survey.disk_usage):
         return size_bytes
@@ -224,7 +220,6 @@ def _memory_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     obtainable_bytes = survey.obtainable_bytes
     if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
         after_stop = " once our engines stop" if survey.serving else ""
-        # The memory fraction with which an engine could start now.
         fraction = _floor(obtainable_bytes / (memory.total_bytes * START_MARGIN), 2)
         yield Problem(
             "memory",

@@ -33,7 +33,7 @@ from spark_deploy.plan.types import GatewayPlan
 
 CA_DAYS = 3650
 LEAF_DAYS = 365
-RENEW_DAYS = 30  # a run renews certificates that expire sooner
+RENEW_DAYS = 30  # renewed by a run if the certificate expires sooner
 CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"
 # No host has these names (RFC 6761, RFC 5737).
 _NO_NAME, _NO_ADDRESS = "invalid", "192.0.2.1/32"
@@ -43,8 +43,6 @@ _Loaded = TypeVar("_Loaded")
 
 @dataclass(frozen=True, slots=True)
 class CertificateAndKey:
-    """A certificate with its chain, and the private key, both in PEM."""
-
     certificate: bytes
     key: bytes = field(repr=False)
 
@@ -60,7 +58,6 @@ def read_certificate_and_key(certificate: str, key: str) -> CertificateAndKey:
 
 
 def check_gateway(plan: GatewayPlan) -> list[Problem]:
-    """Return the problems that prevent this gateway from using its configured certificate."""
     if plan.tls is None:
         return []
     if plan.address is None:
@@ -73,7 +70,6 @@ def check_gateway(plan: GatewayPlan) -> list[Problem]:
 
 
 def check_certificate_and_key(certificate: str, key: str, name: str) -> list[Problem]:
-    """Return the problems of two PEM files as certificate and key of the host ``name``."""
     problems: list[Problem] = []
     chain = _read(certificate, "serve.tls_certificate", x509.load_pem_x509_certificates, problems)
     private = _read(key, "serve.tls_key", load_key, problems)
@@ -118,7 +114,6 @@ def _read(
 
 
 def covers(certificate: x509.Certificate, name: str) -> bool:
-    """Return whether clients accept the certificate for ``name``."""
     names = [certified.lower() for certified in names_in(certificate)]
     name = name.lower()
     if name in names:
@@ -213,7 +208,6 @@ def renewal_reason(
 
 
 def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> CertificateAndKey:
-    """Return a new key and certificate; create the CA if missing."""
     authority = _extend_permitted_names(
         _read_authority(ca_dir) or _create_authority(ca_dir, names), names, ca_dir
     )

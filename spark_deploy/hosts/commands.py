@@ -1,4 +1,4 @@
-"""Run commands on a host; show progress, and reconnect if the connection is lost."""
+"""Run commands on a host; show progress and reconnect."""
 
 import shlex
 import time
@@ -23,7 +23,6 @@ _predicted: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
 
 
 def current_host() -> Host:
-    """Return the current host; ``host`` is a proxy for all hosts."""
     return state.inventory.get_host(host.name)
 
 
@@ -34,7 +33,7 @@ def log(text: str) -> None:
 
 
 def log_once(text: str, colour: str | None = None) -> None:
-    """Log a text once per run: while predicting, or while executing if ``-y`` skips that."""
+    """Log a text once per run."""
     logged = _logged.setdefault(current_host(), set())
     if text not in logged:
         logged.add(text)
@@ -42,7 +41,6 @@ def log_once(text: str, colour: str | None = None) -> None:
 
 
 def predict(change: str) -> None:
-    """Record a predicted ``change``, so that later operations do not predict it again."""
     if not state.is_executing:
         _predicted.setdefault(current_host(), set()).add(change)
 
@@ -67,7 +65,7 @@ def run(
 ) -> list[str]:
     """Run a command with the operation's sudo settings; return lines of standard output.
 
-    Raises CommandError if the command fails or times out, or the connection is lost.
+    Raises CommandError.
     """
     inherited = ("_sudo", "_sudo_user", "_sudo_password", "_use_sudo_login", "_env",
                  "_shell_executable")  # fmt: skip
@@ -91,7 +89,7 @@ def run(
 
 @contextmanager
 def heartbeat(host: Host, activity: str) -> Iterator[None]:
-    """Log the activity and the elapsed time every few seconds, so that slow work is visible."""
+    """Log activity and elapsed time every few seconds."""
     started = time.monotonic()
 
     def log_elapsed() -> None:
@@ -115,7 +113,6 @@ def host_loop(items: Iterable[T]) -> Iterator[T]:
 
 
 def waves_of_this_host(waves: Iterable[Wave]) -> Iterator[Wave]:
-    """Yield each wave with this host; every wave gets an operation, in order."""
     yield from (wave for wave in host_loop(waves) if host.name in wave)
 
 

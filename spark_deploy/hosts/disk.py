@@ -1,7 +1,6 @@
-"""Disk usage of a host, and weights that can be linked instead of downloaded.
+"""Disk usage, and weights that can be linked instead of downloaded.
 
-Only files with a known hash count (files of a hub cache, and files in receipts), because shards of
-different commits have equal sizes.
+Only files with a known hash count, because shards of different commits have equal sizes.
 """
 
 import json
@@ -20,19 +19,17 @@ from spark_contract.units import SHA256
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """A path that a deploy writes to, and its filesystem."""
-
     path: str
-    present_bytes: int  # files below this path
+    present_bytes: int
     mount: str
     device: str
     available_bytes: int
-    folder: str = ""  # where the files really are: docker's data may have been moved
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ParentDirectory:
-    """A parent directory; anyone who can write to it can replace its content."""
+    """Anyone who can write to a parent directory can replace the content."""
 
     path: str
     owner: str
@@ -68,10 +65,7 @@ image_store=${image_store%%|*}
 
 
 def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
-    """Print the filesystem of each path, or of its nearest existing parent.
-
-    ``docker_dirs`` stand for the image store of docker, wherever it is.
-    """
+    """Print the filesystem of each path, or of its nearest existing parent."""
     words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
     skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
     return rf"""
@@ -118,7 +112,6 @@ def parse_disk_usage(lines: Iterable[str]) -> Iterator[DiskUsage]:
 
 
 def parse_parents(lines: Iterable[str]) -> Iterator[ParentDirectory]:
-    """Lines are owner/group/mode/path; only the path contains more slashes."""
     for line in lines:
         owner, group, mode, path = [*line.split("/", 3), "", "", ""][:4]
         if path.startswith("/") and re.fullmatch("[0-7]{1,5}", mode):
@@ -126,7 +119,6 @@ def parse_parents(lines: Iterable[str]) -> Iterator[ParentDirectory]:
 
 
 def parse_reclaimable(lines: Iterable[str]) -> dict[str, int]:
-    """Return the reclaimable bytes of each kind in `docker system df`."""
     sizes = {}
     for line in lines:
         with suppress(ValueError):
@@ -141,7 +133,7 @@ def parse_reclaimable(lines: Iterable[str]) -> dict[str, int]:
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-# Printed instead of a file's device if other users could change the file: then it is copied.
+# Printed instead of a device if other users could change the file, which is then copied.
 COPIED = "-"
 _NO_GLOB = re.compile(r"[^*?\[\]]+")
 
@@ -155,13 +147,11 @@ class StoredFiles:
     folders: dict[str, str] = field(default_factory=dict)  # sha256 -> cache or checkpoint
 
     def linkable_bytes(self, path: str, files: Iterable[tuple[str, int]]) -> int:
-        """Add up the ``files`` (sha256, bytes) that can be hard-linked to ``path``."""
         device = self.devices.get(path, "")
         return sum(size for sha256, size in set(files) if (device, sha256, size) in self.files)
 
 
 def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
-    """Print the devices of ``paths``, and files and receipts in the globs ``look_in``."""
     if not look_in:
         return ""
     words = " ".join(shlex.quote(path) for path in paths)

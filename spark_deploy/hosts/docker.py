@@ -36,7 +36,6 @@ RELOADABLE = frozenset(
 
 
 def parse_daemon_json(text: str) -> dict[str, Any]:
-    """Parse daemon.json, which may be empty. Raises ValueError if it is not a JSON object."""
     value = json.loads(text) if text.strip() else {}
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
@@ -58,7 +57,6 @@ def merge(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, An
 
 
 def merge_with_runtime(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge, and register the NVIDIA runtime if it is missing."""
     result = merge(present, wanted)
     runtimes = result.get("runtimes")
     nvidia = runtimes.get("nvidia") if isinstance(runtimes, dict) else None
@@ -127,10 +125,7 @@ systemctl start docker.socket && systemctl start docker.service && up"""
 
 @host_command
 def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
-    """Start docker, and fail if it starts other engines.
-
-    Preflight cannot list containers while the daemon is down.
-    """
+    """Start docker; fail if it starts other engines, which preflight could not see."""
     _bring_up(host, "systemctl enable --now docker")
     lines = run(host, build_script("exec 2>/dev/null", CONTAINERS_SCRIPT), timeout_s=60)
     containers = tuple(parse_containers(split_sections(lines)["containers"]))
@@ -198,7 +193,6 @@ def read_state(plan: DockerPlan) -> Docker:
 
 
 def missing_packages(plan: DockerPlan, state: Docker) -> tuple[str, ...]:
-    """Return packages to install; an installed engine, such as Docker CE, is kept."""
     wanted = (
         *(() if state.dockerd else plan.packages),
         *(() if state.toolkit_version else plan.toolkit_packages),
@@ -214,7 +208,6 @@ def planned_keys(plan: DockerPlan, state: Docker) -> dict[str, Any]:
 
 
 def planned_file(plan: DockerPlan, state: Docker, present: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge our keys into daemon.json, with the NVIDIA runtime if it is installed."""
     if gpu.lacks_runtime(state):
         return merge(present, plan.daemon)
     return merge_with_runtime(present, plan.daemon)
@@ -254,7 +247,7 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
         host.noop("daemon.json has our keys")
         return
     content = json.dumps(wanted, indent=4) + "\n"
-    # A copy of the owner's file is made only once.
+    # Back up the owner's file only once.
     copy = shlex.quote(backup_path(DAEMON_JSON))
     yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {copy}"
     yield put_files([ManagedFile(DAEMON_JSON, content.encode())])
@@ -262,10 +255,10 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
 
 @host_operation
 def run_engine(plan: DockerPlan) -> Commands:
-    """Make docker use our keys; reload it if that is enough, otherwise restart it.
+    """Make docker use our keys; reload if that is enough, otherwise restart.
 
-    `docker info` shows the keys in use: an interrupted run is completed, and an owner's edit of
-    the file does not cause a restart.
+    `docker info` shows the keys in use, so an interrupted run is completed and an edited file
+    causes no restart.
     """
     state = read_state(plan)
     if "docker" in state.silent:
@@ -290,8 +283,8 @@ def run_engine(plan: DockerPlan) -> Commands:
 def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
     """Return our keys that the daemon does not use yet.
 
-    `docker info` does not show all keys. The others count if the file changed after the daemon's
-    start, or is about to change.
+    Keys that `docker info` does not show count as unused if the file changed after the daemon's
+    start, or will change.
     """
     present = parse_daemon_json(state.daemon_json or "")
     is_newer = state.daemon_json_mtime_s > state.started_at_s
@@ -305,7 +298,6 @@ def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, .
 
 @host_operation
 def add_users(plan: DockerPlan) -> Commands:
-    """Add users to the docker group; members are never removed."""
     groups = read_state(plan).groups
     missing = [user for user in plan.users if GROUP not in groups.get(user, (GROUP,))]
     unknown = [user for user in plan.users if user not in groups]

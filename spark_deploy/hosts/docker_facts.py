@@ -26,8 +26,8 @@ from spark_deploy.hosts.facts import (
 from spark_deploy.hosts.packages import known_urls_script, packages_script, parse_packages
 from spark_deploy.plan.jobs import DAEMON_JSON
 
-# Only these fields: others of `docker info` contain proxies with passwords. CDISpecDirs is last,
-# because a client without CDI fails there, after printing the rest.
+# Other fields of `docker info` contain proxies with passwords. CDISpecDirs is last, because a
+# client without CDI fails there, after printing the rest.
 _INFO = re.findall(
     r"\w+",
     "Runtimes DefaultRuntime LiveRestoreEnabled Debug LoggingDriver DockerRootDir Driver "
@@ -101,7 +101,6 @@ class Docker:
 
     @property
     def started_at_s(self) -> float:
-        """Start of the daemon in seconds since 1970; 0 if it does not run."""
         text = self.unit.get("ExecMainStartTimestamp", "")  # Mon 2026-01-05 10:00:00.123456 UTC
         match = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{6})?", text)
         return datetime.fromisoformat(f"{match[0]}+00:00").timestamp() if match else 0.0
@@ -160,7 +159,6 @@ class DockerState(HostFact[Docker]):
 
 
 def _parse_json(lines: Iterable[str], kind: type[Any]) -> Any:
-    """Parse JSON of a kind; any other text, such as a daemon's error, gives an empty value."""
     try:
         value = json.loads("\n".join(lines))
     except ValueError:
@@ -168,7 +166,7 @@ def _parse_json(lines: Iterable[str], kind: type[Any]) -> Any:
     return value if isinstance(value, kind) else kind()
 
 
-# Neither command line nor environment, except for one variable: they may contain secrets.
+# Omit environment and command line, which may contain secrets; one variable is safe.
 _FIELDS = {
     "id": ".Id",
     "name": ".Name",
@@ -200,7 +198,6 @@ fi
 
 
 def images_script(references: Sequence[str]) -> str:
-    """Print which of the images (tags or name@digest) exist."""
     names = " ".join(shlex.quote(reference) for reference in references)
     return rf"""
 echo '== images'
@@ -241,7 +238,6 @@ class Container:
 
     @property
     def alive(self) -> bool:
-        """Whether the container runs or is about to run."""
         return self.state in ("running", "restarting", "paused")
 
     @property
@@ -250,7 +246,6 @@ class Container:
 
 
 def parse_containers(lines: Iterable[str]) -> Iterator[Container]:
-    """Lines are JSON objects of ``CONTAINERS_SCRIPT``."""
     for line in lines:
         try:
             row = json.loads(line)

@@ -1,7 +1,7 @@
-"""Configure the download sources of a host: an HTTP proxy, and the other hosts of a run (peers).
+"""Configure the download sources of a host: an HTTP proxy, and other hosts of the run (peers).
 
-Hosts first note which files they have; a host opens a port only if another lacks files. Jobs and
-docker read the proxy from a file that only root can read.
+A host opens a port only if another host lacks files. Jobs and docker read the proxy from a file
+that only root can read.
 """
 
 import re
@@ -106,7 +106,6 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
 
 
 def proxy_file(proxy: ProxySettings) -> ManagedFile:
-    """Return the file with the proxy variables, in lower and upper case: tools read either."""
     variables = {"no_proxy": ",".join(proxy.direct)}
     if proxy.url is not None:
         address = _proxy_address(proxy.url)
@@ -131,7 +130,7 @@ def _proxy_address(url: str | SecretRef) -> str:
 
 
 class LoginAddress(LineFact):
-    """The host's own address in this SSH connection; read it without sudo, which drops it."""
+    """The host's address in this SSH connection. Read it without sudo, which drops the variable."""
 
     def command(self) -> str:
         return "printf '%s\\n' \"$SSH_CONNECTION\""
@@ -151,7 +150,6 @@ _PORT = 8010
 
 @host_operation
 def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
-    """Record which files this host has, lacks or is downloading, so that hosts can share them."""
     if not host.state.is_executing:
         host.noop("recorded when the deploy runs")
         return
@@ -169,7 +167,7 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
         if isinstance(work.job.proof, ReceiptProof):
             trees[work.job.proof.digest] = state
         elif work.layers is not None and trees.get(work.layers.digest) != "complete":
-            # Whether a host still has an image's blobs is checked only if another host needs them.
+            # Check whether a host still has an image's blobs only if another host needs them.
             trees[work.layers.digest] = "not needed" if state == "complete" else state
     _members[current_host()] = Member(host.name, "", trees)
     host.noop("files recorded")
@@ -212,7 +210,6 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
 
 
 def _share_existing(tree: SharedTree) -> bool:
-    """Return whether the host has files that it does not need itself; if so, mark them."""
     receipt = f"{tree.dir}/{RECEIPT_NAME}"
     if receipt not in host.get_fact(FileStates, paths=[receipt]):
         return False
@@ -245,7 +242,6 @@ def stop_sharing() -> Commands:
 
 
 def with_known_peers(work: Work) -> Work:
-    """Return a job that also downloads from the hosts that serve files in this run."""
     if current_host() not in _members:
         return work
     members = [member for member in _active_members() if member.url or member.name == host.name]
@@ -253,7 +249,6 @@ def with_known_peers(work: Work) -> Work:
 
 
 def _active_members() -> list[Member]:
-    """Return the hosts that share and have not failed, in inventory order."""
     state = host.state
     return [
         _members[member]

@@ -42,13 +42,11 @@ _LARGE_MTU = 9000
 
 
 def read_reachability(links: Sequence[FabricLink]) -> dict[str, str]:
-    """Map each address to whether full-size packets get a reply: "yes", "no" or "unknown"."""
     targets = tuple((link.interface, link.address, link.mtu) for link in links)
     return read_fact(Reachability, _sudo=False, links=targets)
 
 
 def check_links(host: str, links: Sequence[FabricLink], reached: Mapping[str, str]) -> Findings:
-    """Return what is wrong with the links from a host to other members."""
     problems, warnings = [], []
     for link in links:
         where = f"{host}: {link.interface}"
@@ -107,7 +105,8 @@ def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> I
 def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
     """Give each cabled port an address, unless the network is set up already.
 
-    ``check`` logs in again with the new addresses; if that fails, the host restores the old ones.
+    ``check`` logs in again with the new addresses; if that fails, the host restores the old
+    addresses.
     """
     netplan, ports = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
     if netplan.in_trial:
@@ -141,7 +140,6 @@ def restore_network() -> Commands:
 
 
 def _check_ports_free(plan: FabricPlan, netplan: Netplan) -> None:
-    """Fail if other files configure the ports, or an earlier set-up differs."""
     if not netplan.installed:
         fix = "give the ports addresses with the host's own tools"
         fail(host.name, "netplan is not installed", fix)
@@ -170,7 +168,6 @@ def _run_step(state: State, host: Host, step: str, fix: str) -> bool:
 
 
 def _last_problem(name: str, output: str, fix: str) -> Problem:
-    """Return the last problem that our tool printed, or the last line with ``fix``."""
     lines = output.strip().splitlines() or ["no output"]
     problems = filter(None, map(parse_problem, reversed(lines)))
     return next(problems, Problem(name, lines[-1], fix))
@@ -249,10 +246,6 @@ def _measure_tcp(link: FabricLink) -> SpeedResult:
 
 
 def _measure_rdma(link: FabricLink) -> float | None:
-    """Return the RDMA write bandwidth in Gb/s; ``None`` if perftest cannot measure it.
-
-    rdma_cm (``-R``) picks device and GID by address. The listener accepts a single connection.
-    """
     hosts = (host, state.inventory.get_host(link.host))
     if not all(_run_test(end, "command -v ib_write_bw", "").ok for end in hosts):
         log(f"{link.interface}: RDMA not measured; to measure it, install perftest on both hosts")
@@ -277,7 +270,7 @@ def _measure_rdma(link: FabricLink) -> float | None:
 def _run_both_ends(
     link: FabricLink, listen: str, send: str, stdin: str
 ) -> tuple[ScriptResult, ScriptResult]:
-    """Run the sender on this host and the listener on the other; return their results."""
+    """Run the sender here and the listener on the other host; return both results."""
     listening = gevent.spawn(_run_test, state.inventory.get_host(link.host), listen, stdin)
     try:
         return _run_test(host, send, stdin), listening.get(timeout=_COMMAND_S)

@@ -48,8 +48,6 @@ class HostFact(FactBase[T]):
 
 
 class LineFact(HostFact[str]):
-    """The first non-blank line, stripped; "" if there is none."""
-
     default = str
 
     def process(self, output: Iterable[str]) -> str:
@@ -57,7 +55,7 @@ class LineFact(HostFact[str]):
 
 
 # Each fact costs an SSH round trip, so a role reads everything with one script. Scripts are POSIX
-# sh, print sections and exit 0, because a missing tool is a result too.
+# sh, print sections and exit 0.
 MARKER = "== "
 
 SERVING_SCRIPT = (
@@ -81,7 +79,6 @@ class Sections(dict[str, list[str]]):
 
 
 def split_sections(output: Iterable[str]) -> Sections:
-    """Group lines by the marker line above them; drop lines before the first marker."""
     sections = Sections()
     current: list[str] | None = None
     for line in output:
@@ -141,7 +138,6 @@ def parse_key_values(lines: Iterable[str]) -> dict[str, str]:
 
 
 def parse_document(kind: type[T], text: str) -> T | None:
-    """Parse a document; return ``None`` if it is missing or damaged."""
     try:
         return documents.parse(kind, text)
     except documents.DocumentError:
@@ -212,7 +208,7 @@ _cache: WeakKeyDictionary[Host, dict[_Key, _CachedValue]] = WeakKeyDictionary()
 
 
 class FactUnavailableError(Exception):
-    """A fact that cannot be read, which must not be mistaken for a missing thing."""
+    """A fact that cannot be read; do not treat the thing as missing."""
 
 
 def _arguments_key(arguments: Mapping[str, Any]) -> _Key:
@@ -258,7 +254,6 @@ def run_fact(target: Host, fact: type[FactBase[T]], *, timeout_s: int, **argumen
 
 
 def find_cached_value(fact: type[FactBase[T]]) -> T | None:
-    """Return a valid cached value of a fact, whatever its arguments."""
     current = current_host()
     executed = commands_executed(current)
     for (stage, cached_fact, _), cached in _cache.get(current, {}).items():
@@ -270,7 +265,6 @@ def find_cached_value(fact: type[FactBase[T]]) -> T | None:
 
 
 def values_by_host(fact: type[FactBase[T]]) -> dict[str, T]:
-    """Return the values of a fact read so far in this stage, by host name."""
     return {
         target.name: cached.value
         for target, cache in _cache.items()
@@ -280,7 +274,6 @@ def values_by_host(fact: type[FactBase[T]]) -> dict[str, T]:
 
 
 def commands_executed(target: Host) -> int:
-    """Count the operations that ran a command on a host."""
     return sum(1 for data in state.ops[target].values() if data.operation_meta.executed)
 
 
@@ -320,7 +313,6 @@ def prefetch() -> None:
 
 
 def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) -> None:
-    """Read facts with one command, which prints a random marker line after each output."""
     mark = secrets.token_hex()
     pending = [(fact, arguments()) for fact, arguments in group]
     script = "\n".join(

@@ -46,7 +46,6 @@ def show_failure(host: Host, lines: Sequence[str]) -> None:
 
 
 def read_status(host: Host) -> HostStatus:
-    """Return a host's status after a failure; empty if the host does not answer."""
     command = shell(tool.when_installed(tool.command_line(tool.STATUS)))
     try:
         if is_disconnected(host):
@@ -60,7 +59,6 @@ def read_status(host: Host) -> HostStatus:
 
 
 def serving_text(name: str, status: HostStatus, service: str = MAIN_SERVICE) -> str:
-    """Return "spark-1 still serves X with Y"; "" if unknown."""
     state = status.service(service)
     if state is None:
         return ""
@@ -93,7 +91,7 @@ def rollout_failure(
 
 
 def _outcome(release: str, rollout: Rollout, subject: str) -> str:
-    if not rollout.ended_at:  # interrupted, or never started
+    if not rollout.ended_at:  # interrupted or not started
         return f"the rollout of {subject} was interrupted"
     if rollout.serving == release:
         return "the check of this release failed"

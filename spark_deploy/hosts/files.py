@@ -21,7 +21,6 @@ _expected_paths: WeakKeyDictionary[Host, dict[str, None]] = WeakKeyDictionary()
 
 
 def expect_files(paths: Iterable[str]) -> None:
-    """Declare paths to compare: a single fact then reads all of them."""
     current = current_host()
     _expected_paths.setdefault(current, {}).update(dict.fromkeys(paths))
     expect_fact(FileStates, lambda: {"paths": tuple(_expected_paths[current])})
@@ -34,9 +33,9 @@ def file_states(paths: Sequence[str]) -> dict[str, FileState]:
 
 
 def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
-    """Yield a command that writes missing and different files; return whether there are any.
+    """Yield a command that writes missing and different files; return whether any exist.
 
-    Use it with ``yield from``, because operations cannot call each other.
+    Use ``yield from``, because operations cannot call each other.
     """
     states = file_states([file.path for file in files])
     outdated = differing(files, states)
@@ -58,7 +57,6 @@ def remove_files(paths: Sequence[str]) -> Generator[StringCommand, None, bool]:
 def sync_files(
     files: Sequence[ManagedFile], *, wanted: bool
 ) -> Generator[StringCommand, None, bool]:
-    """Place or remove files; return whether anything changes."""
     if wanted:
         return (yield from place_files(files))
     return (yield from remove_files([file.path for file in files]))
@@ -127,8 +125,8 @@ def encode_lines(content: bytes) -> str:
 def unzip_script(home: str, sha256: str, receipt: str) -> str:
     """Return the script that reads a zip from ``encode_lines`` and unpacks it into ``home``.
 
-    The zip goes to a directory that only root can read, and its hash is checked: pyinfra's own
-    upload uses a name in ``/tmp`` that any user can predict.
+    It checks the hash in a directory that only root can read: pyinfra's upload uses a predictable
+    name in ``/tmp``.
     """
     target, parent = shlex.quote(home), shlex.quote(str(PurePosixPath(home).parent))
     mismatch = shlex.quote(f"{home}: the received bytes do not match the hash of those sent")

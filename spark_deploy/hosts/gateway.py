@@ -36,8 +36,6 @@ class SymlinkTarget(LineFact):
 
 
 class WatchTools(LineFact):
-    """Directory of the tools that a release's watchdog runs; "" if it does not run."""
-
     def command(self, release: str) -> str:
         unit = shlex.quote(WATCH.unit(release))
         return (
@@ -53,8 +51,6 @@ class TailnetAddress(LineFact):
 
 
 class Gateways(HostFact[tuple[Gateway, ...]]):
-    """Documents of the host's gateways."""
-
     default = tuple
 
     def command(self) -> str:
@@ -96,10 +92,6 @@ def gateway_paths(plan: GatewayPlan) -> tuple[str, ...]:
 
 @host_operation
 def configure_gateway(plan: GatewayPlan) -> Commands:
-    """Install the gateway's configuration; reload a gateway that runs with an older one.
-
-    A reload lets running answers finish. Only a rollout starts the gateway.
-    """
     changed = yield from place_files((gateway_file(plan), *_secret_files(plan)))
     if plan.tls is None:
         tls = tls_paths(plan.settings.service)
@@ -132,7 +124,6 @@ def replace_key(plan: GatewayPlan) -> Commands:
 
 @host_operation
 def set_named_keys(keys: dict[str, NamedKey] | None) -> Commands:
-    """Accept exactly these named keys; running answers finish."""
     changed = yield from place_files(
         [
             ManagedFile(gateway.path, to_json(replace(gateway, keys=keys)).encode())
@@ -210,8 +201,6 @@ def _renew_certificate(
 
 
 class Timers(HostFact[dict[str, bool]]):
-    """Timers of the schedule, and whether each is active and enabled."""
-
     default = dict
 
     def command(self) -> str:

@@ -189,7 +189,6 @@ class CudaState(HostFact[Cuda]):
 
 
 def parse_version_json(lines: Iterable[str]) -> list[Toolkit]:
-    """Parse files that each follow a line `# path`; skip invalid files."""
     texts: dict[str, list[str]] = {}
     text: list[str] = []
     for line in lines:
@@ -233,7 +232,6 @@ def add_cuda_repositories(plan: CudaPlan) -> Commands:
 
 @host_operation
 def install_cuda(plan: CudaPlan) -> Commands:
-    """Install the CUDA toolkit, unless a matching toolkit is installed."""
     toolkit = find_toolkit(read_fact(CudaState, **fact_arguments(plan)).toolkits, plan.version)
     if toolkit:
         host.noop(f"CUDA {toolkit.version} at {toolkit.path} is kept")
@@ -339,7 +337,6 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
 
 
 def _pull(host: Host, image: str) -> None:
-    """Pull the image first: `docker run` would wait for a registry forever."""
     # Without tools or with older tools (exit status 2), `docker run` pulls the image.
     command = f"{tool.command_line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
     try:

@@ -1,8 +1,4 @@
-"""Start jobs on a host and wait for them.
-
-systemd runs them: they continue if the controller stops and after a reboot; the next run waits for
-the same jobs.
-"""
+"""Start jobs on a host and wait for them; systemd continues them after a reboot."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +67,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         if target in jobs.linked and job.digest12 in jobs.pulled:
             host.noop(f"{job.title}: already running, attaching")
             return
-        # It was started for another release: after a reboot it continues for this release.
+        # A job started for another release continues for this release after a reboot.
         yield from place_files((boot_file,))
         yield shell(_enable_at_boot(target))
         return
@@ -87,8 +83,8 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         # A stale status file would be mistaken for this attempt's.
         f"rm -f {job.dir}/status.json {job.dir}/progress; "
         f"systemctl reset-failed {job.unit} 2>/dev/null; "
-        # One command stores the token and starts the job, which deletes it: a killed controller
-        # leaves no token behind.
+        # The same command stores the token and starts the job, which deletes it, so a killed
+        # controller leaves no token behind.
         + (f"(\n{unpack_script(token)}\n) && " if token else "")
         + f"systemctl start --no-block {job.unit}",
         stdin=pack_files(token) if token else None,
@@ -96,7 +92,6 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
 
 
 def _token_file(work: Work) -> Iterator[ManagedFile]:
-    """Yield the file with the hub's token, if there is one; the host deletes it after the job."""
     token = read_hub_token(work.hub) if work.hub else None
     if work.hub is None or token is None:
         return
@@ -131,11 +126,11 @@ def wait_for_jobs(
 ) -> Commands:
     """Wait until all jobs have receipts; show progress, and the log of a failed job.
 
-    Jobs continue after ``timeout_s``. ``retire_others``: jobs of the service's replaced releases no
-    longer continue after a reboot.
+    Jobs continue after ``timeout_s``. ``retire_others``: jobs of replaced releases do not continue
+    after a reboot.
     """
     names, target = tuple(job.digest12 for job in jobs), PREPARE.unit(release)
-    # Any value lists the targets enabled at boot; without jobs nothing else is needed.
+    # Any cached value lists the targets enabled at boot.
     cached = None if names else find_cached_value(JobStates)
     states = cached or read_fact(JobStates, jobs=names, target=target)
     replaced = _replaced_targets(release, states.linked) if retire_others else ()
@@ -152,7 +147,6 @@ def wait_for_jobs(
 
 
 def _replaced_targets(release: str, linked: Sequence[str]) -> tuple[str, ...]:
-    """Return the linked targets of other releases of the same service."""
     service = release.rpartition("-")[0]
     replaced = []
     for target in linked:
@@ -223,7 +217,6 @@ def _wait_until_done(state: State, host: Host, jobs: Sequence[Job], timeout_s: i
 def _log_progress(
     host: Host, title: str, state: JobState | None, logged: dict[str, tuple[str, float]]
 ) -> None:
-    """Log a job's progress every few seconds, and its end once."""
     last_text, logged_at_s = logged.get(title, ("", 0.0))
     if state is not None and state.state == "done":
         text, is_due = "done", last_text != "done"

@@ -65,7 +65,6 @@ class Fabric(HostFact[Ports]):
 
 
 def _interfaces(lines: Iterable[str]) -> Iterator[tuple[str, bool, int, tuple[str, ...]]]:
-    """Yield name, link state, MTU and addresses of each interface in `ip addr`."""
     interfaces: list[tuple[re.Match[str], list[str]]] = []
     for line in lines:
         if start := _INTERFACE.match(line):
@@ -114,8 +113,6 @@ done
 
 @dataclass(frozen=True, slots=True)
 class Netplan:
-    """State of netplan before interfaces get addresses."""
-
     installed: bool
     in_trial: bool  # our trial of new addresses, or its restore, is running
     managed_file: str  # content of the file we wrote; "" if missing
@@ -146,8 +143,6 @@ def _parse_pairs(lines: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A listening TCP socket; sockets of the kernel have no process."""
-
     address: str
     port: int
     process: str
@@ -177,7 +172,6 @@ done
 
 
 def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[Listener, ...]:
-    """Parse the output of `ss -ltnp`, with or without a header."""
     cgroup_of = _parse_pairs(cgroups)
     listeners: dict[tuple[str, int], Listener] = {}
     for line in lines:

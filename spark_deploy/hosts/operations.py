@@ -1,10 +1,9 @@
 """Operations that hold a lease on the host, and whose errors fail only that host.
 
-The lease prevents two runs from changing a host at the same time. Its file in ``/run`` contains
-the run, the expiry (in uptime, so that clocks do not matter), start and user. A run renews the
-lease and returns it at the end or when interrupted; after a kill it expires. Dry runs and runs
-without changes take no lease. Shell commands write it, because the host may lack our tools. Only
-root can open the lock file, because anyone who can read a file can lock it.
+The lease prevents concurrent changes. Its file in ``/run`` contains the run, the expiry (in uptime,
+so that clocks do not matter), start and user. A run renews the lease and returns it at the end;
+after a kill it expires. Runs without changes take no lease. Shell commands write it, because the
+host may lack our tools.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ def this_run() -> str:
 
 
 def holder() -> str:
-    """Return ``user@machine``, shown to other runs."""
     return _plain_word(f"{getpass.getuser()}@{platform.node()}")
 
 
@@ -123,8 +121,6 @@ _leases: WeakKeyDictionary[Host, _Lease] = WeakKeyDictionary()
 
 
 class ReturnLeases(BaseStateCallback):
-    """Return leases at the end of a run, even if it failed."""
-
     @staticmethod
     def when_interrupted(state: State) -> None:
         """Make signals end the run at once and return the leases.
@@ -181,7 +177,6 @@ def _current_lease() -> _Lease | None:
 
 
 def _find_other_run() -> Problem | None:
-    """Return a problem if another run changes this host; checked once."""
     lease = _current_lease()
     if lease is None or lease.is_checked or lease.is_taken:
         return None
@@ -230,7 +225,6 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
 
 
 def _is_dead(token: str) -> bool:
-    """Return whether a token belongs to a process of this machine that has ended."""
     machine, _, process = token.rpartition("-")
     if machine != _this_machine() or not process.isdecimal():
         return False
@@ -254,7 +248,6 @@ def _renew(host: Host, lease: _Lease) -> None:
 
 
 def _run_script(host: Host, script: str) -> str:
-    """Run a script as root; return the last line."""
     ok, output = host.run_shell_command(
         shell(script), _timeout=_TIMEOUT_S, _sudo=bool(host.data.get("_sudo"))
     )
@@ -263,7 +256,6 @@ def _run_script(host: Host, script: str) -> str:
 
 
 def log_lines(host: Host, text: str, colour: str = "red") -> None:
-    """Print lines under the host's name."""
     for line in text.splitlines():
         host.log_styled(line, fg=colour)
 

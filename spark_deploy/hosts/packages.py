@@ -36,7 +36,7 @@ awk -F '\t' -v names={shlex.quote(" ".join(names))} '
 """
 
 
-# Installed by deploys, which therefore finish an installation that a power cut interrupted.
+# Installed by deploys, which therefore repair an interrupted installation.
 REPAIRABLE = r"docker|containerd|runc|nginx|(lib)?nvidia-container"
 
 # dpkg-query(1): the second letter is the state, a third marks a package to reinstall.
@@ -48,7 +48,6 @@ awk '$1 ~ /^i/ && $1 !~ /^i[incWt]$/ && $2 ~ /^({REPAIRABLE})/ {{ print $2 }}'
 
 
 def parse_packages(lines: Iterable[str]) -> dict[str, str]:
-    """Map package names to their version, or to the providing package and its version."""
     return dict(line.split("\t", 1) for line in lines if "\t" in line)
 
 
@@ -125,10 +124,6 @@ def repository_files(repositories: Iterable[RepositorySettings]) -> tuple[str, .
 def add_repositories(
     repositories: Sequence[RepositorySettings], known_urls: Sequence[str], *, needed: bool
 ) -> Commands:
-    """Repair our repositories; add missing ones if they are ``needed`` for a package.
-
-    A repository in the owner's sources is not added: apt rejects two keys for one source.
-    """
     states, changed = file_states(repository_files(repositories)), False
     for repository in repositories:
         source, key = sources_file(repository), key_path(repository)
@@ -267,7 +262,7 @@ def _install_script(names: str, quiet_services: Sequence[str]) -> str:
     return "\n".join(
         (
             *(_MASK.format(**unit) for unit in units),
-            # apt requires a run of dpkg after a power cut, and repairs the rest.
+            # apt requires this after a power cut, and repairs the rest.
             f"env DEBIAN_FRONTEND=noninteractive dpkg --force-confold --configure {names} || :",
             f"{_APT} --no-remove {_INSTALL} {names}; rc=$?",
             *(_UNMASK.format(**unit) for unit in units),

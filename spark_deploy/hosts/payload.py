@@ -97,7 +97,6 @@ def quantiser_digest() -> str:
 
 @functools.cache
 def supported_engines() -> tuple[str, ...]:
-    """Return the vLLM versions that our plugin's source lists."""
     text = (FILES / "image" / "spark_vllm" / "__init__.py").read_text("utf-8")
     [value] = (
         node.value
@@ -109,7 +108,6 @@ def supported_engines() -> tuple[str, ...]:
 
 
 def read_tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
-    """Read a directory, without bytecode, as files below ``target``."""
     return tuple(
         ManagedFile(str(PurePosixPath(target) / path.relative_to(source)), path.read_bytes())
         for path in sorted(source.rglob("*"))
@@ -157,8 +155,8 @@ def _download_wheels(requirements: str, python_version: str, machine: str, folde
         )
 
 
-# Some verbs must work if the host's tools are missing, older or broken: the tools are then sent on
-# standard input as a zip and imported from memory.
+# Some verbs must work without tools on the host: the tools are then sent on standard input as a zip
+# and imported from memory.
 _LOADER = """
 import base64, os, sys
 zip = os.memfd_create("spark-host")
@@ -191,13 +189,11 @@ _VERSION = 'import platform, sys; print("%d.%d" % sys.version_info[:2], platform
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Python, wheels and tools of a host; values are "" if missing."""
-
     python_version: str = ""  # "3.12"
     machine: str = ""  # "aarch64"
     target: str = ""  # target of the link `site`
     receipt: str = ""  # digest of the unpacked wheels
-    tools: str = ""  # target of the link `current`
+    tools: str = ""
     timer: str = ""  # target of the link that enables the daily check
 
 

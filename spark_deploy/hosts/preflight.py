@@ -219,7 +219,6 @@ def _kernel_problems(survey: Survey) -> Iterator[Problem]:
 
 
 def same_host_key(name: str, surveys: Mapping[str, Survey]) -> Iterator[Problem]:
-    """Warn if a host has the SSH host key of others (cloned disks), which it could impersonate."""
     key = surveys[name].identity.host_key
     others = [
         other

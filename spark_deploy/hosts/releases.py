@@ -52,10 +52,7 @@ def note_interruption(host: Host) -> None:
 
 
 def require_no_failure(message: str) -> None:
-    """Fail this host if another host failed, so that no further service is stopped.
-
-    A host that was lost before its change does not count: the change did not cause it.
-    """
+    """Fail this host if another host failed during its change."""
     state = this_host.state
     failed = [
         other.name
@@ -71,7 +68,6 @@ def require_no_failure(message: str) -> None:
 
 
 def require_members(members: Sequence[str]) -> None:
-    """Fail this host if a member of its cluster failed."""
     active = {member.name for member in this_host.state.active_hosts}
     missing = [name for name in members if name not in active]
     if missing:
@@ -85,7 +81,6 @@ def change_command(release: str, timeout_s: int) -> FunctionCommand:
 
 
 def change_release(state: State, host: Host, release: str, timeout_s: int) -> bool:
-    """Start a rollout and wait for it; return whether it succeeded."""
     return _begin_and_watch(state, host, tool.command_line(tool.SWITCH_BEGIN, release), timeout_s)
 
 
@@ -163,7 +158,6 @@ def report_change(
 
 @host_operation
 def roll_back(service: str, target: str | None, timeout_s: int) -> Commands:
-    """Serve ``target``, or the previous release, and check it again."""
     rollback = read_fact(RollbackPreview, service=service, target=target)
     if isinstance(rollback, Problem):
         if this_host.state.is_executing:

@@ -69,7 +69,6 @@ def start_service(plan: Release, timeout_s: int) -> Commands:
 
 
 def _reason_to_change(plan: Release, status: HostStatus) -> str:
-    """Return why the host must change; "" if nothing has to change, which is then logged."""
     if is_predicted(f"{plan.name} is served"):
         host.noop("an earlier operation starts it")
         return ""
@@ -96,7 +95,7 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
         host.noop(f"serves {due.name}, as scheduled")
         return
     if status.has_failed_change(plan.name) and not status.unproven_reason(plan.service, plan.name):
-        # The rollout's process was killed after the check.
+        # The rollout was killed after the check.
         log_once(f"{plan.name} is proven, although the rollout's process was killed")
         yield f"systemctl reset-failed {SWITCH.unit(plan.name)}"
         return
@@ -128,7 +127,6 @@ def check_unit_files(accepted: Sequence[str]) -> None:
 
 @host_operation
 def stop_unlisted(services: Sequence[str]) -> Commands:
-    """Stop and disable services that are no longer listed; their files stay."""
     status = read_fact(Status).report
     unlisted = sorted(
         name
@@ -190,8 +188,8 @@ _MARKER = f"{RECEIPTS_DIR}/rebooted-for"
 class RebootedFor(HostFact[str]):
     """The reason for our last reboot; "" if there is none.
 
-    The marker is written before a reboot and starts with the boot id: while that id is still the
-    current one, the reboot has not happened.
+    The marker starts with the boot id of the time before the reboot: if that id is still current,
+    the host did not reboot.
     """
 
     default = str
@@ -280,14 +278,13 @@ def _wait_until_serving(state: State, host: Host, serve: Release) -> bool:
 
 
 def _require_readable(host: Host, status: HostStatus) -> None:
-    """Fail a host whose status cannot be read: its service could not be checked."""
     if status.unreadable:
         fix = "deploy it with `reboot: report` first, then allow reboots"
         fail(host.name, status.unreadable, fix)
 
 
 def _clear_marker(host: Host, needs: NeedsPlan) -> bool:
-    """Remove the marker, unless the cause persists: then it prevents a second reboot."""
+    """Remove the marker, unless the cause persists: the marker then prevents a second reboot."""
     survey = run_fact(host, HostSurvey, timeout_s=180, **fact_arguments(needs))
     if pending := survey.identity.boot.reboot_reason:
         host.log_styled(f"still pending after the reboot: {pending}", fg="yellow")

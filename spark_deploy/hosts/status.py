@@ -21,7 +21,6 @@ from spark_deploy.hosts.facts import HostFact, split_sections
 
 
 def poll_command(jobs: Sequence[str]) -> str:
-    """Return the command that prints the states of jobs; nothing if the tools are missing."""
     return tool.when_installed(tool.command_line(tool.JOB, "poll", *jobs))
 
 
@@ -35,7 +34,7 @@ def parse_poll(text: str) -> dict[str, JobState]:
 class Jobs:
     """Jobs of a release, and jobs that continue after a reboot."""
 
-    states: dict[str, JobState]  # of known jobs, by 12-digit name
+    states: dict[str, JobState]
     linked: tuple[str, ...] = ()  # prepare targets of all releases that are enabled at boot
     pulled: tuple[str, ...] = ()  # jobs in this release's target
     shares_files: bool = False  # serves files to peers, for this run or an interrupted run
@@ -106,7 +105,6 @@ class HostStatus:
         return state.active is not None or state.good not in (None, release)
 
     def release_due(self, plan: Release, scheduled: Iterable[Release]) -> Release:
-        """Return the scheduled release that is served now, or the plan's."""
         state = self.service(plan.service)
         active = state.active if state else None
         for other in scheduled:
@@ -127,7 +125,7 @@ class HostStatus:
         return stop_message(service, state.stopped_by_hand)
 
     def waits(self, service: str, release: str | None) -> bool:
-        """Whether the proven ``release`` is stopped until the next request."""
+        """Return whether the proven ``release`` waits for the next request."""
         state = self.service(service)
         stopped = state.stopped_by_hand if state else None
         return bool(stopped and stopped.on_request and state and state.good == release)
@@ -137,7 +135,6 @@ class HostStatus:
         return state.rollout if state else None
 
     def usage(self) -> dict[str, status.KeyUsage]:
-        """Return the usage of each named API key, of all services together."""
         totals: dict[str, status.KeyUsage] = {}
         for service in self.report.services.values() if self.report else ():
             for name, more in (service.gateway.usage or {}).items():
@@ -186,7 +183,6 @@ _START_PHASES = {"graphs": "CUDA graphs"}
 
 
 def start_text(times_s: Mapping[str, float]) -> str:
-    """Return the seconds of an engine's start, in total and by phase."""
     phases = (f"{_START_PHASES.get(name, name)} {s:.0f} s" for name, s in times_s.items())
     return f"{sum(times_s.values()):.0f} s ({', '.join(phases)})"
 
@@ -224,8 +220,6 @@ class Status(HostFact[HostStatus]):
 
 
 class UsersKnown(HostFact[frozenset[str]]):
-    """Which of the users exist."""
-
     default = frozenset
 
     def command(self, users: Sequence[str]) -> str:
@@ -257,8 +251,6 @@ def _tool_command(command: str) -> str:
 
 
 class RollbackPreview(HostFact["Rollback | Problem"]):
-    """Result of ``spark-host rollback --dry``, or why a rollback is impossible."""
-
     default = staticmethod(_no_tools)
 
     def command(self, service: str, target: str | None) -> str:
@@ -292,8 +284,6 @@ class Count:
 
 
 class Requests(HostFact[dict[str, Count]]):
-    """Running and waiting requests of each service whose engine runs."""
-
     default = dict
 
     def command(self, services: Sequence[str]) -> str:

@@ -106,8 +106,6 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process with at least 1 GiB resident."""
-
     pid: int
     rss_bytes: int
     cgroup: str
@@ -140,10 +138,7 @@ def parse_processes(lines: Iterable[str]) -> Iterator[Process]:
 
 
 def audit_script(folder: str = "/var/lib/dpkg") -> str:
-    """Print half-installed packages; none while dpkg is locked.
-
-    During an installation packages are half installed, and our own installation waits for it.
-    """
+    """Print half-installed packages; nothing while dpkg is locked by a running installation."""
     return f"""
 echo '== dpkg-audit'
 busy=
@@ -206,7 +201,7 @@ class Survey:
     reclaimable: dict[str, int]  # bytes by kind in `docker system df`
     listeners: tuple[network.Listener, ...]
     containers: tuple[docker_facts.Container, ...]
-    docker_silent: str  # state of docker's unit if the daemon did not answer; "" otherwise
+    docker_silent: str
     broken_packages: tuple[str, ...]  # listed by dpkg --audit
     serving: tuple[str, ...]  # running engine units
     stub_packages: tuple[str, ...]  # "name version" of stand-ins

@@ -40,7 +40,6 @@ def gigabytes(size_bytes: int) -> str:
 
 @host_operation
 def prune_host(keep: KeepList) -> Commands:
-    """Remove checkpoints, images and state files that no kept release needs."""
     request = json.dumps(to_plain(keep), sort_keys=True)
     result = read_fact(PrunePreview, keep=request)
     if isinstance(result, Problem):
@@ -142,7 +141,6 @@ def note_host(plan: BasePlan, request: str) -> Commands:
 
 @host_operation
 def uninstall(request: str) -> Commands:
-    """Remove everything that deploys created, except kept models and engines."""
     result = read_resources(request)
     for line in describe_uninstall(result):
         log_once(line)
@@ -202,7 +200,7 @@ def describe_uninstall(result: UninstallManifest) -> Iterator[str]:
 class Resource:
     """Something that a deploy creates.
 
-    Kinds: file, state (a file that the host writes), keys (some keys of a file), link, directory,
+    Kinds: file, state (a file that the host writes), keys (keys of a file), link, directory,
     package, masked, user, image, tree, active, enabled.
     """
 
@@ -300,6 +298,6 @@ def _release_resources(plan: HostPlan) -> Iterator[Resource]:
         if gateway.tls:
             yield Resource("state", gateway.tls.certificate, configure, 0o644)
             yield Resource("state", gateway.tls.key, configure, 0o600)
-        # A rollout creates a missing generated key; a given key is sent again.
+        # A rollout creates a missing generated key; a configured key is sent again.
         owner = change if served.gateway.key.kind == "generate" else configure
         yield Resource("state", gateway.key_path, owner, 0o600)

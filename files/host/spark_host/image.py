@@ -48,7 +48,6 @@ _RUN_AGAIN = "see `journalctl -u docker`, then deploy again: complete layers are
 
 
 def main(words: list[str], paths: Paths) -> int:
-    """Pull the image, from other hosts with ``LAYERS.json``; then become the command."""
     layers, words = (words[1], words[2:]) if words[:1] == [LAYERS_OPTION] else (None, words)
     if not words or words[0].startswith("-"):
         usage = f"image [{LAYERS_OPTION} LAYERS.json] REFERENCE [COMMAND...]"
@@ -131,7 +130,7 @@ def _manifest_location(path: Path) -> str:
 class Layers:
     """The progress of each layer: a new status, or enough bytes.
 
-    containerd repeats itself ten times a second, and a registry may send a byte a minute.
+    Events of containerd repeat ten times a second, and a registry may send a byte a minute.
     """
 
     def __init__(self, now: float, stall_s: float):
@@ -263,7 +262,6 @@ def _watched_connection(
 
 
 def _pull_events(connection: HTTPConnection, reference: str) -> Iterator[dict[str, Any]]:
-    """Yield docker's JSON lines; cut long lines, skip malformed lines."""
     name, _, digest = reference.partition("@")
     folder, slash, last = name.rpartition("/")
     last, _, tag = last.partition(":")
@@ -273,7 +271,7 @@ def _pull_events(connection: HTTPConnection, reference: str) -> Iterator[dict[st
     connection.request("POST", f"/images/create?{urlencode(query)}", headers=headers)
     with connection.getresponse() as response:
         rest = b""
-        while chunk := response.read1(1 << 16):  # readline() would hide a broken connection
+        while chunk := response.read1(1 << 16):  # readline() would hide a lost connection
             *lines, rest = (rest[:_LINE_BYTES] + chunk).split(b"\n")
             yield from filter(None, map(_parse_event, lines))
         yield from filter(None, [_parse_event(rest)])

@@ -44,7 +44,7 @@ _TAIL_PERIOD_S = 2.0
 # End a job whose output shows no progress for so long. Downloads that wait for a hub print retries.
 _STALL_S = 2 * 3600.0
 _STOP_S = 60.0
-_TOKEN_UNUSED_S = 60.0  # a written token is used at once
+_TOKEN_UNUSED_S = 60.0  # a token is used within this time
 
 
 def load(digest12: str, paths: Paths) -> Job:
@@ -56,7 +56,6 @@ def all_digests(paths: Paths) -> list[str]:
 
 
 def is_done(job: Job, paths: Paths) -> bool:
-    """Return whether the job's result, or the checkpoint that replaces it, exists."""
     if job.unless and receipt_holds(job.unless):
         return True
     proof = job.proof
@@ -70,7 +69,6 @@ def is_done(job: Job, paths: Paths) -> bool:
 
 
 def _users_of(proof: AbsentProof, paths: Paths) -> list[str]:
-    """Return the releases that load a checkpoint."""
     path = Path(proof.absent)
     releases = (Host(paths).release(name) for name in release_names(paths))
     return [
@@ -88,7 +86,6 @@ def receipt_holds(proof: ReceiptProof) -> bool:
 
 
 def run(digest12: str, paths: Paths) -> int:
-    """Run a job; return 0 only if the result is valid."""
     job = load(digest12, paths)
     folder = paths.job(digest12)
     if is_done(job, paths):
@@ -99,7 +96,6 @@ def run(digest12: str, paths: Paths) -> int:
         write_document(folder / STATUS, JobRun("done", 0, memory=last.memory if last else None))
         return 0
     started = files.now()
-    # also temporary files of a killed run
     for pattern in (".progress.*", "progress", ".tail.*", "tail"):
         for path in folder.glob(pattern):
             files.remove(path)
@@ -133,8 +129,7 @@ def run(digest12: str, paths: Paths) -> int:
 def _set_aside(job: Job) -> Path | None:
     """Rename an incomplete checkpoint; return the new path.
 
-    Only names with a digest. The fetcher reuses intact files from there; it stays until the job has
-    succeeded.
+    The fetcher reuses intact files there until the job has succeeded.
     """
     if not isinstance(job.proof, ReceiptProof):
         return None

@@ -142,7 +142,7 @@ def _rollout(names: list[str], units: _Units, host: Host) -> RunningRollout | No
 
 
 def _head(release: Release, paths: Paths) -> str | None:
-    with suppress(HostToolError):  # reported by the engine's start
+    with suppress(HostToolError):
         if release.cluster and cluster.is_worker(release, paths):
             return release.cluster.head.host
     return None

@@ -1,1 +1,0 @@
-"""The check: sends a running engine questions and judges answers, metrics and log."""

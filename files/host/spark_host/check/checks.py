@@ -132,7 +132,7 @@ POOLING: dict[str | None, Callable[[Probe], str]] = {
 
 
 _DRAFTS_WANTED = 60
-_ALMOST_NONE = 0.1  # a drafter without weights
+_ALMOST_NONE = 0.1  # a drafter without weights accepts this share
 _COUNTER_WAIT_S = 10.0
 
 

@@ -133,7 +133,6 @@ def compare_answers(recorded: Answers, running: Answers) -> Comparison:
 
 
 def _comparable_steps(a: Answer, b: Answer) -> Iterator[tuple[Step, Step]]:
-    """Yield the steps up to and including the first different token."""
     for pair in zip(a.steps, b.steps, strict=False):
         yield pair
         if pair[0].token != pair[1].token:
@@ -141,7 +140,7 @@ def _comparable_steps(a: Answer, b: Answer) -> Iterator[tuple[Step, Step]]:
 
 
 def ask(release: Release, engine: Engine, prompts: list[str], host: Host) -> Answers:
-    """Send every prompt to the engine; ``HostToolError`` without log-probabilities."""
+    """Raises HostToolError without log-probabilities."""
     probe = Probe(release, engine, list)
     try:
         answers = tuple(_answer(probe, prompt) for prompt in prompts)
@@ -191,7 +190,6 @@ def check_prompts(release: Release) -> list[str]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the lines of a file; ``HostToolError`` if unusable."""
     fix = f"use a text file with a prompt per line, at most {_MAX_PROMPTS}"
     try:
         with path.open("rb") as file:
@@ -207,7 +205,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _record(file: str | None, host: Host) -> Answers:
-    """Store the running release's answers to a file's prompts, by default the check's."""
+    """Store the answers of the running release, by default to the check's prompts."""
     release = host.disk.load(boot.only_active(host), host.paths)
     # of the caller
     folder = Path(os.environ.get("SPARK_CALLED_FROM", ""))
@@ -215,12 +213,12 @@ def _record(file: str | None, host: Host) -> Answers:
     answers = ask(release, Engine.of(release, host.paths), prompts, host)
     path = host.paths.answers(release.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(path, to_json(answers), 0o600)  # prompts may be private
+    files.write_text(path, to_json(answers), 0o600)
     return answers
 
 
 def _compare(name: str, host: Host) -> Comparison:
-    """Compare with recorded answers; the same release shows the noise."""
+    """Compare with recorded answers; comparing a release with itself shows the noise."""
     recorded = host.disk.read(Answers, host.paths.answers(name))
     if recorded is None:
         fix = f"while {name} runs: spark-check --record [FILE]"

@@ -33,8 +33,6 @@ class Streamed:
 
 @dataclass(slots=True)
 class Probe:
-    """A running engine, and the state that checks share."""
-
     release: Release
     engine: Engine
     read_log: Callable[[], list[str]]
@@ -55,7 +53,7 @@ class Probe:
 
     @property
     def left_s(self) -> float:
-        """Never 0, which means no limit to a socket."""
+        """Return the remaining time, never 0, which a socket treats as no limit."""
         return max(0.01, min(self.plan.timeout_s, self.until_s - time.monotonic()))
 
     @property
@@ -68,7 +66,6 @@ class Probe:
         return COMPLETIONS if self.plan.task == "completion" else CHAT
 
     def body(self, messages: list[Message], max_tokens: int, **options: Any) -> dict[str, Any]:
-        """Return a greedy request, by default without thinking."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
         body |= {"temperature": 0, "seed": 1}
         if self.path == COMPLETIONS:

@@ -236,7 +236,7 @@ def prefix_reuse(probe: Probe) -> str:
             )
         if _NUMBER not in answer.text:
             text = f"turn {turn} of a long conversation got the wrong answer {short(answer.text)}"
-            # In turn 1 the model did not find the number; no cache was used.
+            # The model did not find the number; turn 1 does not use the cache.
             raise CheckError(text, "warn" if turn == 1 else None)
         messages.append({"role": "assistant", "content": answer.text})
         waits.append(answer.wait_s)

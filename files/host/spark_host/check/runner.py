@@ -76,13 +76,13 @@ def check(
         earlier = proof.read(release.name, host)
         if earlier is not None and earlier.invocation_id != before:
             earlier = None
-        # The journal may have lost lines since an earlier check of this run.
+        # The journal may have dropped lines since an earlier check of this run.
         kept = earlier.load_lines if earlier else ()
         probe = Probe(
             release, Engine.of(release, host.paths), lambda: [*kept, *read_log(release, before)]
         )
         start_times_s: dict[str, float] = {}
-        # A member that left does not join the same run again.
+        # A member that left does not rejoin the same run.
         had_joined = earlier is not None and earlier.ok
         membership = Membership(release, host.paths, complete=had_joined)
         if cluster.is_worker(release, host.paths):  # only the head answers requests
@@ -235,7 +235,6 @@ def _wait(
     report: Report,
     progress: Callable[[float], str],
 ) -> Finding:
-    """Poll until there is a verdict; report ``progress`` meanwhile."""
     began = reported = time.monotonic()
     while True:
         waited = time.monotonic() - began
@@ -259,7 +258,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
 
 
 def wait_for_head(membership: Membership, report: Report) -> Finding:
-    """Wait until the head has proven the release: then its watchdog accepts connections."""
+    """Wait until the head has proven the release, after which its watchdog accepts connections."""
     release = membership.release
     limit_s = release.timeouts.start_s + 2 * release.check.timeout_s
 

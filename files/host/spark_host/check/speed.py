@@ -59,8 +59,7 @@ class NotMeasuredError(Exception):
 def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> dict[str, Any]:
     """Return the speed of a running release, measured within about ``limit_s``.
 
-    Raises:
-        NotMeasuredError: no answer, or other requests meanwhile.
+    Raises NotMeasuredError if the engine does not answer or serves other requests meanwhile.
     """
     engine = Engine.of(release, paths)
     began = time.monotonic()
@@ -143,7 +142,7 @@ def describe(bench: dict[str, Any]) -> Iterator[str]:
 def _run_round(
     release: Release, engine: Engine, number: int, samples: dict[str, list[float]], timeout_s: float
 ) -> list[Answer]:
-    # Different beginnings, so that the prefix cache has no hits.
+    # Different first words, so that the prefix cache has no hits.
     marks = [f"{number}.{index}" for index in range(_streams(release) + 1)]
     words = min(_PROMPT_WORDS, release.check.max_model_len // 8)
     filler = " ".join(["river", "stone", "sea", "cloud"] * (words // 4))

@@ -38,10 +38,7 @@ def read_baseline(paths: Paths) -> Baseline | None:
 
 
 def record_baseline(footprint: Footprint, paths: Paths) -> bool:
-    """Record the host's state before the first deploy; return whether this is the first.
-
-    A host with a state folder but no record had a deploy before.
-    """
+    """Record the host's state before the first deploy; return whether this is the first."""
     if paths.state.exists():
         return False
     new = paths.state.with_name(f".{paths.state.name}.new")
@@ -106,7 +103,6 @@ def _folders(footprint: Footprint, paths: Paths) -> tuple[str, ...]:
 
 
 def output_of(*argv: str) -> str:
-    """Return a program's output; "" if not installed."""
     return run_program(["env", "DEBIAN_FRONTEND=noninteractive", *argv], _LIMIT_S).stdout
 
 
@@ -241,14 +237,12 @@ def restore_shared_file(
     else:
         files.write_text(target, was)
     if path == footprint.daemon_json and docker.is_up():
-        # A reload stops no container.
         systemd.systemctl("reload", "docker")
 
 
 def _original_text(
     path: str, footprint: Footprint, before: Baseline | None, paths: Paths
 ) -> str | None:
-    """Return a shared file's content before the first deploy; ``None`` if absent or unknown."""
     if before is not None:
         return before.files.get(path)
     return _read(paths.below(backup_path(path))) if path == footprint.daemon_json else None

@@ -74,7 +74,7 @@ def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
     kept: dict[str, str] = {}
     for service in {service_of(name) for name in all_names}:
         record = boot.good(service, host)
-        # A release with a damaged document cannot be a target.
+        # A release with a damaged document cannot be a rollback target.
         previous = [n for n in record.previous if n in all_names and host.release(n)]
         stopped = host.disk.read(Stopped, paths.stopped(service))
         reasons = [(name, "rollback target") for name in previous[: keep.releases_kept]]
@@ -139,7 +139,7 @@ def _split_images(
 def _is_stale(
     job: Job, needed: set[Path], gone: set[Path], images: list[Image], paths: Paths
 ) -> bool:
-    """Return whether a job's result is removed, or neither present nor needed."""
+    """Return whether a job's result was removed, or is neither present nor needed."""
     folder = resources.result_folder(job, paths)
     if folder is not None:
         return folder in gone or (folder not in needed and not folder.exists())
@@ -155,7 +155,7 @@ def remove(plan: Pruning, paths: Paths) -> Pruning:
     for name in named("tree", "source", "cache", "tools"):
         resources.remove_folder(Path(name))
     problems = [docker.remove_image(name) for name in reversed(named("image"))]  # most layers first
-    for name in named("job"):  # last: without its job, a pulled image is not recognised as ours
+    for name in named("job"):  # last: a pulled image is recognized as managed by the job
         _remove_with_folder(paths.job(name) / "job.json")
         shutil.rmtree(paths.units / f"{units.JOB.unit(name)}.d", ignore_errors=True)
     systemd.reload()
@@ -167,7 +167,7 @@ def _remove_release(name: str, paths: Paths) -> None:
     record = boot.good(service, host)
     if name in record.previous:
         previous = tuple(other for other in record.previous if other != name)
-        # On a full disk: readers ignore absent releases.
+        # A full disk must not stop this: readers ignore absent releases.
         with suppress(OSError):
             host.disk.write(paths.good(service), replace(record, previous=previous))
     records = (paths.proof, paths.answers, paths.rollout, paths.request, paths.compile_cache)

@@ -21,7 +21,7 @@ from spark_host.system import docker
 from spark_host.system.folders import remove_tree
 from spark_host.system.host import read_document
 
-# incomplete, damaged, or being removed
+# incomplete, damaged or partly removed
 _UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
 _PRUNED = ".pruned"
 _OLD_TOOLS = re.compile(
@@ -41,8 +41,6 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image that our jobs built or pulled; ``layers`` from the lowest."""
-
     reference: str
     size_bytes: int
     layers: tuple[str, ...]
@@ -113,7 +111,7 @@ def _is_used(folder: Path) -> bool:
 
 
 def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
-    """Return the space that each of ``directories`` frees: files with links elsewhere free none."""
+    """Return the space that each directory frees; files with links elsewhere free none."""
     freed = dict.fromkeys(directories, 0)
     links: dict[tuple[int, int], int] = {}
     for directory in freed:
@@ -137,9 +135,9 @@ def _files_below(directory: Path) -> Iterator[os.stat_result]:
 
 
 def images(known: dict[str, Job], paths: Paths) -> list[Image]:
-    """Return the images our jobs made, those with few layers first.
+    """Return the images of our jobs, those with few layers first.
 
-    Built images have our label; pulled images were pulled by our job and have no tag since.
+    Built images have our label; our job pulled the others and they have no tag.
     """
     pulled = {
         image
@@ -196,13 +194,12 @@ def image_of(job: Job) -> str | None:
 
 
 def _did_work(digest12: str, paths: Paths) -> bool:
-    """Return whether a job did the work, instead of finding it done."""
     last = read_document(JobRun, paths.job(digest12) / jobs.STATUS)
     return last is not None and last.started_at is not None
 
 
 def remove_folder(path: Path) -> None:
-    """Rename a folder, so that an interrupted removal is visible; then remove it."""
+    """Rename a folder before removing it, so that an interrupted removal is visible."""
     aside = path
     if not path.name.endswith(_PRUNED):
         aside = path.with_name(f".{path.name.lstrip('.')}{_PRUNED}")

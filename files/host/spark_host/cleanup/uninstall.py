@@ -68,7 +68,7 @@ _ROUNDS = 6  # folders become empty and packages unneeded only after a round
 class UnmanagedContainers:
     containers: tuple[str, ...]
     with_gpu: tuple[str, ...]
-    images: frozenset[str]  # ids
+    images: frozenset[str]
 
     def obstacles(self, footprint: Footprint) -> dict[str, str]:
         users = (

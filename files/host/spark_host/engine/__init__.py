@@ -1,1 +1,0 @@
-"""The engine: container, memory, caches, start, stop and client."""

@@ -1,6 +1,6 @@
-"""The engine's client: HTTP over a unix socket, limited in bytes and in time; and metrics.
+"""The engine's HTTP client over a unix socket, and metrics.
 
-The engine processes untrusted input: even headers may be endless.
+The engine processes untrusted input, so bytes and time are limited, even for headers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ DEFAULT = ENGINES["vllm"]
 
 
 def dialect_of(release: Release) -> Dialect:
-    """Return an engine's metric names; ``HostToolError`` if the engine is unknown."""
     kind = release.engine.kind
     if kind not in ENGINES:
         message = f"unknown engine; these tools support {', '.join(ENGINES)}"
@@ -75,8 +74,6 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """The engine's samples at a moment; ``None``: not reported."""
-
     samples: tuple[Sample, ...]
     dialect: Dialect = DEFAULT
 
@@ -137,7 +134,7 @@ class Metrics:
 
     @property
     def progress(self) -> tuple[float, float]:
-        """Numbers that change while the engine works.
+        """Return numbers that change while the engine works.
 
         Token counters stand still during a chunked prefill, but the cache usage grows
         (proofs/engine-proofs.md).

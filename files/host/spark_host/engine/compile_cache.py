@@ -1,10 +1,8 @@
 """Compile caches of releases; a candidate starts with a copy of the last proven cache.
 
 A cache fits base image and number of drafts (parent folder) and driver (state file, written last).
-Failed starts keep it, so that compiling continues, unless a check rejected the answers.
-
-Engines write anything to these folders: coreutils copy and remove them without following links, and
-after any failure the engine starts with an empty cache.
+Failed starts keep it, so that compiling continues, unless a check rejected the answers. Engines can
+write anything to these folders, so coreutils copy and remove them without following links.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from spark_host.system import folders
 from spark_host.system.host import Host
 from spark_host.system.programs import Report
 
-# Several times a real cache.
+# A real cache is several times smaller.
 _MAX_BYTES, _MAX_FILES = 8 << 30, 200_000
 # Above these the watchdog stops the engine, and the next start begins with an empty cache.
 LIMIT_BYTES, LIMIT_FILES = 20 << 30, 400_000

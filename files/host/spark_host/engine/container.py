@@ -52,7 +52,6 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
 
 
 def account(release: Release) -> pwd.struct_passwd:
-    """Return the engine's account, which is never root."""
     try:
         return pwd.getpwnam(release.engine.user)
     except KeyError as error:
@@ -113,7 +112,7 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
 def open_process(container: str) -> int | None:
     """Return a pidfd of a running container's first process, if docker answers.
 
-    Without memory docker fails first; killing this process stops the container without docker.
+    Killing it stops the container even when docker fails for lack of memory.
     """
     state = docker.container(container, _ANSWER_S) or {}
     pid = int((state.get("State") or {}).get("Pid") or 0)
@@ -123,7 +122,7 @@ def open_process(container: str) -> int | None:
         pidfd = os.pidfd_open(pid)
     except OSError:
         return None
-    # Another process may have got this number before.
+    # The number may belong to a new process.
     with suppress(OSError):
         if str(state["Id"]) in Path(f"/proc/{pid}/cgroup").read_text():
             return pidfd

@@ -18,7 +18,7 @@ _PREFIX = re.compile(
     r"^(?:\([\w-]+ pid=\d+\) )?(?:INFO|WARNING) (?:[\d-]+ [\d:]+ )?\[[\w./-]+:\d+\] +(.*)$"
 )
 _ERROR_PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [\d-]+ [\d:]+ \[[\w./-]+:\d+\] +)?")
-_CONSEQUENCE = "Engine core initialization failed"  # of an earlier error
+_CONSEQUENCE = "Engine core initialization failed"  # the consequence of an earlier error
 _STARTED = "Application startup complete"
 _PLAIN = r"[\w .,:;'/()\[\]=%+<>-]{3,200}"
 _KERNEL = re.compile(rf"(?:(?:Using|Selected) {_PLAIN}|spark[: _]{_PLAIN}|CUDAGraphMode\.{_PLAIN})")
@@ -43,7 +43,6 @@ _TOKENS = re.compile(r"\b[GC]PU KV cache size: ([\d,]+) tokens")
 
 
 def start_messages(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the engine's messages up to the end of the start, without prefixes."""
     for line in lines:
         if _STARTED in line:
             return

@@ -84,7 +84,7 @@ class Floor:
     low_samples: int = 0
 
     def broken(self, available: int) -> str | None:
-        """Record a sample; return a message below the floor."""
+        """Record a sample; return a message if it is below the floor."""
         if self.lowest_bytes is None or available < self.lowest_bytes:
             self.lowest_bytes = available
         self.low_samples = self.low_samples + 1 if available < self.bytes else 0

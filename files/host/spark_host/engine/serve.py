@@ -137,7 +137,6 @@ def make_room(release: Release, host: Host, report: Report) -> None:
 
 
 def unfinished(release: Release, paths: Paths) -> float:
-    """Return how many requests run or wait; ``EngineError`` if unknown."""
     return Engine.of(release, paths).metrics(5).unfinished
 
 
@@ -154,8 +153,7 @@ def _wait_for_docker() -> None:
 def wait_for_turn(release: Release, host: Host, report: Report) -> None:
     """Wait until no other engine is starting, then claim the turn.
 
-    vLLM measures free memory while it loads, which a second start would falsify. The turn ends when
-    systemd reports the end of the start, or after the start timeout.
+    vLLM measures free memory while it loads. The turn ends with the start or its timeout.
     """
     deadline = host.clock.monotonic() + release.timeouts.start_s
     while (other := _claim_turn(release, host)) is not None:

@@ -45,7 +45,7 @@ class StartPhases:
         return next(reversed(self.began_s))
 
     def update(self, lines: Iterable[str], now_s: float) -> None:
-        """Enter the last phase that the log shows; a drafter's messages lead to no earlier one."""
+        """Enter the last phase in the log; a drafter's messages never return to an earlier phase."""
         self.updated_s, text = now_s, "\n".join(lines)
         later = _PHASES[_PHASES.index(self.current) + 1 :]
         reached = next((name for name in reversed(later) if _MESSAGES[name].search(text)), None)
@@ -58,7 +58,6 @@ class StartPhases:
     def text(self, now_s: float) -> str:
         parts = [_TEXTS[self.current]]
         if self.current == "weights" and (total := self._weight_bytes):
-            # The engine prints no complete line until all weights are loaded.
             loaded = min(max(0, self._available_bytes - available_bytes()), total)
             parts.append(f"{loaded / 1e9:.1f} of {total / 1e9:.1f} GB")
         return ", ".join([*parts, f"{now_s - self.began_s[self.current]:.0f} s"])

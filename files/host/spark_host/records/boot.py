@@ -153,7 +153,7 @@ def only_active(host: Host) -> str:
 
 
 def stop_service(service: str, by: str, host: Host, for_s: float | None = None) -> int:
-    """Stop a service, over reboots, until a manual start or for ``for_s`` seconds."""
+    """Stop a service, even across reboots, until a manual start or for ``for_s`` seconds."""
     boots, running = enabled(service, host), active(service, host)
     until = host.clock.now(for_s) if for_s else None
     if until:  # first: a power cut must not leave the service stopped for good

@@ -39,7 +39,6 @@ def write(proof: Proof, host: Host) -> None:
 
 
 def withdraw(release: Release, host: Host) -> None:
-    """Mark a failed candidate's proof as failed."""
     proof = read(release.name, host)
     if proof and proof.ok:
         host.disk.write(host.paths.proof(release.name), replace(proof, ok=False))

@@ -24,7 +24,7 @@ _RUNNING = ("activating", "active", "deactivating")
 
 
 class Record:
-    """The file that shows a rollout's progress; continues the record ``left`` by a killed run."""
+    """The file that shows a rollout's progress; continues the record of a killed run."""
 
     def __init__(self, release: Release, host: Host, left: Rollout | None = None):
         self._host = host
@@ -134,7 +134,6 @@ def _is_running(unit: UnitState) -> bool:
 
 
 def _belongs_to(record: Rollout, name: str, unit: UnitState, request: str | None) -> bool:
-    """Return whether a record is of this release, request and run, if known."""
     run = unit.get("InvocationID")
     return (
         record.release == name

@@ -132,9 +132,8 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
 
 
 def _withdraw(release: Release, host: Host, record: Record) -> None:
-    """Withdraw what this rollout recorded in favour of a failed candidate."""
+    """Remove the records of a failed candidate."""
     phases, undo = (*record.data.times_s, record.data.failed_phase), []
-    # A proof of an earlier run does not cover the next.
     if "start" in phases:
         undo.append(partial(proof.withdraw, release, host))
     # Only this phase writes the good record.
@@ -177,7 +176,7 @@ def recover(name: str, host: Host) -> int:
         reason = f"the rollout was killed in phase {left.phase}"
         log(reason)
         record.set(reason=reason, failed_phase=str(left.phase))
-        # It was only checked again.
+        # The release was only checked again.
         untouched = left.serving == name and left.phase == "check" and "drain" not in left.times_s
         if left.phase in (None, "prove") or untouched:
             record.end("refused", boot.active(release.service, host))

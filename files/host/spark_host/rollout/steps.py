@@ -35,7 +35,7 @@ _TAIL_LINES = 200
 _STOP_S = 1800.0
 
 
-# Parts of a host: each is a module, or a simulation in rollout tests.
+# Parts of a host: modules, or a simulation in rollout tests.
 
 
 class Engines(Protocol):
@@ -118,7 +118,6 @@ def replace_running(release: Release, old: Release | None, host: Host, record: R
 
 
 def activate(release: Release, host: Host, record: Record) -> None:
-    """Open the gateway, make the release boot, then measure the speed."""
     worker = cluster.is_worker(release, host.paths)
     with record.phase("open"):
         open_traffic(release, host)
@@ -198,7 +197,6 @@ def stop(unit: str, host: Host) -> HostToolError | None:
 
 
 def start(release: Release, host: Host, record: Record) -> None:
-    """Start a unit and wait until it is active, which includes the quick check."""
     unit = release.serve_unit
     host.units.begin(unit)
     began = reported = host.clock.monotonic()

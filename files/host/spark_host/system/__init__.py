@@ -1,1 +1,0 @@
-"""The host: systemd, docker, programs and files; used by every other package."""

@@ -25,7 +25,6 @@ _WAIT = ("-w", "5")  # for other programs that change rules
 
 
 def rank(release: Release, paths: Paths) -> int:
-    """Return this host's rank, or 0 without a cluster; ``HostToolError`` unless it is a member."""
     if release.cluster is None:
         return 0
     addresses = set(_LOCAL.findall(paths.below("/proc/net/fib_trie").read_text()))
@@ -88,7 +87,8 @@ def can_connect(member: Member, cluster: Cluster, *, if_refused: bool) -> bool:
 def fence(words: Sequence[str], paths: Paths) -> int:
     """Open (``up RELEASE``) or remove (``down RELEASE``) the firewall of a cluster's ports.
 
-    The engine's store listens on all addresses. The unit ignores a failure; the journal has it.
+    The engine's store listens on all addresses. The unit ignores a failure, which the journal
+    shows.
     """
     if len(words) != 2 or words[0] not in ("up", "down"):
         fix = "use up or down, and a release"

@@ -49,7 +49,6 @@ def main(words: Sequence[str], paths: Paths) -> int:
 
 
 def _try(plan: fabric.FabricPlan, paths: Paths) -> None:
-    """Write the trial file, schedule the removal, then apply it."""
     trial = paths.below(fabric.NETPLAN_TRIAL)
     if paths.below(fabric.NETPLAN_FILE).exists():
         fix = "remove it first: spark-deploy fabric --restore"
@@ -125,7 +124,6 @@ def _reset_ports(record: fabric.FabricRecord) -> None:
 
 
 def _restore_others(record: fabric.FabricRecord) -> None:
-    """Restore addresses and routes of other interfaces (networkd 252 replaced one, and crashed)."""
     until = time.monotonic() + _REGAIN_S
     time.sleep(_PAUSE_S)  # the network manager continues after `netplan apply`
     while _lost(record, now := _addresses()) and time.monotonic() < until:
@@ -144,7 +142,6 @@ def _restore_others(record: fabric.FabricRecord) -> None:
 
 
 def _lost(record: fabric.FabricRecord, now: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Return interfaces and addresses that vanished without a successor (a new lease)."""
     managed = {port.address for port in record.ports}
     return [
         (name, address)
@@ -161,10 +158,7 @@ def _version(text: str) -> str:
 def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
     """Wait until netplan has finished and all ports have address and MTU; return the record.
 
-    Other interfaces may lose addresses for a moment; the login that follows judges the rest.
-
-    Raises:
-        HostToolError: The trial is over, or a port is not configured in time.
+    Raises HostToolError if the trial is over or a port is not configured in time.
     """
     if not paths.below(fabric.NETPLAN_TRIAL).exists():
         fix = "check the new network, then run it again"

@@ -26,7 +26,7 @@ _STREAMS = 4  # a single stream is limited by a core
 _CHUNK_BYTES = 1 << 20
 _MEET_S = 10.0  # until both sides are there
 _TOKEN_S = 1.0  # for the whole token of a connection
-_STRANGERS = 64  # connections with a wrong token, after which the listener exits
+_STRANGERS = 64  # connections with a wrong token before the listener exits
 _RETRY_S = 0.1
 _WELCOME = b"+"
 # Close a stream without waiting for the last bytes.

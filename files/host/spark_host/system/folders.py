@@ -1,6 +1,7 @@
-"""Folders of other accounts: root follows no link in them.
+"""Folders of other accounts.
 
-Entries may be replaced at any time, so they are opened first and changed by descriptor.
+Entries may be replaced at any time, so root opens them first without following links and changes
+them by descriptor.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
 
 @contextmanager
 def opened_socket(path: Path) -> Iterator[str]:
-    """Yield a name that stays bound to a socket; ``HostToolError`` if it is none."""
+    """Yield a name that stays bound to a socket; HostToolError for anything else."""
     with _opened(path.parent) as folder:
         descriptor = os.open(path.name, os.O_PATH | os.O_NOFOLLOW, dir_fd=folder)
     try:

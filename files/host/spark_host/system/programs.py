@@ -1,5 +1,3 @@
-"""Runs programs of the host with time limits, in the C locale."""
-
 from __future__ import annotations
 
 import json
@@ -11,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from spark_contract import documents
 
 _LIMIT_S = 20.0
-_DEATH_S = 1.0  # a killed program exits within this time, or is stuck in a driver
+_DEATH_S = 1.0
 _PATIENT_S = 60.0  # the second try, for busy hosts
 
 Report = Callable[[str], None]  # receives a progress line

@@ -90,13 +90,11 @@ def reset(unit: str, limit_s: float = _LIMIT_S) -> None:
 
 
 def begin(unit: str) -> None:
-    """Start a unit without waiting; reset earlier failures."""
     reset(unit)
     change("start", "--no-block", unit)
 
 
 def start(unit: str, limit_s: float) -> None:
-    """Start a unit and wait until it is active; reset earlier failures."""
     reset(unit)
     change("start", unit, limit_s=limit_s)
 

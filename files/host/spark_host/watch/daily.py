@@ -62,7 +62,6 @@ def inspect(host: Host) -> DailyReport:
 
 
 def _collect(*inspections: Iterator[Problem]) -> Iterator[Problem]:
-    """Yield the problems of all; an inspection that fails must not hide the others."""
     for inspection in inspections:
         try:
             yield from inspection
@@ -105,7 +104,7 @@ def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
 
 
 def _journal(paths: Paths) -> Iterator[Problem]:
-    # journald removes files meanwhile.
+    # journald removes files during the measurement.
     size, _ = folders.measure(paths.below("/var/log/journal"), JOURNAL_BYTES, _JOURNAL_FILES)
     if size > JOURNAL_BYTES:
         message = f"the journal takes {size / _GIB:.1f} GiB"
@@ -179,13 +178,12 @@ def _stale_proof_problems(running: list[Release], host: Host) -> Iterator[Proble
 
 
 def _documents(paths: Paths) -> Iterator[Problem]:
-    """Report documents that a power loss or a full disk left empty or cut short."""
     for folder in (paths.below("/etc/spark"), paths.state):
         for path in sorted(folder.rglob("*.json")):
             try:
                 json.loads(path.read_text())
             except FileNotFoundError:
-                continue  # removed meanwhile
+                continue
             except ValueError:
                 message = f"{path} is damaged ({path.stat().st_size} bytes, no JSON)"
                 yield Problem("state", message, _document_fix(path, paths))

@@ -13,8 +13,8 @@ from spark_contract.release import Watch
 from spark_host.system.programs import output_of
 
 _FIELDS = ("temperature.gpu", "clocks.current.sm", "power.draw", "utilization.gpu")
-# The board's power fault: full load at a low clock and little power (healthy: 2.0 to 2.4 GHz at 45
-# to 90 W). Only unplugging helps.
+# The board's power fault: full load at low clock and power (healthy: 2.0 to 2.4 GHz at 45 to 90 W).
+# Only unplugging helps.
 _BUSY_PERCENT = 90.0
 _SLOW_MHZ = 1400.0
 _WEAK_W = 40.0

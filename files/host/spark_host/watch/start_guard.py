@@ -47,7 +47,6 @@ class StartGuard:
     def __enter__(self) -> StartGuard:
         for work in (self._sample, self._open_process, self._keep_blocks_free):
             threading.Thread(target=work, daemon=True).start()
-        # A very short check needs a sample, too.
         self._sampled.wait(_NOTE_S)
         return self
 
@@ -67,8 +66,7 @@ class StartGuard:
     def read_driver_failures(self, *, ready: bool) -> tuple[str, bool]:
         """Describe failed allocations of the GPU driver, and whether they fail the start.
 
-        Healthy starts log such lines, too. Two of three must come together: a line, a fragmented
-        host, an engine that is not ready.
+        Two of three must coincide: a log line, a fragmented host, an engine that is not ready.
         """
         lines = logs.count_kernel_faults(time.monotonic() - self._began)[logs.NO_MEMORY]
         texts = []

@@ -54,7 +54,7 @@ class StallDetector:
     def silent(self, now_s: float) -> str | None:
         """Record that the engine did not answer in time; return the reason for a stall.
 
-        The process that sends tokens also sends the metrics, so no client is served meanwhile.
+        The process that sends tokens also sends metrics.
         """
         if self.silent_since_s is None:
             self.silent_since_s = now_s
@@ -65,7 +65,6 @@ class StallDetector:
         return f"the engine listens, but gave no answer for {silent_s:.0f} s"
 
     def answered(self) -> None:
-        """Record that the engine answered, or that no engine listens."""
         self.silent_since_s, self.silent_samples = None, 0
 
     def stalled(self, metrics: Metrics | None, now_s: float) -> str | None:
@@ -222,7 +221,6 @@ class Fragmentation:
 
 
 def _watch_sensors(release: Release, paths: Paths, stop: threading.Event) -> None:
-    """Report sensors and follow addresses in a thread: these programs may hang."""
     alarms, sampled_s, last = sensors.GpuAlarms(release.watch), float("-inf"), None
     fragmentation = Fragmentation()
     while not stop.is_set():
