@@ -1,6 +1,6 @@
-"""pyinfra reads this file before the inventory: refuse a missing or empty inventory.
+"""pyinfra reads this file before the inventory and refuses a missing or empty inventory.
 
-To use it in your own repository, copy it to the directory in which you call pyinfra.
+To use it in your repository, copy it to the directory in which you call pyinfra.
 """
 
 import pathlib as _pathlib
@@ -8,7 +8,7 @@ import sys as _sys
 
 # Only needed if the package is not installed.
 _sys.path.insert(0, str(_pathlib.Path(__file__).resolve().parent))
-# pyinfra disables bytecode; every run would compile our modules again.
+# pyinfra disables bytecode, so every run would compile our modules again.
 _sys.dont_write_bytecode = bool(_sys.flags.dont_write_bytecode)
 
 from spark_deploy.inventory import check_inventory as _check_inventory  # noqa: E402

@@ -24,7 +24,7 @@ service.reboot(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
 base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
 tools.apply(identity=plan.payload, files=payload.tools, units=unit_files_of(payload.units))
-# They need no container engine and run in parallel to the next steps.
+# These jobs need no container engine and run in parallel to the next steps.
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 work.build(jobs=jobs, release=release)
 cuda.apply(plan=plan.cuda)

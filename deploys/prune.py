@@ -1,8 +1,4 @@
-"""Remove checkpoints and images that no kept release needs; `--dry` lists them with sizes.
-
-Kept are running releases, the releases in group_vars, ``keep_ready``, ``releases.keep`` earlier
-releases, and unmanaged files.
-"""
+"""Remove checkpoints and images that no kept release needs; `--dry` lists them with sizes."""
 
 from pyinfra import host, state
 

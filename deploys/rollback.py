@@ -1,7 +1,7 @@
 """Roll back to the previous release, or to --data releases.rollback_to=NAME.
 
-Without a name the main service is rolled back. The release is checked as in a deploy. The next
-``deploy.py`` applies the settings again, unless `spark-deploy use` selects the old model first.
+Without a name the main service is rolled back. The next ``deploy.py`` applies the settings again,
+unless `spark-deploy use` selects the old model first.
 """
 
 from pyinfra import host, state

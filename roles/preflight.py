@@ -8,7 +8,6 @@ from spark_deploy.plan.types import NeedsPlan
 
 @deploy("Preflight")
 def apply(*, plan: NeedsPlan) -> None:
-    """Check the host and its cluster; only containers in ``takeover`` are stopped."""
     preflight.check_host(name="Check that the host fits", needs=plan)
     preflight.check_cluster(name="Check that its cluster fits", needs=plan)
     preflight.take_over(name="Take over containers", needs=plan)

@@ -105,14 +105,13 @@ def retire(*, services: Sequence[str], accepted_overrides: Sequence[str]) -> Non
 
 @deploy("Verify")
 def verify(*, plan: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledPlan]) -> None:
-    """Fail unless the host serves the plan's release, and its check passed."""
+    """Fail unless the host serves the plan's release with a passed check."""
     scheduled = tuple(entry.release for entry in schedule)
     verify_service(name="Verify the service", plan=plan, gateway=gateway, scheduled=scheduled)
 
 
 @deploy("Schedule")
 def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
-    """Install the timers that switch between pairs."""
     timers, times = timer_files(schedule), tuple(entry.at for entry in schedule)
     expect_files(file.path for file in timers)
     expect_fact(Timers)
@@ -123,7 +122,6 @@ def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
 def rollback(
     *, service: str, configured_pair: str, target: str | None, timeout_s: int, waves: Sequence[Wave]
 ) -> None:
-    """Serve ``target``, or the previous release."""
     for wave in waves_of_this_host(waves):
         name = f"Go back on {', '.join(wave)}"
         roll_back(name=name, service=service, target=target, timeout_s=timeout_s)
@@ -137,7 +135,7 @@ def prune(*, keep: KeepList) -> None:
 
 @deploy("Rotate key")
 def rotate_key(*, plan: GatewayPlan) -> None:
-    """Replace the API key; `spark-deploy connect` prints the new one."""
+    """Replace the API key; `spark-deploy connect` prints the new key."""
     replace_key(name="Replace the API key", plan=plan)
 
 

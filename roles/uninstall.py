@@ -1,5 +1,3 @@
-"""Remove this project from a host."""
-
 from pyinfra.api import deploy
 
 from spark_deploy.hosts import uninstall

@@ -22,7 +22,7 @@ from spark_deploy.hosts.payload import install_quantiser
 from spark_deploy.hosts.status import JobStates
 from spark_deploy.plan.jobs import Work, preparation_name
 
-_REMOVAL_TIMEOUT_S = 3600  # before the removal every byte of the checkpoint is verified
+_REMOVAL_TIMEOUT_S = 3600  # the removal first verifies every byte of the checkpoint
 _QUANTISING_TIMEOUT_S = 4 * 86400  # a 122B model takes about 40 hours
 
 
@@ -35,7 +35,7 @@ def _jobs(jobs: Sequence[Work]) -> tuple[Job, ...]:
 
 
 def _start(jobs: Sequence[Work], release: str, name: Callable[[Work], str], *kinds: str) -> None:
-    """Start the jobs of these kinds, by default all; one fact reads the state of all jobs."""
+    """Start the jobs of these kinds, by default all; a single fact reads all states."""
     for work in host_loop(work for work in jobs if not kinds or work.job.kind in kinds):
         start_job(name=name(work), work=work, release=release, names=_names(jobs))
 
@@ -92,7 +92,7 @@ def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
 @deploy("Ready")
 def prepare_other_pairs(*, jobs: Sequence[Work], service: str) -> None:
     """Prepare other pairs, so that a later rollout does not wait for downloads and builds."""
-    # They have a separate target, because the release's target is disabled after its jobs.
+    # The release's target is disabled after its jobs, so these jobs have a separate target.
     target = f"{service}-ready"
     _start(jobs, target, lambda work: preparation_name(work.job))
     wait_for_jobs(name="Wait for the other pairs", jobs=_jobs(jobs), release=target)

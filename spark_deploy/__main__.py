@@ -1,5 +1,3 @@
-"""Entry point of ``spark-deploy`` and ``python -m spark_deploy``."""
-
 import os
 import signal
 import sys

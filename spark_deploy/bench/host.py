@@ -1,5 +1,3 @@
-"""The measured host: login, release, tokenizer, tunnel to the gateway, and samples."""
-
 from __future__ import annotations
 
 import re
@@ -26,7 +24,7 @@ from spark_deploy.inventory.unreachable import ssh_reason
 
 _LIMIT_S = 60.0
 _TUNNEL_LIMIT_S = 15.0
-# Prints CELSIUS,WATTS, or nothing; read by `parse_heat`.
+# Prints CELSIUS,WATTS or nothing; read by `parse_heat`.
 HEAT = (
     "$(nvidia-smi --query-gpu=temperature.gpu,power.draw --format=csv,noheader,nounits "
     "2>/dev/null | tr -d ' ')"
@@ -70,7 +68,6 @@ class Login:
 
 
 def read_served(login: Login, service: str) -> tuple[Served, Release]:
-    """Return the release that a service serves, or fail without one."""
     status = parse(Status, login.run(tool.command_line(tool.STATUS)))
     state = status.services.get(service)
     if state is None or state.active is None:
@@ -87,7 +84,6 @@ def read_served(login: Login, service: str) -> tuple[Served, Release]:
 
 
 def read_draft_counters(login: Login, service: str) -> tuple[int, int]:
-    """Return the tokens that the engine drafted and accepted since the start."""
     engine = Paths(Path("/")).engine_socket(service)
     text = login.run(f"curl -sS -m 20 --unix-socket {engine} http://engine/metrics")
     counts = Counter[str]()
@@ -111,7 +107,6 @@ def copy_tokenizer(login: Login, checkpoint: str) -> Iterator[Path]:
 
 @contextmanager
 def open_tunnel(login: Login, port: int) -> Iterator[int]:
-    """Forward a free local port to the gateway of the host."""
     if not login.ssh:
         yield port
         return

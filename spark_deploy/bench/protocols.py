@@ -88,10 +88,10 @@ def measure_answer(
     temperature: float | None = 0,
     show: Callable[[str, bool], None] = lambda piece, is_reasoning: None,
 ) -> Answer:
-    """Stream an answer, time it, and refuse an incomplete answer.
+    """Stream and time an answer; reject an incomplete answer.
 
-    ``show`` gets each piece of the answer, and whether the piece is reasoning. A temperature of
-    None is the server's default.
+    ``show`` gets each piece and whether it is reasoning. A temperature of None is the server's
+    default.
     """
     body = {
         "model": endpoint.model, "messages": [{"role": "user", "content": text}],
@@ -113,7 +113,7 @@ def measure_answer(
 
 
 def chunks_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Send a chat request and yield the parts of the stream, or the whole answer."""
+    """Send a chat request; yield the parts of the stream, or the whole answer."""
     url = urlsplit(endpoint.base_url)
     address = (url.hostname or "", url.port)
     connection = HTTPConnection(*address, timeout=_REQUEST_LIMIT_S)
@@ -147,7 +147,6 @@ def _failed(
 
 
 def _pieces(chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield the texts of a chunk, and whether each is reasoning."""
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
         if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):
@@ -175,7 +174,6 @@ class Grid:
     answer_tokens: int = 128
 
     def fitting(self, context_tokens: int) -> Grid:
-        """Return the grid with the depths that fit into the context."""
         room = context_tokens - self.prompt_tokens - self.answer_tokens
         return replace(self, depths=tuple(depth for depth in self.depths if depth <= room))
 
@@ -195,10 +193,7 @@ def measure_grid(
     python: str, endpoint: Endpoint, tokenizer: Path, grid: Grid, result: Path,
     more: Sequence[str] = (),
 ) -> tuple[str, tuple[Cell, ...]]:  # fmt: skip
-    """Run llama-benchy, write the ``result`` file, and return version and cases.
-
-    ``tokenizer`` is a folder, ``more`` additional arguments.
-    """
+    """Run llama-benchy, write the ``result`` file, and return version and cases."""
     words = [
         "--base-url", endpoint.base_url, "--model", endpoint.model, "--tokenizer", str(tokenizer),
         "--pp", str(grid.prompt_tokens), "--tg", str(grid.answer_tokens),
@@ -220,8 +215,6 @@ def measure_grid(
 
 
 def parse_cells(data: dict[str, Any]) -> tuple[str, tuple[Cell, ...]]:
-    """Parse the result file of llama-benchy 0.4."""
-
     def figure(case: dict[str, Any], name: str, part: str = "mean") -> float | None:
         return round(float(case[name][part]), 3) if case.get(name) else None
 
@@ -327,7 +320,6 @@ def load_script(release: Release, port: int, key_path: str, case: Case, seed: in
 
 
 def parse_load(data: dict[str, Any], case: Case, seed: int) -> Load:
-    """Parse the result file of `vllm bench serve`."""
     return Load(
         case.concurrency, case.prompt_tokens, case.answer_tokens, case.requests,
         int(data["completed"]), seed, int(data["total_input_tokens"]),

@@ -68,7 +68,6 @@ def sections(results: Sequence[BenchResult]) -> Iterator[tuple[str, str, Rows]]:
 
 
 def title_of(results: Sequence[BenchResult]) -> str:
-    """Return the shared parts of the results, then their names."""
     shared = [
         texts.pop()
         for form in ("{0.model}", "with {0.profile}", "on {0.host}")
@@ -79,7 +78,6 @@ def title_of(results: Sequence[BenchResult]) -> str:
 
 
 def names_of(results: Sequence[BenchResult]) -> list[str]:
-    """Return short unique names."""
     served = [result.served for result in results]
     names = [item.profile for item in served]
     if len({item.model for item in served}) > 1:
@@ -126,7 +124,7 @@ def grid_table(results: Sequence[BenchResult]) -> Rows:
     for case in sorted({cell.case for result in results for cell in result.cells}):
         speeds = [{c.case: c.decode_tokens_per_s for c in r.cells}.get(case) for r in results]
         rows.append([f"{case[0]}, {case[1]}", *_compare(speeds)])
-    # llama-benchy sends the context first, so a prefix cache has it.
+    # llama-benchy sends the context first, so that a prefix cache can reuse it.
     for case in sorted({cell.case for result in results for cell in result.cells}):
         waits = [{c.case: c.first_response_ms for c in r.cells}.get(case) for r in results]
         rows.append(
@@ -168,7 +166,6 @@ def host_table(results: Sequence[BenchResult]) -> Rows:
 
 
 def _compare(values: Sequence[float | None], digits: int = 1) -> list[str]:
-    """Return the values as text, with the change from the first."""
     first, texts = values[0], [_text(value, digits) for value in values]
     for index, value in enumerate(values[1:], 1):
         if first and value is not None:
@@ -288,7 +285,7 @@ def draw_lines(
     return _draw(draw, title)
 
 
-# Replaced by the colour of the surrounding page, which may be light or dark.
+# Replaced by the text color of the page, which may be light or dark.
 _INK = "#010203"
 _PLOT_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "font.family": "sans-serif", "text.color": _INK,

@@ -98,14 +98,12 @@ class Load:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Prompt tokens per second until the first token, per client."""
         if not self.first_token_ms:
             return None
         return self.sent_tokens / self.requests / self.first_token_ms * 1000
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Speed per client after the first token."""
         return 1000 / self.token_ms if self.token_ms else None
 
 
@@ -135,8 +133,6 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Served:
-    """The measured release."""
-
     host: str
     """Name in the inventory."""
     release: str
@@ -211,6 +207,5 @@ class BenchResult:
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
     def warm_answers(self) -> dict[str, Answer]:
-        """Return the answers of the last run by prompt."""
         last = max((answer.run for answer in self.answers), default=0)
         return {answer.prompt: answer for answer in self.answers if answer.run == last}

@@ -57,7 +57,6 @@ _Dumper.add_representer(
 def write_submission(
     folder: Path, result: BenchResult, release: Release, origin: Origin, raw: dict[str, Any] | None
 ) -> list[Path]:
-    """Write the files for the protocols of a result; ``raw`` is llama-benchy's result file."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = _dump(recipe_of(release, origin))
     files = {"recipe.yaml": recipe}

@@ -86,7 +86,6 @@ def _body(endpoint: Endpoint, case: Case) -> dict[str, Any]:
 
 
 def merge_deltas(chunks: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message of an answer from the parts of a stream, or from a single part."""
     content, calls = "", dict[int, dict[str, Any]]()
     for chunk in chunks:
         for choice in chunk.get("choices") or ():
@@ -100,7 +99,7 @@ def merge_deltas(chunks: Iterator[dict[str, Any]]) -> dict[str, Any]:
 
 
 def find_problem(case: Case, message: Mapping[str, Any]) -> str | None:
-    """Return the first difference between a message and the case's calls."""
+    """Return the first difference between a message and the expected calls."""
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in case.tools}
     missing = list(case.calls)
     for call in message["tool_calls"]:

@@ -56,7 +56,7 @@ _MODULES = {
     **dict.fromkeys(_CHANGES, "changes"), **dict.fromkeys(("top", "logs"), "live"),
     "set": "settings", "stop": "stop_start", "start": "stop_start",
 }  # fmt: skip
-# What people type who know other tools.
+# Commands of similar tools, with ours.
 _SIMILAR = {
     "ls": "models", "list": "models", "search": "models", "ps": "status", "run": "up",
     "serve": "up", "deploy": "up", "switch": "use", "chat": "ask", "rm": "uninstall",
@@ -77,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Open standard streams that the caller closed; never fail on a terminal's encoding."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
@@ -91,8 +90,7 @@ def _open_streams() -> None:
 def _print_os_error(error: OSError) -> int:
     """Print an error that names a file or the output; return the exit code.
 
-    Raises:
-        OSError: any other error, which needs its traceback.
+    Raises other errors, which need the traceback.
     """
     where = error.filename
     if where is None and error.errno in _OUTPUT_ERRORS:
@@ -139,7 +137,7 @@ def _run(command: Callable[[], int], *, as_json: bool) -> int:
     from spark_deploy.config.errors import SparkError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    # Answers contain the reasons of failed connections; pyinfra would print them again.
+    # Answers contain the reasons of failed connections, which pyinfra would print again.
     logging.getLogger("pyinfra").setLevel(logging.CRITICAL)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the command handles it

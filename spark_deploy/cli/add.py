@@ -77,12 +77,10 @@ _TASK_COMMENTS = {
 def add(
     options: Options, place: str, is_chosen: bool, force: bool, requantize: bool, on: Sequence[str]
 ) -> int:
-    """Write and validate the catalog file; print the plan and open questions."""
     if requantize:
         return _requantize(options, place, on)
-    # The current settings of the hosts may not fit the new model.
+    # The current settings may not fit the new model.
     profile, options = options.profile or "plain", replace(options, profile=None)
-    # Hosts may differ in hub and folder: the first host decides.
     host = select_hosts(options, must_serve=False)[0]
     hubs = ("huggingface.co", urlsplit(host.settings.settings.hub.endpoint).netloc)
     if (page := _PAGE.match(place)) and page[1] in hubs:
@@ -323,7 +321,6 @@ def _about(
 
 
 def _is_plausible(value: object) -> bool:
-    """Whether it is a sampling number: not a boolean, infinite or half a page long."""
     return type(value) in (int, float) and abs(value) < 10**6  # type: ignore[arg-type]
 
 

@@ -1,5 +1,3 @@
-"""``spark-deploy bench``: measure servers through their gateways; compare results."""
-
 from __future__ import annotations
 
 import json
@@ -115,7 +113,7 @@ def bench(
 
 
 def stages_of(target: Target) -> list[str]:
-    """Return the profiles that are stages of the host's model, in order; refuse a model without."""
+    """Return the profiles that are stages of the host's model, in order; fail without stages."""
     model = target.settings.settings.model
     stages = {
         profile.stage: name
@@ -131,11 +129,6 @@ def stages_of(target: Target) -> list[str]:
 def climb(
     options: Options, measure_host: Callable[[Target], BenchResult]
 ) -> tuple[int, list[BenchResult]]:
-    """Serve and measure each stage, then serve the settings again; return code and results.
-
-    Raises:
-        SparkError: before any change, if a stage does not fit or without confirmation.
-    """
     hosts = select_hosts(options)
     names = [target.name for target in hosts]
     steps = [replace(options, profile=stage) for stage in stages_of(hosts[0])]
@@ -167,7 +160,6 @@ def _deploy(options: Options, names: Sequence[str]) -> int:
 
 
 def _measure_host(target: Target, measurement: Measurement, out: Path) -> tuple[BenchResult, str]:
-    """Measure a host and write the result; return it with the name of the file."""
     started_at = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     name = f"{target.name.lstrip('@')}-{started_at.replace(':', '')}"
     out.mkdir(parents=True, exist_ok=True)
@@ -201,7 +193,6 @@ def _read_result(path: Path) -> BenchResult:
 def _measure(
     target: Target, measurement: Measurement, started_at: str, output_stem: Path
 ) -> BenchResult:
-    """Measure a host; ``output_stem`` is the path prefix of the raw result files."""
     service = chosen_services(target, measurement.service or MAIN_SERVICE)[0]
     connection, login = connection_of(target, service=service), login_of(target)
     served, release = host.read_served(login, service)
@@ -239,7 +230,6 @@ def published_figures(catalog: Catalog, served: Served) -> tuple[Published, ...]
 
 
 def _submit(target: Target, release: Release, result: BenchResult, files: Path, raw: Path) -> None:
-    """Write files for Spark Arena and NVIDIA if the figures are valid for a Spark."""
     reason, served = result.served.invalid_reason, None
     if not reason:
         try:
@@ -261,7 +251,7 @@ def _submit(target: Target, release: Release, result: BenchResult, files: Path, 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The protocols of a measurement; each returns nothing if it was not requested."""
+    """The protocols of a measurement; each returns an empty result if not requested."""
 
     measurement: Measurement
     login: host.Login
@@ -274,7 +264,6 @@ class _Run:
         return not self.measurement.protocols or protocol in self.measurement.protocols
 
     def skip(self, problem: str, fix: str) -> None:
-        """Note a protocol that cannot run, or fail if protocols were requested."""
         if self.measurement.protocols:
             raise SparkError.one(self.login.name, problem, fix)
         self.notes.append(f"{problem}; {fix}")

@@ -16,7 +16,6 @@ from spark_deploy.config.checkout import catalog_files
 from spark_deploy.config.errors import CatalogError
 
 _WIDTH = 96
-# Of everything that owners write.
 SCHEMAS = ("hosts", "settings", "model", "plain_model", "profile")
 
 

@@ -1,5 +1,3 @@
-"""Commands that change hosts by a deploy, printed as a pyinfra command."""
-
 from __future__ import annotations
 
 import functools
@@ -50,10 +48,7 @@ def dry_run(
     text_of: Callable[[Target, T], str],
     words: Sequence[str] = (),
 ) -> int:
-    """Print each host's changes, and the command that lists every step, like ``up --dry``.
-
-    Return 1 if a host did not answer.
-    """
+    """Print each host's changes and the equivalent command; return 1 if a host did not answer."""
     results = [
         {**answer.data(), "text": text_of(answer.host, answer.value) if answer.value is not None
          else answer.problem} for answer in answers

@@ -1,7 +1,7 @@
-"""``spark-deploy connect``: URL, model name, API key and client setup of each server.
+"""``spark-deploy connect``.
 
-Output contains the command that reads the key, never the key: it stays out of histories, argv and
-files.
+URL, model name, API key and client setup of each server. The output contains the command that reads
+the key instead of the key, which stays out of histories, argv and files.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _OPENCODE_ANSWER_TOKENS = 32_000
 class Connection:
     host: str
     base_url: str
-    port: int  # of the gateway, on the host
-    users: str  # users of base_url
+    port: int
+    users: str
     model: str
     names: tuple[str, ...]
     key_path: str
-    read_key: str  # a command that prints the key
+    read_key: str
     tunnel: str | None  # a command that forwards a local port to the host
     ca: str | None  # a CA file for clients
     container: str | None  # base URL inside containers of the host
@@ -251,10 +251,8 @@ def connection_of(
 ) -> Connection:
     """Return the connection of a client to a server.
 
-    ``host_index`` is the position in the inventory; it gives each host's tunnel a separate port.
-
-    Raises:
-        SparkError: the host has no such service.
+    ``host_index``, the position in the inventory, gives each tunnel a separate port. Raises
+    SparkError if the host lacks the service.
     """
     service = chosen_services(host, service or MAIN_SERVICE)[0]
     settings = host.settings.settings
@@ -269,13 +267,13 @@ def connection_of(
     sudo = ["sudo"] if host.data["_sudo"] else []
     read_key = shlex.join([*login, *sudo, "cat", plan.settings.key_path])
     urls = base_urls(plan)
-    # The URL for most clients: of the network, or the host's own.
+    # The URL for most clients: the network's, or the host's.
     is_local = plan.settings.expose == "docker" or (len(urls) > 1 and not plan.address)
     base_url, users = urls[0] if is_local else urls[-1]
     tunnel, port = None, plan.settings.port
     if base_url == url(plan, LOOPBACK) and not local:
-        # If the port is taken ssh would continue without it (or with IPv6 only), and the key would
-        # go to another program: so ssh must exit, and the address is explicit.
+        # If the port is taken, ssh would continue without it (or with IPv6 only), and the key would
+        # go to another program. So ssh must exit, and the address is explicit.
         forward = f"{LOOPBACK}:{port + host_index}:{LOOPBACK}:{port}"
         options = ["-N", "-o", "ExitOnForwardFailure=yes", "-L", forward]
         tunnel = shlex.join([*login[:1], *options, *login[1:]])
@@ -309,11 +307,7 @@ def connection_of(
 
 @contextmanager
 def open_endpoint(target: Target, service: str | None) -> Iterator[Endpoint]:
-    """Yield the server's endpoint with its key, reachable from here (through a tunnel if needed).
-
-    Raises:
-        SparkError: the host has no such service, or cannot be reached.
-    """
+    """Yield the server's endpoint with the key, through a tunnel if needed."""
     service = chosen_services(target, service or MAIN_SERVICE)[0]
     server, login = connection_of(target, service=service), login_of(target)
     key = login.run(f"cat {server.key_path}").strip()
@@ -330,7 +324,6 @@ def login_of(host: Target) -> Login:
 
 
 def ssh_command(host: Target) -> list[str]:
-    """Return an ssh command with pyinfra's connection settings."""
     data = host.data
     words = ["ssh"]
     for flag, key in (("-F", "ssh_config_file"), ("-i", "ssh_key"), ("-p", "ssh_port")):
@@ -374,7 +367,7 @@ def example(base_url: str, model: str, read_key: str, ca: str | None, task: str 
     path, content = _REQUESTS[task]
     body = {"model": model, **content}
     trust = f"--cacert {shlex.quote(ca)} " if ca else ""
-    # Every user of this machine could read a key in argv, so the header comes from stdin.
+    # Every user of this machine can read argv, so the header comes from stdin.
     return (
         f"{read_key} | sed 's/^/Authorization: Bearer /' | "
         f"curl -s {trust}{base_url}/{path} -H @- "

@@ -54,7 +54,6 @@ def shared_options(
     """Add ``--json`` and groups of options; the command gets them as ``Options``.
 
     With KEY=VALUE in ``metavar`` it also gets the words that contain "=", as ``assignments``.
-    The command runs after the end of click's context: an inventory has a separate context.
     """
 
     def decorate(run: Callable[..., int]) -> Callable[..., Any]:
@@ -88,7 +87,7 @@ def shared_options(
 
 
 def _is_inventory(word: str) -> bool:
-    """Whether it is an inventory instead of a host name: a file, a list, or ``@local``."""
+    """Return whether it is an inventory instead of a host name: a file, a list, or ``@local``."""
     has_form = word.endswith(".py") or word.startswith("@") or "," in word or "/" in word
     return has_form or Path(word).is_file()
 
@@ -197,7 +196,6 @@ def print_wrapped(lines: Iterable[str], console: Console | None = None) -> None:
 
 
 def note(text: str, style: str = "") -> None:
-    """Print a message to standard error, apart from the result."""
     console = Console(stderr=True, highlight=False)
     for line in printable(text).splitlines():
         if not console.is_terminal:

@@ -73,7 +73,7 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
 
 
 def _needs(hosts: Sequence[Target]) -> dict[str, NeedsPlan]:
-    """Return what each host needs; after the hub fails once, sizes are estimates."""
+    """Return what each host needs; if the hub fails, sizes are estimates."""
     needs, estimate = dict[str, NeedsPlan](), False
     for host in hosts:
         try:
@@ -86,7 +86,7 @@ def _needs(hosts: Sequence[Target]) -> dict[str, NeedsPlan]:
 
 
 def read_survey(host: Host, needs: NeedsPlan) -> Survey | None:
-    # The survey uses sudo itself, and works without: sudo may still require a password.
+    # The survey uses sudo itself if it needs no password.
     survey: Survey | None = host.get_fact(HostSurvey, _sudo=False, **fact_arguments(needs))
     return survey
 
@@ -174,7 +174,7 @@ def _survey_rows(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
 @dataclass(frozen=True, slots=True)
 class Reuse:
     found_bytes: int
-    whole_bytes: int  # of the plan
+    whole_bytes: int
     folders: tuple[str, ...]  # by size, largest first
 
 
@@ -191,7 +191,6 @@ def reusable(stored: StoredFiles, needs: NeedsPlan) -> Reuse:
 
 
 def reuse_text(reuse: Reuse) -> str:
-    """Describe reusable files; "" without any."""
     if not reuse.found_bytes:
         return ""
     where = f" found in {', '.join(reuse.folders)}" if reuse.folders else ""

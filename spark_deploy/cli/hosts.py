@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 ESTIMATED_COMMIT = "0" * 40
 _FACT_S = 180  # docker on a busy host takes two minutes
-QUIET_S = 2.0  # until a note names the hosts without an answer
+QUIET_S = 2.0  # until a note names hosts that did not answer yet
 _ESTIMATED_SHA256 = "0" * 64
 _ESTIMATED_IMAGE_BYTES = 10_000_000_000
 
@@ -65,7 +65,6 @@ class Target:
     looked_up: dict[Path, Lock] = field(default_factory=dict)
 
     def serving(self, model: str, profile: str) -> Target:
-        """Return the host with only this pair in its settings."""
         settings = replace(
             self.settings.settings, model=model, profile=profile, keep_ready=(), schedule=()
         )
@@ -75,7 +74,7 @@ class Target:
 def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "") -> list[Target]:
     """Return the hosts that the command line selects.
 
-    ``must_serve`` refuses settings that cannot be served; ``deploy`` is the deploy that will run.
+    ``must_serve`` rejects settings that cannot be served; ``deploy`` is the deploy that will run.
     """
     pair = {key: getattr(options, key) for key in ("model", "profile") if getattr(options, key)}
     data = [*options.data, *(f"{key}={value}" for key, value in pair.items())]
@@ -99,11 +98,7 @@ def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "")
 
 
 def inventory_path(options: Options) -> Path:
-    """Return the inventory to use, or fail.
-
-    It is the given file or folder, or else the first of the working directory and the directories
-    above it.
-    """
+    """Return the given inventory, or the first in the working directory and its parents."""
     default = Path("inventory/spark.py")
     if options.inventory:
         given = Path(options.inventory)
@@ -117,7 +112,7 @@ def inventory_path(options: Options) -> Path:
 
 
 def _is_trusted(inventory: Path) -> bool:
-    """Whether only this user and root could write an inventory, which is a Python program."""
+    """Return whether only this user and root could write an inventory, which is a program."""
     try:
         states = [path.stat() for path in (inventory, *list(inventory.parents)[:2])]
     except OSError:
@@ -126,7 +121,6 @@ def _is_trusted(inventory: Path) -> bool:
 
 
 def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
-    """Return the plan of a host; look up missing names without writing the lock file."""
     settings, catalog = host.settings.settings, host.catalog
     path = host.settings.lock_path
     lock = host.looked_up.get(path) or read_lock(path)
@@ -218,10 +212,6 @@ def read_status(host: Host, _target: Target) -> HostStatus | None:
 def query(
     hosts: Sequence[Target], read: Callable[[Host, Target], T | None], *, doing: str = "querying"
 ) -> list[Answer[T]]:
-    """Return an answer for each host, in the order of ``hosts``.
-
-    ``doing`` precedes the names of slow hosts in notes.
-    """
     data = [(host.name, {"_timeout": _FACT_S, **host.data}) for host in hosts]
     inventory = Inventory((data, {}))  # type: ignore[no-untyped-call]  # pyinfra
     state = State(inventory, Config())  # type: ignore[no-untyped-call]  # pyinfra
@@ -283,7 +273,7 @@ def _reason(host: Host, state: State, error: Exception) -> str:
 @dataclass(frozen=True, slots=True)
 class AccessResult:
     silent: tuple[HostKey, ...]
-    closed: tuple[Endpoint, ...]  # our key does not log in, or sudo requires a password
+    closed: tuple[Endpoint, ...]
 
     def problems(self) -> Iterator[Problem]:
         for host in self.silent:
@@ -296,7 +286,7 @@ class AccessResult:
 
 
 def check_access(hosts: Sequence[Target]) -> AccessResult:
-    """Try a login on all hosts in parallel; probe those where it fails."""
+    """Try a login on all hosts in parallel; probe the hosts where it fails."""
     endpoints = [login.endpoint(host.name, host.data) for host in hosts]
     doing = f"connecting to {short_list([host.name for host in hosts])}"
     pool = Pool(16)  # of greenlets: threads would delay an exit after Ctrl-C

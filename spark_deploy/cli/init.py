@@ -134,7 +134,7 @@ def init(
 
 
 def _refuse_other_hosts(file: Path, lines: Sequence[str]) -> None:
-    """Refuse hosts that an existing hosts.yml lacks or reaches otherwise: init keeps that file."""
+    """Reject hosts that an existing hosts.yml lacks or reaches differently."""
     present = read_hosts(file).hosts
     missing = [line.strip() for line in lines if not yaml.safe_load(line).keys() <= present.keys()]
     if missing:
@@ -175,7 +175,6 @@ def _default_hosts(folder: Path, local: bool) -> list[str]:
 
 
 def _host_lines(hosts: Sequence[str], user: str | None) -> list[str]:
-    """Return the lines of hosts.yml for ``NAME``, ``NAME=ADDRESS`` or ``USER@ADDRESS``."""
     lines = []
     for number, host in enumerate(hosts, start=1):
         name, _, address = host.partition("=")
@@ -183,7 +182,7 @@ def _host_lines(hosts: Sequence[str], user: str | None) -> list[str]:
         if not name.startswith("@") and "@" in name + address:
             login, _, rest = (address or name).partition("@")
             name, address = (name, rest) if address else (rest, "")
-        if re.fullmatch(r"[\d.]+|.*:.*", name):  # an address is not a host name
+        if re.fullmatch(r"[\d.]+|.*:.*", name):  # addresses are not host names
             name, address = f"spark-{number}", name
         values = {"address": address, "user": login if name != LOCAL else None}
         keys = ", ".join(f"{key}: {value}" for key, value in values.items() if value)
@@ -195,7 +194,7 @@ def _host_lines(hosts: Sequence[str], user: str | None) -> list[str]:
 def _settings(model: str | None, profile: str | None) -> str:
     catalog, model = read_catalog(), model or Settings().model
     fitting = fitting_profiles(model, catalog)
-    # Without stages of the ladder, which exist for comparison.
+    # Without stages of the ladder.
     profiles = [
         name
         for name in fitting
@@ -223,7 +222,7 @@ def _write(path: Path, text: str) -> bool:
 
 
 def _lock(folder: Path) -> str | None:
-    """Lock the names in use; on failure return the problem, because `up` locks them, too."""
+    """Lock the names in use; return the problem if that fails, because `up` locks them, too."""
     try:
         update.lock_names(Options(inventory=str(folder / INVENTORY)), only_missing=True)
     except SparkError as error:

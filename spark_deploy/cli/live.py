@@ -135,8 +135,6 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """The displayed state of a service; ``None`` for unknown values."""
-
     host: str
     running: float | None
     waiting: float | None
@@ -248,7 +246,7 @@ def _show(rows: list[Now], options: Options, once: bool) -> None:
     console.print(table(rows, console.width))
 
 
-# In a narrow terminal these columns are left out, the first of them first.
+# A narrow terminal hides these columns, the first of them first.
 _OPTIONAL = ("W", "°C", "accepted", "free GiB", "cache", "waiting", "running")
 
 

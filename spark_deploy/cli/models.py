@@ -1,5 +1,3 @@
-"""``spark-deploy models``: the models of the catalog and the hosts that each needs."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,13 +33,13 @@ class ListedModel:
     name: str
     summary: str
     choose_when: str
-    profiles: dict[int, list[str]]  # that fit, by number of hosts; the first is the one to choose
-    choices: dict[str, str]  # when to choose each of these profiles, without stages of the ladder
-    fixes: dict[int, str]  # what makes it fit, by number of hosts on which no profile fits
-    is_known: bool  # whether the sizes are known, so that `profiles` takes memory into account
+    profiles: dict[int, list[str]]  # fitting profiles by number of hosts; choose the first
+    choices: dict[str, str]  # "choose when" of these profiles, without stages of the ladder
+    fixes: dict[int, str]  # required changes by number of hosts on which no profile fits
+    is_known: bool  # sizes are known, so `profiles` considers memory
     download_bytes: int | None
     context_tokens: int | None
-    tokens_per_s: float | None  # computed for a single stream on one host; None: no speed model
+    tokens_per_s: float | None
 
     @property
     def hosts(self) -> int | None:
@@ -83,7 +81,6 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
 
 
 def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
-    """Return a row; sizes of repositories served as published come from the lock file."""
     profiles = {count: fitting_profiles(model.name, catalog, count) for count in HOST_COUNTS}
     chosen = next((names[0] for names in profiles.values() if names), None)
     profile = catalog.profile(chosen, model.name) if chosen else None
@@ -133,7 +130,7 @@ def fitting_profiles(model: str, catalog: Catalog, count: int = 1) -> list[str]:
         for name, of in catalog.profiles
         if of == model and can_serve(settings_on(count, model, name), catalog)
     ]
-    # Stages of the ladder exist for comparison; `plain` comes last if we build a checkpoint.
+    # `plain` comes last if we build a checkpoint.
     return sorted(
         names,
         key=lambda name: (
@@ -145,7 +142,6 @@ def fitting_profiles(model: str, catalog: Catalog, count: int = 1) -> list[str]:
 
 
 def _is_stage(profile: Profile) -> bool:
-    """Whether a profile exists only for comparison with others (`bench --ladder`)."""
     return profile.choose_when.startswith("you compare")
 
 

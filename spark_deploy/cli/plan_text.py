@@ -30,9 +30,9 @@ from spark_deploy.plan.speed import (
 )
 from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServicePlan
 
-RATES_MB_PER_S = (25, 100)  # lines of 200 Mbit/s and 1 Gbit/s
+RATES_MB_PER_S = (25, 100)
 UNMEASURED = Calibration()
-# A coding session at the end of its day, and a turn of it.
+# A coding session at the end of the day, and one turn.
 _SESSION_TOKENS, _TURN_TOKENS = 130_000, 1000
 _MAX_WORD_CHARACTERS = 1000
 _CHECKS = {
@@ -58,9 +58,9 @@ def plan_text(
     peer: str = "",
     calibration: Calibration = UNMEASURED,
 ) -> Iterator[str]:
-    """Yield the summary of a plan, or all of it.
+    """Yield the plan's summary, or all of it.
 
-    ``present`` describes files on the host; ``peer`` is the host that it copies from.
+    ``present`` describes files on the host; ``peer`` is the host to copy from.
     """
     yield from summary_lines(plan, profile, peer)
     if present:
@@ -73,13 +73,12 @@ def plan_text(
 
 
 def download_peer(plan: HostPlan, earlier: Iterable[HostPlan]) -> str:
-    """Return the first of the other hosts that downloads everything in the plan, or ""."""
+    """Return the first host that downloads everything in the plan, or ""."""
     needed = _sizes(plan).keys()
     return next((other.host for other in earlier if needed <= _sizes(other).keys()), "")
 
 
 def _sizes(plan: HostPlan) -> dict[tuple[bool, str], int]:
-    """Return the sizes of files and images; the key starts with True for an image."""
     files = {(False, s.digest): s.size_bytes for served in plan.served for s in served.sources}
     images = {(True, s.image.base): s.image.size_bytes for s in plan.served}
     return files | images
@@ -339,7 +338,7 @@ def _no_speed(plan: HostPlan, model: Model, profile: Profile) -> str:
         return "models without an architecture file"
     if profile.engine_mode != "native":
         return "engines without a Spark's kernels"
-    cluster = plan.serve.cluster  # the arithmetic leaves network traffic out
+    cluster = plan.serve.cluster  # the computed speed excludes network traffic
     return f"{len(cluster.members)} Sparks as one server" if cluster else ""
 
 

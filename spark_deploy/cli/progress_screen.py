@@ -56,7 +56,7 @@ class HostView:
     step: str = "connecting"
     task: str = ""  # of the step
     progress: str = ""  # of the task; never cut
-    is_done: bool = False  # the step, on this host
+    is_done: bool = False
     failed: str = ""  # the failed step
     headline: str = ""  # serving release and reason of the failure
     steps: int = 0
@@ -107,10 +107,7 @@ class HostView:
 
 @dataclass(slots=True)
 class Transcript:
-    """The state of a deploy, from log lines and callbacks.
-
-    Methods return lines to print at once.
-    """
+    """The state of a deploy, from log lines and callbacks; methods return lines to print."""
 
     hosts: dict[str, HostView] = field(default_factory=dict)
     part: str = ""
@@ -256,8 +253,6 @@ def print_text(text: Text, console: Console) -> None:
 
 
 class _PipedScreen:
-    """Prints the lines of hosts that changed, at most every half minute."""
-
     live: AbstractContextManager[object] = nullcontext()
 
     def __init__(self, watcher: Watcher, console: Console):
@@ -311,7 +306,6 @@ def rows(transcript: Transcript, since_s: float, width: int) -> Group:
 
 
 def shortened(text: str, room: int) -> str:
-    """Cut a text in the middle: names differ at both ends."""
     if len(text) <= room:
         return text
     head = (room - 1) // 2
@@ -325,7 +319,7 @@ def _styled(text: str) -> Text:
 
 
 def summary(transcript: Transcript, code: int, took_s: float) -> Iterator[Text]:
-    """Yield result and number of changes per host, then the time of each part."""
+    """Yield result and number of changes per host, then the duration of each part."""
     for host in sorted(transcript.hosts.values(), key=lambda host: not host.failed):
         outcome = Text(host.serves[0] if host.serves else "done", "green")
         if host.failed or (code and not host.serves):
@@ -344,7 +338,7 @@ def summary(transcript: Transcript, code: int, took_s: float) -> Iterator[Text]:
             yield Text(f"  changed {changed}; still running on the host: {running}")
         else:
             yield Text(f"  changed {changed}", "dim")
-    if not transcript.parts_s:  # the reason comes before the first step
+    if not transcript.parts_s:  # the reason precedes the first step
         reasons = [
             line for line in transcript.general if line.strip() and not _PREAMBLE.match(line)
         ]

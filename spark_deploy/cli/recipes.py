@@ -27,7 +27,7 @@ from spark_deploy.config.settings.engine import DEVICE_OPTIONS, PROFILE_KEYS
 _SPARK = "dgx_spark_gb10"
 _SERVICE = "set by the gateway and serve.names"
 _IMAGE = "the engine image is images.engine of your settings, unchanged"
-# Why keys have no place in a catalog file.
+# Why these keys are unused.
 _REASONS = {
     "build_args": _IMAGE, "container": _IMAGE, "image": _IMAGE, "mods": _IMAGE, "runtime": _IMAGE,
     "docker_image": _IMAGE, "pre_exec": "third-party commands are never run on hosts",
@@ -270,7 +270,6 @@ _SPECULATION = {
     "revision": ("revision", str), "prompt_lookup_max": ("longest_match", int),
     "prompt_lookup_min": ("shortest_match", int),
 }  # fmt: skip
-# Options with a key in profiles, and the path of the key.
 _PROFILE_KEYS: dict[str, tuple[str, ...]] = {
     **{option: path for option, path in PROFILE_KEYS.items() if option != "kv-cache-memory-bytes"},
     "load-format": ("load_format",),

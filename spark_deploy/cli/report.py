@@ -87,7 +87,7 @@ class Report:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     schema_version: Literal[1]
-    at: str  # UTC
+    at: str
     version: str
     hosts: Annotated[tuple[HostReport, ...], Field(min_length=1)]
 
@@ -97,7 +97,6 @@ _HOST_REPORT = TypeAdapter(HostReport)
 
 
 def read_report(path: Path) -> Report:
-    """Return the report in a file, or fail with every invalid field."""
     fix = "use the file as `spark-deploy doctor --report` wrote it"
     try:
         return _REPORT.validate_json(path.read_bytes())
@@ -128,8 +127,8 @@ def write_report(hosts: tuple[HostReport, ...], path: Path | None) -> tuple[Repo
     return report, path
 
 
-# Reports select fields without private data; these patterns remove private data that a
-# program or a vendor put into a field anyway.
+# Fields without private data are selected first; these patterns remove private data that a program
+# or vendor put into a field.
 _GONE = "<redacted>"
 _KEY = re.compile(
     r"(?i)\b(?:bearer|basic)\s+\S+|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[abpr]-|AKIA)"
@@ -147,13 +146,12 @@ _NEXT_TO_ADDRESS = re.compile(r"^:(?!:)|\.+$|(?:(?<=::)|(?<!:)):$")
 _HOME = re.compile(r"(?<=/home/)[^/\s'\"]+")
 _SERIAL = re.compile(r"(?i)\b(?:serial|s/n|uuid)\b\W*(?:number|no)?\W*[\w-]+")
 _UUID = re.compile(r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b")
-# A long word is a secret unless it is labelled a digest or consists of words, as class names do.
+# A long word is a secret unless it is labeled a digest or consists of words, as class names do.
 _LONG = re.compile(r"(?<!sha256:)(?<![\w/+-])[\w/+-]{20,}={0,2}(?![\w/+-])")
 _WORDS = re.compile(r"[a-z]{4,}")
 
 
 def redacted(text: str) -> str:
-    """Return a text without keys, tokens, serial numbers, addresses and names of people."""
     text = _LOGIN.sub(f"{_GONE}@", text)
     for pattern in (_KEY, _UUID, _SERIAL, _MAIL, _MAC):
         text = pattern.sub(_GONE, text)
@@ -179,7 +177,6 @@ def _redact_secret(match: re.Match[str]) -> str:
 
 
 def _redact(value: Any) -> Any:
-    """Return plain data with every text in it redacted, keys of mappings too."""
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, dict):

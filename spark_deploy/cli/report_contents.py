@@ -21,10 +21,10 @@ from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import HostPlan
 
-# Their details are numbers; details of other checks quote prompts and answers.
+# The details of these checks are numbers; other details quote prompts and answers.
 _NUMERIC_CHECKS = {names.MEMORY, names.CONTEXT_LENGTH, names.LOG_LINES, names.PREFIX_REUSE}
 _NUMERIC_CHECKS |= {names.ACCEPTANCE, names.COUNTERS, names.HEALTH}
-# Their texts are fixed; texts of other events may contain addresses or quote programs.
+# The texts of these events are fixed; other texts may contain addresses or quote programs.
 _FIXED_EVENTS = frozenset({names.HOT, names.COOLED, names.POWER, names.STARVING, names.STALLED})
 _DGX = ("DGX_NAME", "DGX_PRETTY_NAME", "DGX_SWBUILD_DATE", "DGX_SWBUILD_VERSION",
         "DGX_OTA_VERSION", "DGX_OTA_DATE")  # fmt: skip
@@ -178,8 +178,8 @@ QUESTION_IDS = (
     "gdn-prefill", "acceptance", "needle", "watch", "rollout", "restarted", "gpu-container",
     "start-time", "memory-left", "kv-cache", "speed", "heat", "driver-trouble",
 )  # fmt: skip
-_AS_PLANNED = 0.99  # of the tokens: the plan rounds
-_ENOUGH_TOKENS = 100_000  # generated before the absence of events is an answer
+_AS_PLANNED = 0.99  # share of the planned tokens: the plan rounds
+_ENOUGH_TOKENS = 100_000  # generated tokens before the absence of events is an answer
 _STATES: dict[bool | None, Literal["yes", "no", "open"]] = {True: "yes", False: "no", None: "open"}
 Verdict = tuple[str, bool | None, str]  # question, answer or None if open, evidence
 

@@ -1,5 +1,3 @@
-"""``spark-deploy set`` and ``settings``: edit values in settings files; print all settings."""
-
 from __future__ import annotations
 
 import json
@@ -88,7 +86,7 @@ def write_values(
 ) -> list[Edit]:
     """Write values of dotted keys into the files that set them; return changed lines.
 
-    Refuse values that the chosen hosts could not serve; ``shown`` names the command in errors.
+    Rejects values that the hosts could not serve; ``shown`` names the command in errors.
     """
     names = {host.name for host in chosen}
     _check(all_hosts, names, values, shown)
@@ -123,7 +121,7 @@ def remove_entry(root: Path, key: str, entry: str, *, dry: bool) -> list[Path]:
 def _check(
     all_hosts: Sequence[Target], chosen: set[str], values: Mapping[str, Any], shown: str
 ) -> None:
-    """Refuse, with every reason, values that the chosen hosts could not serve."""
+    """Reject, with every reason, values that the chosen hosts could not serve."""
     after: dict[str, HostSettings] = {}
     problems: list[Problem] = []
     for host in all_hosts:
@@ -142,7 +140,7 @@ def _check(
 def _file_to_edit(
     host: HostSettings, key: str, all_hosts: Sequence[Target], chosen: set[str]
 ) -> Path:
-    """Return the file that sets the key, or the host's file if unselected hosts use that one."""
+    """Return the file that sets the key, or the host's file if unselected hosts read that file."""
     own, group, common = _files(host)
     section = key.partition(".")[0]
     setting = [file for name in (key, section) for file in (own, group, common)
@@ -178,7 +176,6 @@ def _lookup(data: Any, key: str) -> tuple[Any, ...]:
 
 
 def _text(value: Any) -> str:
-    """Return a value as YAML on a single line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("...\n").strip()
 
@@ -197,7 +194,7 @@ def _write(file: Path, values: Mapping[str, str], root: Path, *, dry: bool) -> N
 
 
 def set_keys(text: str, values: Mapping[str, str]) -> str | None:
-    """Set dotted keys of a YAML document; ``None`` if another key would change, too."""
+    """Set dotted keys of a YAML document; ``None`` if another key would change."""
     try:
         for key, value in values.items():
             before = yaml.safe_load(text) or {}
@@ -298,7 +295,7 @@ def _changed_values(options: Options, key: str, defaults: Mapping[str, Any]) -> 
 def _matching(text: str, key: str) -> Iterator[str]:
     """Yield the lines of keys that contain ``key``, with their comments and sections."""
     path: list[str] = []
-    above: list[str] = []  # comments, and sections that are not printed yet
+    above: list[str] = []
     for line in text.splitlines():
         match = _KEY.match(line)
         if not match:

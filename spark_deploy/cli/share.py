@@ -1,7 +1,6 @@
-"""``spark-deploy share``: write a served model, profile and lock to a file; install such a file.
+"""``spark-deploy share``: write a model with profile and lock to a file; install such a file.
 
-The file contains catalog data only, no hosts and no settings; values that look like secrets are
-refused.
+The file contains only catalog data; values that look like secrets are rejected.
 """
 
 from __future__ import annotations
@@ -86,13 +85,13 @@ class Summary:
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Shared:
     shared: Literal[1]  # version of this format
-    name: CatalogName  # of the model
+    name: CatalogName
     model: dict[str, Any]
     profile_name: CatalogName
     profile: dict[str, Any]
     sources: dict[str, Identity] = Field(default_factory=dict)
     images: dict[str, str] = Field(default_factory=dict)  # for information
-    proof: Summary | None = None  # None: no queried host serves it
+    proof: Summary | None = None
 
 
 @click.command
@@ -189,7 +188,6 @@ def _newest_proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
 
 
 def text_of(shared: Shared) -> str:
-    """Return the file; refuse values that look like secrets."""
     data = to_yaml_data(shared, include_nulls=False)
     problems = [
         Problem(f"{shared.name}: {dotted(path)}", "looks like a secret", "remove it from the file")
@@ -213,7 +211,6 @@ def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str
 
 
 def read_shared(data: Mapping[str, Any], source: str) -> Shared:
-    """Parse a shared file; refuse other formats."""
     problems = list(problems_of(dict(data), schema_of(Shared, "shared"), lambda path: source))
     if problems:
         raise CatalogError(problems)
@@ -223,8 +220,7 @@ def read_shared(data: Mapping[str, Any], source: str) -> Shared:
 def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], list[str]]:
     """Write a shared model, profile and lock; return the files and open questions.
 
-    Raises:
-        SparkError: unusable, or the hub has other files; before any change.
+    Raises SparkError before any change if it is unusable, or the hub has different files.
     """
     root = host.settings.root
     if unlisted := [*_unlisted(shared.model), *_unlisted(shared.profile)]:
@@ -272,7 +268,7 @@ def _unlisted(value: Any) -> Iterator[str]:
 def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
     """Yield the shared commits with files as the hub lists them.
 
-    Refuses repositories of other models: a shared file must not change their lock.
+    Rejects repositories of other models: a shared file must not change their lock.
     """
     settings, lock = host.settings.settings.hub, read_lock(host.settings.lock_path)
     token = read_hub_token(settings)

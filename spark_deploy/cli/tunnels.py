@@ -18,7 +18,7 @@ _POLL_S = 0.5
 
 
 def hold_tunnels(servers: Sequence[tuple[str, str, str]]) -> None:
-    """Keep tunnels of hosts (name, URL, command) open until Ctrl-C, or until one fails."""
+    """Keep tunnels of hosts (name, URL, command) open until Ctrl-C or a failure."""
     if not servers:
         raise SparkError.one("--tunnel", "no tunnel needed", "see `spark-deploy connect`")
     # A handler, so that Ctrl-C cannot interrupt between start and registration of a tunnel.

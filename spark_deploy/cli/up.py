@@ -39,7 +39,7 @@ from spark_deploy.lock.resolve import format_size, required_names
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.types import HostPlan
 
-# Phases of a rollout without service; the host records the time of each.
+# Phases of a rollout without service; the host records their times.
 _DOWN = ("stop", "memory", "start", "check", "open")
 
 
@@ -69,7 +69,7 @@ def up(options: Options) -> int:
         changes.note_no_changes(words)
         return 0 if all(host_preview["reachable"] for host_preview in previews) else 1
     if not options.dry:
-        # Even with an unchanged release a deploy may repair other parts of a host.
+        # Even with an unchanged release a deploy may repair a host.
         changes.confirm(options.yes, "Continue?")
     changes.print_command(words)
     failed: set[str] = set()
@@ -148,10 +148,10 @@ def _show_answers(hosts: list[Target], options: Options) -> None:
 
 
 def _show_answer(host: Target, options: Options) -> None:
-    """Print the answer to a question, as a client of this machine gets it."""
+    """Print the answer to a question, sent like a client of this machine."""
     try:
         result = ask_host(host, QUESTION, None, 512, is_shown=False)
-    except SparkError as error:  # the host has checked the release; the way to it fails
+    except SparkError as error:  # the host has checked the release, but the connection fails
         note(f"{host.name}: no answer to a question from this machine:", "yellow")
         for problem in error.problems:
             print_problem(problem)
@@ -188,7 +188,7 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
 class HostState:
     status: HostStatus
     jobs: Jobs
-    last: Rollout | None  # to the release that serves, or to the planned release
+    last: Rollout | None  # the last rollout to the current or planned release
 
 
 def read_state(host: Host, plan: HostPlan) -> HostState:

@@ -51,7 +51,6 @@ def lock_names(
     check_only: bool = False,
     with_host_values: bool = False,
 ) -> int:
-    """Update each lock file once; return 1 if ``check_only`` finds a missing name."""
     by_path: dict[Path, list[Target]] = {}
     for host in select_hosts(options):
         by_path.setdefault(host.settings.lock_path, []).append(host)
@@ -167,7 +166,6 @@ def _unlocked_donors(host: Target, lock: Lock) -> Iterator[VerifiedNames]:
 
 
 def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
-    """Add the hashes of the donor tensors that this host built from."""
     states = {state.title: state for state in (status.report.jobs if status.report else ())}
     for names, built in _donors(host):
         state = states.get(built_title(built))

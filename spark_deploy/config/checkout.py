@@ -15,7 +15,6 @@ CHECKOUT = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
 
 
 def cache_folder() -> Path:
-    """Return this machine's folder for logs and downloads; a temporary one if not writable."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spark-deploy"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -28,7 +27,6 @@ def cache_folder() -> Path:
 def catalog_names(
     kind: str, *, checkout: Path = CHECKOUT, user_dir: Path | None = None
 ) -> tuple[str, ...]:
-    """Return the sorted names in ``catalog/<kind>``; ``kind`` is models or profiles."""
     return tuple(catalog_files(kind, checkout=checkout, user_dir=user_dir))
 
 

@@ -45,7 +45,6 @@ FromKey = Annotated[SkipJsonSchema[str], Field(exclude=True)]  # filled by ``nam
 
 
 def text_schema(pattern: str, description: str, example: str) -> JsonDict:
-    """Return the JSON schema of a text; error messages quote the description and the example."""
     return {"pattern": pattern, "patternErrorMessage": f"write {description}, such as {example}"}
 
 
@@ -76,8 +75,7 @@ class Violation(NamedTuple):
 def rules(find: Callable[[Any, Any], Iterator[Violation]]) -> AfterValidator:
     """Return a validator for ``Annotated`` that reports all broken rules of a document.
 
-    Args:
-        find: yields broken rules, given the document and the context of ``convert``.
+    ``find`` yields them, given the document and the context of ``convert``.
     """
 
     def check(document: _T, info: ValidationInfo) -> _T:
@@ -104,11 +102,7 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def convert(cls: type[_T], data: Any, context: Any = None) -> _T:
-    """Build a document from plain data.
-
-    Raises:
-        pydantic.ValidationError: with all broken rules; ``violations`` reads them.
-    """
+    """Build a document from plain data; pydantic.ValidationError has all broken rules."""
     return cast(_T, _adapter(cls).validate_python(data, context=context))
 
 
@@ -126,7 +120,6 @@ def to_yaml_data(document: Any, *, include_nulls: bool = True) -> dict[str, Any]
 
 
 def digest_of(value: Any) -> str:
-    """Return the sha256 of a value as canonical JSON."""
     text = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -143,7 +136,7 @@ class _WithDocstrings(GenerateJsonSchema):
 
     def dataclass_schema(self, schema: core_schema.DataclassSchema) -> Schema:
         result = super().dataclass_schema(schema)
-        # pydantic puts fields without ``Field(...)`` last.
+        # pydantic lists fields without ``Field(...)`` last.
         declared = result["properties"]
         order = [name for name in schema["cls"].__dataclass_fields__ if name in declared]
         result["properties"] = {name: declared[name] for name in dict.fromkeys([*order, *declared])}

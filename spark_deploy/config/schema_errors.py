@@ -24,7 +24,7 @@ _TYPES = {
     "object": "a mapping",
     "null": "null",
 }
-MAX_VALUES = 200_000  # a few lines with nested aliases can contain billions
+MAX_VALUES = 200_000  # a few lines with nested aliases can expand to billions
 _MAX_LEVELS = 32  # far below the interpreter's recursion limit
 # Larger floats are no longer exact, and larger sizes in bytes overflow.
 _LIMITS = {float: 2**53, int: 2**63}
@@ -37,13 +37,9 @@ def problems_of(
     where: Callable[[KeyPath], str],
     renamed: Mapping[str, str] | None = None,
 ) -> Iterator[Problem]:
-    """Yield all mistakes in ``data``.
+    """Yield all mistakes in plain ``data``, compared with a JSON ``schema``.
 
-    Args:
-        data: plain data of a file.
-        schema: its JSON schema.
-        where: returns the file that set a key path.
-        renamed: fixes for renamed keys.
+    ``where`` returns the file that set a key path; ``renamed`` has fixes for renamed keys.
     """
 
     def place(path: KeyPath) -> str:
@@ -171,7 +167,6 @@ def _example(schema: Schema) -> str:
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """Return a key path as text, such as ``serve.names[0]``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{part}"
@@ -179,7 +174,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, str]]:
-    """Yield (path, message, fix) for values that are not JSON, too large, too deep or too many."""
+    """Yield (path, message, fix) for values that are not JSON, too large or too deep."""
     if not path and _has_too_many(data):
         yield (), f"has more than {MAX_VALUES} values", "write fewer values, without nested aliases"
     elif len(path) > _MAX_LEVELS:
@@ -217,7 +212,6 @@ def _scalar_problems(scalar: Any) -> Iterator[tuple[str, str]]:
 
 
 def _has_too_many(data: Any) -> bool:
-    """Return whether there are too many values; an alias counts each time it is used."""
     level, count = [data], 0
     for _ in range(_MAX_LEVELS + 2):
         inner = (

@@ -1,5 +1,3 @@
-"""Read YAML mappings and schemas; duplicate keys and values that are not JSON are problems."""
-
 from __future__ import annotations
 
 import json
@@ -65,12 +63,7 @@ _MAX_YAML_LEVELS = 100
 
 
 def _load(path: Path, loader: Any) -> Any:
-    """Return the plain data of a YAML file.
-
-    Raises:
-        RecursionError: it nests so deeply that the C parser would crash.
-        _TooLargeError: reading it would take minutes or all memory.
-    """
+    """Return the plain data of a YAML file; raise before the parser crashes or takes minutes."""
     with path.open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
@@ -93,12 +86,9 @@ def _load(path: Path, loader: Any) -> Any:
 def read_mapping(
     path: Path, *, shown: str, is_foreign: bool = False
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the mapping in a YAML file, empty if there is none, and the file's problems.
+    """Return the mapping in a YAML file, empty if missing, and the file's problems.
 
-    Args:
-        path: the file.
-        shown: its name in messages.
-        is_foreign: whether it is a third-party document, in which dates are text.
+    ``shown`` is the file's name in messages; a foreign document may contain dates, which stay text.
     """
     try:
         data = _load(path, _DatesAreText if is_foreign else _NoDuplicates)

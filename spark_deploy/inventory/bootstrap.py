@@ -1,8 +1,8 @@
-"""First contact with hosts: record their host keys, and read a password if a host needs one.
+"""First contact with hosts: record host keys, and read a password if needed.
 
-This happens while the inventory is loaded, before pyinfra connects. The password is typed once,
-stays in memory, and is sent through SSH or standard input, never in a command line or log. This
-machine (``@local``) needs only the sudo rule.
+This happens while the inventory is loaded, before pyinfra connects. The password stays in memory
+and is sent through SSH or standard input, never in a command line or log. This machine (``@local``)
+needs only the sudo rule.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from spark_deploy.inventory.login import (
 )
 
 HOST_KEYS_FILE_VARIABLE = "SPARK_BOOTSTRAP_HOST_KEYS_FILE"
-CONTACT_KEY = "spark_deploy_contact"  # in pyinfra's data of a host
+CONTACT_KEY = "spark_deploy_contact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def prepare(
     with ThreadPoolExecutor(max_workers=16) as pool:
         host_keys = list(pool.map(query_host_key, remote))
         targets = [*local, *(key.endpoint for key in host_keys if key.state != "unreachable")]
-        # Before any prompt: without a key to install, the answers would be useless.
+        # Check before any prompt that there is a key to install.
         public_keys = ["" if target.is_local else public_key(target) for target in targets]
         _confirm_host_keys(host_keys, confirm)
         logins = [
@@ -146,8 +146,7 @@ def _read_passwords(
 ) -> dict[str, str]:
     """Return the password of each host; prompt again for hosts that reject it.
 
-    Only logins can be checked here; a wrong sudo password is found later. Raises SettingsError if
-    every host rejects the last password; otherwise prints the hosts that do.
+    Raises SettingsError if every host rejects the last password.
     """
     passwords: dict[str, str] = {}
     checkable = {login for login, result in logins.items() if not result.logs_in}
@@ -186,7 +185,7 @@ def _contact_data(
     # Bootstrap calls sudo itself, because pyinfra would put the password into an argv.
     data["_sudo"] = False
     if not result.logs_in:
-        # The keys of an agent would use up the attempts that the server allows.
+        # The keys of an agent would count as login attempts.
         data.update(ssh_password=Password(password), ssh_allow_agent=False, ssh_look_for_keys=False)
     return data
 

@@ -24,13 +24,12 @@ def makes_plan(deploy: str) -> bool:
 
 
 def must_serve(arguments: Mapping[str, Any]) -> bool:
-    """Return whether settings that cannot be served are errors: only if a plan follows."""
+    """Return whether invalid models and profiles are errors: only if a plan follows."""
     operations: Sequence[str] = arguments.get("operations") or []
     return bool(arguments.get("must_serve", makes_plan(operations[0] if operations else "")))
 
 
 def command_line() -> dict[str, Any]:
-    """Return the parameters of the current command; empty outside of one."""
     context = click.get_current_context(silent=True)
     if context is None or "inventory" not in context.params:
         return {}
@@ -38,7 +37,7 @@ def command_line() -> dict[str, Any]:
 
 
 def overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our settings in ``--data``, without pyinfra's, such as ``ssh_user``."""
+    """Return our settings in ``--data``, without pyinfra's."""
     settings = {}
     for item in arguments.get("data") or ():
         key, equals, text = item.partition("=")
@@ -69,7 +68,6 @@ def _parse_value(text: str) -> Any:
 def check_patterns(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> None:
-    """Raise SettingsError if --limit or --exclude matches nothing: pyinfra would exit 0."""
     names = [host for hosts in groups.values() for host in hosts]
     known = [*groups, *names]
     problems = []
@@ -98,7 +96,6 @@ def inventory_argument() -> str:
 
 
 def missing_inventory(path: str) -> SettingsError:
-    """Return an error that suggests the closest existing file."""
     missing = Path(path)
     folders = dict.fromkeys((missing.parent, missing.parent / "inventory", Path("inventory")))
     existing = sorted({file for folder in folders for file in folder.glob("[!_]*.py")})

@@ -66,7 +66,6 @@ class HostEntry:
     """How to reach a host; ~/.ssh/config supplies missing values."""
 
     address: Address | None = None
-    """Address, if ssh does not know the name."""
     user: Login | None = None
     """Login user."""
     port: int | None = Field(default=None, ge=1, le=65535)
@@ -93,10 +92,7 @@ def read_hosts(path: Path) -> HostList:
 
 
 def hosts_of(file: str, group: str = "spark") -> dict[str, Group]:
-    """Return a group with the hosts of ``hosts.yml``: ``globals().update(_hosts_of(__file__))``.
-
-    ``hosts.yml`` is next to ``group_vars``, where ``group`` is the name of a file.
-    """
+    """Return a group with the hosts of ``hosts.yml``: ``globals().update(_hosts_of(__file__))``."""
     hosts = read_hosts(vars_root(file) / HOSTS_FILE).hosts
     data: dict[str, dict[str, Any]] = {}
     for name, entry in hosts.items():
@@ -113,14 +109,11 @@ def group_from(
     generated: Mapping[str, Any] | None = None,
     host_data: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Group:
-    """Return a pyinfra group: ``spark = _group_from("spark", hosts=[...], file=__file__)``.
+    """Return a pyinfra group.
 
-    Args:
-        name: a file in ``group_vars``, next to the inventory or in the parent folder.
-        hosts: host names; ``@local`` is this machine.
-        file: ``__file__`` of the inventory.
-        generated: computed settings; host_vars override them.
-        host_data: pyinfra's data by host, such as ``ssh_hostname``.
+    ``spark = _group_from("spark", hosts=[...], file=__file__)``. ``name`` is a file in
+    ``group_vars``; ``@local`` is this machine; ``file`` is ``__file__`` of the inventory;
+    ``host_data`` is pyinfra's data by host.
     """
     return groups_from({name: hosts}, file=file, generated=generated, host_data=host_data)[name]
 
@@ -132,7 +125,6 @@ def groups_from(
     generated: Mapping[str, Any] | None = None,
     host_data: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Group]:
-    """Build several groups at once: ``globals().update(groups_from(...))``."""
     _make_importable()
     limit_output()
     arguments, stem = command_line(), Path(file).stem
@@ -219,7 +211,6 @@ def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
 def chosen_hosts(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> list[str]:
-    """Return the hosts that --limit and --exclude select, as pyinfra does."""
     names = list(dict.fromkeys(host for hosts in groups.values() for host in hosts))
 
     def matching(option: str) -> set[str]:
@@ -247,7 +238,6 @@ def _once_per_command(name: str, make: Callable[[], T]) -> T:
 
 
 def vars_root(file: str) -> Path:
-    """Return the folder with group_vars: the inventory file's folder or its parent."""
     folder = Path(file).resolve().parent
     for candidate in (folder, folder.parent):
         names = ("group_vars", "host_vars", "catalog", HOSTS_FILE)
@@ -284,7 +274,7 @@ def _connection_data(
 
 def _configured_user(host: str, data: Mapping[str, Any]) -> str:
     """Return the user in ~/.ssh/config or the local user; "" if unknown."""
-    # Connecting reports mistakes in the file. KeyError: the local user has no name.
+    # Connecting reports mistakes in the file. KeyError: the local user is unknown.
     with suppress(OSError, ValueError, KeyError, SSHException, RecursionError):
         config = get_ssh_config(data.get("ssh_config_file"))
         user = config.lookup(data.get("ssh_hostname", host)).get("user") if config else None

@@ -24,7 +24,7 @@ from spark_deploy.inventory.unreachable import network_reason
 
 CONNECT_TIMEOUT_S = 10.0
 
-# paramiko would also print a traceback.
+# Otherwise paramiko prints a traceback, too.
 logging.getLogger("paramiko.transport").setLevel(logging.CRITICAL)
 
 KeyState = Literal["known", "new", "changed", "unreachable"]
@@ -32,8 +32,6 @@ KeyState = Literal["known", "new", "changed", "unreachable"]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where and how to log in to a host."""
-
     host: str  # name in the inventory
     hostname: str
     user: str | None
@@ -65,7 +63,6 @@ class HostKey:
 
 
 def fingerprint(key: PKey) -> str:
-    """Return type and fingerprint of a key, as `ssh-keygen -l` prints them."""
     digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
     return f"{key.get_name()} SHA256:{digest}"
 
@@ -159,7 +156,6 @@ def is_listed(key: HostKey, file: str) -> bool:
 
 
 def record_host_keys(keys: Sequence[HostKey]) -> None:
-    """Append new keys to known_hosts files."""
     for new in keys:
         if new.state != "new" or new.key is None:
             continue
@@ -175,7 +171,6 @@ LOST_AFTER_S = 60
 _SOCKET_OPTIONS = (
     # Saves 40 ms per command.
     (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
-    # Otherwise commands hang if a host loses power or its cable.
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPIDLE", LOST_AFTER_S // 4),
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", LOST_AFTER_S // 4),

@@ -29,7 +29,7 @@ NOT_LISTED = (
 )
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _FOLDERS = {"group_vars": "group", "host_vars": "host"}
-# Suffixes of variable files in other tools; such a file is probably a mistake.
+# Suffixes of variable files in other tools.
 _SUFFIXES = ("", ".yml", ".yaml", ".json", ".toml", ".py")
 
 
@@ -42,7 +42,6 @@ class HostContext:
     plans: list[tuple[Request, HostPlan]] = field(default_factory=list, compare=False, repr=False)
 
     def plan(self, request: Request) -> HostPlan:
-        """Return the plan of a request; each is computed once per process."""
         for earlier, plan in self.plans:
             if earlier == request:
                 return plan
@@ -120,7 +119,6 @@ class _JoinedStrings(NamedTuple):
 
 
 def _joined_strings(file: Path) -> Iterator[_JoinedStrings]:
-    """Yield adjacent strings that Python joins because a comma is missing."""
     adjacent: list[tokenize.TokenInfo] = []
     for token in _tokens(file):
         if token.type == tokenize.STRING and not token.string.lower().startswith(("f", "rf", "fr")):
@@ -146,7 +144,7 @@ def _tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
 
 
 def stray_files(groups: Mapping[str, Sequence[str]], *, root: Path, file: str) -> Iterator[Problem]:
-    """Yield settings files that belong to no group or host of this or an adjacent inventory."""
+    """Yield settings files that belong to no group or host."""
     names = {
         "group_vars": {"all", *groups},
         "host_vars": {host.removeprefix("@") for hosts in groups.values() for host in hosts},

@@ -32,7 +32,7 @@ _TRY_SUDO = '[ "$(id -u)" = 0 ] || sudo -k -n true 2>/dev/null && echo free'
 
 
 def refuse_prompt(prompt: str) -> NoReturn:
-    """Raise SettingsError; replaces pyinfra's prompt, which puts the password into an argv."""
+    """Raise SettingsError; replaces pyinfra's prompt, which puts the password into argv."""
     raise SettingsError.one("sudo", "needs a password", "run deploys/bootstrap.py once")
 
 
@@ -113,7 +113,6 @@ def endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:
 
 
 def try_key(endpoint: Endpoint) -> LoginResult:
-    """Log in with the key only, and try sudo without a password; ``@local`` needs no login."""
     if endpoint.is_local:
         command = ["sh", "-c", _TRY_SUDO]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
@@ -134,7 +133,7 @@ def try_key(endpoint: Endpoint) -> LoginResult:
 
 
 def accepts_password(endpoint: Endpoint, password: str) -> bool:
-    """Return whether the host accepts a password; also if that is unknown, for other errors."""
+    """Return whether the host accepts a password, or if that is unknown."""
     client = SSHClient()
     arguments = {"password": Password(password), "allow_agent": False, "look_for_keys": False}
     try:
@@ -178,8 +177,7 @@ def _private_key(key_file: str) -> Any:
 def public_key(endpoint: Endpoint) -> str:
     """Return the public key to install.
 
-    In this order: ``ssh.key_file``, ``IdentityFile`` in ~/.ssh/config, the usual files in ~/.ssh,
-    the first key of the agent.
+    In this order: ``ssh.key_file``, ``IdentityFile`` in ~/.ssh/config, ~/.ssh, the agent.
     """
     files = [endpoint.key_file] if endpoint.key_file else [*_identities(endpoint), *_KEY_FILES]
     for file in (Path(name).expanduser() for name in files):
@@ -217,7 +215,6 @@ def endpoint_of(host: Host) -> Endpoint:
 
 
 def bootstrap_plan(host: Host) -> BootstrapPlan:
-    """Return what bootstrap installs: the deploy account, or a key and sudo rule of the user."""
     if endpoint_of(host).is_local:
         return BootstrapPlan(public_key="")
     ssh = context_of(host).loaded.settings.ssh

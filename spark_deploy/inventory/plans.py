@@ -54,7 +54,6 @@ def payload_identity() -> PayloadIdentity:
 
 
 def waves_for(state: State) -> tuple[Wave, ...]:
-    """Return the waves in which the hosts of this run change."""
     chosen = [host for host in state.inventory if state.is_host_in_limit(host)]
     settings_by_host = {host.name: context_of(host).loaded.settings for host in chosen}
     rollouts = {name: settings.rollout for name, settings in settings_by_host.items()}
@@ -99,7 +98,6 @@ class UnreadRepository(NamedTuple):
 def unverified_builds(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
-    """Yield builds whose tensor names have not been compared with the sources."""
     for served in settings.all_served:
         if served.checkpoint.requantized:
             continue  # no hub has the base; the builder verifies it
@@ -113,7 +111,6 @@ def unverified_builds(
 def unread_repositories(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[UnreadRepository]:
-    """Yield repositories whose headers are not in the lock."""
     for served in settings.all_served:
         model = catalog.model(served.model)
         profile = catalog.profile(served.profile, served.model)
@@ -165,7 +162,7 @@ def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log
 
 
 def verified_lock(settings: Settings, catalog: Catalog, path: Path, lock: Lock, log: Log) -> Lock:
-    """Return the verified lock for a deploy; write it, unless ``locked`` is ``required``."""
+    """Return the verified lock of a deploy; write it, unless ``locked`` is ``required``."""
     if settings.locked == "required":
         for names, _ in unverified_builds(settings, catalog, lock):
             log(f"{path.name}: names of {names.build} have not been verified; {_LOCK_FIX}")
@@ -190,8 +187,7 @@ def read_inventory(
 ) -> dict[str, dict[str, Any]]:
     """Run an inventory without pyinfra; return pyinfra's data of the chosen hosts.
 
-    This adds settings to plain pyinfra inventories. With ``must_serve=False`` models and profiles
-    may be invalid, because no plan follows.
+    This adds settings to plain pyinfra inventories.
     """
     hosts = [] if path.exists() else _hosts_of_text(str(path))
     if not hosts and not path.is_file():
@@ -217,8 +213,8 @@ def read_inventory(
 def check_inventory() -> None:
     """Raise SettingsError if the inventory is missing or has no host.
 
-    ``config.py``, which pyinfra reads first, calls it: pyinfra would continue without hosts and
-    exit 0. Inventories with ``group_from`` check this themselves.
+    ``config.py``, which pyinfra reads first, calls it, because pyinfra would continue without hosts
+    and exit 0.
     """
     path = Path(inventory_argument())
     if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
@@ -273,7 +269,6 @@ def _run_inventory(path: Path) -> dict[str, Any]:
 
 
 def _with_settings(groups: Mapping[str, Any], path: Path) -> dict[str, Group]:
-    """Add settings to the groups of a plain pyinfra inventory."""
     complete = {name: group for name, group in groups.items() if _has_settings(group)}
     known_hosts = {host for members, _ in complete.values() for host, _ in members}
     plain_groups: dict[str, list[Any]] = {}
@@ -301,7 +296,6 @@ def _is_group(value: Any) -> bool:
 
 
 def _has_data(value: Any) -> bool:
-    """Return whether it is a tuple of a host or list, and data."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
 
 

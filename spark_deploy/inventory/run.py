@@ -24,8 +24,6 @@ from spark_deploy.inventory.host_keys import readable_ssh_files
 
 
 class _CallbackHandler(logging.Handler):
-    """Passes pyinfra's log lines to a function."""
-
     def __init__(self, log: Callable[[str], None]):
         super().__init__()
         self.log = log
@@ -45,17 +43,10 @@ def run_deploy(
     as_json: bool = False,
     failed: set[str] | None = None,
 ) -> int:
-    """Run a deploy on hosts; return the exit code that pyinfra would have.
+    """Run a deploy on hosts; return pyinfra's exit code.
 
-    Args:
-        deploy: the deploy file.
-        hosts: names, and pyinfra's data, which contains our settings.
-        data: ``KEY=VALUE`` arguments of the command line.
-        watcher: receives pyinfra's callbacks.
-        log: receives log lines; by default they are printed.
-        dry: only print the predicted changes.
-        as_json: print plan and results as JSON.
-        failed: the names of failed hosts are added to it.
+    ``watcher`` receives pyinfra's callbacks, ``log`` the log lines (default: print them); the names
+    of failed hosts are added to ``failed``.
     """
     from pyinfra_cli.util import parse_cli_arg  # lets gevent patch this process
 

@@ -24,7 +24,6 @@ _SSH = (
 
 
 def network_reason(hostname: str, port: int | None, error: BaseException) -> str:
-    """Return the address, written as in known_hosts, and why it cannot be reached."""
     if isinstance(error, NoValidConnectionsError):
         [(address, error), *_] = error.errors.items()
         port = address[1]

@@ -20,7 +20,6 @@ _HEAD = """\
 
 
 def read_lock(path: Path) -> Lock:
-    """Return the lock; a missing file is an empty lock."""
     if not path.exists():
         return Lock.from_entries()
     data, problems = read_mapping(path, shown=path.name)
@@ -40,7 +39,6 @@ def validated(lock: Lock) -> Lock:
 
 
 def write_lock(path: Path, lock: Lock) -> None:
-    """Replace the lock file atomically."""
     data = to_yaml_data(lock, include_nulls=False)
     text = _HEAD + yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
     try:

@@ -47,11 +47,9 @@ class HeadersUnavailableError(LockError):
 
 
 def check_sources(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> VerifiedNames:
-    """Check a build's sources by reading their headers; return ``names`` with tensor counts.
+    """Check a build's sources by their headers; return ``names`` with tensor counts.
 
-    Raises:
-        HeadersUnavailableError: the hub did not send the headers.
-        LockError: a host would reject these sources.
+    Raises LockError if a host would reject these sources.
     """
     with temporary_builder(hub) as builder:
         if isinstance(order.donor, DonorUrl):
@@ -65,8 +63,6 @@ def check_sources(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> V
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """Runs the checkpoint builder of this checkout in a directory."""
-
     folder: Path
     endpoint: str
     token_file: str | None
@@ -94,7 +90,6 @@ class Builder:
         raise (HeadersUnavailableError if code == _UNAVAILABLE else LockError)([problem])
 
     def read(self, kind: type[_Document], *words: str) -> _Document:
-        """Return the document that a command prints."""
         try:
             return documents.parse(kind, self.run(*words))
         except DocumentError as error:
@@ -122,12 +117,7 @@ _MAX_BYTES = 1 << 50
 def read_anatomy(
     repository: str, commit: str, hub: HubSettings, *, leave_out: tuple[str, ...] = ()
 ) -> Anatomy:
-    """Return the anatomy of a repository at a commit, from headers and config.json.
-
-    Raises:
-        HeadersUnavailableError: the hub did not send them.
-        LockError: the repository is not a model.
-    """
+    """Return the anatomy of a repository at a commit, from headers and config.json."""
     description = describe_repository(f"{repository}@{commit}", hub, leave_out=leave_out)
     return replace(make_anatomy(repository, description), leave_out=leave_out)
 
@@ -135,7 +125,6 @@ def read_anatomy(
 def describe_repository(
     place: str, hub: HubSettings, *, leave_out: tuple[str, ...] = (), all_documents: bool = False
 ) -> RepositoryDescription:
-    """Return what the builder reads from the headers and documents of a repository."""
     words = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
     words += [ALL_DOCUMENTS] if all_documents else []
     with temporary_builder(hub) as builder:
@@ -176,7 +165,7 @@ def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy
 
 
 def _architecture(config: ModelConfig) -> str:
-    # Not from the section of the language model, which may name a different class.
+    # Not from the language model's section, which may name a different class.
     names = config.top_level("architectures")
     first = names[0] if isinstance(names, list) and names else ""
     is_valid = isinstance(first, str) and len(first) <= 100 and first.isidentifier()
@@ -200,7 +189,6 @@ _TOKEN = re.compile(r"[!-~]{1,512}")
 
 
 def read_hub_token(hub: HubSettings) -> str | None:
-    """Return the token of the settings, or of the user's Hugging Face login."""
     if hub.token is None:
         return _read_login(hub.endpoint)
     token = read_secret(hub.token, setting="hub.token")

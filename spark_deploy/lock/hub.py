@@ -68,7 +68,6 @@ def _prepare_client() -> None:
 
 
 def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> LockedSource:
-    """Return commit and files of a repository; small files have only a git blob sha1."""
     where = f"{endpoint}/{repo}"
     try:
         info = _model_info(endpoint, repo, revision, token, files_metadata=True)

@@ -39,7 +39,6 @@ class ModelConfig:
         return self._levels[-1].get(name)
 
     def count(self, *names: str) -> int | None:
-        """Return the value of the first of these names that is set, or None."""
         for name in names:
             value = self.get(name)
             if value is None:
@@ -64,7 +63,6 @@ class ModelConfig:
         return str(value) if is_valid else ""
 
     def strings(self, name: str) -> tuple[str, ...]:
-        """Return the items of a list as strings; an empty tuple for any other value."""
         value = self.get(name)
         return tuple(map(str, value)) if isinstance(value, list) and len(value) < 4096 else ()
 
@@ -94,11 +92,7 @@ _UNSUPPORTED = (
 
 
 def cache_layers(config: ModelConfig) -> tuple[CacheLayers, ...]:
-    """Return the cache size per layer type; empty for an encoder.
-
-    Raises:
-        UnknownCacheSizeError: with the reason.
-    """
+    """Return the cache size per layer type, or raise UnknownCacheSizeError."""
     kind = config.text("model_type")
     if kind in _ENCODERS:
         return ()
@@ -112,7 +106,6 @@ def cache_layers(config: ModelConfig) -> tuple[CacheLayers, ...]:
 
 
 def _list_layer_types(config: ModelConfig, model_type: str) -> list[str]:
-    """Return the type of each layer that has a cache or state."""
     layers = config.require("num_hidden_layers", "n_layer", "num_layers")
     if layers > _MAX_LAYERS:
         raise UnknownCacheSizeError(f"config.json has {layers} layers")

@@ -47,8 +47,6 @@ def run_with_timeout(limit_s: float, function: Callable[[], T]) -> T:
 
 
 class _SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects unless they lead from https to http."""
-
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str,
         headers: HTTPMessage, newurl: str,
@@ -77,8 +75,8 @@ def look_up(
 ) -> LockedImage:
     """Return digest and compressed size of an image for ``arch`` (as in ``uname -m``).
 
-    The digest identifies the list of platforms, if there is one. The entrypoint of an ``engine``
-    must start vLLM.
+    The digest identifies the list of platforms, if present. The entrypoint of an ``engine`` must
+    start vLLM.
     """
     try:
         return run_with_timeout(LIMIT_S, lambda: _query(text, arch, insecure, engine))

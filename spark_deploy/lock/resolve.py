@@ -40,7 +40,6 @@ class Names:
 
     @property
     def names(self) -> list[str]:
-        """Repositories and image references, for messages."""
         return sorted([repo for repo, _ in self.sources] + list(self.images))
 
 
@@ -117,10 +116,6 @@ def load_or_extend_lock(
 def resolve(
     lock: Lock, names: Names, settings: Settings, engines: Collection[str], print_line: PrintLine
 ) -> Lock:
-    """Look up names on hub and registries; return the extended lock.
-
-    ``engines`` are the supported versions, which errors about missing tags suggest.
-    """
     sources = [_look_up_source(name, settings, print_line) for name in sorted(names.sources)]
     images = [_look_up_image(name, settings, engines, print_line) for name in sorted(names.images)]
     return validated(lock.with_entries(sources, images))

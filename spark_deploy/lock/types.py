@@ -57,7 +57,6 @@ class LockedSource:
 
     @property
     def size_bytes(self) -> int:
-        """Total size of the files to download."""
         return sum(file.size_bytes for file in self.files)
 
     @property
@@ -161,7 +160,6 @@ class Lock:
         names: Iterable[VerifiedNames] = (),
         anatomies: Iterable[Anatomy] = (),
     ) -> Lock:
-        """Return this lock with additional entries, which replace entries of the same name."""
         return Lock.from_entries(
             [*self.sources.values(), *sources],
             [*self.images.values(), *images],
@@ -216,7 +214,7 @@ _PICKLES = frozenset({
 })  # fmt: skip
 _DATA = frozenset({
     *("gguf", "safetensors"),
-    *("bpe", "codes", "model", "spm", "tiktoken", "vocab"),  # tokenizers
+    *("bpe", "codes", "model", "spm", "tiktoken", "vocab"),
     *("csv", "j2", "jinja", "jinja2", "json", "jsonl", "toml", "tsv", "txt", "yaml", "yml"),
     *("bib", "cff", "license", "markdown", "md", "pdf", "rst"),
     *("bmp", "gif", "ico", "jpeg", "jpg", "png", "svg", "webp"),
@@ -238,11 +236,7 @@ def why_not_downloaded(path: str) -> str | None:
 def split_files(
     where: str, files: Iterable[SourceFile]
 ) -> tuple[tuple[SourceFile, ...], dict[str, str]]:
-    """Return the files to download, and the other paths with the reason.
-
-    Raises:
-        LockError: all weights are pickle files.
-    """
+    """Return the files to download, and the excluded paths with the reason."""
     downloaded, left_out = [], {}
     for file in files:
         reason = why_not_downloaded(file.path)

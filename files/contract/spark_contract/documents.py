@@ -57,7 +57,7 @@ def to_json(value: Any) -> str:
 
 
 def read(kind: type[_T], data: object) -> _T:
-    """Return the document in parsed JSON; ``DocumentError`` if version or structure differ."""
+    """Return the document in parsed JSON; DocumentError if version or structure differ."""
     document: _T = _read(kind, data, "")
     return document
 
@@ -105,7 +105,7 @@ def _read_fields(kind: Any, data: Any, path: str) -> Any:
             raise _wrong(_at(path, name), "missing")
     try:
         return kind(**values)
-    except ValueError as error:  # from __post_init__
+    except ValueError as error:
         raise _wrong(path, str(error)) from error
 
 
@@ -123,7 +123,7 @@ def _read_union(kind: Any, data: Any, path: str) -> Any:
 
 
 def _check_literal(allowed: tuple[Any, ...], data: Any, path: str) -> Any:
-    # Compare types as well, because True equals 1.
+    # Compare types, too: True equals 1.
     if not any(type(value) is type(data) and value == data for value in allowed):
         raise _wrong(path, f"{shorten(data)}, known: {', '.join(map(str, allowed))}")
     return data
@@ -190,7 +190,6 @@ def check_pattern(where: str, value: str | None, pattern: str) -> None:
 
 
 def check_plain_directory(where: str, value: str) -> None:
-    """Raise unless the value is an absolute path without ``..`` or a hidden name."""
     path = PurePosixPath(value)
     if not path.is_absolute() or ".." in path.parts or not path.name or path.name.startswith("."):
         raise DocumentError(

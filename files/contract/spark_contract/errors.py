@@ -24,7 +24,6 @@ class Problem:
 
 
 def parse_problem(line: str) -> Problem | None:
-    """Parse the last line of a failed host tool; None for any other line."""
     if not line.startswith(ERROR):
         return None
     text, _, fix = line.removeprefix(ERROR).partition(_FIX)

@@ -19,7 +19,7 @@ TRY_AGAIN = "wait 90 seconds, then run it again"
 @dataclass(frozen=True, slots=True)
 class FabricPort:
     interface: str
-    address: str  # with prefix length: 192.168.100.11/24
+    address: str
     mtu: int
 
 
@@ -34,8 +34,6 @@ class FabricPlan:
 
 @dataclass(frozen=True, slots=True)
 class FabricRecord:
-    """The network before the change, to restore it."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     ports: tuple[FabricPort, ...]
@@ -49,8 +47,8 @@ class FabricRecord:
 class SpeedOrder:
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    interface: str  # the sender binds to it
-    address: str  # the listener binds to it
+    interface: str
+    address: str
     port: int
     token: str
     max_bytes: int

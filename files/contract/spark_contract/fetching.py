@@ -24,12 +24,10 @@ SHARE_KEY = f"{CONFIG_DIR}/share-key"  # 0600; exists while the host shares file
 
 @dataclass(frozen=True, slots=True)
 class SharedTree:
-    """A checkpoint that peers may read and verify."""
-
     digest: str  # as in the receipt
     dir: str
     job: str  # digest12 of the job; peers query the progress
-    # A download names each file once it is verified; a build only at the end.
+    # A download lists each file once it is verified; a build only at the end.
     unfinished: bool
 
 
@@ -46,7 +44,7 @@ class Share:
 class Peers:
     urls: tuple[str, ...]  # of hosts, in order of preference; see tree_url
     key_file: str = field(default=SHARE_KEY, metadata=OPTIONAL)
-    # Skip a peer that makes no progress for so long.
+    # Skip a peer without progress for this time.
     patience_s: float = field(default=30.0, metadata=OPTIONAL)
 
 
@@ -74,7 +72,6 @@ def tree_url(url: str, digest: str) -> str:
 
 
 def partial_dir(out: Path) -> Path:
-    """Return the work directory of a tree, from which the next attempt resumes."""
     return out.parent / f".{out.name}.partial"
 
 
@@ -90,10 +87,10 @@ class TransferOptions:
     backoff_s: float = 1.0  # before the second try; doubles up to 30
     # Never sent to peers, mirrors or redirect targets.
     token_file: str | None = field(default=None, metadata=OPTIONAL)
-    parallel: int = field(default=4, metadata=OPTIONAL)  # requests at once
-    timeout_s: float = field(default=30.0, metadata=OPTIONAL)  # without data on a connection
+    parallel: int = field(default=4, metadata=OPTIONAL)
+    timeout_s: float = field(default=30.0, metadata=OPTIONAL)
     rate_limit_bytes_per_s: int | None = field(default=None, metadata=OPTIONAL)
-    # Abandon a mirror or peer if the rate of all its requests together is lower.
+    # Abandon a mirror or peer if the total rate of its requests is lower.
     slow_bytes_per_s: int = field(default=1_000_000, metadata=OPTIONAL)
     slow_after_s: float = field(default=10.0, metadata=OPTIONAL)  # time of the measurement
 
@@ -109,7 +106,7 @@ class TransferOptions:
 
     @property
     def min_bytes_per_s(self) -> float:
-        """The rate below which a mirror or peer is slow, at most half of our own rate limit."""
+        """Return the rate below which a mirror or peer is slow: at most half of our rate limit."""
         if self.rate_limit_bytes_per_s is None:
             return self.slow_bytes_per_s
         return min(self.slow_bytes_per_s, self.rate_limit_bytes_per_s / 2)
@@ -192,7 +189,6 @@ DOCKER_HUB = "registry-1.docker.io"
 # Cancel an image pull that stays below the minimum rate for this time.
 PULL_STALL_S = 300.0
 PULL_MIN_BYTES_PER_S = 1024
-# Map the output of ``uname -m`` to the names in registries.
 ARCHITECTURES = {"aarch64": "arm64", "x86_64": "amd64"}
 MANIFEST_TYPES = (
     "application/vnd.oci.image.index.v1+json",

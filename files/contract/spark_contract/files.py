@@ -20,7 +20,6 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None:
-    """Replace ``path`` atomically and durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -43,7 +42,6 @@ def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove temporary files of processes that have ended."""
     prefix = f".{path.name}."
     with os.scandir(path.parent) as entries:
         stale = [entry for entry in entries if entry.name.startswith(prefix)]
@@ -64,7 +62,6 @@ def _is_running(process_id: int) -> bool:
 
 
 def _create_file(path: Path, mode: int) -> int:
-    """Create a file without following links; return its descriptor."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
         return os.open(path, flags, mode)
@@ -75,7 +72,6 @@ def _create_file(path: Path, mode: int) -> int:
 
 @contextmanager
 def name_file_in_errors(descriptor: int) -> Iterator[None]:
-    """Add the file name to an OSError about a descriptor."""
     try:
         yield
     except OSError as error:

@@ -47,7 +47,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class NamedKey:
-    """A person's API key, as its SHA-256; ``None``: only the limits of all keys."""
+    """A named API key as SHA-256; ``None``: only the limits of all keys."""
 
     sha256: str
     max_concurrent: int | None
@@ -73,7 +73,7 @@ class Gateway:
     replicas: Replicas | None = field(default=None, metadata=OPTIONAL)
     # Model names of each service; requests without a model name are routed by path.
     names: dict[str, tuple[str, ...]] | None = field(default=None, metadata=OPTIONAL)
-    # Services that a request starts -> seconds without requests until they stop; 0: no limit.
+    # Services that a request starts -> idle seconds until they stop; 0: no limit.
     on_request: dict[str, int] | None = field(default=None, metadata=OPTIONAL)
     keys: dict[str, NamedKey] | None = field(default=None, metadata=OPTIONAL)
 

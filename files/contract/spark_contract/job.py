@@ -1,5 +1,3 @@
-"""Jobs: ``job.json``, and their status and progress."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -122,7 +120,6 @@ class Progress:
 
 
 def parse_progress(line: str, total_bytes: int | None) -> Progress:
-    """Parse a line that begins with ``PHASE``; ``total_bytes`` is the default total."""
     values = dict(word.split("=", 1) for word in line.split() if "=" in word)
     total = _parse_number(values.get("total"))
     return Progress(
@@ -146,8 +143,6 @@ State = Literal["waiting", "running", "done", "failed", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """A job as ``spark-host job poll`` prints it."""
-
     digest: str  # digest12 of an unreadable job
     title: str
     kind: str  # "" if unreadable

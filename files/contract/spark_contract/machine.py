@@ -31,7 +31,6 @@ class BootSigns:
 
     @property
     def reboot_reason(self) -> str:
-        """The most urgent reason to reboot, or an empty string."""
         has_both = self.module and self.libraries
         if self.has_version_mismatch or (has_both and self.module not in self.libraries):
             library = ", ".join(self.libraries) or "of another version"
@@ -54,7 +53,6 @@ def newest_of_same_flavour(kernel: str, kernels: Iterable[str]) -> str:
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, for sorting."""
     return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
@@ -116,7 +114,6 @@ class FreeBlocks:
 
 
 def parse_buddyinfo(text: str, page_bytes: int) -> FreeBlocks | None:
-    """Return the free blocks of all zones in ``/proc/buddyinfo``, or None if it lists none."""
     rows = re.findall(r"^Node +\d+, zone +\w+((?: +\d+)+)", text, re.M)
     columns = zip(*(row.split() for row in rows), strict=False)
     by_size = []

@@ -65,7 +65,7 @@ def expand_all(patterns: Iterable[str]) -> set[str]:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """Return the alternatives of each part in order: literal text has one, a brace several."""
+    """Return the alternatives of each part in order; literal text has a single alternative."""
     alternatives: list[list[str]] = []
     # With a group in the expression, split returns literals and brace contents in turns.
     for index, part in enumerate(_BRACE.split(pattern)):
@@ -122,7 +122,7 @@ class DonorUrl(TransferOptions):
     """A donor on a hub: ``{endpoint}/{org}/{repo}/resolve/{commit}``, read in byte ranges."""
 
     url: str
-    # Locked hash of all tensors that the build reads; None: record the hash of the first build.
+    # Locked hash of all tensors that the build reads; None: record it in the first build.
     sha256: str | None = field(default=None, metadata=OPTIONAL)
 
 
@@ -151,10 +151,10 @@ class BuildPlan:
     donor: DonorDir | DonorUrl | None = field(default=None, metadata=OPTIONAL)
     swap: tuple[str, ...]  # modules
     block_shape: tuple[int, int]  # of an FP8 scale
-    base_tensors: tuple[str, ...]  # all names of the base except mtp.*, exactly
-    donor_unmatched: tuple[str, ...]  # extra names, outside .mlp.experts.
-    donor_shapes: tuple[DonorShape, ...]  # empty: same shapes as the base
-    mtp_tensors: tuple[str, ...]  # all mtp.* names of the result, exactly
+    base_tensors: tuple[str, ...]
+    donor_unmatched: tuple[str, ...]  # extra names outside .mlp.experts.
+    donor_shapes: tuple[DonorShape, ...]
+    mtp_tensors: tuple[str, ...]
     # fp8-donor: the donor's FP8; fp8-base: prebuilt hybrid, compared with the donor; fp8-self: our
     # FP8 of the base's weights; int8-g128: INT8 in groups of 128, needs no plugin.
     shared_experts: Scheme
@@ -185,7 +185,7 @@ class BuildPlan:
             raise DocumentError("base_tensors: empty")
         if self.compares_with_donor and self.donor is None:
             raise DocumentError(f"shared_experts: {self.shared_experts} requires a donor")
-        # In an overlay the replaced names are missing, which only the plugin handles.
+        # An overlay lacks the replaced names, which only the plugin handles.
         if self.shared_experts in ("fp8-base", "int8-g128") and self.layout == "overlay":
             raise DocumentError(
                 f"layout: overlay does not support {self.shared_experts}; set layout: full"
@@ -221,8 +221,8 @@ class RequantizePlan:
     digest: str  # of the inputs, computed by the controller
     name: str
     original: FetchPlan  # the 16-bit tree
-    base_tensors: tuple[str, ...]  # all other names of the result, exactly
-    mtp_tensors: tuple[str, ...]  # all mtp.* names of the result, exactly
+    base_tensors: tuple[str, ...]
+    mtp_tensors: tuple[str, ...]
     layers: int
     image: str
     packages: str  # folder with AutoRound and its dependencies
@@ -234,7 +234,7 @@ class RequantizePlan:
     batch: int
     memory_bytes: int  # must be available before the container starts
     work_bytes: int  # disk space in addition to the result
-    out: str  # created atomically
+    out: str
 
     def __post_init__(self) -> None:
         check_pattern("digest", self.digest, SHA256)
@@ -269,11 +269,11 @@ CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokeni
 @dataclass(frozen=True, slots=True)
 class RepositoryDescription:
     commit: str
-    parts: dict[str, dict[str, int]]  # text, vision, drafter: bytes by dtype
+    parts: dict[str, dict[str, int]]
     tensors: int
     repeats_names: bool
     files: dict[str, int | None]  # sizes as the hub reports them
-    documents: dict[str, dict[str, Any]]  # by file name
+    documents: dict[str, dict[str, Any]]
 
 
 BUILDER = "spark_checkpoint"  # the package, run as `python3 -m`

@@ -34,7 +34,6 @@ ENGINES_DIR = f"{RUN_DIR}/engines"
 
 
 def backup_path(path: str) -> str:
-    """Return where the original of a replaced file is kept."""
     return f"{path}.before-spark"
 
 
@@ -111,7 +110,6 @@ class Paths:
         return self.state / "caches" / f"{release}.json"
 
     def answers(self, release: str) -> Path:
-        """Return the path of a release's recorded answers; only root may read them."""
         return self.state / "answers" / f"{release}.json"
 
     def rollout(self, release: str) -> Path:
@@ -133,18 +131,15 @@ class Paths:
         return self.state / "events" / f"{service}.jsonl"
 
     def service_run(self, service: str) -> Path:
-        """Return the directory of the traffic marker; only root may write to it."""
         return self.run / service
 
     def engine_run(self, service: str) -> Path:
-        """Return the directory of a service's socket; the engine may write to it."""
         return self.below(engine_dir(service))
 
     def engine_socket(self, service: str) -> Path:
         return self.engine_run(service) / Path(ENGINE_SOCKET).name
 
     def engine_environment(self, release: str) -> Path:
-        """Return the container's environment file; only root may read it."""
         return self.run / f"{release}.env"
 
     def traffic(self, service: str) -> Path:
@@ -161,19 +156,17 @@ class Paths:
         return self.run / f"stop-{service}.lock"
 
     def waiting_socket(self, service: str) -> Path:
-        """Return where requests to a stopped service wait until it serves."""
         return self.root / "run/spark-on-request" / f"{service}.sock"
 
     def gateway_settings(self, service: str) -> Path:
         return self.below(GATEWAY_DIR) / f"{service}.json"
 
     def usage(self, service: str) -> Path:
-        """Return the usage of named API keys; next to it is the gateway's log."""
+        """Return the usage of named API keys, next to the gateway's log."""
         return self.state / "usage" / f"{service}.json"
 
     def gateway_run(self, service: str) -> Path:
         return self.root / "run/spark-gateway" / service
 
     def gateway_bodies(self, service: str) -> Path:
-        """Return the directory of buffered request bodies: on disk, not in /run."""
         return self.root / "var/cache/spark-gateway" / service

@@ -21,7 +21,7 @@ _NAME_BYTES, _PATH_BYTES = 255, 2048
 
 @dataclass(frozen=True, slots=True)
 class ReceiptFile:
-    """A file with the hash of its content, hashes of pieces, or both."""
+    """A file with a hash of the content, hashes of pieces, or both."""
 
     path: str
     size_bytes: int
@@ -55,7 +55,7 @@ class Receipt:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     kind: str
-    digest: str  # of the order
+    digest: str
     files: tuple[ReceiptFile, ...]
     tool_version: str
     written_at: str
@@ -122,7 +122,6 @@ def parse(text: str | bytes) -> AnyReceipt:
 
 
 def find_receipt(tree: Path) -> AnyReceipt | None:
-    """Return a tree's receipt, or None if it is missing or invalid."""
     try:
         return parse((tree / RECEIPT_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError, DocumentError):
@@ -139,10 +138,7 @@ def find_writable_by_others(tree: Path) -> str | None:
 
 
 def why_writable_by_others(file: Path | int) -> str | None:
-    """Return why another account could write to a file or folder, or None.
-
-    ``file`` is a path or a descriptor.
-    """
+    """Return why another account could write to a file or folder, or None."""
     status = os.fstat(file) if isinstance(file, int) else file.lstat()
     if stat.S_ISLNK(status.st_mode):
         return "is a link"

@@ -45,7 +45,7 @@ class CacheCount:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The last check of a release; valid for a single run of the unit."""
+    """The last check of a release, valid for a single run of the unit."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -65,7 +65,7 @@ class Proof:
     start_memory: StartMemory | None = field(default=None, metadata=OPTIONAL)
     # Duration of each phase of the engine's start.
     start_times_s: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
-    # Kept for later checks, because journals are rotated.
+    # Stored for later checks, because journals are rotated.
     load_lines: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     kv_cache: CacheCount | None = field(default=None, metadata=OPTIONAL)
 

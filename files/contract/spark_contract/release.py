@@ -41,7 +41,7 @@ class Engine:
     mounts: tuple[Mount, ...]
     docker_args: tuple[str, ...]
     user: str  # host account
-    max_sequences: int  # concurrent requests
+    max_sequences: int
     kv_cache_bytes: int | None  # None: the rest of the engine's memory
     kind: str = field(default="vllm", metadata=OPTIONAL)  # selects metric names
 
@@ -77,7 +77,7 @@ class Needle:
 class Prefix:
     """Settings of the prefix cache check."""
 
-    block_tokens: int  # of the engine's cache
+    block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    host: str  # inventory name
+    host: str
     address: str  # on the fabric; identifies the member
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -159,7 +159,7 @@ class Cluster:
 
     @property
     def proven_port(self) -> int:
-        """The port that a member opens while it serves this release."""
+        """Return the port that a member opens while it serves this release."""
         return self.port + 1
 
 
@@ -187,12 +187,11 @@ class Release:
 
     @property
     def trees(self) -> tuple[Tree, ...]:
-        """Checkpoints to verify when the engine starts."""
         return (self.tree, *self.companions)
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
-        """The container's mounts; the writable one is the compile cache of this release."""
+        """Return the container's mounts; only the compile cache of this release is writable."""
         return tuple(
             mount if mount.read_only else replace(mount, source=f"{mount.source}/{self.name}")
             for mount in self.engine.mounts

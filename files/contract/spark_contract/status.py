@@ -20,7 +20,7 @@ class ReleaseState:
     active: str  # ActiveState of the unit
     restarts: int
     proof: Proof | None
-    unproven: str | None  # why the proof does not apply to the running engine
+    unproven: str | None
     speed: tuple[str, ...]  # measurements as text
     change_failed: bool = field(default=False, metadata=OPTIONAL)
     # Compile cache that another release can copy.
@@ -64,7 +64,7 @@ class GatewayState:
 class RunningRollout:
     release: str
     since: str  # "" if unknown
-    phase: str | None  # None: queued
+    phase: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +167,16 @@ class Evidence:
 
     firmware: dict[str, str]  # product, BIOS, fwupd devices
     gpu: dict[str, float]  # current temperature and power
-    gpu_container: tuple[str, ...]  # of the GPU container check; () if it never passed
+    gpu_container: tuple[str, ...]
     kernel_log: dict[str, int]  # error counts since boot
     engines: tuple[EngineEvidence, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KeepList:
-    """What pruning must keep, because the host's plan uses it."""
+    """Resources that pruning must keep, because the plan uses them."""
 
-    releases_kept: int  # rollback targets, in addition to active and enabled ones
+    releases_kept: int  # rollback targets, in addition to active and enabled releases
     releases: frozenset[str]
     folders: frozenset[str]
     images: frozenset[str]
@@ -208,16 +208,16 @@ class Footprint:
     models_dir: str
     sources_dir: str
     cache_dir: str
-    files: tuple[str, ...]  # managed
-    shared_files: tuple[str, ...]  # may have existed before
+    files: tuple[str, ...]
+    shared_files: tuple[str, ...]
     daemon_json: str
-    daemon_keys: tuple[str, ...]  # managed keys in it
+    daemon_keys: tuple[str, ...]
     masked: tuple[str, ...]
     packages: tuple[str, ...]
-    engine_packages: tuple[str, ...]  # Docker
+    engine_packages: tuple[str, ...]
     gpu_packages: tuple[str, ...]  # the NVIDIA toolkit, CUDA
     docker_users: tuple[str, ...]
-    access_files: tuple[str, ...]  # SSH access of the controller
+    access_files: tuple[str, ...]
     models: bool  # remove checkpoints and sources
     engine: bool  # remove Docker and CUDA if we installed them
 
@@ -232,15 +232,13 @@ class Baseline:
     masked: tuple[str, ...]
     boot_target: str
     docker_members: tuple[str, ...]
-    images: tuple[str, ...]  # ids
+    images: tuple[str, ...]
     directories: tuple[str, ...]  # existing directories that a deploy may create
     files: dict[str, str | None] = field(default_factory=dict)  # of `shared_files`
 
 
 @dataclass(frozen=True, slots=True)
 class ManagedItem:
-    """A managed resource; ``stays`` is the reason for leaving it in place."""
-
     kind: str
     name: str
     size_bytes: int = 0

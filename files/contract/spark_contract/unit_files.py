@@ -41,7 +41,6 @@ _OUR_DROP_IN = re.compile(
 
 
 def list_command(root: str = "") -> str:
-    """Return a command that prints type, directory and name of possible overrides."""
     directories = " ".join(shlex.quote(f"{root}{directory}") for directory in _SEARCHED)
     files = "-name 'spark-*' -o -name 'run-spark-*' -o -path '*.d/*.conf' -o -type l -name '*.d'"
     return (
@@ -72,6 +71,6 @@ def _is_override(directory: str, name: str, *, is_link: bool) -> bool:
         return is_link or directory != UNITS_DIR or not _OUR_DROP_IN.match(name)
     if not _UNIT_FILE.match(name):
         return False
-    # Our units are templates and single units; an instance would replace its template.
+    # An instance would replace one of our templates.
     is_instance = re.search("@[^.]", name) and not name.startswith(f"{HOURS.name}@")
     return is_link or directory != UNITS_DIR or bool(is_instance)

@@ -29,16 +29,14 @@ _Document = TypeVar(
 _CheckedProfile = Annotated[Profile, CHECK_VIOLATIONS]
 _CheckedPlain = Annotated[PlainModel, CHECK_VIOLATIONS]
 _CheckedHybrid = Annotated[HybridModel, CHECK_VIOLATIONS]
-# Keys that a profile does not inherit, because they describe only that profile.
+# These keys describe only the profile that contains them.
 _NOT_INHERITED = ("summary", "choose_when", "published", "stage", "proven")
 
 
 def read_catalog(checkout: Path = CHECKOUT, *, user_dir: Path | None = None) -> Catalog:
-    """Return the catalog; files are read on first use, and a mistake affects only its name.
+    """Return the catalog; files are read on first use, and a mistake affects only one name.
 
-    Args:
-        checkout: folder with the shipped catalog.
-        user_dir: folder with the user's ``catalog/``, whose files replace shipped files.
+    ``user_dir`` contains the user's ``catalog/``, whose files replace shipped files.
     """
     files = _Files.find(checkout, user_dir)
     names = files.paths
@@ -98,7 +96,6 @@ class _Files:
 
     @property
     def replaced(self) -> frozenset[str]:
-        """Shipped files that the user's files replace."""
         return frozenset(
             f"{kind}/{name}"
             for kind, paths in self.paths.items()
@@ -121,7 +118,7 @@ class _Files:
         return merge(inherited, data, keep_on_null=False)
 
     def _read(self, kind: str, name: object, *, shipped: bool = False) -> _Data:
-        """Read a file; with ``shipped`` the checkout's, even if the user has one of this name."""
+        """Read a file; ``shipped`` ignores a user's file of the same name."""
         shown = f"catalog/{kind}/{name}.yml"
         path = self.checkout / shown
         path = path if shipped else self.paths[kind].get(str(name), path)
@@ -132,7 +129,7 @@ class _Files:
 
 
 def read_file(kind: str, name: str, *, user_dir: Path) -> _Data:
-    """Return the data of a model or profile, merged with the file it is based on."""
+    """Return a model or profile merged with ``based_on``."""
     excluded_keys = _NOT_INHERITED if kind == "profiles" else ()
     return _Files.find(CHECKOUT, user_dir).merged(kind, name, not_inherited=excluded_keys)
 
@@ -177,7 +174,6 @@ def _shipped(kind: type[_Document], name: str, checkout: Path) -> _Document:
 def _checked(
     kind: type[_Document], data: _Data, schema: Schema, shown: str, **more_fields: str
 ) -> _Document:
-    """Return a document, or raise ``CatalogError`` with all mistakes."""
     if problems := list(problems_of(data, schema, lambda path: shown, RENAMED)):
         raise CatalogError(problems)
     try:

@@ -58,7 +58,6 @@ class Tensors:
     donor_unmatched: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Donor tensors outside the routed experts that the base stores in another form."""
     donor_shapes: tuple[DonorShape, ...] = ()
-    """Shapes of every swapped module, compared with the headers before the download."""
     counts: Counts | None = None
     """Expected number of names in each set; null if unknown."""
 
@@ -114,7 +113,7 @@ class Tensors:
                 yield Violation(where, message, fix)
 
 
-# Renamed keys, and how to write them now: users may have older files.
+# Renamed keys in older files, and the current names.
 RENAMED = {
     "gdn_key_heads": "write linear_attention: {key_heads: ...}",
     "gdn_value_heads": "write linear_attention: {value_heads: ...}",
@@ -342,7 +341,6 @@ class PlainModel(AnyModel):
 
     @property
     def pools(self) -> bool:
-        """Whether the model answers with numbers instead of text."""
         return self.task not in ("chat", "completion")
 
 

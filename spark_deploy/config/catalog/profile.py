@@ -35,7 +35,7 @@ _MAX_MTP_TOKENS = 8
 
 
 def is_repository(name: str) -> bool:
-    """Return whether a hub can have a repository of this name, with under 200 characters."""
+    """Return whether a hub accepts this repository name."""
     return len(name) < 200 and bool(re.fullmatch(str(HUB_REPOSITORY["pattern"]), name))
 
 
@@ -70,11 +70,9 @@ class Speculation:
 
     @property
     def uses_model_layers(self) -> bool:
-        """Whether the drafter is in the model's checkpoint (MTP layers)."""
         return self.method == "mtp" and self.repository is None
 
     def draft_tokens(self, requests: int) -> int:
-        """Return the number of draft tokens per step at a number of running requests."""
         drafts = self.tokens
         for first, _, scheduled in self.num_speculative_tokens_per_batch_size or ():
             if first <= requests:

@@ -33,7 +33,6 @@ class Engine:
     reasoning: tuple[str, ...] = Field(description="Parsers of reasoning.")
 
     def supports(self, architecture: str) -> bool:
-        """Return whether the engine has a class for an architecture."""
         return architecture in self.generates or architecture in self.pools
 
 
@@ -44,7 +43,6 @@ class Engines:
     engines: dict[str, Engine] = Field(description="By version.")
 
     def for_image(self, reference: str) -> tuple[str, Engine | None]:
-        """Return the vLLM version in an image's tag, and its entry; ``None`` if unknown."""
         version = version_of(reference)
         return version, self.engines.get(version)
 
@@ -61,10 +59,7 @@ _V = TypeVar("_V")
 
 
 class LazyMapping(Mapping[_K, _V]):
-    """Documents that are read on first use; invalid documents are missing.
-
-    Reading all pairs would take longer than planning.
-    """
+    """Documents that are read on first use; invalid documents are missing."""
 
     def __init__(self, names: Iterable[_K], read: Callable[[_K], _V | None]):
         self._names = names
@@ -94,7 +89,7 @@ class Catalog:
     profiles: Mapping[tuple[str, str], Profile]  # (profile, model): with the model's changes
     rails: tuple[GuardRail, ...]
     engines: Engines
-    # Problems of the files and pairs that were read; they affect only these names.
+    # Mistakes in files; they affect only these names.
     broken: Mapping[tuple[str, ...], tuple[Problem, ...]] = field(default_factory=dict)
     # Shipped files, as models/NAME, that the user's files replace.
     replaced: frozenset[str] = frozenset()
@@ -113,15 +108,12 @@ class Catalog:
         )
 
     def profile(self, name: str, model: str) -> Profile:
-        """Return a profile with the model's changes. Raises CatalogError."""
         pair = (name, self.model(model).name)
         if pair not in self.profiles:
             self._raise_missing("profiles", name, self.profile_names, (f"profiles/{name}",), pair)
         return self.profiles[pair]
 
     def with_anatomies(self, anatomies: Mapping[str, Anatomy]) -> Catalog:
-        """Return the catalog with the anatomies of models, drafters and adapters."""
-
         def read_model(name: str) -> Model | None:
             model = self.models.get(name)
             return _model_with_anatomies(model, anatomies) if model else None
@@ -139,7 +131,6 @@ class Catalog:
 
     @property
     def profile_names(self) -> tuple[str, ...]:
-        """Sorted names of the profiles that work with at least one model."""
         return tuple(sorted({profile for profile, _ in self.profiles}))
 
     def _raise_missing(
@@ -184,7 +175,6 @@ class Families:
     families: tuple[Family, ...] = Field(description="The first match counts.")
 
     def find(self, model_type: str, repository: str) -> Family | None:
-        """Return the family of a repository; ``None`` if unknown."""
         for family in self.families:
             if model_type in family.model_types and re.search(family.name, repository):
                 return family

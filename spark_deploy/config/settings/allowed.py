@@ -194,12 +194,6 @@ _VALUE = re.compile(r"[\w .:,;=^+@%-]*", re.ASCII)
 
 
 def unlisted(options: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the options, keys of JSON options and variables that are not on the lists.
-
-    Args:
-        options: canonical names, with mappings instead of JSON text; ``None`` drops an option.
-        environment: variables of the engine.
-    """
     paths = [
         f"options.{path}"
         for option, value in options.items()

@@ -94,7 +94,6 @@ class FabricSettings:
     """Restore the old network. Command: `spark-deploy fabric --restore`."""
 
     def address(self, index: int, network: str) -> str:
-        """Return the address of the host with an index in a network, with prefix length."""
         parsed = ipaddress.IPv4Network(network)
         return f"{parsed[_FIRST_ADDRESS + index]}/{parsed.prefixlen}"
 

@@ -85,7 +85,6 @@ DraftSchedule = tuple[tuple[PositiveInt, PositiveInt, NonNegativeInt], ...]
 
 
 def check_schedule(schedule: DraftSchedule | None) -> Iterator[Violation]:
-    """Yield a violation for each range that vLLM would reject."""
     previous = 0
     for first, last, _ in schedule or ():
         if first > last or first <= previous or (not previous and first > 1):
@@ -144,7 +143,6 @@ def canonical_name(name: str) -> str:
 
 
 def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (option, message, fix) for each rejected option."""
     for option in sorted(options):
         name = canonical_name(option).removeprefix("no-")
         # argparse accepts abbreviations, which no rule would recognise.
@@ -191,7 +189,6 @@ def canonical_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_mapping(value: Any) -> Any:
-    """Decode a mapping in JSON text; return other values unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
@@ -226,7 +223,6 @@ _MAX_BYTES = 32_768
 
 
 def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, message, fix) for each rejected variable."""
     for name in sorted(environment):
         if _SECRET.search(name):
             message = "looks like a secret; other users can read the environment of a unit"

@@ -2,7 +2,6 @@
 
 Later values win: the checkout's ``group_vars/all.yml`` (all defaults), then next to the inventory
 ``group_vars/all.yml``, ``group_vars/<group>.yml`` and ``host_vars/<host>.yml``, then ``--data``.
-Mappings merge key by key, lists are replaced. All mistakes of all hosts are reported together.
 """
 
 from __future__ import annotations
@@ -66,16 +65,6 @@ def load_hosts(
     checkout: Path = CHECKOUT,
     must_serve: bool = True,
 ) -> dict[str, HostSettings]:
-    """Return the settings of every host. Raises SettingsError with all mistakes.
-
-    Args:
-        groups: host names by group; a host belongs to a single group.
-        root: folder with the ``group_vars`` and ``host_vars`` of the inventory.
-        overrides: ``--data`` of the command line; keys may be dotted.
-        generated: settings computed by the inventory; host files override them.
-        checkout: folder with defaults, schemas and catalog.
-        must_serve: whether models and profiles must be in a catalog.
-    """
     reader = _Reader(root, checkout, must_serve)
     common = reader.common_layers()
     last = reader.layers("--data", undot(overrides)) if overrides else []
@@ -106,8 +95,7 @@ def load_hosts(
 def with_values(host: HostSettings, values: Mapping[str, Any], shown: str) -> HostSettings:
     """Return the settings of a host with new values of dotted keys.
 
-    Raises:
-        SettingsError: with all mistakes; ``shown`` is the source of the values in messages.
+    Errors name ``shown`` as the source of the values.
     """
     reader = _Reader(host.root, CHECKOUT, must_serve=True)
     layers = [_Layer(host.host, host.data), *reader.layers(shown, undot(values))]
@@ -125,7 +113,7 @@ def with_values(host: HostSettings, values: Mapping[str, Any], shown: str) -> Ho
 def merge(
     base: dict[str, Any], new: Mapping[str, Any], *, keep_on_null: bool = True
 ) -> dict[str, Any]:
-    """Merge ``new`` into a copy of ``base``: mappings key by key, other values are replaced.
+    """Merge ``new`` into a copy of ``base``, mappings key by key.
 
     If null replaces a mapping (``serve:`` with all keys commented out), ``keep_on_null`` keeps it.
     """
@@ -153,8 +141,6 @@ def undot(data: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads the settings of hosts and collects all problems."""
-
     root: Path
     checkout: Path
     must_serve: bool
@@ -167,7 +153,6 @@ class _Reader:
         return layers
 
     def file_layers(self, path: Path) -> list[_Layer]:
-        """Return a list with the layer of a file; empty if the file does not exist."""
         if not path.exists():
             return []
         folder = self.root if path.is_relative_to(self.root) else self.checkout
@@ -177,7 +162,6 @@ class _Reader:
         return self.layers(shown, data)
 
     def layers(self, shown: str, data: dict[str, Any]) -> list[_Layer]:
-        """Return a list with a layer, in which vLLM's names are replaced by ours."""
         services = data.get("services")
         sections: dict[str, Any] = {"": data}
         if isinstance(services, dict):
@@ -196,7 +180,7 @@ class _Reader:
         return [_Layer(shown, data)]
 
     def host_settings(self, host: str, group: str, layers: Sequence[_Layer]) -> HostSettings:
-        """Merge and validate layers; after problems the settings are ``None``."""
+        """Merge and validate layers; the settings are ``None`` if there are problems."""
         data: dict[str, Any] = {}
         for layer in layers:
             data = merge(data, layer.data)
@@ -229,7 +213,6 @@ class _Reader:
 
 
 def _as_host(loaded: HostSettings, host: str) -> HostSettings:
-    """Return the settings for a host; only listed hosts belong to the cluster or replicas."""
     settings = loaded.settings
     if not settings:  # there were problems, which are reported later
         return loaded
@@ -242,7 +225,7 @@ def _as_host(loaded: HostSettings, host: str) -> HostSettings:
 
 
 def _origin(layers: Sequence[_Layer], path: KeyPath) -> str:
-    """Return the last layer that sets a key; lists are set as a whole."""
+    """Return the last layer that sets a key."""
     for layer in reversed(layers):
         if _sets(layer.data, path):
             return layer.shown
@@ -261,7 +244,6 @@ class _LocalFileError(Exception):
 
 
 def _with_local_files(settings: Settings, root: Path) -> Settings:
-    """Return the settings with the content of the files that they name."""
     engine = with_template(settings.engine, root)
     requantize = with_calibration(settings.requantize, root)
     broken = []
@@ -281,10 +263,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]")  # except tab
 
 
 def with_template(engine: EngineSettings, root: Path) -> EngineSettings | Violation:
-    """Return the settings with the text of ``chat_template`` as engine option, or a violation.
-
-    Relative paths start at ``root``, the inventory's folder.
-    """
+    """Return the settings with the text of ``chat_template`` as an engine option."""
     if engine.chat_template is None:
         return engine
     if any(name.replace("_", "-") == OPTION for name in engine.options):
@@ -346,7 +325,7 @@ _SECRET_TIMEOUT_S = 60
 
 
 def read_secret(reference: SecretRef, *, setting: str) -> str:
-    """Read the secret of a setting; errors name the ``setting``, never the secret.
+    """Read a secret; errors name the ``setting``, never the secret.
 
     Wrap the result in pyinfra's ``HiddenValue``, and send it only on standard input.
     """

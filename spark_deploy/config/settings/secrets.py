@@ -42,7 +42,6 @@ class SecretRef:
 
     @property
     def value(self) -> tuple[str, ...]:
-        """Name of the variable, path of the file, or words of the command."""
         name = self.env or self.file
         return (name,) if name else self.command or ()
 

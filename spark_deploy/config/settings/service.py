@@ -254,12 +254,10 @@ class ServeSettings:
     """Seconds that running answers get before a change of release stops the engine."""
 
     def names_of(self, model: str) -> tuple[str, ...]:
-        """Return all served names; ``model`` is the catalog name."""
         return tuple(dict.fromkeys((*(self.names or (model,)), *self.defaults)))
 
     @property
     def stop_timeout_s(self) -> int:
-        """Seconds an engine may take to stop before it is killed; slow starters stop slowly."""
         return max(30, self.start_timeout_s // 20)
 
     @property
@@ -323,7 +321,6 @@ class WatchSettings:
 
     @property
     def interval_s(self) -> int:
-        """Seconds between two samples of the watchdog."""
         return max(1, self.stall_s // 12)
 
 

@@ -95,7 +95,6 @@ class DownloadSettings:
 
     @property
     def tries(self) -> int:
-        """Attempts without a new byte before the next source is tried."""
         return 8 if self.outage_s else 2
 
     @property

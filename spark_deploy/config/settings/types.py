@@ -205,7 +205,6 @@ class Settings:
 
     @property
     def ranks(self) -> int:
-        """Number of hosts, each with a GPU, that serve the model together."""
         return max(1, len(self.cluster.hosts))
 
     @property
@@ -221,12 +220,11 @@ class Settings:
 
     @property
     def ready_pairs(self) -> tuple[PairSettings, ...]:
-        """Pairs to keep ready, without the served pair."""
         served = PairSettings(self.model, self.profile)
         return tuple(pair for pair in dict.fromkeys(self.keep_ready) if pair != served)
 
     def service_settings(self, name: str) -> Settings:
-        """Return the settings as if the service were the only one of the host."""
+        """Return the settings as if this were the host's only service."""
         service = self.services[name]
         names = [field.name for field in dataclasses.fields(service.engine)]
         reserve_gib = self.memory.total_gib - service.memory_gib
@@ -243,7 +241,6 @@ class Settings:
 
     @property
     def all_served(self) -> tuple[Settings, ...]:
-        """Settings of the main service, of each pair to keep ready, and of each other service."""
         ready = (self.pair_settings(pair) for pair in self.ready_pairs)
         return (self, *ready, *map(self.service_settings, self.services))
 
