@@ -66,6 +66,7 @@ class HostEntry:
     """How to reach a host; ~/.ssh/config supplies missing values."""
 
     address: Address | None = None
+    """Address, if ssh does not know the name."""
     user: Login | None = None
     """Login user."""
     port: int | None = Field(default=None, ge=1, le=65535)

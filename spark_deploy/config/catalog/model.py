@@ -58,6 +58,7 @@ class Tensors:
     donor_unmatched: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Donor tensors outside the routed experts that the base stores in another form."""
     donor_shapes: tuple[DonorShape, ...] = ()
+    """Shapes of every swapped module, compared with the headers before the download."""
     counts: Counts | None = None
     """Expected number of names in each set; null if unknown."""
 

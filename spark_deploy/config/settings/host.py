@@ -57,6 +57,8 @@ class ExpectSettings:
     """Reaction to a missing /etc/dgx-release, or to an unfinished vendor update (torn score of
     nvidia-spark-ota-check above 0)."""
     unit_overrides: tuple[Folder, ...] = Field(default=(), json_schema_extra=UNIQUE)
+    """Paths of your drop-ins for our systemd units. Deploys refuse unlisted drop-ins and masks,
+    which can start an engine without the check."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
