@@ -133,6 +133,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Served:
+    """The measured release."""
+
     host: str
     """Name in the inventory."""
     release: str
