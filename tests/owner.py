@@ -29,25 +29,14 @@ print(json.dumps(seen))
 """
 
 
-@dataclass(frozen=True)
-class Job:
-    name: str
-    page: str | None
-    edits: int
-    commands: int
-    typed: tuple[str, ...]
+def jobs() -> dict[str, tuple[str, ...]]:
+    """Return the commands of each job in the table."""
+    rows = re.findall(r"^\| (?:\[(.+?)\]\(.+?\)|(.+?)) \| (.*`) \|$", _table(), re.MULTILINE)
+    return {link or name: tuple(re.findall(r"`([^`]+)`", typed)) for link, name, typed in rows}
 
 
-def jobs() -> list[Job]:
-    rows = []
-    for line in JOBS_PAGE.read_text("utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 4 and cells[1].isdigit():
-            link = re.fullmatch(r"\[(.+)\]\((.+)\)", cells[0])
-            name, page = (link[1], link[2]) if link else (cells[0], None)
-            typed = tuple(re.findall(r"`([^`]+)`", cells[3]))
-            rows.append(Job(name, page, int(cells[1]), int(cells[2]), typed))
-    return rows
+def _table() -> str:
+    return JOBS_PAGE.read_text("utf-8").partition("## By task")[2].partition("\n## ")[0]
 
 
 def typed_commands(job: str, **instead: str) -> list[list[str]]:
@@ -61,7 +50,7 @@ def typed_commands(job: str, **instead: str) -> list[list[str]]:
         "address": "192.168.1.21", "user": "nvidia", "folder": "~/sparks",
         "repository": "Qwen/Qwen3-4B",
     }  # fmt: skip
-    [lines] = [row.typed for row in jobs() if row.name == job]
+    lines = jobs()[job]
     for name, value in instead.items():
         assert names[name] in " ".join(lines), f"the page has no {name} for {job}"
         lines = tuple(line.replace(names[name], value) for line in lines)

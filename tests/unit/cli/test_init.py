@@ -211,17 +211,6 @@ def test_failed_init_leaves_nothing_behind(words, text, capsys):
     assert hosts(init_folder("--host", "a")) == {"a": None}
 
 
-def test_refuses_further_hosts_in_an_existing_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    host = ["init", ".", "--host", "spark-1=192.0.2.1", "--user", "me"]
-    assert main(host) == 0
-    assert main(host) == 0
-    before = (tmp_path / "hosts.yml").read_text()
-    assert main(["init", ".", "--host", "spark-2=192.0.2.2", "--user", "me"]) == 1
-    assert "spark-2: {address: 192.0.2.2, user: me}" in capsys.readouterr().err
-    assert (tmp_path / "hosts.yml").read_text() == before
-
-
 def test_commands_find_the_folder_from_below_and_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["init", ".", "--host", "spark-1=192.0.2.1", "--user", "me"]) == 0

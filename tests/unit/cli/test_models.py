@@ -1,13 +1,9 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
-import yaml
 
 from spark_deploy.cli import main
-from spark_deploy.cli.models import fitting_profiles, settings_on
+from spark_deploy.cli.models import settings_on
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.settings.engine import EngineSettings
 from spark_deploy.config.settings.types import Settings
@@ -56,18 +52,3 @@ def test_a_word_selects_models_and_a_typo_is_refused(tmp_path, monkeypatch, caps
     assert set(listed(capsys, "embed")) == {"jina-embeddings-v5-small"}
     assert main(["models", "qwen3.5-122c"]) == 1
     assert "qwen3.5-122b" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen3-4b", "gpt-oss-120b", "qwen3.5-35b"])
-def test_use_selects_a_profile_that_serves_the_model(tmp_path, monkeypatch, model):
-    monkeypatch.chdir(tmp_path)
-    assert main(["init", ".", "--host", "spark-1=192.0.2.1", "--user", "me"]) == 0
-    assert main(["use", model]) == 0
-    chosen = yaml.safe_load(Path("group_vars/all.yml").read_text())
-    expected = fitting_profiles(model, read_catalog())[0]
-    assert (chosen["model"], chosen["profile"]) == (model, expected)
-    assert main(["use", "qwen3.5-122b/v2-tq"]) == 0
-    assert main(["use", "qwen3.5-35b"]) == 0
-    chosen = yaml.safe_load(Path("group_vars/all.yml").read_text())
-    assert (chosen["model"], chosen["profile"]) == ("qwen3.5-35b", "v2-tq")

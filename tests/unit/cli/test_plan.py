@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from spark_deploy.cli import main
-from spark_deploy.cli.console import print_wrapped, styled, wrap_line
+from spark_deploy.cli.console import print_wrapped, wrap_line
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.load import HostSettings, load_hosts
 from spark_deploy.lock.file import write_lock
@@ -201,15 +201,6 @@ def test_a_wrapped_command_can_be_copied(tmp_path, spark_deploy):
         assert all(part.endswith(" \\") for part in parts[:-1])
         assert shlex.split("\n".join(parts).replace("\\\n", "")) == shlex.split(line[13:])
         assert all("'" in part for part in parts if len(part) > width - 13)
-
-
-@pytest.mark.parametrize(
-    ("line", "word"), [("  REFUSED   disk: full", "REFUSED"), ("  WARNING     odd", "WARNING")]
-)
-def test_problems_are_highlighted(line, word):
-    [span] = styled(line).spans
-    assert line[span.start : span.end] == word
-    assert "bold" in str(span.style)
 
 
 @pytest.mark.parametrize("width", [80, 160])

@@ -1,18 +1,16 @@
 import hashlib
 import io
 import json
-import shutil
 import urllib.error
 import urllib.request
 from email.message import Message
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_deploy.cli.report import read_report
-from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SparkError
 from spark_deploy.config.settings.load import load_hosts
@@ -131,38 +129,6 @@ def test_arbitrary_host_lists_are_handled(root, hosts, ours):
     group = f"_group_from('spark', hosts={hosts!r}, file=__file__)" if ours else repr(hosts)
     with accepted_or_refused():
         read_inventory(write(root / "sparks.py", f"{HEAD}{OURS}spark = {group}\n"))
-
-
-@pytest.fixture
-def catalog_copy(root):
-    for part in ("schema", "catalog"):
-        shutil.copytree(CHECKOUT / part, root / "checkout" / part)
-    return root / "checkout"
-
-
-CATALOG_FILES = {
-    "models/qwen3.5-35b.yml": "model",
-    "profiles/v2.yml": "profile",
-    "guard_rails.yml": "guard_rails",
-}
-
-
-@pytest.mark.slow
-@settings(tries(40), max_examples=15)
-@given(st.sampled_from(sorted(CATALOG_FILES)), st.data())
-def test_no_catalog_value_causes_a_traceback(catalog_copy, name, data):
-    path = catalog_copy / "catalog" / name
-    original = path.read_text("utf-8")
-    content = yaml.safe_load(original)
-    put(content, data.draw(st.sampled_from(schema_keys(CATALOG_FILES[name]))), data.draw(YAML))
-    try:
-        path.write_text(yaml.dump(content, allow_unicode=True), errors="surrogatepass")
-        with accepted_or_refused():
-            catalog = read_catalog(catalog_copy)
-            for model in ("qwen3.5-35b", "qwen3.5-122b"):
-                catalog.profile("v2", model)
-    finally:
-        path.write_text(original)
 
 
 @pytest.fixture
