@@ -28,7 +28,6 @@ from tests.runs import Run, read_output
 CHECKOUT = Path(__file__).resolve().parent.parent
 STATE = Path(os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab"))
 CAPITAL = "What is the capital of France?"
-# Guests for tests that break or recreate hosts; the fleet is not affected.
 SPARE = tuple(os.environ.get("SPARK_SPARE_GUESTS", "lab-21 lab-22").split())
 
 
@@ -151,7 +150,6 @@ class Guest:
         return container
 
     def rollout_times(self) -> list[tuple[float, float]]:
-        """Return start and end of each rollout; guests share a clock, so their times compare."""
         out = self.run(
             "journalctl -q -o short-unix _PID=1 | "
             "grep -E '(Starting|Finished|Failed to start) spark-switch@' | cut -d' ' -f1"
@@ -255,7 +253,7 @@ class Site:
     root: Path
     hosts: list[str]
     choices: dict[str, Any] = field(default_factory=dict)
-    checkout: Path = CHECKOUT  # whose code deploys
+    checkout: Path = CHECKOUT
 
     def __post_init__(self) -> None:
         (self.root / "inventory").mkdir(parents=True, exist_ok=True)
@@ -318,7 +316,6 @@ class Site:
             stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})},
         )  # fmt: skip
         out: list[str] = []
-        # JSON comes on standard output at the end; progress is on standard error.
         reader = threading.Thread(target=lambda: out.extend(process.stdout or ()))
         limiter = threading.Timer(timeout_s, process.kill)
         reader.start()
@@ -380,7 +377,6 @@ class Site:
 
 
 def rollouts_overlap(guests: list[Guest], number: int = -1) -> bool:
-    """Check whether the last rollouts, or those with another number, ran at the same time."""
     times = [guest.rollout_times()[number] for guest in guests]
     return max(start for start, _ in times) < min(end for _, end in times)
 

@@ -18,7 +18,6 @@ import yaml
 from tests.labkit import CHECKOUT, Site, info
 
 JOBS_PAGE = CHECKOUT / "docs/reference/commands.md"
-# Prints the settings that inventory/lab.py derives from the running lab.
 LAB_SETTINGS = """
 import json, runpy, sys
 import spark_deploy.inventory as inventory
@@ -30,7 +29,6 @@ print(json.dumps(seen))
 
 
 def jobs() -> dict[str, tuple[str, ...]]:
-    """Return the commands of each job in the table."""
     rows = re.findall(r"^\| (?:\[(.+?)\]\(.+?\)|(.+?)) \| (.*`) \|$", _table(), re.MULTILINE)
     return {link or name: tuple(re.findall(r"`([^`]+)`", typed)) for link, name, typed in rows}
 
@@ -99,7 +97,6 @@ def new_owner(root: Path, name: str) -> tuple[Owner, list[str]]:
     """Run the documented ``init`` for a new guest; return the owner and the words of ``up``."""
     about = next(guest for guest in info()["guests"] if guest["name"] == name)
     env = {"XDG_CACHE_HOME": str(root / "cache")}
-    # The answers to the questions for password and host key.
     answers = {"PASSWORD": about["password"], "HOST_KEYS": f"{about['ip']} {about['host_key']}"}
     for question, answer in answers.items():
         env[f"SPARK_BOOTSTRAP_{question}_FILE"] = str(root / question)

@@ -17,7 +17,6 @@ PROFILE: dict[str, Any] = {
     "choose_when": "you try them in the lab",
     "limits": {"max_sequences": 4, "max_batched_tokens": 2048, "memory_fraction": 0.8},
     "kv_cache": {"size_gib": 0.25},
-    # The default without a GPU; set here so that the plan uses it.
     "options": {"enforce-eager": True, "dtype": "bfloat16", "block-size": 128},
 }
 DECODERS = {
@@ -61,7 +60,6 @@ def add_or_fail(site: Site, repository: str) -> str:
     return output
 
 
-# The models of ``lab.model.published`` were trained on this wording.
 TRAINED = "What is the capital of France? Answer with one word."
 
 

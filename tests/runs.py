@@ -1,4 +1,4 @@
-"""The results of a pyinfra run: changes, and the longest time without output."""
+"""Results of a pyinfra run: changes, and the longest time without output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_output(lines: IO[str], began: float) -> tuple[str, Silence]:
 
 def _with_end(lines: IO[str]) -> Iterator[str]:
     yield from lines
-    yield ""  # the pause before the end counts too
+    yield ""
 
 
 @dataclass
@@ -48,7 +48,6 @@ class Run:
 
     @property
     def changed(self) -> list[str]:
-        """Names of operations that changed something; AssertionError if the run has no results."""
         return self.changed_on("")
 
     def changed_on(self, host: str) -> list[str]:
@@ -57,7 +56,7 @@ class Run:
         return self.operations("success", host)
 
     def assert_succeeded(self) -> Run:
-        """Return the run itself, so that a test can go on with its result."""
+        """Return the run, so that a test can use the result."""
         if self.exit_code:
             raise AssertionError(
                 f"exit code {self.exit_code}, failed {self.failed}:\n{self.stderr[-6000:]}"

@@ -1,4 +1,4 @@
-"""opencode and Claude Code with the text of `connect` and a real gateway (`make clients`; npm)."""
+"""opencode and Claude Code with the output of `connect` and a real gateway (`make clients`)."""
 
 import os
 import shutil
@@ -23,7 +23,6 @@ QUESTION, ANSWER = "What is 7823 * 4519?", "35352137"
 @pytest.fixture
 def connection(nginx_host):
     host = nginx_host
-    # Otherwise the stub calls a tool in every answer, and agents never end.
     host.started(host.release(), STUB_FAULT="no-tool")
     with running_gateway(host, engine=False, max_body_bytes=1 << 22) as client:
         key = host.paths.below(client.settings.key_path)

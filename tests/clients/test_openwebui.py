@@ -1,6 +1,7 @@
-"""Open WebUI's reading of the text of `connect`, from the wheel (`make clients`: PyPI, 106 MB).
+"""How Open WebUI reads the output of `connect`, from the wheel (`make clients`.
 
-The whole program is several gigabytes, so only the statements that read the environment are run.
+PyPI, 106 MB). The whole program is several gigabytes, so only the statements that read the
+environment run.
 """
 
 import ast
@@ -23,7 +24,6 @@ BASE_URL = "http://127.0.0.1:8000/v1"
 def config(tmp_path_factory):
     home = tmp_path_factory.mktemp("open-webui")
     argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-    # The wheel is only read, so any Python will do.
     argv += ["--ignore-requires-python", "--dest", str(home), f"open-webui=={VERSION}"]
     subprocess.run(argv, check=True)
     [wheel] = home.glob("*.whl")

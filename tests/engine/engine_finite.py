@@ -56,13 +56,11 @@ class Layer(torch.nn.Module):
 
 
 def quantised(first: torch.Tensor) -> torch.nn.Module:
-    """Return four layers, the first with these scales."""
     layers = [Layer(values) for values in (first, scales(), scales(), scales())]
     return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
 
 
 def changed(value: float) -> torch.Tensor:
-    """Return scales with a single other value."""
     values = scales()
     values[40, 7] = value
     return values

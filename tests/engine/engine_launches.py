@@ -24,7 +24,6 @@ OPS, CONFIG = "vllm.v1.attention.ops", "vllm.model_executor.layers.quantization.
 BACKEND = "vllm.v1.attention.backends.turboquant_attn"
 REAL = [f"{OPS}.triton_decode_attention", f"{OPS}.triton_turboquant_decode"]
 REAL += [f"{OPS}.triton_turboquant_store", CONFIG, BACKEND]
-"""Modules of the engine, in order of import."""
 FILES = {f"{name.replace('.', '/')}.py" for name in REAL}
 HEAD_SIZE, KV_HEADS, SPLITS = 256, 2, 32
 """As in the 35B and the 122B; SPLITS is the engine's default."""
@@ -33,9 +32,9 @@ HEAD_SIZE, KV_HEADS, SPLITS = 256, 2, 32
 class Usage(NamedTuple):
     kernel: str
     architecture: str
-    shared_bytes: int  # of a block
-    registers: int  # of a thread
-    spilled_bytes: int  # of a thread
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int
 
 
 class Tensor:

@@ -1,5 +1,3 @@
-"""Changes that an upstream release could make, applied to syntax trees of the engine."""
-
 from __future__ import annotations
 
 import ast

@@ -14,7 +14,7 @@ from spark_deploy.config.settings.allowed import (
 )
 
 ENVIRONMENT, ARGUMENTS = "vllm/envs.py", "vllm/engine/arg_utils.py"
-SERVER = "vllm/entrypoints/common/cli_args.py"  # of 0.33.0; others have it elsewhere
+SERVER = "vllm/entrypoints/common/cli_args.py"  # of 0.33.0; in other versions elsewhere
 MODULES = """
 attention aux_output cache compilation kernel load lora mamba model multimodal observability
 offload parallel pooler quantization reasoning scheduler speculative structured_outputs vllm
@@ -36,7 +36,6 @@ CLASSES = {
     "speculative-config": "SpeculativeConfig",
     "structured-outputs-config": "StructuredOutputsConfig",
 }
-# Text in vLLM; only the names of registered objects, dtypes and versions pass the list.
 TEXTS = {
     "chat-template", "compilation-config.backend", "compilation-config.compile_sizes",
     "compilation-config.custom_ops", "compilation-config.splitting_ops",

@@ -58,7 +58,6 @@ def engine(work):
 
 @pytest.fixture(scope="module")
 def sources(work):
-    """Return the lab's INT4 base and FP8 donor."""
     hub = work / "hub"
     argv = [sys.executable, "-m", "lab.model", "build", "--out", str(hub), "--untrained"]
     subprocess.run(argv, check=True, cwd=CHECKOUT)
@@ -122,7 +121,6 @@ def test_full_layout_with_drafts_answers_like_the_plain_checkpoint(engine, hybri
 
 
 def test_built_int4_drafter_drafts_with_the_profiles_sampling(engine, sources, work, reference):
-    """The builder's overlay: its drafter is loaded from the rewritten file, answers stay."""
     v3 = shipped_catalog().profile("v3", "lab-tiny")
     order = plan(*sources, work / "int4-drafter", {**VARIANTS["v3"], "head": "int8-g128"})
     build(order, work)

@@ -57,7 +57,6 @@ def test_engine_imports_have_rows():
 
 
 NEW_METHODS = {"SparkIncConfig.enter_portable_mode", "Int8Head._choose_kernel"}
-"""Methods of the plugin that the engine's classes lack."""
 
 
 def test_overridden_methods_have_rows():
@@ -74,7 +73,6 @@ def test_overridden_methods_have_rows():
                     continue
                 name = f"{node.name}.{item.name}"
                 if item.name == "__init__":
-                    # Relevant only if it calls the engine's.
                     calls = "super().__init__" in ast.unparse(item)
                     known = not calls or any((base, "__init__") in listed for base in bases)
                 else:

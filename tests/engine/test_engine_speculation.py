@@ -59,7 +59,7 @@ def test_engine_interprets_draft_schedules_as_we_do(version):
     for count in (1, 2):
         for schedule in itertools.product(ranges, repeat=count):
             if list(schedule) != sorted(schedule):
-                continue  # the engine sorts, a profile must be sorted
+                continue
             try:
                 drafts = lookup(
                     list(schedule), vllm_max_batch_size=8, vllm_num_speculative_tokens=2

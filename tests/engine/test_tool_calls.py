@@ -51,7 +51,6 @@ def requests():
 
 
 def copy_parsers(version, folder):
-    """Copy the parsers of a released wheel; the lab's engine has the rest."""
     release = RELEASES[version]
     record = f"{release.project.replace('-', '_')}-{version}.dist-info/RECORD"
     lines = (fetch(version, {record}) / record).read_text().splitlines()

@@ -19,7 +19,6 @@ GATEWAY = {
 TOOLS = "/usr/local/lib/spark"
 NO_GPU = {"schema_version": 1, "key": {}, "docker_arguments": [], "gpu": "none"}
 SPARK_HOST = f"{TOOLS}/current/bin/spark-host"
-# A fault of the running engine, and one that later engines get at their start.
 FAULT, LASTING = "/run/spark/engines/main/stub-fault", "/run/spark/stub-fault"
 A, B, C = (f"main-{digit * 12}" for digit in "abc")
 
@@ -90,7 +89,6 @@ class Bench:
             f"/etc/systemd/system/spark-serve@{name}.service.d/50-release.conf",
             "[Unit]\nStartLimitIntervalSec=300\nStartLimitBurst=3\n[Service]\nRestartSec=2\n"
             "TimeoutStartSec=120\nTimeoutStopSec=60\n"
-            # A start empties this folder, so restore a lasting fault.
             f"ExecStartPre=-/bin/cp {LASTING} {FAULT}",
         )
         self.run("systemctl daemon-reload")
@@ -149,7 +147,6 @@ class Bench:
         return dict(release)
 
     def assert_serves(self, name: str) -> None:
-        """Check that only this release runs and boots, that it is proven, and that it answers."""
         unit = f"spark-serve@{name}.service"
         shown = self.run(
             "systemctl list-units --plain --no-legend --state=active 'spark-serve@*' | "

@@ -1,5 +1,3 @@
-"""Copies of guests' disks, so that every case of a sweep starts from the same bytes."""
-
 import subprocess
 from pathlib import Path
 

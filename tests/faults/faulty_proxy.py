@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 HOST = "10.77.0.1"
-PORTS = {8082: 18082, 8083: 18083, 5000: 15000, 8081: 18081}  # of the server: of the proxy
+PORTS = {8082: 18082, 8083: 18083, 5000: 15000, 8081: 18081}
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
 _BLOCK_BYTES = 1 << 16
 

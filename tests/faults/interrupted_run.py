@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from pyinfra_cli.main import main  # patches the standard library for gevent: it comes first
+from pyinfra_cli.main import main
 
 import gevent  # isort: skip
 import json  # isort: skip
@@ -32,7 +32,7 @@ def _end(host: Any, how: str, delay_s: float) -> None:
     if how == "CUT":
         gevent.spawn_later(delay_s, _cut_connection, host)
     elif delay_s:
-        # If the run is over by then, the process id may belong to another program.
+        # The process id may belong to another program once the run is over.
         still = f'[ "$(cut -d" " -f4 /proc/$$/stat)" = {os.getpid()} ]'
         subprocess.Popen(["sh", "-c", f"sleep {delay_s:.3f}; {still} && kill -{how} {os.getpid()}"])
     else:

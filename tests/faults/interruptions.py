@@ -139,7 +139,7 @@ class Point:
 
     number: int
     name: str
-    moment: str  # before, during or after; "idle" for an operation without commands
+    moment: str
     command: int = -1
     delay_s: float = 0.0
     how: str = "KILL"
@@ -287,7 +287,7 @@ def interrupt_host_step(place: Place, step: str, victim: str) -> tuple[str, str]
         else:
             kill_running(process)
         if VICTIMS[victim] == "POWER":
-            pause.paused = {}  # these processes no longer exist
+            pause.paused = {}
             place.cut_power()
         reader.join(timeout=20)
     assert "Traceback" not in "".join(lines), "".join(lines)[-3000:]

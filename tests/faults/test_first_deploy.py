@@ -16,7 +16,6 @@ from tests.runs import Run
 
 NAME = SPARE[0]
 STARTED = r"\(APIServer pid=\d+\) INFO .* Application startup complete\."
-# Units, jobs of systemd, units of the next boot, containers and listeners.
 LEFTOVERS = (
     "systemctl list-units --plain --no-legend --state=active,activating 'spark-*.service'",
     "systemctl list-jobs --no-legend",
@@ -26,7 +25,6 @@ LEFTOVERS = (
 )
 
 
-# The state after a power cut during `apt-get install docker.io`.
 INTERRUPT_INSTALLATION = """
 set -e; cd /tmp; apt-get -q update; apt-get -q download runc containerd
 dpkg --unpack runc_*.deb containerd_*.deb
@@ -84,7 +82,7 @@ def test_reports_failed_check_with_engine_log(first):
     run = first.failed
     assert run.exit_code != 0
     assert f"{first.candidate}: failed-no-previous in phase start: " in run.stderr
-    assert "ent fjord" in run.stderr  # the engine's wrong answer
+    assert "ent fjord" in run.stderr
     assert re.search(f"{first.guest.name} serves nothing; .*rejected: wrong answer to", run.stderr)
     assert not re.search(STARTED, run.stderr), run.stderr[-4000:]
     engine_log = re.search(r"engine log: (\S+)", run.stderr)
@@ -143,7 +141,6 @@ def test_corrected_settings_are_served_and_next_deploy_changes_nothing(first):
     first.site.choose(**USUAL)
 
     run = first.site.deploy().assert_succeeded()
-    # Checkpoint and image exist since the failed run: only the release is new.
     assert run.changed == ["Serve | Install units and release",
                            "Serve | Start new services"]  # fmt: skip
     serving = guest.release()

@@ -50,7 +50,6 @@ class Eight:
 def eight(tmp_path_factory):
     lab("up", *NAMES, "--fresh", "--engine", "stub", timeout_s=2400)
     site = Site(tmp_path_factory.mktemp("site"), hosts=list(NAMES))
-    # Other runs publish their own stand-in under the same name.
     published = {
         role: f"{image['repository']}:{image['tag']}"
         for role, name in (("engine", "vllm-cpu"), ("stub_engine", "stub-engine"))

@@ -8,7 +8,6 @@ import pytest
 from tests.faults.bench import A
 
 STATE = "/var/lib/spark"
-# Leaves no byte free: whole blocks first, then single bytes.
 FILL = (
     f"dd if=/dev/zero of={STATE}/filler bs=4k 2>/dev/null; "
     f"! sh -c 'echo x > {STATE}/more' 2>/dev/null"

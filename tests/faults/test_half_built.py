@@ -31,7 +31,7 @@ def test_build_continues_at_boot_after_power_cut(fleet):
         kill_running(process)
 
         lab("break", "kill-guest", guest.name)
-        pause.paused = {}  # these processes no longer exist
+        pause.paused = {}
     lab("up", guest.name)
 
     guest.wait(f"systemctl is-active {before[0]}", seconds=90)

@@ -17,14 +17,12 @@ from tests.faults.pause import (
 from tests.host.conftest import USUAL
 from tests.labkit import lab
 
-# Prints output once the result of a job is complete.
 IS_PROVEN = {
     "fetch": "ls {receipt}",
     "checkpoint": "ls {receipt}",
     "image-pull": "docker images -q {image}",
     "image-build": "docker images -q {image}",
 }
-# Makes the job necessary.
 FORGET = {
     "fetch": "rm -rf /srv/spark/models/* /srv/spark/sources/*",
     "checkpoint": "rm -rf /srv/spark/models/* /srv/spark/sources/*",
@@ -138,11 +136,11 @@ def kill_during_job(fleet, kind, seconds=60):
         state, before = guest.unit(paused["unit"], "ActiveState", "SubState"), starts()
         assert state == {"ActiveState": "activating", "SubState": "start"}
         proven = guest.run(IS_PROVEN[kind].format(**paused["proof"]) + " 2>/dev/null || :")
-        if proven and kind == "image-pull":  # Docker continues while its client is paused
+        if proven and kind == "image-pull":
             raise MissedError("the image was complete before the client was paused")
         assert proven == ""
         attach_to_job(fleet, pause)
-    assert starts() == before  # attached to the job, not started again
+    assert starts() == before
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
 
 

@@ -4,7 +4,6 @@ from contextlib import contextmanager
 from tests.faults.bench import A, B
 
 GIB = 1 << 30
-# Half of it is a margin for other programs on the machine that the guests share.
 HELD = 3 * GIB
 HOLDER = f"import time; kept = b'x' * {HELD}; print('held', flush=True); time.sleep(600)"
 
@@ -12,7 +11,6 @@ HOLDER = f"import time; kept = b'x' * {HELD}; print('held', flush=True); time.sl
 @contextmanager
 def memory_hog(bench):
     bench.run(f'systemd-run -q --collect --unit memory_hog python3 -c "{HOLDER}"')
-    # Match the whole line, because systemd's own line quotes the program.
     bench.guest.wait("journalctl -u memory_hog -o cat | tail -n 1 | grep -qx held")
     try:
         yield
@@ -68,7 +66,6 @@ def assert_down_until_next_start(bench):
 
 
 def wait_until_restarted(bench):
-    # systemd keeps trying within the start limits.
     bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
     bench.assert_serves(A)
 

@@ -8,7 +8,7 @@ from tests.labkit import Site, guest_named, lab
 
 NAMES = os.environ.get("SPARK_PEER_GUESTS", "lab-16 lab-17 lab-18").split()
 SHARE = "spark-share@trees.service"
-SLOW = "16mbit"  # 12.6 MB take several seconds
+SLOW = "16mbit"
 
 
 class Three:

@@ -102,7 +102,6 @@ def test_rollout_killed_in_enable_rolls_back_if_enable_fails_again(bench):
     switch_until_phase(bench, "enable")
     bench.fail_systemctl(BLOCKED_CALL["enable"], "Read-only file system")
 
-    # With cgroups v1 systemd may miss the exit of the last killed process; a reload makes it check.
     bench.run(f"systemctl kill -s KILL spark-switch@{B}; systemctl daemon-reload")
 
     try:
@@ -260,7 +259,7 @@ def test_clients_get_answers_or_503_during_rollout(bench, record_property):
 
 def test_answers_longer_than_drain_are_cut_detectably(bench):
     limits = {"start_s": 20, "stop_s": 2, "drain_s": 2}
-    bench.serve_proven(A, engine__env=SLOW, timeouts=limits)  # an answer takes 20 s
+    bench.serve_proven(A, engine__env=SLOW, timeouts=limits)
     bench.release(B)
     streamed = bench.start_long_request(stream=True)
     whole = bench.start_long_request(running=2)
@@ -276,7 +275,6 @@ def test_answers_longer_than_drain_are_cut_detectably(bench):
     assert sum(line.startswith("data: {") for line in lines) > 10
     assert "data: [DONE]" not in lines
     assert lines[-1] == "rc=18"
-    # The other answer had not started: the client gets the 503 of a rollout.
     refused = bench.run(f"cat {whole}")
     assert refused.startswith("HTTP/1.1 503")
     assert "Retry-After: 10" in refused

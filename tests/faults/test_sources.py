@@ -42,7 +42,7 @@ def test_disk_filling_during_job_loses_nothing(fleet, job, phase, free_bytes):
         guest.run("find /srv/spark/sources -mindepth 1 -delete")
     else:
         delete_unserved_checkpoints(guest)
-        fleet.site.choose(profile="v2-native")  # needs another checkpoint, written in full
+        fleet.site.choose(profile="v2-native")
     before_files = finished_files(guest)
     process = fleet.site.start("--limit", guest.name)
     try:
@@ -99,7 +99,6 @@ def test_reuses_files_from_hugging_face_cache(fleet):
     assert run.exit_code == 0, run.stderr[-3000:]
     assert guest.json("cat /srv/spark/sources/*/receipt.json")["digest"] == receipt["digest"]
     paths = requested_paths(guest, log_start)
-    # Only the ranges of the FP8 source checkpoint still come from the hub.
     assert paths
     assert not [path for path in paths if receipt["name"] in path]
     assert not [path for path in paths if any(sha256 in path for sha256 in hashes)]

@@ -7,17 +7,13 @@ import pytest
 from tests.faults.stub_faults import stub_faults
 from tests.faults.trial import Trial, evidence
 
-# Values that the check needs to notice a fault.
 NEEDS: dict[str, dict[str, Any]] = {
     "never-ready": {"timeouts__start_s": 3},
     "unhealthy": {"timeouts__start_s": 3},
     "wedge": {"check__timeout_s": 3},
-    # Enough text that the engine dies before the proof.
     "crash-later": {"env": {"STUB_FAULT_AFTER_S": "0.5", "STUB_PIECE_S": "0.05"}},
-    # 120 tokens at 10 ms each exceed the time limit of a check.
     "slow": {"check__timeout_s": 1, "check__copy": ["abcd" * 120]},
 }
-# They answer correctly; the watchdog kills them for their memory (test_watchdog.py).
 NOT_FOR_A_CHECK = ("leak", "greedy-load")
 # A correct server may behave like this.
 WARNINGS = ("unsteady", "no-tool", "needle-lost", "some-drafts", "sampler-wrong")

@@ -48,7 +48,6 @@ CHAINS = {"killed": "KILL", "interrupted": "INT", "cut off": "CUT"}
 
 
 def points_on_new_hosts(name, operations):
-    """Return the points that chains of interrupted runs do not cover."""
     points = list_points(operations, hows=("KILL", "INT", "CUT"))
     if name not in CHAINED:
         return points

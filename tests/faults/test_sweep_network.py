@@ -71,7 +71,7 @@ SPECIAL = {
 
 @pytest.fixture(scope="module")
 def proxy():
-    lab("up", *GUESTS, "--engine", "stub")  # creates the address to listen on
+    lab("up", *GUESTS, "--engine", "stub")
     proxy = FaultyProxy()
     yield proxy
     proxy.close()
@@ -137,7 +137,6 @@ def error_line(output):
     above = [line for line, after in itertools.pairwise(lines) if after.startswith("fix: ")]
     errors = own or above
     assert errors, f"no error was printed:\n{output[-3000:]}"
-    # URLs and digests are the lab's own.
     return re.sub(r"https?://\S*/|@sha256:\w+", "", errors[0].removeprefix("error: "))[:300]
 
 

@@ -50,7 +50,6 @@ def _full_disk(free_bytes, **choices):
     return Lack(fill, lambda guest: lab("break", "disk-full", guest.name, "--heal"), choices)
 
 
-# A small file system over a folder, with the folder's content.
 _COPY = "cp -a {0} /run/kept && mount -t tmpfs -o {1} tmpfs {0} && cp -a /run/kept/. {0}/"
 _NO_BYTE = "dd if=/dev/zero of={0}/filler bs=4k 2>/dev/null; ! echo x 2>/dev/null > {0}/filler2"
 _NO_INODE = "i=0; while touch {0}/filler$i 2>/dev/null; do i=$((i+1)); done"
@@ -123,7 +122,7 @@ _NO_MEMORY = _commands(
 _PAUSE_DOCKER, _CONTINUE_DOCKER = (
     f"kill -{signal} $(systemctl show -p MainPID --value docker)" for signal in ("STOP", "CONT")
 )
-NATIVE = {"profile": "v2-native"}  # needs another checkpoint, which has to be built
+NATIVE = {"profile": "v2-native"}
 CASES: dict[str, dict[str, Lack]] = {
     "before": {
         "the disk is full": _full_disk(65536, **NATIVE),

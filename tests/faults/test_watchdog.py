@@ -7,7 +7,6 @@ from tests.faults.bench import FAULT, LASTING, A, B
 UNIT = f"spark-serve@{A}.service"
 WATCH = f"spark-watch@{A}.service"
 EVENTS = "/var/lib/spark/events/main.jsonl"
-# Three starts, then systemd gives up.
 SHORT = {"delay_s": 3, "burst": 3, "interval_s": 300}
 
 
@@ -41,7 +40,6 @@ def memory_limits(bench, gib=2):
 
 
 def serve_with_three_starts(bench, **changes):
-    # A rollout reloads systemd, which resets the count of starts.
     bench.serve_proven(A, restart=SHORT, **changes)
     bench.run(f"systemctl reset-failed {UNIT}; systemctl restart {UNIT}")
 
@@ -49,7 +47,7 @@ def serve_with_three_starts(bench, **changes):
 def assert_start_limit_reached(bench):
     bench.guest.wait(f"systemctl is-failed {UNIT}", seconds=240)
     count = restarts(bench)
-    assert count == SHORT["burst"]  # the last restart was refused
+    assert count == SHORT["burst"]
     time.sleep(2 * SHORT["delay_s"])
     assert bench.guest.unit(UNIT, "ActiveState", "SubState", "NRestarts") == {
         "ActiveState": "failed", "SubState": "failed", "NRestarts": str(count)
@@ -84,7 +82,6 @@ def test_engine_wedging_after_every_start_reaches_start_limit(bench):
     for start in range(1, SHORT["burst"] + 1):
         bench.guest.wait(f"systemctl is-active {UNIT} && systemctl is-active {WATCH}", seconds=60)
         bench.assert_serves(A)
-        # It wedges only after the proof, so only the watchdog can notice.
         inject(bench, "wedge")
         bench.start_long_request()
         bench.guest.wait(f"test $(grep -c '\"stalled\"' {EVENTS}) = {start}", seconds=30)
@@ -95,7 +92,7 @@ def test_engine_wedging_after_every_start_reaches_start_limit(bench):
 def test_long_answer_is_not_a_stall(bench):
     bench.serve_proven(A, engine__env={"STUB_PIECE_S": "0.05"})
     bench.start_long_request()
-    time.sleep(8)  # the request runs more than twice as long as the stall limit
+    time.sleep(8)
     assert event_kinds(bench) == []
     assert restarts(bench) == 0
 
@@ -120,7 +117,6 @@ def test_rolls_back_if_engine_loads_more_than_host_memory(bench):
     assert memory["lowest_bytes"] > 1 << 30
 
 
-# The first start is healthy; a crash or greedy load then happens at every later start.
 @pytest.mark.parametrize(
     ("fault", "events"),
     [("crash-at-start", 0), ("greedy-load", SHORT["burst"] - 1), ("leak", SHORT["burst"])],

@@ -11,7 +11,6 @@ from tests.labkit import STATE, Guest
 
 ACCESS_LOG = STATE / "run" / "hub-access.jsonl"
 REGISTRY_LOG = STATE / "run" / "registry.log"
-# Apache's combined format, which the registry writes.
 PULLED = re.compile(r'^(\S+) .* "GET /v2/\S+/blobs/(sha256:\S+) \S+" 20[06] (\d+) ')
 BLOB = re.compile(r"/blobs/([0-9a-f]{64})\?")
 FROM_HUB = ("match", "ip", "src", "10.77.0.1", "match", "ip", "sport", "8083", "0xffff")
@@ -31,7 +30,6 @@ class HubLog:
         }
 
     def ranges_to(self, guest: Guest) -> list[tuple[int, int]]:
-        """Return the first and last byte of every answer to this guest."""
         with ACCESS_LOG.open() as lines:
             lines.seek(self._start)
             requests = [json.loads(line) for line in lines]

@@ -108,7 +108,6 @@ class Trial:
 
     def change_to(self, name: str) -> dict[str, Any]:
         unit = f"spark-switch@{name}.service"
-        # The start of a oneshot unit returns after its end, failed or not.
         self.guest.run(f"systemctl reset-failed 'spark-s*@{name}.service'; systemctl start {unit}; "
                        f"systemctl is-active {unit} && exit 1 || :")  # fmt: skip
         result: dict[str, Any] = self.guest.json(f"cat /var/lib/spark/switch/{name}.json")

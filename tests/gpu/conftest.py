@@ -50,7 +50,6 @@ def recall_weights() -> Path:
 
 @pytest.fixture(scope="session")
 def eyes(shared_directory: Path) -> Path:
-    """The vision weights, from ``SPARK_GPU_EYES`` or trained in some minutes."""
     return _path_variable("EYES") or make_once(
         shared_directory, "eyes.npz", lambda out: _run("proofs.releases.eyes", str(out))
     )
@@ -93,7 +92,6 @@ def _hub(shared: Path) -> Path:
 
 
 def make_once(shared: Path, name: str, make: Callable[[Path], None]) -> Path:
-    """Return the output of ``make``, shared by all processes of a run."""
     out, done = shared / name, shared / f"{name}.done"
     with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

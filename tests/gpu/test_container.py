@@ -26,7 +26,6 @@ pytestmark = [
 
 @pytest.fixture
 def root():
-    # pytest's directories are too long for the path of a Unix socket.
     with tempfile.TemporaryDirectory(
         prefix="spark-", dir="/tmp", ignore_cleanup_errors=True
     ) as new:

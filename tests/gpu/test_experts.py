@@ -33,7 +33,6 @@ class Packed:
 
 
 def _kernel_form(width, gate_up, down):
-    """Return weights and scales of both steps as the engine prepares them."""
     module = pytest.importorskip("vllm.model_executor.layers.fused_moe.oracle.int_wna16")
     turned = [
         tensor.transpose(1, 2).contiguous()  # outputs first, as the GPTQ method hands them over

@@ -8,7 +8,6 @@ from spark_vllm.head.tiles import read_table, tile_for  # noqa: E402 # after the
 
 TILES = sorted(read_table().items())
 ROUNDING = 0.003
-"""Rounding a logit to BF16 costs about 0.0017."""
 BATCHES = [1, 2, 3, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 200]
 """Batches on both sides of every limit of the shipped tables."""
 
@@ -119,7 +118,6 @@ def test_int8_costs_less_than_one_percent_on_gaussian_weights():
 @pytest.mark.parametrize(("name", "tiles"), TILES)
 @pytest.mark.parametrize(("rows", "in_features"), [(2000, 3072), (1999, 2048), (515, 3000)])
 def test_logits_are_bit_identical_at_every_batch(name, tiles, rows, in_features, results):
-    """Batches use different tiles of a table, but the same arithmetic."""
     from spark_vllm.head.kernel import logits
 
     from proofs import result_files

@@ -28,7 +28,6 @@ NEAR = 0.01
 
 
 def _module(inputs, outputs):
-    """Return weights, scales and scratch of an INT4 module as the engine prepares them."""
     from vllm.model_executor.layers.quantization.utils import marlin_utils
     from vllm.model_executor.layers.quantization.utils.marlin_utils_test import marlin_quantize
     from vllm.scalar_type import scalar_types

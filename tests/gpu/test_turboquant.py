@@ -17,7 +17,6 @@ from proofs.kernels.turboquant_slots import dequantise_slots, open_backend
 HEADS, KV_HEADS, SIZE, BLOCK = 8, 2, 128, 16
 PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 ROUNDING = 0.01
-"""Largest error of a kernel against attention over dequantised slots."""
 DAMAGE = 10 * ROUNDING
 
 
@@ -97,7 +96,7 @@ class Batch:
         before, fresh = self.cached[request], self.new[request]
         rows = self.store[self.table[request].long()].flatten(0, 1)[: before + fresh]
         key, value = dequantise_slots(rows, self.impl.tq_config)
-        if not before or fresh > 128:  # computed as a prompt: the chunk is not read from the cache
+        if not before or fresh > 128:
             key = torch.cat([key[:before], self.keys[request][before:].float()])
             value = torch.cat([value[:before], self.values[request][before:].float()])
         return key, value
@@ -145,7 +144,6 @@ def _shown(errors):
 
 @pytest.fixture(autouse=True)
 def _workspace():
-    """Give the backend the scratch memory it shares with the engine."""
     from vllm.v1.worker import workspace
 
     if not workspace.is_workspace_manager_initialized():
@@ -157,7 +155,7 @@ def test_cached_rows_are_correct_with_a_longer_fresh_prompt(preset, monkeypatch,
     errors, format_error = {}, {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
-        order = (2, 1, 0)  # verify row first, as the runner orders them
+        order = (2, 1, 0)
         outputs = dict(zip(order, batch.run(order), strict=True))
         errors[own] = {r: error(outputs[r], batch.reference(r)) for r in order}
         format_error = {r: error(batch.reference(r), batch.exact(r)) for r in (1, 2)}
@@ -195,7 +193,7 @@ def test_captured_verify_step_uses_the_lengths_at_replay(preset, monkeypatch, re
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
         real = batch.metadata((2,))
-        metadata = batch.metadata((2,), cpu_lengths=[batch.new[2]])  # the lengths at capture
+        metadata = batch.metadata((2,), cpu_lengths=[batch.new[2]])
         metadata.seq_lens.fill_(1)
         batch.forward((2,), metadata)
         torch.cuda.synchronize()
@@ -218,7 +216,6 @@ def test_captured_verify_step_uses_the_lengths_at_replay(preset, monkeypatch, re
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("context", [16384, 131072])
 def test_long_contexts_are_attended_fully(preset, context, monkeypatch, results):
-    """A long chunk after a long prefix, and a verify row of another long request."""
     batch = Batch(True, preset, monkeypatch, cached=(context, context - 5), new=(300, 3))
     verify, chunk = batch.run((1, 0))
     errors = {

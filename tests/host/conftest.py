@@ -17,7 +17,7 @@ Completed = subprocess.CompletedProcess[str]
 
 @dataclass(frozen=True)
 class Bare:
-    """What was observed before the first deploy: doctor's output, files it left, and a dry run."""
+    """Observations before the first deploy: doctor's output, created files, and a dry run."""
 
     doctor_first: Completed
     doctor_both: Completed

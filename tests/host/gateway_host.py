@@ -14,7 +14,6 @@ CONFIGURE = "Serve | Configure the gateway"
 QUESTION = "What is 7823 * 4519?"
 TAILNET = "100.101.102.103"
 LOOPBACK = {"127.0.0.1", "[::1]"}
-# A token every 50 ms shows whether anything buffers the stream.
 SLOW = {"STUB_PIECE_S": "0.05"}
 
 
@@ -37,7 +36,6 @@ class GatewayHost:
         return run
 
     def engine(self) -> str:
-        """Return the engine's run: equal as long as it was not restarted."""
         unit = self.guest.serving()[0]
         shown = self.guest.run(f"systemctl show -p InvocationID,MainPID,NRestarts {unit}")
         return f"{unit} {shown}"

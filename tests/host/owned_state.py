@@ -1,4 +1,4 @@
-"""What belongs to the owner of a host, read with ordinary tools and compared."""
+"""State that belongs to the owner of a host, read with standard tools and compared."""
 
 import json
 import re

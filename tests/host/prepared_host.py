@@ -6,7 +6,7 @@ import pytest
 from tests.labkit import SPARE, Site, guest_named, lab
 from tests.runs import Run
 
-GUEST = SPARE[0]  # no other test module uses it at the same time
+GUEST = SPARE[0]
 
 PACKAGES = "Base | Install packages"
 DIRECTORIES = "Base | Create directories"

@@ -28,7 +28,6 @@ def test_generates_specification_and_updates_it_with_driver(forced):
     guest.run(f"systemctl restart {unit}")
     assert guest.answers()
 
-    # A new driver makes the specification stale; the running server is not restarted.
     engine = forced.engine()
     set_driver(guest, OLD, NEW)
     try:
@@ -51,7 +50,6 @@ def test_boot_with_new_driver_updates_specification(forced):
         guest.wait(f"systemctl is-active {unit}", seconds=90)
         assert guest.answers()
         assert f"libcuda.so.{NEW}" in guest.run("cat /etc/cdi/nvidia.yaml")
-        # The next deploy repeats the container check and the full proof.
         assert_changed_only(forced.site.deploy(), GPU_PROOF, SERVE)
     finally:
         set_driver(guest, NEW, OLD)

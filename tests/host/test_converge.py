@@ -86,7 +86,6 @@ def test_dry_run_predicts_exact_changes(fleet, name):
 
 
 def test_dry_run_on_bare_hosts_predicts_first_run(fleet):
-    # Peer downloads are decided during the run and leave nothing behind.
     changed = [name for name in fleet.first.changed if not name.endswith(" peer downloads")]
     assert fleet.bare.dry.assert_succeeded().predicted == changed
 

@@ -54,14 +54,12 @@ class Engines:
         return int(status), json.loads(text)
 
     def count(self, name):
-        """Return the sum of a counter or gauge of both engines."""
         pattern = re.compile(rf"^vllm:{name}\S* (\S+)", re.M)
         numbers = [pattern.findall(guest.metrics()) for guest in self.guests]
         assert all(numbers), name
         return sum(float(number) for found in numbers for number in found)
 
     def hit_rate(self, conversations, *, header):
-        """Return the share of later turns' tokens that the engines found in their caches."""
         hits = queries = 0.0
         filler = self.filler()
         for number in range(conversations):
@@ -80,7 +78,6 @@ class Engines:
         return hits / queries
 
     def filler(self):
-        """Return text of more than two blocks of the prefix cache."""
         lines = self.guests[0].run(
             "journalctl -o cat | grep -o 'attention block size to [0-9][0-9]*'"
         )

@@ -39,7 +39,7 @@ KINDS = {
     ),
     "masked": ("systemctl unmask {name}", "systemctl is-enabled {name}"),
     "user": (
-        "sed -i '/^{name}:/d' /etc/passwd",  # userdel refuses while its processes run
+        "sed -i '/^{name}:/d' /etc/passwd",
         "getent passwd {name} | cut -d: -f 1,6,7 && id -Gn {name}",
     ),
     "image": ("docker rmi -f {name}", "docker image inspect -f '{{{{.Id}}}}' {name}"),
@@ -51,9 +51,9 @@ KINDS = {
     "enabled": ("systemctl disable {name}", "systemctl is-enabled {name}"),
 }
 EXCLUDED = {
-    "python3",  # the host tools and apt's scripts need it for the repair
-    "nginx-light",  # an empty package in Debian 12, which its nginx provides as well
-    "/var/lib/systemd/timers/stamp-spark-daily.timer",  # systemd writes it when the timer fires
+    "python3",
+    "nginx-light",
+    "/var/lib/systemd/timers/stamp-spark-daily.timer",
 }
 START = "Serve | Start new services"
 WAIT = "Prepare | Wait for all jobs"
@@ -104,7 +104,6 @@ def test_list_of_managed_files_is_complete(fleet):
 def test_each_file_is_repaired_alone(fleet):
     fleet.settle()
     files = [entry for entry in list_owned(fleet.site, fleet.guests[0]) if entry["kind"] == "file"]
-    # Change the content on one host and the mode of the same file on the other.
     for group in group_files(files):
         names = [entry["name"] for entry in group]
         before = {guest.name: stamps(guest) for guest in fleet.guests}
@@ -122,7 +121,6 @@ def test_each_file_is_repaired_alone(fleet):
 
 
 def group_files(files):
-    """Yield single files, and the many modules of the host tools in five groups."""
     modules = []
     for entry in files:
         if entry["name"].endswith(".py"):
@@ -177,7 +175,6 @@ def test_each_other_resource_is_repaired_alone(fleet):
         states = [apply_change(guest, entry) for guest, entry in changed]
         run = fleet.site.deploy()
         for (guest, entry), before in zip(changed, states, strict=True):
-            # Peer downloads depend on what the other host lacks: no repair of a drift.
             operations = run.changed_on(guest.name)
             repaired = {name for name in operations if not name.endswith(" peer downloads")}
             if run.exit_code or repaired != expected_operations(entry):

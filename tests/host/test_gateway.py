@@ -79,7 +79,6 @@ def test_refuses_tailnet_until_up_then_binds_it(gateway):
     probe = f"{code} {tailnet}/health; {code} {tailnet}/v1/models"
     assert gateway.guest.run(probe).split() == ["200", "401"]
 
-    # The gateway follows the tunnel without a deploy and serves the host all the time.
     gateway.guest.run("tailscale down")
     gateway.guest.wait(f"! ss -Hltn 'sport = :8000' | grep -q {TAILNET}", seconds=30)
     assert gateway.guest.answers()
@@ -143,7 +142,6 @@ def test_streams_tokens_without_buffering(gateway):
     arrivals = [time.monotonic() for line in answer.stdout if line.startswith("data: ")]
     assert len(arrivals) >= 20
     gaps = sorted(b - a for a, b in itertools.pairwise(arrivals))
-    # The engine sends a token every 50 ms; a buffer would deliver many at once.
     assert gaps[len(gaps) // 2] > 0.03
     assert arrivals[-1] - arrivals[0] > 0.8
 

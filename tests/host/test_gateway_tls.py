@@ -84,7 +84,7 @@ def test_own_certificate_is_checked_before_connecting_and_then_served(gateway):
         refused = gateway.deploy(**settings)
         assert refused.exit_code != 0
         assert "fix: " in refused.stderr
-        assert int(gateway.guest.run(connections)) == before + 1  # of this command itself
+        assert int(gateway.guest.run(connections)) == before + 1
 
     gateway.deploy_only_gateway(**right)
     trust = ("--cacert", right["tls_certificate"])

@@ -39,7 +39,6 @@ def tensor_hashes(to):
 
 
 def repositories(guest):
-    """Return the downloaded repositories; image layers stay for other hosts."""
     names = guest.run(f"ls -A {SOURCES}").split()
     return [name for name in names if not name.startswith("image--")]
 
@@ -136,6 +135,6 @@ def test_real_engine_serves_full_layout_without_base(fleet):
 
     fleet.site.deploy("--limit", guest.name).assert_succeeded()
     assert guest.answers()
-    left = [name for name in repositories(guest) if "tiny-hybrid" not in name]  # the test above
+    left = [name for name in repositories(guest) if "tiny-hybrid" not in name]
     assert left == []
     fleet.site.deploy("--limit", guest.name).assert_unchanged()

@@ -40,7 +40,6 @@ def test_second_controller_is_refused_and_changes_nothing(sites, guest):
     assert second.exit_code != 0
     assert "executed 0 commands" in second.stderr
     assert "has been changing this host since 20" in second.stderr, second.stderr[-3000:]
-    # The first run released the lease; later runs without changes take none.
     assert not is_held(guest)
     ben.deploy(deploy=DEPLOY).assert_unchanged()
     assert not is_held(guest)
@@ -51,11 +50,9 @@ def test_interrupted_run_does_not_block_next_run(sites, guest, signal_sent):
     ann, ben = sites
     guest.run(f"rm -f {DRIVER_HOLD}; systemctl stop docker.socket docker")
     run = ann.start(deploy=DEPLOY)
-    # Poll on the host, because the run may be over sooner than a login.
     guest.run(f"until test -e {LEASE}; do sleep 0.02; done", timeout_s=60)
     run.send_signal(signal_sent)
     run.communicate(timeout=60)
-    # An interrupted run releases the lease; a killed run cannot.
     assert is_held(guest) == (signal_sent is signal.SIGKILL)
     again = ben.deploy(deploy=DEPLOY).assert_succeeded()
     assert again.changed, again.stderr[-3000:]

@@ -65,7 +65,6 @@ def states(guest):
 
 
 def running(guest):
-    # The gateway opens a moment before the unit is active.
     starting = "systemctl list-units --plain --no-legend --state=activating 'spark-serve@*'"
     guest.wait(f"! {starting} | grep -q .", seconds=300)
     units = guest.serving()
@@ -74,7 +73,6 @@ def running(guest):
 
 
 def starts(guest):
-    """Return the started services in order, from the journal."""
     out = guest.run("journalctl -q -o cat -u spark-on-request | grep -E '^starting ' || :")
     return [line.split()[1].rpartition("-")[0] for line in out.splitlines()]
 
@@ -127,7 +125,6 @@ def test_two_clients_of_different_models_do_not_thrash(guest, record_property):
     assert all(results)
     changes = len(starts(guest)) - before
     record_property("answers, changes in 150 s", [*map(len, results), changes])
-    # A model serves for at least a minute.
     assert changes <= 4
 
 
@@ -177,7 +174,7 @@ def test_reboot_keeps_the_running_model_and_leaves_the_others_stopped(site, gues
 
 def test_power_cut_during_a_switch_loses_no_model(site, guest):
     [model, other] = [name for name in MODELS if name not in running(guest)]
-    time.sleep(60)  # the running model serves for a minute
+    time.sleep(60)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(curl, guest, model, seconds=60)
         guest.wait(f"journalctl -u 'spark-serve@{model}-*' -n 1 --since -20s | grep -q {model}")

@@ -1,4 +1,4 @@
-"""An ordinary user follows the README on a bare machine, from the install to a second host."""
+"""A user follows the README on a bare machine, from the installation to a second host."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class User:
         )
 
     def answers_bootstrap_of(self, name):
-        """Answer the questions for the password and the host key of a new host."""
         about = next(guest for guest in info()["guests"] if guest["name"] == name)
         for question, answer in {
             "PASSWORD": about["password"], "HOST_KEYS": f"{about['ip']} {about['host_key']}",
@@ -61,7 +60,6 @@ def readme_command(start):
 
 
 def install(guest, work):
-    """Install what `pipx install .` installs; guests cannot reach a package index."""
     version = guest.run("python3 -c 'import sys; print(*sys.version_info[:2], sep=\".\")'")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", work, "."],
@@ -102,12 +100,11 @@ def user(tmp_path_factory):
 
 
 def add_lab_settings(user, work):
-    """Write the lab's hub, registry and packages, which a real host has by default."""
     (work / "group_vars").mkdir(parents=True)
     site = Site(work / "lab", hosts=list(SPARE))
     write_lab_settings(work, site.root / "inventory/lab.py")
     settings = yaml.safe_load((work / "group_vars/spark.yml").read_text())
-    settings["ssh"].pop("key_file")  # the user has a key
+    settings["ssh"].pop("key_file")
     user.writes(f"{FOLDER}/group_vars/spark.yml", yaml.safe_dump(settings), "644")
 
 
@@ -117,7 +114,6 @@ def answers(user, host):
 
 
 def release():
-    """Return the active release; the user's key logs in there, the lab's does not."""
     units = "systemctl list-units --plain --no-legend --state=active 'spark-serve@*'"
     return lab("ssh", "--root", SPARE[0], units).partition(".service")[0]
 

@@ -83,7 +83,6 @@ def test_other_account_cannot_control_units_or_containers(gateway):
 
 
 def test_prompts_are_stored_nowhere(gateway):
-    # Generated on the host, because sudo logs the commands of this test.
     output = gateway.guest.run(SEND_SECRET_WORD)
     word = gateway.guest.run("cat /root/word")
     assert output.count(word) == 1
@@ -97,7 +96,6 @@ def test_prompts_are_stored_nowhere(gateway):
 
 
 def test_unmanaged_container_can_connect_only_to_ssh(gateway):
-    # Like a container on Docker's bridge.
     gateway.guest.run(
         "ip netns add neighbour; ip link add nb0 type veth peer name nb1; "
         "ip link set nb0 master docker0 up; ip link set nb1 netns neighbour; "

@@ -28,7 +28,6 @@ def guest(site):
 
 @pytest.fixture(scope="module")
 def rows(guest):
-    """Collect the rows of the result file; ``RESULTS=write`` writes it."""
     rows: list[dict[str, Any]] = []
     yield rows
     if os.environ.get("RESULTS") != "write" or not rows:

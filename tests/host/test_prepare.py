@@ -27,14 +27,13 @@ def test_second_run_changes_nothing(prepared):
 def test_does_not_change_driver_packages(prepared):
     now = prepared.guest.run("dpkg-query -W -f '${Package} ${Version}\\n'").splitlines()
     before = prepared.installed.splitlines()
-    assert set(before) <= set(now)  # nothing upgraded, nothing removed
+    assert set(before) <= set(now)
     new = {line.split()[0] for line in now} - {line.split()[0] for line in before}
     assert "nvidia-container-toolkit" in new
     assert not [name for name in new if name.startswith(("nvidia-driver", "linux-"))]
 
 
 GPU_RECEIPT = "/var/lib/spark/receipts/gpu-container.json"
-# test_drift.py changes everything else that a deploy plans.
 DRIFT = {
     "memory limit of the login not loaded": (
         "f=/etc/systemd/system/user.slice.d/50-spark.conf; sed -i s/2G/1G/ $f; "

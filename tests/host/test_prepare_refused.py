@@ -65,7 +65,6 @@ def execute(prepared, command):
 def test_refuses_before_any_change(prepared, name):
     cause, repair, words = PROBLEMS[name]
     execute(prepared, cause)
-    # A run that got further would create this again.
     prepared.guest.run("rmdir /var/lib/spark/switch")
     refused = prepared.run()
     untouched = prepared.guest.run("test -e /var/lib/spark/switch || echo untouched")
@@ -85,7 +84,6 @@ def test_quotes_docker_start_error(prepared):
         f"echo {shlex.quote(json.dumps(wrong))} > /etc/docker/daemon.json"
     )
     run = prepared.run()
-    # Stop it, because systemd might otherwise restart it successfully.
     guest.run("systemctl stop docker docker.socket; cp /root/kept /etc/docker/daemon.json; "
               "systemctl reset-failed docker")  # fmt: skip
     assert run.exit_code != 0

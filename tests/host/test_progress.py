@@ -6,7 +6,6 @@ LONGEST_SILENCE_S = 10
 
 
 def test_first_run_prints_progress(fleet):
-    # Packages, Docker, downloads, the build and both engines.
     assert fleet.first.seconds > 3 * LONGEST_SILENCE_S
     assert fleet.first.silence.seconds <= LONGEST_SILENCE_S, fleet.first.silence
 

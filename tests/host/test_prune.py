@@ -6,7 +6,6 @@ from tests.traces import footprint
 
 PRUNE = "deploys/prune.py"
 READY = {"model": "lab-stub", "profile": "v2"}
-# An image that an earlier version built, and a foreign image.
 OLD_IMAGE = "spark-vllm:0123456789ab"
 IMAGES = (
     "d=$(mktemp -d); cd $d; head -c 30000000 /dev/urandom > layer; "
@@ -68,7 +67,6 @@ def test_prune_removes_what_dry_run_lists(fleet):
     assert removed == existing - kept
     assert first in removed
     assert re.search(rf"remove .* image {OLD_IMAGE}", dry.stderr)
-    # The rollback needs the checkpoint, the plan needs its source, nothing needs image layers.
     removed_trees = re.findall(r"remove .* (?:tree|source) +(\S+)", dry.stderr)
     assert all("/image--" in path for path in removed_trees), dry.stderr
 
@@ -111,7 +109,6 @@ def test_prepared_pair_needs_no_download_or_build_at_rollout(fleet):
     assert not [name for name in prepared.changed if name.startswith("Serve")]
     assert guest.invocation() == before
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
-    # Prune keeps it although it never served.
     prune(fleet, guest).assert_unchanged()
 
     before = job_traces(guest)

@@ -29,7 +29,6 @@ Count from 1 to 20.
 What is the capital of Kenya?
 """
 ANSWERS = "/var/lib/spark/answers"
-# The CPU engine may sum a batch in another order after a restart.
 NOISE_NATS = 0.01
 
 
@@ -76,7 +75,6 @@ def test_clients_get_right_answers_or_503_while_profiles_switch(site, recorded, 
             limits = CATALOG.profile(profile, "lab-tiny").limits
             assert argv[argv.index("--max-num-seqs") + 1] == str(limits.max_sequences)
             record_property(f"change to {profile}", json.dumps(guest.rollout_times()[-1]))
-            # Only v2 drafts; the CPU engine has no TurboQuant cache for v2-tq.
             assert ("--speculative-config" in argv) == (profile == "v2")
             assert "vllm:cache_config_info" in guest.metrics()
             assert "spark portable mode" in guest.run(f"journalctl -u {guest.serving()[0]} -o cat")
@@ -107,11 +105,9 @@ def test_other_profile_gives_similar_answers(site, recorded):
     assert release != recorded
     result = compare(guest, recorded)
     assert (result["one"], result["other"]) == (recorded, release)
-    # Without drafts; an untrained prompt may be a near tie.
     assert result["mean_nats"] < NOISE_NATS, result
     assert {prompt for prompt, _, _ in result["parted"]} <= {UNKNOWN}, result
     assert (result["prompts"], result["same_top"] > 0.9 * result["steps"]) == (4, True), result
 
-    # No answers of this release were recorded.
     assert exit_code(guest, f"--compare {release}") == 1
     assert exit_code(guest, f"--compare {recorded} and-another") == 2

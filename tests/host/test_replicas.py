@@ -42,7 +42,7 @@ class Clients:
             status, text = send_request(self._guest)
             right = status == 200 and "Paris" in text
             self.answers["right" if right else f"{status} {text[:120]}"] += 1
-            time.sleep(0.1)  # together below the gateway's limit of 50 requests/s
+            time.sleep(0.1)
 
     def __enter__(self):
         for thread in self._threads:
@@ -110,7 +110,6 @@ def test_power_loss_of_replica_fails_only_running_requests(replicas):
         time.sleep(10)
         lab("up", SECOND, "--engine", "stub")
         replicas.second.wait("curl -fsS http://127.0.0.1:8000/health", seconds=200)
-    # At most the running request of each client fails.
     assert clients.answers.total() - clients.answers["right"] <= 4, clients.answers
     assert clients.answers["right"] > 40
 

@@ -26,7 +26,6 @@ def small_drafter():
     model["tensors"] = {
         **model["tensors"],
         "mtp": mtp,
-        # Eight experts and attention: three names for each of 28 modules.
         "counts": {**model["tensors"]["counts"], "mtp": tensors["counts"]["mtp"] + 56},
     }
     return {**model, "architecture": {"mtp_scheme": "int4"}}
@@ -39,7 +38,6 @@ def site(tmp_path_factory):
     models = site.root / "catalog/models"
     models.mkdir(parents=True)
     (models / "lab-own.yml").write_text(yaml.safe_dump(small_drafter()))
-    # Round to nearest: tuning does not reach the drafter.
     site.choose(model="lab-own", profile="v2", requantize={"iters": 0})
     return site
 
@@ -78,7 +76,6 @@ def test_hybrid_accepts_drafts(site):
     assert chat(guest, "Count from 1 to 20.", max_tokens=64) == (200, numbers)
     drafted_after, accepted_after = draft_counts(guest)
     drafted, accepted = drafted_after - drafted, accepted_after - accepted
-    # The same floor as for a drafter with 16 bits.
     assert accepted > 0.3 * drafted > 0, (accepted, drafted)
     site.deploy().assert_unchanged()
 

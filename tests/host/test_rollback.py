@@ -50,7 +50,7 @@ def test_rolls_back_to_named_release(fleet):
     unknown = rollback(fleet, *only, "--data", "releases.rollback_to=main-0123456789ab")
 
     assert unknown.exit_code != 0
-    assert named in unknown.stderr  # a release to choose instead
+    assert named in unknown.stderr
     assert footprint(guest) == last
 
     rollback(fleet, *only, "--data", f"releases.rollback_to={named}").assert_succeeded()

@@ -34,7 +34,6 @@ def test_deploys_second_service_and_second_run_changes_nothing(fleet, guest):
     assert set(containers(guest)) == {"main", "second"}
     assert len(guest.boots()) == 2
     assert both_answer(guest)
-    # The main gateway routes to all services by name, another gateway only to its own engine.
     assert guest.names() == ["lab-model", "second"]
     assert status_of(guest, 8000, "second") == 200
     assert status_of(guest, 8000, "unknown") == status_of(guest, 8001, "lab-model") == 404

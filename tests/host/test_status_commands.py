@@ -87,7 +87,7 @@ def test_printed_connect_commands_work(fleet):
     assert "35352137" in answer["choices"][0]["message"]["content"]
 
 
-def test_tunnel_fails_if_port_is_taken(fleet):  # else a stranger gets the key
+def test_tunnel_fails_if_port_is_taken(fleet):
     command = row(fleet.site.cli("connect", "--limit", FIRST).stdout, "from here")
     with socket.create_server(("127.0.0.1", 8000)):
         done = subprocess.run(

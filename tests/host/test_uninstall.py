@@ -113,7 +113,6 @@ def test_restores_bare_host_and_lists_kept_files_first(tmp_path):
         if line.lstrip().startswith("keep ") or "keep   " in line
     ]
     left = [line for line in difference(before, snapshot(guest)) if "spark" in line]
-    # A listed checkpoint covers all its files; ignore folders.
     paths = [re.findall(r"/[^ ]*", line)[0] for line in left if " d " not in line]
     assert [
         p for p in paths if not any(named in p for line in lines for named in _paths(line))

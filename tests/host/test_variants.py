@@ -153,7 +153,7 @@ def test_proxied_host_downloads_only_through_proxy(host):
         return
     for place in ("10.77.0.1:8081", "10.77.0.1:8082", "10.77.0.1:5000", "10.77.0.2:8082"):
         straight = f"curl -s -m 5 --noproxy '*' -o /dev/null http://{place}/; echo $?"
-        assert host.guest.run(straight) == "7", place  # no connection
+        assert host.guest.run(straight) == "7", place
     requests = host.proxy_requests()
     for place, path in (
         ("10.77.0.1:8081", "InRelease"), ("10.77.0.1:8081", "archive-key.asc"),
@@ -164,7 +164,7 @@ def test_proxied_host_downloads_only_through_proxy(host):
 
 def test_copies_valid_cached_weights_and_downloads_damaged(host):
     blobs = "/home/*/.cache/huggingface/hub/*/blobs"
-    weights = {}  # by name, which is the digest that the content should have
+    weights = {}
     for line in host.guest.run(f"sha256sum {blobs}/*[0-9a-f] 2>/dev/null || :").splitlines():
         digest, path = line.split()
         name = path.rpartition("/")[2]
@@ -206,7 +206,7 @@ def test_report_contains_measurements_but_no_private_data(host, tmp_path):
 def test_doctor_warns_of_cloned_keys_wrong_clock_and_failed_updates(tmp_path):
     cloned = next(read for read in map(variant.read, variant.names()) if read.cloned_host_key)
     lab("up", *SPARE, "--fresh", "--variant", cloned.name)
-    for name, torn in zip(SPARE, (0, 3), strict=True):  # the variants have other scores
+    for name, torn in zip(SPARE, (0, 3), strict=True):
         score = json.dumps({"name": "July 2026", "torn": torn})
         guest_named(name).run(f"echo '{score}' >/usr/lib/labstub/torn-score.json")
     # Guests share the machine's clock: only `date` can show another day.

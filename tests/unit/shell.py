@@ -5,7 +5,6 @@ from pathlib import Path
 
 
 def install_stub(folder: Path, name: str, script: str) -> Path:
-    """Write a shell script as program ``name``."""
     program = folder / name
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -13,7 +12,6 @@ def install_stub(folder: Path, name: str, script: str) -> Path:
 
 
 def run_script(script: str, *folders: Path, stdin: str = "", **environment: str) -> list[str]:
-    """Run a script with the programs of ``folders`` first; return the output lines."""
     path = ":".join([*map(str, folders), "/usr/bin:/bin"])
     done = subprocess.run(
         ["sh", "-c", script], input=stdin, capture_output=True, text=True, timeout=30, check=False,

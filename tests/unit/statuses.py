@@ -36,7 +36,6 @@ _PROGRESS = dict.fromkeys(("phase", "bytes", "total", "rate_bytes_per_s", "eta_s
 
 
 def host_status(fields: dict[str, Any]) -> HostStatus:
-    """Return a host's status with these fields; without fields, that of a host without tools."""
     if not fields:
         return HostStatus(None)
     data = {**STATUS, **fields}

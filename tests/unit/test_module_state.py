@@ -54,7 +54,6 @@ def test_modules_do_not_keep_state_from_a_run(side):
 
 
 def state_of(tree, *, may_remember=False):
-    """Yield every kind of state in a module."""
     of_module = {
         name: node
         for name, node in _assigned(tree.body)

@@ -105,7 +105,6 @@ LONGEST_FILE = 400  # lines of a product module
 
 
 def tracked():
-    """Return every module of the product, tracked or new."""
     result = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
         cwd=CHECKOUT, capture_output=True, text=True, check=True,
@@ -138,7 +137,6 @@ def imports(name):
 
 @cache
 def file_of(module):
-    """Return the file of a dotted name of this project, which may end inside a module."""
     path = module.replace(".", "/")
     while path:
         for root in ROOTS:
@@ -160,19 +158,16 @@ _FILES = frozenset(MODULES)
 
 
 def imported(*rooms):
-    """Yield module, imported name and the name's top, of the modules below these paths."""
     for name in MODULES:
         if name.startswith(rooms):
             yield from ((name, result, result.split(".")[0]) for result in imports(name))
 
 
 def none(offenders):
-    """Fail with every offender, not with the first."""
     assert not offenders, "\n" + "\n".join(offenders)
 
 
 def test_every_module_has_a_room():
-    """A new file that fits no room is a question to answer first, not an exception."""
     rooms = {name: room_of(name) for name in MODULES}
     none([name for name, room in rooms.items() if room is None])
     assert set(RANK) == set(rooms.values())
@@ -218,13 +213,11 @@ def _ours(imported):
 
 
 def faces(name):
-    """Return the ``__init__`` modules that run before a module does."""
     above = [str(parent) for parent in Path(name).parents]
     return {f"{folder}/__init__.py" for folder in above} & set(MODULES) - {name}
 
 
 def reached_from(start):
-    """Return the modules below a folder, and our modules that they import."""
     reached: set[str] = set()
     coming = {name for name in MODULES if name.startswith(start)}
     while coming:
@@ -236,8 +229,6 @@ def reached_from(start):
 
 
 def test_plan_is_pure():
-    """Catalog, lock and payload are loaded before: same request, same plan."""
-    # The package finds the contract of its checkout when it is imported.
     reached = set(reached_from("spark_deploy/plan/")) - {"spark_deploy/__init__.py"}
     reading = [
         f"{name} line {node.lineno} reads"

@@ -9,7 +9,6 @@ LOAD = Load(2, 8192, 256, 20, 20, 7, 163_840, 5_120, 81.5, 1_600.0, 20.0, 6_700.
 
 
 def result(profile: str = "v2", speed: float = 50.0, **changes: Any) -> BenchResult:
-    """Return a result; the warm-up runs at 1 token/s."""
     served = Served("spark-1", f"main-{'0' * 12}", "m", profile, "image", "/srv/tree", {})
     values: dict[str, Any] = {
         "schema_version": 1, "at": "2026-01-01T00:00:00Z", "served": served,

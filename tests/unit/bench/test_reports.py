@@ -66,7 +66,7 @@ def test_published_figures_are_shown_with_their_source():
 @pytest.mark.parametrize(
     ("model", "profile", "figures"),
     [
-        ("qwen3.5-122b", "v2", [51]),  # without the figure for three requests
+        ("qwen3.5-122b", "v2", [51]),
         ("qwen3.5-35b", "v2", [112]),
         ("qwen3.5-122b", "hybrid-mtp2", []),
         ("unknown", "v2", []),
@@ -183,7 +183,6 @@ def test_csv_matches_llama_benchy(tmp_path):
 def test_the_recipe_starts_the_measured_release(tmp_path):
     files = submit(tmp_path, {"benchmarks": []})
     recipe = yaml.safe_load(files["recipe.yaml"])
-    # Spark Arena accepts no other version and runtime.
     assert (recipe["recipe_version"], recipe["runtime"]) == ("2", "vllm")
     assert (recipe["model"], recipe["model_revision"]) == ("org/model-int4", "c" * 40)
     words = recipe["command"].replace("\\\n", " ").split()
@@ -219,8 +218,8 @@ def test_nvidias_file_contains_measured_values_only(tmp_path):
     [profile] = document["profiles"]
     assert profile["workload"]["input_tokens_total"] == 163_840
     assert profile["results"] == {
-        "prefill_tokens_per_second_mean": 5120.0,  # 8192 in 1.6 s
-        "decode_tokens_per_second_mean": 50.0,  # 20 ms each
+        "prefill_tokens_per_second_mean": 5120.0,
+        "decode_tokens_per_second_mean": 50.0,
         "e2e_latency_ms_mean": 6700.0,
     }
 

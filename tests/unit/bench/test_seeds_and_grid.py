@@ -23,8 +23,6 @@ from tests.unit.statuses import host_status
 
 
 class Model(BaseHTTPRequestHandler):
-    """Streams three chunks for eleven tokens, then the usage block."""
-
     requests: list[dict[str, Any]]
     has_usage = True
 
@@ -97,7 +95,6 @@ def test_seeds_run_twice_within_half_the_context(model, monkeypatch):
     names = ["Q&A", "code", "JSON", "math", "long code"]
     assert [(a.run, a.prompt) for a in answers] == [(n, name) for n in (1, 2) for name in names]
     assert [body["max_tokens"] for body in model.requests[:5]] == [256, 500, 500, 64, 500]
-    # Slow answers are announced, and every answer has a result.
     assert notes[0] == "seeds, run 1, Q&A: 0 s"
     assert sum("tok/s" in note for note in notes) == 10
 
@@ -106,12 +103,10 @@ def test_parses_a_recorded_result_of_llama_benchy():
     data = json.loads(BENCHY.read_text())
     version, cells = protocols.parse_cells(data)
     assert version == "0.4.0"
-    # Without the passes that fill the cache.
     assert [cell.case for cell in cells] == [(0, 1), (0, 2), (512, 1), (512, 2)]
     assert all((cell.prompt_tokens, cell.generated_tokens) == (256, 64) for cell in cells)
     first = next(case for case in data["benchmarks"] if not case["is_context_prefill_phase"])
     assert cells[0].decode_tokens_per_s == round(first["tg_throughput"]["mean"], 3)
-    # An answer in a single chunk has no speed.
     assert None in [cell.decode_tokens_per_s for cell in cells]
 
 

@@ -76,8 +76,6 @@ def test_a_number_may_be_written_either_way():
 
 
 class Server(BaseHTTPRequestHandler):
-    """Answers with the expected calls, in two pieces if streamed; or with ``status``."""
-
     status = 200
 
     def do_POST(self):

@@ -14,7 +14,6 @@ from tests.unit.planning.plans import plan_of
 
 RECORDED = CHECKOUT / "tests/fixtures/vllm-bench-0.32.0.json"
 RELEASE = plan_of("large", "v2").serve
-# Records the arguments, then runs the command of the container.
 DOCKER = """#!/bin/sh
 printf '%s\\n' "$@" > {root}/docker
 while [ "$1" != -c ]; do shift; done

@@ -60,7 +60,6 @@ def own(tmp_path):
             shutil.copy(ours, tmp_path / "ours/catalog" / kind / name)
     engines = CHECKOUT / "catalog/engines.yml"
     shutil.copy(engines, tmp_path / "ours/catalog/engines.yml")
-    # Three rules suffice; each example reads them again.
     rails = yaml.safe_load((CHECKOUT / "catalog/guard_rails.yml").read_text("utf-8"))
     few = json.dumps({"rails": rails["rails"][:3]})
     (tmp_path / "ours/catalog/guard_rails.yml").write_text(few)

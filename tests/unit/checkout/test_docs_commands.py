@@ -30,9 +30,9 @@ def error_in(line):
     if command is None:
         return "no such command"
     try:
-        if words:  # otherwise only the name, as in a sentence
+        if words:
             command.make_context(name, [word.strip("[]") for word in words])
-    except click.exceptions.Exit:  # --help
+    except click.exceptions.Exit:
         pass
     except click.UsageError as error:
         return error.message

@@ -38,7 +38,6 @@ def yaml_blocks(name):
 
 
 def is_part_of(kind, data):
-    """Return whether a block is a document of a kind, or a valid part."""
     schema = load_schema(kind)
     if not set(data) <= set(schema["properties"]):
         return False
@@ -47,7 +46,6 @@ def is_part_of(kind, data):
 
 
 def load_settings(block, root):
-    """Load a block as settings; replace the user's models by a shipped model."""
     known = shipped_catalog().models
     named = re.findall(r"^model: (\S+)", block, re.M)
     for name in [name for name in named if name not in known]:

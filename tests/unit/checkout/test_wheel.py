@@ -22,7 +22,6 @@ DIGESTS = (
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Install the wheel into an environment; return the folder of commands."""
     root = tmp_path_factory.mktemp("wheel")
     source = root / "source"
     names = subprocess.run(

@@ -10,7 +10,6 @@ NAMES = {"kill": WATCHED, "disk_full": WRITING}
 
 
 def run_broken(*arguments, act="kill", number=0, path=None, names=None, only_path=False):
-    """Run with a fault at a call (0: none), without the check for free space."""
     fault = {
         "act": act,
         "number": number,
@@ -23,7 +22,6 @@ def run_broken(*arguments, act="kill", number=0, path=None, names=None, only_pat
 
 
 def spread_calls(calls):
-    """Return call numbers spread over a run, always with the last steps."""
     spread = {1 + round(n * (calls - 1) / (POINTS - 1)) for n in range(POINTS)}
     return sorted(spread | set(range(max(1, calls - 8), calls + 1)))
 

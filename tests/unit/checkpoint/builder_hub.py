@@ -91,7 +91,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def send_and_crawl(handler, data):
-    """Send the first third at once and the rest at 700 B/s, until the client leaves."""
     first = int(handler.headers.get("Range", "bytes=0-").partition("=")[2].partition("-")[0])
     at = max(first, len(data) // 3)
     place = {"Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}"}

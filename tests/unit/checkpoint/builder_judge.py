@@ -15,7 +15,6 @@ def donor_values(donor, module):
 
 
 def unpack_packed(tensors, module, suffix="", bits=8):
-    """Dequantise GPTQ-packed integers by definition: the first value in the lowest bits."""
     qweight = tensors[f"{module}.qweight{suffix}"]
     words = np.frombuffer(qweight.data, "<u4").reshape(qweight.shape)
     codes = np.stack([(words >> (bits * n)) % 2**bits for n in range(32 // bits)], axis=1)

@@ -40,7 +40,6 @@ def bf16_values(raw):
 
 
 def _e4m3_table():
-    """Return all 127 finite magnitudes by definition."""
     table = [mantissa * 2.0**-9 for mantissa in range(8)]
     table += [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
     return np.array(table[:127], np.float64)
@@ -50,7 +49,6 @@ E4M3 = _e4m3_table()
 
 
 def e4m3_codes(values):
-    """Round to the nearest magnitude by search; ties go to the even code."""
     magnitude = np.abs(values).astype(np.float64).ravel()
     upper = np.clip(np.searchsorted(E4M3, magnitude), 1, 126)
     low, high = E4M3[upper - 1], E4M3[upper]
@@ -81,7 +79,6 @@ def fp8_pair(values):
 
 
 def write_shard(path, tensors, metadata=None):
-    """Write with the safetensors package."""
     alive = {name: np.frombuffer(raw.data, np.uint8) for name, raw in tensors.items()}
     specs = {
         name: TensorSpec(
@@ -97,7 +94,6 @@ def write_shard(path, tensors, metadata=None):
 
 
 def write_shard_by_hand(path, tensors):
-    """Write the simplest file of the format: names in order, no padding."""
     header, position = {}, 0
     for name, raw in tensors.items():
         end = position + len(raw.data)
@@ -111,7 +107,6 @@ def write_shard_by_hand(path, tensors):
 
 
 def read_shard(path):
-    """Read name → Raw by parsing the layout by hand."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])

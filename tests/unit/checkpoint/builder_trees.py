@@ -36,7 +36,6 @@ DONOR_SHAPES = [
 
 
 def _matrix(random, shape, scale=0.02):
-    """Return nearly normally distributed values: sums of four uniform numbers."""
     raw = np.frombuffer(random.bytes(int(np.prod(shape)) * 8), "<u2").reshape(*shape, 4)
     return ((raw.sum(axis=-1, dtype=np.int64) - 131070) * np.float32(scale / 37837)).astype("<f4")
 
@@ -51,7 +50,6 @@ def _int4(random, outputs, inputs):
 
 
 def language_tensors(random):
-    """Return base tensors, and 16-bit originals of the donor's FP8 tensors."""
     base, linear = {}, {}
     for layer in range(LAYERS):
         prefix = f"model.language_model.layers.{layer}"
@@ -252,7 +250,6 @@ class Workshop:
         return path
 
     def write_sources(self, **changes):
-        """Write base and donor unless they exist or the plan has another donor."""
         if not self.base_dir.exists():
             self.write_base()
         if "donor" not in changes and not self.donor_dir.exists():
@@ -334,7 +331,6 @@ def _zygote():
 
 
 def run_tool(*arguments, check=True, fault=None):
-    """Run a command of the builder in a separate process; refuse tracebacks."""
     request = {"arguments": [str(argument) for argument in arguments], "fault": fault}
     zygote = _zygote()
     zygote.stdin.write(json.dumps(request) + "\n")

@@ -22,7 +22,6 @@ def act_kill(target):
 
 
 def act_disk_full(target):
-    # Like the kernel: errors of calls on a descriptor have no name.
     names = () if isinstance(target, int) else (str(target),)
     raise OSError(errno.ENOSPC, "No space left on device", *names)
 
@@ -47,7 +46,6 @@ def is_open_file(argument, path):
 
 
 def watch(names, number, act, path, only_path):
-    """Count calls of ``os`` functions and act at the call with the given number."""
     calls = [0]
 
     def wrap(name):
@@ -69,7 +67,6 @@ def watch(names, number, act, path, only_path):
 
 
 def keep_journal(path):
-    """Write a line for every fsync (inode) and every rename (target)."""
     real_fsync, real_rename = os.fsync, os.rename
 
     def keep(*event):

@@ -158,7 +158,6 @@ def count_hashed_bytes(workshop, layout):
 
 
 def test_hashes_large_base_files_whose_receipt_lacks_pieces(workshop):
-    # Larger than a piece; smaller files are a single piece.
     workshop.base["lm_head.weight"] = Raw("BF16", (VOCABULARY, 8192), bytes(VOCABULARY * 16384))
     workshop.write_base()
     assert count_hashed_bytes(workshop, "full") == 0

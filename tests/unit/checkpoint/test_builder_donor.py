@@ -50,13 +50,11 @@ def reads_weights(handler, path):
 
 
 def header_ranges(shard):
-    """Return (file, first, last) of the two requests for a header: length, then JSON."""
     length = int.from_bytes(shard.read_bytes()[:8], "little")
     return [(shard.name, 0, 7), (shard.name, 8, 8 + length - 1)]
 
 
 def joined_ranges(shard, names):
-    """Return (file, first, last) of tensors, joined over gaps of up to 64 KiB."""
     header = read_header(shard)
     joined = []
     for begin, end in sorted(header.tensors[name][2:] for name in names if name in header.tensors):
@@ -112,7 +110,6 @@ def test_rejects_donor_bytes_that_differ_from_locked_hash(workshop, hub, build_r
         workshop.write_base()
     honest = workshop.donor[name]
     lie_about(hub, name)
-    # Without a locked hash the first build is trusted: the changed weight still resembles the base.
     build = partial(build_remote, layout="full")
     build()
     receipt = workshop.read("receipt.json")
@@ -139,7 +136,6 @@ def test_rejects_donor_bytes_that_differ_from_locked_hash(workshop, hub, build_r
 
 
 def test_reads_only_headers_and_required_ranges(workshop, hub, build_remote):
-    # Large routed experts around the required tensors, as in the real donor.
     heavy = Raw("BF16", (1 << 20,), bytes(2 << 20))
     swapped = {
         f"{module}.{suffix}"

@@ -31,7 +31,7 @@ def check_format(result, module, shape):
     }.items():
         tensor = result[f"{module}.{part}"]
         assert (tensor.dtype, tensor.shape) == expected
-    assert set(result[f"{module}.qzeros"].data) == {0x77}  # zero point 8, minus one
+    assert set(result[f"{module}.qzeros"].data) == {0x77}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,7 +64,6 @@ def test_replaces_exactly_the_listed_weights(workshop, layout):
     kept = {name: raw for name, raw in {**workshop.base, **workshop.mtp}.items() if name not in old}
     assert {name: raw for name, raw in result.items() if name not in new} == kept
     assert new <= result.keys()
-    # The engine reads whole files.
     files = workshop.out.glob("*.safetensors")
     assert old.isdisjoint(name for path in files for name in read_shard(path))
 
@@ -107,7 +106,7 @@ def test_rounds_weights_grafted_from_the_donor(workshop, layout):
         errors = relative(
             *(unpack_packed(tensors, module, bits=4) for tensors in (grafted, expected))
         )
-        assert errors < 0.1  # from FP8 instead of BF16
+        assert errors < 0.1
 
 
 def test_config_lists_the_packed_modules(workshop):
@@ -133,7 +132,6 @@ def with_nan():
 
 
 def with_outliers():
-    """An outlier in each group leaves no level near the other weights."""
     values = np.full((HIDDEN, HIDDEN), 0.05, np.float32)
     values[:, ::128] = 1
     return values

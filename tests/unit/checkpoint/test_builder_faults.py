@@ -233,7 +233,6 @@ def test_detects_a_flipped_byte_of_a_replaced_tensor(scene):
     )
     shard = next(path for path in scene.base_dir.glob("model-0*") if name in read_shard(path))
     offset = shard.read_bytes().index(scene.base[name].data)
-    # The lowest mantissa bit: the donor's weight still matches within rounding.
     flip(shard, keep_time=True, offset=offset)
     assert scene.build(check=False, layout="full").returncode == 3
 

@@ -54,7 +54,6 @@ def add_packed_mtp(workshop):
     workshop.mtp["mtp.layers.0.self_attn.q_proj.qweight"] = Raw("I32", (8, 8), bytes(256))
 
 
-# A base for every cause in tensor_sets.py.
 PACKED = Raw("I32", (8, 8), bytes(256))
 CAUSES = {
     ".linear_attn.": add("model.language_model.layers.0.linear_attn.in_proj_qkv.qweight", PACKED),
@@ -276,10 +275,6 @@ DAMAGES = {
 
 @pytest.fixture
 def square(workshop):
-    """Return a workshop with gates and ups of four blocks of different magnitudes.
-
-    Otherwise transposed tensors would be right by accident, or refused by shape.
-    """
     for name in [module for module in workshop.modules if not module.endswith("down_proj")]:
         half = bf16_values(workshop.base[f"{name}.weight"])
         values = np.vstack([half, half[::-1] * 9])

@@ -36,9 +36,7 @@ PACKAGE_NAMES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
-# The package reads these, but has no names to write them.
 READ_ONLY = {"F6_E2M3", "F6_E3M2"}
-# Elements per whole number of bytes.
 PACKED = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 names = st.text(min_size=1, max_size=20).filter(lambda text: text != "__metadata__")
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -97,7 +95,6 @@ def test_reads_files_written_by_safetensors(tensors, notes):
     specs = {
         name: TensorSpec(
             dtype=PACKAGE_NAMES[dtype],
-            # The package counts bytes of two F4 elements.
             shape=(*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape,
             data_ptr=buffers[name].ctypes.data,
             data_len=buffers[name].nbytes,
@@ -155,7 +152,7 @@ def test_rejects_every_damaged_file_that_safetensors_rejects(changes):
     try:
         header = parse(bytes(data))
     except HeaderError:
-        return  # may be stricter than the package
+        return
     reference = dict(deserialize(bytes(data)))
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()} == {
         name: (entry["dtype"], tuple(entry["shape"])) for name, entry in reference.items()

@@ -46,7 +46,6 @@ INT8_HEAD = {"head": "int8-g128"}
 KEEP = {"shared_experts": "keep", **INT8_HEAD}
 UP = "model.language_model.layers.0.mlp.shared_expert.up_proj"
 FULL, OVERLAY = "hybrid, full layout", "hybrid, overlay layout"
-# Plan of a result, the kind in the report, and a name in the result.
 RESULTS = {
     "v2": ({"layout": "full"}, FULL, "lm_head.weight"),
     "v2, overlay": ({"layout": "overlay"}, OVERLAY, f"{UP}.weight_scale_inv_fp8"),

@@ -57,7 +57,7 @@ def test_searches_directories_below_maximum_path_length_and_recursion_depth(
     os.close(parent)
     try:
         run_tool("fetch", order(look_in=[str(cache)]))
-    finally:  # pytest cannot remove it
+    finally:
         subprocess.run(["rm", "-rf", str(cache)], check=True)
     assert LARGE not in requested(hub)
     assert contents(tmp_path / "out") == contents(source)
@@ -160,7 +160,6 @@ def test_never_uses_a_file_replaced_after_the_search(hub, tmp_path, trap):
 
 COMMIT = "c" * 40
 SIZE_BYTES = (1 << 20) + 7
-# The repositories share two shards; shards of a model often have the same size.
 SHARDS = {"a": "xyv", "b": "xyw"}
 
 
@@ -234,7 +233,6 @@ def test_linked_blobs_survive_deletion_of_cache(cache, below):
 
 
 def fetch_and_list_candidates(order, tmp_path):
-    """Fetch; return the names of the local files that were hashed."""
     listed = tmp_path / "hashed"
     program = (
         "import sys; from spark_checkpoint.__main__ import main\n"

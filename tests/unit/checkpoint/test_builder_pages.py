@@ -11,7 +11,7 @@ from builder_hub import fetch_order
 from builder_trees import Workshop, run_tool
 from spark_checkpoint.storage import read_buffers
 
-BIG_BYTES = (40 << 20) + 12_345  # several steps, and a partial page at the end
+BIG_BYTES = (40 << 20) + 12_345
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
 LIBC.mmap.argtypes = [
@@ -79,7 +79,7 @@ def test_drops_fetched_and_verified_files_from_page_cache(disk, hub):
 @pytest.mark.slow
 def test_evicts_source_and_target_of_a_copy_from_page_cache(disk):
     local = write_big(disk / "cache/model.safetensors")
-    local.chmod(0o600)  # private: copied, not linked
+    local.chmod(0o600)
     fetch(disk, disk / "cache", [], look_in=[str(disk / "cache")])
     assert is_dropped(disk / "out" / local.name)
     assert is_dropped(local)

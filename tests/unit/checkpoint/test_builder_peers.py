@@ -128,7 +128,6 @@ def test_skips_a_peer_without_progress(peer_order, hub, peer, fetch):
 
 @pytest.mark.parametrize("rate", [10, 100_000_000], ids=["slow", "claims to be fast"])
 def test_does_not_wait_long_for_a_file_that_a_peer_lacks(peer_order, hub, peer, fetch, rate):
-    """The progress moves on every request; the file never comes."""
     (peer.root / TREE / "files").unlink()
     (peer.root / TREE / "progress").write_text("")
     started = time.monotonic()
@@ -139,7 +138,6 @@ def test_does_not_wait_long_for_a_file_that_a_peer_lacks(peer_order, hub, peer, 
         return True
 
     peer.fault = claim
-    # Two files at once at a quarter of this rate: 3 s for 3 MB.
     path = peer_order(peer, slow_bytes_per_s=8_000_000)
     path.write_text(path.read_text().replace('"patience_s": 1', '"patience_s": 0.1'))
     fetch(path)
@@ -188,7 +186,7 @@ def test_does_not_use_a_proxy_for_peers(peer_order, hub, peer, tmp_path):
         command = [sys.executable, "-m", "spark_checkpoint", "fetch", peer_order(peer, tries=1)]
         environment = {**tool_environment(), "http_proxy": proxy.url, "no_proxy": ""}
         subprocess.run(command, env=environment, capture_output=True, check=False)
-    assert requested(proxy) <= {"file-2.bin"}  # empty: it comes from the hub
+    assert requested(proxy) <= {"file-2.bin"}
     assert requested(peer) >= {LARGE, "a file.json"}
 
 
@@ -210,7 +208,6 @@ class Copy:
         self.receipt_sha256 = hashlib.sha256(receipt).hexdigest()
 
     def replace_tree(self):
-        """Let the peer serve a tree that a test may change, and return it."""
         tree, files = self.peer.root / "tree", self.peer.root / DIGEST / "files"
         shutil.copytree(self.original, tree)
         files.unlink()
@@ -356,7 +353,6 @@ def test_builds_locally_if_tensors_of_hostile_peer_violate_plan(copy, change):
 @pytest.mark.gate
 @pytest.mark.parametrize("flips", [False, True])
 def test_builds_locally_if_fp8_tensors_differ_from_hash(copy, flips):
-    """The hash that the lock may require, not those of the files, which a peer can change."""
     tree = copy.replace_tree()
     if flips:
         copy.flip_new_tensor(tree)

@@ -13,8 +13,6 @@ INDEX = "model.safetensors.index.json"
 
 
 def edit_index(edit):
-    """Change names in the index and keep size and time stamp."""
-
     def damage(out):
         status, document = (out / INDEX).stat(), json.loads((out / INDEX).read_text())
         edit(document["weight_map"])
@@ -25,7 +23,6 @@ def edit_index(edit):
 
 
 def replace_shard(out):
-    """Replace a shard by a file with another byte, of the same size and time."""
     path = out / "model-00002-of-00003.safetensors"
     status, other = path.stat(), path.with_name("other")
     shutil.copyfile(path, other)
@@ -156,7 +153,6 @@ def test_adds_missing_inodes_to_a_receipt_from_an_older_builder(workshop):
 def test_verifies_a_checkpoint_on_a_full_disk(workshop):
     workshop.build(layout="full")
     os.utime(workshop.out / "config.json")
-    # The second write is the first of the new receipt.
     runs = [run_broken("verify", workshop.out, act="disk_full", number=2) for _ in range(2)]
     assert [done.returncode for done in runs] == [0, 0]
     assert len({hashed_bytes(done) for done in runs} - {0}) == 1

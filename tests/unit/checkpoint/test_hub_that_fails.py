@@ -81,7 +81,6 @@ def send_slowly(handler, data):
 
 
 def send_end_slowly(handler, data):
-    """Send the end at 2 KB/s, for longer than the window of the mean rate."""
     rest = send_head(handler, data)
     handler.wfile.write(rest[:-8000])
     for at in range(max(0, len(rest) - 8000), len(rest), 1000):
@@ -201,7 +200,6 @@ class Scene:
         self.order.write_text(json.dumps(order))
 
     def fetch(self):
-        """Fetch and compare with the repository; return the columns of the table."""
         run_tool("fetch", self.order)
         for path in self.source.iterdir():
             assert (self.out / path.name).read_bytes() == path.read_bytes()
@@ -353,7 +351,6 @@ def test_abandons_slow_mirror_and_resumes_from_hub(scene):
     assert time.monotonic() - started < 10
     ranges = {path.rpartition("/")[2]: h.get("Range", "") for path, h, _ in scene.hub.requests}
     assert int(ranges[LARGE].removeprefix("bytes=").partition("-")[0]) >= 250_000 // 3
-    # The mirror is not asked for the next file.
     assert {path.rpartition("/")[2] for path, *_ in scene.content_host.requests} == {LARGE}
 
 
@@ -377,7 +374,7 @@ def test_requests_only_one_file_from_useless_mirror(scene, fault):
     assert {path.rpartition("/")[2] for path, *_ in scene.content_host.requests} == {LARGE}
 
 
-DIGITS = "9" * 5000  # more than int() accepts
+DIGITS = "9" * 5000
 FAR_DATE = "Mon, 01 Jan 99999999999 00:00:00 GMT"
 
 
@@ -416,7 +413,7 @@ def test_keeps_using_mirror_that_is_fast_enough(scene):
 @pytest.mark.slow
 def test_uses_a_slow_mirror_if_the_hub_fails(scene):
     slow = Failure(send_and_crawl, "")
-    scene.fail(scene.content_host, slow, 2)  # as often as the first pass tries
+    scene.fail(scene.content_host, slow, 2)
     scene.hub.fault = lambda handler, path, data: handler.answer(404, b"") or True
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
     scene.fetch()

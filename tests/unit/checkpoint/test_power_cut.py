@@ -60,8 +60,6 @@ say(2, b"%d" % calls[0])
 
 
 class Disk:
-    """A filesystem that can lose unsynced data."""
-
     def __init__(self, root):
         self.image, self.place = root / "disk.img", root / "disk"
         self.place.mkdir()
@@ -116,7 +114,6 @@ def select_calls(calls):
 
 
 def sweep_calls(group, calls, cut_at):
-    """Cut at every call; ``cut_at`` checks the state and returns whether something was lost."""
     sweep, lost = Sweep("power"), []
 
     def cut(number):
@@ -163,7 +160,6 @@ def test_state_file_is_complete_or_absent_and_persists_once_reported(disk):
 
 
 def cut_each_call(verb, disk, order, out, content):
-    """Cut the power at every call of the tool; return the content of an undisturbed run."""
     calls = run_broken(verb, order).calls
     expected = content(out)
 

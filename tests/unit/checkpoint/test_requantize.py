@@ -41,7 +41,6 @@ BASE = own_model()["tensors"]["base"]
 MTP = shipped_catalog().model("lab-tiny").tensors.mtp
 SMALL_MTP = small_drafter()["tensors"]["mtp"]
 EXPERTS = "mtp.layers.0.mlp.experts"
-# Eight rows, which AutoRound does not pack.
 NARROW = ("in_proj_a.weight", "in_proj_b.weight")
 DOCKER = """#!/bin/sh
 echo "$@" >> {root}/calls
@@ -133,7 +132,6 @@ class Bench:
         return json.loads((self.root / "order.json").read_text())
 
     def fuse_experts(self):
-        """Publish the drafter's experts in fused tensors, like newer repositories."""
         parts = ("gate", "up", "down")
         experts = [[self.weights[f"{EXPERTS}.{n}.{part}_proj.weight"] for part in parts]
                    for n in range(TINY.experts)]  # fmt: skip
@@ -192,7 +190,7 @@ def test_second_quantisation_changes_nothing(bench):
     assert "--network none" in run
     assert "--gpus=all" in run
     assert bench.run().returncode == 0
-    assert len(bench.calls()) == 2  # removal of a leftover container, and the run
+    assert len(bench.calls()) == 2
 
 
 def test_packs_listed_drafter_modules(bench):
@@ -328,7 +326,6 @@ def write_fused(directory):
 
 
 def write_split(directory, values, **wrong):
-    """Write AutoRound's result with 16-bit experts; ``wrong`` maps experts to others' values."""
     parts = {}
     for expert in range(4):
         gate, up = np.split(values["gate_up_proj"][expert], 2)

@@ -17,10 +17,10 @@ import paramiko
 @dataclass
 class Host:
     password: str | None = None
-    keys: Sequence[str] = ()  # in base64
+    keys: Sequence[str] = ()
     host_key: paramiko.PKey = field(default_factory=paramiko.ECDSAKey.generate)
     port: int = 0
-    tried: list[str] = field(default_factory=list)  # passwords
+    tried: list[str] = field(default_factory=list)
 
 
 class _Session(paramiko.ServerInterface):

@@ -82,13 +82,11 @@ def test_writes_a_planned_catalog_file_once(hub, site, capsys):
     )
     schema = "# yaml-language-server: $schema=../../schema/plain_model.schema.json"
     assert text.splitlines()[0] == schema
-    # Pinned to the read commit; parsers with a source; sampling without guesses.
     assert (data["repository"], data["revision"]) == ("org/Tiny-Chat", COMMIT)
     assert data["parsers"] == {"reasoning": "qwen3", "tool_call": "hermes"}
     for part in ("# From vllm-project/recipes", "licence: mit", "temperature 0.6"):
         assert part in text
     assert "odd" not in text
-    # Texts of the hub stay in their comment.
     assert data["kind"] == "plain"
     assert all(line.isprintable() for line in text.splitlines())
     assert read_catalog(user_dir=site).model("tiny-chat").check.tool_call

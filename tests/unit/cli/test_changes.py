@@ -247,7 +247,7 @@ def test_dry_prints_the_change_of_each_host_like_up(words, expected, monkeypatch
         monkeypatch.setattr(module, "select_hosts", lambda *_, **__: hosts)
         monkeypatch.setattr(module, "query", lambda *_, **__: answers)
     monkeypatch.setattr(changes, "deploy", lambda *_, **__: 1 / 0)
-    assert main([*words, INVENTORY, "--dry"]) == 1  # a host is off
+    assert main([*words, INVENTORY, "--dry"]) == 1
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["on", "off", "away"]

@@ -155,7 +155,6 @@ def test_each_gateway_type_has_a_url_and_tunnel(tmp_path, settings, extra, url, 
     server = connection_of(target_of(tmp_path, **settings), **extra)
     assert (server.base_url, server.tunnel) == (url, tunnel)
     assert f"{url}/chat/completions" in server.example
-    # A shell would put the key into argv, readable by every user of the machine.
     assert "$(" not in server.example
     assert (server.ca, "--cacert /keys/ca/ca.pem" in server.example) == (
         ("/keys/ca/ca.pem", True) if settings is PRIVATE_CA else (None, False)

@@ -123,7 +123,7 @@ def test_plan_on_host_shows_files_that_hosts_have(monkeypatch, capsys):
         return [Answer(host, result, "is off") for host in hosts]
 
     monkeypatch.setattr(hosts, "query", query)
-    monkeypatch.setattr("gevent.monkey.patch_all", lambda: None)  # would affect later tests
+    monkeypatch.setattr("gevent.monkey.patch_all", lambda: None)
     words = ["plan", "--estimate", "--profile", "base", str(CHECKOUT / "inventory/spark.py")]
     assert main(words) == 0
     assert (queried, "Reusing" in capsys.readouterr().out) == ([], False)

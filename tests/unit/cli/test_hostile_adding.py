@@ -51,7 +51,6 @@ def answers_of(hub):
 
 
 def draft_with(hub, end, answer):
-    """Return the draft with one answer replaced; empty if refused with one problem."""
     hub.fault = lambda item, path, data: item.serve(answer) or True if path.endswith(end) else None
     try:
         result = describe_repository(
@@ -63,7 +62,7 @@ def draft_with(hub, end, answer):
     except SparkError as error:
         [problem] = error.problems
         assert problem.line.isprintable()
-        assert len(problem.line) < 4200  # ten names of each kind, and no megabyte
+        assert len(problem.line) < 4200
         return {}
     assert all(len(item) < 1000 for item in draft.open)
     path = hub.root / "draft.yml"
@@ -154,7 +153,6 @@ def test_odd_answers_give_a_valid_file(hub, case):
 
 
 def aliases(levels):
-    """Return a few lines that expand to 8**levels values."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, levels)]
     return "\n".join(lines)

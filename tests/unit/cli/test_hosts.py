@@ -13,8 +13,6 @@ from spark_deploy.inventory.login import LoginResult
 
 @pytest.fixture
 def hosts(monkeypatch, tmp_path):
-    """A ready host, a host that rejects our key, and a slow host that is off."""
-
     def query_host_key(endpoint):
         state: Any = "unreachable" if endpoint.host == "off" else "known"
         return HostKey(endpoint, endpoint.hostname, tmp_path, state, None, None, "no route")

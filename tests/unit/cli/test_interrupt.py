@@ -20,7 +20,6 @@ globals().update(_hosts_of(__file__))
 
 @pytest.fixture
 def site(tmp_path):
-    """A folder with a host that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         accepted = []
         threading.Thread(
@@ -35,7 +34,6 @@ def site(tmp_path):
 
 
 def interrupted(site, *words, once):
-    """Run a command in a terminal; interrupt the process group after some output."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "spark_deploy", *words],

@@ -34,7 +34,7 @@ def ladder(monkeypatch):
             raise SparkError.one(host.profile, "does not fit", "choose another")
 
     def deploy(command, hosts, options):
-        assert options.json  # progress must not mix with the results
+        assert options.json
         state.steps.append(("serve", options.profile, *(host.name for host in hosts)))
         return 3 if options.profile in state.failing else 0
 

@@ -78,9 +78,9 @@ def rows(*services, width=100):
     ("text", "cells"),
     [
         (sample(10, 1000, 100, 80) + sample(12, 1100, 200, 160), "m 2 1 50.0 80% 25% 6.7 61 48"),
-        (sample(10, 1000) + sample(12, 10), "m 2 1 - - 25% 6.7 61 48"),  # the engine restarted
-        ("at 1\nmemory 7000000\ngpu [N/A],[N/A]\nend\n", "- - - - - - 6.7 - -"),  # no engine
-        (sample(1, 5).removesuffix("end\n"), "- - - - - - - - -"),  # incomplete
+        (sample(10, 1000) + sample(12, 10), "m 2 1 - - 25% 6.7 61 48"),
+        ("at 1\nmemory 7000000\ngpu [N/A],[N/A]\nend\n", "- - - - - - 6.7 - -"),
+        (sample(1, 5).removesuffix("end\n"), "- - - - - - - - -"),
     ],
 )
 def test_a_row_shows_rates_between_two_samples(text, cells):

@@ -60,7 +60,6 @@ def write(folder, files):
 
 
 def run(folder, words, **environment):
-    """Run a command without a terminal; return exit code and both outputs."""
     env = {**os.environ, **environment}
     done = forked.run(("spark_deploy", *words.split()), cwd=folder, env=env)
     text = done.stdout + done.stderr
@@ -71,12 +70,11 @@ def run(folder, words, **environment):
 @dataclass(frozen=True)
 class Mistake:
     name: str
-    text: str  # of the instruction
+    text: str
     words: str = PLAN
     files: Mapping[str, str | None] = field(default_factory=dict)
     folder: str = "."
     code: int = 1
-    # What the instruction says; then the command succeeds.
     repair: str = ""
     repaired: Mapping[str, str | None] = field(default_factory=dict)
 
@@ -195,7 +193,6 @@ def test_a_gated_model_needs_more_than_a_token(tmp_path, hub):
 
 
 def in_terminal(folder, *words, act):
-    """Run a command in a terminal; ``act`` gets process, output so far and the terminal."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "spark_deploy", *words],
@@ -208,7 +205,7 @@ def in_terminal(folder, *words, act):
     while True:
         try:
             text += os.read(master, 65536).decode(errors="replace")
-        except OSError:  # the terminal was closed
+        except OSError:
             break
         act(process, text, master)
     os.close(master)
@@ -237,7 +234,6 @@ def cpu_s(pid):
 
 
 def reach(site, port, key=None):
-    """List a host on this port as spark-1; trust its key."""
     host = {"address": "127.0.0.1", "port": port, "user": "me"}
     write(site, {"hosts.yml": yaml.safe_dump({"hosts": {"spark-1": host}})})
     if key:

@@ -197,7 +197,6 @@ def test_a_wrapped_command_can_be_copied(tmp_path, spark_deploy):
     assert len(commands) == 3
     for line, width in itertools.product(commands, WIDTHS):
         parts = [part[13:] for part in wrap_line(line, width)]
-        # Lines continue after a backslash, never inside quotes.
         assert all(part.endswith(" \\") for part in parts[:-1])
         assert shlex.split("\n".join(parts).replace("\\\n", "")) == shlex.split(line[13:])
         assert all("'" in part for part in parts if len(part) > width - 13)

@@ -47,7 +47,6 @@ DOWNLOADING, LOADING = "2 min left", "72.4 GB, 48 s"
 
 
 def read(text):
-    """Return the transcript of a log with a line per second, and the lines printed at once."""
     transcript = Transcript({name: HostView(name) for name in ("a", "b")})
     printed: list[str] = []
     for number, line in enumerate(text.splitlines()):
@@ -99,7 +98,6 @@ HEADLINE = "b still serves x with agent; the new release was rejected: it answer
 
 def test_failures_are_printed_at_once():
     assert read(LOG)[1] == [HEADLINE]
-    # A host that does not report what it serves.
     lines = [line for line in LOG.splitlines(keepends=True) if "[b]  b still" not in line]
     assert read("".join(lines))[1] == [
         "b: FAILED in Serve: Serve the release on b",

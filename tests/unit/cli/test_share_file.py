@@ -22,7 +22,6 @@ def share(root, choice, *extra):
 
 
 def share_online(root, out):
-    """Share without main(), which would patch this process by gevent."""
     run = command.share.callback.__wrapped__
     options = Options(inventory=str(root / "sparks.py"))
     return int(run(options, choice="tiny/plain", out=str(out), unasked=False))
@@ -35,7 +34,6 @@ def release_of(root):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """Folders of two owners; the first added and shared a model."""
     root = tmp_path_factory.mktemp("shared")
     with Hub(root / "hub") as hub, pytest.MonkeyPatch.context() as patch:
         forked.fork_builder(patch)

@@ -226,7 +226,7 @@ def test_downloaded_bytes_are_not_counted_again():
         (0, [], ["spark-1", "spark-2"]),
         (1, ["spark-2"], ["spark-1"]),
         (1, ["spark-1", "spark-2"], []),
-        (1, [], []),  # not connected
+        (1, [], []),
         (130, ["spark-2"], []),
     ],
 )

@@ -107,7 +107,7 @@ def test_parses_printed_progress():
     progress = Progress("fetch", 5, 10, 2, None)
     assert parse_progress(progress.line(), None) == progress
     assert parse_progress("phase=x bytes=1", 7) == Progress("x", 1, 7, None, None)
-    invalid = parse_progress("phase=x bytes=inf eta_s=1e999 total=nan", None)  # from another host
+    invalid = parse_progress("phase=x bytes=inf eta_s=1e999 total=nan", None)
     assert invalid == Progress("x", None, None, None, None)
 
 

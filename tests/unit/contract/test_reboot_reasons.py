@@ -48,7 +48,7 @@ def deploy_reason(root):
         script = script.replace(place, f"{root}{place}")
     result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
     sections = split_sections(result.stdout.replace(f"{root}/", "/").splitlines())
-    sections.pop("smi")  # of this machine
+    sections.pop("smi")
     return survey.parse_identity(sections, gpu.parse_gpu(sections)).boot.reboot_reason
 
 

@@ -37,7 +37,7 @@ def test_output_is_cut_off_unless_both_parts_are_complete(first, second):
     [
         ('shift 2; exec "$@"', ["yes", "ran"]),
         ("exit 1", ["no", "ann", "ran"]),
-        ('[ "$3" = true ]', []),  # sudo works, and the script was killed
+        ('[ "$3" = true ]', []),
     ],
 )
 def test_script_reports_sudo_and_never_runs_twice(sudo, output, tmp_path):
@@ -126,7 +126,7 @@ def test_running_restore_counts_as_a_trial(tmp_path, status, in_trial):
 
 
 DOCKER_DIR = "/var/lib/docker"
-OTHER = "/dev/shm"  # another filesystem than /
+OTHER = "/dev/shm"
 
 
 def read_place(folder, **stubs):

@@ -16,7 +16,6 @@ HUB = "home/ann/.cache/huggingface/hub"
 
 @pytest.fixture
 def root(tmp_path):
-    """A hub cache with blobs a and b; a source with c in the receipt, and d."""
     blobs = tmp_path / HUB / "models--org--name/blobs"
     source = tmp_path / "sources/org--name-0123"
     blobs.mkdir(parents=True)

@@ -33,7 +33,6 @@ def in_hex(address: str, port: int) -> str:
 
 
 def write_tables(root: Path, address: str, *connections: Connection) -> Paths:
-    """Write the tables of a host with this address and these connections."""
     net = root / "proc/net"
     net.mkdir(parents=True, exist_ok=True)
     (net / "fib_trie").write_text(

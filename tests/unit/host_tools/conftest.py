@@ -28,7 +28,7 @@ def stub_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all workers
+        folder = folder.parent
     out = folder / "vllm"
     with (folder / "vllm.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -63,7 +63,6 @@ def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 @pytest.fixture
 def systemctl_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """The arguments of systemctl, which does nothing."""
     calls: list[tuple[str, ...]] = []
 
     def systemctl(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
@@ -105,7 +104,6 @@ def js_host(nginx_host: Host) -> Host:
 
 @pytest.fixture
 def services(js_host: Host) -> Iterator[GatewayClient]:
-    """A gateway in front of three services; the model name chooses the engine."""
     routes = {"/v1/embeddings": "embed", "/v1/rerank": "rank"}
     with recording_gateway(
         js_host, tuple(NAMES), names=NAMES, max_body_bytes=8 * MIB, routes=routes

@@ -44,7 +44,6 @@ class GatewayClient:
         self, path: str, body: object = None, method: str | None = None, *,
         key: str | None = OWN_KEY, port: int | None = None, **headers: str,
     ) -> http.client.HTTPResponse:  # fmt: skip
-        """Send a request; a body that is neither bytes nor an iterator is sent as JSON."""
         data = body if isinstance(body, (bytes, Iterator, type(None))) else json.dumps(body)
         fields = {name.replace("_", "-"): value for name, value in headers.items()}
         if key is not None:
@@ -100,8 +99,6 @@ class _Exec(Exception):  # noqa: N818 - no error
 
 
 def read_exec_command(run: Callable[[], int], **environment: str) -> list[str]:
-    """Return the command that ``run`` would become."""
-
     def execv(program: str, words: list[str]) -> None:
         raise _Exec(*words)
 
@@ -138,7 +135,6 @@ def running_gateway(
 def recording_gateway(
     host: Host, services: tuple[str, ...] = ("main",), **settings: Any
 ) -> Iterator[GatewayClient]:
-    """Run a gateway in front of a recording engine for each service."""
     with ExitStack() as stack:
         engines = {
             service: stack.enter_context(recording(host.paths.engine_socket(service)))

@@ -10,8 +10,6 @@ from typing import Any
 
 @contextmanager
 def json_server(path: Path, answer: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Serve the JSON of ``answer(request path, JSON body)``."""
-
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")

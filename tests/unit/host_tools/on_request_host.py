@@ -41,7 +41,7 @@ class EngineUnits:
     host: Host
     load_s: float = 0.2
     broken: set[str] = field(default_factory=set)
-    running: dict[str, Any] = field(default_factory=dict)  # unit -> process
+    running: dict[str, Any] = field(default_factory=dict)
     starts: list[str] = field(default_factory=list)
     starting: int = 0
 

@@ -16,7 +16,6 @@ from tests.receipts import checkpoint_receipt, source_receipt
 
 A, B, C, D = (f"main-{digit * 12}" for digit in "abcd")
 BASE = "registry/vllm@sha256:" + "b" * 64
-# As older tools wrote it; without a start, the job found its work done.
 RUN = {"schema_version": 1, "state": "done", "exit_code": 0, "started_at": None, "last_lines": []}
 
 
@@ -108,7 +107,6 @@ def names(plan: Pruning, kind: str) -> list[str]:
 
 
 def add_generations(machine: Machine) -> dict[str, Path]:
-    """Add four releases with a checkpoint each, from two sources; D serves."""
     old, new = machine.source("org--old-aaaaaaaaaaaa"), machine.source("org--new-bbbbbbbbbbbb")
     checkpoints = {}
     for letter, base in zip("abcd", (old, old, new, new), strict=True):

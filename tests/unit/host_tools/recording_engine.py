@@ -45,7 +45,6 @@ class RecordingEngine:
 
 @contextmanager
 def recording(path: Path) -> Iterator[RecordingEngine]:
-    """Listen on an engine's socket."""
     path.parent.mkdir(parents=True, exist_ok=True)
     engine = RecordingEngine()
 

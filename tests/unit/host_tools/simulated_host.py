@@ -60,26 +60,26 @@ class Unit:
 
 @dataclass
 class SimulatedHost:
-    broken: dict[str, str] = field(default_factory=dict)  # release -> the step at which it fails
-    warning: str = ""  # of the full check
+    broken: dict[str, str] = field(default_factory=dict)
+    warning: str = ""
     documents: dict[Path, Any] = field(default_factory=dict)
     links: set[str] = field(default_factory=set)
     units: dict[str, Unit] = field(default_factory=dict)
-    engines: dict[str, str] = field(default_factory=dict)  # release -> run of the unit
+    engines: dict[str, str] = field(default_factory=dict)
     open_to: str | None = None
     driver: int = 1
     now_s: float = 0.0
-    proven_runs: set[str] = field(default_factory=set)  # runs that passed the quick check
+    proven_runs: set[str] = field(default_factory=set)
     ids: Iterator[int] = field(default_factory=count)
     ignores_faults: bool = False
 
-    faults: dict[int, str] = field(default_factory=dict)  # by number of the call
-    faults_at: dict[str, list[str]] = field(default_factory=dict)  # by name of the call
+    faults: dict[int, str] = field(default_factory=dict)
+    faults_at: dict[str, list[str]] = field(default_factory=dict)
     gateway_runs: bool = False
     disk_full: bool = False
     stopping: bool = False
     releases: set[str] = field(default_factory=set)
-    incomplete: set[str] = field(default_factory=set)  # releases without image or checkpoint
+    incomplete: set[str] = field(default_factory=set)
     locks: set[Path] = field(default_factory=set)
     boots: int = 1
     journal: list[str] = field(default_factory=lambda: ["a line of the last run"])
@@ -89,7 +89,7 @@ class SimulatedHost:
     queued: list[str] = field(default_factory=list)
     current: str | None = None
     history: list[str] = field(default_factory=list)
-    _checked: tuple[object, ...] = ()  # the state of the last invariant check
+    _checked: tuple[object, ...] = ()
 
     paths = CachedPaths(Path("/"))
 
@@ -144,7 +144,6 @@ class SimulatedHost:
             raise error
 
     def _act_as_user(self, action: str) -> None:
-        """Stop the service, or request the running or another rollout."""
         self.ignores_faults = True
         try:
             if action == "stop":
@@ -266,13 +265,13 @@ class SimulatedHost:
         if unit.state == "active" or (unit.state, unit.sub) == ("activating", "start"):
             return
         unit.run = f"run-{next(self.ids)}"
-        if boot.obstacle(release, self.host()):  # ExecCondition
+        if boot.obstacle(release, self.host()):
             unit.set("inactive", "dead")
             unit.result = "exec-condition"
             return
         unit.set("activating", "start")
         unit.starts += 1
-        if self.engines:  # another process has the engine lock
+        if self.engines:
             self._fail(unit)
             return
         self.open_to = None

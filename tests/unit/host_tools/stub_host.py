@@ -86,7 +86,6 @@ class Host:
         return system.Host(self.paths)
 
     def gateway(self, **changes: Any) -> Gateway:
-        """Write the gateway's settings; return them as the tools read them."""
         data = {
             "schema_version": 1, "service": "main", "expose": "loopback", "port": 18080,
             "max_body_bytes": 4096, "max_requests_per_s": None, "key_path": "/etc/spark/api-key",
@@ -98,7 +97,6 @@ class Host:
         return system.load_gateway("main", self.paths)
 
     def proven_gpu(self, *arguments: str) -> None:
-        """Write the deploy's proof that a container sees the GPU with these arguments."""
         self.paths.gpu_receipt.parent.mkdir(parents=True, exist_ok=True)
         self.paths.gpu_receipt.write_text(to_json(GpuProof({}, arguments, "GPU 0")))
 

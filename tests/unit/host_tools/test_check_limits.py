@@ -35,7 +35,7 @@ def test_progress_shows_phase_but_no_engine_output(host, monkeypatch):
 
     def report(line):
         lines.append(line)
-        with host.log.open("a") as log:  # the journal contains the check's output, too
+        with host.log.open("a") as log:
             log.write(f"{line}\n")
 
     host.here.disk.write(host.paths.compile_cache(release.name), CompileCache("580", None, "run-1"))
@@ -56,7 +56,6 @@ def test_trickling_answer_ends_at_the_limit(host):
 
 
 def test_slow_answers_end_the_whole_check(host):
-    # Each answer is in time, but together they exceed the limit of a check.
     release = host.release(check__timeout_s=1.0, check__copy=["abcd" * 6] * 4)
     host.started(release, STUB_PIECE_S="0.06")
     result = check(host, release)
@@ -98,7 +97,6 @@ def test_proof_is_bound_to_run_and_versions(host):
     assert "kernel" in str(unproven_reason(host, "run-1", {**now, "kernel": "9"}))
     other = proof.unproven_reason(stored_proof(host, release), "e" * 64, "run-1", now)
     assert other == "the proof belongs to another release"
-    # After a reboot without changes the quick check suffices.
     check(host, release, "quick", run="run-2")
     assert unproven_reason(host, "run-2", now) is None
 

@@ -12,7 +12,6 @@ PIECE = 1000
 
 
 def write_tree(tree):
-    """Write a checkpoint: a file hashed in pieces, one hashed as a whole, one in a folder."""
     entries = []
     for name, size, with_pieces in (("a.bin", 25_500, True), ("b", 70, False), ("c/d", 900, False)):
         data = os.urandom(size)

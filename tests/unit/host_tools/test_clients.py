@@ -29,7 +29,6 @@ def example_of(name, connection):
 
 
 def run_with_environment(name, connection, program):
-    """Run a Python program in a shell that evaluated an example."""
     done = subprocess.run(
         ["bash", "-euc", f'eval "$1"; {sys.executable} -c "$2"', "-",
          example_of(name, connection), program],

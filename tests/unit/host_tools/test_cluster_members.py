@@ -42,7 +42,6 @@ def test_host_without_member_address_is_refused(tmp_path):
         (HEAD, [(HEAD, PORT, WORKER, 40000, "01")], []),
         (WORKER, [(WORKER, 40000, HEAD, PORT, "01")], []),
         (WORKER, [], ["spark-1"]),
-        # Not established, closing, and to the port of another release.
         (WORKER, [(WORKER, 40000, HEAD, PORT, "02")], ["spark-1"]),
         (WORKER, [(WORKER, 40000, HEAD, PORT, "08")], ["spark-1"]),
         (WORKER, [(WORKER, 40000, HEAD, PORT + 2, "01")], ["spark-1"]),
@@ -101,7 +100,7 @@ def rules(firewall, program):
 def test_only_members_and_loopback_are_accepted(firewall):
     cluster.fence(["up", "any"], Paths(firewall))
     jump = f"INPUT -p tcp --dport {PORT}:{PORT + 1} -j {CHAIN}"
-    removed = [f"-D {jump}", f"-F {CHAIN}", f"-X {CHAIN}"]  # of an interrupted start
+    removed = [f"-D {jump}", f"-F {CHAIN}", f"-X {CHAIN}"]
     assert rules(firewall, "iptables") == [
         *removed, f"-N {CHAIN}", f"-A {CHAIN} -i lo -j RETURN", f"-A {CHAIN} -s {HEAD} -j RETURN",
         f"-A {CHAIN} -s {WORKER} -j RETURN", f"-A {CHAIN} -j DROP", f"-I {jump}",
@@ -135,7 +134,6 @@ def test_iptables_failure_is_reported(firewall):
         cluster.fence(["sideways"], Paths(firewall))
 
 
-# Two addresses of this machine.
 LOCAL_HEAD, LOCAL_WORKER = "127.0.0.2", "127.0.0.3"
 
 
@@ -189,7 +187,6 @@ def stop():
 )
 @pytest.mark.parametrize("at_first", [True, False])
 def test_member_that_leaves_stops_the_engine(tmp_path, stop, address, lost, at_first):
-    """systemd starts the watchdog after all joined, so a member missing at first has left."""
     pair = Pair(tmp_path, address)
     watch = ClusterWatch(pair.release, pair.joined(not at_first))
     watch.begin(stop)
@@ -252,7 +249,7 @@ def test_worker_is_proven_with_its_head(tmp_path, stop):
     )
     thread.start()
     time.sleep(0.8)
-    assert results == []  # the head runs, but is not proven
+    assert results == []
     links = tmp_path / "head/etc/systemd/system/multi-user.target.wants"
     links.mkdir(parents=True)
     (links / head.release.serve_unit).symlink_to("/etc/systemd/system/spark-serve@.service")

@@ -31,7 +31,6 @@ class Caches:
         )
 
     def prepare(self, name, key=KEY):
-        """Do what a start does; return the cache folder."""
         release = self.release(name, key)
         compile_cache.prepare(release, self.system, self.reports.append)
         return self.host.paths.below(str(release.cache))
@@ -90,7 +89,7 @@ WRONG = Finding("arithmetic", False, "", 0.0)
         ("1", (SILENT,), True),
         ("1", (ANSWERED, replace(WRONG, weight="warn")), True),
         ("1", (ANSWERED,), True),
-        ("0", (ANSWERED, WRONG), True),  # of an earlier run, because the last run was killed
+        ("0", (ANSWERED, WRONG), True),
     ],
 )
 def test_rejected_candidate_gets_a_new_copy(caches, monkeypatch, checked_run, checks, keeps):
@@ -151,7 +150,7 @@ def test_only_the_start_with_an_empty_cache_compiles(caches, monkeypatch):
         return bool(compile_cache.compiling(release, run, caches.system))
 
     assert compiles(PROVEN, "1")
-    assert compiles(PROVEN, "again")  # the first run was killed
+    assert compiles(PROVEN, "again")
     boot.record_good(caches.release(PROVEN), caches.system)
     assert not compiles(PROVEN, "2")
     assert not compiles(CANDIDATE, "3")
@@ -163,7 +162,6 @@ def make_links(folder, outside):
 
 
 def make_deep(folder, _):
-    """Nest folders beyond the longest path that the kernel takes and Python's recursion limit."""
     parent = os.open(folder, os.O_RDONLY)
     for _ in range(3000):
         os.mkdir("d" * 250, dir_fd=parent)

@@ -88,7 +88,7 @@ def serving(host, monkeypatch):
     monkeypatch.setattr(programs, "output_of", output_of)
     for name in ("FREE_BYTES", "FREE_INODES_SHARE"):
         monkeypatch.setattr(daily, name, 0)
-    for name in ("JOURNAL_BYTES",):  # tests change it
+    for name in ("JOURNAL_BYTES",):
         monkeypatch.setattr(daily, name, getattr(daily, name))
     return serving
 

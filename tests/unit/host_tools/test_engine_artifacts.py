@@ -53,7 +53,6 @@ def flip_byte(path):
 
 
 def replace_file(path, *, damaged=True):
-    """Put another file of the same size and time in its place."""
     status, other = path.stat(), path.with_name("other")
     other.write_bytes(path.read_bytes())
     if damaged:

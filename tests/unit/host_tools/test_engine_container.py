@@ -20,12 +20,11 @@ HOSTILE = {
     "PATH": "/cache",
     "STUB_LOG": 'a value with  spaces, "quotes" and $signs = # ü',
 }
-SHELL_VARIABLES = {"PWD", "SHLVL", "_", "OLDPWD"}  # of the fake docker client
+SHELL_VARIABLES = {"PWD", "SHLVL", "_", "OLDPWD"}
 
 
 @pytest.fixture
 def client(host, tmp_path):
-    """A docker client that records environment, arguments and the environment file."""
     return write_program(
         tmp_path / "bin/docker",
         f"env -0 > {tmp_path}/environ; printf '%s\\0' \"$@\" > {tmp_path}/argv\n"

@@ -113,8 +113,6 @@ class FakeClock:
 
 
 class Turns:
-    """A host on which the chat service took the turn."""
-
     def __init__(self, root):
         paths = Paths(root)
         paths.run.mkdir(parents=True)
@@ -163,8 +161,6 @@ def test_waiting_for_a_start_is_limited(turns):
 
 @dataclass
 class Waiting:
-    """A host whose memory and containers change with the number of reports."""
-
     meminfo: Path
     containers: list[str] = field(default_factory=list)
     other_containers: list[str] = field(default_factory=list)

@@ -26,7 +26,7 @@ def test_start_log_yields_kernels_times_and_sizes():
         "all", "is",
     ]  # fmt: skip
     assert lines[-1].endswith("setting cudagraph_mode=PIECEWISE")
-    assert "CANARY" not in "".join(lines)  # only whole messages count
+    assert "CANARY" not in "".join(lines)
     assert logs.times_s(messages) == {
         "weights": 410.0, "load": 420.5, "graphs": 22.0, "init": 55.5,
     }  # fmt: skip
@@ -37,7 +37,6 @@ def test_start_log_yields_kernels_times_and_sizes():
 
 
 def test_reports_mapped_libraries(tmp_path):
-    """A real process maps the library."""
     packages = tmp_path / "lib/python3.12/dist-packages"
     for name in ("flashinfer_python-0.7.2.post1", "torch-2.14.0+cu130", "requests-2.0"):
         (packages / f"{name}.dist-info").mkdir(parents=True)

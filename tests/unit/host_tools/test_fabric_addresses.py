@@ -50,7 +50,6 @@ class Fabric:
         (self.root / "others").write_text(json.dumps(links))
 
     def flush_others(self, queries):
-        """Let eth0 have no address for some queries."""
         count = f"echo query >> $ROOT/queries; [ $(wc -l < $ROOT/queries) -gt {queries} ]"
         addresses = f"{{ {count} && cat $ROOT/others || echo '[]'; }}"
         self.write_program("ip", PROGRAMS["ip"].replace("cat $ROOT/others", addresses))

@@ -89,7 +89,6 @@ def test_blocks_are_kept_free_while_the_engine_loads(host, monkeypatch, name, ex
 
 @pytest.mark.parametrize("helps", [True, False])
 def test_useless_defragmentation_is_repeated_less_often(host, monkeypatch, helps):
-    """1.2 s have room for rests of 0.04, 0.08, 0.16, 0.32 and 0.64 s, or for many short rests."""
     calls: list[str] = []
 
     def read_free_blocks():
@@ -113,7 +112,7 @@ def test_useless_defragmentation_is_repeated_less_often(host, monkeypatch, helps
     ("name", "failures", "loads", "fails"),
     [
         ("healthy", 0, True, False),
-        ("healthy", 3, True, False),  # healthy starts log such lines
+        ("healthy", 3, True, False),
         ("fragmented", 0, True, False),
         ("fragmented", 3, True, True),
         ("healthy", 3, False, True),

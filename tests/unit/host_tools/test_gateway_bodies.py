@@ -79,7 +79,6 @@ def random_member(rng, key, value):
 
 
 def random_body(rng):
-    """Return JSON with `model` at any depth, escaped, repeated, long, in any order."""
     members = [
         random_member(rng, rng.choice(KEYS), random_value(rng, 1)) for _ in range(rng.randrange(4))
     ]

@@ -88,7 +88,7 @@ def test_errors_fit_openai_and_anthropic_clients(client, path, body, key, status
     got_status, text = client.ask(path, body, key=key)
     error = json.loads(text)
     assert (got_status, error["error"]["code"]) == (status, status)
-    assert error["type"] == "error"  # for Anthropic's clients
+    assert error["type"] == "error"
     assert error["error"]["type"] == kind
     assert error["error"]["message"]
 

@@ -36,7 +36,6 @@ def request(path, key="", *, method="POST", length=2):
 
 
 def stored_bytes(client):
-    """Return the size of body files below /run and /var; nginx unlinks them while open."""
     sizes = {"run": 0, "var": 0}
     master = client.process.pid
     workers = Path(f"/proc/{master}/task/{master}/children").read_text().split()
@@ -137,7 +136,7 @@ def test_limits_the_request_rate_per_address(nginx_host, path, key):
         assert 429 in statuses[:21]
         data = request("/v1/models", client.key, method="GET", length=0)
         with connect(client, data, STRANGER) as connection:
-            assert status(connection) == 200  # a client with a key behind the same address
+            assert status(connection) == 200
 
 
 def answered(connections):

@@ -111,7 +111,6 @@ def test_only_allowed_path_spellings_are_forwarded_to_the_engine(recorded):
         send(recorded, request(method, target, key))
     reached = engine.take_lines()
     assert {line for line in reached if not WITH_KEY.fullmatch(line)} == set()
-    # An encoded dot or letter is the same path, and is forwarded in plain form.
     expected = {re.sub("/v1/(classify|pooling)", r"/\1", line) for line in ALLOWED}
     assert {line.removesuffix(" HTTP/1.1") for line in reached} >= expected
 
@@ -154,7 +153,6 @@ def test_no_request_without_key_becomes_a_tunnel(nginx_host, balancer, monkeypat
 
 
 def test_clients_that_offer_http2_get_an_answer(recorded):
-    # Java's HttpClient does so.
     headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2_Settings": "AAEA"}
     assert recorded.status("/v1/models", **headers) == 200
 

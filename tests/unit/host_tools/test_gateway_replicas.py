@@ -98,7 +98,7 @@ def test_a_conversation_moves_while_its_host_is_closed_and_then_returns(replicas
     for chat in chats:
         assert replicas.answering_hosts(2, X_Session_Id=chat) == ["other"] * 2
     open_service(replicas.client.host, "main")
-    time.sleep(3.1)  # fail_timeout is 2 s, and nginx counts whole seconds
+    time.sleep(3.1)
     assert {chat: replicas.answering_hosts(1, X_Session_Id=chat) for chat in chats} == home
 
 
@@ -150,7 +150,6 @@ def test_returns_503_if_no_replica_is_available(replicas):
 @pytest.mark.slow
 def test_counts_a_request_once_against_the_limits(replicas):
     replicas.other.status = 503
-    # The burst is 100; counted twice, 40 requests would be 80 of them.
     assert {replicas.ask()[0] for _ in range(40)} == {200}
 
 

@@ -75,7 +75,7 @@ def test_forwards_path_query_and_body_unchanged(services):
     assert services.received() == {"embed": [f"{EMBEDDINGS}?a=%2F&b=1"]}
     assert services.engines["embed"].last_body == body
     assert services.status("/v1/classify", {"model": "ranker"}) == 200
-    assert services.received() == {"rank": ["/classify"]}  # the engine's path differs
+    assert services.received() == {"rank": ["/classify"]}
     assert services.status("/v1/models/embedder") == 200
     assert services.received() == {"embed": ["/v1/models/embedder"]}
 
@@ -121,7 +121,6 @@ def test_routes_older_release_by_its_own_names(services):
 
 
 def send_together(client, body, count):
-    """Send requests to `embed`, which answers once each has arrived or was refused."""
     engine = client.engines["embed"]
     engine.may_answer.clear()
     with ThreadPoolExecutor(count) as pool:
@@ -147,7 +146,6 @@ def test_client_limits_count_a_request_once(js_host):
         body = {"model": "embedder"}
         assert send_together(client, body, 9) == [200] * 6 + [429] * 3
         time.sleep(2.2)
-        # The burst is twice the rate.
         assert [client.status(CHAT, body) for _ in range(10)] == [200] * 10
 
 

@@ -31,7 +31,6 @@ def writable_mounts(host, release):
 
 @pytest.fixture
 def secret(tmp_path):
-    """A file of root that the engine must not reach."""
     path = tmp_path / "shadow"
     path.write_text("root:secret\n")
     path.chmod(0o600)
@@ -177,7 +176,6 @@ def send(body):
 
 
 def trickle_head(connection):
-    """Send the head of an answer a byte at a time; no single read waits for long."""
     connection.sendall(b"HTTP/1.1 200 OK\r\n")
     for _ in range(200):
         connection.sendall(b"X")

@@ -12,7 +12,7 @@ from spark_contract.documents import to_json
 from spark_contract.fetching import LayersPlan
 from stub_host import REPOSITORY
 
-LAYER = os.urandom(5 << 20)  # above the limit of nginx's direct I/O
+LAYER = os.urandom(5 << 20)
 DOCKER = """#!{python}
 import json, sys
 with open({log!r}, "a") as log:

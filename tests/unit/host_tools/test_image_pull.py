@@ -62,7 +62,6 @@ def test_progress_sums_the_bytes_of_all_layers(daemon, capsys):
 
 
 def repeat_status(answer, _):
-    # containerd's store repeats itself ten times a second.
     answer.repeat(layer(A, "Downloading", 3_000_000_000, 9_000_000_000))
 
 
@@ -98,7 +97,7 @@ def test_unresponsive_docker_socket_is_a_stall(tmp_path, monkeypatch):
 
 def test_slow_download_is_not_a_stall(daemon):
     def download(answer, reference):
-        for count in range(30):  # 6 KB/s, three times as long as the stall timeout
+        for count in range(30):
             answer.send(layer(A, "Downloading", count * 300, 1 << 20))
             time.sleep(0.05)
         daemon.finish(answer, reference)

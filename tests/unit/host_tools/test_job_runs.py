@@ -231,7 +231,7 @@ def test_stall_timeout_ends_a_job_whose_grandchild_holds_the_output(
     if grandchild == IGNORES_TERM:
         wait_until(lambda: not is_running(pid), "end of the grandchild")
     else:
-        os.kill(pid, signal.SIGKILL)  # systemd ends other processes of the unit
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_missing_program_is_reported(host, units):
@@ -344,7 +344,6 @@ def test_full_disk_keeps_the_original_error(host, units, monkeypatch, capfd):
     output = capfd.readouterr().out
     assert "error: the disk is full" in output
     assert "status.json: not written" in output
-    # The journal has the lines that the status file lacks.
     units[JOB.unit(D12)] = {"ActiveState": "failed", "Result": "exit-code", "InvocationID": "r1"}
     queries: list[tuple[Any, ...]] = []
     monkeypatch.setattr(systemd, "journal", lambda *query: queries.append(query) or ["error: full"])

@@ -80,7 +80,6 @@ def test_failed_start_returns_to_the_previous_model(start):
         assert json.loads(event[1].removeprefix("data: "))["error"]["code"] == 503
         assert host.running() == {"first"}
         assert host.chat("model-1")[0] == 200
-        # The next requests do not start it until the back-off is over.
         assert host.chat("model-2")[0] == 503
         assert host.units.starts == ["first", "second", "first"]
 
@@ -111,7 +110,6 @@ def test_model_serves_for_a_minimum_time_before_it_is_replaced(start):
 
 
 def send_and_leave(host, body, until):
-    """Send a request, and close the connection once ``until`` is true."""
     text = json.dumps(body)
     with socket.create_connection(("127.0.0.1", host.client.settings.port)) as client:
         client.sendall(
@@ -309,7 +307,6 @@ def test_stops_the_service_that_is_idle_longest(start):
         os.utime(host.here.paths.last_use("third"), (now - 30, now - 30))
         assert stopped("second", 20) == ["third", "first"]
         assert stopped("first", 100) == []
-        # Memory that other programs use counts as well.
         assert stopped("first", 50) == ["third"]
 
 
@@ -336,7 +333,7 @@ def test_a_process_killed_at_any_step_leaves_services_that_start(host, monkeypat
     killed = 0
 
     def change_to(service):
-        switch.took_s.clear()  # a release that was just started may stop at once
+        switch.took_s.clear()
         return switch.start(service, lambda: True)
 
     for number in range(20):

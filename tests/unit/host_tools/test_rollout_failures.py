@@ -100,9 +100,7 @@ def test_rollout_killed_after_the_proof_is_finished_or_rolled_back(sim, call, fa
 
 def test_earlier_good_record_survives_clock_steps(sim):
     host = sim.host()
-    host.disk.write(
-        host.paths.good("main"), GoodReleases(A, (), "999999999")
-    )  # then the clock went back
+    host.disk.write(host.paths.good("main"), GoodReleases(A, (), "999999999"))
     sim.upgrade()
     sim.broken = {A: "full"}
     assert deploy(sim, A).state == "failed-no-previous"

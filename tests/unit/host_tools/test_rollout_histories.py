@@ -50,7 +50,6 @@ STORIES = {
 
 
 def assert_recovers(sim, story):
-    """Without further faults the next deploys succeed."""
     sim.faults.clear()
     sim.calls_of_first = sim.calls
     sim.disk_full = False
@@ -90,7 +89,6 @@ def run_story(story, faults, then=()):
                 sim.upgrade()
             else:
                 sim.deploy(step)
-        # With two faults both candidate and rollback may fail.
         is_single = len(faults) == 1 and not then and "stop" not in faults.values()
         if served and is_single and not story.broken:
             sim.settle()

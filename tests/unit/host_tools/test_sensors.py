@@ -46,8 +46,8 @@ def test_stuck_power_supply_makes_an_event(alarms):
 @pytest.mark.parametrize(
     "reading",
     [
-        Reading(40, 208, 4.2, 0),  # idle: a low clock is right
-        Reading(80, 2100, 50.0, 99),  # a clock cap
+        Reading(40, 208, 4.2, 0),
+        Reading(80, 2100, 50.0, 99),
         Reading(55, None, 22.0, 99),
         Reading(None, 850, None, 99),
         None,

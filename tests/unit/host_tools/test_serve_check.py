@@ -8,7 +8,6 @@ from spark_host.system import systemd
 from stub_host import REPOSITORY
 
 ALL_CHECKS = {check.name for check in checks.CHECKS}
-# Of models without text: test_check_other_models.py.
 OTHER_TASKS = {"embedding", "embedding in a batch", "ranking", "classes", "sound"}
 
 
@@ -28,7 +27,6 @@ EXACT = [
     {"prompt": "What is the capital of France?", "expect": "Paris", "max_tokens": 32},
     {"prompt": "What is 7823 * 4519?", "expect": "35352137", "max_tokens": 32},
 ]
-# The fault, the failed check, and a part of the message.
 VIOLATIONS = [
     ("wrong-name", "served names", "serves the names ['other', 'other']"),
     ("wrong-context", "context length", "is 2048, the release requires 4096"),
@@ -50,7 +48,6 @@ VIOLATIONS = [
     ("no-cache-info", "metrics", "no sample of vllm:cache_config_info has"),
     ("unhealthy-later", "health", "HTTP 503 after the check"),
 ]
-# A healthy server may show these, too.
 DOUBTS = [
     ("unsteady", "repeat", "the same greedy request gave"),
     ("sampler-wrong", "sampled", "does not match"),
@@ -115,7 +112,6 @@ def test_wrong_answer_after_thinking_only_warns(host):
 
     assert (result.ok, set(warned(result))) == (True, {"answers"})
     assert "'35352138' does not match" in warned(result)["answers"]
-    # The question at a start never needs thinking.
     release = host.release(check__questions=[THINKING, EXACT[0]], check__prefix=None)
     findings = check(host, release, "quick").checks
     [first] = [finding for finding in findings if finding.name == "first answer"]
@@ -162,7 +158,6 @@ def test_page_lists_every_check_with_level_and_weight():
         never = healthy_and_failing.startswith("never fails")
         assert broken_by, name
         assert never <= (weight == "`must`"), name
-        # Failures that a healthy server may have are warnings.
         assert never or weight == "`warn`" or healthy_and_failing.startswith("gets a warning")
 
 
@@ -190,7 +185,6 @@ def test_broken_engine_fails_the_quick_check(host, fault, message):
     host.started(release, fault)
     failures = failed(check(host, release, "quick"))
     assert message in failures["first answer"]
-    # Without answers there are no tokens to count.
     also = {"counters", "metrics"} if fault == "error-500" else set()
     assert set(failures) == {"first answer", *also}
 

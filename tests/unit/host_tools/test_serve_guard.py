@@ -39,7 +39,6 @@ def systemctl_calls(host, monkeypatch):
 
 @pytest.fixture
 def pidfd(host, monkeypatch):
-    """The guard can open the engine's process."""
     monkeypatch.setattr(container, "open_process", lambda _: os.pidfd_open(host.engines[-1].pid))
 
 

@@ -74,7 +74,6 @@ def test_unanswered_version_is_unknown(late):
     assert (now["docker"], now["driver"]) == (versions.UNKNOWN, versions.UNKNOWN)
     assert versions.changed(before, now) == []
     assert versions.changed(before, {**now, "toolkit": "1.20.0"}) == ["toolkit 1.19.0 -> 1.20.0"]
-    # A proof with an unknown version does not cover a known version.
     assert versions.changed(now, before) == [
         "driver unknown -> 580.142", "docker unknown -> 29.2.1"
     ]  # fmt: skip

@@ -45,9 +45,9 @@ def test_unknown_and_later_lines_do_no_harm(host):
     phases = StartPhases(host.release())
     phases.update(["\x00\xff", "", "torch.compile and weights", "it's ready"], 3)
     assert phases.current == "image"
-    phases.update([line for _, line in LINES], 4)  # read at once
+    phases.update([line for _, line in LINES], 4)
     assert phases.durations_s(6) == {"image": 4, "ready": 2}
-    assert phases.durations_s(3.9) == {"image": 4, "ready": 0}  # rounded end
+    assert phases.durations_s(3.9) == {"image": 4, "ready": 0}
 
 
 @pytest.mark.parametrize(("change_gb", "text"), [(-30, "30.0 of"), (5, "0.0 of"), (-99, "70.0 of")])
@@ -71,7 +71,6 @@ def test_a_start_records_its_phases_and_later_checks_keep_them(host, monkeypatch
     release = host.release()
     host.start(release, STUB_LOAD_S="1")
     times_s = check_at_start(host, release).start_times_s
-    # A busy machine may not see a phase of 0.2 s.
     assert [name for name in times_s if name != "graphs"] == ["image", "weights", "ready"]
     assert times_s["weights"] > 0.3
     assert check(host, release, "full").start_times_s == {}

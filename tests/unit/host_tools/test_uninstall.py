@@ -37,8 +37,6 @@ def earlier_host(**changes):
 
 
 class Apt:
-    """dpkg and apt with the dependencies of installed packages."""
-
     def __init__(self):
         self.needs: dict[str, tuple[str, ...]] = {
             "jq": ("libjq1",), "libjq1": (), "nginx-light": (), "docker.io": ("runc",),
@@ -79,7 +77,6 @@ def apt(monkeypatch):
 
 
 def reasons_to_stay(before, containers=(), **changes):
-    """Return each listed package, and why it must stay."""
     obstacles = UnmanagedContainers(containers, (), frozenset()).obstacles(footprint())
     things = baseline.package_things(footprint(**changes), before, obstacles)
     return {thing.name: thing.stays for thing in things}
@@ -151,7 +148,7 @@ def changed_files(before, root):
     ("earlier", "current", "restored"),
     [
         ('{"log-opts": {"max-size": "7m"},\n   "dns": ["1.1.1.1"]}', {"dns": ["1.1.1.1"]}, None),
-        (None, {"mtu": 9000}, {"mtu": 9000}),  # a key that the owner added later
+        (None, {"mtu": 9000}, {"mtu": 9000}),
     ],
     ids=["byte for byte", "later keys"],
 )
@@ -187,7 +184,6 @@ def test_baseline_is_recorded_once(tmp_path, monkeypatch):
     monkeypatch.setattr(baseline, "output_of", lambda *argv: "ii  jq\nii  later\n")
     assert not baseline.record_baseline(footprint(), paths)
     assert baseline.read_baseline(paths) == first
-    # A state folder without a baseline is of a host that had a deploy before.
     old = Paths(tmp_path / "old")
     old.state.mkdir(parents=True)
     assert not baseline.record_baseline(footprint(), old)
@@ -233,7 +229,6 @@ def test_missing_folder_is_not_a_failure(tmp_path):
 def test_manifest_lists_everything_we_created(machine, monkeypatch):
     add_generations(machine)
     unmanaged = machine.folder("models", "my-finetune")
-    # Of earlier settings: only its job names this checkpoint.
     earlier = machine.paths.root / f"srv/earlier/model-{'e' * 12}"
     earlier.mkdir(parents=True)
     proof = {"receipt": f"{machine.on_host(earlier)}/receipt.json", "digest": "e" * 64}

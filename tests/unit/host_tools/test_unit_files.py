@@ -16,12 +16,12 @@ OURS = (
 )
 FOREIGN = (
     f"{ETC}/ssh.service.d/50-spark.conf",
-    f"{ETC}/spark-master.service.d/override.conf",  # Apache Spark
+    f"{ETC}/spark-master.service.d/override.conf",
     f"{ETC}/spark-worker.service",
     f"{ETC}/spark-serve@.service.d/README",  # systemd reads only *.conf
     f"{ETC}/spark-serve@.service.d/spark-serve@a.service",
     f"{ETC}/multi-user.target.wants/spark-serve@main-0123456789ab.service",
-    "/usr/lib/systemd/system/service.d/10-timeout.conf",  # of a package
+    "/usr/lib/systemd/system/service.d/10-timeout.conf",
     "/usr/lib/systemd/system/run-rpc_pipefs.mount",
     f"{ETC}/home.mount.d/a.conf",
 )

@@ -51,7 +51,7 @@ def limit_outlasts_all_starts(unit, service):
     assert (len(starting), len(stopping)) == (3, 2)
     longest_s = (
         len(starting) * int(service["TimeoutStartSec"])
-        + (len(stopping) + 1) * int(service["TimeoutStopSec"])  # and the signals between the two
+        + (len(stopping) + 1) * int(service["TimeoutStopSec"])
         + int(service["RestartSec"])
     )
     return int(unit["StartLimitIntervalSec"]) > int(unit["StartLimitBurst"]) * longest_s

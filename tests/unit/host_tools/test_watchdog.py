@@ -90,7 +90,6 @@ def kills(host, monkeypatch):
 
 
 def run_watchdog(host, monkeypatch, max_samples=100):
-    """Run the watchdog until it kills an engine or took all samples; return their number."""
     samples = 0
 
     def available_bytes():

@@ -61,7 +61,6 @@ def tty(monkeypatch):
 
 @pytest.fixture
 def no_tty(monkeypatch, tmp_path):
-    """No terminal; host keys and the password come from files."""
     set_terminal(monkeypatch, present=False)
     (tmp_path / "password").write_text("secret word\nsecond line\n")
     monkeypatch.setenv(PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
@@ -70,7 +69,6 @@ def no_tty(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hosts(monkeypatch, tmp_path):
-    """Two hosts without access and a ready host; files are in tmp_path."""
     (tmp_path / "id.pub").write_text("ssh-ed25519 AAAA ann@desk\n")
     keys = {f"{name}.test": ECDSAKey.generate() for name in ("spark-1", "spark-2", "ready")}
     lines = [HostKeyEntry([name], key).to_line() for name, key in keys.items()]
@@ -241,8 +239,8 @@ def test_creates_the_deploy_account_with_the_existing_login(tty, hosts, monkeypa
     )
     data = tty.prepare({"spark-1": {**hosts["spark-1"], "ssh_user": "spark-deploy"}})
     assert logins == ["spark-deploy", None]
-    assert data["spark-1"]["ssh_user"] is None  # ~/.ssh/config decides
-    assert "ssh_password" not in data["spark-1"]  # the key suffices for that login
+    assert data["spark-1"]["ssh_user"] is None
+    assert "ssh_password" not in data["spark-1"]
     contact = contact_in(data, "spark-1")
     assert contact.password.unmask() == "x"
     assert contact.endpoint.user == "spark-deploy"

@@ -117,7 +117,6 @@ def test_limit_and_exclude_choose_hosts(repository, options, chosen):
 
 @pytest.fixture
 def port():
-    """A closed port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"ssh.port={server.getsockname()[1]}"
 

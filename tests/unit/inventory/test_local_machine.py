@@ -46,7 +46,6 @@ def machine(repository):
 
 @pytest.fixture
 def ordinary(machine):
-    """The machine of a user who is not root."""
     machine.add_program("sudo", SUDO_WITH_PASSWORD)
     machine.add_program("id", ORDINARY_USER)
     for name, word in {"right": "geheim", "wrong": "other"}.items():

@@ -117,7 +117,6 @@ def header_bytes(path: Path) -> int:
 
 
 def requested_ranges(hub: Hub, repo: str) -> list[tuple[Path, int]]:
-    """Return file and last byte of every request for a shard; fails for a whole file."""
     return [
         (hub.root / path.lstrip("/"), int(headers["Range"].rpartition("-")[2]))
         for path, headers, _ in hub.requests

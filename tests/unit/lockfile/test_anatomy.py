@@ -54,7 +54,6 @@ def describe(config, parts=None):
 
 
 def read_anatomy(**changes):
-    """Return the anatomy of QWEN3 with changed fields; "removed" removes a field."""
     config = {key: value for key, value in {**QWEN3, **changes}.items() if value != "removed"}
     return make_anatomy(REPO, describe(config))
 
@@ -127,7 +126,6 @@ MAMBA = {
     "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
     "conv_kernel": 4, "mamba_ssm_cache_dtype": "float32",
 }  # fmt: skip
-# Expected cache of each kind of layer: (kind, layers, token, window, state).
 CACHES = {
     "full": ({}, [("full", 2, 2 * 2 * 32 * 2, 0, 0)]),
     "no head_dim": ({"head_dim": "removed"}, [("full", 2, 2 * 2 * 16 * 2, 0, 0)]),

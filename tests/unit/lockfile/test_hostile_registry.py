@@ -33,7 +33,6 @@ ANSWERS = {
 
 @contextmanager
 def respond_with(head, more=b"", pause_s=0.0):
-    """Respond to every request with ``head``, then repeat ``more`` until the client closes."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def respond():

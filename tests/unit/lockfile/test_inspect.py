@@ -19,7 +19,6 @@ from tests.unit.lockfile.hub_trees import (
     write_repository,
 )
 
-# Models that are lab-tiny by their names and shapes.
 HYBRIDS = {n: model for n, model in CATALOG.models.items() if isinstance(model, HybridModel)}
 TINY = {name for name, model in HYBRIDS.items() if model.tensors == TENSORS}
 
@@ -33,7 +32,6 @@ def here(hub, tmp_path, monkeypatch):
 
 
 def compare(capsys, place):
-    """Return model and part → why a repository does not fit, or None."""
     assert main(["add", "--dry", place, "inventory.py", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["against"]
     return {(row["plan"], row["part"]): None if row["fits"] else row["why"] for row in rows}

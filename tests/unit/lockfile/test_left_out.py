@@ -70,7 +70,6 @@ UNSAFE = (
     "a.o A.class a.p a.pk a.pth.tar a.pt.zip a.pkl.xz a.pickle.gz a.hdf5 a.marshal a.cloudpickle "
     "a.distcp a.json.xyz a.model.v3.py x.v3"
 )
-# Real repositories have these, and engines read most of them.
 DATA = (
     "LICENSE .gitignore py a.py.md model.bin.index.json 1_Pooling/config.json model.safetensors "
     "tokenizer.model tokenizer.model.v3 tokenizer.model.v7m1 tekken.json qwen.tiktoken "
@@ -102,4 +101,4 @@ def test_leaving_out_files_changes_directory_of_checkpoint():
     settings = settings_of()
     assert source_plan(plain, settings).dir.endswith(f"/lab--mixed-{'1' * 12}")
     assert source_plan(partial, settings).dir != source_plan(plain, settings).dir
-    assert TREE_NAME.match(source_plan(partial, settings).dir)  # so prune may remove it
+    assert TREE_NAME.match(source_plan(partial, settings).dir)

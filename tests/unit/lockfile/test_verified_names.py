@@ -181,7 +181,7 @@ def test_locks_hash_of_donor_tensors_after_first_build(here, capsys, monkeypatch
     assert read_lock(path).names[BUILD].donor_sha256 == "a" * 64
     whole = path.read_text()
     built_from[0] = "b" * 64
-    assert read_hosts() == (0 if by_up else 1)  # up reads hosts only for hashes that are missing
+    assert read_hosts() == (0 if by_up else 1)
     assert path.read_text() == whole
     if not by_up:
         assert planned == [(planned[0][0], None), (planned[0][0], "a" * 64)]

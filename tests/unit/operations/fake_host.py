@@ -152,7 +152,6 @@ def unpack_sent(command: Any) -> list[bytes]:
 
 
 def sections_of(fact: dict[str, Any]) -> dict[str, Any]:
-    """Return sections of a fact case (``like: <Fact>/<case>``) with changes."""
     like = fact.get("like")
     sections = yaml.safe_load((FACT_CASES / f"{like}.yml").read_text())["sections"] if like else {}
     sections.pop("end", None)

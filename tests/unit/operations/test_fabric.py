@@ -60,7 +60,7 @@ def test_reports_kernels_that_reserve_memory_for_kexec():
     ("link_mbit_per_s", "gbit_per_s", "problem", "warning"),
     [
         (200000, 88.0, "", ""),
-        (200000, 26.0, "", ""),  # perhaps the limit of Python
+        (200000, 26.0, "", ""),
         (200000, 13.2, "", "degraded port reportedly carries 13"),
         (200000, 0.94, "0.9 Gb/s to spark-2 over a 200", ""),
         (10000, 9.4, "", ""),
@@ -78,7 +78,6 @@ def test_reports_slow_links_from_a_short_speed_test(link_mbit_per_s, gbit_per_s,
 
 
 def cable_end(gbit_per_s=0, error="", rdma=None):
-    """Return a host on the cable; ``rdma`` is the output of ib_write_bw, if installed."""
     result = {"schema_version": 1, "arrived_bytes": int(gbit_per_s * 125e6), "took_s": 1.0}
 
     def shell(script):
@@ -155,7 +154,7 @@ PERFTEST = """
     ("tcp", "sender_rdma", "listener_rdma", "logged", "degraded"),
     [
         (13.2, None, "", "install perftest", True),
-        (20, "92.54", "", "92.5 Gb/s RDMA", False),  # doubtful over TCP
+        (20, "92.54", "", "92.5 Gb/s RDMA", False),
         (88, "13.10", "", "13.1 Gb/s to spark-2", True),
         (88, "", None, "install perftest", False),
         (88, "malformed", "", "ib_write_bw failed", False),

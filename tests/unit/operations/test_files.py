@@ -105,7 +105,7 @@ def test_archive_members_are_numbered_so_paths_cannot_inject_tar_options():
 def test_writes_a_file_next_to_the_target_and_renames_it(tmp_path):
     target = tmp_path / "deep" / "it's.conf"
     file = ManagedFile(str(target), b"new\n", 0o640)
-    script = unpack_script([file]).replace("-o root -g root ", "")  # only root may do that
+    script = unpack_script([file]).replace("-o root -g root ", "")
     run_script(script, stdin=pack_files([file]))
     assert target.read_bytes() == b"new\n"
     assert stat.S_IMODE(target.stat().st_mode) == 0o640

@@ -77,7 +77,7 @@ def test_changed_settings_reload_only_a_running_gateway(active):
         *((expose, OLD_TOOLS, OLD_TOOLS, False) for expose in ("docker", "tailscale")),
         *((expose, NEW_TOOLS, OLD_TOOLS, True) for expose in ("docker", "tailscale")),
         ("docker", NEW_TOOLS, "", False),
-        ("loopback", NEW_TOOLS, OLD_TOOLS, False),  # follows no late address
+        ("loopback", NEW_TOOLS, OLD_TOOLS, False),
     ],
 )
 def test_restarts_a_watchdog_with_older_tools_that_would_undo_the_reload(
@@ -141,7 +141,7 @@ KEYS = {"anna": NamedKey("0" * 64, 4, None, None)}
     [
         (None, True, None, True, True), (None, False, None, True, False),
         (KEYS, True, None, False, False),
-        (KEYS, True, "changed settings", False, True),  # killed before the reload
+        (KEYS, True, "changed settings", False, True),
     ],
 )  # fmt: skip
 def test_named_keys_change_only_the_keys_and_reload_running_gateways(

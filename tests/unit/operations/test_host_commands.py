@@ -21,7 +21,6 @@ def clock(monkeypatch):
 
 
 def answers(*results):
-    """Return a host that gives these results in turn; ``None`` cuts the connection silently."""
     queue = list(results)
 
     def shell(script):

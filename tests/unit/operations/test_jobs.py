@@ -109,7 +109,7 @@ ONE, OTHER = "a" * 64, "b" * 64
     [
         ((ONE, ONE), None, ""),
         ((ONE, ONE), ONE, ""),
-        ((ONE, None), None, ""),  # built before hashes were recorded
+        ((ONE, None), None, ""),
         ((ONE, OTHER), None, "xy"),
         ((ONE, OTHER), ONE, "xy"),
         ((OTHER, OTHER), ONE, "xy"),
@@ -177,14 +177,12 @@ def test_token_is_sent_on_standard_input_only_when_a_job_starts(tmp_path, state,
     assert token not in text
     assert (f"600 /var/lib/spark/jobs/{JOB.digest12}/hub-token" in text) == sent
     assert any(f"{token}\n".encode() in unpack_sent(command) for command in commands) == sent
-    # A single command sends the token and starts the job; the job removes the token.
     for command in commands:
         if "systemctl start --no-block" not in str(command):
             assert "hub-token" not in str(command)
 
 
 def test_installs_python_packages_before_the_tools(monkeypatch):
-    """A run may end between the two steps, and a boot continues jobs by itself."""
     steps: list[str] = []
     for step in ("install_tools", "install_site"):
         monkeypatch.setattr(tools, step, lambda step=step, **_: steps.append(step))

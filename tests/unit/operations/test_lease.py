@@ -19,7 +19,7 @@ from spark_deploy.hosts.operations import host_operation, lease_script, this_run
 from tests.unit.operations.fake_host import FakeHost, local_shell, on
 
 MACHINE = this_run().rpartition("-")[0]
-DEAD = f"{MACHINE}-{2**30}"  # no process has that number
+DEAD = f"{MACHINE}-{2**30}"
 OTHER = "feedbeef-77"
 
 
@@ -143,8 +143,8 @@ def test_waiting_run_locks_again_after_the_lock_file_was_removed(path):
         fcntl.flock(removed, fcntl.LOCK_EX)
         waiting = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
         time.sleep(0.5)
-        lock.unlink()  # by a run that returns its lease
-        with lock.open("w") as current:  # of a third run
+        lock.unlink()
+        with lock.open("w") as current:
             fcntl.flock(current, fcntl.LOCK_EX)
             fcntl.flock(removed, fcntl.LOCK_UN)
             with pytest.raises(subprocess.TimeoutExpired):
@@ -176,7 +176,6 @@ def test_holder_is_shown_without_control_characters(path):
     assert "\x1b" not in refusal
 
 
-# Two commands: an interrupted run ends in the first and never sends the second.
 SLOW = """
 from pyinfra.context import host, state
 from spark_deploy.hosts import operations
@@ -206,7 +205,7 @@ def test_interrupted_run_ends_at_once_and_returns_its_lease(tmp_path, number):
         time.sleep(0.02)
     process.send_signal(number)
     time.sleep(0.01)
-    process.send_signal(number)  # from the parent, after the terminal's
+    process.send_signal(number)
     output, _ = process.communicate(timeout=15)
     assert process.returncode == 128 + number
     assert output.count("interrupted: locks released") == 1

@@ -115,7 +115,7 @@ def test_every_operation_has_a_case_that_acts_and_one_that_does_nothing():
         for attribute, value in vars(module).items()
         if hasattr(value, "_inner") and value.__module__ == module.__name__
     }
-    operations.remove("fabric.measure_links")  # makes no change: test_fabric.py
+    operations.remove("fabric.measure_links")
     assert kinds == {name: {"noop", "acts"} for name in operations}
 
 
@@ -136,7 +136,7 @@ def test_execution_reuses_only_recent_facts_from_the_prediction(monkeypatch, max
 
 def test_refuses_a_host_whose_state_cannot_be_read():
     host = FakeHost({})
-    host.get_fact = lambda *_, **__: None  # pyinfra's value of a failed fact
+    host.get_fact = lambda *_, **__: None
     [command] = run_operation(host, docker.install_engine, PLANS["docker"])
     assert command.startswith("_report_failure(")
     assert "could not read the state" in command

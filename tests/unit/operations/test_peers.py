@@ -24,8 +24,6 @@ RECEIPTS = {
 
 
 class Fleet:
-    """Hosts of a run, in turn; all jobs of a host have the given state."""
-
     def __init__(self, monkeypatch, **states):
         self.hosts = {name: self._host(name, state) for name, state in states.items()}
         self.placed: dict[str, list[ManagedFile]] = {}
@@ -108,7 +106,6 @@ def test_new_host_copies_from_complete_hosts(monkeypatch):
     assert [len(commands[name]) for name in "abc"] == [2, 2, 1]
     urls = ["http://10.0.0.a:8010", "http://10.0.0.b:8010"]
     assert sorted(fleet.peers("c")) == urls
-    # A built checkpoint is identified by the hash of its receipt.
     copy = json.loads(fleet.work("c", 1).inputs[1].content)
     trees = sorted(copy["trees"], key=lambda tree: tree["url"])
     assert trees == [{"url": url, "receipt_sha256": "a" * 64} for url in urls]

@@ -23,7 +23,6 @@ def set_job_proxy(settings, *files):
 
 
 def set_docker_proxy(settings, *files, daemon):
-    """Return the commands on a host where docker has this proxy or another."""
     with on(FakeHost(files=files, DaemonProxy=daemon)):
         return list(map(str, downloads.configure_docker_proxy._inner(settings)))
 
@@ -59,9 +58,7 @@ def test_second_run_changes_nothing_and_no_proxy_removes_the_file(secret):
         (PROXY, False, "differs", [DROP_IN_PATH, "restart"]),
         (PROXY, True, "differs", ["restart"]),
         (PROXY, True, "same", []),
-        # With our drop-in, other no_proxy names are replaced.
         (PROXY, True, "same-proxy", ["restart"]),
-        # Set by the owner: a restart would restart every container of the host.
         (PROXY, False, "same", []),
         (PROXY, False, "same-proxy", []),
         (NO_PROXY, False, "differs", []),

@@ -65,7 +65,6 @@ def test_reboots_once_for_a_cause_that_stays():
 
 
 def test_reboot_marker_is_ignored_until_the_next_boot(tmp_path):
-    """A run may be killed, or systemd refuse, after the marker was written."""
     marker, this_boot = tmp_path / "rebooted-for", Path(BOOT_ID).read_text().strip()
     for text, expected in (
         (None, ""),

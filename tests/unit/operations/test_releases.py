@@ -82,7 +82,6 @@ def test_refuses_with_the_problem_reported_by_the_host_tools(fact, operation, ar
         "_report_failure(/etc/spark/releases/main-aaaaaaaaaaaa/release.json: malf"
     )
     assert "fix: run the deploy for this host again" in command
-    # Older tools print their list of verbs.
     usage = ["spark-host status [--live]: everything", "spark-host check [RELEASE]: prove"]
     assert fact().process(usage) == fact().process([]) == fact.default()
     [command] = run_operation(FakeHost(**{fact.__name__: fact.default()}), operation, *arguments)
@@ -96,7 +95,6 @@ def test_preview_facts_only_query():
 
 
 def require_no_failure(host):
-    """Return why the current host must wait, or ""."""
     with on(host):
         try:
             releases.require_no_failure("not changed")
@@ -108,7 +106,6 @@ def require_no_failure(host):
 def test_failure_of_another_host_stops_changes():
     failed, second = FakeHost(name="first"), FakeHost(name="second")
     assert "because first failed first" in require_no_failure(after_failure(second, failed))
-    # The second host waits and has not failed itself.
     third = after_failure(FakeHost(), failed, second)
     assert "because first failed first" in require_no_failure(third)
     lost_before = FakeHost(connected=False)
@@ -330,7 +327,6 @@ ENDED = {"ended_at": "2026-01-01T00:00Z", "failed_phase": "check"}
 
 
 def report(active=OLD, is_open=True, **result):
-    """Report a rollout of a host that serves a release now; ``""``: it does not answer."""
     release = {"name": OLD, "model": "large", "profile": "agent"}
     service = {"active": active, "traffic_open": is_open}
     status = host_status({"releases": [release], "services": {"main": service}}).report

@@ -44,7 +44,6 @@ def plan_of(model: str = "large", profile: str = "v2", **more: Any) -> HostPlan:
 
 
 def plan_with(settings: Settings, catalog: Catalog = CATALOG) -> HostPlan:
-    """Return the plan of settings with a made-up lock."""
     return plan_host(Request("a", settings, catalog, made_up_lock(settings, catalog), PAYLOAD))
 
 
@@ -60,11 +59,9 @@ def shipped() -> tuple[tuple[str, str, HostPlan | PlanError], ...]:
 
 
 def _plans(catalog: Catalog, default: Settings) -> Iterator[tuple[str, str, HostPlan | PlanError]]:
-    # Some image roles have no default image.
     images = {model.image.role: f"registry.example/{model.image.role}:1"
               for model in catalog.models.values()}  # fmt: skip
     for model, profile in itertools.product(catalog.models, catalog.profile_names):
-        # Profile plain is for plain models only.
         if (profile == "plain") != isinstance(catalog.models[model], PlainModel):
             continue
         settings = dataclasses.replace(

@@ -63,7 +63,6 @@ def test_drafter_setting_rounds_mtp_weights_and_names_another_checkpoint():
     assert modules == expected
     assert int4.checkpoint.order.digest != kept.checkpoint.order.digest
     assert int4.memory.drafter_bytes < kept.memory.drafter_bytes / 2
-    # The overlay links the file of a 16-bit drafter, and rewrites that of an INT4 drafter.
     more = int4.checkpoint.output_bytes - kept.checkpoint.output_bytes
     assert more == pytest.approx(int4.memory.drafter_bytes, rel=1e-6)
     full = {**INT4_DRAFTER, **FULL}
@@ -118,8 +117,8 @@ def test_base_that_is_kept_again_is_fetched_by_another_job():
     ("settings", "present_bytes", "needed_gib"),
     [
         (DISCARD, 0, 5 + 4),
-        (DISCARD, 3 * GIB, 0),  # complete, even if smaller than planned
-        (FULL, 3 * GIB, 5),  # the base is fetched again
+        (DISCARD, 3 * GIB, 0),
+        (FULL, 3 * GIB, 5),
     ],
 )
 def test_needs_disk_only_for_missing_files(settings, present_bytes, needed_gib):
@@ -156,7 +155,6 @@ def test_prebuilt_hybrid_replaces_base_and_keeps_donor():
     assert order.shared_experts == "fp8-base"
     assert plan.memory == built.memory
     assert plan.checkpoint.digest != built.checkpoint.digest
-    # The shared experts are already FP8; only the head shrinks.
     assert plan.checkpoint.output_bytes > built.checkpoint.output_bytes
 
 
@@ -175,7 +173,6 @@ def test_int4_checkpoint_is_made_from_16_bit_repository_in_engine_image():
     assert (order["image"], order["original"]["name"]) == (plan.image.tag, "org/large")
     assert made.job.proof.receipt == f"{order['out']}/receipt.json"
     assert (build.base.dir, build.base.revision) == (order["out"], order["digest"])
-    # AutoRound packs the tensors that the builder requires.
     assert tuple(order["base_tensors"]) == build.base_tensors
     assert tuple(order["mtp_tensors"]) == build.mtp_tensors
 

@@ -93,7 +93,6 @@ def test_each_rank_gets_its_index_interface_and_devices():
         "NCCL_IB_DISABLE": "0", "NCCL_IB_HCA": "roceP2p1s0f1,rocep1s0f1",
         "NCCL_IB_GID_INDEX": "3", "NCCL_IGNORE_CPU_AFFINITY": "1",
     }  # fmt: skip
-    # The hosts are cabled differently, so the variables differ.
     names = (*sockets[:1], "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "VLLM_HOST_IP")
     assert [worker.env[name] for name in names] == [
         "enp1s0f0np0", "roceP2p1s0f0,rocep1s0f0", "5", "192.168.100.11",
@@ -121,7 +120,6 @@ def test_only_cluster_members_use_the_host_network():
     assert single.cluster is None
     assert "--network=none" in single.engine.docker_args
     assert "--network=host" in member.engine.docker_args
-    # RDMA adds pinned memory and devices, but no root rights.
     assert member.cluster.head.docker_args == ("--ulimit=memlock=-1:-1", "--device=/dev/infiniband")
     single_args, member_args = (
         [argument for argument in release.engine.docker_args if "--network" not in argument]
@@ -184,14 +182,12 @@ def readdressed(ports, *addresses):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        # The cable in the LAN's network: traffic would use the slow port, unnoticed.
         (readdressed((LAN, *cabled_ports(0, 11)), "192.168.100.2/24", "192.168.100.11/24",
                      "192.168.101.11/24"),
          "spark-2: enp1s0f0np0: 192.168.100.0/24 is also the network of enP7s7"),
         (readdressed((LAN, *cabled_ports(0, 11)), "192.168.1.2/24", "192.168.100.11/24",
                      "192.168.100.12/24"),
          "spark-2: enP2p1s0f0np0: 192.168.100.0/24 is also the network of enp1s0f0np0"),
-        # The same machine under two names, or a duplicate address.
         ((LAN, *cabled_ports(1, 10)), "spark-2: cluster: has 192.168.100.10"),
     ],
 )  # fmt: skip
@@ -217,7 +213,6 @@ def test_plan_without_hosts_has_placeholder_addresses():
 
 def test_two_hosts_split_weights_and_hold_more_cache():
     single, pair = plan_of("large").memory, plan_on("spark-1", FABRIC).memory
-    # Routers and vision tower are not split.
     assert 0.5 < pair.weights_bytes / single.weights_bytes < 0.55
     assert pair.kv_tokens > 2 * single.kv_tokens
 
@@ -294,7 +289,6 @@ def test_twin_ports_get_addresses_in_separate_networks():
     assert addresses(network_plan("spark-1", LAN, *reversed(without_addresses(1)))) == {
         "enp1s0f1np1": "192.168.100.11/24", "enP2p1s0f1np1": "192.168.101.11/24",
     }  # fmt: skip
-    # Another cage, the same networks: twins of both hosts meet.
     assert addresses(network_plan("spark-2", LAN, *without_addresses(0))) == {
         "enp1s0f0np0": "192.168.100.12/24", "enP2p1s0f0np0": "192.168.101.12/24",
     }  # fmt: skip

@@ -72,7 +72,6 @@ def test_drafter_is_downloaded_mounted_and_counted(method):
     assert plan.memory.drafter_bytes == GIB
     assert any(use.what == DRAFT for use in plan.disk)
     assert drafter.dir in keep_of(plan).folders
-    # The drafter's layers have a cache, too.
     assert 0 < plan.memory.kv_tokens < without.memory.kv_tokens
     assert plan.serve.name != without.serve.name
 

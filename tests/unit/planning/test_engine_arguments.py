@@ -156,7 +156,6 @@ def test_our_lm_head_option_is_merged_into_additional_config(options, added):
     assert "--additional-config" not in argv()
 
 
-# Kernels of 16-bit experts.
 TRITON_EXPERTS = (
     "INFO [unquantized.py:298] Using TRITON Unquantized MoE backend out of potential backends: "
     "['FlashInfer TRTLLM', 'FlashInfer CUTLASS', 'TRITON', 'BATCHED_TRITON']."
@@ -253,7 +252,6 @@ def test_check_requires_prefill_kernel_of_profile():
     for name, [pattern] in PREFILL.items():
         assert re.search(pattern, TRITON_PREFILL), name
         assert not re.search(pattern, FLASHINFER_PREFILL), name
-        # A fallback of the engine is not the requested kernel.
         fallback = TRITON_PREFILL.replace("requested=triton", "requested=auto")
         assert not re.search(pattern, fallback), name
 

@@ -35,12 +35,10 @@ TEXTS = {
 
 @functools.cache
 def plan_lines(model, profile):
-    """Return a plan as sorted lines `path = value`, or the refusals."""
     plan = PLANS[model, profile]
     if isinstance(plan, PlanError):
         return tuple(f"refused: {line}" for p in plan.problems for line in str(p).splitlines())
     data = document(plan)
-    # Repeated elsewhere in the plan or in the model's file.
     for part, repeated in (
         ("needs", ("downloads", "image_bytes", "disk_needed_bytes")),
         ("checkpoint", ("base",)),
@@ -51,7 +49,6 @@ def plan_lines(model, profile):
         locked["files"] = f"{len(locked['files'])} files"
     built = data["checkpoint"].get("order", {})
     built |= {k: f"{len(v)} entries" for k, v in built.items() if isinstance(v, list)}
-    # A digest is written once, and replaced by a name elsewhere.
     digests = (f"{name} = {digest}" for digest, name in names_of(plan).items())
     return (*sorted(digests), *(with_names(line, plan) for line in flat_lines("", data)))
 
@@ -68,7 +65,6 @@ def with_names(line, plan):
 
 
 def flat_lines(path, value):
-    """Yield a line for each value; an engine option and the values share a line."""
     if isinstance(value, dict) and value:
         for key in sorted(value):
             yield from flat_lines(f"{path}.{key}" if path else str(key), value[key])
@@ -92,7 +88,6 @@ def join_options(items):
 
 
 def base_of(model, profile):
-    """Return the pair with which a golden is compared."""
     if (model, profile) == (DEFAULT.model, DEFAULT.profile):
         return None
     if profile == "plain":

@@ -248,7 +248,6 @@ def test_turboquant_without_plugin_refuses_drafts_and_several_sequences():
 def test_refuses_engines_that_count_page_cache_as_used(image, refused):
     for profile in ("v2-native", "online-fp8", "base", "v2"):
         texts = problem_texts(profile=profile, **{"images.engine": image})
-        # With the plugin such an engine is unsupported anyway.
         expected = [True] * (refused and profile != "v2")
         assert ["engine-that-needs-dropped-caches" in text for text in texts] == expected
 

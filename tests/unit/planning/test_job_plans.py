@@ -209,7 +209,6 @@ STATES: dict[str, State] = {
 
 
 def members(states, digest=TREE):
-    """Return hosts a, b, ... with the states of a tree, as signs of ``STATES``."""
     pairs = zip("abcdefgh", states, strict=False)
     return [Member(name, name, {digest: STATES[state]}) for name, state in pairs]
 
@@ -267,7 +266,6 @@ FETCH, BUILD, IMAGE = WORKS
 
 
 def with_peer(state, receipts):
-    """Return a peer with all trees in a state, and a host without trees."""
     trees = {tree.digest: state for tree in shared_trees(WORKS)}
     return [
         Member("peer", "http://peer:1", trees, receipts),

@@ -112,7 +112,7 @@ def test_drafts_and_prefix_caching_need_more_states_per_request():
     assert [shape.attention_groups for shape in shapes] == [1, 1, 1]
     assert [shape.state_blocks for shape in shapes] == [3, 9, 6]
     kib = [shape.block_bytes / shape.block_tokens / 1024 for shape in shapes]
-    assert kib[:2] == [24, 26]  # the MTP layer has a cache, too
+    assert kib[:2] == [24, 26]
 
 
 def test_model_without_linear_layers_has_pages_but_not_states():
@@ -133,7 +133,7 @@ def test_parts_add_up_to_memory_fraction(profile):
 
 
 def test_reserve_and_allowed_containers_lower_memory_fraction():
-    plan = memory_of(**{"memory.reserve_gib": 30})  # 12 of them by default
+    plan = memory_of(**{"memory.reserve_gib": 30})
     assert plan.memory_fraction == 0.74
     assert plan.needed_bytes < 0.77 * plan.total_bytes
     assert memory_of(allow_containers={"comfyui": 12.5, "tts": 5.5}) == plan

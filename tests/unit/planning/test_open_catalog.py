@@ -69,7 +69,6 @@ def new_model(checkout):
 
 
 def catalog_tests(checkout):
-    """Return the tests that name the catalog or the plans of its models, except this test."""
     tests = sorted((checkout / "tests/unit").rglob("test_*.py"))
     others = (test for test in tests if test.name != Path(__file__).name)
     return [str(test) for test in others if READS_CATALOG.search(test.read_text("utf-8"))]

@@ -71,7 +71,6 @@ def test_excluded_files_are_not_downloaded():
 
 def test_memory_follows_headers_and_config():
     memory = make_plan().memory
-    # The model file lists no vision, so the engine keeps all towers.
     assert (memory.weights_bytes, memory.drafter_bytes) == (17 * GIB, 0)
     assert memory.kv_tokens == memory.kv_cache_bytes // (32 * 4096) // 16 * 16
     assert memory.unknown == ()
@@ -130,7 +129,6 @@ def test_refuses_architecture_that_engine_does_not_list():
     make_plan(anatomy=newer, **{"images.engine": V033})
     v030 = {"images.engine": "registry.example/vllm:v0.30.0"}
     assert "name an image of vLLM 0.33.0" in refused(anatomy=newer, **v030)
-    # Unknown version, or another implementation of the model.
     make_plan(anatomy=unlisted, **{"images.engine": "registry.example/vllm:nightly"})
     make_plan(
         anatomy=unlisted, **{"images.engine": V033, "engine.options.model-impl": "transformers"}

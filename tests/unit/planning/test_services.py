@@ -69,7 +69,6 @@ def test_services_on_request_share_memory():
     assert plan.needs.memory_needed_bytes == alone.needs.memory_needed_bytes
     gateways = [service.gateway.settings.on_request for service in plan.served]
     assert gateways == [{"first": 900, "second": 0}, {"first": 900}, {"second": 0}]
-    # Nothing that restarts an engine changes.
     assert plan.serve == alone.serve
     assert plan.services[0].serve == alone.services[0].serve
     assert alone.gateway.settings.on_request is None
@@ -91,7 +90,7 @@ def test_suggests_sufficient_memory_for_a_service():
     assert problem.where == "services.embed"
     enough = float(problem.fix.split("memory_gib to ")[1].split(",")[0])
     assert problems_with(enough) == []
-    assert problems_with(enough - 1.3) != []  # the engine's fraction has steps of 1.2 GiB
+    assert problems_with(enough - 1.3) != []
 
 
 def test_suggests_less_memory_for_services_to_fit_the_main_service():
@@ -155,7 +154,6 @@ def test_main_gateway_routes_paths_and_model_names():
     assert alone.gateway.settings.names is None
     module = "libnginx-mod-http-js"
     assert [module in p.base.packages for p in (plan, alone)] == [True, False]
-    # Routing is no part of a release.
     assert plan.serve == with_services(embed=SMALL).serve
 
 
@@ -230,7 +228,6 @@ def test_documented_example_fits_on_one_spark(tmp_path):
     page = (CHECKOUT / "docs/how-to/several-services.md").read_text()
     blocks = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S))
     [overrides] = [block for block in blocks if "model" in block]
-    # Owners add the reranker themselves.
     own = tmp_path / "catalog/models/bge-reranker-v2-m3.yml"
     own.parent.mkdir(parents=True)
     own.write_text(yaml.safe_dump(RERANKER))

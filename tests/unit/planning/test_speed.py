@@ -42,7 +42,6 @@ def test_computed_speed_is_near_published_figure(name, figure):
 
 
 def step_ms(hidden, layers, experts, vocabulary):
-    """Compute the first token of the plain checkpoint a second time, from sizes of config.json."""
     int4, bytes_per_ms = 0.5 + 2 / 128 + 0.5 / 128, 273e6
     routed = layers * 8 * 3 * hidden * experts * int4 / 0.84
     full = layers / 4 * hidden * (2 * 32 * 256 + 2 * 2 * 256 + 32 * 256)
@@ -63,7 +62,7 @@ def test_step_time_of_plain_checkpoint_matches_second_computation():
 def test_head_efficiencies_match_result_file():
     path = CHECKOUT / "proofs/results/gpu/lm-head.json"
     [shape] = [s for s in json.loads(path.read_text())["shapes"] if s["inputs"] == 3072]
-    floor_us = sum(shape["floors"].values()) / 2  # of the INT8 values
+    floor_us = sum(shape["floors"].values()) / 2
     kernels = {"keep": ("bf16", 2), "int8-g128": ("marlin", 1), "int8-triton": ("own", 1)}
     for head, (kernel, width) in kernels.items():
         assert HEADS[head] == pytest.approx(width * floor_us / shape["us"][kernel]["1"], abs=0.03)
@@ -96,7 +95,6 @@ def test_long_contexts_cost_less_with_smaller_cache():
 
 
 def test_prompt_speed_is_half_of_the_published_speed_of_two_sparks():
-    """3,382 tokens/s; the parameters of a token are counted a second time."""
     model = SHIPPED.model("qwen3.5-122b").architecture
     assert 2048 / first_token_s(model, 2048) == pytest.approx(3382 / 2, rel=0.01)
     routed = 48 * 3072 * (9 * 3 * 1024 + 256)
@@ -117,7 +115,6 @@ def test_later_turns_of_agent_begin_sooner_than_those_of_v2():
 
 
 def test_four_sessions_of_130k_tokens_fit_into_the_cache_of_agent():
-    """A later turn finds a session only if its cache blocks were not needed by others."""
     shape = cache_shape(
         SHIPPED.model("qwen3.5-122b").architecture, SHIPPED.profile("agent", "qwen3.5-122b")
     )
@@ -135,21 +132,19 @@ def test_turboquant_is_slower_than_16_bits_in_short_contexts():
 
 
 def test_plan_text_promises_no_speed_of_turboquant_in_long_contexts():
-    """Its kernel reads fewer bytes, but reports say that it is slower than 16 bits."""
     line, *_ = speed_lines(plan_of(profile="v2-tq"), LARGE, CATALOG.profile("v2-tq", "large"))
     assert "not computed for TurboQuant" in line
     assert "after" not in line
 
 
 def test_int4_drafter_reduces_bytes_read_per_draft():
-    """A second computation from sizes of config.json, in milliseconds."""
     model, v2 = SHIPPED.model("qwen3.5-122b").architecture, SHIPPED.profile("v2", "qwen3.5-122b")
     replaced = 3072 * (2 * 32 * 256 + 2 * 2 * 256 + 32 * 256) + 8 * 3 * 3072 * 1024
     int4 = 0.5 + 2 / 128 + 0.5 / 128
     saved_ms = 2 * replaced * (2 / 0.578 - int4 / 0.84) / 273e6
     before, after = (speed_of(model, replace(v2, drafter=d)).step_s for d in ("keep", "int4-g128"))
     assert (before - after) * 1000 == pytest.approx(saved_ms, rel=1e-3)
-    small = SHIPPED.model("qwen3.5-35b").architecture  # its base has an INT4 drafter already
+    small = SHIPPED.model("qwen3.5-35b").architecture
     assert speed_of(small, v2) == speed_of(small, replace(v2, drafter="int4-g128"))
 
 

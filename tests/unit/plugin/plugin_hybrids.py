@@ -39,7 +39,7 @@ def dequantise_packed(qweight: Raw, scales: Raw, bits: int, group: int = 128) ->
     for position in range(per_word):
         field = (packed >> np.uint32(position * bits)) & np.uint32(2**bits - 1)
         values[position::per_word] = field.astype(np.float32) - 2 ** (bits - 1)
-    if scales.dtype == "F16":  # the engine's kernels use BF16 scales
+    if scales.dtype == "F16":
         floats = np.frombuffer(scales.data, "<f2").astype(np.float32).reshape(scales.shape)
         scales = bf16_tensor(floats)
     return bf16_tensor((values * np.repeat(bf16_values(scales), group, axis=0)).T)
@@ -153,7 +153,6 @@ class Hybrid:
     def _write_json(self, out: Path, index: dict[str, str], config: dict[str, Any]) -> None:
         for path in self.extra_files:
             (out / path.name).write_bytes(path.read_bytes())
-        # The exporter's second copy of the config would be read as well.
         (out / "quantization_config.json").unlink(missing_ok=True)
         (out / "config.json").write_text(json.dumps(config, indent=1))
         (out / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))

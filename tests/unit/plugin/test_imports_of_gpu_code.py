@@ -12,7 +12,6 @@ FILES = [
 
 
 def imported(path):
-    """Yield (module, name) of every import from our packages."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ROOTS:
             for alias in node.names:

@@ -305,8 +305,6 @@ def test_refuses_a_module_whose_scales_all_differ_from_other_layers(write, facto
 
 
 def clear_blocks(*blocks):
-    """Return a change that zeroes blocks of a weight of two block columns."""
-
     def clear(raw):
         codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape).copy()
         for number in blocks:
@@ -372,7 +370,6 @@ def test_refuses_a_missing_head(write):
 
 
 def test_packed_drafter_needs_a_matching_config(write):
-    """As in the 35B repository: experts and attention of the drafter in INT4, the rest 16-bit."""
     tree = write()
     source = read_shard(tree.root / tree.index[f"{EXPERT}.qweight"])
     for module in [name for name in list_mtp_modules(1, EXPERTS) if ".experts." in name]:
@@ -448,7 +445,6 @@ def test_finds_exactly_the_missing_modules_of_a_shipped_model(model):
 @pytest.mark.parametrize(
     ("tensors", "experts"),
     [
-        # The second layer has packed attention, the third is of another kind.
         (("0.linear_attn.a.weight", "1.self_attn.q_proj.qweight", "2.self_attn.q_proj.weight"), 0),
         ((f"{n}.mlp.experts.{part}_proj" for n in range(3) for part in ("gate_up", "down")), 2),
     ],

@@ -14,7 +14,6 @@ def test_every_batch_has_a_tile_on_every_device():
 
 
 def test_tiles_of_a_table_use_the_same_arithmetic():
-    """Logits must not depend on the batch size; products of split activations are exact."""
     for name, tiles in read_table().items():
         assert len({tile.split for tile in tiles}) == 1, name
 
@@ -29,7 +28,7 @@ def test_tiles_in_flight_fit_the_shared_memory_of_their_device():
     for name, tiles in read_table().items():
         for tile in tiles:
             weight = tile.block_n * 128
-            batch = tile.block_m * 128 * 2  # a BF16 value or two INT8 halves
+            batch = tile.block_m * 128 * 2
             used = (weight + batch) * tile.groups_per_step * tile.stages
             assert used <= SHARED_BYTES[name], (name, tile)
 

@@ -67,7 +67,6 @@ def test_renames_every_listed_module_and_the_head():
         f"{LAYERS}.48.mlp.shared_expert.gate_proj.weight",
         f"{LAYERS}.1.mlp.experts.0.gate_proj.qweight",
         f"{LAYERS}.1.mlp.shared_expert.gate_proj.bias",
-        # In nested loaders of the engine:
         "language_model.model.layers.1.mlp.shared_expert.gate_proj.weight",
         "model.layers.1.mlp.shared_expert.gate_proj.weight",
         "layers.1.mlp.shared_expert.gate_proj.weight",

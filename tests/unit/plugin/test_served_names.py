@@ -15,7 +15,6 @@ DEFAULTS = {
 
 
 def sent(body, *, chunks=1, kind="http", method="POST"):
-    """Return what the engine behind the middleware receives of a body in ``chunks`` parts."""
     size = -(-len(body) // chunks) or 1
     parts = [body[start : start + size] for start in range(0, max(1, len(body)), size)]
     queue = [
@@ -57,7 +56,6 @@ def test_a_name_adds_its_defaults_and_keeps_the_rest(chunks):
         "chat_template_kwargs": {"enable_thinking": False},
     }  # fmt: skip
     assert int(seen["length"]) == len(seen["body"])
-    # vLLM notices a client that leaves while it is answered.
     assert seen["next"] == "http.disconnect"
 
 

@@ -69,7 +69,6 @@ def memory(name):
 
 
 def free_kib(name):
-    """Read the free space of the root filesystem."""
     root = next(line.split() for line in read(name).splitlines() if line.endswith(" /"))
     return kib(root[3])
 
@@ -96,7 +95,6 @@ HEALTHY: dict[str, Any] = {
     "nvidia-smi--query-csv-noheader--06.txt": smi_csv,
     "nvidia-smi--query-csv-with-header--05.txt": smi_csv,
     "ss--tlnp--01.txt": section("listeners"),
-    # An engine of ours uses the memory.
     "meminfo--serving-first-lines--01.txt": section(
         "meminfo", serving=[UNIT], engine_memory=[f"{UNIT} {90 << 30}"]
     ),
@@ -107,7 +105,6 @@ HEALTHY: dict[str, Any] = {
     "names", [*([name] for name in HEALTHY), [*HEALTHY]], ids=[*HEALTHY, "all"]
 )
 def test_output_from_healthy_hosts_passes(names):
-    """Separately, and all output in one survey."""
     sections: dict[str, Any] = {}
     for name in names:
         sections |= HEALTHY[name](name)
@@ -118,7 +115,7 @@ def test_output_from_healthy_hosts_passes(names):
 SYSTEM = {"os-release": {"capture": "os-release--24.04.4--01.txt"}}
 SYSFS = dict(line.split(": ") for line in read("sysfs--gpu-pci-ids--01.txt").splitlines())
 FIRST_DAY = "DGX OS 7.5.0 on its first day"
-HOSTS: dict[str, tuple[dict[str, Any], int]] = {  # sections, free KiB
+HOSTS: dict[str, tuple[dict[str, Any], int]] = {
     FIRST_DAY: (
         {**SYSTEM, **uname("uname--a-6.17.0-1021--01.txt"), **memory("free--h-idle--01.txt"),
          **smi_table("nvidia-smi--table-gb10--01.txt"),
@@ -150,7 +147,6 @@ HOSTS: dict[str, tuple[dict[str, Any], int]] = {  # sections, free KiB
         )
     },
 }  # fmt: skip
-# Without models of the virtual lab, which expect another machine.
 NEEDS = {
     f"{model} with {profile}": plan.needs
     for model, profile, plan in shipped()

@@ -146,7 +146,6 @@ CASES = {
     "sticky": fits(parents=[ROOT, "root/root/1777//tmp"]),
     "group root": fits(parents=[ROOT, "root/root/775//srv"]),
     "other group without write access": fits(parents=[ROOT, "root/staff/755//a"]),
-    # Identity; a wrong architecture or board hides later checks.
     "architecture": refused("architecture|x86_64|aarch64", uname=["x86_64", "6"], smi=[], pci=[]),
     "board": refused("PCI|no device 10de:2e12|10de:2e03", pci=["10de:2e03"], smi=[]),
     "no nvidia-smi": refused("driver|not installed|never installs", smi=[]),
@@ -247,11 +246,9 @@ CASES = {
     "our unit": fits(**unit(SERVE_UNIT)),
     "allowed container": fits({"allow_containers": ("images",)}, **IN_CONTAINER),
     "container on the GPU": refused("container images", **IN_CONTAINER),
-    # NVIDIA's runtime is the default; the container requests no device.
     "container without the GPU": fits(
         containers=[ON_GPU.replace("images", "qdrant").replace('"all",', "")]
     ),
-    # A process of the engine may exit between the two queries.
     "our engine": fits(**engine(OUR_CGROUP)),
     "our engine without cgroup": fits(**engine("77 ")),
     "our engine has exited": fits(**engine()),
@@ -375,7 +372,6 @@ def test_hard_linkable_files_need_no_disk_space_but_others_do(device, expected):
     ("planned_gib", "fits"), [("90", True), ("82", True), ("80", False), ("", None)]
 )
 def test_memory_counts_what_stopping_our_engine_frees(planned_gib, fits):
-    """8.6 GiB are available and 90 GiB needed; an unmanaged process uses the GPU, too."""
     planned = str(int(planned_gib) << 30) if planned_gib else ""
     apps = {"compute_apps": ["78, python3"], "compute_cgroups": ["78 /user.slice/x"]}
     sections = {**SERVING, **apps, "engine-memory": [f"{SERVE_UNIT} {planned}"]}

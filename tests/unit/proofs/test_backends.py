@@ -43,7 +43,6 @@ def test_pins_of_the_plan_match_the_table(case):
 
 
 def bf16_plan():
-    """Plan a repository with BF16 experts in config.json."""
     model, profile = SERVED["plain of a BF16 repository"]
     settings = replace(Settings(), model=model, profile=profile)
     lock = made_up_lock(settings, shipped_catalog())

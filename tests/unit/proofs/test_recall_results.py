@@ -10,7 +10,7 @@ DAMAGED = {
     "recall-drafts": 1,
     "recall-sampling": 2,
     "recall-flashinfer": 2,
-    "recall-turboquant": 0,  # damaged engines are in recall-recall
+    "recall-turboquant": 0,
     "recall-wide": 0,
 }
 """Number of damaged engines that failed, by result file."""

@@ -128,7 +128,6 @@ def leaves(value):
 
 @functools.cache
 def numbers(name):
-    """Return every number of a result file, including numbers in text."""
     [path] = FOLDER.rglob(name)
     texts = (str(leaf) for leaf in leaves(json.loads(path.read_text("utf-8"))))
     matches = (re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", text) for text in texts)
@@ -136,7 +135,6 @@ def numbers(name):
 
 
 def unsupported(text, files):
-    """Return the figures of a text that no result file supports."""
     known = set[float]().union(*map(numbers, files))
     plain = re.sub(r"vLLM 0\.\d+|\b\d+\.\d+\.\d+\b|`[^`]*`", "", text)
     return [figure for figure in FIGURE.findall(plain) if not supported(figure, known)]

@@ -58,14 +58,12 @@ EVIDENCE["engines"].append(
 
 
 def survey_of(case: str = "factory_spark", **sections: Any) -> Survey:
-    """Return the survey of a captured host, with some sections replaced."""
     data = yaml.safe_load((SURVEYS / f"{case}.yml").read_text())["sections"]
     result: Survey = HostSurvey().process(output_of({**data, **sections}))
     return result
 
 
 def status_of(**changes: Any) -> dict[str, Any]:
-    """Return the status of a serving host as plain data."""
     release = {"name": RELEASE, "model": PLAN.model, "profile": PLAN.profile, "proof": PROOF}
     return {
         "releases": [release],
@@ -79,7 +77,6 @@ def status_of(**changes: Any) -> dict[str, Any]:
 def data_of(
     status: dict[str, Any] | None = None, evidence: dict[str, Any] | None = None, **survey: Any
 ) -> HostData:
-    """Return the data of a serving Spark."""
     shown = read(Evidence, EVIDENCE if evidence is None else evidence)
     return HostData(
         survey_of(**survey), host_status(status_of() if status is None else status), shown

@@ -91,12 +91,11 @@ def test_people_and_logins_are_redacted():
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(canary=CANARIES, prompt=PROMPTS)
 def test_no_field_leaks_a_secret(canary, prompt):
-    """Every text field that a person, a program or a vendor fills contains a canary."""
     text = f"{prompt} {canary}"
     quoting = [{**item, "detail": f"{item['detail']} {text}"} for item in CHECKS]
     quoting += [{"name": "needle", "ok": False, "detail": text},
                 {"name": "acceptance", "ok": False, "detail": text}]  # fmt: skip
-    quoting[3] = CHECKS[3]  # numbers only
+    quoting[3] = CHECKS[3]
     proof = {**PROOF, "checks": [item for item in quoting if item["name"] != "log lines"]}
     release = {**status_of()["releases"][0], "proof": proof, "names": [text], "speed": [text]}
     status = status_of(

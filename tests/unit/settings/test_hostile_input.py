@@ -27,7 +27,6 @@ CATALOG = shipped_catalog()
 
 
 def keys_of(level, prefix=""):
-    """Return every dotted key of a schema, with its sections."""
     keys = []
     for key, part in level.get("properties", {}).items():
         keys += [prefix + key, *keys_of(part, f"{prefix}{key}.")]
@@ -53,7 +52,6 @@ def write(path, text):
 
 
 def put(document, key, value):
-    """Set a dotted key, if its sections are mappings."""
     *above, last = key.split(".")
     level = document
     for part in above:

@@ -17,7 +17,6 @@ def schema_of(name):
 
 
 def levels(schema, path=""):
-    """Yield (path, part) for the schema and everything described in it."""
     yield path, schema
     for key, part in schema.get("properties", {}).items():
         yield from levels(part, f"{path}.{key}")
@@ -63,7 +62,6 @@ def test_patterns_have_a_message_with_a_valid_example(name):
 
 
 def patterns(part, where=""):
-    """Yield (path, level) of all that have a pattern."""
     if isinstance(part, dict):
         if isinstance(part.get("pattern"), str):
             yield where, part

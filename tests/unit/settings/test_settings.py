@@ -14,7 +14,6 @@ from spark_deploy.config.settings.types import Settings
 
 @pytest.fixture
 def root(tmp_path):
-    """An inventory of a user's own, outside the checkout."""
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "host_vars").mkdir()
     return tmp_path
@@ -71,7 +70,7 @@ def test_converts_gib_to_bytes(root):
     write(root, "group_vars/spark.yml", "memory: {reserve_gib: 1.5}\n")
     memory = load(root)["spark-1"].settings.memory
     assert memory.reserve_bytes == 1_610_612_736
-    assert memory.floor_bytes == 805_306_368  # at most 4 GiB
+    assert memory.floor_bytes == 805_306_368
     assert Settings().memory.floor_bytes == 4 << 30
 
 

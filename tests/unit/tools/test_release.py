@@ -24,8 +24,6 @@ CHANGELOG = (
 
 
 class Project:
-    """A small project under git; without ``builds``, the wheel is not built."""
-
     def __init__(self, root):
         self.root = root
         self.failing_step = ""

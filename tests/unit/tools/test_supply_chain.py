@@ -52,7 +52,6 @@ def test_plugin_wheel_builds_reproducibly(tmp_path):
 
 
 def build_plugin(folder, time_s):
-    """Build the plugin as the Dockerfile does, from files with this modification time."""
     [epoch] = re.findall(r"SOURCE_DATE_EPOCH=(\d+)", (IMAGE / "Dockerfile").read_text())
     environment = {"PYTHONHASHSEED": str(time_s % 9), "SOURCE_DATE_EPOCH": epoch}
     source, out = folder / "source", folder / "out"
