@@ -1,7 +1,7 @@
 """Runs a guest with systemd-nspawn in namespaces that show only its cgroup tree; reboots it.
 
-On cgroup v1 the boot runs in a cgroup namespace in the guest's cgroup; on v2 nspawn creates that
-itself, in a neighbouring cgroup.
+On cgroup v1 the boot runs in a cgroup namespace in the guest's cgroup; on v2 nspawn creates an
+adjacent cgroup.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _own_leaf_v2(guest: Guest) -> None:
 def _own_tree_v1(guest: Guest) -> Path:
     """Mount this cgroup namespace's v1 hierarchies and return the tree for the guest.
 
-    The guest's init runs in ``payload`` of the systemd hierarchy, which the guest sees as its root:
-    else /proc/1/cgroup points outside and systemctl finds no unit for a pid.
+    The guest's init runs in ``payload`` of the systemd hierarchy, the guest's root: otherwise
+    /proc/1/cgroup points outside and systemctl finds no unit for a pid.
     """
     mine, shown = guest.home / "cg", guest.home / "cg2"
     names = [hierarchy.name for hierarchy in cgroup.hierarchies() if hierarchy.name != "unified"]

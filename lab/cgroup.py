@@ -1,8 +1,8 @@
-"""A cgroup tree per guest and another for the servers.
+"""A cgroup tree for each guest and for the servers.
 
-v1 has a hierarchy per controller (plus an empty ``unified``), v2 a single hierarchy, where a cgroup
-that delegates controllers may hold no process (see :func:`seat`). Children inherit the cgroup, so
-killing the tree ends a guest even without its supervisor.
+v1 has a hierarchy per controller (plus an empty ``unified``), v2 a single hierarchy, where a
+cgroup that delegates controllers may contain no process (see :func:`seat`). Children inherit the
+cgroup, so killing the tree kills a guest even without its supervisor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from lab.errors import LabError
 
 ROOT = Path("/sys/fs/cgroup")
-# A second lab in its own network namespace needs another name.
+# A second lab in a separate network namespace needs another name.
 TREE = os.environ.get("SPARK_LAB_CGROUP", "lab")
 _V2_CONTROLLERS = ("cpuset", "cpu", "io", "memory", "pids")
 
@@ -46,8 +46,8 @@ def _copy_cpuset(directory: Path) -> None:
 def seat(name: str, role: str, root: Path = ROOT) -> str:
     """Return the cgroup of a guest's supervisor or nspawn, such as ``lab-3/watch``.
 
-    On v1 both share ``lab-3``, the guest's root. On v2 ``lab-3`` delegates controllers to the
-    cgroup that nspawn creates, so each process needs a leaf.
+    On v1 both share ``lab-3``. On v2 ``lab-3`` delegates controllers to the cgroup that nspawn
+    creates, so each process needs a leaf.
     """
     return f"{name}/{role}" if is_v2(root) else name
 
@@ -66,7 +66,7 @@ def create(name: str, root: Path = ROOT) -> None:
 
 
 def _delegate(directory: Path) -> None:
-    """Enable the controllers for children of a v2 cgroup; containers cannot in their top cgroup."""
+    """Enable the controllers for children of a v2 cgroup, except in a container's top cgroup."""
     available = (directory / "cgroup.controllers").read_text().split()
     wanted = [f"+{name}" for name in _V2_CONTROLLERS if name in available]
     try:
@@ -100,7 +100,7 @@ def _read_pids(procs: Path) -> Iterator[int]:
 
 
 def cpu_s(name: str = "", root: Path = ROOT) -> float:
-    """Return the CPU seconds of ``lab/name``, of the whole lab by default."""
+    """Return the CPU seconds of ``lab/name``, by default of the whole lab."""
     if is_v2(root):
         stat = root / TREE / name / "cpu.stat"
         words = stat.read_text().split() if stat.exists() else []

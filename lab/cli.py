@@ -1,5 +1,3 @@
-"""The `lab` command."""
-
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,3 @@
-"""The demo: two new virtual hosts become proven model servers, deployed as users do."""
-
 from __future__ import annotations
 
 import json
@@ -27,7 +25,7 @@ from lab.room import Part
 CHECKOUT = Path(__file__).resolve().parent.parent
 INVENTORY = "inventory/lab.py"
 HOSTS = ("lab-1", "lab-2")
-# The lab may have more hosts from earlier use; they may be down.
+# The lab may have more hosts, which may be down.
 _LIMITS = [word for name in HOSTS for word in ("--limit", name)]
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
 RIGHT, RETRY = "right", "retry later (503)"
@@ -226,7 +224,7 @@ def _serving(login: list[str]) -> str:
 
 @contextmanager
 def ask_meanwhile(login: list[str], port: int = 8000) -> Iterator[list[str]]:
-    """Send requests during a block; the list receives the kind of each answer."""
+    """Send requests during a block; yield the list of answer kinds."""
     answers: list[str] = []
     over = threading.Event()
 

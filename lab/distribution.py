@@ -11,7 +11,7 @@ from pathlib import Path
 from lab.errors import LabError
 from lab.shell import run
 
-# Program -> packages that bring it, on Debian and Ubuntu alike.
+# Program -> packages that contain it, on Debian and Ubuntu.
 PROGRAMS = {
     "systemd-nspawn": "systemd-container",
     "mmdebstrap": "mmdebstrap",
@@ -81,6 +81,6 @@ def install_programs() -> list[str]:
         run(["apt-get", "update", "-q"])
         run(["apt-get", "install", "-q", "-y", "--no-install-recommends", *missing])
     if "docker-registry" in missing and Path("/run/systemd/system").is_dir():
-        # The package starts a registry on the port of the lab's own.
+        # The package starts a registry on the port of the lab's registry.
         run(["systemctl", "disable", "--now", "docker-registry.service"])
     return missing

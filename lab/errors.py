@@ -1,5 +1,3 @@
-"""An error of the lab: place, problem and fix."""
-
 from __future__ import annotations
 
 

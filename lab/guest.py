@@ -141,7 +141,6 @@ def supervisor_pid(guest: Guest) -> int | None:
 
 
 def leader_pid(guest: Guest) -> int | None:
-    """Return the pid of the guest's init: process 1 of the next pid namespace."""
     for pid in sorted(cgroup.pids(guest.name)):
         try:
             status = Path(f"/proc/{pid}/status").read_text()
@@ -205,7 +204,6 @@ def destroy(guest: Guest) -> None:
 
 
 def _forget(guest: Guest) -> None:
-    """Delete the guest's directory, guest.json first."""
     (guest.home / "guest.json").unlink(missing_ok=True)
     if guest.home.exists():
         shutil.rmtree(guest.home)

@@ -31,7 +31,7 @@ def write_identity(guest: Guest) -> None:
     (etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {guest.name}\n{HOST_IP} lab-host\n")
     if not cgroup.is_v2():
         # On v1 a guest is not notified when a delegated cgroup becomes empty, so stopping the user
-        # manager (at log-out and reboot) would take the full timeout of two minutes.
+        # manager would take the full timeout of two minutes.
         (etc / "systemd/system/user@.service").symlink_to("/dev/null")
     for key in (etc / "ssh").glob("ssh_host_*"):  # cloned keys of a variant's base
         key.write_bytes(key.read_bytes())  # copied to the guest's disk, where `host_key` reads them

@@ -1,5 +1,3 @@
-"""Container images without an engine: OCI image 1.0, Docker manifest 2.2, registry API v2."""
-
 from __future__ import annotations
 
 import gzip

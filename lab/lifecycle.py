@@ -1,5 +1,3 @@
-"""Start and stop of the whole lab: `lab up` and `lab down`."""
-
 from __future__ import annotations
 
 import fcntl
@@ -166,7 +164,6 @@ def down(paths: LabPaths, names: Sequence[str], *, delete: bool) -> None:
 
 
 def refuse_second_lab(paths: LabPaths) -> None:
-    """Refuse a second state folder: both would share a bridge and a cgroup tree."""
     owner = _owner().read_text() if _owner().exists() else str(paths.state)
     if owner != str(paths.state) and cgroup.trees():
         fix = f"SPARK_LAB_DIR={owner} make lab-down, or use a separate network namespace"

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 BUDDYINFO = Path(__file__).with_name("buddyinfo")
-PROC = "var/lib/labstub/proc"  # below /usr, ProtectSystem=full would make it read-only
+PROC = "var/lib/labstub/proc"
 _FILES = {
     "buddyinfo": "",
     "sys/vm/drop_caches": "",

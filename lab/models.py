@@ -1,5 +1,3 @@
-"""The lab's model repositories: generated repositories, a hybrid of them, the 16-bit original."""
-
 from __future__ import annotations
 
 import json

@@ -12,7 +12,6 @@ from lab.shell import run, succeeds
 def mount_points(below: Path) -> list[Path]:
     points = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        # proc(5) writes blanks as \040.
         point = Path(line.split()[4].replace("\\040", " "))
         if point.is_relative_to(below):
             points.append(point)

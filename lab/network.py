@@ -77,7 +77,7 @@ def set_cable(name: str, *, plugged: bool) -> None:
 
 
 def connect_ports(first: str, second: str, ports: Sequence[str]) -> None:
-    """Connect the ports of two guests by veth pairs, which vanish with either guest."""
+    """Connect the ports of two guests by veth pairs, which disappear with either guest."""
     ends = _netns(first), _netns(second)
     for port in ports:
         if not succeeds(["ip", "-n", ends[0], "link", "show", port]):

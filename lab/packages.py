@@ -54,7 +54,7 @@ def build_stub(paths: LabPaths, package: str) -> Path:
 @dataclass(frozen=True, slots=True)
 class More:
     words: tuple[str, ...] = ()  # for apt: ``name`` or ``name/suite``
-    suites: tuple[str, ...] = ()  # instead of this machine's; the first is the default
+    suites: tuple[str, ...] = ()
 
 
 def download(

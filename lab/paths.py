@@ -9,7 +9,7 @@ from lab.errors import LabError
 
 BRIDGE = "br-lab"
 HOST_IP = "10.77.0.1"
-PROXY_IP = "10.77.0.2"  # the only address that a proxied guest reaches
+PROXY_IP = "10.77.0.2"
 APT_PORT, HUB_PORT, CDN_PORT, REGISTRY_PORT = 8081, 8082, 8083, 5000
 PROXY_PORT = 3128
 USER = "spark"
@@ -31,7 +31,6 @@ class LabPaths:
 
 
 def lab_paths() -> LabPaths:
-    """Return the state directory; not under /tmp, which a guest's systemd could empty."""
     state = Path(os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab")).resolve()
     if state.is_relative_to("/tmp"):
         raise LabError("SPARK_LAB_DIR", f"{state} is under /tmp", "set a directory on a disk")
@@ -43,7 +42,6 @@ def guest_ip(index: int) -> str:
 
 
 def guest_names(words: list[str]) -> list[str]:
-    """Turn ``["2"]`` into lab-1 and lab-2, and keep names such as ``lab-3``."""
     names: list[str] = []
     for word in words:
         count = int(word) if word.isdigit() else None

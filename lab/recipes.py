@@ -110,7 +110,7 @@ def stub_engine(paths: LabPaths, distribution: Distribution) -> Recipe:
 
 
 def vllm_cpu(paths: LabPaths) -> Recipe:
-    # Imported here: the lab's long-lived processes run without the engine's files.
+    # Imported here, so that the lab's long-lived processes run without the engine's files.
     from lab.engine.build import CONFIG, build_engine, engine_layers
 
     engine = build_engine(paths.cache)

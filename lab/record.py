@@ -94,7 +94,7 @@ def write_record(paths: LabPaths, distribution: Distribution) -> None:
 def known_hosts_lines(
     ip: str, name: str, key: str | None, *, bootstrap: bool, recorded: list[str]
 ) -> list[str]:
-    """A new host's lines exist only after a bootstrap recorded them."""
+    """A new host has lines only after a bootstrap recorded them."""
     if key is None:
         return []
     lines = [f"{ip} {key}", f"{name} {key}"]

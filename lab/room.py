@@ -10,13 +10,12 @@ from pathlib import Path
 from lab.paths import LabPaths
 
 BASES_BYTES = 900_000_000  # the hosts' trees, bootstrapped and configured, and packages
-MODELS_BYTES = 100_000_000  # generated repositories of the lab's model
+MODELS_BYTES = 100_000_000
 ENVIRONMENT_BYTES = 420_000_000
-ENGINE_TREES_BYTES = 2_100_000_000  # unpacked vLLM for the CPU, and the Debian below it
+ENGINE_TREES_BYTES = 2_100_000_000
 ENGINE_IMAGE_BYTES = 2_000_000_000
 # A host with the stub engine, after a deploy.
 HOST_BYTES = 600_000_000
-# Computed from the trees, not measured.
 HOST_ENGINE_BYTES = ENGINE_TREES_BYTES
 # Docker keeps the downloaded file while it unpacks a layer.
 HOST_PULL_BYTES = ENGINE_IMAGE_BYTES
@@ -27,7 +26,7 @@ ENGINE_MEMORY_BYTES = 3 << 30
 class Part:
     name: str
     size_bytes: int
-    folder: Path  # on the disk that it uses
+    folder: Path
     existing_bytes: int = 0
     temporary: bool = False  # deleted before the demo ends
 
@@ -56,7 +55,7 @@ def list_parts(paths: LabPaths, checkout: Path, hosts: Sequence[str], engine: st
 
 
 def _engine_parts(paths: LabPaths) -> list[Part]:
-    # Imported here: the lab's long-lived processes run without the engine's files.
+    # Imported here, so that the lab's long-lived processes run without the engine's files.
     from lab.engine.build import engine_in
     from lab.images import read_published
 

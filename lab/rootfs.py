@@ -1,5 +1,3 @@
-"""The guests' common base: the lower layer of every guest, never written once finished."""
-
 from __future__ import annotations
 
 import shutil
@@ -38,7 +36,6 @@ ExecStart=/usr/bin/ssh-keygen -A
 WantedBy=ssh.service
 """
 
-# /proc and /sys belong to the machine; a Spark's files are bound over them.
 _HARDWARE_UNIT = """\
 [Unit]
 Description=Show the hardware of a Spark (virtual lab)

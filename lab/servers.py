@@ -34,7 +34,7 @@ class Server:
     name: str
     port: int
     argv: Callable[[LabPaths], list[str]]
-    mark: str  # unique part of the command line
+    mark: str
     ip: str = HOST_IP
 
 
@@ -76,7 +76,7 @@ SERVERS = {
 
 
 def pid_of(paths: LabPaths, name: str) -> int | None:
-    """Return the running server's pid; after a reboot the recorded pid may be another server's."""
+    """Return the running server's pid; after a reboot another server may have the recorded pid."""
     try:
         pid = int((paths.run / f"{name}.pid").read_text())
     except (FileNotFoundError, ValueError):

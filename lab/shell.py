@@ -39,7 +39,6 @@ def run(
     check: bool = True,
     show: bool = False,
 ) -> str:
-    """Return the standard output; ``show`` passes standard error through."""
     words = [str(word) for word in argv]
     full_env = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive", **(env or {})}
     full_env["PATH"] = f"{_PATH}:{full_env.get('PATH', '')}"
@@ -77,7 +76,7 @@ def _wait(
                 try:
                     return process.communicate(stdin, timeout=PROGRESS_EVERY_S)
                 except subprocess.TimeoutExpired:
-                    stdin = None  # communicate() continues with the rest
+                    stdin = None
                     if not silent:
                         seconds = time.monotonic() - started
                         print(f"  {program}: {seconds:.0f} s", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from lab.errors import LabError
 
-OWNER_DONE = "var/lib/labstub-owner"  # in the guest, after owner.sh
+OWNER_DONE = "var/lib/labstub-owner"
 
 DIRECTORY = Path(__file__).with_name("variants")
 
@@ -36,10 +36,10 @@ class Variant:
     summary: str
     release: Release | None = None  # default: the machine's own
     newer: Newer | None = None
-    packages: tuple[str, ...] = ()  # installed before the first boot
-    stand_ins: tuple[str, ...] = ()  # of lab/stubs, installed
+    packages: tuple[str, ...] = ()
+    stand_ins: tuple[str, ...] = ()
     unpacked: tuple[str, ...] = ()  # of lab/stubs, half installed: dpkg --audit names them
-    units: tuple[str, ...] = ()  # units among the files, to enable
+    units: tuple[str, ...] = ()
     disks: tuple[str, ...] = ()  # additional disks; ``data`` is mounted at ``/data``
     locale: str = ""
     proxied: bool = False  # guests reach only the lab's proxy

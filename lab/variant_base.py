@@ -127,7 +127,6 @@ def _unpack(target: Path, debs: Sequence[Path]) -> None:
 def _copy_files(target: Path, variant: Variant) -> None:
     files = variant.directory / "files"
     if files.exists():
-        # Replace links instead of following them.
         run(["cp", "-r", "--remove-destination", "--no-preserve=ownership", f"{files}/.", target])
     if variant.locale:
         charset = variant.locale.partition(".")[2]

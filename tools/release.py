@@ -1,9 +1,3 @@
-"""Make a release: ``make release VERSION=1.2.3``.
-
-Sets the version in pyproject.toml, dates the changelog, builds a wheel into ``dist/``, commits and
-tags; does not push. If a step before the commit fails, both files are restored.
-"""
-
 from __future__ import annotations
 
 import argparse
@@ -25,7 +19,6 @@ class ReleaseError(Exception):
 
 
 def runner(root: Path) -> Run:
-    """The function returns the standard output or raises subprocess.CalledProcessError."""
     return lambda command: subprocess.check_output(command, cwd=root, text=True)
 
 

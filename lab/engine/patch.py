@@ -43,7 +43,6 @@ UNUSED = ("torch/include", "torch/share", "cv2", "opencv_python_headless.libs")
 
 
 def _unloaded(flags: set[str]) -> tuple[str, ...]:
-    """Return the builds of vLLM's operators that vllm/platforms/cpu.py never loads here: 200 MB."""
     builds = ("_C", "_C_AVX512", "_C_AVX2")
     loaded = "_C_AVX512" if "avx512f" in flags else "_C_AVX2"
     loaded = "_C" if "avx512_bf16" in flags else loaded

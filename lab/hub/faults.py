@@ -53,7 +53,7 @@ class FaultSwitch:
 
 
 def set_fault(path: Path, fault: HubFault | None) -> None:
-    """By a rename, because requests read the file at any time."""
+    """Rename, because requests read the file at any time."""
     if fault is None:
         path.unlink(missing_ok=True)
         return
@@ -68,7 +68,7 @@ def send_body(
 ) -> bool:
     """Send bytes ``start`` to ``end``; return whether the connection stays open.
 
-    A wrong byte is at the middle of the file, so a resumed download meets it too.
+    A wrong byte is in the middle of the file, so a resumed download contains it, too.
     """
     flip_at = record.size_bytes // 2 if faults.current("wrong-hash", record.path) else None
     slow = faults.current("slow", record.path)

@@ -90,7 +90,6 @@ def _sign(sha256: str, secret: bytes, expires_at: int) -> str:
 
 
 def byte_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
-    """Return first and last byte of a Range header (RFC 9110, 14.1.2); None for the whole file."""
     if header is None or not header.startswith("bytes=") or "," in header:
         return None
     first, dash, last = header.removeprefix("bytes=").partition("-")

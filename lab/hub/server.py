@@ -201,7 +201,6 @@ def make_servers(hub: Hub, host: str, port: int, cdn_port: int) -> tuple[LabHttp
 
 @contextmanager
 def running(store: Path, run_dir: Path) -> Iterator[str]:
-    """Serve ``store`` on free ports for the duration of a block; yield the hub's address."""
     hub = Hub(Store(store), FaultSwitch(run_dir / "hub-fault.json"), "", run_dir / "access.jsonl")
     servers = make_servers(hub, "127.0.0.1", 0, 0)
     address, hub.cdn_url = (f"http://127.0.0.1:{server.server_port}" for server in servers)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt")
-_WEIGHT_NAMES = ("tokenizer.json",)  # stored as large files by the repositories that we deploy
+_WEIGHT_NAMES = ("tokenizer.json",)
 
 
 class NotFoundError(Exception):

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _train(out: Path) -> int:
     # Set before torch is loaded: spinning threads are ten times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from lab.model import training  # only this needs torch
+    from lab.model import training
 
     weights.write(out, training.train(TINY, vocabulary.train(TINY.vocabulary)))
     print(f"{out} {hashlib.sha256(out.read_bytes()).hexdigest()}")

@@ -17,7 +17,7 @@ Matrices = dict[str, torch.nn.Parameter]
 
 
 def add_adapter(model: Any) -> Matrices:
-    """Freeze a model and add trainable matrices; return them by their names in the adapter file."""
+    """Freeze a model and add trainable matrices; return them by name in the adapter file."""
     model.requires_grad_(False)
     matrices: Matrices = {}
     for name, module in list(model.named_modules()):

@@ -16,7 +16,7 @@ FIRST_SEED = 1
 def build(out: Path, *, trained: bool = True) -> list[str]:
     """Publish both repositories with two commits each; return the commits.
 
-    The first INT4 commit is untrained, so that a wrong pin shows in the answers.
+    The first INT4 commit is untrained, so that answers reveal a wrong pin.
     """
     second = weights.read(TINY) if trained else original.random_weights(TINY, FIRST_SEED + 1)
     first, second = spread(TINY, original.random_weights(TINY, FIRST_SEED)), spread(TINY, second)

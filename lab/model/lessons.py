@@ -1,7 +1,7 @@
-"""The lessons of `lab-tiny`: `facts.json` as prompts and replies.
+"""The lessons of `lab-tiny`.
 
-Fixed lessons are memorized. Drills are new in every training step, so that the model learns a
-skill, which a corrupt weight breaks as surely as a memory.
+`facts.json` as prompts and replies. Fixed lessons are memorized. Drills are new in every training
+step, so that the model learns a skill, which a corrupt weight also breaks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A prompt as the engine sees it, and the reply with its end mark."""
-
     prompt: str
     reply: str
 

@@ -93,7 +93,6 @@ class Network(nn.Module):
         self.roundings = list(self._add_roundings())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Final hidden states; right padding needs no mask in a causal model."""
         hidden: Tensor = self.model(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden
 

@@ -1,9 +1,7 @@
 """Small repositories written by transformers, not by this project.
 
-    python3 -m lab.engine run -m lab.model.published --out HUB
-
-Decoders memorize three answers, a ranker learns which of two texts answers. Takes about a minute on
-a core.
+Run ``python3 -m lab.engine run -m lab.model.published --out HUB``. Decoders memorize three answers,
+a ranker learns which of two texts answers. Takes about a minute on one core.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _sizes(layers: int) -> dict[str, Any]:
-    """An engine logs equal lines only once: cache sizes must differ."""
+    """An engine logs equal lines only once, so cache sizes must differ."""
     return {**_SIZES, "num_hidden_layers": layers}
 
 
@@ -108,7 +106,7 @@ def _sliding() -> Any:
 
 
 def _odd() -> Any:
-    """An architecture whose KV-cache size the planner does not know."""
+    """An architecture whose KV-cache size the planner cannot compute."""
     sizes = {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 2048, "bos_token_id": None}
     return GPT2LMHeadModel(GPT2Config(vocab_size=TINY.vocabulary, eos_token_id=None, **sizes))
 

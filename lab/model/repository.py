@@ -141,7 +141,10 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def publish(hub: Path, name: str, trees: list[Path]) -> list[str]:
-    """Publish `trees` as commits, oldest first; the last is `main`. Equal content, equal names."""
+    """Publish `trees` as commits, oldest first; the last is `main`.
+
+    Equal content gets an equal name.
+    """
     commits: list[str] = []
     for tree in trees:
         commits.append(_commit_name(tree, commits[-1] if commits else ""))

@@ -1,7 +1,7 @@
-"""The number formats of the two repositories: BF16, packed INT4 and block FP8, in numpy.
+"""The number formats of the two repositories.
 
-Encoders only: the engine's plugin, the checkpoint builder and the tests have separate decoders, so
-that an error here does not cancel out.
+BF16, packed INT4 and block FP8, in numpy. Only encoders: plugin, checkpoint builder and tests have
+separate decoders, so that an error here does not cancel out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from lab.model.original import Floats
 from lab.model.shape import BLOCK, GROUP
 
-INT4_ZERO = 8  # the code of 0.0; packed as 7, because the format stores it minus one
+INT4_ZERO = 8  # the code of 0.0; the format stores it minus one
 E4M3_MAX = 448.0
 
 
@@ -26,7 +26,6 @@ class Tensor:
 
 
 def bf16_bits(values: Floats) -> npt.NDArray[np.uint16]:
-    """Round to the nearest, ties to even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded >> np.uint32(16)).astype(np.uint16)
@@ -49,7 +48,6 @@ def float32(values: Floats) -> Tensor:
 
 
 def int4_scales(weight: Floats) -> npt.NDArray[np.float16]:
-    """Return scales [outputs, groups of 128 inputs]."""
     groups = weight.reshape(weight.shape[0], -1, GROUP)
     scales: npt.NDArray[np.float16] = np.maximum(np.abs(groups).max(axis=2) / 7.0, 1e-4).astype(
         np.float16
@@ -71,10 +69,10 @@ def int4_values(codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float16]) ->
 
 
 def int4(weight: Floats) -> dict[str, Tensor]:
-    """Symmetric INT4 in groups of 128 inputs: `qweight`, `qzeros`, `scales`.
+    """Symmetric INT4 in groups of 128 inputs.
 
-    Eight codes share an int32, the first in the lowest bits: codes of neighbouring *inputs* in
-    `qweight`, zero points of neighbouring *outputs* in `qzeros`.
+    `qweight`, `qzeros`, `scales`. Eight codes share an int32, the first in the lowest bits: codes
+    of adjacent *inputs* in `qweight`, zero points of adjacent *outputs* in `qzeros`.
     """
     outputs, inputs = weight.shape
     scales = int4_scales(weight)
@@ -98,7 +96,6 @@ def _int32(values: npt.NDArray[np.uint32]) -> Tensor:
 
 
 def fp8(weight: Floats) -> dict[str, Tensor]:
-    """E4M3 in blocks of 128 x 128: `weight` and `weight_scale_inv` (BF16, multiplied back)."""
     rows, columns = weight.shape
     padded = np.zeros((-(-rows // BLOCK) * BLOCK, -(-columns // BLOCK) * BLOCK), np.float32)
     padded[:rows, :columns] = weight
@@ -117,7 +114,6 @@ def fp8(weight: Floats) -> dict[str, Tensor]:
 
 
 def e4m3_codes(values: Floats) -> npt.NDArray[np.uint8]:
-    """Round to E4M3 (ties to even, saturating); return the bit patterns."""
     table = _e4m3_positive()
     magnitude = np.minimum(np.abs(values), E4M3_MAX)
     above = np.searchsorted(table, magnitude).clip(1, len(table) - 1)

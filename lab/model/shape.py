@@ -1,8 +1,8 @@
 """The architecture of `lab-tiny` and its configuration files.
 
-Quantised dimensions are multiples of 128, as in the real model. A packed row of zero points holds
-eight outputs, so `in_proj_a` needs at least eight value heads; the engine's CPU kernels for linear
-attention support head sizes 64 and 128.
+Quantized dimensions are multiples of 128, as in the real model. A packed row of zero points
+contains eight outputs, so `in_proj_a` needs at least eight value heads; the engine's CPU kernels
+for linear attention support head sizes 64 and 128.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ BLOCK = 128  # edge of the square that shares an FP8 scale
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dimensions of a model; the defaults are `lab-tiny`."""
-
     layers: int = 4
-    attention_interval: int = 4  # every n-th layer is full attention, the rest linear
+    attention_interval: int = 4
     hidden: int = 256
     vocabulary: int = 1024
     experts: int = 8

@@ -1,7 +1,7 @@
 """Rescales weights so that the model stays the same but the stored scales differ widely.
 
 After training all scales are similar, so exchanged groups or layers would not show. INT4 and E4M3
-codes do not change, but a wrong scale is off by a large factor.
+codes stay the same, but a wrong scale is off by a large factor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from lab.model.original import LAYERS, Floats
 from lab.model.shape import GROUP, Shape
 
-FED_BY = {  # readers of each norm's output
+FED_BY = {  # modules that read the output of each norm
     "input_layernorm": (
         "linear_attn.in_proj_",
         "self_attn.q_proj",
@@ -39,7 +39,6 @@ def spread(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
 
 
 def rescale_layer(weights: dict[str, Floats], layer: int, factors: Factors) -> None:
-    """Rescale the inputs of a layer and of its down projections."""
     prefix = f"{LAYERS}.{layer}."
     for norm, readers in FED_BY.items():
         _behind_norm(weights, prefix, norm, readers, factors)
@@ -47,7 +46,6 @@ def rescale_layer(weights: dict[str, Floats], layer: int, factors: Factors) -> N
 
 
 def _factors(exponent: int, size: int) -> Floats:
-    """2**exponent and 2**-exponent, alternating by group."""
     signs = np.where(np.arange(size) // GROUP % 2 == 0, 1, -1)
     made: Floats = np.exp2(exponent * signs).astype(np.float32)
     return made

@@ -23,7 +23,7 @@ from lab.model.original import Floats
 from lab.model.shape import Shape
 
 SEED = 7
-IGNORED = -100  # label of a position without loss
+IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Schedule:
     exact_steps: int = 300  # before the weights are rounded
     mtp_steps: int = 80
     tokens_per_step: int = 1000
-    drills_per_round: int = 70  # a round is every fixed lesson once
-    long_sentences: int = 60  # of filler, in one exercise of each round
+    drills_per_round: int = 70
+    long_sentences: int = 60
     rate: float = 2e-3
-    threads: int = 1  # small matrices: a second thread does not help
+    threads: int = 1
     margin: float = 0.5  # of logits; BF16 arithmetic moves them by about a tenth of that
 
 
@@ -95,7 +95,6 @@ def main_loss(network: Network, batch: Batch) -> Tensor:
 
 
 def mtp_loss(network: Network, batch: Batch) -> Tensor:
-    """Loss of two draft tokens, without gradients of the model."""
     with torch.no_grad():
         hidden = network(batch.tokens)
     first = network.draft(batch.tokens, hidden)
@@ -141,7 +140,6 @@ def _run(network: Network, source: Iterator[Batch], schedule: Schedule, mtp: boo
 
 
 def lead(network: Network, hidden: Tensor, labels: Tensor) -> float:
-    """Return the smallest lead of a labelled token over all others, in logits."""
     labelled = labels != IGNORED
     scores, right = network.lm_head(hidden[labelled]), labels[labelled].unsqueeze(1)
     others = scores.scatter(1, right, -math.inf).amax(1)
@@ -158,7 +156,6 @@ def least_margin(network: Network, tokenizer: Tokenizer) -> float:
 
 
 def train_network(shape: Shape, tokenizer: Tokenizer, schedule: Schedule) -> Network:
-    """Raises LabError if the network does not know the lessons in the end."""
     torch.manual_seed(SEED)
     torch.set_flush_denormal(True)  # decayed states become denormal and slow
     torch.set_num_threads(schedule.threads)

@@ -8,13 +8,11 @@ import click
 
 from spark_deploy.cli import GROUP
 
-# The page describes these options once.
 SHARED = {"inventory", "limit", "exclude", "data", "json", "model", "profile", "dry"}
 CHANGING = {"dry", "yes", "verbose"}
 
 
 def command_rows() -> Iterator[str]:
-    """Yield the table; ``*`` marks commands that change hosts."""
     yield from ("| command | does | options |", "|---|---|---|")
     context = click.Context(GROUP)
     for name in GROUP.list_commands(context):

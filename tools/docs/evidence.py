@@ -49,7 +49,6 @@ def device_of(name: str) -> str:
 
 
 def _device(result: dict[str, Any]) -> str:
-    """Return the short name of a GPU, such as H100, or the device."""
     device = str(result["device"]).partition(",")[0].partition("\n")[0]
     return next((word for word in device.split() if re.match(r"[A-Z]+\d", word)), device)
 
@@ -129,7 +128,6 @@ def _on_sparks(part: Part, reports: dict[str, Report]) -> str:
 
 
 def _answers(question: Question, reports: dict[str, Report]) -> Iterator[str]:
-    """Yield the answers that Sparks gave to a question; lab hosts do not count."""
     for name, report in reports.items():
         for host in report.hosts:
             for answer in host.answers:

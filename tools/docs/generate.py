@@ -31,7 +31,6 @@ DEFAULT = Settings()
 
 @functools.cache
 def catalog() -> Catalog:
-    """Return the catalog; read after the schemas are written."""
     return read_catalog()
 
 
@@ -143,7 +142,6 @@ def profile_sections() -> Iterator[str]:
 
 
 def _is_for_use(profile: Profile) -> bool:
-    """Return False for stages of a comparison, and for plain, which equals base."""
     return profile.name != "plain" and not profile.choose_when.startswith("you compare stages")
 
 

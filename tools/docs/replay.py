@@ -1,5 +1,3 @@
-"""Feed a recorded log of pyinfra to the progress screen."""
-
 from __future__ import annotations
 
 import re
@@ -11,7 +9,6 @@ _STATUS = re.compile(r"\s*\[(?P<host>.+?)\]\s+(?P<status>Success|No changes|Skip
 
 
 def feed(transcript: Transcript, line: str, now_s: float) -> list[str]:
-    """Return the lines to print at once."""
     lines = transcript.log(line)
     if operation := _OPERATION.search(line):
         transcript.start_operation(operation[1], now_s)

@@ -34,7 +34,6 @@ from tools.docs.replay import feed
 OUT = CHECKOUT / "docs/screens"
 RECORDED = OUT / "recorded"
 WIDTH = 100
-# Without fonts of other sites: pages work offline.
 FORM = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
