@@ -103,7 +103,7 @@ def unpack_script(files: Iterable[ManagedFile]) -> str:
     """
     lines = [
         f"set -e; umask 077; d=; fix() {{ echo {shlex.quote(_DISK_FIX)} >&2; }}",
-        "trap '[ $? = 0 ] || fix; rm -rf \"$d\"' EXIT; d=$(mktemp -d)",
+        "trap '[ $? = 0 ] || fix; rm -rf \"$d\"' EXIT; d=$(mktemp -d -p /run)",
         'base64 -d | tar -xzf - -C "$d"',
         'put() { install -D -o root -g root -m "$2" "$d/$1" "$3.spark-new"'
         ' && sync "$3.spark-new" && mv -fT "$3.spark-new" "$3"; }',

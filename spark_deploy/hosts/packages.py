@@ -156,7 +156,7 @@ def _add_repository(state: State, host: Host, repository: RepositorySettings) ->
     key, url = shlex.quote(key_path(repository)), shlex.quote(repository.key_url)
     target = shlex.quote(source.path)
     script = f"""
-set -eu; umask 022; t=$(mktemp); trap 'rm -f "$t"' EXIT
+set -eu; umask 022; t=$(mktemp -p /run); trap 'rm -f "$t"' EXIT
 {_APT_PROXY}
 curl -fsSL --retry 3 --connect-timeout 20 --max-time 120 -o "$t" {url}
 got=$(sha256sum "$t" | cut -d' ' -f1)
