@@ -111,16 +111,16 @@ def cpu_s(name: str = "", root: Path = ROOT) -> float:
 
 def kill(name: str, *, timeout_s: float = 20) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := pids(name):
-        if os.getpid() in left:
+    while running := pids(name):
+        if os.getpid() in running:
             raise LabError(name, "contains this process", "run the lab from outside")
-        for pid in left:
+        for pid in running:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         if time.monotonic() > deadline:
-            raise LabError(name, f"processes {sorted(left)} do not exit", "inspect them with ps")
+            raise LabError(name, f"processes {sorted(running)} do not exit", "inspect them with ps")
         time.sleep(0.02)
 
 

@@ -54,12 +54,12 @@ def _down(paths: LabPaths, options: argparse.Namespace) -> int:
             raise LabError("lab down", "--purge removes the whole lab", "omit the guest names")
         freed = used_bytes([paths.state]) if options.purge else 0  # before the disks are deleted
         lifecycle.down(paths, names, delete=options.delete or options.purge)
-        left = [] if names else lifecycle.leftovers(paths)
-    for line in left:
+        leftovers = [] if names else lifecycle.leftovers(paths)
+    for line in leftovers:
         print(f"left over: {line}", file=sys.stderr)
-    if options.purge and not left:
+    if options.purge and not leftovers:
         _purge(paths, freed)
-    return 1 if left else 0
+    return 1 if leftovers else 0
 
 
 def _purge(paths: LabPaths, freed: int) -> None:

@@ -175,7 +175,7 @@ def _owner() -> Path:
 
 
 def leftovers(paths: LabPaths) -> list[str]:
-    left = network.leftovers()
-    left += [f"mount {point}" for point in mounts.mount_points(paths.state)]
-    left += [f"cgroup {name}" for name in cgroup.trees()]
-    return left
+    names = network.leftovers()
+    names += [f"mount {point}" for point in mounts.mount_points(paths.state)]
+    names += [f"cgroup {name}" for name in cgroup.trees()]
+    return names

@@ -108,7 +108,7 @@ def inventory_path(options: Options) -> Path:
         if path.is_file():
             return path
     fix = "change to the folder of `spark-deploy init`, or add --inventory DIR"
-    raise SettingsError.one(str(default), "is missing in this directory and those above it", fix)
+    raise SettingsError.one(str(default), "not found in this directory or its parents", fix)
 
 
 def _is_trusted(inventory: Path) -> bool:

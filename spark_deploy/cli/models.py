@@ -56,8 +56,8 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
     except SettingsError:  # without a folder of hosts: only our models
         root = CHECKOUT
     lock = read_lock(root / Settings().lock_file)
-    own = None if root == CHECKOUT else root
-    catalog = read_catalog(user_dir=own).with_anatomies(lock.anatomies)
+    user_dir = None if root == CHECKOUT else root
+    catalog = read_catalog(user_dir=user_dir).with_anatomies(lock.anatomies)
     listed = [
         describe(model, catalog, lock)
         for model in catalog.models.values()

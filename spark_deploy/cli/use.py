@@ -83,9 +83,9 @@ def _parse_choice(choice: str, catalog: Catalog) -> dict[str, str]:
         return {"model": choice}
     if not slash and choice in profiles:
         return {"profile": choice}
-    wrong = profile if slash and model in models else model
+    unknown = profile if slash and model in models else model
     listed = [name for name in models if not name.startswith("lab-")]
-    guess = closest(wrong, [*listed, *profiles])
+    guess = closest(unknown, [*listed, *profiles])
     names = f"models: {', '.join(listed)}; profiles: {', '.join(profiles)}"
     fix = f"did you mean {guess}?" if guess else f"choose from {names}"
-    raise SparkError.one(f"use {choice}", f"'{wrong}' is not in the catalog", fix)
+    raise SparkError.one(f"use {choice}", f"'{unknown}' is not in the catalog", fix)

@@ -197,8 +197,8 @@ def _merge_null(forms: list[Schema], rest: Schema) -> Schema:
 
 def _take_required(node: Schema) -> Schema:
     """Remove ``required`` from a schema, at all levels; return it as a separate schema."""
-    taken: Schema = {"required": node.pop("required")} if "required" in node else {}
+    removed: Schema = {"required": node.pop("required")} if "required" in node else {}
     inner = {key: _take_required(value) for key, value in node.get("properties", {}).items()}
     if inner := {key: value for key, value in inner.items() if value}:
-        taken["properties"] = inner
-    return taken
+        removed["properties"] = inner
+    return removed

@@ -43,6 +43,6 @@ class PlanError(SparkError):
 
 
 def unreachable(
-    where: str, reason: str, fix: str = "run again; finished steps stay done"
+    where: str, reason: str, fix: str = "run again; finished steps are skipped"
 ) -> Problem:
     return Problem(where, f"unreachable: {reason}", fix)

@@ -298,7 +298,7 @@ def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[
             return _report_failure(state, host, str(error))
         except CommandError as error:
             where = f"{host.name}: {body.__name__}"
-            problem = Problem(where, str(error), "run again; finished steps stay done")
+            problem = Problem(where, str(error), "run again; finished steps are skipped")
             if is_disconnected(host) or isinstance(error.__cause__, SSHException):
                 problem = unreachable(where, "the connection was lost")
             return _report_failure(state, host, str(problem))
@@ -346,4 +346,4 @@ def _describe_error(operation: str, error: Exception) -> Problem:
     where = f"{host.name}: {operation}"
     if is_disconnected(host):
         return unreachable(where, "the connection was lost")
-    return Problem(where, str(error), "run again; finished steps stay done")
+    return Problem(where, str(error), "run again; finished steps are skipped")

@@ -208,7 +208,7 @@ def _kernel_problems(survey: Survey) -> Iterator[Problem]:
         yield Problem(
             "kernel",
             f"{kernel} counts {memory.cma_free_bytes / capacity.GIB:.1f} GiB as free that "
-            "the GPU cannot have (CmaFree is above CmaTotal in /proc/meminfo: kexec handover)",
+            "the GPU cannot use (CmaFree exceeds CmaTotal in /proc/meminfo: kexec handover)",
             "boot with kho=off, or with a 6.17 kernel",
         )
         return

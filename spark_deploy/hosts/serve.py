@@ -122,7 +122,7 @@ def check_unit_files(accepted: Sequence[str]) -> None:
     """Fail if files that change our units appeared since preflight."""
     if paths := read_fact(Status).unit_overrides(accepted):
         raise HostError(unit_overrides_problem(paths))
-    host.noop("no unexpected file changes the units")
+    host.noop("no unmanaged unit files or drop-ins")
 
 
 @host_operation

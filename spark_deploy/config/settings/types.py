@@ -283,7 +283,7 @@ def _schedule_violations(settings: Settings) -> Iterator[Violation]:
     scheduled = [PairSettings(entry.model, entry.profile) for entry in settings.schedule]
     for index, pair in enumerate(scheduled):
         if pair not in (served, *settings.keep_ready):
-            message = f"{pair.model} with {pair.profile} is not kept ready"
+            message = f"{pair.model} with {pair.profile} is not in keep_ready"
             fix = f"add keep_ready: [{{model: {pair.model}, profile: {pair.profile}}}]"
             yield Violation(("schedule", index), message, fix)
     if scheduled and settings.ranks > 1:

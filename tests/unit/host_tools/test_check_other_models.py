@@ -25,7 +25,7 @@ def release_of(host, plan):
     ("plan", "names", "live"),
     [
         (EMBEDDING, {"embedding", "embedding in a batch"}, "numbers"),
-        (RANKING, {"ranking"}, "the document that answers"),
+        (RANKING, {"ranking"}, "the correct document"),
         (CLASSES, {"classes"}, "classes"),
     ],
     ids=["embedding", "ranking", "classes"],
@@ -49,11 +49,11 @@ def test_healthy_pooling_model_passes(host, plan, names, live):
 @pytest.mark.parametrize(
     ("plan", "fault", "violated", "message"),
     [
-        (EMBEDDING, "garbage", "embedding", "is not nearer"),
+        (EMBEDDING, "garbage", "embedding", "is not closer"),
         (EMBEDDING, "nan", "embedding", "not a finite number"),
         ({**EMBEDDING, "width": 96}, "", "embedding", "128 numbers, the model's width is 96"),
         (EMBEDDING, "mixes-up", "embedding in a batch", "different embedding in a batch"),
-        (RANKING, "garbage", "ranking", "the document that answers scored 1.000, the other 1.000"),
+        (RANKING, "garbage", "ranking", "the correct document scored 1.000, the other 1.000"),
         (CLASSES, "garbage", "classes", "got the very same numbers"),
         (CLASSES, "nan", "classes", "not a probability"),
         (CLASSES, "mixes-up", "classes", "other classes in a batch"),

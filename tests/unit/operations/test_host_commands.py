@@ -82,7 +82,7 @@ def message_of(error, *, connected):
 def test_lost_host_is_reported_as_unreachable(error):
     text = message_of(error, connected=False)
     assert text.startswith("spark-1: raise_error: unreachable")
-    assert text.endswith("fix: run again; finished steps stay done")
+    assert text.endswith("fix: run again; finished steps are skipped")
 
 
 def test_other_errors_name_the_operation_or_a_defect():

@@ -145,7 +145,11 @@ def test_systemd_accepts_timers(tmp_path):
 @pytest.mark.parametrize(
     ("times", "settings", "message"),
     [
-        ([{"at": "20:00", "model": "small", "profile": "v2"}, TIMES[0]], {}, "is not kept ready"),
+        (
+            [{"at": "20:00", "model": "small", "profile": "v2"}, TIMES[0]],
+            {},
+            "is not in keep_ready",
+        ),
         ([TIMES[1]], {}, "no entry returns to large with v2"),
         ([{"at": "20:00\nUnit=reboot.target", **DAY}], {}, "the required form"),
         ([{"at": "", **DAY}], {}, "the required form"),

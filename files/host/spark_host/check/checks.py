@@ -35,8 +35,10 @@ def embedding(probe: Probe) -> str:
         raise CheckError(f"an embedding has {sizes.pop()} numbers, the model's width is {width}")
     near, far = (_cosine(vectors[0], other) for other in vectors[1:])
     if not near > far:
-        raise CheckError(f"a similar text is not nearer ({near:.3f}) than another ({far:.3f})")
-    return f"{len(vectors[0])} numbers; similar texts {near:.3f}, others {far:.3f}"
+        raise CheckError(
+            f"a similar text is not closer ({near:.3f}) than a different text ({far:.3f})"
+        )
+    return f"{len(vectors[0])} numbers; similar texts {near:.3f}, different texts {far:.3f}"
 
 
 def embedding_repeat(probe: Probe) -> str:
@@ -59,7 +61,7 @@ def ranking(probe: Probe) -> str:
         scores[item.get("index")] = score
     if set(scores) != {0, 1}:
         raise CheckError(f"expected scores for documents 0 and 1, got {sorted(map(str, scores))}")
-    result = f"the document that answers scored {scores[1]:.3f}, the other {scores[0]:.3f}"
+    result = f"the correct document scored {scores[1]:.3f}, the other {scores[0]:.3f}"
     if not scores[1] > scores[0]:
         raise CheckError(result)
     return result

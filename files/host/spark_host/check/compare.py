@@ -92,8 +92,8 @@ def divergence(a: dict[str, float], b: dict[str, float]) -> float:
     tokens missing in both count as one.
     """
     shares = {token: math.exp(value) for token, value in b.items()}
-    left = max(1.0 - sum(shares.values()), _FLOOR)
-    unlisted = max(min([left, *shares.values()]), _FLOOR)
+    remainder = max(1.0 - sum(shares.values()), _FLOOR)
+    unlisted = max(min([remainder, *shares.values()]), _FLOOR)
     total, rest, other_rest = 0.0, 1.0, 1.0
     for token, value in a.items():
         share = math.exp(value)

@@ -74,7 +74,7 @@ def weight_bytes(release: Release) -> int:
     """Return the size of the weights that a member loads into memory; 0 if unknown."""
     if release.check.portable:  # dequantises them
         return 0
-    found = (receipts.find_receipt(Path(tree.path)) for tree in release.trees)
-    files = [file for receipt in found if receipt for file in receipt.files]
+    tree_receipts = (receipts.find_receipt(Path(tree.path)) for tree in release.trees)
+    files = [file for receipt in tree_receipts if receipt for file in receipt.files]
     total = sum(file.size_bytes for file in files if file.path.endswith(".safetensors"))
     return total // (len(release.cluster.members) if release.cluster else 1)

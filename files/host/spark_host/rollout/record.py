@@ -26,12 +26,12 @@ _RUNNING = ("activating", "active", "deactivating")
 class Record:
     """The file that shows a rollout's progress; continues the record of a killed run."""
 
-    def __init__(self, release: Release, host: Host, left: Rollout | None = None):
+    def __init__(self, release: Release, host: Host, interrupted: Rollout | None = None):
         self._host = host
         self._path = host.paths.rollout(release.name)
         self._began = host.clock.monotonic()
         self.unwritten: OSError | None = None
-        self.data = left or Rollout(
+        self.data = interrupted or Rollout(
             release=release.name,
             started_at=host.clock.now(),
             boot_id=host.boot_id,

@@ -162,25 +162,25 @@ def _restore(old: Release, host: Host, record: Record) -> str | None:
 def recover(name: str, host: Host) -> int:
     """Finish or roll back a killed rollout; called at the end of each run."""
     release = host.disk.load(name, host.paths)
-    left = host.disk.read(Rollout, host.paths.rollout(name))
+    last = host.disk.read(Rollout, host.paths.rollout(name))
     if host.exit_status == "0":  # even if a full disk prevented the final record
         return 0
-    if left is None or left.state != "running":
+    if last is None or last.state != "running":
         return 0
-    is_of_this_run = (left.boot_id, left.invocation_id) == (host.boot_id, host.invocation_id)
+    is_of_this_run = (last.boot_id, last.invocation_id) == (host.boot_id, host.invocation_id)
     if not is_of_this_run or host.units.is_stopping():
         return 0
     with rollout_lock(release.service, host):
-        record = Record(release, host, left)
-        old = host.release(left.previous)
-        reason = f"the rollout was killed in phase {left.phase}"
+        record = Record(release, host, last)
+        old = host.release(last.previous)
+        reason = f"the rollout was killed in phase {last.phase}"
         log(reason)
-        record.set(reason=reason, failed_phase=str(left.phase))
+        record.set(reason=reason, failed_phase=str(last.phase))
         # The release was only checked again.
-        untouched = left.serving == name and left.phase == "check" and "drain" not in left.times_s
-        if left.phase in (None, "prove") or untouched:
+        untouched = last.serving == name and last.phase == "check" and "drain" not in last.times_s
+        if last.phase in (None, "prove") or untouched:
             record.end("refused", boot.active(release.service, host))
-        elif left.phase in ("open", "enable", "bench") and steps.is_proven(release, host):
+        elif last.phase in ("open", "enable", "bench") and steps.is_proven(release, host):
             _finish(release, old, host, record)
         else:
             roll_back(release, old, host, record)

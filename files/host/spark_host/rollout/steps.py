@@ -172,16 +172,16 @@ def drain(old: Release, host: Host, record: Record) -> None:
     while host.clock.monotonic() < deadline:
         try:
             requests = host.engines.unfinished(old, host.paths)
-            left = f"requests={requests:.0f}"
+            progress = f"requests={requests:.0f}"
         except SilentError:  # busy, probably with answers that should be finished
-            requests, left = 1, "no answer from the engine"
+            requests, progress = 1, "no answer from the engine"
         except EngineError:
             return
         if requests <= 0:
             return
         if host.clock.monotonic() - reported >= _REPORT_S:
             reported = host.clock.monotonic()
-            record.report(f"{PHASE}drain {left} left_s={deadline - reported:.0f}")
+            record.report(f"{PHASE}drain {progress} left_s={deadline - reported:.0f}")
         host.clock.sleep(0.2)
     limit_s = old.timeouts.drain_s
     record.report(f"{PHASE}drain {limit_s:.0f} s are over; unfinished requests are cut")

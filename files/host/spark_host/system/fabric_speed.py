@@ -90,14 +90,14 @@ def _has_token(stream: socket.socket, token: str) -> bool:
 
 
 def _discard(stream: socket.socket, max_bytes: int, until: float) -> None:
-    buffer, left = bytearray(_CHUNK_BYTES), max_bytes
+    buffer, remaining_bytes = bytearray(_CHUNK_BYTES), max_bytes
     with contextlib.suppress(OSError):
-        while left > 0 and (left_s := until - time.monotonic()) > 0:
+        while remaining_bytes > 0 and (left_s := until - time.monotonic()) > 0:
             stream.settimeout(left_s)
             count = stream.recv_into(buffer, _CHUNK_BYTES, socket.MSG_TRUNC)
             if count == 0:
                 return
-            left -= count
+            remaining_bytes -= count
 
 
 def send(order: SpeedOrder) -> SpeedResult:

@@ -39,9 +39,9 @@ def empty(path: Path) -> None:
         opened = f"/proc/{os.getpid()}/fd/{folder}/"
         _run("find", opened, "-mindepth", "1", "-maxdepth", "1",
              "-exec", "rm", "-rf", "--one-file-system", "--", "{}", "+")  # fmt: skip
-        if left := os.listdir(folder):
-            fix = f"see why with: rm -rf {path / left[0]}; then start again"
-            raise HostToolError(str(path / left[0]), "cannot be removed", fix)
+        if remaining := os.listdir(folder):
+            fix = f"see why with: rm -rf {path / remaining[0]}; then start again"
+            raise HostToolError(str(path / remaining[0]), "cannot be removed", fix)
 
 
 def remove_tree(path: Path) -> bool:

@@ -40,13 +40,13 @@ def hash_next(
     parts = [part for tree in dict.fromkeys(trees) for part in _parts(tree)]
     hashed = [part for part in parts if part.key in damaged]
     again = len(hashed)
-    left = sum(part.size_bytes for part in parts) / DAYS
+    remaining_bytes = sum(part.size_bytes for part in parts) / DAYS
     for _ in parts:
-        if left <= 0:
+        if remaining_bytes <= 0:
             break
         part = parts[position % len(parts)]
         hashed.append(part)
-        left -= part.size_bytes
+        remaining_bytes -= part.size_bytes
         position = (position + 1) % len(parts)
     until_s = time.monotonic() + _LIMIT_S
     problems: dict[str, Problem] = {}

@@ -43,9 +43,9 @@ def inspect(host: Host) -> DailyReport:
 
     def hash_checkpoints() -> Iterator[Problem]:
         nonlocal damage, position
-        found, position = checkpoint_hashes.hash_next(trees, position, damage)
-        damage = tuple(found)
-        yield from found.values()
+        problems, position = checkpoint_hashes.hash_next(trees, position, damage)
+        damage = tuple(problems)
+        yield from problems.values()
 
     problems = _collect(
         _watched(running, host),
