@@ -19,6 +19,8 @@ from tests.unit.hostile import accepted_or_refused, changed_in_one_place, tries
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of
 from tests.unit.planning.test_plain import ANATOMY
 
+pytestmark = pytest.mark.slow
+
 MODEL: dict[str, Any] = {
     "kind": "plain", "summary": "s", "choose_when": "c", "repository": "org/dense",
     "revision": "main", "task": "chat", "vision": True, "audio": True, "leave_out": ["*.gguf"],

@@ -36,6 +36,8 @@ from tests.host.test_requantize import own_model
 from tests.host.test_requantize_drafter import small_drafter
 from tests.unit.planning.plans import shipped_catalog
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 BASE = own_model()["tensors"]["base"]
 MTP = shipped_catalog().model("lab-tiny").tensors.mtp

@@ -18,6 +18,8 @@ from spark_host.system import docker, systemd
 from spark_host.watch import watchdog
 from stub_host import RELEASE, write_program
 
+pytestmark = pytest.mark.slow
+
 NOBODY = pwd.getpwnam("nobody")
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
 

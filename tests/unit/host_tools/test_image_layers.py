@@ -12,6 +12,8 @@ from spark_contract.documents import to_json
 from spark_contract.fetching import LayersPlan
 from stub_host import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 LAYER = os.urandom(5 << 20)
 DOCKER = """#!{python}
 import json, sys
