@@ -47,7 +47,7 @@ def connect(name: str, *, proxied: bool = False) -> None:
     disconnect(name)
     netns, veth = _netns(name), _veth(name)
     run(["ip", "netns", "add", netns])
-    # A fixed address, because neighbours cache the previous address for half a minute.
+    # A fixed address, because neighbors cache the previous address for half a minute.
     mac = f"02:53:50:4b:00:{guest_index(name):02x}"
     peer = ["peer", "name", "eth0", "address", mac, "netns", netns]
     run(["ip", "link", "add", veth, "type", "veth", *peer])

@@ -130,7 +130,7 @@ def rollback(
 
 @deploy("Prune")
 def prune(*, keep: KeepList) -> None:
-    prune_host(name="Remove artefacts that no kept release needs", keep=keep)
+    prune_host(name="Remove artifacts that no kept release needs", keep=keep)
 
 
 @deploy("Rotate key")

@@ -67,7 +67,7 @@ def image(*, jobs: Sequence[Work], release: str) -> None:
     _start(jobs, release, lambda _: "Prepare the engine image", *IMAGE_JOBS)
     if _quantises(jobs):
         # AutoRound runs in the engine's image.
-        _start(jobs, release, lambda work: f"Quantise: {work.job.title}", REQUANTIZE_JOB)
+        _start(jobs, release, lambda work: f"Quantize: {work.job.title}", REQUANTIZE_JOB)
         _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
 
 
@@ -75,14 +75,14 @@ def _quantises(jobs: Sequence[Work]) -> bool:
     return any(work.job.kind == REQUANTIZE_JOB for work in jobs)
 
 
-@deploy("Quantise")
+@deploy("Quantize")
 def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
     images = _jobs([work for work in jobs if work.job.kind in IMAGE_JOBS])
     wait_for_jobs(name="Wait for the engine image", jobs=images, release=release)
     install_quantiser(name="Install AutoRound", image=image)
     _start(jobs, release, lambda work: f"Start to {work.job.title}", REQUANTIZE_JOB)
     wait_for_jobs(
-        name="Wait for the quantised checkpoint",
+        name="Wait for the quantized checkpoint",
         jobs=_jobs(jobs),
         release=release,
         timeout_s=_QUANTISING_TIMEOUT_S,

@@ -82,7 +82,7 @@ def define_nms(path: Path) -> None:
 def fill_expanded(path: Path) -> None:
     """Fix sampling with drafts, which expands temperature, top_k and top_p per token.
 
-    0.32.0 for CPUs leaves them uninitialised unless they are int64: requests that are not greedy
+    0.32.0 for CPUs leaves them uninitialized unless they are int64: requests that are not greedy
     get noise or stop the engine ("index ... is out of bounds").
     """
     text = path.read_text()

@@ -1,4 +1,4 @@
-"""Names and shapes of the unquantised model, and the weights that both repositories round."""
+"""Names and shapes of the unquantized model, and the weights that both repositories round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from lab.model.shape import Shape
 
 LAYERS = "model.language_model.layers"
-FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")  # other unquantised tensors are BF16
+FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")  # other unquantized tensors are BF16
 
 Floats = npt.NDArray[np.float32]
 Shapes = dict[str, tuple[int, ...]]
@@ -112,12 +112,12 @@ def is_projection(name: str) -> bool:
 
 
 def is_int4(name: str) -> bool:
-    """The INT4 base quantises every projection except the shared experts'."""
+    """The INT4 base quantizes every projection except the shared experts'."""
     return name.startswith(LAYERS) and is_projection(name) and ".shared_expert." not in name
 
 
 def is_fp8(name: str) -> bool:
-    """The FP8 donor quantises every projection except two narrow projections."""
+    """The FP8 donor quantizes every projection except two narrow projections."""
     if not name.startswith((LAYERS, "mtp.layers.")):
         return False
     return is_projection(name) and not name.endswith(("in_proj_a.weight", "in_proj_b.weight"))

@@ -304,7 +304,7 @@ def _about(
         f"Written by `spark-deploy add` from {anatomy.repository} at {revision}, commit "
         f"{anatomy.commit[:12]}. Not checked yet; the first deploy checks it."
     )
-    yield f"licence: {card.licence or 'unknown'}" + (", gated" if card.is_gated else "")
+    yield f"license: {card.license or 'unknown'}" + (", gated" if card.is_gated else "")
     yield (
         f"architecture: {anatomy.architecture or 'unknown'}, weights "
         f"{anatomy.quantisation or 'not quantized'}; {total / 1e9:.1f} GB of files, "

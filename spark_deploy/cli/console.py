@@ -175,7 +175,7 @@ _STYLES = {
 }
 
 
-_DOTS = {"●": "green", "◐": "yellow", "○": "red"}  # distinct without colour, too
+_DOTS = {"●": "green", "◐": "yellow", "○": "red"}  # distinct without color, too
 
 
 def print_result(

@@ -174,7 +174,7 @@ def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Rele
     if proof.start_times_s:
         host.log(f"engine start: {start_text(proof.start_times_s)}")
     if proof.portable:
-        host.log("portable mode: weights dequantised to BF16; proves no Spark kernel")
+        host.log("portable mode: weights dequantized to BF16; proves no Spark kernel")
     if proof.stubbed:
         host.log(f"stubbed here: {', '.join(proof.stubbed)}")
     host.noop("proven")

@@ -173,7 +173,7 @@ def _architecture(config: ModelConfig) -> str:
 
 
 def describe_quantisation(config: ModelConfig) -> str:
-    """Describe the quantisation of the weights; return an empty string if there is none."""
+    """Describe the quantization of the weights; return an empty string if there is none."""
     section = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(section, dict):
         return ""

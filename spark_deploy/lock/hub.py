@@ -91,7 +91,7 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
 
 
 class ModelCard(NamedTuple):
-    licence: str = ""
+    license: str = ""
     is_gated: bool = False
     task: str = ""  # the hub's name: text-generation, sentence-similarity, ...
 
@@ -105,9 +105,9 @@ def read_model_card(endpoint: str, repo: str, revision: str, token: str | None) 
         names += [tag[8:] for tag in map(str, info.tags or ()) if tag.startswith("license:")]
     except (HfHubHTTPError, httpx2.HTTPError, OSError, *_MALFORMED):
         return ModelCard()
-    licence = next((name for name in names if isinstance(name, str) and name), "")
+    license = next((name for name in names if isinstance(name, str) and name), "")
     task = info.pipeline_tag if isinstance(info.pipeline_tag, str) else ""
-    return ModelCard(one_line(licence)[:60] if licence else "", bool(info.gated), task)
+    return ModelCard(one_line(license)[:60] if license else "", bool(info.gated), task)
 
 
 def _model_info(

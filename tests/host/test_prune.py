@@ -61,7 +61,7 @@ def test_prune_removes_what_dry_run_lists(fleet):
     kept = {guest.release(), *guest.json("cat /var/lib/spark/good/main.json")["previous"][:1]}
 
     dry = prune(fleet, guest, dry=True).assert_succeeded()
-    assert dry.predicted == ["Prune | Remove artefacts that no kept release needs"]
+    assert dry.predicted == ["Prune | Remove artifacts that no kept release needs"]
     assert footprint(guest) == before
     removed = set(re.findall(r"remove .* release (\S+)", dry.stderr))
     assert removed == existing - kept

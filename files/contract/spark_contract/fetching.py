@@ -179,7 +179,7 @@ class FetchPlan(TransferOptions):
 
 
 def is_inside(path: str) -> bool:
-    """Return whether a path is relative, normalised and inside the tree."""
+    """Return whether a path is relative, normalized and inside the tree."""
     relative = PurePosixPath(path)
     is_below = bool(relative.parts) and not relative.is_absolute() and ".." not in relative.parts
     return is_below and "\0" not in path and str(relative) == path

@@ -50,7 +50,7 @@ class Anatomy:
     architecture: str = Field(default="", description="Class that config.json names.")
     model_type: str = Field(default="", description="Type that config.json names.")
     quantisation: str = ""
-    """Quantisation in config.json; empty: none."""
+    """Quantization in config.json; empty: none."""
     weights: dict[str, int] = Field(
         default_factory=dict,
         json_schema_extra={"additionalProperties": {"type": "integer", "minimum": 0}},

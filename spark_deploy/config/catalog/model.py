@@ -206,7 +206,7 @@ class ModelImage:
     plugin: bool = True
     """false: use the image unchanged with every profile."""
     engine_mode: Literal["native", "portable"] = "native"
-    """portable: for an engine without kernels for these trees; the plugin dequantises them."""
+    """portable: for an engine without kernels for these trees; the plugin dequantizes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -216,7 +216,7 @@ class ModelMemory:
     runtime_gib: Gib = Field(default=4, ge=0)
     """Process, GPU context, compiled graphs and activations, in GiB; an estimate."""
     weights_factor: float = Field(default=1.0, ge=1)
-    """Bytes in memory for each byte on disk; above 1 only where weights are dequantised."""
+    """Bytes in memory for each byte on disk; above 1 only where weights are dequantized."""
 
     @property
     def runtime_bytes(self) -> int:

@@ -247,7 +247,7 @@ class Profile:
 
     @property
     def checkpoint_head(self) -> Literal["keep", "int8-g128"]:
-        """Format of the head in the checkpoint; int8-triton quantises it only while loading."""
+        """Format of the head in the checkpoint; int8-triton quantizes it only while loading."""
         return "keep" if self.head == "int8-triton" else self.head
 
     @property

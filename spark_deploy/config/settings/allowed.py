@@ -134,7 +134,7 @@ ALLOWED_OPTIONS = {
 }
 _PARENTS = {path[: dot.start()] for path in ALLOWED_OPTIONS for dot in re.finditer(r"\.", path)}
 
-# Names after VLLM_. Other guard rails cover insecure serialisation and logged prompts. VLLM_PLUGINS
+# Names after VLLM_. Other guard rails cover insecure serialization and logged prompts. VLLM_PLUGINS
 # only selects installed plugins, which otherwise all load.
 _VLLM = """
 ALLOW_INSECURE_SERIALIZATION ALLOW_LONG_MAX_MODEL_LEN ALLREDUCE_USE_FLASHINFER

@@ -145,7 +145,7 @@ def canonical_name(name: str) -> str:
 def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for option in sorted(options):
         name = canonical_name(option).removeprefix("no-")
-        # argparse accepts abbreviations, which no rule would recognise.
+        # argparse accepts abbreviations, which no rule would recognize.
         completions = [
             known for known in (*OWNED_OPTIONS, *CHECKED_OPTIONS) if known.startswith(name)
         ]

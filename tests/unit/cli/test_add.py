@@ -84,7 +84,7 @@ def test_writes_a_planned_catalog_file_once(hub, site, capsys):
     assert text.splitlines()[0] == schema
     assert (data["repository"], data["revision"]) == ("org/Tiny-Chat", COMMIT)
     assert data["parsers"] == {"reasoning": "qwen3", "tool_call": "hermes"}
-    for part in ("# From vllm-project/recipes", "licence: mit", "temperature 0.6"):
+    for part in ("# From vllm-project/recipes", "license: mit", "temperature 0.6"):
         assert part in text
     assert "odd" not in text
     assert data["kind"] == "plain"

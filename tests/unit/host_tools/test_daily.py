@@ -100,7 +100,7 @@ FAULTS: dict[str, tuple[Callable[[ServingHost], Any], str, str]] = {
     "journal": (lambda s: s.fill_journal(), "journal", "takes 0.0 GiB"),
     "disk": (lambda s: setattr(daily, "FREE_BYTES", 1 << 60), "disk", "GiB are free"),
     "inodes": (lambda s: setattr(daily, "FREE_INODES_SHARE", 2), "disk", "inodes are free"),
-    "clock": (lambda s: setattr(s, "clock_synchronised", "no"), "clock", "not synchronised"),
+    "clock": (lambda s: setattr(s, "clock_synchronised", "no"), "clock", "not synchronized"),
     "clock back": (lambda s: s.write_proof(days_ago(-2)), "clock", "went back"),
     "mount": (lambda s: shutil.rmtree(s.checkpoint), "mounts", "is missing"),
     "no receipt": (lambda s: s.receipt.unlink(), "checkpoint", "damaged or empty"),

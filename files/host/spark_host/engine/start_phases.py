@@ -72,7 +72,7 @@ class StartPhases:
 
 def weight_bytes(release: Release) -> int:
     """Return the size of the weights that a member loads into memory; 0 if unknown."""
-    if release.check.portable:  # dequantises them
+    if release.check.portable:  # dequantizes them
         return 0
     tree_receipts = (receipts.find_receipt(Path(tree.path)) for tree in release.trees)
     files = [file for receipt in tree_receipts if receipt for file in receipt.files]

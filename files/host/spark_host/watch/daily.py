@@ -136,7 +136,7 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
 def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
     if programs.output_of("timedatectl", "show", "--property=NTPSynchronized", "--value") == "no":
         fix = "timedatectl set-ntp true; check that a time server can be reached"
-        yield Problem("clock", "is not synchronised", fix)
+        yield Problem("clock", "is not synchronized", fix)
     for release in running:
         age_s = _age_s(proof.read(release.name, host))
         if age_s is not None and age_s < -_CLOCK_S:
