@@ -1,1 +1,0 @@
-"""The plan of a host: pure and frozen."""

@@ -46,8 +46,7 @@ _PORTS = 2000
 def fabric_plan(host: str, settings: Settings, host_ports: Ports) -> FabricPlan:
     """Return the network configuration that a host tries.
 
-    Raises:
-        PlanError: the host is not in the fabric, or its ports do not match the settings.
+    Raises PlanError if the host is not in the fabric, or its ports do not match the settings.
     """
     fabric = settings.fabric
     hosts = fabric.hosts or settings.cluster.hosts
@@ -66,7 +65,6 @@ def fabric_plan(host: str, settings: Settings, host_ports: Ports) -> FabricPlan:
 
 
 def present_addresses(host: str, settings: Settings, host_ports: Ports) -> str:
-    """Return the addresses of the fabric's ports, or "" if a port has none."""
     ports = _fabric_ports(host, settings, host_ports)
     if not all(port.addresses for port in ports):
         return ""
@@ -97,7 +95,6 @@ def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port
 
 
 def _slot_key(port: Port) -> tuple[int, str]:
-    """Sort by PCI domain and slot, equal on all hosts."""
     match = _INTERFACE.match(port.interface)
     return (int(match[1] or 0), match[2]) if match else (0, port.interface)
 
@@ -120,10 +117,9 @@ def _conflicts(host: str, planned: FabricPort, host_ports: Ports) -> Iterator[Pr
 def fabric_links(
     host: str, settings: Settings, fabric: Mapping[str, Ports]
 ) -> tuple[FabricLink, ...]:
-    """Return the links to the next host: over RDMA ports, or over those in the settings.
+    """Return the links to the next host: over RDMA ports, or over the ports in the settings.
 
-    Raises:
-        PlanError: the host is not in the fabric, or shares no network with the next.
+    Raises PlanError if the host is not in the fabric, or shares no network with the next host.
     """
     hosts = settings.fabric.hosts or settings.cluster.hosts
     if host not in hosts or len(hosts) < 2:
@@ -180,10 +176,8 @@ class Link:
 def links(settings: Settings, ports: Mapping[str, Ports]) -> tuple[Link, ...]:
     """Return how the members reach each other, by rank.
 
-    ``ports`` are those of each host; if empty, addresses stay placeholders.
-
-    Raises:
-        PlanError: a member has no address in a common network.
+    Without ``ports`` of each host, addresses stay placeholders. Raises PlanError if a member has no
+    address in a common network.
     """
     hosts = settings.cluster.hosts
     if not ports:
@@ -337,7 +331,6 @@ def cluster_release(release: Release, settings: Settings, fabric: Mapping[str, P
 
 
 def _environment(link: Link) -> dict[str, str]:
-    """Return the variables with which a rank's libraries use only the fabric."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_NET_DEVICES")
     variables = {name: link.interface for name in names} | {"VLLM_HOST_IP": link.address}
     if not link.devices:

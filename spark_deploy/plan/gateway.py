@@ -90,7 +90,6 @@ def _replicas(settings: Settings, host: str) -> Replicas | None:
 
 
 def address_of(settings: Settings, host: str) -> str | None:
-    """Return the host's address for network clients; ``None`` if unknown."""
     if settings.serve.expose == "tailscale":
         # The SSH name may not exist in the tailnet.
         return settings.serve.address

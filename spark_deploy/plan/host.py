@@ -180,7 +180,7 @@ def _needs(
 
 
 def _needed_bytes(services: Sequence[ServicePlan]) -> int:
-    """Return the memory of all services; of those on request only the largest runs for sure."""
+    """Return the memory of all services; of services on request only the largest counts."""
     always, on_request = [0], [0]
     for service in services:
         is_on_request = service.serve.service in (service.gateway.settings.on_request or {})
@@ -219,8 +219,8 @@ def _fields(part: PairPlan) -> dict[str, Any]:
 def _disk_uses(pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:
     """Return the use of every folder; image and cache are estimates, the rest is exact.
 
-    Each path is the folder of an artefact, so that existing files can be subtracted. Shared
-    artefacts count only once.
+    Each path is the folder of an artifact, so that existing files can be subtracted. Shared
+    artifacts count only once.
     """
     uses: dict[tuple[str, str], DiskUse] = {}
     for use in (use for pair in pairs for use in _pair_uses(pair)):
@@ -255,15 +255,14 @@ def _image_peak_bytes(image: ImagePlan) -> int:
 
 
 def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
-    """Return peak and final use of an empty host with a single file system."""
     return sum(use.peak_bytes for use in uses), sum(use.after_bytes for use in uses)
 
 
 def _paths_needing_no_space(checkpoint: types.CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
     """Return (path, tree) pairs: if the tree exists, the path needs no more bytes.
 
-    A checkpoint appears by a rename, so an existing one is complete, even if smaller than planned
-    (repeated names are written once). A base that is not kept is not fetched again.
+    A checkpoint appears by a rename, so an existing checkpoint is complete, even if smaller than
+    planned (repeated names are written once).
     """
     if checkpoint is None or checkpoint.order.layout != "full":
         return ()

@@ -185,7 +185,6 @@ def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
 
 
 def discard_jobs_of(plan: HostPlan) -> tuple[Work, ...]:
-    """Return the removal of bases that are not kept: the last work, after the proof."""
     trees = (service.checkpoint for service in plan.served)
     return _unique(
         _discard_job(tree, tree.base)
@@ -234,7 +233,6 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
 
 
 def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
-    """Return the jobs of a pair in an order that respects ``after``."""
     companions = {companion.source.dir for companion in pair.companions}
     fetches = {
         source.dir: fetch_job(source, None if source.dir in companions else pair.checkpoint)
@@ -292,8 +290,8 @@ def keep_of(plan: HostPlan) -> KeepList:
 @dataclass(frozen=True, slots=True)
 class Member:
     name: str
-    url: str  # of the shared files
-    trees: dict[str, State]  # by digest
+    url: str
+    trees: dict[str, State]
     receipts: dict[str, str] = field(default_factory=dict)  # sha256, of built trees
 
 
@@ -330,8 +328,7 @@ def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]
 
     First complete hosts, in a different order for each client; then hosts that download the tree;
     then preceding hosts that start now, the nearest first. So hosts never wait for each other, and
-    the first host uses the hub. Only the first clients copy from complete hosts, the rest from
-    neighbours, so that no host sends more than 8 copies at once.
+    the first host uses the hub. No host sends more than 8 copies at once.
     """
     place = [member.name for member in members].index(me)
     rank = sum(member.trees.get(digest) == "missing" for member in members[:place])

@@ -44,7 +44,6 @@ Fits = Callable[[Settings], bool]
 
 
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
-    """Return the profile with the host's ``engine`` and ``checkpoint`` settings applied."""
     engine = {f.name: getattr(settings.engine, f.name) for f in fields(settings.engine)}
     if settings.checkpoint.prebuilt and profile.shared_experts == "fp8-donor":
         profile = replace(profile, shared_experts="fp8-base")
@@ -73,7 +72,6 @@ def with_drafts(profile: Profile, tokens: int) -> Profile:
 
 
 def _apply(part: _Part, chosen: Mapping[str, Any]) -> _Part:
-    """Return a part with chosen values for its fields; mappings are merged, ``None`` keeps."""
     changed: dict[str, Any] = {}
     for item in fields(part):
         value, old = chosen.get(item.name), getattr(part, item.name)
@@ -95,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A pair that fits and that no rule refuses."""
+    """A model and profile that fit and that no rule refuses."""
 
     model: Model
     profile: Profile  # with the host's settings applied
@@ -105,10 +103,9 @@ class Resolved:
 
 
 def resolve(settings: Settings, catalog: Catalog) -> Resolved:
-    """Return the pair of the settings.
+    """Return model and profile of the settings.
 
-    Raises:
-        SparkError: every reason why it cannot be served, and what to change.
+    Raises SparkError with every reason why they cannot be served, and required changes.
     """
     resolved = _fitting(settings, catalog)
     if resolved is None:
@@ -208,7 +205,7 @@ def _problems(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adjustment:
-    """A setting that a user can change; each further value leaves the engine more memory."""
+    """A setting that a user can change; each later value leaves the engine more memory."""
 
     setting: str  # changed at most once per suggestion
     advice: str  # with {} for the value
@@ -299,7 +296,7 @@ def _smaller_model(
 ) -> list[str]:
     """Suggest the largest other model that fits and supports the same context."""
     if not isinstance(model, HybridModel):
-        return []  # a repository of the user's choice has no substitute
+        return []
     context = context_tokens(model, profile)
     fitting = [
         other

@@ -65,8 +65,8 @@ def differing(
 
 @dataclass(frozen=True, slots=True)
 class PayloadIdentity:
-    tools_digest: str  # files/host and files/checkpoint
-    image_context_digest: str  # files/image
+    tools_digest: str
+    image_context_digest: str
     python_requirements: str  # path in the checkout of the hash-pinned wheels list
     quantiser_digest: str = ""  # of the list of AutoRound's wheels
 
@@ -76,7 +76,7 @@ class PayloadIdentity:
 @dataclass(frozen=True, slots=True)
 class Port:
     interface: str
-    up: bool  # link detected
+    up: bool
     mtu: int
     speed_mbit_per_s: int | None
     addresses: tuple[str, ...]  # IPv4 with prefix length: 192.168.100.10/24
@@ -124,7 +124,7 @@ class RequantizedPlan:
     order: RequantizePlan
     original: SourcePlan
     calibration: str  # the calibration text itself
-    size_bytes: int  # computed from the architecture
+    size_bytes: int
 
     @property
     def dir(self) -> str:
@@ -157,7 +157,7 @@ class CheckpointPlan:
 class ImagePlan:
     base: str  # name@sha256:...
     tag: str  # local name spark-vllm:<digest12>; equals base without the plugin
-    digest: str  # of the inputs
+    digest: str
     context_digest: str  # content of files/image
     plugin: bool
     size_bytes: int
@@ -176,7 +176,7 @@ class PairPlan:
 
     model: str
     profile: str
-    sources: tuple[SourcePlan, ...]  # downloaded completely
+    sources: tuple[SourcePlan, ...]
     checkpoint: CheckpointPlan | None  # None: the base is served unchanged
     image: ImagePlan
     cache_dir: str
@@ -200,16 +200,16 @@ class MemoryPlan:
     reserve_bytes: int
     weights_bytes: int
     drafter_bytes: int
-    vision_bytes: int  # part of weights_bytes
+    vision_bytes: int
     graphs_bytes: int
     kv_cache_bytes: int
     block_tokens: int  # large enough for a GDN state
     kv_tokens: int | None  # None: unknown, or no cache
-    full_context_users: float | None  # total blocks / blocks of a request of full length
+    full_context_users: float | None  # total blocks / blocks of a full-length request
     needed_bytes: int  # MemAvailable required before start
     floor_bytes: int  # spark-watch stops the engine below this
     memory_fraction: float  # gpu_memory_utilization
-    unknown: tuple[str, ...] = ()  # what could not be computed, and why
+    unknown: tuple[str, ...] = ()  # values that could not be computed, and why
     counted_by: str = ""  # source of a measured cache size
 
     @property
@@ -227,8 +227,6 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """Disk space below ``path``: the peak during a run, and the rest afterwards."""
-
     path: str
     what: str
     peak_bytes: int
@@ -240,15 +238,15 @@ class TlsPlan:
     """Source of the gateway's certificate; paths are on the controller."""
 
     mode: str  # "own-cert" | "private-ca"
-    certificate: str  # own-cert
-    key: str  # own-cert
+    certificate: str
+    key: str
     ca_dir: str  # private-ca
     names: tuple[str, ...]  # names and addresses to cover; clients use the first
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayPlan:
-    """The only network access. It belongs to the service: changes never restart the engine."""
+    """The only network access. It belongs to the service, so changes never restart the engine."""
 
     settings: Gateway
     address: str | None  # the host's address for network clients
@@ -275,11 +273,11 @@ class ServicePlan(PairPlan):
 class NeedsPlan:
     expect: ExpectSettings
     takeover: tuple[str, ...]  # containers we may stop
-    allow_memory_holders: tuple[str, ...]  # process names that may keep memory
+    allow_memory_holders: tuple[str, ...]
     allow_containers: tuple[str, ...] = ()  # GPU containers that may keep running
-    ports: tuple[int, ...]  # must be free or used by our gateways
+    ports: tuple[int, ...]
     gateways: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # service -> ports
-    disk_needed_bytes: tuple[tuple[str, int], ...]  # (path, bytes still to be written at peak)
+    disk_needed_bytes: tuple[tuple[str, int], ...]
     disk_reserve_bytes: int
     memory_needed_bytes: int
     memory_total_min_bytes: int
@@ -291,11 +289,10 @@ class NeedsPlan:
     skip_disk_if_present: tuple[tuple[str, str], ...] = ()
     reboot: str = "report"  # "report" | "allow" a pending reboot
     tailscale: bool = False  # the gateway needs the host's tailnet address
-    # Files that the host may already have: (target folder, files as (sha256, bytes)).
     downloads: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     look_in: tuple[str, ...] = ()  # where the fetcher searches for them
-    cluster: tuple[str, ...] = ()  # members, including this host
-    links: tuple[FabricLink, ...] = ()  # to the other members
+    cluster: tuple[str, ...] = ()
+    links: tuple[FabricLink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +314,7 @@ class BasePlan:
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan:
-    """CUDA toolkit: kept if ``version`` is present, otherwise installed. Never the driver."""
-
-    version: str  # "13.0"
+    version: str
     package: str
     repositories: tuple[RepositorySettings, ...]
     package_lock_wait_s: int
@@ -336,7 +331,7 @@ class DockerPlan:
     check_image: str  # by digest; a container of it must print a line starting "GPU"
     package_lock_wait_s: int
     users: tuple[str, ...] = ()  # in the group docker
-    allow_containers: tuple[str, ...] = ()  # that may start with docker
+    allow_containers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,8 +344,8 @@ class HostPlan(ServicePlan):
     docker: DockerPlan
     payload: PayloadIdentity
     disk: tuple[DiskUse, ...]
-    ready: tuple[PairPlan, ...] = ()  # further pairs to prepare
-    services: tuple[ServicePlan, ...] = ()  # without the main service
+    ready: tuple[PairPlan, ...] = ()
+    services: tuple[ServicePlan, ...] = ()
     releases_kept: int = 0  # rollback targets that pruning keeps
     # Of jobs and image pulls. Neither is ever part of a digest.
     proxy: ProxySettings = field(default_factory=ProxySettings)
@@ -358,5 +353,4 @@ class HostPlan(ServicePlan):
 
     @property
     def served(self) -> tuple[ServicePlan, ...]:
-        """All services in rollout order, the main service first."""
         return (self, *self.services)

@@ -82,7 +82,6 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> None:
     if arguments.command == orders.DISCARD:
         discard_base(arguments.base, arguments.tree, progress)
         return
-    # Imported late, because only downloads need urllib3, and only builds need numpy.
     from spark_checkpoint.sources.fetch import fetch, fetch_layers
 
     if arguments.command == orders.FETCH:
@@ -106,7 +105,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from spark_checkpoint.inspection import describe, format_report, open_checkpoint, report
     from spark_checkpoint.plan_checks import check_sources_by_headers, match_plan, match_plan_names
 
-    # Few tries, because a user is waiting.
+    # A user is waiting.
     transfer = TransferOptions(token_file=arguments.token_file, parallel=8, tries=3)
     if arguments.command == orders.DESCRIBE:
         documents = (CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,)
@@ -133,7 +132,6 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def read_build_plan(path: Path) -> BuildPlan:
-    """Return a build plan; reject plans for a different recipe version."""
     plan = files.load(BuildPlan, path, "is missing")
     if plan.recipe_version not in (None, RECIPE_VERSION):
         raise InputError(

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(os.environ.get("SPARK_ROOT", "/"))  # benchmarks set another root
+ROOT = Path(os.environ.get("SPARK_ROOT", "/"))  # benchmarks set a different root
 MODEL, WORK, TEXT, PACKAGES = (
     ROOT / name for name in ("model", "work", "calibration.jsonl", "packages")
 )
@@ -21,7 +21,6 @@ _SIXTEEN_BITS = {"bits": 16, "data_type": "float"}
 
 
 def main() -> None:
-    """Quantise the model; resume after the finished blocks of an earlier run."""
     # The first process of a container ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
@@ -36,7 +35,6 @@ def main() -> None:
 
 
 def set_environment() -> None:
-    """Set the variables that AutoRound reads when it is imported."""
     os.environ |= {
         "AR_RESUME_DIR": str(WORK / "resume"),
         "AR_DISK_STREAM_MODEL": "1",  # load one block at a time

@@ -50,7 +50,6 @@ class Checkpoint:
         return self.shards[self.owner[name]].tensors[name]
 
     def span(self, name: str, shard: str | None = None) -> Span:
-        """Return where a tensor is stored, by default in the owner."""
         shard = shard or self.owner[name]
         header = self.shards[shard]
         size_bytes = header.tensors[name].size_bytes
@@ -63,7 +62,6 @@ def natural_sort_key(name: str) -> list[str | int]:
 
 @contextmanager
 def disabled_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection, which would scan a million live objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,7 +72,6 @@ def disabled_garbage_collection() -> Iterator[None]:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Return the relative paths of all files except the receipt and those in ``.cache``."""
     names = []
     for path in directory.rglob("*"):
         relative = path.relative_to(directory)
@@ -103,7 +100,6 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 def checkpoint_from_headers(
     directory: Path, shards: dict[str, Header], index: Mapping[str, str] | None
 ) -> Checkpoint:
-    """Return a Checkpoint; ``shards`` must be in natural order of file names."""
     owner: dict[str, str] = {}
     copies: dict[str, list[str]] = {}
     for shard, header in shards.items():
@@ -139,7 +135,7 @@ def _check_index(where: str, index: Mapping[str, str], shards: dict[str, Header]
 
 
 def read_index(directory: Path) -> dict[str, str] | None:
-    """Return the shard of each tensor, or None if the directory has no index."""
+    """Return the shard of each tensor, or None without an index."""
     path = directory / INDEX_NAME
     if not path.exists():
         return None

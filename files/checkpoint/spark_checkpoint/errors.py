@@ -1,5 +1,3 @@
-"""Errors of the checkpoint builder with their exit codes."""
-
 from __future__ import annotations
 
 from spark_contract.errors import HostToolError
@@ -17,8 +15,6 @@ class InputError(BuilderError):
 
 
 class ValidationError(BuilderError):
-    """Sources or host do not match the plan."""
-
     code = 3
 
 
@@ -27,12 +23,8 @@ class HeaderError(ValidationError):
 
 
 class TransferError(BuilderError):
-    """Reading, writing or the network failed; the next run resumes."""
-
     code = 4
 
 
 class ReceiptMismatchError(BuilderError):
-    """A finished checkpoint differs from the receipt."""
-
     code = 5

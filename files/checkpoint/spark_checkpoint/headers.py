@@ -57,7 +57,7 @@ def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] 
             return None
         name, separator, position = entry[1].decode("utf-8"), entry[3], entry.end()
         if keep(name):
-            file = files.get(entry[2])  # a single object per file saves memory
+            file = files.get(entry[2])
             names[name] = file or files.setdefault(entry[2], entry[2].decode("utf-8"))
     marker = object()
     constants = []
@@ -95,8 +95,6 @@ SIXTEEN_BIT = frozenset({"BF16", "F16"})
 
 
 class Tensor(NamedTuple):
-    """A header entry; ``begin`` and ``end`` are offsets in the buffer."""
-
     dtype: str
     shape: tuple[int, ...]
     begin: int
@@ -203,7 +201,6 @@ def format_header(
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the size; raise ValueError if it is fractional or overflows 64 bits."""
     bits = DTYPE_BITS[dtype]
     count = 1
     for length in shape:

@@ -135,7 +135,6 @@ def _open_directory(directory: Path) -> InspectedCheckpoint:
 
 
 def _parse_listing(listing: Mapping[str, Any], name: str) -> dict[str, int | None]:
-    """Return the size of each file, or None if the hub does not report it."""
     sizes: dict[str, int | None] = {}
     siblings = listing.get("siblings")
     for item in siblings if isinstance(siblings, list) else ():
@@ -190,7 +189,7 @@ def _part_of(name: str, drafter_layer: int | None) -> str:
 
 
 def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
-    """Return the first drafter layer of models such as DeepSeek, where it follows the others."""
+    """Return the first drafter layer, where it follows the model's layers (DeepSeek)."""
     text = config.get("text_config")
     values = {**config, **(text if isinstance(text, dict) else {})}
     layers = values.get("num_hidden_layers")
@@ -220,12 +219,12 @@ _GROUP_PATTERNS = {
 @dataclass(frozen=True, slots=True)
 class Summary:
     names: dict[str, Tensor]  # the copies that an engine uses
-    stored_bytes: int  # of all copies
+    stored_bytes: int
     tensors: Counter[tuple[str, str]]  # by group and dtype
     sizes_bytes: Counter[tuple[str, str]]
-    duplicates: list[str]  # in several shards
-    unindexed: list[str]  # in a shard only
-    unknown_to_shards: list[str]  # in the index only
+    duplicates: list[str]
+    unindexed: list[str]
+    unknown_to_shards: list[str]
     layers: int
     linear_layers: int
     experts: int
@@ -234,7 +233,6 @@ class Summary:
 
 
 def summarise_headers(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> Summary:
-    """Summarise headers; contradictions are reported, not rejected."""
     copies: dict[str, list[str]] = {}
     for shard in sorted(shards, key=natural_sort_key):
         for name in shards[shard].tensors:
@@ -272,7 +270,6 @@ def summarise_headers(shards: Mapping[str, Header], index: Mapping[str, str] | N
 
 
 def original_name(name: str) -> str:
-    """Remove the suffix of new tensors in an overlay."""
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 

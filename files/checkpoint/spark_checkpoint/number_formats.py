@@ -76,7 +76,6 @@ def to_e4m3(values: Floats) -> Codes:
 
 
 def repeat_scales(scales: Floats, shape: tuple[int, int], block: tuple[int, int]) -> Floats:
-    """Return the scale of each element of a matrix with this shape."""
     rows = np.repeat(scales, block[0], axis=0)[: shape[0]]
     return np.repeat(rows, block[1], axis=1)[:, : shape[1]]
 
@@ -123,9 +122,7 @@ _STEPS = {4: tuple(range(0, -64, -8)), 8: (0, 1, -1, -2, -3, -4, -5, -6)}
 
 
 class PackedRows(NamedTuple):
-    """Quantised rows; the errors and the power are sums of squares."""
-
-    codes: Codes  # uint8, code + 2 ** (bits - 1), [rows, in]
+    codes: Codes
     scales: Words  # BF16 bits, [rows, in / group]
     error: float
     error_by_maximum: float
@@ -161,7 +158,6 @@ def quantise_rows(weights: Floats, bits: int) -> PackedRows:
 
 
 def packed_bytes(shape: tuple[int, ...], bits: int) -> int:
-    """Return the bytes of ``qweight``, ``scales`` and ``qzeros`` of a weight."""
     outputs, inputs = shape
     groups = inputs // GROUP
     return outputs * (inputs * bits // 8 + groups * 2 + groups * bits // 8)
@@ -184,7 +180,6 @@ def unpack_int4(words: bytes, scales: Floats) -> Floats:
 
 
 def relative_error(weight: Floats, rounded: Floats) -> float:
-    """Return the root mean square error relative to the root mean square weight."""
     power = float(np.square(weight, dtype=np.float64).sum())
     error = float(np.square(rounded - weight, dtype=np.float64).sum())
     return (error / power) ** 0.5 if power else float(error > 0)

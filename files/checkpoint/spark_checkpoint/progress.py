@@ -54,7 +54,6 @@ class Progress:
             self._done_bytes += count_bytes
 
     def skip(self, count_bytes: int) -> None:
-        """Count bytes that already exist; the rate excludes them."""
         with self._lock:
             self._done_bytes += count_bytes
             self._skipped_bytes += count_bytes
@@ -83,5 +82,4 @@ def note(message: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which could control the terminal."""
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)

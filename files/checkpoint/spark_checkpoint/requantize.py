@@ -36,7 +36,7 @@ from spark_checkpoint.tensor_sets import MTP_PREFIX, WEIGHT, check_quantised_nam
 
 MADE, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
 DONE = "done.json"  # written last: names the result's directory in MADE, and versions
-KEPT = frozenset({MADE, RESUME, DONE})  # what the next run resumes from
+KEPT = frozenset({MADE, RESUME, DONE})  # the next run resumes from these
 _POLL_S = 2.0
 _STOP_S = 20
 
@@ -125,7 +125,6 @@ def _hash_and_sync(result_dir: Path, progress: Progress) -> list[ReceiptFile]:
 
 
 def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None:
-    """Run AutoRound in a container; it resumes after the finished blocks in ``work``."""
     made = work / MADE
     # The resume files are useless without finished blocks.
     if not any(made.glob("**/model-shard-*")):
@@ -196,7 +195,6 @@ def _build_argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[st
 def _wait_for_container(
     process: subprocess.Popen[bytes], work: Path, layers: int, progress: Progress
 ) -> None:
-    """Report finished blocks until the container exits."""
     code, reported = None, -1
     while code is None:
         if (done := _count_blocks(work)) != reported:

@@ -17,7 +17,7 @@ from spark_checkpoint.storage import hash_file
 from spark_checkpoint.tensor_sets import WEIGHT
 
 QWEIGHT = ".qweight"
-_COMPARED = 512  # at most so many packed modules, evenly spread
+_COMPARED = 512  # maximum number of packed modules to compare, evenly spread
 _CODES_PER_WORD = 8
 _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj$")
 _FLOATS = frozenset({"BF16", "F16", "F32"})
@@ -85,14 +85,12 @@ def packed_modules(plan: RequantizePlan) -> Iterator[str]:
 
 
 def why_skipped(module: str) -> str:
-    """Return why AutoRound skips a module, or an empty string."""
     if not _LAYERS.match(module):
         return "it is outside the layers of language model and drafter"
     return "it is a gate" if module.endswith(_GATES) else ""
 
 
 def _why_unpackable(matrix: Matrix | None) -> str:
-    """Return why the shape of a weight prevents packing, or an empty string."""
     if matrix is None:
         return "the original lacks this weight"
     if len(matrix.shape) != 2:
@@ -192,7 +190,6 @@ def relative_error(module: str, original: Checkpoint, result: Checkpoint) -> flo
 
 
 def unpack_weight(checkpoint: Checkpoint, module: str) -> Floats:
-    """Return a packed weight as float32 ``[out, in]``."""
     scales = _read_floats(checkpoint, f"{module}.scales")
     return number_formats.unpack_int4(read_span(checkpoint.span(module + QWEIGHT)), scales)
 

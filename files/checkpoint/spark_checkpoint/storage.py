@@ -169,7 +169,6 @@ def lock_directory(directory: Path) -> Iterator[None]:
 
 
 def publish(partial: Path, out: Path) -> None:
-    """Rename a finished directory to ``out``, durably and atomically."""
     for directory, _, _ in os.walk(partial):
         sync_directory(Path(directory))
     try:
@@ -184,7 +183,6 @@ def publish(partial: Path, out: Path) -> None:
 
 
 def clear(directory: Path, keep: frozenset[str] = frozenset()) -> None:
-    """Remove all entries of a directory except those in ``keep``."""
     for entry in directory.iterdir():
         if entry.name in keep:
             continue

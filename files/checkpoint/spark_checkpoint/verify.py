@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 class FileHashes(NamedTuple):
     sha256: str
-    pieces: tuple[Piece, ...]  # in file order
+    pieces: tuple[Piece, ...]
 
 
 class PieceHasher:
@@ -102,7 +102,6 @@ def parse_pieces(file: receipts.ReceiptFile) -> tuple[Piece, ...] | None:
 
 
 def load_receipt(directory: Path) -> receipts.AnyReceipt | None:
-    """Return the receipt, or None if the directory has none."""
     path = directory / RECEIPT_NAME
     try:
         receipt = receipts.parse(path.read_bytes())
@@ -228,7 +227,6 @@ def _check_names(where: str, index: Mapping[str, str], plan: BuildPlan | Requant
 def _check_content(
     directory: Path, file: receipts.ReceiptFile, progress: Progress
 ) -> receipts.ReceiptFile:
-    """Check a file's hashes; return its entry with the current stat."""
     path = directory / file.path
     stamp = storage.read_stamp(path)
     pieces = parse_pieces(file)
@@ -261,8 +259,8 @@ def create_checkpoint(
 ) -> bool:
     """Create, verify and publish a plan's checkpoint; return False if it already exists.
 
-    ``write(work_dir, result_dir)`` writes checkpoint and receipt. Its other files in ``work_dir``
-    stay after an interruption, so that the next run can resume.
+    ``write(work_dir, result_dir)`` writes checkpoint and receipt. Files in ``work_dir`` stay after
+    an interruption, so that the next run can resume.
     """
 
     def exists() -> bool:
@@ -285,7 +283,7 @@ def create_checkpoint(
         shutil.rmtree(work, ignore_errors=True)
         return False
     with storage.lock_directory(work):
-        # Another process may have finished it while we waited for the lock.
+        # Another process may have created it while this process waited for the lock.
         if exists():
             return False
         result_dir = partial_tree(plan.out_dir)

@@ -24,11 +24,9 @@ _MIN_RATIO, _MAX_RATIO = 1 / 1024, 128
 
 
 class Error(NamedTuple):
-    """The error of FP8 weights, relative to the root mean square weight."""
-
     module: float
     worst_block: float
-    beyond: int  # number of elements with a larger error than rounding causes
+    beyond: int  # number of elements whose error exceeds rounding
 
 
 class Comparison:
@@ -43,7 +41,6 @@ class Comparison:
         self.any_nan = False
 
     def add(self, weights: Floats, codes: Codes) -> None:
-        """Compare the next row of blocks."""
         scales, width = self._scales[len(self._errors)], self._block[1]
         errors: list[Any] = []
         powers: list[Any] = []

@@ -45,14 +45,12 @@ _T = TypeVar("_T")
 def _read_fp8_rows(
     span: Span, scales: Floats, columns: int, block: tuple[int, int]
 ) -> Iterator[Floats]:
-    """Yield an FP8 matrix as float32, by rows of blocks."""
     for number, raw in enumerate(split_span(span, max(1, columns * block[0]))):
         codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
         yield dequantise(codes, scales[number : number + 1], block)
 
 
 def _read_weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> Iterator[Floats]:
-    """Yield a 16-bit or FP8 base weight as float32, by rows of blocks."""
     tensor = base.tensor(name)
     columns = tensor.shape[1]
     if tensor.dtype == FP8:
@@ -67,7 +65,7 @@ def _read_weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> It
 @dataclass(frozen=True, slots=True)
 class TensorMaker:
     base: Checkpoint
-    modules: list[str]  # to compare or replace
+    modules: list[str]  # modules to compare or replace
     block: tuple[int, int]
     donor: Mapping[str, Tensor]
     spans: Mapping[str, Span]  # of the donor's tensors
@@ -200,7 +198,6 @@ class TensorMaker:
         return error
 
     def _to_fp8(self, module: str) -> tuple[list[NewTensor], float]:
-        """Round a module to FP8; return the new tensors and the relative error."""
         shape, block = self.base.tensor(module + WEIGHT).shape, self.block
         grid = block_grid(shape, block)
         span = self.stage.reserve(shape[0] * shape[1])
@@ -232,7 +229,6 @@ class TensorMaker:
     def _run_in_parallel(
         self, phase: str, work: Callable[[str], _T], sizes: Mapping[str, int]
     ) -> list[_T]:
-        """Return the result of ``work`` for each name in ``sizes``, which are bytes of progress."""
         self.progress.phase(phase, sum(sizes.values()))
 
         def run(name: str) -> _T:

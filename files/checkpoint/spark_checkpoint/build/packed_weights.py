@@ -38,7 +38,6 @@ class Packed(NamedTuple):
 def pack_weight(
     weight: NewTensor, bits: int, stage: Staging, on_bytes: Callable[[int], None], workers: int
 ) -> Packed:
-    """Quantise a 16-bit weight and stage ``qweight``, ``scales`` and ``qzeros``."""
     name, dtype, (outputs, inputs), span = weight
     qweight = stage.reserve(outputs * inputs * bits // 8)
     scales = np.empty((inputs // GROUP, outputs), "<u2")

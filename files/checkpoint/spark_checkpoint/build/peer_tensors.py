@@ -1,5 +1,3 @@
-"""Download the new tensors of a peer's checkpoint; all others come from the local base."""
-
 from __future__ import annotations
 
 import shutil
@@ -76,7 +74,7 @@ def read_changes(
     size_bytes = sum(entry.size_bytes for entry in entries.values())
     storage.check_free_space(work, size_bytes, f"copying {plan.name}")
     directory = work / "peer-tensors"
-    shutil.rmtree(directory, ignore_errors=True)  # may be from another peer
+    shutil.rmtree(directory, ignore_errors=True)
     staged = donor.stage(headers, directory, progress)
     spans = {name: staged[stored[name]] for name in stored}
 

@@ -63,7 +63,7 @@ _SHAPES: tuple[tuple[str, _Shape], ...] = (
 class Sources:
     base: Checkpoint
     donor: Donor | None
-    modules: list[str]  # to compare or replace
+    modules: list[str]  # modules to compare or replace
     mtp_missing: list[str]  # MTP names that the base lacks
 
 
@@ -202,7 +202,7 @@ def _open_donor(
 
 
 def read_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes in config.json; the width of the embedding is the default hidden size."""
+    """Return the sizes in config.json; the embedding's width is the default hidden size."""
     sizes = {"1": 1}  # the key of fixed lengths in _SHAPES
     if _EMBEDDING in base.owner:
         sizes["hidden_size"] = base.tensor(_EMBEDDING).shape[-1]

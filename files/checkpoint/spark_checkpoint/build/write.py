@@ -72,20 +72,17 @@ class Staging:
                 view, position = view[count:], position + count
 
     def close(self) -> None:
-        """Close the file; spans stay readable by name."""
         os.close(self._fd)
 
 
 def split_span(span: Span, size_bytes: int) -> Iterator[bytes]:
-    """Yield the bytes of a span in pieces of ``size_bytes``; the last one may be smaller."""
+    """Yield the bytes of a span in pieces of ``size_bytes``; the last may be smaller."""
     for offset in range(0, span.size_bytes, size_bytes):
         piece = min(size_bytes, span.size_bytes - offset)
         yield read_span(Span(span.path, span.offset + offset, piece))
 
 
 class VerifiedSource:
-    """Reads a file of the base in order, and verifies the hash of each piece."""
-
     def __init__(self, path: Path, hashes: FileHashes):
         self._path, self._buffer = path, memoryview(bytearray(COPY_BYTES))
         self._pieces = list(reversed(hashes.pieces))
@@ -178,7 +175,6 @@ class HashingFile:
         self.append(data)
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes without hashing them; call ``add_piece`` after a whole piece."""
         write_all(self._fd, data)
         self._dropper.advance(len(data))
 
@@ -244,7 +240,6 @@ def copy_file(path: Path, source: Path, progress: Progress, hashes: FileHashes) 
 
 
 def join_spans(spans: Iterable[Span]) -> list[Span]:
-    """Merge adjacent spans."""
     result: list[Span] = []
     for span in spans:
         last = result[-1] if result else None

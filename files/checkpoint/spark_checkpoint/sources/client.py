@@ -30,7 +30,7 @@ _EXPIRED_STATUS = frozenset({400, 401, 403, 404, 410})
 # ValueError and OverflowError: headers that urllib3 or Python cannot parse.
 _FAILURES = (connections.RetryableError, HTTPError, OSError, ValueError, OverflowError)
 _COMMIT = re.compile(rf"/resolve/({COMMIT})(?:/|$)")
-_DIGITS = "[0-9]{1,20}"  # int() accepts at most 4300
+_DIGITS = "[0-9]{1,20}"
 _CONTENT_RANGE = re.compile(rf"bytes ({_DIGITS})-({_DIGITS})/({_DIGITS})")
 _REDIRECT_LIMIT = 10
 _RETRY_AFTER = Retry(retry_after_max=120)
@@ -60,10 +60,8 @@ class NotFoundError(TransferError):
 class HttpClient:
     """A thread-safe client for a download.
 
-    Args:
-        trusted_urls: only their origins receive the token.
-        direct: bypass proxies and require the token, as for peers.
-        stop: set this event to end all reads.
+    ``trusted_urls``: only their origins receive the token. ``direct``: bypass proxies and require
+    the token, as for peers. Setting ``stop`` ends all reads.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class HttpClient:
     def check_announcement(self, url: str, file: FetchFile) -> None:
         """Raise ValidationError if the hub announced a different size or hash than the lock."""
         size_bytes, announced_hash = self._announced.get(url, (None, None))
-        # Other lengths are no hash of a type that the lock has.
+        # The lock has no hash of another type.
         locked_hash = {64: file.sha256, 40: file.git_sha1}.get(len(announced_hash or ""))
         has_other_hash = locked_hash is not None and announced_hash != locked_hash
         if size_bytes not in (None, file.size_bytes) or has_other_hash:
@@ -115,7 +113,6 @@ class HttpClient:
             )
 
     def read(self, url: str, begin: int, end: int, total_bytes: int | None = None) -> bytes:
-        """Return a small range; it is shorter at the end of the file."""
         return b"".join(self.stream(url, begin, end, total_bytes))
 
     def exists(self, url: str) -> bool:
@@ -126,8 +123,6 @@ class HttpClient:
         return True
 
     def read_start(self, url: str, count_bytes: int) -> tuple[int, bytes]:
-        """Return the size of a file and its first bytes."""
-
         def read_once() -> tuple[int, bytes]:
             with self._open(url, (0, count_bytes)) as response:
                 total = _parse_content_range(url, response)[2]
@@ -137,8 +132,6 @@ class HttpClient:
         return self._retry(url, read_once)
 
     def read_whole(self, url: str, limit_bytes: int) -> bytes:
-        """Return a body of at most ``limit_bytes``."""
-
         def read_once() -> bytes:
             body = bytearray()
             with self._open(url, None) as response:
@@ -160,11 +153,8 @@ class HttpClient:
     ) -> Iterator[bytes]:
         """Yield the bytes ``[begin, end)`` of a file in order; resume after interruptions.
 
-        ``total_bytes`` is the required size of the file.
-
-        Raises:
-            RangeUnsupportedError: the server sent the whole file for a range.
-            TransferError: no progress within the allowed number of tries.
+        Raises RangeUnsupportedError for a whole file, and TransferError without progress within the
+        allowed tries.
         """
         position = begin
         budget = self._new_budget(url)
@@ -222,7 +212,6 @@ class HttpClient:
             raise connections.RetryableError(f"the connection ended {remaining} bytes early")
 
     def _open(self, url: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
-        """Send a request, follow redirects, and return a response with status 200 or 206."""
         with self._lock:
             address = self._locations.get(url, url)
         for _ in range(_REDIRECT_LIMIT):
@@ -256,7 +245,7 @@ class HttpClient:
         raise error(url, f"the server returned {status}", fix)
 
     def _request(self, address: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
-        """Send a request; repeat it with a registry's token, or without a rejected token."""
+        """Send a request; retry with a registry's token, or without a rejected token."""
         origin = connections.parse_origin(address)
         pool = self._pools.select(origin)
         headers = {
@@ -338,7 +327,6 @@ def _check_length(
     *,
     whole: bool,
 ) -> int:
-    """Return the length of the body; raise an error if the response does not match the request."""
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
         raise TransferError(url, f"sends the encoding {encoding}", _OTHER_SOURCE)
@@ -364,7 +352,6 @@ def _check_length(
 
 
 def _parse_content_range(url: str, response: BaseHTTPResponse) -> tuple[int, int, int]:
-    """Return the first and last byte of the range, and the size of the file."""
     if response.status != 206:
         raise RangeUnsupportedError(url, "sends the whole file for a range request", _OTHER_SOURCE)
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())

@@ -37,7 +37,7 @@ from spark_checkpoint.progress import note
 
 PIECE_BYTES = 1 << 20
 SKIP_S = 300.0  # until a slow source is tried again
-# For all downloads of a job together.
+# Total for all downloads of a job.
 _MINIMUM_BYTES_PER_S = 1024
 _PAUSE_LIMIT_S = 30.0
 _PIECE_S = 1.0  # return the received bytes after this time
@@ -105,9 +105,7 @@ class RateLimit:
 class RetryBudget:
     """Limits the tries without progress, and waits between them.
 
-    Args:
-        cancelled: set when another download fails.
-        outage_s: retry at least this long, regardless of the number of tries.
+    ``outage_s``: retry at least this long, regardless of the number of tries.
     """
 
     def __init__(
@@ -127,7 +125,6 @@ class RetryBudget:
         self._new_bytes, self._paused_s = 0, 0.0
 
     def record_progress(self, count_bytes: int) -> None:
-        """Reset the count of tries if the mean rate since the last reset is high enough."""
         self._new_bytes += count_bytes
         active_s = time.monotonic() - self._progressed_at - self._paused_s
         # Limited, because an unstable connection delivers little before it breaks again.
@@ -136,7 +133,6 @@ class RetryBudget:
             self._reset()
 
     def record_failure(self, error: Exception) -> None:
-        """Wait before the next try, or raise ``TransferError``."""
         self._failures += 1
         reason = _describe_failure(error, self._transfer.timeout_s)
         waited_s = time.monotonic() - self._progressed_at
@@ -151,7 +147,7 @@ class RetryBudget:
                 "check the network, then run it again to resume",
             ) from error
         pause_s = min(_PAUSE_LIMIT_S, self._transfer.backoff_s * 2 ** (self._failures - 1))
-        # Random, so that parallel requests that failed together do not retry together.
+        # Random, so that parallel requests do not retry at the same time.
         pause_s *= random.uniform(0.5, 1.0)
         pause_s = max(pause_s, requested_s)
         remaining_s = max(0.0, self._outage_s - waited_s)
@@ -163,7 +159,6 @@ class RetryBudget:
 
 
 def _describe_failure(error: Exception, timeout_s: float) -> str:
-    """Return a readable reason, because urllib3 prints Python objects."""
     if isinstance(error, ReadTimeoutError):
         return f"no response for {timeout_s:g} s"
     if isinstance(error, NewConnectionError | ProtocolError):
@@ -219,7 +214,6 @@ class _StallGuard:
             yield
             return
         with self._starting:
-            # The thread does not survive a fork.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._watch, daemon=True)
                 self._thread.start()
@@ -297,8 +291,6 @@ def release_connection(response: BaseHTTPResponse, transfer: TransferOptions) ->
 
 
 class Origin(NamedTuple):
-    """The scope of a token."""
-
     scheme: str
     host: str
     port: int
@@ -314,7 +306,6 @@ def parse_origin(url: str) -> Origin:
 
 @cache
 def tls_context() -> ssl.SSLContext:
-    """Return the system's trusted certificates; cached, because reading them takes 0.1 s."""
     return ssl.create_default_context()
 
 

@@ -38,8 +38,6 @@ _LIMIT_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class NamedRange:
-    """Bytes ``[begin, end)`` of a file that contain a tensor."""
-
     name: str
     begin: int
     end: int
@@ -69,13 +67,11 @@ def merge_ranges(
 
 
 def _is_usable(name: str) -> bool:
-    """Return whether a build can use a tensor: all except routed experts outside MTP."""
+    """Return whether a build can use a tensor: routed experts only in MTP layers."""
     return ".mlp.experts." not in name or name.startswith("mtp.")
 
 
 class DirDonor:
-    """A donor directory on this host, read in place."""
-
     received_bytes = 0
 
     def __init__(self, directory: Path):

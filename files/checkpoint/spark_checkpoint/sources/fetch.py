@@ -94,7 +94,6 @@ class _Download:
         self._write_receipt()
 
     def _remove_surplus(self) -> None:
-        """Remove files of an earlier plan."""
         planned = {file.path for file in self.plan.files}
         for path in list(self.result_dir.rglob("*")):
             if path.is_file() and str(path.relative_to(self.result_dir)) not in planned:
@@ -123,7 +122,6 @@ class _Download:
         return ContentHash(file, with_pieces=self.plan.pieces)
 
     def _part_path(self, file: FetchFile) -> Path:
-        """Return the path of a partial file, in ``parts_dir`` and not in a subdirectory."""
         key = hashlib.sha256(f"{file.path}\0{file.sha256 or file.git_sha1}".encode()).hexdigest()
         return self.parts_dir / f"{key[:24]}.part"
 
@@ -151,7 +149,6 @@ class _Download:
         return missing
 
     def _use_local(self, file: FetchFile, by_size: Mapping[int, Mapping[Path, set[str]]]) -> bool:
-        """Use a local file with the same content, if there is one."""
         names_by_path = by_size[file.size_bytes]
         hashes, name = {file.sha256, file.git_sha1}, Path(file.path).name
 
@@ -215,7 +212,6 @@ class _Download:
                 raise
 
     def _download(self, file: FetchFile) -> None:
-        """Download a file from peers, fast mirrors or the hub."""
         if file.size_bytes and self.peers.fetch(file, partial(self._download_from, file)):
             return
         failures: list[BuilderError] = []

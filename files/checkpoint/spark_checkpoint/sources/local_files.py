@@ -55,7 +55,7 @@ class ContentHash:
         return FileHashes(self._sha256.hexdigest(), pieces)
 
     def mismatch(self) -> str | None:
-        """Return how the hashes differ from the locked ones; None if they match."""
+        """Return how the hashes differ from the locked hashes; None if they match."""
         for kind, hasher, locked in (
             ("sha256", self._sha256, self._file.sha256),
             ("git sha1", self._git_sha1, self._file.git_sha1),
@@ -70,13 +70,13 @@ def find_candidates(
 ) -> dict[int, dict[Path, set[str]]]:
     """Return local files by size, and the names of each file and of links to it."""
     by_size: dict[int, dict[Path, set[str]]] = {file.size_bytes: {} for file in files}
-    targets: dict[tuple[int, int], Path] = {}  # by device and inode
+    targets: dict[tuple[int, int], Path] = {}
     roots = (Path(root) for pattern in look_in for root in sorted(glob.glob(pattern)))
     for path in (path for root in roots for path in _walk(root)):
         try:
             status = path.stat()
         except OSError:
-            continue  # a dangling link, or not accessible
+            continue
         is_candidate = stat.S_ISREG(status.st_mode) and status.st_size in by_size
         if is_candidate and not _is_sparse(status):
             target = targets.setdefault((status.st_dev, status.st_ino), path.resolve())
@@ -91,10 +91,9 @@ def _is_sparse(status: os.stat_result) -> bool:
 
 @contextlib.contextmanager
 def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
-    """Yield a descriptor of a file, because the owner could replace the file at its path.
+    """Yield a descriptor of a file, because the owner could replace the file at the path.
 
-    Raises:
-        OSError: it is not a regular file of that size; pipes and devices are never opened.
+    Raises OSError for pipes, devices and files of a different size.
     """
     descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW)
     try:

@@ -58,8 +58,8 @@ class Peers:
     def __init__(self, plan: FetchPlan, stop: threading.Event):
         self._plan, self._stop = plan, stop
         self._patience_s = plan.peers.patience_s if plan.peers else 0.0
-        # Minimum rate for a peer that is still downloading the file: lower than for a finished
-        # copy, because hosts that share a slow line get nothing faster from the hub.
+        # A peer that is still downloading may be slower: hosts that share a slow line get nothing
+        # faster from the hub.
         self._min_bytes_per_s = plan.min_bytes_per_s / 4
         self._lock = threading.Lock()
         urls = plan.peers.urls if plan.peers else ()
@@ -68,7 +68,7 @@ class Peers:
     def fetch(self, file: FetchFile, download: Callable[[HttpClient, str], None]) -> bool:
         """Download a file from a peer; return False if no peer has it or will have it soon."""
         path, plan = file.path, self._plan
-        # All hosts download in the same order, several files at once: at the minimum rate a peer
+        # All hosts download in the same order, several files at once, so at the minimum rate a peer
         # has the file after this time.
         expected_s = plan.parallel * file.size_bytes / max(self._min_bytes_per_s, 1)
         deadline = time.monotonic() + _WAITS * self._patience_s + expected_s
@@ -84,10 +84,10 @@ class Peers:
             if not progressing:
                 return False
             if time.monotonic() > deadline:
-                if expected_s > self._patience_s:  # not because of a small file
+                if expected_s > self._patience_s:
                     self._abandon(active, path)
                 return False
-            if time.monotonic() > next_note:  # without output the job would count as stalled
+            if time.monotonic() > next_note:
                 note(f"peer: waiting for {path}")
                 next_note += _NOTE_S
             if self._stop.wait(_POLL_S):
@@ -230,7 +230,6 @@ def copy_requantized(
                 write(piece)
                 progress.add(len(piece))
     write_receipt(result_dir, replace(receipt, plan=plan))
-    # This hashes every file, because every stat differs from the peer's receipt.
     verify_checkpoint(result_dir, progress, full=False)
 
 
