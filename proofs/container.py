@@ -50,11 +50,11 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 class Container:
     user: int
     group: int
-    mounts: tuple[tuple[str, str, bool], ...]  # source, target, read-only
-    tmpfs: dict[str, str]  # options by target
+    mounts: tuple[tuple[str, str, bool], ...]
+    tmpfs: dict[str, str]
     max_processes: int
     environment: dict[str, str]
-    argv: tuple[str, ...]  # behind the image
+    argv: tuple[str, ...]
 
 
 def from_release(release: Release, checkpoint: Path, root: Path) -> tuple[Container, Path]:
@@ -92,7 +92,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_docker_run(argv: list[str]) -> Container:
-    """Return the container; ValueError for unknown arguments and missing restrictions."""
     parser = _Parser(allow_abbrev=False, add_help=False)
     for name in ("--restart", "--name", "--label", "--log-driver", "--env-file"):
         parser.add_argument(name)

@@ -1,5 +1,3 @@
-"""Report the rights of a process in the reproduced container, and whether CUDA works."""
-
 from __future__ import annotations
 
 import json

@@ -18,7 +18,6 @@ NOTES = {
         "Hopper's router kernels do not support the GB10, which uses cuBLAS instead"
     ),
 }
-"""Reasons to accept a difference without a pin, by ``CHOICE: ON 9.0 / ON 12.1``."""
 
 
 def find_note(choice: str, values: tuple[str, str]) -> str | None:

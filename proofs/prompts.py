@@ -1,5 +1,3 @@
-"""Prompts that every engine of a proof answers."""
-
 from __future__ import annotations
 
 import json
@@ -73,7 +71,6 @@ def prompts_of(case: dict[str, Any], tokenizer: Any) -> list[Any]:
 
 
 def expected_answers() -> dict[str, str]:
-    """Return the lab's questions and strings to repeat, each with text that the answer contains."""
     from lab.model import lessons
 
     facts = json.loads((lessons.HERE / "facts.json").read_text())

@@ -104,7 +104,6 @@ def read_command() -> str:
 
 
 def read_commit() -> str | None:
-    """Return the checkout's commit, marked when files differ; ``SPARK_COMMIT`` overrides it."""
     if named := os.environ.get("SPARK_COMMIT"):
         return named
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -135,7 +134,6 @@ def record_row(out: Path, name: str, claim: str, passed: bool, **numbers: Any) -
 
 
 def failed_engines(rows: list[Row]) -> set[str]:
-    """Return the engines named by failed rows; a row without engines is named after its engine."""
     failed = [row for row in rows if row["passed"] is False]
     return {name for row in failed for name in row["cases"] or [row["claim"].partition(":")[0]]}
 

@@ -106,7 +106,7 @@ def _is_hole(fd: int, begin: int, length: int) -> bool:
     except OSError as error:
         if error.errno != errno.ENXIO:
             raise
-        return True  # no data from here to the end
+        return True
 
 
 def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, Any]:

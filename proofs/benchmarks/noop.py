@@ -121,7 +121,6 @@ def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[st
 
 
 def commands_of(guests: list[Guest], since: dict[str, str]) -> int:
-    """Return how many commands sudo ran on the busiest host: the round trips of a run."""
     query = "journalctl -t sudo --since @{} -o cat | grep -c COMMAND="
     return max(int(guest.run(query.format(since[guest.name]))) - 1 for guest in guests)
 

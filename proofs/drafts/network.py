@@ -114,7 +114,6 @@ class Eagle3(Draft):
     kind = "eagle3"
 
     def forward(self, embedding: Tensor, tokens: Tensor, seen: Tensor, anchors: Tensor) -> Tensor:
-        """Return final states [row, anchor, drafted, hidden]; see ``DFlash.forward``."""
         state = self.times("fc", seen)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         ahead = functional.pad(tokens, (0, TOKENS))

@@ -45,7 +45,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @dataclass(frozen=True)
 class Text:
     tokens: Tensor
-    start: int  # of the answer
+    start: int
     seen: Tensor
 
 
@@ -111,7 +111,6 @@ def make_texts(target: Network, wanted: list[Lesson]) -> Iterator[Text]:
 
 
 def batch_of(chosen: list[Text], source: random.Random, anchors: int) -> tuple[Tensor, ...]:
-    """Return padded tokens and states, anchors, and the tokens to draft (-100: none)."""
     pad = torch.nn.utils.rnn.pad_sequence
     tokens = pad([text.tokens for text in chosen], True)
     seen = pad([text.seen for text in chosen], True).float()

@@ -1,5 +1,3 @@
-"""Draft checkpoints: shapes and configuration; trained, random, and with a NaN."""
-
 from __future__ import annotations
 
 import json
@@ -28,7 +26,7 @@ MASK_TOKEN = TINY.vocabulary - 1
 def shapes(kind: str) -> Shapes:
     hidden = TINY.hidden
     tensors: Shapes = {"fc.weight": (hidden, len(SEEN_LAYERS) * hidden), "norm.weight": (hidden,)}
-    read = hidden if kind == "dflash" else 2 * hidden  # EAGLE-3 also reads the token
+    read = hidden if kind == "dflash" else 2 * hidden
     for layer in range(LAYERS[kind]):
         prefix = f"layers.{layer}."
         for part, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):

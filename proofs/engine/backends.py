@@ -27,7 +27,7 @@ from proofs.judges.answers import row
 from proofs.kernel_notes import find_note
 from proofs.result_files import describe_run, print_rows, write_result
 
-PUBLISHED_BF16 = "published-bf16"  # the plan of a repository with BF16 experts
+PUBLISHED_BF16 = "published-bf16"
 DEVICES: dict[str, dict[str, Any]] = {
     "9.0": {
         "name": "NVIDIA H200",
@@ -274,7 +274,7 @@ def build_config(argv: list[str], tree: Path, sizes: dict[str, Any]) -> Any:
     # A vision tower cannot be built on the meta device.
     argv = [*argv[1:], "--language-model-only"]
     argv += ["--hf-overrides", json.dumps({"text_config": sizes})]
-    argv[argv.index("--max-model-len") + 1] = "4096"  # of the small checkpoints
+    argv[argv.index("--max-model-len") + 1] = "4096"
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     arguments.model = str(tree)
     return AsyncEngineArgs.from_cli_args(arguments).create_engine_config()

@@ -14,7 +14,6 @@ SHARED_EXPERTS = (
 ONLINE_FP8 = {"targets": {SHARED_EXPERTS: "fp8_per_block"}}
 ONLINE: dict[str, Any] = {"plugins": "", "options": {"quantization_config": ONLINE_FP8}}
 FIRST = ("overlay", "tiny-mtp2", "tiny-head8-piecewise-mtp2", "tiny-triton-full")
-"""They compile almost every kernel of their stage."""
 TRITON = {"spark": {"lm_head": "int8-triton", "lm_head_kernel": "own"}}
 
 OTHER_PRESETS = ("4bit_nc", "k3v4_nc", "3bit_nc")

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Place = tuple[str, int, int, str]  # device, first byte, end, name
+Place = tuple[str, int, int, str]
 
 
 class Reads(TorchDispatchMode):

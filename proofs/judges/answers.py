@@ -9,7 +9,6 @@ Row = dict[str, Any]
 
 
 def row(claim: str, passed: bool | None, cases: list[str], **numbers: Any) -> Row:
-    """Return a row; ``passed`` is None if the numbers are shown, not judged."""
     passed = passed if passed is None else bool(passed)
     return {"claim": claim, "passed": passed, "cases": cases, "numbers": numbers}
 
@@ -27,7 +26,6 @@ def attempt(name: str, judge: Callable[..., Row], *arguments: Any, **named: Any)
 
 
 TRAINED_NOISE = 0.01
-"""Measured 0.001."""
 TURBOQUANT_NOISE = 0.03
 """The same with a TurboQuant cache: 0.009 with the plugin, 0.07 with the stock backend."""
 

@@ -1,5 +1,3 @@
-"""Judge which damages of a trained model are visible in answers."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Judges of the basic stages: pure functions from results to rows."""
-
 from __future__ import annotations
 
 import json
@@ -64,7 +62,6 @@ class Weights:
 
 
 def rounded_activations(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` rounded to e4m3 with a scale per row and 128 columns."""
     groups = x.float().view(x.shape[0], -1, 128)
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
     return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view_as(x)
@@ -73,7 +70,7 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
 def module_errors(result: Row, capture: dict[str, Any], weights: Weights) -> dict[str, Any]:
     worst: dict[str, tuple[float, str]] = {}
     for module, (x, y) in capture["modules"].items():
-        if module.endswith(".mlp"):  # a whole block, see experts_judge
+        if module.endswith(".mlp"):
             continue
         chain = result["modules"][module]["method"]
         kind = "fp8" if chain[0].startswith("Fp8") else f"{chain[0]} > {chain[-1]}"
@@ -212,7 +209,7 @@ def _judge_logits(capture: Any, name: str, reference: str) -> Row:
 
 
 def _compare_top_tokens(logits: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
-    """The median error is robust: a single wrong logit cannot raise it."""
+    """The median error is robust against a single wrong logit."""
     logits, reference = logits.double(), reference.double()
     errors = (logits - reference).abs()
     usual = 1.4826 * errors.median(-1).values

@@ -60,7 +60,7 @@ def block(x: torch.Tensor, weights: Weights, chosen: int) -> tuple[torch.Tensor,
     router = x @ weights["gate.weight"].t()
     best = router.topk(min(chosen + 1, router.shape[1]), dim=1)
     gap = best.values[:, chosen - 1] - best.values[:, -1]
-    if router.shape[1] == chosen:  # all experts are chosen
+    if router.shape[1] == chosen:
         gap = torch.full_like(gap, torch.inf)
     experts, share = best.indices[:, :chosen], best.values[:, :chosen].softmax(1)
     result = torch.zeros_like(x)

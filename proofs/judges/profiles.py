@@ -1,5 +1,3 @@
-"""Judges of the stages in ``profile_cases``."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -37,7 +35,6 @@ from proofs.trees.build import SEED, names_of
 TRANSFORMERS_LIMIT = 0.06
 """BF16 logits of four layers in two implementations; sizes and roundings are the same."""
 ACCEPTANCE_SLACK = 0.03
-"""The last step of an answer may draft past the end."""
 
 
 def judge_profiles(results: dict[str, Row]) -> list[Row]:

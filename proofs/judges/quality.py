@@ -16,7 +16,6 @@ FARTHER = {"tiny": 0.02, "recall": 0.002}
 FP8 activations cost the lab's model 0.01, the recall model 0.0001.
 """
 LESS = 0.01
-"""Allowed loss against the base of equal top tokens at sure positions."""
 SURE = 0.5
 ENOUGH = 50
 BASE = "base"

@@ -1,5 +1,3 @@
-"""Judge conversations with a prefix cache against the same engine without a cache."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -23,7 +21,7 @@ class Word(NamedTuple):
     talk: int
     place: int
     change: float  # nats between the log-probabilities; 0 for different tokens
-    margin: float | None  # for different tokens: the smaller margin, in nats
+    margin: float | None
 
 
 def judge_conversations(results: Results) -> list[Row]:

@@ -27,7 +27,7 @@ from timing import graph_us, read_gb_per_s  # noqa: E402 # after the path above
 
 from proofs.kernels.caches import UPSTREAM, Cache, make_cache  # noqa: E402
 
-SHAPE = (32, 2, 256)  # heads, KV heads and head size of the 122B
+SHAPE = (32, 2, 256)
 FLASHINFER = ("flashinfer",) if importlib.util.find_spec("flashinfer") else ()
 KINDS = ("flash", *FLASHINFER, "auto", "turboquant_k8v4", *UPSTREAM)
 CONTEXTS, REQUESTS, QUERIES = (16384, 65536, 131072), (1, 5), (1, 3)
@@ -56,7 +56,6 @@ def fill(kind: str, requests: int, context: int) -> list[Cache]:
 
 
 def exact(queries: Tensor, requests: int, context: int) -> Tensor:
-    """Return attention over the keys and values that were stored, in float32."""
     each = len(queries) // requests
     mask = torch.ones(each, context, dtype=torch.bool, device="cuda").tril(context - each)
     outputs = []

@@ -24,8 +24,6 @@ UPSTREAM = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
 
 
 class Cache:
-    """A cache of equally long requests; subclasses define layout and attention."""
-
     item_type: Any = torch.uint8
     impl: Any = None
 
@@ -46,14 +44,12 @@ class Cache:
         pass
 
     def items(self) -> int:
-        """Return the elements that the cache stores for each head and token; formats define it."""
         raise NotImplementedError
 
     def bytes_per_token(self) -> int:
         return self.store.element_size() * self.store.shape[2] * self.store.shape[3]
 
     def write(self, request: int, keys: Tensor, values: Tensor) -> None:
-        """Store the tokens of a request from its beginning."""
         first = int(self.table[request, 0]) * BLOCK
         slots = first + torch.arange(len(keys), device="cuda")
         self.impl.do_kv_cache_update(self.layer, keys, values, self.cache, slots)
@@ -66,7 +62,7 @@ class Cache:
         raise NotImplementedError
 
     def forward(self, queries: Tensor, metadata: Any) -> Callable[[], Tensor]:
-        new = queries[:, : self.shape[1]].contiguous()  # read in prompts only
+        new = queries[:, : self.shape[1]].contiguous()
 
         def attend() -> Tensor:
             out = torch.empty_like(queries)
@@ -80,8 +76,6 @@ class Cache:
 
 
 class FlashCache(Cache):
-    """16 bits through FlashAttention 3."""
-
     item_type = torch.bfloat16
 
     def items(self) -> int:
@@ -169,8 +163,6 @@ class TritonCache(Cache):
 
 
 class TurboQuantCache(Cache):
-    """The plugin's backend."""
-
     def prepare(self) -> None:
         self.impl = open_backend(setattr, True, self.kind, self.shape, self.context)
         self.impl.max_num_kv_splits = 32  # the engine's default

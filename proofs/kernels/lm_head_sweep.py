@@ -29,7 +29,7 @@ from timing import graph_us, read_gb_per_s  # noqa: E402
 
 ROWS = 248320
 SHARED_LIMIT_BYTES = 200 * 1024
-SPARK_SHARED_LIMIT_BYTES = 96 * 1024  # of 99 KiB; the compiler adds scratch
+SPARK_SHARED_LIMIT_BYTES = 96 * 1024
 SPARK_PROCESSORS = 48
 WITHOUT_HOPPER = bool(os.environ.get("DISABLE_MMA_V3"))
 KEPT_BATCH = 16

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-SIZE = 256  # of a head of Qwen3.5
+SIZE = 256
 TOKENS = 8192
 GROUP = 8  # keys that resemble each other
 SIMILARITY = (0.5, 0.97)  # cosine within a group; each group has its own
@@ -26,10 +26,10 @@ CHAINS, HOPS = 256, 4
 
 
 class Needles(NamedTuple):
-    keys: Tensor  # [tokens, size]
+    keys: Tensor
     values: Tensor
-    first_queries: Tensor  # [chains, size]
-    places: Tensor  # of each hop's key: [chains, hops]
+    first_queries: Tensor
+    places: Tensor
 
 
 def make_needles(seed: int, device: str) -> Needles:

@@ -31,7 +31,6 @@ Linear = Callable[[Any], Tensor]
 
 
 def quantise_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 values and the scales of 128 x 128 blocks."""
     rows, columns = weight.shape
     blocks = weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     scales = blocks.abs().amax((1, 3)) / 448
@@ -75,7 +74,6 @@ def make_ways(weight: Tensor) -> dict[str, Linear]:
 
 
 def steps(way: str) -> SimpleNamespace:
-    """Return what precedes each product: before gate and up, and between up and down."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 

@@ -1,5 +1,3 @@
-"""Engine runs of the recall proofs, by stage."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -10,7 +8,6 @@ from proofs.recall.trees import INT4_DRAFTS, NAME, V3
 PIECEWISE, FULL = "PIECEWISE", "FULL_AND_PIECEWISE"
 PRESETS = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
 UPSTREAM = tuple(f"{number}_per_token_head" for number in ("int8", "fp8", "int4"))
-"""Formats of the engine's Triton attention: a scale for each token and head."""
 LONG = 131072
 ROOM: dict[str, Any] = {
     "max_model_len": LONG + 256,

@@ -65,7 +65,6 @@ def keep_no_states() -> None:
 
 
 def break_drafts() -> None:
-    """Give the drafter noise instead of hidden states; no answer may change."""
     import torch
     from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MultiTokenPredictor
 

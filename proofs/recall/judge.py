@@ -1,5 +1,3 @@
-"""Figures and result rows of a recall run; pure functions of recorded answers."""
-
 from __future__ import annotations
 
 import math

@@ -30,11 +30,10 @@ FIRST_REGISTER = 32
 FIRST_WORD = 64
 WORDS = VOCABULARY - FIRST_WORD
 SLOT = 8
-LONG, LONGER = 4, 16  # slots of a passage
+LONG, LONGER = 4, 16
 VALUES = SLOT - 5
 UNTAUGHT = -100
 SHARES = {"record": 0.42, "question": 0.3, "set": 0.12, "get": 0.1}
-"""Share of each kind of slot; the rest is filler."""
 PASSAGE_SHARE = 0.12
 """Share of the slots that belong to passages, half of them to repetitions."""
 

@@ -71,7 +71,7 @@ RULE_TOLERANCE = 0.02
 
 
 def use_own_rule(device: str) -> float:
-    """Use the trainable rule in transformers; return the error, ValueError if beyond rounding."""
+    """Use the trainable rule in transformers; return the error, or raise ValueError."""
     own = modeling.torch_chunk_gated_delta_rule
     worst = max(_rule_errors(own, chunk_gated_delta_rule, device))
     if worst > RULE_TOLERANCE:

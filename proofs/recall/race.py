@@ -37,7 +37,7 @@ def start(out: Path, seeds: int, limit_s: float) -> dict[Path, subprocess.Popen[
                 cwd=ROOT,
                 stderr=log,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": next(cards)},
-                start_new_session=True,  # so that workers end too
+                start_new_session=True,
             )
     return processes
 

@@ -76,7 +76,7 @@ def document(
 ) -> dict[str, Any]:
     """Engines in failed rows include their wrong answers."""
     if environment is None:
-        from proofs import stages  # needs torch
+        from proofs import stages
 
         environment = stages.environment()
     kept = result_files.failed_engines(rows)

@@ -24,7 +24,6 @@ GREEDY = "temperature 0"
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 256, 4
 PASSAGES, PASSAGE_TOKENS = 12, 8192
 RARE = 20
-"""Answers of both engines below which outcomes share a bin."""
 LEVEL = 0.01
 
 
@@ -48,7 +47,6 @@ def ask_ambiguously(seed: int) -> list[int]:
 
 
 def ask_for_passages() -> tuple[list[list[int]], int]:
-    """Return questions on passages, and the tokens of an answer."""
     source = np.random.default_rng(PASSAGE_TOKENS)
     made = language.context(source, PASSAGE_TOKENS, near=False, asks=False)
     questions = language.questions(made, 0, {"passage": PASSAGES})
@@ -102,7 +100,6 @@ def _count_since(before: Row, after: Row) -> dict[str, Any]:
 
 
 def chi_square(first: Counter[Any], second: Counter[Any]) -> tuple[float, int]:
-    """Return statistic and degrees of freedom of two samples with pooled rare outcomes."""
     rows: list[tuple[int, int]] = []
     rare = [0, 0]
     for outcome in first | second:

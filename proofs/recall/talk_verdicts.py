@@ -1,7 +1,7 @@
 """Judge conversations with prefix caching and drafts against an engine without both.
 
-An answer may differ only in doubt: the right token has at least a third of the probability but is
-not the best. Questions that the reference answers wrongly must stay as wrong.
+Answers may differ only if the right token has at least a third of the probability but is not the
+best. Questions that the reference answers wrongly must stay wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ UNKNOWN = 0.1
 
 
 def judge_talks(results: Results, plain_name: str) -> list[Row]:
-    """Another seed or cache format has a separate reference."""
     rows = []
     for name, result in results.items():
         if "talk" not in name:

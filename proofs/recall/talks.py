@@ -44,7 +44,7 @@ class Talk:
         prompt.answer.extend(question.answer)
         self.asked.append(prompt)
         appended = [*question.tokens, *question.answer]
-        if kind == "register":  # a slot has two readings
+        if kind == "register":
             appended = [*appended, *appended, language.PAD, language.PAD]
         made, untaught = self.made, np.full(len(appended), language.UNTAUGHT)
         self.made = replace(
@@ -56,7 +56,7 @@ class Talk:
 
     def _question(self, kind: str, seed: int) -> Question:
         questions = language.questions(self.made, seed, {kind: 5})
-        if not questions:  # a short context without passages
+        if not questions:
             questions = language.questions(self.made, seed, {"record": 5})
         return questions[seed % len(questions)]
 

@@ -46,17 +46,15 @@ CAVEATS = [
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps at a fixed length, up to the accuracy ``until`` on predictable tokens."""
-
     name: str
     steps: int
     rows: int
     length: int
     rate: float
-    share: float  # of the allowed time, used up by the end of this phase
+    share: float
     until: float = 2.0
     rounded: bool = False
-    falls_to: float = 0.4  # of the rate, at the end
+    falls_to: float = 0.4
 
     @property
     def warm_steps(self) -> int:
@@ -78,7 +76,6 @@ FURTHER = (
 """The rate falls to almost 0: noise of single steps causes wrong words in long answers."""
 LOOK_STEPS = 25
 NEAR = 0.01
-"""A phase that stops further below the target accuracy has failed."""
 
 
 def _made(job: tuple[int, int, int]) -> tuple[Any, Any, Any]:

@@ -51,7 +51,6 @@ SPECIAL = ("image_token_id", "video_token_id", "vision_end_token_id", "vision_st
 
 
 def read_weights(directory: Path = trained.HERE) -> dict[str, Floats]:
-    """Return trained weights with a random vision tower; raises ValueError for wrong tensors."""
     weights = original.random_weights(RECALL, SEED)
     wanted = {name for name in weights if ".visual." not in name}
     for name, value in trained.read(directory).items():
@@ -72,7 +71,7 @@ def make(weights: dict[str, Floats], out: Path) -> None:
     trees.build(trees.plan(base, donor, out / NAME, hybrid), work)
     trees.build(trees.plan(base, donor, out / V3, trees.VARIANTS["v3"]), work)
     packed = out / f"{INT4_DRAFTS}-base"
-    shutil.copytree(base, packed)  # a hybrid shares files with the base
+    shutil.copytree(base, packed)
     special.pack_drafter(packed, weights)
     trees.build(trees.plan(packed, donor, out / INT4_DRAFTS, hybrid), work)
 

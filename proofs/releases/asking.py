@@ -93,7 +93,6 @@ def count_drafts(server: Server) -> dict[str, float]:
 
 
 def run_check(server: Server, release: Release, only: str | None = None) -> list[dict[str, Any]]:
-    """Run ``spark-check --full`` without the log, or only the check ``only``."""
     probe = Probe(release, Engine(server.socket), server.lines)
     probe.before = probe.metrics()
     findings = []
@@ -122,7 +121,7 @@ def run_check(server: Server, release: Release, only: str | None = None) -> list
 
 def record_answers(server: Server, release: Release) -> dict[str, Any]:
     prompts = compare.check_prompts(release)
-    host = Host(Paths(server.log.parent))  # only the clock is used
+    host = Host(Paths(server.log.parent))
     answers: dict[str, Any] = to_plain(compare.ask(release, Engine(server.socket), prompts, host))
     return answers
 

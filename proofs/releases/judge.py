@@ -18,7 +18,6 @@ WITHOUT = {
 }
 MTP_ACCEPTED = 0.3
 LEAST_ACCEPTED = {"plain-ngram": 0.02}
-"""Ngram drafts repeat earlier words; the lab's answers repeat little."""
 BLIND = {"seeing-blind": ("must",), "seeing-other": ("warn", "must")}
 """Expected severity of the picture check for a blind tower, and for a different tower."""
 COMPARED_NATS = 1e-3

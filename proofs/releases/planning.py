@@ -1,10 +1,3 @@
-"""Write the plans of these proofs; works offline.
-
-    python3 -m proofs.releases.planning OUT_DIR
-
-Plain models come from a local hub with the lab's model in FP8 and in 16 bits.
-"""
-
 from __future__ import annotations
 
 import shutil

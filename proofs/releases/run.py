@@ -108,7 +108,7 @@ def serve(
         "state": "died",
     }
     try:
-        for engine in reversed(engines):  # workers first, as on hosts
+        for engine in reversed(engines):
             engine.start(apart=len(engines) > 1)
         left_s = min(START_S, until_s - time.monotonic())
         result["healthy_s"] = engines[0].healthy(left_s)
@@ -150,7 +150,7 @@ def _without_drafts(release: Release) -> Release:
 def prove(
     stages: list[str], trees: Path, plans: Path, work: Path, out: Path, within_s: float
 ) -> list[Row]:
-    from proofs.stages import environment  # needs torch
+    from proofs.stages import environment
 
     devices = devices_shown()
     until_s = time.monotonic() + within_s

@@ -24,10 +24,7 @@ CACHE_BYTES = 4 << 30
 """Without a profiling run: other engines on the same card would disturb it."""
 STOP_S = 20
 PREFILL = "--gdn-prefill-backend"
-MACHINE = {
-    # Hopper would take kernels that a Spark has not.
-    "VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel"
-}
+MACHINE = {"VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel"}
 PAIR = {
     # Disable connections between two GPUs of a host that two Sparks lack.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
@@ -54,14 +51,13 @@ class Server:
         if apart:
             mounted = 'mount -t tmpfs shm /dev/shm && exec "$@"'
             command = ["unshare", "--ipc", "--mount", "sh", "-c", mounted, "rank", *command]
-        self.socket.unlink(missing_ok=True)  # of a run before
+        self.socket.unlink(missing_ok=True)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=self.env, stdout=log, stderr=log, start_new_session=True
             )
 
     def healthy(self, limit_s: float) -> float | None:
-        """Return the seconds to the first answer; ``None`` after an exit or timeout."""
         started = time.monotonic()
         while self.process and self.process.poll() is None:
             if time.monotonic() - started > limit_s:
@@ -151,7 +147,7 @@ def adapt_arguments(
         "--attention-config": json.dumps({"flash_attn_version": quick.flash_attention()}),
     }
     if PREFILL not in argv:
-        added[PREFILL] = "triton"  # Hopper would take a FlashInfer kernel, which is missing
+        added[PREFILL] = "triton"
     for option, value in added.items():
         argv += [option, value]
         changed.append(f"added {option} {value}")

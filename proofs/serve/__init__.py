@@ -1,1 +1,0 @@
-"""Servers with the arguments of a profile, tested over HTTP."""

@@ -40,7 +40,7 @@ def adapt_arguments(
     result = [tree, *(word.replace('"/cache/', f'"{CACHE_DIRECTORY}/') for word in argv[1:])]
     replaced = {**REPLACED, "--uds": sock}
     if kind == "long":
-        replaced.pop("--max-model-len")  # the tree can take it
+        replaced.pop("--max-model-len")
     for option, value in replaced.items():
         if option in result:
             place = result.index(option) + 1

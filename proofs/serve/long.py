@@ -50,7 +50,7 @@ class Sampler:
 
 def talk(engine: Engine, model: str) -> dict[str, Any]:
     prompts = random_prompts([PROMPT_TOKENS - number for number in range(TOGETHER + 1)])
-    _read(engine, model, prompts[0][:9000])  # compiles missing kernels
+    _read(engine, model, prompts[0][:9000])
     alone = Sampler(engine).during(lambda: _read(engine, model, prompts[0]))
     with ThreadPoolExecutor(TOGETHER) as pool:
         many = Sampler(engine).during(

@@ -23,7 +23,6 @@ QUESTIONS = (
     "Repeat exactly: kite.river.88 / zeta 9152 delta",
 )
 FILLER_SENTENCES = 140
-"""About 700 tokens: longer than two cache blocks of the lab's trained model."""
 COUNTERS = ("vllm:spec_decode_num", "vllm:generation_tokens_total", "vllm:prefix_cache")
 
 
@@ -89,7 +88,7 @@ class Talk:
 
 def talk(engine: Engine, model: str, *, pictures: bool) -> dict[str, Any]:
     client = Talk(engine, model)
-    taught = lessons.facts()["tool"]  # the only tool that the lab's model was trained on
+    taught = lessons.facts()["tool"]
     wanted = taught["calls"][0]
     tool = client.chat(taught["prompt"].format(**wanted), tools=[taught["definition"]])
     result = {

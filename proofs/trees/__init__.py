@@ -1,1 +1,0 @@
-"""Checkpoints that the proofs load: small, made and built here, some broken on purpose."""

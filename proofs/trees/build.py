@@ -126,7 +126,6 @@ def edit_json(path: Path, change: Any) -> None:
 
 
 def _tensor(tree: Path, name: str) -> tuple[Path, int, int, dict[str, Any]]:
-    """Return (file, first byte, last byte, header entry) of a tensor."""
     path = tree / json.loads((tree / INDEX).read_text())["weight_map"][name]
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -188,14 +187,14 @@ def damage(full: Path, overlay: Path) -> Iterator[Path]:
         lambda config: config["quantization_config"].pop("block_name_to_quantize"),
     )
     yield tree
-    tree = damaged(full, "wrong-scale")  # loads; only the numbers are wrong
+    tree = damaged(full, "wrong-scale")
     name = layer.format(1, "gate") + ".weight_scale_inv"
     scales = np.frombuffer(stored_bytes(tree, name), dtype="<u2").reshape(
         _tensor(tree, name)[3]["shape"]
     )
     rewrite(tree, name, np.roll(scales, 1, axis=1).tobytes())
     yield tree
-    tree = damaged(full, "swapped-layers")  # loads; only the numbers are wrong
+    tree = damaged(full, "swapped-layers")
     for suffix in (".weight", ".weight_scale_inv"):
         first_name, second_name = layer.format(0, "down") + suffix, layer.format(1, "down") + suffix
         first, second = stored_bytes(tree, first_name), stored_bytes(tree, second_name)

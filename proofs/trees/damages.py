@@ -37,7 +37,7 @@ def make_visible(full: Path, overlay_head8: Path) -> Iterator[Path]:
     starts = {
         "nan-fp8-weight": (UP, b"\x7f"),
         "nan-fp8-scale": (f"{UP}_scale_inv", b"\xc0\x7f"),
-        "negative-fp8-scale": (f"{UP}_scale_inv", b"\x3a\xc6"),  # -11904
+        "negative-fp8-scale": (f"{UP}_scale_inv", b"\x3a\xc6"),
         "nan-int4-scale": (OUT, b"\x00\x7e"),
     }
     for name, (tensor, start) in starts.items():
@@ -62,7 +62,6 @@ def make_visible(full: Path, overlay_head8: Path) -> Iterator[Path]:
 
 
 def make_plausible(tiny: Path) -> Iterator[Path]:
-    """Make the trees of TRAINED."""
     names = names_of(tiny)
     fp8 = sorted(name for name in names if name.endswith("proj.weight_scale_inv"))
     words = sorted(name for name in names if ".mlp.experts." in name and name.endswith(".qweight"))

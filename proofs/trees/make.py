@@ -33,7 +33,7 @@ def make(out: Path, hub: Path) -> None:
     work = out / "work"
     work.mkdir(parents=True)
     with ProcessPoolExecutor(7) as pool:
-        jobs = [  # slow jobs first
+        jobs = [
             pool.submit(single.make_true, out, work, name, shape, int4_mtp=int4_mtp)
             for name, shape, int4_mtp in (
                 ("true-35b", single.TRUE_35B, True),
@@ -86,10 +86,9 @@ def make_quality(out: Path, recall_weights: Path) -> None:
 
 
 def _wrong_scale(good: Path) -> None:
-    """Multiply the scales of a module by four; all stay finite and plausible."""
     tree = damaged(good, "wrong-scale")
     bits = np.frombuffer(stored_bytes(tree, WRONG), dtype="<u2")
-    rewrite(tree, WRONG, (bits + 0x100).astype("<u2").tobytes())  # the exponent by two
+    rewrite(tree, WRONG, (bits + 0x100).astype("<u2").tobytes())
 
 
 def main() -> None:

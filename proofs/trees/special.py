@@ -16,7 +16,6 @@ from proofs.trees import steered
 from proofs.trees.build import INDEX, SEED, WIDE, build, plan
 
 STEERED = {"steered-0": 1.0, "steered-50": 0.5, "steered-95": 0.05}
-"""Trees by about how many of the first drafts are accepted, with the share of odd tokens."""
 HYBRID = {"layout": "overlay", "head": "int8-g128", "shared_experts": "fp8-donor"}
 PLAIN_HEAD = {**HYBRID, "head": "keep"}
 STEERED_SHAPE = replace(WIDE, expert_width=512)
@@ -24,7 +23,6 @@ STEERED_SHAPE = replace(WIDE, expert_width=512)
 NARROW = replace(WIDE, expert_width=128)
 LONG_POSITIONS = 262144
 EXPERT_KINDS = 16
-"""Different experts; 256 would only take longer to write."""
 VOCABULARY_COPIES = 10
 """Rotated copies of the vocabulary; half a billion random numbers would take a minute."""
 TRUE_35B = Shape(
@@ -78,7 +76,7 @@ def make_true(out: Path, work: Path, name: str, shape: Shape, *, int4_mtp: bool)
             weights[key] = routers.normal(0, 0.02, size).astype(np.float32)
         elif size[0] == shape.vocabulary:
             copies = [np.roll(few[key], 7 * turn, axis=1) for turn in range(VOCABULARY_COPIES)]
-            weights[key] = np.concatenate(copies)  # no two rows alike
+            weights[key] = np.concatenate(copies)
         else:
             weights[key] = few[_kind_of(key)]
     _hybrid(

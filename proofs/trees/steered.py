@@ -18,14 +18,14 @@ from lab.model.original import Floats
 from lab.model.shape import Shape
 
 EMBEDDING_RMS = 1.0
-ODD_RMS = 2.0  # the second half decides although the layers write into it too
+ODD_RMS = 2.0
 TOP_LOGIT = 14.0
 
 
 @dataclass(frozen=True)
 class Steering:
-    following: npt.NDArray[np.int64]  # the token after each token
-    odd: npt.NDArray[np.bool_]  # after these a draft is wrong
+    following: npt.NDArray[np.int64]
+    odd: npt.NDArray[np.bool_]
 
 
 def steering(shape: Shape, seed: int, odd_share: float) -> Steering:
@@ -56,7 +56,7 @@ def weights(shape: Shape, seed: int, known: Steering) -> dict[str, Floats]:
     only_embedding[:, : shape.hidden] = np.eye(shape.hidden)
     tensors["mtp.fc.weight"] = only_embedding
     dropped = np.zeros(shape.hidden, dtype=np.float32)
-    dropped[half:] = -1  # norms of this architecture are stored minus 1
+    dropped[half:] = -1
     tensors["mtp.norm.weight"] = dropped
     return tensors
 
@@ -70,7 +70,6 @@ def expected_tokens(known: Steering, last: int, count: int) -> list[int]:
 
 
 def expected_acceptance(known: Steering, tokens: list[int], drafts: int) -> tuple[int, int]:
-    """Return (accepted, drafted) for an answer with ``drafts`` tokens per step."""
     accepted = drafted = place = 0
     while place < len(tokens) - 1:
         right = 0

@@ -124,7 +124,7 @@ def check_scale_sizes(model: torch.nn.Module) -> None:
 
 
 def measure_scales(scales: torch.Tensor) -> tuple[float, float]:
-    """Return the largest and the median magnitude, without groups of zeros; 0 if all are."""
+    """Return the largest and the median magnitude, without groups of zeros."""
     largest, samples = 0.0, []
     values = scales.flatten()
     step = 1 + len(values) // _SAMPLE_NUMBERS
@@ -152,7 +152,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield pieces along the first axis, to limit memory."""
     if tensor.dim() == 0:
         yield tensor
         return

@@ -80,5 +80,4 @@ def _check_all_loaded(model: torch.nn.Module, loaded: set[str] | None) -> None:
 
 
 def _plain_name(name: str) -> str:
-    """Remove the experts' wrapper, which vLLM 0.30 omits in names of loaded weights."""
     return name.replace(".routed_experts.", ".")

@@ -11,7 +11,7 @@ from spark_vllm import REQUEST_DEFAULTS
 
 
 class RequestDefaults:
-    """Adds what a request leaves out; the request's own values win."""
+    """Adds defaults to a request; the request's values win."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -40,7 +40,6 @@ class RequestDefaults:
 
 
 def add_defaults(body: bytes, defaults: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Return a request with the defaults of its model name, or unchanged."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):

@@ -130,7 +130,6 @@ class SparkIncConfig(INCConfig):
 
 
 def _unquantised_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
-    """Return the method of a BF16 model; ``None`` is vLLM's default."""
     if isinstance(layer, LinearBase):
         return UnquantizedLinearMethod()
     if isinstance(layer, RoutedExperts):

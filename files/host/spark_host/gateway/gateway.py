@@ -31,7 +31,6 @@ _USABLE_KEY = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 def run(service: str, paths: Paths) -> int:
     settings = load_gateway(service, paths)
     folder = _install_config(settings, paths)
-    # left behind by a killed nginx
     for body in nginx.bodies(settings, paths).glob("*"):
         body.unlink()
     program, config = nginx.program(paths), str(folder / "nginx.conf")
@@ -39,7 +38,6 @@ def run(service: str, paths: Paths) -> int:
 
 
 def reload(service: str, paths: Paths) -> int:
-    """Apply key, settings and addresses; running answers finish."""
     settings = load_gateway(service, paths)
     master = _master(service, paths)
     if master is None:
@@ -54,7 +52,6 @@ def reload(service: str, paths: Paths) -> int:
 
 
 def new_key(service: str, paths: Paths) -> int:
-    """Replace the API key with a random key."""
     settings = load_gateway(service, paths)
     _write_key(settings, paths)
     if _master(service, paths) is not None:
@@ -63,7 +60,6 @@ def new_key(service: str, paths: Paths) -> int:
 
 
 def bring_up(release: Release, paths: Paths) -> None:
-    """Start the gateway, or reload it if its configuration is outdated."""
     settings = load_gateway(release.service, paths)
     make_key(settings, paths)
     if not systemd.is_active(settings.unit) or not boots(release.service, paths):
@@ -101,7 +97,6 @@ def boots(service: str, paths: Paths) -> bool:
 
 
 def difference(service: str, paths: Paths) -> str | None:
-    """Return how the running gateway differs from the settings."""
     try:
         settings = load_gateway(service, paths)
         master = _master(service, paths)
@@ -143,7 +138,7 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
 def wait_until_listening(
     service: str, paths: Paths, old_workers: frozenset[int] = frozenset()
 ) -> None:
-    """Wait until only new workers listen, on exactly the wanted addresses."""
+    """Wait until only new workers listen, on exactly the planned addresses."""
     settings = load_gateway(service, paths)
     deadline = time.monotonic() + _WAIT_S
     while True:
@@ -190,7 +185,6 @@ def _workers(master: int) -> frozenset[int]:
 
 
 def _install_config(settings: Gateway, paths: Paths) -> Path:
-    """Write the configuration if nginx accepts it; return the folder."""
     folder = paths.gateway_run(settings.service)
     body_folder = paths.gateway_bodies(settings.service)
     if settings.keys:
@@ -215,7 +209,6 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
 
 
 def is_current(settings: Gateway, paths: Paths) -> bool:
-    """Return whether the files match settings, key and addresses."""
     wanted = _rendered(settings, paths)
     return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
 
@@ -245,7 +238,6 @@ def _write_key(settings: Gateway, paths: Paths) -> None:
 
 
 def read_key(settings: Gateway, paths: Paths) -> str:
-    """Return the API key; ``HostToolError`` if missing, exposed or unusable."""
     path = paths.below(settings.key_path)
     try:
         mode, key = path.stat().st_mode, path.read_text().strip()

@@ -1,7 +1,7 @@
 """Named API keys: nginx maps and limits, and the usage of each key.
 
-nginx logs a line per request; the lines are added to totals daily. A power cut or a killed
-addition can lose lines.
+nginx logs each request; the lines are added to totals daily. A power cut or a killed addition can
+lose lines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ _UNNAMED = "api_key"  # no name of a key: they have no underscore
 
 
 def config_text(settings: Gateway, paths: Paths) -> str:
-    """Return maps, limits and log of the named keys; "" if there are none."""
     keys = settings.keys or {}
     if not keys:
         return ""
@@ -74,14 +73,13 @@ def _users_by_limit(keys: dict[str, NamedKey], field: str) -> Iterator[tuple[int
 
 
 def read_usage(service: str, paths: Paths) -> Usage:
-    """Return the totals and the lines of the log that are not in them yet."""
     path = paths.usage(service)
     usage = read_document(Usage, path) or Usage({}, 0)
     if not _log(path).exists():
         return usage
     keys, counted = dict(usage.keys), usage.counted_bytes
     with _log(path).open("rb") as log:
-        # It is shorter if `fold_usage` was killed after it emptied the log.
+        # The log is shorter if `fold_usage` was killed after emptying it.
         counted = log.seek(counted if counted <= os.fstat(log.fileno()).st_size else 0)
         for line in log:
             if not line.endswith(b"\n"):  # nginx writes it now
@@ -94,7 +92,6 @@ def read_usage(service: str, paths: Paths) -> Usage:
 
 
 def fold_usage(paths: Paths) -> None:
-    """Add the logs to the totals and empty the logs."""
     for log in paths.usage("").parent.glob("*.log"):
         usage = read_usage(log.stem, paths)
         write_document(paths.usage(log.stem), usage)

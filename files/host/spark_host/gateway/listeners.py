@@ -1,7 +1,7 @@
-"""The addresses on which a gateway should listen, and those on which it does.
+"""The addresses on which a gateway should listen, and those on which it listens.
 
-Addresses of bridges and tunnels appear late and change. Missing addresses are left out: nginx would
-not start.
+Addresses of bridges and tunnels appear late and change. Missing addresses are skipped, because
+nginx would not start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Listeners:
 
 
 def wanted(settings: Gateway) -> Listeners:
-    """Return the listeners of a gateway; the host itself always gets plain HTTP.
+    """Return the listeners of a gateway; loopback always gets plain HTTP.
 
     Both loopback addresses always listen: otherwise a local user could bind ::1 and receive keys.
     """

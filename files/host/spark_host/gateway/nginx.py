@@ -34,7 +34,7 @@ class Route:
 
     method: str
     path: str
-    pattern: str = ""  # with a group called `id`
+    pattern: str = ""
     suffix: str = ""
     engine: str = ""  # the engine's path, if it differs
 
@@ -153,7 +153,7 @@ def _location(match: str, *lines: str) -> str:
 
 
 SCRIPT = "names.js"
-LARGE_BODIES = 32  # bodies on disk at once, from all clients together
+LARGE_BODIES = 32
 _MODULE = "usr/lib/nginx/modules/ngx_http_js_module.so"
 # Paths that need no escaping between quotes.
 _PLAIN = re.compile(r"/[A-Za-z0-9._/ +@,:=-]*\Z")
@@ -172,7 +172,6 @@ def fill(template: str, values: Mapping[str, str]) -> str:
 
 
 def quoted(path: Path, suffix: str = "") -> str:
-    """Return a path for nginx; ``HostToolError`` if it needs escaping."""
     if not _PLAIN.match(str(path)):
         fix = "use only letters, digits, spaces and ._/+@,:=- in the path"
         raise HostToolError("share", f"cannot share {path}", fix)
@@ -236,7 +235,6 @@ def config_text(settings: Gateway, paths: Paths) -> str:
 
 
 def script_text(settings: Gateway, paths: Paths) -> str:
-    """Return names.js, which chooses the engine by the model name in the body."""
     named = settings.names or {}
     first = {settings.service: named[settings.service]}
     services = [
@@ -258,7 +256,7 @@ def client_of(settings: Gateway) -> str:
 
 
 def _limits(settings: Gateway) -> str:
-    """Return limits per address; requests without a valid key count in zones of their own.
+    """Return limits per address; requests without a valid key count in separate zones.
 
     Clients behind a router share an address: without a key they must not use up the limit.
     """

@@ -40,7 +40,6 @@ def open_for(release: Release, paths: Paths) -> None:
 
 
 def make_folder(service: str, paths: Paths) -> None:
-    """Create the folder of the traffic file, owned by root."""
     paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
     folders.give(paths.service_run(service), 0, group_id(service, paths), 0o710)
 

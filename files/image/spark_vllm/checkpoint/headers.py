@@ -15,18 +15,18 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reader
 @dataclass(frozen=True)
 class Tensor:
     file: str
-    dtype: str  # of safetensors: "BF16", "F8_E4M3", "I32"
+    dtype: str
     shape: tuple[int, ...]
-    start_bytes: int  # in its file
+    start_bytes: int
     size_bytes: int
 
 
 @dataclass(frozen=True)
 class Headers:
-    index: dict[str, str]  # tensor name -> file name
-    tensors: dict[str, Tensor]  # in the file that the index names
-    unlisted: dict[str, Tensor]  # in another file
-    problems: tuple[str, ...]  # unreadable files, missing names
+    index: dict[str, str]
+    tensors: dict[str, Tensor]
+    unlisted: dict[str, Tensor]
+    problems: tuple[str, ...]
 
 
 def read_headers(directory: Path) -> Headers:

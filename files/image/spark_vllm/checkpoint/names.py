@@ -14,10 +14,8 @@ FP8_SCALE = "weight_scale_inv_fp8"
 HEAD = "lm_head"
 HEAD_PARTS = ("qweight", "scales", "qzeros")
 HEAD_SUFFIX = "_int8"
-"""Overlay suffix of the INT8 head's tensors: ``lm_head.qweight_int8``."""
 
 TEXT_LAYERS = "model.language_model.layers."
-"""Prefix of every swapped module."""
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -60,7 +58,6 @@ def are_all_shards_listed(
 
 
 def fused_modules(modules: Iterable[str], packed: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the engine's modules for checkpoint ``modules``, in order, without repeats."""
     listed = dict.fromkeys(modules)
     fused_of = {shard: fused for fused, shards in packed.items() for shard in shards}
     result: dict[str, None] = {}

@@ -27,7 +27,7 @@ _ZEROS = b"\x00\x80"  # e4m3 codes
 
 
 class _Module(NamedTuple):
-    name: str  # of the scale tensor
+    name: str
     weight: Tensor
     scale: Tensor
     values: list[float]
@@ -92,7 +92,6 @@ def _read_floats(directory: Path, tensor: Tensor) -> list[float]:
 
 
 def _find_used_blocks(directory: Path, weight: Tensor, block: tuple[int, int]) -> Iterator[bool]:
-    """Yield for each block, by rows, whether it has a weight other than zero."""
     rows, columns = weight.shape
     for first in range(0, rows, block[0]):
         count = min(block[0], rows - first)

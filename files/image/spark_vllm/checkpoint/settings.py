@@ -24,7 +24,7 @@ class Settings:
     fp8_modules: tuple[str, ...]  # checkpoint names
     block_shape: tuple[int, int]
     layout: str  # "overlay" | "full"
-    head: str  # "keep" | "int8-g128"
+    head: str
     bits: int
     group_size: int
     block_names: tuple[str, ...]  # modules below these are quantised unless listed in extra
@@ -36,7 +36,6 @@ class Settings:
 
     @property
     def head_int8(self) -> bool:
-        """Whether the checkpoint's LM head is GPTQ-packed INT8."""
         return self.head != "keep"
 
     @property

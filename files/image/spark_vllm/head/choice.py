@@ -14,7 +14,6 @@ IMAGE_VARIABLE = "SPARK_IMAGE"
 """Environment variable with the image digest; the plan sets it if the head is measured."""
 
 Times = Mapping[str, Mapping[int, float]]
-"""Microseconds of each kernel at each batch."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,6 @@ def select_fastest(times: Times) -> str:
 
 
 def read_choice(path: Path, setup: HeadSetup) -> str | None:
-    """Return the kernel stored for exactly this setup, or None.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
     if not path.exists():
         return None
     try:
@@ -62,7 +56,6 @@ def read_choice(path: Path, setup: HeadSetup) -> str | None:
 
 
 def write_choice(path: Path, setup: HeadSetup, times: Times) -> str:
-    """Write times and choice atomically; return the choice."""
     choice = select_fastest(times)
     content = {
         "about": "Microseconds of the LM head, medians of CUDA-graph replays on this machine.",

@@ -73,7 +73,6 @@ def pack_gptq(values: torch.Tensor) -> torch.Tensor:
 
 
 def time_us(head: Head, x: torch.Tensor) -> float:
-    """Return the median time of a call in a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -145,9 +145,9 @@ def _logits_kernel(
 
 @triton.jit(do_not_specialize=["batch", "groups"])  # type: ignore[untyped-decorator] # no types
 def _split_kernel(
-    x_ptr,  # BF16 or FP16 [batch, in]
-    halves_ptr,  # int8 [2, batch, groups * GROUP]
-    x_scale_ptr,  # float32 [groups, batch]
+    x_ptr,
+    halves_ptr,
+    x_scale_ptr,
     batch,
     in_features,
     groups,

@@ -6,7 +6,6 @@ import torch
 
 GROUP_SIZE = 128
 ROWS_PER_BLOCK = 8192
-"""Limits the float32 copy to 100 MB at 3072 inputs."""
 
 LARGEST = 127
 

@@ -16,9 +16,9 @@ TABLE_PATH = Path(__file__).with_name("tiles.json")
 class Tile:
     """Block sizes and options of the kernel for batches up to ``max_batch``."""
 
-    max_batch: int | None  # None: no limit; the last entry of every list
-    block_m: int  # batch rows per program; at least 8, for the tensor cores
-    block_n: int  # vocabulary rows per program
+    max_batch: int | None
+    block_m: int
+    block_n: int
     groups_per_step: int  # groups loaded together; ignored where it does not divide the input
     split: bool  # activations as two INT8 halves instead of weights as BF16
     warps: int
@@ -51,7 +51,6 @@ def read_table(path: Path = TABLE_PATH) -> dict[str, tuple[Tile, ...]]:
 
 
 def tiles_for(capability: tuple[int, int], table: Mapping[str, Sequence[Tile]]) -> Sequence[Tile]:
-    """Return the tiles of exactly this compute capability, or the default tiles."""
     return table.get(f"{capability[0]}.{capability[1]}", table["default"])
 
 
