@@ -209,8 +209,8 @@ class ServeSettings:
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the gateway.")
     expose: Expose = Field(
         default="loopback",
-        description=f"Who besides this host can reach the gateway: {_AUDIENCES}; lan listens on "
-        "every address. The API key is always required. Changing it does not restart the engine.",
+        description=f"Which clients reach the gateway: {_AUDIENCES}; lan listens on every address. "
+        "The API key is always required. Changing it does not restart the engine.",
     )
     address: str | None = Field(
         default=None,
