@@ -74,7 +74,7 @@ _File = Annotated[
 CatalogName = Annotated[str, Field(json_schema_extra=CATALOG_NAME)]
 ServedName = Annotated[str, Field(json_schema_extra=SERVED_NAME)]
 _AUDIENCES = ", ".join(
-    f"{exposure.audience or 'nobody'} ({name})" for name, exposure in EXPOSURES.items()
+    f"{exposure.audience or 'only this host'} ({name})" for name, exposure in EXPOSURES.items()
 )
 
 # YAML reads an unquoted off as false.

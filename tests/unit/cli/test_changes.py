@@ -234,7 +234,7 @@ STATES = {"on": {"active": RELEASE["name"]}, "off": {"good": RELEASE["name"]}}
         (["rollback"], [f"rolls back from {CURRENT} to {OLD}", "was stopped on purpose"]),
     ],
 )
-def test_dry_prints_the_change_of_each_host_like_up(words, expected, monkeypatch, capsys):
+def test_dry_run_prints_the_change_of_each_host(words, expected, monkeypatch, capsys):
     hosts = [host_of("on"), host_of("off"), host_of("away")]
     values = [
         host_status({"releases": [RELEASE], "services": {"main": STATES[host.name]}})
