@@ -214,7 +214,7 @@ def list_resources(plan: HostPlan, payload: Payload) -> tuple[Resource, ...]:
     return (
         *_base_resources(plan.base),
         *_prepared_resources(plan, payload),
-        *_artefact_resources(plan, payload),
+        *_artifact_resources(plan, payload),
         *_release_resources(plan),
     )
 
@@ -260,7 +260,7 @@ def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
         yield from _files((DOCKER_DROP_IN,), "Docker | Pull images through the proxy")
 
 
-def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
+def _artifact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
     for job in (work.job for work in served_jobs_of(plan, payload.image_context)):
         if job.unless:
             continue  # the same deploy removes it again
@@ -269,12 +269,12 @@ def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
             operation = "Checkpoint | Build the checkpoint"
         if job.kind == FETCH_JOB:
             operation = f"Sources | Fetch {job.title.removeprefix('fetch ')}"
-        yield _artefact(job, operation)
+        yield _artifact(job, operation)
     for job in (work.job for work in ready_jobs_of(plan, payload.image_context)):
-        yield _artefact(job, f"Ready | {preparation_name(job)}")
+        yield _artifact(job, f"Ready | {preparation_name(job)}")
 
 
-def _artefact(job: Job, operation: str) -> Resource:
+def _artifact(job: Job, operation: str) -> Resource:
     if isinstance(job.proof, ReceiptProof):
         return Resource("tree", job.proof.tree, operation)
     assert isinstance(job.proof, ImageProof)  # no job of a served pair is a removal
