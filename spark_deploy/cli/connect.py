@@ -34,6 +34,7 @@ from spark_deploy.cli.hosts import (
     query_or_note,
     select_hosts,
 )
+from spark_deploy.cli.routers import ROUTERS, model_names
 from spark_deploy.cli.tunnels import hold_tunnels
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.errors import SparkError
@@ -166,7 +167,9 @@ CLIENTS: dict[str, Client] = {
 
 
 @click.command
-@click.option("--for", "client", type=click.Choice(list(CLIENTS)), help="Set up this client.")
+@click.option(
+    "--for", "client", type=click.Choice([*CLIENTS, *ROUTERS]), help="Set up this client."
+)
 @service_option("This service instead of the main service.")
 @click.option("--tunnel", is_flag=True, help="Keep SSH tunnels open until interrupted.")
 @shared_options()
@@ -177,7 +180,9 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
         raise SparkError.one(f"--{chosen[0]} and --{chosen[1]}", problem, fix)
     hosts = answering_hosts(select_hosts(options, must_serve=False), options, service)
     servers = connections_of(hosts, options, service)
-    if client:
+    if client in ROUTERS:
+        _print_router(options, client, service, hosts, servers)
+    elif client:
         _print_client(options, client, service, servers)
     elif tunnel:
         hold_tunnels(
@@ -241,6 +246,24 @@ def _print_client(
     note(f"use      {client.use.replace('THIS', command)}")
     if server.tunnel:
         note(f"tunnel   in another terminal: {next_command(options, *words, '--tunnel')}")
+
+
+def _print_router(
+    options: Options,
+    name: str,
+    service: str | None,
+    hosts: list[Target],
+    servers: list[Connection],
+) -> None:
+    if service is None:  # a main gateway serves the models of all services
+        servers = [
+            dataclasses.replace(server, names=model_names(host))
+            for host, server in zip(hosts, servers, strict=True)
+        ]
+    print("\n".join(ROUTERS[name].text(servers)))
+    note(f"use      {ROUTERS[name].use}")
+    if any(server.tunnel for server in servers):
+        note(f"tunnels  in another terminal: {next_command(options, 'connect', '--tunnel')}")
 
 
 def connection_of(

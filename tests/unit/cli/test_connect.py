@@ -12,6 +12,9 @@ from spark_deploy.cli import main
 from spark_deploy.cli.connect import connection_lines, connection_of
 from tests.unit.cli.targets import target_of
 
+SMALL = {"model": "jina-embeddings-v5-small", "profile": "plain", "port": 8001, "memory_gib": 6,
+         "names": ["small"]}  # fmt: skip
+
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
@@ -36,8 +39,7 @@ def test_the_local_port_of_a_host_does_not_depend_on_the_selection(site, capsys)
 @pytest.mark.parametrize("extra", [[], ["--service", "small"]])
 def test_suggested_commands_keep_service_and_inventory(client, extra, site, capsys):
     (site / "inventory/spark.py").rename(site / "inventory/other.py")
-    small = {"model": "jina-embeddings-v5-small", "profile": "plain", "port": 8001, "memory_gib": 6}
-    settings = {"model": "qwen3.5-35b", "services": {"small": small}}
+    settings = {"model": "qwen3.5-35b", "services": {"small": SMALL}}
     (site / "group_vars/spark.yml").write_text(yaml.safe_dump(settings))
     inventory = ["--inventory", "inventory/other.py"]
     assert main(["connect", "spark-1", *extra, "--for", client, *inventory]) == 0
@@ -54,6 +56,41 @@ def test_clients_of_a_cluster_connect_to_the_head(site, capsys):
     assert "http://127.0.0.1:8000/v1" in capsys.readouterr().out
     assert main(["connect", "spark-2"]) == 1
     assert "spark-2: is a worker of spark-1, which answers" in capsys.readouterr().err
+
+
+def test_litellm_gets_the_models_of_all_services_and_hosts_and_no_key(site, capsys):
+    settings = {"model": "qwen3.5-35b", "serve": {"names": ["big"]}, "services": {"small": SMALL}}
+    (site / "group_vars/spark.yml").write_text(yaml.safe_dump(settings))
+    assert main(["connect", "--for", "litellm"]) == 0
+    shown = capsys.readouterr()
+    config = yaml.safe_load(shown.out)
+    assert [
+        (entry["model_name"], *entry["litellm_params"].values()) for entry in config["model_list"]
+    ] == [
+        (name, f"hosted_vllm/{name}", f"http://127.0.0.1:{port}/v1", f"os.environ/SPARK_KEY_{n}")
+        for n, port in ((1, 8000), (2, 8001))
+        for name in ("big", "small")
+    ]
+    exports = re.findall('^# export SPARK_KEY_(.)="\\$\\(ssh (.*?) ', shown.out, re.M)
+    assert exports == [("1", "spark-1"), ("2", "spark-2")]
+    assert config["general_settings"] == {"master_key": "os.environ/LITELLM_MASTER_KEY"}
+    assert "--tunnel" in shown.err
+
+
+def test_vllm_router_needs_the_same_models_without_a_private_ca(site, capsys):
+    settings = {"model": "qwen3.5-35b", "serve": {"expose": "lan", "tls": "off"}}
+    (site / "group_vars/spark.yml").write_text(yaml.safe_dump(settings))
+    assert main(["connect", "--for", "vllm-router"]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[0] == "vllm-router"
+    assert words[-3:] == ["--worker-urls", "http://spark-1:8000", "http://spark-2:8000"]
+    (site / "host_vars").mkdir()
+    (site / "host_vars/spark-2.yml").write_text(yaml.safe_dump({"serve": {"names": ["other"]}}))
+    assert main(["connect", "--for", "vllm-router"]) == 1
+    (site / "host_vars/spark-2.yml").unlink()
+    settings["serve"]["tls"] = "private-ca"
+    (site / "group_vars/spark.yml").write_text(yaml.safe_dump(settings))
+    assert main(["connect", "--for", "vllm-router"]) == 1
 
 
 @pytest.mark.slow

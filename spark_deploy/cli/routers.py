@@ -1,0 +1,84 @@
+"""Configurations of programs that distribute requests over the gateways of several hosts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import yaml
+
+from spark_deploy.cli.hosts import Target
+from spark_deploy.config.errors import SparkError
+
+if TYPE_CHECKING:
+    from spark_deploy.cli.connect import Connection
+
+Servers = Sequence["Connection"]
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    use: str  # an instruction
+    text: Callable[[Servers], Iterator[str]]
+
+
+def _litellm(servers: Servers) -> Iterator[str]:
+    deployments = []
+    for number, server in enumerate(servers, 1):
+        yield f'# export SPARK_KEY_{number}="$({server.read_key})"'
+        key = f"os.environ/SPARK_KEY_{number}"
+        deployments += [
+            {
+                "model_name": name,
+                "litellm_params": {
+                    "model": f"hosted_vllm/{name}",
+                    "api_base": server.base_url,
+                    "api_key": key,
+                },
+            }
+            for name in server.names
+        ]
+    for ca in {server.ca for server in servers if server.ca}:
+        yield f"# export SSL_CERT_FILE={shlex.quote(ca)}"
+    # Without a master key LiteLLM answers everyone.
+    yield '# export LITELLM_MASTER_KEY="sk-$(openssl rand -hex 24)"'
+    document = {
+        "model_list": deployments,
+        # Otherwise all retries may go to the host that just answered 503.
+        "router_settings": {"allowed_fails": 0, "cooldown_time": 10},
+        "general_settings": {"master_key": "os.environ/LITELLM_MASTER_KEY"},
+    }
+    yield yaml.safe_dump(document, sort_keys=False).rstrip()
+
+
+def _vllm_router(servers: Servers) -> Iterator[str]:
+    where = "--for vllm-router"
+    if len({server.names for server in servers}) > 1:
+        raise SparkError.one(where, "the hosts serve different models", "use --for litellm")
+    if any(server.ca for server in servers):
+        raise SparkError.one(where, "it cannot use a private CA", "use --for litellm")
+    urls = [server.base_url.removesuffix("/v1") for server in servers]
+    yield shlex.join(["vllm-router", "--policy", "consistent_hash", "--worker-urls", *urls])
+
+
+ROUTERS: dict[str, Router] = {
+    "litellm": Router(
+        "save as litellm.yaml, run the exports in its comments, pip install 'litellm[proxy]', "
+        "then: litellm --host 127.0.0.1 --port 4000 --config litellm.yaml",
+        _litellm,
+    ),
+    "vllm-router": Router(
+        "pip install vllm-router, then run the line; it passes on the key of each request, so "
+        "set serve.api_key to the same key on all hosts",
+        _vllm_router,
+    ),
+}
+
+
+def model_names(host: Target) -> tuple[str, ...]:
+    """Return the model names of all services, which the main gateway serves."""
+    main = host.settings.settings
+    services = (main, *map(main.service_settings, main.services))
+    return tuple(name for settings in services for name in settings.serve.names_of(settings.model))
