@@ -19,6 +19,7 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login, open_tunnel
 from spark_deploy.bench.protocols import Endpoint
+from spark_deploy.cli.connection import Connection
 from spark_deploy.cli.console import (
     Options,
     next_command,
@@ -48,24 +49,6 @@ from spark_deploy.plan.resolve import pair_of
 QUESTION = "What is 7823 * 4519?"
 _WEBUI_IMAGE, _WEBUI_PORT = "ghcr.io/open-webui/open-webui:main", 3000
 _OPENCODE_ANSWER_TOKENS = 32_000
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    host: str
-    base_url: str
-    port: int
-    users: str
-    model: str
-    names: tuple[str, ...]
-    key_path: str
-    read_key: str
-    tunnel: str | None  # a command that forwards a local port to the host
-    ca: str | None  # a CA file for clients
-    container: str | None  # base URL inside containers of the host
-    example: str
-    context_tokens: int | None = None  # of the longest request, if known
-    task: str = "chat"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import yaml
 
+from spark_deploy.cli.connection import Connection
 from spark_deploy.cli.hosts import Target
 from spark_deploy.config.errors import SparkError
 
-if TYPE_CHECKING:
-    from spark_deploy.cli.connect import Connection
-
-Servers = Sequence["Connection"]
+Servers = Sequence[Connection]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ sys.path.insert(0, str(CHECKOUT / "tests/unit/host_tools"))
 
 from gateway_client import running_gateway
 
-from spark_deploy.cli.connect import CLIENTS, Connection
+from spark_deploy.cli.connect import CLIENTS
+from spark_deploy.cli.connection import Connection
 
 pytest_plugins = ["tests.unit.host_tools.conftest"]
 OPENCODE, CLAUDE_CODE = "opencode-ai@1.18.33", "@anthropic-ai/claude-code@2.1.328"

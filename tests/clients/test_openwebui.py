@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.cli.connect import CLIENTS, Connection
+from spark_deploy.cli.connect import CLIENTS
+from spark_deploy.cli.connection import Connection
 from tests.open_webui import READS, VERSION
 
 KEY = "sk-0123456789abcdef"

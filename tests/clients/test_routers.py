@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from spark_deploy.cli.connect import Connection
+from spark_deploy.cli.connection import Connection
 from spark_deploy.cli.routers import ROUTERS
 
 pytestmark = pytest.mark.timeout(1800)  # installs packages
