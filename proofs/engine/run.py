@@ -54,7 +54,7 @@ def run_cases(
                 process.wait()
             if process.poll() is not None or late:
                 running.remove(entry)
-                results[case["name"]] = result = _result(case, out, late)
+                results[case["name"]] = result = read_result(case, out, late)
                 print(
                     f"phase=case name={case['name']} state={result['state']}"
                     f" s={time.monotonic() - started:.0f}",
@@ -106,7 +106,7 @@ def _start(
         )
 
 
-def _result(case: dict[str, Any], out: Path, late: bool) -> dict[str, Any]:
+def read_result(case: dict[str, Any], out: Path, late: bool) -> dict[str, Any]:
     path = out / f"{case['name']}.json"
     log = (out / f"{case['name']}.log").read_text(errors="replace")
     result = (

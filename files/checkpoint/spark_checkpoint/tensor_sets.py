@@ -24,6 +24,7 @@ WEIGHT = ".weight"
 SCALE = ".weight_scale_inv"
 FP8 = "F8_E4M3"
 HEAD = "lm_head.weight"
+NGRAM_TABLE = ".ple_embedding.ngram_embedding."
 _PACKED = (".qweight", ".scales", ".qzeros")
 _LISTED_NAMES = 10
 _MAX_NAME_LENGTH = 120
@@ -204,6 +205,9 @@ def replacement_names(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
     if plan.head == "int8-g128":
         suffixes[HEAD] = _PACKED
     suffixes.update({name: _PACKED for name in drafter_weights(plan)})
+    if plan.ngram_table != "keep":
+        tables = (pattern for pattern in plan.base_tensors if NGRAM_TABLE in pattern)
+        suffixes.update({name: () for pattern in tables for name in expand(pattern)})
     return {
         name: tuple(name.removesuffix(WEIGHT) + suffix for suffix in new)
         for name, new in suffixes.items()

@@ -161,6 +161,8 @@ class BuildPlan:
     head: Literal["keep", "int8-g128"]
     # 16-bit modules of the MTP layer to round to INT4 in groups of 128; empty: none.
     drafter_int4: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
+    # Format of the file for n-gram embedding tables; keep: they stay tensors.
+    ngram_table: Literal["keep", "e2m1", "e4m3"] = field(default="keep", metadata=OPTIONAL)
     layout: Literal["overlay", "full"]  # overlay: links and a small shard
     out: str  # created atomically
     extra: Mapping[str, Any]  # deep-merged into config.json last

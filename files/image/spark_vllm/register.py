@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from spark_vllm import PORTABLE_LOAD_FORMAT, QUANT_METHOD
 
+QWEN4_EXP_MODELS = {
+    "Qwen4ExpForConditionalGeneration": "SparkQwen4Exp",
+    "Qwen4ExpMTP": "SparkQwen4ExpMTP",
+}
+
 
 def register() -> None:
     """Register the quantisation method and the load format; a second call changes nothing."""
@@ -15,6 +20,7 @@ def register() -> None:
     if QUANT_METHOD in QUANTIZATION_METHODS:
         return
     from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.models.registry import ModelRegistry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from spark_vllm import finite
@@ -28,3 +34,7 @@ def register() -> None:
     register_backend(
         AttentionBackendEnum.TURBOQUANT, "spark_vllm.turboquant.SparkTurboQuantBackend"
     )
+    # By name too. Older engines lack the architecture.
+    for architecture, own in QWEN4_EXP_MODELS.items():
+        if architecture in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, f"spark_vllm.qwen4_exp:{own}")

@@ -372,7 +372,7 @@ def test_refuses_a_missing_head(write):
 def test_packed_drafter_needs_a_matching_config(write):
     tree = write()
     source = read_shard(tree.root / tree.index[f"{EXPERT}.qweight"])
-    for module in [name for name in list_mtp_modules(1, EXPERTS) if ".experts." in name]:
+    for module in [name for name in list_mtp_modules(1, EXPERTS, False) if ".experts." in name]:
         tree.remove(f"{module}.weight")
         for part in PACKED:
             tree.add(DRAFTER_FILE, f"{module}.{part}", source[f"{EXPERT}.{part}"])
@@ -407,7 +407,8 @@ def test_requires_drafter_tensors_only_with_a_drafter(write):
 
 
 def test_drafter_of_the_122b_has_785_tensors():
-    assert len(list_mtp_modules(1, 256)) == 785
+    assert len(list_mtp_modules(1, 256, False)) == 785
+    assert len(list_mtp_modules(1, 512, True)) == 3 * 512 + 29
 
 
 def test_refuses_a_repository_name():

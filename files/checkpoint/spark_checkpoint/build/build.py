@@ -17,8 +17,16 @@ from spark_contract.files import now
 from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
 
 from spark_checkpoint import TOOL_VERSION, storage, verify
-from spark_checkpoint.build.layouts import Layout, Writer, check_config, result_bytes, result_config
+from spark_checkpoint.build.layouts import (
+    Layout,
+    Writer,
+    check_config,
+    make_entry,
+    result_bytes,
+    result_config,
+)
 from spark_checkpoint.build.new_tensors import TensorMaker
+from spark_checkpoint.build.ngram_table import find_tables, table_tensors
 from spark_checkpoint.build.peer_tensors import check_locked_tensors, read_changes
 from spark_checkpoint.build.source_checks import (
     Sources,
@@ -140,11 +148,17 @@ class _Build:
     def _write_files(
         self, sources: Sources, hashes: dict[str, verify.FileHashes], changes: Changes
     ) -> Layout:
-        writer = Writer(self.result_dir, sources.base, hashes, changes, self.progress)
-        if self.plan.layout == "overlay":
-            layout = writer.write_overlay(rewritten_shards(self.plan, sources.base))
+        base, plan = sources.base, self.plan
+        if plan.ngram_table != "keep":
+            changes.added.update({name: [] for name in table_tensors(base)})
+        writer = Writer(self.result_dir, base, hashes, changes, self.progress)
+        if plan.layout == "overlay":
+            layout = writer.write_overlay(rewritten_shards(plan, base))
         else:
             layout = writer.write_full()
+        for table in find_tables(base, plan.ngram_table):
+            written = table.write(self.result_dir, self.progress)
+            layout.files.append(make_entry(table.file_name, written))
         self._write_documents(sources, changes, layout)
         return layout
 
@@ -321,11 +335,13 @@ def _hash_files(
 def rewritten_shards(plan: BuildPlan, base: Checkpoint) -> set[str]:
     """Return the base's shards that the result cannot use unchanged.
 
-    In an overlay these are the shards of a packed drafter, because engines load whole files.
+    In an overlay these are the shards of a packed drafter and of n-gram tables, because engines
+    load whole files.
     """
     if plan.layout == "full":
         return set(base.shards)
     names = [name for name in drafter_weights(plan) if name in base.owner]
+    names += table_tensors(base) if plan.ngram_table != "keep" else []
     return {shard for name in names for shard in base.duplicates.get(name, (base.owner[name],))}
 
 
@@ -363,4 +379,5 @@ def peak_bytes(
         staged_bytes += packed_bytes(weight.shape, 4)
     staged_bytes += sum(tensor_bytes("BF16", received[name].shape) for name in grafted)
     shards = (base.shards[name] for name in rewritten_shards(plan, base))
-    return 2 * staged_bytes + sum(header.file_bytes for header in shards)
+    tables = sum(table.file_bytes for table in find_tables(base, plan.ngram_table))
+    return 2 * staged_bytes + sum(header.file_bytes for header in shards) + tables

@@ -71,11 +71,12 @@ def result_config(
     quantization = config["quantization_config"]
     has_fp8 = plan.shared_experts.startswith("fp8")
     has_int8 = plan.shared_experts == "int8-g128" or plan.head != "keep"
-    if has_fp8 or (plan.layout == "overlay" and has_int8):
+    # Without its tensors a table would be uninitialised memory in an engine without the plugin.
+    if has_fp8 or (plan.layout == "overlay" and has_int8) or plan.ngram_table != "keep":
         quantization["quant_method"] = PLUGIN_METHOD
-    if has_fp8:
-        block_shape = list(plan.block_shape)
-        quantization["fp8_block"] = {"modules": list(modules), "block_shape": block_shape}
+    if quantization["quant_method"] == PLUGIN_METHOD:
+        listed = list(modules) if has_fp8 else []
+        quantization["fp8_block"] = {"modules": listed, "block_shape": list(plan.block_shape)}
     per_module = quantization["extra_config"] = quantization.get("extra_config") or {}
     if plan.shared_experts == "int8-g128":
         per_module.update({module: dict(_INT8) for module in modules})
@@ -151,10 +152,11 @@ class Writer:
     def write_overlay(self, rewritten: Collection[str]) -> Layout:
         """Hard-link the base's files, and write a shard of new tensors with overlay names.
 
-        ``rewritten`` shards are copied without the 16-bit weights of a packed drafter.
+        ``rewritten`` shards are copied without removed tensors and the 16-bit weights of a packed
+        drafter.
         """
         base, added = self.base, self.changes.added
-        drafter = {old: new for old, new in added.items() if old.startswith(MTP_PREFIX)}
+        drafter = {old: new for old, new in added.items() if old.startswith(MTP_PREFIX) or not new}
         index = {name: shard for name, shard in base.owner.items() if name not in added}
         copied = sum(base.tensor(name).size_bytes for name in index if index[name] in rewritten)
         self.progress.phase("write", self.changes.size_bytes + copied)
@@ -211,18 +213,18 @@ class Writer:
         names = [tensor.name for tensor in tensors]
         if shard is None or (names == list(shard.tensors) and not has_new):
             copied = copy_file(target, source, self.progress, hashes)
-            return _make_entry(name, copied, hashes.sha256)
+            return make_entry(name, copied, hashes.sha256)
         if not tensors:
             return None
         if not is_aligned(tensors):
             tensors = sort_by_alignment(tensors)
         written = rewrite_shard(target, tensors, shard.metadata, self.progress, source, hashes)
-        return _make_entry(name, written)
+        return make_entry(name, written)
 
     def _write_new_shard(self, name: str, tensors: list[NewTensor]) -> ReceiptFile:
         tensors = sort_by_alignment(tensors)
         written = write_new(self.result_dir / name, tensors, _METADATA, self.progress)
-        return _make_entry(name, written)
+        return make_entry(name, written)
 
 
 def result_bytes(base: directory.Checkpoint, changes: Changes) -> int:
@@ -242,15 +244,15 @@ def _list_full_shard(base: directory.Checkpoint, shard: str, changes: Changes) -
         if base.owner[name] != shard:
             continue
         if name in changes.added:
-            new_weight, *new_scales = changes.added[name]
-            weights.append(new_weight)
-            scales += new_scales
+            new = changes.added[name]
+            weights += new[:1]
+            scales += new[1:]
         else:
             weights.append(NewTensor(name, tensor.dtype, tensor.shape, base.span(name, shard)))
     return weights + sort_by_alignment(scales)
 
 
-def _make_entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFile:
+def make_entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFile:
     """Return the receipt entry of a file; a rewritten file has pieces instead of a sha256."""
     pieces = tuple(map(str, written.pieces)) if sha256 is None else None
     return receipt_entry(name, written.stamp, sha256, pieces)

@@ -17,7 +17,7 @@ from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check import rules
 from spark_vllm.check.rules import MissingError, Sources
 
-SUBJECTS = ("quantisation", "models", "attention", "head")
+SUBJECTS = ("quantisation", "models", "attention", "head", "ngram")
 
 
 @dataclass(frozen=True)

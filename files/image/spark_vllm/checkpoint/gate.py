@@ -24,7 +24,12 @@ WEIGHTS = ("weight", "qweight", FP8_WEIGHT)
 BARE = ("A_log", "dt_bias")
 """Tensors without a module."""
 
-OUTSIDE_LAYERS = ("model.language_model.embed_tokens", "model.language_model.norm")
+EMBEDDING, NORM = "model.language_model.embed_tokens", "model.language_model.norm"
+MIXER = "hyper_connection_mixer"
+"""Of residual streams, in front of the head; Qwen4Exp has it instead of a norm."""
+IN_SOME_LAYERS = "ple."
+"""Modules of n-gram tables, which only the layers of ``ple_layer_ids`` have."""
+
 KINDS = ("linear_attn", "self_attn")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -34,11 +39,14 @@ def find_missing_modules(tensors: Iterable[str], layers: int, experts: int) -> I
     outside, by_layer = _group_modules(tensors)
     if not by_layer:  # another naming scheme: cannot be compared
         return
-    yield from (name for name in OUTSIDE_LAYERS if name not in outside)
+    mixer = f"model.language_model.{MIXER}.hc_norm"
+    yield from (name for name in (EMBEDDING,) if name not in outside)
+    yield from (NORM for _ in range(not {NORM, mixer} & outside))
     yield from (f"{TEXT_LAYERS}{n}." for n in range(layers) if n not in by_layer)
     modules_of_kind: dict[frozenset[str], set[str]] = {}
     for modules in by_layer.values():
-        modules_of_kind.setdefault(_attention_kinds(modules), set()).update(modules)
+        shared = {name for name in modules if not name.startswith(IN_SOME_LAYERS)}
+        modules_of_kind.setdefault(_attention_kinds(modules), set()).update(shared)
     for number, modules in sorted(by_layer.items()):
         needed = modules_of_kind[_attention_kinds(modules)] | _expected_experts(modules, experts)
         yield from (f"{TEXT_LAYERS}{number}.{name}" for name in sorted(needed - modules))
@@ -108,6 +116,22 @@ MTP_LAYER_LINEAR = (
     *(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")),
 )
 MTP_PLAIN = ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+_MIXER_PARTS = ("hc_norm", "input_mix_weight_down", "input_mix_weight_up")
+MTP_LAYER_STREAMS = (
+    "self_attn.q_norm",
+    "self_attn.k_norm",
+    *(f"self_attn.indexer.{part}" for part in ("index_qk_proj", "q_layernorm", "k_layernorm")),
+    *(
+        f"{block}_hyper_connection.{part}"
+        for block in ("attn", "mlp")
+        for part in (*_MIXER_PARTS, "block_inject_weight")
+    ),
+)
+MTP_STREAMS = (
+    *("mtp.fc_embedding", "mtp.fc_hidden", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"),
+    *(f"mtp.{MIXER}.{part}" for part in _MIXER_PARTS),
+)
+"""The drafter of Qwen4Exp."""
 
 
 def check_checkpoint(
@@ -259,7 +283,8 @@ def _check_mtp(
     headers: Headers, settings: Settings, mtp_layers: int, experts: int
 ) -> Iterator[str]:
     """Check that each drafter tensor is 16-bit or packed as in config.json."""
-    for module in list_mtp_modules(mtp_layers, experts):
+    has_streams = any(name.startswith(f"mtp.{MIXER}.") for name in headers.index)
+    for module in list_mtp_modules(mtp_layers, experts, has_streams):
         packed = f"{module}.qweight" in headers.tensors
         if not packed:
             yield from _check_dtype(headers, f"{module}.weight", FLOATS)
@@ -273,12 +298,12 @@ def _is_linear(module: str) -> bool:
 
 
 @lru_cache(maxsize=4)
-def list_mtp_modules(mtp_layers: int, experts: int) -> tuple[str, ...]:
-    """Return the checkpoint modules of the drafter: ``17 + 3 * experts`` per layer."""
-    modules = list(MTP_PLAIN)
+def list_mtp_modules(mtp_layers: int, experts: int, has_streams: bool) -> tuple[str, ...]:
+    """Return the drafter's modules: ``17 + 3 * experts`` per layer, 29 instead with streams."""
+    modules = list(MTP_STREAMS if has_streams else MTP_PLAIN)
     for layer in range(mtp_layers):
         inner: Iterable[str] = (
-            *MTP_LAYER_NORMS,
+            *(MTP_LAYER_STREAMS if has_streams else MTP_LAYER_NORMS),
             *MTP_LAYER_PLAIN,
             *MTP_LAYER_LINEAR,
             *(f"mlp.experts.{n}.{p}_proj" for n in range(experts) for p in ("gate", "up", "down")),

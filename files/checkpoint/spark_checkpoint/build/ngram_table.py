@@ -1,0 +1,229 @@
+"""Write the n-gram embedding table (PLE) of a checkpoint to a file of verifiable blocks.
+
+``spark_vllm.ngram.table`` reads the file and describes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from spark_checkpoint.build.write import HashingFile, Written
+from spark_checkpoint.directory import Checkpoint, Span, read_span
+from spark_checkpoint.errors import ValidationError
+from spark_checkpoint.number_formats import Codes, Floats, from_e4m3, to_e4m3, to_floats
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.storage import WORKERS
+from spark_checkpoint.tensor_sets import FP8, NGRAM_TABLE
+
+FORMAT = "spark-ngram-table-1"
+BLOCK_BYTES = 4096
+GROUP = 16
+E2M1_MAX, E4M3_MAX = 6.0, 448.0
+# Codes of e2m1 for magnitudes in quarters: 0, 0.5, 1, 1.5, 2, 3, 4, 6 start half-way.
+_E2M1_CODES = np.searchsorted([1, 3, 5, 7, 10, 14, 20], np.arange(32), side="right").astype("u1")
+_PIECE_ROWS = 1 << 16
+_SHARD = re.compile(
+    r"(model\.language_model\.layers\.(\d+)\.ple\.ple_embedding\.ngram_embedding)\.shard_(\d+)\.weight"
+)
+_FIX = "use another commit of the base, or set the table to keep"
+
+
+@dataclass(frozen=True, slots=True)
+class NgramTable:
+    """A table of the base, as consecutive shards of rows."""
+
+    base: Checkpoint
+    prefix: str
+    layer: int
+    shards: tuple[str, ...]
+    number_format: str  # of the file: "e2m1" or "e4m3"
+
+    @property
+    def file_name(self) -> str:
+        return f"ngram-table-{self.layer}.bin"
+
+    @property
+    def rows(self) -> int:
+        return sum(self.base.tensor(shard).shape[0] for shard in self.shards)
+
+    @property
+    def width(self) -> int:
+        first = self.base.tensor(self.shards[0])
+        return first.shape[1] * (2 if first.dtype == "U8" else 1)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width if self.number_format == "e4m3" else self.width // 2 + self.width // GROUP
+
+    @property
+    def file_bytes(self) -> int:
+        rows_per_block = (BLOCK_BYTES - 4) // self.row_bytes
+        return BLOCK_BYTES * (1 - (-self.rows // rows_per_block))
+
+    def write(self, directory: Path, progress: Progress) -> Written:
+        progress.phase("ngram-table", sum(self.base.tensor(s).size_bytes for s in self.shards))
+        encode, scale = self._select_encoder()
+        header = {
+            "format": FORMAT,
+            "rows": self.rows,
+            "width": self.width,
+            "number_format": self.number_format,
+            "scale": scale,
+        }
+        with closing(HashingFile(directory / self.file_name)) as sink:
+            sink.write(_seal(json.dumps(header).encode(), 0))
+            number = 1
+            rows_per_block = (BLOCK_BYTES - 4) // self.row_bytes
+            for rows in _in_pieces(self._encode_all(encode, progress), rows_per_block):
+                blocks = []
+                for start in range(0, len(rows), rows_per_block):
+                    blocks.append(_seal(rows[start : start + rows_per_block].tobytes(), number))
+                    number += 1
+                sink.write(b"".join(blocks))
+            return sink.finish()
+
+    def _select_encoder(self) -> tuple[Callable[[str, int, int], Codes], float]:
+        """Return a function for rows of a shard, and the scale of the whole table."""
+        dtype = self.base.tensor(self.shards[0]).dtype
+        if dtype == "U8" and self.number_format == "e2m1":
+            return self._join_packed, self._read_scale("weight_scale_2")
+        if dtype == FP8:
+            scale = self._read_scale("weight_scale")
+            if self.number_format == "e4m3":
+                return self._read_fp8, scale
+            # Every group fits: its scale is at most 448, and 448 * 6 of these are 448 before.
+            table_scale = scale / E2M1_MAX
+
+            def requantise(shard: str, start: int, count: int) -> Codes:
+                values = from_e4m3(self._read_fp8(shard, start, count)) * np.float32(scale)
+                return quantise_rows(values, table_scale)
+
+            return requantise, float(np.float32(table_scale))
+        if dtype in ("BF16", "F16") and self.number_format == "e2m1":
+            largest = max(
+                float(np.abs(self._read_floats(*piece)).max()) for piece in self._pieces()
+            )
+            table_scale = float(np.float32(largest / (E2M1_MAX * E4M3_MAX))) or 1.0
+            return (lambda *p: quantise_rows(self._read_floats(*p), table_scale)), table_scale
+        raise ValidationError(
+            self.shards[0], f"is {dtype}, which cannot become {self.number_format}", _FIX
+        )
+
+    def _pieces(self) -> Iterator[tuple[str, int, int]]:
+        for shard in self.shards:
+            rows = self.base.tensor(shard).shape[0]
+            for start in range(0, rows, _PIECE_ROWS):
+                yield shard, start, min(_PIECE_ROWS, rows - start)
+
+    def _encode_all(
+        self, encode: Callable[[str, int, int], Codes], progress: Progress
+    ) -> Iterator[Codes]:
+        pieces = self._pieces()
+        with ThreadPoolExecutor(WORKERS) as pool:
+            while batch := list(itertools.islice(pieces, WORKERS)):
+                for piece, rows in zip(batch, pool.map(lambda p: encode(*p), batch), strict=True):
+                    tensor = self.base.tensor(piece[0])
+                    progress.add(piece[2] * tensor.size_bytes // tensor.shape[0])
+                    yield rows
+
+    def _read(self, name: str, start: int, count: int) -> bytes:
+        tensor, span = self.base.tensor(name), self.base.span(name)
+        width = tensor.size_bytes // tensor.shape[0]
+        return read_span(Span(span.path, span.offset + start * width, count * width))
+
+    def _read_floats(self, shard: str, start: int, count: int) -> Floats:
+        dtype = self.base.tensor(shard).dtype
+        values = to_floats(self._read(shard, start, count), dtype, (count, self.width))
+        if not np.isfinite(values).all():
+            raise ValidationError(shard, "has NaN or infinite values", _FIX)
+        return values
+
+    def _read_fp8(self, shard: str, start: int, count: int) -> Codes:
+        codes = np.frombuffer(self._read(shard, start, count), np.uint8).reshape(count, -1)
+        if ((codes & 0x7F) == 0x7F).any():
+            raise ValidationError(shard, "has NaN codes", _FIX)
+        return codes
+
+    def _join_packed(self, shard: str, start: int, count: int) -> Codes:
+        scales = self._read_fp8(f"{shard}_scale", start, count)
+        packed = np.frombuffer(self._read(shard, start, count), np.uint8).reshape(count, -1)
+        return np.concatenate([packed, scales], axis=1)
+
+    def _read_scale(self, part: str) -> float:
+        name = f"{self.prefix}.{part}"
+        if name not in self.base.owner:
+            raise ValidationError(name, "is missing", _FIX)
+        tensor = self.base.tensor(name)
+        scales = to_floats(read_span(self.base.span(name)), tensor.dtype, tensor.shape).reshape(-1)
+        if len(scales) != 1 or not 0 < float(scales[0]) < np.inf:
+            raise ValidationError(name, f"is {scales.tolist()}, expected a positive number", _FIX)
+        return float(scales[0])
+
+
+def table_tensors(base: Checkpoint) -> list[str]:
+    """Return the names of all tensors of tables."""
+    return [name for name in base.owner if NGRAM_TABLE in name]
+
+
+def find_tables(base: Checkpoint, number_format: str) -> list[NgramTable]:
+    """Return the tables to write; their shards must be numbered from 0 without gaps."""
+    if number_format == "keep":
+        return []
+    found: dict[tuple[str, int], dict[int, str]] = {}
+    for name in base.owner:
+        match = _SHARD.fullmatch(name)
+        if match:
+            found.setdefault((match[1], int(match[2])), {})[int(match[3])] = name
+    tables = []
+    for (prefix, layer), shards in sorted(found.items()):
+        missing = set(range(max(shards) + 1)) - shards.keys()
+        if missing:
+            raise ValidationError(
+                prefix, f"lacks shard_{min(missing)} of {max(shards) + 1}", "download it again"
+            )
+        ordered = tuple(shards[number] for number in sorted(shards))
+        tables.append(NgramTable(base, prefix, layer, ordered, number_format))
+    return tables
+
+
+def quantise_rows(values: Floats, table_scale: float) -> Codes:
+    """Round rows to e2m1 with an e4m3 scale for every 16 numbers: packed codes, then scales."""
+    groups = values.reshape(len(values), -1, GROUP)
+    largest = np.abs(groups).max(axis=2)
+    step = np.float32(table_scale)
+    codes = to_e4m3(np.minimum(largest / (np.float32(E2M1_MAX) * step), np.float32(E4M3_MAX)))
+    scales = from_e4m3(codes) * step
+    quarters = np.abs(groups) * (4 / np.where(scales > 0, scales, np.inf))[:, :, None]
+    numbers = _E2M1_CODES[np.minimum(quarters, 31).astype(np.uint8)]
+    numbers |= np.signbit(groups).astype(np.uint8) << 3
+    pairs = numbers.reshape(len(values), -1, 2)
+    return np.concatenate([pairs[:, :, 0] | pairs[:, :, 1] << 4, codes], axis=1)
+
+
+def _in_pieces(arrays: Iterator[Codes], multiple: int) -> Iterator[Codes]:
+    """Yield the rows again, in pieces whose length is a multiple; the last may be shorter."""
+    rest: Codes | None = None
+    for rows in arrays:
+        rows = rows if rest is None else np.concatenate([rest, rows])
+        whole = len(rows) - len(rows) % multiple
+        if whole:
+            yield rows[:whole]
+        rest = rows[whole:]
+    if rest is not None and len(rest):
+        yield rest
+
+
+def _seal(content: bytes, number: int) -> bytes:
+    """Return a block of the file with its checksum."""
+    content = content.ljust(BLOCK_BYTES - 4, b"\0")
+    return content + zlib.crc32(content, number & 0xFFFFFFFF).to_bytes(4, "little")

@@ -1,0 +1,1 @@
+"""N-gram embedding tables (PLE) of Qwen4Exp that stay in a file."""

@@ -1,0 +1,41 @@
+"""Options of ``--additional-config`` for n-gram embedding tables, without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OPTION, CACHE_OPTION = "ngram_table", "ngram_cache_mib"
+_CACHE_MIB = 1024
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    directory: Path  # of the checkpoint
+    cache_bytes: int
+
+
+def read_table_options(additional: Any, directory: str | Path) -> TableOptions | None:
+    """Return where the tables are and how much memory caches rows; None if they are tensors."""
+    spark = additional.get("spark", {}) if isinstance(additional, Mapping) else {}
+    choice, cache_mib = spark.get(OPTION), spark.get(CACHE_OPTION, _CACHE_MIB)
+    if choice not in (None, "file"):
+        raise ValueError(
+            f"--additional-config: spark.{OPTION}: {choice!r}, accepted: file; "
+            "fix: use it, or remove the option"
+        )
+    if not isinstance(cache_mib, int) or cache_mib < 1:
+        raise ValueError(
+            f"--additional-config: spark.{CACHE_OPTION}: {cache_mib!r}, accepted: MiB from 1; "
+            "fix: use such a number, or remove the option"
+        )
+    has_files = any(Path(directory).glob("ngram-table-*.bin"))
+    if has_files != (choice == "file"):
+        found = "the checkpoint has" if has_files else "the checkpoint lacks"
+        raise ValueError(
+            f"--additional-config: spark.{OPTION}: {choice!r}, but {found} ngram-table files; "
+            "fix: set it to file exactly if the checkpoint has them"
+        )
+    return TableOptions(Path(directory), cache_mib << 20) if choice else None

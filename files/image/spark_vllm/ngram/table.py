@@ -1,0 +1,177 @@
+"""Rows of an n-gram embedding table in a file, verified when they are read first.
+
+A file has a header of 4096 bytes and blocks of 4096 bytes, so a row costs one read of the disk. A
+block has whole rows, zeros, and the CRC-32 of both, which starts from the number of the block:
+a block in the wrong place does not verify either. ``spark_checkpoint`` writes the file.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORMAT = "spark-ngram-table-1"
+BLOCK_BYTES = 4096
+_CHECKED_BYTES = BLOCK_BYTES - 4
+GROUP = 16
+"""Numbers of a row in format ``e2m1`` that share a scale."""
+
+Ids = NDArray[np.int64]
+Rows = NDArray[np.uint8]
+Reader = Callable[[int, list[Any], int], int]
+"""Read from a descriptor into buffers at an offset, like ``os.preadv``."""
+
+
+def table_path(directory: str | Path, layer: int) -> Path:
+    return Path(directory) / f"ngram-table-{layer}.bin"
+
+
+def row_bytes(number_format: str, width: int) -> int:
+    if number_format == "e4m3":
+        return width
+    return width // 2 + width // GROUP
+
+
+@dataclass(frozen=True)
+class Header:
+    rows: int
+    width: int  # numbers in a row
+    number_format: str  # "e2m1" with e4m3 scales of groups, or "e4m3"
+    scale: float  # of all numbers
+
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.number_format, self.width)
+
+    @property
+    def rows_per_block(self) -> int:
+        return _CHECKED_BYTES // self.row_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return BLOCK_BYTES * (1 - (-self.rows // self.rows_per_block))
+
+
+class DamagedTableError(ValueError):
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(
+            f"{path}: {problem}; fix: verify the checkpoint with `spark_checkpoint verify --full`, "
+            "build it again"
+        )
+
+
+def read_header(path: Path) -> Header:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(BLOCK_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DamagedTableError(path, f"cannot be read ({error.strerror})") from error
+    if len(raw) < BLOCK_BYTES or _checksum(raw, 0) != raw[_CHECKED_BYTES:]:
+        raise DamagedTableError(path, "the header is damaged")
+    content = json.loads(raw[:_CHECKED_BYTES].rstrip(b"\0"))
+    if content.pop("format") != FORMAT:
+        raise DamagedTableError(path, f"has another format than {FORMAT}")
+    header = Header(**content)
+    if size != header.file_bytes:
+        raise DamagedTableError(
+            path, f"has {size} bytes, {header.rows} rows need {header.file_bytes}"
+        )
+    return header
+
+
+def _checksum(block: bytes | bytearray, number: int) -> bytes:
+    """Return the CRC of block ``number`` of the file; the header is block 0."""
+    return zlib.crc32(block[:_CHECKED_BYTES], number & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+class Table:
+    """Reads rows; keeps ``cache_bytes`` of them in memory.
+
+    A row that cannot be read or verified raises: it is never replaced by zeros. One thread calls
+    ``lookup``; ``read_ahead`` may run in others.
+    """
+
+    def __init__(self, path: Path, cache_bytes: int, read: Reader = os.preadv) -> None:
+        self.path, self.header = path, read_header(path)
+        self._read = read
+        self._file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
+        self._memory = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
+        self._memory.madvise(mmap.MADV_RANDOM)
+        count, size = self.header.rows_per_block, self.header.row_bytes
+        blocks = self.header.file_bytes // BLOCK_BYTES
+        shape, strides = (blocks, count, size), (BLOCK_BYTES, size, 1)
+        self._rows = np.ndarray(shape, np.uint8, self._memory, 0, strides)
+        self._block = bytearray(BLOCK_BYTES)
+        self._slots = max(1, cache_bytes // (self.header.row_bytes + 8))
+        self._cached_ids = np.full(self._slots, -1, np.int64)
+        self._cached_rows = np.empty((self._slots, self.header.row_bytes), np.uint8)
+        self._verified = np.zeros(blocks, np.bool_)
+        self.rows_read = self.cache_hits = 0
+
+    def close(self) -> None:
+        del self._rows
+        self._memory.close()
+        os.close(self._file)
+
+    def lookup(self, ids: Ids, out: Rows) -> None:
+        """Write the rows of ``ids`` to ``out``, a row each."""
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.header.rows:
+            raise DamagedTableError(self.path, f"has {self.header.rows} rows, not row {ids.max()}")
+        slots = ids % self._slots
+        is_cached = self._cached_ids[slots] == ids
+        np.take(self._cached_rows, slots, axis=0, out=out, mode="clip")
+        missing = np.flatnonzero(~is_cached)
+        self.rows_read += ids.size
+        self.cache_hits += ids.size - missing.size
+        if missing.size:
+            out[missing] = self._read_rows(ids[missing])
+            self._cached_rows[slots[missing]] = out[missing]
+            self._cached_ids[slots[missing]] = ids[missing]
+
+    def read_ahead(self, ids: Ids) -> None:
+        """Ask the kernel to read the blocks of rows that are not cached; does not wait."""
+        ids = ids[self._cached_ids[ids % self._slots] != ids]
+        for block in np.unique(1 + ids // self.header.rows_per_block).tolist():
+            self._prefetch(block)
+
+    def _read_rows(self, ids: Ids) -> Rows:
+        blocks, places = np.divmod(ids, self.header.rows_per_block)
+        blocks += 1
+        numbers = np.unique(blocks)
+        known = self._verified[numbers]
+        for number in numbers.tolist() if len(numbers) > 1 else []:  # a single read needs no queue
+            self._prefetch(number)
+        for number in numbers[~known].tolist():
+            self._verify_block(number)
+        if os.fstat(self._file).st_size != self.header.file_bytes:  # reading would be fatal
+            raise DamagedTableError(self.path, "was truncated")
+        rows: Rows = self._rows[blocks, places]
+        return rows
+
+    def _prefetch(self, number: int) -> None:
+        offset = number * BLOCK_BYTES
+        os.posix_fadvise(self._file, offset, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
+
+    def _verify_block(self, number: int) -> None:
+        try:
+            count = self._read(self._file, [self._block], number * BLOCK_BYTES)
+        except OSError as error:
+            raise DamagedTableError(
+                self.path, f"block {number} cannot be read ({error.strerror})"
+            ) from error
+        if count != BLOCK_BYTES:
+            raise DamagedTableError(self.path, f"block {number} is missing")
+        if _checksum(self._block, number) != self._block[_CHECKED_BYTES:]:
+            raise DamagedTableError(self.path, f"block {number} is damaged")
+        self._verified[number] = True

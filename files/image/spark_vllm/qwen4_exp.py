@@ -1,0 +1,45 @@
+"""Qwen4Exp (Qwen3.8-Flash-Next) with tables in files and quantised heads."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.utils import PPMissingLayer, maybe_prefix
+from vllm.models.qwen4_exp import Qwen4ExpForConditionalGeneration, Qwen4ExpMTP
+from vllm.models.qwen4_exp.nvidia.hyperconnection import GatedResidual
+
+from spark_vllm.ngram.embedding import tables_in_files
+
+
+class SparkQwen4Exp(Qwen4ExpForConditionalGeneration):
+    """The engine's class builds the head without a quantisation method."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "model") -> None:
+        with tables_in_files(vllm_config):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config = vllm_config.model_config.hf_text_config
+        self.language_model.lm_head = None  # before the new one, for memory
+        self.language_model.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "language_model.lm_head"),
+        )
+        clear_padding(self)
+
+
+class SparkQwen4ExpMTP(Qwen4ExpMTP):
+    """A drafter without a head: the engine gives it the target's, which may be quantised."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.lm_head = PPMissingLayer()
+        clear_padding(self)
+
+
+def clear_padding(model: torch.nn.Module) -> None:
+    """Zero the rows that pad mixers: no checkpoint has them, and finite.py would see old memory."""
+    for module in model.modules():
+        if isinstance(module, GatedResidual) and module.pad_size:
+            module.input_mix_weight_down_block_inject.weight.data[-module.pad_size :].zero_()

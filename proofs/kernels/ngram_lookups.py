@@ -1,0 +1,198 @@
+"""Time lookups in an n-gram table on a disk: rows a token, hits on real text, microseconds.
+
+    python3 -m proofs.kernels.ngram_lookups DIRECTORY OUT.json [--gib N]
+
+The file has as many blocks as fit into ``--gib``; ids of the true table are folded into it. A slow
+disk is a reader that waits before every block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from spark_vllm.ngram.table import BLOCK_BYTES, FORMAT, Table, table_path
+
+from proofs.result_files import describe_run, write_result
+
+WIDTH, ROW_BYTES, PER_BLOCK = 160, 90, 45
+HEADS, TRUE_ROWS = 16, 320_001_536
+ROOT = Path(__file__).resolve().parents[2]
+BATCHES = (1, 2, 4, 8, 16)
+DRAFTS = 2
+REPEATS = 60
+PROMPT = 2048
+
+
+def write_table(directory: Path, blocks: int) -> Path:
+    path = table_path(directory, 1)
+    header = {
+        "format": FORMAT, "rows": blocks * PER_BLOCK, "width": WIDTH,
+        "number_format": "e2m1", "scale": 1.0,
+    }  # fmt: skip
+    payload = os.urandom(PER_BLOCK * ROW_BYTES).ljust(BLOCK_BYTES - 4, b"\0")
+    with path.open("wb") as file:
+        file.write(_seal(json.dumps(header).encode().ljust(BLOCK_BYTES - 4, b"\0"), 0))
+        for number in range(1, blocks + 1):
+            file.write(_seal(payload, number))
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def _seal(content: bytes, number: int) -> bytes:
+    return content + zlib.crc32(content, number).to_bytes(4, "little")
+
+
+def drop_from_memory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def text_tokens() -> list[int]:
+    """Return the project's pages as tokens of a byte-pair vocabulary trained on them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    pages = [path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.train_from_iterator(pages, trainers.BpeTrainer(vocab_size=16384))
+    return [token for page in pages for token in tokenizer.encode(page).ids]
+
+
+def row_ids(tokens: list[int], rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return ids [tokens, 16]: 8 hashes of the last two tokens and 8 of the last three."""
+    ids = np.empty((len(tokens), HEADS), np.int64)
+    for head in range(HEADS):
+        length = 2 + head // 8
+        size = rows // HEADS
+        for place in range(len(tokens)):
+            gram = (head, *tokens[max(0, place - length + 1) : place + 1])
+            ids[place, head] = head * size + zlib.crc32(repr(gram).encode()) % size
+    return ids
+
+
+def hit_rates(path: Path, ids: Any) -> dict[str, float]:
+    rates = {}
+    for mib in (1, 4, 16, 64):
+        table = Table(path, mib << 20)
+        out = np.empty((HEADS, ROW_BYTES), np.uint8)
+        for token in ids:
+            table.lookup(token, out)
+        rates[f"{mib} MiB"] = round(table.cache_hits / table.rows_read, 4)
+        table.close()
+    return rates
+
+
+def time_steps(path: Path, make_ids: Any, tokens: int, repeats: int, **more: Any) -> dict[str, Any]:
+    """Time lookups of ``tokens`` tokens: microseconds a step."""
+    table = Table(path, 1 << 20, **more)
+    out = np.empty((tokens * HEADS, ROW_BYTES), np.uint8)
+    times = []
+    for number in range(repeats):
+        ids = np.ascontiguousarray(make_ids(number, tokens)).reshape(-1)
+        started = time.perf_counter()
+        table.lookup(ids, out)
+        times.append((time.perf_counter() - started) * 1e6)
+    table.close()
+    return {
+        "rows": tokens * HEADS,
+        "median_us": round(statistics.median(times), 1),
+        "p95_us": round(sorted(times)[int(len(times) * 0.95)], 1),
+    }
+
+
+def slow_reader(wait_s: float) -> Any:
+    def read(descriptor: int, buffers: list[Any], offset: int) -> int:
+        time.sleep(wait_s)
+        return os.preadv(descriptor, buffers, offset)
+
+    return read
+
+
+def measure(directory: Path, gib: float) -> dict[str, Any]:
+    path = write_table(directory, int(gib * (1 << 30)) // BLOCK_BYTES)
+    rows = path.stat().st_size // BLOCK_BYTES * PER_BLOCK - PER_BLOCK
+    source = np.random.default_rng(1)
+
+    def cold(_: int, tokens: int) -> Any:
+        return source.integers(0, rows, tokens * HEADS)
+
+    def same(_: int, tokens: int) -> Any:
+        return np.arange(tokens * HEADS) * 977 % rows
+
+    known: dict[int, Any] = {}
+
+    def in_page_cache(number: int, tokens: int) -> Any:
+        """Return ids that were read once, but are too many for the row cache."""
+        if tokens not in known:
+            known[tokens] = source.integers(0, rows, (REPEATS, tokens * HEADS))
+        return known[tokens][number % REPEATS]
+
+    steps: dict[str, Any] = {}
+    for batch in BATCHES:
+        tokens = batch * (1 + DRAFTS)
+        drop_from_memory(path)
+        result = {"disk": time_steps(path, cold, tokens, REPEATS)}
+        time_steps(path, in_page_cache, tokens, REPEATS)
+        result["page cache"] = time_steps(path, in_page_cache, tokens, REPEATS)
+        result["row cache"] = time_steps(path, same, tokens, REPEATS)
+        steps[f"{batch} requests, {DRAFTS} drafts"] = result
+    prompt: dict[str, Any] = {}
+    drop_from_memory(path)
+    prompt["disk"] = time_steps(path, cold, PROMPT, 3)
+    time_steps(path, in_page_cache, PROMPT, 3)
+    prompt["page cache"] = time_steps(path, in_page_cache, PROMPT, 3)
+    drop_from_memory(path)
+    slow = {}
+    for wait_us in (100, 1000):
+        reader = slow_reader(wait_us / 1e6)
+        slow[f"{wait_us} us before every block"] = {
+            str(batch): time_steps(path, cold, batch * (1 + DRAFTS), 5, read=reader)
+            for batch in (1, 16)
+        }
+    tokens_of_text = text_tokens()
+    ids = row_ids(tokens_of_text[:30_000], rows)
+    return {
+        "file_gib": gib,
+        "rows_per_token": HEADS,
+        "true_table_gib": round((-(-TRUE_ROWS // PER_BLOCK) + 1) * BLOCK_BYTES / 2**30, 2),
+        "steps": steps,
+        f"prompt of {PROMPT} tokens": prompt,
+        "slow disk": slow,
+        "text": {
+            "source": "the project's pages, byte-pair vocabulary of 16384 tokens",
+            "tokens": len(ids),
+            "distinct_rows": len(np.unique(ids)),
+            "hit_rate_by_cache": hit_rates(path, ids),
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gib", type=float, default=2)
+    parser.add_argument("--device", default="CPU and disk only")
+    arguments = parser.parse_args()
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    try:
+        figures = measure(arguments.directory, arguments.gib)
+    finally:
+        table_path(arguments.directory, 1).unlink(missing_ok=True)
+    run = describe_run(arguments.device, "numpy", "tokenizers")
+    write_result(arguments.out, {"stage": "ngram-lookups", **run, "figures": figures})
+    print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Tables that the builder writes and the plugin reads, against sums in plain Python."""
+
+import json
+import random
+import threading
+import zlib
+
+import numpy as np
+import pytest
+from spark_checkpoint.build.ngram_table import find_tables, table_tensors
+from spark_checkpoint.directory import read_checkpoint
+from spark_checkpoint.errors import ValidationError
+from spark_checkpoint.progress import Progress
+from spark_vllm.ngram.options import read_table_options
+from spark_vllm.ngram.table import DamagedTableError, Table, table_path
+
+from lab.model import rounding
+from lab.model.rounding import Tensor
+from lab.model.safetensors import write_file
+
+NAME = "model.language_model.layers.1.ple.ple_embedding.ngram_embedding"
+ROWS, WIDTH, PARTS = 1000, 160, 3
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def e4m3(code):
+    sign, exponent, mantissa = -1 if code & 128 else 1, code >> 3 & 15, code & 7
+    power = 2.0 ** (exponent - 7) * (1 + mantissa / 8) if exponent else mantissa * 2.0**-9
+    return sign * power
+
+
+def decode(row, number_format, scale):
+    if number_format == "e4m3":
+        return [e4m3(int(code)) * scale for code in row]
+    numbers = []
+    for place in range(WIDTH):
+        code = int(row[place // 2]) >> 4 * (place % 2) & 15
+        factor = e4m3(int(row[WIDTH // 2 + place // 16])) * scale
+        numbers.append((-1 if code & 8 else 1) * E2M1[code & 7] * factor)
+    return numbers
+
+
+def rows_of_numbers():
+    source = np.random.default_rng(4)
+    sizes = 10.0 ** source.uniform(-3, 2, (ROWS, 1))
+    return (source.normal(0, 1, (ROWS, WIDTH)) * sizes).astype(np.float32)
+
+
+def shards(rows):
+    size = -(-len(rows) // PARTS)
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def write_base(directory, tensors):
+    directory.mkdir(exist_ok=True)
+    write_file(directory / "model.safetensors", tensors)
+    return read_checkpoint(directory)
+
+
+def write_bf16(directory, rows):
+    parts = enumerate(shards(rows))
+    return write_base(directory, {f"{NAME}.shard_{n}.weight": rounding.bf16(p) for n, p in parts})
+
+
+def write_fp8(directory, codes, scale):
+    tensors = {
+        f"{NAME}.shard_{number}.weight": Tensor("F8_E4M3", part.shape, part.tobytes())
+        for number, part in enumerate(shards(codes))
+    }
+    tensors[f"{NAME}.weight_scale"] = rounding.float32(np.array([scale], np.float32))
+    return write_base(directory, tensors)
+
+
+def convert(base, out, number_format="e2m1"):
+    (table,) = find_tables(base, number_format)
+    out.mkdir()
+    table.write(out, Progress())
+    return table_path(out, 1)
+
+
+@pytest.fixture
+def table_file(tmp_path):
+    return convert(write_bf16(tmp_path / "base", rows_of_numbers()), tmp_path / "out")
+
+
+def read(path, ids, cache_bytes=1 << 16, **more):
+    table = Table(path, cache_bytes, **more)
+    out = np.empty((len(ids), table.header.row_bytes), np.uint8)
+    table.lookup(np.array(ids, np.int64), out)
+    return table, out
+
+
+def test_rounded_rows_are_near_the_published_ones(table_file):
+    rows, ids = rows_of_numbers(), [0, 44, 45, 999, 333, 334, 667]
+    table, out = read(table_file, ids)
+    for row, number in zip(out, ids, strict=True):
+        numbers = np.array(decode(row, "e2m1", table.header.scale))
+        assert np.linalg.norm(numbers - rows[number]) < 0.13 * np.linalg.norm(rows[number])
+
+
+def test_fp8_rows_are_kept_and_nvfp4_rows_are_kept(tmp_path):
+    codes = np.random.default_rng(1).integers(0, 0x7F, (ROWS, WIDTH)).astype(np.uint8)
+    path = convert(write_fp8(tmp_path / "fp8", codes, 0.25), tmp_path / "a", "e4m3")
+    table, out = read(path, [5, 700])
+    assert (out == codes[[5, 700]]).all()
+    assert table.header.scale == 0.25
+    packed = np.random.default_rng(2).integers(0, 256, (ROWS, 80)).astype(np.uint8)
+    scales = codes[:, :10]
+    tensors = {f"{NAME}.weight_scale_2": rounding.float32(np.array(0.5, np.float32))}
+    for number, (part, factors) in enumerate(zip(shards(packed), shards(scales), strict=True)):
+        name = f"{NAME}.shard_{number}.weight"
+        tensors[name] = Tensor("U8", part.shape, part.tobytes())
+        tensors[f"{name}_scale"] = Tensor("F8_E4M3", factors.shape, factors.tobytes())
+    base = write_base(tmp_path / "nvfp4", tensors)
+    table, out = read(convert(base, tmp_path / "b"), [999, 1])
+    assert (out == np.concatenate([packed, scales], axis=1)[[999, 1]]).all()
+    assert table.header.scale == 0.5
+    assert set(table_tensors(base)) == set(tensors)
+
+
+def test_requantised_fp8_rows_are_near(tmp_path):
+    codes = np.random.default_rng(1).integers(0, 0x7F, (ROWS, WIDTH)).astype(np.uint8)
+    path = convert(write_fp8(tmp_path / "fp8", codes, 0.25), tmp_path / "a")
+    table, out = read(path, [7])
+    numbers = np.array(decode(out[0], "e2m1", table.header.scale))
+    published = np.array(decode(codes[7], "e4m3", 0.25))
+    assert np.linalg.norm(numbers - published) < 0.13 * np.linalg.norm(published)
+
+
+def test_cached_rows_equal_read_rows(table_file):
+    source = random.Random(8)
+    ids = [source.randrange(ROWS) for _ in range(4000)]
+    _, expected = read(table_file, ids)
+    table = Table(table_file, cache_bytes=100 * 98)
+    for start in range(0, len(ids), 37):
+        part = np.array(ids[start : start + 37], np.int64)
+        out = np.empty((len(part), 90), np.uint8)
+        table.lookup(part, out)
+        assert (out == expected[start : start + 37]).all()
+    assert table.rows_read == 4000
+    assert 0 < table.cache_hits < 4000
+
+
+def test_cache_stays_within_its_bytes(table_file):
+    table = Table(table_file, cache_bytes=9800)
+    assert table._cached_rows.nbytes + table._cached_ids.nbytes <= 9800
+
+
+@pytest.mark.parametrize("block", [1, 12, 23])
+def test_damaged_block_stops_the_first_read(table_file, block):
+    content = bytearray(table_file.read_bytes())
+    content[block * 4096 + 4000] ^= 4
+    table_file.write_bytes(content)
+    row = (block - 1) * 45
+    read(table_file, [(row + 45) % ROWS])  # another block
+    with pytest.raises(DamagedTableError, match=f"block {block} is damaged"):
+        read(table_file, [row])
+
+
+def test_block_in_the_wrong_place_is_damaged(table_file):
+    content = bytearray(table_file.read_bytes())
+    content[4096:8192], content[8192:12288] = content[8192:12288], content[4096:8192]
+    table_file.write_bytes(content)
+    with pytest.raises(DamagedTableError, match="block 2 is damaged"):
+        read(table_file, [45])
+
+
+def test_truncated_and_missing_files_are_rejected(table_file):
+    content = table_file.read_bytes()
+    for size in (0, 4095, 4096, len(content) - 1):
+        table_file.write_bytes(content[:size])
+        with pytest.raises(DamagedTableError, match="fix: verify the checkpoint"):
+            Table(table_file, 4096)
+    table_file.unlink()
+    with pytest.raises(DamagedTableError, match="cannot be read"):
+        Table(table_file, 4096)
+
+
+def test_file_that_shrinks_while_it_is_read_is_an_error(table_file):
+    table = Table(table_file, 4096)
+    with table_file.open("r+b") as file:
+        file.truncate(8192)
+    with pytest.raises(DamagedTableError, match="block 23 is missing"):
+        table.lookup(np.array([999]), np.empty((1, 90), np.uint8))
+
+
+def test_failed_read_is_an_error(table_file):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(DamagedTableError, match="Input/output error"):
+        read(table_file, [3], read=fail)
+
+
+@pytest.mark.parametrize("row", [-1, ROWS])
+def test_row_outside_the_table_is_an_error(table_file, row):
+    with pytest.raises(DamagedTableError, match="1000 rows"):
+        read(table_file, [5, row])
+
+
+def test_verified_blocks_are_checked_once(table_file, monkeypatch):
+    table, _ = read(table_file, [0], cache_bytes=98)
+    calls = []
+    own = zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda *a: calls.append(a) or own(*a))
+    table.lookup(np.array([1]), np.empty((1, 90), np.uint8))
+    assert not calls
+    table.lookup(np.array([45]), np.empty((1, 90), np.uint8))
+    assert len(calls) == 1
+
+
+def test_read_ahead_runs_beside_lookups(table_file):
+    table = Table(table_file, 1 << 20)
+    ids = np.arange(ROWS)
+    thread = threading.Thread(target=table.read_ahead, args=(ids,))
+    thread.start()
+    out = np.empty((ROWS, 90), np.uint8)
+    table.lookup(ids, out)
+    thread.join()
+    assert (out == read(table_file, ids.tolist())[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.pop(f"{NAME}.shard_1.weight"), "lacks shard_1"),
+        (lambda t: t.pop(f"{NAME}.weight_scale"), "is missing"),
+        (lambda t: t.update({f"{NAME}.weight_scale": rounding.float32(np.zeros(1))}), "positive"),
+    ],
+)
+def test_incomplete_sources_are_rejected(tmp_path, change, match):
+    codes = np.ones((ROWS, WIDTH), np.uint8)
+    tensors = {
+        f"{NAME}.shard_{number}.weight": Tensor("F8_E4M3", part.shape, part.tobytes())
+        for number, part in enumerate(shards(codes))
+    }
+    tensors[f"{NAME}.weight_scale"] = rounding.float32(np.ones(1))
+    change(tensors)
+    with pytest.raises(ValidationError, match=match):
+        convert(write_base(tmp_path / "base", tensors), tmp_path / "out")
+
+
+def test_codes_that_are_no_numbers_are_rejected(tmp_path):
+    codes = np.ones((ROWS, WIDTH), np.uint8)
+    codes[600, 3] = 0xFF
+    with pytest.raises(ValidationError, match="NaN"):
+        convert(write_fp8(tmp_path / "fp8", codes, 1.0), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("spark", "has_file", "match"),
+    [
+        ({"ngram_table": "file"}, False, "lacks ngram-table"),
+        ({}, True, "has ngram-table"),
+        ({"ngram_table": "disk"}, True, "accepted: file"),
+        ({"ngram_table": "file", "ngram_cache_mib": 0}, True, "accepted: MiB"),
+    ],
+)
+def test_options_that_do_not_fit_the_checkpoint_are_rejected(tmp_path, spark, has_file, match):
+    if has_file:
+        table_path(tmp_path, 1).touch()
+    with pytest.raises(ValueError, match=match):
+        read_table_options({"spark": spark}, tmp_path)
+
+
+def test_options_name_the_files_and_the_cache(tmp_path):
+    assert read_table_options({"spark": {"lm_head": "int8-triton"}}, tmp_path) is None
+    table_path(tmp_path, 1).touch()
+    options = read_table_options({"spark": {"ngram_table": "file", "ngram_cache_mib": 7}}, tmp_path)
+    assert options.cache_bytes == 7 << 20
+
+
+def test_header_is_readable_without_the_plugin(table_file):
+    header = json.loads(table_file.read_bytes()[:4092].rstrip(b"\0"))
+    assert (header["rows"], header["width"], header["number_format"]) == (ROWS, WIDTH, "e2m1")
