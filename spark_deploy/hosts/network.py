@@ -91,12 +91,12 @@ def _gid_index(gids: list[list[str]], device: str | None, addresses: tuple[str, 
 _MAX_BYTES = 8192
 _PROFILES = "/etc/NetworkManager/system-connections/*.nmconnection"
 _NETPLAN_SCRIPT = rf"""
-echo '== there'; command -v netplan
-echo '== tried'; ls {NETPLAN_TRIAL} 2>/dev/null
+echo '== netplan'; command -v netplan
+echo '== trial'; ls {NETPLAN_TRIAL} 2>/dev/null
 # A restore removes the file seconds before the addresses.
 systemctl is-active --quiet {RETURN_UNIT}.service && echo restoring
-echo '== ours'; head -c {_MAX_BYTES} {NETPLAN_FILE} 2>/dev/null
-echo; echo '== named'
+echo '== managed-file'; head -c {_MAX_BYTES} {NETPLAN_FILE} 2>/dev/null
+echo; echo '== other-files'
 # An older profile of NetworkManager wins over netplan's new profile.
 for f in /lib/netplan/*.yaml /etc/netplan/*.yaml /run/netplan/*.yaml {_PROFILES}; do
   [ -f "$f" ] && [ "${{f##*/}}" != '{NETPLAN_FILE.rpartition("/")[2]}' ] || continue
@@ -104,7 +104,7 @@ for f in /lib/netplan/*.yaml /etc/netplan/*.yaml /run/netplan/*.yaml {_PROFILES}
     grep -qwF -- "${{n##*/}}" "$f" && echo "${{n##*/}} $f"
   done
 done
-echo '== below'
+echo '== masters'
 for n in /sys/class/net/*; do
   [ -e "$n/master" ] && echo "${{n##*/}} $(basename "$(readlink "$n/master")")"
 done
@@ -126,13 +126,13 @@ class NetplanFiles(HostFact[Netplan]):  # only root can read netplan's files
 
     def process(self, output: Iterable[str]) -> Netplan:
         sections = parse_sections(output)
-        managed_file = sections.text("ours").rstrip("\n")
+        managed_file = sections.text("managed-file").rstrip("\n")
         return Netplan(
-            installed=bool(sections.first("there")),
-            in_trial=bool(sections.first("tried")),
+            installed=bool(sections.first("netplan")),
+            in_trial=bool(sections.first("trial")),
             managed_file=f"{managed_file}\n" if managed_file else "",
-            other_files=_parse_pairs(sections["named"]),
-            masters=_parse_pairs(sections["below"]),
+            other_files=_parse_pairs(sections["other-files"]),
+            masters=_parse_pairs(sections["masters"]),
         )
 
 
