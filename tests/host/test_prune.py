@@ -50,7 +50,7 @@ def serve_base_profile(fleet):
 
 
 @pytest.mark.usefixtures("foreign_image_and_model")
-def test_prune_removes_what_dry_run_lists(fleet):
+def test_prune_removes_items_listed_by_dry_run(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     first = guest.release()

@@ -93,7 +93,7 @@ def test_published_figures_match_the_measured_pair(model, profile, figures):
         ),
     ],
 )
-def test_the_title_names_what_results_share_and_where_they_differ(other, title):
+def test_title_names_shared_and_different_parts_of_results(other, title):
     assert report.title_of([result(), *other]) == title
 
 

@@ -206,7 +206,7 @@ def test_stop_and_start_run_one_command_per_host(
 
 
 @pytest.mark.parametrize("command", ["stop", "start"])
-def test_several_hosts_are_confirmed_and_one_is_not(command, monkeypatch, questions):
+def test_only_several_hosts_need_a_confirmation(command, monkeypatch, questions):
     hosts = [host_of("spark-1"), host_of("spark-2")]
     monkeypatch.setattr(stop_start, "query", lambda hosts, *_, **__: [Answer(hosts[0], (True, ""))])
     for chosen, count in ((hosts[:1], 0), (hosts, 1)):

@@ -78,7 +78,7 @@ def test_the_plan_of_a_cluster_sends_clients_to_the_head(spark_deploy, tmp_path)
     ("own", "copies"),
     [("", True), ("model: qwen3.5-35b\n", False), ("fleet: {share: false}\n", False)],
 )
-def test_a_later_host_copies_what_an_earlier_host_downloads(spark_deploy, tmp_path, own, copies):
+def test_later_host_copies_downloads_of_an_earlier_host(spark_deploy, tmp_path, own, copies):
     (tmp_path / "host_vars").mkdir()
     (tmp_path / "host_vars/spark-2.yml").write_text(own)
     write_inventory(tmp_path / "inventory/spark.py", "spark-1", "spark-2")

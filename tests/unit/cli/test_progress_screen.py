@@ -107,7 +107,7 @@ def test_failures_are_printed_at_once():
     ]
 
 
-def test_the_summary_begins_with_what_a_failed_host_serves():
+def test_summary_begins_with_the_release_of_a_failed_host():
     lines = summary(read(LOG)[0], 1).splitlines()
     assert lines[:4] == [
         HEADLINE,

@@ -237,7 +237,7 @@ def test_waits_for_containers_and_memory(waiting, available_gib, containers, cha
         (["spark-main-x"], CONTAINER, "docker rm -f spark-main-x"),
     ],
 )
-def test_timeout_error_says_what_blocked_the_start(waiting, containers, obstacle, fix):
+def test_timeout_error_names_the_obstacle(waiting, containers, obstacle, fix):
     waiting.set_available(20)
     waiting.containers = containers
     with pytest.raises(HostToolError, match=rf"{obstacle} after [0-9]+ s; fix: {fix}"):

@@ -74,7 +74,7 @@ def test_host_without_units_has_no_overrides(tmp_path):
     assert unit_overrides(Paths(tmp_path)) == ()
 
 
-def test_lists_a_drop_in_of_ours_that_became_a_link(tmp_path):
+def test_lists_managed_drop_in_replaced_by_a_link(tmp_path):
     write(tmp_path, *OURS)
     path = tmp_path / OURS[3].lstrip("/")
     path.unlink()

@@ -116,7 +116,7 @@ def test_writes_a_file_next_to_the_target_and_renames_it(tmp_path):
     assert stat.S_IMODE(target.parent.stat().st_mode) == 0o755
 
 
-def test_failed_write_says_how_to_fix_the_disk(tmp_path):
+def test_failed_write_names_the_fix(tmp_path):
     (tmp_path / "file").write_text("")
     file = ManagedFile(f"{tmp_path}/file/below", b"new\n")
     done = subprocess.run(

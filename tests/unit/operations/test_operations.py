@@ -3,7 +3,7 @@
 A case gives `plan` (fields that differ from the plan below), `fact` (sections as in the fact
 cases, or `like: <Fact>/<case>` and sections that differ), further `arguments`, and either `noop`
 (pattern of the reason) or `commands` (one regular expression for each; a function shows as
-`name(arguments)`) and `says` (patterns of logged lines).
+`name(arguments)`) and `log` (patterns of logged lines).
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def test_operation_yields_what_the_state_requires(case):
     assert len(commands) == len(data["commands"]), commands
     for command, pattern in zip(commands, data["commands"], strict=True):
         assert re.search(pattern, command, re.DOTALL), command
-    for pattern in data.get("says", []):
+    for pattern in data.get("log", []):
         assert any(re.search(pattern, line) for line in host.logs), host.logs
 
 
