@@ -133,7 +133,7 @@ def unzip_script(home: str, sha256: str, receipt: str) -> str:
     return "\n".join(
         (
             f"set -e; cd /; umask 077; mkdir -p -m 0755 {parent}",
-            f"d=$(mktemp -d {parent}/.new-XXXXXX)",
+            f'd={shlex.quote(home + ".new")}; rm -rf "$d"; mkdir "$d"',
             "trap 'rm -rf \"$d\"' EXIT",
             'base64 -d > "$d/zip"',
             f'if ! echo "{sha256}  $d/zip" | sha256sum --check --status; then',

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import tarfile
+import time
 import zipfile
 from types import SimpleNamespace
 
@@ -154,6 +155,19 @@ def unpack(home, content, sha256):
         ["sh", "-c", unzip_script(str(home), sha256, "made of this")],
         input=encode_lines(content), capture_output=True, text=True, check=False,
     )  # fmt: skip
+
+
+def test_next_run_removes_what_a_killed_run_unpacked(tmp_path):
+    home, content = tmp_path / "tools/site", zip_package()
+    script = unzip_script(str(home), hashlib.sha256(content).hexdigest(), "made of this")
+    killed = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE)
+    while not list(home.parent.glob("*")):
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate()
+    assert os.listdir(home.parent) != ["site"]
+    unpack(home, content, hashlib.sha256(content).hexdigest())
+    assert os.listdir(home.parent) == ["site"]
 
 
 def test_unpacks_an_archive_with_its_receipt_and_leaves_nothing_else(tmp_path):
