@@ -11,14 +11,15 @@ from spark_contract.release import Release
 from spark_contract.tool import COMPILING
 
 from spark_deploy.cli.hosts import ESTIMATED_COMMIT
-from spark_deploy.config.catalog.model import Architecture, HybridModel, Model
+from spark_deploy.config.catalog.architecture import Architecture
+from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.lock.resolve import format_size
 from spark_deploy.lock.types import LockedSource
 from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.host import disk_total, document
 from spark_deploy.plan.kv_cache import TURBOQUANT
-from spark_deploy.plan.memory import gib
+from spark_deploy.plan.memory import NGRAM_CACHE_BYTES, gib
 from spark_deploy.plan.speed import (
     TOLERANCE,
     Calibration,
@@ -267,6 +268,11 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         f"{gib(memory.left_bytes - memory.reserve_bytes)} for start peaks and file cache; below "
         f"{gib(memory.floor_bytes)} the watchdog stops the engine",
     )
+    if profile.ngram_table == "file":
+        cached = f"{gib(NGRAM_CACHE_BYTES)} of rows of the n-gram table"
+        yield row("", f"weights: with {cached}; the engine reads other rows from disk")
+    elif profile.ngram_table:
+        yield row("", f"weights: with the n-gram table ({profile.ngram_table})")
     for text in memory.unknown:
         yield row("", f"UNKNOWN: {text}; the engine reports it at the first start")
     if memory.counted_by:
@@ -303,7 +309,9 @@ def speed_lines(
     if requests > 1:
         total = speed_of(shape, profile, requests=requests)
         text += f", {_range(total, factor)} in total for {requests}"
-    basis = "not measured on a Spark"
+    basis = "fitted on two published figures of the 122B, not measured on a Spark"
+    if profile.ngram_table == "file":
+        basis += "; without disk reads"
     if count := calibration.reports:
         basis = f"scaled by {factor:.2f} from {count} Spark report{'s' if count > 1 else ''}"
     yield row("speed", f"{text} (computed, {basis})")

@@ -13,7 +13,8 @@ from spark_contract.fetching import LayersPlan, parse_reference
 from spark_contract.paths import GPU_RECEIPT, QUANTISER
 from spark_contract.units import IMAGE_NAME
 
-from spark_deploy.config.catalog.model import Architecture, HybridModel, Model, PlainModel
+from spark_deploy.config.catalog.architecture import Architecture
+from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import PlanError
@@ -28,7 +29,12 @@ from spark_deploy.lock.types import (
 from spark_deploy.plan import types
 from spark_deploy.plan.engine_arguments import ADAPTERS_MOUNT, DRAFTER_MOUNT
 from spark_deploy.plan.jobs import fetch_order
-from spark_deploy.plan.memory import served_architecture, weights_of
+from spark_deploy.plan.memory import (
+    attention_bytes,
+    ngram_file_bytes,
+    served_architecture,
+    weights_of,
+)
 from spark_deploy.plan.types import (
     CheckpointPlan,
     CompanionPlan,
@@ -194,6 +200,7 @@ def _order(
         shared_experts=profile.shared_experts,
         head=profile.checkpoint_head,
         drafter_int4=_int4_modules(model, profile),
+        ngram_table=profile.ngram_format,
         layout=profile.layout,
         out=f"{settings.paths.models_dir}/{model.name}",
         extra={},
@@ -244,6 +251,10 @@ def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
     if profile.shared_experts not in ("keep", "fp8-base"):
         int8 = profile.shared_experts == "int8-g128"
         new, old = sizes.shared_int8_bytes if int8 else sizes.shared_fp8_bytes, sizes.shared_bytes
+    if (attention := attention_bytes(model.architecture, profile)) != sizes.attention_bytes:
+        new, old = new + attention, old + sizes.attention_bytes
+    if ngram := ngram_file_bytes(model.architecture, profile):
+        new, old = new + ngram, old + sizes.ngram_bytes
     if profile.head == "int8-g128":
         new, old = new + sizes.head_int8_bytes, old + sizes.head_bytes
     if _int4_modules(model, profile):

@@ -6,6 +6,7 @@ vLLM's parser reads a value that begins with ``-`` as an option; such values are
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from spark_deploy.config.settings.engine import (
     option_values,
 )
 from spark_deploy.plan.kv_cache import context_tokens, prefill_backend
-from spark_deploy.plan.memory import adapter_rank, served_architecture
+from spark_deploy.plan.memory import NGRAM_CACHE_BYTES, adapter_rank, served_architecture
 from spark_deploy.plan.types import ImagePlan, MemoryPlan
 
 
@@ -101,6 +102,10 @@ CONTAINER_ARGUMENTS = (
     # Includes threads: compilers start several per core.
     "--pids-limit=8192",
 )
+
+
+def container_arguments(cpuset_cpus: str | None) -> tuple[str, ...]:
+    return (*CONTAINER_ARGUMENTS, *((f"--cpuset-cpus={cpuset_cpus}",) if cpuset_cpus else ()))
 
 
 def option_arguments(options: Mapping[str, Any]) -> list[str]:
@@ -200,10 +205,17 @@ def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
         if "enable-flashinfer-autotune" in canonical_options(options):
             del defaults["enable_flashinfer_autotune"]  # the engine refuses both spellings together
         options["kernel-config"] = {**defaults, **_mapping_of(options, "kernel-config")}
+    spark: dict[str, Any] = {}
     if profile.head == "int8-triton":
+        spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMES}
+    if profile.ngram_table:
+        # The engine's default is pinned host memory.
+        options.setdefault("engram-config", {"cpu_offload": profile.ngram_table == "pinned"})
+    if profile.ngram_table == "file":
+        spark |= {"ngram_table": "file", "ngram_cache_mib": NGRAM_CACHE_BYTES >> 20}
+    if spark:
         own = _mapping_of(options, "additional-config")
-        spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMES, **own.get("spark", {})}
-        options["additional-config"] = {**own, "spark": spark}
+        options["additional-config"] = {**own, "spark": {**spark, **own.get("spark", {})}}
     if pins_target_experts(model, profile):
         # All experts are 16-bit, so the drafter's kernel fits all.
         options["moe-backend"] = "triton"
@@ -315,11 +327,19 @@ def prefill_line(model: Model, profile: Profile) -> list[str]:
     return [line] if line and nets else []
 
 
+# Modules that the engine computes as one, as in checkpoint/names.py of the plugin.
+_FUSED_INTO = {
+    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+    "in_proj_qkv": "in_proj_qkvz", "in_proj_z": "in_proj_qkvz",
+}  # fmt: skip
+_FUSED = re.compile(rf"(?<=\.)({'|'.join(_FUSED_INTO)})$")
+
+
 def plugin_line(model: HybridModel) -> str:
     """Return the pattern of the plugin's log line about the exact tensor sets."""
     names = expand_all(model.tensors.swap)
-    modules = {name.replace(".gate_proj", ".gate_up_proj") for name in names}
-    modules -= {name for name in modules if name.endswith(".up_proj")}
+    modules = {_FUSED.sub(lambda match: _FUSED_INTO[match[1]], name) for name in names}
     rows, columns = model.tensors.block_shape
     return (
         rf"spark_inc: {len(names)} FP8 block names in {len(modules)} modules, "

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from spark_deploy.config.catalog.architecture import Architecture
 from spark_deploy.config.catalog.guard_rails import GuardRail, all_hold
-from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
+from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import ENGINE_NAME, Catalog, Engines, version_of
 from spark_deploy.config.errors import PlanError, Problem
@@ -46,8 +47,10 @@ _COUNTED_CACHE_AS_USED = 24
 # First vLLM minor version tested with cached prefixes and drafts: recall-prefixes.json.
 _PREFIXES_WITH_DRAFTS = 33
 _MAX_RANKS = 16
-# Values per INT4 or FP8 scale: each rank must get whole groups.
-_GROUP = 128
+# Values per scale of the routed experts: each rank must get whole groups.
+_GROUPS = {"int4": 128, "nvfp4": 16}
+# Values per FP8 scale of the shared experts.
+_FP8_BLOCK = 128
 
 
 def facts_of(
@@ -59,6 +62,8 @@ def facts_of(
     attention = _mapping(options.get("attention-config"))
     own = _mapping(_mapping(options.get("additional-config")).get("spark"))
     drafts = _drafts(profile, options)
+    tokens = parse_whole_number(drafts.get("num_speculative_tokens")) or 0
+    indexer = None if isinstance(model, PlainModel) else model.architecture.sparse_attention
     builds_full = profile.builds_checkpoint and profile.layout == "full"
     # A published repository has no other format that a rule could prefer.
     formats = [] if isinstance(model, PlainModel) else [model.sources.base]
@@ -69,7 +74,7 @@ def facts_of(
         "profile": profile.name,
         "kv_cache": profile.kv_cache.dtype,
         "speculation_method": drafts.get("method"),
-        "speculation_tokens": parse_whole_number(drafts.get("num_speculative_tokens")) or 0,
+        "speculation_tokens": tokens,
         "own_draft_model": drafts.get("model") is not None,
         "drafts_by_option": not options.keys().isdisjoint(("speculative-config", *_DRAFT_OPTIONS)),
         "prefix_caching": profile.prefix_caching,
@@ -103,6 +108,10 @@ def facts_of(
         "shared_experts": profile.shared_experts,
         "head": own.get("lm_head") or profile.head,
         "vision": profile.vision,
+        "ngram_table": profile.ngram_table or "none",
+        "sparse_attention": indexer is not None,
+        "ring_fits_block": indexer is None
+        or memory.block_tokens % indexer.ring_tokens(tokens) == 0,
         "load_format": str(options.get("load-format", profile.load_format)).lower(),
         "tree_needs_plugin": profile.tree_needs_plugin,
         "tree_repeats_names": _repeats_names(model) and not builds_full,
@@ -268,6 +277,12 @@ def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
     if model.adapters and profile.speculation:
         what = f"drafts are unverified with adapters, and {model.name} has adapters"
         yield Problem(f"profile {profile.name}", what, "set engine.drafts: 0")
+    table = None if isinstance(model, PlainModel) else model.architecture.ngram_table
+    if (table is None) != (profile.ngram_table is None):
+        what = f"{model.name} has {'an' if table else 'no'} n-gram table, which this profile "
+        what += "places nowhere" if table else f"keeps on {profile.ngram_table}"
+        fix = f"choose a profile {'with' if table else 'without'} ngram_table"
+        yield Problem(f"profile {profile.name}", what, fix)
     limits = profile.limits
     if limits.max_sequences > limits.max_batched_tokens:
         what = f"{limits.max_sequences} exceeds max_batched_tokens ({limits.max_batched_tokens})"
@@ -348,21 +363,22 @@ def _multi_host_problems(model: Model, profile: Profile, settings: Settings) -> 
             yield Problem("cluster.hosts", what, "serve it on each host separately")
         return
     shape = model.architecture
-    group = _GROUP if profile.engine_mode == "native" else 1
-    if ranks == 1 or not (uneven := list(_uneven(shape, ranks, group))):
+    group = _GROUPS[shape.experts_scheme] if profile.engine_mode == "native" else 1
+    shared = _FP8_BLOCK if group > 1 and profile.shared_experts != "keep" else 1
+    if ranks == 1 or not (uneven := list(_uneven(shape, ranks, group, shared))):
         return
     fitting = [
         str(n)
         for n in range(2, _MAX_RANKS + 1)
         # The guard rail experts-of-one-group refuses a single group per rank.
-        if not list(_uneven(shape, n, group)) and shape.expert_width // n > group
+        if not list(_uneven(shape, n, group, shared)) and shape.expert_width // n > group
     ]
     fix = f"use {' or '.join(fitting)} hosts" if fitting else "serve it on each host separately"
     what = f"{model.name} cannot be split into {ranks} equal parts: {', '.join(uneven)}"
     yield Problem("cluster.hosts", what, fix)
 
 
-def _uneven(shape: Architecture, ranks: int, group: int) -> Iterator[str]:
+def _uneven(shape: Architecture, ranks: int, group: int, shared_group: int) -> Iterator[str]:
     """Name the dimensions that cannot be split into ``ranks`` parts of whole groups."""
     if shape.kv_heads % ranks and ranks % shape.kv_heads:  # fewer heads than ranks are repeated
         yield f"{shape.kv_heads} KV heads"
@@ -371,7 +387,10 @@ def _uneven(shape: Architecture, ranks: int, group: int) -> Iterator[str]:
         heads |= {"key heads of linear attention": net.key_heads}
         heads |= {"value heads of linear attention": net.value_heads}
     yield from (f"{count} {name}" for name, count in heads.items() if count % ranks)
-    widths = {"routed": shape.expert_width, "shared": shape.shared_expert_width}
-    for name, width in widths.items():
-        if width % (ranks * group):
-            yield f"{name} experts {width} wide in groups of {group}"
+    widths = {
+        "routed": (shape.expert_width, group),
+        "shared": (shape.shared_expert_width, shared_group),
+    }
+    for name, (width, size) in widths.items():
+        if width % (ranks * size):
+            yield f"{name} experts {width} wide in groups of {size}"

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from spark_deploy.config.catalog.anatomy import CacheLayers, CountedCache
-from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
+from spark_deploy.config.catalog.architecture import Architecture
+from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.settings.engine import canonical_options, parse_whole_number
 
@@ -87,14 +88,24 @@ def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
     layer_bytes = layer_bytes_per_token(model, profile.kv_cache.dtype)
     attention = model.attention_layers + (model.mtp_layers if own_drafts(profile) else 0)
     size = _group_layers([attention, model.linear_layers])
+    indexer = model.sparse_attention
     multiple = _block_multiple(model, profile)
     pages = math.ceil(state_bytes(model, drafts) / layer_bytes / multiple)
     block_tokens = max(1, pages) * multiple
+    index_bytes = 0
+    if indexer:
+        chosen = parse_whole_number(canonical_options(profile.options).get("block-size"))
+        block_tokens = max(block_tokens, chosen or 0)
+        # 16-bit keys: compressed, and a ring for those that are not compressed yet.
+        keys = block_tokens // indexer.compression + indexer.ring_tokens(drafts)
+        index_bytes = keys * indexer.index_width * 2
+    # The n-gram layer has a state of its own size, in a group of its own.
+    groups = math.ceil(model.linear_layers / size) + bool(model.ngram_table)
     return CacheShape(
         block_tokens=block_tokens,
-        block_bytes=block_tokens * layer_bytes * size,
+        block_bytes=(block_tokens * layer_bytes + index_bytes) * size,
         attention_groups=math.ceil(attention / size),
-        state_blocks=math.ceil(model.linear_layers / size) * _states_per_request(profile),
+        state_blocks=groups * _states_per_request(profile) + bool(indexer),
     )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from spark_deploy.config.catalog.model import Architecture, HybridModel, Model, PlainModel
+from spark_deploy.config.catalog.architecture import Architecture
+from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.kv_cache import (
@@ -32,6 +33,12 @@ _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 INT4_BYTES = 0.5 + 2 / 128 + 0.5 / 128
 _INT8 = 1 + 2 / 128 + 1 / 128
 _BF16 = 2.0
+_FP8 = 1 + 2 / 128**2
+_NGRAM_BLOCK_BYTES = 4096
+NGRAM_CACHE_BYTES = 1 << 30
+"""Rows that the plugin keeps of an n-gram table in a file."""
+# NVFP4: an 8-bit scale per group of 16.
+SCHEME_BYTES = {"int4": INT4_BYTES, "nvfp4": 0.5 + 1 / 16, "bf16": _BF16, "fp8": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,9 @@ class Weights:
 
     experts_bytes: int
     attention_bytes: int  # full attention and GDN projections
+    attention_fp8_bytes: int
+    hyper_bytes: int
+    ngram_bytes: int
     embedding_bytes: int
     head_bytes: int
     head_int8_bytes: int
@@ -55,6 +65,7 @@ class Weights:
         """Unique tensors of the base checkpoint, MTP and vision included."""
         language = self.experts_bytes + self.attention_bytes + self.shared_bytes
         language += self.embedding_bytes + self.head_bytes + self.routers_bytes
+        language += self.hyper_bytes + self.ngram_bytes
         return language + self.vision_bytes + self.mtp_bytes
 
 
@@ -63,15 +74,20 @@ def weights_of(model: Architecture) -> Weights:
     shared = model.layers * 3 * model.hidden * model.shared_expert_width
     matrix = model.vocabulary * model.hidden
     attention = model.attention_layers * _attention(model) + model.linear_layers * _gdn(model)
-    mtp = mtp_layer_bytes(model)
+    mtp, table = mtp_layer_bytes(model), model.ngram_table
     return Weights(
-        experts_bytes=round(model.layers * model.experts * expert * INT4_BYTES),
-        attention_bytes=round(attention * INT4_BYTES),
+        experts_bytes=round(
+            model.layers * model.experts * expert * SCHEME_BYTES[model.experts_scheme]
+        ),
+        attention_bytes=round(attention * SCHEME_BYTES[model.attention_scheme]),
+        attention_fp8_bytes=round(attention * _FP8),
+        hyper_bytes=round(model.layers * 2 * _hyper_connection(model) * _BF16),
+        ngram_bytes=round(table.rows * table.width * SCHEME_BYTES[table.format]) if table else 0,
         embedding_bytes=round(matrix * _BF16),
         head_bytes=round(matrix * _BF16),
         head_int8_bytes=round(matrix * _INT8),
         shared_bytes=round(shared * _BF16),
-        shared_fp8_bytes=round(shared * (1 + 2 / 128**2)),
+        shared_fp8_bytes=round(shared * _FP8),
         shared_int8_bytes=round(shared * _INT8),
         routers_bytes=round(model.layers * model.experts * model.hidden * _BF16),
         vision_bytes=model.vision_bytes,
@@ -85,7 +101,25 @@ def _attention(model: Architecture) -> int:
     """Return the parameters of a full-attention layer; queries are doubled by their gate."""
     queries = 2 * model.attention_heads * model.head_width
     keys_values = 2 * model.kv_heads * model.head_width
-    return model.hidden * (queries + keys_values + model.attention_heads * model.head_width)
+    indexer = model.sparse_attention
+    index = (indexer.index_heads + 1) * indexer.index_width if indexer else 0
+    outputs = model.attention_heads * model.head_width
+    return model.hidden * (queries + keys_values + outputs + index)
+
+
+def _hyper_connection(model: Architecture) -> int:
+    """Return the parameters of a mixer: down, up, and the weights of a block's output."""
+    mixer = model.hyper_connections
+    return model.hidden * mixer.streams * (2 * mixer.rank + mixer.streams) if mixer else 0
+
+
+def ngram_file_bytes(model: Architecture, profile: Profile) -> int:
+    """Return the bytes of the built n-gram table: whole rows in blocks with a checksum."""
+    table, chosen = model.ngram_table, profile.ngram_format
+    if table is None or chosen == "keep":
+        return 0
+    row_bytes = table.width * {"e2m1": 9, "e4m3": 16}[chosen] // 16  # e2m1: a scale per 16 values
+    return math.ceil(table.rows / (_NGRAM_BLOCK_BYTES // row_bytes)) * _NGRAM_BLOCK_BYTES
 
 
 def _gdn(model: Architecture) -> int:
@@ -108,7 +142,7 @@ class MtpLayer(NamedTuple):
 def mtp_layer_bytes(model: Architecture) -> MtpLayer:
     scheme = INT4_BYTES if model.mtp_scheme == "int4" else _BF16
     dense = 3 * model.hidden * model.shared_expert_width + model.experts * model.hidden
-    joining = 2 * model.hidden * model.hidden
+    joining = 2 * model.hidden * model.hidden + 3 * _hyper_connection(model)
     return MtpLayer(
         (dense + joining) * _BF16,
         _attention(model) * scheme,
@@ -204,7 +238,7 @@ def _budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int
 def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, int]:
     """Return the bytes that each rank loads: of the weights, and of the drafter.
 
-    Routers, vision tower, adapters and separate drafters are not split over ranks.
+    Routers, hyper-connections, vision tower, adapters and separate drafters are not split.
     """
     body, mtp = _own_bytes(model, profile, ranks)
     drafter = profile.speculation.anatomy if profile.speculation else None
@@ -222,11 +256,20 @@ def _own_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
     shared = {"keep": sizes.shared_bytes, "int8-g128": sizes.shared_int8_bytes}.get(
         profile.shared_experts, sizes.shared_fp8_bytes
     )
-    body = sizes.experts_bytes + sizes.attention_bytes + sizes.embedding_bytes
+    body = sizes.experts_bytes + attention_bytes(model.architecture, profile)
+    from_file = profile.ngram_table == "file"
+    body += sizes.embedding_bytes + (NGRAM_CACHE_BYTES if from_file else sizes.ngram_bytes)
     body += shared + (sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes)
-    body = math.ceil(body / ranks) + sizes.routers_bytes
+    body = math.ceil(body / ranks) + sizes.routers_bytes + sizes.hyper_bytes
     mtp = math.ceil(sizes.mtp_bytes / ranks) if own_drafts(profile) else 0
     return round(body * factor) + vision, round(mtp * factor)
+
+
+def attention_bytes(model: Architecture, profile: Profile) -> int:
+    """Return the bytes of the attention projections; `tensors.swap` lists 16-bit ones as well."""
+    sizes = weights_of(model)
+    swapped = model.attention_scheme == "bf16" and profile.shared_experts.startswith("fp8")
+    return sizes.attention_fp8_bytes if swapped else sizes.attention_bytes
 
 
 def vision_bytes(model: Model, profile: Profile) -> int:

@@ -164,7 +164,7 @@ def serve_plan(
                 *(Mount(part.source.dir, part.target, True) for part in pair.companions),
                 Mount(pair.cache_dir, engine.CACHE_MOUNT, False),
             ),
-            docker_args=engine.CONTAINER_ARGUMENTS,
+            docker_args=engine.container_arguments(settings.engine.cpuset_cpus),
             user=ENGINE_USER,
             max_sequences=profile.limits.max_sequences,
             kv_cache_bytes=profile.kv_cache.size_bytes,
@@ -231,7 +231,7 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
         max_model_len=longest,
         questions=tuple(
             contract.Question(
-                question.prompt, question.expect, question.max_tokens, question.thinking
+                question.text, question.expect, question.max_tokens, question.thinking
             )
             for question in questions_of(model)
         ),

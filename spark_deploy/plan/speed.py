@@ -12,11 +12,18 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from spark_deploy.config.catalog.model import Architecture, HybridModel
+from spark_deploy.config.catalog.architecture import Architecture
+from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.profile import Profile, Speculation
 from spark_deploy.plan.engine_arguments import quantises_online
 from spark_deploy.plan.kv_cache import TURBOQUANT, layer_bytes_per_token, own_drafts, state_bytes
-from spark_deploy.plan.memory import INT4_BYTES, mtp_layer_bytes, served_architecture, weights_of
+from spark_deploy.plan.memory import (
+    SCHEME_BYTES,
+    attention_bytes,
+    mtp_layer_bytes,
+    served_architecture,
+    weights_of,
+)
 
 BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by the data sheet
 # Efficiency relative to that bandwidth. Community reports of INT4 kernels:
@@ -100,11 +107,17 @@ def first_token_s(model: Architecture, tokens: int, cached_tokens: int = 0) -> f
     """Return the computed time to read ``tokens`` after those that the prefix cache has."""
     sizes = weights_of(model)
     experts = sizes.experts_bytes * model.experts_per_token / model.experts
-    weights = (experts + sizes.attention_bytes) / INT4_BYTES
-    weights += (sizes.shared_bytes + sizes.routers_bytes) / 2
+    weights = experts / SCHEME_BYTES[model.experts_scheme]
+    weights += sizes.attention_bytes / SCHEME_BYTES[model.attention_scheme]
+    weights += (sizes.shared_bytes + sizes.routers_bytes + sizes.hyper_bytes) / 2
     attention = 4 * model.attention_layers * model.attention_heads * model.head_width
-    flops = tokens * (2 * weights + attention * (cached_tokens + tokens / 2))
+    keys = _attended_tokens(model, cached_tokens + tokens / 2)
+    flops = tokens * (2 * weights + attention * keys)
     return flops / PROMPT_FLOPS_PER_S
+
+
+def _attended_tokens(model: Architecture, tokens: float) -> float:
+    return min(tokens, model.sparse_attention.budget) if model.sparse_attention else tokens
 
 
 def next_turn_s(
@@ -150,12 +163,19 @@ def _parts(
     # Read once; written for each token, so that a rejected draft can be undone.
     states = model.linear_layers * state_bytes(model, drafts) * (2 + drafts)
     yield "routed experts", _seconds(sizes.experts_bytes * touched, LARGE_INT4)
-    yield "attention weights", _seconds(sizes.attention_bytes, LARGE_INT4)
+    efficiency = LARGE_INT4 if model.attention_scheme == "int4" else SMALL
+    yield "attention weights", _seconds(attention_bytes(model, profile), efficiency)
     yield "shared experts", _seconds(_shared_bytes(model, profile), SMALL)
     yield "LM head", head_s
     yield "routers", _seconds(sizes.routers_bytes, SMALL)
+    if model.hyper_connections:
+        yield "hyper-connections", _seconds(sizes.hyper_bytes, SMALL)
     yield "states of linear layers", _seconds(requests * states, LARGE_INT4)
-    yield "KV cache", _seconds(requests * context_tokens * cache, LARGE_INT4)
+    keys = _attended_tokens(model, context_tokens)
+    yield "KV cache", _seconds(requests * keys * cache, LARGE_INT4)
+    if indexer := model.sparse_attention:
+        index = context_tokens / indexer.compression * indexer.index_width * 2
+        yield "index", _seconds(requests * model.attention_layers * index, LARGE_INT4)
     yield "launches", model.layers * LAYER_S
     if profile.kv_cache.dtype in TURBOQUANT:
         yield "TurboQuant", (model.attention_layers + drafts * model.mtp_layers) * TURBOQUANT_S

@@ -84,7 +84,8 @@ def _model(model: HybridModel) -> Iterator[str]:
     shape, sizes = model.architecture, weights_of(model.architecture)
     yield from ("", f"## {model.name}", "", f"{model.summary}.", "")
     yield from (f"**Choose this when** {model.choose_when}.", "")
-    yield f"- base `{model.sources.base}`, FP8 source `{model.sources.donor}`"
+    donor = f", FP8 source `{model.sources.donor}`" if model.sources.donor else ""
+    yield f"- base `{model.sources.base}`{donor}"
     yield (
         f"- {shape.layers} layers ({shape.linear_layers} Gated DeltaNet layers, "
         f"{shape.attention_layers} full attention), {shape.experts} routed experts, "
@@ -96,6 +97,7 @@ def _model(model: HybridModel) -> Iterator[str]:
         f"attention {_gb(sizes.attention_bytes)}, shared experts {_gb(sizes.shared_bytes)}, "
         f"LM head {_gb(sizes.head_bytes)}, MTP {_gb(sizes.mtp_bytes)}, "
         f"vision {_gb(sizes.vision_bytes)}"
+        + (f", n-gram table {_gb(sizes.ngram_bytes)}" if sizes.ngram_bytes else "")
     )
     yield f"- profiles for one host: {', '.join(_fitting(model)) or 'none'}"
     for number in (2, 4):
@@ -109,7 +111,8 @@ def _gb(size_bytes: float) -> str:
 def _together(model: HybridModel, count: int) -> str:
     names = _fitting(model, count)
     if not names:
-        fix = fix_of(model.name, DEFAULT.profile, catalog(), count)
+        profile_name = next(iter(_fitting(model)), DEFAULT.profile)
+        fix = fix_of(model.name, profile_name, catalog(), count)
         return f"- {count} hosts (`cluster.hosts`): no profile fits; {fix}"
     chosen = DEFAULT.profile if DEFAULT.profile in names else names[0]
     profile = catalog().profile(chosen, model.name)

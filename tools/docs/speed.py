@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from spark_deploy.cli.plan import measured_speeds, read_calibration
-from spark_deploy.config.catalog.model import Architecture, HybridModel
+from spark_deploy.config.catalog.architecture import Architecture
+from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.profile import Figure, Speculation
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT

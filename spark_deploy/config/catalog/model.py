@@ -11,6 +11,7 @@ from pydantic.json_schema import SkipJsonSchema
 from spark_contract.orders import PatternError, count_names, expand_all
 
 from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.architecture import Architecture
 from spark_deploy.config.catalog.guard_rails import COMPARISON
 from spark_deploy.config.catalog.profile import TRAITS, Adapter, HubRepository
 from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Gib, Text, Violation
@@ -140,56 +141,6 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
-class LinearAttention:
-    """Sizes of a gated delta net."""
-
-    key_heads: int = Field(ge=1, description="linear_num_key_heads.")
-    value_heads: int = Field(ge=1, description="linear_num_value_heads.")
-    head_width: int = Field(ge=1, description="linear_key_head_dim and linear_value_head_dim.")
-    kernel: int = Field(default=4, ge=1, description="linear_conv_kernel_dim.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
-class Architecture:
-    """Numbers of config.json that sizes are computed from."""
-
-    layers: int = Field(ge=1, description="Layers of the language model.")
-    full_attention_every: int = Field(ge=1)
-    """Every n-th layer has full attention; the rest are gated delta nets."""
-    hidden: int = Field(ge=1, description="hidden_size.")
-    vocabulary: int = Field(ge=1, description="vocab_size.")
-    experts: int = Field(ge=1, description="Experts of a layer.")
-    experts_per_token: int = Field(ge=1, description="Routed experts of a token.")
-    expert_width: int = Field(ge=1, description="moe_intermediate_size.")
-    shared_expert_width: int = Field(ge=1, description="shared_expert_intermediate_size.")
-    attention_heads: int = Field(ge=1)
-    """num_attention_heads; queries are gated, so their projection is twice as wide."""
-    kv_heads: int = Field(ge=1, description="num_key_value_heads.")
-    head_width: int = Field(ge=1, description="head_dim.")
-    linear_attention: LinearAttention | None = None
-    """Sizes of the gated delta nets; null when every layer has full attention."""
-    mtp_layers: int = Field(ge=0, description="Layers of the built-in drafter; 0 for none.")
-    mtp_scheme: Literal["bf16", "int4"]
-    """How the MTP experts and attention are stored."""
-    vision_bytes: int = Field(ge=0, description="Bytes of the vision tower.")
-    max_context_tokens: int = Field(ge=1, description="max_position_embeddings, in tokens.")
-
-    @property
-    def attention_layers(self) -> int:
-        return self.layers // self.full_attention_every
-
-    @property
-    def linear_layers(self) -> int:
-        return self.layers - self.attention_layers
-
-    def violations(self) -> Iterator[Violation]:
-        if self.linear_layers and self.linear_attention is None:
-            message = f"is missing, but {self.linear_layers} layers have linear attention"
-            fix = "add the sizes, or set full_attention_every: 1"
-            yield Violation(("linear_attention",), message, fix)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Parsers:
     """Names of the engine's parsers."""
 
@@ -227,13 +178,24 @@ class ModelMemory:
 class Question:
     """A question with a checkable answer."""
 
-    prompt: str = Field(description="Prompt.")
+    prompt: str = Field(description="Prompt; the request may have lines before it.")
     expect: str = Field(description="Regular expression the answer must match.")
     max_tokens: int = Field(default=512, ge=1)
     """Maximum tokens of reasoning and answer."""
+    after_lines: int = Field(default=0, ge=0, le=4096)
+    """Numbered lines before the prompt, so that it is longer than an indexer's budget: line N says
+    that its value is N * 7919 modulo 1000."""
     thinking: bool = False
     """on: the model may think before it answers, and a wrong answer is a warning. off: any instruct
     model answers it at once, and a server that does not is broken."""
+
+    @property
+    def text(self) -> str:
+        """The prompt with the lines before it."""
+        lines = (
+            f"Line {n}: the value is {n * 7919 % 1000}." for n in range(1, self.after_lines + 1)
+        )
+        return "\n".join([*lines, self.prompt])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)

@@ -206,6 +206,13 @@ class Profile:
     drafter: Literal["keep", "int4-g128"] = "keep"
     """keep: MTP layer as in the base; int4-g128: its 16-bit attention and routed experts rounded to
     INT4 in groups of 128."""
+    ngram_table: Literal["device", "pinned", "file"] | None = None
+    """Where a model's n-gram table is kept; null for models without one. device: split over the
+    hosts like other weights; pinned: pinned host memory, on a Spark the same memory as device;
+    file: on disk, read row by row by our plugin."""
+    ngram_format: Literal["keep", "e2m1", "e4m3"] = "keep"
+    """keep: n-gram table as in the base; e2m1 (4 bits) and e4m3 (8 bits): rewritten by the builder
+    as a file with checksums, for ngram_table: file."""
     layout: Literal["overlay", "full"] = "overlay"
     """overlay: hard links to the base and a small shard; full: rewritten shards."""
     plugin: bool
@@ -239,7 +246,7 @@ class Profile:
     @property
     def builds_checkpoint(self) -> bool:
         """Whether the profile serves a built checkpoint instead of the base."""
-        return self._replaces_weights or self.drafter != "keep"
+        return self._replaces_weights or self.drafter != "keep" or self.ngram_format != "keep"
 
     @property
     def _replaces_weights(self) -> bool:

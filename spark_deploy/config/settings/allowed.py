@@ -59,7 +59,7 @@ original_max_position_embeddings partial_rotary_factor rope_theta rope_type shor
 """
 # Keys of JSON options; `*` stands for any key.
 _KEYS = {
-    "additional-config.spark": "lm_head lm_head_kernel",
+    "additional-config.spark": "lm_head lm_head_kernel ngram_cache_mib",
     "attention-config": """
         backend disable_flashinfer_q_quantization flash_attn_max_num_splits_for_cuda_graph
         flash_attn_version mla_prefill_backend tq_max_kv_splits_for_cuda_graph

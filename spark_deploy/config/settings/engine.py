@@ -302,6 +302,16 @@ class ServiceEngineSettings:
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
     """Local file with a Jinja chat template, relative to the inventory's folder. A changed file is
     a new release."""
+    cpuset_cpus: str | None = Field(
+        default=None,
+        examples=["5-9,15-19"],
+        json_schema_extra=text_schema(
+            r"^\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*$", "CPU numbers and ranges", "5-9,15-19"
+        ),
+    )
+    """For experts: CPUs of the engine's container (`docker run --cpuset-cpus`); null: all. A GB10
+    has its ten fast cores (X925) at 5-9 and 15-19; one recipe reports 2 to 3 % with them. Compare
+    on and off with `bench`."""
     vision: bool | None = None
     """true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."""
     options: dict[str, Any] = Field(

@@ -64,6 +64,12 @@ def _plans(catalog: Catalog, default: Settings) -> Iterator[tuple[str, str, Host
     for model, profile in itertools.product(catalog.models, catalog.profile_names):
         if (profile == "plain") != isinstance(catalog.models[model], PlainModel):
             continue
+        # Profiles that place an n-gram table are for models with one.
+        placed = catalog.profile(profile, model).ngram_table
+        if profile != "plain" and bool(placed) != bool(
+            catalog.models[model].architecture.ngram_table
+        ):
+            continue
         settings = dataclasses.replace(
             default, model=model, profile=profile, images={**images, **default.images}
         )

@@ -93,7 +93,8 @@ def base_of(model, profile):
     if profile == "plain":
         first = next(name for name, other in PLANS if other == "plain")
         return None if model == first else (first, "plain")
-    return (DEFAULT.model if profile == DEFAULT.profile else model, DEFAULT.profile)
+    own = profile != DEFAULT.profile and (model, DEFAULT.profile) in PLANS
+    return (model if own else DEFAULT.model, DEFAULT.profile)
 
 
 def golden_of(model, profile):

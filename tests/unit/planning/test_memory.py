@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from spark_deploy.config.catalog.model import HybridModel, LinearAttention
+from spark_deploy.config.catalog.architecture import LinearAttention
+from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.engine import KvCache
