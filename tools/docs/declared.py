@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -140,7 +141,8 @@ def _table(title: str, text: str, keys: dict[str, Leaf]) -> Iterator[str]:
     yield "| key | form | default | meaning |"
     yield "|---|---|---|---|"
     for key, (part, default) in keys.items():
-        yield row(f"`{key}`", _form(part), default, part["description"])
+        form = re.sub(r"( or|,) null$", "", _form(part)) if default == "`null`" else _form(part)
+        yield row(f"`{key}`", form, default, part["description"])
 
 
 def _form(part: dict[str, Any]) -> str:

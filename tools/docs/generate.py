@@ -208,9 +208,9 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     },
     "docs/reference/what-is-proven.md": {
         "parts": functools.partial(evidence.proven_rows, CHECKOUT),
-        "kernels": evidence.kernel_rows,
         "questions": functools.partial(evidence.question_rows, CHECKOUT),
     },
+    "proofs/engine-proofs.md": {"kernels": evidence.kernel_rows},
     "proofs/profiles.md": {"profiles": profile_proofs},
     "proofs/results/README.md": {
         folder: functools.partial(evidence.result_rows, folder) for folder in ("gpu", "cpu")
