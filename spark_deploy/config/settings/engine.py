@@ -310,8 +310,8 @@ class ServiceEngineSettings:
         ),
     )
     """For experts: CPUs of the engine's container (`docker run --cpuset-cpus`); null: all. A GB10
-    has its ten fast cores (X925) at 5-9 and 15-19; one recipe reports 2 to 3 % with them. Compare
-    on and off with `bench`."""
+    has its ten fast cores (X925) at 5-9 and 15-19; one recipe reports +2 to 3 %. Compare
+    results with and without it: `bench --compare`."""
     vision: bool | None = None
     """true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."""
     options: dict[str, Any] = Field(
