@@ -99,7 +99,9 @@ def _model(model: HybridModel) -> Iterator[str]:
         f"vision {_gb(sizes.vision_bytes)}"
         + (f", n-gram table {_gb(sizes.ngram_bytes)}" if sizes.ngram_bytes else "")
     )
-    yield f"- profiles for one host: {', '.join(_fitting(model)) or 'none'}"
+    profiles = (catalog().profile(name, model.name) for name in _fitting(model))
+    names = [profile.name for profile in profiles if _is_for_use(profile)]
+    yield f"- profiles for one host: {', '.join(names) or 'none'}"
     for number in (2, 4):
         yield _together(model, number)
 
@@ -149,10 +151,10 @@ def _is_for_use(profile: Profile) -> bool:
 
 
 def rail_rows() -> Iterator[str]:
-    yield from ("| rule | effect | reason | fix | evidence |", "|---|---|---|---|---|")
+    yield from ("| rule | effect | reason | evidence |", "|---|---|---|---|")
     for rail in catalog().rails:
         effect = f"{rail.effect} †" if rail.may_be_overridden else rail.effect
-        yield row(f"`{rail.rule}`", effect, rail.reason, rail.fix, rail.evidence)
+        yield row(f"`{rail.rule}`", effect, rail.reason, rail.evidence)
 
 
 def profile_proofs() -> Iterator[str]:
