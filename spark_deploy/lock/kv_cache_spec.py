@@ -86,8 +86,8 @@ _ENCODERS = frozenset((
 # Fields that affect the cache size in ways that are not computed here.
 _UNSUPPORTED = (
     "attention_k_eq_v", "compress_ratios", "cross_attention_layers", "index_head_dim",
-    "index_topk", "num_kv_shared_layers", "num_global_key_value_heads", "global_head_dim",
-    "per_layer_config", "block_configs",
+    "indexer_n_heads", "index_topk", "num_kv_shared_layers", "num_global_key_value_heads",
+    "global_head_dim", "per_layer_config", "block_configs",
 )  # fmt: skip
 
 

@@ -154,6 +154,7 @@ UNKNOWN = {
     "another type of model": ({"model_type": "unheard"}, "layers of unheard are unknown"),
     "another type of layer": ({"layer_types": ["full_attention", "odd"]}, "'odd' are unknown"),
     "layers that do not add up": ({"layer_types": ["full_attention"]}, "but the model has 2"),
+    "an indexer": ({"indexer_n_heads": 4}, "the effect of indexer_n_heads"),
     "a detail": ({"num_kv_shared_layers": 20}, "the effect of num_kv_shared_layers"),
     "a number is missing": ({"num_attention_heads": "removed"}, "lacks num_attention_heads"),
     "no layers": ({"num_hidden_layers": 0}, "lacks num_hidden_layers"),

@@ -8,6 +8,7 @@ import pytest
 from spark_deploy.cli.models import fitting_profiles, settings_on
 from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.plan.engine_arguments import engine_arguments
+from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.kv_cache import cache_shape
 from spark_deploy.plan.memory import (
     GIB,
@@ -16,9 +17,16 @@ from spark_deploy.plan.memory import (
     plan_memory,
     weights_of,
 )
-from spark_deploy.plan.resolve import problems_of, resolve
+from spark_deploy.plan.resolve import Request, problems_of, resolve
 from spark_deploy.plan.speed import first_token_s, speed_of
-from tests.unit.planning.plans import plan_of, plan_with, settings_of, shipped_catalog
+from tests.unit.planning.plans import (
+    PAYLOAD,
+    made_up_lock,
+    plan_of,
+    plan_with,
+    settings_of,
+    shipped_catalog,
+)
 
 SHIPPED = shipped_catalog()
 INT4, NVFP4 = "qwen3.8-flash-next", "qwen3.8-flash-next-nvfp4"
@@ -121,6 +129,19 @@ def test_order_asks_for_the_table_as_a_file():
     assert plan.checkpoint.order.ngram_table == "e2m1"
     # The rewritten table, attention and shared experts in FP8.
     assert plan.checkpoint.output_bytes / GIB == pytest.approx(27.13 + 2.52 + 0.22, abs=0.1)
+
+
+def test_two_hosts_serve_the_repository_on_the_unmodified_engine():
+    settings = settings_on(2, NVFP4, "flash-two")
+    plan = plan_host(
+        Request("spark-1", settings, SHIPPED, made_up_lock(settings, SHIPPED), PAYLOAD)
+    )
+    assert (plan.checkpoint, plan.image.plugin) == (None, False)
+    assert [member.argv[:4] for member in plan.serve.cluster.members] == [
+        ("--tensor-parallel-size", "2", "--nnodes", "2")
+    ] * 2
+    logged = "Initialized PLE embedding x: weight_dtype=torch.float8_e4m3fn, weight_device=cuda:0"
+    assert any(re.search(line, logged) for line in plan.serve.check.log_required)
 
 
 def test_profiles_fit_the_hosts_they_are_for():
