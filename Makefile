@@ -152,10 +152,11 @@ gpu-train: ## train the recall model again on a CUDA machine, minutes; writes to
 
 # Beside nothing else: other work on the card would be in the times.
 HEAD := proofs/kernels/lm_head
-gpu-times: ## times of LM head, shared experts and cache formats on an idle GPU; writes to SPARK_GPU_RESULTS
+gpu-times: ## times of LM head, shared experts, cache formats and table lookups on an idle GPU; writes to SPARK_GPU_RESULTS
 	@mkdir -p $(SPARK_GPU_RESULTS)
 	$(GPU_PYTHON) proofs/kernels/shared_experts.py --out $(SPARK_GPU_RESULTS)/shared-experts.json
 	$(GPU_PYTHON) proofs/kernels/cache_formats.py --out $(SPARK_GPU_RESULTS)/cache-formats.json
+	$(GPU_PYTHON) proofs/kernels/ngram_lookups.py --out $(SPARK_GPU_RESULTS)/ngram-lookups.json
 	$(GPU_PYTHON) $(HEAD).py --tiles 9.0 --out $(SPARK_GPU_RESULTS)/lm-head.json
 	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD).py --tiles 12.1 --out $(SPARK_GPU_RESULTS)/lm-head-spark-tiles.json
 	$(GPU_PYTHON) $(HEAD)_sweep.py --batches 1,4,8,16 --inputs 3072,2048 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-to-16.json

@@ -309,7 +309,8 @@ def judge_all(results: Results, work: Path, trees: Path) -> list[Row]:
     return rows + [attempt(name, judge_changed, results, name) for name in changed]
 
 
-def prove(trees: Path, work: Path, out: Path, *, at_once: int = 12, limit_s: float = 300) -> None:
+def prove(trees: Path, work: Path, out: Path, *, at_once: int = 12) -> list[Row]:
+    """Run all engines, judge them, write ``engine-flash-next.json``; return the rows."""
     from proofs.stages import environment
 
     make_damaged(trees)
@@ -318,7 +319,7 @@ def prove(trees: Path, work: Path, out: Path, *, at_once: int = 12, limit_s: flo
     rest = [entry for entry in listed if entry not in first]
     for wave in (first, rest):  # the first compile the kernels
         engine_run.run_cases(
-            wave, trees, work, at_once=at_once, limit_s=limit_s,
+            wave, trees, work, at_once=at_once, limit_s=400,
             module="proofs.flash.engine", resume=True,
         )  # fmt: skip
     results = {
@@ -329,8 +330,7 @@ def prove(trees: Path, work: Path, out: Path, *, at_once: int = 12, limit_s: flo
     engines = describe_engines(results, rows, None)
     document = {"stage": "flash-next", **environment(), "caveats": CAVEATS, "rows": rows}
     write_result(out / "engine-flash-next.json", {**document, "engines": engines})
-    print_rows(rows)
-    sys.exit(any(entry["passed"] is False for entry in rows))
+    return rows
 
 
 def main() -> None:
@@ -338,7 +338,9 @@ def main() -> None:
     for name in ("trees", "work", "out"):
         parser.add_argument(name, type=Path)
     arguments = parser.parse_args()
-    prove(arguments.trees, arguments.work, arguments.out)
+    rows = prove(arguments.trees, arguments.work, arguments.out)
+    print_rows(rows)
+    sys.exit(any(entry["passed"] is False for entry in rows))
 
 
 if __name__ == "__main__":
