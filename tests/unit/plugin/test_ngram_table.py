@@ -2,7 +2,6 @@
 
 import json
 import random
-import threading
 import zlib
 
 import numpy as np
@@ -207,17 +206,6 @@ def test_verified_blocks_are_checked_once(table_file, monkeypatch):
     assert not calls
     table.lookup(np.array([45]), np.empty((1, 90), np.uint8))
     assert len(calls) == 1
-
-
-def test_read_ahead_runs_beside_lookups(table_file):
-    table = Table(table_file, 1 << 20)
-    ids = np.arange(ROWS)
-    thread = threading.Thread(target=table.read_ahead, args=(ids,))
-    thread.start()
-    out = np.empty((ROWS, 90), np.uint8)
-    table.lookup(ids, out)
-    thread.join()
-    assert (out == read(table_file, ids.tolist())[1]).all()
 
 
 @pytest.mark.parametrize(

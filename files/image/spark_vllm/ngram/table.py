@@ -97,8 +97,7 @@ def _checksum(block: bytes | bytearray, number: int) -> bytes:
 class Table:
     """Reads rows; keeps ``cache_bytes`` of them in memory.
 
-    A row that cannot be read or verified raises: it is never replaced by zeros. One thread calls
-    ``lookup``; ``read_ahead`` may run in others.
+    A row that cannot be read or verified raises: it is never replaced by zeros.
     """
 
     def __init__(self, path: Path, cache_bytes: int, read: Reader = os.preadv) -> None:
@@ -138,12 +137,6 @@ class Table:
             out[missing] = self._read_rows(ids[missing])
             self._cached_rows[slots[missing]] = out[missing]
             self._cached_ids[slots[missing]] = ids[missing]
-
-    def read_ahead(self, ids: Ids) -> None:
-        """Ask the kernel to read the blocks of rows that are not cached; does not wait."""
-        ids = ids[self._cached_ids[ids % self._slots] != ids]
-        for block in np.unique(1 + ids // self.header.rows_per_block).tolist():
-            self._prefetch(block)
 
     def _read_rows(self, ids: Ids) -> Rows:
         blocks, places = np.divmod(ids, self.header.rows_per_block)
