@@ -31,6 +31,7 @@ KINDS = (
     Kind("engine-damages", "corruption that shows up in answers", "gpu"),
     Kind("engine-eager", "module numerics of every layout", "gpu"),
     Kind("engine-flash-next", "Qwen4Exp: tables in files, quantised heads, drafts", "gpu"),
+    Kind("engine-flash-next-tp2", "Qwen4Exp with tensor parallelism", "gpu", "two GPUs"),
     Kind("engine-head-choice", "LM heads of engine and checkpoint give the same answers", "gpu"),
     Kind("engine-long", "contexts up to the model's length", "gpu"),
     Kind("engine-names", "every tensor of a checkpoint is loaded", "gpu"),

@@ -207,6 +207,23 @@ def prefill_logits(llm: Any, recorder: Recorder, prompts: list[Any]) -> tuple[An
     return hidden, torch.cat([logits for _, logits in calls]), rows
 
 
+def prompt_logprobs(llm: Any, prompts: list[Any], vocabulary: int) -> Any:
+    """Return log-probabilities of all tokens at each place of the prompts, from any ranks."""
+    import torch
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=1, prompt_logprobs=vocabulary, detokenize=False
+    )
+    steps = [
+        step
+        for prompt in prompts
+        for step in llm.generate([to_request(prompt)], sampling, use_tqdm=False)[0].prompt_logprobs
+        if step is not None
+    ]
+    return torch.tensor([[step[token].logprob for token in range(vocabulary)] for step in steps])
+
+
 def continue_conversations(
     llm: Any,
     prompts: list[list[int]],
@@ -285,6 +302,9 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
             out / f"{case['name']}.pt",
         )
         result["finite"] = bool(torch.isfinite(logits.float()).all())
+    if "vocabulary" in case:
+        logits = prompt_logprobs(llm, prompts, case["vocabulary"])
+        torch.save({"logits": logits}, out / f"{case['name']}.pt")
     tokens, ignore_eos = case.get("tokens", 48), case.get("ignore_eos", case["prompts"] == "ids")
     before = read_counters(llm)
     result["answers"] = generate(llm, prompts, tokens, ignore_eos)

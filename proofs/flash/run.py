@@ -1,8 +1,9 @@
 """Prove tables in files, quantised heads and drafts of Qwen4Exp on a GPU; write a result file.
 
-    python3 -m proofs.flash.run TREES WORK OUT
+    python3 -m proofs.flash.run [--tensor-parallel] TREES WORK OUT
 
-``TREES`` is made by ``proofs.flash.model``.
+``TREES`` is made by ``proofs.flash.model``. With the option, engines on two GPUs are compared with
+engines on one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from proofs.engine import run as engine_run
 from proofs.engine.cases import graphs, mtp
+from proofs.engine.quick import caveats
 from proofs.flash import model
 from proofs.judges.answers import attempt, compare_answers, failed_start, row
 from proofs.prompts import IDS_LENGTHS, random_prompts
@@ -78,6 +80,26 @@ def cases() -> list[Row]:
         *(case(name, name, **quick) for name in damages()),
         case("without-option", "flash-file", additional={}, **quick),
         case("option-without-file", "flash-nvfp4", **quick),
+    ]
+
+
+def two_gpu_cases() -> list[Row]:
+    stock: dict[str, Any] = {"plugins": "", "additional": {}}
+    size = model.TEXT["vocab_size"]
+    more: dict[str, Any] = {"capture": False, "vocabulary": size}
+    # As between two Sparks: only NCCL, no direct path between the cards.
+    more["environment"] = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+    one = {"max_logprobs": size}
+    two = {**one, "tensor_parallel_size": 2, "disable_custom_all_reduce": True}
+    drafts = {"capture": False, "options": {**two, **graphs(FULL), **mtp(2)}}
+    return [
+        case("stock", "flash-nvfp4", **stock, **more, options=one),
+        case("stock-tp2", "flash-nvfp4", **stock, **more, options=two),
+        case("file", "flash-file", **more, options=one),
+        case("file-tp2", "flash-file", **more, options=two),
+        case("file-tp2-full-mtp2", "flash-file", environment=more["environment"], **drafts),
+        case("moved-rows", "moved-rows", **more, options=two),
+        case("damaged-blocks", "damaged-blocks", **more, options=two),
     ]
 
 
@@ -250,17 +272,17 @@ def judge_drafts(results: Results, name: str, reference: str) -> Row:
 
 def judge_damage(results: Results, name: str, text: str) -> Row:
     result = results[name]
-    said = f"{result.get('error', '')} {result.get('log_tail', '')}"
-    stopped = result["state"] != "ran" and text in said
+    said = f"{result.get('error', '')} {result.get('log_tail', '')} {result['log_lines']}"
+    stopped = result["state"] in ("died", "refused") and text in said
     return row(f"{name} stops the engine", stopped, [name], state=result["state"], text=text)
 
 
-def judge_changed(results: Results, name: str) -> Row:
-    compared = compare_answers(results["file"], results[name])
+def judge_changed(results: Results, name: str, reference: str = "file") -> Row:
+    compared = compare_answers(results[reference], results[name])
     # Intact engines differ by at most 0.02.
     by_much = compared["largest_noise"] > 0.1 or max(compared["margins_there"], default=0) > 1
     changed = compared["diverged"] > 0 and by_much
-    return row(f"{name} changes answers", changed, ["file", name], **compared)
+    return row(f"{name} changes answers", changed, [reference, name], **compared)
 
 
 def judge_all(results: Results, work: Path, trees: Path) -> list[Row]:
@@ -309,36 +331,67 @@ def judge_all(results: Results, work: Path, trees: Path) -> list[Row]:
     return rows + [attempt(name, judge_changed, results, name) for name in changed]
 
 
-def prove(trees: Path, work: Path, out: Path, *, at_once: int = 12) -> list[Row]:
-    """Run all engines, judge them, write ``engine-flash-next.json``; return the rows."""
+def judge_two_gpus(results: Results, work: Path, _: Path) -> list[Row]:
+    near, answers = (0.03, 0.97), "the answers of one GPU and of two are the same"
+    return [
+        *(
+            failed_start(n, r)
+            for n, r in results.items()
+            if n != "damaged-blocks" and "answers" not in r
+        ),
+        attempt("stock-tp2", judge_near_logits, results, work, "stock", "stock-tp2", *near),
+        attempt(
+            "stock-tp2", judge_same_answers, results, "stock", "stock-tp2", f"stock: {answers}"
+        ),
+        attempt("file-tp2", judge_near_logits, results, work, "file", "file-tp2", *near),
+        attempt("file-tp2", judge_same_answers, results, "file", "file-tp2", f"file: {answers}"),
+        attempt("file-tp2", judge_equal_logits, results, work, "stock-tp2", "file-tp2"),
+        attempt("file-tp2-full-mtp2", judge_drafts, results, "file-tp2-full-mtp2", "file-tp2"),
+        attempt("moved-rows", judge_changed, results, "moved-rows", "file-tp2"),
+        attempt("damaged-blocks", judge_damage, results, "damaged-blocks", "is damaged"),
+    ]
+
+
+def prove(
+    trees: Path, work: Path, out: Path, *, tensor_parallel: bool = False, at_once: int = 12
+) -> list[Row]:
+    """Run all engines, judge them, write a result file; return the rows."""
     from proofs.stages import environment
 
     make_damaged(trees)
-    listed = cases()
-    first = [entry for entry in listed if entry["name"] in ("file-full-mtp3", "stock-nvfp4")]
+    listed = two_gpu_cases() if tensor_parallel else cases()
+    warm = ("stock-tp2",) if tensor_parallel else ("file-full-mtp3", "stock-nvfp4")
+    first = [entry for entry in listed if entry["name"] in warm]
     rest = [entry for entry in listed if entry not in first]
+    ran: Results = {}
     for wave in (first, rest):  # the first compile the kernels
-        engine_run.run_cases(
-            wave, trees, work, at_once=at_once, limit_s=400,
+        ran |= engine_run.run_cases(
+            wave, trees, work, at_once=at_once, limit_s=200 if tensor_parallel else 400,
             module="proofs.flash.engine", resume=True,
         )  # fmt: skip
     results = {
-        entry["name"]: {"case": entry, **engine_run.read_result(entry, work, False)}
+        entry["name"]: {
+            "case": entry,
+            **(ran.get(entry["name"]) or engine_run.read_result(entry, work, False)),
+        }
         for entry in listed
     }
-    rows = judge_all(results, work, trees)
+    judge = judge_two_gpus if tensor_parallel else judge_all
+    rows = judge(results, work, trees)
     engines = describe_engines(results, rows, None)
-    document = {"stage": "flash-next", **environment(), "caveats": CAVEATS, "rows": rows}
-    write_result(out / "engine-flash-next.json", {**document, "engines": engines})
+    stage = "flash-next-tp2" if tensor_parallel else "flash-next"
+    document = {"stage": stage, **environment(), "caveats": [*CAVEATS, *caveats()], "rows": rows}
+    write_result(out / f"engine-{stage}.json", {**document, "engines": engines})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tensor-parallel", action="store_true")
     for name in ("trees", "work", "out"):
         parser.add_argument(name, type=Path)
     arguments = parser.parse_args()
-    rows = prove(arguments.trees, arguments.work, arguments.out)
+    rows = prove(**vars(arguments))
     print_rows(rows)
     sys.exit(any(entry["passed"] is False for entry in rows))
 

@@ -2,10 +2,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+
 from proofs.flash import model, run
 
 
-def test_flash_next_reads_its_table_from_a_file(tmp_path, results):
-    model.make(tmp_path / "trees")
-    rows = run.prove(tmp_path / "trees", tmp_path / "work", results)
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+def test_flash_next_reads_its_table_from_a_file(tmp_path, results, tensor_parallel):
+    if tensor_parallel and torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    trees = tmp_path / "trees"
+    model.make(trees)
+    rows = run.prove(trees, tmp_path / "work", results, tensor_parallel=tensor_parallel)
     assert [row["claim"] for row in rows if row["passed"] is False] == []
