@@ -186,7 +186,8 @@ class Guest:
         lab("up", self.name)
 
     def wait_until_booted(self) -> None:
-        self.wait("systemctl is-system-running | grep -qE 'running|degraded'", seconds=90)
+        # Services start during the boot; a CPU engine takes minutes on a loaded machine.
+        self.wait("systemctl is-system-running | grep -qE 'running|degraded'", seconds=300)
         self.wait("systemctl is-active docker", seconds=90)
 
     def key(self) -> str:
