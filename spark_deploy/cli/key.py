@@ -31,6 +31,7 @@ _limit = functools.partial(click.option, type=click.IntRange(min=1), metavar="N"
 @_limit("--concurrent", "max_concurrent", help="Requests at a time.")
 @_limit("--per-minute", "max_requests_per_min", help="Average requests a minute.")
 @_limit("--body-mib", "max_body_mib", help="Largest request body in MiB.")
+@_limit("--output-tokens", "max_output_tokens", help="Output tokens a request.")
 @shared_options(changes=True)
 def key(options: Options, action: str, name: str, **limits: int | None) -> int:
     if action == "list":
@@ -122,4 +123,5 @@ _UNITS = {
     "max_concurrent": "at a time",
     "max_requests_per_min": "a minute",
     "max_body_mib": "MiB a body",
+    "max_output_tokens": "output tokens a request",
 }

@@ -60,6 +60,7 @@ def named_keys(serve: ServeSettings) -> dict[str, NamedKey] | None:
             max_concurrent=key.max_concurrent,
             max_requests_per_min=key.max_requests_per_min,
             max_body_bytes=key.max_body_mib and key.max_body_mib * MIB,
+            max_output_tokens=key.max_output_tokens,
         )
         for name, key in serve.keys.items()
     } or None

@@ -53,6 +53,7 @@ class NamedKey:
     max_concurrent: int | None
     max_requests_per_min: int | None
     max_body_bytes: int | None
+    max_output_tokens: int | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,8 @@ class KeySettings:
     max_body_mib: int | None = Field(default=None, ge=1, le=4096)
     """Largest request body in MiB; bodies without Content-Length are rejected. null: as
     serve.max_body_mib."""
+    max_output_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Output tokens of a request; null: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)

@@ -42,10 +42,12 @@ def add(capsys, *words):
 
 
 def test_prints_the_key_once_and_writes_and_deploys_its_digest(site, capsys):
-    token, err = add(capsys, "anna", "--concurrent", "4", "--per-minute", "60", "--body-mib", "2")
+    words = "anna --concurrent 4 --per-minute 60 --body-mib 2 --output-tokens 512"
+    token, err = add(capsys, *words.split())
     assert re.fullmatch(TOKEN, token)
     digest = hashlib.sha256(token.encode()).hexdigest()
     entry = {"sha256": digest, "max_concurrent": 4, "max_requests_per_min": 60, "max_body_mib": 2}
+    entry["max_output_tokens"] = 512
     assert keys_in(site) == {"anna": entry}
     assert (site.root / "group_vars/all.yml").read_text().startswith(ALL)
     assert [{name: list(keys) for name, keys in hosts.items()} for hosts in site.deployed] == [
@@ -101,7 +103,7 @@ def test_changes_nothing_without_confirmation_or_with_dry(site, capsys, words, f
 
 
 def test_list_shows_limits_and_usage_of_each_host(site, capsys, monkeypatch):
-    add(capsys, "anna", "--concurrent", "4")
+    add(capsys, "anna", "--concurrent", "4", "--output-tokens", "512")
     add(capsys, "bob")
     usage = {"requests": 1200, "received_bytes": 2_000_000, "sent_bytes": 3 * 10**9}
     services = {name: {"gateway": {"usage": {"anna": usage}}} for name in ("main", "embed")}
@@ -116,5 +118,6 @@ def test_list_shows_limits_and_usage_of_each_host(site, capsys, monkeypatch):
     assert b["problem"] == "is off"
     assert main(["key", "list"]) == 1
     text = capsys.readouterr().out
-    assert re.search(r"anna +4 at a time; 2,400 requests, 4\.00 MB received, 6\.00 GB sent", text)
+    assert re.search(r"anna +4 at a time, 512 output tokens a request; 2,400 requests, ", text)
+    assert "4.00 MB received, 6.00 GB sent" in text
     assert re.search(r"bob +no limits; not used", text)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from gateway_client import (
     CHAT,
+    MIB,
     NAMES,
     QUESTION,
     free_port,
@@ -18,7 +19,8 @@ from spark_host.gateway import gateway, keys
 from test_gateway_limits import answered, connect, request
 
 ANNA, BOB = (f"sk-{name * 8}-{'x' * 10}"[:46].ljust(46, "y") for name in ("anna", "bob_"))
-MODELS = "/v1/models"
+MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 
 
 def key(token, **limits):
@@ -120,6 +122,59 @@ def test_limits_the_body_of_a_key(js_host):
         assert client.status(CHAT, iter([b"{}"]), key=ANNA) == 413
         assert client.status(CHAT, large, key=BOB) == 200
         assert client.status(CHAT, iter([b"{}"]), key=BOB) == 200
+
+
+OUTPUT_LIMIT = 2048
+ALLOWED = [
+    (CHAT, b'{"max_tokens": 2048}'), (CHAT, b'{"n":2,"max_completion_tokens":1024}'),
+    (CHAT, b'{"max_tokens": 9999, "max_tokens": 1}'), (CHAT, b'{"max_tokens": null, "n":1, '
+     b'"max_completion_tokens": 7}'), (CHAT, b'{"messages": [{"n": 9}], "max\\u005ftokens" : 5\n}'),
+    (COMPLETIONS, b'{"prompt": "x", "max_tokens": 2048.0}'), (MESSAGES, b'{"max_tokens": 1}'),
+    (RESPONSES, b'{"max_output_tokens": 2048, "input": []}'),
+    (CHAT, b'{"x": "%s", "max_tokens": 5}' % (b"y" * 300_000)),
+]  # fmt: skip
+UTF16 = '{"∢" : 0}'.encode("utf-16-le").replace(b'""', b'","max_tokens":1,"')
+REJECTED = [
+    (CHAT, b"{}"), (CHAT, b""), (CHAT, b"not JSON"), (CHAT, b'[{"max_tokens": 1}]'), (CHAT, UTF16),
+    (CHAT, b'{"max_tokens": 2049}'), (CHAT, b'{"max_tokens": 1025, "n": 2}'),
+    (CHAT, b'{"max_tokens": 1, "max_completion_tokens": 2049}'), (CHAT, b'{"max_tokens": "1"}'),
+    (CHAT, b'{"max_tokens": 1, "max_tokens": 9999}'), (CHAT, b'{"max_tokens": [1]}'),
+    (CHAT, b'{"max_tokens": 1, "max\\u005ftokens": 2049}'), (CHAT, b'{"max_tokens": null}'),
+    (CHAT, b'{"max_tokens": -1}'), (CHAT, b'{"max_tokens": 0}'), (CHAT, b'{"max_tokens": 1e4}'),
+    (CHAT, b'{"max_tokens": 1.%s1e5}' % (b"0" * 600)), (CHAT, b'{"max_tokens": 5, "n": -1}'),
+    (CHAT, b'{"x": {"max_tokens": 1}}'), (CHAT, b'{"__proto__": {"max_tokens": 1}}'),
+    (COMPLETIONS, b'{"prompt": ["a", "b"], "max_tokens": 2048}'), (COMPLETIONS, b'{"prompt": "a"}'),
+    (MESSAGES, b'{"max_tokens": 9999}'), (RESPONSES, b'{"max_tokens": 5}'),
+    (CHAT, b'{"x": "%s", "max_tokens": 9999}' % (b"y" * 300_000)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [None, NAMES], ids=["service", "services"])
+def test_limits_the_output_tokens_that_a_request_of_a_key_may_ask_for(js_host, names):
+    limited = two_keys(max_output_tokens=OUTPUT_LIMIT)
+    settings = {"keys": limited, "names": names, "max_body_bytes": MIB}
+    with recording_gateway(js_host, tuple(names or ["main"]), **settings) as client:
+        engine = client.engines["main"]
+        for path, body in ALLOWED:
+            assert client.status(f"{path}?a=b", body, key=ANNA) == 200, body[:80]
+            assert engine.take_lines() == [f"POST {path}?a=b HTTP/1.1"]
+            assert engine.last_body == body
+        for path, body in REJECTED:
+            status, text = client.ask(path, body, key=ANNA)
+            assert (status, json.loads(text)["error"]["code"]) == (400, 400), body[:80]
+            assert str(OUTPUT_LIMIT) in text.decode()
+            assert client.received() == {}
+        assert client.status(CHAT, iter([b'{"max_tok', b'ens": 5}']), key=ANNA) == 200
+        assert client.status(CHAT, iter([b'{"max_tok', b'ens": 5000}']), key=ANNA) == 400
+        assert client.status("/v1/embeddings", {"input": "x"}, key=ANNA) == 200
+        client.received()
+        for token in (BOB, client.key):
+            for path, body in REJECTED:
+                assert client.status(path, body, key=token) == 200
+                assert client.received() == {"main": [path]}
+                assert engine.last_body == body
+        for path in ("/limited", "/limit-output", "/limit-output-large"):
+            assert client.status(f"{path}{CHAT}", b"{}", key=ANNA) == 404
 
 
 def test_counts_admitted_requests_and_bytes_of_each_key(js_host):

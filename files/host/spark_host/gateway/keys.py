@@ -6,7 +6,6 @@ lose lines.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -40,6 +39,9 @@ def config_text(settings: Gateway, paths: Paths) -> str:
             for name, key in keys.items()
             if key.max_body_bytes
         ),
+        "OUTPUT_LIMITED": " ".join(
+            f'"~^{name}$" 1;' for name, key in keys.items() if key.max_output_tokens
+        ),
         "UNNAMED": _UNNAMED,
         "CLIENT": nginx.client_of(settings),
         "LIMITS": "\n".join(_limits(keys)),
@@ -49,8 +51,15 @@ def config_text(settings: Gateway, paths: Paths) -> str:
 
 
 def script_text(settings: Gateway) -> str:
-    limits = {name: key.max_body_bytes for name, key in (settings.keys or {}).items()}
-    return f"const BODY_LIMITS = {json.dumps(limits)};\n{nginx.fill(SCRIPT, {})}"
+    keys = settings.keys or {}
+    constants = {
+        "BODY_LIMITS": {name: key.max_body_bytes for name, key in keys.items()},
+        "OUTPUT_LIMITS": {name: key.max_output_tokens for name, key in keys.items()},
+        "OUTPUT_FIELDS": {
+            route.path: route.output_fields for route in nginx.ROUTES if route.output_fields
+        },
+    }
+    return nginx.script(SCRIPT, constants)
 
 
 def _limits(keys: dict[str, NamedKey]) -> Iterator[str]:

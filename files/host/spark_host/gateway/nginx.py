@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from spark_contract import files, release
 from spark_contract.errors import HostToolError
@@ -37,6 +38,7 @@ class Route:
     pattern: str = ""
     suffix: str = ""
     engine: str = ""  # the engine's path, if it differs
+    output_fields: tuple[str, ...] = ()  # body fields that limit the output
 
     @property
     def takes_name(self) -> bool:
@@ -57,12 +59,12 @@ class Route:
 
 
 ROUTES = (
-    Route("POST", release.CHAT),
-    Route("POST", release.COMPLETIONS),
-    Route("POST", release.RESPONSES),
+    Route("POST", release.CHAT, output_fields=("max_tokens", "max_completion_tokens")),
+    Route("POST", release.COMPLETIONS, output_fields=("max_tokens",)),
+    Route("POST", release.RESPONSES, output_fields=("max_output_tokens",)),
     Route("GET", f"{release.RESPONSES}/", _RESPONSE),
     Route("POST", f"{release.RESPONSES}/", _RESPONSE, "/cancel"),
-    Route("POST", release.MESSAGES),
+    Route("POST", release.MESSAGES, output_fields=("max_tokens",)),
     Route("POST", release.COUNT_TOKENS),
     Route("POST", release.EMBEDDINGS),
     Route("POST", release.RERANK),
@@ -74,29 +76,40 @@ ROUTES = (
     Route("GET", f"{release.MODELS}/", _MODEL),
 )
 
-# The second keeps a file of a large body for names.js.
-_CHOOSERS = (
-    "location /by-name/ { internal; js_content names.choose; }",
-    "location /by-name-large/ "
-    "{ internal; client_body_in_file_only clean; js_content names.choose; }",
-)
+
+def _script_locations(name: str, function: str) -> tuple[str, str]:
+    """Return two locations; the second keeps a file of a large body for the script."""
+    return (
+        f"location /{name}/ {{ internal; js_content {function}; }}",
+        f"location /{name}-large/ "
+        f"{{ internal; client_body_in_file_only clean; js_content {function}; }}",
+    )
 
 
 def _routes(settings: Gateway, paths: Paths) -> str:
     blocks = []
+    limits_output = any(key.max_output_tokens for key in (settings.keys or {}).values())
     for route in ROUTES:
         service = settings.routes.get(route.path, settings.service)
         lines = _choose_by_name(route) if settings.names else ()
+        lines = lines or _forward(route, service, settings, paths)
+        limit: tuple[str, ...] = ()
+        if limits_output and route.output_fields:
+            blocks.append(_location(f"= /limited{route.path}", "internal;", *lines))
+            rewrite = f"rewrite ^ $spark_limit_output{route.path} last;"
+            limit = (f"if ($spark_limit_output) {{ {rewrite} }}",)
         blocks.append(
             _location(
                 route.location,
                 f"if ($request_method !~ ^({route.method})$) {{ rewrite ^ /refused/method last; }}",
                 "if ($spark_key = 0) { rewrite ^ /refused/key last; }",
                 *_refuse_large_bodies(settings),
-                *(lines or _forward(route, service, settings, paths)),
+                *limit,
+                *lines,
             )
         )
-    blocks += _CHOOSERS if settings.names else ()
+    blocks += _script_locations("by-name", "names.choose") if settings.names else ()
+    blocks += _script_locations("limit-output", "keys.limitOutput") if limits_output else ()
     for service in settings.names or ():
         for route in ROUTES:
             if route.takes_name or route.path.startswith(release.MODELS):
@@ -247,8 +260,12 @@ def script_text(settings: Gateway, paths: Paths) -> str:
         for service, names in (first | named).items()
     ]
     constants = {"SERVICES": services, "ROUTES": settings.routes}
-    lines = [f"const {name} = {json.dumps(value)};\n" for name, value in constants.items()]
-    return "".join(lines) + fill(SCRIPT, {})
+    return script(SCRIPT, constants)
+
+
+def script(name: str, constants: Mapping[str, Any]) -> str:
+    lines = [f"const {key} = {json.dumps(value)};\n" for key, value in constants.items()]
+    return "".join(lines) + fill("body.js", {}) + fill(name, {})
 
 
 def client_of(settings: Gateway) -> str:

@@ -1,4 +1,5 @@
-// Digests of named API keys. Run by nginx (njs); spark-host writes BODY_LIMITS above this line.
+// Digests and limits of named API keys. Run by nginx (njs); spark-host writes constants and body.js
+// above this line.
 import crypto from 'crypto';
 
 function digest(r) {
@@ -12,4 +13,36 @@ function exceedsBodyLimit(r) {
     return length > limit || r.headersIn['Transfer-Encoding'] ? '1' : '0';
 }
 
-export default {digest, exceedsBodyLimit};
+function isPositive(value) { return Number.isInteger(value) && value > 0; }
+
+// The engine also reads UTF-16 and UTF-32, in which this scan can see other values.
+function fits(state, fields, limit) {
+    const values = state.values, choices = values.n === undefined ? 1 : values.n;
+    const sent = fields.map((field) => values[field]).filter((value) => value !== undefined);
+    return !state.hasZero && sent.length > 0 && isPositive(choices)
+        && sent.every((value) => isPositive(value) && value * choices <= limit)
+        && (values.prompt === undefined || typeof values.prompt === 'string');
+}
+
+// A request whose answer could be longer than the key allows is rejected.
+async function limitOutput(r) {
+    const path = r.uri.replace(/^\/limit-output(-large)?/, ''), fields = OUTPUT_FIELDS[path];
+    const name = r.variables.spark_key_name, limit = OUTPUT_LIMITS[name], args = r.variables.args;
+    let state;
+    try {
+        state = await readBody(r, fields.concat('n', 'prompt'));
+    } catch (error) {
+        r.error(`cannot read the body of a request: ${error}`);
+        return r.internalRedirect('/refused/closed');
+    }
+    if (fits(state, fields, limit)) {
+        return r.internalRedirect(`/limited${path}${args ? `?${args}` : ''}`);
+    }
+    const fix = `set ${fields[0]} to at most ${limit} divided by n, and send one prompt as text`;
+    r.headersOut['Content-Type'] = 'application/json';
+    r.return(400, JSON.stringify({type: 'error', error: {
+        message: `${path}: key ${name} may request at most ${limit} output tokens; ${fix}`,
+        type: 'invalid_request_error', param: fields[0], code: 400}}));
+}
+
+export default {digest, exceedsBodyLimit, limitOutput};
