@@ -4,7 +4,7 @@ The next token is a permutation of the last one, and the drafter knows it. Some 
 table are large and change the next token, which the drafter, without a table, cannot know. The
 layers are random, so that states, experts and caches affect every logit.
 
-    python3 -m proofs.flash.model OUT_DIR
+    python3 -m proofs.flash.model OUT_DIR [EXPERT_WIDTH]
 """
 
 from __future__ import annotations
@@ -372,7 +372,9 @@ def plan(out: Path, base: Path, choices: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def make(out: Path) -> None:
+def make(out: Path, expert_width: int = 256) -> None:
+    """Make all trees; the plugin needs more than one scale group of 128 on each GPU."""
+    TEXT["moe_intermediate_size"] = expert_width
     weights = random_weights()
     for kind in ("nvfp4", "fp8"):
         write_tree(out / f"flash-{kind}", weights, kind, int4=True)
@@ -384,4 +386,4 @@ def make(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]).resolve())
+    make(Path(sys.argv[1]).resolve(), *map(int, sys.argv[2:]))

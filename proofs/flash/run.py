@@ -3,7 +3,7 @@
     python3 -m proofs.flash.run [--tensor-parallel] TREES WORK OUT
 
 ``TREES`` is made by ``proofs.flash.model``. With the option, engines on two GPUs are compared with
-engines on one.
+engines on one; make the trees with experts ``512`` wide for it.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ def prove(
     ran: Results = {}
     for wave in (first, rest):  # the first compile the kernels
         ran |= engine_run.run_cases(
-            wave, trees, work, at_once=at_once, limit_s=200 if tensor_parallel else 400,
+            wave, trees, work, at_once=at_once, limit_s=400,
             module="proofs.flash.engine", resume=True,
         )  # fmt: skip
     results = {
