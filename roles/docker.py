@@ -20,7 +20,7 @@ def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
     docker.add_docker_repositories(name="Add package repositories", plan=plan)
     docker.install_engine(name="Install engine and NVIDIA toolkit", plan=plan)
     docker.merge_daemon_json(name="Merge daemon.json", plan=plan)
-    docker.run_engine(name="Run the engine with our keys", plan=plan)
+    docker.run_engine(name="Run Docker with our daemon.json settings", plan=plan)
     configure_job_proxy(name="Install the proxy for docker", proxy=proxy)
     configure_docker_proxy(name="Pull images through the proxy", proxy=proxy)
     docker.add_users(name="Add users to the docker group", plan=plan)

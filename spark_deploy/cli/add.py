@@ -47,7 +47,7 @@ from spark_deploy.lock.headers import (
     temporary_builder,
 )
 from spark_deploy.lock.hub import ModelCard, read_model_card
-from spark_deploy.plan.artifacts import exact_sets
+from spark_deploy.plan.artifacts import tensor_fields
 from spark_deploy.plan.resolve import pair_of
 
 # The same weights in formats that the engine does not read.
@@ -65,29 +65,35 @@ _TASK_COMMENTS = {
 
 
 @click.command
-@click.argument("place", metavar="ORG/NAME[@REVISION]|FILE|MODEL", type=FILE)
+@click.argument("source", metavar="ORG/NAME[@REVISION]|FILE|MODEL", type=FILE)
 @profile_option("Profile to use [plain].")
-@click.option("--use", "is_chosen", is_flag=True, help="Also select it in your settings files.")
+@click.option("--use", "select", is_flag=True, help="Also select it in your settings files.")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
 @click.option("--requantize", is_flag=True, help="Build an INT4 checkpoint of MODEL (AutoRound).")
 @click.option(
-    "--on", multiple=True, metavar="NAME", shell_complete=host_names, help="Host for AutoRound."
+    "--on",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=host_names,
+    help="Host for AutoRound.",
 )
 @shared_options(changes=True)
 def add(
-    options: Options, place: str, is_chosen: bool, force: bool, requantize: bool, on: Sequence[str]
+    options: Options, source: str, select: bool, force: bool, requantize: bool, hosts: Sequence[str]
 ) -> int:
     if requantize:
-        return _requantize(options, place, on)
-    # The current settings may not fit the new model.
-    profile, options = options.profile or "plain", replace(options, profile=None)
+        return _requantize(options, source, hosts)
+    profile = options.profile or "plain"
+    # Load the host without --profile, which is for the new model, not for the current one.
+    options = replace(options, profile=None)
     host = select_hosts(options, must_serve=False)[0]
     hubs = ("huggingface.co", urlsplit(host.settings.settings.hub.endpoint).netloc)
-    if (page := _PAGE.match(place)) and page[1] in hubs:
-        place = f"{page[2]}@{page[3] or 'main'}"
+    if (page := _PAGE.match(source)) and page[1] in hubs:
+        source = f"{page[2]}@{page[3] or 'main'}"
     if options.dry:
-        return _preview(options, place, host)
-    added = _write(place, host, profile, force=force)
+        return _preview(options, source, host)
+    added = _write(source, host, profile, force=force)
     pair = f"{added.model}/{added.profile}"
     data: dict[str, Any] = {
         "files": [str(file) for file in added.files], "model": added.model,
@@ -100,7 +106,7 @@ def add(
     text: list[str] = []
     try:
         text += _plan(options, added, data)
-        if is_chosen:
+        if select:
             edits, names = use.select(options, pair)
             data["chosen"] = edits_data(edits)
             data["next"] = [next_command(options, "up", *names)]
@@ -137,28 +143,28 @@ def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
     return code
 
 
-def _preview(options: Options, place: str, host: Target) -> int:
+def _preview(options: Options, source: str, host: Target) -> int:
     """Print the effect of a file, or the content of a repository; write no file."""
-    data = _read_file(place)
+    data = _read_file(source)
     if data is None:
-        return _inspect(options, place, host)
+        return _inspect(options, source, host)
     if "shared" in data:
-        shared = share.read_shared(data, place)
+        shared = share.read_shared(data, source)
         lines = [f"catalog/models/{shared.name}.yml", f"catalog/profiles/{shared.profile_name}.yml"]
         lines += [f"{repo} at {source.commit}" for repo, source in shared.sources.items()]
         print_result(options, {"would_write": lines}, [lines])
     else:
-        draft = draft_from_recipe(data, Path(place).name, _engine(host))
+        draft = draft_from_recipe(data, Path(source).name, _engine(host))
         print_result(options, {"model": draft.name, "open": draft.open}, [[draft.text().rstrip()]])
     return 0
 
 
-def _inspect(options: Options, place: str, host: Target) -> int:
+def _inspect(options: Options, source: str, host: Target) -> int:
     """Print the tensors of a repository or directory, and matching models, from headers."""
-    if Path(place).is_dir():
-        place = str(Path(place).absolute())
-    elif not is_repository(place.partition("@")[0]):
-        raise CatalogError.one(place, "is neither a directory nor org/name", "check the spelling")
+    if Path(source).is_dir():
+        source = str(Path(source).absolute())
+    elif not is_repository(source.partition("@")[0]):
+        raise CatalogError.one(source, "is neither a directory nor org/name", "check the spelling")
     with temporary_builder(host.settings.settings.hub) as builder:
         words = [orders.JSON] if options.json else []
         for model in host.catalog.models.values():
@@ -166,7 +172,7 @@ def _inspect(options: Options, place: str, host: Target) -> int:
                 name = f"{model.name}.{order.shared_experts}.json"
                 (builder.folder / name).write_text(to_json(order), encoding="utf-8")
                 words += [orders.AGAINST, name]
-        print(printable(builder.run(orders.INSPECT, *words, place)), end="")
+        print(printable(builder.run(orders.INSPECT, *words, source)), end="")
     return 0
 
 
@@ -179,22 +185,22 @@ def _orders(model: HybridModel) -> Iterator[orders.BuildPlan]:
         donor = orders.DonorDir("/donor") if scheme in orders.WITH_DONOR else None
         yield orders.BuildPlan(
             digest="0" * 64, name=model.name, base=orders.Base("/base", None), donor=donor,
-            **exact_sets(model), shared_experts=scheme, head="keep", layout="full",
+            **tensor_fields(model), shared_experts=scheme, head="keep", layout="full",
             out=f"/tree/{model.name}", extra={},
         )  # fmt: skip
 
 
-def _write(place: str, host: Target, profile: str, *, force: bool) -> _Added:
-    data = _read_file(place)
+def _write(source: str, host: Target, profile: str, *, force: bool) -> _Added:
+    data = _read_file(source)
     if data is not None and "shared" in data:
-        shared = share.read_shared(data, place)
+        shared = share.read_shared(data, source)
         files, left_open = share.install(shared, host, force=force)
         repository = str(shared.model.get("repository") or shared.name)
         return _Added(shared.name, shared.profile_name, repository, files, left_open)
     if data is not None:
-        draft = draft_from_recipe(data, Path(place).name, _engine(host))
+        draft = draft_from_recipe(data, Path(source).name, _engine(host))
     else:
-        draft = _of_repository(place, host)
+        draft = _of_repository(source, host)
     texts = {("models", draft.name): draft.text()}
     files = write_files(host.settings.root, texts, force=force)
     return _Added(draft.name, profile, draft.repository, files, draft.open)
@@ -213,8 +219,8 @@ def _plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str]:
     ]
 
 
-def _read_file(place: str) -> dict[str, Any] | None:
-    path = Path(place)
+def _read_file(source: str) -> dict[str, Any] | None:
+    path = Path(source)
     if not path.is_file():
         return None
     data, problems = read_mapping(path, shown=path.name, is_foreign=True)
@@ -227,11 +233,11 @@ def _engine(host: Target) -> Engine | None:
     return host.catalog.engines.for_image(host.settings.settings.images["engine"])[1]
 
 
-def _of_repository(place: str, host: Target) -> Draft:
-    repository, _, revision = place.partition("@")
+def _of_repository(source: str, host: Target) -> Draft:
+    repository, _, revision = source.partition("@")
     if not is_repository(repository):
         problem = "is neither a file nor ORG/NAME[@REVISION]"
-        raise CatalogError.one(place, problem, "check the spelling")
+        raise CatalogError.one(source, problem, "check the spelling")
     revision, hub = revision or "main", host.settings.settings.hub
     content = describe_repository(f"{repository}@{revision}", hub, all_documents=True)
     card = read_model_card(hub.endpoint, repository, content.commit, read_hub_token(hub))

@@ -85,7 +85,9 @@ def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
 @click.option("--pp", "prompt_tokens", type=_COUNT, metavar="N", help="Tokens per prompt.")
 @click.option("--tg", "answer_tokens", type=_COUNT, metavar="N", help="Tokens per answer.")
 @click.option("--runs", type=_COUNT, metavar="N", help="Runs per measurement.")
-@click.option("--ladder", is_flag=True, help="Measure every published stage, then return.")
+@click.option(
+    "--ladder", is_flag=True, help="Deploy and measure each published stage, then your settings."
+)
 @click.option("-y", "--yes", is_flag=True, help="Skip the confirmation of a ladder.")
 @click.option("--book-url", metavar="URL", help="Text for llama-benchy's prompts.")
 @shared_options(plans=True)

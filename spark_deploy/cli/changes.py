@@ -210,7 +210,7 @@ def _selected(
 
 
 def confirm(is_confirmed: bool, question: str) -> None:
-    """Ask for confirmation unless ``--yes`` gave it; without a terminal fail."""
+    """Ask for confirmation unless ``--yes`` was given; fail if there is no terminal."""
     check_confirmable(is_confirmed)
     if not is_confirmed:
         click.confirm(question, abort=True, err=True)

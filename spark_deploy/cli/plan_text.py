@@ -270,9 +270,9 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
     )
     if profile.ngram_table == "file":
         cached = f"{gib(NGRAM_CACHE_BYTES)} of rows of the n-gram table"
-        yield row("", f"weights: with {cached}; the engine reads other rows from disk")
+        yield row("", f"weights include {cached}; the engine reads other rows from disk")
     elif profile.ngram_table:
-        yield row("", f"weights: with the n-gram table ({profile.ngram_table})")
+        yield row("", f"weights include the n-gram table ({profile.ngram_table})")
     for text in memory.unknown:
         yield row("", f"UNKNOWN: {text}; the engine reports it at the first start")
     if memory.counted_by:

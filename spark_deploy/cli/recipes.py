@@ -125,7 +125,7 @@ def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
             raise CatalogError.one(source, "the command is too long", "use another recipe")
         filled = re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), command)
         words, exported, unused = _serve_words(filled)
-        unused += [f"defaults.{name}: not in the command" for name in defaults
+        unused += [f"defaults.{name}: does not appear in the command" for name in defaults
                    if f"{{{name}}}" not in command]  # fmt: skip
     else:
         words, exported, unused = [], {}, []
@@ -156,7 +156,7 @@ def _nvidia(data: Mapping[str, Any]) -> Recipe:
     unused += _unused_keys(data, _NVIDIA_KEYS)
     draft = checkpoint.get("draft_label")
     if draft and str(draft) not in command:
-        unused.append(f"checkpoint.draft {draft}: not in the command")
+        unused.append(f"checkpoint.draft {draft}: does not appear in the command")
     backend = data.get("backend")
     return Recipe(
         kind="a recipe.yaml of NVIDIA/local-ai-inference-recipes",

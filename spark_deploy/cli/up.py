@@ -64,7 +64,7 @@ def up(options: Options) -> int:
     previews = _print_previews(hosts, plans, answers, options)
     choice = _temporary_choice(options)
     if choice:
-        note(f"{choice} is for this run only: your settings files have another choice")
+        note(f"{choice} applies to this run only: your settings files differ")
     if options.dry and not options.verbose:
         changes.note_no_changes(words)
         return 0 if all(host_preview["reachable"] for host_preview in previews) else 1

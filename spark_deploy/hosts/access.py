@@ -157,16 +157,16 @@ def _run_as_root(
 @host_operation
 def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
     access = read_state(plan)
-    rule = shlex.quote(plan.sudoers_path)
-    if not plan.public_key:
-        granted = access.sudoers == sudoers(access.user)
-    else:
+    rule_path = shlex.quote(plan.sudoers_path)
+    if plan.public_key:
         granted = access.account_exists or access.sudoers is not None or access.key_installed
+    else:  # without a key, bootstrap granted only the login user's sudo rule
+        granted = access.sudoers == sudoers(access.user)
     if not granted:
         host.noop("no access granted by bootstrap")
         return
     if not plan.public_key:
-        yield f"rm -f {rule}"
+        yield f"rm -f {rule_path}"
         yield check
         return
     if access.user != ACCOUNT and access.key_installed:
@@ -181,7 +181,7 @@ def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
         f"cd /; rm -rf {ACCOUNT_HOME}; "
         # --force: this session may belong to the account.
         f"if getent passwd {ACCOUNT} >/dev/null; then userdel --force {ACCOUNT} 2>&1; fi; "
-        f"rm -f {rule} && ! getent passwd {ACCOUNT}"
+        f"rm -f {rule_path} && ! getent passwd {ACCOUNT}"
     )
     yield check
 

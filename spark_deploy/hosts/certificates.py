@@ -78,7 +78,7 @@ def check_certificate_and_key(certificate: str, key: str, name: str) -> list[Pro
         problems.append(Problem(f"serve.{setting}", message, fix))
 
     if private is not None and Path(key).expanduser().stat().st_mode & 0o007:
-        fix = f"run `chmod 600 {key}`; if others read it, get a certificate for a new key"
+        fix = f"run `chmod 600 {key}`; if others may have read it, use a new key and certificate"
         add("tls_key", f"{key} can be read by every user of this machine", fix)
     if chain is None:
         return problems

@@ -188,7 +188,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
         if is_needed and (states[tree.digest] != "not needed" or _share_existing(tree)):
             trees.append(tree)
     if not trees and not any(map(lacks, states.values())):
-        host.noop("no host lacks files of another host")
+        host.noop("no host needs files from another host")
         return
     first_host = next(iter(host.state.inventory))
     key = _keys.setdefault(first_host, secrets.token_urlsafe(32))

@@ -118,10 +118,12 @@ def parse_memory(sections: facts.Sections) -> Memory:
     total, available, cma_total, cma_free = (
         kib.get(key, 0) * 1024 for key in ("MemTotal", "MemAvailable", "CmaTotal", "CmaFree")
     )
+    # The page size is the first line, and the only one on a host without /proc/buddyinfo.
     page, *zones = [*sections["buddyinfo"], ""]
     failures = "".join(sections["driver-memory"])
     return Memory(
         total,
+        # A kernel with kexec handover counts its reserve as available: CmaFree minus CmaTotal.
         available - max(0, cma_free - cma_total),
         cma_total,
         cma_free,

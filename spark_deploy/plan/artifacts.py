@@ -196,7 +196,7 @@ def _order(
         )
         if donor
         else None,
-        **exact_sets(model),
+        **tensor_fields(model),
         shared_experts=profile.shared_experts,
         head=profile.checkpoint_head,
         drafter_int4=_int4_modules(model, profile),
@@ -217,7 +217,7 @@ def _order(
 
 
 def _int4_modules(model: HybridModel, profile: Profile) -> tuple[str, ...]:
-    """Return patterns of the MTP modules to round to INT4; none if the base stores them so."""
+    """Return the MTP modules to round to INT4; none if the base already stores them as INT4."""
     if profile.drafter == "keep" or model.architecture.mtp_scheme == "int4":
         return ()
     weights = [name for name in model.tensors.mtp if _INT4_WEIGHTS.fullmatch(name)]
@@ -229,8 +229,8 @@ def _lacks_int4_modules(model: HybridModel, profile: Profile) -> bool:
     return to_round and not _int4_modules(model, profile)
 
 
-def exact_sets(model: HybridModel) -> dict[str, Any]:
-    """Return the tensor names and shapes of a model as fields of an order."""
+def tensor_fields(model: HybridModel) -> dict[str, Any]:
+    """Return the tensor names and shapes that a build order records."""
     tensors = model.tensors
     return {
         "swap": tensors.swap,

@@ -300,7 +300,7 @@ _FINITE_LINE = r"spark: all numbers of \d+ tensors and the logits of \d+ heads o
 _PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
 
 
-def lines_of(
+def required_and_forbidden_lines(
     model: Model, profile: Profile, *, plugin: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the log lines that are required, and those that are forbidden."""

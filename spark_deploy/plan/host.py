@@ -93,6 +93,7 @@ def base_plan(settings: Settings) -> types.BasePlan:
 
 def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePlan:
     pair = pair_plan(resolved, request)
+    # The main gateway starts every on-request service, another gateway only its own.
     on_request = {
         other: entry.idle_stop_s
         for other, entry in request.settings.services.items()

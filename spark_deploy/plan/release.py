@@ -219,12 +219,14 @@ def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
 
 def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
     model, profile, settings = resolved.model, resolved.profile, resolved.settings
-    required, forbidden = engine.lines_of(model, profile, plugin=plugin)
-    published = model if isinstance(model, PlainModel) else None
-    pools = published is not None and published.pools
-    task = published.task if published else "chat"
-    sees = model.architecture.vision_bytes > 0 if isinstance(model, HybridModel) else model.vision
-    anatomy = published.anatomy if published and task == "embedding" else None
+    required, forbidden = engine.required_and_forbidden_lines(model, profile, plugin=plugin)
+    plain_model = model if isinstance(model, PlainModel) else None
+    pools = plain_model is not None and plain_model.pools
+    task = plain_model.task if plain_model else "chat"
+    has_vision = (
+        model.architecture.vision_bytes > 0 if isinstance(model, HybridModel) else model.vision
+    )
+    anatomy = plain_model.anatomy if plain_model and task == "embedding" else None
     longest = context_tokens(model, profile)
     return CheckPlan(
         timeout_s=settings.check.timeout_s,
@@ -242,7 +244,7 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
         conversation=model.check.conversation,
         # Only for `spark-check --deep`: such a prompt needs minutes.
         needle=None if pools else contract.Needle(longest * 3 // 4),
-        image=profile.vision and sees,
+        image=profile.vision and has_vision,
         acceptance_floor=profile.check.acceptance_floor if profile.speculation else None,
         # The first turn must fill a block: only whole blocks are cached.
         prefix=contract.Prefix(resolved.memory.block_tokens)
@@ -256,7 +258,7 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
         if task == "chat"
         else None,
         task=task,
-        sound=published is not None and published.audio,
+        sound=plain_model is not None and plain_model.audio,
         # Dimensions of the embedding; a layer after the model may change them.
         width=anatomy.width if anatomy else None,
     )

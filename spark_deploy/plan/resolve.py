@@ -223,9 +223,9 @@ def _refusal(
     weights, drafter = loaded_bytes(model, profile, settings.ranks)
     hosts = "one host" if settings.ranks == 1 else f"{settings.ranks} hosts, on each"
     what = (
-        f"does not fit on {hosts}: weights {gib(weights)}, drafter {gib(drafter)}, runtime "
-        f"{gib(runtime_bytes(model, profile))} and the KV cache of one request of "
-        f"{context_tokens(model, profile):,} tokens are "
+        f"does not fit on {hosts}: weights {gib(weights)} + drafter {gib(drafter)} + runtime "
+        f"{gib(runtime_bytes(model, profile))} + KV cache for one request of "
+        f"{context_tokens(model, profile):,} tokens add up to "
         f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
         f"{gib(settings.memory.total_bytes)} ({gib(settings.reserved_bytes)} stay reserved)"
     )
@@ -240,8 +240,8 @@ def _refusal(
             f"{fix or 'choose a smaller model'}"
         )
     if not usual and (count := _hosts_needed(settings, fits)):
-        risk = f"; users report frozen hosts above {_SAFE_FRACTION}" if changes else ""
-        fix += f", or {count} hosts that serve it together (cluster.hosts){risk}"
+        risk = f"; users report freezes above {_SAFE_FRACTION}" if changes else ""
+        fix += f", or serve it on {count} hosts together (cluster.hosts){risk}"
     return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
 
 

@@ -98,7 +98,7 @@ def test_killed_rollout_ends_with_proven_server(bench, phase):
     bench.assert_serves(B if finished else A)
 
 
-def test_rollout_killed_in_enable_rolls_back_if_enable_fails_again(bench):
+def test_rollout_killed_during_enable_rolls_back_if_the_retry_fails(bench):
     switch_until_phase(bench, "enable")
     bench.fail_systemctl(BLOCKED_CALL["enable"], "Read-only file system")
 

@@ -16,7 +16,7 @@ CUDA_REPOSITORY = "CUDA | Add package repositories"
 CUDA_TOOLKIT = "CUDA | Install the toolkit"
 ENGINE = "Docker | Install engine and NVIDIA toolkit"
 DAEMON_JSON = "Docker | Merge daemon.json"
-RUNNING = "Docker | Run the engine with our keys"
+RUNNING = "Docker | Run Docker with our daemon.json settings"
 PROOF = "Docker | Check the GPU in a container"
 
 

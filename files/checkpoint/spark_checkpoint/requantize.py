@@ -34,9 +34,9 @@ from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.sources.peers import copy_from_peer, copy_requantized
 from spark_checkpoint.tensor_sets import MTP_PREFIX, WEIGHT, check_quantised_names
 
-MADE, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
-DONE = "done.json"  # written last: names the result's directory in MADE, and versions
-KEPT = frozenset({MADE, RESUME, DONE})  # the next run resumes from these
+OUTPUT_DIR, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
+DONE = "done.json"  # written last: names the result's directory in OUTPUT_DIR, and versions
+KEPT = frozenset({OUTPUT_DIR, RESUME, DONE})  # the next run resumes from these
 _POLL_S = 2.0
 _STOP_S = 20
 
@@ -64,13 +64,13 @@ def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: 
     storage.clear(work, keep=KEPT)
     if not (work / DONE).exists():
         _run_autoround(plan, work, progress)
-    made = work / MADE / str(read_json(work / DONE)["tree"])
+    output = work / OUTPUT_DIR / str(read_json(work / DONE)["tree"])
     result_dir.mkdir()
-    for name in list_files(made):
-        # Linked, so that a rejected result can be inspected.
+    for name in list_files(output):
+        # Hard links: if the result is rejected, the work folder still has the files.
         target = result_dir / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        os.link(made / name, target)
+        os.link(output / name, target)
     result = read_checkpoint(result_dir)
     check_quantised_names(str(result_dir), result.owner.keys(), plan)
     if not (result_dir / INDEX_NAME).exists():
@@ -125,13 +125,13 @@ def _hash_and_sync(result_dir: Path, progress: Progress) -> list[ReceiptFile]:
 
 
 def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None:
-    made = work / MADE
+    output = work / OUTPUT_DIR
     # The resume files are useless without finished blocks.
-    if not any(made.glob("**/model-shard-*")):
-        for directory in (MADE, RESUME):
+    if not any(output.glob("**/model-shard-*")):
+        for directory in (OUTPUT_DIR, RESUME):
             shutil.rmtree(work / directory, ignore_errors=True)
     _check_prerequisites(plan, work)
-    made.mkdir(exist_ok=True)
+    output.mkdir(exist_ok=True)
     (work / RESUME).mkdir(exist_ok=True)
     drafter = [
         name.removesuffix(WEIGHT)

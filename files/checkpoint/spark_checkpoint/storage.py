@@ -147,8 +147,8 @@ def describe_free_space(path: Path) -> str:
     while not mount.is_mount() and mount != mount.parent:
         mount = mount.parent
     usage = os.statvfs(mount)
-    files = f" and {usage.f_favail} files" if usage.f_files else ""
-    return f"{usage.f_bavail * usage.f_frsize} bytes{files} are free on {mount}"
+    inodes = f" and {usage.f_favail} inodes" if usage.f_files else ""
+    return f"{mount} has {usage.f_bavail * usage.f_frsize} bytes{inodes} free"
 
 
 @contextmanager

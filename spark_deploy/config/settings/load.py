@@ -285,7 +285,7 @@ def _template_problem(text: str) -> str | None:
     if _CONTROL.search(text):
         return "contains a control character"
     if "messages" not in text or "{" not in text:
-        return "does not use the variable messages"
+        return "does not use the `messages` variable"
     if text.startswith("-"):
         return "starts with '-', like an option of the engine"
     return None

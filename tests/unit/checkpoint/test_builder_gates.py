@@ -188,8 +188,8 @@ def extra_config(value):
 CONFIGS = {
     "no quantization": (lambda config: config.pop("quantization_config"), "quantization_config"),
     "a list": (lambda config: config.update(quantization_config=[]), "quantization_config"),
-    "a list of modules": (extra_config(["lm_head"]), "a list as quantization_config.extra_config"),
-    "a text": (extra_config("lm_head"), "a str as quantization_config.extra_config"),
+    "a list of modules": (extra_config(["lm_head"]), "quantization_config.extra_config is a list"),
+    "a text": (extra_config("lm_head"), "quantization_config.extra_config is a str"),
     "tied": (lambda config: config.update(tie_word_embeddings=True), "ties the head"),
     "tied below": (
         lambda config: config["text_config"].update(tie_word_embeddings=True),

@@ -69,7 +69,7 @@ def test_other_engines_are_listed_with_the_commands_that_replace_them():
 
 
 @pytest.mark.parametrize("setting", ["takeover", "allow_containers"])
-def test_listed_containers_are_not_replaced(setting):
+def test_containers_in_the_settings_get_no_command_to_replace_them(setting):
     assert verdict_of(survey(containers=[RUNNING]), **{setting: ("ollama",)})["move"] == []
     assert verdict_of(survey(containers=[]))["move"] == []
 

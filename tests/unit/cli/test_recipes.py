@@ -91,7 +91,7 @@ def test_code_and_secrets_are_reported_and_not_used():
     text = {name: "\n".join(draft_from_recipe(data, name).open) for name, data in READ.items()}
     assert "--trust-remote-code: third-party code is never run" in text["sparkrun-2.yaml"]
     assert "environment HF_TOKEN" in text["sparkrun-2.yaml"]
-    assert "defaults.never_said: not in the command" in text["sparkrun-2.yaml"]
+    assert "defaults.never_said: does not appear in the command" in text["sparkrun-2.yaml"]
     assert "pre_exec: third-party commands are never run" in text["sparkrun-2.yaml"]
     assert "--served-model-name: is set elsewhere" in text["sparkrun-2.yaml"]
     assert "--quantization: is set elsewhere" in text["spark-vllm-docker-1.yaml"]

@@ -229,7 +229,7 @@ def test_engine_that_does_not_answer_is_not_idle(start):
         wait_until(lambda: used.stat().st_mtime > 0, "it counts as in use")
 
 
-def test_stop_by_hand_during_an_idle_stop_lasts(host, monkeypatch):
+def test_manual_stop_during_an_idle_stop_stays_in_effect(host, monkeypatch):
     _, here = add_services(host, monkeypatch)
     boot.allow_start("first", here)
     write, by_hand = here.disk.write, []

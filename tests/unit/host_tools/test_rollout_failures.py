@@ -202,7 +202,7 @@ def test_rollout_on_a_full_disk_is_refused(sim, capfd):
     assert "fix: free space" in output
 
 
-def test_unwritable_speed_does_not_fail_the_rollout(sim):
+def test_rollout_succeeds_if_the_speed_cannot_be_saved(sim):
     release, host = release_of(A), sim.host()
     release = replace(release, check=replace(release.check, bench=Bench(1.0, 15.0)))
     record = Record(release, host)

@@ -187,7 +187,7 @@ def test_reports_sizes_and_alternatives_when_nothing_fits():
     assert problem.where == "model huge with profile v2"
     assert "weights 194.2 GiB" in problem.what
     assert "no setting makes it fit" in problem.fix
-    assert "choose model large, or 4 hosts that serve it together" in problem.fix
+    assert "choose model large, or serve it on 4 hosts together" in problem.fix
 
 
 def settings_from(suggestion):

@@ -156,7 +156,7 @@ def test_damaged_block_stops_the_first_read(table_file, block):
         read(table_file, [row])
 
 
-def test_block_in_the_wrong_place_is_damaged(table_file):
+def test_misplaced_block_is_reported_as_damaged(table_file):
     content = bytearray(table_file.read_bytes())
     content[4096:8192], content[8192:12288] = content[8192:12288], content[4096:8192]
     table_file.write_bytes(content)

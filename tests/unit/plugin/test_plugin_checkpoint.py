@@ -187,7 +187,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
     ),
     "an expert packed with another width": (
         lambda tree, _: tree.retype(f"{EXPERT}.qweight", "I32", (64, 256)),
-        r"qweight \[64, 256\] is no 4-bit weight",
+        r"qweight \[64, 256\] does not match 4-bit weights",
     ),
     "a name in two files": (
         lambda tree, _: tree.add(

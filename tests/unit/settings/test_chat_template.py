@@ -66,8 +66,8 @@ WRONG = {
     "a file that is not there": (None, "cannot be read \\(FileNotFoundError\\)"),
     "bytes that are no text": (b"{{ messages }}\xff", "cannot be read \\(UnicodeDecodeError\\)"),
     "a control character": (b"{{ messages }}\x1b[2J", "contains a control character"),
-    "another template": (b"{{ name }}", "does not use the variable messages"),
-    "no template at all": (b"messages", "does not use the variable messages"),
+    "another template": (b"{{ name }}", "does not use the `messages` variable"),
+    "no template at all": (b"messages", "does not use the `messages` variable"),
     "an option": (b"-{{ messages }}", "starts with '-'"),
     "too large": (b"{{ messages }}" + b"x" * 65_536, "larger than 65536 bytes"),
 }  # fmt: skip

@@ -69,7 +69,7 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
     def write(work: Path, result_dir: Path) -> None:
         job = _Build(plan, work, result_dir, progress)
         if copies is None or not copy_from_peer(copies, plan, result_dir, job.copy):
-            # A method, because its end frees the sources: verification needs the memory.
+            # The sources are freed when write() returns: verification needs that memory.
             report.update(job.write())
 
     is_new = verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)

@@ -50,8 +50,8 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
     if per_module is not None and not isinstance(per_module, dict):
         raise ValidationError(
             where,
-            f"has a {type(per_module).__name__} as quantization_config.extra_config, "
-            "expected an object of modules",
+            f"quantization_config.extra_config is a {type(per_module).__name__}, but must be an "
+            "object with a key per module",
             "use another commit of the base, or fix config.json",
         )
     if head == "int8-g128" and any(level.get("tie_word_embeddings") for level in _levels(base)):

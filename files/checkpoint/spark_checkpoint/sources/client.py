@@ -153,8 +153,8 @@ class HttpClient:
     ) -> Iterator[bytes]:
         """Yield the bytes ``[begin, end)`` of a file in order; resume after interruptions.
 
-        Raises RangeUnsupportedError for a whole file, and TransferError without progress within the
-        allowed tries.
+        Raises RangeUnsupportedError if the server sends the whole file instead of the range, and
+        TransferError if the retries run out without progress.
         """
         position = begin
         budget = self._new_budget(url)

@@ -36,10 +36,11 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     driver = versions.read_or_unknown(versions.driver)
     proven = release.name in boot.good(release.service, host).all
     usable = _is_usable(release, driver, host)
-    if proven and usable:
+    if proven and usable:  # a proven release keeps its cache
         return
     folder, state_file = host.paths.below(release.cache), host.paths.compile_cache(release.name)
     run, state = os.environ.get("INVOCATION_ID", ""), _state(release, host)
+    # An unproven release continues with the cache of its earlier start, unless it was rejected.
     if state and usable and not _is_rejected(release, state, host):
         _write(state_file, replace(state, invocation_id=run), host, report)
         return

@@ -198,6 +198,7 @@ def _try_lock(descriptor: int) -> str | None:
 
 
 def _lock_holder(service: str, paths: Paths) -> str | None:
+    """Return the release that holds the service's lock; ``None`` if the lock is free."""
     descriptor = _open_lock(service, paths)
     try:
         return _try_lock(descriptor)

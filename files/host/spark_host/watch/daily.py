@@ -55,7 +55,7 @@ def inspect(host: Host) -> DailyReport:
         _clock(running, host),
         _checkpoints(releases, host),
         _stale_proof_problems(running, host),
-        _documents(host.paths),
+        _damaged_documents(host.paths),
         hash_checkpoints(),
     )
     return DailyReport(host.clock.now(), tuple(problems), position, damage)
@@ -177,7 +177,7 @@ def _stale_proof_problems(running: list[Release], host: Host) -> Iterator[Proble
             yield Problem("proof", message, "run spark-check")
 
 
-def _documents(paths: Paths) -> Iterator[Problem]:
+def _damaged_documents(paths: Paths) -> Iterator[Problem]:
     for folder in (paths.below("/etc/spark"), paths.state):
         for path in sorted(folder.rglob("*.json")):
             try:
@@ -185,7 +185,7 @@ def _documents(paths: Paths) -> Iterator[Problem]:
             except FileNotFoundError:
                 continue
             except ValueError:
-                message = f"{path} is damaged ({path.stat().st_size} bytes, no JSON)"
+                message = f"{path} is damaged ({path.stat().st_size} bytes, not valid JSON)"
                 yield Problem("state", message, _document_fix(path, paths))
 
 

@@ -233,16 +233,17 @@ def _check_packed(headers: Headers, settings: Settings) -> Iterator[str]:
 
 
 def _check_packed_shapes(
-    headers: Headers, settings: Settings, module: str, end: str, bits: int
+    headers: Headers, settings: Settings, module: str, suffix: str, bits: int
 ) -> Iterator[str]:
-    stored = (f"{module}.{part}{end}" for part in names.HEAD_PARTS)
+    stored = (f"{module}.{part}{suffix}" for part in names.HEAD_PARTS)
     shapes = [headers.tensors[name].shape for name in stored if name in headers.tensors]
     if [len(shape) for shape in shapes] != [2, 2, 2]:
         return
     qweight, scales, qzeros = shapes
     in_features, out_features = scales[0] * settings.group_size, scales[1]
     if qweight != (in_features * bits // 32, out_features):
-        yield f"{module}: qweight {list(qweight)} is no {bits}-bit weight of scales {list(scales)}"
+        what = f"qweight {list(qweight)} does not match {bits}-bit weights with scales"
+        yield f"{module}: {what} {list(scales)}"
     if qzeros != (scales[0], out_features * bits // 32):
         yield f"{module}: qzeros {list(qzeros)} does not fit scales {list(scales)}"
 
