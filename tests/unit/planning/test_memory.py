@@ -288,7 +288,7 @@ def test_printed_suggestions_are_accepted(model, profile, count):
             continue
         if "no setting makes it fit" in fix:
             assert not fits_with_all_changes(count, model, pair["memory.total_gib"])
-        fix, _, hosts = fix.partition(", or ")
+        fix, _, hosts = fix.partition(", or serve it on ")
         fix = fix.rpartition("GiB: ")[2]
         for suggestion in fix.split("; or ") if fix != "choose a smaller model" else []:
             settings = shipped_settings(count, **{**pair, **settings_from(suggestion)})
