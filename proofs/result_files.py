@@ -35,7 +35,7 @@ KINDS = (
     Kind("engine-head-choice", "LM heads of engine and checkpoint give the same answers", "gpu"),
     Kind("engine-long", "contexts up to the model's length", "gpu"),
     Kind("engine-names", "every tensor of a checkpoint is loaded", "gpu"),
-    Kind("engine-nan", "damaged weights and counts are refused", "gpu"),
+    Kind("engine-nan", "corrupt weights and tensor counts are rejected", "gpu"),
     Kind("engine-prefixes", "prefix caching does not change answers", "gpu"),
     Kind("engine-profiles", "drafts, graphs and batches of each profile", "gpu"),
     Kind("engine-quality", "logits of each profile compared with 16 bit", "gpu"),

@@ -51,7 +51,7 @@ NUMBERS = (
     (
         "prompts",
         f"{PROMPT_FLOPS_PER_S / 1e12:.1f} TFLOPS",
-        "half of a published speed of two Sparks",
+        "half of the speed published for two Sparks",
     ),
     *((f"LM head, {head}", f"{share:.0%} of bandwidth", ON_H200) for head, share in HEADS.items()),
     ("first draft accepted", str(FIRST_ACCEPTED), "published: 95 % accepted with one draft"),
@@ -117,7 +117,7 @@ def v3_rows(catalog: Catalog) -> Iterator[str]:
     parts = {
         "v2": v2,
         "INT4 drafter": drafter,
-        "own INT8 head (v3)": replace(drafter, head=v3.head),
+        "our INT8 head (v3)": replace(drafter, head=v3.head),
     }
     yield from ("| profile | step, ms | tokens/s | relative to v2 |", "|---|---|---|---|")
     before = speed_of(shape, v2).tokens_per_s
