@@ -162,11 +162,14 @@ def redacted(text: str) -> str:
 
 def _redact_address(match: re.Match[str]) -> str:
     text = match[0]
-    try:
-        address = ipaddress.ip_address(_NEXT_TO_ADDRESS.sub("", text))
-    except ValueError:  # a time of day, a version
-        return text
-    return text if address.is_loopback or address.is_unspecified else _GONE
+    end_of_word, colon, rest = text.partition(":")
+    for label, part in (("", text), (end_of_word + colon, rest)):
+        try:
+            address = ipaddress.ip_address(_NEXT_TO_ADDRESS.sub("", part))
+        except ValueError:  # a time of day, a version, an address after "mac:"
+            continue
+        return text if address.is_loopback or address.is_unspecified else label + _GONE
+    return text
 
 
 def _redact_secret(match: re.Match[str]) -> str:

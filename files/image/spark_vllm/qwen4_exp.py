@@ -6,8 +6,9 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import PPMissingLayer, maybe_prefix
-from vllm.models.qwen4_exp import Qwen4ExpForConditionalGeneration, Qwen4ExpMTP
 from vllm.models.qwen4_exp.nvidia.hyperconnection import GatedResidual
+from vllm.models.qwen4_exp.nvidia.model import Qwen4ExpForConditionalGeneration
+from vllm.models.qwen4_exp.nvidia.mtp import Qwen4ExpMTP
 
 from spark_vllm.ngram.embedding import tables_in_files
 

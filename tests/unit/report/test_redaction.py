@@ -3,7 +3,7 @@ import json
 
 import pytest
 from hosts import CHECKS, EVIDENCE, PROOF, data_of, report_of, status_of
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from spark_deploy.cli.report import Report, file_text, redacted
@@ -46,6 +46,7 @@ def test_secrets_and_addresses_are_redacted(canary, prefix, suffix):
     assert canary.rpartition(" ")[2] not in redacted(f"{prefix}{canary}{suffix}")
 
 
+@example(address="2606:2800:0:1:0:1:0:1", before="mac:", after="")
 @given(
     address=PUBLIC | PUBLIC6 | MACS,
     before=st.sampled_from(["", "peer:", "mac:", "http://", "ether "]),

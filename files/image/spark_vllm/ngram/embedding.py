@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
+import vllm.models.qwen4_exp.nvidia.ngram_embedding as ngram_embedding
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -22,7 +23,6 @@ from vllm.models.qwen4_exp.common.ngram_embedding import (
     Qwen4ExpPLEEmbedding,
     Qwen4ExpPLEUnquantizedEmbeddingMethod,
 )
-from vllm.models.qwen4_exp.nvidia import ngram_embedding
 
 from spark_vllm.ngram.options import TableOptions, read_table_options
 from spark_vllm.ngram.table import GROUP, Header, Table, table_path
