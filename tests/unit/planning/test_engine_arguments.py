@@ -13,11 +13,11 @@ from spark_deploy.plan.engine_arguments import (
     TRITON_EXPERTS_LINE,
     engine_arguments,
     engine_options,
-    lines_of,
     option_arguments,
     pins_drafter_experts,
     pins_target_experts,
     prefill_line,
+    required_and_forbidden_lines,
 )
 from spark_deploy.plan.memory import loaded_bytes, plan_memory
 from spark_deploy.plan.resolve import effective_profile, with_drafts
@@ -202,7 +202,7 @@ def test_pinned_target_kernel_is_set_and_required(width, backend):
     model = plain(expert_width=width, context_tokens=4096)
     options = engine_options(model, PLAIN, PLANS["qwen3-4b", "plain"].memory)
     assert options.get("moe-backend") == backend
-    required, _ = lines_of(model, PLAIN, plugin=False)
+    required, _ = required_and_forbidden_lines(model, PLAIN, plugin=False)
     assert (TRITON_EXPERTS_LINE in required) is (backend is not None)
 
 
@@ -220,7 +220,7 @@ def test_pinned_target_kernel_is_set_and_required(width, backend):
 def test_options_and_portable_mode_disable_pinning(change):
     model, profile = plain(expert_width=768), replace(PLAIN, **change)
     assert not pins_target_experts(model, profile)
-    assert TRITON_EXPERTS_LINE not in lines_of(model, profile, plugin=False)[0]
+    assert TRITON_EXPERTS_LINE not in required_and_forbidden_lines(model, profile, plugin=False)[0]
 
 
 def test_does_not_pin_drafter_of_other_repository_or_portable_mode():
@@ -231,7 +231,10 @@ def test_does_not_pin_drafter_of_other_repository_or_portable_mode():
         replace(profile, engine_mode="portable"),
     ):
         assert not pins_drafter_experts(SHIPPED.model(MODEL), changed)
-        assert TRITON_EXPERTS_LINE not in lines_of(SHIPPED.model(MODEL), changed, plugin=True)[0]
+        assert (
+            TRITON_EXPERTS_LINE
+            not in required_and_forbidden_lines(SHIPPED.model(MODEL), changed, plugin=True)[0]
+        )
 
 
 TRITON_PREFILL = (
