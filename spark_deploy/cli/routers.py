@@ -62,13 +62,15 @@ def _vllm_router(servers: Servers) -> Iterator[str]:
 
 ROUTERS: dict[str, Router] = {
     "litellm": Router(
-        "save as litellm.yaml, run the exports in its comments, pip install 'litellm[proxy]', "
-        "then: litellm --host 127.0.0.1 --port 4000 --config litellm.yaml",
+        # The tested versions: LiteLLM 1.107.0 is listed as compromised.
+        "save as litellm.yaml, run the exports in its comments, "
+        "pip install 'litellm[proxy]==1.108.7', then: "
+        "litellm --host 127.0.0.1 --port 4000 --config litellm.yaml",
         _litellm,
     ),
     "vllm-router": Router(
-        "pip install vllm-router, then run the line; it passes on the key of each request, so "
-        "set serve.api_key to the same key on all hosts",
+        "pip install vllm-router==0.1.17, then run the line; it passes on the key of each "
+        "request, so set serve.api_key to the same key on all hosts",
         _vllm_router,
     ),
 }
