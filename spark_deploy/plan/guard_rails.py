@@ -206,14 +206,14 @@ def apply_rails(
         lists = [facts[fact] for fact in rail.applies if isinstance(facts[fact], tuple)]
         reason = f"{one_line(', '.join(sum(lists, ())))}: {rail.reason}" if lists else rail.reason
         if rail.effect == "warn":
-            warnings.append(f"{rail.rule}: {reason}; {rail.fix} ({rail.source})")
+            warnings.append(f"{rail.rule}: {reason}; {rail.fix}")
         elif rail.rule in overridden:
             why = overridden[rail.rule]
-            warnings.append(f"{rail.rule} is overridden ({why}): {reason} ({rail.source})")
+            warnings.append(f"{rail.rule} is overridden ({why}): {reason}")
         else:
             fix = f"{rail.fix}, or set override_rails: {{{rail.rule}: WHY}}"
             where = f"model {facts['model']} with profile {facts['profile']}"
-            what = f"refused by guard rail {rail.rule}: {reason} ({rail.source})"
+            what = f"refused by guard rail {rail.rule}: {reason}"
             refused.append(Problem(where, what, fix if rail.may_be_overridden else rail.fix))
     if refused:
         raise PlanError(refused)

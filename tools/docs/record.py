@@ -35,7 +35,7 @@ from tests.owner import write_lab_settings  # noqa: E402
 FILM = CHECKOUT / "docs/recording"
 SCREENS = CHECKOUT / "docs/screens/recorded"
 COLUMNS, ROWS = 96, 24
-REDRAWS_S, LONGEST_PAUSE_S = 10, 2  # film time of all progress displays; of other output
+REDRAWS_S, LONGEST_PAUSE_S = 7, 1.5  # film time of all progress displays; of other output
 FRAME_MS = 150
 SHARED_PORT = 8008
 # This template upsets the model: its answers are wrong.
