@@ -15,7 +15,7 @@ from tests.unit.planning.plans import PAYLOAD, made_up_lock, shipped, shipped_ca
 
 TABLE = json.loads((CHECKOUT / "proofs/results/cpu/backends.json").read_text("utf-8"))
 PLANS = {(model, profile): plan for model, profile, plan in shipped()}
-# A profile added by an owner has no proofs and no row in the table; Qwen4Exp needs CUDA to be built.
+# An owner's profile has no proofs and no row in the table; Qwen4Exp models need CUDA.
 HYBRIDS = sorted(
     name
     for model, name in PLANS
