@@ -18,12 +18,12 @@ from spark_deploy.hosts.downloads import (
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
 from spark_deploy.hosts.jobs import compare_donor_tensors, start_job, wait_for_jobs
-from spark_deploy.hosts.payload import install_quantiser
+from spark_deploy.hosts.payload import install_quantizer
 from spark_deploy.hosts.status import JobStates
 from spark_deploy.plan.jobs import Work, preparation_name
 
 _REMOVAL_TIMEOUT_S = 3600  # the removal first verifies every byte of the checkpoint
-_QUANTISING_TIMEOUT_S = 4 * 86400  # a 122B model takes about 40 hours
+_QUANTIZING_TIMEOUT_S = 4 * 86400  # a 122B model takes about 40 hours
 
 
 def _names(jobs: Sequence[Work]) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ def fetch(
 
 @deploy("Checkpoint")
 def build(*, jobs: Sequence[Work], release: str) -> None:
-    if not _quantises(jobs):
+    if not _quantizes(jobs):
         _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
 
 
@@ -65,27 +65,27 @@ def build(*, jobs: Sequence[Work], release: str) -> None:
 def image(*, jobs: Sequence[Work], release: str) -> None:
     """Start to build the image from the pinned base and our plugin."""
     _start(jobs, release, lambda _: "Prepare the engine image", *IMAGE_JOBS)
-    if _quantises(jobs):
+    if _quantizes(jobs):
         # AutoRound runs in the engine's image.
         _start(jobs, release, lambda work: f"Quantize: {work.job.title}", REQUANTIZE_JOB)
         _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
 
 
-def _quantises(jobs: Sequence[Work]) -> bool:
+def _quantizes(jobs: Sequence[Work]) -> bool:
     return any(work.job.kind == REQUANTIZE_JOB for work in jobs)
 
 
 @deploy("Quantize")
-def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
+def quantize(*, jobs: Sequence[Work], image: str, release: str) -> None:
     images = _jobs([work for work in jobs if work.job.kind in IMAGE_JOBS])
     wait_for_jobs(name="Wait for the engine image", jobs=images, release=release)
-    install_quantiser(name="Install AutoRound", image=image)
+    install_quantizer(name="Install AutoRound", image=image)
     _start(jobs, release, lambda work: f"Start to {work.job.title}", REQUANTIZE_JOB)
     wait_for_jobs(
         name="Wait for the quantized checkpoint",
         jobs=_jobs(jobs),
         release=release,
-        timeout_s=_QUANTISING_TIMEOUT_S,
+        timeout_s=_QUANTIZING_TIMEOUT_S,
     )
 
 

@@ -36,7 +36,7 @@ from checkpoint_trees import (  # noqa: E402
     mtp,
     size_of,
 )
-from spark_checkpoint.number_formats import from_bf16_bits, quantise_blocks  # noqa: E402
+from spark_checkpoint.number_formats import from_bf16_bits, quantize_blocks  # noqa: E402
 
 from lab.hub.faults import FaultSwitch  # noqa: E402
 from lab.hub.server import FileHandler, Hub  # noqa: E402
@@ -184,7 +184,7 @@ def _run_builder(plan_file: Path, *, holes: bool) -> dict[str, Any]:
 
 
 def _quantise(bits: Any, shape: Sequence[int]) -> tuple[Any, Any]:
-    return quantise_blocks(from_bf16_bits(bits).reshape(shape), (128, 128))
+    return quantize_blocks(from_bf16_bits(bits).reshape(shape), (128, 128))
 
 
 def _processor() -> str:

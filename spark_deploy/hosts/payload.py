@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from pyinfra import host
 from pyinfra.api import StringCommand
-from spark_contract.paths import CURRENT_TOOLS, QUANTISER, SITE, SYSUSERS, TOOLS_DIR
+from spark_contract.paths import CURRENT_TOOLS, QUANTIZER, SITE, SYSUSERS, TOOLS_DIR
 from spark_contract.tool import TOOL
 from spark_contract.units import DAILY_LINK, DAILY_TIMER, UNITS_DIR
 
@@ -35,7 +35,7 @@ from spark_deploy.plan.types import ManagedFile, PayloadIdentity
 
 FILES = CHECKOUT / "files"
 SITE_REQUIREMENTS = "files/checkpoint/requirements.txt"
-QUANTISER_REQUIREMENTS = "files/checkpoint/quantiser.txt"
+QUANTIZER_REQUIREMENTS = "files/checkpoint/quantizer.txt"
 LAUNCHER = """#!/bin/sh
 # Runs the host tools of the version this file belongs to, ignoring Python of the caller's directory
 # and environment; so do the jobs it starts. SPARK_CALLED_FROM resolves relative file arguments.
@@ -88,10 +88,10 @@ def read_payload() -> Payload:
     return Payload(tools, units, image_context)
 
 
-def quantiser_digest() -> str:
+def quantizer_digest() -> str:
     """Identify AutoRound's wheels and the script that runs it."""
     script = FILES / "checkpoint/spark_checkpoint/autoround_job.py"
-    paths = (CHECKOUT / QUANTISER_REQUIREMENTS, script)
+    paths = (CHECKOUT / QUANTIZER_REQUIREMENTS, script)
     return digest_of([hashlib.sha256(path.read_bytes()).hexdigest() for path in paths])
 
 
@@ -209,7 +209,7 @@ class PythonSite(HostFact[Site]):
         return _parse_site(list(output), 5)
 
 
-class QuantiserSite(HostFact[Site]):
+class QuantizerSite(HostFact[Site]):
     """Python of the engine's image ("" if the image is missing), and AutoRound's receipt."""
 
     def command(self, image: str) -> str:
@@ -217,7 +217,7 @@ class QuantiserSite(HostFact[Site]):
         return (
             f"{{ docker image inspect {shlex.quote(image)} >/dev/null && "
             f"{run} -c {shlex.quote(_VERSION)}; }} 2>/dev/null || echo -; "
-            f"echo -; cat {QUANTISER}/.receipt 2>/dev/null || echo -"
+            f"echo -; cat {QUANTIZER}/.receipt 2>/dev/null || echo -"
         )
 
     def process(self, output: Iterable[str]) -> Site:
@@ -285,23 +285,23 @@ def install_site(identity: PayloadIdentity) -> Commands:
 
 
 @host_operation
-def install_quantiser(image: str) -> Commands:
+def install_quantizer(image: str) -> Commands:
     """Install AutoRound's pinned wheels for the Python of the engine's image.
 
     AutoRound uses torch and transformers of the image, whose packages come first in its path.
     """
-    site = read_fact(QuantiserSite, image=image)
+    site = read_fact(QuantizerSite, image=image)
     if not site.python_version:
         if host.state.is_executing:
             fix = f"run `docker run --rm --entrypoint python3 {image} --version` on the host"
             fail(f"{host.name}: {image}", "python3 in the image does not print its version", fix)
         host.log("AutoRound is installed after the engine's image")
         return
-    path, digest = site_archive(QUANTISER_REQUIREMENTS, site.python_version, site.machine)
+    path, digest = site_archive(QUANTIZER_REQUIREMENTS, site.python_version, site.machine)
     if site.receipt == digest:
         host.noop("AutoRound is in place")
     else:
-        yield from _unpack_archive(path, digest, f"{TOOLS_DIR}/quantiser-{digest[:12]}", QUANTISER)
+        yield from _unpack_archive(path, digest, f"{TOOLS_DIR}/quantiser-{digest[:12]}", QUANTIZER)
 
 
 def _unpack_archive(path: Path, digest: str, home: str, link: str) -> Commands:

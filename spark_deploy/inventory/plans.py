@@ -21,7 +21,7 @@ from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import LockError, PlanError, SettingsError
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.network import Fabric
-from spark_deploy.hosts.payload import SITE_REQUIREMENTS, quantiser_digest, read_payload
+from spark_deploy.hosts.payload import SITE_REQUIREMENTS, quantizer_digest, read_payload
 from spark_deploy.inventory.clusters import unknown_host_problems
 from spark_deploy.inventory.command_line import inventory_argument, missing_inventory
 from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
@@ -49,7 +49,7 @@ def payload_identity() -> PayloadIdentity:
         tools_digest=payload.tools_digest,
         image_context_digest=payload.image_context_digest,
         python_requirements=SITE_REQUIREMENTS,
-        quantiser_digest=quantiser_digest(),
+        quantizer_digest=quantizer_digest(),
     )
 
 

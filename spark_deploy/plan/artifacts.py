@@ -10,7 +10,7 @@ from typing import Any
 from spark_contract import orders
 from spark_contract.documents import to_plain
 from spark_contract.fetching import LayersPlan, parse_reference
-from spark_contract.paths import GPU_RECEIPT, QUANTISER
+from spark_contract.paths import GPU_RECEIPT, QUANTIZER
 from spark_contract.units import IMAGE_NAME
 
 from spark_deploy.config.catalog.architecture import Architecture
@@ -264,7 +264,7 @@ def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
 
 
 def requantized_plan(
-    model: Model, settings: Settings, lock: Lock, image: ImagePlan, quantiser_digest: str
+    model: Model, settings: Settings, lock: Lock, image: ImagePlan, quantizer_digest: str
 ) -> RequantizedPlan | None:
     """Return the plan of the checkpoint to quantise; ``None`` if not configured.
 
@@ -295,7 +295,7 @@ def requantized_plan(
         mtp_tensors=model.tensors.mtp,
         layers=shape.layers,
         image=image.tag,
-        packages=QUANTISER,
+        packages=QUANTIZER,
         calibration=_CALIBRATION,
         gpu=GPU_RECEIPT,
         iters=options.iters,
@@ -313,7 +313,7 @@ def requantized_plan(
         {
             "original": original.digest,
             "image": image.base,
-            "quantiser": quantiser_digest,
+            "quantiser": quantizer_digest,
             "calibration": digest_of(options.calibration),
             "order": {k: value for k, value in to_plain(order).items() if k in included},
         }

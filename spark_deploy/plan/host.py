@@ -117,7 +117,7 @@ def pair_plan(resolved: Resolved, request: Request) -> PairPlan:
     lock, payload = request.lock, request.payload
     image = artifacts.image_plan(model, profile, settings, lock, payload)
     companions = artifacts.companion_plans(model, profile, settings, lock)
-    made = artifacts.requantized_plan(model, settings, lock, image, payload.quantiser_digest)
+    made = artifacts.requantized_plan(model, settings, lock, image, payload.quantizer_digest)
     checkpoint = artifacts.checkpoint_plan(model, profile, settings, lock, made)
     if made:
         base = made.original

@@ -68,7 +68,7 @@ class PayloadIdentity:
     tools_digest: str
     image_context_digest: str
     python_requirements: str  # path in the checkout of the hash-pinned wheels list
-    quantiser_digest: str = ""  # of the list of AutoRound's wheels
+    quantizer_digest: str = ""  # of the list of AutoRound's wheels
 
 
 # A cage of a Spark's ConnectX-7 has two interfaces, each with an RDMA device; which of the four

@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     layers_help = "download the blobs and manifests of an image"
     add_command(orders.LAYERS, layers_help, order="LAYERS.json", manifests="DIR")
     build = add_command(orders.BUILD, "build the checkpoint of a plan", order="PLAN.json")
-    requantize_help = "quantise a 16-bit repository with AutoRound"
+    requantize_help = "quantize a 16-bit repository with AutoRound"
     requantize = add_command(orders.REQUANTIZE, requantize_help, order="REQUANTIZE.json")
     for command in (build, requantize):
         command.add_argument(

@@ -1,4 +1,4 @@
-"""Quantise ``/model`` with AutoRound into ``/work/made``, in a container of the engine's image."""
+"""Quantize ``/model`` with AutoRound into ``/work/made``, in a container of the engine's image."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> None:
     order = json.loads((WORK / "order.json").read_text())
     set_environment()
     sys.path.append(str(PACKAGES))  # last, so that packages of the image take precedence
-    tree = quantise(order)
+    tree = quantize(order)
     versions = {name: version(name) for name in ("auto-round", "torch", "transformers")}
     seconds = round(time.monotonic() - started)
     done = {"tree": tree.name, "versions": versions, "seconds_of_last_run": seconds}
@@ -45,7 +45,7 @@ def set_environment() -> None:
     }
 
 
-def quantise(order: dict[str, Any]) -> Path:
+def quantize(order: dict[str, Any]) -> Path:
     import torch
     from auto_round import AutoRound
     from auto_round.utils.missing_tensors import copy_missing_tensors_from_source

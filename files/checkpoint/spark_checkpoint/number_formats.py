@@ -80,7 +80,7 @@ def repeat_scales(scales: Floats, shape: tuple[int, int], block: tuple[int, int]
     return np.repeat(rows, block[1], axis=1)[:, : shape[1]]
 
 
-def dequantise(codes: Codes, scales: Floats, block: tuple[int, int]) -> Floats:
+def dequantize(codes: Codes, scales: Floats, block: tuple[int, int]) -> Floats:
     """Return FP8 weights as float32: value of the code times scale of the block."""
     result: Floats = from_e4m3(codes)
     result *= repeat_scales(scales, (codes.shape[0], codes.shape[1]), block)
@@ -93,7 +93,7 @@ def reduce_blocks(function: np.ufunc, values: Floats, block: tuple[int, int]) ->
     return reduced
 
 
-def quantise_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Words]:
+def quantize_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Words]:
     """Return e4m3 codes, and scales as BF16 bits.
 
     Codes are computed with the rounded scale, so that rounding the scale adds no error.
@@ -109,7 +109,7 @@ def quantise_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Wor
 # - ``qweight``, I32 ``[in / pack, out]``: ``code + 2 ** (bits - 1)``, lowest bits first;
 # - ``scales``, BF16 ``[in / group, out]``;
 # - ``qzeros``, I32 ``[in / group, out / pack]``: zero point minus one, as in GPTQ; required by the
-#   loader of vLLM 0.33, but unused for symmetric quantisation (``uint4b8``, ``uint8b128``).
+#   loader of vLLM 0.33, but unused for symmetric quantization (``uint4b8``, ``uint8b128``).
 GROUP = 128
 WORD_BITS = 32
 # Maximum relative error: rounding to INT4 in groups of 128 causes about 0.1, and comparing with the
@@ -129,8 +129,8 @@ class PackedRows(NamedTuple):
     power: float
 
 
-def quantise_rows(weights: Floats, bits: int) -> PackedRows:
-    """Quantise rows; each group gets the BF16 scale with the smallest squared error."""
+def quantize_rows(weights: Floats, bits: int) -> PackedRows:
+    """Quantize rows; each group gets the BF16 scale with the smallest squared error."""
     zero = 1 << (bits - 1)
     grouped = weights.reshape(weights.shape[0], -1, GROUP)
     largest = np.abs(grouped).max(axis=2)

@@ -1,4 +1,4 @@
-"""Quantise a 16-bit checkpoint with AutoRound in a container."""
+"""Quantize a 16-bit checkpoint with AutoRound in a container."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from spark_checkpoint.errors import TransferError, ValidationError
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.sources.peers import copy_from_peer, copy_requantized
-from spark_checkpoint.tensor_sets import MTP_PREFIX, WEIGHT, check_quantised_names
+from spark_checkpoint.tensor_sets import MTP_PREFIX, WEIGHT, check_quantized_names
 
 OUTPUT_DIR, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
 DONE = "done.json"  # written last: names the result's directory in OUTPUT_DIR, and versions
@@ -42,7 +42,7 @@ _STOP_S = 20
 
 
 def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
-    """Quantise the plan's checkpoint or copy it from a peer; return False if it already exists."""
+    """Quantize the plan's checkpoint or copy it from a peer; return False if it already exists."""
 
     def write(work: Path, result_dir: Path) -> None:
         def copy(transfer: TransferOptions, files_url: str, receipt: AnyReceipt) -> None:
@@ -72,7 +72,7 @@ def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: 
         target.parent.mkdir(parents=True, exist_ok=True)
         os.link(output / name, target)
     result = read_checkpoint(result_dir)
-    check_quantised_names(str(result_dir), result.owner.keys(), plan)
+    check_quantized_names(str(result_dir), result.owner.keys(), plan)
     if not (result_dir / INDEX_NAME).exists():
         total = sum((result_dir / shard).stat().st_size for shard in set(result.owner.values()))
         weight_map = dict(sorted(result.owner.items()))
@@ -166,13 +166,13 @@ def _check_prerequisites(plan: RequantizePlan, work: Path) -> None:
     for path, content in ((plan.packages, "AutoRound"), (plan.calibration, "calibration text")):
         if not os.path.exists(path):
             raise ValidationError(path, f"{content} is missing", fix)
-    storage.check_free_space(work.parent, plan.work_bytes, f"quantising {plan.name}")
+    storage.check_free_space(work.parent, plan.work_bytes, f"quantizing {plan.name}")
     for line in Path("/proc/meminfo").read_text().splitlines():
         available = int(line.split()[1]) * 1024 if line.startswith("MemAvailable:") else None
         if available is not None and available < plan.memory_bytes:
             problem = f"needs {plan.memory_bytes} bytes of memory, {available} are available"
             fix = "run `spark-deploy stop` for this host, then run it again"
-            raise ValidationError(f"quantising {plan.name}", problem, fix)
+            raise ValidationError(f"quantizing {plan.name}", problem, fix)
 
 
 def _build_argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[str]:
@@ -199,7 +199,7 @@ def _wait_for_container(
     while code is None:
         if (done := _count_blocks(work)) != reported:
             reported = done
-            progress.phase(f"quantised-{done}-of-{layers}-blocks")
+            progress.phase(f"quantized-{done}-of-{layers}-blocks")
         try:
             code = process.wait(_POLL_S)
         except subprocess.TimeoutExpired:

@@ -106,7 +106,7 @@ def _why_unpackable(matrix: Matrix | None) -> str:
 def check_original(original: Checkpoint) -> None:
     where = str(original.directory)
     if read_config(original.directory).get("quantization_config"):
-        raise ValidationError(where, "is quantised already", _ORIGINAL_FIX)
+        raise ValidationError(where, "is quantized already", _ORIGINAL_FIX)
     for name in sorted(original.owner):
         dtype = original.tensor(name).dtype
         if dtype not in _FLOATS:

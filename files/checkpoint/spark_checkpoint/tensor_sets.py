@@ -31,17 +31,17 @@ _MAX_NAME_LENGTH = 120
 
 # Likely causes of missing or surplus names that contain a text.
 _CAUSES = {
-    ".linear_attn.": "the linear-attention projections are quantised differently: "
+    ".linear_attn.": "the linear-attention projections are quantized differently: "
     "a different base generation",
-    ".self_attn.": "the attention projections are quantised differently: "
+    ".self_attn.": "the attention projections are quantized differently: "
     "a different base generation",
-    ".shared_expert.": "the shared experts are quantised differently: "
+    ".shared_expert.": "the shared experts are quantized differently: "
     "already a hybrid, or a different base",
     ".mlp.experts.": "different number of experts or layers: a different model",
-    "lm_head": "the head is quantised differently",
+    "lm_head": "the head is quantized differently",
     ".visual.": "the vision tower differs: a text-only or other checkpoint",
 }
-_MTP_CAUSE = "the MTP tensors differ: lost by an earlier build, or quantised differently"
+_MTP_CAUSE = "the MTP tensors differ: lost by an earlier build, or quantized differently"
 _NAMES_FIX = (
     "use the locked commits; `spark-deploy add --dry` lists the models that a repository matches, "
     "`spark-deploy add` serves it as published; if these are the commits of a shipped model, "
@@ -246,11 +246,11 @@ def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, lay
     check_same_names(where, "tensors of the plan's result", actual, expected)
 
 
-def check_quantised_names(where: str, actual: Collection[str], plan: RequantizePlan) -> None:
+def check_quantized_names(where: str, actual: Collection[str], plan: RequantizePlan) -> None:
     patterns = [*plan.base_tensors, *plan.mtp_tensors]
     if not has_exactly(set(actual), patterns):
         expected = expand_all(patterns)
-        check_same_names(where, "tensors of the quantised checkpoint", actual, expected)
+        check_same_names(where, "tensors of the quantized checkpoint", actual, expected)
 
 
 def swapped_modules(plan: BuildPlan) -> list[str]:

@@ -23,7 +23,7 @@ from spark_checkpoint.directory import disabled_garbage_collection, list_files, 
 from spark_checkpoint.errors import HeaderError, InputError, ReceiptMismatchError, ValidationError
 from spark_checkpoint.headers import read_header
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.tensor_sets import check_quantised_names, check_result_names
+from spark_checkpoint.tensor_sets import check_quantized_names, check_result_names
 
 # Small pieces reduce hashing around replaced tensors; large pieces keep receipts short (72 GB are
 # 17,000 pieces).
@@ -143,7 +143,7 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> rec
             str(directory), f"has no {RECEIPT_NAME}: it is incomplete", "run the job again"
         )
     check_files(directory, receipt)
-    # Only builds and quantisations have a plan with exact names.
+    # Only builds and quantizations have a plan with exact names.
     if not isinstance(receipt, receipts.SourceReceipt):
         with disabled_garbage_collection():
             _check_headers(directory, receipt, receipt.plan, receipt.tensors)
@@ -219,7 +219,7 @@ def _check_names(where: str, index: Mapping[str, str], plan: BuildPlan | Requant
         if isinstance(plan, BuildPlan):
             check_result_names(where, index, plan, plan.layout)
         else:
-            check_quantised_names(where, index, plan)
+            check_quantized_names(where, index, plan)
     except HostToolError as error:
         raise ReceiptMismatchError(error.where, error.what, _FIX) from error
 

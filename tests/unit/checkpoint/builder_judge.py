@@ -1,4 +1,4 @@
-"""Dequantise weights by definition; check refusals."""
+"""Dequantize weights by definition; check refusals."""
 
 import numpy as np
 from builder_shards import BLOCK, bf16_values, e4m3_values

@@ -22,7 +22,7 @@ NO_DONOR = {"donor": None, "donor_unmatched": []}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_head_dequantises_to_the_base_head(workshop, layout):
+def test_packed_head_dequantizes_to_the_base_head(workshop, layout):
     workshop.build(layout=layout, head="int8-g128")
     result = workshop.result()
     suffix = "_int8" if layout == "overlay" else ""
@@ -303,7 +303,7 @@ def test_packs_the_head_of_a_hybrid(hybrid):
     assert "lm_head.qweight" in hybrid.result()
 
 
-def test_accepts_hybrid_quantised_with_different_rounding(hybrid):
+def test_accepts_hybrid_quantized_with_different_rounding(hybrid):
     weight, scale = f"{MODULE}.up_proj.weight", f"{MODULE}.up_proj.weight_scale_inv"
     raw = hybrid.base[weight]
     codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape)

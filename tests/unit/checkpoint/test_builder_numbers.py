@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from spark_checkpoint.number_formats import (
     GROUP,
     bf16_bits,
-    dequantise,
+    dequantize,
     from_bf16_bits,
     from_e4m3,
     pack_rows,
-    quantise_blocks,
-    quantise_rows,
+    quantize_blocks,
+    quantize_rows,
     reduce_blocks,
     repeat_scales,
     to_e4m3,
@@ -70,7 +70,7 @@ def test_reduces_smaller_blocks_at_the_edges(shape):
 
 
 def test_all_zero_block_has_positive_scale():
-    codes, scales = quantise_blocks(np.zeros((128, 256), np.float32), (128, 128))
+    codes, scales = quantize_blocks(np.zeros((128, 256), np.float32), (128, 128))
     assert not codes.any()
     assert (from_bf16_bits(scales) > 0).all()
 
@@ -82,7 +82,7 @@ def group_error(group, scale):
 
 def test_chooses_the_best_nearby_scale():
     weights = (np.random.default_rng(5).standard_normal((8, 2 * GROUP)) * 0.02).astype(np.float32)
-    result = quantise_rows(weights, 8)
+    result = quantize_rows(weights, 8)
     for row in range(8):
         for number in range(2):
             group = weights[row, number * GROUP : (number + 1) * GROUP]
@@ -98,7 +98,7 @@ def test_chooses_the_best_nearby_scale():
 @pytest.mark.parametrize("value", [0.0, 1e-38, -1e18, 1e-45])
 def test_keeps_extreme_groups_finite(value):
     weights = np.full((1, GROUP), value, np.float32)
-    result = quantise_rows(weights, 8)
+    result = quantize_rows(weights, 8)
     scales = from_bf16_bits(result.scales)
     assert np.isfinite(scales).all()
     assert (scales > 0).all()
@@ -116,9 +116,9 @@ def test_packs_four_inputs_per_word_lowest_byte_first():
 
 def test_relative_errors_equal_those_in_the_documentation():
     weights = (np.random.default_rng(3).standard_normal((512, 1024)) * 0.02).astype(np.float32)
-    codes, words = quantise_blocks(weights, (128, 128))
-    fp8 = dequantise(codes, from_bf16_bits(words), (128, 128))
-    int8 = quantise_rows(weights, 8)
+    codes, words = quantize_blocks(weights, (128, 128))
+    fp8 = dequantize(codes, from_bf16_bits(words), (128, 128))
+    int8 = quantize_rows(weights, 8)
     scales = np.repeat(from_bf16_bits(int8.scales), GROUP, axis=1)
     packed = (int8.codes.astype(np.float32) - 128) * scales
     errors = [

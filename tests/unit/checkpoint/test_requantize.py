@@ -1,4 +1,4 @@
-"""Quantise on a host: input of AutoRound's container, and checks of the output.
+"""Quantize on a host: input of AutoRound's container, and checks of the output.
 
 Docker is a script that copies a prepared checkpoint; AutoRound itself runs in the lab
 (tests/host/test_requantize.py).
@@ -173,7 +173,7 @@ def bench(tmp_path):
 
 
 @pytest.mark.slow
-def test_second_quantisation_changes_nothing(bench):
+def test_second_quantization_changes_nothing(bench):
     assert bench.run().returncode == 0
     receipt = bench.read("receipt.json")
     assert (receipt["kind"], receipt["digest"]) == ("requantized", "1" * 64)
@@ -275,10 +275,10 @@ def test_checks_prerequisites_before_starting_container(bench, changes, problem)
     assert not any(line.startswith("run ") for line in bench.calls())
 
 
-def test_rejects_quantised_original(bench):
+def test_rejects_quantized_original(bench):
     path = bench.root / "published/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"b": 4}}))
-    assert "is quantised already" in bench.refused()
+    assert "is quantized already" in bench.refused()
 
 
 def test_only_root_can_write_to_result(bench):

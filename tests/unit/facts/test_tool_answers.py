@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spark_deploy.hosts import status
-from spark_deploy.hosts.payload import PythonSite, QuantiserSite, Site
+from spark_deploy.hosts.payload import PythonSite, QuantizerSite, Site
 from spark_deploy.hosts.status import Count, Jobs, JobStates, Requests, Status
 from tests.unit.shell import run_script
 from tests.unit.statuses import host_status
@@ -27,10 +27,10 @@ LINKED = ["[]", f"linked {TARGET}", "pulled 0123456789ab"]
         (PythonSite, ["3.11 x86_64", "-", "-", "-", "-"], Site("3.11", "x86_64")),
         (PythonSite, ["-", "-", "-", "-", "-"], Site()),
         (PythonSite, [], Site()),
-        (QuantiserSite, ["3.12 aarch64", "-", "ab"], Site("3.12", "aarch64", receipt="ab")),
-        (QuantiserSite, ["3.11 x86_64", "-", "-"], Site("3.11", "x86_64")),
-        (QuantiserSite, ["-", "-", "ab"], Site()),
-        (QuantiserSite, [], Site()),
+        (QuantizerSite, ["3.12 aarch64", "-", "ab"], Site("3.12", "aarch64", receipt="ab")),
+        (QuantizerSite, ["3.11 x86_64", "-", "-"], Site("3.11", "x86_64")),
+        (QuantizerSite, ["-", "-", "ab"], Site()),
+        (QuantizerSite, [], Site()),
     ],
 )  # fmt: skip
 def test_facts_parse_output(fact, output, value):

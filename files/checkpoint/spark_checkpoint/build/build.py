@@ -303,7 +303,7 @@ def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
     if receipt is None or revision != required:
         actual = f"has revision {revision}" if receipt else "has no receipt"
         fix = "download the base at the locked commit"
-        if len(required or "") > 40:  # digest of a requantised base
+        if len(required or "") > 40:  # digest of a requantized base
             fix = "run `spark-deploy add --requantize`"
         raise ValidationError(str(directory), f"{actual}, the plan requires {required}", fix)
     try:

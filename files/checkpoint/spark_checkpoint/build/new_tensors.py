@@ -21,9 +21,9 @@ from spark_checkpoint.headers import Tensor
 from spark_checkpoint.number_formats import (
     Floats,
     bf16_bits,
-    dequantise,
+    dequantize,
     from_bf16_bits,
-    quantise_blocks,
+    quantize_blocks,
     reduce_blocks,
     to_floats,
 )
@@ -47,7 +47,7 @@ def _read_fp8_rows(
 ) -> Iterator[Floats]:
     for number, raw in enumerate(split_span(span, max(1, columns * block[0]))):
         codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
-        yield dequantise(codes, scales[number : number + 1], block)
+        yield dequantize(codes, scales[number : number + 1], block)
 
 
 def _read_weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> Iterator[Floats]:
@@ -204,10 +204,10 @@ class TensorMaker:
         squared_error = power = 0.0
         scales = []
         for number, weights in enumerate(_read_weight_rows(self.base, module + WEIGHT, block)):
-            codes, bits = quantise_blocks(weights, block)
+            codes, bits = quantize_blocks(weights, block)
             self.stage.write(span, number * block[0] * shape[1], codes.tobytes())
             scales.append(bits.tobytes())
-            error = dequantise(codes, from_bf16_bits(bits), block) - weights
+            error = dequantize(codes, from_bf16_bits(bits), block) - weights
             squared_error += float((error * error).sum(dtype="f8"))
             power += float((weights * weights).sum(dtype="f8"))
         tensors = [
@@ -216,9 +216,9 @@ class TensorMaker:
         ]
         return tensors, (squared_error / power) ** 0.5 if power else 0.0
 
-    def _swap(self, quantise: Callable[[str], tuple[list[NewTensor], float]]) -> None:
-        """Replace all modules by the result of ``quantise``: new tensors and relative error."""
-        results = self._run_in_parallel("quantise", quantise, self._weight_bytes())
+    def _swap(self, quantize: Callable[[str], tuple[list[NewTensor], float]]) -> None:
+        """Replace all modules by the result of ``quantize``: new tensors and relative error."""
+        results = self._run_in_parallel("quantize", quantize, self._weight_bytes())
         for module, (tensors, _) in zip(self.modules, results, strict=True):
             self.changes.added[module + WEIGHT] = tensors
         self.changes.report["shared_experts"] = _error_report([error for _, error in results])

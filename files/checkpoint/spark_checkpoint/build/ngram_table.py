@@ -104,17 +104,17 @@ class NgramTable:
             # Every group fits: its scale is at most 448, and 448 * 6 of these are 448 before.
             table_scale = scale / E2M1_MAX
 
-            def requantise(shard: str, start: int, count: int) -> Codes:
+            def requantize(shard: str, start: int, count: int) -> Codes:
                 values = from_e4m3(self._read_fp8(shard, start, count)) * np.float32(scale)
-                return quantise_rows(values, table_scale)
+                return quantize_rows(values, table_scale)
 
-            return requantise, float(np.float32(table_scale))
+            return requantize, float(np.float32(table_scale))
         if dtype in ("BF16", "F16") and self.number_format == "e2m1":
             largest = max(
                 float(np.abs(self._read_floats(*piece)).max()) for piece in self._pieces()
             )
             table_scale = float(np.float32(largest / (E2M1_MAX * E4M3_MAX))) or 1.0
-            return (lambda *p: quantise_rows(self._read_floats(*p), table_scale)), table_scale
+            return (lambda *p: quantize_rows(self._read_floats(*p), table_scale)), table_scale
         raise ValidationError(
             self.shards[0], f"is {dtype}, which cannot become {self.number_format}", _FIX
         )
@@ -196,7 +196,7 @@ def find_tables(base: Checkpoint, number_format: str) -> list[NgramTable]:
     return tables
 
 
-def quantise_rows(values: Floats, table_scale: float) -> Codes:
+def quantize_rows(values: Floats, table_scale: float) -> Codes:
     """Round rows to e2m1 with an e4m3 scale for every 16 numbers: packed codes, then scales."""
     groups = values.reshape(len(values), -1, GROUP)
     largest = np.abs(groups).max(axis=2)

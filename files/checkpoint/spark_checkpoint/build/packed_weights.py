@@ -17,7 +17,7 @@ from spark_checkpoint.number_formats import (
     WORD_BITS,
     ZERO_POINT_BYTES,
     pack_rows,
-    quantise_rows,
+    quantize_rows,
     relative_error,
     to_floats,
     unpack_int4,
@@ -44,7 +44,7 @@ def pack_weight(
     code_rows = max(1, _CODE_WEIGHTS // inputs)
     block_rows = max(code_rows, _BLOCK_BYTES // inputs // code_rows * code_rows)
 
-    def quantise_block(first: int) -> Any:
+    def quantize_block(first: int) -> Any:
         count = min(block_rows, outputs - first)
         codes = np.empty((count, inputs), np.uint8)
         sums = np.zeros(3)
@@ -55,7 +55,7 @@ def pack_weight(
             values = to_floats(raw, dtype, (row_count, inputs))
             if not np.isfinite(values).all():
                 raise ValidationError(name, "has NaN or infinite values", "download the base again")
-            rows = quantise_rows(values, bits)
+            rows = quantize_rows(values, bits)
             codes[row : row + row_count] = rows.codes
             scales[:, first + row : first + row + row_count] = rows.scales.T
             sums += (rows.error, rows.error_by_maximum, rows.power)
@@ -65,7 +65,7 @@ def pack_weight(
         return sums
 
     with ThreadPoolExecutor(workers) as pool:
-        error, by_maximum, power = sum(pool.map(quantise_block, range(0, outputs, block_rows)))
+        error, by_maximum, power = sum(pool.map(quantize_block, range(0, outputs, block_rows)))
     module, groups, codes_per_word = name.removesuffix(WEIGHT), inputs // GROUP, WORD_BITS // bits
     zeros = stage.append(bytes([ZERO_POINT_BYTES[bits]]) * (groups * outputs * bits // 8))
     tensors = [
