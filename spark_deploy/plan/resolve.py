@@ -240,7 +240,7 @@ def _refusal(
             f"{fix or 'choose a smaller model'}"
         )
     if not usual and (count := _hosts_needed(settings, fits)):
-        risk = f"; users report freezes above {_SAFE_FRACTION}" if changes else ""
+        risk = f"; users report freezes with a fraction above {_SAFE_FRACTION}" if changes else ""
         fix += f", or serve it on {count} hosts together (cluster.hosts){risk}"
     return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
 

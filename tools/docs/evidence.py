@@ -29,18 +29,19 @@ SWEEP_GROUPS = {
 
 
 def result_rows(folder: str) -> Iterator[str]:
-    yield row("result", "shows", "device", "date", "commit", "passed, failed, measured", "command")
-    yield "|---|---|---|---|---|---|---|"
+    counts = ("passed", "failed", "measured")
+    yield row("result", "tests or measures", "device", "date", "commit", *counts, "command")
+    yield "|---|---|---|---|---|---|---|---|---|"
     before = None
     for path in sorted((RESULTS / folder).glob("*.json")):
         result, kind = json.loads(path.read_text("utf-8")), find_kind(path.stem)
         verdicts = [entry["passed"] for entry in result.get("rows", []) if "passed" in entry]
-        counts = ", ".join(str(verdicts.count(verdict)) for verdict in (True, False, None))
+        numbers = (verdicts.count(verdict) for verdict in (True, False, None))
         command = f"`make {kind.target}`" + (f"; needs {kind.needs}" if kind.needs else "")
         link = f"[{path.stem}]({folder}/{path.name})"
-        commit = f"`{result['commit']}`"
-        shows, before = "same as above" if kind == before else kind.shows, kind
-        yield row(link, shows, _device(result), result["date"], commit, counts, command)
+        commit = re.sub(r"^(\w{12})\w+", r"\1", str(result["commit"]))
+        tested, before = "same as above" if kind == before else kind.tests, kind
+        yield row(link, tested, _device(result), result["date"], f"`{commit}`", *numbers, command)
 
 
 def device_of(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -101,39 +102,42 @@ def _model(model: HybridModel) -> Iterator[str]:
     )
     profiles = (catalog().profile(name, model.name) for name in _fitting(model))
     names = [profile.name for profile in profiles if _is_for_use(profile)]
-    yield f"- profiles for one host: {', '.join(names) or 'none'}"
+    yield f"- profiles that fit on one host: {', '.join(names) or 'none'}"
     for number in (2, 4):
-        yield _together(model, number)
+        yield from _together(model, number)
 
 
 def _gb(size_bytes: float) -> str:
     return f"{size_bytes / 1e9:.1f} GB"
 
 
-def _together(model: HybridModel, count: int) -> str:
+def _together(model: HybridModel, count: int) -> Iterator[str]:
     names = _fitting(model, count)
     if not names:
         profile_name = next(iter(_fitting(model)), DEFAULT.profile)
         fix = fix_of(model.name, profile_name, catalog(), count)
-        return f"- {count} hosts (`cluster.hosts`): no profile fits; {fix}"
+        first, *others = re.split("(?:;|,) or ", fix)
+        yield f"- on {count} hosts no profile fits: {first}"
+        yield from (f"  - or {other}" for other in others)
+        return
     chosen = DEFAULT.profile if DEFAULT.profile in names else names[0]
     profile = catalog().profile(chosen, model.name)
     plan = plan_memory(model, profile, settings_on(count, model.name, chosen))
-    return (
-        f"- {count} hosts (`cluster.hosts`) with {chosen}, memory per host: weights "
-        f"{gib(plan.weights_bytes)}, drafter {gib(plan.drafter_bytes)}, KV cache "
-        f"{gib(plan.kv_cache_bytes)}, {plan.full_context_users:.1f} full-length requests"
+    yield (
+        f"- on {count} hosts, {chosen} uses {gib(plan.weights_bytes)} per host for weights, "
+        f"{gib(plan.drafter_bytes)} for the drafter and {gib(plan.kv_cache_bytes)} for the KV "
+        f"cache, enough for {plan.full_context_users:.1f} full-length requests"
     )
 
 
 def profile_sections() -> Iterator[str]:
     profiles = [catalog().profile(name, Settings().model) for name in catalog().profile_names]
-    yield "| profile | choose this when | shared experts, LM head, KV cache, drafts | plugin |"
-    yield "|---|---|---|---|"
+    yield ("| profile | choose this when | shared experts | LM head | KV cache | drafts | plugin |")
+    yield "|---|---|---|---|---|---|---|"
     for shown in profiles:
         drafts = shown.speculation.tokens if shown.speculation else 0
-        parts = f"{shown.shared_experts}, {shown.head}, {shown.kv_cache.dtype}, {drafts}"
-        yield row(f"`{shown.name}`", shown.choose_when, parts, "yes" if shown.plugin else "no")
+        parts = (shown.shared_experts, shown.head, shown.kv_cache.dtype, drafts)
+        yield row(f"`{shown.name}`", shown.choose_when, *parts, "yes" if shown.plugin else "no")
     for model in _for_sparks():
         yield from ("", f"### Memory of {model.name}", "")
         fitting = [catalog().profile(name, model.name) for name in _fitting(model)]

@@ -42,14 +42,14 @@ NUMBERS = (
         "assumed equal to INT4 kernels",
     ),
     ("shared experts, routers, 16-bit drafter", f"{SMALL:.1%} of bandwidth", "fitted"),
-    ("each layer", f"{LAYER_S * 1e6:.0f} µs", "fitted"),
+    ("constant time per layer", f"{LAYER_S * 1e6:.0f} µs", "fitted"),
     (
-        "TurboQuant, each attention layer",
+        "TurboQuant, per attention layer",
         f"{TURBOQUANT_S * 1e6:.0f} µs",
         "reported for an H100, vllm-project/vllm#53060",
     ),
     (
-        "prompts",
+        "prompt arithmetic",
         f"{PROMPT_FLOPS_PER_S / 1e12:.1f} TFLOPS",
         "half of the speed published for two Sparks",
     ),
@@ -64,18 +64,18 @@ NUMBERS = (
 
 
 def compared_rows(catalog: Catalog) -> Iterator[str]:
-    yield "| profile, model | requests | published | with | computed | error |"
-    yield "|---|---|---|---|---|---|"
+    yield "| profile | model | requests | published | software | computed | error |"
+    yield "|---|---|---|---|---|---|---|"
     missed = []
     for name, model, figure, published in _published(catalog):
         shape, profile = _shape(catalog, model), catalog.profile(name, model)
         computed = speed_of(shape, profile, requests=figure.requests).tokens_per_s
         error = computed / published - 1
         error_text = f"{error:+.1%}" + (" (fitted)" if figure.fitted else "")
-        pair = f"{name}, {model}"
         source = figure.source.replace("not measured by this project", "").strip(" ,;")
-        yield row(pair, figure.requests, f"{published:g}", source, f"{computed:.1f}", error_text)
-        missed += [pair] if abs(error) > TOLERANCE else []
+        figures = (f"{published:g}", source, f"{computed:.1f}", error_text)
+        yield row(name, model, figure.requests, *figures)
+        missed += [f"{name} with {model}"] if abs(error) > TOLERANCE else []
     yield from ("", f"More than {TOLERANCE:.0%} off: {', '.join(missed) or 'none'}.")
 
 
@@ -84,15 +84,19 @@ def measured_rows(catalog: Catalog) -> Iterator[str]:
     if not speeds:
         yield "There is no report yet, so no correction."
         return
-    yield from ("| report | profile, model | measured | computed | |", "|---|---|---|---|---|")
+    yield from (
+        row("report", "profile", "model", "measured", "computed", "ratio"),
+        f"|{'---|' * 6}",
+    )
     for speed in speeds:
         ratio = speed.tokens_per_s / speed.computed_tokens_per_s
         yield row(
             f"[{speed.report}](../../reports/{speed.report})",
-            f"{speed.profile}, {speed.model}",
+            speed.profile,
+            speed.model,
             f"{speed.tokens_per_s:.1f}",
             f"{speed.computed_tokens_per_s:.1f}",
-            f"times {ratio:.2f}",
+            f"{ratio:.2f}",
         )
     factor = read_calibration(CHECKOUT, catalog).factor
     yield from ("", f"`plan` multiplies by their median, {factor:.2f}.")
@@ -105,8 +109,8 @@ def step_rows(catalog: Catalog) -> Iterator[str]:
     yield from (row("", *names), f"|---|{'---|' * len(names)}")
     for part in dict.fromkeys(part for step in steps for part, _ in step.parts_s):
         yield row(part, *(f"{dict(step.parts_s).get(part, 0.0) * 1000:.1f}" for step in steps))
-    yield row("step", *(f"{step.step_s * 1000:.1f}" for step in steps))
-    yield row("tokens of a step", *(f"{step.tokens_per_step:.2f}" for step in steps))
+    yield row("total", *(f"{step.step_s * 1000:.1f}" for step in steps))
+    yield row("tokens per step", *(f"{step.tokens_per_step:.2f}" for step in steps))
 
 
 def v3_rows(catalog: Catalog) -> Iterator[str]:
@@ -119,7 +123,7 @@ def v3_rows(catalog: Catalog) -> Iterator[str]:
         "INT4 drafter": drafter,
         "our INT8 head (v3)": replace(drafter, head=v3.head),
     }
-    yield from ("| profile | step, ms | tokens/s | relative to v2 |", "|---|---|---|---|")
+    yield from ("| profile | time per step, ms | tokens/s | relative to v2 |", "|---|---|---|---|")
     before = speed_of(shape, v2).tokens_per_s
     for name, profile in parts.items():
         speed = speed_of(shape, profile)
@@ -146,7 +150,7 @@ def _drafts(count: int) -> str:
 
 
 def number_rows() -> Iterator[str]:
-    yield from ("| number | value | from |", "|---|---|---|")
+    yield from ("| constant | value | source |", "|---|---|---|")
     yield from (row(*cells) for cells in NUMBERS)
 
 
