@@ -117,8 +117,8 @@ def _together(model: HybridModel, count: int) -> Iterator[str]:
         profile_name = next(iter(_fitting(model)), DEFAULT.profile)
         fix = fix_of(model.name, profile_name, catalog(), count)
         first, *others = re.split("(?:;|,) or ", fix)
-        yield f"- on {count} hosts no profile fits: {first}"
-        yield from (f"  - or {other}" for other in others)
+        yield f"- on {count} hosts no profile fits: {'you can' if others else first}"
+        yield from (f"  - {choice}" for choice in ([first, *others] if others else ()))
         return
     chosen = DEFAULT.profile if DEFAULT.profile in names else names[0]
     profile = catalog().profile(chosen, model.name)
