@@ -27,7 +27,7 @@ from spark_contract.orders import (
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputError, TransferError
-from spark_checkpoint.progress import Progress, note, printable
+from spark_checkpoint.progress import Progress, printable
 from spark_checkpoint.storage import describe_free_space
 from spark_checkpoint.verify import discard_base, verify_checkpoint
 
@@ -103,32 +103,24 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     from spark_checkpoint.inspection import describe, format_report, open_checkpoint, report
-    from spark_checkpoint.plan_checks import check_sources_by_headers, match_plan, match_plan_names
+    from spark_checkpoint.plan_checks import check_sources_by_headers, match_plan
 
     # A user is waiting.
     transfer = TransferOptions(token_file=arguments.token_file, parallel=8, tries=3)
+    documents = (CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,)
+    checkpoint = open_checkpoint(
+        arguments.source, arguments.endpoint, transfer, arguments.leave_out, documents
+    )
     if arguments.command == orders.DESCRIBE:
-        documents = (CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,)
-        subject = open_checkpoint(
-            arguments.place,
-            arguments.endpoint,
-            transfer,
-            leave_out=arguments.leave_out,
-            documents=documents,
-        )
-        text = json.dumps(to_plain(describe(subject)))
+        text = json.dumps(to_plain(describe(checkpoint)))
     elif arguments.command == orders.CHECK_SOURCES:
-        subject = open_checkpoint(arguments.place, arguments.endpoint, transfer)
         plan = read_build_plan(arguments.order)
-        text = json.dumps(to_plain(check_sources_by_headers(subject, plan)))
+        text = json.dumps(to_plain(check_sources_by_headers(checkpoint, plan)))
     else:
-        subject = open_checkpoint(arguments.place, arguments.endpoint, transfer)
-        data = report(subject)
-        data["against"] = [match_plan(subject, read_build_plan(path)) for path in arguments.against]
+        plans = map(read_build_plan, arguments.against)
+        data = {**report(checkpoint), "against": [match_plan(checkpoint, plan) for plan in plans]}
         text = json.dumps(data, indent=2) if arguments.json else printable(format_report(data))
     print(text, flush=True)
-    if arguments.command == orders.INSPECT and arguments.plan is not None:
-        note(f"{subject.place}: {match_plan_names(subject, read_build_plan(arguments.plan))}")
 
 
 def read_build_plan(path: Path) -> BuildPlan:
@@ -201,18 +193,18 @@ def _parser() -> argparse.ArgumentParser:
     describe = add_command(
         orders.DESCRIBE, "print the tensors an engine would load, and config.json"
     )
+    parser.set_defaults(leave_out=[], all_documents=False)
     describe.add_argument(orders.LEAVE_OUT, action="append", default=[], metavar="PATTERN")
     describe.add_argument(
         orders.ALL_DOCUMENTS, action="store_true", help="include tokenizer and generation config"
     )
     inspect = add_command(orders.INSPECT, "print the content of a checkpoint or repository")
     for command in (check, describe, inspect):
-        command.add_argument("place", metavar="DIR|ORG/NAME[@REVISION]")
+        command.add_argument("source", metavar="DIR|ORG/NAME[@REVISION]")
         command.add_argument(
             orders.ENDPOINT, help="hub address (default: HF_ENDPOINT, or the public hub)"
         )
         command.add_argument(orders.TOKEN_FILE, help="file with a hub token")
-    inspect.add_argument("--plan", type=Path, help="PLAN.json with the expected names")
     inspect.add_argument(
         orders.AGAINST, type=Path, action="append", default=[], metavar="PLAN.json",
         help="print whether it matches this plan; repeatable",

@@ -18,10 +18,6 @@ class ValidationError(BuilderError):
     code = 3
 
 
-class HeaderError(ValidationError):
-    """A file violates the safetensors format."""
-
-
 class TransferError(BuilderError):
     code = 4
 

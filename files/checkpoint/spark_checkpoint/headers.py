@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from spark_contract.files import name_file_in_errors
 
-from spark_checkpoint.errors import HeaderError, ValidationError
+from spark_checkpoint.errors import ValidationError
 
 _WEIGHT_MAP = "weight_map"
 _SPACE = rb"[ \t\n\r]*"
@@ -215,7 +215,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _reject(where: str, what: str) -> NoReturn:
-    raise HeaderError(where, what, "download the file again: it is damaged or not safetensors")
+    raise ValidationError(where, what, "download the file again: it is damaged or not safetensors")
 
 
 def _parse_json(raw: bytes, where: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ _SHARD_LIMIT = 4096
 
 @dataclass(frozen=True, slots=True)
 class InspectedCheckpoint:
-    place: str
+    source: str
     shards: Mapping[str, Header]
     index: Mapping[str, str] | None
     config: Mapping[str, Any]
@@ -52,24 +52,23 @@ class InspectedCheckpoint:
 
 
 def open_checkpoint(
-    place: str,
+    source: str,
     endpoint: str | None,
     transfer: TransferOptions,
-    *,
-    leave_out: Sequence[str] = (),
-    documents: Sequence[str] = (CONFIG_NAME,),
+    leave_out: Sequence[str],
+    documents: Sequence[str],
 ) -> InspectedCheckpoint:
     """Read the headers of a directory or of a repository ``org/name[@revision]``.
 
     ``leave_out`` are shell patterns of files to ignore; ``documents`` are JSON files to read.
     """
-    directory = Path(place)
+    directory = Path(source)
     if directory.is_dir():
         return _open_directory(directory)
-    match = _REPOSITORY.fullmatch(place)
-    if not match or place.startswith("/"):
+    match = _REPOSITORY.fullmatch(source)
+    if not match or source.startswith("/"):
         problem = "is neither a directory nor org/name[@revision]"
-        raise InputError(place, problem, "check the spelling")
+        raise InputError(source, problem, "check the spelling")
     name, revision = match[1], match[2] or "main"
     hub = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
     files = RepositoryFiles(f"{hub}/{name}/resolve/{revision}/", transfer)
@@ -103,7 +102,7 @@ def open_checkpoint(
         path: read_object(files.url(path), _DOCUMENT_BYTES) for path in documents if path in present
     }
     return InspectedCheckpoint(
-        place=f"{name}@{commit}",
+        source=f"{name}@{commit}",
         shards=headers,
         index=index,
         config=contents.get(CONFIG_NAME, {}),
@@ -125,7 +124,7 @@ def _open_directory(directory: Path) -> InspectedCheckpoint:
         name = receipt.name if isinstance(receipt, SourceReceipt) else receipt.plan.name
         summary = f"{receipt.kind} {name} digest {receipt.digest[:12]} of {receipt.written_at}"
     return InspectedCheckpoint(
-        place=str(directory),
+        source=str(directory),
         shards={path.name: read_header(path) for path in paths},
         index=read_index(directory),
         config=read_json(config) if config.exists() else {},
@@ -157,31 +156,30 @@ _PART_PATTERNS = {
 }
 
 
-def describe(subject: InspectedCheckpoint) -> RepositoryDescription:
-    """Summarise headers and documents; only files in the index count."""
-    loaded = set(subject.index.values()) if subject.index else set(subject.shards)
-    if missing := sorted(loaded - subject.shards.keys()):
+def describe(checkpoint: InspectedCheckpoint) -> RepositoryDescription:
+    """Summarize headers and documents of the files in the index."""
+    loaded = set(checkpoint.index.values()) if checkpoint.index else set(checkpoint.shards)
+    if missing := sorted(loaded - checkpoint.shards.keys()):
         problem = f"its index names {len(missing)} missing files, first {missing[0][:60]!r}"
         fix = "use another commit: no engine can load this one"
-        raise ValidationError(subject.place, problem, fix)
-    shards = {name: header for name, header in subject.shards.items() if name in loaded}
-    summary = summarise_headers(shards, None)
-    drafter_layer = _first_drafter_layer(subject.config)
+        raise ValidationError(checkpoint.source, problem, fix)
+    shards = {name: header for name, header in checkpoint.shards.items() if name in loaded}
+    tensors, copies = used_tensors(shards)
+    drafter_layer = _first_drafter_layer(checkpoint.config)
     parts: dict[str, Counter[str]] = {part: Counter() for part in ("text", *_PART_PATTERNS)}
-    for name, tensor in summary.names.items():
-        part = _part_of(name, drafter_layer)
-        parts[part][tensor.dtype] += tensor.size_bytes
+    for name, tensor in tensors.items():
+        parts[_model_part(name, drafter_layer)][tensor.dtype] += tensor.size_bytes
     return RepositoryDescription(
-        commit=subject.place.rpartition("@")[2],
+        commit=checkpoint.source.rpartition("@")[2],
         parts={part: dict(sorted(sizes.items())) for part, sizes in parts.items()},
-        tensors=len(summary.names),
-        repeats_names=bool(summary.duplicates),
-        files=dict(sorted(subject.files.items())),
-        documents={path: dict(content) for path, content in subject.documents.items()},
+        tensors=len(tensors),
+        repeats_names=any(len(files) > 1 for files in copies.values()),
+        files=dict(sorted(checkpoint.files.items())),
+        documents={path: dict(content) for path, content in checkpoint.documents.items()},
     )
 
 
-def _part_of(name: str, drafter_layer: int | None) -> str:
+def _model_part(name: str, drafter_layer: int | None) -> str:
     layer = re.search(r"(^|\.)layers\.(\d{1,6})\.", name)
     if drafter_layer is not None and layer and int(layer[2]) >= drafter_layer:
         return "drafter"
@@ -216,66 +214,28 @@ _GROUP_PATTERNS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    names: dict[str, Tensor]  # the copies that an engine uses
-    stored_bytes: int
-    tensors: Counter[tuple[str, str]]  # by group and dtype
-    sizes_bytes: Counter[tuple[str, str]]
-    duplicates: list[str]
-    unindexed: list[str]
-    unknown_to_shards: list[str]
-    layers: int
-    linear_layers: int
-    experts: int
-    hidden: int
-    mtp: int
-
-
-def summarise_headers(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> Summary:
+def used_tensors(shards: Mapping[str, Header]) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """Return the tensors that an engine loads, and the shards of all copies of each."""
     copies: dict[str, list[str]] = {}
     for shard in sorted(shards, key=natural_sort_key):
         for name in shards[shard].tensors:
             copies.setdefault(name, []).append(shard)
-    names = {name: shards[files[-1]].tensors[name] for name, files in copies.items()}
-    tensors: Counter[tuple[str, str]] = Counter()
-    sizes_bytes: Counter[tuple[str, str]] = Counter()
-    for name, tensor in names.items():
-        matching = (group for group, form in _GROUP_PATTERNS.items() if re.search(form, name))
-        group = next(matching, "other")
-        tensors[group, tensor.dtype] += 1
-        sizes_bytes[group, tensor.dtype] += tensor.size_bytes
-    if index is None:
-        index = {name: files[-1] for name, files in copies.items()}
-    replaced = {original_name(name) for name in index if name != original_name(name)}
-    replaced |= {"lm_head.weight"} if "lm_head.qweight" in replaced else set()
-    layers = [(match[1], name) for name in names if (match := _LAYER.match(name))]
-    norm = names.get("model.language_model.norm.weight")
-    return Summary(
-        names=names,
-        stored_bytes=sum(header.data_bytes for header in shards.values()),
-        tensors=tensors,
-        sizes_bytes=sizes_bytes,
-        duplicates=[name for name, files in copies.items() if len(files) > 1],
-        unindexed=sorted(copies.keys() - index.keys() - replaced),
-        unknown_to_shards=sorted(
-            name for name, shard in index.items() if shard not in copies.get(name, ())
-        ),
-        layers=len({layer for layer, _ in layers}),
-        linear_layers=len({layer for layer, name in layers if ".linear_attn." in name}),
-        experts=len({expert[1] for _, name in layers if (expert := _EXPERT.search(name))}),
-        hidden=norm.shape[0] if norm is not None and norm.shape else 0,
-        mtp=sum(name.startswith(MTP_PREFIX) for name in names),
-    )
+    return {name: shards[files[-1]].tensors[name] for name, files in copies.items()}, copies
+
+
+def group_and_dtype(name: str, tensor: Tensor) -> tuple[str, str]:
+    matching = (group for group, form in _GROUP_PATTERNS.items() if re.search(form, name))
+    return next(matching, "other"), tensor.dtype
 
 
 def original_name(name: str) -> str:
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 
-def describe_recipe(summary: Summary, shard_names: Iterable[str]) -> str:
-    shared = {dtype for group, dtype in summary.tensors if group == "shared experts"}
-    experts = {dtype for group, dtype in summary.tensors if group == "routed experts"}
+def describe_recipe(groups: Collection[tuple[str, str]], shard_names: Container[str]) -> str:
+    """Return the kind of a checkpoint; ``groups`` are the groups and dtypes of its tensors."""
+    shared = {dtype for group, dtype in groups if group == "shared experts"}
+    experts = {dtype for group, dtype in groups if group == "routed experts"}
     if OVERLAY_SHARD in shard_names:
         return "hybrid, overlay layout (needs the plugin)"
     if "I32" in experts and FP8 in shared:
@@ -289,17 +249,17 @@ def describe_recipe(summary: Summary, shard_names: Iterable[str]) -> str:
     return f"{'/'.join(sorted(experts))} original" if experts else "unknown"
 
 
-def find_missing_scales(summary: Summary) -> list[str]:
+def find_missing_scales(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the FP8 weights without a tensor of block scales."""
     missing = []
-    for name, tensor in summary.names.items():
+    for name, tensor in tensors.items():
         if name.endswith(".weight_fp8"):  # in an overlay
             scale = name.replace(".weight_fp8", f"{SCALE}_fp8")
         else:
             scale = scale_name(name)
-        if tensor.dtype == FP8 and scale not in summary.names:
+        if tensor.dtype == FP8 and scale not in tensors:
             missing.append(name)
-    return sorted(missing)
+    return missing
 
 
 # Keys of quantization_config that describe storage.
@@ -307,40 +267,53 @@ _QUANTIZATION_KEYS = frozenset({"quant_method", "bits", "group_size", "sym", "da
                            "packing_format", "activation_scheme", "weight_block_size"})  # fmt: skip
 
 
-def report(subject: InspectedCheckpoint) -> dict[str, Any]:
-    summary = summarise_headers(subject.shards, subject.index)
-    quantization = subject.config.get("quantization_config")
+def report(checkpoint: InspectedCheckpoint) -> dict[str, Any]:
+    shards, index = checkpoint.shards, checkpoint.index
+    tensors, copies = used_tensors(shards)
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for name, tensor in tensors.items():
+        group = group_and_dtype(name, tensor)
+        counts[group] += 1
+        sizes[group] += tensor.size_bytes
+    quantization = checkpoint.config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
-    shards, sizes = subject.shards, summary.sizes_bytes
-    tensor_counts = {path: len(header.tensors) for path, header in shards.items()}
-    recipe = describe_recipe(summary, shards)
+    recipe = describe_recipe(counts, shards)
     if method := quantization.get("quant_method"):
         recipe += f", quant_method {method}"
+    listed = copies if index is None else index
+    replaced = {original_name(name) for name in listed if name != original_name(name)}
+    replaced |= {"lm_head.weight"} if "lm_head.qweight" in replaced else set()
+    unknown = (n for n, shard in (index or {}).items() if shard not in copies.get(n, ()))
+    duplicates = [name for name, files in copies.items() if len(files) > 1]
+    layers = [(match[1], name) for name in tensors if (match := _LAYER.match(name))]
+    norm = tensors.get("model.language_model.norm.weight")
+    mtp = sum(name.startswith(MTP_PREFIX) for name in tensors)
     return {
-        "place": subject.place,
-        "receipt": subject.receipt,
-        "model": subject.config.get("model_type"),
+        "source": checkpoint.source,
+        "receipt": checkpoint.receipt,
+        "model": checkpoint.config.get("model_type"),
         "recipe": recipe,
         "shards": len(shards),
-        "tensors": len(summary.names),
+        "tensors": len(tensors),
         "unique_bytes": sizes.total(),
-        "stored_bytes": summary.stored_bytes,
-        "layers": summary.layers,
-        "linear_layers": summary.linear_layers,
-        "experts": summary.experts,
-        "hidden": summary.hidden,
-        "mtp_tensors": summary.mtp,
-        "base_tensors": len(summary.names) - summary.mtp,
+        "stored_bytes": sum(header.data_bytes for header in shards.values()),
+        "layers": len({layer for layer, _ in layers}),
+        "linear_layers": len({layer for layer, name in layers if ".linear_attn." in name}),
+        "experts": len({expert[1] for _, name in layers if (expert := _EXPERT.search(name))}),
+        "hidden": norm.shape[0] if norm is not None and norm.shape else 0,
+        "mtp_tensors": mtp,
+        "base_tensors": len(tensors) - mtp,
         "groups": [
             {"group": group, "dtype": dtype, "tensors": count, "bytes": sizes[group, dtype]}
-            for (group, dtype), count in sorted(summary.tensors.items())
+            for (group, dtype), count in sorted(counts.items())
         ],
-        "duplicates": len(summary.duplicates),
-        "duplicate_groups": summarize_names(summary.duplicates),
-        "index": "none" if subject.index is None else len(subject.index),
-        "unindexed": summarize_names(summary.unindexed),
-        "unknown_to_shards": summarize_names(summary.unknown_to_shards),
-        "fp8_weights_without_scales": summarize_names(find_missing_scales(summary)),
+        "duplicates": len(duplicates),
+        "duplicate_groups": summarize_names(duplicates),
+        "index": "none" if index is None else len(index),
+        "unindexed": summarize_names(copies.keys() - listed.keys() - replaced),
+        "unknown_to_shards": summarize_names(unknown),
+        "fp8_weights_without_scales": summarize_names(find_missing_scales(tensors)),
         "block_name_to_quantize": quantization.get("block_name_to_quantize"),
         "quantization": {
             key: value
@@ -348,8 +321,12 @@ def report(subject: InspectedCheckpoint) -> dict[str, Any]:
             if key in _QUANTIZATION_KEYS and isinstance(value, str | int | float)
         },
         "files": [
-            {"path": path, "bytes": size, "tensors": tensor_counts.get(path)}
-            for path, size in sorted(subject.files.items())
+            {
+                "path": path,
+                "bytes": size,
+                "tensors": len(shards[path].tensors) if path in shards else None,
+            }
+            for path, size in sorted(checkpoint.files.items())
         ],
     }
 
@@ -357,7 +334,7 @@ def report(subject: InspectedCheckpoint) -> dict[str, Any]:
 def format_report(data: Mapping[str, Any]) -> str:
     quantization = ", ".join(f"{key} {value}" for key, value in data["quantization"].items())
     lines = [
-        f"{data['place']}",
+        f"{data['source']}",
         f"  model      {data['model'] or 'no model_type in config.json'}",
         f"  recipe     {data['recipe']}",
         f"  quantized  {quantization or 'not in config.json'}",

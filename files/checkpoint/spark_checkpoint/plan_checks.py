@@ -11,7 +11,7 @@ from spark_checkpoint.build.layouts import check_config
 from spark_checkpoint.build.source_checks import check_sources, required_donor_tensors
 from spark_checkpoint.directory import CONFIG_NAME, checkpoint_from_headers, natural_sort_key
 from spark_checkpoint.errors import ValidationError
-from spark_checkpoint.inspection import InspectedCheckpoint, original_name, summarise_headers
+from spark_checkpoint.inspection import InspectedCheckpoint, original_name, used_tensors
 from spark_checkpoint.tensor_sets import (
     MTP_PREFIX,
     SCALE,
@@ -37,12 +37,14 @@ _KINDS = {
 }
 
 
-def check_sources_by_headers(subject: InspectedCheckpoint, plan: BuildPlan) -> SourceCounts:
+def check_sources_by_headers(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> SourceCounts:
     """Check base and donor as a build does, from headers only."""
-    check_config(subject.config, f"{subject.place}: {CONFIG_NAME}", plan.head)
-    shards = {name: subject.shards[name] for name in sorted(subject.shards, key=natural_sort_key)}
-    base = checkpoint_from_headers(Path(subject.place), shards, subject.index)
-    sources = check_sources(plan, base, subject.config)
+    check_config(checkpoint.config, f"{checkpoint.source}: {CONFIG_NAME}", plan.head)
+    shards = {
+        name: checkpoint.shards[name] for name in sorted(checkpoint.shards, key=natural_sort_key)
+    }
+    base = checkpoint_from_headers(Path(checkpoint.source), shards, checkpoint.index)
+    sources = check_sources(plan, base, checkpoint.config)
     required_donor_tensors(plan, sources)  # reads and validates the donor's headers
     return SourceCounts(
         base_tensors=len(base.owner),
@@ -53,30 +55,30 @@ def check_sources_by_headers(subject: InspectedCheckpoint, plan: BuildPlan) -> S
     )
 
 
-def match_plan(subject: InspectedCheckpoint, plan: BuildPlan) -> dict[str, Any]:
+def match_plan(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> dict[str, Any]:
     """Return whether a checkpoint matches a part of a plan, and why."""
     part = _PARTS.get(plan.shared_experts, plan.shared_experts)
     try:
-        why = _match_donor(subject, plan) if part == "donor" else match_plan_names(subject, plan)
+        why = (
+            _match_donor(checkpoint, plan)
+            if part == "donor"
+            else match_plan_names(checkpoint, plan)
+        )
     except ValidationError as error:
         return {"plan": plan.name, "part": part, "fits": False, "why": error.what}
     return {"plan": plan.name, "part": part, "fits": True, "why": why}
 
 
-def _match_donor(subject: InspectedCheckpoint, plan: BuildPlan) -> str:
+def _match_donor(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
     """Compare a checkpoint with the donor of a plan; the base is assumed to match."""
-    tensors = {
-        name: tensor
-        for header in subject.shards.values()
-        for name, tensor in header.tensors.items()
-    }
+    tensors, _ = used_tensors(checkpoint.shards)
     modules = swapped_modules(plan)
     needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]
     present = tensors.keys() & set(needed)
-    check_same_names(subject.place, "donor weights and scales", present, needed)
+    check_same_names(checkpoint.source, "donor weights and scales", present, needed)
     base = expand_all([*base_patterns(plan), *plan.mtp_tensors])
     check_same_names(
-        subject.place,
+        checkpoint.source,
         "donor names that the base lacks",
         unmatched_donor_names(tensors, base, modules),
         expand_all(plan.donor_unmatched),
@@ -89,31 +91,31 @@ def _match_donor(subject: InspectedCheckpoint, plan: BuildPlan) -> str:
     return f"the plan's donor, with {len(modules)} modules"
 
 
-def match_plan_names(subject: InspectedCheckpoint, plan: BuildPlan) -> str:
+def match_plan_names(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
     """Return whether a checkpoint is the base or the result of a plan.
 
     Raises:
         ValidationError: it is neither.
     """
-    if subject.index:
+    if checkpoint.index:
         # Shards of an overlay still have the replaced tensors, but an engine loads only the index.
         names = {
             name
-            for name, shard in subject.index.items()
-            if shard in subject.shards and name in subject.shards[shard].tensors
+            for name, shard in checkpoint.index.items()
+            if shard in checkpoint.shards and name in checkpoint.shards[shard].tensors
         }
     else:
-        names = set(summarise_headers(subject.shards, None).names)
+        names = set(used_tensors(checkpoint.shards)[0])
     new = {name for new_names in replacement_names(plan).values() for name in new_names}
     expected = expand_all(base_patterns(plan))
     overlaid = any(name != original_name(name) for name in names)
     if overlaid or not (new - expected).isdisjoint(names):
-        check_result_names(subject.place, names, plan, "overlay" if overlaid else "full")
+        check_result_names(checkpoint.source, names, plan, "overlay" if overlaid else "full")
         return f"a {_KINDS[plan.shared_experts]} with exactly the plan's names"
     mtp = expand_all(plan.mtp_tensors)
     present_mtp = {name for name in names if name.startswith(MTP_PREFIX)}
-    check_same_names(subject.place, "base tensors", names - present_mtp, expected)
+    check_same_names(checkpoint.source, "base tensors", names - present_mtp, expected)
     if present_mtp - mtp:
-        check_same_names(subject.place, "MTP tensors", present_mtp, mtp)
+        check_same_names(checkpoint.source, "MTP tensors", present_mtp, mtp)
     missing = len(mtp - present_mtp)
     return f"the plan's base ({missing} MTP tensors to graft)" if missing else "the plan's base"

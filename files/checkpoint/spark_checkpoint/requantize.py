@@ -15,7 +15,7 @@ from spark_contract import files
 from spark_contract.fetching import CopyPlan, TransferOptions
 from spark_contract.files import now, sync
 from spark_contract.orders import RequantizePlan, expand
-from spark_contract.receipts import AnyReceipt, ReceiptFile, RequantizedReceipt
+from spark_contract.receipts import ReceiptFile, RequantizedReceipt
 from spark_contract.records import GpuProof
 
 from spark_checkpoint import TOOL_VERSION, requantize_checks, storage, verify
@@ -45,11 +45,10 @@ def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None
     """Quantize the plan's checkpoint or copy it from a peer; return False if it already exists."""
 
     def write(work: Path, result_dir: Path) -> None:
-        def copy(transfer: TransferOptions, files_url: str, receipt: AnyReceipt) -> None:
-            if isinstance(receipt, RequantizedReceipt):
-                copy_requantized(transfer, files_url, receipt, plan, result_dir, progress)
+        def copy(transfer: TransferOptions, files_url: str, receipt: RequantizedReceipt) -> None:
+            copy_requantized(transfer, files_url, receipt, plan, result_dir, progress)
 
-        if copies is None or not copy_from_peer(copies, plan, result_dir, copy):
+        if copies is None or not copy_from_peer(copies, plan, result_dir, RequantizedReceipt, copy):
             _write_result(plan, work, result_dir, progress)
 
     return verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)

@@ -20,7 +20,7 @@ from spark_contract.paths import RECEIPT_NAME
 
 from spark_checkpoint import storage
 from spark_checkpoint.directory import disabled_garbage_collection, list_files, read_index
-from spark_checkpoint.errors import HeaderError, InputError, ReceiptMismatchError, ValidationError
+from spark_checkpoint.errors import InputError, ReceiptMismatchError, ValidationError
 from spark_checkpoint.headers import read_header
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.tensor_sets import check_quantized_names, check_result_names
@@ -146,7 +146,7 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> rec
     # Only builds and quantizations have a plan with exact names.
     if not isinstance(receipt, receipts.SourceReceipt):
         with disabled_garbage_collection():
-            _check_headers(directory, receipt, receipt.plan, receipt.tensors)
+            _check_index(directory, receipt)
     to_hash = [file for file in receipt.files if full or file.may_have_changed(directory)]
     progress.phase("verify", sum(file.size_bytes for file in to_hash))
     with ThreadPoolExecutor(storage.WORKERS) as pool:
@@ -181,47 +181,43 @@ def check_files(directory: Path, receipt: receipts.Receipt) -> None:
         )
 
 
-def _check_headers(
-    directory: Path, receipt: receipts.Receipt, plan: BuildPlan | RequantizePlan, tensors: int
+def _check_index(
+    directory: Path, receipt: receipts.CheckpointReceipt | receipts.RequantizedReceipt
 ) -> None:
     """Compare the index with all headers and with the plan in the receipt."""
+    where = str(directory)
     try:
         index = read_index(directory)
         if index is None:
-            raise ReceiptMismatchError(str(directory), "has no index", _FIX)
-        names_by_shard: dict[str, list[str]] = {}
-        for name, shard in index.items():
-            names_by_shard.setdefault(shard, []).append(name)
-        for file in receipt.files:
-            if not file.path.endswith(".safetensors"):
-                continue
-            header = read_header(directory / file.path)
-            for name in names_by_shard.pop(file.path, ()):
-                if name not in header.tensors:
-                    problem = f"the index lists {name} in {file.path}, which lacks it"
-                    raise ReceiptMismatchError(str(directory), problem, _FIX)
-    except ValidationError as error:
-        kind = "a broken header" if isinstance(error, HeaderError) else "a broken index"
-        raise ReceiptMismatchError(error.where, f"{error.what} ({kind})", _FIX) from error
-    if names_by_shard:
-        missing = ", ".join(sorted(names_by_shard)[:3])
-        raise ReceiptMismatchError(
-            str(directory), f"the index names files that are not in the receipt: {missing}", _FIX
-        )
-    if len(index) != tensors:
-        problem = f"the index lists {len(index)} tensors, the receipt {tensors}"
-        raise ReceiptMismatchError(str(directory), problem, _FIX)
-    _check_names(str(directory), index, plan)
-
-
-def _check_names(where: str, index: Mapping[str, str], plan: BuildPlan | RequantizePlan) -> None:
-    try:
-        if isinstance(plan, BuildPlan):
-            check_result_names(where, index, plan, plan.layout)
+            raise ReceiptMismatchError(where, "has no index", _FIX)
+        _check_shards(directory, receipt, index)
+        if len(index) != receipt.tensors:
+            problem = f"the index lists {len(index)} tensors, the receipt {receipt.tensors}"
+            raise ReceiptMismatchError(where, problem, _FIX)
+        if isinstance(receipt, receipts.CheckpointReceipt):
+            check_result_names(where, index, receipt.plan, receipt.plan.layout)
         else:
-            check_quantized_names(where, index, plan)
+            check_quantized_names(where, index, receipt.plan)
     except HostToolError as error:
         raise ReceiptMismatchError(error.where, error.what, _FIX) from error
+
+
+def _check_shards(directory: Path, receipt: receipts.Receipt, index: Mapping[str, str]) -> None:
+    names_by_shard: dict[str, list[str]] = {}
+    for name, shard in index.items():
+        names_by_shard.setdefault(shard, []).append(name)
+    for file in receipt.files:
+        if not file.path.endswith(".safetensors"):
+            continue
+        header = read_header(directory / file.path)
+        for name in names_by_shard.pop(file.path, ()):
+            if name not in header.tensors:
+                problem = f"the index lists {name} in {file.path}, which lacks it"
+                raise ReceiptMismatchError(str(directory), problem, _FIX)
+    if names_by_shard:
+        missing = ", ".join(sorted(names_by_shard)[:3])
+        problem = f"the index names files that are not in the receipt: {missing}"
+        raise ReceiptMismatchError(str(directory), problem, _FIX)
 
 
 def _check_content(

@@ -68,7 +68,9 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
 
     def write(work: Path, result_dir: Path) -> None:
         job = _Build(plan, work, result_dir, progress)
-        if copies is None or not copy_from_peer(copies, plan, result_dir, job.copy):
+        if copies is None or not copy_from_peer(
+            copies, plan, result_dir, receipts.CheckpointReceipt, job.copy
+        ):
             # The sources are freed when write() returns: verification needs that memory.
             report.update(job.write())
 
@@ -116,11 +118,11 @@ class _Build:
         self._write_receipt(layout, report, donor_sha256)
         return report
 
-    def copy(self, transfer: TransferOptions, files_url: str, receipt: receipts.AnyReceipt) -> None:
+    def copy(
+        self, transfer: TransferOptions, files_url: str, receipt: receipts.CheckpointReceipt
+    ) -> None:
         """Write the result with a peer's new tensors; its files must match the peer's receipt."""
         plan = self.plan
-        if not isinstance(receipt, receipts.CheckpointReceipt):
-            raise ValidationError(files_url, "is not a built checkpoint", BUILD_LOCALLY)
         config = read_config(plan.base_dir)
         check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
         base = read_checkpoint(plan.base_dir)

@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 from urllib.parse import quote
 
-from spark_contract import receipts
+from spark_contract import job, receipts
 from spark_contract.documents import DocumentError
 from spark_contract.errors import HostToolError
 from spark_contract.fetching import CopyPlan, FetchFile, FetchPlan, TransferOptions, tree_url
-from spark_contract.job import parse_progress
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
 
@@ -38,16 +37,11 @@ BUILD_LOCALLY = "do nothing: the checkpoint is built on this host instead"
 _DATA_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
 
 
-class _Progress(NamedTuple):
-    phase: str | None
-    size_bytes: int | None
-
-
 @dataclass(slots=True)
 class _Peer:
     url: str
     progressed_at: float
-    progress: _Progress | None = None
+    progress: job.Progress | None = None
     skipped_until: float = 0.0
     problem: str = "no progress"
 
@@ -148,8 +142,7 @@ class Peers:
         progress = peer.progress
         try:
             line = client.read_whole(f"{peer.url}/progress", _PROGRESS_BYTES).decode()
-            current = parse_progress(line, None)
-            progress, peer.problem = _Progress(current.phase, current.bytes), "no progress"
+            progress, peer.problem = job.parse_progress(line, None), "no progress"
         except (ValidationError, TransferError, UnicodeDecodeError) as error:
             peer.problem = str(error)
         with self._lock:
@@ -162,27 +155,28 @@ class Peers:
             peer.skipped_until = now + SKIP_S
             return False
 
-    def _has_advanced(self, peer: _Peer, progress: _Progress | None, now: float) -> bool:
+    def _has_advanced(self, peer: _Peer, progress: job.Progress | None, now: float) -> bool:
         """Return whether a peer's phase changed, or its bytes grew at the minimum rate."""
         if progress is None or peer.progress is None or progress.phase != peer.progress.phase:
             return progress != peer.progress
-        new_bytes = (progress.size_bytes or 0) - (peer.progress.size_bytes or 0)
+        new_bytes = (progress.bytes or 0) - (peer.progress.bytes or 0)
         elapsed_s = now - peer.progressed_at
         return new_bytes > 0 and new_bytes >= self._min_bytes_per_s * elapsed_s
 
 
-_Receipt = receipts.CheckpointReceipt | receipts.RequantizedReceipt
+_Receipt = TypeVar("_Receipt", receipts.CheckpointReceipt, receipts.RequantizedReceipt)
 
 
 def copy_from_peer(
     order: CopyPlan,
     plan: BuildPlan | RequantizePlan,
     result_dir: Path,
+    kind: type[_Receipt],
     copy: Callable[[TransferOptions, str, _Receipt], None],
 ) -> bool:
     """Copy the plan's checkpoint from the first peer where ``copy`` succeeds; return if one did.
 
-    ``copy`` gets the connection, the URL of the files and the receipt, and writes ``result_dir``.
+    ``copy`` gets transfer options, the URL of the files and the receipt, and writes ``result_dir``.
     Files and receipt come from a host that may be hostile.
     """
     transfer = TransferOptions(tries=2, token_file=order.key_file, timeout_s=_TIMEOUT_S)
@@ -190,7 +184,7 @@ def copy_from_peer(
         url = f"{tree_url(peer.url, order.digest)}/files/"
         try:
             client = HttpClient(transfer, (peer.url,), direct=True)
-            receipt = _read_receipt(client, url + RECEIPT_NAME, peer.receipt_sha256, plan)
+            receipt = _read_receipt(client, url + RECEIPT_NAME, peer.receipt_sha256, plan, kind)
             result_dir.mkdir()
             copy(transfer, url, receipt)
         except (BuilderError, OSError, ValueError) as error:
@@ -234,7 +228,11 @@ def copy_requantized(
 
 
 def _read_receipt(
-    client: HttpClient, url: str, sha256: str, plan: BuildPlan | RequantizePlan
+    client: HttpClient,
+    url: str,
+    sha256: str,
+    plan: BuildPlan | RequantizePlan,
+    kind: type[_Receipt],
 ) -> _Receipt:
     raw = client.read_whole(url, _RECEIPT_LIMIT_BYTES)
     if hashlib.sha256(raw).hexdigest() != sha256:
@@ -243,7 +241,7 @@ def _read_receipt(
         receipt = receipts.parse(raw)
     except DocumentError as error:
         raise ValidationError(url, f"is not a receipt ({error})", BUILD_LOCALLY) from error
-    if isinstance(receipt, receipts.SourceReceipt) or receipt.digest != plan.digest:
+    if not isinstance(receipt, kind) or receipt.digest != plan.digest:
         raise ValidationError(url, "belongs to another checkpoint", BUILD_LOCALLY)
     if isinstance(plan, BuildPlan) and isinstance(receipt, receipts.CheckpointReceipt):
         locked = plan.donor_sha256
