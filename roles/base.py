@@ -8,7 +8,7 @@ from pyinfra.api import deploy
 from spark_deploy.hosts import base
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
-from spark_deploy.hosts.uninstall import note_host
+from spark_deploy.hosts.uninstall import record_initial_state
 from spark_deploy.plan.types import BasePlan
 
 
@@ -17,7 +17,7 @@ def apply(*, plan: BasePlan, request: str) -> None:
     """``request`` is the result of ``uninstall_request``."""
     expect_fact(base.BaseState, lambda: base.fact_arguments(plan))
     expect_files(base.MANAGED_PATHS)
-    note_host(name="Note the state before the first deploy", plan=plan, request=request)
+    record_initial_state(name="Note the state before the first deploy", plan=plan, request=request)
     # Before packages, because a damaged file in apt.conf.d prevents all installations.
     base.hold_driver(name="Hold driver packages in unattended upgrades", plan=plan)
     base.install_packages(name="Install packages", plan=plan)

@@ -11,7 +11,7 @@ from spark_deploy.config.settings.sources import FleetSettings, ProxySettings
 from spark_deploy.hosts.commands import host_loop
 from spark_deploy.hosts.downloads import (
     configure_job_proxy,
-    note_files,
+    record_files,
     start_sharing,
     stop_sharing,
 )
@@ -50,7 +50,7 @@ def fetch(
     expect_fact(JobStates, lambda: arguments, slow=True)
     configure_job_proxy(name="Install the proxy of jobs", proxy=proxy)
     jobs = tuple(jobs)
-    note_files(name="Note which files the hosts have", jobs=jobs, release=release, fleet=fleet)
+    record_files(name="Note which files the hosts have", jobs=jobs, release=release, fleet=fleet)
     start_sharing(name="Start peer downloads", jobs=jobs, fleet=fleet)
     _start(jobs, release, lambda work: f"Fetch {work.job.title.removeprefix('fetch ')}", FETCH_JOB)
 

@@ -20,7 +20,7 @@ from spark_deploy.cli.report_contents import HostData, host_report, read_host
 from spark_deploy.config.errors import LockError
 from spark_deploy.hosts.capacity import competing_containers
 from spark_deploy.hosts.disk import StoredFiles
-from spark_deploy.hosts.preflight import check_survey, fact_arguments, same_host_key
+from spark_deploy.hosts.preflight import check_survey, fact_arguments, host_key_problems
 from spark_deploy.hosts.status import stop_message
 from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.lock.resolve import format_size
@@ -98,7 +98,7 @@ def verdict_of(
     if survey is None:
         return {**answer.data(), "problems": [], "warnings": []}
     findings = check_survey(needs, survey)
-    warnings = [*findings.warnings, *same_host_key(name, surveys)]
+    warnings = [*findings.warnings, *host_key_problems(name, surveys)]
     return {
         **answer.data(),
         "problems": list(map(asdict, findings.problems)),

@@ -27,8 +27,9 @@ _SHOW_UNITS = r"""
 shown=$(systemctl show -p Id,UnitFileState,NeedDaemonReload,MainPID {units} 2>/dev/null)
 property() {{
   printf '%s\n\n' "$shown" | awk -F= -v key="$1" -v units=" $* " '
-    {{ of[$1] = $2 }}
-    !NF {{ if (index(units, " " of["Id"] " ")) print of["Id"], of[key]; split("", of) }}'
+    {{ value[$1] = $2 }}
+    !NF && index(units, " " value["Id"] " ") {{ print value["Id"], value[key] }}
+    !NF {{ split("", value) }}'
 }}
 """
 _TUNED_UNITS = "user.slice system.slice ssh.service earlyoom.service"
@@ -58,12 +59,12 @@ class BaseState(HostFact[Base]):
     def command(
         self, packages: Sequence[str], directories: Sequence[str], units: Sequence[str]
     ) -> str:
-        places = " ".join(shlex.quote(path) for path in directories)
-        names = " ".join(shlex.quote(unit) for unit in units)
+        quoted_paths = " ".join(map(shlex.quote, directories))
+        names = " ".join(map(shlex.quote, units))
         return build_script(
             packages_script(packages),
             INTERRUPTED_SCRIPT,
-            f"echo '== directories'; stat -L -c '%F|%a|%U:%G|%n' -- {places} 2>/dev/null",
+            f"echo '== directories'; stat -L -c '%F|%a|%U:%G|%n' -- {quoted_paths} 2>/dev/null",
             _SHOW_UNITS.format(units=f"{names} {_TUNED_UNITS}"),
             f"echo '== units'; property UnitFileState {names}",
             _TUNING_SCRIPT,
@@ -112,10 +113,10 @@ Unattended-Upgrade::Package-Blacklist {
 """,
 )
 
-# GPU memory of a GB10 belongs to no cgroup, so an engine cannot be limited from outside; but memory
-# can be reserved for logins, and an out-of-memory killer can prefer an engine. Guarantees count
-# only as far as all parent cgroups grant them (systemd.resource-control(5)), and logind moves
-# shells from ssh.service to user.slice.
+# No cgroup contains the GPU memory of a GB10, so systemd cannot limit an engine; but it can reserve
+# memory for logins, and an out-of-memory killer can prefer an engine. A guarantee is effective only
+# if all parent cgroups grant it too (systemd.resource-control(5)), and logind moves shells from
+# ssh.service to user.slice.
 _GUARANTEES = {
     "user.slice": ("Slice", "2G"),
     "system.slice": ("Slice", "512M"),
@@ -149,7 +150,7 @@ def compaction_file(proactiveness: int) -> ManagedFile:
     return ManagedFile(COMPACTION_PATH, text.encode())
 
 
-def owned_directories(plan: BasePlan) -> dict[str, str]:
+def managed_directories(plan: BasePlan) -> dict[str, str]:
     """Return the managed directories and their modes; only the engines' cache is private."""
     public = (
         plan.paths.models_dir, plan.paths.sources_dir, paths.CONFIG_DIR, paths.RELEASES_DIR,
@@ -171,7 +172,7 @@ def planned_packages(plan: BasePlan) -> tuple[str, ...]:
 def fact_arguments(plan: BasePlan) -> dict[str, Any]:
     return {
         "packages": (*planned_packages(plan), *NGINX, *NJS_MODULES),
-        "directories": tuple(owned_directories(plan)),
+        "directories": tuple(managed_directories(plan)),
         "units": SLEEP_TARGETS,
     }
 
@@ -204,7 +205,7 @@ def create_directories(plan: BasePlan) -> Commands:
     present = read_state(plan).directories
     wrong = {
         path: mode
-        for path, mode in owned_directories(plan).items()
+        for path, mode in managed_directories(plan).items()
         if present.get(path) != (mode, "root:root")
     }
     if not wrong:
@@ -216,7 +217,7 @@ def create_directories(plan: BasePlan) -> Commands:
 @host_operation
 def hold_driver(plan: BasePlan) -> Commands:
     is_held = plan.settings.hold_driver
-    if not (yield from sync_files((HOLD_FILE,), wanted=is_held)):
+    if not (yield from sync_files((HOLD_FILE,), enabled=is_held)):
         host.noop(f"unattended upgrades {'skip driver packages' if is_held else 'are not managed'}")
 
 
@@ -234,7 +235,7 @@ def disable_sleep(plan: BasePlan) -> Commands:
 @host_operation
 def protect_login(plan: BasePlan) -> Commands:
     is_protected = plan.settings.protect_login
-    changed = yield from sync_files(GUARANTEE_FILES, wanted=is_protected)
+    changed = yield from sync_files(GUARANTEE_FILES, enabled=is_protected)
     # Units are stale if a run was interrupted before the reload.
     if changed or read_state(plan).stale_units:
         yield "systemctl daemon-reload"

@@ -80,11 +80,11 @@ def _port_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
 
 def _memory_holder_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     """Yield processes that use much memory or the GPU and are neither managed nor allowed."""
-    named = {*needs.takeover, *needs.allow_containers}
+    allowed_names = {*needs.takeover, *needs.allow_containers}
     known_containers = {
         container.id
         for container in survey.containers
-        if container.name in named or container.managed
+        if container.name in allowed_names or container.managed
     }
     gpu_users = {}
     for app in survey.gpu.compute_apps:
@@ -164,22 +164,21 @@ def _disk_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         if not demand.needed_bytes or demand.available_bytes >= required_bytes:
             continue
         fixes = [f"free {(required_bytes - demand.available_bytes) / GIB:.1f} GiB"]
-        for kind, (command, removed) in _PRUNE.items():
+        for kind, (command, removed) in _PRUNE_COMMANDS.items():
             if kind in survey.reclaimable:
                 freed_gib = survey.reclaimable[kind] / GIB
                 fixes.append(f"`{command}` frees up to {freed_gib:.1f} GiB: it removes {removed}")
         yield Problem(
             f"disk {demand.mount}",
-            f"{demand.available_bytes / GIB:.1f} GiB free, "
-            f"{demand.needed_bytes / GIB:.1f} GiB to be written and "
-            f"{needs.disk_reserve_bytes / GIB:.1f} GiB kept free "
-            f"(for {', '.join(demand.paths)})",
+            f"{demand.available_bytes / GIB:.1f} GiB free; the deploy writes "
+            f"{demand.needed_bytes / GIB:.1f} GiB to {', '.join(demand.paths)} and keeps "
+            f"{needs.disk_reserve_bytes / GIB:.1f} GiB free",
             "; ".join(fixes),
         )
 
 
 # `docker system df` also lists containers and volumes, but only their owner knows their purpose.
-_PRUNE = {
+_PRUNE_COMMANDS = {
     "images": (
         "docker image prune -a",
         "every image that no container uses, yours and those kept for rollback",

@@ -90,11 +90,11 @@ def check_certificate_and_key(certificate: str, key: str, name: str) -> list[Pro
     if not begin <= now() < end:
         message = f"{certificate} is only valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}"
         add("tls_certificate", message, "get a new certificate")
-    if not covers(leaf, name):
+    if not covers_name(leaf, name):
         message = (
-            f"{certificate} is for {', '.join(names_in(leaf)) or 'no name at all'}, not {name}"
+            f"{certificate} is for {', '.join(alternative_names(leaf)) or 'no name'}, not {name}"
         )
-        fix = "get a matching certificate, or set serve.address to a name it covers"
+        fix = "get a matching certificate, or set serve.address to a name it covers_name"
         add("tls_certificate", message, fix)
     return problems
 
@@ -113,8 +113,8 @@ def _read(
     return None
 
 
-def covers(certificate: x509.Certificate, name: str) -> bool:
-    names = [certified.lower() for certified in names_in(certificate)]
+def covers_name(certificate: x509.Certificate, name: str) -> bool:
+    names = [certified.lower() for certified in alternative_names(certificate)]
     name = name.lower()
     if name in names:
         return True
@@ -130,7 +130,7 @@ def is_address(name: str) -> bool:
     return False
 
 
-def names_in(certificate: x509.Certificate) -> list[str]:
+def alternative_names(certificate: x509.Certificate) -> list[str]:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -199,7 +199,7 @@ def renewal_reason(
         return f"not issued by the CA in {ca_dir} ({type(error).__name__})"
     if public_key_pem(leaf) != public_key.strip():
         return "the host's key does not match the certificate"
-    covered = list(map(str.lower, names_in(leaf)))
+    covered = list(map(str.lower, alternative_names(leaf)))
     if missing := [name for name in names if name.lower() not in covered]:
         return f"it does not cover {', '.join(missing)}"
     if leaf.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
@@ -266,8 +266,10 @@ def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     (new / CA_FILE).write_bytes(certificate.public_bytes(Encoding.PEM))
-    with open(os.open(new / CA_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as to:
-        to.write(_key_pem(key))
+    with open(
+        os.open(new / CA_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+    ) as file:
+        file.write(_key_pem(key))
     new.rename(folder)
     return _Authority(certificate, key)
 

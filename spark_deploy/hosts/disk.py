@@ -29,7 +29,7 @@ class DiskUsage:
 
 @dataclass(frozen=True, slots=True)
 class ParentDirectory:
-    """Anyone who can write to a parent directory can replace the content."""
+    """A parent directory; a user who can write to it can replace its content."""
 
     path: str
     owner: str
@@ -133,7 +133,8 @@ def parse_reclaimable(lines: Iterable[str]) -> dict[str, int]:
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-# Printed instead of a device if other users could change the file, which is then copied.
+# The script prints this instead of a device for files that other users can change: a deploy copies
+# them, because a hard link would not protect the content.
 COPIED = "-"
 _NO_GLOB = re.compile(r"[^*?\[\]]+")
 

@@ -42,10 +42,10 @@ def parse_daemon_json(text: str) -> dict[str, Any]:
     return value
 
 
-def merge(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def merge(present: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
     """Merge objects recursively, append missing list items, replace everything else."""
     result = dict(present)
-    for key, value in wanted.items():
+    for key, value in planned.items():
         old = result.get(key)
         if isinstance(old, dict) and isinstance(value, Mapping):
             result[key] = merge(old, value)
@@ -56,8 +56,8 @@ def merge(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def merge_with_runtime(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    result = merge(present, wanted)
+def merge_with_runtime(present: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
+    result = merge(present, planned)
     runtimes = result.get("runtimes")
     nvidia = runtimes.get("nvidia") if isinstance(runtimes, dict) else None
     if isinstance(nvidia, dict) and (nvidia.get("path") or nvidia.get("runtimeType")):
@@ -65,11 +65,11 @@ def merge_with_runtime(present: Mapping[str, Any], wanted: Mapping[str, Any]) ->
     return merge(result, {"runtimes": {"nvidia": NVIDIA_RUNTIME}})
 
 
-def unmet_keys(wanted: Mapping[str, Any], info: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of ``wanted`` that have a different value in `docker info`."""
+def unmet_keys(planned: Mapping[str, Any], info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of ``planned`` that have a different value in `docker info`."""
     return tuple(
         key
-        for key, value in wanted.items()
+        for key, value in planned.items()
         if key in _IN_EFFECT and not _IN_EFFECT[key](value, info)
     )
 
@@ -144,7 +144,7 @@ def apply_keys(
     state: State,
     host: Host,
     arguments: Mapping[str, Any],
-    wanted: Mapping[str, Any],
+    planned: Mapping[str, Any],
     keys: tuple[str, ...],
 ) -> bool:
     """Reload the daemon; restart it if the keys need it."""
@@ -154,12 +154,12 @@ def apply_keys(
         except CommandError as failure:
             host.log(f"docker did not reload: {failure.output.strip()}")
         docker = run_fact(host, DockerState, timeout_s=120, **arguments)
-        if not unmet_keys(wanted, docker.info):
+        if not unmet_keys(planned, docker.info):
             return True
         host.log("the reload did not apply all keys; restarting docker")
     _bring_up(host, "systemctl restart docker")
     docker = run_fact(host, DockerState, timeout_s=120, **arguments)
-    if unmet := unmet_keys(wanted, docker.info):
+    if unmet := unmet_keys(planned, docker.info):
         message = f"after a restart the daemon still does not use {', '.join(unmet)}"
         fix = "remove these keys from the options of dockerd (`systemctl cat docker`)"
         fail("docker", message, fix)
@@ -193,11 +193,11 @@ def read_state(plan: DockerPlan) -> Docker:
 
 
 def missing_packages(plan: DockerPlan, state: Docker) -> tuple[str, ...]:
-    wanted = (
+    planned = (
         *(() if state.dockerd else plan.packages),
         *(() if state.toolkit_version else plan.toolkit_packages),
     )
-    return tuple(name for name in wanted if name not in state.packages)
+    return tuple(name for name in planned if name not in state.packages)
 
 
 def planned_keys(plan: DockerPlan, state: Docker) -> dict[str, Any]:
@@ -242,11 +242,11 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
     except ValueError as error:
         fix = "correct the file, then run again"
         fail(DAEMON_JSON, f"is not a JSON object ({error}); it was not changed", fix)
-    wanted = planned_file(plan, state, present)
-    if text is not None and wanted == present:
+    planned = planned_file(plan, state, present)
+    if text is not None and planned == present:
         host.noop("daemon.json has our keys")
         return
-    content = json.dumps(wanted, indent=4) + "\n"
+    content = json.dumps(planned, indent=4) + "\n"
     # Back up the owner's file only once.
     copy = shlex.quote(backup_path(DAEMON_JSON))
     yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {copy}"
@@ -267,8 +267,8 @@ def run_engine(plan: DockerPlan) -> Commands:
     if not state.active:
         yield FunctionCommand(start_engine, [plan.allow_containers], {})
         return
-    wanted = planned_keys(plan, state)
-    keys = keys_not_in_effect(wanted, state)
+    planned = planned_keys(plan, state)
+    keys = keys_not_in_effect(planned, state)
     if not keys:
         host.noop("the engine runs with our settings")
         return
@@ -277,10 +277,10 @@ def run_engine(plan: DockerPlan) -> Commands:
     log(f"docker {action} for: {', '.join(keys)}")
     if state.serving and not can_reload:
         log(f"this stops {', '.join(state.serving)}, which starts again by itself")
-    yield FunctionCommand(apply_keys, [fact_arguments(plan), wanted, keys], {})
+    yield FunctionCommand(apply_keys, [fact_arguments(plan), planned, keys], {})
 
 
-def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
+def keys_not_in_effect(planned: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
     """Return our keys that the daemon does not use yet.
 
     Keys that `docker info` does not show count as unused if the file changed after the daemon's
@@ -290,10 +290,10 @@ def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, .
     is_newer = state.daemon_json_mtime_s > state.started_at_s
     not_shown = (
         key
-        for key, value in wanted.items()
+        for key, value in planned.items()
         if key not in _IN_EFFECT and (is_newer or merge(present, {key: value}) != present)
     )
-    return (*unmet_keys(wanted, state.info), *not_shown)
+    return (*unmet_keys(planned, state.info), *not_shown)
 
 
 @host_operation

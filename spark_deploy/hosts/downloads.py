@@ -75,7 +75,7 @@ _RESTART = (
 
 @host_operation
 def configure_job_proxy(proxy: ProxySettings) -> Commands:
-    if not (yield from sync_files((proxy_file(proxy),), wanted=proxy.url is not None)):
+    if not (yield from sync_files((proxy_file(proxy),), enabled=proxy.url is not None)):
         host.noop("the proxy is as planned" if proxy.url is not None else "no proxy is set")
 
 
@@ -149,7 +149,7 @@ _PORT = 8010
 
 
 @host_operation
-def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
+def record_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
     if not host.state.is_executing:
         host.noop("recorded when the deploy runs")
         return
@@ -198,7 +198,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     if serves:
         settings = to_json(Share(address, _PORT, tuple(trees)))
         files.append(ManagedFile(SHARE_SETTINGS, settings.encode()))
-        _note_url(address, trees)
+        _record_url(address, trees)
     elif trees:
         host.log("cannot serve files to other hosts: its address is unknown; set fleet.address")
     yield from place_files(files)
@@ -218,7 +218,7 @@ def _share_existing(tree: SharedTree) -> bool:
     return True
 
 
-def _note_url(address: str, trees: Sequence[SharedTree]) -> None:
+def _record_url(address: str, trees: Sequence[SharedTree]) -> None:
     """Record this host's URL, and the hashes of its receipts, which peers verify."""
     member = _members[current_host()]
     paths = {

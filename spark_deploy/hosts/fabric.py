@@ -71,20 +71,20 @@ def _slow_links(host: str, links: Sequence[FabricLink]) -> Iterator[Problem]:
     for link in with_rdma.values():
         where = f"{host}: {link.interface}"
         if link.speed_mbit_per_s is not None and link.speed_mbit_per_s < _FULL_MBIT_PER_S:
-            message = f"the link runs at {link.speed_mbit_per_s // 1000} of 200 Gb/s"
+            message = f"the link runs at {link.speed_mbit_per_s // 1000} Gb/s instead of 200 Gb/s"
             fix = "use a cable for 200 Gb/s; behind a switch set the speed of the switch port"
             yield Problem(where, message, fix)
         if link.mtu < _LARGE_MTU:
             message = f"MTU {link.mtu}: RDMA uses small packets, which reportedly slows prefill"
             yield Problem(where, message, f"set MTU {_LARGE_MTU} on both hosts (netplan)")
     if len(with_rdma) == 1:
-        message = "only half of the cable's speed: a single interface of the cage has an address"
+        message = "only one of the cable's two interfaces has an address, which halves the speed"
         fix = "give the other interface an address in a separate network (netplan)"
         yield Problem(f"{host}: {next(iter(with_rdma))}", message, fix)
 
 
 def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> Iterator[Problem]:
-    """Yield differences between members that prevent a cluster, and kernels that do."""
+    """Yield kernels, and differences between members, with which a cluster cannot start."""
     known = {name: surveys[name] for name in members if name in surveys}
     branches = {name: survey.gpu.driver_version.partition(".")[0] for name, survey in known.items()}
     if len(set(branches.values())) > 1:
@@ -103,7 +103,7 @@ def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> I
 
 @host_operation
 def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
-    """Give each cabled port an address, unless the network is set up already.
+    """Give each port with a cable an address, unless one has an address already.
 
     ``check`` logs in again with the new addresses; if that fails, the host restores the old
     addresses.
@@ -233,7 +233,7 @@ def _measure_tcp(link: FabricLink) -> SpeedResult:
         _unit_command(command_line(FABRIC_SPEED, "listen")),
         command_line(FABRIC_SPEED, "send"),
     )
-    sender, listener = _run_both_ends(link, listen, send, documents.to_json(order))
+    sender, listener = _run_sender_and_listener(link, listen, send, documents.to_json(order))
     fix = "check `journalctl -xe` on that host, then run again"
     problems = [
         _last_problem(name, result.text, fix)
@@ -247,7 +247,7 @@ def _measure_tcp(link: FabricLink) -> SpeedResult:
 
 def _measure_rdma(link: FabricLink) -> float | None:
     hosts = (host, state.inventory.get_host(link.host))
-    if not all(_run_test(end, "command -v ib_write_bw", "").ok for end in hosts):
+    if not all(_run_test(target, "command -v ib_write_bw", "").ok for target in hosts):
         log(f"{link.interface}: RDMA not measured; to measure it, install perftest on both hosts")
         return None
     test = f"ib_write_bw -R -F -D 2 --report_gbits -p {secrets.choice(_PORTS)}"
@@ -258,7 +258,7 @@ def _measure_rdma(link: FabricLink) -> float | None:
         LimitMEMLOCK="infinity",
     )
     send = f"for i in 1 2 3; do sleep 1; timeout 8 {test} {link.address} && exit; done; exit 1"
-    sender, _ = _run_both_ends(link, listen, send, "")
+    sender, _ = _run_sender_and_listener(link, listen, send, "")
     row = r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$"
     average = re.search(row, sender.stdout, re.MULTILINE)
     if not sender.ok or average is None:
@@ -267,7 +267,7 @@ def _measure_rdma(link: FabricLink) -> float | None:
     return float(average[1])
 
 
-def _run_both_ends(
+def _run_sender_and_listener(
     link: FabricLink, listen: str, send: str, stdin: str
 ) -> tuple[ScriptResult, ScriptResult]:
     """Run the sender here and the listener on the other host; return both results."""
@@ -284,7 +284,7 @@ def _run_test(host: Host, script: str, stdin: str) -> ScriptResult:
     return ScriptResult(ok, output.stdout, output.stderr)
 
 
-# A link below both minima is faulty. Above the doubtful speed no link counts as slow, because the
+# A link below both minimums is faulty. A link above the doubtful speed is not reported, because the
 # highest TCP speed of a Spark is unknown.
 _MIN_SHARE = 0.25
 _MIN_GBIT_PER_S = 10.0

@@ -21,7 +21,7 @@ from spark_deploy.plan.types import FileState
 
 T = TypeVar("T")
 
-# Errors of parsers on malformed output. Our own bugs look the same, so the type is printed.
+# Parsers raise these on malformed output. A defect in a parser also does, so the type is printed.
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -105,7 +105,7 @@ def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
     lines = ["LC_ALL=C; export LC_ALL", *(part.strip() for part in parts)]
     end = f"echo '{MARKER}end'"
     if parallel:
-        # Its output comes last, so its end marks the end of both.
+        # The output of the last part comes last, so its end marks the end of both.
         others = (part.strip() for part in parallel)
         lines = [lines[0], "{", *others, end, "} | {", *lines[1:], "cat", "}"]
         end = ":"
@@ -113,9 +113,9 @@ def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
 
 
 def as_root(script: str) -> str:
-    """Wrap a script to run as root if sudo needs no password; section ``sudo`` says whether.
+    """Wrap a script to run as root if sudo needs no password; section ``sudo`` shows the result.
 
-    Run the result without pyinfra's sudo, which would stop at a password prompt.
+    Run it without pyinfra's sudo, which would stop at a password prompt.
     """
     # A separate test of sudo would cost another PAM session. -k: ignore a recently typed password.
     quoted, with_sudo = shlex.quote(script), shlex.quote(f"echo yes\n{script}")
@@ -208,7 +208,7 @@ _cache: WeakKeyDictionary[Host, dict[_Key, _CachedValue]] = WeakKeyDictionary()
 
 
 class FactUnavailableError(Exception):
-    """A fact that cannot be read; do not treat the thing as missing."""
+    """The state of the host cannot be read, so it is unknown."""
 
 
 def _arguments_key(arguments: Mapping[str, Any]) -> _Key:
@@ -236,7 +236,7 @@ def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
 
 
 def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return a fact without the cache, if an older value would prove nothing."""
+    """Read a fact from the host, ignoring cached values."""
     current = current_host()
     executed = commands_executed(current)
     value = host.get_fact(fact, **arguments)
@@ -313,22 +313,22 @@ def prefetch() -> None:
 
 
 def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) -> None:
-    mark = secrets.token_hex()
+    separator = secrets.token_hex()
     pending = [(fact, arguments()) for fact, arguments in group]
     script = "\n".join(
-        f"(\n{fact().command(**arguments)}\n); printf '\\n{mark} %s\\n' $?"
+        f"(\n{fact().command(**arguments)}\n); printf '\\n{separator} %s\\n' $?"
         for fact, arguments in pending
     )
     output: list[str] = []
     try:
         for line in run(current, script):
-            if not line.startswith(mark):
+            if not line.startswith(separator):
                 output.append(line)
                 continue
             fact, arguments = pending.pop(0)
             if output[-1:] == [""]:
                 output.pop()
-            if line == f"{mark} 0":
+            if line == f"{separator} 0":
                 value = fact().process(output) if output else fact.default()
                 cached = _CachedValue(commands_executed(current), time.monotonic(), value)
                 key = (_PREFETCHED, fact, _arguments_key(arguments))

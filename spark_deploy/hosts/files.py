@@ -55,9 +55,9 @@ def remove_files(paths: Sequence[str]) -> Generator[StringCommand, None, bool]:
 
 
 def sync_files(
-    files: Sequence[ManagedFile], *, wanted: bool
+    files: Sequence[ManagedFile], *, enabled: bool
 ) -> Generator[StringCommand, None, bool]:
-    if wanted:
+    if enabled:
         return (yield from place_files(files))
     return (yield from remove_files([file.path for file in files]))
 

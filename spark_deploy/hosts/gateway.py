@@ -232,15 +232,15 @@ def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
         fix = "correct it (see `man systemd.time`) and test it with `systemd-analyze calendar TEXT`"
         fail(f"{host.name}: schedule", f"systemd rejects the time {rejected!r}", fix)
     running = read_fact(Timers)
-    wanted = sorted(file.path.rpartition("/")[2] for file in timers)
-    obsolete = [name for name in running if name not in wanted]
+    planned = sorted(file.path.rpartition("/")[2] for file in timers)
+    obsolete = [name for name in running if name not in planned]
     if obsolete:
         names = " ".join(map(shlex.quote, obsolete))
         paths = " ".join(shlex.quote(f"{UNITS_DIR}/{name}") for name in obsolete)
         yield f"systemctl disable --now {names}; rm -f {paths}; systemctl daemon-reload"
     changed = (yield from place_files(timers)) if timers else False
-    if changed or not all(running.get(name) for name in wanted):
-        names = " ".join(map(shlex.quote, wanted))
+    if changed or not all(running.get(name) for name in planned):
+        names = " ".join(map(shlex.quote, planned))
         yield f"systemctl daemon-reload && systemctl enable {names} && systemctl restart {names}"
     elif not obsolete:
-        host.noop(f"{len(wanted)} timers run ({HOURS.unit('*')})" if wanted else "no schedule")
+        host.noop(f"{len(planned)} timers run ({HOURS.unit('*')})" if planned else "no schedule")

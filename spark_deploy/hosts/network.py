@@ -161,9 +161,9 @@ def ports_script(ports: Sequence[int]) -> str:
 
     It is the longest path in /proc/PID/cgroup: with v1 controllers the v2 path is only "/".
     """
-    wanted = " or ".join(f"sport = :{port}" for port in ports) or "sport = :0"
+    sources = " or ".join(f"sport = :{port}" for port in ports) or "sport = :0"
     return rf"""
-echo '== listeners'; listeners=$(ss -Hltnp {shlex.quote(f"( {wanted} )")}); echo "$listeners"
+echo '== listeners'; listeners=$(ss -Hltnp {shlex.quote(f"( {sources} )")}); echo "$listeners"
 echo '== listener-cgroups'
 for pid in $(echo "$listeners" | grep -o 'pid=[0-9]*' | cut -d= -f2 | sort -u); do
   echo "$pid $(awk -F: 'length($3) > length(p) {{p = $3}} END {{print p}}' "/proc/$pid/cgroup")"

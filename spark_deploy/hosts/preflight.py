@@ -175,7 +175,7 @@ def _file_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
 
 
 def _package_findings(survey: Survey) -> Iterator[_Finding]:
-    """Only warn of packages that no engine needs: hosts are delivered with half-installed ones."""
+    """Report half-installed packages; new hosts have some that engines do not need."""
     fix = "run `dpkg --configure -a` and `apt-get -f install` on the host"
     broken = survey.broken_packages
     repairable = [name for name in broken if re.match(REPAIRABLE, name)]
@@ -218,7 +218,7 @@ def _kernel_problems(survey: Survey) -> Iterator[Problem]:
             yield Problem("kernel", f"{kernel} {fault} ({source})", fix)
 
 
-def same_host_key(name: str, surveys: Mapping[str, Survey]) -> Iterator[Problem]:
+def host_key_problems(name: str, surveys: Mapping[str, Survey]) -> Iterator[Problem]:
     key = surveys[name].identity.host_key
     others = [
         other
@@ -260,7 +260,7 @@ def check_host(needs: NeedsPlan) -> None:
     if findings.problems:
         raise HostError(*findings.problems)
     if state.is_executing:
-        warn(host, *findings.warnings, *same_host_key(host.name, values_by_host(HostSurvey)))
+        warn(host, *findings.warnings, *host_key_problems(host.name, values_by_host(HostSurvey)))
     prefetch()
     if survey.stubbed:
         log(f"stubbed on this host: {', '.join(survey.stubbed)}")

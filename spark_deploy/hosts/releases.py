@@ -46,8 +46,8 @@ _interrupted: WeakSet[Host] = WeakSet()
 _not_changed: WeakSet[Host] = WeakSet()
 
 
-def note_interruption(host: Host) -> None:
-    """Record that this run stops the host's service; a lost connection then counts as a failure."""
+def record_interruption(host: Host) -> None:
+    """Record that this run interrupts the service; from then on a lost connection is a failure."""
     _interrupted.add(host)
 
 
@@ -86,7 +86,7 @@ def change_release(state: State, host: Host, release: str, timeout_s: int) -> bo
 
 @host_command
 def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bool:
-    note_interruption(host)
+    record_interruption(host)
     try:
         result = run_reconnecting(host, begin)
         if not result.ok:

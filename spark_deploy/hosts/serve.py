@@ -224,7 +224,7 @@ def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
 @host_command
 def _reboot(state: State, host: Host, reason: str, needs: NeedsPlan, serve: Release) -> bool:
     host.log(f"rebooting: {reason}")
-    releases.note_interruption(host)
+    releases.record_interruption(host)
     try:
         boot_id = "\n".join(run(host, f"cat {BOOT_ID}")).strip()
         marker = f"{boot_id}\n{reason}"

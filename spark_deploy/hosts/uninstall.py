@@ -131,7 +131,7 @@ def read_resources(request: str) -> UninstallManifest:
 
 
 @host_operation
-def note_host(plan: BasePlan, request: str) -> Commands:
+def record_initial_state(plan: BasePlan, request: str) -> Commands:
     """Record the state before the first deploy, which a later uninstall restores."""
     if paths.STATE_DIR in base.read_state(plan).directories:
         host.noop("this is not the first deploy")
@@ -229,7 +229,7 @@ def _base_resources(plan: BasePlan) -> Iterator[Resource]:
         yield from _files((base.HOLD_FILE,), "Base | Hold driver packages in unattended upgrades")
     for package in base.planned_packages(plan):
         yield Resource("package", package, "Base | Install packages")
-    for path in base.owned_directories(plan):
+    for path in base.managed_directories(plan):
         yield Resource("directory", path, "Base | Create directories")
     if settings.disable_sleep:
         for target in base.SLEEP_TARGETS:

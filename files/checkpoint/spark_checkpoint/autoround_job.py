@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(os.environ.get("SPARK_ROOT", "/"))  # benchmarks set a different root
-MODEL, WORK, TEXT, PACKAGES = (
+MODEL, WORK, CALIBRATION, PACKAGES = (
     ROOT / name for name in ("model", "work", "calibration.jsonl", "packages")
 )
-MADE, SCRATCH = WORK / "made", WORK / "scratch"
+OUTPUT, SCRATCH = WORK / "made", WORK / "scratch"
 _SIXTEEN_BITS = {"bits": 16, "data_type": "float"}
 
 
@@ -27,10 +27,10 @@ def main() -> None:
     order = json.loads((WORK / "order.json").read_text())
     set_environment()
     sys.path.append(str(PACKAGES))  # last, so that packages of the image take precedence
-    tree = quantize(order)
+    result = quantize(order)
     versions = {name: version(name) for name in ("auto-round", "torch", "transformers")}
     seconds = round(time.monotonic() - started)
-    done = {"tree": tree.name, "versions": versions, "seconds_of_last_run": seconds}
+    done = {"tree": result.name, "versions": versions, "seconds_of_last_run": seconds}
     write_json(WORK / "done.json", done)
 
 
@@ -68,17 +68,17 @@ def quantize(order: dict[str, Any]) -> Path:
         disable_model_free=True,
         seed=42,
     )
-    rounding.quantize_and_save(output_dir=str(MADE), format="auto_round")
-    [config] = MADE.glob("*/config.json")
-    tree = config.parent
+    rounding.quantize_and_save(output_dir=str(OUTPUT), format="auto_round")
+    [config] = OUTPUT.glob("*/config.json")
+    result = config.parent
     configure_drafter(config, order["drafter_kept"])
-    copy_missing_tensors_from_source(str(MODEL), str(tree))
+    copy_missing_tensors_from_source(str(MODEL), str(result))
     for path in sorted(MODEL.iterdir()):
         # AutoRound changes tokenizer, templates and processors: copy the published files.
         is_weights = path.suffix == ".safetensors" or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name not in ("config.json", "receipt.json"):
-            shutil.copyfile(path, tree / path.name)
-    return tree
+            shutil.copyfile(path, result / path.name)
+    return result
 
 
 def read_calibration(order: dict[str, Any]) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def read_calibration(order: dict[str, Any]) -> list[dict[str, Any]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    texts = [json.loads(line)["text"] for line in TEXT.read_text().splitlines()]
+    texts = [json.loads(line)["text"] for line in CALIBRATION.read_text().splitlines()]
     tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
     needed = order["nsamples"] * order["seqlen"]
     if len(tokens) < needed:

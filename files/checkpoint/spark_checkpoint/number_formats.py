@@ -118,10 +118,10 @@ INT4_LIMIT = 0.25
 ZERO_POINT_BYTES = {4: 0x77, 8: 0x7F}
 # Candidate scales, in BF16 steps from largest / 127 or largest / 7; the first of equal candidates
 # wins. Smaller scales clip more than they gain (INT8: always; INT4: for normal distributions).
-_STEPS = {4: tuple(range(0, -64, -8)), 8: (0, 1, -1, -2, -3, -4, -5, -6)}
+_SCALE_STEPS = {4: tuple(range(0, -64, -8)), 8: (0, 1, -1, -2, -3, -4, -5, -6)}
 
 
-class PackedRows(NamedTuple):
+class QuantizedRows(NamedTuple):
     codes: Codes
     scales: Words  # BF16 bits, [rows, in / group]
     error: float
@@ -129,7 +129,7 @@ class PackedRows(NamedTuple):
     power: float
 
 
-def quantize_rows(weights: Floats, bits: int) -> PackedRows:
+def quantize_rows(weights: Floats, bits: int) -> QuantizedRows:
     """Quantize rows; each group gets the BF16 scale with the smallest squared error."""
     zero = 1 << (bits - 1)
     grouped = weights.reshape(weights.shape[0], -1, GROUP)
@@ -139,7 +139,7 @@ def quantize_rows(weights: Floats, bits: int) -> PackedRows:
     errors = []
     best_error = np.full(largest.shape, np.inf, np.float32)
     best = first.copy()
-    for step in _STEPS[bits]:
+    for step in _SCALE_STEPS[bits]:
         candidate = np.maximum(first + step, 0x80)
         error = _group_errors(grouped, from_bf16_bits(candidate.astype(np.uint16)), zero)
         errors.append(error)
@@ -147,8 +147,8 @@ def quantize_rows(weights: Floats, bits: int) -> PackedRows:
         best_error = np.where(better, error, best_error)
         best = np.where(better, candidate, best)
     scales = np.where(largest > 0, best, 0x3F80).astype("<u2")
-    codes = _codes(grouped, from_bf16_bits(scales), zero).astype(np.int16) + zero
-    return PackedRows(
+    codes = _round_to_codes(grouped, from_bf16_bits(scales), zero).astype(np.int16) + zero
+    return QuantizedRows(
         codes.astype(np.uint8).reshape(weights.shape),
         scales,
         float(best_error.sum(dtype=np.float64)),
@@ -185,13 +185,13 @@ def relative_error(weight: Floats, rounded: Floats) -> float:
     return (error / power) ** 0.5 if power else float(error > 0)
 
 
-def _codes(grouped: Any, scales: Any, zero: int) -> Any:
+def _round_to_codes(grouped: Any, scales: Any, zero: int) -> Any:
     return np.clip(np.rint(grouped / scales[:, :, None]), -zero, zero - 1)
 
 
 def _group_errors(grouped: Any, scales: Any, zero: int) -> Any:
     """Return the squared error of each group, summed in a fixed order on all platforms."""
-    error = np.square(_codes(grouped, scales, zero) * scales[:, :, None] - grouped)
+    error = np.square(_round_to_codes(grouped, scales, zero) * scales[:, :, None] - grouped)
     width = error.shape[2]
     while width > 1:
         width //= 2

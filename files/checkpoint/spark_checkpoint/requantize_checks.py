@@ -17,10 +17,10 @@ from spark_checkpoint.storage import hash_file
 from spark_checkpoint.tensor_sets import WEIGHT
 
 QWEIGHT = ".qweight"
-_COMPARED = 512  # maximum number of packed modules to compare, evenly spread
+_MAX_COMPARED = 512  # packed modules to compare, evenly spread
 _CODES_PER_WORD = 8
 _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj$")
-_FLOATS = frozenset({"BF16", "F16", "F32"})
+_FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
 _ORIGINAL_FIX = "name the 16-bit repository in the model's sources.original"
 _FIX = "read AutoRound's lines in the job's log"
 # AutoRound tunes these layers in the language model, and rounds them to nearest in the drafter.
@@ -70,7 +70,7 @@ def find_fused_expert(module: str, original: Checkpoint) -> Matrix | None:
 
 def check_packable(plan: RequantizePlan, original: Checkpoint) -> None:
     for module in packed_modules(plan):
-        reason = why_skipped(module) or _why_unpackable(find_weight(module, original))
+        reason = skip_reason(module) or _unpackable_reason(find_weight(module, original))
         if reason:
             problem = f"must be packed, but AutoRound would skip it: {reason}"
             fix = f"list {module}{WEIGHT} under the model's tensors instead"
@@ -84,13 +84,13 @@ def packed_modules(plan: RequantizePlan) -> Iterator[str]:
                 yield name.removesuffix(QWEIGHT)
 
 
-def why_skipped(module: str) -> str:
+def skip_reason(module: str) -> str:
     if not _LAYERS.match(module):
         return "it is outside the layers of language model and drafter"
     return "it is a gate" if module.endswith(_GATES) else ""
 
 
-def _why_unpackable(matrix: Matrix | None) -> str:
+def _unpackable_reason(matrix: Matrix | None) -> str:
     if matrix is None:
         return "the original lacks this weight"
     if len(matrix.shape) != 2:
@@ -109,7 +109,7 @@ def check_original(original: Checkpoint) -> None:
         raise ValidationError(where, "is quantized already", _ORIGINAL_FIX)
     for name in sorted(original.owner):
         dtype = original.tensor(name).dtype
-        if dtype not in _FLOATS:
+        if dtype not in _FLOAT_DTYPES:
             raise ValidationError(where, f"{name} is {dtype}, expected a float", _ORIGINAL_FIX)
 
 
@@ -130,7 +130,7 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
     for name in kept:
         if not _is_same(name, original, result):
             raise ValidationError(name, "must stay unchanged, but differs from the original", _FIX)
-    step = max(1, -(-len(packed) // _COMPARED))
+    step = max(1, -(-len(packed) // _MAX_COMPARED))
     errors = {module: relative_error(module, original, result) for module in packed[::step]}
     # `not <=` also finds NaN.
     wrong = {module: error for module, error in errors.items() if not error <= INT4_LIMIT}

@@ -24,7 +24,7 @@ from spark_checkpoint.requantize_checks import (
     check_kept_experts,
     check_packable,
     packed_modules,
-    why_skipped,
+    skip_reason,
 )
 
 from lab.model import original, repository, rounding, vocabulary
@@ -376,7 +376,7 @@ def test_every_model_with_a_16_bit_repository_is_packable_by_name():
     assert "qwen3.5-35b" in {model.name for model in models}
     for model in models:
         plan = plan_of(*model.tensors.base, *model.tensors.mtp)
-        assert [module for module in packed_modules(plan) if why_skipped(module)] == [], model.name
+        assert [module for module in packed_modules(plan) if skip_reason(module)] == [], model.name
 
 
 @pytest.mark.gate

@@ -10,7 +10,7 @@ import yaml
 from lab.memory import BUDDYINFO
 from spark_deploy.config.settings.host import ExpectSettings
 from spark_deploy.hosts import disk
-from spark_deploy.hosts.preflight import check_survey, same_host_key
+from spark_deploy.hosts.preflight import check_survey, host_key_problems
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.surveyed import Case, ollama, problems, survey
 
@@ -324,7 +324,7 @@ def test_hosts_with_the_same_ssh_host_key_are_reported():
     key, other = (survey(host_key=[f"SHA256:{word}"]) for word in ("first", "second"))
     without = survey(host_key=[])
     surveys = {"a": key, "b": other, "c": key, "d": without, "e": without}
-    warnings = [(name, p.what) for name in surveys for p in same_host_key(name, surveys)]
+    warnings = [(name, p.what) for name in surveys for p in host_key_problems(name, surveys)]
     assert warnings == [("a", "is the same as that of c"), ("c", "is the same as that of a")]
 
 

@@ -13,11 +13,11 @@ from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.number_formats import Codes, Floats, from_e4m3, reduce_blocks
 
 # Relative error: half a step of 3 mantissa bits, and rounding of the scale to BF16.
-_ROUNDING = 2.0**-4 + 2.0**-7
+_RELATIVE_ROUNDING = 2.0**-4 + 2.0**-7
 # Absolute error in units of the block's scale: half the smallest step, and rounding of the scale.
-_SMALLEST = 2.0**-10 * (1 + 2.0**-3)
+_ABSOLUTE_ROUNDING = 2.0**-10 * (1 + 2.0**-3)
 # Blocks of a row to compare at once, so that float32 copies fit the processor's cache.
-_BLOCKS = 8
+_BLOCKS_AT_ONCE = 8
 # Limits of a block scale relative to the median of the same module in all experts and layers; the
 # plugin has the same limits.
 _MIN_RATIO, _MAX_RATIO = 1 / 1024, 128
@@ -26,7 +26,7 @@ _MIN_RATIO, _MAX_RATIO = 1 / 1024, 128
 class Error(NamedTuple):
     module: float
     worst_block: float
-    beyond: int  # number of elements whose error exceeds rounding
+    beyond_rounding: int  # number of elements whose error exceeds rounding
 
 
 class Comparison:
@@ -36,7 +36,7 @@ class Comparison:
         self._scales, self._block = scales, block
         self._errors: list[Any] = []
         self._power: list[Any] = []
-        self._beyond = 0
+        self._beyond_rounding = 0
         self.any_nonzero = False
         self.any_nan = False
 
@@ -44,10 +44,10 @@ class Comparison:
         scales, width = self._scales[len(self._errors)], self._block[1]
         errors: list[Any] = []
         powers: list[Any] = []
-        for first in range(0, len(scales), _BLOCKS):
-            columns = slice(first * width, (first + _BLOCKS) * width)
+        for first in range(0, len(scales), _BLOCKS_AT_ONCE):
+            columns = slice(first * width, (first + _BLOCKS_AT_ONCE) * width)
             part = weights[:, columns]
-            scale = np.repeat(scales[first : first + _BLOCKS], width)[: part.shape[1]]
+            scale = np.repeat(scales[first : first + _BLOCKS_AT_ONCE], width)[: part.shape[1]]
             error, power = self._compare(part, codes[:, columns], scale)
             errors.append(error)
             powers.append(power)
@@ -61,8 +61,10 @@ class Comparison:
         error *= scale
         error -= weights
         np.abs(error, out=error)
-        allowed = np.maximum(power * np.float32(_ROUNDING), scale * np.float32(_SMALLEST))
-        self._beyond += int(error.size - np.count_nonzero(error <= allowed))
+        allowed = np.maximum(
+            power * np.float32(_RELATIVE_ROUNDING), scale * np.float32(_ABSOLUTE_ROUNDING)
+        )
+        self._beyond_rounding += int(error.size - np.count_nonzero(error <= allowed))
         self.any_nonzero = self.any_nonzero or bool(codes.any())
         self.any_nan = self.any_nan or bool(((codes & 0x7F) == 0x7F).any())
         return (
@@ -77,7 +79,7 @@ class Comparison:
         worst = float(np.where(is_zero & (errors > 0), np.inf, by_block).max())
         total = power.sum()
         module = float(np.sqrt(errors.sum() / total)) if total > 0 else worst
-        return Error(module, worst, self._beyond)
+        return Error(module, worst, self._beyond_rounding)
 
 
 def check_outliers(errors: Mapping[str, Error]) -> None:
@@ -85,7 +87,9 @@ def check_outliers(errors: Mapping[str, Error]) -> None:
 
     A donor made from slightly different weights has such elements in nearly every module.
     """
-    damaged = {module: error.beyond for module, error in errors.items() if error.beyond}
+    damaged = {
+        module: error.beyond_rounding for module, error in errors.items() if error.beyond_rounding
+    }
     if not damaged or len(damaged) * 10 > len(errors):
         return
     module, count = max(damaged.items(), key=lambda item: item[1])

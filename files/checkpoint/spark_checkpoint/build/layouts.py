@@ -54,7 +54,9 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
             "object with a key per module",
             "use another commit of the base, or fix config.json",
         )
-    if head == "int8-g128" and any(level.get("tie_word_embeddings") for level in _levels(base)):
+    if head == "int8-g128" and any(
+        level.get("tie_word_embeddings") for level in _config_sections(base)
+    ):
         problem = "ties the head to the embeddings, so the head cannot be packed separately"
         raise ValidationError(where, problem, "set head: keep")
 
@@ -82,7 +84,7 @@ def result_config(
         per_module.update({module: dict(_INT8) for module in modules})
     if plan.head == "int8-g128":
         # Set explicitly, because the engine's default is true.
-        for level in _levels(config):
+        for level in _config_sections(config):
             level["tie_word_embeddings"] = False
         per_module["lm_head"] = dict(_INT8)
     set_blocks(quantization, names)
@@ -128,7 +130,7 @@ def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
             per_module.setdefault(module, dict(_SIXTEEN_BITS))
 
 
-def _levels(config: Mapping[str, Any]) -> list[Any]:
+def _config_sections(config: Mapping[str, Any]) -> list[Any]:
     """Return the config and its section of the language model, if any."""
     return [level for level in (config, config.get("text_config")) if isinstance(level, dict)]
 

@@ -1,4 +1,4 @@
-"""Create the tensors that replace or extend those of the base: FP8, packed INT8, grafted MTP.
+"""Create new tensors: FP8 and packed weights, and MTP layers that the base lacks.
 
 FP8 weights of the donor are first compared with the base's weights.
 """
@@ -78,7 +78,7 @@ class TensorMaker:
         check_outliers(dict(zip(self.modules, errors, strict=True)))
         self.changes.report["shared_experts"] = {
             **_error_report([error.module for error in errors]),
-            "elements_beyond_rounding": sum(error.beyond for error in errors),
+            "elements_beyond_rounding": sum(error.beyond_rounding for error in errors),
         }
 
     def swap_from_donor(self) -> None:
@@ -117,9 +117,9 @@ class TensorMaker:
             if entry.dtype == FP8:
                 span = self.stage.reserve(span.size_bytes * 2)
                 entry = Tensor("BF16", entry.shape, 0, span.size_bytes)
-                is_used: list[Any] = []
-                _check_values(name, entry, self._stage_bf16(name, span, is_used))
-                used_scales[name] = self._donor_scales(name)[np.concatenate(is_used)]
+                used_blocks: list[Any] = []
+                _check_values(name, entry, self._stage_bf16(name, span, used_blocks))
+                used_scales[name] = self._donor_scales(name)[np.concatenate(used_blocks)]
             else:
                 _check_values(name, entry, split_span(span, _PIECE_BYTES))
             grafted.append(NewTensor(name, entry.dtype, entry.shape, span))
@@ -151,17 +151,17 @@ class TensorMaker:
         tensor = self.base.tensor(name)
         return NewTensor(name, tensor.dtype, tensor.shape, self.base.span(name))
 
-    def _stage_bf16(self, name: str, target: Span, is_used: list[Any]) -> Iterator[bytes]:
+    def _stage_bf16(self, name: str, target: Span, used_blocks: list[Any]) -> Iterator[bytes]:
         """Stage an FP8 matrix as BF16, and yield its bytes by rows of blocks.
 
-        Appends to ``is_used``, for each row of blocks, which blocks have a nonzero weight.
+        Append to ``used_blocks`` which blocks of each row have a nonzero weight.
         """
         position, scales = 0, self._donor_scales(name)
         for rows in _read_fp8_rows(self.spans[name], scales, self.donor[name].shape[1], self.block):
             values = bf16_bits(rows).tobytes()
             self.stage.write(target, position, values)
             position += len(values)
-            is_used.append(reduce_blocks(np.maximum, np.abs(rows), self.block) > 0)
+            used_blocks.append(reduce_blocks(np.maximum, np.abs(rows), self.block) > 0)
             yield values
 
     def _donor_scales(self, weight_name: str) -> Floats:

@@ -29,7 +29,7 @@ FORMAT = "spark-ngram-table-1"
 BLOCK_BYTES = 4096
 GROUP = 16
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
-# Codes of e2m1 for magnitudes in quarters: 0, 0.5, 1, 1.5, 2, 3, 4, 6 start half-way.
+# The nearest e2m1 code (0, 0.5, 1, 1.5, 2, 3, 4, 6) for each magnitude in quarters.
 _E2M1_CODES = np.searchsorted([1, 3, 5, 7, 10, 14, 20], np.arange(32), side="right").astype("u1")
 _PIECE_ROWS = 1 << 16
 _SHARD = re.compile(
@@ -81,13 +81,15 @@ class NgramTable:
             "scale": scale,
         }
         with closing(HashingFile(directory / self.file_name)) as sink:
-            sink.write(_seal(json.dumps(header).encode(), 0))
+            sink.write(_add_checksum(json.dumps(header).encode(), 0))
             number = 1
             rows_per_block = (BLOCK_BYTES - 4) // self.row_bytes
-            for rows in _in_pieces(self._encode_all(encode, progress), rows_per_block):
+            for rows in _regroup_rows(self._encode_all(encode, progress), rows_per_block):
                 blocks = []
                 for start in range(0, len(rows), rows_per_block):
-                    blocks.append(_seal(rows[start : start + rows_per_block].tobytes(), number))
+                    blocks.append(
+                        _add_checksum(rows[start : start + rows_per_block].tobytes(), number)
+                    )
                     number += 1
                 sink.write(b"".join(blocks))
             return sink.finish()
@@ -101,12 +103,12 @@ class NgramTable:
             scale = self._read_scale("weight_scale")
             if self.number_format == "e4m3":
                 return self._read_fp8, scale
-            # Every group fits: its scale is at most 448, and 448 * 6 of these are 448 before.
+            # Relative to this scale, a group's scale is its largest FP8 value: at most 448.
             table_scale = scale / E2M1_MAX
 
             def requantize(shard: str, start: int, count: int) -> Codes:
                 values = from_e4m3(self._read_fp8(shard, start, count)) * np.float32(scale)
-                return quantize_rows(values, table_scale)
+                return quantize_to_e2m1(values, table_scale)
 
             return requantize, float(np.float32(table_scale))
         if dtype in ("BF16", "F16") and self.number_format == "e2m1":
@@ -114,7 +116,7 @@ class NgramTable:
                 float(np.abs(self._read_floats(*piece)).max()) for piece in self._pieces()
             )
             table_scale = float(np.float32(largest / (E2M1_MAX * E4M3_MAX))) or 1.0
-            return (lambda *p: quantize_rows(self._read_floats(*p), table_scale)), table_scale
+            return (lambda *p: quantize_to_e2m1(self._read_floats(*p), table_scale)), table_scale
         raise ValidationError(
             self.shards[0], f"is {dtype}, which cannot become {self.number_format}", _FIX
         )
@@ -179,13 +181,13 @@ def find_tables(base: Checkpoint, number_format: str) -> list[NgramTable]:
     """Return the tables to write; their shards must be numbered from 0 without gaps."""
     if number_format == "keep":
         return []
-    found: dict[tuple[str, int], dict[int, str]] = {}
+    shards_by_table: dict[tuple[str, int], dict[int, str]] = {}
     for name in base.owner:
         match = _SHARD.fullmatch(name)
         if match:
-            found.setdefault((match[1], int(match[2])), {})[int(match[3])] = name
+            shards_by_table.setdefault((match[1], int(match[2])), {})[int(match[3])] = name
     tables = []
-    for (prefix, layer), shards in sorted(found.items()):
+    for (prefix, layer), shards in sorted(shards_by_table.items()):
         missing = set(range(max(shards) + 1)) - shards.keys()
         if missing:
             raise ValidationError(
@@ -196,7 +198,7 @@ def find_tables(base: Checkpoint, number_format: str) -> list[NgramTable]:
     return tables
 
 
-def quantize_rows(values: Floats, table_scale: float) -> Codes:
+def quantize_to_e2m1(values: Floats, table_scale: float) -> Codes:
     """Round rows to e2m1 with an e4m3 scale for every 16 numbers: packed codes, then scales."""
     groups = values.reshape(len(values), -1, GROUP)
     largest = np.abs(groups).max(axis=2)
@@ -210,8 +212,8 @@ def quantize_rows(values: Floats, table_scale: float) -> Codes:
     return np.concatenate([pairs[:, :, 0] | pairs[:, :, 1] << 4, codes], axis=1)
 
 
-def _in_pieces(arrays: Iterator[Codes], multiple: int) -> Iterator[Codes]:
-    """Yield the rows again, in pieces whose length is a multiple; the last may be shorter."""
+def _regroup_rows(arrays: Iterator[Codes], multiple: int) -> Iterator[Codes]:
+    """Yield the same rows in arrays whose length is a multiple; the last may be shorter."""
     rest: Codes | None = None
     for rows in arrays:
         rows = rows if rest is None else np.concatenate([rest, rows])
@@ -223,7 +225,7 @@ def _in_pieces(arrays: Iterator[Codes], multiple: int) -> Iterator[Codes]:
         yield rest
 
 
-def _seal(content: bytes, number: int) -> bytes:
+def _add_checksum(content: bytes, number: int) -> bytes:
     """Return a block of the file with its checksum."""
     content = content.ljust(BLOCK_BYTES - 4, b"\0")
     return content + zlib.crc32(content, number & 0xFFFFFFFF).to_bytes(4, "little")

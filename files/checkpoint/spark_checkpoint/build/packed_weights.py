@@ -24,8 +24,8 @@ from spark_checkpoint.number_formats import (
 )
 from spark_checkpoint.tensor_sets import WEIGHT
 
-_CODE_WEIGHTS = 64 << 10
-# Codes to pack at once: long rows of the packed weight need few writes.
+_WEIGHTS_AT_ONCE = 64 << 10  # fits the processor's cache
+# INT8 codes to pack at once: large blocks need few writes.
 _BLOCK_BYTES = 3 << 20
 
 
@@ -41,7 +41,7 @@ def pack_weight(
     name, dtype, (outputs, inputs), span = weight
     qweight = stage.reserve(outputs * inputs * bits // 8)
     scales = np.empty((inputs // GROUP, outputs), "<u2")
-    code_rows = max(1, _CODE_WEIGHTS // inputs)
+    code_rows = max(1, _WEIGHTS_AT_ONCE // inputs)
     block_rows = max(code_rows, _BLOCK_BYTES // inputs // code_rows * code_rows)
 
     def quantize_block(first: int) -> Any:

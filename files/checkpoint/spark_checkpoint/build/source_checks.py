@@ -111,7 +111,7 @@ _COUNTED = {
 
 
 def _check_counts(base: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Refuse other counts in config.json than in the catalog, whose names the base has exactly."""
+    """Compare counts in config.json with the base's names, which are those of the catalog."""
     sizes = read_sizes(base, config)
     for key, pattern in _COUNTED.items():
         planned = len({match[1] for name in base.owner if (match := pattern.match(name))})

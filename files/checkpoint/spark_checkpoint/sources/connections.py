@@ -37,11 +37,11 @@ from spark_checkpoint.progress import note
 
 PIECE_BYTES = 1 << 20
 SKIP_S = 300.0  # until a slow source is tried again
-# Total for all downloads of a job.
+# All downloads of a job share this minimum.
 _MINIMUM_BYTES_PER_S = 1024
 _PAUSE_LIMIT_S = 30.0
-_PIECE_S = 1.0  # return the received bytes after this time
-_STALL_TIMEOUTS = 3  # time limit for response headers or a piece, in read timeouts
+_PIECE_S = 1.0  # after this time, return a piece that is not complete
+_STALL_TIMEOUTS = 3  # response headers and pieces may take this many read timeouts
 _POLL_S = 0.25
 _DRAIN_BYTES = 1 << 16  # discard up to this size to reuse a connection
 

@@ -28,11 +28,11 @@ from spark_checkpoint.storage import write_durably
 
 # Up to this size, reading a gap is cheaper than another request.
 GAP_BYTES = 64 << 10
-# Limits the loss of a failed request, and keeps all connections busy.
+# A failed request loses at most this much; many requests keep all connections busy.
 REQUEST_LIMIT_BYTES = 32 << 20
 _LENGTH_BYTES = 8
 _INDEX_LIMIT_BYTES = 256 << 20
-# For index and headers; several times the size of 280,000 names.
+# Limit for index and headers together; 280,000 names need a fraction of it.
 _LIMIT_BYTES = 512 << 20
 
 
@@ -55,14 +55,14 @@ def merge_ranges(
 ) -> list[Request]:
     """Return requests that cover all ranges; a range is never split."""
     requests: list[Request] = []
-    for wanted in sorted(ranges, key=lambda item: (item.begin, item.end)):
+    for item in sorted(ranges, key=lambda item: (item.begin, item.end)):
         if requests:
             last = requests[-1]
-            end = max(last.end, wanted.end)
-            if wanted.begin - last.end <= gap_bytes and end - last.begin <= limit_bytes:
-                requests[-1] = Request(last.begin, end, (*last.ranges, wanted))
+            end = max(last.end, item.end)
+            if item.begin - last.end <= gap_bytes and end - last.begin <= limit_bytes:
+                requests[-1] = Request(last.begin, end, (*last.ranges, item))
                 continue
-        requests.append(Request(wanted.begin, wanted.end, (wanted,)))
+        requests.append(Request(item.begin, item.end, (item,)))
     return requests
 
 
@@ -154,8 +154,8 @@ class UrlDonor:
         for name, tensor in self.tensors(names).items():
             shard = self._index[name]
             begin = self._headers[shard].file_offset(name)
-            wanted = NamedRange(name, begin, begin + tensor.size_bytes)
-            ranges_by_shard.setdefault(shard, []).append(wanted)
+            named_range = NamedRange(name, begin, begin + tensor.size_bytes)
+            ranges_by_shard.setdefault(shard, []).append(named_range)
         jobs = [
             (shard, request)
             for shard, ranges in sorted(ranges_by_shard.items())
@@ -188,8 +188,8 @@ class UrlDonor:
                     progress.add(len(piece))
             partial.rename(path)
         return {
-            wanted.name: Span(path, wanted.begin - request.begin, wanted.end - wanted.begin)
-            for wanted in request.ranges
+            item.name: Span(path, item.begin - request.begin, item.end - item.begin)
+            for item in request.ranges
         }
 
     def _read_index(self) -> dict[str, str]:

@@ -51,7 +51,7 @@ from spark_checkpoint.storage import (
 from spark_checkpoint.verify import FileHashes, create_checkpoint, receipt_entry, write_receipt
 
 _MANIFEST_LIMIT_BYTES = 4 << 20
-_CANDIDATES = 3  # local files to hash per required file, because any user may fill a hub cache
+_CANDIDATES = 3  # local files to hash per required file: other users may add any number of files
 
 
 def fetch(plan: FetchPlan, progress: Progress) -> bool:

@@ -52,8 +52,8 @@ class Peers:
     def __init__(self, plan: FetchPlan, stop: threading.Event):
         self._plan, self._stop = plan, stop
         self._patience_s = plan.peers.patience_s if plan.peers else 0.0
-        # A peer that is still downloading may be slower: hosts that share a slow line get nothing
-        # faster from the hub.
+        # A peer that is still downloading may be slower than a source: if the hosts share a slow
+        # line, the hub is not faster.
         self._min_bytes_per_s = plan.min_bytes_per_s / 4
         self._lock = threading.Lock()
         urls = plan.peers.urls if plan.peers else ()
