@@ -24,9 +24,9 @@ REACHED = {LINK.address: "yes", TWIN.address: "yes"}
          ["fab1: no packet of 9000 bytes comes back from spark-2"], []),
         ((replace(LINK, other_mtu=1500), TWIN), REACHED, ["fab0: MTU 9000, but 1500 on"], []),
         ((replace(LINK, speed_mbit_per_s=100000), TWIN), REACHED, [],
-         ["the link runs at 100 of 200 Gb/s"]),
+         ["the link runs at 100 Gb/s instead of 200 Gb/s"]),
         ((replace(LINK, mtu=1500, other_mtu=1500), TWIN), REACHED, [], ["MTU 1500"]),
-        ((LINK,), {}, [], ["no ping", "half of the cable's speed"]),
+        ((LINK,), {}, [], ["no ping", "halves the speed"]),
     ],
 )  # fmt: skip
 def test_reports_faulty_and_slow_links(links, reached, problems, warnings):

@@ -61,7 +61,7 @@ class Fleet:
 
     def share(self, **settings):
         fleet = FleetSettings(**settings)
-        assert not any(self.run(downloads.note_files, WORKS, "main-a", fleet).values())
+        assert not any(self.run(downloads.record_files, WORKS, "main-a", fleet).values())
         return self.run(downloads.start_sharing, WORKS, fleet)
 
     def stop(self):
