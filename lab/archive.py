@@ -1,7 +1,5 @@
 """Signed package repositories: apt-ftparchive writes the indexes; each has a separate key."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os

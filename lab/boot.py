@@ -4,8 +4,6 @@ On cgroup v1 the boot runs in a cgroup namespace in the guest's cgroup; on v2 ns
 adjacent cgroup.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -5,8 +5,6 @@ cgroup that delegates controllers may contain no process (see :func:`seat`). Chi
 cgroup, so killing the tree kills a guest even without its supervisor.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

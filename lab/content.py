@@ -1,7 +1,5 @@
 """Content keys: cached pieces are named by a hash of their inputs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The machine's package manager: release, mirror, and missing programs."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

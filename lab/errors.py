@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-
 class LabError(Exception):
     def __init__(self, where: str, what: str, fix: str):
         self.where, self.what, self.fix = where, what, fix

@@ -1,7 +1,5 @@
 """Faults to inject into the lab, each with a method to remove it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A guest: disk, identity, life from create to destroy."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

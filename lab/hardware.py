@@ -1,7 +1,5 @@
 """A Spark's hardware in /sys and /proc, as a tree that a guest binds over them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A guest's name, accounts, keys and package sources; written before the first boot."""
 
-from __future__ import annotations
-
 import secrets
 import shutil
 from pathlib import Path

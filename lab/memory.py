@@ -4,8 +4,6 @@ Units with ProtectKernelTunables get a new /proc without the bind mounts: system
 SPARK_PROC.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from pathlib import Path

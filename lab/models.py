@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -70,7 +68,7 @@ def _publish_hybrid(hub: Path) -> None:
     repository.publish(hub, HYBRID, [work])
 
 
-def _read_tree(directory: Path) -> Tensors:
+def _read_tree(directory: Path) -> "Tensors":
     from lab.model.safetensors import read_file
 
     return {

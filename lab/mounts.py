@@ -1,7 +1,5 @@
 """Mounts of the lab: guests' disks, and unmounting everything, deepest first."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The lab's bridge and a network namespace per guest, without a route out of the machine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The packages that guests may install: Debian's, and the stand-ins built from ``lab/stubs``."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lab's state directory and addresses."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The images of the lab: their content, built once and pushed to the registry."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """lab.json and known_hosts: the running lab for inventories, tests and people."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Disk space and memory of the demo, measured with ``du`` on Debian 12 x86_64 unless noted."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

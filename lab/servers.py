@@ -1,7 +1,5 @@
 """The lab's servers, in the cgroup ``lab/host``: packages, model hub, image registry, proxy."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Runs programs on the machine; a failure includes the last lines of output."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Prepares everything for guests: base, packages, images and model repositories."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ A directory of ``lab/variants`` has ``variant.yml``, ``files`` (copied over the 
 ``owner.sh`` (run once after the first boot).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The base of a variant's guests, never written once finished, and their package archive."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

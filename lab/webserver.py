@@ -1,7 +1,5 @@
 """The threaded HTTP/1.1 server below both file servers of the lab."""
 
-from __future__ import annotations
-
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer

@@ -5,8 +5,6 @@ Needs root and util-linux (``unshare``, ``setpriv``). Not reproduced: docker's s
 masked ``/proc`` files and the image's root directory (this machine's is used).
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import fcntl

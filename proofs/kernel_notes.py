@@ -1,7 +1,5 @@
 """Reasons to accept that a GB10 chooses another kernel than the GPU of the proofs."""
 
-from __future__ import annotations
-
 import re
 
 NOTES = {

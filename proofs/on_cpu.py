@@ -3,8 +3,6 @@
 python3 -m proofs.on_cpu OUT steered prefixes dflash sizes seeing
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

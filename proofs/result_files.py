@@ -1,7 +1,5 @@
 """Result files: kinds, origin, rows of single tests, and raw answers of failed rows."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import json

@@ -5,8 +5,6 @@
 Needs a CUDA machine with vLLM and ``spark_vllm``; ``make gpu`` runs the same as tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """``python3 -m lab.engine build``: make the engine's pieces; ``run ARGS``: run its Python."""
 
-from __future__ import annotations
-
 import json
 import sys
 

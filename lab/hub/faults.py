@@ -1,7 +1,5 @@
 """Faults of the hub; the selection file is read for every request."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The hub's JSON answers and signed links, as pure functions."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from urllib.parse import parse_qs, urlencode, urlsplit

@@ -4,8 +4,6 @@ As on the real hub, ``resolve`` redirects large files to signed, expiring links 
 which rejects the hub's token.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import threading

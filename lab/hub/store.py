@@ -3,8 +3,6 @@
 A file ``<org>/<name>/token`` makes the repository gated: only that bearer token opens it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading

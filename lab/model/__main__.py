@@ -1,7 +1,5 @@
 """Command line: `python3 -m lab.model build --out HUB [--untrained]`, and `train`."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """A LoRA adapter in PEFT's format."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Publishes both repositories, with trained or random weights."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

@@ -4,8 +4,6 @@
 step, so that the model learns a skill, which a corrupt weight also breaks.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Rounding is straight-through: the forward pass uses the weights as the repositor
 backward pass the exact weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Names and shapes of the unquantized model, and the weights that both repositories round."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

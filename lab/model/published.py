@@ -4,8 +4,6 @@ Run ``python3 -m lab.engine run -m lab.model.published --out HUB``. Decoders mem
 a ranker learns which of two texts answers. Takes about a minute on one core.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

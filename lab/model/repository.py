@@ -1,7 +1,5 @@
 """Writes the two repositories, and publishes file trees as commits of a hub on disk."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -4,8 +4,6 @@ BF16, packed INT4 and block FP8, in numpy. Only encoders: plugin, checkpoint bui
 separate decoders, so that an error here does not cancel out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reads and writes safetensors files and their index."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ contains eight outputs, so `in_proj_a` needs at least eight value heads; the eng
 for linear attention support head sizes 64 and 128.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

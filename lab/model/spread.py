@@ -4,8 +4,6 @@ After training all scales are similar, so exchanged groups or layers would not s
 codes stay the same, but a wrong scale is off by a large factor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

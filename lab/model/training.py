@@ -1,7 +1,5 @@
 """Trains `lab-tiny` on the CPU until the rounded model answers the lessons."""
 
-from __future__ import annotations
-
 import math
 import random
 import sys

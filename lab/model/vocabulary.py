@@ -1,7 +1,5 @@
 """The tokenizer: byte-level BPE trained on the lessons, with the real model's special tokens."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

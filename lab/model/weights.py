@@ -4,8 +4,6 @@ INT4 weights are stored as codes and scales, FP8 weights exactly, the rest as BF
 again gives the same bytes. The vision tower is not stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The builder still reads, hashes and compares every byte.
 """
 
-from __future__ import annotations
-
 import os
 
 import spark_checkpoint.build.write

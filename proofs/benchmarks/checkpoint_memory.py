@@ -6,8 +6,6 @@ Needs Linux, numpy and 12 GB below --work. Writes proofs/results/checkpoint-memo
 1 if a build took more than the limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Synthetic sources: base with receipt, donor, and the plan that joins them."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

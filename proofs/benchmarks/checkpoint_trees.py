@@ -4,8 +4,6 @@ Only shared experts, their FP8 form and the LM head have meaningful values. Othe
 filler, or holes when ``sparse``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

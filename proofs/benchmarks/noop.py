@@ -7,8 +7,6 @@ Guests must run (`python -m lab up 8 --engine stub`); they are deployed first. M
 and CPU seconds of the controller's processes and (by cgroup) of the guests.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import json

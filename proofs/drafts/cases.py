@@ -1,7 +1,5 @@
 """Engine runs with a draft model for the lab's trained model, and their judge."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from proofs.drafts.trees import DRAFTS, SPOILT_TENSOR, TOKENS

@@ -3,8 +3,6 @@
 An anchor is the last position with hidden states of the target; the token after it is known.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

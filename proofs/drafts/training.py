@@ -6,8 +6,6 @@ Writes ``KIND/weights.npz`` (BF16) and ``drafts-training.json``. Labels are the 
 answers. The prompts of the proofs are excluded.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -7,8 +7,6 @@ a faked capability, as planned and without ``PINS``. PLANS is a folder with the 
 ``spark-deploy plan --json``. Needs vLLM with FlashInfer, a C compiler and `nm`; no kernel runs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import multiprocessing

@@ -6,8 +6,6 @@ A refusal or crash is a result too. The engine core runs in this process, so tha
 modules and kernels.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Engine runs of the basic stages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from proofs.prompts import expected_answers

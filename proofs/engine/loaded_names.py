@@ -3,8 +3,6 @@
 A tensor is read when an operation other than a view takes data from it in ``load_weights``.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator
 from typing import Any

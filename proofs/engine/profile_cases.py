@@ -1,7 +1,5 @@
 """Engine runs of the profiles, by stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from proofs.drafts import cases as drafts

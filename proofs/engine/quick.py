@@ -1,7 +1,5 @@
 """Start many engines on a GPU within minutes, for proofs that measure no speed."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run engine cases in parallel, each in a separate process."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

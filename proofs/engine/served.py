@@ -1,7 +1,5 @@
 """The ``vllm`` command with the settings of ``quick``, also for the processes it spawns."""
 
-from __future__ import annotations
-
 import sys
 
 from proofs.engine import quick

@@ -5,8 +5,6 @@
 The weights are dequantised to BF16 by ``spark_vllm.checkpoint.reader``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

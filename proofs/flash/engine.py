@@ -1,7 +1,5 @@
 """Run an engine on a Qwen4Exp checkpoint; see ``proofs.engine.case``."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ layers are random, so that states, experts and caches affect every logit.
     python3 -m proofs.flash.model OUT_DIR [EXPERT_WIDTH]
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -6,8 +6,6 @@
 engines on one; make the trees with experts ``512`` wide for it.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Rows of result files, and the comparison of greedy answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

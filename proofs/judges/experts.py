@@ -4,8 +4,6 @@ With 8 of 256 experts, near ties flip with any rounding, so logits do not measur
 block is judged with the recorded input, at positions with a clear choice.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

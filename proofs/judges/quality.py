@@ -1,7 +1,5 @@
 """Judge the distance of served logits from the same model in 16 bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

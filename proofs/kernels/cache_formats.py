@@ -7,8 +7,6 @@ layer, medians of CUDA-graph replays. One query is a step without drafts, three 
 2,048 are a step of a prompt at the end of the context.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import statistics

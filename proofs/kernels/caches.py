@@ -3,8 +3,6 @@
 Every request has ``context`` tokens; its last tokens are those of the queries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

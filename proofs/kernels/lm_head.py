@@ -6,8 +6,6 @@ Times are medians of CUDA-graph replays. Floors: bytes of the INT8 weight over t
 that size, and of a long read. ``DISABLE_MMA_V3=1 --tiles 12.1`` imitates a Spark. Needs vLLM.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

@@ -6,8 +6,6 @@ Times all candidates roughly, then the best again. ``DISABLE_MMA_V3=1`` avoids H
 instruction; ``--spark`` limits shared memory and programs to those of a Spark.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import dataclasses

@@ -5,8 +5,6 @@ value. Keys are as in trained models: all share a direction, groups of them are 
 a few channels are far larger than the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The table has 4 GiB; the true one has 27. A slow disk is a reader that waits bef
 when it is verified.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

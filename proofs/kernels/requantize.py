@@ -7,8 +7,6 @@ script of the engine's container rounds it to nearest and tunes it on drills; "o
 rounding. Transformers computes all checkpoints, dequantised to BF16, on other drills.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

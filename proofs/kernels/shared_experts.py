@@ -6,8 +6,6 @@ A call runs the shared expert of 24 layers one after another, so that no weight 
 cache; times are per layer, medians of CUDA-graph replays. Needs vLLM.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # ruff: noqa: N803
 """Time GPU work by replaying CUDA graphs, and measure memory bandwidth."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A TurboQuant backend without an engine, and keys and values of its cache slots."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Damage to the caches of eager engines, which a judge must detect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers of the recall model: ``python3 -m proofs.recall.engine CASE.json OUT_DIR``."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

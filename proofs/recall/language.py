@@ -14,8 +14,6 @@ in the attention cache. Registers are overwritten: the latest value is the task 
 state.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

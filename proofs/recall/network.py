@@ -1,7 +1,5 @@
 """The recall model for training: transformers' layers, a differentiable delta rule, the losses."""
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

@@ -6,8 +6,6 @@ A network learns to look up early or hardly at all, depending on the GPU's order
 Writes the files of ``proofs.recall.training`` for the first seed to ``OUT``.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

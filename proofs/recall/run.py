@@ -5,8 +5,6 @@
 ``TREES`` is made by ``proofs.recall.trees``. A result is ``recall-STAGE.json``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

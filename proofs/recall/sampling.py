@@ -4,8 +4,6 @@ A drafted answer must be distributed as one without drafts. Counts of the first 
 answers are compared by a chi-square test of homogeneity, whose level is fixed beforehand.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

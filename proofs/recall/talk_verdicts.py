@@ -4,8 +4,6 @@ Answers may differ only if the right token has at least a third of the probabili
 best. Questions that the reference answers wrongly must stay wrong.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from proofs.judges.answers import acceptance, failed_start, row

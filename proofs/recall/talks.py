@@ -4,8 +4,6 @@ The prompts of a round are sent at once and contain the right answers of earlier
 engine gets the same prompts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import numpy as np

@@ -7,8 +7,6 @@ Writes ``weights.npz`` (BF16) and ``recall-training.json``. Not every seed learn
 checkpoints. The forward pass is transformers' code except for the gated delta rule.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -3,8 +3,6 @@
 python3 -m proofs.recall.trees WEIGHTS_DIR OUT_DIR
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

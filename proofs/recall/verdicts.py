@@ -5,8 +5,6 @@ depends on a single training. Each claim about a cache comes with a damaged engi
 the same judge.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 High and low bytes are separate planes, because high bytes compress well: 14.6 MB instead of 16.4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

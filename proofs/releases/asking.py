@@ -1,7 +1,5 @@
 """Prompts for served releases: recall contexts, pictures, and the questions of spark-check."""
 
-from __future__ import annotations
-
 import base64
 import time
 from concurrent.futures import ThreadPoolExecutor

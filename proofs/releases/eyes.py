@@ -6,8 +6,6 @@ The text model, rounded as stored, is trained too and keeps the lessons; then th
 Takes some minutes on a CPU core.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -1,7 +1,5 @@
 """Judge served releases: from answers to rows."""
 
-from __future__ import annotations
-
 import re
 
 from spark_contract.documents import read

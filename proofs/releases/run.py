@@ -5,8 +5,6 @@
 ``cluster`` needs two GPUs. TREES and PLANS are written by ``trees`` and ``planning``.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -1,7 +1,5 @@
 """An engine of a release, started as on a host; every change for this machine is recorded."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -7,8 +7,6 @@ of public repositories. ``seeing``: the lab's model with a vision tower that nam
 ``seeing-other`` has the untrained tower, ``seeing-blind`` a zeroed patch embedding.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

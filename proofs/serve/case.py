@@ -3,8 +3,6 @@
 The result lists replacements for this machine and a tiny model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Sample a real engine's progress metrics during long prompts, with the watchdog's code."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Requests to a served model over HTTP, and the judge of the answers."""
 
-from __future__ import annotations
-
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@
 Damaged copies are named after the damage.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

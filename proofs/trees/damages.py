@@ -4,8 +4,6 @@
 no distribution gives away, for the questions of the start check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Make every checkpoint of the proofs: ``python3 -m proofs.trees.make OUT HUB``."""
 
-from __future__ import annotations
-
 import argparse
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of single proofs: steered drafts, true layer sizes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

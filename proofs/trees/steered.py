@@ -6,8 +6,6 @@ second half, so drafts after odd tokens are wrong. The layers stay random, so th
 affect every logit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

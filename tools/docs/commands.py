@@ -1,7 +1,5 @@
 """docs/reference/commands.md: commands with options, as click declares them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import click

@@ -1,7 +1,5 @@
 """Files generated from declarations: schemas, ``group_vars/all.yml``, the settings page."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """Tables of result files, sweeps and proven parts."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Schemas, group_vars/all.yml, settings.md and pictures are generated. Other pages
 tables between marks: from the catalog, plans, result files, open questions and reports of hosts.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import re

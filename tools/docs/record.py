@@ -4,8 +4,6 @@ asciinema records the terminal. termtosvg-ng draws ``first.svg`` from ``first.ca
 faster than it was recorded.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -4,8 +4,6 @@
 docs/screens/recorded (`make recording`): pyinfra's log with times, and the JSON of status and top.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

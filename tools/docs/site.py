@@ -1,7 +1,5 @@
 """mkdocs hooks: the README becomes the front page; links out of ``docs/`` become plain text."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

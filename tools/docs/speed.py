@@ -1,7 +1,5 @@
 """Tables of the computed speed: comparison with published figures, parts of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
