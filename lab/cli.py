@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 
 from lab import boot, demo, faults, guest, lifecycle, network, record, servers, variant
-from lab.content import use_copied_code
 from lab.errors import LabError
 from lab.guest import Guest
 from lab.hub import server as hub_server
@@ -70,12 +69,11 @@ def _status(paths: LabPaths, options: argparse.Namespace) -> int:
     for member in record.all_guests(paths):
         kind = "bootstrap" if member.spec().bootstrap else "normal"
         kind += f" {member.variant}" if member.variant else ""
-        print(f"{member.name}  {member.ip}  {guest.state(member)}  {kind}")
+        full = "  disk-full" if (member.disk / "balloon").exists() else ""
+        print(f"{member.name}  {member.ip}  {guest.state(member)}  {kind}{full}")
     for name, server in servers.SERVERS.items():
         running = "running" if servers.pid_of(paths, name) else "stopped"
         print(f"{name}  {server.ip}:{server.port}  {running}")
-    for line in faults.active(paths):
-        print(f"fault: {line}")
     return 0
 
 
@@ -92,29 +90,16 @@ def _ssh(paths: LabPaths, options: argparse.Namespace) -> int:
     return subprocess.run(argv, check=False).returncode
 
 
-def _logs(paths: LabPaths, options: argparse.Namespace) -> int:
-    if options.name in servers.SERVERS:
-        files = [paths.run / f"{options.name}.log"]
-    else:
-        named = Guest(paths, guest_names([options.name])[0])
-        files = [named.home / "supervisor.log", named.console]
-    for file in files:
-        if file.exists():
-            print(f"== {file}")
-            print("\n".join(file.read_text(errors="replace").splitlines()[-options.lines :]))
-    return 0
-
-
 def _break(paths: LabPaths, options: argparse.Namespace) -> int:
-    if options.what is None:
-        for fault in faults.FAULTS.values():
-            print(f"{fault.name:16} {fault.summary}")
-        return 0
-    use_copied_code(paths)
-    name = guest_names([options.guest])[0] if options.guest else None
+    fault = faults.FAULTS[options.fault]
+    target = Guest(paths, guest_names([options.guest])[0])
     with lifecycle.lab_lock(paths):
-        faults.apply(paths, options.what, name, value=options.value, match=options.match,
-                     times=options.times, heal=options.heal)  # fmt: skip
+        if not options.heal:
+            fault.inject(target, options.value)
+        elif fault.heal is not None:
+            fault.heal(target)
+        else:
+            raise LabError(options.fault, "--heal cannot remove it", f"run `lab up {target.name}`")
     return 0
 
 
@@ -139,15 +124,6 @@ def _demo(paths: LabPaths, options: argparse.Namespace) -> int:
         ),
         options.engine,
     )
-    return 0
-
-
-def _restart_servers(paths: LabPaths, options: argparse.Namespace) -> int:
-    use_copied_code(paths)
-    with lifecycle.lab_lock(paths):
-        for name in options.names or servers.SERVERS:
-            servers.stop(paths, name)
-            servers.start(paths, name)
     return 0
 
 
@@ -203,18 +179,12 @@ def _parser() -> argparse.ArgumentParser:
     ssh.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD")
     ssh.set_defaults(run=_ssh)
 
-    logs = commands.add_parser("logs", help="console of a guest, or log of a server")
-    logs.add_argument("name", metavar="NAME")
-    logs.add_argument("-n", "--lines", type=int, default=40)
-    logs.set_defaults(run=_logs)
-
-    fault = commands.add_parser("break", help="inject a fault; without FAULT list all")
-    fault.add_argument("what", nargs="?", choices=sorted(faults.FAULTS), metavar="FAULT")
-    fault.add_argument("guest", nargs="?", metavar="NAME")
+    listed = "; ".join(f"{name}: {fault.summary}" for name, fault in faults.FAULTS.items())
+    fault = commands.add_parser("break", help="inject a fault into a guest", description=listed)
+    fault.add_argument("fault", choices=faults.FAULTS, metavar="FAULT")
+    fault.add_argument("guest", metavar="NAME")
     fault.add_argument("--heal", action="store_true", help="remove the fault")
-    fault.add_argument("--value", type=int, default=0, help="HTTP status, bytes/s or bytes left")
-    fault.add_argument("--match", default="*", help="only these files (hub)")
-    fault.add_argument("--times", type=int, default=0, help="only so many answers (hub)")
+    fault.add_argument("--value", type=int, default=0, help="bytes left on the disk")
     fault.set_defaults(run=_break)
 
     cable = commands.add_parser("cable", help="connect ports of two running guests")
@@ -228,10 +198,6 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--requirements", action="store_true", help="only print the requirements")
     show.add_argument("--skip-requirements", action="store_true", help="do not print that")
     show.set_defaults(run=_demo)
-
-    restart = commands.add_parser("restart-servers", help="restart servers with this code")
-    restart.add_argument("names", nargs="*", choices=[*servers.SERVERS, []])
-    restart.set_defaults(run=_restart_servers)
     return parser
 
 

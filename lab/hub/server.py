@@ -17,17 +17,16 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from lab.hub import responses
-from lab.hub.faults import FaultSwitch, send_body
 from lab.hub.store import Commit, FileRecord, GatedError, NotFoundError, Store
 from lab.webserver import LabHttpServer
 
 LINK_LIFETIME_S = 3600
+_BLOCK_BYTES = 1 << 18
 
 
 @dataclass(slots=True)
 class Hub:
     store: Store
-    faults: FaultSwitch
     cdn_url: str
     access_log: Path
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
@@ -70,20 +69,15 @@ class FileHandler(BaseHTTPRequestHandler):
     def answer_json(self, value: object) -> None:
         self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def refuse(self, status: int, what: str, *, code: str = "", retry_s: int = 0) -> None:
+    def refuse(self, status: int, what: str, *, code: str = "") -> None:
         headers = {"X-Error-Message": what, "Content-Type": "application/json"}
         if code:
             headers["X-Error-Code"] = code
-        if retry_s:
-            headers["Retry-After"] = str(retry_s)
         self.answer(status, json.dumps({"error": what}).encode(), headers)
 
     def send_file(self, record: FileRecord, headers: dict[str, str]) -> None:
-        header = self.headers.get("Range")
-        if self.hub.faults.current("no-range", record.path):
-            header = None
         try:
-            wanted_range = responses.byte_range(header, record.size_bytes)
+            wanted_range = responses.byte_range(self.headers.get("Range"), record.size_bytes)
         except ValueError:
             total = {"Content-Range": f"bytes */{record.size_bytes}"}
             self.answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, b"", total)
@@ -96,10 +90,11 @@ class FileHandler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{end}/{record.size_bytes}")
         self.send_header("Content-Length", str(end - start + 1))
         self.end_headers()
-        if self.command != "HEAD" and not send_body(
-            self.wfile, record, start, end, self.hub.faults
-        ):
-            self.close_connection = True
+        if self.command != "HEAD":
+            with record.disk_path.open("rb") as file:
+                file.seek(start)
+                while (left := end + 1 - file.tell()) > 0:
+                    self.wfile.write(file.read(min(_BLOCK_BYTES, left)))
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         line = {
@@ -117,10 +112,6 @@ class FileHandler(BaseHTTPRequestHandler):
 
 class HubHandler(FileHandler):
     def route(self, path: str) -> None:
-        fault = self.hub.faults.current("status", path)
-        if fault is not None:
-            self.refuse(fault.value or 503, "fault injected into the lab's hub", retry_s=1)
-            return
         words = path.strip("/").split("/")
         if words[:2] == ["api", "models"] and len(words) >= 4:
             self._api("/".join(words[2:4]), words[4:])
@@ -162,8 +153,7 @@ class HubHandler(FileHandler):
         record = commit.file(path)
         headers = responses.file_headers(commit, record)
         if record.large:
-            expired = self.hub.faults.current("expire", record.path)
-            expires_at = int(time.time()) + (-1 if expired else LINK_LIFETIME_S)
+            expires_at = int(time.time()) + LINK_LIFETIME_S
             link = responses.signed_link(
                 self.hub.cdn_url, record.sha256, self.hub.secret, expires_at
             )
@@ -199,7 +189,7 @@ def make_servers(hub: Hub, host: str, port: int, cdn_port: int) -> tuple[LabHttp
 
 @contextmanager
 def running(store: Path, run_dir: Path) -> Iterator[str]:
-    hub = Hub(Store(store), FaultSwitch(run_dir / "hub-fault.json"), "", run_dir / "access.jsonl")
+    hub = Hub(Store(store), "", run_dir / "access.jsonl")
     servers = make_servers(hub, "127.0.0.1", 0, 0)
     address, hub.cdn_url = (f"http://127.0.0.1:{server.server_port}" for server in servers)
     for server in servers:
@@ -214,12 +204,7 @@ def running(store: Path, run_dir: Path) -> Iterator[str]:
 
 def serve(store: Path, run_dir: Path, host: str, port: int, cdn_port: int) -> None:
     store.mkdir(parents=True, exist_ok=True)
-    hub = Hub(
-        store=Store(store),
-        faults=FaultSwitch(run_dir / "hub-fault.json"),
-        cdn_url=f"http://{host}:{cdn_port}",
-        access_log=run_dir / "hub-access.jsonl",
-    )
+    hub = Hub(Store(store), f"http://{host}:{cdn_port}", run_dir / "hub-access.jsonl")
     servers = make_servers(hub, host, port, cdn_port)
     for server in servers[1:]:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -36,7 +36,6 @@ from checkpoint_trees import (  # noqa: E402
 )
 from spark_checkpoint.number_formats import from_bf16_bits, quantize_blocks  # noqa: E402
 
-from lab.hub.faults import FaultSwitch  # noqa: E402
 from lab.hub.server import FileHandler, Hub  # noqa: E402
 from lab.hub.store import FileRecord, NotFoundError, Store  # noqa: E402
 from lab.webserver import LabHttpServer  # noqa: E402
@@ -89,7 +88,7 @@ class _Files(FileHandler):
 
 @contextmanager
 def serve(root: Path) -> Iterator[str]:
-    hub = Hub(Store(root), FaultSwitch(root / "no-fault"), "", Path(os.devnull))
+    hub = Hub(Store(root), "", Path(os.devnull))
     server = LabHttpServer(("127.0.0.1", 0), type("Handler", (_Files,), {"root": root, "hub": hub}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
