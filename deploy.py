@@ -13,17 +13,17 @@ from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.plans import plan_for, waves_for
-from spark_deploy.plan.jobs import discard_jobs_of, ready_jobs_of, served_jobs_of
-from spark_deploy.plan.release import release_files_of, unit_files_of
+from spark_deploy.plan.jobs import discard_jobs, ready_jobs, served_jobs
+from spark_deploy.plan.release import release_files, unit_and_command_files
 
 hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
-jobs, release = served_jobs_of(plan, payload.image_context), plan.serve.name
+jobs, release = served_jobs(plan, payload.image_context), plan.serve.name
 
 service.reboot(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
 base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
-tools.apply(identity=plan.payload, files=payload.tools, units=unit_files_of(payload.units))
+tools.apply(identity=plan.payload, files=payload.tools, units=unit_and_command_files(payload.units))
 # These jobs need no container engine and run in parallel to the next steps.
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 work.build(jobs=jobs, release=release)
@@ -40,17 +40,15 @@ for entry in host_loop(plan.served):
     service.serve(
         plan=entry.serve,
         gateway=entry.gateway,
-        files=release_files_of(entry),
+        files=release_files(entry),
         waves=waves_for(state),
         schedule=entry.schedule,
     )
 for entry in host_loop(plan.served):
     service.verify(plan=entry.serve, gateway=entry.gateway, schedule=entry.schedule)
 # Last: they must not delay services.
-work.prepare_other_pairs(
-    jobs=ready_jobs_of(plan, payload.image_context), service=plan.serve.service
-)
+work.prepare_other_pairs(jobs=ready_jobs(plan, payload.image_context), service=plan.serve.service)
 work.close()
 service.schedule(schedule=plan.schedule)
 # Now no other pair needs the base, and the checkpoint is proven.
-work.discard(jobs=discard_jobs_of(plan), release=release)
+work.discard(jobs=discard_jobs(plan), release=release)

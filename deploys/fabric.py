@@ -16,7 +16,7 @@ from spark_deploy.inventory.login import check_login, endpoint_of
 from spark_deploy.inventory.plans import payload_identity, ports_of
 from spark_deploy.plan.cluster import fabric_links
 from spark_deploy.plan.host import base_plan
-from spark_deploy.plan.release import unit_files_of
+from spark_deploy.plan.release import unit_and_command_files
 
 hold_lease(state, host)
 settings, payload = context_of(host).loaded.settings, read_payload()
@@ -26,7 +26,7 @@ if settings.fabric.restore:
 else:
     # Only these parts: the whole plan of a cluster needs the addresses.
     base.apply(plan=base_plan(settings), request=uninstall_request(settings))
-    units = unit_files_of(payload.units)
+    units = unit_and_command_files(payload.units)
     tools.apply(identity=payload_identity(), files=payload.tools, units=units)
     if settings.fabric.measure:
         ports = ports_of(settings.fabric.hosts or settings.cluster.hosts)

@@ -14,19 +14,21 @@ from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.plans import plan_for
-from spark_deploy.plan.jobs import jobs_of
-from spark_deploy.plan.release import unit_files_of
+from spark_deploy.plan.jobs import plan_jobs
+from spark_deploy.plan.release import unit_and_command_files
 
 hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
 if plan.requantized is None:
     fix = "run `spark-deploy add MODEL --requantize`, or set checkpoint.source: requantized"
     raise PlanError.one(host.name, "checkpoint.source is not requantized", fix)
-jobs = tuple(job for job in jobs_of(plan, payload.image_context) if job.job.kind != CHECKPOINT_JOB)
+jobs = tuple(
+    job for job in plan_jobs(plan, payload.image_context) if job.job.kind != CHECKPOINT_JOB
+)
 release = f"{plan.serve.service}-requantize"
 
 base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
-tools.apply(identity=plan.payload, files=payload.tools, units=unit_files_of(payload.units))
+tools.apply(identity=plan.payload, files=payload.tools, units=unit_and_command_files(payload.units))
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)

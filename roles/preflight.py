@@ -3,11 +3,11 @@
 from pyinfra.api import deploy
 
 from spark_deploy.hosts import preflight
-from spark_deploy.plan.types import NeedsPlan
+from spark_deploy.plan.types import PreflightPlan
 
 
 @deploy("Preflight")
-def apply(*, plan: NeedsPlan) -> None:
+def apply(*, plan: PreflightPlan) -> None:
     preflight.check_host(name="Check that the host fits", needs=plan)
     preflight.check_cluster(name="Check that its cluster fits", needs=plan)
     preflight.take_over(name="Take over containers", needs=plan)

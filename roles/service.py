@@ -43,13 +43,13 @@ from spark_deploy.plan.types import (
     BasePlan,
     GatewayPlan,
     ManagedFile,
-    NeedsPlan,
+    PreflightPlan,
     ScheduledPlan,
 )
 
 
 @deploy("Reboots")
-def reboot(*, plan: NeedsPlan, serve: Release) -> None:
+def reboot(*, plan: PreflightPlan, serve: Release) -> None:
     """Reboot hosts in sequence if needed and allowed.
 
     Runs first: a driver that needs a reboot would make later steps fail.

@@ -20,7 +20,7 @@ def judged_once() -> Iterator[None]:
 
 
 def remember(patch: pytest.MonkeyPatch) -> None:
-    check, read, mapping = catalog.problems_of, catalog.load_schema, catalog.read_mapping
+    check, read, mapping = catalog.schema_problems, catalog.load_schema, catalog.read_mapping
     mappings: dict[tuple[bytes, str], bytes] = {}
     schemas: dict[str, Any] = {}
     valid: set[tuple[int, str]] = set()
@@ -29,7 +29,7 @@ def remember(patch: pytest.MonkeyPatch) -> None:
         text = (checkout / "schema" / f"{name}.schema.json").read_text("utf-8")
         return schemas.get(text) or schemas.setdefault(text, read(name, checkout=checkout))
 
-    def problems_of(data: Any, schema: Any, where: Any, *more: Any) -> list[Any]:
+    def schema_problems(data: Any, schema: Any, where: Any, *more: Any) -> list[Any]:
         key = (id(schema), repr(data))
         problems = [] if key in valid else list(check(data, schema, where, *more))
         if not problems:
@@ -48,4 +48,4 @@ def remember(patch: pytest.MonkeyPatch) -> None:
     for module in (catalog, settings):
         patch.setattr(module, "read_mapping", mapping_of)
         patch.setattr(module, "load_schema", schema_of)
-        patch.setattr(module, "problems_of", problems_of)
+        patch.setattr(module, "schema_problems", schema_problems)

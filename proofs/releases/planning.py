@@ -50,7 +50,9 @@ def make_lock(store: Path) -> Lock:
     plain = [model for model in models if isinstance(model, PlainModel)]
     with running(store, store) as address:
         own = HubSettings(endpoint=address)
-        sources = [hubs.look_up(own.endpoint, model.repository, "main", None) for model in plain]
+        sources = [
+            hubs.look_up_repo(own.endpoint, model.repository, "main", None) for model in plain
+        ]
         anatomies = [
             read_anatomy(m.repository, s.commit, own) for m, s in zip(plain, sources, strict=True)
         ]

@@ -12,7 +12,7 @@ import yaml
 
 from spark_deploy.bench.protocols import Endpoint, Note, RejectedError, chunks_of
 from spark_deploy.bench.result import ToolCase
-from spark_deploy.config.schema_errors import problems_of
+from spark_deploy.config.schema_errors import schema_problems
 
 _MAX_TOKENS = 512
 Call = tuple[str, Any]  # name and arguments
@@ -110,7 +110,7 @@ def find_problem(case: Case, message: Mapping[str, Any]) -> str | None:
             arguments = json.loads(text)
         except ValueError:
             return f"the arguments of {name} are not JSON: {text[:80]!r}"
-        if problem := next(problems_of(arguments, schemas[name], lambda _: "arguments"), None):
+        if problem := next(schema_problems(arguments, schemas[name], lambda _: "arguments"), None):
             return f"{name}: {problem.where}: {problem.what}"
         if (name, arguments) not in missing:
             return f"called {name} with {json.dumps(arguments)[:160]}"

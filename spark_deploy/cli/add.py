@@ -48,7 +48,7 @@ from spark_deploy.lock.headers import (
 )
 from spark_deploy.lock.hub import ModelCard, read_model_card
 from spark_deploy.plan.artifacts import tensor_fields
-from spark_deploy.plan.resolve import pair_of
+from spark_deploy.plan.resolve import model_and_profile
 
 # The same weights in formats that the engine does not read.
 _OTHER_FORMATS = ("original/*", "metal/*", "onnx/*", "openvino/*", "*.gguf", "consolidated*")
@@ -213,7 +213,7 @@ def _plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str]:
     data["fetched_bytes"] = sum(source.size_bytes for source in plan.sources)
     data["image_bytes"] = plan.image.size_bytes
     return [
-        *plan_lines(plan, *pair_of(host.settings.settings, host.catalog)),
+        *plan_lines(plan, *model_and_profile(host.settings.settings, host.catalog)),
         *(row("OPEN", one_line(text)) for text in added.open),
         row("UNPROVEN", data["unproven"]),
     ]

@@ -44,7 +44,7 @@ from spark_deploy.hosts.gateway import TailnetAddress
 from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
 from spark_deploy.plan.kv_cache import context_tokens
-from spark_deploy.plan.resolve import pair_of
+from spark_deploy.plan.resolve import model_and_profile
 
 QUESTION = "What is 7823 * 4519?"
 _WEBUI_IMAGE, _WEBUI_PORT = "ghcr.io/open-webui/open-webui:main", 3000
@@ -287,7 +287,7 @@ def connection_of(
         users = "here, through the tunnel below"
     private = plan.tls is not None and plan.tls.mode == "private-ca"
     ca = str(ca_path(plan.tls.ca_dir)) if plan.tls and private else None
-    model, profile = pair_of(settings, host.catalog)
+    model, profile = model_and_profile(settings, host.catalog)
     task = model.task if isinstance(model, PlainModel) else "chat"
     return Connection(
         host=host.name,

@@ -25,7 +25,7 @@ from spark_deploy.hosts.status import stop_message
 from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.lock.resolve import format_size
 from spark_deploy.plan.memory import gib
-from spark_deploy.plan.types import NeedsPlan
+from spark_deploy.plan.types import PreflightPlan
 
 
 @click.command
@@ -72,9 +72,9 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
     return 0 if len(reports) == len(hosts) else 1
 
 
-def _needs(hosts: Sequence[Target]) -> dict[str, NeedsPlan]:
+def _needs(hosts: Sequence[Target]) -> dict[str, PreflightPlan]:
     """Return what each host needs; if the hub fails, sizes are estimates."""
-    needs, estimate = dict[str, NeedsPlan](), False
+    needs, estimate = dict[str, PreflightPlan](), False
     for host in hosts:
         try:
             needs[host.name] = build_plan(host, estimate=estimate).needs
@@ -85,14 +85,14 @@ def _needs(hosts: Sequence[Target]) -> dict[str, NeedsPlan]:
     return needs
 
 
-def read_survey(host: Host, needs: NeedsPlan) -> Survey | None:
+def read_survey(host: Host, needs: PreflightPlan) -> Survey | None:
     # The survey uses sudo itself if it needs no password.
     survey: Survey | None = host.get_fact(HostSurvey, _sudo=False, **fact_arguments(needs))
     return survey
 
 
 def verdict_of(
-    answer: Answer[Survey], needs: NeedsPlan, surveys: Mapping[str, Survey]
+    answer: Answer[Survey], needs: PreflightPlan, surveys: Mapping[str, Survey]
 ) -> dict[str, Any]:
     survey, name = answer.value, answer.host.name
     if survey is None:
@@ -114,7 +114,7 @@ def verdict_of(
     }
 
 
-def takeover_commands(host: str, survey: Survey, needs: NeedsPlan) -> list[str]:
+def takeover_commands(host: str, survey: Survey, needs: PreflightPlan) -> list[str]:
     containers = competing_containers(survey.containers, [*needs.takeover, *needs.allow_containers])
     if not containers:
         return []
@@ -147,7 +147,7 @@ def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
         yield f"  stand-ins {', '.join(verdict['stubbed'])}: not valid for a Spark"
 
 
-def _survey_rows(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
+def _survey_rows(survey: Survey, needs: PreflightPlan) -> Iterator[tuple[str, str]]:
     identity, gpu, memory = survey.identity, survey.gpu, survey.memory
     yield "system", f"{identity.os_id} {identity.os_version} on {identity.arch}"
     names = ", ".join(device.name for device in gpu.gpus) or "none"
@@ -178,7 +178,7 @@ class Reuse:
     folders: tuple[str, ...]  # by size, largest first
 
 
-def reusable(stored: StoredFiles, needs: NeedsPlan) -> Reuse:
+def reusable(stored: StoredFiles, needs: PreflightPlan) -> Reuse:
     wanted = {file for _, files in needs.downloads for file in files}
     present = {(sha256, size_bytes) for _, sha256, size_bytes in stored.files}
     bytes_in: dict[str, int] = {}

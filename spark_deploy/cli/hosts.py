@@ -39,7 +39,7 @@ from spark_deploy.lock.resolve import companion_repositories, required_names, re
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.artifacts import original_bytes
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.memory import weights_of
+from spark_deploy.plan.memory import weight_sizes
 from spark_deploy.plan.resolve import Request
 from spark_deploy.plan.types import HostPlan
 from spark_deploy.ticking import ticking
@@ -141,7 +141,7 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     """Add estimated sizes, by architecture, for names that are not locked."""
     missing = required_names(settings, catalog).missing_in(lock)
     size_bytes: dict[str | None, int] = {}
-    for name in {served.model for served in settings.all_served}:
+    for name in {served.model for served in settings.all_models}:
         model = catalog.model(name)
         for pair, profile in catalog.profiles.items():
             if pair[1] == name:
@@ -153,7 +153,7 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
             continue
         repositories = (model.sources.base, model.sources.donor, model.sources.hybrid)
         size_bytes[model.sources.original] = original_bytes(model.architecture)
-        size_bytes |= dict.fromkeys(repositories, weights_of(model.architecture).tree_bytes)
+        size_bytes |= dict.fromkeys(repositories, weight_sizes(model.architecture).tree_bytes)
     sources = [
         LockedSource(
             repo, revision, ESTIMATED_COMMIT,

@@ -20,9 +20,9 @@ from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import format_size
 from spark_deploy.lock.types import Lock
 from spark_deploy.plan.kv_cache import context_tokens
-from spark_deploy.plan.memory import weights_of
-from spark_deploy.plan.resolve import can_serve, problems_of
-from spark_deploy.plan.speed import speed_of
+from spark_deploy.plan.memory import weight_sizes
+from spark_deploy.plan.resolve import can_serve, plan_problems
+from spark_deploy.plan.speed import compute_speed
 
 HOST_COUNTS = (1, 2, 4)
 PLAIN_PROFILE = "plain"  # for repositories served as published
@@ -85,7 +85,7 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
     chosen = next((names[0] for names in profiles.values() if names), None)
     profile = catalog.profile(chosen, model.name) if chosen else None
     hybrid = model.architecture if isinstance(model, HybridModel) else None
-    size_bytes, is_known = weights_of(hybrid).tree_bytes if hybrid else None, hybrid is not None
+    size_bytes, is_known = weight_sizes(hybrid).tree_bytes if hybrid else None, hybrid is not None
     if isinstance(model, PlainModel):
         source, is_known = lock.sources.get(model.repository), model.anatomy is not None
         size_bytes = source.size_bytes if source else None
@@ -107,13 +107,13 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
         is_known=is_known,
         download_bytes=size_bytes,
         context_tokens=context_tokens(model, profile) if profile and is_known else None,
-        tokens_per_s=speed_of(hybrid, profile).tokens_per_s if hybrid and profile else None,
+        tokens_per_s=compute_speed(hybrid, profile).tokens_per_s if hybrid and profile else None,
     )
 
 
 def fix_of(model: str, profile: str, catalog: Catalog, count: int) -> str:
     """Return the planner's advice for a pair that ``count`` hosts cannot serve."""
-    return problems_of(settings_on(count, model, profile), catalog)[0].fix
+    return plan_problems(settings_on(count, model, profile), catalog)[0].fix
 
 
 def settings_on(count: int, model: str, profile: str) -> Settings:

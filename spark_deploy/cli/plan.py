@@ -21,8 +21,8 @@ from spark_deploy.config.errors import LockError, SparkError
 from spark_deploy.inventory.plans import verify_names_if_online
 from spark_deploy.lock.file import read_lock
 from spark_deploy.plan.host import document
-from spark_deploy.plan.resolve import pair_of
-from spark_deploy.plan.speed import Calibration, calibrated, speed_of
+from spark_deploy.plan.resolve import model_and_profile
+from spark_deploy.plan.speed import Calibration, calibrated, compute_speed
 
 ONE_STREAM = "one_stream_tokens_per_s"
 
@@ -57,7 +57,7 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
         reuse = {host.name: reusable(survey.stored, needs[host.name]) for host, survey in surveys}
     texts = (
         plan_text(
-            host_plan, *pair_of(host.settings.settings, host.catalog),
+            host_plan, *model_and_profile(host.settings.settings, host.catalog),
             verbose=options.verbose,
             present=reuse_text(reuse[host.name]) if host.name in reuse else "",
             peer=download_peer(host_plan, plans[:number] * host.settings.settings.fleet.share),
@@ -110,5 +110,5 @@ def _speed_of(report: str, host: HostReport, catalog: Catalog) -> Iterator[Measu
         return
     model = catalog.model(serving.model)
     if isinstance(model, HybridModel):
-        computed = speed_of(model.architecture, profile).tokens_per_s
+        computed = compute_speed(model.architecture, profile).tokens_per_s
         yield MeasuredSpeed(report, model.name, profile.name, measured, computed)

@@ -25,9 +25,9 @@ from spark_deploy.plan.speed import (
     Calibration,
     Speed,
     best_speedup,
+    compute_speed,
     first_token_s,
     next_turn_s,
-    speed_of,
 )
 from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServicePlan
 
@@ -299,15 +299,15 @@ def speed_lines(
         return
     shape, requests = model.architecture, profile.limits.max_sequences
     context, factor = plan.serve.check.max_model_len, calibration.factor
-    single = speed_of(shape, profile)
+    single = compute_speed(shape, profile)
     text = f"{_range(single, factor)} tokens/s for one request, "
     if profile.kv_cache.dtype in TURBOQUANT:
         text += "less in long contexts (not computed for TurboQuant)"
     else:
-        full = speed_of(shape, profile, context_tokens=context)
+        full = compute_speed(shape, profile, context_tokens=context)
         text += f"{_range(full, factor)} after {context:,} tokens"
     if requests > 1:
-        total = speed_of(shape, profile, requests=requests)
+        total = compute_speed(shape, profile, requests=requests)
         text += f", {_range(total, factor)} in total for {requests}"
     basis = "fitted on two published figures of the 122B, not measured on a Spark"
     if profile.ngram_table == "file":

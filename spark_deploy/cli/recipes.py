@@ -19,7 +19,7 @@ from spark_deploy.config.catalog.profile import (
 from spark_deploy.config.catalog.types import Engine
 from spark_deploy.config.documents import convert, schema_of
 from spark_deploy.config.errors import CatalogError
-from spark_deploy.config.schema_errors import problems_of
+from spark_deploy.config.schema_errors import schema_problems
 from spark_deploy.config.settings import allowed
 from spark_deploy.config.settings import engine as engine_options
 from spark_deploy.config.settings.engine import DEVICE_OPTIONS, PROFILE_KEYS
@@ -96,7 +96,7 @@ def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | Non
 
 def _environment(recipe: Recipe) -> dict[str, str]:
     given = {str(name): str(value) for name, value in recipe.environment.items()}
-    paths = allowed.unlisted({}, given)
+    paths = allowed.find_unlisted({}, given)
     unlisted = f"{allowed.NOT_LISTED}; {allowed.FIX}"
     refused = {path.removeprefix("environment."): unlisted for path in paths}
     refused |= {name: reason for name, reason, _ in engine_options.environment_problems(given)}
@@ -306,7 +306,7 @@ def read_arguments(words: list[str]) -> Arguments:
         del own[option]
         arguments.unused.append(f"--{option}: {problem}; {fix}")
     for option, value in list(own.items()):
-        for path in allowed.unlisted(engine_options.canonical_options({option: value}), {}):
+        for path in allowed.find_unlisted(engine_options.canonical_options({option: value}), {}):
             own.pop(option, None)
             text = f"--{path.removeprefix('options.')}: {allowed.NOT_LISTED}; {allowed.FIX}"
             arguments.unused.append(text)
@@ -336,7 +336,7 @@ def _add_profile_key(name: str, value: Any, arguments: Arguments) -> None:
     schema = schema_of(Profile, "profile")
     for key in (*parents, last):
         schema = schema["properties"][key]
-    if list(problems_of(value, schema, lambda path: "")):
+    if list(schema_problems(value, schema, lambda path: "")):
         arguments.unused.append(f"--{name} {str(value)[:60]}: not possible in a profile")
         return
     section = arguments.profile
@@ -357,7 +357,7 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
         if name in config and type(config[name]) is kind:
             speculation[key] = config[name]
     schema = schema_of(Speculation, "s")
-    problems = [problem.what for problem in problems_of(speculation, schema, lambda path: "")]
+    problems = [problem.what for problem in schema_problems(speculation, schema, lambda path: "")]
     problems = problems or [
         problem.what for problem in convert(Speculation, speculation).violations()
     ]

@@ -18,7 +18,7 @@ from spark_deploy.cli.hosts import Target, inventory_path, select_hosts
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
 from spark_deploy.config.schema_errors import closest
-from spark_deploy.config.settings.load import HostSettings, with_values
+from spark_deploy.config.settings.load import HostSettings, with_overrides
 from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.inventory.clusters import unknown_host_problems, with_replica_addresses
 from spark_deploy.inventory.groups import refuse_conflicts, vars_root
@@ -128,7 +128,7 @@ def _check(
         after[host.name] = host.settings
         try:
             if host.name in chosen:
-                after[host.name] = with_values(host.settings, values, shown)
+                after[host.name] = with_overrides(host.settings, values, shown)
         except SettingsError as error:
             problems += error.problems
     problems += unknown_host_problems(after)

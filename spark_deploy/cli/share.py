@@ -41,12 +41,12 @@ from spark_deploy.config.catalog.load import read_file
 from spark_deploy.config.documents import CLOSED, convert, schema_of, to_yaml_data
 from spark_deploy.config.errors import CatalogError, LockError, Problem
 from spark_deploy.config.printable import one_line
-from spark_deploy.config.schema_errors import dotted, problems_of
+from spark_deploy.config.schema_errors import dotted, schema_problems
 from spark_deploy.config.settings import allowed
 from spark_deploy.config.settings.engine import canonical_options
 from spark_deploy.config.settings.service import CatalogName
 from spark_deploy.lock import hub
-from spark_deploy.lock.file import read_lock, validated, write_lock
+from spark_deploy.lock.file import read_lock, validate_lock, write_lock
 from spark_deploy.lock.headers import read_hub_token
 from spark_deploy.lock.types import LockedSource, image_name
 from spark_deploy.plan.types import HostPlan
@@ -134,7 +134,7 @@ def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
 def _pair(choice: str, host: Target) -> tuple[str, str]:
     model, _, profile = choice.partition("/")
     settings = host.settings.settings
-    for served in settings.all_served:
+    for served in settings.all_models:
         if served.model == model and not profile:
             return model, served.profile
     return host.catalog.model(model).name, profile or settings.profile
@@ -211,7 +211,7 @@ def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str
 
 
 def read_shared(data: Mapping[str, Any], source: str) -> Shared:
-    problems = list(problems_of(dict(data), schema_of(Shared, "shared"), lambda path: source))
+    problems = list(schema_problems(dict(data), schema_of(Shared, "shared"), lambda path: source))
     if problems:
         raise CatalogError(problems)
     return convert(Shared, dict(data))
@@ -243,7 +243,7 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
     written = write_files(root, texts, force=force)
     path = host.settings.lock_path
     lock = read_lock(path)
-    changed = validated(lock.with_entries(locked))
+    changed = validate_lock(lock.with_entries(locked))
     if changed != lock:
         write_lock(path, changed)
         note(f"{path}: {len(locked)} repositories locked as shared")
@@ -259,7 +259,7 @@ def _unlisted(value: Any) -> Iterator[str]:
             for part in (value.get("options"), value.get("environment"))
         )
         texts = {name: str(item) for name, item in environment.items()}
-        yield from allowed.unlisted(canonical_options(options), texts)
+        yield from allowed.find_unlisted(canonical_options(options), texts)
         value = list(value.values())
     for item in value if isinstance(value, list) else ():
         yield from _unlisted(item)
@@ -282,7 +282,7 @@ def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
             problem = f"locked here at {known.commit[:12]}, shared at {source.commit[:12]}"
             fix = f"remove it from {host.settings.lock_path.name} to use the shared commit"
             raise LockError.one(repo, problem, fix)
-        on_hub = hub.look_up(settings.endpoint, repo, source.commit, token)
+        on_hub = hub.look_up_repo(settings.endpoint, repo, source.commit, token)
         if on_hub.commit != source.commit:
             problem = f"the hub has no commit {source.commit}"
             raise LockError.one(repo, problem, "ask the author of the file")
@@ -298,7 +298,7 @@ def _open(shared: Shared, host: Target) -> Iterator[str]:
     token = read_hub_token(settings.hub)
     for repo, source in shared.sources.items():
         try:
-            now = hub.look_up(settings.hub.endpoint, repo, source.revision, token).commit
+            now = hub.look_up_repo(settings.hub.endpoint, repo, source.revision, token).commit
         except LockError as error:
             yield error.problems[0].line
             continue

@@ -28,7 +28,7 @@ from spark_deploy.hosts.uninstall import (
 )
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import required_names
-from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.jobs import plan_jobs
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import HostPlan
 
@@ -228,7 +228,7 @@ def _readiness(plan: HostPlan, host_status: HostStatus) -> list[dict[str, Any]]:
             "model": pair.model,
             "profile": pair.profile,
             "missing": [
-                work.job.title for work in jobs_of(pair, context) if work.job.digest not in done
+                work.job.title for work in plan_jobs(pair, context) if work.job.digest not in done
             ],
         }
         for pair in plan.ready

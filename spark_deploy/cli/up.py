@@ -36,7 +36,7 @@ from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
 from spark_deploy.inventory.login import public_key
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import format_size, required_names
-from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.jobs import plan_jobs
 from spark_deploy.plan.types import HostPlan
 
 # Phases of a rollout without service; the host records their times.
@@ -209,7 +209,7 @@ def read_state(host: Host, plan: HostPlan) -> HostState:
 
 
 def _jobs(plan: HostPlan) -> list[Job]:
-    return [work.job for work in jobs_of(plan, read_payload().image_context)]
+    return [work.job for work in plan_jobs(plan, read_payload().image_context)]
 
 
 def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:

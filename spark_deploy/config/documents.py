@@ -1,7 +1,7 @@
 """Documents that people write: pydantic dataclasses, their JSON schemas, and rules between keys.
 
-``schema_errors.problems_of`` checks data against pydantic's JSON schema; then ``convert`` builds
-the document and checks its rules.
+``schema_errors.schema_problems`` checks data against pydantic's JSON schema; then ``convert``
+builds the document and checks its rules.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Schema = dict[str, Any]
 KeyPath = tuple[str | int, ...]
 Text = Annotated[str, Field(min_length=1)]
 Gib = Annotated[float, PlainSerializer(lambda size: int(size) if size == int(size) else size)]
-FromKey = Annotated[SkipJsonSchema[str], Field(exclude=True)]  # filled by ``name_entries``
+FromKey = Annotated[SkipJsonSchema[str], Field(exclude=True)]  # filled by ``key_as_field``
 
 
 def text_schema(pattern: str, description: str, example: str) -> JsonDict:
     return {"pattern": pattern, "patternErrorMessage": f"write {description}, such as {example}"}
 
 
-def name_entries(field: str) -> BeforeValidator:
+def key_as_field(field: str) -> BeforeValidator:
     """Return a validator that copies each key of a mapping into a field of its entry."""
 
     def add_key_as_field(entries: Any) -> Any:

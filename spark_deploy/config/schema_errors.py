@@ -31,7 +31,7 @@ _LIMITS = {float: 2**53, int: 2**63}
 _URL = re.compile(r'://[^\s"]*')
 
 
-def problems_of(
+def schema_problems(
     data: Any,
     schema: Schema,
     where: Callable[[KeyPath], str],

@@ -12,7 +12,7 @@ from spark_deploy.hosts.docker_facts import Container
 from spark_deploy.hosts.facts import container_id, is_managed
 from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.memory import START_MARGIN
-from spark_deploy.plan.types import NeedsPlan
+from spark_deploy.plan.types import PreflightPlan
 
 GIB = 1 << 30
 
@@ -23,7 +23,7 @@ class Findings:
     warnings: tuple[Problem, ...] = ()
 
 
-def check_workloads(needs: NeedsPlan, survey: Survey) -> Findings:
+def check_workloads(needs: PreflightPlan, survey: Survey) -> Findings:
     problems = [*_container_problems(needs, survey), *_port_problems(needs, survey)]
     if needs.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
         message = f"has no address on this host: {survey.tailscale or 'no output'}"
@@ -47,7 +47,7 @@ def competing_containers(
     )
 
 
-def _container_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _container_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
     for container in competing_containers(survey.containers, needs.allow_containers):
         if container.name in needs.takeover:
             continue
@@ -61,7 +61,7 @@ def _container_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         )
 
 
-def _port_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _port_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
     for listener in survey.listeners:
         if listener.port not in needs.ports:
             continue
@@ -78,7 +78,7 @@ def _port_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             yield Problem(where, message, "stop it, or choose another serve.port")
 
 
-def _memory_holder_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _memory_holder_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
     """Yield processes that use much memory or the GPU and are neither managed nor allowed."""
     allowed_names = {*needs.takeover, *needs.allow_containers}
     known_containers = {
@@ -106,7 +106,7 @@ def _memory_holder_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Proble
             yield Problem(f"process {name}", f"pid {pid} uses the GPU", fix)
 
 
-def check_capacity(needs: NeedsPlan, survey: Survey) -> Findings:
+def check_capacity(needs: PreflightPlan, survey: Survey) -> Findings:
     problems = (
         *_disk_problems(needs, survey),
         *_writable_parent_problems(survey),
@@ -123,7 +123,7 @@ class DiskDemand:
     paths: tuple[str, ...]
 
 
-def disk_demands(needs: NeedsPlan, survey: Survey) -> tuple[DiskDemand, ...]:
+def disk_demands(needs: PreflightPlan, survey: Survey) -> tuple[DiskDemand, ...]:
     """Add up the bytes to write per filesystem, without files that exist or can be linked."""
     usage_by_path = {usage.path: usage for usage in survey.disk_usage}
     demands: dict[str, DiskDemand] = {}
@@ -141,7 +141,7 @@ def disk_demands(needs: NeedsPlan, survey: Survey) -> tuple[DiskDemand, ...]:
     return tuple(demands.values())
 
 
-def _present_bytes(needs: NeedsPlan, survey: Survey, usage: DiskUsage, size_bytes: int) -> int:
+def _present_bytes(needs: PreflightPlan, survey: Survey, usage: DiskUsage, size_bytes: int) -> int:
     if usage.path == DOCKER_DIR:
         if needs.images and set(needs.images) <= set(survey.images):
             return size_bytes
@@ -154,7 +154,7 @@ def _present_bytes(needs: NeedsPlan, survey: Survey, usage: DiskUsage, size_byte
     return max(usage.present_bytes, survey.stored.linkable_bytes(usage.path, files))
 
 
-def _disk_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _disk_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
     known = {usage.path for usage in survey.disk_usage}
     if unknown := [path for path, _ in needs.disk_needed_bytes if path not in known]:
         yield Problem("disk", f"could not read {', '.join(unknown)}", "check `df` on the host")
@@ -199,7 +199,7 @@ def _writable_parent_problems(survey: Survey) -> Iterator[Problem]:
             )
 
 
-def _memory_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _memory_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
     memory, needed = survey.memory, f"{needs.memory_needed_bytes / GIB:.1f} GiB"
     if memory.total_bytes < needs.memory_total_min_bytes:
         message = (
@@ -230,7 +230,7 @@ def _memory_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         )
 
 
-def _unknown_memory_problems(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+def _unknown_memory_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
     available_bytes = survey.memory.available_bytes
     if survey.obtainable_bytes is None and available_bytes < needs.memory_needed_bytes:
         yield Problem(

@@ -32,7 +32,7 @@ from spark_deploy.plan.jobs import (
     Member,
     State,
     Work,
-    lacks,
+    is_incomplete,
     shared_trees,
     trees_to_share,
     with_peers,
@@ -187,7 +187,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
         is_needed = tree.digest in needed_digests
         if is_needed and (states[tree.digest] != "not needed" or _share_existing(tree)):
             trees.append(tree)
-    if not trees and not any(map(lacks, states.values())):
+    if not trees and not any(map(is_incomplete, states.values())):
         host.noop("no host needs files from another host")
         return
     first_host = next(iter(host.state.inventory))

@@ -34,7 +34,7 @@ from spark_deploy.hosts.operations import (
     warn,
 )
 from spark_deploy.hosts.survey import Survey
-from spark_deploy.plan.cluster import fabric_plan, present_addresses
+from spark_deploy.plan.cluster import existing_addresses, fabric_plan
 from spark_deploy.plan.types import FabricLink
 
 _FULL_MBIT_PER_S = 200_000  # of a cable, reported by each of the two interfaces of the cage
@@ -111,7 +111,7 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
     netplan, ports = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
     if netplan.in_trial:
         fail(f"{host.name}: {NETPLAN_TRIAL}", "another trial is running", TRY_AGAIN)
-    present = present_addresses(host.name, settings, ports)
+    present = existing_addresses(host.name, settings, ports)
     if present and not netplan.managed_file:
         host.noop(f"the existing network is kept: {present}")
         return

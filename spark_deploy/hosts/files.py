@@ -13,7 +13,7 @@ from pyinfra.api import Host, StringCommand
 
 from spark_deploy.hosts.commands import current_host, shell
 from spark_deploy.hosts.facts import FileStates, expect_fact, read_fact
-from spark_deploy.plan.types import FileState, ManagedFile, differing
+from spark_deploy.plan.types import FileState, ManagedFile, outdated_files
 
 _MAX_NAMES = 2
 
@@ -38,7 +38,7 @@ def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, 
     Use ``yield from``, because operations cannot call each other.
     """
     states = file_states([file.path for file in files])
-    outdated = differing(files, states)
+    outdated = outdated_files(files, states)
     if not outdated:
         return False
     host.log(describe_changes([file.path for file in outdated], states))

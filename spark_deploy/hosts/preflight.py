@@ -19,7 +19,7 @@ from spark_deploy.hosts.operations import Commands, HostError, host_operation, w
 from spark_deploy.hosts.packages import REPAIRABLE
 from spark_deploy.hosts.status import unit_overrides_problem
 from spark_deploy.hosts.survey import HostSurvey, Survey
-from spark_deploy.plan.types import NeedsPlan
+from spark_deploy.plan.types import PreflightPlan
 
 _GB10_PCI_ID = "10de:2e12"
 _OLDEST_DRIVER = "580"  # the first for CUDA 13
@@ -38,7 +38,7 @@ def _warning(where: str, message: str, fix: str) -> _Finding:
     return _Finding(False, Problem(where, message, fix))
 
 
-def check_survey(needs: NeedsPlan, survey: Survey) -> capacity.Findings:
+def check_survey(needs: PreflightPlan, survey: Survey) -> capacity.Findings:
     findings = (*_identity_findings(needs, survey), *_health_findings(needs, survey))
     workloads = capacity.check_workloads(needs, survey)
     resources = capacity.check_capacity(needs, survey)
@@ -50,7 +50,7 @@ def check_survey(needs: NeedsPlan, survey: Survey) -> capacity.Findings:
     )
 
 
-def _identity_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
+def _identity_findings(needs: PreflightPlan, survey: Survey) -> Iterator[_Finding]:
     """Compare the host with ``expect``.
 
     Stop after a wrong architecture or GPU. The PCI id is readable even if the driver is broken.
@@ -95,7 +95,7 @@ _DRIVER_FIX = {
 }
 
 
-def _driver_findings(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
+def _driver_findings(needs: PreflightPlan, gpu: GpuState) -> Iterator[_Finding]:
     if gpu.smi != "ok":
         message = gpu.smi_error.splitlines()[0] if gpu.smi_error else "nvidia-smi is not installed"
         yield _error("driver", message, _DRIVER_FIX[gpu.smi])
@@ -122,7 +122,7 @@ _REQUIRED = re.compile(r"(lib)?nvidia|cuda|linux-(image|modules|nvidia)|libc6|li
 _MAX_CLOCK_DIFFERENCE_S = 300  # certificates and package lists may be "not valid yet"
 
 
-def _health_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
+def _health_findings(needs: PreflightPlan, survey: Survey) -> Iterator[_Finding]:
     if not survey.sudo_works:
         message = f"{survey.user} cannot become root without a password"
         yield _error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
@@ -164,7 +164,7 @@ def _health_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     yield from _package_findings(survey)
 
 
-def _file_findings(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
+def _file_findings(needs: PreflightPlan, survey: Survey) -> Iterator[_Finding]:
     for path in survey.read_only:
         fix = (
             f"find the cause with `findmnt -T {path}` and `dmesg`, then `mount -o remount,rw MOUNT`"
@@ -235,7 +235,7 @@ def host_key_problems(name: str, surveys: Mapping[str, Survey]) -> Iterator[Prob
         )
 
 
-def fact_arguments(needs: NeedsPlan) -> dict[str, Any]:
+def fact_arguments(needs: PreflightPlan) -> dict[str, Any]:
     return {
         "paths": tuple(path for path, _ in needs.disk_needed_bytes),
         "ports_wanted": needs.ports,
@@ -245,13 +245,13 @@ def fact_arguments(needs: NeedsPlan) -> dict[str, Any]:
     }
 
 
-def read_survey(needs: NeedsPlan) -> Survey:
+def read_survey(needs: PreflightPlan) -> Survey:
     # Without pyinfra's sudo, which would stop at a prompt.
     return read_fact(HostSurvey, _sudo=False, **fact_arguments(needs))
 
 
 @host_operation
-def check_host(needs: NeedsPlan) -> None:
+def check_host(needs: PreflightPlan) -> None:
     if is_predicted("reboot"):
         host.noop("checked after the reboot")
         return
@@ -268,7 +268,7 @@ def check_host(needs: NeedsPlan) -> None:
 
 
 @host_operation
-def check_cluster(needs: NeedsPlan) -> None:
+def check_cluster(needs: PreflightPlan) -> None:
     if not needs.cluster:
         host.noop("not part of a cluster")
         return
@@ -282,7 +282,7 @@ def check_cluster(needs: NeedsPlan) -> None:
 
 
 @host_operation
-def take_over(needs: NeedsPlan) -> Commands:
+def take_over(needs: PreflightPlan) -> Commands:
     """Stop the containers in ``takeover``, and do not let docker start them again.
 
     To undo this: `docker update --restart=unless-stopped NAME; docker start NAME`.

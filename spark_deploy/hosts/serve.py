@@ -38,7 +38,7 @@ from spark_deploy.hosts.status import (
 )
 from spark_deploy.hosts.survey import HostSurvey
 from spark_deploy.plan.gateway import base_urls
-from spark_deploy.plan.types import GatewayPlan, ManagedFile, NeedsPlan
+from spark_deploy.plan.types import GatewayPlan, ManagedFile, PreflightPlan
 
 
 @host_operation
@@ -206,7 +206,7 @@ class RebootedFor(HostFact[str]):
 
 
 @host_operation
-def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
+def reboot_host(needs: PreflightPlan, serve: Release) -> Commands:
     """Reboot a host if needed, and verify the service before the next host."""
     reason = read_survey(needs).identity.boot.reboot_reason
     if not reason:
@@ -222,7 +222,7 @@ def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
 
 
 @host_command
-def _reboot(state: State, host: Host, reason: str, needs: NeedsPlan, serve: Release) -> bool:
+def _reboot(state: State, host: Host, reason: str, needs: PreflightPlan, serve: Release) -> bool:
     host.log(f"rebooting: {reason}")
     releases.record_interruption(host)
     try:
@@ -283,7 +283,7 @@ def _require_readable(host: Host, status: HostStatus) -> None:
         fail(host.name, status.unreadable, fix)
 
 
-def _clear_marker(host: Host, needs: NeedsPlan) -> bool:
+def _clear_marker(host: Host, needs: PreflightPlan) -> bool:
     """Remove the marker, unless the cause persists: the marker then prevents a second reboot."""
     survey = run_fact(host, HostSurvey, timeout_s=180, **fact_arguments(needs))
     if pending := survey.identity.boot.reboot_reason:

@@ -25,8 +25,8 @@ from spark_deploy.hosts.gpu import SPECIFICATION
 from spark_deploy.hosts.operations import Commands, HostError, fail, host_command, host_operation
 from spark_deploy.hosts.payload import Payload, memory_command, packed_tools, placed_tools
 from spark_deploy.hosts.status import PrunePreview
-from spark_deploy.plan.jobs import DAEMON_JSON, preparation_name, ready_jobs_of, served_jobs_of
-from spark_deploy.plan.release import release_files_of, unit_files_of
+from spark_deploy.plan.jobs import DAEMON_JSON, preparation_name, ready_jobs, served_jobs
+from spark_deploy.plan.release import release_files, unit_and_command_files
 from spark_deploy.plan.types import NJS, SUDOERS_PATH, BasePlan, HostPlan, ManagedFile
 
 _TIMEOUT_S = 3600
@@ -251,7 +251,7 @@ def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
     yield Resource("state", paths.GPU_RECEIPT, "Docker | Check the GPU in a container")
     install = "Tools | Install host tools"
     yield from _files(placed_tools(plan.payload, payload.tools), install)
-    yield from _files(unit_files_of(payload.units), install)
+    yield from _files(unit_and_command_files(payload.units), install)
     yield Resource("link", paths.CURRENT_TOOLS, install)
     yield Resource("state", DAILY_STAMP, install)
     yield Resource("link", paths.SITE, "Tools | Install the builder's Python packages")
@@ -261,7 +261,7 @@ def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
 
 
 def _artifact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
-    for job in (work.job for work in served_jobs_of(plan, payload.image_context)):
+    for job in (work.job for work in served_jobs(plan, payload.image_context)):
         if job.unless:
             continue  # the same deploy removes it again
         operation = "Image | Prepare the engine image"
@@ -270,7 +270,7 @@ def _artifact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
         if job.kind == FETCH_JOB:
             operation = f"Sources | Fetch {job.title.removeprefix('fetch ')}"
         yield _artifact(job, operation)
-    for job in (work.job for work in ready_jobs_of(plan, payload.image_context)):
+    for job in (work.job for work in ready_jobs(plan, payload.image_context)):
         yield _artifact(job, f"Ready | {preparation_name(job)}")
 
 
@@ -286,7 +286,7 @@ def _release_resources(plan: HostPlan) -> Iterator[Resource]:
     yield Resource("user", paths.GATEWAY_USER, install)
     yield Resource("user", paths.ENGINE_USER, install)
     for served in plan.served:
-        yield from _files(release_files_of(served), install)
+        yield from _files(release_files(served), install)
         subject = "the release" if served is plan else served.serve.service
         change = f"Serve | Serve {subject} on {plan.host}"
         gateway = served.gateway.settings

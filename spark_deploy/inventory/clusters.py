@@ -11,7 +11,7 @@ from spark_contract.documents import to_plain
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.gateway import address_of
+from spark_deploy.plan.gateway import client_address
 
 # Members of a cluster run the same release, so these settings must be the same.
 _SAME_IN_CLUSTER = (
@@ -107,7 +107,7 @@ def with_replica_addresses(hosts: Mapping[str, HostSettings]) -> dict[str, HostS
     for name, loaded in hosts.items():
         settings = loaded.settings
         fleet_address = settings.fleet.address if settings.serve.expose == "lan" else None
-        known_addresses[name] = fleet_address or address_of(settings, name)
+        known_addresses[name] = fleet_address or client_address(settings, name)
     result = {}
     for name, loaded in hosts.items():
         replicas = loaded.settings.replicas

@@ -29,7 +29,7 @@ from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import CLOSED, Text, convert
 from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.config.schema_errors import problems_of as schema_problems
+from spark_deploy.config.schema_errors import schema_problems
 from spark_deploy.config.settings.load import HostSettings, load_hosts
 from spark_deploy.config.settings.patterns import Address, Login
 from spark_deploy.config.yaml_files import load_schema, read_mapping
@@ -51,7 +51,7 @@ from spark_deploy.inventory.host_keys import open_transport
 from spark_deploy.inventory.host_names import CONTEXT_KEY, HostContext, host_problems, stray_files
 from spark_deploy.inventory.output_limits import limit_output
 from spark_deploy.plan.gateway import gateway_plan
-from spark_deploy.plan.resolve import problems_of
+from spark_deploy.plan.resolve import plan_problems
 
 T = TypeVar("T")
 Group = tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]
@@ -293,7 +293,7 @@ def refuse_conflicts(
     problems = [*cluster_problems(hosts), *replica_problems(hosts)]
     for name, loaded in hosts.items():
         if name in must_serve:
-            problems += problems_of(loaded.settings, catalog, supported_engines())
+            problems += plan_problems(loaded.settings, catalog, supported_engines())
         gateway = gateway_plan(loaded.settings, name)
         if gateway.tls is not None:
             from spark_deploy.hosts.certificates import check_gateway  # slow to import

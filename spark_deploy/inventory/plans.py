@@ -27,12 +27,12 @@ from spark_deploy.inventory.command_line import inventory_argument, missing_inve
 from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
 from spark_deploy.inventory.host_names import CONTEXT_KEY, context_of, host_problems
 from spark_deploy.lock import headers
-from spark_deploy.lock.file import validated, write_lock
+from spark_deploy.lock.file import validate_lock, write_lock
 from spark_deploy.lock.resolve import companion_repositories, format_size, load_or_extend_lock
 from spark_deploy.lock.types import Lock, VerifiedNames, names_to_verify
 from spark_deploy.plan.artifacts import checkpoint_plan
-from spark_deploy.plan.cluster import Wave, waves_of
-from spark_deploy.plan.resolve import Request, pair_of
+from spark_deploy.plan.cluster import Wave, plan_waves
+from spark_deploy.plan.resolve import Request, model_and_profile
 from spark_deploy.plan.types import HostPlan, PayloadIdentity, Ports, SourcePlan
 
 # Hosts are planned in parallel; only the first queries the hub.
@@ -58,7 +58,7 @@ def waves_for(state: State) -> tuple[Wave, ...]:
     settings_by_host = {host.name: context_of(host).loaded.settings for host in chosen}
     rollouts = {name: settings.rollout for name, settings in settings_by_host.items()}
     clusters = (settings.cluster.hosts for settings in settings_by_host.values())
-    return waves_of(rollouts, clusters)
+    return plan_waves(rollouts, clusters)
 
 
 def plan_for(host: Host) -> HostPlan:
@@ -98,10 +98,10 @@ class UnreadRepository(NamedTuple):
 def unverified_builds(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
-    for served in settings.all_served:
+    for served in settings.all_models:
         if served.checkpoint.requantized:
             continue  # no hub has the base; the builder verifies it
-        plan = checkpoint_plan(*pair_of(served, catalog), served, lock)
+        plan = checkpoint_plan(*model_and_profile(served, catalog), served, lock)
         if plan is not None and isinstance(plan.base, SourcePlan):
             names = names_to_verify(plan.order, plan.base.locked, plan.donor)
             if not lock.has_verified(names):
@@ -111,7 +111,7 @@ def unverified_builds(
 def unread_repositories(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[UnreadRepository]:
-    for served in settings.all_served:
+    for served in settings.all_models:
         model = catalog.model(served.model)
         profile = catalog.profile(served.profile, served.model)
         required: list[tuple[str, str, tuple[str, ...]]] = [
@@ -131,7 +131,7 @@ def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
         unread_repositories(settings, catalog, lock)
     ):
         anatomy = headers.read_anatomy(repository, commit, settings.hub, leave_out=leave_out)
-        lock = validated(lock.with_entries(anatomies=[anatomy]))
+        lock = validate_lock(lock.with_entries(anatomies=[anatomy]))
         architecture = anatomy.architecture or "no architecture named"
         log(f"  {repository}: {architecture}, weights {format_size(anatomy.weights_bytes)}")
     return lock

@@ -9,7 +9,7 @@ from spark_contract import files
 
 from spark_deploy.config.documents import convert, to_yaml_data
 from spark_deploy.config.errors import LockError
-from spark_deploy.config.schema_errors import problems_of
+from spark_deploy.config.schema_errors import schema_problems
 from spark_deploy.config.yaml_files import load_schema, read_mapping
 from spark_deploy.lock.types import Lock
 
@@ -23,16 +23,16 @@ def read_lock(path: Path) -> Lock:
     if not path.exists():
         return Lock.from_entries()
     data, problems = read_mapping(path, shown=path.name)
-    problems = problems or list(problems_of(data, load_schema("lock"), lambda key: path.name))
+    problems = problems or list(schema_problems(data, load_schema("lock"), lambda key: path.name))
     if problems:
         raise LockError(problems)
     return convert(Lock, data)
 
 
-def validated(lock: Lock) -> Lock:
+def validate_lock(lock: Lock) -> Lock:
     """Return the lock if it matches the schema; hub and registry are not trusted."""
     data, where = to_yaml_data(lock, include_nulls=False), "the response of the hub or registry"
-    problems = list(problems_of(data, load_schema("lock"), lambda key: where))
+    problems = list(schema_problems(data, load_schema("lock"), lambda key: where))
     if problems:
         raise LockError(problems)
     return lock

@@ -27,8 +27,8 @@ from spark_deploy.lock.registry import LIMIT_S, run_with_timeout
 from spark_deploy.lock.types import LockedSource, SourceFile, split_files
 
 _TIMEOUT_S = 30
-_LONGEST_S = 300
-_LONGEST_BYTES = 64 << 20  # a file needs about 300
+_MAX_BODY_S = 300
+_MAX_BODY_BYTES = 64 << 20  # a file needs about 300
 _COMMIT = re.compile(COMMIT)
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _MAX_BYTES = 1 << 50  # no file is larger
@@ -44,7 +44,7 @@ class _LimitedBody(httpx2.SyncByteStream):
         received, started = 0, time.monotonic()
         for part in self._body:
             received += len(part)
-            if received > _LONGEST_BYTES or time.monotonic() - started > _LONGEST_S:
+            if received > _MAX_BODY_BYTES or time.monotonic() - started > _MAX_BODY_S:
                 raise httpx2.ReadError(f"the response is too long ({received} bytes)")
             yield part
 
@@ -67,7 +67,7 @@ def _prepare_client() -> None:
         client.event_hooks = {**hooks, "response": [*hooks["response"], *added]}
 
 
-def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> LockedSource:
+def look_up_repo(endpoint: str, repo: str, revision: str, token: str | None) -> LockedSource:
     where = f"{endpoint}/{repo}"
     try:
         info = _model_info(endpoint, repo, revision, token, files_metadata=True)

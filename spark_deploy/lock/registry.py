@@ -70,7 +70,7 @@ class ImageNotFoundError(LockError):
     """The registry has no such image or tag."""
 
 
-def look_up(
+def look_up_image(
     text: str, *, arch: str, insecure: Sequence[str] = (), engine: bool = False
 ) -> LockedImage:
     """Return digest and compressed size of an image for ``arch`` (as in ``uname -m``).

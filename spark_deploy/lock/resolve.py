@@ -13,9 +13,9 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog, version_of
 from spark_deploy.config.errors import LockError, Problem
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.lock.file import read_lock, validated, write_lock
+from spark_deploy.lock.file import read_lock, validate_lock, write_lock
 from spark_deploy.lock.headers import read_hub_token
-from spark_deploy.lock.registry import ImageNotFoundError, look_up
+from spark_deploy.lock.registry import ImageNotFoundError, look_up_image
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, image_name
 
 PrintLine = Callable[[str], None]
@@ -47,7 +47,7 @@ def required_names(settings: Settings, catalog: Catalog) -> Names:
     """Return the names that a host's services and ``keep_ready`` entries require."""
     sources: set[tuple[str, str]] = set()
     roles = {"gpu_check"}
-    for served in settings.all_served:
+    for served in settings.all_models:
         model = catalog.model(served.model)
         profile = catalog.profile(served.profile, served.model)
         sources.update(_repositories(model, profile, served))
@@ -116,14 +116,12 @@ def load_or_extend_lock(
 def resolve(
     lock: Lock, names: Names, settings: Settings, engines: Collection[str], print_line: PrintLine
 ) -> Lock:
-    sources = [_look_up_source(name, settings, print_line) for name in sorted(names.sources)]
-    images = [_look_up_image(name, settings, engines, print_line) for name in sorted(names.images)]
-    return validated(lock.with_entries(sources, images))
+    sources = [_lock_source(name, settings, print_line) for name in sorted(names.sources)]
+    images = [_lock_image(name, settings, engines, print_line) for name in sorted(names.images)]
+    return validate_lock(lock.with_entries(sources, images))
 
 
-def _look_up_source(
-    name: tuple[str, str], settings: Settings, print_line: PrintLine
-) -> LockedSource:
+def _lock_source(name: tuple[str, str], settings: Settings, print_line: PrintLine) -> LockedSource:
     repo, revision = name
     token = read_hub_token(settings.hub)
     if token and settings.hub.token is None:
@@ -131,7 +129,7 @@ def _look_up_source(
     # Imported late, because it takes 0.2 s.
     from spark_deploy.lock import hub
 
-    source = hub.look_up(settings.hub.endpoint, repo, revision, token)
+    source = hub.look_up_repo(settings.hub.endpoint, repo, revision, token)
     print_line(
         f"  {repo}: {revision} is commit {source.commit[:12]}, {format_size(source.size_bytes)}"
     )
@@ -141,13 +139,13 @@ def _look_up_source(
     return source
 
 
-def _look_up_image(
+def _lock_image(
     reference: str, settings: Settings, engines: Collection[str], print_line: PrintLine
 ) -> LockedImage:
     roles = [role for role, image in settings.images.items() if image == reference]
     is_engine = any(role != "gpu_check" for role in roles)
     try:
-        locked = look_up(
+        locked = look_up_image(
             reference,
             arch=settings.expect.arch,
             insecure=settings.registries.insecure,

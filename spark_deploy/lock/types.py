@@ -17,7 +17,7 @@ from spark_contract.units import COMMIT, SHA256
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.profile import HUB_REPOSITORY
-from spark_deploy.config.documents import CLOSED, FromKey, digest_of, name_entries
+from spark_deploy.config.documents import CLOSED, FromKey, digest_of, key_as_field
 from spark_deploy.config.errors import LockError
 
 _Commit = Annotated[str, Field(json_schema_extra={"pattern": f"^{COMMIT}$"})]
@@ -114,15 +114,15 @@ class Lock:
     """Format of this file."""
     sources: Annotated[
         dict[str, LockedSource],
-        name_entries("repo"),
+        key_as_field("repo"),
         Field(json_schema_extra={"propertyNames": HUB_REPOSITORY}),
     ]
     """Repositories by name."""
-    images: Annotated[dict[str, LockedImage], name_entries("reference")]
+    images: Annotated[dict[str, LockedImage], key_as_field("reference")]
     """Container images by reference."""
-    names: Annotated[dict[str, VerifiedNames], name_entries("build")] = Field(default_factory=dict)
+    names: Annotated[dict[str, VerifiedNames], key_as_field("build")] = Field(default_factory=dict)
     """Verified tensor names of each build."""
-    anatomies: Annotated[dict[str, Anatomy], name_entries("repository")] = Field(
+    anatomies: Annotated[dict[str, Anatomy], key_as_field("repository")] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": HUB_REPOSITORY}
     )
     """Headers and config.json of repositories that are served as published."""

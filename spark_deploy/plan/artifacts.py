@@ -33,7 +33,7 @@ from spark_deploy.plan.memory import (
     attention_bytes,
     ngram_file_bytes,
     served_architecture,
-    weights_of,
+    weight_sizes,
 )
 from spark_deploy.plan.types import (
     CheckpointPlan,
@@ -89,16 +89,16 @@ def source_plan(source: LockedSource, settings: Settings) -> SourcePlan:
     return SourcePlan(source, path, settings.hub, settings.downloads)
 
 
-def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) -> None:
+def reject_unbuildable_checkpoint(model: Model, profile: Profile, settings: Settings) -> None:
     """Raise an error for a checkpoint that cannot be built, or not kept as the settings require."""
     where, checkpoint = f"profile {profile.name}", settings.checkpoint
     if isinstance(model, PlainModel) and (profile.builds_checkpoint or profile.plugin):
         what = f"is for checkpoints built here; {model.name} is served as published"
         raise PlanError.one(where, what, "use profile plain, or write a similar one")
     if checkpoint.prebuilt:
-        _refuse_unusable_hybrid(model, profile)
+        _reject_unusable_hybrid(model, profile)
     if not checkpoint.keep_base:
-        _refuse_discarded_base(profile, settings)
+        _reject_discarded_base(profile, settings)
     if isinstance(model, HybridModel) and _lacks_int4_modules(model, profile):
         what = "tensors.mtp of the model lists no 16-bit experts or attention to round to INT4"
         raise PlanError.one(f"{where}: drafter", what, "set engine.drafter: keep")
@@ -107,7 +107,7 @@ def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) 
         raise PlanError.one(f"{where}: checkpoint.layout", what, "set checkpoint.layout: full")
 
 
-def _refuse_discarded_base(profile: Profile, settings: Settings) -> None:
+def _reject_discarded_base(profile: Profile, settings: Settings) -> None:
     if settings.checkpoint.requantized:
         what = "keep_base: false is for bases that can be downloaded again"
         fix = "set it to true"
@@ -122,7 +122,7 @@ def _refuse_discarded_base(profile: Profile, settings: Settings) -> None:
     raise PlanError.one(f"profile {profile.name}: checkpoint.keep_base", what, fix)
 
 
-def _refuse_unusable_hybrid(model: Model, profile: Profile) -> None:
+def _reject_unusable_hybrid(model: Model, profile: Profile) -> None:
     fix = "set checkpoint.source: base"
     if isinstance(model, PlainModel) or model.sources.hybrid is None:
         what = "this model has no prebuilt hybrid"
@@ -168,7 +168,7 @@ def checkpoint_plan(
         base=base,
         donor=donor,
         output_bytes=_output_bytes(model, profile, base.size_bytes),
-        donor_bytes=weights_of(model.architecture).shared_fp8_bytes if donor else 0,
+        donor_bytes=weight_sizes(model.architecture).shared_fp8_bytes if donor else 0,
         keep_base=settings.checkpoint.keep_base,
     )
 
@@ -246,7 +246,7 @@ def tensor_fields(model: HybridModel) -> dict[str, Any]:
 
 
 def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
-    sizes = weights_of(model.architecture)
+    sizes = weight_sizes(model.architecture)
     new = old = 0
     if profile.shared_experts not in ("keep", "fp8-base"):
         int8 = profile.shared_experts == "int8-g128"
@@ -259,7 +259,7 @@ def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
         new, old = new + sizes.head_int8_bytes, old + sizes.head_bytes
     if _int4_modules(model, profile):
         served = served_architecture(model.architecture, profile)
-        new, old = new + weights_of(served).mtp_bytes, old + sizes.mtp_bytes
+        new, old = new + weight_sizes(served).mtp_bytes, old + sizes.mtp_bytes
     return new if profile.layout == "overlay" else base_bytes - old + new
 
 
@@ -286,7 +286,7 @@ def requantized_plan(
     shape = model.architecture
     activations = options.nsamples * options.seqlen * shape.hidden * 2
     block = 3 * shape.hidden * (shape.experts * shape.expert_width + shape.shared_expert_width)
-    size_bytes = weights_of(shape).tree_bytes
+    size_bytes = weight_sizes(shape).tree_bytes
     order = orders.RequantizePlan(
         digest="0" * 64,
         name=model.name,
@@ -323,7 +323,7 @@ def requantized_plan(
 
 
 def original_bytes(model: Architecture) -> int:
-    weights = weights_of(replace(model, mtp_scheme="bf16"))
+    weights = weight_sizes(replace(model, mtp_scheme="bf16"))
     packed = weights.experts_bytes + weights.attention_bytes
     return weights.tree_bytes - packed + round(packed * _INT4_RATIO)
 

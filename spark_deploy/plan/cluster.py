@@ -61,17 +61,17 @@ def fabric_plan(host: str, settings: Settings, host_ports: Ports) -> FabricPlan:
     )
     if problems := [problem for port in ports for problem in _conflicts(host, port, host_ports)]:
         raise PlanError(problems)
-    return FabricPlan(netplan_of(ports), ports, _CONFIRM_S)
+    return FabricPlan(render_netplan(ports), ports, _CONFIRM_S)
 
 
-def present_addresses(host: str, settings: Settings, host_ports: Ports) -> str:
+def existing_addresses(host: str, settings: Settings, host_ports: Ports) -> str:
     ports = _fabric_ports(host, settings, host_ports)
     if not all(port.addresses for port in ports):
         return ""
     return ", ".join(f"{port.interface} {' '.join(port.addresses)}" for port in ports)
 
 
-def netplan_of(ports: Sequence[FabricPort]) -> str:
+def render_netplan(ports: Sequence[FabricPort]) -> str:
     return _NETPLAN_HEAD + "".join(_NETPLAN_PORT.format(**dataclasses.asdict(p)) for p in ports)
 
 
@@ -348,7 +348,7 @@ def _environment(link: Link) -> dict[str, str]:
 Wave = tuple[str, ...]
 
 
-def waves_of(
+def plan_waves(
     rollouts: Mapping[str, RolloutSettings], clusters: Iterable[Wave] = ()
 ) -> tuple[Wave, ...]:
     """Return which hosts change together, wave after wave.

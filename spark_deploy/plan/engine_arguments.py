@@ -50,7 +50,7 @@ def pins_target_experts(model: Model, profile: Profile) -> bool:
         isinstance(model, PlainModel)
         and _has_16_bit_experts(model)
         and profile.engine_mode != "portable"
-        and not brings_own_class(profile)
+        and not loads_unlisted_model(profile)
         and stays_16_bit
         and not chosen
     )
@@ -65,7 +65,7 @@ def quantises_online(profile: Profile) -> bool:
     return "quantization-config" in profile.options
 
 
-def brings_own_class(profile: Profile) -> bool:
+def loads_unlisted_model(profile: Profile) -> bool:
     """Return whether vLLM loads architectures that it does not list."""
     return canonical_options(profile.options).get("model-impl") in ("transformers", "terratorch")
 
@@ -307,7 +307,7 @@ def required_and_forbidden_lines(
     required, forbidden = [*profile.check.log_required], [*profile.check.log_forbidden]
     if plugin and isinstance(model, HybridModel) and profile.shared_experts.startswith("fp8"):
         required.append(plugin_line(model))
-    if plugin and profile.tree_needs_plugin:
+    if plugin and profile.checkpoint_needs_plugin:
         required.append(_FINITE_LINE)
     required += prefill_line(model, profile)
     if pins_target_experts(model, profile) or pins_drafter_experts(model, profile):

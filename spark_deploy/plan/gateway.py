@@ -47,7 +47,7 @@ def gateway_plan(
             on_request=on_request or None,
             keys=named_keys(serve),
         ),
-        address=address_of(settings, host),
+        address=client_address(settings, host),
         key=serve.api_key,
         tls=_tls(settings, host),
     )
@@ -90,7 +90,7 @@ def _replicas(settings: Settings, host: str) -> Replicas | None:
     return Replicas(replicas.port, gateways) if replicas.hosts else None
 
 
-def address_of(settings: Settings, host: str) -> str | None:
+def client_address(settings: Settings, host: str) -> str | None:
     if settings.serve.expose == "tailscale":
         # The SSH name may not exist in the tailnet.
         return settings.serve.address
@@ -99,7 +99,7 @@ def address_of(settings: Settings, host: str) -> str | None:
 
 
 def _tls(settings: Settings, host: str) -> TlsPlan | None:
-    serve, address = settings.serve, address_of(settings, host)
+    serve, address = settings.serve, client_address(settings, host)
     if serve.tls == "off":
         return None
     names = [address, None if host.startswith("@") else host, *serve.tls_names]

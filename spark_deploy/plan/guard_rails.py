@@ -16,18 +16,18 @@ from spark_deploy.config.catalog.types import ENGINE_NAME, Catalog, Engines, ver
 from spark_deploy.config.errors import PlanError, Problem
 from spark_deploy.config.printable import one_line
 from spark_deploy.config.schema_errors import closest
-from spark_deploy.config.settings.allowed import IGNORED_VARIABLES, unlisted
+from spark_deploy.config.settings.allowed import IGNORED_VARIABLES, find_unlisted
 from spark_deploy.config.settings.engine import (
     DEVICE_OPTIONS,
     canonical_options,
     parse_whole_number,
 )
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.engine_arguments import brings_own_class, stretches_context
+from spark_deploy.plan.engine_arguments import loads_unlisted_model, stretches_context
 from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens
 from spark_deploy.plan.types import MemoryPlan
 
-_WIDEST = 1 << 20
+_MAX_EXPERT_WIDTH = 1 << 20
 _FORMAT_OPTIONS = ("quantization", "quantization-config", "hf-overrides")
 _KERNEL_OPTIONS = ("linear-backend", "moe-backend", "kernel-config")
 # Alternative spellings of speculative-config fields.
@@ -53,7 +53,7 @@ _GROUPS = {"int4": 128, "nvfp4": 16}
 _FP8_BLOCK = 128
 
 
-def facts_of(
+def release_facts(
     model: Model, profile: Profile, memory: MemoryPlan, settings: Settings
 ) -> dict[str, Any]:
     """Return the facts that rules may use, of the arguments that the engine will get."""
@@ -75,7 +75,7 @@ def facts_of(
         "kv_cache": profile.kv_cache.dtype,
         "speculation_method": drafts.get("method"),
         "speculation_tokens": tokens,
-        "own_draft_model": drafts.get("model") is not None,
+        "separate_draft_model": drafts.get("model") is not None,
         "drafts_by_option": not options.keys().isdisjoint(("speculative-config", *_DRAFT_OPTIONS)),
         "prefix_caching": profile.prefix_caching,
         "max_sequences": profile.limits.max_sequences,
@@ -96,7 +96,7 @@ def facts_of(
         "pipeline_stages": int(options.get("pipeline-parallel-size") or 1),
         "expert_width_per_device": _expert_width(model, options, settings.ranks),
         "hosts": settings.ranks,
-        "deep_gemm": _deep_gemm(profile, options),
+        "deep_gemm": _uses_deep_gemm(profile, options),
         "formats": " ".join(formats).lower(),
         "online_quantisation": "quantization-config" in options,
         "engine_counts_cache_as_used": minor is not None and minor <= _COUNTED_CACHE_AS_USED,
@@ -113,11 +113,11 @@ def facts_of(
         "ring_fits_block": indexer is None
         or memory.block_tokens % indexer.ring_tokens(tokens) == 0,
         "load_format": str(options.get("load-format", profile.load_format)).lower(),
-        "tree_needs_plugin": profile.tree_needs_plugin,
-        "tree_repeats_names": _repeats_names(model) and not builds_full,
+        "checkpoint_needs_plugin": profile.checkpoint_needs_plugin,
+        "checkpoint_repeats_names": _repeats_names(model) and not builds_full,
         "plugins_by_environment": "VLLM_PLUGINS" in profile.environment,
         "trust_remote_code": options.get("trust-remote-code") not in (None, False),
-        "unlisted_options": unlisted(options, profile.environment),
+        "unlisted_options": find_unlisted(options, profile.environment),
         "atomic_add": profile.environment.get("VLLM_MARLIN_USE_ATOMIC_ADD", "0") != "0",
         "unread_variables": not profile.environment.keys().isdisjoint(IGNORED_VARIABLES),
         "unpickles": any(
@@ -125,7 +125,7 @@ def facts_of(
             for name in _UNPICKLING
         ),
         "questions_logged": _logs_questions(profile.environment, options),
-        "docker_listens": _listens(settings.docker.daemon.get("hosts", ())),
+        "docker_listens": _has_network_listener(settings.docker.daemon.get("hosts", ())),
         "stretched_context": stretches_context(profile),
         "compaction_proactiveness": settings.base.compaction_proactiveness,
         "old_runner": not profile.environment.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip(" 0"),
@@ -138,7 +138,7 @@ def _logs_questions(environment: Mapping[str, str], options: Mapping[str, Any]) 
     return loud or debug or "VLLM_REQUEST_BODY_LOG_LEVEL" in environment
 
 
-def _listens(hosts: Any) -> bool:
+def _has_network_listener(hosts: Any) -> bool:
     addresses = hosts if isinstance(hosts, (list, tuple)) else (hosts,)
     return any(not str(address).startswith(_LOCAL_SOCKETS) for address in addresses)
 
@@ -159,9 +159,9 @@ def _minor_version(image: str) -> int | None:
 def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
     if isinstance(model, PlainModel):
         # Without experts, without groups, or if unknown, no expert is too narrow.
-        anatomy, width = model.anatomy, _WIDEST
+        anatomy, width = model.anatomy, _MAX_EXPERT_WIDTH
         if anatomy and any(name in anatomy.quantisation for name in _IN_GROUPS):
-            width = anatomy.expert_width or _WIDEST
+            width = anatomy.expert_width or _MAX_EXPERT_WIDTH
     else:
         width = model.architecture.expert_width
     if options.get("enable-expert-parallel") is True:
@@ -169,7 +169,7 @@ def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
     return width // max(ranks, int(options.get("tensor-parallel-size") or 1))
 
 
-def _deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
+def _uses_deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
     chosen = " ".join(str(options.get(name, "")) for name in _KERNEL_OPTIONS)
     by_option = "deep_gemm" in chosen.lower().replace("-", "_")
     return by_option or profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0"
@@ -200,7 +200,7 @@ def apply_rails(
 
     ``overridden`` are refusing rules that the owner overrides, and why.
     """
-    _refuse_unknown(rails, facts)
+    _reject_unknown_facts(rails, facts)
     refused, warnings = list(_wrong_overrides(rails, overridden)), []
     for rail in (rail for rail in rails if all_hold(rail.applies, facts)):
         lists = [facts[fact] for fact in rail.applies if isinstance(facts[fact], tuple)]
@@ -233,7 +233,7 @@ def _wrong_overrides(
         yield Problem(f"override_rails: {rule}", what, fix)
 
 
-def _refuse_unknown(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> None:
+def _reject_unknown_facts(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> None:
     """Refuse rules about unknown facts: they would never apply."""
     problems = []
     for rail in rails:
@@ -301,7 +301,7 @@ def _architecture_problems(
         return
     image, named = settings.images.get(model.image.role, ""), model.anatomy.architecture
     version, engine = engines.for_image(image)
-    if engine is None or not named or brings_own_class(profile) or engine.supports(named):
+    if engine is None or not named or loads_unlisted_model(profile) or engine.supports(named):
         return
     others = [name for name, engine in engines.engines.items() if engine.supports(named)]
     fix = (
@@ -365,20 +365,22 @@ def _multi_host_problems(model: Model, profile: Profile, settings: Settings) -> 
     shape = model.architecture
     group = _GROUPS[shape.experts_scheme] if profile.engine_mode == "native" else 1
     shared = _FP8_BLOCK if group > 1 and profile.shared_experts != "keep" else 1
-    if ranks == 1 or not (uneven := list(_uneven(shape, ranks, group, shared))):
+    if ranks == 1 or not (uneven := list(_indivisible_sizes(shape, ranks, group, shared))):
         return
     fitting = [
         str(n)
         for n in range(2, _MAX_RANKS + 1)
         # The guard rail experts-of-one-group refuses a single group per rank.
-        if not list(_uneven(shape, n, group, shared)) and shape.expert_width // n > group
+        if not list(_indivisible_sizes(shape, n, group, shared)) and shape.expert_width // n > group
     ]
     fix = f"use {' or '.join(fitting)} hosts" if fitting else "serve it on each host separately"
     what = f"{model.name} cannot be split into {ranks} equal parts: {', '.join(uneven)}"
     yield Problem("cluster.hosts", what, fix)
 
 
-def _uneven(shape: Architecture, ranks: int, group: int, shared_group: int) -> Iterator[str]:
+def _indivisible_sizes(
+    shape: Architecture, ranks: int, group: int, shared_group: int
+) -> Iterator[str]:
     """Name the dimensions that cannot be split into ``ranks`` parts of whole groups."""
     if shape.kv_heads % ranks and ranks % shape.kv_heads:  # fewer heads than ranks are repeated
         yield f"{shape.kv_heads} KV heads"

@@ -24,7 +24,7 @@ from spark_deploy.lock.types import Lock
 from spark_deploy.plan import artifacts, cluster, gateway, release, types
 from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.resolve import Request, Resolved, resolve, resolve_service
-from spark_deploy.plan.types import DiskUse, HostPlan, ImagePlan, PairPlan, ServicePlan
+from spark_deploy.plan.types import DiskUse, HostPlan, ImagePlan, ModelPlan, ServicePlan
 
 # The engine image of 0.31.0: 11.0 GB compressed, 26.4 GB unpacked; a pull needs both.
 _UNPACKED = 2.5
@@ -41,13 +41,13 @@ def plan_host(request: Request) -> HostPlan:
         for name in settings.services
     )
     others = [
-        resolve(settings.pair_settings(other), request.catalog) for other in settings.ready_pairs
+        resolve(settings.with_model(other), request.catalog) for other in settings.ready_models
     ]
-    ready = tuple(pair_plan(other, request) for other in others)
+    ready = tuple(plan_model(other, request) for other in others)
     pairs = (main, *services, *ready)
     scheduled = {(change.model, change.profile) for change in settings.schedule}
     releases = {(main.model, main.profile): main.serve} | {
-        (pair.model, pair.profile): release.serve_plan(MAIN_SERVICE, other, pair, request.fabric)
+        (pair.model, pair.profile): release.plan_release(MAIN_SERVICE, other, pair, request.fabric)
         for other, pair in zip(others, ready, strict=True)
         if (pair.model, pair.profile) in scheduled
     }
@@ -92,7 +92,7 @@ def base_plan(settings: Settings) -> types.BasePlan:
 
 
 def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePlan:
-    pair = pair_plan(resolved, request)
+    pair = plan_model(resolved, request)
     # The main gateway starts every on-request service, another gateway only its own.
     on_request = {
         other: entry.idle_stop_s
@@ -102,13 +102,13 @@ def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePla
     return ServicePlan(
         **_fields(pair),
         memory=resolved.memory,
-        serve=release.serve_plan(name, resolved, pair, request.fabric),
+        serve=release.plan_release(name, resolved, pair, request.fabric),
         gateway=gateway.gateway_plan(resolved.settings, request.host, name, on_request),
         warnings=resolved.warnings,
     )
 
 
-def pair_plan(resolved: Resolved, request: Request) -> PairPlan:
+def plan_model(resolved: Resolved, request: Request) -> ModelPlan:
     model, profile, settings = resolved.model, resolved.profile, resolved.settings
     if isinstance(model, PlainModel) and model.anatomy is None:
         what = "size unknown: headers not read yet"
@@ -125,7 +125,7 @@ def pair_plan(resolved: Resolved, request: Request) -> PairPlan:
         base = checkpoint.base
     else:
         base = artifacts.source_plan(artifacts.served_source(model, lock), settings)
-    return PairPlan(
+    return ModelPlan(
         model.name,
         profile.name,
         (base, *(companion.source for companion in companions)),
@@ -142,8 +142,8 @@ def _needs(
     services: tuple[ServicePlan, ...],
     disk: tuple[DiskUse, ...],
     check_image: str,
-    pairs: tuple[PairPlan, ...],
-) -> types.NeedsPlan:
+    pairs: tuple[ModelPlan, ...],
+) -> types.PreflightPlan:
     settings = request.settings
     images = {pair.image.tag: _image_peak_bytes(pair.image) for pair in pairs}
     gateways = {service.serve.service: _ports_of(service) for service in services}
@@ -156,7 +156,7 @@ def _needs(
     for use in disk:
         peaks[use.path] += use.peak_bytes
     done = (path for pair in pairs for path in _paths_needing_no_space(pair.checkpoint))
-    return types.NeedsPlan(
+    return types.PreflightPlan(
         expect=settings.expect,
         takeover=settings.takeover,
         allow_memory_holders=settings.allow_memory_holders,
@@ -213,11 +213,11 @@ def _ports_of(service: ServicePlan) -> tuple[int, ...]:
     return (access.port, access.replicas.port) if access.replicas else (access.port,)
 
 
-def _fields(part: PairPlan) -> dict[str, Any]:
+def _fields(part: ModelPlan) -> dict[str, Any]:
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
-def _disk_uses(pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:
+def _disk_uses(pairs: Sequence[ModelPlan]) -> tuple[DiskUse, ...]:
     """Return the use of every folder; image and cache are estimates, the rest is exact.
 
     Each path is the folder of an artifact, so that existing files can be subtracted. Shared
@@ -229,7 +229,7 @@ def _disk_uses(pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:
     return tuple(uses.values())
 
 
-def _pair_uses(pair: PairPlan) -> Iterator[DiskUse]:
+def _pair_uses(pair: ModelPlan) -> Iterator[DiskUse]:
     keeps_base = pair.checkpoint is None or pair.checkpoint.keep_base
     companions = {companion.source.dir for companion in pair.companions}
     for source in pair.sources:
@@ -273,7 +273,7 @@ def _paths_needing_no_space(checkpoint: types.CheckpointPlan | None) -> tuple[tu
 
 def document(plan: HostPlan) -> dict[str, Any]:
     """Return the plan of a host as plain data, with totals and the unit's limits."""
-    drop_in = release.release_files_of(plan)[-1]
+    drop_in = release.release_files(plan)[-1]
     peak_bytes, after_bytes = disk_total(plan.disk)
     return {
         **to_plain(plan),

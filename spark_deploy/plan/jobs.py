@@ -42,7 +42,7 @@ from spark_deploy.plan.types import (
     HostPlan,
     ImagePlan,
     ManagedFile,
-    PairPlan,
+    ModelPlan,
     RequantizedPlan,
     SourcePlan,
 )
@@ -184,7 +184,7 @@ def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
     return _builder_work(digest, CHECKPOINT_JOB, title, order, plan.output_bytes, hub, after=after)
 
 
-def discard_jobs_of(plan: HostPlan) -> tuple[Work, ...]:
+def discard_jobs(plan: HostPlan) -> tuple[Work, ...]:
     trees = (service.checkpoint for service in plan.served)
     return _unique(
         _discard_job(tree, tree.base)
@@ -232,7 +232,7 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
     return Work(job, tuple(files) if plan.plugin else (), layers=plan.layers)
 
 
-def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
+def plan_jobs(pair: ModelPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
     companions = {companion.source.dir for companion in pair.companions}
     fetches = {
         source.dir: fetch_job(source, None if source.dir in companions else pair.checkpoint)
@@ -245,13 +245,13 @@ def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...
     return (*fetches.values(), *((image, made, *built) if made else (*built, image)))
 
 
-def served_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
-    return _unique(work for service in plan.served for work in jobs_of(service, context))
+def served_jobs(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
+    return _unique(work for service in plan.served for work in plan_jobs(service, context))
 
 
-def ready_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
-    served = {work.job.digest for work in served_jobs_of(plan, context)}
-    jobs = _unique(work for pair in plan.ready for work in jobs_of(pair, context))
+def ready_jobs(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
+    served = {work.job.digest for work in served_jobs(plan, context)}
+    jobs = _unique(work for pair in plan.ready for work in plan_jobs(pair, context))
     return tuple(work for work in jobs if work.job.digest not in served)
 
 
@@ -263,7 +263,7 @@ def preparation_name(job: Job) -> str:
     return f"Have ready: {job.title}"
 
 
-def keep_of(plan: HostPlan) -> KeepList:
+def keep_list(plan: HostPlan) -> KeepList:
     releases = [service.serve for service in plan.served]
     releases += [scheduled.release for scheduled in plan.schedule]
     folders = {mount.source for release in releases for mount in release.engine.mounts}
@@ -315,15 +315,15 @@ def trees_to_share(me: str, members: Sequence[Member]) -> frozenset[str]:
         digest
         for digest in mine
         for other in members
-        if other.name != me and lacks(other.trees.get(digest, "complete"))
+        if other.name != me and is_incomplete(other.trees.get(digest, "complete"))
     )
 
 
-def lacks(state: State) -> bool:
+def is_incomplete(state: State) -> bool:
     return state in ("running", "missing")
 
 
-def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
+def peer_urls(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
     """Return the URLs from which a host copies a tree, in order.
 
     First complete hosts, in a different order for each client; then hosts that download the tree;
@@ -351,7 +351,7 @@ def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
         return _with_shared_layers(work, work.layers, me, members)
     if not isinstance(proof, ReceiptProof):
         return work
-    urls = peers_of(me, proof.digest, members)
+    urls = peer_urls(me, proof.digest, members)
     if work.job.kind == FETCH_JOB and urls:
         [file] = work.inputs
         fetch = replace(parse(FetchPlan, file.content.decode()), peers=Peers(urls))
@@ -371,7 +371,7 @@ def _with_shared_layers(work: Work, layers: LayersPlan, me: str, members: Sequen
 
     A host without peers keeps the blobs for hosts that join later.
     """
-    urls = peers_of(me, layers.digest, members)
+    urls = peer_urls(me, layers.digest, members)
     if not urls and layers.digest not in trees_to_share(me, members):
         return work
     order = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)

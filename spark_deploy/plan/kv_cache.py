@@ -45,7 +45,7 @@ class CacheShape:
             pages += self.window_groups * kept
         return pages + self.state_blocks
 
-    def held_tokens(self, cache_bytes: int, sequences: int, longest: int) -> int:
+    def capacity_tokens(self, cache_bytes: int, sequences: int, longest: int) -> int:
         """Return the context tokens that fit next to the states of ``sequences`` requests."""
         blocks = cache_bytes // self.block_bytes
         if self.window_groups:
@@ -66,7 +66,7 @@ def native_context_tokens(model: Model) -> int:
     return model.architecture.max_context_tokens
 
 
-def own_drafts(profile: Profile) -> int:
+def mtp_drafts(profile: Profile) -> int:
     """Return the most drafts of a step."""
     drafts = profile.speculation
     return drafts.tokens if drafts and drafts.uses_model_layers else 0
@@ -76,17 +76,17 @@ def prefill_backend(profile: Profile) -> str:
     return str(canonical_options(profile.options).get("gdn-prefill-backend"))
 
 
-def shape_of(model: Model, profile: Profile, ranks: int = 1) -> CacheShape | None:
+def cache_shape(model: Model, profile: Profile, ranks: int = 1) -> CacheShape | None:
     """Return the cache's shape; ``None`` if unknown."""
     if isinstance(model, PlainModel):
         return _plain_shape(model, profile)
-    return cache_shape(_rank_architecture(model.architecture, ranks), profile)
+    return hybrid_shape(_rank_architecture(model.architecture, ranks), profile)
 
 
-def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
+def hybrid_shape(model: Architecture, profile: Profile) -> CacheShape:
     drafts = profile.speculation.tokens if profile.speculation else 0
     layer_bytes = layer_bytes_per_token(model, profile.kv_cache.dtype)
-    attention = model.attention_layers + (model.mtp_layers if own_drafts(profile) else 0)
+    attention = model.attention_layers + (model.mtp_layers if mtp_drafts(profile) else 0)
     size = _group_layers([attention, model.linear_layers])
     indexer = model.sparse_attention
     multiple = _block_multiple(model, profile)
@@ -174,7 +174,7 @@ def measured_cache(model: Model, profile: Profile) -> CountedCache | None:
 def _plain_shape(model: PlainModel, profile: Profile) -> CacheShape | None:
     if (measured := measured_cache(model, profile)) is not None:
         return CacheShape(_PAGE_TOKENS, _PAGE_TOKENS * measured.token_bytes, 1, 0)
-    anatomy, width = model.anatomy, relative_width(profile.kv_cache.dtype)
+    anatomy, width = model.anatomy, relative_cache_size(profile.kv_cache.dtype)
     if anatomy is None or anatomy.cache_unknown or not anatomy.cache or width is None:
         return None
     drafter = profile.speculation.anatomy if profile.speculation else None
@@ -227,7 +227,7 @@ def _upper_bound_shape(layers: Iterable[CacheLayers], width: float, page_tokens:
     return CacheShape(page_tokens, block_bytes, 1, math.ceil(states / block_bytes))
 
 
-def relative_width(dtype: str) -> float | None:
+def relative_cache_size(dtype: str) -> float | None:
     """Return the size of a cache type relative to 16 bits; ``None`` if unknown."""
     if dtype in ("auto", "bfloat16", "float16"):
         return 1.0

@@ -17,11 +17,11 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.kv_cache import (
     TURBOQUANT,
+    cache_shape,
     context_tokens,
     measured_cache,
-    own_drafts,
-    relative_width,
-    shape_of,
+    mtp_drafts,
+    relative_cache_size,
 )
 from spark_deploy.plan.types import MemoryPlan
 
@@ -69,7 +69,7 @@ class Weights:
         return language + self.vision_bytes + self.mtp_bytes
 
 
-def weights_of(model: Architecture) -> Weights:
+def weight_sizes(model: Architecture) -> Weights:
     expert = 3 * model.hidden * model.expert_width
     shared = model.layers * 3 * model.hidden * model.shared_expert_width
     matrix = model.vocabulary * model.hidden
@@ -163,7 +163,7 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
     fixed = weights + drafter + runtime
     budget = _budget_bytes(profile, settings, fixed)
     cache_bytes = budget - fixed
-    shape = shape_of(model, profile, settings.ranks)
+    shape = cache_shape(model, profile, settings.ranks)
     context = context_tokens(model, profile)
     blocks = cache_bytes // shape.block_bytes if shape else 0
     sequences = profile.limits.max_sequences
@@ -177,7 +177,7 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
         graphs_bytes=runtime,
         kv_cache_bytes=cache_bytes,
         block_tokens=shape.block_tokens if shape else 0,
-        kv_tokens=shape.held_tokens(cache_bytes, sequences, context) if shape else None,
+        kv_tokens=shape.capacity_tokens(cache_bytes, sequences, context) if shape else None,
         full_context_users=round(blocks / shape.request_blocks(context), 2) if shape else None,
         needed_bytes=round(budget * START_MARGIN),
         floor_bytes=memory.floor_bytes,
@@ -205,7 +205,7 @@ def _unknown(model: Model, profile: Profile) -> Iterator[str]:
         yield f"KV cache of a token: {anatomy.cache_unknown}"
     elif drafter is not None and drafter.cache_unknown:
         yield f"KV cache of a token, the drafter's: {drafter.cache_unknown}"
-    elif relative_width(profile.kv_cache.dtype) is None and anatomy.cache:
+    elif relative_cache_size(profile.kv_cache.dtype) is None and anatomy.cache:
         yield f"KV cache of a token: not computed for {profile.kv_cache.dtype}"
     if anatomy.context_tokens is None:
         yield "maximum context length: config.json does not state it; set engine.max_context_tokens"
@@ -215,7 +215,7 @@ def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
     """Return the bytes missing for a request of full length; zero or less if it fits."""
     fixed = sum(loaded_bytes(model, profile, settings.ranks)) + runtime_bytes(model, profile)
     budget = _budget_bytes(profile, settings, fixed)
-    shape = shape_of(model, profile, settings.ranks)
+    shape = cache_shape(model, profile, settings.ranks)
     # With an unknown cache size the engine itself reports at the start whether a request fits.
     blocks = shape.request_blocks(context_tokens(model, profile)) if shape else 0
     request = blocks * shape.block_bytes if shape else 0
@@ -240,19 +240,19 @@ def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, i
 
     Routers, hyper-connections, vision tower, adapters and separate drafters are not split.
     """
-    body, mtp = _own_bytes(model, profile, ranks)
+    body, mtp = _model_bytes(model, profile, ranks)
     drafter = profile.speculation.anatomy if profile.speculation else None
     return body + _adapters_bytes(model), mtp + (drafter.weights_bytes if drafter else 0)
 
 
-def _own_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
+def _model_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
     factor, vision = model.memory.weights_factor, vision_bytes(model, profile)
     if isinstance(model, PlainModel):
         if model.anatomy is None:
             return 0, 0
-        mtp = model.anatomy.drafter_bytes if own_drafts(profile) else 0
+        mtp = model.anatomy.drafter_bytes if mtp_drafts(profile) else 0
         return round(model.anatomy.weights_bytes * factor) + vision, round(mtp * factor)
-    sizes = weights_of(served_architecture(model.architecture, profile))
+    sizes = weight_sizes(served_architecture(model.architecture, profile))
     shared = {"keep": sizes.shared_bytes, "int8-g128": sizes.shared_int8_bytes}.get(
         profile.shared_experts, sizes.shared_fp8_bytes
     )
@@ -261,13 +261,13 @@ def _own_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
     body += sizes.embedding_bytes + (NGRAM_CACHE_BYTES if from_file else sizes.ngram_bytes)
     body += shared + (sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes)
     body = math.ceil(body / ranks) + sizes.routers_bytes + sizes.hyper_bytes
-    mtp = math.ceil(sizes.mtp_bytes / ranks) if own_drafts(profile) else 0
+    mtp = math.ceil(sizes.mtp_bytes / ranks) if mtp_drafts(profile) else 0
     return round(body * factor) + vision, round(mtp * factor)
 
 
 def attention_bytes(model: Architecture, profile: Profile) -> int:
     """Return the bytes of the attention projections; `tensors.swap` lists 16-bit ones as well."""
-    sizes = weights_of(model)
+    sizes = weight_sizes(model)
     swapped = model.attention_scheme == "bf16" and profile.shared_experts.startswith("fp8")
     return sizes.attention_fp8_bytes if swapped else sizes.attention_bytes
 

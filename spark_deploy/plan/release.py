@@ -12,7 +12,7 @@ from spark_contract.documents import to_json, to_plain
 from spark_contract.paths import ENGINE_USER, engine_dir, release_file
 from spark_contract.release import CheckPlan, Mount, Release, Tree
 
-from spark_deploy.config.catalog.model import HybridModel, PlainModel, questions_of
+from spark_deploy.config.catalog.model import HybridModel, PlainModel, check_questions
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import PlanError
@@ -26,7 +26,7 @@ from spark_deploy.plan.resolve import Resolved
 from spark_deploy.plan.types import (
     ImagePlan,
     ManagedFile,
-    PairPlan,
+    ModelPlan,
     Ports,
     ScheduledPlan,
     ServicePlan,
@@ -44,7 +44,7 @@ _HOT_CELSIUS = 90  # boards switch themselves off near 105 without an event
 _BENCH_WORSE_PERCENT = 15
 
 
-def limits(release: Release) -> str:
+def limits_drop_in(release: Release) -> str:
     """Return the drop-in with time and start limits, which depend on the load time."""
     start = start_limits(release)
     directories = (mount.source for mount in release.engine.mounts)
@@ -80,7 +80,7 @@ def _stop_step_s(release: Release) -> float:
     return release.timeouts.stop_s + 60
 
 
-def unit_files_of(units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
+def unit_and_command_files(units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
     return (*units, _command(tool.CHECK_TOOL, f" {tool.CHECK}"), _command(tool.TOOL, ""))
 
 
@@ -92,7 +92,7 @@ def _command(name: str, verb: str) -> ManagedFile:
     return ManagedFile(path, text.encode(), 0o755)
 
 
-def release_files_of(plan: ServicePlan) -> tuple[ManagedFile, ...]:
+def release_files(plan: ServicePlan) -> tuple[ManagedFile, ...]:
     scheduled = {change.release.name: change.release for change in plan.schedule}
     scheduled.pop(plan.serve.name, None)
     files = (file for release in (*scheduled.values(), plan.serve) for file in _files(release))
@@ -105,7 +105,8 @@ def _files(release: Release) -> tuple[ManagedFile, ...]:
         _socket_mount(release.service),
         *_cluster_drop_ins(release),
         ManagedFile(
-            f"{units.drop_in_dir(release.serve_unit)}/50-release.conf", limits(release).encode()
+            f"{units.drop_in_dir(release.serve_unit)}/50-release.conf",
+            limits_drop_in(release).encode(),
         ),
     )
 
@@ -135,8 +136,8 @@ def _socket_mount(service: str) -> ManagedFile:
     return ManagedFile(f"{units.UNITS_DIR}/{units.mount_unit(folder)}", text.encode())
 
 
-def serve_plan(
-    service: str, resolved: Resolved, pair: PairPlan, fabric: Mapping[str, Ports]
+def plan_release(
+    service: str, resolved: Resolved, pair: ModelPlan, fabric: Mapping[str, Ports]
 ) -> Release:
     model, profile = resolved.model, resolved.profile
     settings, memory, serve = resolved.settings, resolved.memory, resolved.settings.serve
@@ -235,7 +236,7 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
             contract.Question(
                 question.text, question.expect, question.max_tokens, question.thinking
             )
-            for question in questions_of(model)
+            for question in check_questions(model)
         ),
         copy=tuple(model.check.copy),
         tool_call=model.check.tool_call and model.parsers.tool_call is not None,

@@ -18,7 +18,7 @@ from spark_deploy.config.settings.engine import KvCache, Limits
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
 from spark_deploy.plan import guard_rails as rails
-from spark_deploy.plan.artifacts import refuse_impossible_trees
+from spark_deploy.plan.artifacts import reject_unbuildable_checkpoint
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.memory import (
     GIB,
@@ -27,7 +27,7 @@ from spark_deploy.plan.memory import (
     missing_bytes,
     plan_memory,
     runtime_bytes,
-    weights_of,
+    weight_sizes,
 )
 from spark_deploy.plan.types import MemoryPlan, PayloadIdentity, Ports
 
@@ -109,7 +109,7 @@ def resolve(settings: Settings, catalog: Catalog) -> Resolved:
     """
     resolved = _fitting(settings, catalog)
     if resolved is None:
-        model, profile = pair_of(settings, catalog)
+        model, profile = model_and_profile(settings, catalog)
         raise _refusal(model, profile, settings, catalog, lambda other: can_serve(other, catalog))
     return resolved
 
@@ -122,7 +122,7 @@ def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved
     except SparkError as error:
         raise PlanError(_prefixed(f"services.{name}", error.problems)) from error
     if resolved is None:
-        model, profile = pair_of(own, catalog)
+        model, profile = model_and_profile(own, catalog)
         given = settings.services[name].memory_bytes
         needed = given + missing_bytes(model, profile, own)
         # The engine's memory fraction has two decimals here.
@@ -138,7 +138,7 @@ def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved
     return resolved
 
 
-def problems_of(
+def plan_problems(
     settings: Settings, catalog: Catalog, engines: Collection[str] | None = None
 ) -> list[Problem]:
     """Return why these settings cannot be planned; works without a lock.
@@ -150,8 +150,8 @@ def problems_of(
     for name in settings.services:
         service = functools.partial(resolve_service, settings, name, catalog)
         problems += _problems(service, settings, engines)
-    for pair in settings.ready_pairs:
-        own = settings.pair_settings(pair)
+    for pair in settings.ready_models:
+        own = settings.with_model(pair)
         more = _problems(functools.partial(resolve, own, catalog), own, engines)
         problems += _prefixed(f"keep_ready {pair.model} with {pair.profile}", more)
     return problems
@@ -161,21 +161,21 @@ def _prefixed(where: str, problems: Iterable[Problem]) -> list[Problem]:
     return [Problem(f"{where}: {p.where}", p.what, p.fix) for p in problems]
 
 
-def pair_of(settings: Settings, catalog: Catalog) -> tuple[Model, Profile]:
+def model_and_profile(settings: Settings, catalog: Catalog) -> tuple[Model, Profile]:
     profile = catalog.profile(settings.profile, settings.model)
     return catalog.model(settings.model), effective_profile(profile, settings)
 
 
 def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
     """Load, check, compute memory and apply guard rails; ``None`` if memory does not suffice."""
-    model, profile = pair_of(settings, catalog)
-    refuse_impossible_trees(model, profile, settings)
+    model, profile = model_and_profile(settings, catalog)
+    reject_unbuildable_checkpoint(model, profile, settings)
     if problems := rails.model_profile_problems(model, profile, settings, catalog.engines):
         raise PlanError(problems)
     if missing_bytes(model, profile, settings) > 0:
         return None
     memory = plan_memory(model, profile, settings)
-    facts = rails.facts_of(model, profile, memory, settings)
+    facts = rails.release_facts(model, profile, memory, settings)
     warnings = rails.apply_rails(catalog.rails, facts, settings.override_rails)
     notes = catalog.notes(model.name, profile.name)
     return Resolved(model, profile, settings, memory, (*notes, *warnings))
@@ -306,7 +306,7 @@ def _smaller_model(
         and other.architecture.max_context_tokens >= context
         and fits(replace(settings, model=other.name))
     ]
-    largest = max(fitting, key=lambda m: weights_of(m.architecture).tree_bytes, default=None)
+    largest = max(fitting, key=lambda m: weight_sizes(m.architecture).tree_bytes, default=None)
     return [f"choose model {largest.name}"] if largest else []
 
 

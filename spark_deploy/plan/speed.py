@@ -16,13 +16,13 @@ from spark_deploy.config.catalog.architecture import Architecture
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.profile import Profile, Speculation
 from spark_deploy.plan.engine_arguments import quantises_online
-from spark_deploy.plan.kv_cache import TURBOQUANT, layer_bytes_per_token, own_drafts, state_bytes
+from spark_deploy.plan.kv_cache import TURBOQUANT, layer_bytes_per_token, mtp_drafts, state_bytes
 from spark_deploy.plan.memory import (
     SCHEME_BYTES,
     attention_bytes,
     mtp_layer_bytes,
     served_architecture,
-    weights_of,
+    weight_sizes,
 )
 
 BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by the data sheet
@@ -81,12 +81,12 @@ def calibrated(pairs: Iterable[tuple[float, float]]) -> Calibration:
     return Calibration(statistics.median(ratios), len(ratios)) if ratios else Calibration()
 
 
-def speed_of(
+def compute_speed(
     model: Architecture, profile: Profile, *, requests: int = 1, context_tokens: int = 0
 ) -> Speed:
     """Return the computed speed of concurrent ``requests``, each with ``context_tokens``."""
     model = served_architecture(model, profile)
-    own = profile.speculation if own_drafts(profile) else None
+    own = profile.speculation if mtp_drafts(profile) else None
     drafts = own.draft_tokens(requests) if own else 0
     parts = tuple(_parts(model, profile, drafts, requests, context_tokens))
     return Speed(parts, requests * tokens_per_step(drafts))
@@ -97,7 +97,7 @@ def tokens_per_step(drafts: int) -> float:
     return 1 + sum(FIRST_ACCEPTED * LATER_ACCEPTED**place for place in range(drafts))
 
 
-def experts_touched(model: Architecture, tokens: int) -> float:
+def expected_experts(model: Architecture, tokens: int) -> float:
     """Return the expected experts per layer if tokens choose independently."""
     excluded = 1 - model.experts_per_token / model.experts
     return model.experts * float(1 - excluded**tokens)
@@ -105,7 +105,7 @@ def experts_touched(model: Architecture, tokens: int) -> float:
 
 def first_token_s(model: Architecture, tokens: int, cached_tokens: int = 0) -> float:
     """Return the computed time to read ``tokens`` after those that the prefix cache has."""
-    sizes = weights_of(model)
+    sizes = weight_sizes(model)
     experts = sizes.experts_bytes * model.experts_per_token / model.experts
     weights = experts / SCHEME_BYTES[model.experts_scheme]
     weights += sizes.attention_bytes / SCHEME_BYTES[model.attention_scheme]
@@ -132,9 +132,9 @@ def next_turn_s(
 
 
 def best_speedup(model: HybridModel, profile: Profile) -> Speedup | None:
-    now = speed_of(model.architecture, profile).tokens_per_s
+    now = compute_speed(model.architecture, profile).tokens_per_s
     speedups = [
-        Speedup(setting, speed_of(model.architecture, other).tokens_per_s / now - 1)
+        Speedup(setting, compute_speed(model.architecture, other).tokens_per_s / now - 1)
         for setting, other in _changes(model, profile)
     ]
     best = max(speedups, key=lambda speedup: speedup.gain, default=None)
@@ -142,11 +142,11 @@ def best_speedup(model: HybridModel, profile: Profile) -> Speedup | None:
 
 
 def _changes(model: HybridModel, profile: Profile) -> Iterator[tuple[str, Profile]]:
-    drafts = own_drafts(profile)
+    drafts = mtp_drafts(profile)
     if model.architecture.mtp_layers and drafts < MAX_DRAFTS:
         more = Speculation(method="mtp", tokens=drafts + 1)
         yield f"engine.drafts: {drafts + 1}", dataclasses.replace(profile, speculation=more)
-    if profile.tree_needs_plugin and profile.plugin and profile.head != "int8-triton":
+    if profile.checkpoint_needs_plugin and profile.plugin and profile.head != "int8-triton":
         yield "engine.head: int8-triton", dataclasses.replace(profile, head="int8-triton")
     elif profile.head == "keep":
         yield "engine.head: int8-g128", dataclasses.replace(profile, head="int8-g128")
@@ -155,8 +155,8 @@ def _changes(model: HybridModel, profile: Profile) -> Iterator[tuple[str, Profil
 def _parts(
     model: Architecture, profile: Profile, drafts: int, requests: int, context_tokens: int
 ) -> Iterator[tuple[str, float]]:
-    sizes, tokens = weights_of(model), requests * (1 + drafts)
-    touched = experts_touched(model, tokens) / model.experts
+    sizes, tokens = weight_sizes(model), requests * (1 + drafts)
+    touched = expected_experts(model, tokens) / model.experts
     head_bytes = sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes
     head_s = _seconds(head_bytes, HEADS[profile.head])
     cache = model.attention_layers * layer_bytes_per_token(model, profile.kv_cache.dtype)
@@ -186,7 +186,7 @@ def _parts(
 def _mtp_layer_s(model: Architecture, requests: int) -> float:
     """Return the time of a draft's MTP layer; INT4 runs the kernels of the model's layers."""
     mtp = mtp_layer_bytes(model)
-    replaceable = mtp.attention + experts_touched(model, requests) * mtp.expert
+    replaceable = mtp.attention + expected_experts(model, requests) * mtp.expert
     efficiency = LARGE_INT4 if model.mtp_scheme == "int4" else SMALL
     return _seconds(mtp.plain, SMALL) + _seconds(replaceable, efficiency) + LAYER_S
 
@@ -196,7 +196,7 @@ def _seconds(size_bytes: float, efficiency: float) -> float:
 
 
 def _shared_bytes(model: Architecture, profile: Profile) -> int:
-    sizes = weights_of(model)
+    sizes = weight_sizes(model)
     if profile.shared_experts == "keep":
         # The only part quantised at load time, in profile online-fp8.
         return sizes.shared_fp8_bytes if quantises_online(profile) else sizes.shared_bytes

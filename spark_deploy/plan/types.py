@@ -52,7 +52,7 @@ class FileState:
     sha256: str
 
 
-def differing(
+def outdated_files(
     files: Iterable[ManagedFile], states: dict[str, FileState]
 ) -> tuple[ManagedFile, ...]:
     """Return the files that are missing or have other content, mode or owner on the host."""
@@ -171,7 +171,7 @@ class CompanionPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class PairPlan:
+class ModelPlan:
     """Files and image of a model with a profile."""
 
     model: str
@@ -261,7 +261,7 @@ class ScheduledPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServicePlan(PairPlan):
+class ServicePlan(ModelPlan):
     memory: MemoryPlan
     serve: Release
     gateway: GatewayPlan
@@ -270,7 +270,7 @@ class ServicePlan(PairPlan):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NeedsPlan:
+class PreflightPlan:
     expect: ExpectSettings
     takeover: tuple[str, ...]  # containers we may stop
     allow_memory_holders: tuple[str, ...]
@@ -338,13 +338,13 @@ class DockerPlan:
 class HostPlan(ServicePlan):
     host: str
     paths: PathSettings
-    needs: NeedsPlan
+    needs: PreflightPlan
     base: BasePlan
     cuda: CudaPlan
     docker: DockerPlan
     payload: PayloadIdentity
     disk: tuple[DiskUse, ...]
-    ready: tuple[PairPlan, ...] = ()
+    ready: tuple[ModelPlan, ...] = ()
     services: tuple[ServicePlan, ...] = ()
     releases_kept: int = 0  # rollback targets that pruning keeps
     # Of jobs and image pulls. Neither is ever part of a digest.

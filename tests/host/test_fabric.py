@@ -7,7 +7,7 @@ import pytest
 from spark_contract.documents import to_json
 from spark_contract.fabric import FabricPlan, FabricPort
 
-from spark_deploy.plan.cluster import netplan_of
+from spark_deploy.plan.cluster import render_netplan
 from tests.labkit import Site, guest_named, lab
 
 NAMES = os.environ.get("SPARK_FABRIC_GUESTS", "lab-39 lab-40").split()
@@ -199,7 +199,7 @@ def test_restores_old_network_on_request(site):
 
 def start_trial(guest, confirm_s):
     port = FabricPort("fab0", "192.168.100.77/24", MTU)
-    plan = to_json(FabricPlan(netplan_of([port]), (port,), confirm_s))
+    plan = to_json(FabricPlan(render_netplan([port]), (port,), confirm_s))
     guest.run(f"cat > /tmp/plan <<'END'\n{plan}\nEND")
     guest.run("/usr/local/lib/spark/current/bin/spark-host fabric try < /tmp/plan")
     guest.wait("ip -4 -o addr show fab0 | grep -q 192.168.100.77", seconds=60)

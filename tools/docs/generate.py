@@ -20,7 +20,7 @@ from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel  # 
 from spark_deploy.config.catalog.profile import Profile  # noqa: E402
 from spark_deploy.config.catalog.types import Catalog  # noqa: E402
 from spark_deploy.config.settings.types import Settings  # noqa: E402
-from spark_deploy.plan.memory import gib, loaded_bytes, plan_memory, weights_of  # noqa: E402
+from spark_deploy.plan.memory import gib, loaded_bytes, plan_memory, weight_sizes  # noqa: E402
 from tools.docs import evidence, screens, speed  # noqa: E402
 from tools.docs.commands import command_rows  # noqa: E402
 from tools.docs.declared import DOCUMENTS, all_yml, row, schema_file, settings_page  # noqa: E402
@@ -80,7 +80,7 @@ def plain_models() -> Iterator[str]:
 
 
 def _model(model: HybridModel) -> Iterator[str]:
-    shape, sizes = model.architecture, weights_of(model.architecture)
+    shape, sizes = model.architecture, weight_sizes(model.architecture)
     yield from ("", f"## {model.name}", "", f"{model.summary}.", "")
     yield from (f"**Choose this when** {model.choose_when}.", "")
     donor = f", FP8 source `{model.sources.donor}`" if model.sources.donor else ""

@@ -26,7 +26,7 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.hosts.status import HostStatus
-from spark_deploy.plan.resolve import pair_of
+from spark_deploy.plan.resolve import model_and_profile
 from tools.docs.replay import feed
 
 OUT = CHECKOUT / "docs/screens"
@@ -49,7 +49,7 @@ def picture(name: str) -> Iterator[str]:
 def plan(console: Console) -> None:
     settings = load_hosts({"spark": ["spark-1"]}, root=OUT)["spark-1"]
     target = Target("spark-1", {}, settings, read_catalog())
-    pair = pair_of(settings.settings, target.catalog)
+    pair = model_and_profile(settings.settings, target.catalog)
     lines = plan_text(build_plan(target, estimate=True), *pair, verbose=False)
     cli_console.print_wrapped(lines, console)
 

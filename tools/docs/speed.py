@@ -22,7 +22,7 @@ from spark_deploy.plan.speed import (
     SMALL,
     TOLERANCE,
     TURBOQUANT_S,
-    speed_of,
+    compute_speed,
 )
 from tools.docs.declared import row
 
@@ -67,7 +67,7 @@ def compared_rows(catalog: Catalog) -> Iterator[str]:
     missed = []
     for name, model, figure, published in _published(catalog):
         shape, profile = _shape(catalog, model), catalog.profile(name, model)
-        computed = speed_of(shape, profile, requests=figure.requests).tokens_per_s
+        computed = compute_speed(shape, profile, requests=figure.requests).tokens_per_s
         error = computed / published - 1
         error_text = f"{error:+.1%}" + (" (fitted)" if figure.fitted else "")
         source = figure.source.replace("not measured by this project", "").strip(" ,;")
@@ -103,7 +103,7 @@ def measured_rows(catalog: Catalog) -> Iterator[str]:
 def step_rows(catalog: Catalog) -> Iterator[str]:
     model = Settings().model
     names = dict.fromkeys(name for name, of, *_ in _published(catalog) if of == model)
-    steps = [speed_of(_shape(catalog, model), catalog.profile(n, model)) for n in names]
+    steps = [compute_speed(_shape(catalog, model), catalog.profile(n, model)) for n in names]
     yield from (row("", *names), f"|---|{'---|' * len(names)}")
     for part in dict.fromkeys(part for step in steps for part, _ in step.parts_s):
         yield row(part, *(f"{dict(step.parts_s).get(part, 0.0) * 1000:.1f}" for step in steps))
@@ -122,9 +122,9 @@ def v3_rows(catalog: Catalog) -> Iterator[str]:
         "our INT8 head (v3)": replace(drafter, head=v3.head),
     }
     yield from ("| profile | time per step, ms | tokens/s | relative to v2 |", "|---|---|---|---|")
-    before = speed_of(shape, v2).tokens_per_s
+    before = compute_speed(shape, v2).tokens_per_s
     for name, profile in parts.items():
-        speed = speed_of(shape, profile)
+        speed = compute_speed(shape, profile)
         gain = f"{speed.tokens_per_s / before:.3f}"
         yield row(name, f"{speed.step_s * 1000:.1f}", f"{speed.tokens_per_s:.1f}", gain)
 
@@ -137,7 +137,7 @@ def depth_rows(catalog: Catalog) -> Iterator[str]:
     for requests in range(1, v3.limits.max_sequences + 1):
         chosen = [Speculation(method="mtp", tokens=count) if count else None for count in drafts]
         speeds = [
-            speed_of(shape, replace(v3, speculation=choice), requests=requests).tokens_per_s
+            compute_speed(shape, replace(v3, speculation=choice), requests=requests).tokens_per_s
             for choice in chosen
         ]
         yield row(requests, *(f"{speed:.1f}" for speed in speeds))

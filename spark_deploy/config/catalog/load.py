@@ -18,7 +18,7 @@ from spark_deploy.config.catalog.types import Catalog, Engines, Families, LazyMa
 from spark_deploy.config.checkout import CHECKOUT, catalog_files, catalog_names
 from spark_deploy.config.documents import CHECK_VIOLATIONS, Schema, convert, violations
 from spark_deploy.config.errors import CatalogError, Problem
-from spark_deploy.config.schema_errors import dotted, problems_of
+from spark_deploy.config.schema_errors import dotted, schema_problems
 from spark_deploy.config.settings.load import merge
 from spark_deploy.config.yaml_files import load_schema, read_mapping
 
@@ -174,7 +174,7 @@ def _shipped(kind: type[_Document], name: str, checkout: Path) -> _Document:
 def _checked(
     kind: type[_Document], data: _Data, schema: Schema, shown: str, **more_fields: str
 ) -> _Document:
-    if problems := list(problems_of(data, schema, lambda path: shown, RENAMED)):
+    if problems := list(schema_problems(data, schema, lambda path: shown, RENAMED)):
         raise CatalogError(problems)
     try:
         return convert(kind, {**data, **more_fields})

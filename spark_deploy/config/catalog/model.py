@@ -20,7 +20,7 @@ from spark_deploy.config.settings.service import SERVED_NAME, CatalogName
 
 _SETS = ("swap", "base", "mtp", "donor_unmatched")
 
-_Edge = Annotated[int, Field(ge=1)]
+_Size = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -28,8 +28,8 @@ class DonorShape:
     """Shape of swapped modules in the FP8 source."""
 
     modules: Text = Field(description="Pattern of swapped modules with this shape.")
-    weight: tuple[_Edge, _Edge] = Field(description="Rows and columns of the FP8 weight.")
-    scale: tuple[_Edge, _Edge] = Field(description="Rows and columns of the grid of block scales.")
+    weight: tuple[_Size, _Size] = Field(description="Rows and columns of the FP8 weight.")
+    scale: tuple[_Size, _Size] = Field(description="Rows and columns of the grid of block scales.")
     source: Text = Field(description="Where these numbers are from.")
 
 
@@ -50,7 +50,7 @@ class Tensors:
 
     swap: tuple[Text, ...] = Field(json_schema_extra=UNIQUE)
     """Modules with weights from the FP8 source."""
-    block_shape: tuple[_Edge, _Edge] = (128, 128)
+    block_shape: tuple[_Size, _Size] = (128, 128)
     """Rows and columns per FP8 scale."""
     base: tuple[Text, ...] = Field(min_length=1, json_schema_extra=UNIQUE)
     """Tensors of the base without MTP."""
@@ -329,6 +329,6 @@ _COMPLETION = (
 _DEFAULT_QUESTIONS = {"chat": _CHAT, "completion": _COMPLETION}
 
 
-def questions_of(model: Model) -> tuple[Question, ...]:
+def check_questions(model: Model) -> tuple[Question, ...]:
     task = model.task if isinstance(model, PlainModel) else "chat"
     return model.check.questions or _DEFAULT_QUESTIONS.get(task, ())

@@ -258,7 +258,7 @@ class Profile:
         return "keep" if self.head == "int8-triton" else self.head
 
     @property
-    def tree_needs_plugin(self) -> bool:
+    def checkpoint_needs_plugin(self) -> bool:
         """Whether stock vLLM cannot load the checkpoint of this profile."""
         overlay = self._replaces_weights and self.layout == "overlay"
         return self.shared_experts.startswith("fp8") or overlay

@@ -193,7 +193,7 @@ _WORD = re.compile(r"[\w :,+-]*|\d+(\.\d+)+\w*", re.ASCII)
 _VALUE = re.compile(r"[\w .:,;=^+@%-]*", re.ASCII)
 
 
-def unlisted(options: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[str, ...]:
+def find_unlisted(options: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[str, ...]:
     paths = [
         f"options.{path}"
         for option, value in options.items()

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from spark_deploy.config.checkout import CHECKOUT, catalog_names
 from spark_deploy.config.documents import KeyPath, Violation, convert, violations
 from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.config.schema_errors import dotted, problems_of
+from spark_deploy.config.schema_errors import dotted, schema_problems
 from spark_deploy.config.settings.engine import VLLM_NAMES, EngineSettings
 from spark_deploy.config.settings.patterns import control_characters
 from spark_deploy.config.settings.secrets import SecretRef
@@ -67,12 +67,12 @@ def load_hosts(
 ) -> dict[str, HostSettings]:
     reader = _Reader(root, checkout, must_serve)
     common = reader.common_layers()
-    last = reader.layers("--data", undot(overrides)) if overrides else []
+    last = reader.layers("--data", nest_dotted_keys(overrides)) if overrides else []
     loaded: dict[str, HostSettings] = {}
     for group, hosts in groups.items():
         group_layers = reader.file_layers(root / "group_vars" / f"{group}.yml")
         if generated:
-            group_layers.append(_Layer("inventory", undot(generated)))
+            group_layers.append(_Layer("inventory", nest_dotted_keys(generated)))
         shared: HostSettings | None = None  # settings of hosts without a file
         for host in hosts:
             if host in loaded:
@@ -92,13 +92,13 @@ def load_hosts(
     return loaded
 
 
-def with_values(host: HostSettings, values: Mapping[str, Any], shown: str) -> HostSettings:
+def with_overrides(host: HostSettings, values: Mapping[str, Any], shown: str) -> HostSettings:
     """Return the settings of a host with new values of dotted keys.
 
     Errors name ``shown`` as the source of the values.
     """
     reader = _Reader(host.root, CHECKOUT, must_serve=True)
-    layers = [_Layer(host.host, host.data), *reader.layers(shown, undot(values))]
+    layers = [_Layer(host.host, host.data), *reader.layers(shown, nest_dotted_keys(values))]
     changed = reader.host_settings(host.host, host.group, layers)
     if reader.problems:
         raise SettingsError(reader.problems)
@@ -129,7 +129,7 @@ def merge(
     return merged
 
 
-def undot(data: Mapping[str, Any]) -> dict[str, Any]:
+def nest_dotted_keys(data: Mapping[str, Any]) -> dict[str, Any]:
     """Turn ``{"serve.port": 1}`` into ``{"serve": {"port": 1}}``."""
     result: dict[str, Any] = {}
     for key, value in data.items():
@@ -197,7 +197,7 @@ class _Reader:
             if path[:2] != ("engine", "options")  # JSON text, which stays a single argument
         ]
         schema = load_schema("settings", checkout=self.checkout)
-        problems += problems_of(data, schema, functools.partial(_origin, layers))
+        problems += schema_problems(data, schema, functools.partial(_origin, layers))
         settings = typing.cast(Settings, None)
         if not problems:
             names = functools.partial(catalog_names, checkout=self.checkout, user_dir=self.root)

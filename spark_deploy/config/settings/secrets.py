@@ -48,7 +48,7 @@ class SecretRef:
 
 GENERATED = SecretRef()
 # A secret that the host may make itself.
-OwnSecret = Annotated[
+SecretOrGenerate = Annotated[
     SecretRef,
     BeforeValidator(
         lambda value: {} if value == "generate" else value,

@@ -15,7 +15,7 @@ from spark_contract.units import DIGEST12
 from spark_deploy.config.documents import CLOSED, GIB, MIB, UNIQUE, Gib, Violation, text_schema
 from spark_deploy.config.settings.engine import ServiceEngineSettings
 from spark_deploy.config.settings.patterns import text_field
-from spark_deploy.config.settings.secrets import OwnSecret, SecretRef
+from spark_deploy.config.settings.secrets import SecretOrGenerate, SecretRef
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -88,7 +88,7 @@ _Tls = Annotated[
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
-class PairSettings:
+class ModelAndProfile:
     """Names of a model and a profile."""
 
     model: CatalogName = Field(description="A file name in catalog/models without .yml.")
@@ -96,7 +96,7 @@ class PairSettings:
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
-class ScheduledSettings(PairSettings):
+class ScheduledSettings(ModelAndProfile):
     """A pair, and the time at which a host switches to it."""
 
     at: str = Field(
@@ -236,7 +236,7 @@ class ServeSettings:
     ca_dir: _File = "~/.config/spark-deploy/ca"
     """With private-ca: local folder of the CA: ca.pem for clients, and ca-key.pem. Created if
     missing; keep a copy."""
-    api_key: OwnSecret = Field(default_factory=SecretRef)
+    api_key: SecretOrGenerate = Field(default_factory=SecretRef)
     """generate: the host makes a random key once. Otherwise the controller reads it: {env: NAME},
     {file: PATH} or {command: [PROGRAM, ARGUMENT]}."""
     keys: dict[str, KeySettings] = Field(
@@ -345,7 +345,7 @@ _SHARES = 100
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
-class ServiceSettings(PairSettings):
+class ServiceSettings(ModelAndProfile):
     """An additional service of a host, with its own release, check, watchdog and gateway."""
 
     port: int = Field(ge=1, le=65535, description="Port of the gateway.")

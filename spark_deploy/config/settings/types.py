@@ -22,7 +22,7 @@ from spark_deploy.config.documents import (
     KeyPath,
     Text,
     Violation,
-    name_entries,
+    key_as_field,
     rules,
 )
 from spark_deploy.config.schema_errors import closest
@@ -49,7 +49,7 @@ from spark_deploy.config.settings.service import (
     CheckpointSettings,
     CheckSettings,
     MemorySettings,
-    PairSettings,
+    ModelAndProfile,
     ReleaseSettings,
     RequantizeSettings,
     RolloutSettings,
@@ -109,7 +109,7 @@ class Settings:
     """Model to serve: a file name in catalog/models without .yml."""
     profile: CatalogName = Field(default="v2", examples=["v2", "v2-tq"])
     """Profile to serve it with: a file name in catalog/profiles without .yml."""
-    keep_ready: tuple[PairSettings, ...] = Field(
+    keep_ready: tuple[ModelAndProfile, ...] = Field(
         default=(),
         examples=[[{"model": "qwen3.5-122b", "profile": "base"}]],
         json_schema_extra=UNIQUE,
@@ -162,7 +162,7 @@ class Settings:
     downloads: DownloadSettings = Field(default_factory=DownloadSettings)
     fleet: FleetSettings = Field(default_factory=FleetSettings)
     proxy: ProxySettings = Field(default_factory=ProxySettings)
-    repositories: Annotated[dict[str, RepositorySettings], name_entries("name")] = Field(
+    repositories: Annotated[dict[str, RepositorySettings], key_as_field("name")] = Field(
         default_factory=dict,
         examples=[{"vendor": {
             "url": "https://example.org/ubuntu", "suite": "./", "components": [],
@@ -219,8 +219,8 @@ class Settings:
         return self.memory.reserve_bytes + round(containers * GIB) + others
 
     @property
-    def ready_pairs(self) -> tuple[PairSettings, ...]:
-        served = PairSettings(self.model, self.profile)
+    def ready_models(self) -> tuple[ModelAndProfile, ...]:
+        served = ModelAndProfile(self.model, self.profile)
         return tuple(pair for pair in dict.fromkeys(self.keep_ready) if pair != served)
 
     def service_settings(self, name: str) -> Settings:
@@ -240,11 +240,11 @@ class Settings:
         )  # fmt: skip
 
     @property
-    def all_served(self) -> tuple[Settings, ...]:
-        ready = (self.pair_settings(pair) for pair in self.ready_pairs)
+    def all_models(self) -> tuple[Settings, ...]:
+        ready = (self.with_model(pair) for pair in self.ready_models)
         return (self, *ready, *map(self.service_settings, self.services))
 
-    def pair_settings(self, pair: PairSettings) -> Settings:
+    def with_model(self, pair: ModelAndProfile) -> Settings:
         return dataclasses.replace(self, model=pair.model, profile=pair.profile)
 
 
@@ -252,7 +252,7 @@ def _unknown_names(
     settings: Settings, catalog: Callable[[str], Sequence[str]]
 ) -> Iterator[Violation]:
     """Yield models and profiles that are in no catalog; ``catalog`` lists the names of a kind."""
-    pairs: list[tuple[KeyPath, Settings | PairSettings | ServiceSettings]] = [((), settings)]
+    pairs: list[tuple[KeyPath, Settings | ModelAndProfile | ServiceSettings]] = [((), settings)]
     pairs += [(("keep_ready", index), pair) for index, pair in enumerate(settings.keep_ready)]
     pairs += [(("services", name), service) for name, service in settings.services.items()]
     for path, pair in pairs:
@@ -266,7 +266,7 @@ def _unknown_names(
                 yield Violation((*path, key), message, fix)
 
 
-def broken_rules(
+def settings_violations(
     settings: Settings, catalog: Callable[[str], Sequence[str]] | None = None
 ) -> Iterator[Violation]:
     """Yield all broken rules; with a catalog also unknown models and profiles."""
@@ -279,8 +279,8 @@ def broken_rules(
 
 
 def _schedule_violations(settings: Settings) -> Iterator[Violation]:
-    served = PairSettings(settings.model, settings.profile)
-    scheduled = [PairSettings(entry.model, entry.profile) for entry in settings.schedule]
+    served = ModelAndProfile(settings.model, settings.profile)
+    scheduled = [ModelAndProfile(entry.model, entry.profile) for entry in settings.schedule]
     for index, pair in enumerate(scheduled):
         if pair not in (served, *settings.keep_ready):
             message = f"{pair.model} with {pair.profile} is not in keep_ready"
@@ -354,4 +354,4 @@ def _section_violations(settings: Settings) -> Iterator[Violation]:
                 yield violation._replace(key=(field.name, *violation.key), set_by=set_by)
 
 
-CheckedSettings = Annotated[Settings, rules(broken_rules)]
+CheckedSettings = Annotated[Settings, rules(settings_violations)]

@@ -8,7 +8,7 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.settings.engine import EngineSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.memory import missing_bytes
-from spark_deploy.plan.resolve import problems_of
+from spark_deploy.plan.resolve import plan_problems
 
 
 def listed(capsys, *words):
@@ -43,7 +43,7 @@ def test_advice_for_too_few_hosts_fits(tmp_path, monkeypatch, capsys):
     for fits, share in ((True, float(fraction)), (False, 0.8)):
         engine = EngineSettings(memory_fraction=share, drafts=int(drafts))
         settings = replace(settings_on(2, "qwen3.5-397b", "v2"), engine=engine)
-        assert (not problems_of(settings, read_catalog())) is fits
+        assert (not plan_problems(settings, read_catalog())) is fits
 
 
 def test_a_word_selects_models_and_a_typo_is_refused(tmp_path, monkeypatch, capsys):

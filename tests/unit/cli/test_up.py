@@ -16,7 +16,7 @@ from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
 from spark_deploy.inventory.host_keys import HostKey
 from spark_deploy.inventory.login import LoginResult
 from spark_deploy.lock.resolve import Names
-from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.jobs import plan_jobs
 from tests.unit.cli.targets import target_of, write_inventory
 from tests.unit.planning.plans import plan_of
 from tests.unit.statuses import host_status
@@ -105,7 +105,7 @@ def jobs(state, fetched_bytes=0):
             work.job.digest12, work.job.title, work.job.kind, state, "", None, None, progress,
             None, (),
         )
-        for work in jobs_of(PLAN, read_payload().image_context)
+        for work in plan_jobs(PLAN, read_payload().image_context)
     })  # fmt: skip
 
 

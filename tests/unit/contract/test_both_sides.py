@@ -19,17 +19,17 @@ from spark_host.system import host as system
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import digest_of
 from spark_deploy.plan.gateway import gateway_file
-from spark_deploy.plan.jobs import discard_jobs_of, jobs_of, keep_of
-from spark_deploy.plan.release import limits, release_files_of
+from spark_deploy.plan.jobs import discard_jobs, keep_list, plan_jobs
+from spark_deploy.plan.release import limits_drop_in, release_files
 from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import plan_of, shipped
 
 
 def write_files(plan, root):
     paths = Paths(root)
-    work = (*jobs_of(plan, ()), *discard_jobs_of(plan))
+    work = (*plan_jobs(plan, ()), *discard_jobs(plan))
     for file in (
-        *release_files_of(plan),
+        *release_files(plan),
         gateway_file(plan.gateway),
         *(file for item in work for file in item.files()),
     ):
@@ -41,12 +41,12 @@ def write_files(plan, root):
 def assert_host_reads(plan, root):
     paths = write_files(plan, root)
     release = system.load_release(plan.serve.name, paths)
-    assert to_json(release) == release_files_of(plan)[0].content.decode()
+    assert to_json(release) == release_files(plan)[0].content.decode()
     assert (release.digest, release.serve_unit) == (plan.serve.digest, plan.serve.serve_unit)
     assert system.load_gateway("main", paths) == plan.gateway.settings
-    for work in (*jobs_of(plan, ()), *discard_jobs_of(plan)):
+    for work in (*plan_jobs(plan, ()), *discard_jobs(plan)):
         assert jobs.load(work.job.digest12, paths) == work.job
-    assert parse(KeepList, to_json(keep_of(plan))) == keep_of(plan)
+    assert parse(KeepList, to_json(keep_list(plan))) == keep_list(plan)
 
 
 def test_host_reads_every_planned_document(tmp_path):
@@ -78,11 +78,11 @@ def test_engine_arguments_match_the_release(tmp_path):
 
 def test_digest_covers_document_and_restart_limits(tmp_path):
     plan = plan_of()
-    written = json.loads(release_files_of(plan)[0].content)
+    written = json.loads(release_files(plan)[0].content)
     rest = {key: value for key, value in written.items() if key not in ("name", "digest")}
     whole = {**rest, "restart": {"delay_s": 60, "burst": 3, "interval_s": 27780}}
     assert digest_of(whole) == plan.serve.digest == written["digest"]
-    assert "StartLimitIntervalSec=27780\n" in limits(plan.serve)
+    assert "StartLimitIntervalSec=27780\n" in limits_drop_in(plan.serve)
 
 
 def test_rejects_invalid_log_pattern(tmp_path):

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from stub_host import REPOSITORY
 
-from spark_deploy.plan.release import limits, start_limits
+from spark_deploy.plan.release import limits_drop_in, start_limits
 from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import shipped
 
@@ -63,7 +63,7 @@ def test_start_limit_can_trigger():
     assert service["Restart"] == "always"
     assert len(RELEASES) > 10
     for release in RELEASES:
-        drop_in = read_unit(limits(release))
+        drop_in = read_unit(limits_drop_in(release))
         assert limit_outlasts_all_starts(dict(drop_in["Unit"]), dict(drop_in["Service"]))
 
 

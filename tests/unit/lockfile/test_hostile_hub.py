@@ -58,7 +58,7 @@ def test_retries_public_repository_without_expired_token(hub):
         handler.headers.get("Authorization") and (handler.answer(401, b"", refusal) or True)
     )
     try:
-        assert lookup.look_up(hub.url, REPO, "main", "hf_expired").commit == "1" * 40
+        assert lookup.look_up_repo(hub.url, REPO, "main", "hf_expired").commit == "1" * 40
     finally:
         hub.fault = None
 
@@ -91,7 +91,7 @@ def test_any_hub_response_gives_valid_lock_or_reported_problem(hub, answer):
     hub.fault = lambda handler, path, data: handler.serve(answer) or True
     path = hub.root / "spark.lock.yml"
     try:
-        result = lookup.look_up(hub.url, REPO, "main", None)
+        result = lookup.look_up_repo(hub.url, REPO, "main", None)
     except LockError as error:
         [problem] = error.problems
         assert problem.where
@@ -139,11 +139,11 @@ def send_slowly(handler):
 
 @pytest.mark.parametrize("act", [send_forever, send_slowly])
 def test_limits_size_and_time_of_hub_responses(hub, act, monkeypatch):
-    monkeypatch.setattr(lookup, "_LONGEST_S", 1)
-    monkeypatch.setattr(lookup, "_LONGEST_BYTES", 10_000_000)
+    monkeypatch.setattr(lookup, "_MAX_BODY_S", 1)
+    monkeypatch.setattr(lookup, "_MAX_BODY_BYTES", 10_000_000)
     hub.fault = lambda handler, path, data: act(handler) or True
     with pytest.raises(LockError, match="the response is too long"):
-        lookup.look_up(hub.url, REPO, "main", None)
+        lookup.look_up_repo(hub.url, REPO, "main", None)
 
 
 @pytest.mark.parametrize("act", [hang_up, stay_silent, send_too_little, refuse_with_escapes])
@@ -151,7 +151,7 @@ def test_reports_interrupted_hub_response_in_one_line(hub, act, monkeypatch):
     monkeypatch.setattr(lookup, "_TIMEOUT_S", 0.3)
     hub.fault = lambda handler, path, data: act(handler) or True
     with pytest.raises(LockError, match="the hub cannot be reached: ") as caught:
-        lookup.look_up(hub.url, REPO, "main", None)
+        lookup.look_up_repo(hub.url, REPO, "main", None)
     [problem] = caught.value.problems
     assert problem.line.isprintable()
 
@@ -167,7 +167,7 @@ def test_stops_waiting_for_a_slow_hub(hub, monkeypatch):
     monkeypatch.setattr(lookup, "LIMIT_S", 0.5)
     hub.fault = send_single_bytes
     with pytest.raises(LockError, match="no complete response within"):
-        lookup.look_up(hub.url, REPO, "main", None)
+        lookup.look_up_repo(hub.url, REPO, "main", None)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,13 @@ def test_hub_redirects_never_leave_https(before, location, accepted):
     huggingface_hub.set_client_factory(client)
     try:
         if accepted:
-            assert lookup.look_up(f"{before}://hub.invalid", REPO, "main", None).commit == "1" * 40
+            assert (
+                lookup.look_up_repo(f"{before}://hub.invalid", REPO, "main", None).commit
+                == "1" * 40
+            )
         else:
             with pytest.raises(LockError, match="redirects from https to"):
-                lookup.look_up(f"{before}://hub.invalid", REPO, "main", None)
+                lookup.look_up_repo(f"{before}://hub.invalid", REPO, "main", None)
             assert len(answered) == 1
     finally:
         huggingface_hub.set_client_factory(default_client_factory)

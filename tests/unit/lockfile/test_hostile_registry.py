@@ -55,7 +55,7 @@ def respond_with(head, more=b"", pause_s=0.0):
 
 def look_up_refused(address):
     with pytest.raises(LockError) as caught:
-        registry.look_up(f"{address}/a/b:1", arch="aarch64", insecure=[address])
+        registry.look_up_image(f"{address}/a/b:1", arch="aarch64", insecure=[address])
     [problem] = caught.value.problems
     assert problem.fix
     assert len(problem.line) < 600

@@ -30,7 +30,7 @@ def look_up(tmp_path):
             listing.parent.mkdir(parents=True, exist_ok=True)
             body = {"id": REPO, "sha": "1" * 40, "siblings": [entry(path) for path in paths]}
             listing.write_text(json.dumps({**body, "tags": [], "gated": False}))
-            return lookup.look_up(hub.url, REPO, "main", None)
+            return lookup.look_up_repo(hub.url, REPO, "main", None)
 
         yield look_up_files
 

@@ -12,7 +12,7 @@ from spark_contract.fetching import parse_reference
 
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.config.settings.service import PairSettings
+from spark_deploy.config.settings.service import ModelAndProfile
 from spark_deploy.lock import hub, registry
 from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import load_or_extend_lock, required_names
@@ -170,7 +170,7 @@ def test_rejects_repository_at_two_revisions(settings, tmp_path):
     profiles = {**CATALOG.profiles, ("base", "older"): CATALOG.profile("base", "lab-tiny")}
     models = {**CATALOG.models, "older": older}
     catalog = dataclasses.replace(CATALOG, models=models, profiles=profiles)
-    ready = (PairSettings(model="older", profile="base"),)
+    ready = (ModelAndProfile(model="older", profile="base"),)
     both = dataclasses.replace(settings, profile="base", keep_ready=ready)
     with pytest.raises(LockError, match=r"lab/tiny-int4: is required at main and at v1"):
         load_or_extend_lock(both, catalog, tmp_path / "spark.lock.yml", lambda text: None)
@@ -188,23 +188,26 @@ def test_locks_only_required_donors(settings):
 )
 def test_reports_unknown_repository_or_revision(server, repo, revision, what):
     with pytest.raises(LockError, match=what):
-        hub.look_up(f"http://{server}", repo, revision, None)
+        hub.look_up_repo(f"http://{server}", repo, revision, None)
 
 
 def test_reports_unreachable_hub():
     with pytest.raises(LockError, match="cannot be reached"):
-        hub.look_up("http://127.0.0.1:9", "lab/tiny-int4", "main", None)
+        hub.look_up_repo("http://127.0.0.1:9", "lab/tiny-int4", "main", None)
 
 
 def test_locks_digest_of_tag_and_size_for_platform(server):
-    result = registry.look_up(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
+    result = registry.look_up_image(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
     assert (result.digest, result.size_bytes) == (sha(INDEX), 1000)
 
 
 @pytest.mark.parametrize("tag", ["plain", "older"])
 def test_accepts_images_that_start_vllm(server, tag):
     image = f"{server}/lab/engine:{tag}"
-    assert registry.look_up(image, arch="x86_64", insecure=[server], engine=True).size_bytes == 1000
+    assert (
+        registry.look_up_image(image, arch="x86_64", insecure=[server], engine=True).size_bytes
+        == 1000
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,15 +220,17 @@ def test_accepts_images_that_start_vllm(server, tag):
 def test_rejects_image_that_does_not_start_vllm(server, tag, what):
     image = f"{server}/lab/engine:{tag}"
     with pytest.raises(LockError, match=f"is not an engine: it {what}"):
-        registry.look_up(image, arch="x86_64", insecure=[server], engine=True)
-    assert registry.look_up(image, arch="x86_64", insecure=[server]).size_bytes == 1000
+        registry.look_up_image(image, arch="x86_64", insecure=[server], engine=True)
+    assert registry.look_up_image(image, arch="x86_64", insecure=[server]).size_bytes == 1000
 
 
 def test_rejects_image_configuration_with_wrong_digest(server, monkeypatch):
     digest = sha(CONFIGURATIONS["plain"])
     monkeypatch.setitem(MANIFESTS, digest, CONFIGURATIONS["nginx"])
     with pytest.raises(LockError, match=f"does not match digest {digest}"):
-        registry.look_up(f"{server}/lab/engine:plain", arch="x", insecure=[server], engine=True)
+        registry.look_up_image(
+            f"{server}/lab/engine:plain", arch="x", insecure=[server], engine=True
+        )
 
 
 def test_suggests_supported_engine_versions(settings, server, tmp_path):
@@ -251,7 +256,7 @@ def test_rejects_unusable_images(server, tag, is_insecure, wrong_digest, message
     Server.wrong_digest = wrong_digest
     insecure = [server] if is_insecure else []
     with pytest.raises(LockError, match=message):
-        registry.look_up(f"{server}/lab/engine:{tag}", arch="x86_64", insecure=insecure)
+        registry.look_up_image(f"{server}/lab/engine:{tag}", arch="x86_64", insecure=insecure)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def settings(hub, tmp_path, monkeypatch):
 
 @pytest.fixture
 def lock(hub):
-    sources = [lookup.look_up(hub.url, repo, "main", None) for repo in (BASE, DONOR)]
+    sources = [lookup.look_up_repo(hub.url, repo, "main", None) for repo in (BASE, DONOR)]
     hub.requests.clear()
     return Lock.from_entries(sources)
 
@@ -63,7 +63,7 @@ def here(hub, tmp_path, monkeypatch):
     forked.fork_builder(monkeypatch)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(
-        resolve, "look_up", lambda text, **_: LockedImage(text, f"sha256:{'0' * 64}", 1)
+        resolve, "look_up_image", lambda text, **_: LockedImage(text, f"sha256:{'0' * 64}", 1)
     )
     return folder
 
@@ -192,7 +192,7 @@ def test_locks_hash_of_donor_tensors_after_first_build(here, capsys, monkeypatch
 def test_new_commit_needs_a_new_verification(hub, settings, lock):
     verified = verify_names(settings, CATALOG, lock, quiet)
     write_repository(hub.root, BASE, base_entries(), commit="3" * 40)
-    moved = verified.with_entries([lookup.look_up(hub.url, BASE, "main", None)])
+    moved = verified.with_entries([lookup.look_up_repo(hub.url, BASE, "main", None)])
     assert moved.names == {}
     again = verify_names(settings, CATALOG, moved, quiet)
     assert again.names[BUILD].base == f"{BASE}@{'3' * 40}"

@@ -24,7 +24,7 @@ from spark_deploy.hosts.files import (
     unzip_script,
 )
 from spark_deploy.hosts.payload import read_tree
-from spark_deploy.plan.types import FileState, ManagedFile, differing
+from spark_deploy.plan.types import FileState, ManagedFile, outdated_files
 from tests.unit.operations.fake_host import FakeHost, on
 from tests.unit.shell import run_script
 
@@ -92,8 +92,8 @@ def test_any_drift_makes_a_file_differ(drift):
     right = FileState(0o644, "root:root", FIRST.sha256)
     other = ManagedFile("/etc/b", FIRST.content)
     states = {"/etc/b": right, **({FIRST.path: drift} if drift else {})}
-    assert differing([FIRST, other], states) == (FIRST,)
-    assert differing([FIRST, other], {"/etc/b": right, FIRST.path: right}) == ()
+    assert outdated_files([FIRST, other], states) == (FIRST,)
+    assert outdated_files([FIRST, other], {"/etc/b": right, FIRST.path: right}) == ()
 
 
 def test_archive_members_are_numbered_so_paths_cannot_inject_tar_options():

@@ -27,7 +27,7 @@ from spark_deploy.plan.types import (
     CudaPlan,
     DockerPlan,
     FabricLink,
-    NeedsPlan,
+    PreflightPlan,
 )
 from tests.unit.operations.fake_host import FakeHost, on, run_operation, sections_of
 
@@ -44,7 +44,7 @@ VENDOR = RepositorySettings(
     key_url="https://packages.example.test/key.asc",
     key_sha256="ab" * 32,
 )
-NEEDS = NeedsPlan(
+NEEDS = PreflightPlan(
     expect=ExpectSettings(),
     takeover=(),
     allow_memory_holders=(),

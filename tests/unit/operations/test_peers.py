@@ -10,12 +10,12 @@ from spark_deploy.config.settings.sources import FleetSettings
 from spark_deploy.hosts import downloads
 from spark_deploy.hosts.downloads import LoginAddress
 from spark_deploy.hosts.status import Jobs
-from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.jobs import plan_jobs
 from spark_deploy.plan.types import FileState, ManagedFile
 from tests.unit.operations.fake_host import FakeHost, describe, on
 from tests.unit.planning.plans import plan_of
 
-WORKS = jobs_of(plan_of("large", "v2"), ())
+WORKS = plan_jobs(plan_of("large", "v2"), ())
 RECEIPTS = {
     work.job.proof.receipt: FileState(0o644, "root:root", "a" * 64)
     for work in WORKS

@@ -19,8 +19,8 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.resolve import required_names
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.memory import weights_of
-from spark_deploy.plan.resolve import Request, problems_of
+from spark_deploy.plan.memory import weight_sizes
+from spark_deploy.plan.resolve import Request, plan_problems
 from spark_deploy.plan.types import HostPlan, PayloadIdentity
 
 FIXTURE = CHECKOUT / "tests" / "fixtures" / "checkout"
@@ -80,7 +80,7 @@ def _plans(catalog: Catalog, default: Settings) -> Iterator[tuple[str, str, Host
 
 
 def problems(model: str = "large", profile: str = "v2", **more: Any) -> list[Problem]:
-    return problems_of(settings_of(model, profile, **more), CATALOG)
+    return plan_problems(settings_of(model, profile, **more), CATALOG)
 
 
 def problem_texts(model: str = "large", profile: str = "v2", **more: Any) -> list[str]:
@@ -94,7 +94,7 @@ def made_up_lock(settings: Settings, catalog: Catalog) -> Lock:
     """
     wanted = required_names(settings, catalog)
     bytes_of = {
-        repo: weights_of(model.architecture).tree_bytes
+        repo: weight_sizes(model.architecture).tree_bytes
         for model in catalog.models.values()
         if isinstance(model, HybridModel)
         for repo in (model.sources.base, model.sources.donor, model.sources.hybrid)

@@ -10,9 +10,9 @@ from spark_deploy.config.errors import PlanError, SettingsError
 from spark_deploy.hosts.capacity import disk_demands
 from spark_deploy.hosts.disk import DiskUsage
 from spark_deploy.lock.resolve import required_names
-from spark_deploy.plan.artifacts import refuse_impossible_trees
-from spark_deploy.plan.jobs import Member, discard_jobs_of, jobs_of, keep_of, with_peers
-from spark_deploy.plan.resolve import pair_of
+from spark_deploy.plan.artifacts import reject_unbuildable_checkpoint
+from spark_deploy.plan.jobs import Member, discard_jobs, keep_list, plan_jobs, with_peers
+from spark_deploy.plan.resolve import model_and_profile
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
 from tests.unit.preflight.surveyed import survey
 
@@ -77,11 +77,11 @@ def test_drafter_that_the_base_stores_as_int4_is_kept():
 
 def test_refuses_int4_drafter_without_16_bit_weights():
     settings = settings_of(**INT4_DRAFTER)
-    model, profile = pair_of(settings, CATALOG)
-    refuse_impossible_trees(model, profile, settings)
+    model, profile = model_and_profile(settings, CATALOG)
+    reject_unbuildable_checkpoint(model, profile, settings)
     without = replace(model, tensors=replace(model.tensors, mtp=("mtp.fc.weight",)))
     with pytest.raises(PlanError, match=r"engine\.drafter: keep"):
-        refuse_impossible_trees(without, profile, settings)
+        reject_unbuildable_checkpoint(without, profile, settings)
 
 
 @pytest.mark.parametrize(("settings", "kept"), [(FULL, 1), (DISCARD, 0)])
@@ -94,8 +94,8 @@ def test_disk_plan_counts_discarded_base_at_peak_only(settings, kept):
 
 def test_discarded_base_is_fetched_only_without_checkpoint_and_removed_last():
     plan = plan_of(**DISCARD)
-    fetch, build, _image = jobs_of(plan, ())
-    [removal] = discard_jobs_of(plan)
+    fetch, build, _image = plan_jobs(plan, ())
+    [removal] = discard_jobs(plan)
     proof = ReceiptProof(f"{plan.checkpoint.dir}/receipt.json", plan.checkpoint.digest)
     job = {file.path: file.content for file in fetch.files()}[f"{fetch.job.dir}/job.json"]
     assert json.loads(job)["unless"] == to_plain(proof)
@@ -106,11 +106,11 @@ def test_discarded_base_is_fetched_only_without_checkpoint_and_removed_last():
 
 
 def test_base_that_is_kept_again_is_fetched_by_another_job():
-    fetch = jobs_of(plan_of(**FULL), ())[0].job
-    assert discard_jobs_of(plan_of(**FULL)) == ()
+    fetch = plan_jobs(plan_of(**FULL), ())[0].job
+    assert discard_jobs(plan_of(**FULL)) == ()
     assert fetch.unless is None
-    assert fetch.digest != jobs_of(plan_of(**DISCARD), ())[0].job.digest
-    assert fetch.digest == jobs_of(plan_of(), ())[0].job.digest
+    assert fetch.digest != plan_jobs(plan_of(**DISCARD), ())[0].job.digest
+    assert fetch.digest == plan_jobs(plan_of(), ())[0].job.digest
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_needs_disk_only_for_missing_files(settings, present_bytes, needed_gib):
 
 @pytest.mark.parametrize(("layout", "pieces"), [("overlay", False), ("full", True)])
 def test_download_is_hashed_in_pieces_for_full_layout_only(layout, pieces):
-    [order] = jobs_of(plan_of(**{"checkpoint.layout": layout}), ())[0].inputs
+    [order] = plan_jobs(plan_of(**{"checkpoint.layout": layout}), ())[0].inputs
     assert json.loads(order.content)["pieces"] is pieces
 
 
@@ -166,7 +166,7 @@ def requantize_order(work):
 def test_int4_checkpoint_is_made_from_16_bit_repository_in_engine_image():
     assert repositories(**INT4) == {"org/large", "org/large-fp8"}
     plan = plan_of(**INT4)
-    image, made, built = jobs_of(plan, ())
+    image, made, built = plan_jobs(plan, ())
     assert made.job.after == (image.job.digest12,)
     assert built.job.after == (made.job.digest12,)
     order, build = requantize_order(made), plan.checkpoint.order
@@ -180,7 +180,7 @@ def test_int4_checkpoint_is_made_from_16_bit_repository_in_engine_image():
 def test_profile_without_build_serves_int4_checkpoint():
     plan = plan_of(profile="base", **INT4)
     assert plan.tree.dir == plan.serve.tree.path == plan.requantized.dir
-    assert [work.job.kind for work in jobs_of(plan, ())] == ["image-pull", "requantize"]
+    assert [work.job.kind for work in plan_jobs(plan, ())] == ["image-pull", "requantize"]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_calibration_text_is_sent_with_job_and_names_checkpoint(tmp_path):
         path = tmp_path / f"{text}.jsonl"
         path.write_text(json.dumps({"text": text}) + "\n")
         plan = plan_of(**{**INT4, "requantize.iters": 1, "requantize.calibration": str(path)})
-        made = jobs_of(plan, ())[1]
+        made = plan_jobs(plan, ())[1]
         target = requantize_order(made)["calibration"]
         assert [f.content for f in made.inputs if f.path == target] == [path.read_bytes()]
         folders.add(plan.requantized.dir)
@@ -211,7 +211,7 @@ def test_calibration_text_is_sent_with_job_and_names_checkpoint(tmp_path):
 
 
 def test_peer_copies_int4_checkpoint_without_16_bit_repository():
-    jobs = jobs_of(plan_of(**INT4), ())
+    jobs = plan_jobs(plan_of(**INT4), ())
     digest = jobs[1].job.proof.digest
     members = [
         Member("a", "http://a", {digest: "complete"}, {digest: "e" * 64}),
@@ -225,7 +225,7 @@ def test_int4_checkpoint_needs_disk_and_16_bit_repository_is_pruned():
     plan = plan_of(**INT4)
     path = plan.requantized.dir
     assert dict(plan.needs.disk_needed_bytes)[path] > plan.requantized.size_bytes
-    folders = keep_of(plan).folders
+    folders = keep_list(plan).folders
     assert (path in folders, plan.requantized.original.dir in folders) == (True, False)
 
 

@@ -9,15 +9,15 @@ from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings
 from spark_deploy.config.settings.service import RolloutSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.cluster import (
+    existing_addresses,
     fabric_links,
     fabric_plan,
     member_links,
-    present_addresses,
-    waves_of,
+    plan_waves,
 )
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.release import release_files_of
-from spark_deploy.plan.resolve import Request, problems_of
+from spark_deploy.plan.release import release_files
+from spark_deploy.plan.resolve import Request, plan_problems
 from spark_deploy.plan.types import Port, Ports
 from tests.unit.planning.plans import (
     CATALOG,
@@ -131,12 +131,12 @@ def test_only_cluster_members_use_the_host_network():
 def test_unit_of_member_fences_its_ports():
     plan = plan_on("spark-1", FABRIC)
     path = f"{plan.serve.serve_unit}.d/50-cluster.conf"
-    [text] = [f.content.decode() for f in release_files_of(plan) if f.path.endswith(path)]
+    [text] = [f.content.decode() for f in release_files(plan) if f.path.endswith(path)]
     fence = f"/usr/local/lib/spark/current/bin/spark-host fence {{}} {plan.serve.name}"
     # "-": a host without iptables serves, too; "+": with root's rights.
     assert f"ExecStartPre=-+{fence.format('up')}" in text
     assert f"ExecStopPost=-+{fence.format('down')}" in text
-    assert not [file for file in release_files_of(plan_of("large")) if "cluster" in file.path]
+    assert not [file for file in release_files(plan_of("large")) if "cluster" in file.path]
 
 
 def test_subnet_without_rdma_uses_tcp():
@@ -221,13 +221,13 @@ def test_two_hosts_split_weights_and_hold_more_cache():
 def test_397b_needs_four_hosts(count, fits):
     hosts = tuple(f"spark-{number}" for number in range(count)) if count > 1 else ()
     settings = Settings(model="qwen3.5-397b", cluster=ClusterSettings(hosts=hosts))
-    problems = problems_of(settings, shipped_catalog())
+    problems = plan_problems(settings, shipped_catalog())
     assert not problems if fits else "or serve it on 4 hosts together" in problems[0].fix
 
 
 def test_suggests_host_counts_that_split_model_evenly():
     three = Settings(cluster=ClusterSettings(hosts=("a", "b", "c")))
-    problem = problems_of(three, shipped_catalog())[0]
+    problem = plan_problems(three, shipped_catalog())[0]
     assert problem.where == "cluster.hosts"
     assert "2 KV heads" in problem.what
     assert problem.fix == "use 2 or 4 hosts"
@@ -246,7 +246,7 @@ def test_suggests_host_counts_that_split_model_evenly():
 def test_guard_rails_apply_to_clusters(hosts, options, rule):
     settings = Settings(cluster=ClusterSettings(hosts=tuple(hosts)))
     settings = replace(settings, engine=replace(settings.engine, options=options))
-    assert f"guard rail {rule}:" in problems_of(settings, shipped_catalog())[0].what
+    assert f"guard rail {rule}:" in plan_problems(settings, shipped_catalog())[0].what
 
 
 def test_refuses_prefix_caching_for_397b_on_two_hosts():
@@ -254,9 +254,9 @@ def test_refuses_prefix_caching_for_397b_on_two_hosts():
         model="qwen3.5-397b", profile="agent", cluster=ClusterSettings(hosts=PAIR),
         memory=replace(Settings().memory, total_gib=400),
     )  # fmt: skip
-    assert "prefixes-on-a-pair-of-397b" in problems_of(pair, shipped_catalog())[0].what
+    assert "prefixes-on-a-pair-of-397b" in plan_problems(pair, shipped_catalog())[0].what
     four = replace(pair, cluster=ClusterSettings(hosts=(*PAIR, "c", "d")))
-    assert not problems_of(four, shipped_catalog())
+    assert not plan_problems(four, shipped_catalog())
 
 
 @pytest.mark.parametrize(
@@ -336,10 +336,10 @@ def test_refuses_host_outside_fabric():
 
 def test_returns_present_addresses():
     ports = Ports((LAN, *cabled_ports(1, 50)))
-    assert present_addresses("spark-1", fabric_settings(), ports) == (
+    assert existing_addresses("spark-1", fabric_settings(), ports) == (
         "enp1s0f1np1 192.168.100.50/24, enP2p1s0f1np1 192.168.101.50/24"
     )
-    assert not present_addresses("spark-1", fabric_settings(), Ports((LAN, *without_addresses(1))))
+    assert not existing_addresses("spark-1", fabric_settings(), Ports((LAN, *without_addresses(1))))
 
 
 @pytest.mark.parametrize(
@@ -435,18 +435,18 @@ def test_refuses_to_measure_without_addresses_or_second_host():
     ],
 )
 def test_hosts_change_in_waves_after_canary(rollout, expected):
-    waves = waves_of(dict.fromkeys("abcde", RolloutSettings(**rollout)))
+    waves = plan_waves(dict.fromkeys("abcde", RolloutSettings(**rollout)))
     assert " | ".join(" ".join(wave) for wave in waves) == expected
 
 
 def test_smallest_at_once_limits_wave():
     at_once = {"a": "all", "b": "all", "c": 2, "d": "all", "e": "all"}
-    waves = waves_of({host: RolloutSettings(n) for host, n in at_once.items()})
+    waves = plan_waves({host: RolloutSettings(n) for host, n in at_once.items()})
     assert waves == (("a", "b"), ("c", "d"), ("e",))
 
 
 def test_cluster_members_change_together():
     plain = dict.fromkeys("abcd", RolloutSettings())
-    assert waves_of(plain, [("b", "c"), ("b", "c"), ()]) == (("a",), ("d",), ("b", "c"))
+    assert plan_waves(plain, [("b", "c"), ("b", "c"), ()]) == (("a",), ("d",), ("b", "c"))
     canary = dict.fromkeys("abcd", RolloutSettings(canary="c"))
-    assert waves_of(canary, [("b", "c")]) == (("b", "c"), ("a",), ("d",))
+    assert plan_waves(canary, [("b", "c")]) == (("b", "c"), ("a",), ("d",))

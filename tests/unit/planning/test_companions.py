@@ -10,8 +10,8 @@ from spark_deploy.config.catalog.profile import Adapter, Speculation
 from spark_deploy.config.errors import PlanError
 from spark_deploy.lock.resolve import required_names
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.jobs import jobs_of, keep_of
-from spark_deploy.plan.kv_cache import shape_of
+from spark_deploy.plan.jobs import keep_list, plan_jobs
+from spark_deploy.plan.kv_cache import cache_shape
 from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.resolve import Request
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of
@@ -62,7 +62,7 @@ def drafts_of(plan):
 def test_drafter_is_downloaded_mounted_and_counted(method):
     plan, without = make_plan(replace(EAGLE, method=method)), make_plan()
     assert [source.locked.repo for source in plan.sources] == [REPO, DRAFT]
-    assert [work.job.kind for work in jobs_of(plan, ())] == ["fetch", "fetch", "image-pull"]
+    assert [work.job.kind for work in plan_jobs(plan, ())] == ["fetch", "fetch", "image-pull"]
     drafter = plan.sources[1]
     [mount] = [mount for mount in plan.serve.engine.mounts if mount.source == drafter.dir]
     assert (mount.target, mount.read_only) == ("/drafter", True)
@@ -71,7 +71,7 @@ def test_drafter_is_downloaded_mounted_and_counted(method):
     assert drafts_of(plan) == {"method": method, "num_speculative_tokens": 3, "model": "/drafter"}
     assert plan.memory.drafter_bytes == GIB
     assert any(use.what == DRAFT for use in plan.disk)
-    assert drafter.dir in keep_of(plan).folders
+    assert drafter.dir in keep_list(plan).folders
     assert 0 < plan.memory.kv_tokens < without.memory.kv_tokens
     assert plan.serve.name != without.serve.name
 
@@ -136,7 +136,7 @@ def test_block_size_option_is_counted():
     plan = make_plan(options={"block-size": 64})
     assert plan.memory.block_tokens == 64
     assert value_of(plan, "--block-size") == "64"
-    assert shape_of(MODEL, catalog_of(MODEL).profile("plain", "dense")) is None
+    assert cache_shape(MODEL, catalog_of(MODEL).profile("plain", "dense")) is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.host import document
-from spark_deploy.plan.resolve import pair_of
+from spark_deploy.plan.resolve import model_and_profile
 from tests.unit.planning.plans import CATALOG, plan_with, settings_of, shipped
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -123,7 +123,7 @@ def test_plan_matches_reviewed_golden(model, profile):
 
 def text_of(case):
     settings = settings_of(**TEXTS[case])
-    plan, (model, profile) = plan_with(settings), pair_of(settings, CATALOG)
+    plan, (model, profile) = plan_with(settings), model_and_profile(settings, CATALOG)
     if case == "portable":
         profile = replace(profile, engine_mode=case)
         check = replace(plan.serve.check, portable=True)

@@ -13,9 +13,9 @@ from spark_deploy.config.errors import CatalogError, PlanError, SettingsError
 from spark_deploy.config.settings.engine import OWNED_OPTIONS
 from spark_deploy.hosts.payload import supported_engines
 from spark_deploy.plan.engine_arguments import engine_options
-from spark_deploy.plan.guard_rails import apply_rails, facts_of, model_profile_problems
+from spark_deploy.plan.guard_rails import apply_rails, model_profile_problems, release_facts
 from spark_deploy.plan.memory import plan_memory
-from spark_deploy.plan.resolve import problems_of, resolve
+from spark_deploy.plan.resolve import plan_problems, resolve
 from tests.unit.planning.plans import (
     CATALOG,
     FIXTURE,
@@ -34,12 +34,12 @@ NATIVE_CONTEXT = LARGE.architecture.max_context_tokens
 
 def facts(profile, model=LARGE, **settings):
     chosen = settings_of(**settings)
-    return facts_of(model, profile, plan_memory(model, profile, chosen), chosen)
+    return release_facts(model, profile, plan_memory(model, profile, chosen), chosen)
 
 
 CALM = {**facts(V2), "speculation_method": None, "speculation_tokens": 0}
 TQ = {"kv_cache": "turboquant_k8v4", "max_sequences": 1}
-STOCK = {"plugin": False, "tree_needs_plugin": False}
+STOCK = {"plugin": False, "checkpoint_needs_plugin": False}
 TRIPS: dict[str, dict[str, Any]] = {
     "turboquant-with-drafts": {**TQ, **STOCK, "speculation_tokens": 2},
     "turboquant-with-several-sequences": {**TQ, **STOCK, "max_sequences": 2},
@@ -69,8 +69,8 @@ TRIPS: dict[str, dict[str, Any]] = {
     "memory-fraction-unsafe": {"memory_fraction": 0.91},
     "many-drafts": {"speculation_method": "mtp", "speculation_tokens": 5},
     "dflash": {"speculation_method": "dflash", "speculation_tokens": 8, "drafts_by_option": True},
-    "draft-of-another-model": {"own_draft_model": True, "drafts_by_option": True},
-    "drafter-of-a-repository": {"own_draft_model": True},
+    "draft-of-another-model": {"separate_draft_model": True, "drafts_by_option": True},
+    "drafter-of-a-repository": {"separate_draft_model": True},
     "drafts-by-option": {"drafts_by_option": True},
     "one-gpu-in-a-host": {"devices": 2},
     "ray": {"executor": "ray"},
@@ -87,12 +87,19 @@ TRIPS: dict[str, dict[str, Any]] = {
     "marlin-atomic-add": {"atomic_add": True},
     "ignored-variables": {"unread_variables": True},
     "stretched-context": {"stretched_context": True},
-    "repeated-names-with-fastsafetensors": {"tree_repeats_names": True},
+    "repeated-names-with-fastsafetensors": {"checkpoint_repeats_names": True},
     "plugin-tree-on-the-plain-engine": {"plugin": False},
     "plugins-by-environment": {"plugins_by_environment": True},
-    "own-head-without-the-plugin": {**STOCK, "head": "int8-triton", "tree_needs_plugin": True},
-    "own-head-with-a-plain-tree": {"head": "int8-triton", "tree_needs_plugin": False},
-    "portable-mode-with-a-plain-tree": {"engine_mode": "portable", "tree_needs_plugin": False},
+    "own-head-without-the-plugin": {
+        **STOCK,
+        "head": "int8-triton",
+        "checkpoint_needs_plugin": True,
+    },
+    "own-head-with-a-plain-tree": {"head": "int8-triton", "checkpoint_needs_plugin": False},
+    "portable-mode-with-a-plain-tree": {
+        "engine_mode": "portable",
+        "checkpoint_needs_plugin": False,
+    },
     "online-fp8-with-the-plugin": {"online_quantisation": True},
     "open-network-without-tls": {"expose": "lan"},
     "trust-remote-code": {"trust_remote_code": True},
@@ -128,7 +135,7 @@ def test_rule_applies_to_its_combination_only(rule):
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_warns_about_a_drafter_repository_on_a_hybrid_model(method):
-    drafts = {"speculation_method": method, "speculation_tokens": 3, "own_draft_model": True}
+    drafts = {"speculation_method": method, "speculation_tokens": 3, "separate_draft_model": True}
     warnings = apply_rails(RAILS, {**CALM, **drafts})
     assert [warning.partition(":")[0] for warning in warnings] == ["drafter-of-a-repository"]
 
@@ -154,7 +161,7 @@ def test_evidence_of_rules_exists():
 
 def test_refuses_rule_about_unknown_fact():
     misspelt = replace(CATALOG.rails[0], applies={"kv_cach": {"is": "auto"}})
-    [problem] = problems_of(settings_of(), replace(CATALOG, rails=(misspelt,)))
+    [problem] = plan_problems(settings_of(), replace(CATALOG, rails=(misspelt,)))
     assert problem.where == f"catalog/guard_rails.yml: {misspelt.rule}: kv_cach"
     assert problem.fix == "did you mean kv_cache?"
 
@@ -607,11 +614,11 @@ def test_refuses_more_sequences_than_tokens_per_step():
 def test_refuses_engines_unsupported_by_plugin(image, refused):
     engines = supported_engines()
     settings = settings_of(profile="v2", **{"images.engine": image})
-    refusals = problems_of(settings, CATALOG, engines)
+    refusals = plan_problems(settings, CATALOG, engines)
     assert [problem.where for problem in refusals] == ["images.engine"] * refused
     assert all(", ".join(engines) in problem.what for problem in refusals)
     without = settings_of(profile="base", **{"images.engine": image})
-    assert not [p for p in problems_of(without, CATALOG, engines) if "plugin" in p.what]
+    assert not [p for p in plan_problems(without, CATALOG, engines) if "plugin" in p.what]
 
 
 def test_refuses_unused_image_role():

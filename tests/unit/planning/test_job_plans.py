@@ -17,10 +17,10 @@ from spark_deploy.plan.jobs import (
     State,
     fetch_job,
     image_job,
-    jobs_of,
-    keep_of,
-    peers_of,
-    ready_jobs_of,
+    keep_list,
+    peer_urls,
+    plan_jobs,
+    ready_jobs,
     shared_trees,
     trees_to_share,
     with_peers,
@@ -57,14 +57,14 @@ def test_digest_of_download_depends_on_content_only():
 
 
 def test_retry_settings_reach_downloads_and_builds():
-    works = jobs_of(plan_of(**{"downloads.outage_s": 0}), ())
+    works = plan_jobs(plan_of(**{"downloads.outage_s": 0}), ())
     for order in (read(works[0], "fetch.json"), read(works[1], "plan.json")["donor"]):
         assert (order["tries"], order["backoff_s"]) == (2, 1.0)
-    assert digests(works) == digests(jobs_of(plan_of(), ()))
+    assert digests(works) == digests(plan_jobs(plan_of(), ()))
 
 
 def test_each_job_with_hub_access_has_its_own_token_file():
-    works = jobs_of(plan_of(**{"hub.token": {"env": "TOKEN"}}), ())
+    works = plan_jobs(plan_of(**{"hub.token": {"env": "TOKEN"}}), ())
     fetch, build, image = works
     for work, order in (
         (fetch, read(fetch, "fetch.json")),
@@ -73,7 +73,7 @@ def test_each_job_with_hub_access_has_its_own_token_file():
         assert order["token_file"] == f"{work.job.dir}/hub-token"
         assert work.hub is not None
     assert image.hub is None
-    assert digests(works) == digests(jobs_of(plan_of(), ()))
+    assert digests(works) == digests(plan_jobs(plan_of(), ()))
 
 
 def test_image_job_waits_for_docker_and_has_its_build_context():
@@ -101,7 +101,7 @@ def test_job_waits_for_its_target_filesystem():
 def orders(model, profile):
     return {
         work.job.kind: json.loads(file.content)
-        for work in jobs_of(plan_of(model, profile), ())
+        for work in plan_jobs(plan_of(model, profile), ())
         for file in work.inputs
         if file.path.endswith(("fetch.json", "plan.json"))
     }
@@ -145,10 +145,10 @@ def plan_ready(*pairs, **settings):
 
 
 def test_ready_pair_adds_only_jobs_that_are_not_shared():
-    jobs = ready_jobs_of(plan_ready(SMALL), ())
+    jobs = ready_jobs(plan_ready(SMALL), ())
     assert sorted(work.job.kind for work in jobs) == ["checkpoint", "fetch"]
     served, ready = plan_ready(), plan_ready(TURBOQUANT)
-    assert ready_jobs_of(ready, ()) == ()
+    assert ready_jobs(ready, ()) == ()
     assert [use.what for use in ready.disk if use not in served.disk] in ([], ["compile cache"])
 
 
@@ -159,14 +159,14 @@ def test_ready_pairs_do_not_change_served_release():
         ("small", "v2"),
     ]
     assert ready.serve == served.serve
-    assert jobs_of(ready, ()) == jobs_of(served, ())
+    assert plan_jobs(ready, ()) == plan_jobs(served, ())
 
 
 def test_switching_to_a_ready_pair_does_not_need_jobs():
     plan = plan_ready(SMALL, BASE)
-    done = {*digests(jobs_of(plan, ())), *digests(ready_jobs_of(plan, ()))}
+    done = {*digests(plan_jobs(plan, ())), *digests(ready_jobs(plan, ()))}
     for pair in (SMALL, BASE):
-        assert set(digests(jobs_of(plan_of(pair["model"], pair["profile"]), ()))) <= done
+        assert set(digests(plan_jobs(plan_of(pair["model"], pair["profile"]), ()))) <= done
 
 
 def test_ready_pairs_need_disk_images_and_locked_names():
@@ -189,7 +189,7 @@ def test_refuses_ready_pair_that_cannot_be_served():
 
 @pytest.mark.parametrize("pair", [BASE, SMALL, TURBOQUANT])
 def test_pruning_keeps_files_of_ready_pairs(pair):
-    keep = keep_of(plan_ready(pair))
+    keep = keep_list(plan_ready(pair))
     for plan in (plan_ready(), plan_of(pair["model"], pair["profile"])):
         mounts = {mount.source for mount in plan.serve.engine.mounts}
         assert {plan.tree.dir, *(source.dir for source in plan.sources), *mounts} <= keep.folders
@@ -198,7 +198,7 @@ def test_pruning_keeps_files_of_ready_pairs(pair):
 
 def test_pruning_keeps_planned_release_and_configured_number_of_others():
     plan = plan_ready(**{"releases.keep": 4})
-    keep = keep_of(plan)
+    keep = keep_list(plan)
     assert (keep.releases, keep.releases_kept) == ({plan.serve.name}, 4)
 
 
@@ -227,27 +227,27 @@ def members(states, digest=TREE):
 )
 def test_peers_with_all_files_come_first_and_rotate(states, expected):
     hosts = members(states)
-    assert {name: "".join(peers_of(name, TREE, hosts)) for name in expected} == expected
+    assert {name: "".join(peer_urls(name, TREE, hosts)) for name in expected} == expected
 
 
 @pytest.mark.parametrize("states", ["----", "-+--", "-----", "+-------", "~--"])
 def test_hosts_do_not_wait_for_each_other(states):
     hosts = members(states)
     missing = {host.name for host in hosts if host.trees[TREE] == "missing"}
-    waits_for = {name: missing.intersection(peers_of(name, TREE, hosts)) for name in missing}
+    waits_for = {name: missing.intersection(peer_urls(name, TREE, hosts)) for name in missing}
     done: set[str] = set()
     while len(done) < len(missing):
         ready = {name for name in missing - done if waits_for[name] <= done}
         assert ready
         done |= ready
-    assert sum(not peers_of(name, TREE, hosts) for name in missing) <= 1
+    assert sum(not peer_urls(name, TREE, hosts) for name in missing) <= 1
 
 
 @pytest.mark.parametrize("complete", [0, 1, 3])
 def test_no_host_sends_more_than_eight_copies(complete):
     states: list[State] = ["complete"] * complete + ["missing"] * (100 - complete)
     hosts = [Member(f"h{n}", f"h{n}", {TREE: state}) for n, state in enumerate(states)]
-    urls = [peers_of(host.name, TREE, hosts) for host in hosts[complete:]]
+    urls = [peer_urls(host.name, TREE, hosts) for host in hosts[complete:]]
     assert max(Counter(peers[0] for peers in urls if peers).values()) <= 8
     assert sum(not peers for peers in urls) == (0 if complete else 1)
 
@@ -260,7 +260,7 @@ def test_shares_tree_only_while_other_host_lacks_it():
     assert trees_to_share("a", [*members("+"), other]) == frozenset()
 
 
-WORKS = jobs_of(plan_of("large", "v2"), ())
+WORKS = plan_jobs(plan_of("large", "v2"), ())
 FETCH, BUILD, IMAGE = WORKS
 [BUILD_TREE], [IMAGE_TREE] = shared_trees([BUILD]), shared_trees([IMAGE])
 

@@ -14,9 +14,9 @@ from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.engine import KvCache
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.plan.kv_cache import cache_shape
-from spark_deploy.plan.memory import GIB, plan_memory, weights_of
-from spark_deploy.plan.resolve import pair_of, problems_of
+from spark_deploy.plan.kv_cache import hybrid_shape
+from spark_deploy.plan.memory import GIB, plan_memory, weight_sizes
+from spark_deploy.plan.resolve import model_and_profile, plan_problems
 from tests.unit.planning.plans import (
     CATALOG,
     FIXTURE,
@@ -36,7 +36,7 @@ def profile_with(name, **changes):
 
 def memory_of(profile="v2", **settings):
     chosen = settings_of(profile=profile, **settings)
-    return plan_memory(*pair_of(chosen, CATALOG), chosen)
+    return plan_memory(*model_and_profile(chosen, CATALOG), chosen)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def memory_of(profile="v2", **settings):
     [("qwen3.5-122b", 72.37, 5.05), ("qwen3.5-35b", 21.09, 0.46), ("qwen3.5-397b", 224.3, 13.2)],
 )
 def test_computed_weights_match_published_checkpoints(name, tree_gb, mtp_gb):
-    sizes = weights_of(SHIPPED.model(name).architecture)
+    sizes = weight_sizes(SHIPPED.model(name).architecture)
     assert sizes.tree_bytes / 1e9 == pytest.approx(tree_gb, rel=0.001)
     assert sizes.mtp_bytes / 1e9 == pytest.approx(mtp_gb, rel=0.01)
 
@@ -63,7 +63,7 @@ def test_computed_weights_match_published_checkpoints(name, tree_gb, mtp_gb):
 )
 def test_cache_blocks_match_published_sizes(dtype, block_tokens):
     profile = profile_with("base", kv_cache=KvCache(dtype=dtype))
-    assert cache_shape(LARGE.architecture, profile).block_tokens == block_tokens
+    assert hybrid_shape(LARGE.architecture, profile).block_tokens == block_tokens
 
 
 RECALL = replace(
@@ -91,7 +91,7 @@ def test_cache_blocks_match_running_engines(stage):
             prefix_caching=bool(options.get("enable_prefix_caching")),
             options={"gdn-prefill-backend": prefill},
         )
-        planned[name] = cache_shape(RECALL, profile).block_tokens
+        planned[name] = hybrid_shape(RECALL, profile).block_tokens
     assert planned == {name: run["block_tokens"] for name, run in runs.items()}
     assert len(runs) > 5
 
@@ -104,12 +104,12 @@ def test_prefix_caching_rounds_blocks_to_64_unless_prefill_is_triton(
 ):
     architecture, agent = CATALOG.model(model).architecture, CATALOG.profile("agent", model)
     triton = replace(agent, options={"gdn_prefill_backend": "triton"})
-    assert cache_shape(architecture, agent).block_tokens == by_flashinfer
-    assert cache_shape(architecture, triton).block_tokens == by_triton
+    assert hybrid_shape(architecture, agent).block_tokens == by_flashinfer
+    assert hybrid_shape(architecture, triton).block_tokens == by_triton
 
 
 def test_drafts_and_prefix_caching_need_more_states_per_request():
-    shapes = [cache_shape(LARGE.architecture, profile_with(p)) for p in ("base", "v2", "agent")]
+    shapes = [hybrid_shape(LARGE.architecture, profile_with(p)) for p in ("base", "v2", "agent")]
     assert [shape.attention_groups for shape in shapes] == [1, 1, 1]
     assert [shape.state_blocks for shape in shapes] == [3, 9, 6]
     kib = [shape.block_bytes / shape.block_tokens / 1024 for shape in shapes]
@@ -118,7 +118,7 @@ def test_drafts_and_prefix_caching_need_more_states_per_request():
 
 def test_model_without_linear_layers_has_pages_but_not_states():
     dense = replace(LARGE.architecture, full_attention_every=1, linear_attention=None)
-    shape = cache_shape(dense, profile_with("v2"))
+    shape = hybrid_shape(dense, profile_with("v2"))
     assert (shape.block_tokens, shape.attention_groups, shape.state_blocks) == (16, 1, 0)
     assert shape.request_blocks(1600) == 100
     assert list(dense.violations()) == []
@@ -162,7 +162,10 @@ def test_host_vars_set_sequences_context_and_memory(tmp_path):
         {"spark": ["a", "b"]}, root=tmp_path, overrides={"model": "large"}, checkout=FIXTURE
     )
     (_, default), (limits, own) = (
-        ((pair := pair_of(host.settings, CATALOG))[1].limits, plan_memory(*pair, host.settings))
+        (
+            (pair := model_and_profile(host.settings, CATALOG))[1].limits,
+            plan_memory(*pair, host.settings),
+        )
         for host in hosts.values()
     )
     assert (limits.max_sequences, limits.max_context_tokens) == (2, 65536)
@@ -254,7 +257,7 @@ def shipped_settings(count, **overrides):
 
 
 def suggestions_for(count, **overrides):
-    refusals = problems_of(shipped_settings(count, **overrides), SHIPPED)
+    refusals = plan_problems(shipped_settings(count, **overrides), SHIPPED)
     return next((p.fix for p in refusals if "does not fit on" in p.what), None)
 
 
@@ -271,7 +274,7 @@ def fits_with_all_changes(count, model, total_gib):
     for profile, fraction in itertools.product(SHIPPED.profile_names, (0.8, 0.85, 0.9)):
         change["engine.memory_fraction"] = fraction
         settings = shipped_settings(count, model=model, profile=profile, **change)
-        if problems_of(settings, SHIPPED) == []:
+        if plan_problems(settings, SHIPPED) == []:
             return True
     return False
 
@@ -292,7 +295,7 @@ def test_printed_suggestions_are_accepted(model, profile, count):
         fix = fix.rpartition("GiB: ")[2]
         for suggestion in fix.split("; or ") if fix != "choose a smaller model" else []:
             settings = shipped_settings(count, **{**pair, **settings_from(suggestion)})
-            assert problems_of(settings, SHIPPED) == [], suggestion
+            assert plan_problems(settings, SHIPPED) == [], suggestion
         if hosts:
             assert suggestions_for(int(hosts.split()[0]), **pair) is None
 

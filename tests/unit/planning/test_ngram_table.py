@@ -9,16 +9,16 @@ from spark_deploy.cli.models import fitting_profiles, settings_on
 from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.plan.engine_arguments import engine_arguments
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.kv_cache import cache_shape
+from spark_deploy.plan.kv_cache import hybrid_shape
 from spark_deploy.plan.memory import (
     GIB,
     loaded_bytes,
     ngram_file_bytes,
     plan_memory,
-    weights_of,
+    weight_sizes,
 )
-from spark_deploy.plan.resolve import Request, problems_of, resolve
-from spark_deploy.plan.speed import first_token_s, speed_of
+from spark_deploy.plan.resolve import Request, plan_problems, resolve
+from spark_deploy.plan.speed import compute_speed, first_token_s
 from tests.unit.planning.plans import (
     PAYLOAD,
     made_up_lock,
@@ -40,7 +40,7 @@ def with_drafts(profile, tokens, **changes):
 
 
 def test_weights_match_published_checkpoint():
-    sizes = weights_of(SHIPPED.model(NVFP4).architecture)
+    sizes = weight_sizes(SHIPPED.model(NVFP4).architecture)
     # sgl-project/sglang#37995: 126 GiB, of which 78 are no table.
     assert sizes.ngram_bytes / GIB == pytest.approx(47.7, abs=0.05)
     assert (sizes.tree_bytes - sizes.ngram_bytes) / GIB == pytest.approx(78, abs=0.5)
@@ -64,7 +64,7 @@ def test_two_hosts_load_the_published_weights_each():
 )
 def test_cache_matches_pools_of_published_engines(drafts, context, pool_bytes, tokens, options):
     options |= {"gdn-prefill-backend": "triton"}
-    shape = cache_shape(SHAPE, with_drafts(NVME, drafts, prefix_caching=True, options=options))
+    shape = hybrid_shape(SHAPE, with_drafts(NVME, drafts, prefix_caching=True, options=options))
     blocks = round(pool_bytes) // shape.block_bytes
     reported = blocks / shape.request_blocks(context) * context
     assert reported == pytest.approx(tokens, rel=0.0025)  # a block
@@ -72,15 +72,15 @@ def test_cache_matches_pools_of_published_engines(drafts, context, pool_bytes, t
 
 def test_step_and_prompt_times_are_near_published_ones():
     # Three drafts: 70 ms a step (bilikaz v2, README at 3bb2e02); 2,142 prompt tokens/s (shinrali).
-    assert speed_of(SHAPE, with_drafts(NVME, 3)).step_s == pytest.approx(0.070, rel=0.15)
+    assert compute_speed(SHAPE, with_drafts(NVME, 3)).step_s == pytest.approx(0.070, rel=0.15)
     assert first_token_s(SHAPE, 100_000) == pytest.approx(100_000 / 2142, rel=0.15)
 
 
 def test_attention_reads_no_more_keys_than_the_budget():
-    short, long = (speed_of(SHAPE, TWO, context_tokens=n) for n in (2_048, 200_000))
+    short, long = (compute_speed(SHAPE, TWO, context_tokens=n) for n in (2_048, 200_000))
     dense = replace(SHAPE, sparse_attention=None)
     assert long.step_s - short.step_s < 0.005
-    assert speed_of(dense, TWO, context_tokens=200_000).step_s > long.step_s + 0.015
+    assert compute_speed(dense, TWO, context_tokens=200_000).step_s > long.step_s + 0.015
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_placement_decides_memory_and_arguments(placement, resident_gib, offload
 
 def test_table_is_split_over_hosts_but_hyper_connections_are_not():
     [one, two, four] = (loaded_bytes(SHIPPED.model(NVFP4), TWO, n)[0] for n in (1, 2, 4))
-    sizes = weights_of(SHIPPED.model(NVFP4).architecture)
+    sizes = weight_sizes(SHIPPED.model(NVFP4).architecture)
     whole = sizes.hyper_bytes + sizes.routers_bytes
     assert two - whole == pytest.approx((one - whole) / 2, abs=1)
     assert four - whole == pytest.approx((one - whole) / 4, abs=1)
@@ -154,7 +154,7 @@ def test_profiles_fit_the_hosts_they_are_for():
 
 @pytest.mark.parametrize(("model", "profile"), [(INT4, "v2"), ("qwen3.5-122b", "flash-two")])
 def test_table_and_placement_require_each_other(model, profile):
-    [problem] = problems_of(settings_on(1, model, profile), SHIPPED)
+    [problem] = plan_problems(settings_on(1, model, profile), SHIPPED)
     assert problem.where == f"profile {profile}"
     assert "n-gram table" in problem.what
 
@@ -164,7 +164,7 @@ def rules(profile_name, model=INT4, hosts=1, **changes):
     catalog, settings = SHIPPED, settings_on(hosts, model, profile_name)
     profile = replace(catalog.profile(profile_name, model), **changes)
     catalog = replace(catalog, profiles={(profile_name, model): profile})
-    texts = [problem.what for problem in problems_of(settings, catalog)]
+    texts = [problem.what for problem in plan_problems(settings, catalog)]
     texts = texts or [f"guard rail {warning}" for warning in resolve(settings, catalog).warnings]
     return {found for text in texts for found in re.findall(r"guard rail ([a-z0-9-]+)", text)}
 

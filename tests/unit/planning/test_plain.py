@@ -8,10 +8,10 @@ from spark_deploy.config.catalog.model import Parsers, PlainModel
 from spark_deploy.config.errors import PlanError
 from spark_deploy.lock.types import SourceFile
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.jobs import jobs_of
-from spark_deploy.plan.kv_cache import shape_of
+from spark_deploy.plan.jobs import plan_jobs
+from spark_deploy.plan.kv_cache import cache_shape
 from spark_deploy.plan.memory import GIB
-from spark_deploy.plan.resolve import Request, problems_of
+from spark_deploy.plan.resolve import Request, plan_problems
 from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of
 
 REPO = "org/dense"
@@ -58,7 +58,7 @@ def refused(model=MODEL, **settings):
 def test_serves_downloaded_files_without_build():
     plan = make_plan()
     assert plan.checkpoint is None
-    assert [work.job.kind for work in jobs_of(plan, ())] == ["fetch", "image-pull"]
+    assert [work.job.kind for work in plan_jobs(plan, ())] == ["fetch", "image-pull"]
     assert plan.serve.tree.path == plan.sources[0].dir
     assert plan.image.tag == plan.image.base
 
@@ -90,7 +90,7 @@ def test_vision_tower_is_loaded_only_with_vision():
 def test_fp8_cache_halves_block_size():
     profile = catalog_of(MODEL).profile("plain", "dense")
     narrow = replace(profile, kv_cache=replace(profile.kv_cache, dtype="fp8"))
-    shapes = [shape_of(replace(MODEL, anatomy=ANATOMY), p) for p in (profile, narrow)]
+    shapes = [cache_shape(replace(MODEL, anatomy=ANATOMY), p) for p in (profile, narrow)]
     assert shapes[0].block_bytes == 2 * shapes[1].block_bytes
 
 
@@ -98,7 +98,7 @@ def test_sliding_window_keeps_window_and_tokens_of_step():
     cache = tuple(replace(FULL, kind=kind, layers=16, window_tokens=window)
                   for kind, window in (("full", 0), ("sliding", 1024)))  # fmt: skip
     profile = catalog_of(MODEL).profile("plain", "dense")
-    shape = shape_of(replace(MODEL, anatomy=replace(ANATOMY, cache=cache)), profile)
+    shape = cache_shape(replace(MODEL, anatomy=replace(ANATOMY, cache=cache)), profile)
     assert shape.block_bytes == 16 * 16 * 4096
     step = profile.limits.max_batched_tokens
     assert shape.request_blocks(131072) == 131072 // 16 + (1024 + step) // 16 + 1
@@ -150,7 +150,7 @@ def test_refuses_profiles_that_build_checkpoints():
 
 def test_has_no_problems_without_lock():
     settings = replace(settings_of(), model="dense", profile="plain")
-    assert problems_of(settings, catalog_of(MODEL)) == []
+    assert plan_problems(settings, catalog_of(MODEL)) == []
 
 
 def test_check_uses_default_questions():

@@ -28,9 +28,9 @@ def test_claims_passed_in_their_result_files():
 
 def test_profiles_without_plugin_run_without_it_and_drafts_are_checked():
     for profile in PROFILES.values():
-        assert profile.plugin or not profile.tree_needs_plugin, profile.name
+        assert profile.plugin or not profile.checkpoint_needs_plugin, profile.name
         assert profile.check.acceptance_floor or not profile.speculation, profile.name
-    assert PROFILES["v2"].tree_needs_plugin
+    assert PROFILES["v2"].checkpoint_needs_plugin
 
 
 def test_online_fp8_uses_tested_option():

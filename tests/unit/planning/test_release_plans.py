@@ -10,8 +10,8 @@ from spark_contract.paths import TOOLS_DIR
 
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.plan.host import document, image_after_bytes
-from spark_deploy.plan.jobs import keep_of
-from spark_deploy.plan.release import release_files_of, timer_files, unit_files_of
+from spark_deploy.plan.jobs import keep_list
+from spark_deploy.plan.release import release_files, timer_files, unit_and_command_files
 from tests.unit.planning.plans import plan_of
 
 
@@ -70,7 +70,7 @@ def test_unpacked_image_fits_disk_estimate():
 def test_server_waits_for_disks_of_checkpoint_and_cache():
     paths = {"models_dir": "/disk-1/models"}
     plan = plan_of("small", "v2", paths=paths)
-    drop_in = release_files_of(plan)[-1].content.decode()
+    drop_in = release_files(plan)[-1].content.decode()
     match = re.search(r"^RequiresMountsFor=(.*)$", drop_in, re.M)
     mounts = match[1].split()
     assert mounts[0] == plan.serve.tree.path
@@ -106,11 +106,11 @@ def test_scheduled_releases_equal_deployed_releases():
 def test_scheduled_releases_are_installed_and_kept():
     plan = scheduled()
     names = {change.release.name for change in plan.schedule}
-    paths = {file.path for file in release_files_of(plan)}
+    paths = {file.path for file in release_files(plan)}
     for name in names:
         assert f"/etc/spark/releases/{name}/release.json" in paths
         assert f"/etc/systemd/system/spark-serve@{name}.service.d/50-release.conf" in paths
-    assert keep_of(plan).releases == names
+    assert keep_list(plan).releases == names
     assert plan.serve.name in document(plan)["unit"]["drop_in"]
 
 
@@ -162,7 +162,7 @@ def test_refuses_invalid_schedules(times, settings, message):
         scheduled(*times, **settings)
 
 
-COMMANDS = {file.path: file.content.decode() for file in unit_files_of(())}
+COMMANDS = {file.path: file.content.decode() for file in unit_and_command_files(())}
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.plan.gateway import base_urls, gateway_plan
 from spark_deploy.plan.host import document, plan_host
-from spark_deploy.plan.jobs import keep_of, served_jobs_of
+from spark_deploy.plan.jobs import keep_list, served_jobs
 from spark_deploy.plan.memory import GIB
-from spark_deploy.plan.release import release_files_of
+from spark_deploy.plan.release import release_files
 from spark_deploy.plan.resolve import Request
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, plan_of, problems, settings_of
 
@@ -40,7 +40,7 @@ def test_each_service_has_own_release_gateway_and_files():
     assert (main.gateway.settings.port, embed.gateway.settings.port) == (8000, 8001)
     assert embed.gateway.settings.path.endswith("/embed.json")
     main_paths, embed_paths = (
-        {file.path for file in release_files_of(service)} for service in plan.served
+        {file.path for file in release_files(service)} for service in plan.served
     )
     assert not main_paths & embed_paths
     assert parse(Release, to_json(embed.serve)) == embed.serve
@@ -104,10 +104,10 @@ def test_suggests_less_memory_for_services_to_fit_the_main_service():
 def test_ports_and_files_of_all_services_are_checked_and_kept():
     plan = with_services(embed=SMALL)
     assert plan.needs.ports == (8000, 8001)
-    keep = keep_of(plan)
+    keep = keep_list(plan)
     assert keep.releases == {service.serve.name for service in plan.served}
     assert plan.services[0].tree.dir in keep.folders
-    titles = [work.job.title for work in served_jobs_of(plan, ())]
+    titles = [work.job.title for work in served_jobs(plan, ())]
     assert len(titles) == len(set(titles))
     for service in plan.served:
         assert any(service.sources[0].locked.repo in title for title in titles)

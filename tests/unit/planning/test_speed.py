@@ -9,16 +9,16 @@ from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.engine import KvCache
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.kv_cache import cache_shape
+from spark_deploy.plan.kv_cache import hybrid_shape
 from spark_deploy.plan.memory import plan_memory
 from spark_deploy.plan.speed import (
     HEADS,
     TOLERANCE,
     best_speedup,
-    experts_touched,
+    compute_speed,
+    expected_experts,
     first_token_s,
     next_turn_s,
-    speed_of,
     tokens_per_step,
 )
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of, shipped_catalog
@@ -35,7 +35,7 @@ FIGURES = [
 @pytest.mark.parametrize(("name", "figure"), FIGURES)
 def test_computed_speed_is_near_published_figure(name, figure):
     model, profile = SHIPPED.model(figure.model), SHIPPED.profile(name, figure.model)
-    speed = speed_of(model.architecture, profile, requests=figure.requests).tokens_per_s
+    speed = compute_speed(model.architecture, profile, requests=figure.requests).tokens_per_s
     assert speed == pytest.approx(figure.tokens_per_s, rel=TOLERANCE)
     if figure.fitted:
         assert speed == pytest.approx(figure.tokens_per_s, rel=0.002)
@@ -55,7 +55,7 @@ def step_ms(hidden, layers, experts, vocabulary):
 
 def test_step_time_of_plain_checkpoint_matches_second_computation():
     profile = SHIPPED.profile("base", "qwen3.5-122b")
-    step = speed_of(SHIPPED.model("qwen3.5-122b").architecture, profile)
+    step = compute_speed(SHIPPED.model("qwen3.5-122b").architecture, profile)
     assert step.step_s * 1000 == pytest.approx(step_ms(3072, 48, 1024, 248320), rel=1e-3)
 
 
@@ -70,7 +70,7 @@ def test_head_efficiencies_match_result_file():
 
 def test_more_tokens_touch_more_experts_up_to_all():
     shape = LARGE.architecture
-    counts = [experts_touched(shape, tokens) for tokens in (1, 2, 3, 10, 1000)]
+    counts = [expected_experts(shape, tokens) for tokens in (1, 2, 3, 10, 1000)]
     assert counts[0] == pytest.approx(shape.experts_per_token)
     assert counts == sorted(counts)
     assert counts[1] < 2 * counts[0]
@@ -87,7 +87,7 @@ def test_long_contexts_cost_less_with_smaller_cache():
 
     def speed(dtype, tokens):
         profile = replace(v2, kv_cache=KvCache(dtype=dtype))
-        return speed_of(LARGE.architecture, profile, context_tokens=tokens).tokens_per_s
+        return compute_speed(LARGE.architecture, profile, context_tokens=tokens).tokens_per_s
 
     assert speed("auto", 0) > speed("auto", 100_000) > speed("auto", 200_000)
     assert speed("auto", 0) == speed("fp8", 0)
@@ -115,7 +115,7 @@ def test_later_turns_of_agent_begin_sooner_than_those_of_v2():
 
 
 def test_four_sessions_of_130k_tokens_fit_into_the_cache_of_agent():
-    shape = cache_shape(
+    shape = hybrid_shape(
         SHIPPED.model("qwen3.5-122b").architecture, SHIPPED.profile("agent", "qwen3.5-122b")
     )
     memory = plan_memory(
@@ -127,7 +127,9 @@ def test_four_sessions_of_130k_tokens_fit_into_the_cache_of_agent():
 
 def test_turboquant_is_slower_than_16_bits_in_short_contexts():
     pair = (SHIPPED.profile(name, "qwen3.5-122b") for name in ("v2-tq", "v2"))
-    speeds = [speed_of(SHIPPED.model("qwen3.5-122b").architecture, p).tokens_per_s for p in pair]
+    speeds = [
+        compute_speed(SHIPPED.model("qwen3.5-122b").architecture, p).tokens_per_s for p in pair
+    ]
     assert speeds[0] < speeds[1]
 
 
@@ -142,17 +144,19 @@ def test_int4_drafter_reduces_bytes_read_per_draft():
     replaced = 3072 * (2 * 32 * 256 + 2 * 2 * 256 + 32 * 256) + 8 * 3 * 3072 * 1024
     int4 = 0.5 + 2 / 128 + 0.5 / 128
     saved_ms = 2 * replaced * (2 / 0.578 - int4 / 0.84) / 273e6
-    before, after = (speed_of(model, replace(v2, drafter=d)).step_s for d in ("keep", "int4-g128"))
+    before, after = (
+        compute_speed(model, replace(v2, drafter=d)).step_s for d in ("keep", "int4-g128")
+    )
     assert (before - after) * 1000 == pytest.approx(saved_ms, rel=1e-3)
     small = SHIPPED.model("qwen3.5-35b").architecture
-    assert speed_of(small, v2) == speed_of(small, replace(v2, drafter="int4-g128"))
+    assert compute_speed(small, v2) == compute_speed(small, replace(v2, drafter="int4-g128"))
 
 
 def test_speed_estimate_follows_the_draft_schedule():
     def speed(requests, **changes):
         drafts = Speculation(method="mtp", **changes)
         v2 = replace(CATALOG.profile("v2", "large"), speculation=drafts)
-        return speed_of(LARGE.architecture, v2, requests=requests).tokens_per_s
+        return compute_speed(LARGE.architecture, v2, requests=requests).tokens_per_s
 
     schedule = ((1, 2, 2), (4, 4, 1))
     for requests, tokens in {1: 2, 2: 2, 3: 2, 4: 1, 9: 1}.items():

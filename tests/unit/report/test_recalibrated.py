@@ -7,11 +7,11 @@ from spark_deploy.cli import plan
 from spark_deploy.cli.plan_text import speed_lines
 from spark_deploy.cli.report import Report, file_text
 from spark_deploy.cli.report_contents import with_answers
-from spark_deploy.plan.speed import Calibration, calibrated, speed_of
+from spark_deploy.plan.speed import Calibration, calibrated, compute_speed
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of
 
 V2 = CATALOG.profile("v2", "large")
-COMPUTED = speed_of(LARGE.architecture, V2).tokens_per_s
+COMPUTED = compute_speed(LARGE.architecture, V2).tokens_per_s
 
 
 @pytest.fixture(autouse=True)

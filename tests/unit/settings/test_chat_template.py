@@ -5,7 +5,7 @@ import pytest
 from spark_deploy.cli.plan_text import plan_lines
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.plan.resolve import pair_of
+from spark_deploy.plan.resolve import model_and_profile
 from tests.unit.planning.plans import CATALOG, FIXTURE, plan_with
 
 TEMPLATE = """{%- for message in messages %}
@@ -56,7 +56,7 @@ def test_keeps_other_engine_options(root):
 
 def test_plan_shows_template_by_lines_and_hash(root):
     chosen = settings(root, "{chat_template: chat.jinja}")
-    text = "\n".join(plan_lines(plan_with(chosen), *pair_of(chosen, CATALOG)))
+    text = "\n".join(plan_lines(plan_with(chosen), *model_and_profile(chosen, CATALOG)))
     digest = hashlib.sha256(TEMPLATE.encode()).hexdigest()[:12]
     assert f"--chat-template '<3 lines, sha256 {digest}>'" in text
     assert "message.role" not in text

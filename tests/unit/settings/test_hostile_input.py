@@ -19,7 +19,7 @@ from spark_deploy.hosts.status import Evidence
 from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.lock import registry
 from spark_deploy.lock.file import read_lock
-from spark_deploy.plan.resolve import problems_of
+from spark_deploy.plan.resolve import plan_problems
 from tests.unit.hostile import JSON, YAML, accepted_or_refused, check_problems, tries
 from tests.unit.planning.plans import shipped_catalog
 
@@ -70,7 +70,7 @@ def test_arbitrary_setting_values_are_handled(root, chosen):
     write(root / "group_vars/spark.yml", yaml.dump(data, allow_unicode=True))
     with accepted_or_refused():
         loaded = load_hosts({"spark": ["a"]}, root=root)["a"]
-        problems_of(loaded.settings, CATALOG)
+        plan_problems(loaded.settings, CATALOG)
 
 
 ODD_YAML = (
@@ -100,7 +100,7 @@ def test_arbitrary_settings_files_are_handled(root, text):
 def test_arbitrary_data_arguments_are_handled(root, chosen):
     with accepted_or_refused():
         loaded = load_hosts({"spark": ["a"]}, root=root, overrides=chosen)["a"]
-        problems_of(loaded.settings, CATALOG)
+        plan_problems(loaded.settings, CATALOG)
 
 
 def dumped(values):
@@ -162,7 +162,7 @@ MANIFEST = st.fixed_dictionaries({}, optional={"manifests": JSON, "layers": JSON
 def test_arbitrary_registry_responses_are_handled(registry_answers, body):
     registry_answers(body, body)
     with accepted_or_refused():
-        registry.look_up("registry.invalid/a:b", arch="aarch64")
+        registry.look_up_image("registry.invalid/a:b", arch="aarch64")
 
 
 ENTRYPOINT = st.fixed_dictionaries({"Entrypoint": JSON})
@@ -175,7 +175,7 @@ def test_arbitrary_engine_image_configs_are_handled(registry_answers, configurat
     manifest = json.dumps({"config": {"digest": digest}, "layers": []}).encode()
     registry_answers(manifest, configuration)
     with pytest.raises(LockError) as caught:
-        registry.look_up("registry.invalid/a:b", arch="aarch64", engine=True)
+        registry.look_up_image("registry.invalid/a:b", arch="aarch64", engine=True)
     check_problems(caught.value)
 
 
@@ -188,7 +188,7 @@ def test_arbitrary_registry_logins_are_handled(registry_answers, body, service):
     challenge = f'Bearer realm="https://auth.invalid/token",service="{service}"'
     registry_answers(b"first", body, body, challenge=challenge)
     with pytest.raises(LockError) as caught:
-        registry.look_up("registry.invalid/a:b", arch="aarch64")
+        registry.look_up_image("registry.invalid/a:b", arch="aarch64")
     check_problems(caught.value)
 
 

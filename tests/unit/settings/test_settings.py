@@ -8,7 +8,7 @@ from spark_contract.gateway import Expose
 
 from spark_deploy.config.checkout import CHECKOUT, catalog_names
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.config.settings.load import load_hosts, merge, undot
+from spark_deploy.config.settings.load import load_hosts, merge, nest_dotted_keys
 from spark_deploy.config.settings.types import Settings
 
 
@@ -238,6 +238,6 @@ def test_accepts_container_paths_and_urls_in_options(root, options):
 
 
 def test_undot_and_merge_nest_mappings():
-    assert undot({"a.b": 1, "a.c": 2}) == {"a": {"b": 1, "c": 2}}
+    assert nest_dotted_keys({"a.b": 1, "a.c": 2}) == {"a": {"b": 1, "c": 2}}
     assert merge({"a": {"b": 1}}, {"a": None}) == {"a": {"b": 1}}
     assert merge({"a": {"b": 1}}, {"a": None}, keep_on_null=False) == {"a": None}

@@ -130,7 +130,7 @@ GOOD_FILE = SourceFile("model.safetensors", 1, "a" * 64, None)
     ],
 )
 def test_validates_hub_answers_with_the_lock_schema(monkeypatch, source):
-    monkeypatch.setattr(hub, "look_up", lambda *_: source)
+    monkeypatch.setattr(hub, "look_up_repo", lambda *_: source)
     names = resolve.Names(frozenset({("org/repo", "main")}), frozenset())
     settings = next(iter(load_hosts({"spark": ["spark-1"]}, root=Path("/nowhere")).values()))
     with pytest.raises(LockError, match="org/repo"):
