@@ -212,7 +212,7 @@ def _sudo_rule_script(path: str, content: str) -> str:
 printf '%s' {shlex.quote(content)} > {candidate}
 if visudo -cqf {candidate}; then chown root:root {candidate}; mv -fT {candidate} {target}
 else rm -f {candidate}; echo 'visudo rejected the rule'; exit 3; fi
-visudo -cq || {{ rm -f {target}; echo 'visudo rejected all rules together'; exit 3; }}"""
+visudo -cq || {{ rm -f {target}; echo 'visudo rejected the combination of all rules'; exit 3; }}"""
 
 
 @host_command

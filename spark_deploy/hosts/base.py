@@ -97,8 +97,7 @@ HOLD_PATH = "/etc/apt/apt.conf.d/52spark-hold-driver"
 HOLD_FILE = ManagedFile(
     HOLD_PATH,
     b"""// Managed by dgx-spark-deploy.
-// Driver, kernel and CUDA are one set on this machine. Upgraded in halves they leave it without
-// a GPU until the next reboot or longer, so only a person upgrades them.
+// Driver, kernel and CUDA must match. A partial upgrade disables the GPU, so upgrade them by hand.
 Unattended-Upgrade::Package-Blacklist {
     "nvidia-";
     "libnvidia-";

@@ -32,15 +32,16 @@ def log(text: str) -> None:
         host.log(text)
 
 
-def log_once(text: str, colour: str | None = None) -> None:
+def log_once(text: str, color: str | None = None) -> None:
     """Log a text once per run."""
     logged = _logged.setdefault(current_host(), set())
     if text not in logged:
         logged.add(text)
-        host.log_styled(text, fg=colour) if colour else host.log(text)
+        host.log_styled(text, fg=color) if color else host.log(text)
 
 
 def predict(change: str) -> None:
+    """Record a change that the preview contains, so that later operations expect it."""
     if not state.is_executing:
         _predicted.setdefault(current_host(), set()).add(change)
 
@@ -131,8 +132,18 @@ class ScriptResult(NamedTuple):
         return (self.stderr or self.stdout).strip()
 
 
+def run_script(
+    host: Host, script: str, timeout_s: int = _COMMAND_TIMEOUT_S, stdin: str | None = None
+) -> ScriptResult:
+    """Run a script with the host's sudo settings."""
+    ok, output = host.run_shell_command(
+        shell(script), _sudo=bool(host.data.get("_sudo")), _timeout=timeout_s, _stdin=stdin
+    )
+    return ScriptResult(ok, output.stdout, output.stderr)
+
+
 def run_reconnecting(host: Host, script: str) -> ScriptResult:
-    """Run ``script`` with the host's sudo settings; reconnect if the connection is lost.
+    """Run a script; reconnect if the connection is lost.
 
     Raises ConnectError if the host stays unreachable.
     """
@@ -143,12 +154,10 @@ def run_reconnecting(host: Host, script: str) -> ScriptResult:
                 if not host.connected:
                     # Otherwise the next command would use a disconnected client.
                     host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
-                ok, output = host.run_shell_command(
-                    shell(script), _sudo=host.data.get("_sudo", False), _timeout=_COMMAND_TIMEOUT_S
-                )
+                result = run_script(host, script)
                 # A lost connection looks like a failed command.
-                if ok or not is_disconnected(host):
-                    return ScriptResult(ok, output.stdout, output.stderr)
+                if result.ok or not is_disconnected(host):
+                    return result
                 reason = "closed"
             except (TimeoutError, OSError, EOFError, SSHException, ConnectError) as error:
                 reason = type(error).__name__

@@ -22,7 +22,7 @@ from spark_contract.tool import FABRIC, FABRIC_SPEED, HOST_TOOL, command_line
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.capacity import Findings
-from spark_deploy.hosts.commands import ScriptResult, log, log_once, run_reconnecting
+from spark_deploy.hosts.commands import ScriptResult, log, log_once, run_reconnecting, run_script
 from spark_deploy.hosts.facts import read_fact
 from spark_deploy.hosts.network import Fabric, Netplan, NetplanFiles, Reachability
 from spark_deploy.hosts.operations import (
@@ -247,7 +247,7 @@ def _measure_tcp(link: FabricLink) -> SpeedResult:
 
 def _measure_rdma(link: FabricLink) -> float | None:
     hosts = (host, state.inventory.get_host(link.host))
-    if not all(_run_test(target, "command -v ib_write_bw", "").ok for target in hosts):
+    if not all(run_script(target, "command -v ib_write_bw").ok for target in hosts):
         log(f"{link.interface}: RDMA not measured; to measure it, install perftest on both hosts")
         return None
     test = f"ib_write_bw -R -F -D 2 --report_gbits -p {secrets.choice(_PORTS)}"
@@ -271,17 +271,12 @@ def _run_sender_and_listener(
     link: FabricLink, listen: str, send: str, stdin: str
 ) -> tuple[ScriptResult, ScriptResult]:
     """Run the sender here and the listener on the other host; return both results."""
-    listening = gevent.spawn(_run_test, state.inventory.get_host(link.host), listen, stdin)
+    other = state.inventory.get_host(link.host)
+    listening = gevent.spawn(run_script, other, listen, _COMMAND_S, stdin)
     try:
-        return _run_test(host, send, stdin), listening.get(timeout=_COMMAND_S)
+        return run_script(host, send, _COMMAND_S, stdin), listening.get(timeout=_COMMAND_S)
     finally:
         listening.kill()
-
-
-def _run_test(host: Host, script: str, stdin: str) -> ScriptResult:
-    options = {"_sudo": host.data.get("_sudo", False), "_timeout": _COMMAND_S, "_stdin": stdin}
-    ok, output = host.run_shell_command(StringCommand(script), **options)
-    return ScriptResult(ok, output.stdout, output.stderr)
 
 
 # A link below both minimums is faulty. A link above the doubtful speed is not reported, because the

@@ -18,10 +18,9 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.checkout import cache_folder
 from spark_deploy.config.printable import printable
-from spark_deploy.hosts.commands import is_disconnected, shell
+from spark_deploy.hosts.commands import is_disconnected, run_script
 from spark_deploy.hosts.status import HostStatus, parse_status
 
-_STATUS_TIMEOUT_S = 60
 _HEADLINE_LENGTH = 120
 # Reasons can quote an answer with semicolons.
 _REASON_SEPARATOR = re.compile(r"; (?=check |and the |fix: |[A-Za-z]+(?:Error|Exception)\b)")
@@ -46,14 +45,11 @@ def show_failure(host: Host, lines: Sequence[str]) -> None:
 
 
 def read_status(host: Host) -> HostStatus:
-    command = shell(tool.when_installed(tool.command_line(tool.STATUS)))
     try:
         if is_disconnected(host):
             return HostStatus(None)
-        ok, output = host.run_shell_command(
-            command, _sudo=host.data.get("_sudo", False), _timeout=_STATUS_TIMEOUT_S
-        )
-        return parse_status(output.stdout) if ok else HostStatus(None)
+        result = run_script(host, tool.when_installed(tool.command_line(tool.STATUS)))
+        return parse_status(result.stdout) if result.ok else HostStatus(None)
     except (TimeoutError, OSError, EOFError, SSHException, PyinfraError, ValueError):
         return HostStatus(None)
 

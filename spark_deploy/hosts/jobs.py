@@ -57,7 +57,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     jobs = read_fact(JobStates, jobs=names, target=target)
     state = jobs.states.get(job.digest12)
     if state is not None and state.state == "done":
-        host.noop(f"{job.title}: proven by a receipt")
+        host.noop(f"{job.title}: complete")
         return
     boot_file = ManagedFile(
         f"{drop_in_dir(target)}/{job.digest12}.conf",
@@ -137,7 +137,7 @@ def wait_for_jobs(
     is_finished = states.done(names) and target not in states.linked
     _store_donor_hashes(current_host(), jobs, states.states)
     if is_finished and not replaced:
-        host.noop(f"{len(names)} jobs are proven")
+        host.noop(f"{len(names)} jobs are complete")
         return
     if replaced:
         yield shell(_disable_at_boot(replaced))

@@ -35,7 +35,7 @@ from pyinfra.api.command import PyinfraCommand
 from pyinfra.api.exceptions import PyinfraError
 
 from spark_deploy.config.errors import Problem, SettingsError, unreachable
-from spark_deploy.hosts.commands import CommandError, current_host, is_disconnected, shell
+from spark_deploy.hosts.commands import CommandError, current_host, is_disconnected, run_script
 from spark_deploy.hosts.facts import FactUnavailableError
 from spark_deploy.hosts.failures import RepeatFailures, read_status, serving_text, show_failure
 
@@ -45,7 +45,6 @@ Commands = Generator[str | PyinfraCommand, None, None]
 LEASE = "/run/spark-deploy.lease"
 TTL_S = 180
 RENEW_S = 45
-_TIMEOUT_S = 60
 _SAME_INTERRUPT_S = 3
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CONNECTION_ERRORS = (TimeoutError, OSError, EOFError, SSHException, PyinfraError)
@@ -63,7 +62,7 @@ def this_run() -> str:
     return f"{_this_machine()}-{os.getpid()}"
 
 
-def holder() -> str:
+def lease_holder() -> str:
     return _plain_word(f"{getpass.getuser()}@{platform.node()}")
 
 
@@ -202,11 +201,13 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
     where = f"{host.name}: lease"
     token = this_run()
     try:
-        answer = _run_script(host, lease_script(LEASE, token, holder(), check_only=check_only))
+        answer = _run_script(
+            host, lease_script(LEASE, token, lease_holder(), check_only=check_only)
+        )
         other, *rest = answer.removeprefix("held ").split(" ")
-        if answer.startswith("held ") and _is_dead(other):
+        if answer.startswith("held ") and _has_ended(other):
             # A killed run of this machine left the lease behind.
-            script = lease_script(LEASE, token, holder(), other, check_only=check_only)
+            script = lease_script(LEASE, token, lease_holder(), other, check_only=check_only)
             answer = _run_script(host, script)
     except SettingsError as error:  # sudo on this machine needs a password
         return error.problems[0]
@@ -224,7 +225,7 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
     return Problem(where, message, "wait for that run to end, then run again")
 
 
-def _is_dead(token: str) -> bool:
+def _has_ended(token: str) -> bool:
     machine, _, process = token.rpartition("-")
     if machine != _this_machine() or not process.isdecimal():
         return False
@@ -241,28 +242,26 @@ def _renew(host: Host, lease: _Lease) -> None:
     while True:
         gevent.sleep(RENEW_S)
         try:
-            answer = _run_script(host, lease_script(LEASE, this_run(), holder()))
+            answer = _run_script(host, lease_script(LEASE, this_run(), lease_holder()))
         except _CONNECTION_ERRORS:
             continue  # the host reboots, or the connection is lost: try again
         lease.is_taken = answer == "taken"  # if not, the next change requests it again
 
 
 def _run_script(host: Host, script: str) -> str:
-    ok, output = host.run_shell_command(
-        shell(script), _timeout=_TIMEOUT_S, _sudo=bool(host.data.get("_sudo"))
-    )
-    lines = output.stdout_lines if ok else output.output.splitlines()
+    result = run_script(host, script)
+    lines = (result.stdout if result.ok else f"{result.stdout}\n{result.stderr}").splitlines()
     return next(reversed(lines), "")
 
 
-def log_lines(host: Host, text: str, colour: str = "red") -> None:
+def log_lines(host: Host, text: str, color: str = "red") -> None:
     for line in text.splitlines():
-        host.log_styled(line, fg=colour)
+        host.log_styled(line, fg=color)
 
 
 def warn(host: Host, *problems: Problem) -> None:
     for problem in problems:
-        log_lines(host, f"warning: {problem}", colour="yellow")
+        log_lines(host, f"warning: {problem}", color="yellow")
 
 
 class HostError(Exception):

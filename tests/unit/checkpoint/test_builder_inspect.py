@@ -71,7 +71,7 @@ RESULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RESULTS)
-def test_recognises_results_and_missing_names(workshop, case):
+def test_recognizes_results_and_missing_names(workshop, case):
     changes, kind, removed = RESULTS[case]
     workshop.build(**changes)
     assert inspect(workshop.out)["recipe"].startswith(kind)

@@ -138,7 +138,7 @@ def test_failed_job_of_another_release_does_not_end_the_wait(monkeypatch):
 def test_does_not_wait_when_all_jobs_are_done(linked):
     host = host_with("done", linked)
     assert wait(host) == []
-    assert host.noops == ["1 jobs are proven"]
+    assert host.noops == ["1 jobs are complete"]
 
 
 def test_attaches_to_a_running_job_of_the_release():

@@ -78,7 +78,7 @@ def test_takes_a_free_host_before_the_first_command_and_returns_it(path):
     host = local_host()
     assert run(host) == ["first", "second"]
     token, _, since, who = path.read_text().split()
-    assert (token, who) == (this_run(), operations.holder())
+    assert (token, who) == (this_run(), operations.lease_holder())
     assert since.endswith("Z")
     operations.ReturnLeases.host_disconnect(None, host)
     assert list(path.parent.iterdir()) == []

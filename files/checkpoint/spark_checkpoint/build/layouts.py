@@ -73,7 +73,7 @@ def result_config(
     quantization = config["quantization_config"]
     has_fp8 = plan.shared_experts.startswith("fp8")
     has_int8 = plan.shared_experts == "int8-g128" or plan.head != "keep"
-    # Without its tensors a table would be uninitialised memory in an engine without the plugin.
+    # Without its tensors a table would be uninitialized memory in an engine without the plugin.
     if has_fp8 or (plan.layout == "overlay" and has_int8) or plan.ngram_table != "keep":
         quantization["quant_method"] = PLUGIN_METHOD
     if quantization["quant_method"] == PLUGIN_METHOD:
