@@ -143,7 +143,7 @@ COUNTS = [
 
 @pytest.mark.gate
 @pytest.mark.parametrize(("key", "count"), COUNTS)
-def test_refuses_counts_that_differ_from_the_plan(workshop, key, count):
+def test_rejects_layer_and_expert_counts_that_differ_from_the_plan(workshop, key, count):
     """The engine would skip tensors, or fill layers that the checkpoint lacks."""
     right = {"num_hidden_layers": 4, "num_experts": 2}
     workshop.write_base()
@@ -151,7 +151,7 @@ def test_refuses_counts_that_differ_from_the_plan(workshop, key, count):
     assert f"{key} is {count}, the model file's tensors have {right[key]}" in refused(workshop)
 
 
-def test_accepts_the_counts_of_the_plan(workshop):
+def test_accepts_layer_and_expert_counts_of_the_plan(workshop):
     workshop.write_base()
     workshop.change_base_config(lambda c: c["text_config"].update(num_experts=2))
     assert workshop.build().returncode == 0

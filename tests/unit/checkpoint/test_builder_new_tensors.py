@@ -81,7 +81,7 @@ def test_fp8_self_equals_donor_made_with_same_rounding(workshop, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_keep_leaves_tensors_unchanged(workshop, layout):
+def test_setting_keep_leaves_tensors_unchanged(workshop, layout):
     workshop.build(layout=layout, shared_experts="keep", **NO_DONOR)
     assert workshop.result() == {**workshop.base, **workshop.mtp}
     assert workshop.quantization()["quant_method"] == "auto-round"

@@ -23,7 +23,7 @@ json_values = st.recursive(
 json_objects = st.dictionaries(st.text(max_size=5), json_values, max_size=4)
 
 
-def test_registers_the_runtime_unless_the_file_has_it():
+def test_registers_the_nvidia_runtime_unless_daemon_json_has_it():
     capture = CAPTURES / "docker-daemon-json--nvidia-default--01.txt"
     present = docker.parse_daemon_json(capture.read_text())
     assert docker.merge_with_runtime(present, {}) == present
@@ -31,7 +31,7 @@ def test_registers_the_runtime_unless_the_file_has_it():
     assert docker.merge_with_runtime(empty, {})["runtimes"] == {"nvidia": docker.NVIDIA_RUNTIME}
 
 
-def test_merge_appends_to_lists_and_merges_objects():
+def test_daemon_json_merge_appends_to_lists_and_merges_objects():
     present = {"insecure-registries": ["a:1"], "log-opts": {"max-size": "1m"}, "bip": "10.0.0.1/24"}
     wanted = {"insecure-registries": ["b:1", "a:1"], "log-opts": {"max-file": "3"}}
     assert docker.merge(present, wanted) == {
@@ -42,7 +42,7 @@ def test_merge_appends_to_lists_and_merges_objects():
 
 
 @given(json_objects, json_objects)
-def test_merge_is_idempotent_and_keeps_every_key(present, wanted):
+def test_daemon_json_merge_is_idempotent_and_keeps_every_key(present, wanted):
     merged = docker.merge_with_runtime(present, wanted)
     assert docker.merge_with_runtime(merged, wanted) == merged
     assert set(merged) >= set(present) | set(wanted)
@@ -109,7 +109,7 @@ def test_selects_runtime_or_cdi(like, changes, expected):
     assert gpu.gpu_problem(docker_state) is None
 
 
-def test_refuses_a_host_without_runtime_and_cdi():
+def test_rejects_a_host_without_runtime_and_cdi():
     assert gpu.gpu_problem(state(OLD, runtime=[])) is not None
 
 

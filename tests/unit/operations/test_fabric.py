@@ -105,7 +105,7 @@ def orders(host):
     return [(script, json.loads(order)) for script, order in tests]
 
 
-def test_token_for_both_ends_is_not_in_process_lists(monkeypatch):
+def test_measurement_token_is_not_in_process_lists(monkeypatch):
     sender, listener = cable_end(88), cable_end()
     for _ in range(2):
         assert measure(monkeypatch, sender, listener) == []

@@ -48,7 +48,7 @@ def test_plain_pyinfra_repeats_the_failure_at_the_end(tmp_path):
         ("not changed, because spark-0 failed", "not changed, because spark-0 failed"),
     ],
 )
-def test_a_refused_host_reports_the_serving_release(active, problem, outcome):
+def test_rejected_host_reports_its_serving_release(active, problem, outcome):
     releases = [{"name": "main-aaaaaaaaaaaa", "model": "large", "profile": "agent"}]
     service = {"active": active, "traffic_open": True}
     status = host_status({"releases": releases, "services": {"main": service}})
@@ -59,7 +59,7 @@ def test_a_refused_host_reports_the_serving_release(active, problem, outcome):
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_host_that_does_not_answer_is_refused_without_further_errors(lost):
+def test_unresponsive_host_is_rejected_without_further_errors(lost):
     host = FakeHost(shell=lambda _: TimeoutError("late"), connected=not lost)
     assert operations._report_failure(None, host, "spark-1: lost") is False
     assert host.logs == ["spark-1: lost"]

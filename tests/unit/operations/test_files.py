@@ -88,7 +88,7 @@ def test_fact_reads_mode_and_hash_of_regular_files_only(tmp_path):
     ],
     ids=["absent", "content", "mode", "owner"],
 )
-def test_any_drift_makes_a_file_differ(drift):
+def test_file_with_different_mode_owner_or_content_is_outdated(drift):
     right = FileState(0o644, "root:root", FIRST.sha256)
     other = ManagedFile("/etc/b", FIRST.content)
     states = {"/etc/b": right, **({FIRST.path: drift} if drift else {})}

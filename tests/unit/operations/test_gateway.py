@@ -127,7 +127,7 @@ def test_key_of_the_controller_is_sent_on_standard_input_only(tmp_path):
     assert configure(host_with(gateway_file(plan), key), plan) == []
 
 
-def test_refuses_an_unusable_key_without_showing_it(tmp_path):
+def test_rejects_an_unusable_key_without_showing_it(tmp_path):
     with pytest.raises(SettingsError, match=r"serve\.api_key") as raised:
         configure(host_with(), with_key(tmp_path, "blank in it 0123456789"))
     assert "blank" not in str(raised.value)
@@ -212,7 +212,7 @@ def test_private_ca_issues_a_certificate_once(private_ca, tmp_path):
         ),
     ],
 )
-def test_new_key_is_generated_on_the_host_or_refused(host, key, pattern):
+def test_new_key_is_generated_on_the_host_unless_the_controller_sets_it(host, key, pattern):
     [command] = run_operation(host, gateway.replace_key, replace(PLAN, key=key))
     assert re.match(pattern, command)
 
@@ -239,7 +239,7 @@ def test_timers_are_placed_started_and_removed():
     assert f"disable --now {OLD_TIMER}; rm -f /etc/systemd/system/{OLD_TIMER};" in command
 
 
-def test_refuses_a_time_that_systemd_rejects():
+def test_rejects_a_time_that_systemd_rejects():
     [command] = set_timers({}, TIMER, rejected=RejectedCalendar().process(["25:00"]))
     assert command.startswith("_report_failure(spark-1: schedule: ")
 

@@ -85,7 +85,7 @@ def test_lost_host_is_reported_as_unreachable(error):
     assert text.endswith("fix: run again; finished steps are skipped")
 
 
-def test_other_errors_name_the_operation_or_a_defect():
+def test_unexpected_error_names_the_operation_or_a_defect():
     unread = message_of(FactUnavailableError("could not read the state"), connected=True)
     assert "raise_error: could not read the state\n" in unread
     assert "raise_error: KeyError: 'x'\n  fix: report this" in message_of(
@@ -93,7 +93,7 @@ def test_other_errors_name_the_operation_or_a_defect():
     )
 
 
-def test_dry_run_passes_on_pyinfra_errors():
+def test_dry_run_reraises_pyinfra_errors():
     with on(FakeHost(connected=False), False), pytest.raises(PyinfraError):
         list(raise_error._inner(PyinfraError("No hosts remaining!")))
 
@@ -122,7 +122,7 @@ def test_failing_operation_fails_its_host_and_logs_once(executing):
     assert host.logs == REFUSAL
 
 
-def test_host_fails_if_its_command_is_refused():
+def test_host_fails_if_its_command_is_rejected():
     host = FakeHost()
     run: Callable[..., bool] = FunctionCommand(failing_command, [], {}).execute
     with on(host) as state:

@@ -116,7 +116,7 @@ ONE, OTHER = "a" * 64, "b" * 64
         ((OTHER, None), ONE, "x"),
     ],
 )
-def test_refuses_donor_tensors_that_differ_between_hosts_or_from_the_lock(
+def test_rejects_donor_tensors_that_differ_between_hosts_or_from_the_lock(
     monkeypatch, hashes, locked, refused
 ):
     builders = Builders(monkeypatch, x=hashes[0], y=hashes[1])
@@ -156,7 +156,7 @@ def test_running_job_is_continued_at_boot_for_the_current_release(linked, pulled
     assert "systemctl start" not in command
 
 
-def test_refuses_to_start_a_job_in_an_unknown_state():
+def test_rejects_to_start_a_job_in_an_unknown_state():
     [command] = start(host_with("unknown", ()))
     assert command.startswith("_report_failure(")
     assert "why" in command

@@ -86,7 +86,7 @@ def test_takes_a_free_host_before_the_first_command_and_returns_it(path):
 
 @pytest.mark.parametrize("body", [change, never_reached])
 @pytest.mark.parametrize("token", [OTHER, f"{MACHINE}-{os.getppid()}"], ids=["remote", "local"])
-def test_refuses_a_host_that_another_run_changes(path, token, body):
+def test_rejects_a_host_that_another_run_changes(path, token, body):
     assert take(path, token, "ben@laptop") == "taken"
     [refusal] = run(local_host(), body)
     assert "ben@laptop has been changing this host since 20" in refusal
@@ -170,7 +170,7 @@ def test_only_the_holder_returns_the_lease(path):
     assert not path.exists()
 
 
-def test_holder_is_shown_without_control_characters(path):
+def test_lease_holder_is_shown_without_control_characters(path):
     path.write_text(f"{OTHER} 99999999999 s \x1b[2Jroot\n")
     [refusal] = run(local_host())
     assert "\x1b" not in refusal

@@ -134,7 +134,7 @@ def test_execution_reuses_only_recent_facts_from_the_prediction(monkeypatch, max
     assert host.fact_reads == reads + 1
 
 
-def test_refuses_a_host_whose_state_cannot_be_read():
+def test_rejects_a_host_whose_state_cannot_be_read():
     host = FakeHost({})
     host.get_fact = lambda *_, **__: None
     [command] = run_operation(host, docker.install_engine, PLANS["docker"])

@@ -75,7 +75,7 @@ def test_docker_restarts_only_if_the_proxy_differs(settings, managed, daemon, ex
 @pytest.mark.parametrize(
     "address", ['http://a:b"c@p:1', "http://a:b c@p:1", "proxy:3128", "http://a:b\\c@p"]
 )
-def test_refuses_an_address_that_systemd_misreads_without_showing_it(tmp_path, address):
+def test_rejects_an_address_that_systemd_misreads_without_showing_it(tmp_path, address):
     (tmp_path / "proxy").write_text(address)
     with pytest.raises(SettingsError) as caught:
         set_job_proxy(ProxySettings(SecretRef(file=str(tmp_path / "proxy"))))

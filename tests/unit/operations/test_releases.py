@@ -51,7 +51,7 @@ def test_finished_rollback_does_nothing():
     assert host.noops == ["it has replaced B"]
 
 
-def test_impossible_rollback_is_refused_and_does_not_predict_a_change():
+def test_impossible_rollback_is_rejected_and_predicts_no_change():
     problem = {"where": "main", "what": "was stopped on purpose", "fix": "start it first"}
     result = {"from": FORMER, "to": None, "problem": problem}
     [command] = roll_back(rollback_host(**result))
@@ -75,7 +75,7 @@ MALFORMED = (
         (PrunePreview, prune_host, (KEEP,)),
     ],
 )
-def test_refuses_with_the_problem_reported_by_the_host_tools(fact, operation, arguments):
+def test_fails_with_the_problem_reported_by_the_host_tools(fact, operation, arguments):
     host = FakeHost(**{fact.__name__: fact().process(["phase=x", MALFORMED])})
     [command] = run_operation(host, operation, *arguments)
     assert command.startswith(
@@ -402,7 +402,7 @@ DROP_IN = "/etc/systemd/system/spark-serve@.service.d/override.conf"
 
 
 @pytest.mark.parametrize(("accepted", "is_refused"), [((), True), ((DROP_IN,), False)])
-def test_refuses_unmanaged_drop_ins_unless_accepted(accepted, is_refused):
+def test_rejects_unmanaged_drop_ins_unless_accepted(accepted, is_refused):
     host = FakeHost(Status=host_status({**PROVEN, "unit_overrides": [DROP_IN]}))
     commands = run_operation(host, serve.check_unit_files, accepted, executing=True)
     assert [command.startswith("_report_failure(") for command in commands] == [True] * is_refused

@@ -104,7 +104,7 @@ HEALTHY: dict[str, Any] = {
 @pytest.mark.parametrize(
     "names", [*([name] for name in HEALTHY), [*HEALTHY]], ids=[*HEALTHY, "all"]
 )
-def test_output_from_healthy_hosts_passes(names):
+def test_survey_output_of_healthy_hosts_passes_preflight(names):
     sections: dict[str, Any] = {}
     for name in names:
         sections |= HEALTHY[name](name)
@@ -176,7 +176,7 @@ def test_healthy_host_passes_for_every_shipped_pair(host):
     assert warned == ({"DGX OS"} if HOSTS[host][0].get("dgx-release") == [] else set())
 
 
-def test_memory_used_by_another_engine_is_refused_and_by_ours_is_not():
+def test_rejects_memory_use_of_another_engine_but_not_of_ours():
     needs = NEEDS["qwen3.5-122b with v2"]
     full = memory("free--h-serving--02.txt")
     [problem] = check_survey(needs, host_survey(FIRST_DAY, needs, **full)).problems
