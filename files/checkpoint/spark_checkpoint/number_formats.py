@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spark_checkpoint.errors import ValidationError
+from spark_checkpoint.headers import tensor_bytes
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint16]
@@ -105,11 +106,11 @@ def quantize_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Wor
     return to_e4m3(np.clip(weights / scales, -limit, limit)), scale_bits
 
 
-# A packed weight ``[out, in]`` has ``pack = 32 / bits`` codes in a word and consists of
-# - ``qweight``, I32 ``[in / pack, out]``: ``code + 2 ** (bits - 1)``, lowest bits first;
-# - ``scales``, BF16 ``[in / group, out]``;
-# - ``qzeros``, I32 ``[in / group, out / pack]``: zero point minus one, as in GPTQ; required by the
-#   loader of vLLM 0.33, but unused for symmetric quantization (``uint4b8``, ``uint8b128``).
+# A packed weight consists of
+# - ``qweight``: words of codes ``code + 2 ** (bits - 1)``, lowest bits first;
+# - ``scales`` of groups of inputs;
+# - ``qzeros``: zero points minus one, as in GPTQ; required by the loader of vLLM 0.33, but unused
+#   for symmetric quantization (``uint4b8``, ``uint8b128``).
 GROUP = 128
 WORD_BITS = 32
 # Maximum relative error: rounding to INT4 in groups of 128 causes about 0.1, and comparing with the
@@ -157,10 +158,18 @@ def quantize_rows(weights: Floats, bits: int) -> QuantizedRows:
     )
 
 
+def packed_tensors(shape: tuple[int, ...], bits: int) -> dict[str, tuple[str, tuple[int, int]]]:
+    """Return dtype and shape of each tensor of a packed weight, by suffix."""
+    (outputs, inputs), codes_per_word = shape, WORD_BITS // bits
+    return {
+        ".qweight": ("I32", (inputs // codes_per_word, outputs)),
+        ".scales": ("BF16", (inputs // GROUP, outputs)),
+        ".qzeros": ("I32", (inputs // GROUP, outputs // codes_per_word)),
+    }
+
+
 def packed_bytes(shape: tuple[int, ...], bits: int) -> int:
-    outputs, inputs = shape
-    groups = inputs // GROUP
-    return outputs * (inputs * bits // 8 + groups * 2 + groups * bits // 8)
+    return sum(tensor_bytes(dtype, part) for dtype, part in packed_tensors(shape, bits).values())
 
 
 def pack_rows(codes: Codes, bits: int) -> Any:

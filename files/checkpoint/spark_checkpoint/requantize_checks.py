@@ -12,13 +12,13 @@ from spark_contract.orders import RequantizePlan, expand
 from spark_checkpoint import number_formats
 from spark_checkpoint.directory import CONFIG_NAME, Checkpoint, Span, read_config, read_span
 from spark_checkpoint.errors import ValidationError
+from spark_checkpoint.headers import SIXTEEN_BIT
 from spark_checkpoint.number_formats import GROUP, INT4_LIMIT, Floats, to_floats
 from spark_checkpoint.storage import hash_file
 from spark_checkpoint.tensor_sets import WEIGHT
 
 QWEIGHT = ".qweight"
 _MAX_COMPARED = 512  # packed modules to compare, evenly spread
-_CODES_PER_WORD = 8
 _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj$")
 _FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
 _ORIGINAL_FIX = "name the 16-bit repository in the model's sources.original"
@@ -145,17 +145,13 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
 
 
 def _check_packed_shapes(module: str, original: Checkpoint, result: Checkpoint) -> None:
-    rows, columns = _require_weight(module, original).shape
-    expected = {
-        "qweight": ({"I32"}, (columns // _CODES_PER_WORD, rows)),
-        "scales": ({"F16", "BF16"}, (columns // GROUP, rows)),
-        "qzeros": ({"I32"}, (columns // GROUP, rows // _CODES_PER_WORD)),
-    }
-    for suffix, (dtypes, shape) in expected.items():
-        tensor = result.tensor(f"{module}.{suffix}")
+    expected = number_formats.packed_tensors(_require_weight(module, original).shape, bits=4)
+    for suffix, (dtype, shape) in expected.items():
+        tensor = result.tensor(module + suffix)
+        dtypes = SIXTEEN_BIT if dtype == "BF16" else {dtype}
         if tensor.dtype not in dtypes or tensor.shape != shape:
             problem = f"is {tensor.dtype} {list(tensor.shape)}, expected {list(shape)}"
-            raise ValidationError(f"{module}.{suffix}", problem, _FIX)
+            raise ValidationError(module + suffix, problem, _FIX)
 
 
 def check_kept_experts(original: Checkpoint, result: Checkpoint) -> int:

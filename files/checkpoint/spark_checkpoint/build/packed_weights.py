@@ -17,6 +17,7 @@ from spark_checkpoint.number_formats import (
     WORD_BITS,
     ZERO_POINT_BYTES,
     pack_rows,
+    packed_tensors,
     quantize_rows,
     relative_error,
     to_floats,
@@ -66,12 +67,12 @@ def pack_weight(
 
     with ThreadPoolExecutor(workers) as pool:
         error, by_maximum, power = sum(pool.map(quantize_block, range(0, outputs, block_rows)))
-    module, groups, codes_per_word = name.removesuffix(WEIGHT), inputs // GROUP, WORD_BITS // bits
-    zeros = stage.append(bytes([ZERO_POINT_BYTES[bits]]) * (groups * outputs * bits // 8))
+    zeros = bytes([ZERO_POINT_BYTES[bits]]) * (inputs // GROUP * outputs * bits // 8)
+    spans = (qweight, stage.append(scales.data), stage.append(zeros))
+    parts = packed_tensors(weight.shape, bits).items()
     tensors = [
-        NewTensor(f"{module}.qweight", "I32", (inputs // codes_per_word, outputs), qweight),
-        NewTensor(f"{module}.scales", "BF16", (groups, outputs), stage.append(scales.data)),
-        NewTensor(f"{module}.qzeros", "I32", (groups, outputs // codes_per_word), zeros),
+        NewTensor(name.removesuffix(WEIGHT) + suffix, part_dtype, shape, part_span)
+        for (suffix, (part_dtype, shape)), part_span in zip(parts, spans, strict=True)
     ]
     divisor = power if power else 1.0
     return Packed(tensors, float((error / divisor) ** 0.5), float((by_maximum / divisor) ** 0.5))

@@ -22,7 +22,7 @@ from spark_checkpoint.build.write import Changes, NewTensor, Staging
 from spark_checkpoint.directory import Checkpoint
 from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor
-from spark_checkpoint.number_formats import GROUP, WORD_BITS
+from spark_checkpoint.number_formats import WORD_BITS, packed_tensors
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.donor import UrlDonor
 from spark_checkpoint.sources.peers import BUILD_LOCALLY
@@ -120,18 +120,14 @@ def _check_entries(
             check_fp8_pair(f"peer {module}", shape, weight, scale, plan.block_shape)
             continue
         packed = entries[names[0]]
-        codes_per_word = WORD_BITS // (4 if old.startswith(MTP_PREFIX) else 8)
+        bits = 4 if old.startswith(MTP_PREFIX) else 8
         if len(packed.shape) != 2:
             raise ValidationError(f"peer {names[0]}", "is not a matrix", BUILD_LOCALLY)
-        weight_shape = (packed.shape[1], packed.shape[0] * codes_per_word)
-        outputs, inputs = base.tensor(old).shape if old in base.owner else weight_shape
-        groups = inputs // GROUP
-        expected = (
-            ("I32", (inputs // codes_per_word, outputs)),
-            ("BF16", (groups, outputs)),
-            ("I32", (groups, outputs // codes_per_word)),
+        weight_shape = (packed.shape[1], packed.shape[0] * WORD_BITS // bits)
+        expected = packed_tensors(
+            base.tensor(old).shape if old in base.owner else weight_shape, bits
         )
-        for name, dtype_and_shape in zip(names, expected, strict=True):
+        for name, dtype_and_shape in zip(names, expected.values(), strict=True):
             if entries[name].dtype_and_shape != dtype_and_shape:
                 problem = f"is {entries[name].dtype_and_shape}, expected {dtype_and_shape}"
                 raise ValidationError(f"peer {name}", problem, BUILD_LOCALLY)
