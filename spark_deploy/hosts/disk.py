@@ -65,7 +65,7 @@ image_store=${image_store%%|*}
 
 
 def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
-    """Print the filesystem of each path, or of its nearest existing parent."""
+    """Return a script that prints the filesystem of each path or its nearest existing parent."""
     words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
     skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
     return rf"""

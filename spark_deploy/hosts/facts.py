@@ -296,7 +296,7 @@ def expect_fact(
 
 
 def prefetch() -> None:
-    """Read the declared facts, unless predicting; failed facts are read again when needed."""
+    """Read the declared facts in the execute stage; operations read failed facts again."""
     if not state.is_executing:
         return
     current = current_host()

@@ -209,7 +209,7 @@ def fact_arguments(plan: CudaPlan) -> dict[str, Any]:
 
 
 def find_toolkit(toolkits: Sequence[Toolkit], version: str) -> Toolkit | None:
-    """Return the newest toolkit with this major version, unless older than ``version``."""
+    """Return the newest toolkit with this major version, if it is at least ``version``."""
     required = _major_minor(version)
     same_major = (
         toolkit for toolkit in toolkits if _major_minor(toolkit.version)[0] == required[0]
@@ -279,7 +279,7 @@ def gpu_problem(state: Docker) -> Problem | None:
 
 
 def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
-    """Return the versions that a check is valid for; silent tools count as unchanged."""
+    """Return the versions that a check is valid for; silent tools are assumed to be unchanged."""
     key = {
         "image": plan.check_image,
         "docker": str(state.info.get("ServerVersion", "")),

@@ -101,7 +101,7 @@ def _token_file(work: Work) -> Iterator[ManagedFile]:
 
 
 def _enable_at_boot(target: str) -> str:
-    """Continue the jobs of a target after a reboot."""
+    """Return a script, so that systemd continues the jobs of a target after a reboot."""
     return (
         f"systemctl daemon-reload; mkdir -p {BOOT_LINKS}; "
         f"ln -sfn {UNITS_DIR}/{PREPARE.unit('')} {BOOT_LINKS}/{target}; "
@@ -110,7 +110,7 @@ def _enable_at_boot(target: str) -> str:
 
 
 def _disable_at_boot(targets: Sequence[str]) -> str:
-    """Do not continue the jobs of targets after a reboot; running jobs finish."""
+    """Return a script that undoes ``_enable_at_boot``; running jobs finish."""
     links = " ".join(f"{BOOT_LINKS}/{target} {drop_in_dir(target)}" for target in targets)
     return (
         f"rm -rf {links}; systemctl stop {' '.join(targets)} 2>/dev/null; systemctl daemon-reload"

@@ -157,9 +157,9 @@ class Listener:
 
 
 def ports_script(ports: Sequence[int]) -> str:
-    """Print listeners, then the cgroup of each process.
+    """Return a script that prints listeners, then the cgroup of each process.
 
-    It is the longest path in /proc/PID/cgroup: with v1 controllers the v2 path is only "/".
+    The cgroup is the longest path in /proc/PID/cgroup: with v1 controllers the v2 path is only "/".
     """
     sources = " or ".join(f"sport = :{port}" for port in ports) or "sport = :0"
     return rf"""

@@ -67,7 +67,7 @@ def lease_holder() -> str:
 
 
 def _lock_script(lease: str) -> str:
-    """Lock the file next to the lease; try again if another run removed that file."""
+    """Return a script that locks a file next to the lease, even if another run removes the file."""
     return f"""while :; do
   exec 9>>{lease}.lock; flock -w 20 9
   [ {lease}.lock -ef /proc/self/fd/9 ] && break
@@ -77,9 +77,9 @@ done"""
 def lease_script(
     path: str, token: str, user: str, dead_token: str | None = None, *, check_only: bool = False
 ) -> str:
-    """Take or renew a lease for ``user``, or print the holder.
+    """Return a script that takes or renews a lease for ``user``, or prints the holder.
 
-    A lease with ``dead_token`` is replaced. ``check_only`` does not take the lease.
+    It replaces a lease with ``dead_token``; with ``check_only`` it does not take the lease.
     """
     lease = shlex.quote(path)
     if_free = "echo free; exit 0" if check_only else ":"
@@ -121,7 +121,7 @@ _leases: WeakKeyDictionary[Host, _Lease] = WeakKeyDictionary()
 
 class ReturnLeases(BaseStateCallback):
     @staticmethod
-    def when_interrupted(state: State) -> None:
+    def install_signal_handlers(state: State) -> None:
         """Make signals end the run at once and return the leases.
 
         pyinfra alone would finish the current operation and exit 0, or ignore the exception that a
@@ -167,7 +167,7 @@ def hold_lease(state: State, host: Host) -> None:
         for handler in (ReturnLeases(), RepeatFailures()):
             state.add_callback_handler(handler)  # type: ignore[no-untyped-call]  # pyinfra
         if pyinfra.is_cli:
-            ReturnLeases.when_interrupted(state)
+            ReturnLeases.install_signal_handlers(state)
     _leases.setdefault(state.inventory.get_host(host.name), _Lease())
 
 

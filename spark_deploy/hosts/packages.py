@@ -21,7 +21,7 @@ from spark_deploy.plan.types import FileState, ManagedFile
 
 
 def packages_script(names: Sequence[str]) -> str:
-    """Print which of ``names`` are installed, or provided by installed packages."""
+    """Return a script that prints installed and provided packages among ``names``."""
     return rf"""
 echo '== packages'
 dpkg-query -W -f '${{db:Status-Abbrev}}\t${{Package}}\t${{Version}}\t${{Provides}}\n' 2>/dev/null |
@@ -52,7 +52,7 @@ def parse_packages(lines: Iterable[str]) -> dict[str, str]:
 
 
 def known_urls_script(urls: Sequence[str]) -> str:
-    """Print which of ``urls`` the owner's sources of apt contain."""
+    """Return a script that prints the ``urls`` in unmanaged apt sources."""
     return rf"""
 echo '== known-urls'
 for url in {" ".join(map(shlex.quote, urls))}; do
@@ -225,7 +225,7 @@ def _install(
 
 
 def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:
-    """Update the package lists; after ``limit_s`` keep the old lists.
+    """Return a script that updates the package lists; after ``limit_s`` it keeps the old lists.
 
     apt does not sync its lists. After a power cut empty lists look current, so they are deleted.
     """
@@ -282,7 +282,7 @@ done | sort -u | while read -r pid; do echo "$pid $(cat "/proc/$pid/comm" 2>/dev
 
 
 def wait_for_lock(host: Host, limit_s: float) -> None:
-    """Wait until no process holds a package lock; apt's timers do after a boot."""
+    """Wait until no process holds a package lock, as apt's timers do after a boot."""
     started = monotonic()
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):
         lock = f"the package lock, held by {', '.join(holders)}: {monotonic() - started:.0f} s"

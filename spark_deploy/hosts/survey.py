@@ -140,7 +140,7 @@ def parse_processes(lines: Iterable[str]) -> Iterator[Process]:
 
 
 def audit_script(folder: str = "/var/lib/dpkg") -> str:
-    """Print half-installed packages; nothing while dpkg is locked by a running installation."""
+    """Return a script that prints half-installed packages, unless an installation is running."""
     return f"""
 echo '== dpkg-audit'
 busy=
@@ -160,7 +160,7 @@ _STOPPED = str(Paths(Path("/")).stopped(MAIN_SERVICE).parent)
 
 
 def stopped_script(folder: str = _STOPPED) -> str:
-    """Print two lines for each stopped service: its name and its state file."""
+    """Return a script that prints each stopped service's name and state file, on two lines."""
     return f"""
 echo '== stopped'
 for file in {folder}/*.json; do
@@ -170,7 +170,7 @@ done
 
 
 def engine_memory_script(folder: str = RELEASES_DIR) -> str:
-    """Print each running engine unit and the bytes planned for it."""
+    """Return a script that prints each running engine unit and the bytes planned for it."""
     prefix, suffix = SERVE.unit("@").split("@@")
     return rf"""
 echo '== engine-memory'

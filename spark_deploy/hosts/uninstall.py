@@ -98,7 +98,7 @@ class ManagedResources(HostFact[UninstallManifest]):
 
 
 def uninstall_request(settings: Settings) -> str:
-    """Return, as JSON, what deploys may have created, and what to remove of it."""
+    """Return JSON: what deploys may have created, and whether to remove models and engine."""
     docker = settings.docker
     footprint = Footprint(
         models_dir=settings.paths.models_dir,

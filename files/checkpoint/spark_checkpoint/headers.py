@@ -270,8 +270,8 @@ def _parse_tensor(name: str, entry: Any, where: str) -> Tensor:
 def _parse_shape(dtype: str, shape_text: str) -> tuple[str, tuple[int, ...], int]:
     """Return dtype, shape and size in bytes.
 
-    The cache works because a model has few different shapes. As text, because the cache would treat
-    true and 1.0 like 1.
+    Results are cached, because a model repeats few shapes. The shape is text, because the cache
+    would treat true and 1.0 like 1.
     """
     if not _SHAPE.fullmatch(shape_text):
         raise ValueError(f"has the bad shape {shape_text[:60]}")

@@ -187,7 +187,7 @@ def _model_part(name: str, drafter_layer: int | None) -> str:
 
 
 def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
-    """Return the first drafter layer, where it follows the model's layers (DeepSeek)."""
+    """Return the number of the first drafter layer, if it follows the model's (DeepSeek)."""
     text = config.get("text_config")
     values = {**config, **(text if isinstance(text, dict) else {})}
     layers = values.get("num_hidden_layers")

@@ -44,7 +44,7 @@ def find_weight(module: str, original: Checkpoint) -> Matrix | None:
 
 
 def find_fused_expert(module: str, original: Checkpoint) -> Matrix | None:
-    """Return an expert's slice of a fused tensor, where gate rows precede up rows, or None."""
+    """Return an expert's slice of a fused tensor (gate rows, then up rows), or None."""
     match = _EXPERT.match(module)
     if not match:
         return None

@@ -203,7 +203,7 @@ class Writer:
         return Layout(sorted(entries, key=lambda entry: entry.path), index)
 
     def _write_full_layout_file(self, name: str) -> ReceiptFile | None:
-        """Write a file; return None for a shard whose tensors are all replaced elsewhere."""
+        """Write a file; return None if all tensors of a shard are removed or in other shards."""
         if name == GRAFT_SHARD:
             return self._write_new_shard(name, self.changes.added[""])
         source, target = self.base.directory / name, self.result_dir / name
