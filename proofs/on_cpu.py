@@ -100,7 +100,7 @@ def prove_seeing(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
     release_trees.make_seeing(eyes, trees)
     release_trees.damage_eyes(trees / "seeing")
     results = {
-        run.name: releases.serve(run, trees, plans, work / "logs", ["none"], float("inf"))
+        run.name: releases.serve(run, trees, plans, work / "logs", ["none"])
         for run in releases.STAGES["seeing"]
     }
     hidden = ("env", "log", "ways")

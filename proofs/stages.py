@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from proofs.judges.answers import row
 from proofs.judges.damages import judge_damages
 from proofs.judges.quality import judge_quality
 from proofs.judges.talks import judge_conversations
-from proofs.result_files import ENDING, describe_run, print_rows, write_result
+from proofs.result_files import ENDING, describe_run, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -69,41 +68,33 @@ KERNELS = {
 
 
 def prove(
-    stages: list[str],
+    stage: str,
     trees: Path,
     work: Path,
     out: Path,
     *,
-    at_once: int = 14,
-    within_s: float = float("inf"),
+    at_once: int,
     only: list[str] | None = None,
     result: str | None = None,
 ) -> Rows:
-    """Run the engines of ``stages``, judge them, write ``engine-STAGE.json``; returns all rows.
+    """Run the engines of a stage, judge them, write ``engine-STAGE.json``; returns the rows.
 
-    Rows of engines that do not finish ``within_s`` fail. ``result`` replaces a single stage in the
-    file name.
+    ``only`` lists names of engines to run; ``result`` replaces the stage in the file name.
     """
-    cases = [case for stage in stages for case in CASES[stage]()]
-    cases = [case for case in cases if only is None or case["name"] in only]
-    references = start_transformers(trees, work) if "sizes" in stages else []
+    cases = [case for case in CASES[stage]() if only is None or case["name"] in only]
+    references = start_transformers(trees, work) if stage == "sizes" else []
     results: dict[str, dict[str, Any]] = {}
-    end_s = time.monotonic() + within_s
     for wave in _waves(cases):
-        left_s = end_s - time.monotonic()
-        results |= engine_run.run_cases(wave, trees, work, at_once=at_once, within_s=left_s)
+        results |= engine_run.run_cases(wave, trees, work, at_once=at_once)
     for process in references:
         process.wait()
-    all_rows: Rows = []
-    for stage in stages:
-        rows, failure = judge_stage(stage, results, work, trees)
-        if only is not None:
-            rows = [row for row in rows if _has_run(row, results)]
-        name = f"engine-{result or stage}"
-        write_result(out / f"{name}.json", _document(stage, results, rows, failure))
-        broken = [row(f"{stage}: judged", False, [], failure=failure)] if failure else []
-        all_rows += [*rows, *broken]
-    return all_rows
+    rows, failure = judge_stage(stage, results, work, trees)
+    if only is not None:
+        rows = [row for row in rows if _has_run(row, results)]
+    document = _document(stage, results, rows, failure)
+    write_result(out / f"engine-{result or stage}.json", document)
+    broken = [row(f"{stage}: judged", False, [], failure=failure)] if failure else []
+    return [*rows, *broken]
 
 
 def _has_run(row: dict[str, Any], results: dict[str, Any]) -> bool:
@@ -157,8 +148,7 @@ def judge_stage(
 def _document(
     stage: str, results: dict[str, Any], rows: Rows, failure: str | None
 ) -> dict[str, Any]:
-    own = {case["name"] for case in CASES[stage]()}
-    ran = {name: result for name, result in results.items() if "case" in result and name in own}
+    ran = {name: result for name, result in results.items() if "case" in result}
     return {
         "stage": stage,
         **environment(),
@@ -220,18 +210,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("trees", "work", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--stage", action="append", required=True, choices=sorted(CASES))
-    parser.add_argument("--result", help="name the file engine-RESULT.json (single stage only)")
+    parser.add_argument("--stage", required=True, choices=sorted(CASES))
+    parser.add_argument("--result", help="name the file engine-RESULT.json")
     parser.add_argument("--at-once", type=int, default=14)
-    parser.add_argument("--only", help="names of engines to run, separated by commas")
-    parser.add_argument("--within", type=float, default=float("inf"), help="seconds in all")
-    a = parser.parse_args()
-    only = a.only.split(",") if a.only else None
-    rows = prove(
-        a.stage, a.trees.resolve(), a.work.resolve(), a.out,
-        at_once=a.at_once, within_s=a.within, only=only, result=a.result,
-    )  # fmt: skip
-    print_rows(rows)
+    parser.add_argument("--only", nargs="*", help="names of engines to run")
+    prove(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,9 @@
 The next token is a permutation of the last one, and the drafter knows it. Some rows of the n-gram
 table are large and change the next token, which the drafter, without a table, cannot know. The
 layers are random, so that states, experts and caches affect every logit.
-
-    python3 -m proofs.flash.model OUT_DIR [EXPERT_WIDTH]
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -381,7 +378,3 @@ def make(out: Path, expert_width: int = 256) -> None:
     work.mkdir()
     for name, choices in BUILT.items():
         build(plan(out / name, out / f"flash-{choices['base']}", choices), work)
-
-
-if __name__ == "__main__":
-    make(Path(sys.argv[1]).resolve(), *map(int, sys.argv[2:]))

@@ -1,14 +1,6 @@
-"""Prove tables in files, quantised heads and drafts of Qwen4Exp on a GPU; write a result file.
+"""Prove tables in files, quantised heads and drafts of Qwen4Exp on a GPU; write a result file."""
 
-    python3 -m proofs.flash.run [--tensor-parallel] TREES WORK OUT
-
-``TREES`` is made by ``proofs.flash.model``. With the option, engines on two GPUs are compared with
-engines on one; make the trees with experts ``512`` wide for it.
-"""
-
-import argparse
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +11,7 @@ from proofs.engine.quick import caveats
 from proofs.flash import model
 from proofs.judges.answers import attempt, compare_answers, failed_start, row
 from proofs.prompts import IDS_LENGTHS, random_prompts
-from proofs.result_files import describe_engines, print_rows, write_result
+from proofs.result_files import describe_engines, write_result
 
 Row = dict[str, Any]
 Results = dict[str, Row]
@@ -166,9 +158,8 @@ def damages() -> dict[str, Callable[[Path], None]]:
 
 def make_damaged(trees: Path) -> None:
     for name, change in damages().items():
-        if not (trees / name).exists():
-            shutil.copytree(trees / "flash-file", trees / name)
-            change(trees / name)
+        shutil.copytree(trees / "flash-file", trees / name)
+        change(trees / name)
 
 
 def read_logits(work: Path, name: str) -> Any:
@@ -350,10 +341,11 @@ def judge_two_gpus(results: Results, work: Path, _: Path) -> list[Row]:
     ]
 
 
-def prove(
-    trees: Path, work: Path, out: Path, *, tensor_parallel: bool = False, at_once: int = 12
-) -> list[Row]:
-    """Run all engines, judge them, write a result file; return the rows."""
+def prove(trees: Path, work: Path, out: Path, *, tensor_parallel: bool) -> list[Row]:
+    """Run all engines, judge them, write a result file; return the rows.
+
+    With ``tensor_parallel``, engines on two GPUs are compared with engines on one.
+    """
     from proofs.stages import environment
 
     make_damaged(trees)
@@ -361,38 +353,16 @@ def prove(
     warm = ("stock-tp2",) if tensor_parallel else ("file-full-mtp3", "stock-nvfp4")
     first = [entry for entry in listed if entry["name"] in warm]
     rest = [entry for entry in listed if entry not in first]
-    ran: Results = {}
+    results: Results = {}
     for wave in (first, rest):  # the first compile the kernels
-        ran |= engine_run.run_cases(
-            wave, trees, work, at_once=at_once, limit_s=400,
-            module="proofs.flash.engine", resume=True,
-        )  # fmt: skip
-    results = {
-        entry["name"]: {
-            "case": entry,
-            **(ran.get(entry["name"]) or engine_run.read_result(entry, work, False)),
-        }
-        for entry in listed
-    }
+        results |= engine_run.run_cases(
+            wave, trees, work, at_once=12, limit_s=400, module="proofs.flash.engine"
+        )
     judge = judge_two_gpus if tensor_parallel else judge_all
+    results = {entry["name"]: {"case": entry, **results[entry["name"]]} for entry in listed}
     rows = judge(results, work, trees)
     engines = describe_engines(results, rows, None)
     stage = "flash-next-tp2" if tensor_parallel else "flash-next"
     document = {"stage": stage, **environment(), "caveats": [*CAVEATS, *caveats()], "rows": rows}
     write_result(out / f"engine-{stage}.json", {**document, "engines": engines})
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tensor-parallel", action="store_true")
-    for name in ("trees", "work", "out"):
-        parser.add_argument(name, type=Path)
-    arguments = parser.parse_args()
-    rows = prove(**vars(arguments))
-    print_rows(rows)
-    sys.exit(any(entry["passed"] is False for entry in rows))
-
-
-if __name__ == "__main__":
-    main()

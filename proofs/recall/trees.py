@@ -1,9 +1,5 @@
-"""Checkpoints of the recall model: INT4 base, FP8 donor, and the hybrid that a Spark serves.
+"""Checkpoints of the recall model: INT4 base, FP8 donor, and the hybrid that a Spark serves."""
 
-python3 -m proofs.recall.trees WEIGHTS_DIR OUT_DIR
-"""
-
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -90,15 +86,3 @@ def move_special_tokens(path: Path) -> None:
         config[name] = UNUSED + place
     config["text_config"]["eos_token_id"] = UNUSED + len(SPECIAL)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("weights", type=Path)
-    parser.add_argument("out", type=Path)
-    arguments = parser.parse_args()
-    make(read_weights(arguments.weights), arguments.out.resolve())
-
-
-if __name__ == "__main__":
-    main()

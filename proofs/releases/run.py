@@ -1,13 +1,6 @@
-"""Serve planned releases, judge the answers, write result files.
+"""Serve planned releases, judge the answers, write result files."""
 
-    python3 -m proofs.releases.run TREES PLANS WORK OUT [--only STAGE]
-
-``cluster`` needs two GPUs. TREES and PLANS are written by ``trees`` and ``planning``.
-"""
-
-import argparse
 import os
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +14,7 @@ from proofs import result_files
 from proofs.engine.run import devices_shown
 from proofs.releases import asking, judge
 from proofs.releases.server import Server, read_release, servers_of
-from proofs.result_files import print_rows, write_result
+from proofs.result_files import write_result
 
 Row = dict[str, Any]
 START_S = 420
@@ -85,9 +78,7 @@ JUDGES: dict[str, Callable[[dict[str, Row]], list[Row]]] = {
 }
 
 
-def serve(
-    run: Run, trees: Path, plans: Path, work: Path, devices: list[str], until_s: float
-) -> Row:
+def serve(run: Run, trees: Path, plans: Path, work: Path, devices: list[str]) -> Row:
     release = read_release(plans / f"{run.plan}.json")
     if not run.drafts:
         release = _without_drafts(release)
@@ -108,8 +99,7 @@ def serve(
     try:
         for engine in reversed(engines):
             engine.start(apart=len(engines) > 1)
-        left_s = min(START_S, until_s - time.monotonic())
-        result["healthy_s"] = engines[0].healthy(left_s)
+        result["healthy_s"] = engines[0].healthy(START_S)
         if result["healthy_s"] is not None:
             result.update(run.ask(engines[0], release))
             result.setdefault("drafts", asking.count_drafts(engines[0]))
@@ -145,52 +135,25 @@ def _without_drafts(release: Release) -> Release:
     return replace(release, engine=replace(release.engine, argv=tuple(argv)), check=check)
 
 
-def prove(
-    stages: list[str], trees: Path, plans: Path, work: Path, out: Path, within_s: float
-) -> list[Row]:
+def prove(stage: str, trees: Path, plans: Path, work: Path, out: Path) -> list[Row]:
+    """``cluster`` needs two GPUs; ``trees`` and ``planning`` write the directories."""
     from proofs.stages import environment
 
     devices = devices_shown()
-    until_s = time.monotonic() + within_s
-    runs = [run for stage in stages for run in STAGES[stage]]
+    runs = STAGES[stage]
     with ThreadPoolExecutor(len(runs)) as pool:
         waiting = {}
         for number, run in enumerate(runs):
             order = devices if number % 2 == 0 or len(devices) < 2 else devices[::-1]
-            waiting[run.name] = pool.submit(serve, run, trees, plans, work, order, until_s)
+            waiting[run.name] = pool.submit(serve, run, trees, plans, work, order)
         results = {name: job.result() for name, job in waiting.items()}
-    all_rows: list[Row] = []
-    for stage in stages:
-        own_results = {run.name: results[run.name] for run in STAGES[stage]}
-        rows = JUDGES[stage](own_results)
-        document = {
-            **environment(),
-            "seed": 0,
-            "rows": rows,
-            # Keep full answers of failed rows only.
-            "runs": {name: _kept(name, job, rows) for name, job in own_results.items()},
-        }
-        write_result(out / f"release-{stage}.json", document)
-        all_rows += rows
-    return all_rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("trees", "plans", "work", "out"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--only", action="append", choices=STAGES)
-    arguments = parser.parse_args()
-    rows = prove(
-        arguments.only or list(STAGES),
-        arguments.trees.resolve(),
-        arguments.plans.resolve(),
-        arguments.work.resolve(),
-        arguments.out.resolve(),
-        float("inf"),
-    )
-    print_rows(rows)
-
-
-if __name__ == "__main__":
-    main()
+    rows = JUDGES[stage](results)
+    document = {
+        **environment(),
+        "seed": 0,
+        "rows": rows,
+        # Keep full answers of failed rows only.
+        "runs": {name: _kept(name, result, rows) for name, result in results.items()},
+    }
+    write_result(out / f"release-{stage}.json", document)
+    return rows

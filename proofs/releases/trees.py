@@ -1,13 +1,10 @@
 """Checkpoints of these proofs.
 
-    python3 -m proofs.releases.trees OUT --recall WEIGHTS_DIR --eyes EYES.npz
-
 ``pair-*``: the recall model for two GPUs, in both layouts. ``plain-*``: the lab's model in formats
 of public repositories. ``seeing``: the lab's model with a vision tower that names colours;
 ``seeing-other`` has the untrained tower, ``seeing-blind`` a zeroed patch embedding.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,24 +96,3 @@ def _hybrids(base: Path, donor: Path, out: Path, variants: dict[str, str]) -> No
     work.mkdir(parents=True, exist_ok=True)
     for name, variant in variants.items():
         trees.build(trees.plan(base, donor, out / name, trees.VARIANTS[variant]), work)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--recall", type=Path, help="output of proofs.recall.training")
-    parser.add_argument("--eyes", type=Path, help="output of proofs.releases.eyes")
-    arguments = parser.parse_args()
-    out = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    for kind in ("fp8", "bf16"):
-        write_plain(out / f"plain-{kind}", kind)
-    if arguments.recall:
-        make_pair(recall_trees.read_weights(arguments.recall), out)
-    if arguments.eyes:
-        make_seeing(arguments.eyes, out)
-        damage_eyes(out / "seeing")
-
-
-if __name__ == "__main__":
-    main()

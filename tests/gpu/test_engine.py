@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from proofs import stages
 from proofs.engine.profile_cases import HEAD_TIMES
 
-WITHIN_S = float(os.environ.get("SPARK_GPU_WITHIN_S", "inf"))
-"""Time limit for the engines of a test."""
 PARALLEL_ENGINES = {
     "eager": 8,
     "refused": 8,
@@ -40,7 +37,5 @@ def test_every_judged_row_passes(stage, trees, tmp_path, results, request):
     if stage == "head-choice":
         for path in HEAD_TIMES.values():
             Path(path).unlink(missing_ok=True)
-    rows = stages.prove(
-        [stage], trees, tmp_path, results, at_once=PARALLEL_ENGINES[stage], within_s=WITHIN_S
-    )
+    rows = stages.prove(stage, trees, tmp_path, results, at_once=PARALLEL_ENGINES[stage])
     assert [row for row in rows if row["passed"] is False] == []

@@ -1,5 +1,4 @@
 import fcntl
-import os
 
 import pytest
 
@@ -7,8 +6,6 @@ pytest.importorskip("vllm")
 
 from proofs.recall import cases, run, trees, verdicts
 from tests.gpu.conftest import make_once
-
-WITHIN_S = float(os.environ.get("SPARK_GPU_WITHIN_S", "inf"))
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +19,7 @@ def recall_work(recall_trees, shared_directory):
     work = shared_directory / "recall-work"
     with (shared_directory / "recall.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        run.run_cases(
-            cases.recall_cases()[:1], recall_trees, work, at_once=1, limit_s=400, within_s=WITHIN_S
-        )
+        run.run_cases(cases.recall_cases()[:1], recall_trees, work, at_once=1)
     return work
 
 
@@ -32,5 +27,5 @@ def recall_work(recall_trees, shared_directory):
 def test_every_judged_row_passes(stage, recall_trees, recall_work, results):
     if stage.startswith("flashinfer"):
         pytest.importorskip("flashinfer", reason="needs FlashInfer")
-    rows = run.prove([stage], recall_trees, recall_work, results, at_once=8, within_s=WITHIN_S)
+    rows = run.prove(stage, recall_trees, recall_work, results, at_once=8)
     assert [row for row in rows if row["passed"] is False] == []
