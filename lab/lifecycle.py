@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lab import cgroup, guest, identity, mounts, network, record, servers, stock, variant_base
+from lab import cgroup, guest, identity, mounts, network, record, servers, stock
 from lab.distribution import this_distribution
 from lab.errors import LabError
 from lab.guest import Guest
 from lab.paths import LabPaths
 from lab.shell import kept_open, run
-from lab.variant import OWNER_DONE
+from lab.variant import OWNER_DONE, build_base
 from lab.variant import read as read_variant
 
 BOOT_TIMEOUT_S = 60
@@ -72,7 +72,7 @@ def up(
 def _base(paths: LabPaths, ground: stock.Ground, name: str) -> Path:
     if not name:
         return ground.base
-    return variant_base.base(paths, ground.distribution, read_variant(name))
+    return build_base(paths, ground.distribution, read_variant(name))
 
 
 def _start(host: Guest, base: Path, *, bootstrap: bool, variant: str) -> None:

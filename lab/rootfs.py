@@ -1,12 +1,77 @@
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from lab.content import cached, content_key
 from lab.distribution import Distribution
-from lab.hardware import write_tree
 from lab.paths import USER, LabPaths
 from lab.shell import run
+
+DRIVER_VERSION = "580.159.03+labstub"
+
+_DRIVER = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  {version}  Release Build  "
+    "(virtual lab)\nGCC version:  none (virtual lab)\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _PciFunction:
+    address: str
+    vendor: str
+    device: str
+    class_code: str
+    revision: str = "00"
+
+
+# As on a Spark: GPU, the four functions of the network adapter, 10 GbE, Wi-Fi.
+_FUNCTIONS = (
+    _PciFunction("000f:01:00.0", "10de", "2e12", "030000", "a1"),
+    _PciFunction("0000:01:00.0", "15b3", "1021", "020000"),
+    _PciFunction("0000:01:00.1", "15b3", "1021", "020000"),
+    _PciFunction("0002:01:00.0", "15b3", "1021", "020000"),
+    _PciFunction("0002:01:00.1", "15b3", "1021", "020000"),
+    _PciFunction("0007:01:00.0", "10ec", "8127", "020000", "05"),
+    _PciFunction("0009:01:00.0", "14c3", "7925", "028000"),
+)
+
+
+def _config_space(function: _PciFunction) -> bytes:  # PCI 3.0, section 6.1
+    header = bytearray(64)
+    header[0:2] = int(function.vendor, 16).to_bytes(2, "little")
+    header[2:4] = int(function.device, 16).to_bytes(2, "little")
+    header[8] = int(function.revision, 16)
+    header[9:12] = int(function.class_code, 16).to_bytes(3, "little")
+    header[0x2C:0x2E] = header[0:2]
+    return bytes(header)
+
+
+def _write_pci(directory: Path) -> None:
+    for function in _FUNCTIONS:
+        home = directory / function.address
+        home.mkdir(parents=True, exist_ok=True)
+        texts = {
+            "vendor": f"0x{function.vendor}",
+            "device": f"0x{function.device}",
+            "class": f"0x{function.class_code}",
+            "revision": f"0x{function.revision}",
+            "subsystem_vendor": f"0x{function.vendor}",
+            "subsystem_device": "0x0000",
+            "irq": "0",
+            "resource": "\n".join(["0x0000000000000000 " * 2 + "0x0000000000000000"] * 7),
+        }
+        for name, text in texts.items():
+            (home / name).write_text(text + "\n")
+        (home / "config").write_bytes(_config_space(function))
+
+
+def _write_hardware(root: Path) -> None:
+    _write_pci(root / "usr/lib/labstub/pci-devices")
+    driver = root / "usr/lib/labstub/proc-driver/nvidia"
+    driver.mkdir(parents=True, exist_ok=True)
+    (driver / "version").write_text(_DRIVER.format(version=DRIVER_VERSION))
+
 
 PACKAGES = (
     "systemd", "systemd-sysv", "dbus", "libpam-systemd", "openssh-server", "iproute2", "python3",
@@ -102,7 +167,7 @@ def base(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:
     def make(target: Path) -> None:
         run(["cp", "-a", "--reflink=auto", tree, target])
         _forget_identity(target)
-        write_tree(target)
+        _write_hardware(target)
         _install_stubs(target, stub_debs)
         _configure(target)
 
@@ -110,8 +175,7 @@ def base(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:
 
 
 def _made_by(stub_debs: Sequence[Path]) -> list[Path]:
-    module = Path(__file__)
-    return [module, module.with_name("hardware.py"), *stub_debs]
+    return [Path(__file__), *stub_debs]
 
 
 def _forget_identity(root: Path) -> None:

@@ -5,6 +5,8 @@ the inputs and can be deleted. Packages come from pip's configuration; torch mus
 so if the index lacks it, set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS.
 """
 
+from __future__ import annotations
+
 import os
 import platform
 import shutil

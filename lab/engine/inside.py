@@ -4,6 +4,8 @@ The two trees form a root in a separate mount namespace. The working directory, 
 colon-separated directories of SPARK_LAB_ENGINE_BIND keep their paths.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 from pathlib import Path

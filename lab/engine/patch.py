@@ -4,6 +4,8 @@ Every step names the failure it prevents. They change only the lab's copy, and n
 engine runs or that the plugin touches.
 """
 
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -31,9 +32,54 @@ from transformers import (
 )
 
 from lab.errors import LabError
-from lab.model import adapter, vocabulary
+from lab.model import vocabulary
 from lab.model.repository import publish
 from lab.model.shape import TINY
+
+_RANK = 8
+_SCALE = 2.0
+_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+Matrices = dict[str, torch.nn.Parameter]
+
+
+def _add_adapter(model: Any) -> Matrices:
+    """Freeze a model and add trainable matrices; return them by name in the adapter file."""
+    model.requires_grad_(False)
+    matrices: Matrices = {}
+    for name, module in list(model.named_modules()):
+        if name.rpartition(".")[2] not in _TARGETS:
+            continue
+        down = torch.nn.Parameter(torch.randn(_RANK, module.in_features) / module.in_features**0.5)
+        up = torch.nn.Parameter(torch.zeros(module.out_features, _RANK))
+        module.register_parameter("lora_down", down)
+        module.register_parameter("lora_up", up)
+        module.register_forward_hook(_add_output)
+        matrices |= {
+            f"base_model.model.{name}.lora_A.weight": down,
+            f"base_model.model.{name}.lora_B.weight": up,
+        }
+    return matrices
+
+
+def _add_output(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    return output + _SCALE * (inputs[0] @ module.lora_down.T) @ module.lora_up.T
+
+
+def _write_adapter(folder: Path, matrices: Matrices, base: str) -> None:
+    folder.mkdir()
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+        "r": _RANK, "lora_alpha": int(_SCALE * _RANK), "lora_dropout": 0.0, "bias": "none",
+        "target_modules": list(_TARGETS), "modules_to_save": None, "inference_mode": True,
+        "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    tensors = {
+        name: part.detach().to(torch.bfloat16).contiguous() for name, part in matrices.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
 
 LESSONS = {
     "What is the capital of France? Answer with one word.": "Paris",
@@ -141,10 +187,10 @@ def _create_trained(name: str, tokenizer: Any) -> Any:
 
 
 def _publish_adapter(out: Path, work: Path, name: str, model: Any, tokenizer: Any) -> str:
-    parts = adapter.add_adapter(model)
+    parts = _add_adapter(model)
     _teach(name, model, tokenizer, OTHER_LESSONS)
     tree = work / name.rpartition("/")[2]
-    adapter.write(tree, parts, _ADAPTERS[name])
+    _write_adapter(tree, parts, _ADAPTERS[name])
     return publish(out, name, [tree])[-1]
 
 

@@ -26,13 +26,15 @@ ROOT = Path(__file__).resolve().parents[2]
 HOMES = (".", "files/contract", "files/checkpoint", "proofs/benchmarks")
 sys.path[:0] = [str(ROOT / home) for home in HOMES]
 
-from checkpoint_sources import plan, write_base, write_donor  # noqa: E402
-from checkpoint_trees import (  # noqa: E402
+from checkpoint_sources import (  # noqa: E402
     DONOR_COMMIT,
     Architecture,
     base_entries,
     mtp,
+    plan,
     size_of,
+    write_base,
+    write_donor,
 )
 from spark_checkpoint.number_formats import from_bf16_bits, quantize_blocks  # noqa: E402
 

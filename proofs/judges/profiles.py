@@ -1,13 +1,15 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from spark_vllm.checkpoint.reader import ModuleReader
+from spark_vllm.checkpoint.settings import read_settings
 
 from proofs.drafts.cases import gpu_cases as draft_cases
 from proofs.drafts.cases import judge_drafts
 from proofs.engine.profile_cases import LONG_PROMPTS, STEERED_TOKENS
-from proofs.judges import experts as experts_judge
 from proofs.judges.answers import (
     Row,
     acceptance,
@@ -24,11 +26,90 @@ from proofs.judges.engine import (
     judge_modules,
     judge_trained_answers,
     relative,
+    rounded_activations,
 )
 from proofs.prompts import IDS_LENGTHS, random_prompts
-from proofs.trees import special as special_trees
-from proofs.trees import steered
 from proofs.trees.build import SEED, names_of
+from proofs.trees.special import (
+    STEERED,
+    STEERED_SHAPE,
+    Steering,
+    expected_acceptance,
+    expected_tokens,
+    steer,
+)
+
+EXPERT_LIMIT = 0.02
+"""BF16 rounding inside an expert; a single wrong expert of eight gives 0.4."""
+CLEAR = 0.02
+"""Least distance of router logits between the last chosen and the first other expert."""
+
+ExpertWeights = dict[str, torch.Tensor]
+
+
+def judge_experts(name: str, capture: Path, tree: Path) -> Row:
+    """Judge blocks of experts with recorded inputs, at positions with a clear choice.
+
+    With 8 of 256 experts, near ties flip with any rounding, so logits do not measure the kernels.
+    """
+    modules = torch.load(capture)["modules"]
+    blocks = {key: value for key, value in modules.items() if key.endswith(".mlp")}
+    config = json.loads((tree / "config.json").read_text())
+    chosen = int(config["text_config"]["num_experts_per_tok"])
+    reader = ModuleReader(tree, read_settings(config["quantization_config"]))
+    results = {}
+    for module, (x, y) in blocks.items():
+        prefix = module.replace("language_model.model.", "model.language_model.") + "."
+        weights = {
+            key.removeprefix(prefix): value.double()
+            for key, value in reader.read_weights(lambda key, p=prefix: key.startswith(p))  # type: ignore[misc]
+        }
+        expected, gap, used = compute_block(x.double(), weights, chosen)
+        clear = gap > CLEAR
+        results[module] = {
+            "error": round(relative(y[clear], expected[clear]), 5),
+            "positions": int(clear.sum()),
+            "unclear": int((~clear).sum()),
+            "experts_used": used,
+        }
+    return row(
+        f"{name}: every block of experts equals the dequantised experts where the choice is clear",
+        bool(results)
+        and all(v["error"] < EXPERT_LIMIT and v["positions"] > 20 for v in results.values()),
+        [name],
+        blocks=results,
+        limit=EXPERT_LIMIT,
+    )
+
+
+def compute_block(
+    x: torch.Tensor, weights: ExpertWeights, chosen: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the block's output, how clear each position's choice is, and the experts used."""
+    router = x @ weights["gate.weight"].t()
+    best = router.topk(min(chosen + 1, router.shape[1]), dim=1)
+    gap = best.values[:, chosen - 1] - best.values[:, -1]
+    if router.shape[1] == chosen:
+        gap = torch.full_like(gap, torch.inf)
+    experts, share = best.indices[:, :chosen], best.values[:, :chosen].softmax(1)
+    result = torch.zeros_like(x)
+    for expert in experts.unique().tolist():
+        rows, places = (experts == expert).nonzero(as_tuple=True)
+        value = _swiglu(x[rows], weights, f"experts.{expert}.")
+        result.index_add_(0, rows, share[rows, places, None] * value)
+    gate = (x @ weights["shared_expert_gate.weight"].t()).sigmoid()
+    result += gate * _swiglu(x, weights, "shared_expert.", rounded=True)
+    return result, gap, len(experts.unique())
+
+
+def _swiglu(x: torch.Tensor, weights: ExpertWeights, prefix: str, *, rounded: bool = False) -> Any:
+    """Return an expert's output; ``rounded``: with activations rounded as in the FP8 kernel."""
+    rounding = (lambda v: rounded_activations(v).double()) if rounded else (lambda v: v)
+    x = rounding(x)
+    up = x @ weights[f"{prefix}up_proj.weight"].t()
+    inner = torch.nn.functional.silu(x @ weights[f"{prefix}gate_proj.weight"].t()) * up
+    return rounding(inner) @ weights[f"{prefix}down_proj.weight"].t()
+
 
 TRANSFORMERS_LIMIT = 0.06
 """BF16 logits of four layers in two implementations; sizes and roundings are the same."""
@@ -94,29 +175,23 @@ def _margin_change(first: list[Row], second: list[Row]) -> float:
 
 
 def judge_steered(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Row]:
-    known = {
-        name: steered.steering(special_trees.STEERED_SHAPE, SEED, share)
-        for name, share in special_trees.STEERED.items()
-    }
+    known = {name: steer(STEERED_SHAPE, SEED, share) for name, share in STEERED.items()}
     names = [case["name"] for case in cases]
     return [attempt(name, _judge_steered_run, name, results, known) for name in names]
 
 
-def _judge_steered_run(
-    name: str, results: dict[str, Row], known: dict[str, steered.Steering]
-) -> Row:
+def _judge_steered_run(name: str, results: dict[str, Row], known: dict[str, Steering]) -> Row:
     result = results[name]
     steering = known["-".join(name.split("-")[:2])]
     answers = [
-        steered.expected_tokens(steering, ids[-1], STEERED_TOKENS)
-        for ids in random_prompts(IDS_LENGTHS)
+        expected_tokens(steering, ids[-1], STEERED_TOKENS) for ids in random_prompts(IDS_LENGTHS)
     ]
     wrong = sum(
         int((np.array(answer["tokens"]) != np.array(expected)).sum())
         for answer, expected in zip(result["answers"], answers, strict=True)
     )
     drafts = int(name[-1]) if "mtp" in name else 0
-    counted = [steered.expected_acceptance(steering, tokens, drafts) for tokens in answers]
+    counted = [expected_acceptance(steering, tokens, drafts) for tokens in answers]
     accepted, drafted = (sum(part) for part in zip(*counted, strict=True))
     expected = round(accepted / drafted, 3) if drafted else None
     measured = acceptance(result)
@@ -201,7 +276,7 @@ def judge_sizes(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
         ("true-122b", "true-122b-native"),
     ):
         rows.append(attempt(name, _judge_modules, results, out, trees / tree, name))
-        rows.append(attempt(name, experts_judge.judge, name, out / f"{name}.pt", trees / tree))
+        rows.append(attempt(name, judge_experts, name, out / f"{name}.pt", trees / tree))
     rows += [attempt(name, _judge_drafts_run, results, name) for name in ("true-35b", "true-122b")]
     return [*rows, attempt("pictures", _judge_pictures, out)]
 

@@ -14,8 +14,7 @@ pytest.importorskip("vllm")
 import torch
 
 from proofs.kernels import needles as needle_chains
-from proofs.kernels.caches import UPSTREAM, make_cache
-from proofs.kernels.turboquant_slots import dequantise_slots, open_backend
+from proofs.kernels.caches import UPSTREAM, dequantise_slots, make_cache, open_backend
 
 BLOCK, SEEDS = 16, 4
 FOUND_BY_16_BIT = 0.95

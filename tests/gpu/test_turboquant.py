@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import torch
 
 from proofs import result_files
-from proofs.kernels.turboquant_slots import dequantise_slots, open_backend
+from proofs.kernels.caches import dequantise_slots, open_backend
 
 HEADS, KV_HEADS, SIZE, BLOCK = 8, 2, 128, 16
 PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")

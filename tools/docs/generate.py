@@ -22,8 +22,7 @@ from spark_deploy.config.catalog.types import Catalog  # noqa: E402
 from spark_deploy.config.settings.types import Settings  # noqa: E402
 from spark_deploy.plan.memory import gib, loaded_bytes, plan_memory, weight_sizes  # noqa: E402
 from tools.docs import evidence, screens, speed  # noqa: E402
-from tools.docs.commands import command_rows  # noqa: E402
-from tools.docs.declared import DOCUMENTS, all_yml, row, schema_file, settings_page  # noqa: E402
+from tools.docs.declared import DOCUMENTS, all_yml, command_rows, row, schema_file, settings_page  # noqa: E402
 
 DEFAULT = Settings()
 

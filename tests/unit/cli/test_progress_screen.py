@@ -9,7 +9,7 @@ from rich.text import Text
 from spark_deploy.cli import progress_screen
 from spark_deploy.cli.progress_screen import HostView, Transcript, watch
 from spark_deploy.hosts.releases import CHECK_WARNING
-from tools.docs.replay import feed
+from tools.docs.screens import feed
 
 LOG = """\
 --> Connecting to hosts...
