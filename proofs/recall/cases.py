@@ -1,6 +1,7 @@
 from typing import Any
 
 from proofs.engine.cases import TRITON, graphs, mtp
+from proofs.recall.language import VOCABULARY
 from proofs.recall.trees import INT4_DRAFTS, NAME, V3
 
 PIECEWISE, FULL = "PIECEWISE", "FULL_AND_PIECEWISE"
@@ -162,6 +163,7 @@ V3_DRAFTS: dict[str, Any] = {
     "num_speculative_tokens_per_batch_size": [[1, 2, 2], [3, 4, 1]],
 }
 """Those of ``catalog/profiles/v3.yml``: two drafts for one or two requests, one for more."""
+HALF_VOCABULARY = {"spark": {**TRITON["spark"], "draft_vocabulary": VOCABULARY // 2}}
 ACCEPT_ALMOST_ALL = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.9}
 MANY, FEWER = 4000, 400
 
@@ -184,6 +186,7 @@ def sampling_cases() -> list[dict[str, Any]]:
         sampled("sampling-v2", 2, {}, tree=NAME, additional={}),
         sampled("sampling-v3-two", 2, V3_DRAFTS),
         sampled("sampling-v3-four", 4, V3_DRAFTS),
+        sampled("sampling-v3-vocabulary", 2, V3_DRAFTS, additional=HALF_VOCABULARY),
         sampled("sampling-v3-wide", 64, unscheduled, **wide),
         sampled("sampling-damage-cooler", 64, cooler=0.9, **wide),
         sampled("sampling-damage-accept", 64, ACCEPT_ALMOST_ALL),

@@ -208,6 +208,8 @@ def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
     spark: dict[str, Any] = {}
     if profile.head == "int8-triton":
         spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMES}
+        if profile.speculation and profile.speculation.draft_vocabulary_tokens:
+            spark["draft_vocabulary"] = profile.speculation.draft_vocabulary_tokens
     if profile.ngram_table:
         # The engine's default is pinned host memory.
         options.setdefault("engram-config", {"cpu_offload": profile.ngram_table == "pinned"})

@@ -76,6 +76,8 @@ def release_facts(
         "speculation_method": drafts.get("method"),
         "speculation_tokens": tokens,
         "separate_draft_model": drafts.get("model") is not None,
+        "draft_vocabulary": (profile.speculation and profile.speculation.draft_vocabulary_tokens)
+        or 0,
         "drafts_by_option": not options.keys().isdisjoint(("speculative-config", *_DRAFT_OPTIONS)),
         "prefix_caching": profile.prefix_caching,
         "max_sequences": profile.limits.max_sequences,

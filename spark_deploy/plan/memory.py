@@ -262,7 +262,16 @@ def _model_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
     body += shared + (sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes)
     body = math.ceil(body / ranks) + sizes.routers_bytes + sizes.hyper_bytes
     mtp = math.ceil(sizes.mtp_bytes / ranks) if mtp_drafts(profile) else 0
+    if share := draft_vocabulary_share(model.architecture, profile):
+        mtp += round(share * sizes.head_int8_bytes)
     return round(body * factor) + vision, round(mtp * factor)
+
+
+def draft_vocabulary_share(model: Architecture, profile: Profile) -> float | None:
+    """Return the share of the LM head's rows that the drafter has a copy of; None without one."""
+    drafts = profile.speculation
+    count = drafts.draft_vocabulary_tokens if drafts else None
+    return min(1.0, count / model.vocabulary) if count else None
 
 
 def attention_bytes(model: Architecture, profile: Profile) -> int:

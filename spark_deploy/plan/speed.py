@@ -20,6 +20,7 @@ from spark_deploy.plan.kv_cache import TURBOQUANT, layer_bytes_per_token, mtp_dr
 from spark_deploy.plan.memory import (
     SCHEME_BYTES,
     attention_bytes,
+    draft_vocabulary_share,
     mtp_layer_bytes,
     served_architecture,
     weight_sizes,
@@ -180,7 +181,9 @@ def _parts(
     if profile.kv_cache.dtype in TURBOQUANT:
         yield "TurboQuant", (model.attention_layers + drafts * model.mtp_layers) * TURBOQUANT_S
     if drafts:
-        yield "drafts", drafts * (model.mtp_layers * _mtp_layer_s(model, requests) + head_s)
+        draft_head_s = head_s * (draft_vocabulary_share(model, profile) or 1)
+        layers_s = model.mtp_layers * _mtp_layer_s(model, requests)
+        yield "drafts", drafts * (layers_s + draft_head_s)
 
 
 def _mtp_layer_s(model: Architecture, requests: int) -> float:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from spark_vllm import PORTABLE_LOAD_FORMAT, QUANT_METHOD
 
-QWEN4_EXP_MODELS = {
-    "Qwen4ExpForConditionalGeneration": "SparkQwen4Exp",
-    "Qwen4ExpMTP": "SparkQwen4ExpMTP",
+MODELS = {
+    "Qwen3_5MoeMTP": "head.drafting:SparkQwen35MoeMTP",
+    "Qwen4ExpForConditionalGeneration": "qwen4_exp:SparkQwen4Exp",
+    "Qwen4ExpMTP": "qwen4_exp:SparkQwen4ExpMTP",
 }
 
 
@@ -34,7 +35,7 @@ def register() -> None:
     register_backend(
         AttentionBackendEnum.TURBOQUANT, "spark_vllm.turboquant.SparkTurboQuantBackend"
     )
-    # By name too. Older engines lack the architecture.
-    for architecture, own in QWEN4_EXP_MODELS.items():
+    # By name too. Older engines lack some architectures.
+    for architecture, model_class in MODELS.items():
         if architecture in ModelRegistry.models:
-            ModelRegistry.register_model(architecture, f"spark_vllm.qwen4_exp:{own}")
+            ModelRegistry.register_model(architecture, f"spark_vllm.{model_class}")

@@ -61,6 +61,9 @@ class Speculation:
     num_speculative_tokens_per_batch_size: DraftSchedule | None = None
     """vLLM's option: [first, last, drafts] for a number of running requests; `tokens` is the limit.
     Fewer drafts at many requests, where each draft reads further experts."""
+    draft_vocabulary_tokens: int | None = Field(default=None, ge=1024, multiple_of=64)
+    """Most frequent tokens, with head: int8-triton, that drafts are chosen from; the drafter then
+    reads only their rows of the LM head. null: all. Greedy answers do not change."""
     longest_match: int | None = Field(default=None, ge=1, le=64)
     """With ngram: most tokens to match."""
     shortest_match: int | None = Field(default=None, ge=1, le=64)

@@ -100,6 +100,13 @@ TRIPS: dict[str, dict[str, Any]] = {
         "engine_mode": "portable",
         "checkpoint_needs_plugin": False,
     },
+    "draft-vocabulary-without-our-head": {"draft_vocabulary": 32768},
+    "draft-vocabulary-on-several-hosts": {
+        "draft_vocabulary": 32768,
+        "head": "int8-triton",
+        "hosts": 2,
+        "checkpoint_needs_plugin": True,
+    },
     "online-fp8-with-the-plugin": {"online_quantisation": True},
     "open-network-without-tls": {"expose": "lan"},
     "trust-remote-code": {"trust_remote_code": True},

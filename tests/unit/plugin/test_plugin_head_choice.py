@@ -23,6 +23,14 @@ def test_fastest_kernel_over_all_batches_is_chosen(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["times.json"]
 
 
+def test_drafts_are_chosen_from_low_and_added_token_ids(tmp_path):
+    assert choice.frequent_token_ids(tmp_path, 3, vocabulary=8) == [0, 1, 2]
+    added = [{"id": 1}, {"id": 6}, {"id": 9, "content": "beyond the rows of the head"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    assert choice.frequent_token_ids(tmp_path, 4, vocabulary=8) == [0, 1, 2, 6]
+    assert choice.frequent_token_ids(tmp_path, 99, vocabulary=8) == [*range(8)]
+
+
 def test_marlin_wins_ties():
     assert (
         choice.select_fastest({"own": {1: 5.0}, "marlin": {1: 5.0}, "bf16": {1: 9.0}}) == "marlin"

@@ -1,4 +1,4 @@
-"""Choose the kernel of the opt-in INT8 head from times measured once on this machine."""
+"""Choose the kernel of the opt-in INT8 head from times measured once, and the rows of drafts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ class HeadSetup:
 def list_head_batches(max_sequences: int, drafts: int) -> tuple[int, ...]:
     """Return the batch sizes of the head: rows of 1 to ``max_sequences`` sequences."""
     return tuple(count * (1 + drafts) for count in range(1, max_sequences + 1))
+
+
+def frequent_token_ids(tokenizer: Path, count: int, vocabulary: int) -> list[int]:
+    """Return the ``count`` token ids that drafts are chosen from, sorted.
+
+    Ids of a BPE vocabulary are in the order of its merges, so low ids are frequent. Added tokens,
+    such as the end of a turn, have the highest ids and are included.
+    """
+    file = tokenizer / "tokenizer.json"
+    added = json.loads(file.read_text("utf-8"))["added_tokens"] if file.exists() else []
+    special = {token["id"] for token in added if token["id"] < vocabulary}
+    others = [token for token in range(vocabulary) if token not in special]
+    return sorted([*special, *others[: count - len(special)]])
 
 
 def select_fastest(times: Times) -> str:

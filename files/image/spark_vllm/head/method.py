@@ -2,6 +2,7 @@
 
 # Select it with ``--additional-config '{"spark": {"lm_head": "int8-triton"}}'`` for a 16-bit head.
 # ``lm_head_times`` names a file for measured times; without it Marlin is used.
+# ``draft_vocabulary`` is the number of tokens that the drafter chooses from.
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ from spark_vllm.head.choice import (
     KERNELS,
     HeadSetup,
     describe,
+    frequent_token_ids,
     list_head_batches,
     read_choice,
     write_choice,
 )
 from spark_vllm.head.compute import Head, make_marlin_head, make_own_head, measure_kernels
+from spark_vllm.head.drafting import DraftHead
 from spark_vllm.head.quantise import quantise_rows
 
 # Below "vllm.", because vLLM gives handlers only to its own logger.
@@ -43,6 +46,8 @@ class HeadOptions:
     kernel: str | None  # "own", "marlin" or "bf16"; None: the fastest by ``times``
     times: Path | None  # file of measurements; None: Marlin
     batches: tuple[int, ...]
+    draft_vocabulary: int | None
+    tokenizer: Path
 
 
 def read_head_options() -> HeadOptions | None:
@@ -56,7 +61,12 @@ def read_head_options() -> HeadOptions | None:
     _check_choice(OPTION, choice, CHOICES)
     if kernel is not None:
         _check_choice("lm_head_kernel", kernel, KERNELS)
-    times = spark.get("lm_head_times")
+    times, draft_vocabulary = spark.get("lm_head_times"), spark.get("draft_vocabulary")
+    if draft_vocabulary is not None and config.parallel_config.tensor_parallel_size > 1:
+        raise ValueError(
+            "--additional-config: spark.draft_vocabulary: each GPU has only a part of the rows; "
+            "fix: remove the option, or use one GPU"
+        )
     speculation = config.speculative_config
     return HeadOptions(
         kernel=kernel,
@@ -65,6 +75,8 @@ def read_head_options() -> HeadOptions | None:
             config.scheduler_config.max_num_seqs,
             speculation.num_speculative_tokens if speculation else 0,
         ),
+        draft_vocabulary=draft_vocabulary,
+        tokenizer=Path(config.model_config.tokenizer),
     )
 
 
@@ -84,6 +96,16 @@ def read_driver_version() -> str:
         return str(nvmlSystemGetDriverVersion())
     finally:
         nvmlShutdown()
+
+
+def _make_head(
+    kernel: str, values: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
+) -> Head:
+    if kernel == "bf16":
+        return lambda x: x @ weight.t()
+    if kernel == "own":
+        return make_own_head(values, scales, weight)
+    return make_marlin_head(values, scales)
 
 
 class Int8Head(QuantizeMethodBase):
@@ -115,16 +137,18 @@ class Int8Head(QuantizeMethodBase):
         weight = layer.weight.data
         values, scales = quantise_rows(weight)
         kernel = self.options.kernel or self._choose_kernel(weight, values, scales)
-        if kernel == "bf16":
-            self.head: Head = lambda x: x @ weight.t()
-        elif kernel == "own":
+        if kernel == "own":
             # Parameters, so that the engine counts and moves them.
             layer.register_parameter("head_int8", Parameter(values, requires_grad=False))
             layer.register_parameter("head_scales", Parameter(scales, requires_grad=False))
-            self.head = make_own_head(values, scales, weight)
-        else:
-            self.head = make_marlin_head(values, scales)
+        self.head = _make_head(kernel, values, scales, weight)
         rows, in_features = weight.shape
+        if count := self.options.draft_vocabulary:
+            ids = frequent_token_ids(self.options.tokenizer, count, layer.org_vocab_size)
+            index = torch.tensor(ids, device=weight.device)
+            head = _make_head(kernel, values[index], scales[index], weight[index])
+            self.draft_head = DraftHead(head, index)
+            logger.info("spark drafts from %d of %d tokens", len(ids), layer.org_vocab_size)
         if kernel != "bf16":
             del layer.weight, weight
         torch.cuda.empty_cache()
