@@ -10,7 +10,7 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import CatalogError, SettingsError
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.speed import speed_of
+from spark_deploy.plan.speed import compute_speed
 from tests.unit.planning.plans import FIXTURE, plan_of, problems, shipped_catalog
 
 RESULTS = CHECKOUT / "proofs/results/gpu"
@@ -113,8 +113,8 @@ def test_draft_vocabulary_reaches_the_plugin_and_makes_drafts_faster():
     v3 = PROFILES["v3"]
     assert v3.speculation is not None
     fewer = dataclasses.replace(v3.speculation, draft_vocabulary_tokens=32768)
-    step_s = speed_of(SHAPE, v3).step_s
-    saved_s = step_s - speed_of(SHAPE, dataclasses.replace(v3, speculation=fewer)).step_s
+    step_s = compute_speed(SHAPE, v3).step_s
+    saved_s = step_s - compute_speed(SHAPE, dataclasses.replace(v3, speculation=fewer)).step_s
     # Two drafts that each read 32,768 of 248,320 rows of 3,072 INT8 values with a scale per 128.
     saved_bytes = 2 * (248_320 - 32_768) * 3072 * (1 + 2 / 128)
     assert saved_s == pytest.approx(saved_bytes / (0.99 * 273e9), rel=0.01)
