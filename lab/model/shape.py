@@ -5,7 +5,9 @@ contains eight outputs, so `in_proj_a` needs at least eight value heads; the eng
 for linear attention support head sizes 64 and 128.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 GROUP = 128  # input features that share an INT4 scale
@@ -61,68 +63,44 @@ class Shape:
 TINY = Shape()
 
 
+_CONFIG: dict[str, Any] = json.loads(Path(__file__).with_name("config.json").read_text())
+"""What does not depend on the shape."""
+
+
 def text_config(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
     rotary_pairs = shape.head_dim // 8  # a quarter of the head is rotated, in pairs
     section = [rotary_pairs - 2 * (rotary_pairs // 3)] + 2 * [rotary_pairs // 3]
+    constant = _CONFIG["text_config"]
     return {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "attn_output_gate": True,
-        "bos_token_id": None,
-        "dtype": "bfloat16",
+        **constant,
         "eos_token_id": token_ids["<|endoftext|>"],
         "full_attention_interval": shape.attention_interval,
         "head_dim": shape.head_dim,
-        "hidden_act": "silu",
         "hidden_size": shape.hidden,
-        "initializer_range": 0.02,
         "layer_types": shape.layer_types,
         "linear_conv_kernel_dim": shape.conv_kernel,
         "linear_key_head_dim": shape.linear_head_dim,
         "linear_num_key_heads": shape.linear_key_heads,
         "linear_num_value_heads": shape.linear_value_heads,
         "linear_value_head_dim": shape.linear_head_dim,
-        "mamba_ssm_dtype": "float32",
         "max_position_embeddings": shape.max_positions,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_5_moe_text",
         "moe_intermediate_size": shape.expert_width,
-        "mtp_num_hidden_layers": 1,
-        "mtp_use_dedicated_embeddings": False,
         "num_attention_heads": shape.heads,
         "num_experts": shape.experts,
         "num_experts_per_tok": shape.experts_per_token,
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
-        "output_router_logits": False,
-        "pad_token_id": None,
-        "partial_rotary_factor": 0.25,
-        "rms_norm_eps": 1e-06,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": section,
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000,
-            "rope_type": "default",
-        },
-        "router_aux_loss_coef": 0.001,
+        "rope_parameters": {**constant["rope_parameters"], "mrope_section": section},
         "shared_expert_intermediate_size": shape.shared_width,
-        "tie_word_embeddings": False,
-        "use_cache": True,
         "vocab_size": shape.vocabulary,
     }
 
 
-def vision_config(shape: Shape) -> dict[str, Any]:
-    return {
-        "deepstack_visual_indexes": [],
+def model_config(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
+    vision = {
         "depth": shape.vision_depth,
-        "hidden_act": "gelu_pytorch_tanh",
         "hidden_size": shape.vision_hidden,
-        "in_channels": 3,
-        "initializer_range": 0.02,
         "intermediate_size": shape.vision_width,
-        "model_type": "qwen3_5_moe",
         "num_heads": shape.vision_heads,
         "num_position_embeddings": shape.vision_positions,
         "out_hidden_size": shape.hidden,
@@ -130,21 +108,14 @@ def vision_config(shape: Shape) -> dict[str, Any]:
         "spatial_merge_size": shape.merge,
         "temporal_patch_size": shape.temporal_patch,
     }
-
-
-def model_config(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "dtype": "bfloat16",
+        **_CONFIG,
         "image_token_id": token_ids["<|image_pad|>"],
-        "model_type": "qwen3_5_moe",
-        "text_config": text_config(shape, token_ids),
-        "tie_word_embeddings": False,
-        "transformers_version": "5.19.0",
         "video_token_id": token_ids["<|video_pad|>"],
-        "vision_config": vision_config(shape),
         "vision_end_token_id": token_ids["<|vision_end|>"],
         "vision_start_token_id": token_ids["<|vision_start|>"],
+        "text_config": text_config(shape, token_ids),
+        "vision_config": {**_CONFIG["vision_config"], **vision},
     }
 
 

@@ -2,7 +2,7 @@
 
     python proofs/benchmarks/checkpoint_memory.py --work /var/tmp/bench
 
-Needs Linux, numpy and 12 GB below --work. Writes proofs/results/checkpoint-memory.json; exits with
+Needs Linux and 12 GB below --work. Writes proofs/results/checkpoint-memory.json; exits with
 1 if a build took more than the limit.
 """
 

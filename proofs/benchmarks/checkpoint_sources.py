@@ -19,6 +19,7 @@ from spark_checkpoint.verify import PIECE_BYTES, Piece, hash_with_pieces
 from lab.model.original import FLOAT32, is_fp8, is_int4, main_shapes, mtp_shapes
 from lab.model.rounding import bf16_bits
 from lab.model.shape import BLOCK, GROUP, Shape
+from proofs.trees.build import plain_plan
 
 COMMIT = "b" * 40
 DONOR_COMMIT = "d" * 40
@@ -253,25 +254,15 @@ def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, An
         and entry[0] not in base_names
         and not (".shared_expert." in entry[0] and entry[0].startswith("model."))
     ]
-    document = {
-        "schema_version": 1,
-        "digest": "1" * 64,
-        "name": "bench",
-        "base": {"dir": str(base), "revision": COMMIT},
-        "donor": None,
+    chosen = {
         "swap": [swap],
-        "block_shape": [BLOCK, BLOCK],
         "base_tensors": [routed, *sorted(n for n in base_names if ".mlp.experts." not in n)],
         "donor_unmatched": unmatched,
-        "donor_shapes": [],
-        "mtp_tensors": [entry[0] for entry in mtp(a)],
         "shared_experts": "fp8-donor",
-        "head": "keep",
         "layout": "overlay",
-        "out": str(out),
-        "extra": {},
     }
-    return document | changes
+    document = plain_plan(base, out, **{**chosen, **changes})
+    return document | {"base": {"dir": str(base), "revision": COMMIT}}
 
 
 def _donor_values(entries: list[Entry], quantise: Quantise) -> dict[str, bytes]:

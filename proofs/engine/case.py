@@ -304,10 +304,8 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
         logits = prompt_logprobs(llm, prompts, case["vocabulary"])
         torch.save({"logits": logits}, out / f"{case['name']}.pt")
     tokens, ignore_eos = case.get("tokens", 48), case.get("ignore_eos", case["prompts"] == "ids")
-    before = read_counters(llm)
     result["answers"] = generate(llm, prompts, tokens, ignore_eos)
     result["counters"] = read_counters(llm)
-    result["counters_before"] = before
     if case.get("turns"):
         result["turns"], last_prompts = continue_conversations(
             llm, prompts, result["answers"], case["turns"], tokens, ignore_eos

@@ -16,80 +16,18 @@ from lab.model import rounding
 from lab.model.original import Floats
 from lab.model.rounding import Tensor
 from lab.model.safetensors import Tensors, write_model
-from proofs.trees.build import build, names_of
+from proofs.trees.build import build, names_of, plain_plan
 
 LAYERS = "model.language_model.layers"
-TABLE_LAYER, TABLE_SHARDS = 1, 8
+CONFIG = json.loads(Path(__file__).with_name("config.json").read_text())
+"""All experts are active, so no routing flips between kernels; rows of the table have 160 numbers,
+as in the true model."""
+TEXT: dict[str, Any] = CONFIG["text_config"]
+TABLE_LAYER, TABLE_SHARDS = TEXT["ple_layer_ids"][0] - 1, TEXT["split_ngram_parts"]
 TABLE = f"{LAYERS}.{TABLE_LAYER}.ple.ple_embedding.ngram_embedding"
 LARGE_SHARE, LARGE, SMALL = 0.02, 12.0, 0.05  # of the table's rows
 TOP_LOGIT = 14.0
 SEED = 35
-
-TEXT: dict[str, Any] = {
-    "attention_bias": False,
-    "dtype": "bfloat16",
-    "eos_token_id": 1023,
-    "hc_count": 4,
-    "hc_lowrank": 64,
-    "head_dim": 256,
-    "heads_per_ngram": 8,
-    "hidden_act": "silu",
-    "hidden_size": 256,
-    "indexer_budget": 2048,
-    "indexer_compress_ratio": 4,
-    "indexer_head_dim": 128,
-    "indexer_kv_heads": 1,
-    "indexer_n_heads": 4,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"],
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 8,
-    "linear_value_head_dim": 128,
-    "make_ngram_vocab_size_divisible_by": 128,
-    "mamba_ssm_dtype": "float32",
-    "max_position_embeddings": 4096,
-    "model_type": "qwen4_exp_text",
-    "moe_intermediate_size": 256,
-    "mtp_num_hidden_layers": 1,
-    "ngram_size": 3,
-    "ngram_vocab_size_base": 2000,
-    "num_attention_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 4,  # all of them: no routing flips between kernels
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "output_gate_type": "sigmoid",
-    "ple_conv_kernel_size": 4,
-    "ple_embed_dim": 2560,  # rows of 160 numbers, as in the true model
-    "ple_layer_ids": [TABLE_LAYER + 1],
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [11, 11, 10],
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 10000000,
-        "rope_type": "default",
-    },
-    "shared_expert_intermediate_size": 256,
-    "split_ngram_parts": TABLE_SHARDS,
-    "tie_word_embeddings": False,
-    "vocab_size": 1024,
-}
-VISION = {
-    "deepstack_visual_indexes": [],
-    "depth": 1,
-    "hidden_size": 64,
-    "in_channels": 3,
-    "intermediate_size": 128,
-    "model_type": "qwen4_exp_vision",
-    "num_heads": 2,
-    "num_position_embeddings": 64,
-    "out_hidden_size": 256,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
 HIDDEN, STREAMS = TEXT["hidden_size"], TEXT["hidden_size"] * TEXT["hc_count"]
 WIDTH = TEXT["ple_embed_dim"] // 16
 
@@ -291,18 +229,7 @@ def write_tree(directory: Path, weights: dict[str, Floats], table: str, *, int4:
     formats = {"fp8": "float8_e4m3fn", "nvfp4": "nvfp4"}
     if table in formats:
         text["ple_embedding_dtype"] = formats[table]
-    config: dict[str, Any] = {
-        "architectures": ["Qwen4ExpForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "image_token_id": 1016,
-        "model_type": "qwen4_exp",
-        "text_config": text,
-        "tie_word_embeddings": False,
-        "video_token_id": 1017,
-        "vision_config": VISION,
-        "vision_end_token_id": 1018,
-        "vision_start_token_id": 1019,
-    }
+    config = {**CONFIG, "text_config": text}
     if int4:
         config["quantization_config"] = _int4_config(weights)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
@@ -339,34 +266,6 @@ BUILT: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def plan(out: Path, base: Path, choices: dict[str, str]) -> dict[str, Any]:
-    names = names_of(base)
-    modules = sorted(
-        name.removesuffix(".weight")
-        for name in names
-        if name.startswith(LAYERS) and ".shared_expert." in name
-    )
-    return {
-        "schema_version": 1,
-        "digest": "35" * 32,
-        "name": out.name,
-        "base": {"dir": str(base), "revision": None},
-        "donor": None,
-        "swap": modules if choices.get("shared_experts", "keep") != "keep" else [],
-        "block_shape": [128, 128],
-        "base_tensors": sorted(name for name in names if not name.startswith("mtp.")),
-        "donor_unmatched": [],
-        "donor_shapes": [],
-        "extra": {},
-        "mtp_tensors": sorted(name for name in names if name.startswith("mtp.")),
-        "out": str(out),
-        "layout": choices.get("layout", "full"),
-        "head": choices.get("head", "keep"),
-        "shared_experts": choices.get("shared_experts", "keep"),
-        "ngram_table": choices["ngram_table"],
-    }
-
-
 def make(out: Path, expert_width: int = 256) -> None:
     """Make all trees; the plugin needs more than one scale group of 128 on each GPU."""
     TEXT["moe_intermediate_size"] = expert_width
@@ -377,4 +276,12 @@ def make(out: Path, expert_width: int = 256) -> None:
     work = out / "work"
     work.mkdir()
     for name, choices in BUILT.items():
-        build(plan(out / name, out / f"flash-{choices['base']}", choices), work)
+        base = out / f"flash-{choices['base']}"
+        shared = [
+            tensor.removesuffix(".weight")
+            for tensor in sorted(names_of(base))
+            if tensor.startswith(LAYERS) and ".shared_expert." in tensor
+        ]
+        chosen = {key: value for key, value in choices.items() if key != "base"}
+        swap = shared if "shared_experts" in choices else []
+        build(plain_plan(base, out / name, swap=swap, **chosen), work)

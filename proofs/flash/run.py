@@ -9,7 +9,7 @@ from proofs.engine import run as engine_run
 from proofs.engine.cases import graphs, mtp
 from proofs.engine.quick import caveats
 from proofs.flash import model
-from proofs.judges.answers import attempt, compare_answers, failed_start, row
+from proofs.judges.answers import acceptance, attempt, compare_answers, failed_start, row
 from proofs.prompts import IDS_LENGTHS, random_prompts
 from proofs.result_files import describe_engines, write_result
 
@@ -240,21 +240,14 @@ def judge_same_answers(results: Results, first: str, second: str, claim: str) ->
 
 
 def judge_drafts(results: Results, name: str, reference: str) -> Row:
-    counters, before = results[name]["counters"], results[name]["counters_before"]
-    drafted, accepted = (
-        counters[f"vllm:spec_decode_num_{kind}_tokens"]
-        - before.get(f"vllm:spec_decode_num_{kind}_tokens", 0)
-        for kind in ("draft", "accepted")
-    )
     compared = compare_answers(results[reference], results[name])
-    rate = accepted / drafted if drafted else 0.0
+    rate = acceptance(results[name]) or 0.0
     return row(
         f"{name}: drafts are accepted and change no answer",
         0.2 < rate < 0.98 and not compared["beyond_margin"],
         [reference, name],
-        drafted=drafted,
-        accepted=accepted,
-        acceptance=round(rate, 4),
+        acceptance=rate,
+        counters=results[name]["counters"],
         **compared,
     )
 

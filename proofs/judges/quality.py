@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from proofs.engine.profile_cases import MODELS, SIXTEEN_BIT, VARIANTS
+from proofs.judges.answers import Row, row
 
-Row = dict[str, Any]
 FARTHER = {"tiny": 0.02, "recall": 0.002}
 """Allowed mean divergence above that of the INT4 base, in nats.
 
@@ -29,11 +29,13 @@ def judge_quality(results: dict[str, Row], work: Path) -> list[Row]:
             for logits in [_load_logits(results, f"{model}-{variant}", work)]
             if variant != SIXTEEN_BIT
         }
-        rows += [row(model, variant, own, numbers[BASE]) for variant, own in numbers.items()]
+        rows += [
+            judge_variant(model, variant, own, numbers[BASE]) for variant, own in numbers.items()
+        ]
     return rows
 
 
-def row(model: str, variant: str, own: dict[str, Any], base: dict[str, Any]) -> Row:
+def judge_variant(model: str, variant: str, own: dict[str, Any], base: dict[str, Any]) -> Row:
     name = f"{model}-{variant}"
     near = bool(own and base) and is_near(own, base, FARTHER[model])
     claim = f"{name}: where 16 bits are sure, it agrees as the INT4 base does; divergence in limits"
@@ -41,8 +43,7 @@ def row(model: str, variant: str, own: dict[str, Any], base: dict[str, Any]) -> 
         claim = f"{name}: how far the INT4 base is from 16 bits"
     if variant == "wrong-scale":
         claim, near = f"{name}: detected by the same judge", bool(own and base) and not near
-    passed = None if variant == BASE and own else near
-    return {"claim": claim, "passed": passed, "cases": [name], "numbers": own}
+    return row(claim, None if variant == BASE and own else near, [name], **own)
 
 
 def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> dict[str, Any]:

@@ -80,22 +80,38 @@ def plan(base: Path, donor: Path, out: Path, variant: dict[str, str]) -> dict[st
     swapped = {f"{module}.{part}" for module in modules for part in ("weight", "weight_scale_inv")}
     unmatched = {name for name in donor_names - own - swapped if ".mlp.experts." not in name}
     drafter = [n.removesuffix(".weight") for n in base_names - own if _INT4_DRAFTER.fullmatch(n)]
+    return plain_plan(
+        base,
+        out,
+        donor={"dir": str(donor)} if variant["shared_experts"] == "fp8-donor" else None,
+        swap=modules,
+        donor_unmatched=sorted(unmatched),
+        drafter_int4=sorted(drafter) if "drafter" in variant else [],
+        **{key: choice for key, choice in variant.items() if key != "drafter"},
+    )
+
+
+def plain_plan(base: Path, out: Path, **choices: Any) -> dict[str, Any]:
+    """Return a plan that copies all tensors of ``base``, except for the fields in ``choices``."""
+    names = sorted(names_of(base))
     return {
         "schema_version": 1,
         "digest": hashlib.sha256(out.name.encode()).hexdigest(),
         "name": out.name,
         "base": {"dir": str(base), "revision": None},
-        "donor": {"dir": str(donor)} if variant["shared_experts"] == "fp8-donor" else None,
-        "swap": modules,
+        "donor": None,
+        "swap": [],
         "block_shape": [128, 128],
-        "base_tensors": sorted(own),
-        "donor_unmatched": sorted(unmatched),
+        "base_tensors": [name for name in names if not name.startswith("mtp.")],
+        "donor_unmatched": [],
         "donor_shapes": [],
         "extra": {},
-        "mtp_tensors": sorted(base_names - own),
+        "mtp_tensors": [name for name in names if name.startswith("mtp.")],
         "out": str(out),
-        "drafter_int4": sorted(drafter) if "drafter" in variant else [],
-        **{key: choice for key, choice in variant.items() if key != "drafter"},
+        "layout": "full",
+        "head": "keep",
+        "shared_experts": "keep",
+        **choices,
     }
 
 
