@@ -24,7 +24,6 @@ RECORDS = re.compile(r"/var/lib/spark/.*\.json|/srv/spark/.*/receipt\.json")
 VARIES = re.compile(
     r"at|.*_at|last_lines|.*_ns|inode|id|.*_id|request|seconds|(start_)?times_s|bench|detail|progress|log_tail|"
     r"load_lines|start_memory|(cached|free)_(before|after)_bytes"
-    r"|donor_received_bytes"
 )
 # The order of lines depends on the order of installation.
 ACCOUNTS = re.compile(r"/etc/(passwd|group|gshadow)")

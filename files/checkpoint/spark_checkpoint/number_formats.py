@@ -125,8 +125,7 @@ _SCALE_STEPS = {4: tuple(range(0, -64, -8)), 8: (0, 1, -1, -2, -3, -4, -5, -6)}
 class QuantizedRows(NamedTuple):
     codes: Codes
     scales: Words  # BF16 bits, [rows, in / group]
-    error: float
-    error_by_maximum: float
+    error: float  # squared
     power: float
 
 
@@ -137,13 +136,11 @@ def quantize_rows(weights: Floats, bits: int) -> QuantizedRows:
     largest = np.abs(grouped).max(axis=2)
     smallest_scale = np.float32(2.0**-126)
     first = bf16_bits(np.maximum(largest / np.float32(zero - 1), smallest_scale)).astype(np.int32)
-    errors = []
     best_error = np.full(largest.shape, np.inf, np.float32)
     best = first.copy()
     for step in _SCALE_STEPS[bits]:
         candidate = np.maximum(first + step, 0x80)
         error = _group_errors(grouped, from_bf16_bits(candidate.astype(np.uint16)), zero)
-        errors.append(error)
         better = error < best_error
         best_error = np.where(better, error, best_error)
         best = np.where(better, candidate, best)
@@ -153,7 +150,6 @@ def quantize_rows(weights: Floats, bits: int) -> QuantizedRows:
         codes.astype(np.uint8).reshape(weights.shape),
         scales,
         float(best_error.sum(dtype=np.float64)),
-        float(errors[0].sum(dtype=np.float64)),
         float(np.square(weights, dtype=np.float64).sum()),
     )
 

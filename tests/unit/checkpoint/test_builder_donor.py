@@ -157,9 +157,6 @@ def test_reads_only_headers_and_required_ranges(workshop, hub, build_remote):
     headers = [part for path in shards for part in header_ranges(path)]
     ranges = [part for path in shards for part in joined_ranges(path, swapped)]
     assert sorted(requests) == sorted(headers + ranges)
-    index_bytes = (hub.root / DONOR / "model.safetensors.index.json").stat().st_size
-    expected = index_bytes + sum(last + 1 - first for _, first, last in requests)
-    assert workshop.read("receipt.json")["report"]["donor_received_bytes"] == expected
     ranges_bytes = sum(last + 1 - first for _, first, last in ranges)
     assert ranges_bytes < sum(path.stat().st_size for path in shards) / 4
 

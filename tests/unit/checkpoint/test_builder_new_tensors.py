@@ -38,7 +38,7 @@ def test_packed_head_dequantizes_to_the_base_head(workshop, layout):
     error = relative(unpack_packed(result, "lm_head", suffix), head)
     report = workshop.read("receipt.json")["report"]["head"]
     assert report["relative_error"] == pytest.approx(error, rel=1e-3)
-    assert report["relative_error"] < report["relative_error_by_maximum"] < 0.01
+    assert report["relative_error"] < 0.01
     assert workshop.quantization()["extra_config"]["lm_head"] == HEAD_INT8
     assert workshop.quantization()["spark"]["head"] == "int8-g128"
 
@@ -105,15 +105,13 @@ def test_aligns_all_tensors_despite_odd_sizes(workshop):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("differing", [False, True])
-def test_writes_duplicate_tensor_once_from_last_shard(workshop, layout, differing):
+def test_writes_duplicate_tensor_once_from_last_shard(workshop, layout):
     workshop.write_base()
     name = "model.language_model.layers.0.post_attention_layernorm.weight"
     right = workshop.base[name]
     first, *later = sorted(workshop.base_dir.glob("model-0*.safetensors"))
     [owner] = [shard.name for shard in later if name in read_shard(shard)]
-    data = bytes(len(right.data)) if differing else right.data
-    write_shard(first, {**read_shard(first), name: Raw(right.dtype, right.shape, data)})
+    write_shard(first, {**read_shard(first), name: right._replace(data=bytes(len(right.data)))})
     workshop.write_receipt()
     workshop.build(layout=layout)
     assert workshop.index()[name] == owner
@@ -121,8 +119,6 @@ def test_writes_duplicate_tensor_once_from_last_shard(workshop, layout, differin
     if layout == "full":
         shards = workshop.out.glob("*.safetensors")
         assert [path.name for path in shards if name in read_shard(path)] == [owner]
-    duplicates = workshop.read("receipt.json")["report"]["duplicates"]
-    assert (duplicates["names"], duplicates["differing"]) == (1, int(differing))
 
 
 def test_lists_mtp_tensors_that_the_base_index_omits(workshop):

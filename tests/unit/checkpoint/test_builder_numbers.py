@@ -92,7 +92,6 @@ def test_chooses_the_best_nearby_scale():
             for other in range(int(largest) - 6, int(largest) + 2):
                 scale = from_bf16_bits(np.array([other], np.uint16))[0]
                 assert chosen <= group_error(group, scale) * (1 + 1e-5)
-    assert result.error < result.error_by_maximum
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, -1e18, 1e-45])

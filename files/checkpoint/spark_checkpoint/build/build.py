@@ -112,9 +112,7 @@ class _Build:
         self.result_dir.mkdir()
         layout = self._write_files(sources, hashes, changes)
         donor_bytes = sum(tensor.size_bytes for tensor in required.values())
-        report = _make_report(sources, hashes, changes, layout, donor_bytes)
-        if sources.donor is not None:
-            report["donor_received_bytes"] = sources.donor.received_bytes
+        report = _make_report(plan.base_dir, hashes, changes, donor_bytes)
         self._write_receipt(layout, report, donor_sha256)
         return report
 
@@ -144,7 +142,7 @@ class _Build:
             raise ValidationError(
                 files_url, f"differs from base and plan in {names}", BUILD_LOCALLY
             )
-        report = _make_report(sources, hashes, changes, layout, changes.size_bytes)
+        report = _make_report(plan.base_dir, hashes, changes, changes.size_bytes)
         self._write_receipt(layout, report, receipt.donor_sha256)
 
     def _write_files(
@@ -246,22 +244,13 @@ class _Build:
 
 
 def _make_report(
-    sources: Sources, hashes: Collection[str], changes: Changes, layout: Layout, donor_bytes: int
+    base_dir: Path, base_files: Collection[str], changes: Changes, donor_bytes: int
 ) -> dict[str, Any]:
-    base = sources.base
-    written = sum(file.size_bytes for file in layout.files if file.link_of is None)
-    report: dict[str, Any] = {
+    base_bytes = sum((base_dir / path).stat().st_size for path in base_files)
+    return {
         **changes.report,
-        "rebuild_fetch_bytes": {
-            "base": sum((base.directory / path).stat().st_size for path in hashes),
-            "donor": donor_bytes,
-        },
-        "written_bytes": written,
-        "linked_bytes": sum(file.size_bytes for file in layout.files) - written,
+        "rebuild_fetch_bytes": {"base": base_bytes, "donor": donor_bytes},
     }
-    if base.duplicates:
-        report["duplicates"] = compare_duplicates(base)
-    return report
 
 
 def hash_base(
@@ -345,18 +334,6 @@ def rewritten_shards(plan: BuildPlan, base: Checkpoint) -> set[str]:
     names = [name for name in drafter_weights(plan) if name in base.owner]
     names += table_tensors(base) if plan.ngram_table != "keep" else []
     return {shard for name in names for shard in base.duplicates.get(name, (base.owner[name],))}
-
-
-def compare_duplicates(base: Checkpoint) -> dict[str, Any]:
-    """Return how many tensors are in several shards, and how many of them differ."""
-    differing = 0
-    for name, shards in base.duplicates.items():
-        spans = (base.span(name, shard) for shard in shards)
-        hashes = {
-            storage.hash_file(path, offset=offset, size_bytes=size) for path, offset, size in spans
-        }
-        differing += len(hashes) > 1
-    return {"names": len(base.duplicates), "differing": differing, "rule": "last file wins"}
 
 
 def peak_bytes(

@@ -8,22 +8,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from spark_checkpoint.build.comparison import Comparison, Error, check_outliers, check_scale_sizes
-from spark_checkpoint.build.packed_weights import Packed, check_int4, pack_weight
 from spark_checkpoint.build.write import Changes, NewTensor, Staging, split_span
 from spark_checkpoint.directory import Checkpoint, Span, read_span
 from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.headers import Tensor
 from spark_checkpoint.number_formats import (
+    GROUP,
+    INT4_LIMIT,
+    WORD_BITS,
+    ZERO_POINT_BYTES,
     Floats,
     bf16_bits,
     dequantize,
     from_bf16_bits,
+    pack_rows,
+    packed_tensors,
     quantize_blocks,
+    quantize_rows,
     reduce_blocks,
     to_floats,
 )
@@ -38,6 +44,10 @@ _PIECE_BYTES = 1 << 20
 _EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
 _FIX = "use donor and base of the same model, at the locked commits"
 _MTP_FIX = "download the donor again, or use the FP8 repository of the same model"
+
+_WEIGHTS_AT_ONCE = 64 << 10  # fits the processor's cache
+# INT8 codes to pack at once: large blocks need few writes.
+_BLOCK_BYTES = 3 << 20
 
 _T = TypeVar("_T")
 
@@ -62,6 +72,52 @@ def _read_weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> It
         yield to_floats(raw, tensor.dtype, (len(raw) // (columns * 2), columns))
 
 
+class Packed(NamedTuple):
+    tensors: list[NewTensor]
+    error: float
+
+
+def pack_weight(
+    weight: NewTensor, bits: int, stage: Staging, on_bytes: Callable[[int], None], workers: int
+) -> Packed:
+    name, dtype, (outputs, inputs), span = weight
+    qweight = stage.reserve(outputs * inputs * bits // 8)
+    scales = np.empty((inputs // GROUP, outputs), "<u2")
+    code_rows = max(1, _WEIGHTS_AT_ONCE // inputs)
+    block_rows = max(code_rows, _BLOCK_BYTES // inputs // code_rows * code_rows)
+
+    def quantize_block(first: int) -> Any:
+        count = min(block_rows, outputs - first)
+        codes = np.empty((count, inputs), np.uint8)
+        sums = np.zeros(2)
+        for row in range(0, count, code_rows):
+            row_count = min(code_rows, count - row)
+            start = span.offset + (first + row) * inputs * 2
+            raw = read_span(Span(span.path, start, row_count * inputs * 2))
+            values = to_floats(raw, dtype, (row_count, inputs))
+            if not np.isfinite(values).all():
+                raise ValidationError(name, "has NaN or infinite values", "download the base again")
+            rows = quantize_rows(values, bits)
+            codes[row : row + row_count] = rows.codes
+            scales[:, first + row : first + row + row_count] = rows.scales.T
+            sums += (rows.error, rows.power)
+            on_bytes(len(raw))
+        for line, packed in enumerate(pack_rows(codes, bits)):
+            stage.write(qweight, (line * outputs + first) * WORD_BITS // 8, packed.data)
+        return sums
+
+    with ThreadPoolExecutor(workers) as pool:
+        error, power = sum(pool.map(quantize_block, range(0, outputs, block_rows)))
+    zeros = bytes([ZERO_POINT_BYTES[bits]]) * (inputs // GROUP * outputs * bits // 8)
+    spans = (qweight, stage.append(scales.data), stage.append(zeros))
+    parts = packed_tensors(weight.shape, bits).items()
+    tensors = [
+        NewTensor(name.removesuffix(WEIGHT) + suffix, part_dtype, shape, part_span)
+        for (suffix, (part_dtype, shape)), part_span in zip(parts, spans, strict=True)
+    ]
+    return Packed(tensors, float((error / (power or 1.0)) ** 0.5))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorMaker:
     base: Checkpoint
@@ -76,10 +132,7 @@ class TensorMaker:
     def compare_with_donor(self) -> None:
         errors = self._run_in_parallel("spot-check", self._compare, self._weight_bytes())
         check_outliers(dict(zip(self.modules, errors, strict=True)))
-        self.changes.report["shared_experts"] = {
-            **_error_report([error.module for error in errors]),
-            "elements_beyond_rounding": sum(error.beyond_rounding for error in errors),
-        }
+        self.changes.report["shared_experts"] = _error_report([error.module for error in errors])
 
     def swap_from_donor(self) -> None:
         for module in self.modules:
@@ -104,10 +157,7 @@ class TensorMaker:
         self.progress.phase("head", self.base.tensor(name).size_bytes)
         packed = pack_weight(self._base_weight(name), 8, self.stage, self.progress.add, WORKERS)
         self.changes.added[name] = packed.tensors
-        self.changes.report["head"] = {
-            "relative_error": _rounded(packed.error),
-            "relative_error_by_maximum": _rounded(packed.error_by_maximum),
-        }
+        self.changes.report["head"] = {"relative_error": _rounded(packed.error)}
 
     def graft_mtp(self, names: Sequence[str]) -> None:
         """Add the donor's MTP tensors that the base lacks; FP8 becomes BF16."""
@@ -125,7 +175,6 @@ class TensorMaker:
             grafted.append(NewTensor(name, entry.dtype, entry.shape, span))
         check_scale_sizes(used_scales)
         self.changes.added.setdefault("", []).extend(grafted)
-        self.changes.report["mtp_grafted"] = len(grafted)
 
     def pack_drafter(self, names: Sequence[str]) -> None:
         """Round 16-bit MTP weights of the base or of grafted tensors to INT4."""
@@ -135,7 +184,11 @@ class TensorMaker:
 
         def pack(name: str) -> Packed:
             packed = pack_weight(weights[name], 4, self.stage, lambda count: None, workers=1)
-            return packed._replace(error=check_int4(weights[name], packed.tensors))
+            if packed.error > INT4_LIMIT:
+                problem = f"INT4 differs from the 16-bit weight by {packed.error:.1%}"
+                fix = "set drafter: keep"
+                raise ValidationError(name, f"{problem}, the limit is {INT4_LIMIT:.0%}", fix)
+            return packed
 
         sizes = {name: weight.span.size_bytes for name, weight in weights.items()}
         results = self._run_in_parallel("drafter", pack, sizes)

@@ -72,8 +72,6 @@ def _is_usable(name: str) -> bool:
 
 
 class DirDonor:
-    received_bytes = 0
-
     def __init__(self, directory: Path):
         self._checkpoint = read_checkpoint(directory)
         self.names = frozenset(self._checkpoint.owner)
@@ -123,10 +121,6 @@ class UrlDonor:
         self._headers: dict[str, Header] = {}
         self._index = self._read_index()
         self.names = frozenset(self._index)
-
-    @property
-    def received_bytes(self) -> int:
-        return self._files.client.received_bytes
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         required = list(names)
