@@ -7,7 +7,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from builder_hub import Handler, Hub
 from builder_trees import run_tool
-from spark_checkpoint.sources.tokens import request_token
+from spark_checkpoint.sources.connections import request_token
 
 NAME = "lab/engine"
 LAYER = os.urandom(3_000_000)

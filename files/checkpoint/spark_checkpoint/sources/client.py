@@ -23,7 +23,6 @@ from urllib3.exceptions import HTTPError
 from spark_checkpoint.errors import InputError, TransferError, ValidationError
 from spark_checkpoint.progress import note
 from spark_checkpoint.sources import connections
-from spark_checkpoint.sources.tokens import read_token, request_token
 
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _EXPIRED_STATUS = frozenset({400, 401, 403, 404, 410})
@@ -76,7 +75,7 @@ class HttpClient:
         self._transfer, self._accept = transfer, accept
         self._direct, self._is_first_pass = direct, False
         self._pools = connections.Pools(transfer, direct=direct)
-        self._token = read_token(transfer.token_file, required=direct)
+        self._token = connections.read_token(transfer.token_file, required=direct)
         try:
             self._trusted = frozenset(connections.parse_origin(url) for url in trusted_urls)
         except ValueError as error:
@@ -272,7 +271,7 @@ class HttpClient:
         challenge = response.headers.get("WWW-Authenticate", "")
         new_token = None
         if challenge:
-            new_token = request_token(challenge, pool, origin.scheme, self._transfer)
+            new_token = connections.request_token(challenge, pool, origin.scheme, self._transfer)
         if new_token is None and token is None:
             return response
         connections.release_connection(response, self._transfer)

@@ -1,4 +1,4 @@
-"""urllib3 connections with proxies, stall timeouts, retries and a rate limit.
+"""urllib3 connections with proxies, tokens, stall timeouts, retries and a rate limit.
 
 A read timeout cannot detect a server that sends single bytes. Therefore response headers and pieces
 of a body have a time limit, and bodies a minimum rate; it is higher if other sources have the file.
@@ -6,6 +6,7 @@ of a body have a time limit, and bodies a minimum rate; it is higher if other so
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import ssl
@@ -15,11 +16,13 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote, urlencode
 from weakref import WeakKeyDictionary
 
-from spark_contract.fetching import TransferOptions
+from spark_contract.errors import HostToolError
+from spark_contract.fetching import TransferOptions, parse_challenge
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager
 from urllib3.connection import HTTPConnection, HTTPSConnection, port_by_scheme
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
@@ -32,7 +35,7 @@ from urllib3.exceptions import (
 )
 from urllib3.util import make_headers, parse_url
 
-from spark_checkpoint.errors import TransferError
+from spark_checkpoint.errors import InputError, TransferError
 from spark_checkpoint.progress import note
 
 PIECE_BYTES = 1 << 20
@@ -334,3 +337,54 @@ class Pools:
         if urllib.request.proxy_bypass(origin.host):
             return self._direct
         return self._by_scheme.get(origin.scheme, self._direct)
+
+
+# More than any token service sends.
+_TOKEN_LIMIT_BYTES = 1 << 20
+
+
+def read_token(file: str | None, *, required: bool) -> str | None:
+    # Requests to a hub can be anonymous, but peers require their key.
+    if file is None or not (required or Path(file).exists()):
+        return None
+    try:
+        token = Path(file).read_text("utf-8").strip()
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise InputError(file, problem, "correct token_file") from error
+    if not _is_token(token):
+        raise InputError(file, "does not contain a token", "write only the token to this file")
+    return token
+
+
+def _is_token(text: str) -> bool:
+    return bool(text) and text.isprintable() and " " not in text
+
+
+def request_token(
+    challenge: str, pool: PoolManager, scheme: str, transfer: TransferOptions
+) -> str | None:
+    """Return an anonymous token from the service in a 401 challenge, or None.
+
+    ``scheme`` is that of the registry: with https the token service must use https as well.
+    """
+    token_service = parse_challenge(challenge, ("https", scheme))
+    if token_service is None:
+        return None
+    service_url, parameters = token_service
+    url = f"{service_url}?{urlencode(parameters)}"
+    body = b""
+    try:
+        response = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
+        if response.status != 200:
+            return None
+        for piece in read_body(response, _TOKEN_LIMIT_BYTES, transfer):
+            body += piece
+            if len(body) > _TOKEN_LIMIT_BYTES:
+                return None
+        document = json.loads(body)
+    except (HostToolError, ValueError, RetryableError, HTTPError, OSError):
+        return None
+    document = document if isinstance(document, dict) else {}
+    token = document.get("token") or document.get("access_token")
+    return token if isinstance(token, str) and _is_token(token) else None
