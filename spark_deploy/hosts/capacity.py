@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.host import DOCKER_DIR
@@ -23,17 +24,33 @@ class Findings:
     warnings: tuple[Problem, ...] = ()
 
 
-def check_workloads(needs: PreflightPlan, survey: Survey) -> Findings:
-    problems = [*_container_problems(needs, survey), *_port_problems(needs, survey)]
+class Finding(NamedTuple):
+    is_error: bool
+    problem: Problem
+
+
+def error(where: str, message: str, fix: str) -> Finding:
+    return Finding(True, Problem(where, message, fix))
+
+
+def warning(where: str, message: str, fix: str) -> Finding:
+    return Finding(False, Problem(where, message, fix))
+
+
+def resource_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
+    yield from _container_findings(needs, survey)
+    yield from _port_findings(needs, survey)
     if needs.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
         message = f"has no address on this host: {survey.tailscale or 'no output'}"
         fix = "run `tailscale up` on the host, or choose another serve.expose"
-        problems.append(Problem("tailscale", message, fix))
-    memory_holders = tuple(_memory_holder_problems(needs, survey))
+        yield error("tailscale", message, fix)
     obtainable_bytes = survey.obtainable_bytes
-    if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
-        return Findings((*problems, *memory_holders))
-    return Findings(tuple(problems), warnings=memory_holders)
+    lacks_memory = obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes
+    for problem in _memory_holder_problems(needs, survey):
+        yield Finding(lacks_memory, problem)
+    yield from _disk_findings(needs, survey)
+    yield from _writable_parent_findings(survey)
+    yield from _memory_findings(needs, survey)
 
 
 def competing_containers(
@@ -47,12 +64,12 @@ def competing_containers(
     )
 
 
-def _container_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
+def _container_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     for container in competing_containers(survey.containers, needs.allow_containers):
         if container.name in needs.takeover:
             continue
         name = container.name
-        yield Problem(
+        yield error(
             f"container {name}",
             f"another engine ({container.image}) is {container.state}, restart policy: "
             f"{container.restart}; two engines do not fit into the memory",
@@ -61,7 +78,7 @@ def _container_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Proble
         )
 
 
-def _port_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
+def _port_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     for listener in survey.listeners:
         if listener.port not in needs.ports:
             continue
@@ -69,13 +86,13 @@ def _port_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
         if planned_ports and listener.port not in planned_ports:
             message = f"the gateway of {listener.service} still listens on another service's port"
             fix = f"deploy {listener.service} with the new port first, then the other service"
-            yield Problem(where, message, fix)
+            yield error(where, message, fix)
         elif not is_managed(listener.cgroup):
             process = (
                 f"{listener.process} (pid {listener.pid})" if listener.process else "a process"
             )
             message = f"{process} already listens on {listener.address}"
-            yield Problem(where, message, "stop it, or choose another serve.port")
+            yield error(where, message, "stop it, or choose another serve.port")
 
 
 def _memory_holder_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
@@ -104,15 +121,6 @@ def _memory_holder_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Pr
     for pid, name in gpu_users.items():
         if name.rsplit("/", 1)[-1] not in needs.allow_memory_holders:
             yield Problem(f"process {name}", f"pid {pid} uses the GPU", fix)
-
-
-def check_capacity(needs: PreflightPlan, survey: Survey) -> Findings:
-    problems = (
-        *_disk_problems(needs, survey),
-        *_writable_parent_problems(survey),
-        *_memory_problems(needs, survey),
-    )
-    return Findings(problems, tuple(_unknown_memory_problems(needs, survey)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +162,10 @@ def _present_bytes(needs: PreflightPlan, survey: Survey, usage: DiskUsage, size_
     return max(usage.present_bytes, survey.stored.linkable_bytes(usage.path, files))
 
 
-def _disk_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
+def _disk_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     known = {usage.path for usage in survey.disk_usage}
     if unknown := [path for path, _ in needs.disk_needed_bytes if path not in known]:
-        yield Problem("disk", f"could not read {', '.join(unknown)}", "check `df` on the host")
+        yield error("disk", f"could not read {', '.join(unknown)}", "check `df` on the host")
     for demand in disk_demands(needs, survey):
         required_bytes = demand.needed_bytes + needs.disk_reserve_bytes
         # A full disk does not stop a service that writes nothing.
@@ -168,7 +176,7 @@ def _disk_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
             if kind in survey.reclaimable:
                 freed_gib = survey.reclaimable[kind] / GIB
                 fixes.append(f"`{command}` frees up to {freed_gib:.1f} GiB: it removes {removed}")
-        yield Problem(
+        yield error(
             f"disk {demand.mount}",
             f"{demand.available_bytes / GIB:.1f} GiB free; the deploy writes "
             f"{demand.needed_bytes / GIB:.1f} GiB to {', '.join(demand.paths)} and keeps "
@@ -187,11 +195,11 @@ _PRUNE_COMMANDS = {
 }
 
 
-def _writable_parent_problems(survey: Survey) -> Iterator[Problem]:
+def _writable_parent_findings(survey: Survey) -> Iterator[Finding]:
     """Yield directories in which another user could replace our files."""
     for parent in survey.parents:
         if parent.writer:
-            yield Problem(
+            yield error(
                 parent.path,
                 f"{parent.writer}, so models in it can be replaced after their verification",
                 "set paths to directories whose parents only root can write to, or "
@@ -199,7 +207,7 @@ def _writable_parent_problems(survey: Survey) -> Iterator[Problem]:
             )
 
 
-def _memory_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
+def _memory_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     memory, needed = survey.memory, f"{needs.memory_needed_bytes / GIB:.1f} GiB"
     if memory.total_bytes < needs.memory_total_min_bytes:
         message = (
@@ -212,34 +220,30 @@ def _memory_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
                 "choose a smaller model or profile for this host; "
                 f"`spark-deploy plan --data memory.total_gib={total}` shows whether it fits"
             )
-            yield Problem("memory", f"{message} and the engine needs {needed}", fix)
+            yield error("memory", f"{message} and the engine needs {needed}", fix)
             return
         fix = f"set memory.total_gib to {total} for this host, and plan again"
-        yield Problem("memory", message, fix)
+        yield error("memory", message, fix)
     obtainable_bytes = survey.obtainable_bytes
-    if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
+    if obtainable_bytes is None:
+        if memory.available_bytes < needs.memory_needed_bytes:
+            yield warning(
+                "memory",
+                f"{memory.available_bytes / GIB:.1f} GiB available, but the engine needs {needed}, "
+                "and it is unknown how much the running engine frees when it stops: if that is too "
+                "little, the rollout restores the old release after an outage",
+                "stop other processes that use memory before the deploy",
+            )
+    elif obtainable_bytes < needs.memory_needed_bytes:
         after_stop = " once our engines stop" if survey.serving else ""
         fraction = _floor(obtainable_bytes / (memory.total_bytes * START_MARGIN), 2)
-        yield Problem(
+        yield error(
             "memory",
             f"{obtainable_bytes / GIB:.1f} GiB available{after_stop}, "
             f"but the engine needs {needed} to start",
             "stop the processes that use it (listed above if known), or lower "
             f"engine.memory_fraction to {fraction} for this host "
             "(if the cache size is pinned: engine.kv_cache_gib)",
-        )
-
-
-def _unknown_memory_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
-    available_bytes = survey.memory.available_bytes
-    if survey.obtainable_bytes is None and available_bytes < needs.memory_needed_bytes:
-        yield Problem(
-            "memory",
-            f"{available_bytes / GIB:.1f} GiB available, but the engine needs "
-            f"{needs.memory_needed_bytes / GIB:.1f} GiB, and it is unknown how much the running "
-            "engine frees when it stops: if that is too little, the rollout restores the old "
-            "release after an outage",
-            "stop other processes that use memory before the deploy",
         )
 
 

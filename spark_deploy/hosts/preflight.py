@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from pyinfra import host, state
 from spark_contract.machine import version_key
@@ -11,6 +11,7 @@ from spark_contract.machine import version_key
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.host import DOCKER_DIR, GB10
 from spark_deploy.hosts import capacity
+from spark_deploy.hosts.capacity import Finding, Findings, error, warning
 from spark_deploy.hosts.commands import is_predicted, log
 from spark_deploy.hosts.fabric import check_links, find_differences, read_reachability
 from spark_deploy.hosts.facts import prefetch, read_fact, values_by_host
@@ -25,32 +26,19 @@ _GB10_PCI_ID = "10de:2e12"
 _OLDEST_DRIVER = "580"  # the first for CUDA 13
 
 
-class _Finding(NamedTuple):
-    is_error: bool
-    problem: Problem
-
-
-def _error(where: str, message: str, fix: str) -> _Finding:
-    return _Finding(True, Problem(where, message, fix))
-
-
-def _warning(where: str, message: str, fix: str) -> _Finding:
-    return _Finding(False, Problem(where, message, fix))
-
-
-def check_survey(needs: PreflightPlan, survey: Survey) -> capacity.Findings:
-    findings = (*_identity_findings(needs, survey), *_health_findings(needs, survey))
-    workloads = capacity.check_workloads(needs, survey)
-    resources = capacity.check_capacity(needs, survey)
-    problems = (finding.problem for finding in findings if finding.is_error)
-    warnings = (finding.problem for finding in findings if not finding.is_error)
-    return capacity.Findings(
-        (*problems, *workloads.problems, *resources.problems),
-        (*warnings, *workloads.warnings, *resources.warnings),
+def check_survey(needs: PreflightPlan, survey: Survey) -> Findings:
+    findings = (
+        *_identity_findings(needs, survey),
+        *_health_findings(needs, survey),
+        *capacity.resource_findings(needs, survey),
+    )
+    return Findings(
+        tuple(finding.problem for finding in findings if finding.is_error),
+        tuple(finding.problem for finding in findings if not finding.is_error),
     )
 
 
-def _identity_findings(needs: PreflightPlan, survey: Survey) -> Iterator[_Finding]:
+def _identity_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     """Compare the host with ``expect``.
 
     Stop after a wrong architecture or GPU. The PCI id is readable even if the driver is broken.
@@ -59,11 +47,11 @@ def _identity_findings(needs: PreflightPlan, survey: Survey) -> Iterator[_Findin
     identity = survey.identity
     if identity.arch != expect.arch:
         fix = "remove the host from the inventory, or set expect.arch if this machine is intended"
-        yield _error("architecture", f"{identity.arch or 'unknown'}, expected {expect.arch}", fix)
+        yield error("architecture", f"{identity.arch or 'unknown'}, expected {expect.arch}", fix)
         return
     if expect.gpu_name == GB10 and _GB10_PCI_ID not in identity.pci:
         nvidia = ", ".join(device for device in identity.pci if device.startswith("10de:"))
-        yield _error(
+        yield error(
             "PCI",
             f"no device {_GB10_PCI_ID} (NVIDIA devices found: {nvidia or 'none'})",
             "check `lspci`; if the GPU fell off the bus, power-cycle the host",
@@ -72,7 +60,7 @@ def _identity_findings(needs: PreflightPlan, survey: Survey) -> Iterator[_Findin
     if f"{identity.os_id} {identity.os_version}" != expect.os:
         message = f"{identity.os_name or identity.os_id or 'unknown'}, expected {expect.os}"
         fix = "install the expected release, or set expect.os if you have tested this one"
-        yield _error("operating system", message, fix)
+        yield error("operating system", message, fix)
     if expect.dgx_os != "ignore" and not identity.dgx_release:
         problem = Problem(
             "DGX OS",
@@ -80,7 +68,7 @@ def _identity_findings(needs: PreflightPlan, survey: Survey) -> Iterator[_Findin
             "plain Ubuntu needs kernel parameters and a watchdog driver of DGX OS, or the board "
             "resets about every 20 minutes; set expect.dgx_os: ignore when you have them",
         )
-        yield _Finding(expect.dgx_os == "require", problem)
+        yield Finding(expect.dgx_os == "require", problem)
     yield from _driver_findings(needs, survey.gpu)
 
 
@@ -95,26 +83,26 @@ _DRIVER_FIX = {
 }
 
 
-def _driver_findings(needs: PreflightPlan, gpu: GpuState) -> Iterator[_Finding]:
+def _driver_findings(needs: PreflightPlan, gpu: GpuState) -> Iterator[Finding]:
     if gpu.smi != "ok":
         message = gpu.smi_error.splitlines()[0] if gpu.smi_error else "nvidia-smi is not installed"
-        yield _error("driver", message, _DRIVER_FIX[gpu.smi])
+        yield error("driver", message, _DRIVER_FIX[gpu.smi])
         return
     names = [card.name for card in gpu.gpus]
     if needs.expect.gpu_name and needs.expect.gpu_name not in names:
         message = f"{', '.join(names)}, expected {needs.expect.gpu_name}"
-        yield _error("GPU", message, "set expect.gpu_name if this GPU is intended")
+        yield error("GPU", message, "set expect.gpu_name if this GPU is intended")
     version, module = gpu.driver_version, gpu.module_version
     if version_key(version) < version_key(_OLDEST_DRIVER):
         message = f"{version} is older than {_OLDEST_DRIVER}"
-        yield _error("driver", message, "update the system with the DGX Dashboard, then reboot")
+        yield error("driver", message, "update the system with the DGX Dashboard, then reboot")
     if module and module != version:
         message = f"module {module} is loaded, library {version} is installed"
-        yield _error("driver", message, _DRIVER_FIX["mismatch"])
+        yield error("driver", message, _DRIVER_FIX["mismatch"])
     if len(gpu.driver_branches) > 1:
         message = f"packages of several branches are installed: {', '.join(gpu.driver_branches)}"
         fix = "remove all driver packages except those of the preinstalled branch"
-        yield _error("driver", message, fix)
+        yield error("driver", message, fix)
 
 
 # While one of these is half installed, engines or installations fail.
@@ -122,59 +110,59 @@ _REQUIRED = re.compile(r"(lib)?nvidia|cuda|linux-(image|modules|nvidia)|libc6|li
 _MAX_CLOCK_DIFFERENCE_S = 300  # certificates and package lists may be "not valid yet"
 
 
-def _health_findings(needs: PreflightPlan, survey: Survey) -> Iterator[_Finding]:
+def _health_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     if not survey.sudo_works:
         message = f"{survey.user} cannot become root without a password"
-        yield _error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
+        yield error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
     if survey.docker_silent == "active" and survey.sudo_works:  # without root docker cannot answer
         message = "the daemon runs but does not answer, so unmanaged containers are unknown"
         fix = "check `journalctl -u docker` on the host; restart docker if needed"
-        yield _error("docker", message, fix)
+        yield error("docker", message, fix)
     elif survey.docker_silent not in ("", "active"):
         message = f"its unit is {survey.docker_silent}, so unmanaged containers are not known yet"
         fix = "no action needed: the deploy starts docker and then checks its containers"
-        yield _warning("docker", message, fix)
+        yield warning("docker", message, fix)
     ahead_s = survey.identity.clock_ahead_s
     if abs(ahead_s) > _MAX_CLOCK_DIFFERENCE_S:
         direction = "ahead of" if ahead_s > 0 else "behind"
-        yield _warning(
+        yield warning(
             "clock",
             f"{abs(ahead_s) / 60:,.0f} minutes {direction} this machine's: package lists, "
             "certificates and keys may be rejected",
             "run `timedatectl set-ntp true` on the machine with the wrong clock",
         )
-    yield from (_Finding(False, problem) for problem in _kernel_problems(survey))
+    yield from _kernel_findings(survey)
     blocks = survey.memory.blocks
     if blocks is not None and blocks.is_fragmented:
         message = f"fragmented: {blocks}; the GPU driver needs contiguous blocks"
         fix = "an engine's start compacts it; if the start fails, reboot the host"
-        yield _warning("memory", message, fix)
+        yield warning("memory", message, fix)
     if pending := survey.identity.boot.reboot_reason:
         fix = "reboot the host, or set reboot: allow to have the deploy do it"
-        yield _warning("reboot", f"pending: {pending}", fix)
+        yield warning("reboot", f"pending: {pending}", fix)
     for daily in survey.daily:
-        yield _warning(f"daily check: {daily.where}", daily.what, daily.fix)
+        yield warning(f"daily check: {daily.where}", daily.what, daily.fix)
     if survey.gpu.torn_score and needs.expect.dgx_os != "ignore":
         score = f"torn score {survey.gpu.torn_score:g} against {survey.gpu.torn_name or 'its set'}"
         message = f"the vendor's update is incomplete: {score}"
         fix = "finish it with the DGX Dashboard or apt full-upgrade, reboot; or set expect.dgx_os"
         is_error = needs.expect.dgx_os == "require"
-        yield _Finding(is_error, Problem("updates", message, fix))
+        yield Finding(is_error, Problem("updates", message, fix))
     yield from _file_findings(needs, survey)
     yield from _package_findings(survey)
 
 
-def _file_findings(needs: PreflightPlan, survey: Survey) -> Iterator[_Finding]:
+def _file_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     for path in survey.read_only:
         fix = (
             f"find the cause with `findmnt -T {path}` and `dmesg`, then `mount -o remount,rw MOUNT`"
         )
-        yield _error("disk", f"{path} is read-only", fix)
+        yield error("disk", f"{path} is read-only", fix)
     if paths := sorted(set(survey.unit_overrides) - set(needs.expect.unit_overrides)):
-        yield _Finding(True, unit_overrides_problem(paths))
+        yield Finding(True, unit_overrides_problem(paths))
 
 
-def _package_findings(survey: Survey) -> Iterator[_Finding]:
+def _package_findings(survey: Survey) -> Iterator[Finding]:
     """Report half-installed packages; new hosts have some that engines do not need."""
     fix = "run `dpkg --configure -a` and `apt-get -f install` on the host"
     broken = survey.broken_packages
@@ -182,13 +170,13 @@ def _package_findings(survey: Survey) -> Iterator[_Finding]:
     required = [name for name in broken if _REQUIRED.match(name) and name not in repairable]
     optional = [name for name in broken if name not in {*repairable, *required}]
     if required:
-        yield _error("packages", f"half installed: {', '.join(required)}", fix)
+        yield error("packages", f"half installed: {', '.join(required)}", fix)
     if repairable:
         message = f"half installed: {', '.join(repairable)}"
-        yield _warning("packages", message, "no action needed: the deploy installs them again")
+        yield warning("packages", message, "no action needed: the deploy installs them again")
     if optional:
         message = f"half installed: {', '.join(optional)}; the engine does not need them"
-        yield _warning("packages", message, fix)
+        yield warning("packages", message, fix)
 
 
 # Prefix of `uname -r` -> fault, kernel parameter that avoids it, source.
@@ -202,10 +190,10 @@ _FAULTY_KERNELS = {
 }
 
 
-def _kernel_problems(survey: Survey) -> Iterator[Problem]:
+def _kernel_findings(survey: Survey) -> Iterator[Finding]:
     memory, kernel = survey.memory, survey.identity.kernel
     if memory.cma_free_bytes > memory.cma_total_bytes:
-        yield Problem(
+        yield warning(
             "kernel",
             f"{kernel} counts {memory.cma_free_bytes / capacity.GIB:.1f} GiB as free that "
             "the GPU cannot use (CmaFree exceeds CmaTotal in /proc/meminfo: kexec handover)",
@@ -215,7 +203,7 @@ def _kernel_problems(survey: Survey) -> Iterator[Problem]:
     for release, (fault, parameter, source) in _FAULTY_KERNELS.items():
         if kernel.startswith(release) and parameter not in survey.identity.kernel_parameters:
             fix = f"boot with {parameter}, or with a 6.17 kernel"
-            yield Problem("kernel", f"{kernel} {fault} ({source})", fix)
+            yield warning("kernel", f"{kernel} {fault} ({source})", fix)
 
 
 def host_key_problems(name: str, surveys: Mapping[str, Survey]) -> Iterator[Problem]:
