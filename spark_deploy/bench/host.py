@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ class Login:
     """Runs commands on a host as root."""
 
     name: str
-    ssh: tuple[str, ...]  # empty: this machine
+    ssh: tuple[str, ...]  # empty for this machine
     sudo: bool
 
     def argv(self, script: str) -> list[str]:
@@ -54,7 +54,7 @@ class Login:
         return [*self.ssh, shlex.join(words)] if self.ssh else words
 
     def run(self, script: str, limit_s: float = _LIMIT_S) -> str:
-        """Return the output of a script, or fail with the error output."""
+        """Return the output of a script; raise SparkError with the error output if it fails."""
         done = subprocess.run(
             self.argv(script), capture_output=True, text=True, timeout=limit_s, check=False,
             stdin=subprocess.DEVNULL,
@@ -105,23 +105,30 @@ def copy_tokenizer(login: Login, checkpoint: str) -> Iterator[Path]:
         yield Path(folder)
 
 
+def tunnel_argv(ssh: Sequence[str], local_port: int, port: int) -> list[str]:
+    # If the port is taken, ssh would continue without it (or with IPv6 only), and the key would
+    # go to another program. ExitOnForwardFailure and the explicit address prevent this.
+    forward = f"127.0.0.1:{local_port}:127.0.0.1:{port}"
+    return [ssh[0], "-N", "-o", "ExitOnForwardFailure=yes", "-L", forward, *ssh[1:]]
+
+
 @contextmanager
 def open_tunnel(login: Login, port: int) -> Iterator[int]:
     if not login.ssh:
         yield port
         return
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        local = probe.getsockname()[1]
-    forward = ["-N", "-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{local}:127.0.0.1:{port}"]
-    process = subprocess.Popen([login.ssh[0], *forward, *login.ssh[1:]], stdin=subprocess.DEVNULL)
+        local_port = probe.getsockname()[1]
+    argv = tunnel_argv(login.ssh, local_port, port)
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + _TUNNEL_LIMIT_S
-        while not _is_open(local):
+        while not _is_open(local_port):
             if time.monotonic() > deadline or process.poll() is not None:
                 problem, fix = "cannot open a tunnel to the gateway", "try `spark-deploy connect`"
                 raise SparkError.one(login.name, problem, fix)
             time.sleep(0.1)
-        yield local
+        yield local_port
     finally:
         process.terminate()
         process.wait(timeout=20)
@@ -134,7 +141,7 @@ def _is_open(port: int) -> bool:
 
 @contextmanager
 def sample_host(login: Login) -> Iterator[list[Sample]]:
-    """Sample the host every second; the list is filled at the end."""
+    """Sample the host every second; the list is complete after the context."""
     samples: list[Sample] = []
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(login.argv(_SAMPLE_SCRIPT), stdin=subprocess.DEVNULL, stdout=out)

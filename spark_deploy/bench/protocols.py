@@ -48,7 +48,7 @@ class Endpoint:
 
 _REQUEST_LIMIT_S = 1800.0
 RUNS = 2  # the first is the warm-up
-# Name, tokens of the answer, and text.
+# Name, maximum tokens of the answer, and text.
 SEEDS = (
     ("Q&A", 256, "What are the main differences between TCP and UDP? Be concise."),
     (
@@ -158,7 +158,7 @@ def _pieces(chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:
 # --- llama-benchy: the published package, with the grid of Spark Arena v2
 
 GRID_NAME = "spark-arena-v2"
-# In the environment, because every user of this machine can read argv.
+# The key is in the environment, because every user of this machine can read argv.
 _LAUNCH = (
     "import os, sys; sys.argv[1:1] = ['--api-key', os.environ.pop('SPARK_BENCH_KEY')]; "
     "from llama_benchy.__main__ import main; main()"
@@ -179,7 +179,7 @@ class Grid:
 
 
 def find_benchy_python() -> str | None:
-    """Return a Python with llama-benchy: this interpreter or that of the installed command."""
+    """Return a Python with llama-benchy: this interpreter, or the one of the installed command."""
     if importlib.util.find_spec("llama_benchy"):
         return sys.executable
     command = shutil.which("llama-benchy")
@@ -191,7 +191,7 @@ def find_benchy_python() -> str | None:
 
 def measure_grid(
     python: str, endpoint: Endpoint, tokenizer: Path, grid: Grid, result: Path,
-    more: Sequence[str] = (),
+    extra_options: Sequence[str],
 ) -> tuple[str, tuple[Cell, ...]]:  # fmt: skip
     """Run llama-benchy, write the ``result`` file, and return version and cases."""
     words = [
@@ -199,7 +199,7 @@ def measure_grid(
         "--pp", str(grid.prompt_tokens), "--tg", str(grid.answer_tokens),
         "--depth", *map(str, grid.depths), "--concurrency", *map(str, grid.concurrencies),
         "--runs", str(grid.runs), "--enable-prefix-caching",
-        "--save-result", str(result), "--format", "json", *more,
+        "--save-result", str(result), "--format", "json", *extra_options,
     ]  # fmt: skip
     trust = {"SSL_CERT_FILE": endpoint.ca, "REQUESTS_CA_BUNDLE": endpoint.ca} if endpoint.ca else {}
     done = subprocess.run(
@@ -234,9 +234,9 @@ def parse_cells(data: dict[str, Any]) -> tuple[str, tuple[Cell, ...]]:
 
 REQUESTS, WARM_UPS = 10, 3
 LIMIT_S = 3600.0
-_ABSENT = "no vllm bench serve in this image"
-# Without GPU and downloads. The key is sent by standard input, because users of docker can read the
-# environment of containers.
+_NO_BENCH = "no vllm bench serve in this image"
+# The container has no GPU and downloads nothing. It reads the key from standard input, because
+# users of docker can read the environment of containers.
 _CONTAINER = (
     "docker", "run", "--rm", "-i", "--pull", "never", "--network", "host", "--log-driver", "none",
     "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only",
@@ -250,7 +250,7 @@ _OUT = "/tmp/result.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LoadCase:
     concurrency: int = 1
     prompt_tokens: int = 8192
     answer_tokens: int = 256
@@ -259,16 +259,16 @@ class Case:
     def requests(self) -> int:
         return REQUESTS * self.concurrency
 
-    def fitting(self, context_tokens: int) -> Case:
+    def fitting(self, context_tokens: int) -> LoadCase:
         """Return the case with prompts that leave room for answer and chat template."""
         room = context_tokens - self.answer_tokens - 64
         return replace(self, prompt_tokens=min(self.prompt_tokens, room))
 
 
 def measure_loads(
-    login: Login, release: Release, port: int, key_path: str, cases: list[Case], note: Note
+    login: Login, release: Release, port: int, key_path: str, cases: list[LoadCase], note: Note
 ) -> tuple[str | None, tuple[Load, ...]]:
-    """Run the cases in turn; return vLLM's version and results, or None if the image lacks it."""
+    """Run the cases in turn; return vLLM's version (None if the image lacks it) and the results."""
     version, loads = None, list[Load]()
     for case in cases:
         seed, plural = int(time.time()), "s" * (case.concurrency > 1)
@@ -279,7 +279,7 @@ def measure_loads(
         )
         with ticking(title, note):
             output = login.run(load_script(release, port, key_path, case, seed), LIMIT_S)
-        if output.strip() == _ABSENT:
+        if output.strip() == _NO_BENCH:
             return None, ()
         version, _, document = output.partition("\n")
         load = parse_load(json.loads(document), case, seed)
@@ -292,8 +292,8 @@ def measure_loads(
     return version, tuple(loads)
 
 
-def load_script(release: Release, port: int, key_path: str, case: Case, seed: int) -> str:
-    """Return a shell script that prints vLLM's version and the result, or ``_ABSENT``."""
+def load_script(release: Release, port: int, key_path: str, case: LoadCase, seed: int) -> str:
+    """Return a shell script that prints vLLM's version and the result, or ``_NO_BENCH``."""
     bench = shlex.join([
         "vllm", "bench", "serve", "--backend", "openai-chat",
         "--base-url", f"http://127.0.0.1:{port}", "--endpoint", CHAT,
@@ -305,10 +305,10 @@ def load_script(release: Release, port: int, key_path: str, case: Case, seed: in
         "--temperature", "0", "--percentile-metrics", "ttft,tpot,itl,e2el", "--disable-tqdm",
         "--save-result", "--result-filename", _OUT,
     ])  # fmt: skip
-    absent = f"echo {shlex.quote(_ABSENT)}"
+    no_bench = f"echo {shlex.quote(_NO_BENCH)}"
     inner = (
         "IFS= read -r OPENAI_API_KEY; export OPENAI_API_KEY; "
-        f"command -v vllm >/dev/null || {{ {absent}; exit 0; }}; {bench} >&2 || exit 1; "
+        f"command -v vllm >/dev/null || {{ {no_bench}; exit 0; }}; {bench} >&2 || exit 1; "
         "$(head -n 1 $(command -v vllm) | cut -c3-) -c "
         "'import importlib.metadata as m; print(m.version(\"vllm\"))' || exit 1; "
         f"cat {_OUT}"
@@ -316,10 +316,10 @@ def load_script(release: Release, port: int, key_path: str, case: Case, seed: in
     mount = f"type=bind,source={release.tree.path},target=/model,readonly"
     container = shlex.join([*_CONTAINER, "--mount", mount, release.image.tag, "-c", inner])
     # 127: the image has no shell.
-    return f"{container} < {shlex.quote(key_path)} || {{ [ $? -eq 127 ] || exit 1; {absent}; }}"
+    return f"{container} < {shlex.quote(key_path)} || {{ [ $? -eq 127 ] || exit 1; {no_bench}; }}"
 
 
-def parse_load(data: dict[str, Any], case: Case, seed: int) -> Load:
+def parse_load(data: dict[str, Any], case: LoadCase, seed: int) -> Load:
     return Load(
         case.concurrency, case.prompt_tokens, case.answer_tokens, case.requests,
         int(data["completed"]), seed, int(data["total_input_tokens"]),

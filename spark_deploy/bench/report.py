@@ -1,4 +1,4 @@
-"""Reports of results, compared with the first: Markdown and a self-contained HTML file."""
+"""Reports that compare results with the first: Markdown and a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def sections(results: Sequence[BenchResult]) -> Iterator[tuple[str, str, Rows]]:
 
 
 def title_of(results: Sequence[BenchResult]) -> str:
-    shared = [
+    common = [
         texts.pop()
         for form in ("{0.model}", "with {0.profile}", "on {0.host}")
         if len(texts := {form.format(result.served) for result in results}) == 1
     ]
     names = " against ".join(names_of(results)) if len(results) > 1 else ""
-    return ": ".join(filter(None, (" ".join(shared), names)))
+    return ": ".join(filter(None, (" ".join(common), names)))
 
 
 def names_of(results: Sequence[BenchResult]) -> list[str]:
@@ -112,10 +112,10 @@ def tools_table(results: Sequence[BenchResult]) -> Rows:
     scores = (
         f"{[*cases.values()].count(None)} of {len(cases)}" if cases else "-" for cases in problems
     )
-    rows = [["", *names_of(results)], ["right", *scores]]
+    rows = [["", *names_of(results)], ["correct", *scores]]
     for name in dict.fromkeys(name for cases in problems for name in cases):
-        cells = [cases.get(name, "-") or "right" for cases in problems]
-        rows += [[name, *cells]] if set(cells) != {"right"} else []
+        cells = [cases.get(name, "-") or "correct" for cases in problems]
+        rows += [[name, *cells]] if set(cells) != {"correct"} else []
     return rows
 
 
@@ -285,7 +285,7 @@ def draw_lines(
     return _draw(draw, title)
 
 
-# Replaced by the text color of the page, which may be light or dark.
+# A placeholder for the text color of the page, which may be light or dark.
 _INK = "#010203"
 _PLOT_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "font.family": "sans-serif", "text.color": _INK,

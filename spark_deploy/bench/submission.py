@@ -28,7 +28,7 @@ _PARTS = (
     ("e2e_ttft", "e2e_ttft"),
 )  # fmt: skip
 COLUMNS = ["model", "test_name", *(f"{c}_{p}" for c, _ in _PARTS for p in ("mean", "std"))]
-# Columns that are empty in rows of answers (tg) and of prompts (pp).
+# Empty columns in rows of answers (tg) and of prompts (pp).
 _EMPTY = {"tg": {"ttfr", "est_ppt", "e2e_ttft"}, "pp": {"peak_ts", "peak_ts_req"}}
 
 
@@ -38,7 +38,7 @@ class Origin:
 
     repository: str
     commit: str
-    built: bool  # the checkpoint was built from several repositories
+    is_built: bool  # whether the checkpoint was built from several repositories
 
 
 class _Text(str):
@@ -78,7 +78,7 @@ def _dump(document: dict[str, Any]) -> str:
 
 
 def recipe_of(release: Release, origin: Origin) -> dict[str, Any]:
-    built = "; the checkpoint is built from several repositories" * origin.built
+    built = "; the checkpoint is built from several repositories" * origin.is_built
     # A line for each option with values.
     number, lines = 0, dict[int, list[str]]()
     for word in release.engine.argv[1:]:

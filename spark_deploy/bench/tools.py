@@ -32,14 +32,14 @@ def read_cases() -> Iterator[Case]:
     for name, case in data["cases"].items():
         messages: list[dict[str, Any]] = []
         for turn in case.get("after", ()):
-            made = _as_openai(turn["calls"])
-            messages += [_user(turn), {"role": "assistant", "content": None, "tool_calls": made}]
+            past = _as_openai(turn["calls"])
+            messages += [_user(turn), {"role": "assistant", "content": None, "tool_calls": past}]
             messages += [
                 {"role": "tool", "tool_call_id": call["id"], "content": result}
-                for call, result in zip(made, turn["results"], strict=True)
+                for call, result in zip(past, turn["results"], strict=True)
             ]
-        calls = tuple(pair for call in case["calls"] for pair in call.items())
-        offered = dict.fromkeys([*(call for call, _ in calls), *case.get("also", ())])
+        calls = tuple(item for call in case["calls"] for item in call.items())
+        offered = dict.fromkeys([*(name for name, _ in calls), *case.get("also", ())])
         tools = [_tool(tool, data["tools"][tool]) for tool in offered]
         stream = case.get("stream", False)
         yield Case(name, [*messages, _user(case)], tools, calls, stream)
@@ -73,7 +73,7 @@ def measure_tools(endpoint: Endpoint, note: Note) -> Iterator[ToolCase]:
             problem = find_problem(case, merge_deltas(chunks_of(endpoint, _body(endpoint, case))))
         except RejectedError as error:
             problem = error.problems[0].line
-        note(f"tools, {case.name}: {problem or 'right'}")
+        note(f"tools, {case.name}: {problem or 'correct'}")
         yield ToolCase(case.name, problem)
 
 
@@ -86,13 +86,15 @@ def _body(endpoint: Endpoint, case: Case) -> dict[str, Any]:
 
 
 def merge_deltas(chunks: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """Join the parts of a streamed message."""
     content, calls = "", dict[int, dict[str, Any]]()
     for chunk in chunks:
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or choice.get("message") or {}
             content += delta.get("content") or ""
-            for place, part in enumerate(delta.get("tool_calls") or ()):
-                call = calls.setdefault(part.get("index", place), {"name": "", "arguments": ""})
+            for position, part in enumerate(delta.get("tool_calls") or ()):
+                index = part.get("index", position)
+                call = calls.setdefault(index, {"name": "", "arguments": ""})
                 for key, text in (part.get("function") or {}).items():
                     call[key] = call.get(key, "") + (text or "")
     return {"content": content, "tool_calls": [call for _, call in sorted(calls.items())]}
@@ -105,7 +107,7 @@ def find_problem(case: Case, message: Mapping[str, Any]) -> str | None:
     for call in message["tool_calls"]:
         name, text = call["name"], call["arguments"]
         if name not in schemas:
-            return f"called {name!r}, which was not offered"
+            return f"called {name!r}, which the request does not offer"
         try:
             arguments = json.loads(text)
         except ValueError:

@@ -1,4 +1,4 @@
-"""``spark-deploy``: the command line. A command is a line here and a click command in a module."""
+"""``spark-deploy``: its commands and their help texts; each is a click command in a module."""
 
 import errno
 import importlib
@@ -56,7 +56,7 @@ _MODULES = {
     **dict.fromkeys(_CHANGES, "changes"), **dict.fromkeys(("top", "logs"), "live"),
     "set": "settings", "stop": "stop_start", "start": "stop_start",
 }  # fmt: skip
-# Commands of similar tools, with ours.
+# Our commands by the names that similar tools use.
 _SIMILAR = {
     "ls": "models", "list": "models", "search": "models", "ps": "status", "run": "up",
     "serve": "up", "deploy": "up", "switch": "use", "chat": "ask", "rm": "uninstall",
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 0 for success, 1 for a problem, 2 for wrong usage."""
     _open_streams()
     try:
-        code = _call(list(sys.argv[1:] if arguments is None else arguments))
+        code = _parse_and_run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except OSError as error:
         return _print_os_error(error)
@@ -80,7 +80,7 @@ def _open_streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
-            # Child processes inherit it.
+            # Child processes inherit the file descriptor.
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
         elif number and isinstance(stream, io.TextIOWrapper):
@@ -108,25 +108,27 @@ def _print_os_error(error: OSError) -> int:
     return 1
 
 
-def _call(words: list[str]) -> int:
-    if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
-    elif words == ["version"]:
-        words = ["--version"]
-    as_json = "--json" in words
+def _parse_and_run(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    elif arguments == ["version"]:
+        arguments = ["--version"]
+    as_json = "--json" in arguments
     try:
-        command = GROUP.main(words, "spark-deploy", standalone_mode=False)
+        command = GROUP.main(arguments, "spark-deploy", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         if as_json:
             fix = "see spark-deploy --help"
-            _print_json([{"where": "command line", "what": error.format_message(), "fix": fix}])
+            _print_json_errors(
+                [{"where": "command line", "what": error.format_message(), "fix": fix}]
+            )
         return error.exit_code
     # --help and --version have printed already.
     return _run(command, as_json=as_json) if callable(command) else int(command or 0)
 
 
-def _print_json(problems: list[dict[str, str]]) -> None:
+def _print_json_errors(problems: list[dict[str, str]]) -> None:
     print(json.dumps({"errors": problems}, indent=1))
 
 
@@ -137,7 +139,7 @@ def _run(command: Callable[[], int], *, as_json: bool) -> int:
     from spark_deploy.config.errors import SparkError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    # Answers contain the reasons of failed connections, which pyinfra would print again.
+    # Commands print the reasons of failed connections; pyinfra would print them again.
     logging.getLogger("pyinfra").setLevel(logging.CRITICAL)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the command handles it
@@ -147,7 +149,7 @@ def _run(command: Callable[[], int], *, as_json: bool) -> int:
         for problem in error.problems:
             print_problem(problem)
         if as_json:
-            _print_json([to_plain(problem) for problem in error.problems])
+            _print_json_errors([to_plain(problem) for problem in error.problems])
         return 1
     except click.Abort:
         print("\nstopped; no changes made", file=sys.stderr)
@@ -157,16 +159,16 @@ def _run(command: Callable[[], int], *, as_json: bool) -> int:
         return 130
 
 
-def _queries_hosts(name: str, words: Sequence[str]) -> bool:
-    """Whether a command uses pyinfra's connections."""
-    if {"-h", "--help"} & {*words}:
+def _uses_pyinfra(name: str, arguments: Sequence[str]) -> bool:
+    """Return whether a command connects to hosts through pyinfra."""
+    if {"-h", "--help"} & {*arguments}:
         return False
     if name in ("plan", "update"):
-        return "--on-host" in words or "--counted" in words
+        return "--on-host" in arguments or "--counted" in arguments
     if name in ("status", "share"):
-        return "--planned" not in words and "--unasked" not in words
+        return "--planned" not in arguments and "--unasked" not in arguments
     if name in ("add", "bench"):
-        return "--requantize" in words or "--ladder" in words
+        return "--requantize" in arguments or "--ladder" in arguments
     return name in ("up", "doctor", "key", *_CHANGES)
 
 
@@ -181,10 +183,11 @@ class _Group(click.Group):
             return None
         module = importlib.import_module(f"spark_deploy.cli.{_MODULES.get(cmd_name, cmd_name)}")
         function = cmd_name.replace("-", "_")
-        function = "set_" if function == "set" else function  # the builtin's name
+        function = "set_" if function == "set" else function  # `set` is a builtin
         command: click.Command = getattr(module, function)
         command.help = COMMANDS[cmd_name]
-        command.context_settings = self.context_settings  # also without this group's context
+        # Otherwise only a command that this group starts has -h.
+        command.context_settings = self.context_settings
         return command
 
     def resolve_command(
@@ -196,7 +199,7 @@ class _Group(click.Group):
             guess = _SIMILAR.get(args[0]) or next(iter(close), "")
             hint = f" Did you mean {guess}?" if guess else ""
             ctx.fail(f"No such command '{args[0]}'.{hint}")
-        if args and not ctx.resilient_parsing and _queries_hosts(args[0], args[1:]):
+        if args and not ctx.resilient_parsing and _uses_pyinfra(args[0], args[1:]):
             # gevent must patch before anything imports ssl.
             from gevent import hub, monkey
 

@@ -50,10 +50,10 @@ from spark_deploy.lock.hub import ModelCard, read_model_card
 from spark_deploy.plan.artifacts import tensor_fields
 from spark_deploy.plan.resolve import model_and_profile
 
-# The same weights in formats that the engine does not read.
+# Files with the same weights in formats that the engine does not read.
 _OTHER_FORMATS = ("original/*", "metal/*", "onnx/*", "openvino/*", "*.gguf", "consolidated*")
 _MAX_FILE_BYTES = 1 << 50
-# The page of a repository at the hub, perhaps of a revision.
+# URL of a repository's page at the hub, with or without a revision.
 _PAGE = re.compile(r"https?://([^/]+)/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?\Z")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TASK_COMMENTS = {
@@ -85,42 +85,42 @@ def add(
     if requantize:
         return _requantize(options, source, hosts)
     profile = options.profile or "plain"
-    # Load the host without --profile, which is for the new model, not for the current one.
+    # --profile is for the new model, so the settings of the host are read without it.
     options = replace(options, profile=None)
     host = select_hosts(options, must_serve=False)[0]
-    hubs = ("huggingface.co", urlsplit(host.settings.settings.hub.endpoint).netloc)
+    hubs = ("huggingface.co", urlsplit(host.settings.hub.endpoint).netloc)
     if (page := _PAGE.match(source)) and page[1] in hubs:
         source = f"{page[2]}@{page[3] or 'main'}"
     if options.dry:
         return _preview(options, source, host)
-    added = _write(source, host, profile, force=force)
-    pair = f"{added.model}/{added.profile}"
+    added = _add_files(source, host, profile, force=force)
+    choice = f"{added.model}/{added.profile}"
     data: dict[str, Any] = {
         "files": [str(file) for file in added.files], "model": added.model,
         "profile": added.profile, "repository": added.repository, "release": None,
         "fetched_bytes": None, "image_bytes": None, "open": added.open,
         "unproven": f"{added.repository} has not run here; the first deploy checks it",
         "chosen": [], "problems": [],
-        "next": [next_command(options, "use", pair), next_command(options, "up")],
+        "next": [next_command(options, "use", choice), next_command(options, "up")],
     }  # fmt: skip
-    text: list[str] = []
+    lines: list[str] = []
     try:
-        text += _plan(options, added, data)
+        lines += _add_plan(options, added, data)
         if select:
-            edits, names = use.select(options, pair)
+            edits, names = use.select(options, choice)
             data["chosen"] = edits_data(edits)
             data["next"] = [next_command(options, "up", *names)]
-            text += map(edit_line, edits)
-        text.append(row("NEXT", "; then ".join(data["next"])))
+            lines += map(edit_line, edits)
+        lines.append(row("NEXT", "; then ".join(data["next"])))
     except SparkError as error:
         data["problems"] = [asdict(problem) for problem in error.problems]
         for problem in error.problems:
             print_problem(problem)
-        if not text:
+        if not lines:
             data["next"] = []
             note("the file was written: edit it, then run `spark-deploy plan`")
-    if text or options.json:
-        print_result(options, data, [text])
+    if lines or options.json:
+        print_result(options, data, [lines])
     return 1 if data["problems"] else 0
 
 
@@ -129,7 +129,7 @@ class _Added(NamedTuple):
     profile: str
     repository: str
     files: list[Path]
-    open: list[str]  # unknown, or not used
+    open: list[str]  # open questions: unknown facts and unused keys
 
 
 def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
@@ -165,10 +165,10 @@ def _inspect(options: Options, source: str, host: Target) -> int:
         source = str(Path(source).absolute())
     elif not is_repository(source.partition("@")[0]):
         raise CatalogError.one(source, "is neither a directory nor org/name", "check the spelling")
-    with temporary_builder(host.settings.settings.hub) as builder:
+    with temporary_builder(host.settings.hub) as builder:
         words = [orders.JSON] if options.json else []
         for model in host.catalog.models.values():
-            for order in _orders(model) if isinstance(model, HybridModel) else ():
+            for order in _build_orders(model) if isinstance(model, HybridModel) else ():
                 name = f"{model.name}.{order.shared_experts}.json"
                 (builder.folder / name).write_text(to_json(order), encoding="utf-8")
                 words += [orders.AGAINST, name]
@@ -176,8 +176,8 @@ def _inspect(options: Options, source: str, host: Target) -> int:
     return 0
 
 
-def _orders(model: HybridModel) -> Iterator[orders.BuildPlan]:
-    """Yield a build order for each part of a model that a repository can be."""
+def _build_orders(model: HybridModel) -> Iterator[orders.BuildPlan]:
+    """Yield a build order for each way to build the model, to compare a repository with."""
     sources: dict[Scheme, object] = {
         "keep": True, "fp8-base": model.sources.hybrid, "fp8-donor": model.sources.donor,
     }  # fmt: skip
@@ -190,30 +190,31 @@ def _orders(model: HybridModel) -> Iterator[orders.BuildPlan]:
         )  # fmt: skip
 
 
-def _write(source: str, host: Target, profile: str, *, force: bool) -> _Added:
+def _add_files(source: str, host: Target, profile: str, *, force: bool) -> _Added:
     data = _read_file(source)
     if data is not None and "shared" in data:
         shared = share.read_shared(data, source)
-        files, left_open = share.install(shared, host, force=force)
+        files, questions = share.install(shared, host, force=force)
         repository = str(shared.model.get("repository") or shared.name)
-        return _Added(shared.name, shared.profile_name, repository, files, left_open)
+        return _Added(shared.name, shared.profile_name, repository, files, questions)
     if data is not None:
         draft = draft_from_recipe(data, Path(source).name, _engine(host))
     else:
-        draft = _of_repository(source, host)
+        draft = _draft_from_repository(source, host)
     texts = {("models", draft.name): draft.text()}
-    files = write_files(host.settings.root, texts, force=force)
+    files = write_files(host.loaded.root, texts, force=force)
     return _Added(draft.name, profile, draft.repository, files, draft.open)
 
 
-def _plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str]:
-    host = select_hosts(options, must_serve=False)[0].serving(added.model, added.profile)
+def _add_plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str]:
+    """Plan the added model; add figures to ``data`` and return the plan as text."""
+    host = select_hosts(options, must_serve=False)[0].with_model(added.model, added.profile)
     plan = build_plan(host)
     data["release"] = plan.serve.name
     data["fetched_bytes"] = sum(source.size_bytes for source in plan.sources)
     data["image_bytes"] = plan.image.size_bytes
     return [
-        *plan_lines(plan, *model_and_profile(host.settings.settings, host.catalog)),
+        *plan_lines(plan, *model_and_profile(host.settings, host.catalog)),
         *(row("OPEN", one_line(text)) for text in added.open),
         row("UNPROVEN", data["unproven"]),
     ]
@@ -230,15 +231,15 @@ def _read_file(source: str) -> dict[str, Any] | None:
 
 
 def _engine(host: Target) -> Engine | None:
-    return host.catalog.engines.for_image(host.settings.settings.images["engine"])[1]
+    return host.catalog.engines.for_image(host.settings.images["engine"])[1]
 
 
-def _of_repository(source: str, host: Target) -> Draft:
+def _draft_from_repository(source: str, host: Target) -> Draft:
     repository, _, revision = source.partition("@")
     if not is_repository(repository):
         problem = "is neither a file nor ORG/NAME[@REVISION]"
         raise CatalogError.one(source, problem, "check the spelling")
-    revision, hub = revision or "main", host.settings.settings.hub
+    revision, hub = revision or "main", host.settings.hub
     content = describe_repository(f"{repository}@{revision}", hub, all_documents=True)
     card = read_model_card(hub.endpoint, repository, content.commit, read_hub_token(hub))
     anatomy = make_anatomy(repository, content)
@@ -254,7 +255,7 @@ def draft_of(
     revision: str,
 ) -> Draft:
     draft = Draft(anatomy.repository, anatomy.commit)
-    draft.about = list(_about(anatomy, content, card, revision))
+    draft.about = list(_about_lines(anatomy, content, card, revision))
     task = task_of(anatomy, content, card, engines)
     if task != "chat":
         draft.put("task", task, _TASK_COMMENTS[task])
@@ -267,7 +268,7 @@ def draft_of(
         draft.put("leave_out", patterns, "The same weights in other formats; not downloaded.")
     if task == "chat":
         _add_parsers(draft, anatomy, families)
-    draft.open += _open(anatomy, content)
+    draft.open += _open_questions(anatomy, content)
     return draft
 
 
@@ -302,7 +303,7 @@ def task_of(
     return "chat" if template or has_file else "completion"
 
 
-def _about(
+def _about_lines(
     anatomy: Anatomy, content: RepositoryDescription, card: ModelCard, revision: str
 ) -> Iterator[str]:
     total = sum(size for size in content.files.values() if size and 0 < size < _MAX_FILE_BYTES)
@@ -323,17 +324,17 @@ def _about(
     config = content.documents.get(GENERATION, {})
     sampling = [f"{key} {config[key]}" for key in _SAMPLING if _is_plausible(config.get(key))]
     if sampling:
-        yield f"sampling recommended by the publisher (the engine uses it): {', '.join(sampling)}"
+        yield f"sampling that the publisher recommends and the engine uses: {', '.join(sampling)}"
 
 
 def _is_plausible(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < 10**6  # type: ignore[arg-type]
 
 
-def _open(anatomy: Anatomy, content: RepositoryDescription) -> Iterator[str]:
+def _open_questions(anatomy: Anatomy, content: RepositoryDescription) -> Iterator[str]:
     if anatomy.cache_unknown:
         yield f"KV cache of a token: {anatomy.cache_unknown}; set engine.kv_cache_gib to limit it"
     if anatomy.drafter_bytes:
-        yield "speculation: it has a built-in drafter; measure how many drafts pay off"
+        yield "speculation: it has a built-in drafter; measure which number of drafts is fastest"
     if content.documents.get(CONFIG, {}).get("auto_map"):
-        yield "config.json names custom code; not downloaded, the engine's own class is used"
+        yield "config.json names custom code; it is not downloaded, the engine uses its own class"

@@ -1,3 +1,5 @@
+"""``spark-deploy bench``: measure servers and compare results."""
+
 from __future__ import annotations
 
 import json
@@ -27,12 +29,12 @@ from spark_deploy.ticking import ticking
 _TICK_S = 30.0  # between notes; a run takes hours
 _COUNT = click.IntRange(min=1)
 _PROTOCOL = click.Choice(["seeds", "tools", "llama-benchy", "vllm-bench"])
-_Sizes = TypeVar("_Sizes", protocols.Grid, protocols.Case)
+_Sizes = TypeVar("_Sizes", protocols.Grid, protocols.LoadCase)
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    protocols: tuple[str, ...] = ()  # empty: all that are installed
+    protocols: tuple[str, ...] = ()  # empty for all protocols that are installed
     service: str | None = None
     depths: tuple[int, ...] = ()
     clients: tuple[int, ...] = ()
@@ -42,7 +44,7 @@ class Measurement:
     book_url: str | None = None
 
     def apply(self, sizes: _Sizes) -> _Sizes:
-        """Replace the sizes of prompts and answers that were requested."""
+        """Return the sizes with those of prompts and answers that the user requested."""
         return replace(
             sizes,
             prompt_tokens=self.prompt_tokens or sizes.prompt_tokens,
@@ -50,38 +52,44 @@ class Measurement:
         )
 
 
-def _numbers(minimum: int) -> Callable[[str], list[int]]:
-    def read(text: str) -> list[int]:
+def _list_parser(minimum: int) -> Callable[[str], list[int]]:
+    def parse(text: str) -> list[int]:
         numbers = [int(number) for number in text.split(",")]
         if min(numbers) < minimum:
             raise ValueError(text)
         return numbers
 
-    return read
+    return parse
 
 
-def _joined(_context: click.Context, _option: click.Parameter, lists: Any) -> tuple[int, ...]:
+def _join(_context: click.Context, _option: click.Parameter, lists: Any) -> tuple[int, ...]:
     return tuple(number for numbers in lists for number in numbers)
 
 
-def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
-    return click.option(name, *names, multiple=True, **more)
+def _list_option(name: str, *names: str, **settings: Any) -> Callable[..., Any]:
+    return click.option(name, *names, multiple=True, **settings)
 
 
 @click.command
 @click.option("--out", metavar="DIR", default="bench", type=FOLDER, help="Folder of results.")
-@_many("--protocol", "protocols", type=_PROTOCOL, help="Only this protocol; repeatable.")
+@_list_option("--protocol", "protocols", type=_PROTOCOL, help="Only this protocol; repeatable.")
 @click.option("--tools", is_flag=True, help="Short for --protocol tools: score 20 tool calls.")
 @service_option("This service instead of the main service.")
-@_many("--compare", metavar="FILE", type=FILE, help="Compare result files.")
-@_many(
+@_list_option("--compare", metavar="FILE", type=FILE, help="Compare result files.")
+@_list_option(
     "--depths",
-    type=_numbers(0),
-    callback=_joined,
+    type=_list_parser(0),
+    callback=_join,
     metavar="N,...",
     help="Context depths of llama-benchy.",
 )
-@_many("--clients", type=_numbers(1), callback=_joined, metavar="N,...", help="Concurrent clients.")
+@_list_option(
+    "--clients",
+    type=_list_parser(1),
+    callback=_join,
+    metavar="N,...",
+    help="Concurrent clients.",
+)
 @click.option("--pp", "prompt_tokens", type=_COUNT, metavar="N", help="Tokens per prompt.")
 @click.option("--tg", "answer_tokens", type=_COUNT, metavar="N", help="Tokens per answer.")
 @click.option("--runs", type=_COUNT, metavar="N", help="Runs per measurement.")
@@ -101,7 +109,9 @@ def bench(
         results = [_read_result(Path(file)) for file in compare]
         _write_report(options, results, folder, "comparison")
     elif ladder:
-        code, results = climb(options, lambda target: _measure_host(target, measurement, folder)[0])
+        code, results = run_ladder(
+            options, lambda target: _measure_host(target, measurement, folder)[0]
+        )
         if results:
             _write_report(options, results, folder, "ladder")
     else:
@@ -116,11 +126,11 @@ def bench(
 
 def stages_of(target: Target) -> list[str]:
     """Return the profiles that are stages of the host's model, in order; fail without stages."""
-    model = target.settings.settings.model
+    model = target.settings.model
     stages = {
         profile.stage: name
-        for (name, of), profile in target.catalog.profiles.items()
-        if of == model and profile.stage
+        for (name, profile_model), profile in target.catalog.profiles.items()
+        if profile_model == model and profile.stage
     }
     if not stages:
         fix = "add a `stage` to profiles in catalog/"
@@ -128,18 +138,19 @@ def stages_of(target: Target) -> list[str]:
     return [stages[stage] for stage in sorted(stages)]
 
 
-def climb(
+def run_ladder(
     options: Options, measure_host: Callable[[Target], BenchResult]
 ) -> tuple[int, list[BenchResult]]:
+    """Deploy and measure each stage, then deploy the settings again; return exit code, results."""
     hosts = select_hosts(options)
     names = [target.name for target in hosts]
     steps = [replace(options, profile=stage) for stage in stages_of(hosts[0])]
     for step in steps:
         for target in select_hosts(step):
-            build_plan(target)
+            build_plan(target)  # fails before the first deploy if a stage cannot be served
     stages = ", ".join(str(step.profile) for step in steps)
     changes.confirm(
-        options.yes,
+        options,
         f"{', '.join(names)}: serve {stages} one after another, then your settings again? "
         "Clients get 503 during each change.",
     )
@@ -147,7 +158,7 @@ def climb(
     try:
         for step in steps:
             if code := _deploy(step, names):
-                note(f"{step.profile} does not serve: stopping here")
+                note(f"the deploy of {step.profile} failed; the ladder ends here")
                 return code, results
             results += [measure_host(target) for target in select_hosts(step)]
     finally:
@@ -212,6 +223,7 @@ def _measure(
         benchy_version, cells = run.measure_grid(raw)
         vllm_version, loads = run.measure_loads(connection.port, connection.key_path)
         after = host.read_draft_counters(login, service)
+    # After a restart of the engine the counters are smaller.
     drafted, accepted = (max(0, b - a) for a, b in zip(before, after, strict=True))
     result = BenchResult(
         1, started_at, served, answers, cells, benchy_version, drafted, accepted, tuple(samples),
@@ -237,14 +249,14 @@ def _submit(target: Target, release: Release, result: BenchResult, files: Path, 
         try:
             plans = build_plan(target).served
             served = next((plan for plan in plans if plan.serve.name == release.name), None)
-            reason = "" if served else "the release differs from the settings"
+            reason = "The release differs from the settings."
         except SparkError as error:
             reason = error.problems[0].line
     if served is None:
-        note(f"{target.name}: no folder for submission. {reason}")
+        note(f"{target.name}: cannot write a folder for submission. {reason}")
         return
     locked = served.sources[0].locked
-    origin = Origin(locked.repo, locked.commit, built=served.checkpoint is not None)
+    origin = Origin(locked.repo, locked.commit, is_built=served.checkpoint is not None)
     figures = json.loads(raw.read_text()) if result.cells else None
     folder = files.with_name(f"{files.name}.submission")
     write_submission(folder, result, release, origin, figures)
@@ -286,14 +298,14 @@ class _Run:
     def measure_loads(self, port: int, key_path: str) -> tuple[str | None, tuple[Load, ...]]:
         if not self.is_requested("vllm-bench"):
             return None, ()
-        case = self.measurement.apply(protocols.Case())
+        case = self.measurement.apply(protocols.LoadCase())
         cases = [
             replace(case, concurrency=clients).fitting(self.context_tokens)
             for clients in self.measurement.clients or [1]
         ]
         result = protocols.measure_loads(self.login, self.release, port, key_path, cases, note)
         if result[0] is None:
-            problem = f"{self.release.image.tag} has no vllm bench serve"
+            problem = f"image {self.release.image.tag} lacks `vllm bench serve`"
             self.skip(problem, "choose another protocol or image")
         return result
 
@@ -304,15 +316,15 @@ class _Run:
         if python is None:
             self.skip("llama-benchy is not installed here", "pipx install llama-benchy")
             return None, ()
-        full = self.measurement.apply(protocols.Grid())
-        full = replace(
-            full,
-            depths=self.measurement.depths or full.depths,
-            concurrencies=self.measurement.clients or full.concurrencies,
-            runs=self.measurement.runs or full.runs,
+        requested = self.measurement.apply(protocols.Grid())
+        requested = replace(
+            requested,
+            depths=self.measurement.depths or requested.depths,
+            concurrencies=self.measurement.clients or requested.concurrencies,
+            runs=self.measurement.runs or requested.runs,
         )
-        grid = full.fitting(self.context_tokens)
-        if excluded := [str(depth) for depth in full.depths if depth not in grid.depths]:
+        grid = requested.fitting(self.context_tokens)
+        if excluded := [str(depth) for depth in requested.depths if depth not in grid.depths]:
             context = f"the context of {self.context_tokens} tokens"
             self.notes.append(f"depths {', '.join(excluded)} exceed {context}")
         if not grid.depths:

@@ -30,7 +30,7 @@ def schema_line(root: Path, file: Path, schema: str) -> str:
 
 @dataclass(slots=True)
 class Draft:
-    """A file of ``catalog/models`` to be written, with a comment above each key."""
+    """A new file for ``catalog/models``, with a comment above each key."""
 
     repository: str
     revision: str = "main"
@@ -77,18 +77,18 @@ def _comment(text: str) -> list[str]:
 
 def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool) -> list[Path]:
     """Write catalog files by (kind, name), all or none; return their paths."""
-    paths = {pair: root / "catalog" / pair[0] / f"{pair[1]}.yml" for pair in texts}
+    paths = {(kind, name): root / "catalog" / kind / f"{name}.yml" for kind, name in texts}
     if not force:
-        _refuse_existing(paths)
+        _reject_existing(paths)
     before = {path: path.read_bytes() if path.exists() else None for path in paths.values()}
     try:
-        for pair, path in paths.items():
-            is_plain = re.search(r"^kind: plain\b", texts[pair], re.MULTILINE)
-            schema = "plain_model" if is_plain else "model"
-            schema = "profile" if pair[0] == "profiles" else schema
-            files.write_text(path, schema_line(root, path, schema) + texts[pair])
+        for (kind, name), path in paths.items():
+            text = texts[kind, name]
+            is_plain = re.search(r"^kind: plain\b", text, re.MULTILINE)
+            schema = "profile" if kind == "profiles" else "plain_model" if is_plain else "model"
+            files.write_text(path, schema_line(root, path, schema) + text)
         _check(root, list(texts))
-    except BaseException:  # also a full disk or Ctrl-C: all files or none
+    except BaseException:  # also for a full disk or Ctrl-C
         for path, content in before.items():
             if content is None:
                 path.unlink(missing_ok=True)
@@ -103,20 +103,21 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
     return list(paths.values())
 
 
-def _refuse_existing(paths: Mapping[tuple[str, str], Path]) -> None:
+def _reject_existing(paths: Mapping[tuple[str, str], Path]) -> None:
     for (kind, name), path in paths.items():
         if path.exists():
-            raise CatalogError.one(str(path), "exists", "remove it, or overwrite it with --force")
+            raise CatalogError.one(str(path), "exists", "overwrite it with --force, or remove it")
         if name in catalog_files(kind):
-            problem = "would replace the file of this name that is shipped with spark-deploy"
+            problem = "would replace the shipped file with this name"
             fix = "use the shipped file, choose another name, or replace it with --force"
             raise CatalogError.one(str(path), problem, fix)
 
 
-def _check(root: Path, pairs: list[tuple[str, str]]) -> None:
+def _check(root: Path, written: list[tuple[str, str]]) -> None:
+    """Raise CatalogError if a written model or profile is invalid."""
     catalog = read_catalog(user_dir=root)
-    profiles = [name for kind, name in pairs if kind == "profiles"]
-    for kind, model in pairs:
+    profiles = [name for kind, name in written if kind == "profiles"]
+    for kind, model in written:
         if kind == "models":
             catalog.model(model)
             for profile in profiles:

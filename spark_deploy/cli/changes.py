@@ -1,3 +1,5 @@
+"""Commands that run a pyinfra deploy: preview, confirmation, equivalent command, progress."""
+
 from __future__ import annotations
 
 import functools
@@ -45,24 +47,24 @@ T = TypeVar("T")
 def dry_run(
     options: Options,
     answers: Sequence[Answer[T]],
-    text_of: Callable[[Target, T], str],
-    words: Sequence[str] = (),
+    describe: Callable[[Target, T], str],
+    argv: Sequence[str] = (),
 ) -> int:
     """Print each host's changes and the equivalent command; return 1 if a host did not answer."""
     results = [
-        {**answer.data(), "text": text_of(answer.host, answer.value) if answer.value is not None
+        {**answer.data(), "text": describe(answer.host, answer.value) if answer.value is not None
          else answer.problem} for answer in answers
     ]  # fmt: skip
     texts = ([f"{result['host']}: {result['text']}"] for result in results)
-    print_result(options, results, texts, between="\n")
-    note_no_changes(words)
+    print_result(options, results, texts, separator="\n")
+    note_no_changes(argv)
     return 0 if all(result["reachable"] for result in results) else 1
 
 
-def note_no_changes(words: Sequence[str] = ()) -> None:
-    note("no changes made; to list every step, run:" if words else "no changes made")
-    if words:
-        print_command(words)
+def note_no_changes(argv: Sequence[str] = ()) -> None:
+    note("no changes made; to list every step, run:" if argv else "no changes made")
+    if argv:
+        print_command(argv)
 
 
 @click.command
@@ -71,8 +73,8 @@ def note_no_changes(words: Sequence[str] = ()) -> None:
 def rollback(options: Options, to: str | None) -> int:
     data = {"releases.rollback_to": to}
     if options.dry and not options.verbose:
-        hosts, words = _selected("rollback", options, data)
-        return dry_run(options, _query_rollback(hosts, to), _rollback_text, words)
+        hosts, argv = _select("rollback", options, data)
+        return dry_run(options, _query_rollback(hosts, to), _rollback_text, argv)
     if not options.yes and not options.dry and sys.stdin.isatty():
         code = preview_rollback(select_hosts(options, must_serve=False), to)
         if code is not None:
@@ -122,10 +124,10 @@ def prune(options: Options) -> int:
 @shared_options(changes=True)
 def rotate_key(options: Options) -> int:
     if options.dry and not options.verbose:
-        hosts, words = _selected("rotate-key", options, {})
-        text = "will make a new API key; clients with the old key get 401 at once"
+        hosts, argv = _select("rotate-key", options, {})
+        text = "will create a new API key; clients with the old key get 401 at once"
         return dry_run(options, query(hosts, read_status), lambda _, status: text
-                       if status.installed else "not set up yet", words)  # fmt: skip
+                       if status.installed else "not set up yet", argv)  # fmt: skip
     return run("rotate-key", options)
 
 
@@ -138,7 +140,8 @@ def uninstall(options: Options, models: bool, engine: bool, access: bool) -> int
     data = {"uninstall.models": models, "uninstall.engine": engine}
     code = run("uninstall", options, data, question="access" if access else "uninstall")
     if access and code == 0:
-        # Last: the controller cannot log in afterwards. One confirmation covers both deploys.
+        # This comes last, because afterwards the controller cannot log in. The user has
+        # confirmed both deploys.
         return run("unbootstrap", replace(options, yes=not options.dry))
     return code
 
@@ -169,13 +172,13 @@ def run(
 ) -> int:
     """Run the deploy of a command on the selected hosts; return pyinfra's exit code.
 
-    ``data`` has the command's own settings; ``question`` is a key of ``_QUESTIONS``.
+    ``data`` has settings of the command; ``question`` is a key of ``_QUESTIONS``.
     """
-    hosts, words = _selected(command, options, data or {})
+    hosts, argv = _select(command, options, data or {})
     names = ", ".join(host.name for host in hosts)
     if not options.dry:
-        confirm(options.yes, f"{names}: {_QUESTIONS.get(question or command, command)}")
-    print_command(words)
+        confirm(options, f"{names}: {_QUESTIONS.get(question or command, command)}")
+    print_command(argv)
     options = replace(options, data=[*options.data, *_assignments(data or {})])
     code = deploy(command, hosts, options, as_json=options.json)
     if code not in (0, INTERRUPTED):
@@ -187,17 +190,18 @@ def run(
 
 
 def _assignments(data: Mapping[str, Any]) -> list[str]:
-    return [_assignment(key, value) for key, value in data.items() if value]
+    """Return ``data`` as values of ``--data``; leave out false and empty values."""
+    return [f"{key}={'true' if value is True else value}" for key, value in data.items() if value]
 
 
-def _selected(
+def _select(
     command: str, options: Options, data: Mapping[str, Any]
 ) -> tuple[list[Target], list[str]]:
     """Return the selected hosts and the equivalent pyinfra command."""
-    more = _assignments(data)
+    assignments = _assignments(data)
     try:
         hosts = select_hosts(
-            replace(options, data=[*options.data, *more]),
+            replace(options, data=[*options.data, *assignments]),
             must_serve=makes_plan(deploy_file(command)),
         )
     except SettingsError as error:
@@ -206,18 +210,19 @@ def _selected(
             else problem for problem in error.problems
         ]) from error  # fmt: skip
     flags = ["--dry" if options.dry else "-y", *["--json"] * options.json]
-    return hosts, pyinfra_command(command, options, [host.name for host in hosts], flags, more)
+    names = [host.name for host in hosts]
+    return hosts, pyinfra_command(command, options, names, flags, assignments)
 
 
-def confirm(is_confirmed: bool, question: str) -> None:
+def confirm(options: Options, question: str) -> None:
     """Ask for confirmation unless ``--yes`` was given; fail if there is no terminal."""
-    check_confirmable(is_confirmed)
-    if not is_confirmed:
+    check_confirmable(options)
+    if not options.yes:
         click.confirm(question, abort=True, err=True)
 
 
-def check_confirmable(is_confirmed: bool) -> None:
-    if not is_confirmed and not sys.stdin.isatty():
+def check_confirmable(options: Options) -> None:
+    if not options.yes and not sys.stdin.isatty():
         raise SparkError.one("confirmation", "needs a terminal", "run it in a terminal, or with -y")
 
 
@@ -256,9 +261,8 @@ def pyinfra_command(
     flags: Sequence[str] = (),
     data: Sequence[str] = (),
 ) -> list[str]:
-    """Return the equivalent pyinfra command, with every host by name."""
-    pair = {key: getattr(options, key) for key in ("model", "profile")}
-    data = [*options.data, *(_assignment(k, value) for k, value in pair.items() if value), *data]
+    """Return the equivalent pyinfra command, which lists every host."""
+    data = [*options.data, *_assignments(options.choice), *data]
     return [
         "pyinfra", str(inventory_path(options)), str(CHECKOUT / deploy_file(command)),
         *(word for host in hosts for word in ("--limit", host)),
@@ -270,9 +274,5 @@ def deploy_file(command: str) -> str:
     return "deploy.py" if command == "up" else f"deploys/{command.replace('-', '_')}.py"
 
 
-def _assignment(key: str, value: Any) -> str:
-    return f"{key}={'true' if value is True else value}"
-
-
-def print_command(words: Sequence[str]) -> None:
-    print(shlex.join([command_path(words[0]), *words[1:]]), file=sys.stderr, flush=True)
+def print_command(argv: Sequence[str]) -> None:
+    print(shlex.join([command_path(argv[0]), *argv[1:]]), file=sys.stderr, flush=True)

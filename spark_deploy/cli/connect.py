@@ -1,7 +1,7 @@
-"""``spark-deploy connect``.
+"""``spark-deploy connect``: URL, model name, API key and client setup of each server.
 
-URL, model name, API key and client setup of each server. The output contains the command that reads
-the key instead of the key, which stays out of histories, argv and files.
+The output contains the command that reads the key instead of the key, which stays out of histories,
+argv and files.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import click
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.bench.host import Login, open_tunnel
+from spark_deploy.bench.host import Login, open_tunnel, tunnel_argv
 from spark_deploy.bench.protocols import Endpoint
-from spark_deploy.cli.connection import Connection
+from spark_deploy.cli.connection import Connection, hold_tunnels
 from spark_deploy.cli.console import (
     Options,
     next_command,
@@ -36,7 +36,6 @@ from spark_deploy.cli.hosts import (
     select_hosts,
 )
 from spark_deploy.cli.routers import ROUTERS, model_names
-from spark_deploy.cli.tunnels import hold_tunnels
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.certificates import ca_path
@@ -53,28 +52,28 @@ _OPENCODE_ANSWER_TOKENS = 32_000
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    use: str  # an instruction; THIS is the command itself
-    text: Callable[[Connection], Iterator[str]]
+    instructions: str  # THIS stands for the connect command
+    render: Callable[[Connection], Iterator[str]]
 
 
 def _exports(**values: str) -> Iterator[str]:
     yield from (f"export {name}={shlex.quote(value)}" for name, value in values.items())
 
 
-def _key(name: str, server: Connection) -> str:
+def _key_export(name: str, server: Connection) -> str:
     return f'export {name}="$({server.read_key})"'
 
 
 def _env(server: Connection) -> Iterator[str]:
     yield from _exports(OPENAI_BASE_URL=server.base_url, OPENAI_MODEL=server.model)
-    yield _key("OPENAI_API_KEY", server)
+    yield _key_export("OPENAI_API_KEY", server)
     if server.ca:
         yield from _exports(SSL_CERT_FILE=server.ca)
 
 
 def _claude(server: Connection) -> Iterator[str]:
     yield from _exports(ANTHROPIC_BASE_URL=server.base_url.removesuffix("/v1"))
-    yield _key("ANTHROPIC_AUTH_TOKEN", server)
+    yield _key_export("ANTHROPIC_AUTH_TOKEN", server)
     yield "unset ANTHROPIC_API_KEY"
     models = ("", "_DEFAULT_OPUS", "_DEFAULT_SONNET", "_DEFAULT_HAIKU")
     yield from _exports(
@@ -106,15 +105,15 @@ print()"""
 
 
 def _opencode(server: Connection) -> Iterator[str]:
-    # Without a limit opencode requests 32,000 tokens, which small contexts refuse.
+    # Without a limit opencode requests answers of 32,000 tokens, which exceed small contexts.
     context = server.context_tokens or 0
     limit = {"context": context, "output": min(_OPENCODE_ANSWER_TOKENS, context // 4)}
-    more = {"limit": limit} if context else {}
+    limits = {"limit": limit} if context else {}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": server.host,
         "options": {"baseURL": server.base_url, "apiKey": "{env:OPENAI_API_KEY}"},
-        "models": {name: {"name": name, **more} for name in server.names},
+        "models": {name: {"name": name, **limits} for name in server.names},
     }
     schema, name = "https://opencode.ai/config.json", server.host.lstrip("@")
     config = {"$schema": schema, "model": f"{name}/{server.model}", "provider": {name: provider}}
@@ -122,9 +121,9 @@ def _opencode(server: Connection) -> Iterator[str]:
 
 
 def _openwebui(server: Connection) -> Iterator[str]:
-    yield _key("OPENAI_API_KEY", server)
+    yield _key_export("OPENAI_API_KEY", server)
     words = ["docker", "run", "-d", "--name", "open-webui", "--network", "host"]
-    # Loopback only: the first visitor becomes administrator, and the program has the key.
+    # Listen on loopback only: the first visitor becomes administrator and can use the key.
     words += ["-e", "HOST=127.0.0.1", "-e", f"PORT={_WEBUI_PORT}"]
     words += ["-e", f"OPENAI_API_BASE_URL={server.base_url}"]
     # Without a value docker reads the key from the environment, so it is not in argv.
@@ -157,10 +156,9 @@ CLIENTS: dict[str, Client] = {
 @click.option("--tunnel", is_flag=True, help="Keep SSH tunnels open until interrupted.")
 @shared_options()
 def connect(options: Options, client: str | None, service: str | None, tunnel: bool) -> int:
-    given = {"for": client, "tunnel": tunnel, "json": options.json}
-    if len(chosen := [name for name, value in given.items() if value]) > 1:
-        problem, fix = "cannot be combined", f"omit --{chosen[1]}"
-        raise SparkError.one(f"--{chosen[0]} and --{chosen[1]}", problem, fix)
+    flags = {"--for": client, "--tunnel": tunnel, "--json": options.json}
+    if len(given := [name for name, value in flags.items() if value]) > 1:
+        raise SparkError.one(" and ".join(given), "cannot be combined", f"omit {given[1]}")
     hosts = answering_hosts(select_hosts(options, must_serve=False), options, service)
     servers = connections_of(hosts, options, service)
     if client in ROUTERS:
@@ -189,7 +187,7 @@ def answering_hosts(hosts: list[Target], options: Options, service: str | None) 
 
 
 def _head_of(host: Target) -> str:
-    members = host.settings.settings.cluster.hosts
+    members = host.settings.cluster.hosts
     return members[0] if members else host.name
 
 
@@ -208,7 +206,7 @@ def _tailnet_addresses(hosts: list[Target]) -> dict[str, str]:
     unknown = [
         host
         for host in hosts
-        if (serve := host.settings.settings.serve).expose == "tailscale" and not serve.address
+        if (serve := host.settings.serve).expose == "tailscale" and not serve.address
     ]
     if not unknown:
         return {}
@@ -223,10 +221,10 @@ def _print_client(
         problem = f"{len(servers)} hosts: {', '.join(server.host for server in servers)}"
         raise SparkError.one(f"--for {name}", problem, "name one host")
     [server], client = servers, CLIENTS[name]
-    print("\n".join(client.text(server)))
+    print("\n".join(client.render(server)))
     words = ["connect", server.host, *(["--service", service] if service else [])]
     command = next_command(options, *words, "--for", name)
-    note(f"use      {client.use.replace('THIS', command)}")
+    note(f"use      {client.instructions.replace('THIS', command)}")
     if server.tunnel:
         note(f"tunnel   in another terminal: {next_command(options, *words, '--tunnel')}")
 
@@ -238,13 +236,13 @@ def _print_router(
     hosts: list[Target],
     servers: list[Connection],
 ) -> None:
-    if service is None:  # a main gateway serves the models of all services
+    if service is None:  # the main gateway serves the models of all services
         servers = [
             dataclasses.replace(server, names=model_names(host))
             for host, server in zip(hosts, servers, strict=True)
         ]
-    print("\n".join(ROUTERS[name].text(servers)))
-    note(f"use      {ROUTERS[name].use}")
+    print("\n".join(ROUTERS[name].render(servers)))
+    note(f"use      {ROUTERS[name].instructions}")
     if any(server.tunnel for server in servers):
         note(f"tunnels  in another terminal: {next_command(options, 'connect', '--tunnel')}")
 
@@ -261,7 +259,7 @@ def connection_of(
     SparkError if the host lacks the service.
     """
     service = chosen_services(host, service or MAIN_SERVICE)[0]
-    settings = host.settings.settings
+    settings = host.settings
     if service != MAIN_SERVICE:
         settings = settings.service_settings(service)
     plan = gateway_plan(settings, host.name, service)
@@ -273,20 +271,15 @@ def connection_of(
     sudo = ["sudo"] if host.data["_sudo"] else []
     read_key = shlex.join([*login, *sudo, "cat", plan.settings.key_path])
     urls = base_urls(plan)
-    # The URL for most clients: the network's, or the host's.
+    # The last URL is for most clients, unless only this host can use it or its address is unknown.
     is_local = plan.settings.expose == "docker" or (len(urls) > 1 and not plan.address)
     base_url, users = urls[0] if is_local else urls[-1]
     tunnel, port = None, plan.settings.port
     if base_url == url(plan, LOOPBACK) and not local:
-        # If the port is taken, ssh would continue without it (or with IPv6 only), and the key would
-        # go to another program. So ssh must exit, and the address is explicit.
-        forward = f"{LOOPBACK}:{port + host_index}:{LOOPBACK}:{port}"
-        options = ["-N", "-o", "ExitOnForwardFailure=yes", "-L", forward]
-        tunnel = shlex.join([*login[:1], *options, *login[1:]])
+        tunnel = shlex.join(tunnel_argv(login, port + host_index, port))
         base_url = base_url.replace(f":{port}/", f":{port + host_index}/")
         users = "here, through the tunnel below"
-    private = plan.tls is not None and plan.tls.mode == "private-ca"
-    ca = str(ca_path(plan.tls.ca_dir)) if plan.tls and private else None
+    ca = str(ca_path(plan.tls.ca_dir)) if plan.tls and plan.tls.mode == "private-ca" else None
     model, profile = model_and_profile(settings, host.catalog)
     task = model.task if isinstance(model, PlainModel) else "chat"
     return Connection(
@@ -359,7 +352,7 @@ def connection_lines(server: Connection) -> Iterator[str]:
     yield f"  try        {server.example}"
 
 
-# By task of a model: path and content of a request.
+# Path and content of an example request, by the model's task.
 _REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
     "completion": ("completions", {"prompt": "The capital of France is", "max_tokens": 9}),
@@ -373,7 +366,7 @@ def example(base_url: str, model: str, read_key: str, ca: str | None, task: str 
     path, content = _REQUESTS[task]
     body = {"model": model, **content}
     trust = f"--cacert {shlex.quote(ca)} " if ca else ""
-    # Every user of this machine can read argv, so the header comes from stdin.
+    # curl reads the header from stdin, because every user of this machine can read argv.
     return (
         f"{read_key} | sed 's/^/Authorization: Bearer /' | "
         f"curl -s {trust}{base_url}/{path} -H @- "

@@ -22,7 +22,7 @@ from spark_deploy.config.checkout import catalog_names
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.printable import printable
 
-# For shell completion; commands report unreadable files themselves.
+# Types for shell completion; commands report unreadable files themselves.
 FILE = click.Path(readable=False)
 FOLDER = click.Path(file_okay=False, readable=False)
 
@@ -42,6 +42,12 @@ class Options:
     yes: bool = False
     verbose: bool = False
 
+    @property
+    def choice(self) -> dict[str, str]:
+        """The options ``--model`` and ``--profile`` that were given."""
+        values = {"model": self.model, "profile": self.profile}
+        return {name: value for name, value in values.items() if value}
+
 
 def shared_options(
     *,
@@ -53,7 +59,7 @@ def shared_options(
 ) -> Callable[[Callable[..., int]], Callable[..., Any]]:
     """Add ``--json`` and groups of options; the command gets them as ``Options``.
 
-    With KEY=VALUE in ``metavar`` it also gets the words that contain "=", as ``assignments``.
+    With KEY=VALUE in ``metavar`` it also gets the arguments that contain "=", as ``assignments``.
     """
 
     def decorate(run: Callable[..., int]) -> Callable[..., Any]:
@@ -81,13 +87,13 @@ def shared_options(
             *_CONFIRMS * confirms, *_CHANGES * changes,
             click.option("--json", is_flag=True, help="Print the result as JSON."),
         ]  # fmt: skip
-        return functools.reduce(lambda to, add: add(to), reversed(parameters), bind)
+        return functools.reduce(lambda command, add: add(command), reversed(parameters), bind)
 
     return decorate
 
 
 def _is_inventory(word: str) -> bool:
-    """Return whether it is an inventory instead of a host name: a file, a list, or ``@local``."""
+    """Return whether it is an inventory, not a host: a file, a list of hosts, or ``@local``."""
     has_form = word.endswith(".py") or word.startswith("@") or "," in word or "/" in word
     return has_form or Path(word).is_file()
 
@@ -163,7 +169,7 @@ _CHANGES = (
 
 
 _TITLE = re.compile(r"^(?:\S+: | *\S+(?: \S+)? {2,}| {2,})")
-_COMMAND = re.compile(  # to be copied into a shell
+_COMMAND = re.compile(  # commands for a shell
     r"(?:ssh (?:-|\S+ (?:sudo|cat) )|(?:sudo )?cat /|curl -|docker run |spark-deploy |vllm serve )"
 )
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -175,16 +181,16 @@ _STYLES = {
 }
 
 
-_DOTS = {"●": "green", "◐": "yellow", "○": "red"}  # distinct without color, too
+_DOTS = {"●": "green", "◐": "yellow", "○": "red"}  # also distinct without color
 
 
 def print_result(
-    options: Options, data: Any, texts: Iterable[Iterable[str]], *, between: str = "\n\n"
+    options: Options, data: Any, texts: Iterable[Iterable[str]], *, separator: str = "\n\n"
 ) -> None:
     """Print a result: ``data`` as JSON, or ``texts`` with the lines of each host."""
     if options.json:
         print(json.dumps(to_plain(data), indent=1))
-    elif text := printable(between.join("\n".join(lines) for lines in texts)):
+    elif text := printable(separator.join("\n".join(lines) for lines in texts)):
         print_wrapped(text.splitlines()) if sys.stdout.isatty() else print(text)
 
 
@@ -212,7 +218,10 @@ def print_problem(problem: Problem) -> None:
 
 
 def wrap_line(line: str, width: int) -> list[str]:
-    """Split a line at spaces, aligned with the text after the title; commands stay copyable."""
+    """Split a line at spaces, aligned with the text after the title.
+
+    A command gets a backslash at each break, so that it can be copied into a shell.
+    """
     if len(line) <= width:
         return [line]
     title = _TITLE.match(line)

@@ -40,7 +40,7 @@ def doctor(options: Options, is_report: bool, out: str | None) -> int:
     needs = _needs(hosts)
     answers = query(hosts, lambda host, target: read_survey(host, needs[target.name]))
     surveys = {answer.host.name: answer.value for answer in answers if answer.value}
-    verdicts = [verdict_of(answer, needs[answer.host.name], surveys) for answer in answers]
+    verdicts = [make_verdict(answer, needs[answer.host.name], surveys) for answer in answers]
     print_result(options, verdicts, map(verdict_lines, verdicts))
     return 0 if all(verdict["reachable"] and not verdict["problems"] for verdict in verdicts) else 1
 
@@ -62,36 +62,32 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
     report, path = write_report(tuple(reports), out)
     result = {"file": str(path), **plain_data(report)}
     lines = []
-    for report_of_host in reports:
-        states = [answer.state for answer in report_of_host.answers]
+    for entry in reports:
+        states = [answer.state for answer in entry.answers]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("yes", "no", "open"))
-        stubs = "; stand-ins of the virtual lab, not a Spark" * bool(report_of_host.stand_ins)
-        lines.append(f"{report_of_host.name}: {counts} of {len(states)} questions{stubs}")
+        stubs = "; stand-ins of the virtual lab, not a Spark" * bool(entry.stand_ins)
+        lines.append(f"{entry.name}: {counts} of {len(states)} questions{stubs}")
     print_result(options, result, [lines])
     note(f"{path}: read it before you send it")
     return 0 if len(reports) == len(hosts) else 1
 
 
 def _needs(hosts: Sequence[Target]) -> dict[str, PreflightPlan]:
-    """Return what each host needs; if the hub fails, sizes are estimates."""
-    needs, estimate = dict[str, PreflightPlan](), False
-    for host in hosts:
-        try:
-            needs[host.name] = build_plan(host, estimate=estimate).needs
-        except LockError as error:
-            note(f"{error.problems[0]}\nusing estimated sizes")
-            estimate = True
-            needs[host.name] = build_plan(host, estimate=True).needs
-    return needs
+    """Return the needs of each host; estimate sizes if the hub does not answer."""
+    try:
+        return {host.name: build_plan(host, estimate=False).needs for host in hosts}
+    except LockError as error:
+        note(f"{error.problems[0]}\nusing estimated sizes")
+        return {host.name: build_plan(host, estimate=True).needs for host in hosts}
 
 
 def read_survey(host: Host, needs: PreflightPlan) -> Survey | None:
-    # The survey uses sudo itself if it needs no password.
+    # The survey itself uses sudo if it works without a password.
     survey: Survey | None = host.get_fact(HostSurvey, _sudo=False, **fact_arguments(needs))
     return survey
 
 
-def verdict_of(
+def make_verdict(
     answer: Answer[Survey], needs: PreflightPlan, surveys: Mapping[str, Survey]
 ) -> dict[str, Any]:
     survey, name = answer.value, answer.host.name
@@ -137,9 +133,9 @@ def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
         yield f"  stopped   {text}"
     for title, text in verdict["looks"].items():
         yield f"  {title:<9} {text}"
-    for word, key in (("REFUSED", "problems"), ("warning", "warnings")):
+    for title, key in (("REFUSED", "problems"), ("warning", "warnings")):
         for problem in verdict[key]:
-            yield f"  {word:<9} {problem['where']}: {problem['what']}"
+            yield f"  {title:<9} {problem['where']}: {problem['what']}"
             yield f"  {'':<9} fix: {problem['fix']}"
     for title, command in zip(("move", "then"), verdict["move"], strict=False):
         yield f"  {title:<9} {command}"
@@ -167,7 +163,7 @@ def _survey_rows(survey: Survey, needs: PreflightPlan) -> Iterator[tuple[str, st
     if containers := competing_containers(survey.containers):
         engines = (f"{engine.name} ({engine.image}, {engine.state})" for engine in containers)
         yield "others", ", ".join(engines)
-    if text := reuse_text(reusable(survey.stored, needs)):
+    if text := reuse_text(find_reusable(survey.stored, needs)):
         yield "reuse", text
 
 
@@ -178,7 +174,7 @@ class Reuse:
     folders: tuple[str, ...]  # by size, largest first
 
 
-def reusable(stored: StoredFiles, needs: PreflightPlan) -> Reuse:
+def find_reusable(stored: StoredFiles, needs: PreflightPlan) -> Reuse:
     wanted = {file for _, files in needs.downloads for file in files}
     present = {(sha256, size_bytes) for _, sha256, size_bytes in stored.files}
     bytes_in: dict[str, int] = {}

@@ -24,7 +24,7 @@ from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import Problem, SettingsError, SparkError, unreachable
-from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.schema_errors import suggest
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.status import HostStatus, Status
@@ -59,16 +59,18 @@ class Target:
 
     name: str
     data: dict[str, Any]
-    settings: HostSettings
+    loaded: HostSettings
     catalog: Catalog
     # Answers of hub and registries by lock file, shared by all hosts of the command.
     looked_up: dict[Path, Lock] = field(default_factory=dict)
 
-    def serving(self, model: str, profile: str) -> Target:
-        settings = replace(
-            self.settings.settings, model=model, profile=profile, keep_ready=(), schedule=()
-        )
-        return replace(self, settings=replace(self.settings, settings=settings))
+    @property
+    def settings(self) -> Settings:
+        return self.loaded.settings
+
+    def with_model(self, model: str, profile: str) -> Target:
+        settings = replace(self.settings, model=model, profile=profile, keep_ready=(), schedule=())
+        return replace(self, loaded=replace(self.loaded, settings=settings))
 
 
 def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "") -> list[Target]:
@@ -76,15 +78,15 @@ def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "")
 
     ``must_serve`` rejects settings that cannot be served; ``deploy`` is the deploy that will run.
     """
-    pair = {key: getattr(options, key) for key in ("model", "profile") if getattr(options, key)}
-    data = [*options.data, *(f"{key}={value}" for key, value in pair.items())]
+    choice = options.choice
+    data = [*options.data, *(f"{key}={value}" for key, value in choice.items())]
     try:
         inventory = read_inventory(
             inventory_path(options), data=data, limit=options.limit, exclude=options.exclude,
             must_serve=must_serve, deploy=deploy,
         )  # fmt: skip
     except SettingsError as error:
-        flags = {f"--data: {key}": f"--{key}" for key in pair}
+        flags = {f"--data: {key}": f"--{key}" for key in choice}
         raise SettingsError([
             replace(problem, where=flags.get(problem.where, problem.where))
             for problem in error.problems
@@ -103,8 +105,8 @@ def inventory_path(options: Options) -> Path:
     if options.inventory:
         given = Path(options.inventory)
         return given / default if (given / default).is_file() else given
-    above = (directory / default for directory in Path.cwd().parents)
-    for path in (default, *filter(_is_trusted, above)):
+    in_parents = (directory / default for directory in Path.cwd().parents)
+    for path in (default, *filter(_is_trusted, in_parents)):
         if path.is_file():
             return path
     fix = "change to the folder of `spark-deploy init`, or add --inventory DIR"
@@ -112,7 +114,7 @@ def inventory_path(options: Options) -> Path:
 
 
 def _is_trusted(inventory: Path) -> bool:
-    """Return whether only this user and root could write an inventory, which is a program."""
+    """Return whether only this user and root can change an inventory, which is a program."""
     try:
         states = [path.stat() for path in (inventory, *list(inventory.parents)[:2])]
     except OSError:
@@ -121,8 +123,8 @@ def _is_trusted(inventory: Path) -> bool:
 
 
 def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
-    settings, catalog = host.settings.settings, host.catalog
-    path = host.settings.lock_path
+    settings, catalog = host.settings, host.catalog
+    path = host.loaded.lock_path
     lock = host.looked_up.get(path) or read_lock(path)
     missing = required_names(settings, catalog).missing_in(lock)
     if missing.names and estimate:
@@ -133,8 +135,8 @@ def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
     if not estimate:
         lock = host.looked_up[path] = read_headers(settings, catalog, lock, note)
     request = Request(host.name, settings, catalog, lock, payload_identity())
-    known: HostContext | None = host.data.get(CONTEXT_KEY)
-    return known.plan(request) if known else plan_host(request)
+    context: HostContext | None = host.data.get(CONTEXT_KEY)
+    return context.plan(request) if context else plan_host(request)
 
 
 def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
@@ -143,8 +145,8 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     size_bytes: dict[str | None, int] = {}
     for name in {served.model for served in settings.all_models}:
         model = catalog.model(name)
-        for pair, profile in catalog.profiles.items():
-            if pair[1] == name:
+        for (_, model_name), profile in catalog.profiles.items():
+            if model_name == name:
                 size_bytes |= dict.fromkeys(
                     (repo for repo, _ in companion_repositories(model, profile)), 0
                 )
@@ -170,12 +172,11 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
 
 
 def chosen_services(host: Target, service: str | None) -> list[str]:
-    services = [MAIN_SERVICE, *host.settings.settings.services]
+    services = [MAIN_SERVICE, *host.settings.services]
     if service is None:
         return services
     if service not in services:
-        guess = closest(service, services)
-        fix = f"did you mean {guess}?" if guess else f"choose from: {', '.join(services)}"
+        fix = suggest(service, services, f"choose from: {', '.join(services)}")
         raise SparkError.one(f"--service {service}", f"{host.name} has no such service", fix)
     return [service]
 
@@ -193,7 +194,7 @@ class Answer(Generic[T]):
 
 
 class _ConnectErrors(BaseStateCallback):
-    """Keeps why connections failed; pyinfra only logs it."""
+    """Keeps the reasons of failed connections, which pyinfra only logs."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
@@ -210,8 +211,9 @@ def read_status(host: Host, _target: Target) -> HostStatus | None:
 
 
 def query(
-    hosts: Sequence[Target], read: Callable[[Host, Target], T | None], *, doing: str = "querying"
+    hosts: Sequence[Target], read: Callable[[Host, Target], T | None], *, verb: str = "querying"
 ) -> list[Answer[T]]:
+    """Connect to the hosts in parallel; return what ``read`` returns for each."""
     data = [(host.name, {"_timeout": _FACT_S, **host.data}) for host in hosts]
     inventory = Inventory((data, {}))  # type: ignore[no-untyped-call]  # pyinfra
     state = State(inventory, Config())  # type: ignore[no-untyped-call]  # pyinfra
@@ -230,17 +232,17 @@ def query(
                 limit_output()
                 value = read(host, target)
             except (PyinfraError, OSError) as error:
-                return Answer(target, None, f"query failed: {_reason(host, state, error)}")
+                return Answer(target, None, f"query failed: {_query_problem(host, state, error)}")
         return Answer(target, value, "" if value is not None else "sent no readable answer")
 
     with ctx_state.use(state):
-        tasks = [gevent.spawn(query_host, *pair) for pair in zip(inventory, hosts, strict=True)]
+        tasks = [gevent.spawn(query_host, *both) for both in zip(inventory, hosts, strict=True)]
 
-        def slow() -> str:
+        def activity() -> str:
             names = [host.name for host, task in zip(hosts, tasks, strict=True) if not task.ready()]
-            return f"{doing} {short_list(names)}"
+            return f"{verb} {short_list(names)}"
 
-        with ticking(slow, note, first_s=QUIET_S):
+        with ticking(activity, note, first_s=QUIET_S):
             gevent.joinall(tasks, raise_error=True)
         disconnect_all(state)
     return [task.get() for task in tasks]
@@ -249,6 +251,7 @@ def query(
 def query_or_note(
     hosts: Sequence[Target], read: Callable[[Host, Target], T | None]
 ) -> Iterator[tuple[Target, T]]:
+    """Yield the hosts that answer, with their values; print the problems of the others."""
     for answer in query(hosts, read):
         if answer.value is None:
             note(f"{answer.host.name}: {answer.problem}")
@@ -256,7 +259,7 @@ def query_or_note(
             yield answer.host, answer.value
 
 
-def _reason(host: Host, state: State, error: Exception) -> str:
+def _query_problem(host: Host, state: State, error: Exception) -> str:
     """Explain a failed query; pyinfra reports a failed command only as "no hosts left"."""
     if isinstance(error, SparkError):
         return error.problems[0].line
@@ -272,13 +275,13 @@ def _reason(host: Host, state: State, error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AccessResult:
-    silent: tuple[HostKey, ...]
-    closed: tuple[Endpoint, ...]
+    unreachable: tuple[HostKey, ...]
+    without_access: tuple[Endpoint, ...]  # reachable, but our key or sudo does not work
 
     def problems(self) -> Iterator[Problem]:
-        for host in self.silent:
+        for host in self.unreachable:
             yield unreachable(host.endpoint.host, host.detail, CHECK_NETWORK)
-        for endpoint in self.closed:
+        for endpoint in self.without_access:
             problem = "sudo requires a password"
             if not endpoint.is_local:
                 problem = f"rejects our SSH key, or {problem}"
@@ -288,14 +291,13 @@ class AccessResult:
 def check_access(hosts: Sequence[Target]) -> AccessResult:
     """Try a login on all hosts in parallel; probe the hosts where it fails."""
     endpoints = [login.endpoint(host.name, host.data) for host in hosts]
-    doing = f"connecting to {short_list([host.name for host in hosts])}"
-    pool = Pool(16)  # of greenlets: threads would delay an exit after Ctrl-C
-    with ticking(doing, note, first_s=QUIET_S):
-        results = pool.map(login.try_key, endpoints)
-        pairs = zip(endpoints, results, strict=True)
-        closed = [endpoint for endpoint, access in pairs if not access.ready]
-        remote = [endpoint for endpoint in closed if not endpoint.is_local]
-        seen = pool.map(host_keys.query_host_key, remote)
-    silent = tuple(host for host in seen if host.state == "unreachable")
-    unreached = [host.endpoint for host in silent]
-    return AccessResult(silent, tuple(endpoint for endpoint in closed if endpoint not in unreached))
+    activity = f"connecting to {short_list([host.name for host in hosts])}"
+    pool = Pool(16)  # greenlets, because threads would delay an exit after Ctrl-C
+    with ticking(activity, note, first_s=QUIET_S):
+        results = zip(endpoints, pool.map(login.try_key, endpoints), strict=True)
+        failed = [endpoint for endpoint, result in results if not result.ready]
+        remote = [endpoint for endpoint in failed if not endpoint.is_local]
+        keys = pool.map(host_keys.query_host_key, remote)
+    silent = tuple(key for key in keys if key.state == "unreachable")
+    silent_endpoints = [key.endpoint for key in silent]
+    return AccessResult(silent, tuple(e for e in failed if e not in silent_endpoints))

@@ -24,7 +24,7 @@ from spark_deploy.cli.console import (
     profile_option,
     shared_options,
 )
-from spark_deploy.cli.models import PLAIN_PROFILE, fitting_profiles
+from spark_deploy.cli.models import PLAIN_PROFILE, fitting_profiles, is_stage
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SparkError
@@ -103,10 +103,10 @@ def init(
         read_hosts(folder / HOSTS_FILE)
         inventory = read_inventory(folder / INVENTORY)
     except SparkError:
-        for path in written:  # the next try would keep the mistake
+        for path in written:  # otherwise the next `init` would keep the mistake
             path.unlink()
             if path.parent != folder:
-                with suppress(OSError):  # not empty
+                with suppress(OSError):  # the folder is not empty
                     path.parent.rmdir()
         raise
     for name in SCHEMAS:
@@ -153,7 +153,7 @@ def _refuse_other_hosts(file: Path, lines: Sequence[str]) -> None:
 
 
 def _default_hosts(folder: Path, local: bool) -> list[str]:
-    """Return lines for this machine or for hosts entered by the user; none if hosts.yml exists."""
+    """Return lines for this machine or for hosts that the user types; none if hosts.yml exists."""
     if (folder / HOSTS_FILE).exists():
         return []
     try:
@@ -194,12 +194,7 @@ def _host_lines(hosts: Sequence[str], user: str | None) -> list[str]:
 def _settings(model: str | None, profile: str | None) -> str:
     catalog, model = read_catalog(), model or Settings().model
     fitting = fitting_profiles(model, catalog)
-    # Without stages of the ladder.
-    profiles = [
-        name
-        for name in fitting
-        if not catalog.profile(name, model).choose_when.startswith("you compare")
-    ]
+    profiles = [name for name in fitting if not is_stage(catalog.profile(name, model))]
     profile = profile or next(iter(profiles), Settings().profile)
     others = [name for name in profiles if name not in (profile, PLAIN_PROFILE)]
     values = {

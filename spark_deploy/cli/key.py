@@ -35,6 +35,7 @@ _limit = functools.partial(click.option, type=click.IntRange(min=1), metavar="N"
 @shared_options(changes=True)
 def key(options: Options, action: str, name: str, **limits: int | None) -> int:
     if action == "list":
+        # After `list` the word is the name of a host.
         return _print_keys(replace(options, limit=[*options.limit, *[name] * bool(name)]))
     if not name:
         raise SparkError.one(
@@ -48,7 +49,7 @@ def key(options: Options, action: str, name: str, **limits: int | None) -> int:
 def _add(options: Options, name: str, limits: dict[str, int]) -> int:
     chosen = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
-    if any(name in host.settings.settings.serve.keys for host in all_hosts):
+    if any(name in host.settings.serve.keys for host in all_hosts):
         fix = f"choose another name, or first: spark-deploy key revoke {name}"
         raise SparkError.one(f"key {name}", "exists already", fix)
     token = f"sk-{secrets.token_urlsafe(32)}"
@@ -58,7 +59,7 @@ def _add(options: Options, name: str, limits: dict[str, int]) -> int:
     if options.dry:
         print_edits(options, edits, [host.name for host in chosen])
         return 0
-    confirm(options.yes, f"{', '.join(host.name for host in chosen)}: accept a new key {name}?")
+    confirm(options, f"{', '.join(host.name for host in chosen)}: accept a new key {name}?")
     write(dry=False)
     note(f"the key of {name}, shown only now:")
     print_result(options, {"name": name, "key": token}, [[token]])
@@ -69,9 +70,9 @@ def _revoke(options: Options, name: str) -> int:
     if options.limit or options.exclude:
         raise SparkError.one("key revoke", "applies to all hosts", "leave out the hosts")
     hosts = select_hosts(options, must_serve=False)
-    root = hosts[0].settings.root
+    root = hosts[0].loaded.root
     if not (files := remove_entry(root, _KEYS, name, dry=True)):
-        known = sorted({key for host in hosts for key in host.settings.settings.serve.keys})
+        known = sorted({key for host in hosts for key in host.settings.serve.keys})
         fix = f"name one of: {', '.join(known)}" if known else "`spark-deploy key list` lists keys"
         raise SparkError.one(f"key revoke {name}", "no settings file has this key", fix)
     for file in files:
@@ -79,15 +80,13 @@ def _revoke(options: Options, name: str) -> int:
     if options.dry:
         note("no changes made")
         return 0
-    confirm(
-        options.yes, f"{', '.join(host.name for host in hosts)}: reject the key {name} at once?"
-    )
+    confirm(options, f"{', '.join(host.name for host in hosts)}: reject the key {name} at once?")
     remove_entry(root, _KEYS, name, dry=False)
     return _apply(options)
 
 
 def _apply(options: Options) -> int:
-    """Deploy the named keys of the changed settings; only the key goes to standard output."""
+    """Deploy the named keys of the changed settings; standard output has only the key."""
     hosts = select_hosts(options, must_serve=False)
     print_command(pyinfra_command("key", options, [host.name for host in hosts], ["-y"]))
     code = deploy("key", hosts, replace(options, json=True))
@@ -99,13 +98,13 @@ def _apply(options: Options) -> int:
 def _print_keys(options: Options) -> int:
     answers = query(select_hosts(options, must_serve=False), read_status)
     data = [{**answer.data(), "keys": _keys(answer)} for answer in answers]
-    print_result(options, data, map(_lines, data), between="\n")
+    print_result(options, data, map(_lines, data), separator="\n")
     return 0 if all(answer.value for answer in answers) else 1
 
 
 def _keys(answer: Answer[HostStatus]) -> dict[str, Any]:
     usage = answer.value.usage() if answer.value else {}
-    keys = answer.host.settings.settings.serve.keys
+    keys = answer.host.settings.serve.keys
     return {
         name: {**to_plain(key), "usage": to_plain(usage.get(name))} for name, key in keys.items()
     }

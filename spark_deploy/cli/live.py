@@ -28,11 +28,12 @@ from spark_deploy.config.printable import one_line, printable
 from spark_deploy.inventory.unreachable import ssh_reason
 from spark_deploy.plan.memory import GIB
 
+# Names of the sources of log lines, by unit.
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Line:
+class LogLine:
     at_us: int
     host: str
     part: str
@@ -86,11 +87,11 @@ def journal_command(lines: int, *, follow: bool) -> str:
     return f"journalctl -q --no-pager -o json -n {lines} {'-f ' if follow else ''}{units}"
 
 
-def parse_journal(host: str, text: Iterable[str]) -> Iterator[Line]:
+def parse_journal(host: str, lines: Iterable[str]) -> Iterator[LogLine]:
     """Parse the journal's JSON; skip incomplete lines."""
-    for entry in text:
+    for line in lines:
         try:
-            data = json.loads(entry)
+            data = json.loads(line)
         except ValueError:
             continue
         message = data.get("MESSAGE")
@@ -99,12 +100,12 @@ def parse_journal(host: str, text: Iterable[str]) -> Iterator[Line]:
         unit = str(data.get("_SYSTEMD_UNIT") or data.get("UNIT") or "")
         part = next((p for t, p in _PARTS.items() if unit.startswith(f"{t.name}@")), "systemd")
         time_us = int(data.get("__REALTIME_TIMESTAMP", 0))
-        yield Line(time_us, host, part, str(message or "").rstrip())
+        yield LogLine(time_us, host, part, str(message or "").rstrip())
 
 
-def _read_all(readers: dict[str, subprocess.Popen[str]]) -> Iterator[Line]:
+def _read_all(readers: dict[str, subprocess.Popen[str]]) -> Iterator[LogLine]:
     """Yield lines as they come, until the end of every journal."""
-    lines: queue.Queue[Line | None] = queue.Queue()
+    lines: queue.Queue[LogLine | None] = queue.Queue()
 
     def read(name: str, process: subprocess.Popen[str]) -> None:
         for line in parse_journal(name, process.stdout or ()):
@@ -113,11 +114,11 @@ def _read_all(readers: dict[str, subprocess.Popen[str]]) -> Iterator[Line]:
 
     for reader in readers.items():
         threading.Thread(target=read, args=reader, daemon=True).start()
-    for _ in readers:
+    for _ in readers:  # each reader ends with None
         yield from iter(lines.get, None)
 
 
-EVERY_S = 2
+INTERVAL_S = 2
 _METRIC = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$")
 _MODEL = re.compile(r'model_name="([^"]*)"')
 _SAMPLE_SCRIPT = """while :; do
@@ -126,15 +127,15 @@ _SAMPLE_SCRIPT = """while :; do
     grep -E '^vllm:(num_requests_|generation_tokens_total|kv_cache_usage|spec_decode_num_)'
   awk '/^MemAvailable/{print "memory", $2}' /proc/meminfo
   echo "gpu HEAT"
-  echo end; sleep EVERY
-done""".replace("HEAT", HEAT).replace("EVERY", str(EVERY_S))
+  echo end; sleep INTERVAL
+done""".replace("HEAT", HEAT).replace("INTERVAL", str(INTERVAL_S))
 
 # Metrics by name, with counters since the start of the engine, and the name of the model.
 Sample = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Now:
+class Load:
     host: str
     running: float | None
     waiting: float | None
@@ -155,40 +156,43 @@ def top(options: Options, once: bool, service: str | None) -> int:
     """Refresh until interrupted; exit with 1 if a host did not answer."""
     processes: dict[str, subprocess.Popen[str]] = {}
     samples: dict[str, list[Sample]] = {}
-    hosts = select_hosts(options, must_serve=False)
-    # Before the first process: a host may lack the service.
-    chosen = [(host, chosen_services(host, service)) for host in hosts]
-    for host, name in ((target, name) for target, names in chosen for name in names):
+    # The list is complete before the first process starts, because a host may lack the service.
+    chosen = [
+        (host, name)
+        for host in select_hosts(options, must_serve=False)
+        for name in chosen_services(host, service)
+    ]
+    for host, name in chosen:
         title = host.name if name == MAIN_SERVICE else f"{host.name}/{name}"
         script = _SAMPLE_SCRIPT.replace("FOLDER", engine_dir(name))
         processes[title], samples[title] = _start(login_of(host), script), []
         arguments = (processes[title], samples[title])
-        threading.Thread(target=_keep_samples, args=arguments, daemon=True).start()
+        threading.Thread(target=_keep_last_two, args=arguments, daemon=True).start()
 
-    def runs(title: str) -> bool:
+    def is_running(title: str) -> bool:
         return processes[title].poll() is None
 
     try:
         # Rates need two samples.
-        while any(runs(title) and len(pair) < 2 for title, pair in samples.items()):
+        while any(is_running(title) and len(last) < 2 for title, last in samples.items()):
             time.sleep(0.2)
         while True:
-            _show([now_of(title, pair) for title, pair in samples.items()], options, once)
-            if once or not any(map(runs, samples)):
+            _show([load_of(title, last) for title, last in samples.items()], options, once)
+            if once or not any(map(is_running, samples)):
                 break
-            time.sleep(EVERY_S)
+            time.sleep(INTERVAL_S)
     except KeyboardInterrupt:
         return 0
     finally:
         for process in processes.values():
             process.terminate()
-    failed = [title for title, pair in samples.items() if not pair]
+    failed = [title for title, last in samples.items() if not last]
     for title in failed:
         note(f"{title}: {_failure(processes[title], 'no answer')}")
     return 1 if failed else 0
 
 
-def _keep_samples(process: subprocess.Popen[str], samples: list[Sample]) -> None:
+def _keep_last_two(process: subprocess.Popen[str], samples: list[Sample]) -> None:
     for sample in parse_samples(process.stdout or ()):
         samples[:] = [*samples[-1:], sample]
 
@@ -207,35 +211,36 @@ def parse_samples(lines: Iterable[str]) -> Iterator[Sample]:
         elif name == "memory" and value.isdigit():
             sample["memory"] = int(value) * 1024
         elif name == "gpu":
-            heat = zip(("temperature", "power"), parse_heat(value), strict=True)
-            sample |= {key: number for key, number in heat if number is not None}
+            values = zip(("temperature", "power"), parse_heat(value), strict=True)
+            sample |= {key: number for key, number in values if number is not None}
         elif name == "end" and "at" in sample:
             yield sample
             sample = {}
 
 
-def now_of(host: str, samples: Sequence[Sample]) -> Now:
+def load_of(host: str, samples: Sequence[Sample]) -> Load:
     if not samples:
-        return Now(host, *[None] * 8)
+        return Load(host, *[None] * 8)
     last, before = samples[-1], samples[0]
 
-    def grown(metric: str) -> float:
+    def increase(metric: str) -> float:
         return float(last.get(metric, 0.0) - before.get(metric, 0.0))
 
     speed = acceptance = None
     has_tokens = "generation_tokens" in last and "generation_tokens" in before
-    if has_tokens and grown("at") > 0 and grown("generation_tokens") >= 0:
-        speed = grown("generation_tokens") / grown("at")
-    if (drafted := grown("spec_decode_num_draft_tokens")) > 0:
-        acceptance = grown("spec_decode_num_accepted_tokens") / drafted
-    return Now(
+    # After a restart of the engine the counter is smaller.
+    if has_tokens and increase("at") > 0 and increase("generation_tokens") >= 0:
+        speed = increase("generation_tokens") / increase("at")
+    if (drafted := increase("spec_decode_num_draft_tokens")) > 0:
+        acceptance = increase("spec_decode_num_accepted_tokens") / drafted
+    return Load(
         host, last.get("num_requests_running"), last.get("num_requests_waiting"), speed, acceptance,
         last.get("kv_cache_usage_perc"), last.get("memory"), last.get("temperature"),
         last.get("power"), last.get("model"),
     )  # fmt: skip
 
 
-def _show(rows: list[Now], options: Options, once: bool) -> None:
+def _show(rows: list[Load], options: Options, once: bool) -> None:
     if options.json:
         print(json.dumps([asdict(row) for row in rows]), flush=True)
         return
@@ -246,11 +251,11 @@ def _show(rows: list[Now], options: Options, once: bool) -> None:
     console.print(table(rows, console.width))
 
 
-# A narrow terminal hides these columns, the first of them first.
+# Columns that a narrow terminal hides, in this order.
 _OPTIONAL = ("W", "°C", "accepted", "free GiB", "cache", "waiting", "running")
 
 
-def table(rows: Sequence[Now], width: int) -> Table:
+def table(rows: Sequence[Load], width: int) -> Table:
     columns = {"host": [row.host for row in rows], "model": [row.model or "-" for row in rows]}
     for title, form, value in (
         ("running", ".0f", lambda row: row.running), ("waiting", ".0f", lambda row: row.waiting),

@@ -1,3 +1,5 @@
+"""``spark-deploy models``: models of the catalog, and the profiles that can serve them."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +15,7 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError, SparkError
-from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.schema_errors import suggest
 from spark_deploy.config.settings.cluster import ClusterSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.file import read_lock
@@ -34,7 +36,7 @@ class ListedModel:
     summary: str
     choose_when: str
     profiles: dict[int, list[str]]  # fitting profiles by number of hosts; choose the first
-    choices: dict[str, str]  # "choose when" of these profiles, without stages of the ladder
+    choices: dict[str, str]  # "choose when" of these profiles, without `is_stage`
     fixes: dict[int, str]  # required changes by number of hosts on which no profile fits
     is_known: bool  # sizes are known, so `profiles` considers memory
     download_bytes: int | None
@@ -53,7 +55,7 @@ class ListedModel:
 def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
     try:
         root = inventory_path(options).resolve().parents[1]
-    except SettingsError:  # without a folder of hosts: only our models
+    except SettingsError:  # not in a folder of `init`: list the shipped models
         root = CHECKOUT
     lock = read_lock(root / Settings().lock_file)
     user_dir = None if root == CHECKOUT else root
@@ -64,8 +66,7 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
         if (shows_all or not model.name.startswith("lab-")) and _matches(model, search)
     ]
     if not listed:
-        guess = closest(" ".join(search), list(catalog.models))
-        fix = f"did you mean {guess}?" if guess else "run `spark-deploy models` for all"
+        fix = suggest(" ".join(search), catalog.models, "run `spark-deploy models` for all")
         raise SparkError.one(f"models {' '.join(search)}", "no model of the catalog matches", fix)
     listed.sort(key=lambda model: (model.hosts or 99, -(model.tokens_per_s or 0), model.name))
     if options.json:
@@ -97,10 +98,10 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
         choices={
             name: catalog.profile(name, model.name).choose_when
             for name in next(filter(None, profiles.values()), [])
-            if not _is_stage(catalog.profile(name, model.name))
+            if not is_stage(catalog.profile(name, model.name))
         },
         fixes={
-            count: fix_of(model.name, chosen or Settings().profile, catalog, count)
+            count: advice(model.name, chosen or Settings().profile, catalog, count)
             for count, names in profiles.items()
             if not names
         },
@@ -111,8 +112,8 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
     )
 
 
-def fix_of(model: str, profile: str, catalog: Catalog, count: int) -> str:
-    """Return the planner's advice for a pair that ``count`` hosts cannot serve."""
+def advice(model: str, profile: str, catalog: Catalog, count: int) -> str:
+    """Return the planner's fix for a model and profile that ``count`` hosts cannot serve."""
     return plan_problems(settings_on(count, model, profile), catalog)[0].fix
 
 
@@ -123,25 +124,26 @@ def settings_on(count: int, model: str, profile: str) -> Settings:
 
 
 def fitting_profiles(model: str, catalog: Catalog, count: int = 1) -> list[str]:
-    """Return the profiles that serve a model on ``count`` hosts; the one to choose first."""
+    """Return the profiles that serve a model on ``count`` hosts, the recommended one first."""
     default = Settings().profile
     names = [
         name
-        for name, of in catalog.profiles
-        if of == model and can_serve(settings_on(count, model, name), catalog)
+        for name, profile_model in catalog.profiles
+        if profile_model == model and can_serve(settings_on(count, model, name), catalog)
     ]
-    # `plain` comes last if we build a checkpoint.
+    # `plain` comes first for published checkpoints, and last for checkpoints that we build.
     return sorted(
         names,
         key=lambda name: (
             name != default,
             isinstance(catalog.model(model), HybridModel) == (name == PLAIN_PROFILE),
-            _is_stage(catalog.profile(name, model)),
+            is_stage(catalog.profile(name, model)),
         ),
     )
 
 
-def _is_stage(profile: Profile) -> bool:
+def is_stage(profile: Profile) -> bool:
+    """Return whether the profile exists only for comparison with other profiles."""
     return profile.choose_when.startswith("you compare")
 
 

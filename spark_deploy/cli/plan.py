@@ -10,7 +10,7 @@ from typing import NamedTuple
 import click
 
 from spark_deploy.cli.console import Options, note, print_result, shared_options
-from spark_deploy.cli.doctor import Reuse, read_survey, reusable, reuse_text
+from spark_deploy.cli.doctor import Reuse, find_reusable, read_survey, reuse_text
 from spark_deploy.cli.hosts import build_plan, query_or_note, select_hosts
 from spark_deploy.cli.plan_text import download_peer, plan_text
 from spark_deploy.cli.report import HostReport, read_report
@@ -40,28 +40,29 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
     except LockError as error:
         if estimate:
             raise
-        offline = "; or add --estimate to work offline"
-        raise LockError(
-            [replace(problem, fix=problem.fix + offline) for problem in error.problems]
-        ) from error
+        raise LockError([
+            replace(problem, fix=f"{problem.fix}; or add --estimate to work offline")
+            for problem in error.problems
+        ]) from error  # fmt: skip
     for host in () if estimate else hosts:
-        # Tensor names are compared with the catalog unless the lock file records the result.
-        path = host.settings.lock_path
+        # This compares tensor names with the catalog unless the lock file records the result.
+        path = host.loaded.lock_path
         lock = host.looked_up.get(path) or read_lock(path)
-        host.looked_up[path] = verify_names_if_online(
-            host.settings.settings, host.catalog, lock, note
-        )
-    needs, reuse = {host_plan.host: host_plan.needs for host_plan in plans}, dict[str, Reuse]()
+        host.looked_up[path] = verify_names_if_online(host.settings, host.catalog, lock, note)
+    needs = {host_plan.host: host_plan.needs for host_plan in plans}
+    reuse: dict[str, Reuse] = {}
     if on_host:
         surveys = query_or_note(hosts, lambda host, target: read_survey(host, needs[target.name]))
-        reuse = {host.name: reusable(survey.stored, needs[host.name]) for host, survey in surveys}
+        reuse = {
+            host.name: find_reusable(survey.stored, needs[host.name]) for host, survey in surveys
+        }
     texts = (
         plan_text(
-            host_plan, *model_and_profile(host.settings.settings, host.catalog),
+            host_plan, *model_and_profile(host.settings, host.catalog),
             verbose=options.verbose,
             present=reuse_text(reuse[host.name]) if host.name in reuse else "",
-            peer=download_peer(host_plan, plans[:number] * host.settings.settings.fleet.share),
-            calibration=read_calibration(host.settings.root, host.catalog),
+            peer=download_peer(host_plan, plans[:number] * host.settings.fleet.share),
+            calibration=read_calibration(host.loaded.root, host.catalog),
         )
         for number, (host, host_plan) in enumerate(zip(hosts, plans, strict=True))
     )  # fmt: skip
@@ -84,7 +85,8 @@ class MeasuredSpeed(NamedTuple):
 
 
 def read_calibration(root: Path, catalog: Catalog) -> Calibration:
-    return calibrated(speed[-2:] for speed in measured_speeds(root, catalog))
+    speeds = measured_speeds(root, catalog)
+    return calibrated((speed.tokens_per_s, speed.computed_tokens_per_s) for speed in speeds)
 
 
 def measured_speeds(root: Path, catalog: Catalog) -> Iterator[MeasuredSpeed]:

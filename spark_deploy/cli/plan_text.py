@@ -33,7 +33,7 @@ from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, Servi
 
 RATES_MB_PER_S = (25, 100)
 UNMEASURED = Calibration()
-# A coding session at the end of the day, and one turn.
+# Tokens of a long coding session, and of a turn.
 _SESSION_TOKENS, _TURN_TOKENS = 130_000, 1000
 _MAX_WORD_CHARACTERS = 1000
 _CHECKS = {
@@ -89,7 +89,7 @@ def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
     caveat = " as far as known" if plan.memory.unknown else ""
     yield f"{plan.host}: {plan.model} with {plan.profile} fits{caveat}"
     yield row("serves", f"{', '.join(plan.serve.names)} {_address(plan)}")
-    yield row("downloads", _copies(plan, peer) if peer else _downloads(plan))
+    yield row("downloads", _peer_downloads(plan, peer) if peer else _downloads(plan))
     peak_bytes, after_bytes = disk_total(plan.disk)
     yield row("disk", f"{format_size(after_bytes)} in total, {format_size(peak_bytes)} at peak")
     yield row("memory", _memory_summary(plan, profile))
@@ -106,14 +106,14 @@ def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
     for service in plan.services:
         urls = ", ".join(url for url, _ in base_urls(service.gateway))
         used_memory = gib(service.memory.memory_fraction * service.memory.total_bytes)
-        pair = f"{service.model} with {service.profile}"
-        yield row("service", f"{service.serve.service}: {pair} at {urls}, uses {used_memory}")
-    for warning in (text for served in plan.served for text in served.warnings):
-        yield row("WARNING", warning)
+        served = f"{service.model} with {service.profile}"
+        yield row("service", f"{service.serve.service}: {served} at {urls}, uses {used_memory}")
+    for entry in plan.served:
+        yield from (row("WARNING", warning) for warning in entry.warnings)
 
 
 def _address(plan: HostPlan) -> str:
-    urls = ", ".join(f"{url} ({who})" for url, who in base_urls(plan.gateway))
+    urls = ", ".join(f"{url} ({clients})" for url, clients in base_urls(plan.gateway))
     members = [member.host for member in plan.serve.cluster.members] if plan.serve.cluster else []
     if not members:
         return f"at {urls}"
@@ -135,7 +135,7 @@ def _downloads(plan: HostPlan) -> str:
     )
 
 
-def _copies(plan: HostPlan, peer: str) -> str:
+def _peer_downloads(plan: HostPlan, peer: str) -> str:
     text = f"copies files and images from {peer}"
     donor_bytes = plan.checkpoint.donor_bytes if plan.checkpoint else 0
     return f"{text}; {format_size(donor_bytes)} from the hub" if donor_bytes else text
@@ -147,12 +147,12 @@ def _duration(seconds: float) -> str:
 
 def _memory_summary(plan: HostPlan, profile: Profile) -> str:
     memory = plan.memory
-    room = "tokens unknown before the first start"
+    capacity = "tokens unknown before the first start"
     if memory.full_context_users is not None:
         context = f"{plan.serve.check.max_model_len:,} tokens"
-        room = f"room for {memory.full_context_users:.1f} requests of {context}"
+        capacity = f"room for {memory.full_context_users:.1f} requests of {context}"
     return (
-        f"engine {gib(memory.engine_bytes)}, KV cache {gib(memory.kv_cache_bytes)} ({room}; "
+        f"engine {gib(memory.engine_bytes)}, KV cache {gib(memory.kv_cache_bytes)} ({capacity}; "
         f"{profile.limits.max_sequences} concurrent), free {gib(memory.left_bytes)}"
     )
 
@@ -167,16 +167,16 @@ def plan_lines(
         yield row("download", _source(source.locked, source.size_bytes))
         if plan.checkpoint and not plan.checkpoint.keep_base:
             donor_bytes = plan.checkpoint.donor_bytes
-            donor = f" and {format_size(donor_bytes)} of donor ranges" if donor_bytes else ""
+            donor = f" and {format_size(donor_bytes)} of FP8 tensors" if donor_bytes else ""
             again = (
                 f"a rebuild downloads {format_size(plan.checkpoint.base.size_bytes)}{donor} again"
             )
             yield row("", f"removed once the built checkpoint is proven and serves; {again}")
-    if made := plan.requantized:
+    if base := plan.requantized:
         yield row(
             "",
-            f"quantized on the host to {format_size(made.size_bytes)} in {made.dir}: AutoRound, "
-            f"{made.order.iters} steps, {gib(made.order.memory_bytes)} of memory (estimated); "
+            f"quantized on the host to {format_size(base.size_bytes)} in {base.dir}: AutoRound, "
+            f"{base.order.iters} steps, {gib(base.order.memory_bytes)} of memory (estimated); "
             "run `spark-deploy add --requantize`",
         )
     yield from _checkpoint(plan.checkpoint)
@@ -184,9 +184,9 @@ def plan_lines(
     yield row(
         "image", f"{plan.image.base}, {format_size(plan.image.size_bytes)} compressed, {layer}"
     )
-    for number, pair in enumerate(plan.ready):
-        folder = pair.checkpoint.dir if pair.checkpoint else pair.sources[0].dir
-        text = f"{pair.model} with {pair.profile}: {folder}, image {pair.image.tag}"
+    for number, entry in enumerate(plan.ready):
+        folder = entry.checkpoint.dir if entry.checkpoint else entry.sources[0].dir
+        text = f"{entry.model} with {entry.profile}: {folder}, image {entry.image.tag}"
         yield row("" if number else "kept ready", text)
     yield from _memory(plan, profile)
     yield from speed_lines(plan, model, profile, calibration)
@@ -293,7 +293,7 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
 def speed_lines(
     plan: HostPlan, model: Model, profile: Profile, calibration: Calibration = UNMEASURED
 ) -> Iterator[str]:
-    reason = _no_speed(plan, model, profile)
+    reason = _not_computed_reason(plan, model, profile)
     if reason or not isinstance(model, HybridModel):
         yield row("speed", f"not computed for {reason}")
         return
@@ -341,7 +341,7 @@ def _first_token(plan: HostPlan, model: Architecture, profile: Profile) -> str:
     )
 
 
-def _no_speed(plan: HostPlan, model: Model, profile: Profile) -> str:
+def _not_computed_reason(plan: HostPlan, model: Model, profile: Profile) -> str:
     if not isinstance(model, HybridModel):
         return "models without an architecture file"
     if profile.engine_mode != "native":
@@ -371,7 +371,7 @@ def _disk(plan: HostPlan) -> Iterator[str]:
 
 
 def _serving(release: Release, gateway: GatewayPlan) -> Iterator[str]:
-    urls = ", ".join(f"{url} ({who})" for url, who in base_urls(gateway))
+    urls = ", ".join(f"{url} ({clients})" for url, clients in base_urls(gateway))
     names = ", ".join(release.names)
     yield row("serves", f"{urls}, serving {names}; API key in {gateway.settings.key_path}")
     check = release.check

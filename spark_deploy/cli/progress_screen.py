@@ -25,7 +25,7 @@ _JOB = re.compile(
     r"(?P<title>(?:fetch|build|pull|remove) .+): (?P<state>[a-z]+)(?:: (?P<progress>.*))?$"
 )
 _ROLLOUT = re.compile(r"rollout of \S+: (?P<phase>[\w-]+): (?P<detail>.*)")
-# pyinfra logs these per host; its callbacks report them, too.
+# pyinfra logs these for each host, in addition to its callbacks.
 _STATUSES = ("Success", "No changes", "Skipped", "Error: executed", "Connected", "Ready:")
 # Logged before the first operation.
 _PREAMBLE = re.compile(r"--> .*\.\.\.$|\s*Failed to load host keys from .*: No such file")
@@ -55,7 +55,7 @@ class HostView:
     name: str
     step: str = "connecting"
     task: str = ""  # of the step
-    progress: str = ""  # of the task; never cut
+    progress: str = ""  # of the task; never shortened
     is_done: bool = False
     failed: str = ""  # the failed step
     headline: str = ""  # serving release and reason of the failure
@@ -71,6 +71,7 @@ class HostView:
         return [line for line in self.notes if not (_ROLLOUT.match(line) or _JOB.match(line))]
 
     def line(self) -> tuple[str, str]:
+        """Return step or task, and its progress."""
         if self.failed:
             return f"FAILED in {self.failed}", ""
         if self.is_done:
@@ -110,7 +111,7 @@ class Transcript:
     """The state of a deploy, from log lines and callbacks; methods return lines to print."""
 
     hosts: dict[str, HostView] = field(default_factory=dict)
-    part: str = ""
+    part: str = ""  # of the deploy, a value of _PART_OF_ROLE
     parts_s: dict[str, float] = field(default_factory=dict)
     since_s: float = 0.0
     general: list[str] = field(default_factory=list)  # lines without a host, since the last step
@@ -132,6 +133,7 @@ class Transcript:
         if name == "Wait for all jobs":
             self.part = "model and image"
         self.general = []
+        # A rollout's operation ends in "on HOST, HOST"; other operations run on all hosts.
         named = name.rpartition(" on ")[2].split(", ")
         active = named if all(host in self.hosts for host in named) else list(self.hosts)
         for host in self.hosts.values():
@@ -173,13 +175,13 @@ class Watcher(BaseStateCallback):
     follows_progress = True
 
     def __init__(self, hosts: Sequence[str], console: Console, write: Callable[[str], object]):
-        self.began_s = time.monotonic()
+        self.started_s = time.monotonic()
         self.transcript = Transcript({name: HostView(name) for name in hosts})
         self.screen = (_LiveScreen if console.is_terminal else _PipedScreen)(self, console)
         self._write = write
 
     def now_s(self) -> float:
-        return time.monotonic() - self.began_s
+        return time.monotonic() - self.started_s
 
     def log(self, text: str) -> None:
         for line in text.splitlines():
@@ -287,29 +289,29 @@ class _LiveScreen(_PipedScreen):
     def refresh(self) -> None: ...
 
 
-def rows(transcript: Transcript, since_s: float, width: int) -> Group:
+def rows(transcript: Transcript, duration_s: float, width: int) -> Group:
     """Return a line per host with name, task and progress, and a line with the time."""
     lines = []
     name_width = max(map(len, transcript.hosts), default=0)
     for host in transcript.hosts.values():
         task, progress = host.line()
-        room = max(10, width - name_width - len(progress) - 2 * bool(progress) - 2)
+        task_width = max(10, width - name_width - len(progress) - 2 * bool(progress) - 2)
         style = "red bold" if host.failed else "green" if host.is_done else ""
         text = Text.assemble(
-            (f"{host.name:<{name_width}}  ", "bold"), (shortened(task, room), style)
+            (f"{host.name:<{name_width}}  ", "bold"), (shortened(task, task_width), style)
         )
         lines.append(text.append(f"  {progress}" if progress else ""))
-    lines.append(Text(f"{minutes(since_s)}  {transcript.part}", "dim"))
+    lines.append(Text(f"{minutes(duration_s)}  {transcript.part}", "dim"))
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Group(*lines)
 
 
-def shortened(text: str, room: int) -> str:
-    if len(text) <= room:
+def shortened(text: str, width: int) -> str:
+    if len(text) <= width:
         return text
-    head = (room - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (room - 1 - head) :]}"
+    head = (width - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
 def _styled(text: str) -> Text:
@@ -318,7 +320,7 @@ def _styled(text: str) -> Text:
     return Text(text, "yellow" if "warning" in text[:40].lower() else "")
 
 
-def summary(transcript: Transcript, code: int, took_s: float) -> Iterator[Text]:
+def summary(transcript: Transcript, code: int, duration_s: float) -> Iterator[Text]:
     """Yield result and number of changes per host, then the duration of each part."""
     for host in sorted(transcript.hosts.values(), key=lambda host: not host.failed):
         outcome = Text(host.serves[0] if host.serves else "done", "green")
@@ -338,12 +340,12 @@ def summary(transcript: Transcript, code: int, took_s: float) -> Iterator[Text]:
             yield Text(f"  changed {changed}; still running on the host: {running}")
         else:
             yield Text(f"  changed {changed}", "dim")
-    if not transcript.parts_s:  # the reason precedes the first step
+    if not transcript.parts_s:  # the deploy failed before the first step
         reasons = [
             line for line in transcript.general if line.strip() and not _PREAMBLE.match(line)
         ]
         yield from map(_styled, reasons[-12:])
     parts = [f"{name} {minutes(s)}" for name, s in transcript.parts_s.items() if s >= 0.5]
-    yield Text(f"took {minutes(took_s)}" + (f" ({', '.join(parts)})" if parts else ""))
+    yield Text(f"took {minutes(duration_s)}" + (f" ({', '.join(parts)})" if parts else ""))
     if code:
         yield Text(f"failed: exit code {code}", "bold red")

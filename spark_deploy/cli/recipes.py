@@ -1,4 +1,4 @@
-"""Serving recipes of four projects as catalog files; unused keys are reported."""
+"""Convert serving recipes of four projects into catalog files, and list unused keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spark_deploy.config.settings.engine import DEVICE_OPTIONS, PROFILE_KEYS
 _SPARK = "dgx_spark_gb10"
 _SERVICE = "set by the gateway and serve.names"
 _IMAGE = "the engine image is images.engine of your settings, unchanged"
-# Why these keys are unused.
+# Reasons why a key is not used.
 _REASONS = {
     "build_args": _IMAGE, "container": _IMAGE, "image": _IMAGE, "mods": _IMAGE, "runtime": _IMAGE,
     "docker_image": _IMAGE, "pre_exec": "third-party commands are never run on hosts",
@@ -35,8 +35,8 @@ _REASONS = {
     "dependencies": "the image contains the dependencies", "host": _SERVICE, "port": _SERVICE,
     "served_model_name": _SERVICE, "setup_command": "a deploy sets hosts up",
 }  # fmt: skip
-_SHELL = re.compile(r"[|&;]|\d?>")  # the end of a command, or a redirection
-_ASSIGNED = re.compile(r"[A-Za-z_]\w*=[^$`]*$")
+_END_OF_COMMAND = re.compile(r"[|&;]|\d?>")  # a separator or a redirection
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=[^$`]*$")
 _MAX_CHARACTERS = 4_000_000
 # Keys that are used, by kind of recipe.
 _SPARKRUN_KEYS = {"recipe_version", "name", "description", "model", "model_revision", "env",
@@ -72,7 +72,9 @@ def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | Non
     for kind, parser in list(arguments.parsers.items()):
         if engine is not None and parser not in getattr(engine, kind):
             del arguments.parsers[kind]
-            arguments.unused.append(f"parsers.{kind} {parser}: your engine has no such parser")
+            arguments.unused.append(
+                f"parsers.{kind} {parser}: your engine does not have this parser"
+            )
     if (gpus := max(recipe.nodes, arguments.devices)) > 1:
         problem = f"is for {gpus} GPUs; a Spark has one, and an imported model runs on one host"
         raise CatalogError.one(source, problem, "use a recipe for one Spark")
@@ -98,10 +100,10 @@ def _environment(recipe: Recipe) -> dict[str, str]:
     given = {str(name): str(value) for name, value in recipe.environment.items()}
     paths = allowed.find_unlisted({}, given)
     unlisted = f"{allowed.NOT_LISTED}; {allowed.FIX}"
-    refused = {path.removeprefix("environment."): unlisted for path in paths}
-    refused |= {name: reason for name, reason, _ in engine_options.environment_problems(given)}
-    recipe.unused += [f"environment {name}: {refused[name]}" for name in sorted(refused)]
-    return {name: value for name, value in given.items() if name not in refused}
+    rejected = {path.removeprefix("environment."): unlisted for path in paths}
+    rejected |= {name: reason for name, reason, _ in engine_options.environment_problems(given)}
+    recipe.unused += [f"environment {name}: {rejected[name]}" for name in sorted(rejected)]
+    return {name: value for name, value in given.items() if name not in rejected}
 
 
 def _read(data: Mapping[str, Any], source: str) -> Recipe:
@@ -117,16 +119,16 @@ def _read(data: Mapping[str, Any], source: str) -> Recipe:
 
 def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
     defaults = _mapping(data.get("defaults"))
-    command = data.get("command")
-    if isinstance(command, str):
+    template = data.get("command")
+    if isinstance(template, str):
         values = {**defaults, "model": data.get("model")}
         texts = {name: str(value) for name, value in values.items()}
-        if len(command) * max(map(len, texts.values())) > _MAX_CHARACTERS:
+        if len(template) * max(map(len, texts.values())) > _MAX_CHARACTERS:
             raise CatalogError.one(source, "the command is too long", "use another recipe")
-        filled = re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), command)
-        words, exported, unused = _serve_words(filled)
+        command = re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), template)
+        words, exported, unused = _serve_words(command)
         unused += [f"defaults.{name}: does not appear in the command" for name in defaults
-                   if f"{{{name}}}" not in command]  # fmt: skip
+                   if f"{{{name}}}" not in template]  # fmt: skip
     else:
         words, exported, unused = [], {}, []
         for name, value in defaults.items():
@@ -174,9 +176,9 @@ def _vllm_project(data: Mapping[str, Any]) -> Recipe:
     model, meta = _mapping(data.get("model")), _mapping(data.get("meta"))
     features, variants = _mapping(data.get("features")), _mapping(data.get("variants"))
     fallback = "default" if "default" in variants else str(next(iter(variants), "default"))
-    on_spark = (str(name) for name, variant in variants.items()
-                if _SPARK in _mapping(_mapping(variant).get("hardware_overrides")))  # fmt: skip
-    name = next(on_spark, fallback)
+    for_spark = (str(name) for name, variant in variants.items()
+                 if _SPARK in _mapping(_mapping(variant).get("hardware_overrides")))  # fmt: skip
+    name = next(for_spark, fallback)
     variant = _mapping(variants.get(name))
     hardware = [_mapping(_mapping(part.get("hardware_overrides")).get(_SPARK))
                 for part in (data, variant)]  # fmt: skip
@@ -215,7 +217,7 @@ def _vllm_project(data: Mapping[str, Any]) -> Recipe:
 
 
 def _serve_words(command: str) -> tuple[list[str], dict[str, Any], list[str]]:
-    """Return the words after ``vllm serve MODEL``, the variables set before it, unused words."""
+    """Return the words after ``vllm serve MODEL``, environment variables and unused words."""
     text = re.sub(r"^[ \t]*#.*$", "", command.replace("\\\n", " "), flags=re.MULTILINE)
     try:
         words = shlex.split(text)
@@ -223,16 +225,20 @@ def _serve_words(command: str) -> tuple[list[str], dict[str, Any], list[str]]:
         words = []
     if "serve" not in words:
         return [], {}, ["command: it does not call `vllm serve`"] if command.strip() else []
-    at = words.index("serve")
-    end = next((n for n, word in enumerate(words) if n > at and _SHELL.match(word)), len(words))
-    exported = dict(word.split("=", 1) for word in words[:at] if _ASSIGNED.match(word))
+    start = words.index("serve")
+    end = next(
+        (n for n, word in enumerate(words) if n > start and _END_OF_COMMAND.match(word)), len(words)
+    )
+    exported = dict(word.split("=", 1) for word in words[:start] if _ASSIGNMENT.match(word))
     unused = [
         f"command: {word}: only arguments and environment of `vllm serve` are supported"
-        for word in (*words[:at], *words[end:])
+        for word in (*words[:start], *words[end:])
         if word.split("=", 1)[0] not in exported and word not in ("vllm", "exec", "export")
     ]
-    after = words[at + 1 : end]
-    return after[1:] if after and not after[0].startswith("-") else after, exported, unused
+    after = words[start + 1 : end]
+    if after and not after[0].startswith("-"):  # the model
+        after = after[1:]
+    return after, exported, unused
 
 
 def _unused_keys(data: Mapping[str, Any], used: Iterable[str]) -> list[str]:
@@ -260,7 +266,7 @@ _FULL_NAMES = {
     "-sc": "speculative-config",
     "-q": "quantization",
 }
-# vLLM's methods of speculation, as profiles name them.
+# Methods of speculation in profiles, by their names in vLLM.
 _METHODS = {
     **dict.fromkeys(("mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"),
     **{name: name for name in (*METHODS_WITH_REPOSITORY, "ngram")},
@@ -301,17 +307,18 @@ def read_arguments(words: list[str]) -> Arguments:
         options[option] = {**_mapping(known), key: value} if key else value
     for name, value in options.items():
         _add_argument(name, value, arguments)
-    own = arguments.profile.pop("options", {})
-    for option, problem, fix in list(engine_options.option_problems(own)):
-        del own[option]
+    # Options without a profile key; keep those that a catalog file may set.
+    others = arguments.profile.pop("options", {})
+    for option, problem, fix in list(engine_options.option_problems(others)):
+        del others[option]
         arguments.unused.append(f"--{option}: {problem}; {fix}")
-    for option, value in list(own.items()):
+    for option, value in list(others.items()):
         for path in allowed.find_unlisted(engine_options.canonical_options({option: value}), {}):
-            own.pop(option, None)
+            others.pop(option, None)
             text = f"--{path.removeprefix('options.')}: {allowed.NOT_LISTED}; {allowed.FIX}"
             arguments.unused.append(text)
-    if own:
-        arguments.profile["options"] = own
+    if others:
+        arguments.profile["options"] = others
     return arguments
 
 
@@ -327,7 +334,7 @@ def _add_argument(name: str, value: Any, arguments: Arguments) -> None:
         _add_speculation(_mapping(value), arguments)
     elif name == "trust-remote-code":
         arguments.unused.append(f"--{name}: third-party code is never run")
-    elif name != "enable-auto-tool-choice":  # follows from the parser
+    elif name != "enable-auto-tool-choice":  # a deploy sets it for models with a parser
         arguments.profile.setdefault("options", {})[name] = value
 
 
@@ -346,7 +353,6 @@ def _add_profile_key(name: str, value: Any, arguments: Arguments) -> None:
 
 
 def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
-    """Take drafts with weights in the model or a repository."""
     method = _METHODS.get(str(config.get("method")))
     if method is None:
         name = str(config.get("method"))[:40]
@@ -365,8 +371,8 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
         arguments.unused.append(f"--speculative-config: {problems[0]}")
         return
     arguments.profile["speculation"] = speculation
-    extra = [key for key in config if key != "method" and key not in _SPECULATION]
-    arguments.unused += [f"--speculative-config {key}: the engine chooses it" for key in extra]
+    unused = [key for key in config if key != "method" and key not in _SPECULATION]
+    arguments.unused += [f"--speculative-config {key}: the engine chooses it" for key in unused]
 
 
 def _option_values(words: list[str]) -> Iterator[tuple[str, list[str]]]:

@@ -46,7 +46,7 @@ class Serving:
     planned_kv_cache_bytes: int | None
     start_memory: StartMemory | None
     speed: dict[str, float]  # medians of the benchmark stored with the proof
-    events: tuple[Event, ...]  # without texts that may name addresses
+    events: tuple[Event, ...]  # without texts that may contain addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class HostReport:
     local: bool
     machine: dict[str, str]
     versions: dict[str, str]
-    stand_ins: tuple[str, ...]  # packages of the virtual lab
+    stand_ins: tuple[str, ...]  # programs of the virtual lab that replace a Spark's
     memory_total_bytes: Count
     memory_available_bytes: Count
     gpu: dict[str, float]
     gpu_container: tuple[str, ...]  # the options with which a container saw the GPU
     kernel_log: dict[str, int]  # lines since the boot, by kind
     unmanaged_containers: Count
-    refusals: tuple[str, ...]  # subjects of preflight's refusals
+    refusals: tuple[str, ...]  # subjects of the problems that preflight found
     warnings: tuple[str, ...]
     jobs: tuple[JobState, ...]
     notes: tuple[str, ...]
@@ -127,9 +127,9 @@ def write_report(hosts: tuple[HostReport, ...], path: Path | None) -> tuple[Repo
     return report, path
 
 
-# Fields without private data are selected first; these patterns remove private data that a program
-# or vendor put into a field.
-_GONE = "<redacted>"
+# The fields of a report are chosen to contain no private data. These patterns remove private data
+# that a program or vendor has put into a field.
+_REDACTED = "<redacted>"
 _KEY = re.compile(
     r"(?i)\b(?:bearer|basic)\s+\S+|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[abpr]-|AKIA)"
     r"[\w-]{8,}|\beyJ[\w-]+\.[\w-]+\.[\w-]*"
@@ -152,10 +152,10 @@ _WORDS = re.compile(r"[a-z]{4,}")
 
 
 def redacted(text: str) -> str:
-    text = _LOGIN.sub(f"{_GONE}@", text)
+    text = _LOGIN.sub(f"{_REDACTED}@", text)
     for pattern in (_KEY, _UUID, _SERIAL, _MAIL, _MAC):
-        text = pattern.sub(_GONE, text)
-    text = _HOME.sub(_GONE, text)
+        text = pattern.sub(_REDACTED, text)
+    text = _HOME.sub(_REDACTED, text)
     text = _IPV4.sub(_redact_address, _IPV6.sub(_redact_address, text))
     return _LONG.sub(_redact_secret, text)
 
@@ -168,7 +168,7 @@ def _redact_address(match: re.Match[str]) -> str:
             address = ipaddress.ip_address(_NEXT_TO_ADDRESS.sub("", part))
         except ValueError:  # a time of day, a version, an address after "mac:"
             continue
-        return text if address.is_loopback or address.is_unspecified else label + _GONE
+        return text if address.is_loopback or address.is_unspecified else label + _REDACTED
     return text
 
 
@@ -176,7 +176,7 @@ def _redact_secret(match: re.Match[str]) -> str:
     word = match[0]
     digits, capitals = sum(map(str.isdigit, word)), sum(map(str.isupper, word))
     is_text = digits <= 4 and capitals <= 0.4 * len(word) and len(_WORDS.findall(word)) > 1
-    return word if is_text or (word.isupper() and not digits) else _GONE
+    return word if is_text or (word.isupper() and not digits) else _REDACTED
 
 
 def _redact(value: Any) -> Any:

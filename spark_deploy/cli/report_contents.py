@@ -28,14 +28,14 @@ _NUMERIC_CHECKS |= {names.ACCEPTANCE, names.COUNTERS, names.HEALTH}
 _FIXED_EVENTS = frozenset({names.HOT, names.COOLED, names.POWER, names.STARVING, names.STALLED})
 _DGX = ("DGX_NAME", "DGX_PRETTY_NAME", "DGX_SWBUILD_DATE", "DGX_SWBUILD_VERSION",
         "DGX_OTA_VERSION", "DGX_OTA_DATE")  # fmt: skip
-_REGISTRY = re.compile(r"^.*/(?=[^/]*$)")  # of an image: it may be private
+_REGISTRY = re.compile(r"^.*/(?=[^/]*$)")  # in an image's name; it may be private
 
 
 @dataclass(frozen=True, slots=True)
 class HostData:
     survey: Survey
     status: HostStatus
-    evidence: Evidence | None  # None: the host's tools are absent or of another version
+    evidence: Evidence | None  # None if the host tools are absent or of another version
 
 
 def read_host(host: Host, survey: Survey) -> HostData:
@@ -110,9 +110,9 @@ def _versions(
 
 def _subject(problem: Problem) -> str:
     """Return the subject of a problem, without the name of a container or a process."""
-    word, _, rest = problem.where.partition(" ")
-    private = word in ("container", "process", "port") or rest.startswith("/")
-    return word if private or "/" in problem.where else problem.where
+    kind, _, _ = problem.where.partition(" ")
+    is_private = kind in ("container", "process", "port") or "/" in problem.where
+    return kind if is_private else problem.where
 
 
 def _notes(data: HostData, service: str) -> Iterator[str]:
@@ -120,15 +120,15 @@ def _notes(data: HostData, service: str) -> Iterator[str]:
     if not data.status.installed:
         yield "the host tools are not installed"
     elif data.evidence is None:
-        yield "the host tools are of another version: run `spark-deploy up`, then this again"
+        yield "the host tools are of another version: run `spark-deploy up`, then report again"
     services = status.services if status else {}
     others = [name for name, state in services.items() if name != service and state.active]
     if others:
-        yield f"{len(others)} more services run; this report leaves them out"
+        yield f"{len(others)} more services run; this report excludes them"
     if data.survey.user:
         yield "read without root: sudo requires a password"
     if status and status.versions_unknown:
-        yield f"no version of {', '.join(status.versions_unknown)}: timed out"
+        yield f"the version of {', '.join(status.versions_unknown)} is unknown: timed out"
 
 
 def _serving(
@@ -139,7 +139,7 @@ def _serving(
     service: str,
 ) -> Serving:
     proof, memory = release.proof, plan.memory
-    same = (release.model, release.profile) == (plan.model, plan.profile)
+    is_planned = (release.model, release.profile) == (plan.model, plan.profile)
     events = status.report.events.get(service, ()) if status.report else ()
     full = proof.last_full if proof else None
     bench = (proof.bench if proof else None) or {}
@@ -162,8 +162,8 @@ def _serving(
             for check in (proof.checks if proof else ())
         ),
         engine=engine or EngineEvidence(release.name),
-        planned_kv_cache_tokens=tokens if same else None,
-        planned_kv_cache_bytes=memory.kv_cache_bytes if same else None,
+        planned_kv_cache_tokens=tokens if is_planned else None,
+        planned_kv_cache_bytes=memory.kv_cache_bytes if is_planned else None,
         start_memory=proof.start_memory if proof else None,
         speed={name: value for name, value in medians.items() if isinstance(value, float)},
         events=tuple(
@@ -172,16 +172,16 @@ def _serving(
     )
 
 
-# Questions of catalog/open_questions.yml in their order.
+# Questions of catalog/open_questions.yml, in the same order.
 QUESTION_IDS = (
     "deployed", "preflight", "local", "neighbours", "fetched", "built", "loaded", "answers",
     "gdn-prefill", "acceptance", "needle", "watch", "rollout", "restarted", "gpu-container",
     "start-time", "memory-left", "kv-cache", "speed", "heat", "driver-trouble",
 )  # fmt: skip
-_AS_PLANNED = 0.99  # share of the planned tokens: the plan rounds
-_ENOUGH_TOKENS = 100_000  # generated tokens before the absence of events is an answer
+_AS_PLANNED = 0.99  # of the planned tokens, because the plan rounds
+_ENOUGH_TOKENS = 100_000  # with so many generated tokens, the absence of events is an answer
 _STATES: dict[bool | None, Literal["yes", "no", "open"]] = {True: "yes", False: "no", None: "open"}
-Verdict = tuple[str, bool | None, str]  # question, answer or None if open, evidence
+Verdict = tuple[str, bool | None, str]  # question; answer, or None if open; evidence
 
 
 def with_answers(host: HostReport) -> HostReport:
@@ -218,8 +218,8 @@ def _host_answers(host: HostReport) -> Iterator[Verdict]:
 
 def _deployment_answers(host: HostReport, serving: Serving) -> Iterator[Verdict]:
     proven, engine = serving.proven, serving.engine
-    pair = f"{serving.model} with {serving.profile}"
-    yield "deployed", proven, f"{pair}, {serving.level} check"
+    served = f"{serving.model} with {serving.profile}"
+    yield "deployed", proven, f"{served}, {serving.level} check"
     text = f"warned of {', '.join(host.warnings) or 'nothing'}"
     text = f"refused for {', '.join(host.refusals)}" if host.refusals else text
     yield "preflight", (not host.refusals) if proven else None, text
@@ -290,7 +290,7 @@ def _engine_answers(serving: Serving) -> Iterator[Verdict]:
     yield "start-time", True if steps else None, text
     text = "not recorded"
     if memory:
-        text = f"least {gib(memory.lowest_bytes)}, floor {gib(memory.floor_bytes)}"
+        text = f"minimum {gib(memory.lowest_bytes)}, floor {gib(memory.floor_bytes)}"
     yield "memory-left", memory.lowest_bytes >= memory.floor_bytes if memory else None, text
     counted, planned = engine.kv_cache_tokens, serving.planned_kv_cache_tokens
     if counted is None or not planned:

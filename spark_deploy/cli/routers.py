@@ -17,11 +17,11 @@ Servers = Sequence[Connection]
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    use: str  # an instruction
-    text: Callable[[Servers], Iterator[str]]
+    instructions: str
+    render: Callable[[Servers], Iterator[str]]
 
 
-def _litellm(servers: Servers) -> Iterator[str]:
+def _render_litellm(servers: Servers) -> Iterator[str]:
     deployments = []
     for number, server in enumerate(servers, 1):
         yield f'# export SPARK_KEY_{number}="$({server.read_key})"'
@@ -50,12 +50,12 @@ def _litellm(servers: Servers) -> Iterator[str]:
     yield yaml.safe_dump(document, sort_keys=False).rstrip()
 
 
-def _vllm_router(servers: Servers) -> Iterator[str]:
-    where = "--for vllm-router"
+def _render_vllm_router(servers: Servers) -> Iterator[str]:
+    where, fix = "--for vllm-router", "use --for litellm"
     if len({server.names for server in servers}) > 1:
-        raise SparkError.one(where, "the hosts serve different models", "use --for litellm")
+        raise SparkError.one(where, "the hosts serve different models", fix)
     if any(server.ca for server in servers):
-        raise SparkError.one(where, "it cannot use a private CA", "use --for litellm")
+        raise SparkError.one(where, "vllm-router cannot use a private CA", fix)
     urls = [server.base_url.removesuffix("/v1") for server in servers]
     yield shlex.join(["vllm-router", "--policy", "consistent_hash", "--worker-urls", *urls])
 
@@ -66,18 +66,18 @@ ROUTERS: dict[str, Router] = {
         "save as litellm.yaml, run the exports in its comments, "
         "pip install 'litellm[proxy]==1.108.7', then: "
         "litellm --host 127.0.0.1 --port 4000 --config litellm.yaml",
-        _litellm,
+        _render_litellm,
     ),
     "vllm-router": Router(
         "pip install vllm-router==0.1.17, then run the line; it passes on the key of each "
         "request, so set serve.api_key to the same key on all hosts",
-        _vllm_router,
+        _render_vllm_router,
     ),
 }
 
 
 def model_names(host: Target) -> tuple[str, ...]:
-    """Return the model names of all services, which the main gateway serves."""
-    main = host.settings.settings
+    """Return the model names of all services; the main gateway accepts all of them."""
+    main = host.settings
     services = (main, *map(main.service_settings, main.services))
     return tuple(name for settings in services for name in settings.serve.names_of(settings.model))

@@ -1,3 +1,5 @@
+"""``spark-deploy set`` and ``settings``: change settings files, print settings."""
+
 from __future__ import annotations
 
 import json
@@ -17,7 +19,7 @@ from spark_deploy.cli.console import Options, next_command, note, print_result, 
 from spark_deploy.cli.hosts import Target, inventory_path, select_hosts
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
-from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.schema_errors import suggest
 from spark_deploy.config.settings.load import HostSettings, with_overrides
 from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.inventory.clusters import unknown_host_problems, with_replica_addresses
@@ -44,7 +46,7 @@ def set_(options: Options, assignments: Sequence[str]) -> int:
         raise SparkError.one("set", "no KEY=VALUE given", "write for example: set serve.port=8001")
     chosen = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
-    values = {key: _value(text) for key, text in texts.items()}
+    values = {key: _parse(text) for key, text in texts.items()}
     edits = write_values(chosen, all_hosts, values, dry=options.dry, shown="set")
     print_edits(options, edits, [host.name for host in chosen])
     return 0
@@ -55,7 +57,7 @@ def edits_data(edits: Sequence[Edit]) -> list[dict[str, Any]]:
 
 
 def print_edits(options: Options, edits: Sequence[Edit], hosts: Sequence[str]) -> None:
-    print_result(options, edits_data(edits), ([edit_line(edit)] for edit in edits), between="\n")
+    print_result(options, edits_data(edits), ([edit_line(edit)] for edit in edits), separator="\n")
     if not edits:
         note("already set")
     elif options.dry:
@@ -69,7 +71,7 @@ def edit_line(edit: Edit) -> str:
     return f"{edit.file}: {edit.key}: {before}{edit.after} ({', '.join(edit.hosts)})"
 
 
-def _value(text: str) -> Any:
+def _parse(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -88,21 +90,21 @@ def write_values(
 
     Rejects values that the hosts could not serve; ``shown`` names the command in errors.
     """
-    names = {host.name for host in chosen}
-    _check(all_hosts, names, values, shown)
+    chosen_names = {host.name for host in chosen}
+    _check(all_hosts, chosen_names, values, shown)
     edits: dict[tuple[Path, str], Edit] = {}
     for host in chosen:
         for key, value in values.items():
-            if _lookup(host.settings.data, key) == (value,):
+            if _lookup(host.loaded.data, key) == (value,):
                 continue
-            file = _file_to_edit(host.settings, key, all_hosts, names)
+            file = _file_to_edit(host.loaded, key, all_hosts, chosen_names)
             known = edits.get((file, key))
-            same = (*known.hosts, host.name) if known else (host.name,)
-            before = next((_text(old) for old in _lookup(_keys_in(file), key)), None)
-            edits[file, key] = Edit(file, key, before, _text(value), same)
+            names = (*known.hosts, host.name) if known else (host.name,)
+            before = next((_to_yaml(old) for old in _lookup(_read(file), key)), None)
+            edits[file, key] = Edit(file, key, before, _to_yaml(value), names)
     for file in dict.fromkeys(edit.file for edit in edits.values()):
         changes = {edit.key: edit.after for edit in edits.values() if edit.file == file}
-        _write(file, changes, chosen[0].settings.root, dry=dry)
+        _write(file, changes, chosen[0].loaded.root, dry=dry)
     return list(edits.values())
 
 
@@ -110,10 +112,10 @@ def remove_entry(root: Path, key: str, entry: str, *, dry: bool) -> list[Path]:
     """Remove an entry of a mapping from every settings file; return the changed files."""
     changed = []
     for file in sorted(root.glob("*_vars/*.yml")):
-        for entries in _lookup(_keys_in(file), key):
+        for entries in _lookup(_read(file), key):
             if entry in (entries or ()):
                 rest = {name: value for name, value in entries.items() if name != entry}
-                _write(file, {key: _text(rest)}, root, dry=dry)
+                _write(file, {key: _to_yaml(rest)}, root, dry=dry)
                 changed.append(file)
     return changed
 
@@ -125,10 +127,10 @@ def _check(
     after: dict[str, HostSettings] = {}
     problems: list[Problem] = []
     for host in all_hosts:
-        after[host.name] = host.settings
+        after[host.name] = host.loaded
         try:
             if host.name in chosen:
-                after[host.name] = with_overrides(host.settings, values, shown)
+                after[host.name] = with_overrides(host.loaded, values, shown)
         except SettingsError as error:
             problems += error.problems
     problems += unknown_host_problems(after)
@@ -141,15 +143,12 @@ def _file_to_edit(
     host: HostSettings, key: str, all_hosts: Sequence[Target], chosen: set[str]
 ) -> Path:
     """Return the file that sets the key, or the host's file if unselected hosts read that file."""
-    own, group, common = _files(host)
+    files = host_file, group_file, common_file = _files(host)
     section = key.partition(".")[0]
-    setting = [file for name in (key, section) for file in (own, group, common)
-               if _lookup(_keys_in(file), name)]  # fmt: skip
-    file = next(iter(setting), common if common.exists() else group)
-    is_shared = any(
-        file in _files(other.settings) for other in all_hosts if other.name not in chosen
-    )
-    return own if is_shared else file
+    setting_key = (file for name in (key, section) for file in files if _lookup(_read(file), name))
+    file = next(setting_key, common_file if common_file.exists() else group_file)
+    is_shared = any(file in _files(other.loaded) for other in all_hosts if other.name not in chosen)
+    return host_file if is_shared else file
 
 
 def _files(host: HostSettings) -> tuple[Path, Path, Path]:
@@ -160,14 +159,14 @@ def _files(host: HostSettings) -> tuple[Path, Path, Path]:
     )
 
 
-def _keys_in(file: Path) -> dict[str, Any]:
-    # Already validated when the hosts were selected.
+def _read(file: Path) -> dict[str, Any]:
+    # The selection of hosts has validated the file.
     data = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
     return data if isinstance(data, dict) else {}
 
 
 def _lookup(data: Any, key: str) -> tuple[Any, ...]:
-    """Return the value of a dotted key; nothing if it is missing."""
+    """Return a tuple with the value of a dotted key, which is empty if the key is missing."""
     for part in key.split("."):
         if not isinstance(data, dict) or part not in data:
             return ()
@@ -175,14 +174,14 @@ def _lookup(data: Any, key: str) -> tuple[Any, ...]:
     return (data,)
 
 
-def _text(value: Any) -> str:
+def _to_yaml(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("...\n").strip()
 
 
 def _write(file: Path, values: Mapping[str, str], root: Path, *, dry: bool) -> None:
     """Change values in a file; keep every other character."""
-    # Bytes keep line endings.
+    # Reading text would change line endings.
     text = file.read_bytes().decode() if file.is_file() else schema_line(root, file, "settings")
     changed = set_keys(text, values)
     if changed is None:
@@ -199,18 +198,19 @@ def set_keys(text: str, values: Mapping[str, str]) -> str | None:
         for key, value in values.items():
             before = yaml.safe_load(text) or {}
             text = _set_key(text, key.split("."), value)
-            if yaml.safe_load(text) != _with(before, key.split("."), yaml.safe_load(value)):
+            expected = _with_value(before, key.split("."), yaml.safe_load(value))
+            if yaml.safe_load(text) != expected:
                 return None
     except (yaml.YAMLError, TypeError, ValueError):
         return None
     return text
 
 
-def _with(data: Any, parts: list[str], value: Any) -> Any:
+def _with_value(data: Any, parts: list[str], value: Any) -> Any:
     if not parts:
         return value
     data = data or {}
-    return {**data, parts[0]: _with(data.get(parts[0]), parts[1:], value)}
+    return {**data, parts[0]: _with_value(data.get(parts[0]), parts[1:], value)}
 
 
 def _set_key(text: str, parts: list[str], value: str) -> str:
@@ -222,7 +222,7 @@ def _set_key(text: str, parts: list[str], value: str) -> str:
     if not rest or (node is not root and not _entries(node)):
         for part in reversed(rest):
             value = f"{{{part}: {value}}}"
-        start, end = node.start_mark.index, _end(node)
+        start, end = node.start_mark.index, _end_index(node)
         separator = "" if start < end or text[:start].endswith(" ") else " "
         return text[:start] + separator + value + text[end:]
     key, *inner = rest
@@ -233,9 +233,9 @@ def _set_key(text: str, parts: list[str], value: str) -> str:
         start = node.start_mark.index + 1
         return f"{text[:start]}{key}: {value}{', ' * bool(node.value)}{text[start:]}"
     indent = "" if node is root else " " * node.start_mark.column
-    end = len(text) if node is root else text.find("\n", _end(node)) + 1 or len(text)
-    last = line_end if text[:end] and not text[:end].endswith("\n") else ""
-    return f"{text[:end]}{last}{indent}{key}: {value}{line_end}{text[end:]}"
+    end = len(text) if node is root else text.find("\n", _end_index(node)) + 1 or len(text)
+    line_break = line_end if text[:end] and not text[:end].endswith("\n") else ""
+    return f"{text[:end]}{line_break}{indent}{key}: {value}{line_end}{text[end:]}"
 
 
 def _entries(node: Any) -> dict[str, Any]:
@@ -243,11 +243,11 @@ def _entries(node: Any) -> dict[str, Any]:
     return {key.value: value for key, value in node.value} if is_mapping else {}
 
 
-def _end(node: yaml.Node) -> int:
+def _end_index(node: yaml.Node) -> int:
     """Return the end of a value, without the comments that follow a block."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
-        return _end(last[1] if isinstance(last, tuple) else last)
+        return _end_index(last[1] if isinstance(last, tuple) else last)
     end: int = node.end_mark.index
     return end
 
@@ -259,13 +259,13 @@ def settings(options: Options, key: str | None) -> int:
     text = (CHECKOUT / "group_vars/all.yml").read_text("utf-8").rstrip("\n")
     defaults = yaml.safe_load(text)
     if key is not None:
-        known = {name: value for name, value in _leaves(defaults)}
+        known = dict(_leaves(defaults))
         defaults = {name: value for name, value in known.items() if key in name}
         if not defaults:
-            guess = closest(key, [*known, *{part for name in known for part in name.split(".")}])
-            fix = f"did you mean {guess}?" if guess else "`spark-deploy settings` lists all"
+            parts = {part for name in known for part in name.split(".")}
+            fix = suggest(key, [*known, *parts], "`spark-deploy settings` lists all")
             raise SparkError.one(f"settings {key}", "no setting has this in its name", fix)
-        text = "\n".join([*_matching(text, key), *_changed_values(options, key, known)])
+        text = "\n".join([*_matching_lines(text, key), *_changed_values(options, key, known)])
     print(json.dumps(defaults, indent=1) if options.json else text)
     return 0
 
@@ -289,13 +289,13 @@ def _changed_values(options: Options, key: str, defaults: Mapping[str, Any]) -> 
         data, _ = read_mapping(file, shown=shown)
         for name, value in _leaves(data):
             if key in name and value != defaults.get(name, ...):
-                yield f"# yours: {name}: {_text(value)} ({shown})"
+                yield f"# yours: {name}: {_to_yaml(value)} ({shown})"
 
 
-def _matching(text: str, key: str) -> Iterator[str]:
+def _matching_lines(text: str, key: str) -> Iterator[str]:
     """Yield the lines of keys that contain ``key``, with their comments and sections."""
     path: list[str] = []
-    above: list[str] = []
+    above: list[str] = []  # lines that precede the next key: comments or the section's key
     for line in text.splitlines():
         match = _KEY.match(line)
         if not match:

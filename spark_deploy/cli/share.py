@@ -71,7 +71,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Summary:
-    """The last check of the pair on the author's host."""
+    """The last check of the model and profile on the author's host."""
 
     level: str = Field(max_length=20)  # quick, full or deep
     ok: bool
@@ -101,13 +101,13 @@ class Shared:
 @shared_options()
 def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
     hosts = select_hosts(options, must_serve=False)
-    host = hosts[0].serving(*_pair(choice, hosts[0]))
+    host = hosts[0].with_model(*_parse_choice(choice, hosts[0]))
     plan = build_plan(host)
     proof = None if unasked else _newest_proof(hosts, plan)
-    shared = _shared(host, plan, proof)
+    shared = _make_shared(host, plan, proof)
     path = Path(out or f"{shared.name}.spark.yml")
     files.write_text(path, text_of(shared), 0o644)
-    engine = host.settings.settings.engine
+    engine = host.settings.engine
     left_out = [
         f"engine.{field.name}"
         for field in fields(engine)
@@ -131,17 +131,17 @@ def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
     return 0
 
 
-def _pair(choice: str, host: Target) -> tuple[str, str]:
+def _parse_choice(choice: str, host: Target) -> tuple[str, str]:
     model, _, profile = choice.partition("/")
-    settings = host.settings.settings
+    settings = host.settings
     for served in settings.all_models:
         if served.model == model and not profile:
             return model, served.profile
     return host.catalog.model(model).name, profile or settings.profile
 
 
-def _shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
-    root = host.settings.root
+def _make_shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
+    root = host.loaded.root
     locked = [source.locked for source in plan.sources]
     if plan.checkpoint and plan.checkpoint.donor:
         locked.append(plan.checkpoint.donor)
@@ -175,7 +175,7 @@ def _shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
 
 
 def _newest_proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
-    """Return the newest current proof of this pair from running releases."""
+    """Return the newest current proof of the plan's model and profile on these hosts."""
     proofs: list[Proof] = []
     for _, status in query_or_note(hosts, read_status):
         proofs += [
@@ -220,9 +220,9 @@ def read_shared(data: Mapping[str, Any], source: str) -> Shared:
 def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], list[str]]:
     """Write a shared model, profile and lock; return the files and open questions.
 
-    Raises SparkError before any change if it is unusable, or the hub has different files.
+    Raises SparkError before any change if they cannot be used or the hub has different files.
     """
-    root = host.settings.root
+    root = host.loaded.root
     if unlisted := [*_unlisted(shared.model), *_unlisted(shared.profile)]:
         fix = f"remove it from the file; {allowed.FIX}"
         raise CatalogError([Problem(one_line(at), allowed.NOT_LISTED, fix) for at in unlisted])
@@ -233,22 +233,22 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
     texts = {}
     for (kind, name), keys in contents.items():
         existing: dict[str, object] | None = None
-        with suppress(CatalogError):  # no such file yet
+        with suppress(CatalogError):  # the file does not exist yet
             existing = read_file(kind, name, user_dir=root)
         if existing != keys:
             head = f"# Added by `spark-deploy add` from the shared file for model {shared.name}.\n"
             text = yaml.safe_dump(dict(keys), sort_keys=False, width=96, allow_unicode=True)
             texts[kind, name] = head + text
-    locked = list(_confirmed(shared, host))
+    locked = list(_locked_sources(shared, host))
     written = write_files(root, texts, force=force)
-    path = host.settings.lock_path
+    path = host.loaded.lock_path
     lock = read_lock(path)
     changed = validate_lock(lock.with_entries(locked))
     if changed != lock:
         write_lock(path, changed)
         note(f"{path}: {len(locked)} repositories locked as shared")
         written.append(path)
-    return written, list(_open(shared, host))
+    return written, list(_open_questions(shared, host))
 
 
 def _unlisted(value: Any) -> Iterator[str]:
@@ -265,12 +265,12 @@ def _unlisted(value: Any) -> Iterator[str]:
         yield from _unlisted(item)
 
 
-def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
-    """Yield the shared commits with files as the hub lists them.
+def _locked_sources(shared: Shared, host: Target) -> Iterator[LockedSource]:
+    """Yield the shared commits with the files that the hub lists.
 
-    Rejects repositories of other models: a shared file must not change their lock.
+    Rejects repositories of other models, because a shared file must not change their lock.
     """
-    settings, lock = host.settings.settings.hub, read_lock(host.settings.lock_path)
+    settings, lock = host.settings.hub, read_lock(host.loaded.lock_path)
     token = read_hub_token(settings)
     names = {str(value) for _, value in _leaves([shared.model, shared.profile], ())}
     for repo, source in shared.sources.items():
@@ -280,7 +280,7 @@ def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
         known = lock.sources.get(repo)
         if known is not None and known.commit != source.commit:
             problem = f"locked here at {known.commit[:12]}, shared at {source.commit[:12]}"
-            fix = f"remove it from {host.settings.lock_path.name} to use the shared commit"
+            fix = f"remove it from {host.loaded.lock_path.name} to use the shared commit"
             raise LockError.one(repo, problem, fix)
         on_hub = hub.look_up_repo(settings.endpoint, repo, source.commit, token)
         if on_hub.commit != source.commit:
@@ -289,8 +289,8 @@ def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
         yield replace(on_hub, revision=source.revision)
 
 
-def _open(shared: Shared, host: Target) -> Iterator[str]:
-    settings = host.settings.settings
+def _open_questions(shared: Shared, host: Target) -> Iterator[str]:
+    settings = host.settings
     images = {image_name(image) for image in settings.images.values()}
     for reference, digest in shared.images.items():
         if reference not in images:

@@ -48,8 +48,8 @@ def status(options: Options, files: bool, planned: bool) -> int:
 
     def read(host: Host, target: Target) -> HostStatus | None:
         host_status = read_status(host, target)
-        state = host_status.report if host_status else None
-        services = state.services if state else {}
+        report = host_status.report if host_status else None
+        services = report.services if report else {}
         if active := tuple(name for name, service in services.items() if service.active):
             counts[target.name] = host.get_fact(Requests, services=active)
         return host_status
@@ -62,7 +62,7 @@ def status(options: Options, files: bool, planned: bool) -> int:
             service["requests"] = to_plain(requests.get(service["service"]))
         hosts.append(summary)
     texts = map(status_lines, hosts) if options.verbose else [short_lines(hosts)]
-    print_result(options, hosts, texts, between="\n")
+    print_result(options, hosts, texts, separator="\n")
     return 0 if all(host["reachable"] and not host["drift"] for host in hosts) else 1
 
 
@@ -73,7 +73,7 @@ def _planned_files(options: Options) -> int:
         [name, *(f"  {entry.kind:<10} {entry.name}" for entry in entries)]
         for name, entries in resources.items()
     )
-    print_result(options, resources, texts, between="\n")
+    print_result(options, resources, texts, separator="\n")
     return 0
 
 
@@ -81,11 +81,11 @@ def _managed_files(options: Options) -> int:
     """Print the managed resources on hosts; return 1 if a host did not answer."""
 
     def read(_host: Host, target: Target) -> UninstallManifest:
-        return read_resources(uninstall_request(target.settings.settings))
+        return read_resources(uninstall_request(target.settings))
 
     answers = query(select_hosts(options, must_serve=False), read)
     data = [{**answer.data(), **(to_plain(answer.value) or {})} for answer in answers]
-    print_result(options, data, map(_resource_lines, answers), between="\n")
+    print_result(options, data, map(_resource_lines, answers), separator="\n")
     return 0 if all(answer.value is not None for answer in answers) else 1
 
 
@@ -94,12 +94,11 @@ def _resource_lines(answer: Answer[UninstallManifest]) -> Iterator[str]:
     if resources is None:
         yield f"{name}: {answer.problem}"
         return
-    things = resources.things
-    total = gigabytes(sum(thing.size_bytes for thing in things))
+    total = gigabytes(sum(thing.size_bytes for thing in resources.things))
     baseline = f"at {resources.noted_at}" if resources.noted_at else "never"
-    summary = f"{len(things)} resources, {total}; baseline recorded: {baseline}"
-    yield f"{name}: {summary if things else 'no managed resources'}"
-    for thing in things:
+    summary = f"{len(resources.things)} resources, {total}; baseline recorded: {baseline}"
+    yield f"{name}: {summary if resources.things else 'no managed resources'}"
+    for thing in resources.things:
         size = gigabytes(thing.size_bytes) if thing.size_bytes else ""
         reason = f"  ({thing.stays})" if thing.stays else ""
         yield f"  {size:>9}  {thing.kind:<13} {thing.name}{reason}"
@@ -109,22 +108,24 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
     host_status = answer.value
     if host_status is None:
         return {**answer.data(), "drift": answer.problem}
-    plan, no_plan = _plan(answer.host)
-    scheduled = [pair.release for pair in plan.schedule] if plan else []
-    wanted = host_status.release_due(plan.serve, scheduled).name if plan else None
-    drift = host_status.unproven_reason(MAIN_SERVICE, wanted) if wanted else no_plan
+    plan, plan_problem = _build_plan(answer.host)
+    scheduled = [entry.release for entry in plan.schedule] if plan else []
+    planned = host_status.release_due(plan.serve, scheduled).name if plan else None
+    drift = host_status.unproven_reason(MAIN_SERVICE, planned) if planned else plan_problem
     services = _services(plan, host_status)
     drifts = {service["service"]: service["drift"] for service in services}
-    more = "; ".join(f"{name}: {text}" for name, text in drifts.items() if text)
-    accepted = answer.host.settings.settings.expect.unit_overrides
+    service_drift = "; ".join(f"{name}: {text}" for name, text in drifts.items() if text)
+    accepted = answer.host.settings.expect.unit_overrides
     overrides = host_status.unit_overrides(accepted)
     return {
         **answer.data(),
         "installed": host_status.installed,
-        "planned": wanted,
-        "planned_pair": _pair_text(host_status, wanted, plan),
+        "planned": planned,
+        "planned_pair": _release_name(host_status, planned, plan),
         "unreadable": host_status.unreadable,
-        "drift": drift or more or (f"unit files: {', '.join(overrides)}" if overrides else ""),
+        "drift": drift
+        or service_drift
+        or (f"unit files: {', '.join(overrides)}" if overrides else ""),
         "unit_overrides": list(overrides),
         "ready": _readiness(plan, host_status) if plan else [],
         "services": services,
@@ -132,10 +133,11 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
     }
 
 
-def _plan(host: Target) -> tuple[HostPlan | None, str]:
-    lock = read_lock(host.settings.lock_path)
+def _build_plan(host: Target) -> tuple[HostPlan | None, str]:
+    """Return the plan, or why there is none."""
+    lock = read_lock(host.loaded.lock_path)
     try:
-        if required_names(host.settings.settings, host.catalog).missing_in(lock).names:
+        if required_names(host.settings, host.catalog).missing_in(lock).names:
             return None, "the plan is not locked yet"
         return build_plan(host), ""
     except SparkError as error:
@@ -152,13 +154,15 @@ def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, 
     }
     services = []
     for name in sorted({*planned, *running}):
-        wanted = planned.get(name)
-        waits = host_status.waits(name, wanted)
-        stopped = ON_REQUEST if waits else host_status.stop_message(name)
-        drift = host_status.unproven_reason(name, wanted) if wanted else "no longer listed"
+        release_name = planned.get(name)
+        is_on_request = host_status.waits(name, release_name)
+        stopped = ON_REQUEST if is_on_request else host_status.stop_message(name)
+        drift = "no longer listed"
+        if release_name:
+            drift = host_status.unproven_reason(name, release_name)
         services.append({
             "service": name,
-            "planned": wanted,
+            "planned": release_name,
             **_serving(host_status, running.get(name)),
             "stopped": stopped,
             "rollout": _rollout(host_status, name),
@@ -190,8 +194,8 @@ def host_fields(host_status: HostStatus) -> dict[str, Any]:
     active = service.active if service else None
     release, rolled_back = host_status.release(active), None
     if service and (back := service.rolled_back):
-        pair = _pair_text(host_status, back.from_release, None)
-        rolled_back = {"from": back.from_release, "from_pair": pair, "to": back.to, "at": back.at}
+        source = _release_name(host_status, back.from_release, None)
+        rolled_back = {"from": back.from_release, "from_pair": source, "to": back.to, "at": back.at}
     return {
         **_serving(host_status, active),
         "restarts": release.restarts if release else None,
@@ -214,9 +218,10 @@ def _rollout(host_status: HostStatus, service: str) -> dict[str, Any] | None:
     return {**to_plain(rollout), "text": rollout_text(host_status, rollout)} if rollout else None
 
 
-def _pair_text(host_status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:
-    pair = plan if plan and plan.serve.name == name else host_status.release(name)
-    return f"{pair.model} with {pair.profile}, {name}" if pair else name
+def _release_name(host_status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:
+    """Return the name of a release with model and profile, if the plan or the host has them."""
+    known = plan if plan and plan.serve.name == name else host_status.release(name)
+    return f"{known.model} with {known.profile}, {name}" if known else name
 
 
 def _readiness(plan: HostPlan, host_status: HostStatus) -> list[dict[str, Any]]:
@@ -225,13 +230,13 @@ def _readiness(plan: HostPlan, host_status: HostStatus) -> list[dict[str, Any]]:
     context = read_payload().image_context
     return [
         {
-            "model": pair.model,
-            "profile": pair.profile,
+            "model": entry.model,
+            "profile": entry.profile,
             "missing": [
-                work.job.title for work in plan_jobs(pair, context) if work.job.digest not in done
+                work.job.title for work in plan_jobs(entry, context) if work.job.digest not in done
             ],
         }
-        for pair in plan.ready
+        for entry in plan.ready
     ]
 
 
@@ -308,11 +313,11 @@ def _details(host: Mapping[str, Any]) -> Iterator[str]:
     for problem in host["daily"].get("problems", ()):
         yield _row("daily", f"{problem['where']}: {problem['what']}; fix: {problem['fix']}")
     for job in host["jobs"]:
-        progress, share = job.get("progress") or {}, ""
+        progress, percent = job.get("progress") or {}, ""
         if progress.get("total"):
-            share = f" {100 * (progress.get('bytes') or 0) / progress['total']:.0f} %"
+            percent = f" {100 * (progress.get('bytes') or 0) / progress['total']:.0f} %"
         reason = f" ({job['result']})" if job["state"] == "failed" and job.get("result") else ""
-        yield _row("job", f"{job['title']}: {job['state']}{share}{reason}")
+        yield _row("job", f"{job['title']}: {job['state']}{percent}{reason}")
     for event in host["events"][-3:]:
         yield _row("event", f"{event.get('at')} {event.get('kind')}: {event.get('text')}")
 
@@ -329,10 +334,10 @@ def _pending(host: Mapping[str, Any]) -> Iterator[str]:
         )
     if back := host["rolled_back"]:
         yield _row("back", f"rolled back from {back['from_pair']} at {back['at']}, by hand")
-    for pair in host["ready"]:
-        missing = ", ".join(pair["missing"])
+    for entry in host["ready"]:
+        missing = ", ".join(entry["missing"])
         state = f"not ready: {missing}" if missing else "a rollout needs no download and no build"
-        yield _row("ready", f"{pair['model']} with {pair['profile']}: {state}")
+        yield _row("ready", f"{entry['model']} with {entry['profile']}: {state}")
 
 
 def _proof_lines(proof: Mapping[str, Any]) -> Iterator[str]:

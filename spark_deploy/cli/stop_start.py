@@ -1,4 +1,4 @@
-"""``spark-deploy stop`` and ``start``: services on and off by the host tools."""
+"""``spark-deploy stop`` and ``start``: stop and start services with the host tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.commands import shell
 from spark_deploy.hosts.status import HostStatus
 
-_UNITS_S = {"m": 60, "h": 3600, "d": 86400}
+_UNIT_SECONDS = {"m": 60, "h": 3600, "d": 86400}
 _QUESTIONS = {
     "stop": "Stop serving? Clients get 503 until you run start.",
     "start": "Start the last proven releases?",
@@ -39,10 +39,10 @@ def stop(options: Options, service: str | None, period: str | None) -> int:
     words = [tool.STOP_SERVICE, "--by", f"{getpass.getuser()}@{socket.gethostname()}"]
     if period is not None:
         number, unit = period[:-1], period[-1:]
-        if not number.isdecimal() or not int(number) or unit not in _UNITS_S:
+        if not number.isdecimal() or not int(number) or unit not in _UNIT_SECONDS:
             fix = "write a number and m, h or d: --for 90m"
             raise SparkError.one("--for", f"{period!r} is not a period", fix)
-        words += ["--for", str(int(number) * _UNITS_S[unit])]
+        words += ["--for", str(int(number) * _UNIT_SECONDS[unit])]
     return _run_tool(options, "stop", words, service)
 
 
@@ -63,41 +63,41 @@ def _run_tool(options: Options, command: str, words: list[str], service: str | N
         return dry_run(options, query(hosts, read_status), lambda host, status: "; ".join(
             _preview_text(command, status, name) for name in services[host.name]))  # fmt: skip
     if len(hosts) > 1:
-        confirm(options.yes, f"{', '.join(host.name for host in hosts)}: {_QUESTIONS[command]}")
+        confirm(options, f"{', '.join(host.name for host in hosts)}: {_QUESTIONS[command]}")
 
     def run(host: Host, target: Target) -> tuple[bool, str]:
-        chosen = services[target.name]
+        names = services[target.name]
         # If one service fails, continue with the next.
         commands = "; ".join(f"{tool.command_line(words[0], name, *words[1:])} 2>&1 || failed=1"
-                             for name in chosen)  # fmt: skip
+                             for name in names)  # fmt: skip
         script = (
             f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {commands}; exit $failed; "
             "else echo 'not set up yet; fix: run spark-deploy up'; exit 1; fi"
         )
         # Each engine may use the whole start and stop timeout.
-        serve = target.settings.settings.serve
-        limit_s = (serve.start_timeout_s + serve.stop_timeout_s + 300) * len(chosen)
+        serve = target.settings.serve
+        limit_s = (serve.start_timeout_s + serve.stop_timeout_s + 300) * len(names)
         ok, output = host.run_shell_command(
             shell(script), _sudo=target.data["_sudo"], _timeout=limit_s
         )
         return ok, output.stdout.strip()
 
     results = []
-    for answer in query(hosts, run, doing="stopping" if command == "stop" else "starting"):
+    for answer in query(hosts, run, verb="stopping" if command == "stop" else "starting"):
         ok, output = answer.value or (False, "")
         results.append({**answer.data(), "ok": ok, "output": output})
     texts = ([f"{result['host']}: {result['output'] or result['problem']}"] for result in results)
-    print_result(options, results, texts, between="\n")
+    print_result(options, results, texts, separator="\n")
     return 0 if all(result["ok"] for result in results) else 1
 
 
 def _require_all_members(options: Options, command: str, hosts: list[Target]) -> None:
-    """Reject a part of a cluster: it could not start without the other members."""
+    """Reject an incomplete cluster: it cannot start without the other members."""
     names = {host.name for host in hosts}
     for host in hosts:
-        members = host.settings.settings.cluster.hosts
-        if excluded := [name for name in members if name not in names]:
-            problem = f"is in a cluster with {', '.join(excluded)}, which you did not select"
+        members = host.settings.cluster.hosts
+        if missing := [name for name in members if name not in names]:
+            problem = f"is in a cluster with {', '.join(missing)}, which you did not select"
             raise SparkError.one(host.name, problem, next_command(options, command, *members))
 
 

@@ -39,22 +39,22 @@ from spark_deploy.lock.resolve import format_size, required_names
 from spark_deploy.plan.jobs import plan_jobs
 from spark_deploy.plan.types import HostPlan
 
-# Phases of a rollout without service; the host records their times.
-_DOWN = ("stop", "memory", "start", "check", "open")
+# Phases of a rollout in which clients get 503; the host records their times.
+_DOWNTIME_PHASES = ("stop", "memory", "start", "check", "open")
 
 
 @click.command
 @shared_options(plans=True, changes=True)
 def up(options: Options) -> int:
     hosts = select_hosts(options)
-    named = [host.name for host in hosts] if options.limit or options.exclude else []
+    limited = [host.name for host in hosts] if options.limit or options.exclude else []
     flags = ["--dry"] if options.dry else ["-y"]
-    words = changes.pyinfra_command("up", options, named, flags)
+    argv = changes.pyinfra_command("up", options, limited, flags)
     if code := _bootstrap(hosts, options):
         return code
     if not options.dry and any(
-        required_names(host.settings.settings, host.catalog)
-        .missing_in(read_lock(host.settings.lock_path))
+        required_names(host.settings, host.catalog)
+        .missing_in(read_lock(host.loaded.lock_path))
         .names
         for host in hosts
     ):
@@ -66,21 +66,21 @@ def up(options: Options) -> int:
     if choice:
         note(f"{choice} applies to this run only: your settings files differ")
     if options.dry and not options.verbose:
-        changes.note_no_changes(words)
+        changes.note_no_changes(argv)
         return 0 if all(host_preview["reachable"] for host_preview in previews) else 1
     if not options.dry:
         # Even with an unchanged release a deploy may repair a host.
-        changes.confirm(options.yes, "Continue?")
-    changes.print_command(words)
+        changes.confirm(options, "Continue?")
+    changes.print_command(argv)
     failed: set[str] = set()
     code = changes.deploy("up", hosts, options, failed=failed)
     if code == 0 and not options.dry:
         update.lock_donor_tensors(hosts)
     if (code == 0 or (code == 1 and failed)) and not options.dry and not options.json:
-        answering = _answering(hosts, plans, answers)
-        _show_answers([host for host in answering if host.name not in failed], options)
+        chat_hosts = _chat_hosts(hosts, plans, answers)
+        _show_answers([host for host in chat_hosts if host.name not in failed], options)
     if code == 0 and choice and not options.dry:
-        _offer_to_write(choice, options)
+        _offer_to_save(choice, options)
     return code
 
 
@@ -91,7 +91,8 @@ def _print_previews(
     options: Options,
 ) -> list[dict[str, Any]]:
     if options.json and not options.dry:
-        changes.check_confirmable(options.yes)  # an error would be a second document
+        # Later the error would be a second JSON document.
+        changes.check_confirmable(options)
     previews = [preview(plans[answer.host.name], answer) for answer in answers]
     if options.json:
         print(json.dumps(previews, indent=1))
@@ -104,29 +105,31 @@ def _print_previews(
     return previews
 
 
-def _answering(
+def _chat_hosts(
     hosts: Sequence[Target], plans: Mapping[str, HostPlan], answers: Sequence[Answer[HostState]]
 ) -> list[Target]:
-    """Return the hosts that serve a model for chats."""
+    """Return the hosts that serve a chat model and are not stopped."""
     stopped = {
         a.host.name for a in answers if a.value and a.value.status.stop_message(MAIN_SERVICE)
     }
-    chats = {name for name, plan in plans.items() if plan.serve.check.task == "chat"}
-    return [host for host in hosts if host.name in chats - stopped]
+    chat = {name for name, plan in plans.items() if plan.serve.check.task == "chat"}
+    return [host for host in hosts if host.name in chat - stopped]
 
 
 def _temporary_choice(options: Options) -> str:
     """Return MODEL, PROFILE or MODEL/PROFILE of the command line if settings files differ."""
-    given = {key: value for key in ("model", "profile") if (value := getattr(options, key))}
-    if not given:
+    if not options.choice:
         return ""
-    saved = select_hosts(replace(options, model=None, profile=None), must_serve=False)
-    settings = [host.settings.settings for host in saved]
-    is_saved = all(getattr(each, key) == value for each in settings for key, value in given.items())
-    return "" if is_saved else "/".join(given.values())
+    hosts = select_hosts(replace(options, model=None, profile=None), must_serve=False)
+    is_saved = all(
+        getattr(host.settings, key) == value
+        for host in hosts
+        for key, value in options.choice.items()
+    )
+    return "" if is_saved else "/".join(options.choice.values())
 
 
-def _offer_to_write(choice: str, options: Options) -> None:
+def _offer_to_save(choice: str, options: Options) -> None:
     options = replace(options, model=None, profile=None)
     command = next_command(options, "use", choice, *options.limit)
     if options.yes or not sys.stdin.isatty():
@@ -139,7 +142,7 @@ def _offer_to_write(choice: str, options: Options) -> None:
 def _show_answers(hosts: list[Target], options: Options) -> None:
     try:
         answering = answering_hosts(hosts, options, None) if hosts else []
-    except SparkError:  # only workers of a cluster, which do not answer clients
+    except SparkError:  # the hosts are workers of a cluster, which do not answer clients
         return
     for host, server in zip(answering, connections_of(answering, options), strict=True):
         tunnel = f" while `{next_command(options, 'connect', host.name, '--tunnel')}` runs"
@@ -148,10 +151,10 @@ def _show_answers(hosts: list[Target], options: Options) -> None:
 
 
 def _show_answer(host: Target, options: Options) -> None:
-    """Print the answer to a question, sent like a client of this machine."""
+    """Send a question to a host as a client on this machine would; print the answer."""
     try:
         result = ask_host(host, QUESTION, None, 512, is_shown=False)
-    except SparkError as error:  # the host has checked the release, but the connection fails
+    except SparkError as error:  # the release is proven, but this machine cannot reach it
         note(f"{host.name}: no answer to a question from this machine:", "yellow")
         for problem in error.problems:
             print_problem(problem)
@@ -163,24 +166,24 @@ def _show_answer(host: Target, options: Options) -> None:
 
 def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
     access = check_access(hosts)
-    if access.silent and len(access.silent) == len(hosts):
+    if access.unreachable and len(access.unreachable) == len(hosts):
         raise SparkError(list(access.problems()))
-    if not access.closed:
+    if not access.without_access:
         return 0
-    for endpoint in access.closed:
+    for endpoint in access.without_access:
         if not endpoint.is_local:
-            public_key(endpoint)  # refuses a missing key before pyinfra starts
-    names = [endpoint.host for endpoint in access.closed]
+            public_key(endpoint)  # fails before pyinfra starts if there is no key
+    names = [endpoint.host for endpoint in access.without_access]
     if options.dry:
         fix = "run `spark-deploy up` without --dry"
         raise SparkError.one(", ".join(names), "the SSH key or the sudo rule is missing", fix)
     note(f"{', '.join(names)}: SSH key or sudo rule is missing; enter the password once")
     options = replace(options, limit=names, exclude=[], verbose=True)
     changes.print_command(changes.pyinfra_command("bootstrap", options, names, ["-y"]))
-    # The inventory asks for the password.
-    closed = select_hosts(options, deploy=changes.deploy_file("bootstrap"))
-    code = changes.deploy("bootstrap", closed, options)
-    get_host_keys.cache.clear()  # read the newly recorded host keys
+    # With this deploy the inventory prompts for the password.
+    targets = select_hosts(options, deploy=changes.deploy_file("bootstrap"))
+    code = changes.deploy("bootstrap", targets, options)
+    get_host_keys.cache.clear()  # pyinfra must read the newly recorded host keys
     return code
 
 
@@ -188,24 +191,24 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
 class HostState:
     status: HostStatus
     jobs: Jobs
-    last: Rollout | None  # the last rollout to the current or planned release
+    last_rollout: Rollout | None  # to the current release or, without one, the planned release
 
 
 def read_state(host: Host, plan: HostPlan) -> HostState:
     names = tuple(job.digest12 for job in _jobs(plan))
     status = host.get_fact(Status)
     jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.unit(plan.serve.name))
-    service, last = status.service(MAIN_SERVICE), None
+    service, last_rollout = status.service(MAIN_SERVICE), None
     if service:  # hosts without our tools have no rollouts
         release = service.active or service.good or plan.serve.name
         ok, output = host.run_shell_command(
             tool.command_line(tool.SWITCH_POLL, release), _sudo=host.data.get("_sudo")
         )
         try:
-            last = parse(Rollout, output.stdout) if ok else None
-        except DocumentError:  # tools of another version: only the time is missing
-            last = None
-    return HostState(status, jobs, last)
+            last_rollout = parse(Rollout, output.stdout) if ok else None
+        except DocumentError:  # from tools of another version; the preview lacks only the time
+            last_rollout = None
+    return HostState(status, jobs, last_rollout)
 
 
 def _jobs(plan: HostPlan) -> list[Job]:
@@ -213,7 +216,7 @@ def _jobs(plan: HostPlan) -> list[Job]:
 
 
 def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
-    """Return the expected changes on a host as text, and whether there are any."""
+    """Return the expected changes on a host as text, and whether there are changes."""
     state = answer.value
     if state is None:
         return {**answer.data(), "text": answer.problem, "changes": True}
@@ -231,7 +234,7 @@ def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
                 f"{plan.profile} is refused until it ends; run this again afterwards"
             )
     elif reason:
-        text = "; ".join(_steps(plan, state))
+        text = "; ".join(_change_texts(plan, state))
     services = list(_service_changes(plan, state.status))
     will_change = bool(services) or (bool(reason) and not stopped)
     return {**answer.data(), "text": "; ".join([text, *services]), "changes": will_change}
@@ -255,7 +258,7 @@ def _service_changes(plan: HostPlan, status: HostStatus) -> Iterator[str]:
             yield f"service {name}: no longer listed, will stop"
 
 
-def _steps(plan: HostPlan, state: HostState) -> Iterator[str]:
+def _change_texts(plan: HostPlan, state: HostState) -> Iterator[str]:
     service, new = state.status.service(MAIN_SERVICE), f"{plan.model} with {plan.profile}"
     old = state.status.release(service.active) if service else None
     if not state.status.installed:
@@ -270,11 +273,11 @@ def _steps(plan: HostPlan, state: HostState) -> Iterator[str]:
         yield f"{old.profile} → {plan.profile} ({plan.model})"
     else:
         yield f"{old.model} with {old.profile} → {new}"
-    yield from _preparation(plan, state.jobs)
+    yield from _preparation_texts(plan, state.jobs)
     if old is None:
-        yield f"then the engine starts{_start_time(plan, state)}"
+        yield f"then the engine starts{_start_duration(plan, state)}"
     elif old.name != plan.serve.name:
-        yield f"engine restarts; clients get 503 for {_downtime(state.last)}"
+        yield f"engine restarts; clients get 503 for {_downtime(state.last_rollout)}"
     if (old is None or old.name != plan.serve.name) and not plan.serve.check.portable:
         releases = state.status.report.releases if state.status.report else ()
         service_name = plan.serve.service
@@ -283,8 +286,8 @@ def _steps(plan: HostPlan, state: HostState) -> Iterator[str]:
             yield f"plus {COMPILING}"
 
 
-def _start_time(plan: HostPlan, state: HostState) -> str:
-    last, release = state.last, state.status.release(plan.serve.name)
+def _start_duration(plan: HostPlan, state: HostState) -> str:
+    last, release = state.last_rollout, state.status.release(plan.serve.name)
     if last and last.state == "switched" and "start" in last.times_s:
         return f", which takes {_downtime(last)}"
     if release and release.proof:
@@ -292,29 +295,28 @@ def _start_time(plan: HostPlan, state: HostState) -> str:
     return " for the first time; duration unknown"
 
 
-def _preparation(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
-    todo = [job for job in _jobs(plan) if not jobs.done([job.digest12])]
-    if not todo:
+def _preparation_texts(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
+    pending = [job for job in _jobs(plan) if not jobs.done([job.digest12])]
+    if not pending:
         yield "nothing to download"
-    files = 0
-    for job in todo:
+    missing_bytes = 0
+    for job in pending:
         if job.kind == FETCH_JOB:
-            job_state = jobs.states.get(job.digest12)
-            progress = job_state.progress if job_state else None
-            files += max(0, (job.total_bytes or 0) - ((progress.bytes or 0) if progress else 0))
-    image = plan.image.size_bytes if any(job.kind in IMAGE_JOBS for job in todo) else 0
-    parts = [f"{format_size(files)} of files"] * bool(files) + [
-        f"an image of {format_size(image)}"
-    ] * bool(image)
-    if parts:
-        yield f"downloads {' and '.join(parts)}"
-    if any(job.kind == CHECKPOINT_JOB for job in todo):
+            state = jobs.states.get(job.digest12)
+            fetched_bytes = (state.progress.bytes or 0) if state and state.progress else 0
+            missing_bytes += max(0, (job.total_bytes or 0) - fetched_bytes)
+    downloads = [f"{format_size(missing_bytes)} of files"] * bool(missing_bytes)
+    if any(job.kind in IMAGE_JOBS for job in pending) and plan.image.size_bytes:
+        downloads.append(f"an image of {format_size(plan.image.size_bytes)}")
+    if downloads:
+        yield f"downloads {' and '.join(downloads)}"
+    if any(job.kind == CHECKPOINT_JOB for job in pending):
         yield "builds the checkpoint"
 
 
 def _downtime(last: Rollout | None) -> str:
-    seconds = sum(last.times_s.get(phase, 0.0) for phase in _DOWN) if last else 0.0
+    seconds = sum(last.times_s.get(phase, 0.0) for phase in _DOWNTIME_PHASES) if last else 0.0
     if not seconds:
         return "the time that the engine needs to load"
-    rough = f"about {seconds / 60:.0f} minutes" if seconds >= 90 else "about a minute"
-    return f"{rough} (the last start took {minutes(seconds)})"
+    estimate = f"about {seconds / 60:.0f} minutes" if seconds >= 90 else "about a minute"
+    return f"{estimate} (the last start took {minutes(seconds)})"

@@ -15,7 +15,7 @@ from spark_deploy.config.catalog.anatomy import Anatomy, CountedCache
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.documents import to_yaml_data
 from spark_deploy.config.errors import LockError
-from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.schema_errors import suggest
 from spark_deploy.hosts.status import HostStatus
 from spark_deploy.inventory.plans import (
     unread_repositories,
@@ -51,64 +51,67 @@ def lock_names(
     check_only: bool = False,
     with_host_values: bool = False,
 ) -> int:
-    by_path: dict[Path, list[Target]] = {}
+    hosts_by_lock: dict[Path, list[Target]] = {}
     for host in select_hosts(options):
-        by_path.setdefault(host.settings.lock_path, []).append(host)
-    is_missing = False
-    for path, hosts in by_path.items():
-        _refuse_unknown(only, hosts)
+        hosts_by_lock.setdefault(host.loaded.lock_path, []).append(host)
+    is_incomplete = False
+    for path, hosts in hosts_by_lock.items():
+        _reject_unknown_names(only, hosts)
         missing = only_missing or check_only
-        lock, locked = _resolve(path, hosts, only, missing=missing, offline=check_only)
+        lock, names = _resolve(path, hosts, only, missing=missing, offline=check_only)
         if check_only:
-            problems = {f"{name} is not locked" for name in locked} or set(_unread(hosts, lock))
+            problems = {f"{name} is not locked" for name in names} or set(_problems(hosts, lock))
             for problem in sorted(problems):
                 note(f"{path.name}: {problem}")
-            is_missing |= bool(problems)
+            is_incomplete |= bool(problems)
             continue
         for host in hosts:
-            lock = verify_names_if_online(host.settings.settings, host.catalog, lock, note)
+            lock = verify_names_if_online(host.settings, host.catalog, lock, note)
         _write(path, _with_host_values(lock, hosts) if with_host_values else lock)
     if options.json:
-        locks = {str(path): to_yaml_data(read_lock(path), include_nulls=False) for path in by_path}
-        print(json.dumps(locks, indent=1))
-    return int(is_missing)
+        locks = {str(path): read_lock(path) for path in hosts_by_lock}
+        data = {path: to_yaml_data(lock, include_nulls=False) for path, lock in locks.items()}
+        print(json.dumps(data, indent=1))
+    return int(is_incomplete)
 
 
 def _resolve(
     path: Path, hosts: list[Target], only: Sequence[str], *, missing: bool, offline: bool
 ) -> tuple[Lock, set[str]]:
-    """Return the lock with the names of all hosts, and the names to lock."""
-    lock, done = read_lock(path), set[str]()
-    wanted = [required_names(host.settings.settings, host.catalog) for host in hosts]
-    check_single_revisions(set().union(*(names.sources for names in wanted)))
-    for host, names in zip(hosts, wanted, strict=True):
+    """Return the lock with the names that hosts require, and the names that were looked up.
+
+    ``only`` and ``missing`` select names; ``offline`` looks up none.
+    """
+    lock, selected = read_lock(path), set[str]()
+    required = [required_names(host.settings, host.catalog) for host in hosts]
+    check_single_revisions(set().union(*(names.sources for names in required)))
+    for host, names in zip(hosts, required, strict=True):
         if only:
             names = Names(
                 frozenset(source for source in names.sources if source[0] in only),
                 frozenset(image for image in names.images if image in only),
             )
-        names = (names.missing_in(lock) if missing else names).without(done)
-        done.update(names.names)
+        names = (names.missing_in(lock) if missing else names).without(selected)
+        selected.update(names.names)
         if names.names and not offline:
             engines = host.catalog.engines.engines
-            lock = resolve(lock, names, host.settings.settings, engines, note)
-    return lock, done
+            lock = resolve(lock, names, host.settings, engines, note)
+    return lock, selected
 
 
-def _refuse_unknown(only: Sequence[str], hosts: list[Target]) -> None:
-    wanted = (required_names(host.settings.settings, host.catalog) for host in hosts)
-    known = sorted({name for names in wanted for name in names.names})
+def _reject_unknown_names(only: Sequence[str], hosts: list[Target]) -> None:
+    required = (required_names(host.settings, host.catalog) for host in hosts)
+    known = sorted({name for names in required for name in names.names})
     for name in only:
         if name not in known:
-            guess = closest(name, known)
-            fix = f"did you mean {guess}?" if guess else f"choose from: {', '.join(known)}"
+            fix = suggest(name, known, f"choose from: {', '.join(known)}")
             raise LockError.one(f"--only {name}", "no host of the inventory uses it", fix)
 
 
-def _unread(hosts: list[Target], lock: Lock) -> Iterator[str]:
+def _problems(hosts: list[Target], lock: Lock) -> Iterator[str]:
     """Yield builds without verified tensor names, and repositories without read headers."""
     for host in hosts:
-        settings, catalog = host.settings.settings, host.catalog
+        settings, catalog = host.settings, host.catalog
         for question, _ in unverified_builds(settings, catalog, lock):
             yield f"tensor names of {question.build} have not been verified"
         for repository in unread_repositories(settings, catalog, lock):
@@ -136,13 +139,15 @@ def _write(path: Path, lock: Lock) -> None:
 
 def lock_donor_tensors(hosts: Sequence[Target]) -> None:
     """Lock the hashes of FP8 source tensors after a first build, unless locked is required."""
-    by_path: dict[Path, list[Target]] = {}
+    hosts_by_lock: dict[Path, list[Target]] = {}
     for host in hosts:
-        if host.settings.settings.locked == "required":
-            continue
-        if any(_unlocked_donors(host, read_lock(host.settings.lock_path))):
-            by_path.setdefault(host.settings.lock_path, []).append(host)
-    for path, unlocked in by_path.items():
+        lock = read_lock(host.loaded.lock_path)
+        if host.settings.locked != "required" and any(
+            lock.has_verified(names) and lock.donor_sha256(names) is None
+            for names, _ in _donor_builds(host)
+        ):
+            hosts_by_lock.setdefault(host.loaded.lock_path, []).append(host)
+    for path, unlocked in hosts_by_lock.items():
         lock = before = read_lock(path)
         for host, status in query_or_note(unlocked, read_status):
             lock = _with_donor_hashes(lock, host, status)
@@ -150,34 +155,28 @@ def lock_donor_tensors(hosts: Sequence[Target]) -> None:
             _write(path, lock)
 
 
-def _donors(host: Target) -> Iterator[tuple[VerifiedNames, CheckpointPlan]]:
-    """Yield the builds of a host that read donor tensors, as the lock names them."""
+def _donor_builds(host: Target) -> Iterator[tuple[VerifiedNames, CheckpointPlan]]:
+    """Yield the builds of a host that read FP8 source tensors, and their names in the lock."""
     plan = build_plan(host)
-    for pair in (*plan.served, *plan.ready):
-        built = pair.checkpoint
-        if built and built.donor and isinstance(built.base, SourcePlan):
-            yield names_to_verify(built.order, built.base.locked, built.donor), built
-
-
-def _unlocked_donors(host: Target, lock: Lock) -> Iterator[VerifiedNames]:
-    for names, _ in _donors(host):
-        if lock.has_verified(names) and lock.donor_sha256(names) is None:
-            yield names
+    for served in (*plan.served, *plan.ready):
+        build = served.checkpoint
+        if build and build.donor and isinstance(build.base, SourcePlan):
+            yield names_to_verify(build.order, build.base.locked, build.donor), build
 
 
 def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
     states = {state.title: state for state in (status.report.jobs if status.report else ())}
-    for names, built in _donors(host):
-        state = states.get(built_title(built))
+    for names, build in _donor_builds(host):
+        state = states.get(built_title(build))
         sha256, locked = state.donor_sha256 if state else None, lock.donor_sha256(names)
         if sha256 is None or not lock.has_verified(names):
             continue
         if locked not in (None, sha256):
             raise LockError.one(
-                f"{host.name}: {built.dir}",
+                f"{host.name}: {build.dir}",
                 f"was built from FP8 source tensors with sha256 {sha256}, the lock has {locked}",
                 "find out which hub or proxy sent different bytes; if the host has the wrong "
-                "ones, move the directory aside on that host and deploy again",
+                "bytes, rename the directory on that host and deploy again",
             )
         if locked is None:
             note(f"  {names.build}: FP8 source tensors have sha256 {sha256}, built by {host.name}")
@@ -189,7 +188,7 @@ def _with_host_values(lock: Lock, hosts: Sequence[Target]) -> Lock:
     """Add KV-cache sizes that proven engines measured, and hashes of FP8 source tensors."""
     for host, status in query_or_note(hosts, read_status):
         lock = _with_donor_hashes(lock, host, status)
-        for anatomy in _measured(host, status, lock):
+        for anatomy in _measured_anatomies(host, status, lock):
             lock = lock.with_entries(anatomies=[anatomy])
             if size := anatomy.counted:
                 text = f"{size.token_bytes:,} bytes per token, measured by {size.by}"
@@ -197,7 +196,7 @@ def _with_host_values(lock: Lock, hosts: Sequence[Target]) -> Lock:
     return lock
 
 
-def _measured(host: Target, status: HostStatus, lock: Lock) -> Iterator[Anatomy]:
+def _measured_anatomies(host: Target, status: HostStatus, lock: Lock) -> Iterator[Anatomy]:
     for served in build_plan(host).served:
         model = host.catalog.model(served.model)
         anatomy = lock.anatomies.get(getattr(model, "repository", ""))

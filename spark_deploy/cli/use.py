@@ -8,12 +8,12 @@ from dataclasses import replace
 import click
 
 from spark_deploy.cli.console import Options, name_completer, next_command, note, shared_options
-from spark_deploy.cli.hosts import select_hosts
+from spark_deploy.cli.hosts import Target, select_hosts
 from spark_deploy.cli.models import HOST_COUNTS, PLAIN_PROFILE, fitting_profiles
 from spark_deploy.cli.settings import Edit, print_edits, write_values
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import SparkError
-from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.schema_errors import suggest
 
 
 @click.command
@@ -30,48 +30,54 @@ def use(options: Options, choice: str) -> int:
     overrides = _overrides(options) if edits else {}
     if overrides:
         values = ", ".join(f"{key}: {value}" for key, value in overrides.items())
-        drop = [f"{key}={{}}" if value.startswith("{") else f"{key}=null"
-                for key, value in overrides.items()]  # fmt: skip
+        unset = [f"{key}={{}}" if value.startswith("{") else f"{key}=null"
+                 for key, value in overrides.items()]  # fmt: skip
         note(f"these settings still override the profile: {values}")
-        note(f"  to drop them: {next_command(options, 'set', *drop)}")
+        note(f"  to remove them: {next_command(options, 'set', *unset)}")
     return 0
 
 
 def _overrides(options: Options) -> dict[str, str]:
-    """Return the engine settings of the chosen hosts, which apply to every profile."""
+    """Return the engine settings of the chosen hosts, which apply to every profile, as JSON."""
     return {
         f"engine.{key}": json.dumps(value)
         for host in select_hosts(options, must_serve=False)
-        for key, value in host.settings.data.get("engine", {}).items()
+        for key, value in host.loaded.data.get("engine", {}).items()
         if value not in (None, {})
     }
 
 
 def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
-    """Write the choice; return changed lines and host names. Refuses an impossible choice."""
-    # The current choice may be impossible to serve.
+    """Write the choice; return changed lines and host names. Rejects an impossible choice."""
+    # Not must_serve: the new choice may correct settings that cannot be served.
     chosen = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
-    catalog = chosen[0].catalog
-    wanted = _parse_choice(choice, catalog)
-    if wanted.keys() == {"model"}:
-        # Change the profile only if it cannot serve the model, or is `plain` for another model.
-        model, ranks = wanted["model"], chosen[0].settings.settings.ranks
-        by_count = (fitting_profiles(model, catalog, count) for count in (ranks, *HOST_COUNTS))
-        fitting = next((names for names in by_count if names), [])
-        present = {(host.settings.settings.model, host.settings.settings.profile)
-                   for host in chosen}  # fmt: skip
-        replaced = any(
-            profile not in fitting or (profile == PLAIN_PROFILE and current != model)
-            for current, profile in present
-        )
-        if fitting and replaced:
-            wanted["profile"] = fitting[0]
-        kept = ", ".join(sorted({profile for _, profile in present}))
-        is_new = "profile" in wanted and kept != wanted["profile"]
-        note(f"chose profile {wanted['profile']}" if is_new else f"kept profile {kept}")
-    edits = write_values(chosen, all_hosts, wanted, dry=options.dry, shown=f"use {choice}")
+    values = _parse_choice(choice, chosen[0].catalog)
+    if values.keys() == {"model"}:
+        values |= _choose_profile(values["model"], chosen)
+    edits = write_values(chosen, all_hosts, values, dry=options.dry, shown=f"use {choice}")
     return edits, sorted(host.name for host in chosen)
+
+
+def _choose_profile(model: str, hosts: list[Target]) -> dict[str, str]:
+    """Return another profile if the current one cannot serve the model, or is `plain`.
+
+    A model that `plain` serves may have better profiles.
+    """
+    catalog, ranks = hosts[0].catalog, hosts[0].settings.ranks
+    by_count = (fitting_profiles(model, catalog, count) for count in (ranks, *HOST_COUNTS))
+    fitting = next(filter(None, by_count), [])
+    current = {(host.settings.model, host.settings.profile) for host in hosts}
+    profiles = ", ".join(sorted({profile for _, profile in current}))
+    is_unfit = any(
+        profile not in fitting or (profile == PLAIN_PROFILE and current_model != model)
+        for current_model, profile in current
+    )
+    if fitting and is_unfit:
+        note(f"{'kept' if fitting[0] == profiles else 'chose'} profile {fitting[0]}")
+        return {"profile": fitting[0]}
+    note(f"kept profile {profiles}")
+    return {}
 
 
 def _parse_choice(choice: str, catalog: Catalog) -> dict[str, str]:
@@ -84,8 +90,7 @@ def _parse_choice(choice: str, catalog: Catalog) -> dict[str, str]:
     if not slash and choice in profiles:
         return {"profile": choice}
     unknown = profile if slash and model in models else model
-    listed = [name for name in models if not name.startswith("lab-")]
-    guess = closest(unknown, [*listed, *profiles])
-    names = f"models: {', '.join(listed)}; profiles: {', '.join(profiles)}"
-    fix = f"did you mean {guess}?" if guess else f"choose from {names}"
+    shipped = [name for name in models if not name.startswith("lab-")]
+    names = f"models: {', '.join(shipped)}; profiles: {', '.join(profiles)}"
+    fix = suggest(unknown, [*shipped, *profiles], f"choose from {names}")
     raise SparkError.one(f"use {choice}", f"'{unknown}' is not in the catalog", fix)

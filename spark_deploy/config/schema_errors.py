@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -81,6 +81,12 @@ def closest(word: str, known: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
 
 
+def suggest(word: str, known: Iterable[str], fallback: str) -> str:
+    """Return a fix with the most similar known name, or ``fallback`` if none is similar."""
+    guess = closest(word, list(known))
+    return f"did you mean {guess}?" if guess else fallback
+
+
 def _suggest_key(path: KeyPath, level: Schema, schema: Schema) -> str:
     key = str(path[-1])
     known = sorted(level.get("properties", {}))
@@ -126,8 +132,7 @@ def _fix(error: jsonschema.ValidationError) -> str:
             return f'write it in quotes: "{error.instance}"'
         return f"write {_in_words(limit)}{_limits(schema)}{_example(schema)}"
     if error.validator == "enum":
-        guess = closest(str(error.instance), [str(item) for item in limit])
-        return f"did you mean {guess}?" if guess else "use one of these"
+        return suggest(str(error.instance), map(str, limit), "use one of these")
     if error.validator == "required":
         present: Any = error.instance
         return f"add {', '.join(name for name in limit if name not in present)}"

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.schema_errors import suggest
 
 _WITHOUT_PLAN = {"key.py", "rollback.py", "rotate_key.py", "unbootstrap.py", "uninstall.py"}
 
@@ -75,8 +75,7 @@ def check_patterns(
         for pattern in arguments.get(option) or ():
             if pattern in {"all", stem, *groups} or fnmatch.filter(names, pattern):
                 continue
-            guess = closest(pattern, known)
-            fix = f"did you mean {guess}?" if guess else f"known: {', '.join(known)}"
+            fix = suggest(pattern, known, f"choose from: {', '.join(known)}")
             problems.append(Problem(f"--{option} {pattern}", "matches no host or group", fix))
     if arguments.get("no_wait"):
         problems.append(Problem("--no-wait", "would hide failures", "remove the option"))
@@ -100,10 +99,8 @@ def missing_inventory(path: str) -> SettingsError:
     folders = dict.fromkeys((missing.parent, missing.parent / "inventory", Path("inventory")))
     existing = sorted({file for folder in folders for file in folder.glob("[!_]*.py")})
     same_name = [str(file) for file in existing if file.name == missing.name]
-    guess = same_name[0] if same_name else closest(path, [str(file) for file in existing])
-    fix = (
-        f"did you mean {guess}?" if guess else "give an inventory file, such as inventory/spark.py"
-    )
+    files = same_name[:1] or [str(file) for file in existing]
+    fix = suggest(path, files, "name an inventory file, such as inventory/spark.py")
     return SettingsError.one(path, "is not an inventory file", fix)
 
 

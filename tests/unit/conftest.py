@@ -26,4 +26,4 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that tests run in this process must not patch it by gevent."""
-    monkeypatch.setattr("spark_deploy.cli._queries_hosts", lambda *_: False)
+    monkeypatch.setattr("spark_deploy.cli._uses_pyinfra", lambda *_: False)

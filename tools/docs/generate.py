@@ -14,7 +14,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
-from spark_deploy.cli.models import fitting_profiles, fix_of, settings_on  # noqa: E402
+from spark_deploy.cli.models import advice, fitting_profiles, settings_on  # noqa: E402
 from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
 from spark_deploy.config.catalog.profile import Profile  # noqa: E402
@@ -112,7 +112,7 @@ def _together(model: HybridModel, count: int) -> Iterator[str]:
     names = _fitting(model, count)
     if not names:
         profile_name = next(iter(_fitting(model)), DEFAULT.profile)
-        fix = fix_of(model.name, profile_name, catalog(), count)
+        fix = advice(model.name, profile_name, catalog(), count)
         first, *others = re.split("(?:;|,) or ", fix)
         yield f"- on {count} hosts no profile fits: {'you can' if others else first}"
         yield from (f"  - {choice}" for choice in ([first, *others] if others else ()))

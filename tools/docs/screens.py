@@ -98,7 +98,7 @@ def status(console: Console) -> None:
 
 
 def top_once(console: Console) -> None:
-    rows = [live.Now(**{"model": "lab-model", **service}) for service in recorded("top")]
+    rows = [live.Load(**{"model": "lab-model", **service}) for service in recorded("top")]
     console.print(live.table(rows, console.width))
 
 

@@ -21,7 +21,7 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from tests.unit.planning.plans import plan_of
 
-ORIGIN = submission.Origin("org/model-int4", "c" * 40, built=True)
+ORIGIN = submission.Origin("org/model-int4", "c" * 40, is_built=True)
 PLAN = plan_of("large", "v2")
 RELEASE = PLAN.serve
 
@@ -242,4 +242,4 @@ def test_only_results_of_a_spark_get_a_submission(
     bench._submit(target, RELEASE, measured, tmp_path / "a", tmp_path / "raw")
     err = capsys.readouterr().err
     assert (tmp_path / "a.submission").exists() == (not reason)
-    assert (f"no folder for submission. {reason}" in err) == bool(reason)
+    assert (f"cannot write a folder for submission. {reason}" in err) == bool(reason)

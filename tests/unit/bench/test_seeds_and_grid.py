@@ -127,7 +127,8 @@ def test_llama_benchy_reads_the_key_from_its_environment(tmp_path):
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     server = Endpoint("http://127.0.0.1:1/v1", "m", KEY)
-    result = protocols.measure_grid(str(python), server, tmp_path, Grid(), tmp_path / "out.json")
+    file = tmp_path / "out.json"
+    result = protocols.measure_grid(str(python), server, tmp_path, Grid(), file, [])
     assert (result[0], len(result[1])) == ("0.4.0", 4)
 
 

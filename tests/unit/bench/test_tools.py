@@ -155,7 +155,7 @@ def test_report_names_only_failed_cases():
     first = result(tools=(ToolCase("integer", None), ToolCase("enum", "days: '3'")))
     table = report.tools_table([first, result("v3")])
     assert table[1:] == [
-        ["right", "1 of 2", "-"],
-        ["integer", "right", "-"],
+        ["correct", "1 of 2", "-"],
+        ["integer", "correct", "-"],
         ["enum", "days: '3'", "-"],
     ]

@@ -7,7 +7,7 @@ from results import KEY
 
 from spark_deploy import ticking
 from spark_deploy.bench import host, protocols
-from spark_deploy.bench.protocols import Case
+from spark_deploy.bench.protocols import LoadCase
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SparkError
 from tests.unit.planning.plans import plan_of
@@ -28,7 +28,7 @@ time.sleep(0.3)
 print("Serving Benchmark Result")
 shutil.copy(root / "saved.json", root / "out.json")
 """
-CASE = Case(2, 64, 16)
+CASE = LoadCase(2, 64, 16)
 
 
 class Image:
@@ -119,4 +119,4 @@ def test_failed_requests_invalidate_the_result(image):
 
 @pytest.mark.parametrize(("context", "prompt"), [(131_072, 8192), (4096, 4096 - 256 - 64)])
 def test_prompts_leave_room_for_the_answer(context, prompt):
-    assert Case().fitting(context).prompt_tokens == prompt
+    assert LoadCase().fitting(context).prompt_tokens == prompt

@@ -149,7 +149,7 @@ def test_unknown_values_are_left_out_and_reported(hub, site, capsys):
     out = capsys.readouterr().out
     for text in (
         "parsers: unknown for newtype", "KV cache of a token: layers of newtype are unknown",
-        "custom code; not downloaded",
+        "custom code; it is not downloaded",
     ):  # fmt: skip
         assert text in out
     assert "parsers" not in catalog_file(site, "odd")

@@ -152,9 +152,7 @@ def host_of(name, *members):
         serve=SimpleNamespace(start_timeout_s=1, stop_timeout_s=1), services={"embed": None},
         cluster=SimpleNamespace(hosts=members),
     )  # fmt: skip
-    return SimpleNamespace(
-        name=name, data={"_sudo": True}, settings=SimpleNamespace(settings=settings)
-    )
+    return SimpleNamespace(name=name, data={"_sudo": True}, settings=settings)
 
 
 def run_tool(command, options, **values):
@@ -195,7 +193,7 @@ def test_stop_and_start_run_one_command_per_host(
     host = SimpleNamespace(run_shell_command=run_shell_command)
     monkeypatch.setattr(stop_start, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
     monkeypatch.setattr(
-        stop_start, "query", lambda hosts, run, doing: [Answer(hosts[0], run(host, hosts[0]))]
+        stop_start, "query", lambda hosts, run, verb: [Answer(hosts[0], run(host, hosts[0]))]
     )
     values = {"service": service, **({"period": period} if period else {})}
     assert run_tool(command, Options(), **values) == 0

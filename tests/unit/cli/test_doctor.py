@@ -23,10 +23,10 @@ SHARDS = (("a" * 64, 40_000_000_000), ("b" * 64, 32_000_000_000))
 FILES = frozenset({("66306", *SHARDS[0]), ("66306", "c" * 64, 5_000_000_000)})
 
 
-def verdict_of(host_survey, **needs):
+def make_verdict(host_survey, **needs):
     host: Any = SimpleNamespace(name="spark-1", data={})
     answer, surveys = Answer(host, host_survey), {host.name: host_survey}
-    return doctor.verdict_of(answer, dataclasses.replace(NEEDS, **needs), surveys)
+    return doctor.make_verdict(answer, dataclasses.replace(NEEDS, **needs), surveys)
 
 
 def text_of(verdict):
@@ -50,13 +50,13 @@ def test_a_verdict_shows_problems_and_warnings_with_fixes():
 
 @pytest.mark.parametrize(("lines", "is_shown"), [(["0"], False), (["3"], True), ([], False)])
 def test_failed_driver_allocations_are_shown(lines, is_shown):
-    rows = verdict_of(survey(driver_memory=lines))["looks"]
+    rows = make_verdict(survey(driver_memory=lines))["looks"]
     assert ("driver" in rows) == is_shown
     assert "blocks" in rows
 
 
 def test_other_engines_are_listed_with_the_commands_that_replace_them():
-    verdict = verdict_of(survey(containers=[RUNNING, SECOND]))
+    verdict = make_verdict(survey(containers=[RUNNING, SECOND]))
     text = text_of(verdict)
     assert "  others    ollama (ollama/ollama, running), vllm (vllm/vllm, running)\n" in text
     first, second = verdict["move"]
@@ -70,13 +70,13 @@ def test_other_engines_are_listed_with_the_commands_that_replace_them():
 
 @pytest.mark.parametrize("setting", ["takeover", "allow_containers"])
 def test_containers_in_the_settings_get_no_command_to_replace_them(setting):
-    assert verdict_of(survey(containers=[RUNNING]), **{setting: ("ollama",)})["move"] == []
-    assert verdict_of(survey(containers=[]))["move"] == []
+    assert make_verdict(survey(containers=[RUNNING]), **{setting: ("ollama",)})["move"] == []
+    assert make_verdict(survey(containers=[]))["move"] == []
 
 
 def test_stopped_services_are_listed_and_stay_stopped():
     record = '{"schema_version":1,"release":"main-1","at":"NOON","by":"ann@desk","until":"ONE"}'
-    verdict = verdict_of(survey(containers=[], stopped=["main", record, "small", "torn"]))
+    verdict = make_verdict(survey(containers=[], stopped=["main", record, "small", "torn"]))
     assert text_of(verdict).startswith(
         "spark-1: a deploy would go ahead, and leave main and small stopped\n  stopped   "
     )
@@ -84,9 +84,9 @@ def test_stopped_services_are_listed_and_stay_stopped():
     for part in ("ann@desk", "NOON until ONE"):
         assert part in verdict["stopped"]["main"]
     assert "unknown time" in verdict["stopped"]["small"]
-    assert "stopped" not in text_of(verdict_of(survey(containers=[])))
+    assert "stopped" not in text_of(make_verdict(survey(containers=[])))
     waits = '{"schema_version":1,"release":"small-1","at":"NOON","on_request":true}'
-    assert "stopped" not in text_of(verdict_of(survey(containers=[], stopped=["small", waits])))
+    assert "stopped" not in text_of(make_verdict(survey(containers=[], stopped=["small", waits])))
 
 
 def test_the_survey_reads_each_stop_as_one_line(tmp_path):
@@ -103,9 +103,9 @@ def test_files_on_the_host_reduce_the_download():
     downloads = (("/srv/spark/sources/x", SHARDS),)
     stored = StoredFiles(files=FILES, folders={"a" * 64: "/data/hub"})
     host_survey = dataclasses.replace(survey(containers=[]), stored=stored)
-    rows = verdict_of(host_survey, downloads=downloads)["looks"]
+    rows = make_verdict(host_survey, downloads=downloads)["looks"]
     assert rows["reuse"].startswith("Reusing 40.0 of 72.0 GB found in /data/hub; ")
-    assert "reuse" not in verdict_of(survey(containers=[]), downloads=downloads)["looks"]
+    assert "reuse" not in make_verdict(survey(containers=[]), downloads=downloads)["looks"]
 
 
 def test_plan_on_host_shows_files_that_hosts_have(monkeypatch, capsys):

@@ -36,7 +36,7 @@ def test_local_machine_has_no_access_if_sudo_needs_a_password(monkeypatch):
     monkeypatch.setattr(cli_hosts.host_keys, "query_host_key", probed.append)
     monkeypatch.setattr(cli_hosts.login, "try_key", lambda endpoint: LoginResult(True, False))
     result = check_access([SimpleNamespace(name="@local", data={})])
-    assert [endpoint.host for endpoint in result.closed] == ["@local"]
+    assert [endpoint.host for endpoint in result.without_access] == ["@local"]
     assert "deploys/bootstrap.py" in next(result.problems()).fix
     assert not probed
 
@@ -48,7 +48,7 @@ def test_a_slow_query_names_only_hosts_without_an_answer(monkeypatch, capsys):
     monkeypatch.setattr(cli_hosts, "QUIET_S", 0.1)
     monkeypatch.setattr(cli_hosts.Host, "connect", connect)
     targets: list[Any] = [SimpleNamespace(name=name, data={}) for name in ("fast", "slow")]
-    cli_hosts.query(targets, lambda *_: "yes", doing="stopping")
+    cli_hosts.query(targets, lambda *_: "yes", verb="stopping")
     assert capsys.readouterr().err == "stopping slow: 0 s\n"
     cli_hosts.query(targets[:1], lambda *_: "yes")
     assert capsys.readouterr().err == ""

@@ -24,7 +24,7 @@ def site(tmp_path, monkeypatch):
     deployed = []
 
     def deploy(command, hosts, options, **_):
-        deployed.append({host.name: dict(host.settings.settings.serve.keys) for host in hosts})
+        deployed.append({host.name: dict(host.settings.serve.keys) for host in hosts})
         return 0
 
     monkeypatch.setattr(key, "deploy", deploy)

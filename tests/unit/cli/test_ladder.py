@@ -19,7 +19,7 @@ PROFILES = {
 
 def host_of(model, **fields):
     profiles = {pair: SimpleNamespace(stage=stage) for pair, stage in PROFILES.items()}
-    settings = SimpleNamespace(settings=SimpleNamespace(model=model))
+    settings = SimpleNamespace(model=model)
     catalog = SimpleNamespace(profiles=profiles)
     return SimpleNamespace(name="spark-1", settings=settings, catalog=catalog, **fields)
 
@@ -47,29 +47,29 @@ def ladder(monkeypatch):
     )
     monkeypatch.setattr(bench, "build_plan", build_plan)
     monkeypatch.setattr(changes, "deploy", deploy)
-    state.climb = lambda **options: bench.climb(replace(OPTIONS, **options), measure)
+    state.run = lambda **options: bench.run_ladder(replace(OPTIONS, **options), measure)
     return state
 
 
 def test_each_stage_is_served_and_measured_and_the_settings_come_last(ladder):
-    assert ladder.climb() == (0, STAGES)
+    assert ladder.run() == (0, STAGES)
     expected = [(step, stage, "spark-1") for stage in STAGES for step in ("serve", "measure")]
     assert ladder.steps == [*expected, ("serve", None, "spark-1")]
 
 
 def test_a_failed_stage_ends_the_ladder_and_the_settings_are_served_again(ladder):
     ladder.failing.add("all")
-    assert ladder.climb() == (3, ["plain", "drafts"])
+    assert ladder.run() == (3, ["plain", "drafts"])
     assert ladder.steps[-2:] == [("serve", "all", "spark-1"), ("serve", None, "spark-1")]
 
 
 def test_nothing_changes_if_a_stage_does_not_fit_or_without_confirmation(ladder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SparkError, match="needs a terminal"):
-        ladder.climb(yes=False)
+        ladder.run(yes=False)
     ladder.too_large.add("all")
     with pytest.raises(SparkError, match="all: does not fit"):
-        ladder.climb()
+        ladder.run()
     assert ladder.steps == []
 
 

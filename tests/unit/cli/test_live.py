@@ -84,7 +84,7 @@ def rows(*services, width=100):
     ],
 )
 def test_a_row_shows_rates_between_two_samples(text, cells):
-    now = live.now_of("spark-1", list(live.parse_samples(text.splitlines())))
+    now = live.load_of("spark-1", list(live.parse_samples(text.splitlines())))
     assert rows(now)[1].split() == ["spark-1", *cells.split()]
 
 
@@ -122,14 +122,14 @@ def test_no_process_starts_if_a_host_lacks_the_service(ssh, monkeypatch):
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_rows_fit_the_screen(width):
     names = ["spark-kitchen-1.lan", "spark-kitchen-2.lan", "spark-of-the-cellar.home.example"]
-    lines = rows(*(live.now_of(name, []) for name in names), width=width)
+    lines = rows(*(live.load_of(name, []) for name in names), width=width)
     assert len(lines) == 4
     assert max(map(len, lines)) <= width
     assert [line.split()[0] for line in lines[1:3]] == names[:2]
 
 
 def test_names_and_speed_stay_in_a_narrow_terminal():
-    now = live.Now("spark-kitchen-1.lan", 2, 1, 50.0, 0.8, 0.2, 2**33, 61, 48, "qwen3.5-122b")
+    now = live.Load("spark-kitchen-1.lan", 2, 1, 50.0, 0.8, 0.2, 2**33, 61, 48, "qwen3.5-122b")
     title, line = rows(now, width=60)
     assert line.split()[:2] == ["spark-kitchen-1.lan", "qwen3.5-122b"]
     assert "tok/s" in title

@@ -124,7 +124,9 @@ def test_an_unknown_parser_is_reported_and_left_out():
     engine = shipped_catalog().engines.engines["0.33.0"]
     text = "--reasoning-parser nano_v3 --tool-call-parser qwen3_coder"
     draft = draft_from_recipe({"model": "org/x", "command": f"vllm serve {text}"}, "r", engine)
-    assert "not used: parsers.reasoning nano_v3: your engine has no such parser" in draft.open
+    assert (
+        "not used: parsers.reasoning nano_v3: your engine does not have this parser" in draft.open
+    )
     assert yaml.safe_load(draft.text())["parsers"] == {"tool_call": "qwen3_coder"}
 
 

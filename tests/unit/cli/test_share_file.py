@@ -116,9 +116,9 @@ ANOTHER = {"org/another": {"revision": "main", "commit": "5" * 40}}
             lambda data: data["profile"].update(
                 prefix_caching=not data["profile"].get("prefix_caching")
             ),
-            "would replace the file",
+            "would replace the shipped file",
         ),
-        (lambda data: data.update(name="qwen3.5-122b"), "would replace the file"),
+        (lambda data: data.update(name="qwen3.5-122b"), "would replace the shipped file"),
         (
             lambda data: data["profile"].update(options={"worker-cls": "ours.Worker"}),
             "options.worker-cls: is not on the list",
@@ -148,7 +148,7 @@ def test_a_file_that_would_change_others_is_refused(other, file, edit, change, m
     assert "Traceback" not in err
     assert (other / "spark.lock.yml").read_bytes() == before
     assert not (other / "catalog").exists()
-    if message == "would replace the file":
+    if message == "would replace the shipped file":
         assert add(other, str(file), "--force") == 0
     elif "list" in message:
         assert add(other, str(file), "--force") == 1

@@ -202,7 +202,7 @@ def test_an_unreachable_host_is_one_line(lines):
 
 
 def test_a_running_release_is_shown_even_if_the_settings_cannot_be_served(tmp_path):
-    text = text_of(tmp_path, document(), target_of(tmp_path).serving("no-such-model", "v2"))
+    text = text_of(tmp_path, document(), target_of(tmp_path).with_model("no-such-model", "v2"))
     assert f"lab-stub with v2 as lab-model ({RELEASE})" in text
     assert "the settings cannot be served: " in text
     assert "no-such-model" in text

@@ -64,18 +64,18 @@ def test_a_choice_of_the_command_line_can_be_written_to_the_settings(tmp_path, m
     options = Options(inventory=inventory, model="qwen3.5-122b", profile="agent")
     choice = up._temporary_choice(options)
     assert choice == "qwen3.5-122b/agent"
-    up._offer_to_write(choice, replace(options, yes=True))
+    up._offer_to_save(choice, replace(options, yes=True))
     assert f"spark-deploy use {choice}" in capsys.readouterr().err
     assert "35b" in settings.read_text()
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(up.click, "confirm", lambda *_, **__: True)
-    up._offer_to_write(choice, options)
+    up._offer_to_save(choice, options)
     assert settings.read_text() == "model: qwen3.5-122b\nprofile: agent\n"
 
 
 def test_up_and_init_lock_without_update_options(monkeypatch, tmp_path):
     path = tmp_path / "spark.lock.yml"
-    host = SimpleNamespace(catalog=None, settings=SimpleNamespace(lock_path=path, settings=None))
+    host = SimpleNamespace(catalog=None, loaded=SimpleNamespace(lock_path=path), settings=None)
     monkeypatch.setattr(update, "select_hosts", lambda _options: [host])
     monkeypatch.setattr(update, "required_names", lambda *_: Names(frozenset(), frozenset()))
     monkeypatch.setattr(update, "verify_names_if_online", lambda *words: words[2])
@@ -192,7 +192,7 @@ def test_the_last_rollout_is_for_the_serving_or_planned_release(data, release):
     host = SimpleNamespace(
         get_fact=lambda fact, **_: facts[fact], run_shell_command=run_shell_command, data={}
     )
-    assert up.read_state(host, PLAN).last is None
+    assert up.read_state(host, PLAN).last_rollout is None
     assert [command.split()[-1] for command in commands] == ([release] if release else [])
 
 

@@ -321,7 +321,7 @@ def test_refuses_host_in_two_groups(repository):
     [
         (("pyinfra", "inventory/sprak.py", "deploy.py", "-y"), "did you mean inventory/spark.py?"),
         (("pyinfra", "spark.py", "deploy.py", "-y"), "did you mean inventory/spark.py?"),
-        (("pyinfra", "no-such-host.invalid", "deploy.py", "-y"), "give an inventory file"),
+        (("pyinfra", "no-such-host.invalid", "deploy.py", "-y"), "name an inventory file"),
         (("spark_deploy", "status", "inventory/sprak.py"), "did you mean inventory/spark.py?"),
     ],
 )
