@@ -303,8 +303,7 @@ def read_arguments(words: list[str]) -> Arguments:
             continue
         option, _, key = name.partition(".")
         value = _parse_value(values)
-        known = options.get(option)
-        options[option] = {**_mapping(known), key: value} if key else value
+        options[option] = {**_mapping(options.get(option)), key: value} if key else value
     for name, value in options.items():
         _add_argument(name, value, arguments)
     # Options without a profile key; keep those that a catalog file may set.
