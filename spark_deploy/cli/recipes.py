@@ -361,13 +361,10 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
     for name, (key, kind) in _SPECULATION.items():
         if name in config and type(config[name]) is kind:
             speculation[key] = config[name]
-    schema = schema_of(Speculation, "s")
-    problems = [problem.what for problem in schema_problems(speculation, schema, lambda path: "")]
-    problems = problems or [
-        problem.what for problem in convert(Speculation, speculation).violations()
-    ]
-    if problems:
-        arguments.unused.append(f"--speculative-config: {problems[0]}")
+    problems = list(schema_problems(speculation, schema_of(Speculation, "s"), lambda path: ""))
+    # Only data that fits the schema can be converted.
+    if first := next(iter(problems or convert(Speculation, speculation).violations()), None):
+        arguments.unused.append(f"--speculative-config: {first.what}")
         return
     arguments.profile["speculation"] = speculation
     unused = [key for key in config if key != "method" and key not in _SPECULATION]
