@@ -236,8 +236,7 @@ def _serve_words(command: str) -> tuple[list[str], dict[str, Any], list[str]]:
         if word.split("=", 1)[0] not in exported and word not in ("vllm", "exec", "export")
     ]
     after = words[start + 1 : end]
-    if after and not after[0].startswith("-"):  # the model
-        after = after[1:]
+    after = after[1:] if after and not after[0].startswith("-") else after  # without the model
     return after, exported, unused
 
 
@@ -352,19 +351,20 @@ def _add_profile_key(name: str, value: Any, arguments: Arguments) -> None:
 
 
 def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
-    method = _METHODS.get(str(config.get("method")))
-    if method is None:
-        name = str(config.get("method"))[:40]
-        arguments.unused.append(f"--speculative-config: method {name} is not supported")
+    method = str(config.get("method"))
+    if method not in _METHODS:
+        arguments.unused.append(f"--speculative-config: method {method[:40]} is not supported")
         return
-    speculation = {"method": method}
+    speculation = {"method": _METHODS[method]}
     for name, (key, kind) in _SPECULATION.items():
         if name in config and type(config[name]) is kind:
             speculation[key] = config[name]
-    problems = list(schema_problems(speculation, schema_of(Speculation, "s"), lambda path: ""))
-    # Only data that fits the schema can be converted.
-    if first := next(iter(problems or convert(Speculation, speculation).violations()), None):
-        arguments.unused.append(f"--speculative-config: {first.what}")
+    schema = schema_of(Speculation, "s")
+    problems = [problem.what for problem in schema_problems(speculation, schema, lambda path: "")]
+    if not problems:  # only data that fits the schema can be converted
+        problems = [each.what for each in convert(Speculation, speculation).violations()]
+    if problems:
+        arguments.unused.append(f"--speculative-config: {problems[0]}")
         return
     arguments.profile["speculation"] = speculation
     unused = [key for key in config if key != "method" and key not in _SPECULATION]
