@@ -1,4 +1,4 @@
-"""Measure peak memory and time of builds of growing checkpoints, up to the largest model.
+"""Measure peak memory and time of building the largest model's checkpoint in real size.
 
     python proofs/benchmarks/checkpoint_memory.py --work /var/tmp/bench
 
@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,7 @@ RESULT = ROOT / "proofs/results/checkpoint-memory.json"
 _WRAPPER = """
 import os, sys
 os.cpu_count = lambda: int(os.environ["SPARK_BENCH_CORES"])
-if os.environ.get("SPARK_BENCH_HOLES"):
-    import checkpoint_holes
+import checkpoint_holes
 from spark_checkpoint.__main__ import main
 code = main(sys.argv[2:])
 lines = open("/proc/self/status").read().splitlines()
@@ -57,17 +55,9 @@ peak = next(line.split()[1] for line in lines if line.startswith("VmHWM"))
 open(sys.argv[1], "w").write(peak)
 sys.exit(code)
 """
-ONE = Architecture(layers=4, experts=16, vocabulary=8192, vision_depth=2, shards=4, donor_shards=4)
-# Only routed experts grow.
-GROWN = replace(ONE, experts=7 * ONE.experts)
-# The same names, each with four times the bytes.
-WIDER = replace(
-    ONE, hidden=2 * ONE.hidden, expert_width=2 * ONE.expert_width, shared_width=2 * ONE.shared_width
-)
 LARGEST = Architecture(layers=60, experts=512, hidden=4096, shards=40, donor_shards=94)
-# Builds, with the difference from an overlay that keeps the head.
-BOTH: dict[str, dict[str, str]] = {"full": {"layout": "full"}, "overlay": {}}
-ALL: dict[str, dict[str, str]] = {
+# Changes to a plan for an overlay that keeps the head.
+BUILDS: dict[str, dict[str, str]] = {
     "overlay": {},
     "overlay_int8_head": {"head": "int8-g128"},
     "full_int8_head": {"layout": "full", "head": "int8-g128"},
@@ -101,71 +91,43 @@ def serve(root: Path) -> Iterator[str]:
 
 
 def measure(work: Path) -> dict[str, Any]:
-    trees = {
-        "one": (ONE, BOTH),
-        "four_times_the_tree": (GROWN, BOTH),
-        "four_times_the_bytes_per_tensor": (WIDER, BOTH),
-        "397b_real_size": (LARGEST, ALL),
-    }
-    rows = {
-        name: _row(work, architecture, builds) for name, (architecture, builds) in trees.items()
-    }
-    peaks = [peak for row in rows.values() for peak in row["peak_bytes"].values()]
-    return {
-        "trees": rows,
-        "four_times_the_tree_over_one": _growth(rows, "four_times_the_tree"),
-        "four_times_the_bytes_per_tensor_over_one": _growth(
-            rows, "four_times_the_bytes_per_tensor"
-        ),
-        "largest_peak_bytes": max(peaks),
-        "workers_as_on_cores": CORES,
-        "limit_bytes": LIMIT_BYTES,
-        "within_limit": max(peaks) <= LIMIT_BYTES,
-    }
-
-
-def _growth(rows: dict[str, dict[str, Any]], grown: str) -> dict[str, float]:
-    single, larger = rows["one"]["peak_bytes"], rows[grown]["peak_bytes"]
-    return {layout: round(larger[layout] / single[layout], 3) for layout in single}
-
-
-def _row(work: Path, a: Architecture, builds: dict[str, dict[str, str]]) -> dict[str, Any]:
     base, donor = work / "base", work / "hub" / REPOSITORY
-    # Unread tensors of the largest model are holes. Small checkpoints have real bytes.
-    sparse = a is LARGEST
-    write_base(base, a, sparse=sparse)
-    write_donor(donor, a, _quantise)
-    entries = base_entries(a) + mtp(a)
-    done = {name: _build(work, a, changes, holes=sparse) for name, changes in builds.items()}
-    largest = max(path.stat().st_size for path in base.glob("*.safetensors"))
-    shutil.rmtree(base)
-    shutil.rmtree(work / "hub")
-    return {
+    write_base(base, LARGEST)
+    write_donor(donor, LARGEST, _quantise)
+    entries = base_entries(LARGEST) + mtp(LARGEST)
+    done = {name: _build(work, changes) for name, changes in BUILDS.items()}
+    peaks = {name: run["peak_bytes"] for name, run in done.items()}
+    row = {
         "tree_bytes": sum(map(size_of, entries)),
-        "largest_shard_bytes": largest,
+        "largest_shard_bytes": max(path.stat().st_size for path in base.glob("*.safetensors")),
         "tensors": len(entries),
-        "peak_bytes": {name: run["peak_bytes"] for name, run in done.items()},
+        "peak_bytes": peaks,
         "seconds": {name: round(run["seconds"], 1) for name, run in done.items()},
         "cpu_seconds": {name: round(run["cpu_seconds"], 1) for name, run in done.items()},
     }
+    return {
+        "trees": {"397b_real_size": row},
+        "largest_peak_bytes": max(peaks.values()),
+        "workers_as_on_cores": CORES,
+        "limit_bytes": LIMIT_BYTES,
+        "within_limit": max(peaks.values()) <= LIMIT_BYTES,
+    }
 
 
-def _build(work: Path, a: Architecture, changes: dict[str, str], *, holes: bool) -> dict[str, Any]:
+def _build(work: Path, changes: dict[str, str]) -> dict[str, Any]:
     base, out = work / "base", work / "out"
     with serve(work / "hub") as url:
         donor = {"url": f"{url}/{REPOSITORY}", "parallel": 8, "tries": 8, "backoff_s": 1.0}
-        document = plan(base, out, a, donor=donor, **changes)
+        document = plan(base, out, LARGEST, donor=donor, **changes)
         (work / "plan.json").write_text(json.dumps(document))
-        done = _run_builder(work / "plan.json", holes=holes)
+        done = _run_builder(work / "plan.json")
     shutil.rmtree(out)
     return done
 
 
-def _run_builder(plan_file: Path, *, holes: bool) -> dict[str, Any]:
+def _run_builder(plan_file: Path) -> dict[str, Any]:
     path = os.pathsep.join(str(ROOT / home) for home in HOMES)
     environment = {**os.environ, "PYTHONPATH": path, "SPARK_BENCH_CORES": str(CORES)}
-    if holes:
-        environment["SPARK_BENCH_HOLES"] = "1"
     with tempfile.NamedTemporaryFile("r") as peak:
         command = [sys.executable, "-c", _WRAPPER, peak.name, "build", str(plan_file)]
         began = time.monotonic()

@@ -1,7 +1,7 @@
 """Synthetic sources with the names, dtypes and file layout of the real repositories.
 
 Only shared experts, their FP8 form and the LM head have meaningful values. Other tensors are
-filler, or holes when ``sparse``.
+holes, so that the disk holds the largest model.
 """
 
 import errno
@@ -102,22 +102,7 @@ def shared_expert_values(module: str, shape: tuple[int, int]) -> Any:
     return bf16_bits(values).astype("<u2")
 
 
-class Filler:
-    """Cheap bytes without long runs, for tensors that no recipe reads."""
-
-    def __init__(self) -> None:
-        self._pool = np.random.default_rng(7).bytes(32 << 20)
-
-    def chunks(self, size_bytes: int) -> Iterator[bytes]:
-        while size_bytes > 0:
-            piece = self._pool[: min(size_bytes, len(self._pool))]
-            yield piece
-            size_bytes -= len(piece)
-
-
-def write_shard(
-    path: Path, entries: list[Entry], values: Mapping[str, bytes], filler: Filler | None
-) -> None:
+def write_shard(path: Path, entries: list[Entry], values: Mapping[str, bytes]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for entry in entries:
@@ -136,9 +121,6 @@ def write_shard(
             data = values.get(entry[0])
             if data is not None:
                 file.write(data)
-            elif filler is not None:
-                for piece in filler.chunks(size_of(entry)):
-                    file.write(piece)
             else:
                 file.seek(size_of(entry), 1)
         file.truncate(8 + len(raw) + position)
@@ -159,10 +141,8 @@ def split(entries: list[Entry], shards: int) -> list[list[Entry]]:
 Quantise = Callable[[Any, tuple[int, int]], tuple[Any, Any]]
 
 
-def write_base(directory: Path, a: Architecture, *, sparse: bool) -> None:
-    """Write the INT4 base; with ``sparse``, the receipt has no real hashes of the shards."""
+def write_base(directory: Path, a: Architecture) -> None:
     directory.mkdir(parents=True)
-    filler = None if sparse else Filler()
     shards = split(base_entries(a), a.shards)
     names = [f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))]
     files = dict(zip(names, shards, strict=True)) | {"model_extra_tensors.safetensors": mtp(a)}
@@ -173,12 +153,12 @@ def write_base(directory: Path, a: Architecture, *, sparse: bool) -> None:
             for entry in entries
             if entry[0].startswith("model.") and ".shared_expert." in entry[0]
         }
-        write_shard(directory / name, entries, values, filler)
+        write_shard(directory / name, entries, values)
         index.update(dict.fromkeys((entry[0] for entry in entries), name))
     _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
     _write_json(directory / "config.json", _config(a))
     _write_json(directory / "tokenizer.json", {"version": "1.0"})
-    write_receipt(directory, hashed=not sparse)
+    write_receipt(directory)
 
 
 def write_donor(directory: Path, a: Architecture, quantise: Quantise) -> None:
@@ -188,12 +168,13 @@ def write_donor(directory: Path, a: Architecture, quantise: Quantise) -> None:
     index: dict[str, str] = {}
     for number, entries in enumerate(shards):
         name = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        write_shard(directory / name, entries, _donor_values(entries, quantise), None)
+        write_shard(directory / name, entries, _donor_values(entries, quantise))
         index.update(dict.fromkeys((entry[0] for entry in entries), name))
     _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
 
 
-def write_receipt(directory: Path, *, hashed: bool) -> None:
+def write_receipt(directory: Path) -> None:
+    """Write the receipt; hashes of whole shards are zeros, those of their pieces are real."""
     files = []
     for path in sorted(directory.iterdir()):
         if path.name == "receipt.json":
@@ -207,11 +188,11 @@ def write_receipt(directory: Path, *, hashed: bool) -> None:
             "modified_ns": status.st_mtime_ns,
             "inode": status.st_ino,
         }
-        if hashed or not big:
+        if big:
+            entry["pieces"] = [str(piece) for piece in sparse_pieces(path)]
+        else:
             proof = hash_with_pieces(path, lambda count: None)
             entry |= {"sha256": proof.sha256, "pieces": [str(piece) for piece in proof.pieces]}
-        else:
-            entry["pieces"] = [str(piece) for piece in sparse_pieces(path)]
         files.append(entry)
     document = {"schema_version": 1, "kind": "source", "digest": "5" * 64, "name": "bench/base"}
     document |= {"commit": COMMIT, "files": files, "tool_version": "0", "written_at": ""}

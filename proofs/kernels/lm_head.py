@@ -94,7 +94,7 @@ def measure(in_features: int, tiles_name: str) -> dict[str, Any]:
             batch: {name: round(times["own"][batch] / us, 3) for name, us in floors.items()}
             for batch in (1, 16)
         },
-        "parts": parts(values, scales, in_features, tiles),
+        "parts": time_new_outputs(values, scales, in_features, tiles),
         "accuracy": {"gaussian": accuracy(weight, heads, 64)},
     }
     if in_features == INPUTS[0]:
@@ -104,7 +104,7 @@ def measure(in_features: int, tiles_name: str) -> dict[str, Any]:
     return result
 
 
-def parts(
+def time_new_outputs(
     values: torch.Tensor, scales: torch.Tensor, in_features: int, tiles: Sequence[Tile]
 ) -> dict[str, Any]:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -112,21 +112,10 @@ def parts(
     for batch in (1, 16):
         tile = tile_for(batch, tiles)
         x = torch.randn(batch, in_features, device="cuda").bfloat16()
-        without = {
-            name: dataclasses.replace(tile, **{name: False})
-            for name in ("bulk_copies", "early", "keep_output")
-            if getattr(tile, name)
-        }
-        times = {
-            f"without {name}": graph_us(
-                lambda t=other, x=x: logits(x, values, scales, t, processors)
-            )
-            for name, other in without.items()
-        }
-        times["each output in new memory"] = graph_us(
+        us = graph_us(
             lambda t=tile, x=x: logits(x, values, scales, t, processors), 16, new_outputs=True
         )
-        results[str(batch)] = {name: round(time, 2) for name, time in times.items()}
+        results[str(batch)] = {"each output in new memory": round(us, 2)}
     return results
 
 

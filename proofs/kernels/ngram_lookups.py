@@ -1,8 +1,4 @@
-"""Time lookups in an n-gram table on a disk: rows a token, hits on real text, microseconds.
-
-The table has 4 GiB; the true one has 27. A slow disk is a reader that waits before every block,
-when it is verified.
-"""
+"""Time lookups in an n-gram table on a disk; it has 4 GiB, the true one 27."""
 
 import argparse
 import json
@@ -63,46 +59,11 @@ def drop_from_memory(path: Path) -> None:
     os.close(descriptor)
 
 
-def text_tokens() -> list[int]:
-    """Return the project's pages as tokens of a byte-pair vocabulary trained on them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    pages = [path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    tokenizer.train_from_iterator(pages, trainers.BpeTrainer(vocab_size=16384))
-    return [token for page in pages for token in tokenizer.encode(page).ids]
-
-
-def row_ids(tokens: list[int], rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return ids [tokens, 16]: 8 hashes of the last two tokens and 8 of the last three."""
-    ids = np.empty((len(tokens), HEADS), np.int64)
-    for head in range(HEADS):
-        length = 2 + head // 8
-        size = rows // HEADS
-        for place in range(len(tokens)):
-            gram = (head, *tokens[max(0, place - length + 1) : place + 1])
-            ids[place, head] = head * size + zlib.crc32(repr(gram).encode()) % size
-    return ids
-
-
-def hit_rates(path: Path, ids: Any) -> dict[str, float]:
-    rates = {}
-    for mib in (1, 4, 16, 64):
-        table = Table(path, mib << 20)
-        out = np.empty((HEADS, ROW_BYTES), np.uint8)
-        for token in ids:
-            table.lookup(token, out)
-        rates[f"{mib} MiB"] = round(table.cache_hits / table.rows_read, 4)
-        table.close()
-    return rates
-
-
 def time_steps(
-    path: Path, make_ids: Any, tokens: int, repeats: int, *, verified: bool = False, **more: Any
+    path: Path, make_ids: Any, tokens: int, repeats: int, *, verified: bool = False
 ) -> dict[str, Any]:
     """Time lookups of ``tokens`` tokens: microseconds a step."""
-    table = Table(path, 1 << 20, **more)
+    table = Table(path, 1 << 20)
     out = np.empty((tokens * HEADS, ROW_BYTES), np.uint8)
     for number in range(repeats if verified else 0):
         table.lookup(np.ascontiguousarray(make_ids(number, tokens)).reshape(-1), out)
@@ -118,14 +79,6 @@ def time_steps(
         "median_us": round(statistics.median(times), 1),
         "p95_us": round(sorted(times)[int(len(times) * 0.95)], 1),
     }
-
-
-def slow_reader(wait_s: float) -> Any:
-    def read(descriptor: int, buffers: list[Any], offset: int) -> int:
-        time.sleep(wait_s)
-        return os.preadv(descriptor, buffers, offset)
-
-    return read
 
 
 def measure(directory: Path) -> dict[str, Any]:
@@ -160,29 +113,12 @@ def measure(directory: Path) -> dict[str, Any]:
     drop_from_memory(path)
     prompt["disk"] = time_steps(path, cold, PROMPT, 3)
     prompt["page cache"] = time_steps(path, in_page_cache, PROMPT, 3, verified=True)
-    drop_from_memory(path)
-    slow = {}
-    for wait_us in (100, 1000):
-        reader = slow_reader(wait_us / 1e6)
-        slow[f"{wait_us} us before every block"] = {
-            str(batch): time_steps(path, cold, batch * (1 + DRAFTS), 5, read=reader)
-            for batch in (1, 16)
-        }
-    tokens_of_text = text_tokens()
-    ids = row_ids(tokens_of_text[:30_000], rows)
     return {
         "file_gib": TABLE_BYTES >> 30,
         "rows_per_token": HEADS,
         "true_table_gib": round((-(-TRUE_ROWS // PER_BLOCK) + 1) * BLOCK_BYTES / 2**30, 2),
         "steps": steps,
         f"prompt of {PROMPT} tokens": prompt,
-        "slow disk": slow,
-        "text": {
-            "source": "the project's pages, byte-pair vocabulary of 16384 tokens",
-            "tokens": len(ids),
-            "distinct_rows": len(np.unique(ids)),
-            "hit_rate_by_cache": hit_rates(path, ids),
-        },
     }
 
 
@@ -198,7 +134,7 @@ def main() -> None:
     document = {
         "command": "python3 proofs/kernels/ngram_lookups.py",
         "stage": "ngram-lookups",
-        **describe_run(cores, "numpy", "tokenizers"),
+        **describe_run(cores, "numpy"),
         "caveats": ["not a GB10 and not its disk"],
         "figures": figures,
         "rows": [],
