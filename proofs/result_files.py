@@ -19,65 +19,18 @@ QUESTION_KEYS = ("kind", "length", "depth", "client", "round", "place", "prompt"
 class Kind(NamedTuple):
     pattern: str
     tests: str
-    target: str
+    target: str  # of make
     needs: str = ""
 
 
-KINDS = (
-    Kind(r"engine-0\.\d+\.\d+", "older vLLM versions give the same answers as the reference", "gpu",
-         "this vLLM version in `SPARK_GPU_ENGINES`"),
-    Kind("engine-damages", "which corruption changes answers", "gpu"),
-    Kind("engine-eager", "outputs of modules and logits in every checkpoint layout", "gpu"),
-    Kind("engine-flash-next", "Qwen4Exp with tables in files, quantised heads and drafts", "gpu"),
-    Kind("engine-flash-next-tp2", "Qwen4Exp with tensor parallelism", "gpu", "two GPUs"),
-    Kind("engine-head-choice", "LM heads of engine and checkpoint give the same answers", "gpu"),
-    Kind("engine-long", "prompts up to the model's context length", "gpu"),
-    Kind("engine-names", "every tensor of a checkpoint is loaded", "gpu"),
-    Kind("engine-nan", "corrupt weights and wrong tensor counts are rejected", "gpu"),
-    Kind("engine-prefixes", "prefix caching does not change answers", "gpu"),
-    Kind("engine-profiles", "drafts, CUDA graphs and batches do not change answers", "gpu"),
-    Kind("engine-quality", "logits of each profile compared with 16 bits", "gpu"),
-    Kind("engine-refused", "unsupported combinations are rejected", "gpu"),
-    Kind("engine-sizes", "full-size layers compared with transformers", "gpu"),
-    Kind("engine-speculation", "drafts and full CUDA graphs do not change answers", "gpu"),
-    Kind("engine-steered", "drafts forced to known acceptance rates", "gpu"),
-    Kind("engine-turboquant", "a TurboQuant cache with drafts and CUDA graphs", "gpu"),
-    Kind("engine-two-gpus", "tensor parallelism", "gpu", "two GPUs"),
-    Kind("container", "the engine runs under its container's restrictions", "gpu", "root"),
-    Kind("experts", "fused experts compared with a reference", "gpu"),
-    Kind("lm-head-batches", "LM head kernel compared with a reference", "gpu"),
-    Kind("lm-head-nan", "LM head kernel propagates NaN and infinity", "gpu"),
-    Kind("lm-head-sweep-.*", "times of the LM head kernel by block size", "gpu-times"),
-    Kind("shared-experts", "times of the shared experts by format and kernel", "gpu-times"),
-    Kind("ngram-lookups", "times of lookups in n-gram tables on disk", "gpu-times"),
-    Kind("cache-formats", "attention times by cache format, compared with 16 bits", "gpu-times"),
-    Kind("lm-head.*", "times of the LM head kernel", "gpu-times"),
-    Kind("marlin-atomic-add", "Marlin with atomic add gives repeatable results", "gpu"),
-    Kind("needles", "how well each cache format finds a key among similar ones,"
-         " with outlier channels", "gpu"),
-    Kind("turboquant-layer", "TurboQuant attention in a single layer", "gpu"),
-    Kind("recall-flashinfer.*", "recall of facts in long contexts with FlashInfer", "gpu",
-         "FlashInfer"),
-    Kind("recall-training.*", "training of the recall model", "gpu-train"),
-    Kind("recall-.*", "recall of facts in long contexts", "gpu"),
-    Kind("release-cluster", "a planned release serves on two hosts", "gpu", "two GPUs"),
-    Kind("release-.*", "planned releases serve and pass the check", "gpu"),
-    Kind("requantize", "quantised checkpoints compared with the original", "gpu", "AutoRound"),
-    Kind("serve-.*-long", "metrics change while a long prompt is computed", "gpu"),
-    Kind("serve-.*", "a server with the profile's arguments answers over HTTP", "gpu"),
-    Kind("steered|prefixes|dflash", "the same test as on a GPU, in vLLM's CPU build", "cpu-proofs"),
-    Kind("sizes", "full-size layers compared with transformers, in vLLM's CPU build", "cpu-sizes"),
-    Kind("seeing", "images are recognised, in vLLM's CPU build", "cpu-seeing"),
-    Kind("backends", "kernels that vLLM chooses for compute capability 9.0 and 12.1", "backends"),
-    Kind("plain-models", "published repositories served in the lab", "cpu-models"),
-)  # fmt: skip
-
-
 def find_kind(name: str) -> Kind:
-    for kind in KINDS:
-        if re.fullmatch(kind.pattern, name):
-            return kind
-    raise ValueError(f"{name}: unknown result file; fix: add the kind to proofs/result_files.py")
+    import yaml
+
+    path = CHECKOUT / "proofs/results/kinds.yml"
+    for fields in yaml.safe_load(path.read_text("utf-8")):
+        if re.fullmatch(fields["pattern"], name):
+            return Kind(**fields)
+    raise ValueError(f"{name}: unknown result file; fix: add the kind to {path}")
 
 
 def describe_run(device: str, *packages: str) -> dict[str, Any]:
