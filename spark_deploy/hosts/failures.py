@@ -1,7 +1,5 @@
 """Report failures: what the host still serves, why it failed, where the engine's log is."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Install the gateway of a service, and the timers of a schedule."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -169,7 +167,7 @@ def _secret_files(plan: GatewayPlan) -> list[ManagedFile]:
     return files
 
 
-def _tls_files(plan: GatewayPlan, content: CertificateAndKey) -> list[ManagedFile]:
+def _tls_files(plan: GatewayPlan, content: "CertificateAndKey") -> list[ManagedFile]:
     tls = tls_paths(plan.settings.service)
     certificate = ManagedFile(tls.certificate, content.certificate)
     return [certificate, ManagedFile(tls.key, content.key, 0o600)]

@@ -6,8 +6,6 @@ after a kill it expires. Runs without changes take no lease. Shell commands writ
 host may lack our tools.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import getpass
@@ -113,7 +111,7 @@ class _Lease:
     is_checked: bool = False  # whether another run holds it
     is_requested: bool = False
     is_taken: bool = False
-    renewal: gevent.Greenlet[..., None] | None = None
+    renewal: "gevent.Greenlet[..., None] | None" = None
 
 
 _leases: WeakKeyDictionary[Host, _Lease] = WeakKeyDictionary()

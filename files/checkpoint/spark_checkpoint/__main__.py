@@ -1,7 +1,5 @@
 """Command line of the checkpoint builder."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json

@@ -1,7 +1,5 @@
 """Quantize ``/model`` with AutoRound into ``/work/made``, in a container of the engine's image."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Read a checkpoint directory: shards, index and configuration."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

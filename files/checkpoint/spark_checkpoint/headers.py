@@ -1,7 +1,5 @@
 """Read, check and write safetensors headers; read the weight map of an index."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

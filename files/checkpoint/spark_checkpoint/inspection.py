@@ -1,7 +1,5 @@
 """Describe a checkpoint directory or repository, from headers."""
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import re

@@ -4,8 +4,6 @@ e4m3 is F8_E4M3 of safetensors (OCP 8-bit floating point, revision 1.0): exponen
 448, no infinities; 0x7F and 0xFF are NaN. The results are identical on all platforms.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

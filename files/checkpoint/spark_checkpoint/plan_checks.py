@@ -1,7 +1,5 @@
 """Compare a checkpoint or repository with build plans, from headers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

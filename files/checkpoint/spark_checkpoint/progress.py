@@ -1,7 +1,5 @@
 """Print progress lines from a thread, so that they also appear during a stall."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -25,7 +23,7 @@ class Progress:
         self._started_at = time.monotonic()
         self._thread = threading.Thread(target=self._print_lines, daemon=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         if not self._quiet:
             self._thread.start()
         return self

@@ -1,7 +1,5 @@
 """Quantize a 16-bit checkpoint with AutoRound in a container."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Check that AutoRound can pack the modules of a plan, and compare result and original."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

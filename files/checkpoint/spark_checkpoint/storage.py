@@ -1,7 +1,5 @@
 """Files and directories: reads with bounded memory, free space, locks, atomic publication."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Compare tensor names, dtypes and shapes with those of a plan."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """Read and write receipts; create, verify and discard checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

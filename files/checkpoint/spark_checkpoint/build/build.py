@@ -1,7 +1,5 @@
 """Build a checkpoint from a base and a donor (the FP8 source checkpoint)."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """Compare FP8 weights with those of the base, and FP8 scales with each other."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Write config.json and the shards of a result, in the layouts *overlay* and *full*."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os

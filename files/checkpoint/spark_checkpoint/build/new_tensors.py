@@ -3,8 +3,6 @@
 FP8 weights of the donor are first compared with the base's weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

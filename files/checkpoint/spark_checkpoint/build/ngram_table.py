@@ -3,8 +3,6 @@
 ``spark_vllm.ngram.table`` reads the file and describes it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Check the base and the donor of a plan, from headers."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Write new tensors and rewritten shards, hashing and verifying the source in the same pass."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading
@@ -97,7 +95,7 @@ class VerifiedSource:
     def close(self) -> None:
         os.close(self._fd)
 
-    def copy(self, span: Span, sink: HashingFile, progress: Progress) -> None:
+    def copy(self, span: Span, sink: "HashingFile", progress: Progress) -> None:
         """Copy a span; spans must be in file order.
 
         Pieces that are copied as a whole need no second hash.

@@ -5,8 +5,6 @@ Redirects are followed here, because the first response describes the file and a
 valid for many ranges.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import threading
@@ -88,7 +86,7 @@ class HttpClient:
         self.stop = stop or threading.Event()
         self.received_bytes = 0
 
-    def for_first_pass(self) -> HttpClient:
+    def for_first_pass(self) -> "HttpClient":
         """Return a copy, with shared limits, that abandons sources which are slow or down."""
         client = copy.copy(self)
         client._is_first_pass, client._transfer = True, replace(self._transfer, outage_s=0.0)

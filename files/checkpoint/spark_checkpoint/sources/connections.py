@@ -4,8 +4,6 @@ A read timeout cannot detect a server that sends single bytes. Therefore respons
 of a body have a time limit, and bodies a minimum rate; it is higher if other sources have the file.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import socket
@@ -69,7 +67,7 @@ class MinimumRate(NamedTuple):
     patience_s: float = float("inf")
 
     @staticmethod
-    def for_source(transfer: TransferOptions, *, replaceable: bool) -> MinimumRate:
+    def for_source(transfer: TransferOptions, *, replaceable: bool) -> "MinimumRate":
         """Return the rate for a source; ``replaceable`` if another source has the same files."""
         if not replaceable:
             return MinimumRate(_MINIMUM_BYTES_PER_S / transfer.parallel, 2 * transfer.timeout_s)

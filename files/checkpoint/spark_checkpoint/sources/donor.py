@@ -1,7 +1,5 @@
 """The FP8 donor: a local directory, or byte ranges of a repository at a pinned commit."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping

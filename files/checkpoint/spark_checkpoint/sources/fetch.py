@@ -4,8 +4,6 @@ A file gets its name after its hash matched and its bytes were synced. Partial f
 end in ``.part``; the next run hashes them and resumes.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Find required files on this host, first by size and then by hash."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import glob

@@ -1,7 +1,5 @@
 """Download and verify files and finished checkpoints of other hosts."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
