@@ -235,9 +235,8 @@ def explain_sudo_error(output: str) -> Problem:
         fix = "add the user to group sudo on the host (`usermod -aG sudo USER`)"
         return Problem("sudo", "the login user may not use sudo", fix)
     tail = "\n".join(output.strip().splitlines()[-5:])
-    return Problem(
-        "sudo", f"the rule was not activated: {tail}", "check /etc/sudoers.d on the host"
-    )
+    fix = "check /etc/sudoers.d on the host"
+    return Problem("sudo", f"the rule was not activated: {tail}", fix)
 
 
 @host_operation

@@ -176,13 +176,12 @@ def _disk_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
             if kind in survey.reclaimable:
                 freed_gib = survey.reclaimable[kind] / GIB
                 fixes.append(f"`{command}` frees up to {freed_gib:.1f} GiB: it removes {removed}")
-        yield error(
-            f"disk {demand.mount}",
+        message = (
             f"{demand.available_bytes / GIB:.1f} GiB free; the deploy writes "
             f"{demand.needed_bytes / GIB:.1f} GiB to {', '.join(demand.paths)} and keeps "
-            f"{needs.disk_reserve_bytes / GIB:.1f} GiB free",
-            "; ".join(fixes),
+            f"{needs.disk_reserve_bytes / GIB:.1f} GiB free"
         )
+        yield error(f"disk {demand.mount}", message, "; ".join(fixes))
 
 
 # `docker system df` also lists containers and volumes, but only their owner knows their purpose.

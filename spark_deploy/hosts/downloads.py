@@ -121,11 +121,9 @@ def proxy_file(proxy: ProxySettings) -> ManagedFile:
 def _proxy_address(url: str | SecretRef) -> str:
     address = read_secret(url, setting="proxy.url") if isinstance(url, SecretRef) else url
     if not _USABLE.fullmatch(address) or _QUOTES.search(address):
-        raise SettingsError.one(
-            "proxy.url",
-            "is not an address such as http://user:password@proxy.example.org:3128",
-            "write quotes, backslashes and spaces in it as %22, %27, %5C and %20",
-        )
+        message = "is not an address such as http://user:password@proxy.example.org:3128"
+        fix = "write quotes, backslashes and spaces in it as %22, %27, %5C and %20"
+        raise SettingsError.one("proxy.url", message, fix)
     return address
 
 

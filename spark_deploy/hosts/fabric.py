@@ -93,12 +93,11 @@ def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> I
         yield Problem("driver", f"different branches: {versions}", fix)
     for name, survey in known.items():
         if survey.memory.cma_free_bytes > survey.memory.cma_total_bytes:
-            yield Problem(
-                f"{name}: kernel",
+            message = (
                 f"{survey.identity.kernel} keeps memory for a kexec handover (CmaFree is above "
-                "CmaTotal); NCCL reportedly runs out of memory at start",
-                "boot with kho=off, or with a 6.17 kernel",
+                "CmaTotal); NCCL reportedly runs out of memory at start"
             )
+            yield Problem(f"{name}: kernel", message, "boot with kho=off, or with a 6.17 kernel")
 
 
 @host_operation

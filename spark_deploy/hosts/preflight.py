@@ -51,11 +51,9 @@ def _identity_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding
         return
     if expect.gpu_name == GB10 and _GB10_PCI_ID not in identity.pci:
         nvidia = ", ".join(device for device in identity.pci if device.startswith("10de:"))
-        yield error(
-            "PCI",
-            f"no device {_GB10_PCI_ID} (NVIDIA devices found: {nvidia or 'none'})",
-            "check `lspci`; if the GPU fell off the bus, power-cycle the host",
-        )
+        message = f"no device {_GB10_PCI_ID} (NVIDIA devices found: {nvidia or 'none'})"
+        fix = "check `lspci`; if the GPU fell off the bus, power-cycle the host"
+        yield error("PCI", message, fix)
         return
     if f"{identity.os_id} {identity.os_version}" != expect.os:
         message = f"{identity.os_name or identity.os_id or 'unknown'}, expected {expect.os}"
@@ -193,12 +191,11 @@ _FAULTY_KERNELS = {
 def _kernel_findings(survey: Survey) -> Iterator[Finding]:
     memory, kernel = survey.memory, survey.identity.kernel
     if memory.cma_free_bytes > memory.cma_total_bytes:
-        yield warning(
-            "kernel",
+        message = (
             f"{kernel} counts {memory.cma_free_bytes / capacity.GIB:.1f} GiB as free that "
-            "the GPU cannot use (CmaFree exceeds CmaTotal in /proc/meminfo: kexec handover)",
-            "boot with kho=off, or with a 6.17 kernel",
+            "the GPU cannot use (CmaFree exceeds CmaTotal in /proc/meminfo: kexec handover)"
         )
+        yield warning("kernel", message, "boot with kho=off, or with a 6.17 kernel")
         return
     for release, (fault, parameter, source) in _FAULTY_KERNELS.items():
         if kernel.startswith(release) and parameter not in survey.identity.kernel_parameters:
@@ -214,13 +211,12 @@ def host_key_problems(name: str, surveys: Mapping[str, Survey]) -> Iterator[Prob
         if other != name and survey.identity.host_key == key
     ]
     if key and others:
-        yield Problem(
-            "SSH host key",
-            f"is the same as that of {', '.join(others)}",
+        fix = (
             "if it is the same machine, list it once; otherwise give each host a new key: "
             "`rm /etc/ssh/ssh_host_*; ssh-keygen -A; systemctl restart ssh` on the host, then "
-            "`ssh-keygen -R` its name here and run deploys/bootstrap.py",
+            "`ssh-keygen -R` its name here and run deploys/bootstrap.py"
         )
+        yield Problem("SSH host key", f"is the same as that of {', '.join(others)}", fix)
 
 
 def fact_arguments(needs: PreflightPlan) -> dict[str, Any]:

@@ -84,9 +84,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         raise InputError(str(directory), "is not a directory", "download the source first")
     names = sorted((path.name for path in directory.glob("*.safetensors")), key=natural_sort_key)
     if not names:
-        raise ValidationError(
-            str(directory), "has no .safetensors file", "download the source again"
-        )
+        fix = "download the source again"
+        raise ValidationError(str(directory), "has no .safetensors file", fix)
     with disabled_garbage_collection():
         # Read the index first: its text (up to 40 MB) is freed before the headers are loaded.
         index = read_index(directory)
@@ -109,11 +108,8 @@ def checkpoint_from_headers(
         _check_index(str(directory / INDEX_NAME), index, shards)
     for name, files in copies.items():
         if len({shards[file].tensors[name].dtype_and_shape for file in files}) > 1:
-            raise ValidationError(
-                str(directory),
-                f"{name} is in {', '.join(files)} with different dtypes or shapes",
-                "use another commit of the base",
-            )
+            problem = f"{name} is in {', '.join(files)} with different dtypes or shapes"
+            raise ValidationError(str(directory), problem, "use another commit of the base")
     duplicates = {name: tuple(files) for name, files in copies.items()}
     return Checkpoint(directory, shards, owner, duplicates)
 
@@ -121,15 +117,11 @@ def checkpoint_from_headers(
 def _check_index(where: str, index: Mapping[str, str], shards: dict[str, Header]) -> None:
     for name, shard in index.items():
         if shard not in shards:
-            raise ValidationError(
-                where, f"names a missing shard {shard}", "download the source again"
-            )
+            fix = "download the source again"
+            raise ValidationError(where, f"names a missing shard {shard}", fix)
         if name not in shards[shard].tensors:
-            raise ValidationError(
-                where,
-                f"lists {name} in {shard}, but the header lacks it",
-                "use another commit, or download the source again",
-            )
+            fix = "use another commit, or download the source again"
+            raise ValidationError(where, f"lists {name} in {shard}, but the header lacks it", fix)
 
 
 def read_index(directory: Path) -> dict[str, str] | None:

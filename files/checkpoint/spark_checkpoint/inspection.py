@@ -90,9 +90,8 @@ def open_checkpoint(
     }
     shards = [path for path in present if path.endswith(".safetensors") and "/" not in path]
     if not 0 < len(shards) <= _SHARD_LIMIT:
-        raise ValidationError(
-            name, f"lists {len(shards)} .safetensors files", "check the repository"
-        )
+        fix = "check the repository"
+        raise ValidationError(name, f"lists {len(shards)} .safetensors files", fix)
     with ThreadPoolExecutor(transfer.parallel) as pool:
         headers = dict(zip(shards, pool.map(files.header, shards), strict=True))
     index = files.index() if INDEX_NAME in present else None

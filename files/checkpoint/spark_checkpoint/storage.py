@@ -133,11 +133,9 @@ def check_free_space(directory: Path, needed_bytes: int, purpose: str) -> None:
     free_bytes = usage.f_bavail * usage.f_frsize
     required_bytes = int(needed_bytes * (1 + _RESERVE_FRACTION))
     if free_bytes < required_bytes:
-        raise ValidationError(
-            str(directory),
-            f"{purpose} needs {required_bytes} bytes, {free_bytes} are free",
-            f"free {required_bytes - free_bytes} bytes on this filesystem",
-        )
+        problem = f"{purpose} needs {required_bytes} bytes, {free_bytes} are free"
+        fix = f"free {required_bytes - free_bytes} bytes on this filesystem"
+        raise ValidationError(str(directory), problem, fix)
 
 
 def describe_free_space(path: Path) -> str:
@@ -158,9 +156,8 @@ def lock_directory(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ValidationError(
-                str(directory), "is used by another process", "wait until that process ends"
-            ) from error
+            fix = "wait until that process ends"
+            raise ValidationError(str(directory), "is used by another process", fix) from error
         yield
     finally:
         os.close(fd)
@@ -174,9 +171,8 @@ def publish(partial: Path, out: Path) -> None:
     except OSError as error:
         if error.errno not in _NAME_EXISTS:
             raise
-        raise TransferError(
-            str(out), f"already exists ({error.strerror})", "move it away"
-        ) from error
+        fix = "move it away"
+        raise TransferError(str(out), f"already exists ({error.strerror})", fix) from error
     sync_directory(out.parent)
 
 

@@ -157,12 +157,11 @@ def check_fp8_pair(
         (SCALE, scale, ("BF16", "F32"), block_grid(shape, block)),
     ):
         if tensor.dtype not in dtypes or tensor.shape != expected:
-            raise ValidationError(
-                f"{where}{suffix}",
+            problem = (
                 f"is {tensor.dtype} {list(tensor.shape)}, expected "
-                f"{' or '.join(dtypes)} {list(expected)}",
-                _FP8_FIX,
+                f"{' or '.join(dtypes)} {list(expected)}"
             )
+            raise ValidationError(f"{where}{suffix}", problem, _FP8_FIX)
 
 
 def check_packable(name: str, tensor: Tensor, bits: int) -> None:

@@ -137,9 +137,8 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> rec
         raise InputError(str(directory), "is not a directory", "check the path")
     receipt = load_receipt(directory)
     if receipt is None:
-        raise ReceiptMismatchError(
-            str(directory), f"has no {RECEIPT_NAME}: it is incomplete", "run the job again"
-        )
+        fix = "run the job again"
+        raise ReceiptMismatchError(str(directory), f"has no {RECEIPT_NAME}: it is incomplete", fix)
     check_files(directory, receipt)
     # Only builds and quantizations have a plan with exact names.
     if not isinstance(receipt, receipts.SourceReceipt):
@@ -174,9 +173,8 @@ def check_files(directory: Path, receipt: receipts.Receipt) -> None:
     surplus = set(list_files(directory)) - {file.path for file in receipt.files}
     if surplus:
         names = ", ".join(sorted(surplus)[:5])
-        raise ReceiptMismatchError(
-            str(directory), f"has files that are not in the receipt: {names}", _FIX
-        )
+        problem = f"has files that are not in the receipt: {names}"
+        raise ReceiptMismatchError(str(directory), problem, _FIX)
 
 
 def _check_index(
@@ -263,11 +261,8 @@ def create_checkpoint(
         receipt = load_receipt(plan.out_dir)
         if receipt is None or receipt.digest != plan.digest:
             problem = "has no receipt" if receipt is None else f"has digest {receipt.digest[:12]}"
-            raise ValidationError(
-                str(plan.out_dir),
-                f"{problem}, so it is not replaced",
-                "move it away, then run it again",
-            )
+            fix = "move it away, then run it again"
+            raise ValidationError(str(plan.out_dir), f"{problem}, so it is not replaced", fix)
         verify_checkpoint(plan.out_dir, progress, full=False)
         note(f"{plan.out_dir}: {description} already exists")
         return True
@@ -299,13 +294,11 @@ def discard_base(base: Path, tree: Path, progress: Progress) -> None:
         raise ValidationError(str(tree), "is not a full-layout checkpoint", "keep its base")
     planned = receipt.plan.base_dir
     if planned != Path(os.path.abspath(base)):
-        raise ValidationError(
-            str(tree), f"was built from {planned}, not from {base}", f"pass {planned} as the base"
-        )
+        fix = f"pass {planned} as the base"
+        raise ValidationError(str(tree), f"was built from {planned}, not from {base}", fix)
     if load_receipt(base) is None and any(base.iterdir()):
-        raise ValidationError(
-            str(base), "has no receipt, so it is not removed", "remove it yourself"
-        )
+        fix = "remove it yourself"
+        raise ValidationError(str(base), "has no receipt, so it is not removed", fix)
     freed_bytes = shared_bytes = 0
     base_receipt = base / RECEIPT_NAME
     # The receipt is removed last, because it marks the directory as managed.

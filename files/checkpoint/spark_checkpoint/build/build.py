@@ -137,9 +137,8 @@ class _Build:
         )
         if actual != expected:
             names = ", ".join(sorted({file[0] for file in actual ^ expected})[:5])
-            raise ValidationError(
-                files_url, f"differs from base and plan in {names}", BUILD_LOCALLY
-            )
+            problem = f"differs from base and plan in {names}"
+            raise ValidationError(files_url, problem, BUILD_LOCALLY)
         report = _make_report(plan.base_dir, hashes, changes, changes.size_bytes)
         self._write_receipt(layout, report, receipt.donor_sha256)
 

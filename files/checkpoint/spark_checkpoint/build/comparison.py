@@ -91,12 +91,11 @@ def check_outliers(errors: Mapping[str, Error]) -> None:
     if not damaged or len(damaged) * 10 > len(errors):
         return
     module, count = max(damaged.items(), key=lambda item: item[1])
-    raise ValidationError(
-        module,
+    problem = (
         f"{count} donor elements differ from the base by more than rounding, while "
-        f"{len(errors) - len(damaged)} of {len(errors)} modules have none: the file is damaged",
-        "download the donor again",
+        f"{len(errors) - len(damaged)} of {len(errors)} modules have none: the file is damaged"
     )
+    raise ValidationError(module, problem, "download the donor again")
 
 
 def check_scale_sizes(scales: Mapping[str, Floats]) -> None:
@@ -109,8 +108,6 @@ def check_scale_sizes(scales: Mapping[str, Floats]) -> None:
         for name, values in group.items():
             wrong = values[(values < _MIN_RATIO * median) | (values > _MAX_RATIO * median)]
             if wrong.size:
-                raise ValidationError(
-                    f"donor {name}",
-                    f"has a scale of {wrong[0]:g}, the median of these modules is {median:g}",
-                    "download the donor again, or use the FP8 repository of the same model",
-                )
+                problem = f"has a scale of {wrong[0]:g}, the median of these modules is {median:g}"
+                fix = "download the donor again, or use the FP8 repository of the same model"
+                raise ValidationError(f"donor {name}", problem, fix)

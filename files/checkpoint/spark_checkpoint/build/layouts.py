@@ -46,12 +46,11 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
         raise ValidationError(where, "has no quantization_config", "use an INT4 base")
     per_module = quantization.get("extra_config")  # some exporters write null
     if per_module is not None and not isinstance(per_module, dict):
-        raise ValidationError(
-            where,
+        problem = (
             f"quantization_config.extra_config is a {type(per_module).__name__}, but must be an "
-            "object with a key per module",
-            "use another commit of the base, or fix config.json",
+            "object with a key per module"
         )
+        raise ValidationError(where, problem, "use another commit of the base, or fix config.json")
     if head == "int8-g128" and any(
         level.get("tie_word_embeddings") for level in _config_sections(base)
     ):
@@ -266,8 +265,6 @@ def _link_file(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        raise ValidationError(
-            str(source),
-            "is on another filesystem than the result, so it cannot be hard-linked",
-            "keep sources and models on the same filesystem, or set layout to full",
-        ) from error
+        problem = "is on another filesystem than the result, so it cannot be hard-linked"
+        fix = "keep sources and models on the same filesystem, or set layout to full"
+        raise ValidationError(str(source), problem, fix) from error

@@ -239,13 +239,12 @@ class TensorMaker:
         error = comparison.error()
         # `not <=` also finds NaN.
         if not (error.module <= MODULE_LIMIT and error.worst_block <= BLOCK_LIMIT):
-            raise ValidationError(
-                module,
+            problem = (
                 f"donor differs from the base's weight by {error.module:.1%} "
                 f"(worst block {error.worst_block:.1%}); FP8 rounding is about 2.6%, "
-                f"the limits are {MODULE_LIMIT:.0%} and {BLOCK_LIMIT:.0%}",
-                _FIX,
+                f"the limits are {MODULE_LIMIT:.0%} and {BLOCK_LIMIT:.0%}"
             )
+            raise ValidationError(module, problem, _FIX)
         return error
 
     def _to_fp8(self, module: str) -> tuple[list[NewTensor], float]:

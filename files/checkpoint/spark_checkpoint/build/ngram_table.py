@@ -115,9 +115,8 @@ class NgramTable:
             )
             table_scale = float(np.float32(largest / (E2M1_MAX * E4M3_MAX))) or 1.0
             return (lambda *p: quantize_to_e2m1(self._read_floats(*p), table_scale)), table_scale
-        raise ValidationError(
-            self.shards[0], f"is {dtype}, which cannot become {self.number_format}", _FIX
-        )
+        problem = f"is {dtype}, which cannot become {self.number_format}"
+        raise ValidationError(self.shards[0], problem, _FIX)
 
     def _pieces(self) -> Iterator[tuple[str, int, int]]:
         for shard in self.shards:
@@ -188,9 +187,8 @@ def find_tables(base: Checkpoint, number_format: str) -> list[NgramTable]:
     for (prefix, layer), shards in sorted(shards_by_table.items()):
         missing = set(range(max(shards) + 1)) - shards.keys()
         if missing:
-            raise ValidationError(
-                prefix, f"lacks shard_{min(missing)} of {max(shards) + 1}", "download it again"
-            )
+            fix = "download it again"
+            raise ValidationError(prefix, f"lacks shard_{min(missing)} of {max(shards) + 1}", fix)
         ordered = tuple(shards[number] for number in sorted(shards))
         tables.append(NgramTable(base, prefix, layer, ordered, number_format))
     return tables

@@ -133,8 +133,7 @@ def _check_entries(
     for name in sources.mtp_missing:
         entry = grafted[name] = grafted.get(name) or entries[name]
         if entry.dtype not in SIXTEEN_BIT:
-            raise ValidationError(
-                f"peer {name}", f"is {entry.dtype}, expected 16 bits", BUILD_LOCALLY
-            )
+            problem = f"is {entry.dtype}, expected 16 bits"
+            raise ValidationError(f"peer {name}", problem, BUILD_LOCALLY)
     sizes = read_sizes(base, config)
     check_graftable(sources.mtp_missing, grafted, sizes, plan.block_shape)

@@ -79,11 +79,9 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
         elif plan.shared_experts != "keep":
             if weight.dtype not in SIXTEEN_BIT or len(weight.shape) != 2:
                 actual = f"{name} is {weight.dtype} {list(weight.shape)}"
-                raise ValidationError(
-                    str(base.directory),
-                    f"{actual}, expected a 16-bit matrix",
-                    "use a base with 16-bit shared experts",
-                )
+                problem = f"{actual}, expected a 16-bit matrix"
+                fix = "use a base with 16-bit shared experts"
+                raise ValidationError(str(base.directory), problem, fix)
             if plan.shared_experts == "int8-g128":
                 check_packable(name, weight, bits=8)
     if plan.head == "int8-g128":
@@ -114,11 +112,9 @@ def _check_counts(base: Checkpoint, config: Mapping[str, Any]) -> None:
     for key, pattern in _COUNTED.items():
         planned = len({match[1] for name in base.owner if (match := pattern.match(name))})
         if sizes.get(key, planned) != planned:
-            raise ValidationError(
-                f"{base.directory}/config.json",
-                f"{key} is {sizes[key]}, the model file's tensors have {planned}",
-                "download the base again, or correct tensors in the model's file",
-            )
+            problem = f"{key} is {sizes[key]}, the model file's tensors have {planned}"
+            fix = "download the base again, or correct tensors in the model's file"
+            raise ValidationError(f"{base.directory}/config.json", problem, fix)
 
 
 def _check_drafter(plan: BuildPlan, base: Checkpoint, mtp_missing: Sequence[str]) -> None:

@@ -102,12 +102,11 @@ class HttpClient:
         locked_hash = {64: file.sha256, 40: file.git_sha1}.get(len(announced_hash or ""))
         has_other_hash = locked_hash is not None and announced_hash != locked_hash
         if size_bytes not in (None, file.size_bytes) or has_other_hash:
-            raise ValidationError(
-                url,
+            problem = (
                 f"the hub offers {size_bytes} bytes with hash {announced_hash}, the lock requires "
-                f"{file.size_bytes} bytes with hash {file.sha256 or file.git_sha1}",
-                "lock the repository again",
+                f"{file.size_bytes} bytes with hash {file.sha256 or file.git_sha1}"
             )
+            raise ValidationError(url, problem, "lock the repository again")
 
     def read(self, url: str, begin: int, end: int, total_bytes: int | None = None) -> bytes:
         return b"".join(self.stream(url, begin, end, total_bytes))
@@ -331,9 +330,8 @@ def _check_length(
     if response.status == 206 or not whole:
         first, last, total = _parse_content_range(url, response)
         if total_bytes is not None and total != total_bytes:
-            raise ValidationError(
-                url, f"is {total} bytes long, not {total_bytes}", "lock the repository again"
-            )
+            fix = "lock the repository again"
+            raise ValidationError(url, f"is {total} bytes long, not {total_bytes}", fix)
         if first != begin or last + 1 != min(end, total):
             problem = f"sends bytes {first}-{last} for {begin}-{end - 1}"
             raise TransferError(url, problem, _OTHER_SOURCE)

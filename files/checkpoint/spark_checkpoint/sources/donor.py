@@ -194,9 +194,8 @@ class UrlDonor:
         for shard in set(index.values()):
             if "/" in shard or not shard.endswith(".safetensors"):
                 url = self._files.url(INDEX_NAME)
-                raise ValidationError(
-                    url, f"names the invalid shard {shard!r}", "use another donor"
-                )
+                fix = "use another donor"
+                raise ValidationError(url, f"names the invalid shard {shard!r}", fix)
         return index
 
 

@@ -206,9 +206,8 @@ def copy_requantized(
     original = {file.path for file in plan.original.files}
     for path in {file.path for file in receipt.files} - original:
         if "/" in path or not path.endswith(_DATA_SUFFIXES):
-            raise ValidationError(
-                files_url + quote(path), "is not a file of the result", BUILD_LOCALLY
-            )
+            problem = "is not a file of the result"
+            raise ValidationError(files_url + quote(path), problem, BUILD_LOCALLY)
     client = HttpClient(transfer, (files_url,), direct=True)
     size_bytes = sum(file.size_bytes for file in receipt.files)
     check_free_space(result_dir, size_bytes, f"copying {plan.name}")
