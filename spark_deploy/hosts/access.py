@@ -197,8 +197,7 @@ def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
         host.noop("sudo needs no password")
         return
     if not access.sudo_installed:
-        fix = "install sudo as root, or log in as root (ssh.user: root)"
-        fail("sudo", "is not installed", fix)
+        fail("sudo", "is not installed", "install sudo as root, or log in as root (ssh.user: root)")
     if not _PLAIN_USER.fullmatch(access.user):
         fix = "add the rule by hand with visudo"
         fail("sudo", f"cannot write a rule for user {access.user!r}", fix)

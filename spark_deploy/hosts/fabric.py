@@ -233,9 +233,8 @@ def _measure_tcp(link: FabricLink) -> SpeedResult:
         command_line(FABRIC_SPEED, "send"),
     )
     sender, listener = _run_sender_and_listener(link, listen, send, documents.to_json(order))
-    fix = "check `journalctl -xe` on that host, then run again"
     problems = [
-        _last_problem(name, result.text, fix)
+        _last_problem(name, result.text, "check `journalctl -xe` on that host, then run again")
         for name, result in ((host.name, sender), (link.host, listener))
         if not result.ok
     ]

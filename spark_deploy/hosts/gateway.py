@@ -115,8 +115,7 @@ def replace_key(plan: GatewayPlan) -> Commands:
         fail(f"{host.name}: serve.api_key", message, "put the new key there and run deploy.py")
     if not read_fact(Status).service(plan.settings.service):
         message = "does not exist: no release was deployed here yet"
-        fix = "run deploy.py for this host, which creates the key"
-        fail(f"{host.name}: API key", message, fix)
+        fail(f"{host.name}: API key", message, "run deploy.py for this host, which creates the key")
     yield tool.command_line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
 

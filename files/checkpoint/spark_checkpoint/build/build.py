@@ -273,8 +273,7 @@ def hash_base(
             to_hash.append(file.path)
     for name, actual in _hash_files(directory, to_hash, progress).items():
         if name not in hashes or actual.sha256 != hashes[name].sha256:
-            problem = "was changed after its verification"
-            raise ValidationError(str(directory / name), problem, _FIX)
+            raise ValidationError(str(directory / name), "was changed after its verification", _FIX)
         hashes[name] = actual
     return hashes
 

@@ -339,8 +339,7 @@ def _check_length(
     announced = response.length_remaining
     if announced not in (None, expected):
         if whole:
-            problem = f"is {announced} bytes long, not {expected}"
-            raise ValidationError(url, problem, _OTHER_SOURCE)
+            raise ValidationError(url, f"is {announced} bytes long, not {expected}", _OTHER_SOURCE)
         problem = f"announces {announced} bytes, requested were {expected}"
         raise TransferError(url, problem, _OTHER_SOURCE)
     return expected
