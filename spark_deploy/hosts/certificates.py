@@ -144,8 +144,7 @@ def load_key(text: bytes) -> PrivateKeyTypes:
 
 
 def public_key_pem(source: x509.Certificate | PrivateKeyTypes) -> bytes:
-    public = source.public_key()
-    return public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).strip()
+    return source.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).strip()
 
 
 def name_constraints(names: Sequence[str]) -> x509.NameConstraints:

@@ -72,11 +72,9 @@ def open_checkpoint(
     files = RepositoryFiles(f"{hub}/{name}/resolve/{revision}/", transfer)
 
     def read_object(url: str, limit_bytes: int) -> dict[str, Any]:
-        raw = files.client.read_whole(url, limit_bytes)
-        return parse_object(raw, url, "check the repository")
+        return parse_object(files.client.read_whole(url, limit_bytes), url, "check the repository")
 
-    listing_url = f"{hub}/api/models/{name}/revision/{revision}?blobs=true"
-    listing = read_object(listing_url, _LISTING_BYTES)
+    listing = read_object(f"{hub}/api/models/{name}/revision/{revision}?blobs=true", _LISTING_BYTES)
     commit = str(listing.get("sha"))
     if not re.fullmatch(COMMIT, commit):
         problem = f"has the invalid commit {commit[:60]!r} in the hub's response"

@@ -76,7 +76,6 @@ def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: 
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         storage.write_json(result_dir / INDEX_NAME, index)
     _list_packed_blocks(result_dir, result.owner)
-    report = {**read_json(work / DONE), **requantize_checks.check_result(original, result)}
     receipt = RequantizedReceipt(
         kind="requantized",
         digest=plan.digest,
@@ -85,7 +84,7 @@ def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: 
         written_at=now(),
         plan=plan,
         tensors=len(result.owner),
-        report=report,
+        report={**read_json(work / DONE), **requantize_checks.check_result(original, result)},
     )
     verify.write_receipt(result_dir, receipt)
 

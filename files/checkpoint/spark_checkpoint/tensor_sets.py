@@ -246,8 +246,7 @@ def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, lay
 def check_quantized_names(where: str, actual: Collection[str], plan: RequantizePlan) -> None:
     patterns = [*plan.base_tensors, *plan.mtp_tensors]
     if not has_exactly(set(actual), patterns):
-        expected = expand_all(patterns)
-        check_same_names(where, "tensors of the quantized checkpoint", actual, expected)
+        check_same_names(where, "tensors of the quantized checkpoint", actual, expand_all(patterns))
 
 
 def swapped_modules(plan: BuildPlan) -> list[str]:

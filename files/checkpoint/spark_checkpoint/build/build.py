@@ -244,10 +244,8 @@ def _make_report(
     base_dir: Path, base_files: Collection[str], changes: Changes, donor_bytes: int
 ) -> dict[str, Any]:
     base_bytes = sum((base_dir / path).stat().st_size for path in base_files)
-    return {
-        **changes.report,
-        "rebuild_fetch_bytes": {"base": base_bytes, "donor": donor_bytes},
-    }
+    sizes = {"base": base_bytes, "donor": donor_bytes}
+    return {**changes.report, "rebuild_fetch_bytes": sizes}
 
 
 def hash_base(

@@ -211,8 +211,7 @@ class Writer:
         has_new = any(tensor.span.path != source for tensor in tensors)
         names = [tensor.name for tensor in tensors]
         if shard is None or (names == list(shard.tensors) and not has_new):
-            copied = copy_file(target, source, self.progress, hashes)
-            return make_entry(name, copied, hashes.sha256)
+            return make_entry(name, copy_file(target, source, self.progress, hashes), hashes.sha256)
         if not tensors:
             return None
         if not is_aligned(tensors):

@@ -230,8 +230,7 @@ class TensorMaker:
         comparison = Comparison(self._donor_scales(name), self.block)
         codes = split_span(self.spans[name], self.donor[name].shape[1] * self.block[0])
         for weights in _read_weight_rows(self.base, name, self.block):
-            piece = np.frombuffer(next(codes), np.uint8)
-            comparison.add(weights, piece.reshape(weights.shape))
+            comparison.add(weights, np.frombuffer(next(codes), np.uint8).reshape(weights.shape))
         if comparison.any_nan:
             raise ValidationError(module, "donor weight has NaN codes", _FIX)
         if not comparison.any_nonzero:

@@ -135,5 +135,4 @@ def _check_entries(
         if entry.dtype not in SIXTEEN_BIT:
             problem = f"is {entry.dtype}, expected 16 bits"
             raise ValidationError(f"peer {name}", problem, BUILD_LOCALLY)
-    sizes = read_sizes(base, config)
-    check_graftable(sources.mtp_missing, grafted, sizes, plan.block_shape)
+    check_graftable(sources.mtp_missing, grafted, read_sizes(base, config), plan.block_shape)

@@ -158,8 +158,7 @@ class Peers:
         if progress is None or peer.progress is None or progress.phase != peer.progress.phase:
             return progress != peer.progress
         new_bytes = (progress.bytes or 0) - (peer.progress.bytes or 0)
-        elapsed_s = now - peer.progressed_at
-        return new_bytes > 0 and new_bytes >= self._min_bytes_per_s * elapsed_s
+        return new_bytes > 0 and new_bytes >= self._min_bytes_per_s * (now - peer.progressed_at)
 
 
 _Receipt = TypeVar("_Receipt", receipts.CheckpointReceipt, receipts.RequantizedReceipt)
