@@ -1,3 +1,9 @@
+"""Draft models for the lab's trained model, from the weights in this folder.
+
+The weights were trained by ``proofs/drafts/training.py``, last contained in commit 59da1928. After
+`make lab-model`, restore it from there and train them again.
+"""
+
 import json
 import shutil
 from pathlib import Path
@@ -95,9 +101,9 @@ def make_drafts(out: Path, target: Path) -> None:
         write(out / f"tiny-{kind}-nan", kind, target, spoilt)
 
 
-def trained(kind: str, directory: Path = HERE) -> dict[str, Floats]:
+def trained(kind: str) -> dict[str, Floats]:
     """Return stored weights; raises ValueError if shapes differ from the described draft."""
-    tensors = weights.read(directory / kind)
+    tensors = weights.read(HERE / kind)
     sizes = {name: values.shape for name, values in tensors.items()}
     if sizes != shapes(kind):
         other = sorted(set(sizes.items()) ^ set(shapes(kind).items()))[:3]
