@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lab import boot, demo, faults, guest, lifecycle, network, record, servers, variant
+from lab import demo, faults, guest, lifecycle, network, record, servers, variant
 from lab.errors import LabError
 from lab.guest import Guest
 from lab.hub import server as hub_server
@@ -129,9 +129,9 @@ def _demo(paths: LabPaths, options: argparse.Namespace) -> int:
 
 def _inner(paths: LabPaths, options: argparse.Namespace) -> int:
     if options.command == "_supervise":
-        return boot.supervise(Guest(paths, options.guest))
+        return guest.supervise(Guest(paths, options.guest))
     elif options.command == "_boot":
-        boot.boot(Guest(paths, options.guest))
+        guest.boot(Guest(paths, options.guest))
     elif options.command == "_packages":
         serve_files(paths.apt, HOST_IP, APT_PORT)
     elif options.command == "_hub":

@@ -5,7 +5,7 @@ import json
 import tarfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -63,29 +63,10 @@ def layer_from_tree(tree: Path, target: Path, *, prefix: str = "", gzip_level: i
         info.mtime = 0
         return info
 
-    def fill(tar: tarfile.TarFile) -> None:
+    with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as tar:
         for path in sorted(tree.rglob("*")):
             name = (Path(prefix) / path.relative_to(tree)).as_posix()
             tar.add(path, arcname=name, recursive=False, filter=normal)
-
-    return _write_layer(target, fill, gzip_level)
-
-
-def layer_from_files(files: Mapping[str, tuple[bytes, int]], target: Path) -> Layer:
-    def fill(tar: tarfile.TarFile) -> None:
-        for name, (content, mode) in sorted(files.items()):
-            info = tarfile.TarInfo(name.lstrip("/"))
-            info.size, info.mode = len(content), mode
-            if name.endswith("/"):
-                info.type = tarfile.DIRTYPE
-            tar.addfile(info, io.BytesIO(content))
-
-    return _write_layer(target, fill, 6)
-
-
-def _write_layer(target: Path, fill: Callable[[tarfile.TarFile], None], gzip_level: int) -> Layer:
-    with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as tar:
-        fill(tar)
     digest = diff_id = _file_digest(target)
     if gzip_level:
         target.write_bytes(gzip.compress(target.read_bytes(), gzip_level, mtime=0))

@@ -19,7 +19,6 @@ from lab.images import (
     Layer,
     PublishedImage,
     has_manifest,
-    layer_from_files,
     layer_from_tree,
     push_image,
     read_published,
@@ -170,13 +169,13 @@ def stub_engine(paths: LabPaths, distribution: Distribution) -> Recipe:
         run(["gcc", *_STUB_FLAGS, "-o", target, *program])
 
     def layers(directory: Path) -> list[Layer]:
+        tree = directory / "tree"
+        for folder, mode in (("root", 0o700), ("tmp", 0o1777), ("usr/bin", 0o755)):
+            (tree / folder).mkdir(parents=True)
+            (tree / folder).chmod(mode)
         program = cached(paths.cache / f"stub-engine-{key}", compile_engine)
-        files = {
-            "root/": (b"", 0o700),
-            "tmp/": (b"", 0o1777),
-            "usr/bin/vllm": (program.read_bytes(), 0o755),
-        }
-        return [layer_from_files(files, directory / "layer.tar.gz")]
+        shutil.copy(program, tree / "usr/bin/vllm")
+        return [layer_from_tree(tree, directory / "layer.tar.gz")]
 
     return Recipe("stub-engine", key, config, layers)
 

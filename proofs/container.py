@@ -144,16 +144,10 @@ def start(
     environment = {**container.environment, **machine}
     inside = replace(container, argv=tuple(command), environment=environment)
     unshare = ["unshare", *(f"--{name}" for name in NAMESPACES), "--fork", "--kill-child"]
+    program = [sys.executable, "-m", "proofs.container"]
     with log.open("wb") as output:
         return subprocess.Popen(
-            [
-                *unshare,
-                sys.executable,
-                "-m",
-                "proofs.container",
-                str(root),
-                json.dumps(asdict(inside)),
-            ],
+            [*unshare, *program, str(root), json.dumps(asdict(inside))],
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": machine["PYTHONPATH"]},
             stdin=subprocess.DEVNULL,

@@ -15,8 +15,7 @@ from typing import Any
 
 from lab.model import build as lab_hub
 from proofs.drafts import cases as draft_cases
-from proofs.drafts.cases import judge_drafts
-from proofs.drafts.trees import make_drafts
+from proofs.drafts.cases import judge_drafts, make_drafts
 from proofs.engine import profile_cases, run
 from proofs.engine.cases import case, mtp
 from proofs.engine.profile_cases import CONVERSATIONS, PORTABLE, QUIET, STEERED_TOKENS

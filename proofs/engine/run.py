@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +28,16 @@ def run_cases(
     ``limit_s`` is per case; ``resume`` skips cases with results in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
-    waiting = [case for case in cases if not (resume and (out / f"{case['name']}.json").exists())]
-    running: list[tuple[subprocess.Popen[bytes], dict[str, Any], float]] = []
-    results: dict[str, dict[str, Any]] = {}
     cards = itertools.cycle(devices_shown())
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            case = waiting.pop(0)
+    jobs = {}
+    with ThreadPoolExecutor(at_once) as pool:
+        for case in cases:
+            if resume and (out / f"{case['name']}.json").exists():
+                continue
             spreads = case["options"].get("tensor_parallel_size", 1) > 1
             device = None if spreads else next(cards)
-            running.append((_start(case, trees, out, device, module), case, time.monotonic()))
-        time.sleep(0.5)
-        for entry in list(running):
-            process, case, started = entry
-            late = time.monotonic() - started > limit_s
-            if late:
-                process.kill()
-                process.wait()
-            if process.poll() is not None or late:
-                running.remove(entry)
-                results[case["name"]] = result = read_result(case, out, late)
-                print(
-                    f"phase=case name={case['name']} state={result['state']}"
-                    f" s={time.monotonic() - started:.0f}",
-                    flush=True,
-                )
-    return results
+            jobs[case["name"]] = pool.submit(_run, case, trees, out, device, module, limit_s)
+        return {name: job.result() for name, job in jobs.items()}
 
 
 def reference_commands(trees: Path, out: Path) -> dict[str, list[str]]:
@@ -78,9 +63,9 @@ def devices_shown() -> list[str]:
     return listed.stdout.split()
 
 
-def _start(
-    case: dict[str, Any], trees: Path, out: Path, device: str | None, module: str
-) -> subprocess.Popen[bytes]:
+def _run(
+    case: dict[str, Any], trees: Path, out: Path, device: str | None, module: str, limit_s: float
+) -> dict[str, Any]:
     path = out / f"{case['name']}.case.json"
     options = dict(case.get("options", {}))
     draft = options.get("speculative_config", {})
@@ -88,14 +73,21 @@ def _start(
         options["speculative_config"] = {**draft, "model": str(trees / draft["model"])}
     path.write_text(json.dumps({**case, "options": options, "tree": str(trees / case["tree"])}))
     visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **visible}
+    command = [sys.executable, "-m", module, str(path), str(out)]
+    started, late = time.monotonic(), False
     with (out / f"{case['name']}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, str(path), str(out)],
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **visible},
-        )
+        try:
+            subprocess.run(
+                command, cwd=ROOT, stdout=log, stderr=log, env=environment, timeout=limit_s,
+                check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            late = True
+    result = read_result(case, out, late)
+    seconds = time.monotonic() - started
+    print(f"phase=case name={case['name']} state={result['state']} s={seconds:.0f}", flush=True)
+    return result
 
 
 def read_result(case: dict[str, Any], out: Path, late: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,107 @@ import numpy as np
 
 from proofs.engine import case as engine_case
 from proofs.engine import quick
-from proofs.recall import language, sampling, talks
+from proofs.recall import language, sampling
+from proofs.recall.language import Context, Question
+
+FIRST_TURNS = (1504, 2336, 3008, 544, 4512, 7008)
+"""Tokens of the clients' first contexts; blocks of the recall model have 272."""
+MORE = (224, 1888, 416, 992)
+TURN_KINDS = ("register", "record", "passage", "register", "record")
+SHARED = 5024
+LONG_TOKENS = 40_000
+AGAIN = 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    client: str
+    kind: str
+    prompt: list[int]
+    answer: list[int]
+
+
+@dataclass
+class Talk:
+    name: str
+    source: np.random.Generator
+    made: Context
+    asked: list[Asked] = field(default_factory=list)
+
+    def ask(self, kind: str) -> Asked:
+        seed = int(self.source.integers(1 << 31))
+        question = self._question(kind, seed)
+        prompt = Asked(self.name, kind, [*self.made.tokens.tolist(), *question.tokens], [])
+        prompt.answer.extend(question.answer)
+        self.asked.append(prompt)
+        appended = [*question.tokens, *question.answer]
+        if kind == "register":
+            appended = [*appended, *appended, language.PAD, language.PAD]
+        made, untaught = self.made, np.full(len(appended), language.UNTAUGHT)
+        self.made = replace(
+            made,
+            tokens=np.concatenate([made.tokens, appended]),
+            labels=np.concatenate([made.labels, untaught]),
+        )
+        return prompt
+
+    def _question(self, kind: str, seed: int) -> Question:
+        questions = language.questions(self.made, seed, {kind: 5})
+        if not questions:
+            questions = language.questions(self.made, seed, {"record": 5})
+        return questions[seed % len(questions)]
+
+    def add(self, length: int) -> None:
+        more = language.context(self.source, length, near=False, asks=False, long=language.LONGER)
+        offset = len(self.made.tokens)
+        registers = np.where(more.registers >= 0, more.registers, self.made.registers)
+        self.made = Context(
+            np.concatenate([self.made.tokens, more.tokens]),
+            np.concatenate([self.made.labels, more.labels]),
+            np.concatenate([self.made.records, more.records + offset]),
+            np.concatenate([self.made.passages, more.passages + offset]),
+            registers,
+            self.made.long,
+        )
+
+
+def start_talk(name: str, seed: int, length: int) -> Talk:
+    source = np.random.default_rng([seed, 3])
+    made = language.context(source, length, near=False, asks=False, long=language.LONGER)
+    return Talk(name, source, made)
+
+
+def make_rounds(seed: int, *, long: bool = False) -> list[list[Asked]]:
+    """Return conversations with known answers, typical for clients of a prefix cache.
+
+    The prompts of a round are sent at once and contain the right answers of earlier turns, so every
+    engine gets the same prompts. ``long`` adds a conversation of 40,000 tokens.
+    """
+    alone = start_talk("alone", seed, 1216).ask("record")
+    rounds = [[alone] for _ in range(AGAIN)]
+    shared = start_talk("shared", seed + 1, SHARED).made
+    questions = language.questions(shared, seed, {"record": 4, "passage": 2, "register": 3})
+    together = [
+        Asked("shared", question.kind, [*shared.tokens.tolist(), *question.tokens], question.answer)
+        for question in questions
+    ]
+    rounds += [together, list(reversed(together))]
+    talks = [
+        start_talk(f"client{number}", seed + 10 + number, size)
+        for number, size in enumerate(FIRST_TURNS)
+    ]
+    if long:
+        talks.append(start_talk("long", seed + 50, LONG_TOKENS))
+    for turn in range(4):
+        rounds.append([])
+        for number, talk in enumerate(talks):
+            if turn:
+                talk.add(MORE[(turn + number) % len(MORE)])
+            rounds[-1].append(talk.ask(TURN_KINDS[(turn + number) % len(TURN_KINDS)]))
+    # Repeat early turns, mixed with other prompts, then the last turns.
+    rounds.append([talk.asked[1] for talk in talks] + together[:3] + [alone])
+    rounds.append([talk.asked[-1] for talk in talks] + together[3:])
+    return rounds
 
 
 def lose_band(start: int, end: int) -> None:
@@ -158,7 +259,7 @@ def recall(llm: Any, lengths: dict[str, dict[str, Any]]) -> list[dict[str, Any]]
 
 def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
     results = []
-    for number, prompts in enumerate(talks.script(seed, long=long)):
+    for number, prompts in enumerate(make_rounds(seed, long=long)):
         answers = generate(
             llm, [prompt.prompt for prompt in prompts], [len(prompt.answer) for prompt in prompts]
         )

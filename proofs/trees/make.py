@@ -9,7 +9,7 @@ import numpy as np
 from lab.model import repository, vocabulary, weights
 from lab.model.shape import TINY
 from lab.model.spread import spread
-from proofs.drafts.trees import make_drafts
+from proofs.drafts.cases import make_drafts
 from proofs.recall import trees as recall_trees
 from proofs.recall.trees import RECALL
 from proofs.trees import damages
