@@ -5,7 +5,7 @@ unless `spark-deploy use` selects the old model first.
 """
 
 from pyinfra import host, state
-from spark_contract.release import service_of
+from spark_contract.release import parse_service
 from spark_contract.units import MAIN_SERVICE
 
 from roles import service
@@ -16,7 +16,7 @@ from spark_deploy.inventory.plans import waves_for
 hold_lease(state, host)
 settings = context_of(host).loaded.settings
 target = settings.releases.rollback_to
-name = service_of(target) if target else MAIN_SERVICE
+name = parse_service(target) if target else MAIN_SERVICE
 # A service that is no longer listed has no settings.
 configured = settings if name == MAIN_SERVICE else settings.services.get(name)
 

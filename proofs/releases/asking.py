@@ -120,7 +120,9 @@ def run_check(server: Server, release: Release, only: str | None = None) -> list
 def record_answers(server: Server, release: Release) -> dict[str, Any]:
     prompts = compare.check_prompts(release)
     host = Host(Paths(server.log.parent))
-    answers: dict[str, Any] = to_plain(compare.ask(release, Engine(server.socket), prompts, host))
+    answers: dict[str, Any] = to_plain(
+        compare.collect_answers(release, Engine(server.socket), prompts, host)
+    )
     return answers
 
 

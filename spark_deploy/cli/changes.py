@@ -13,7 +13,7 @@ import click
 from pyinfra.api.host import Host
 from rich.console import Console
 from spark_contract.errors import Problem
-from spark_contract.release import service_of
+from spark_contract.release import parse_service
 from spark_contract.status import Rollback
 from spark_contract.units import MAIN_SERVICE
 
@@ -83,7 +83,7 @@ def rollback(options: Options, to: str | None) -> int:
 
 
 def _query_rollback(hosts: Sequence[Target], to: str | None) -> list[Answer[Rollback | Problem]]:
-    service = service_of(to) if to else MAIN_SERVICE
+    service = parse_service(to) if to else MAIN_SERVICE
 
     def read(host: Host, _: Target) -> Rollback | Problem:
         answer: Rollback | Problem = host.get_fact(RollbackPreview, service=service, target=to)

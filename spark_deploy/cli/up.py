@@ -17,7 +17,7 @@ from spark_contract import tool
 from spark_contract.documents import DocumentError, parse
 from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, Job
 from spark_contract.records import Rollout
-from spark_contract.release import service_of
+from spark_contract.release import parse_service
 from spark_contract.status import RunningRollout
 from spark_contract.tool import COMPILING
 from spark_contract.units import MAIN_SERVICE, PREPARE
@@ -281,7 +281,7 @@ def _change_texts(plan: HostPlan, state: HostState) -> Iterator[str]:
     if (old is None or old.name != plan.serve.name) and not plan.serve.check.portable:
         releases = state.status.report.releases if state.status.report else ()
         service_name = plan.serve.service
-        compiled = {r.cache for r in releases if service_of(r.name) == service_name}
+        compiled = {r.cache for r in releases if parse_service(r.name) == service_name}
         if plan.cache_dir not in compiled:
             yield f"plus {COMPILING}"
 

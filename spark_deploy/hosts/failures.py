@@ -11,7 +11,7 @@ from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.output import echo, format_text
 from spark_contract import tool
 from spark_contract.records import Rollout
-from spark_contract.release import service_of
+from spark_contract.release import parse_service
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.checkout import cache_folder
@@ -21,7 +21,9 @@ from spark_deploy.hosts.status import HostStatus, parse_status
 
 _HEADLINE_LENGTH = 120
 # Reasons can quote an answer with semicolons.
-_REASON_SEPARATOR = re.compile(r"; (?=check |and the |fix: |[A-Za-z]+(?:Error|Exception)\b)")
+_REASON_SEPARATOR = re.compile(
+    r"; (?=check |the old release ||fix: |[A-Za-z]+(?:Error|Exception)\b)"
+)
 _failures: WeakKeyDictionary[Host, Sequence[str]] = WeakKeyDictionary()
 
 
@@ -66,7 +68,7 @@ def rollout_failure(
     host: Host, release: str, rollout: Rollout, subject: str = "the new release"
 ) -> list[str]:
     """Describe a failed rollout; write the end of the engine's log to a file."""
-    serving = serving_text(host.name, read_status(host), service_of(release))
+    serving = serving_text(host.name, read_status(host), parse_service(release))
     serving = serving or f"{host.name} does not report its serving release"
     reason, *details = _REASON_SEPARATOR.split(rollout.reason or "it was interrupted")
     phase = rollout.failed_phase or rollout.phase

@@ -8,7 +8,7 @@ from dataclasses import replace
 from spark_contract.documents import to_json
 from spark_contract.gateway import EXPOSURES, Gateway, NamedKey, Replicas, tls_paths
 from spark_contract.paths import API_KEY
-from spark_contract.release import service_of
+from spark_contract.release import parse_service
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.documents import MIB
@@ -74,7 +74,7 @@ def route_by_name(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPl
     """
     if not others:
         return main.gateway
-    names = {service_of(plan.serve.name): plan.serve.names for plan in (main, *others)}
+    names = {parse_service(plan.serve.name): plan.serve.names for plan in (main, *others)}
     owners: dict[str, str] = {}
     for service, name in ((service, name) for service, own in names.items() for name in own):
         if owners.setdefault(name, service) != service:

@@ -21,14 +21,14 @@ _VERSION = "schema_version"
 
 
 class DocumentError(ValueError):
-    """A document is invalid; the message starts with the path of the key."""
+    """A document is invalid; the message starts with the path to the key."""
 
 
 OPTIONAL: Mapping[str, Any] = {"optional": True}
 """``field(default=..., metadata=OPTIONAL)``: omit the key if it has its default."""
 
 
-def key(name: str) -> Mapping[str, Any]:
+def json_key(name: str) -> Mapping[str, Any]:
     """Return field metadata for a JSON key that is not a valid Python name, such as ``from``."""
     return {"key": name}
 
@@ -84,7 +84,7 @@ def _read(kind: Any, data: Any, path: str) -> Any:
         return reader(kind, data, path)
     allowed = (int, float) if kind is float else (kind,)
     if type(data) not in allowed:  # isinstance would accept True as a number
-        raise _wrong(path, f"expected {kind.__name__}, got {shorten(data)}")
+        raise _error(path, f"expected {kind.__name__}, got {shorten(data)}")
     return data
 
 
@@ -92,21 +92,21 @@ def _read_fields(kind: Any, data: Any, path: str) -> Any:
     data = dict(_require_type(dict, "an object", data, path))
     version = getattr(kind, "SCHEMA_VERSION", None)
     if version is not None:
-        _check_literal((version,), data.pop(_VERSION, None), _at(path, _VERSION))
+        _check_literal((version,), data.pop(_VERSION, None), _join(path, _VERSION))
     fields_by_key = {field.metadata.get("key", field.name): field for field in fields(kind)}
     for name in data:
         if name not in fields_by_key:
-            raise _wrong(_at(path, name), "unknown")
+            raise _error(_join(path, name), "unknown")
     values = {}
     for name, field in fields_by_key.items():
         if name in data:
-            values[field.name] = _read(_hints(kind)[field.name], data[name], _at(path, name))
+            values[field.name] = _read(_hints(kind)[field.name], data[name], _join(path, name))
         elif "optional" not in field.metadata:
-            raise _wrong(_at(path, name), "missing")
+            raise _error(_join(path, name), "missing")
     try:
         return kind(**values)
     except ValueError as error:
-        raise _wrong(path, str(error)) from error
+        raise _error(path, str(error)) from error
 
 
 def _read_union(kind: Any, data: Any, path: str) -> Any:
@@ -125,7 +125,7 @@ def _read_union(kind: Any, data: Any, path: str) -> Any:
 def _check_literal(allowed: tuple[Any, ...], data: Any, path: str) -> Any:
     # Compare types, too: True equals 1.
     if not any(type(value) is type(data) and value == data for value in allowed):
-        raise _wrong(path, f"{shorten(data)}, known: {', '.join(map(str, allowed))}")
+        raise _error(path, f"{shorten(data)} is not one of {', '.join(map(str, allowed))}")
     return data
 
 
@@ -134,10 +134,10 @@ def _read_tuple(kind: Any, data: Any, path: str) -> Any:
     if item_kinds[1:] == (...,):
         item_kinds = item_kinds[:1] * len(items)
     if len(item_kinds) != len(items):
-        raise _wrong(path, f"expected {len(item_kinds)} values, got {len(items)}")
-    kinds_and_items = enumerate(zip(item_kinds, items, strict=True))
+        raise _error(path, f"expected {len(item_kinds)} values, got {len(items)}")
     return tuple(
-        _read(item_kind, item, f"{path}[{index}]") for index, (item_kind, item) in kinds_and_items
+        _read(item_kind, item, f"{path}[{index}]")
+        for index, (item_kind, item) in enumerate(zip(item_kinds, items, strict=True))
     )
 
 
@@ -150,7 +150,7 @@ def _read_frozenset(kind: Any, data: Any, path: str) -> Any:
 def _read_mapping(kind: Any, data: Any, path: str) -> Any:
     value_kind = get_args(kind)[1]
     entries = _require_type(dict, "an object", data, path)
-    return {name: _read(value_kind, value, _at(path, name)) for name, value in entries.items()}
+    return {name: _read(value_kind, value, _join(path, name)) for name, value in entries.items()}
 
 
 _READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
@@ -166,15 +166,15 @@ _READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
 
 def _require_type(kind: type, type_name: str, data: Any, path: str) -> Any:
     if not isinstance(data, kind):
-        raise _wrong(path, f"expected {type_name}, got {shorten(data)}")
+        raise _error(path, f"expected {type_name}, got {shorten(data)}")
     return data
 
 
-def _at(path: str, name: object) -> str:
+def _join(path: str, name: object) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def _wrong(path: str, message: str) -> DocumentError:
+def _error(path: str, message: str) -> DocumentError:
     return DocumentError(f"{path}: {message}" if path else message)
 
 

@@ -10,7 +10,7 @@ from spark_contract.documents import OPTIONAL
 NETPLAN_FILE = "/etc/netplan/40-spark-fabric.yaml"
 # Overrides the file of the same name until the next boot.
 NETPLAN_TRIAL = "/run/netplan/40-spark-fabric.yaml"
-KEPT_NETPLAN = "/var/lib/spark/fabric/removed.yaml"
+REMOVED_NETPLAN = "/var/lib/spark/fabric/removed.yaml"
 RETURN_UNIT = "spark-fabric-return"
 APPLY_UNIT = "spark-fabric-apply"
 TRY_AGAIN = "wait 90 seconds, then run it again"

@@ -106,7 +106,7 @@ class TransferOptions:
 
     @property
     def min_bytes_per_s(self) -> float:
-        """Return the rate below which a mirror or peer is slow: at most half of our rate limit."""
+        """Return the rate below which a mirror or peer is abandoned; at most half our limit."""
         if self.rate_limit_bytes_per_s is None:
             return self.slow_bytes_per_s
         return min(self.slow_bytes_per_s, self.rate_limit_bytes_per_s / 2)
@@ -117,9 +117,7 @@ class FetchFile:
     path: str  # relative, with forward slashes
     size_bytes: int
     sha256: str | None = field(default=None, metadata=OPTIONAL)
-    git_sha1: str | None = field(
-        default=None, metadata=OPTIONAL
-    )  # of the git blob, for small files
+    git_sha1: str | None = field(default=None, metadata=OPTIONAL)  # of a small file's git blob
 
     def __post_init__(self) -> None:
         if not is_inside(self.path):
@@ -225,7 +223,7 @@ def parse_reference(text: str) -> Reference:
 def parse_challenge(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[str, str]] | None:
     """Return URL and parameters of the token service in a 401 challenge, or None.
 
-    ``schemes`` are accepted in the URL: an https registry must not send clients to http.
+    The URL must have one of the ``schemes``: an https registry must not redirect to http.
     """
     parameters = dict(_CHALLENGE_PARAMETER.findall(challenge))
     realm = parameters.pop("realm", "")

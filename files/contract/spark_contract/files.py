@@ -81,7 +81,7 @@ def name_file_in_errors(descriptor: int) -> Iterator[None]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all bytes, because a nearly full disk accepts a part without an error."""
+    """Write all bytes: on a nearly full disk, ``os.write`` may write only a part of them."""
     remaining = memoryview(data)
     with name_file_in_errors(descriptor):
         while remaining:

@@ -30,7 +30,7 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)(?:\.\.([1-9]\d*))?")
 
 
 class PatternError(HostToolError):
-    """A pattern is malformed, or a name occurs twice in the expansion of several patterns."""
+    """A pattern is malformed, or two patterns expand to the same name."""
 
     def __init__(self, pattern: str, what: str):
         super().__init__(f"pattern {pattern!r}", what, "correct the pattern", exit_code=2)
@@ -45,7 +45,7 @@ def count_names(pattern: str) -> int:
 
 
 def has_exactly(names: set[str], patterns: Iterable[str]) -> bool:
-    """Return whether the patterns expand to exactly ``names``; removes matched names from it."""
+    """Return whether patterns expand to exactly ``names``; remove matched names from the set."""
     for pattern in patterns:
         for name in expand(pattern):
             if name not in names:
@@ -65,9 +65,9 @@ def expand_all(patterns: Iterable[str]) -> set[str]:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """Return the alternatives of each part in order; literal text has a single alternative."""
+    """Return each part's alternatives in order; literal text has a single alternative."""
     alternatives: list[list[str]] = []
-    # With a group in the expression, split returns literals and brace contents in turns.
+    # Because _BRACE has a group, split alternates between literal text and brace contents.
     for index, part in enumerate(_BRACE.split(pattern)):
         if index % 2:
             alternatives.append(_expand_brace(part, pattern))

@@ -1,4 +1,4 @@
-"""Receipts: the last file written to a tree, and the only evidence that it is complete."""
+"""Receipts: a tree is complete only if it has one, because it is written last."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Receipt:
         except OSError:
             return False
 
-    def touched(self, tree: Path) -> tuple[str, ...]:
+    def changed_files(self, tree: Path) -> tuple[str, ...]:
         return tuple(file.path for file in self.files if file.may_have_changed(tree))
 
 
@@ -129,7 +129,7 @@ def find_receipt(tree: Path) -> AnyReceipt | None:
 
 
 def find_writable_by_others(tree: Path) -> str | None:
-    """Return a path that other users could change, and why; hard links count."""
+    """Return a path that another account could change, and why; hard links count, too."""
     for directory, folders, files in os.walk(tree):
         for path in (Path(directory), *(Path(directory) / name for name in (*files, *folders))):
             if (problem := why_writable_by_others(path)) is not None:

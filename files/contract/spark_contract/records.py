@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from spark_contract.documents import OPTIONAL, key
+from spark_contract.documents import OPTIONAL, json_key
 from spark_contract.errors import Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check; a failure with weight ``warn`` is only a warning."""
+    """A check's result; a failed check with weight ``warn`` is only a warning."""
 
     name: str
     ok: bool
@@ -112,7 +112,7 @@ class GpuProof:
 
 @dataclass(frozen=True, slots=True)
 class GoodReleases:
-    """The last proven release and the rollback targets, latest first."""
+    """The last proven release, and earlier ones as rollback targets, latest first."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -121,7 +121,7 @@ class GoodReleases:
     at: str = ""
 
     @property
-    def all(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         return (self.release, *self.previous) if self.release else self.previous
 
 
@@ -143,7 +143,7 @@ class RollbackRecord:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     state: Literal["asked", "done"]
-    from_release: str | None = field(metadata=key("from"))
+    from_release: str | None = field(metadata=json_key("from"))
     to: str
     at: str
 

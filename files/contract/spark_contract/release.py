@@ -143,9 +143,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Hosts that run an engine together, by rank; the head has rank 0 and answers requests.
+    """Hosts that run an engine together, by rank; all have the same release.
 
-    All members have the same release.
+    The head has rank 0 and answers requests.
     """
 
     members: tuple[Member, ...]
@@ -210,7 +210,7 @@ class Release:
         return units.SERVE.unit(self.name)
 
 
-def service_of(name: str) -> str:
+def parse_service(name: str) -> str:
     match = units.RELEASE_NAME.match(name)
     if match is None:
         raise HostToolError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from spark_contract.documents import OPTIONAL, key
+from spark_contract.documents import OPTIONAL, json_key
 from spark_contract.errors import Problem
 from spark_contract.job import JobState
 from spark_contract.records import DailyReport, Event, Proof, RollbackRecord, Stopped
@@ -29,7 +29,7 @@ class ReleaseState:
 
 @dataclass(frozen=True, slots=True)
 class KeyUsage:
-    """Requests that a key's limits admitted, and their bytes, headers included."""
+    """Number of accepted requests of a key, and their bytes with headers."""
 
     requests: int = 0
     received_bytes: int = 0
@@ -129,7 +129,7 @@ class NamedRelease:
 class Rollback:
     """A planned rollback; ``done`` if it is finished, ``problem`` if it is impossible."""
 
-    from_release: NamedRelease | None = field(metadata=key("from"))
+    from_release: NamedRelease | None = field(metadata=json_key("from"))
     to: NamedRelease | None
     done: str | None = field(default=None, metadata=OPTIONAL)
     problem: Problem | None = field(default=None, metadata=OPTIONAL)
@@ -140,7 +140,9 @@ class StartedRollout:
     release: str
     request: str | None
     joined: bool
-    from_release: NamedRelease | None = field(default=None, metadata={**key("from"), **OPTIONAL})
+    from_release: NamedRelease | None = field(
+        default=None, metadata={**json_key("from"), **OPTIONAL}
+    )
     to: NamedRelease | None = field(default=None, metadata=OPTIONAL)
 
 

@@ -40,7 +40,7 @@ def command_line(verb: str, *words: str) -> str:
 
 
 def when_installed(command: str) -> str:
-    """Skip a shell command on a host without our tools."""
+    """Return a shell command that does nothing on a host without our tools."""
     return f"if [ -x {HOST_TOOL} ]; then {command}; fi"
 
 

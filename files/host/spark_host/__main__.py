@@ -18,14 +18,16 @@ from spark_host.system.host import Host, default_paths
 from spark_host.system.programs import print_json
 
 Words = list[str]
-Arguments = Callable[[Words, Paths], tuple[Any, ...]]
 _USAGE = "run `spark-host help`"
 
 
 def _call(function: str, *arguments: Any) -> Any:
-    """Import the module only now: imports dominate short verbs."""
+    """Call ``module:function``; import it only now: imports dominate short verbs."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(f"spark_host.{module}"), name)(*arguments)
+
+
+# Argument parsers return the arguments of a verb's function.
 
 
 def _words(words: Words, paths: Paths) -> tuple[Words, Paths]:
@@ -38,27 +40,27 @@ def _paths(words: Words, paths: Paths) -> tuple[Paths]:
 
 def _name(words: Words, paths: Paths) -> tuple[str, Paths]:
     if len(words) != 1:
-        raise HostToolError("spark-host", f"needs a single name, got {words}", _USAGE, 2)
+        raise HostToolError("spark-host", f"expected a single name, got {words}", _USAGE, 2)
     return words[0], paths
 
 
-def _host(words: Words, paths: Paths) -> tuple[str, Host]:
+def _name_and_host(words: Words, paths: Paths) -> tuple[str, Host]:
     return _name(words, paths)[0], Host(paths)
 
 
-def _rollout(words: Words, paths: Paths) -> tuple[str, Any]:
+def _rollout_arguments(words: Words, paths: Paths) -> tuple[str, Any]:
     return _name(words, paths)[0], _call("rollout.steps:this_host", paths)
 
 
-def _rollback(words: Words, paths: Paths) -> tuple[Words, Any]:
+def _rollback_arguments(words: Words, paths: Paths) -> tuple[Words, Any]:
     return words, _call("rollout.steps:this_host", paths)
 
 
-def _poll(words: Words, paths: Paths) -> tuple[str, Host, str | None]:
-    return *_host(words[:1], paths), words[1] if len(words) == 2 else None
+def _poll_arguments(words: Words, paths: Paths) -> tuple[str, Host, str | None]:
+    return *_name_and_host(words[:1], paths), words[1] if len(words) == 2 else None
 
 
-def _stop(words: Words, paths: Paths) -> tuple[str, str, Host, float | None]:
+def _stop_arguments(words: Words, paths: Paths) -> tuple[str, str, Host, float | None]:
     options = dict(zip(words[1::2], words[2::2], strict=False))
     for_s = options.pop("--for", None)
     by = options.pop("--by", os.environ.get("SUDO_USER", "root"))
@@ -75,19 +77,28 @@ def daily(words: Words, paths: Paths) -> int:
 
 
 _CHECK = "[RELEASE] [--quick|--full|--deep] [--json], --record [FILE], --compare RELEASE"
-# verb: function (returns an exit code or a document), parser of its words, help
-VERBS: dict[str, tuple[str, Arguments, str]] = {
+# verb: function (returns an exit code or a document), argument parser, help
+VERBS: dict[str, tuple[str, Callable[[Words, Paths], tuple[Any, ...]], str]] = {
     tool.STATUS: ("status:main", _words, "[--live]: print the state of this host as JSON"),
-    tool.EVIDENCE: ("evidence:evidence", _paths, "print publishable facts about engines as JSON"),
+    tool.EVIDENCE: (
+        "evidence:read_evidence", _paths, "print publishable facts about engines as JSON"
+    ),
     tool.CHECK: ("check.runner:main", _words, f"{_CHECK}: check the running engine"),
-    "switch": ("rollout.rollout:roll_out", _rollout, "RELEASE: roll out a release"),
-    "switch-recover": ("rollout.rollout:recover", _rollout, "RELEASE: finish a killed rollout"),
-    tool.SWITCH_BEGIN: ("rollout.record:begin", _host, "RELEASE: start or join a rollout"),
+    "switch": (
+        "rollout.rollout:roll_out", _rollout_arguments, "RELEASE: roll out a release"
+    ),
+    "switch-recover": (
+        "rollout.rollout:recover", _rollout_arguments, "RELEASE: finish a killed rollout"
+    ),
+    tool.SWITCH_BEGIN: (
+        "rollout.record:begin", _name_and_host, "RELEASE: start or join a rollout"
+    ),
     tool.SWITCH_POLL: (
-        "rollout.record:poll", _poll, "RELEASE [REQUEST]: print the state of a rollout as JSON"
+        "rollout.record:poll", _poll_arguments,
+        "RELEASE [REQUEST]: print the state of a rollout as JSON",
     ),
     tool.ROLLBACK: (
-        "rollout.rollout:rollback", _rollback,
+        "rollout.rollout:rollback", _rollback_arguments,
         "SERVICE [--to RELEASE] [--dry]: go back to a proven release",
     ),
     tool.PRUNE: (
@@ -96,15 +107,21 @@ VERBS: dict[str, tuple[str, Arguments, str]] = {
     tool.NOTE: (
         "cleanup.uninstall:note", _name, "FOOTPRINT: record the host before the first deploy"
     ),
-    tool.MANIFEST: ("cleanup.uninstall:manifest", _name, "FOOTPRINT: list all we created"),
-    tool.UNINSTALL: ("cleanup.uninstall:uninstall", _name, "FOOTPRINT: remove all we created"),
+    tool.MANIFEST: ("cleanup.uninstall:manifest", _name, "FOOTPRINT: list what we created"),
+    tool.UNINSTALL: ("cleanup.uninstall:uninstall", _name, "FOOTPRINT: remove what we created"),
     tool.STOP_SERVICE: (
-        "records.boot:stop_service", _stop, "SERVICE [--by WHO] [--for SECONDS]: stop a service"
+        "records.boot:stop_service", _stop_arguments,
+        "SERVICE [--by WHO] [--for SECONDS]: stop a service",
     ),
-    "start-when-due": ("records.boot:start_when_due", _host, "SERVICE: start it when due"),
-    tool.RETIRE_SERVICE: ("records.boot:retire_service", _host, "SERVICE: remove a service"),
+    "start-when-due": (
+        "records.boot:start_when_due", _name_and_host, "SERVICE: start it when due"
+    ),
+    tool.RETIRE_SERVICE: (
+        "records.boot:retire_service", _name_and_host, "SERVICE: remove a service"
+    ),
     tool.START_SERVICE: (
-        "records.boot:start_service", _host, "SERVICE: start the last proven release again"
+        "records.boot:start_service", _name_and_host,
+        "SERVICE: start the last proven release again",
     ),
     "gateway": ("gateway.gateway:run", _name, "SERVICE: run the nginx"),
     tool.GATEWAY_RELOAD: (
@@ -144,9 +161,9 @@ def main(argv: Words) -> int:
         for verb, (*_, text) in VERBS.items():
             print(f"spark-host {verb} {text}", file=sys.stderr)
         return 0 if argv[:1] == ["help"] else 2
-    function, arguments, _ = VERBS[argv[0]]
+    function, parse, _ = VERBS[argv[0]]
     try:
-        result = _call(function, *arguments(argv[1:], default_paths()))
+        result = _call(function, *parse(argv[1:], default_paths()))
         if isinstance(result, int):
             return result
         print_json(result)

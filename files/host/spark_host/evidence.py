@@ -27,33 +27,35 @@ _PLAIN = re.compile(r"[\w .,+/()-]{1,80}")
 _VERSION = re.compile(r"[\w.+-]{1,40}")
 
 
-def evidence(paths: Paths) -> Evidence:
+def read_evidence(paths: Paths) -> Evidence:
     host = Host(paths)
-    known = filter(None, map(host.release, release_names(paths)))
-    services = sorted({release.service for release in known})
-    running = filter(None, (host.release(boot.active(service, host)) for service in services))
+    releases = filter(None, map(host.release, release_names(paths)))
+    services = sorted({release.service for release in releases})
+    running = filter(
+        None, (host.release(boot.active_release(service, host)) for service in services)
+    )
     reading = sensors.read()
     gpu = {"celsius": reading.celsius, "power_w": reading.power_w} if reading else {}
     container_arguments: tuple[str, ...] = ()
     with suppress(HostToolError):  # no container was proven to see the GPU
         container_arguments = docker.gpu_arguments(paths)
     return Evidence(
-        firmware=firmware(paths.root),
+        firmware=read_firmware(paths.root),
         gpu={name: value for name, value in gpu.items() if value is not None},
         gpu_container=container_arguments,
         kernel_log=logs.count_kernel_faults(),
-        engines=tuple(_engine(release, host) for release in running),
+        engines=tuple(_engine_evidence(release, host) for release in running),
     )
 
 
-def _engine(release: Release, host: Host) -> EngineEvidence:
-    invocation_id = host.units.invocation(release.serve_unit) or ""
+def _engine_evidence(release: Release, host: Host) -> EngineEvidence:
+    invocation_id = host.units.read_invocation_id(release.serve_unit) or ""
     messages = list(logs.start_messages(read_log(release, invocation_id)))
-    container = docker.container(release.container, 5) or {}
+    container = docker.inspect_container(release.container, 5) or {}
     rollout = host.disk.read(Rollout, host.paths.rollout(release.name))
     counts: dict[str, float | None] = {}
     with suppress(EngineError):
-        metrics = Engine.of(release, host.paths).metrics()
+        metrics = Engine.for_release(release, host.paths).metrics()
         counts = {
             "drafted_tokens": metrics.drafted,
             "accepted_tokens": metrics.accepted,
@@ -65,14 +67,14 @@ def _engine(release: Release, host: Host) -> EngineEvidence:
         times_s=logs.times_s(messages),
         sizes_bytes=logs.sizes_bytes(messages),
         kv_cache_tokens=logs.kv_cache_tokens(messages),
-        libraries=container_libraries(str(container["Id"])) if container.get("Id") else {},
+        libraries=read_container_libraries(str(container["Id"])) if container.get("Id") else {},
         rollout_state=rollout.state if rollout else None,
         rollout_times_s=dict(rollout.times_s) if rollout else {},
         **{key: None if value is None else int(value) for key, value in counts.items()},
     )
 
 
-def firmware(root: Path = Path("/")) -> dict[str, str]:
+def read_firmware(root: Path = Path("/")) -> dict[str, str]:
     versions = {}
     for name in _DMI:
         path = root / "sys/class/dmi/id" / name
@@ -80,7 +82,7 @@ def firmware(root: Path = Path("/")) -> dict[str, str]:
         if _PLAIN.fullmatch(text):
             versions[name] = text
     with suppress(ValueError, AttributeError):  # no such program, or no JSON
-        text = programs.output_of("fwupdmgr", "get-devices", "--json") or ""
+        text = programs.read_output("fwupdmgr", "get-devices", "--json") or ""
         for device in json.loads(text).get("Devices", ()):
             name, version = str(device.get("Name", "")), str(device.get("Version", ""))
             plain = _PLAIN.fullmatch(name) and _VERSION.fullmatch(version)
@@ -100,8 +102,8 @@ _PACKAGES = {
 }  # fmt: skip
 
 
-def container_libraries(container_id: str, proc: Path = Path("/proc")) -> dict[str, str]:
-    """Return versions of mapped NCCL and packages of a container."""
+def read_container_libraries(container_id: str, proc: Path = Path("/proc")) -> dict[str, str]:
+    """Return versions of NCCL and Python packages that a container has loaded."""
     versions: dict[str, set[str]] = {}
     package_folders: set[Path] = set()
     for cgroup in proc.glob("[0-9]*/cgroup"):
@@ -121,7 +123,7 @@ def container_libraries(container_id: str, proc: Path = Path("/proc")) -> dict[s
                 match = _DIST_INFO.fullmatch(entry.name)
                 if match and (name := _PACKAGES.get(match[1].lower())):
                     versions.setdefault(name, set()).add(match[2])
-    return {name: ", ".join(sorted(several)) for name, several in versions.items() if several}
+    return {name: ", ".join(sorted(found)) for name, found in versions.items() if found}
 
 
 def _mapped_files(maps: Path) -> set[str]:
@@ -134,5 +136,5 @@ def _nccl_version(path: Path) -> set[str]:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
             match = _NCCL_VERSION.search(content)
             return {match[1].decode()} if match else set()  # read while it is mapped
-    except (OSError, ValueError):  # gone, or empty
+    except (OSError, ValueError):  # ValueError: an empty file
         return set()

@@ -58,7 +58,7 @@ def main(words: list[str], paths: Paths) -> int:
             _pull_from_peers(Path(layers), paths)
     except (HostToolError, OSError) as error:
         print(f"image: not pulled from other hosts: {error}", file=sys.stderr, flush=True)
-    if docker.image(reference) is None:
+    if docker.inspect_image(reference) is None:
         pull(reference)
     if not command:
         return 0
@@ -93,12 +93,12 @@ def _local_registry(blobs: Path, manifests: Path, paths: Paths) -> Iterator[str]
         values = {
             "RUN": run,
             "PORT": str(port),
-            "TREE": nginx.quoted(blobs),
+            "TREE": nginx.quote_path(blobs),
             "MANIFESTS": "\n        ".join(locations),
         }
         config = Path(run) / "nginx.conf"
-        files.write_text(config, nginx.fill("image.conf", values), 0o600)
-        words = [nginx.program(paths), "-p", run, "-c", str(config), "-e", "stderr"]
+        files.write_text(config, nginx.render_template("image.conf", values), 0o600)
+        words = [nginx.find_program(paths), "-p", run, "-c", str(config), "-e", "stderr"]
         with subprocess.Popen(words, stdin=subprocess.DEVNULL) as server:
             try:
                 _wait_for_port(port, server)
@@ -121,13 +121,13 @@ def _manifest_location(path: Path) -> str:
     kinds = fetching.MANIFEST_TYPES[:2] if "manifests" in manifest else fetching.MANIFEST_TYPES[2:]
     kind = manifest.get("mediaType") if manifest.get("mediaType") in kinds else kinds[0]
     return (
-        f"location ~ /manifests/{path.name}$ {{ root {nginx.quoted(path.parent)}; "
+        f"location ~ /manifests/{path.name}$ {{ root {nginx.quote_path(path.parent)}; "
         f"default_type {kind}; try_files /{path.name} =404; "
         f"add_header Docker-Content-Digest {path.name}; }}"
     )
 
 
-class Layers:
+class PullProgress:
     """The progress of each layer: a new status, or enough bytes.
 
     Events of containerd repeat ten times a second, and a registry may send a byte a minute.
@@ -177,7 +177,7 @@ class Layers:
     def _is_downloading(self) -> bool:
         return not self._status or not _LOCAL.issuperset(self._status.values())
 
-    def stalled(self, now: float) -> str | None:
+    def stall_message(self, now: float) -> str | None:
         with self._lock:
             idle_s = now - self._progress_at
             if not self._is_downloading():
@@ -209,11 +209,11 @@ class Layers:
 
 def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
     """Pull an image by name and digest; ``HostToolError`` if it fails or stalls."""
-    layers, stalls = Layers(time.monotonic(), stall_s), list[HostToolError]()
+    layers, stalls = PullProgress(time.monotonic(), stall_s), list[HostToolError]()
     try:
         with _watched_connection(reference, layers, stalls) as connection:
             for event in _pull_events(connection, reference):
-                _refuse_error(reference, event)
+                _raise_docker_error(reference, event)
                 layers.add_event(event, time.monotonic())
     except (OSError, HTTPException) as error:
         if not stalls:
@@ -223,14 +223,14 @@ def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
             raise HostToolError(reference, message, fix) from error
     if stalls:
         raise stalls[0]
-    if docker.image(reference) is None:
+    if docker.inspect_image(reference) is None:
         message = "docker reported success, but the image is missing"
         raise HostToolError(reference, message, _RUN_AGAIN)
 
 
 @contextmanager
 def _watched_connection(
-    reference: str, layers: Layers, stalls: list[HostToolError]
+    reference: str, layers: PullProgress, stalls: list[HostToolError]
 ) -> Iterator[HTTPConnection]:
     """Connect to docker; a thread reports progress, and hangs up after a stall."""
     connection, ended = docker.connection(docker.PATIENT_S), threading.Event()
@@ -244,7 +244,7 @@ def _watched_connection(
             if now - reported_at >= _REPORT_S:
                 log(layers.progress(now).line())
                 reported_at = now
-            if message := layers.stalled(now):
+            if message := layers.stall_message(now):
                 fix = f"check the registry and the network to it; {_RUN_AGAIN}"
                 stalls.append(HostToolError(reference, message, fix))
                 with suppress(OSError):
@@ -288,7 +288,7 @@ def _parse_event(line: bytes) -> dict[str, Any] | None:
     return event if isinstance(event, dict) else None
 
 
-def _refuse_error(reference: str, event: dict[str, Any]) -> None:
+def _raise_docker_error(reference: str, event: dict[str, Any]) -> None:
     """Raise docker's error, which may come with status 200."""
     detail = event.get("errorDetail")
     reason = detail.get("message") if isinstance(detail, dict) else None
@@ -340,7 +340,9 @@ def _helper_login(
 
 def _file_login(config: Mapping[str, Any], key: str) -> dict[str, str] | None:
     logins = config.get("auths") or {}
-    login = logins.get(key) or next((logins[name] for name in logins if _host(name) == key), None)
+    login = logins.get(key) or next(
+        (logins[name] for name in logins if _registry_host(name) == key), None
+    )
     if not login:
         return None
     if login.get("identitytoken"):
@@ -349,5 +351,5 @@ def _file_login(config: Mapping[str, Any], key: str) -> dict[str, str] | None:
     return {"username": user, "password": password.rstrip("\0")} if user else None
 
 
-def _host(key: str) -> str:
+def _registry_host(key: str) -> str:
     return key.partition("://")[2].partition("/")[0] if "://" in key else key.partition("/")[0]

@@ -47,7 +47,7 @@ _STOP_S = 60.0
 _TOKEN_UNUSED_S = 60.0  # a token is used within this time
 
 
-def load(digest12: str, paths: Paths) -> Job:
+def load_job(digest12: str, paths: Paths) -> Job:
     return files.load(Job, paths.job(digest12) / "job.json", "no such job")
 
 
@@ -56,19 +56,19 @@ def all_digests(paths: Paths) -> list[str]:
 
 
 def is_done(job: Job, paths: Paths) -> bool:
-    if job.unless and receipt_holds(job.unless):
+    if job.unless and has_valid_receipt(job.unless):
         return True
     proof = job.proof
     if isinstance(proof, ReceiptProof):
-        return receipt_holds(proof)
+        return has_valid_receipt(proof)
     if isinstance(proof, AbsentProof):
-        return not Path(proof.absent).exists() or bool(_users_of(proof, paths))
+        return not Path(proof.absent).exists() or bool(_releases_using(proof, paths))
     if proof.label is not None:
         return docker.image_label(proof.image) == proof.label
-    return docker.image(proof.image) is not None
+    return docker.inspect_image(proof.image) is not None
 
 
-def _users_of(proof: AbsentProof, paths: Paths) -> list[str]:
+def _releases_using(proof: AbsentProof, paths: Paths) -> list[str]:
     path = Path(proof.absent)
     releases = (Host(paths).release(name) for name in release_names(paths))
     return [
@@ -78,7 +78,7 @@ def _users_of(proof: AbsentProof, paths: Paths) -> list[str]:
     ]
 
 
-def receipt_holds(proof: ReceiptProof) -> bool:
+def has_valid_receipt(proof: ReceiptProof) -> bool:
     path = Path(proof.tree)
     receipt = receipts.find_receipt(path)
     is_complete = receipt and receipt.digest == proof.digest and receipt.is_complete(path)
@@ -86,10 +86,10 @@ def receipt_holds(proof: ReceiptProof) -> bool:
 
 
 def run(digest12: str, paths: Paths) -> int:
-    job = load(digest12, paths)
+    job = load_job(digest12, paths)
     folder = paths.job(digest12)
     if is_done(job, paths):
-        users = _users_of(job.proof, paths) if isinstance(job.proof, AbsentProof) else []
+        users = _releases_using(job.proof, paths) if isinstance(job.proof, AbsentProof) else []
         reason = f"kept, because {', '.join(users)} needs it" if users else "already done"
         log(f"{job.title}: {reason}")
         last = read_document(JobRun, folder / STATUS)
@@ -215,7 +215,7 @@ def _end_process_group(child: subprocess.Popen[str]) -> None:
             child.wait(_STOP_S)
 
 
-def end(digest12: str, paths: Paths, *, success: bool) -> None:
+def remove_tokens(digest12: str, paths: Paths, *, success: bool) -> None:
     """Remove hub tokens of a finished job and of jobs that cannot start any more."""
     if systemd.is_stopping():
         return  # the next boot continues the job
@@ -223,8 +223,8 @@ def end(digest12: str, paths: Paths, *, success: bool) -> None:
         files.remove(path)
     for other in () if success else all_digests(paths):
         with contextlib.suppress(HostToolError):  # an unreadable job cannot start
-            if digest12 in load(other, paths).after:
-                end(other, paths, success=False)
+            if digest12 in load_job(other, paths).after:
+                remove_tokens(other, paths, success=False)
 
 
 def _token_files(digest12: str, paths: Paths) -> list[Path]:
@@ -237,7 +237,7 @@ def remove_unused_tokens(paths: Paths) -> None:
     digests = [path.name for path in paths.below(JOBS_DIR).glob("*") if path.is_dir()]
     if systemd.is_stopping() or not any(_token_files(digest, paths) for digest in digests):
         return
-    states = systemd.loaded([units.JOB.unit("*")], ("ActiveState", "Job"))
+    states = systemd.show_loaded([units.JOB.unit("*")], ("ActiveState", "Job"))
     for digest in digests:
         unit = states.get(units.JOB.unit(digest), {})
         is_active = unit.get("ActiveState", "inactive") not in ("inactive", "failed")
@@ -251,14 +251,16 @@ def remove_unused_tokens(paths: Paths) -> None:
 
 def poll(digests: list[str], paths: Paths) -> list[JobState]:
     fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "InvocationID")
-    loaded = systemd.loaded([units.JOB.unit("*")], fields)
-    states = {name: _state(name, loaded.get(units.JOB.unit(name), {}), paths) for name in digests}
+    loaded = systemd.show_loaded([units.JOB.unit("*")], fields)
+    states = {
+        name: _job_state(name, loaded.get(units.JOB.unit(name), {}), paths) for name in digests
+    }
     # If a dependency failed, systemd leaves the unit inactive, as if it had not started yet.
     changed = True
     while changed:
         changed = False
         for digest12 in [name for name in digests if states[name].state == "waiting"]:
-            after = [states[other] for other in load(digest12, paths).after if other in states]
+            after = [states[other] for other in load_job(digest12, paths).after if other in states]
             failed = next((other for other in after if other.state == "failed"), None)
             if failed:
                 result = f"requires job {failed.digest[:12]}, which failed"
@@ -269,17 +271,17 @@ def poll(digests: list[str], paths: Paths) -> list[JobState]:
     return list(states.values())
 
 
-def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
+def _job_state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
     folder = paths.job(digest12)
     try:
-        job = load(digest12, paths)
+        job = load_job(digest12, paths)
     except HostToolError as error:
         return JobState(digest12, digest12, "", "failed", str(error), None, None, None, None, ())
     last = read_document(JobRun, folder / STATUS)
     state: State
     try:
         state, result = _judge(job, unit, last, paths)
-    except docker.DaemonSilent as error:
+    except docker.DockerTimeoutError as error:
         state, result = "unknown", str(error)
     tail = list(last.last_lines if last else ()) or _read_lines(folder / "tail")
     if state == "failed" and last and last.state == "running":
@@ -345,7 +347,7 @@ def main(words: list[str], paths: Paths) -> int | list[JobState]:
         case ["run", digest12]:
             return run(digest12, paths)
         case ["end", digest12]:
-            end(digest12, paths, success=os.environ.get("SERVICE_RESULT") == "success")
+            remove_tokens(digest12, paths, success=os.environ.get("SERVICE_RESULT") == "success")
             remove_unused_tokens(paths)
             return 0
         case ["poll", *digests]:

@@ -33,7 +33,7 @@ from spark_host.records import boot, proof, versions
 from spark_host.rollout import record
 from spark_host.system import cluster, systemd
 from spark_host.system.host import Host, release_names
-from spark_host.system.programs import patient_output_of
+from spark_host.system.programs import read_output_patiently
 from spark_host.watch import watchdog
 
 _DETAIL_LENGTH = 300
@@ -41,33 +41,33 @@ _Units = dict[str, systemd.UnitState]
 
 
 def main(words: list[str], paths: Paths) -> Status:
-    """Return the host's state; ``--live`` also asks each running engine."""
+    """Return the host's state; with ``--live`` send a request to each running engine."""
     host = Host(paths)
     known = [release for name in release_names(paths) if (release := host.release(name))]
     stopped_marks = (paths.state / "stopped").glob("*.json")
     services = sorted({release.service for release in known} | {m.stem for m in stopped_marks})
-    # A call per unit would take too long.
+    # One call for all units, because each takes long.
     patterns = [template.unit("*") for template in (SERVE, SWITCH, GATEWAY)]
-    units = systemd.loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])
+    units = systemd.show_loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])
     with ThreadPoolExecutor() as pool:  # engine, docker and driver may be slow
         running = [release for release in known if "--live" in words and _is_active(release, units)]
         running.sort(key=lambda release: release.service != MAIN_SERVICE)
-        lives = pool.submit(lambda: [ask(release, paths) for release in running])
-        versioning = pool.submit(versions.read)
+        live_checks = pool.submit(lambda: [check_live(release, paths) for release in running])
+        reading = pool.submit(versions.read)
         digests = jobs.all_digests(paths)
         job_states = jobs.poll(digests, paths) if digests else []
-        now, answers, meminfo = versioning.result(), lives.result(), memory.meminfo()
+        installed, live, meminfo = reading.result(), live_checks.result(), memory.meminfo()
     return Status(
-        releases=tuple(_release(release, units, now, host) for release in known),
-        services={name: _service(name, known, units, host) for name in services},
+        releases=tuple(_release_state(release, units, installed, host) for release in known),
+        services={name: _service_state(name, known, units, host) for name in services},
         jobs=tuple(job_states),
         memory=HostMemory(meminfo["MemTotal"], meminfo["MemAvailable"]),
-        versions=now,
-        versions_unknown=tuple(name for name in now if now[name] == versions.UNKNOWN),
+        versions=installed,
+        versions_unknown=tuple(n for n in installed if installed[n] == versions.UNKNOWN),
         reboot_pending=versions.reboot_pending(),
-        live=answers[0] if answers else None,
-        more_live=tuple(answers[1:]),
-        events={name: watchdog.events(name, paths) for name in services},
+        live=live[0] if live else None,
+        more_live=tuple(live[1:]),
+        events={name: watchdog.read_events(name, paths) for name in services},
         daily=host.disk.read(DailyReport, paths.daily),
         unit_overrides=unit_overrides(paths),
     )
@@ -75,7 +75,7 @@ def main(words: list[str], paths: Paths) -> Status:
 
 def unit_overrides(paths: Paths) -> tuple[str, ...]:
     root = str(paths.root).rstrip("/")
-    lines = patient_output_of("sh", "-c", unit_files.list_command(root)) or ""
+    lines = read_output_patiently("sh", "-c", unit_files.list_command(root)) or ""
     return unit_files.find_overrides(lines.splitlines(), root)
 
 
@@ -87,13 +87,17 @@ def _is_active(release: Release, units: _Units) -> bool:
     return _active_state(release.serve_unit, units) == "active"
 
 
-def _release(release: Release, units: _Units, now: dict[str, str], host: Host) -> ReleaseState:
+def _release_state(
+    release: Release, units: _Units, installed: dict[str, str], host: Host
+) -> ReleaseState:
     unit, last = units.get(release.serve_unit, {}), proof.read(release.name, host)
     unproven: str | None = "not running"
     if _is_active(release, units):
-        unproven = proof.unproven_reason(last, release.digest, unit.get("InvocationID"), now)
-    proven = release.name in boot.good(release.service, host).all
-    can_share_cache = proven and compile_cache.is_whole(release, now.get("driver", ""), host)
+        unproven = proof.unproven_reason(last, release.digest, unit.get("InvocationID"), installed)
+    proven = release.name in boot.read_good(release.service, host).names
+    can_share_cache = proven and compile_cache.is_complete(
+        release, installed.get("driver", ""), host
+    )
     return ReleaseState(
         name=release.name,
         model=release.model,
@@ -109,31 +113,31 @@ def _release(release: Release, units: _Units, now: dict[str, str], host: Host) -
     )
 
 
-def _service(name: str, known: list[Release], units: _Units, host: Host) -> Service:
-    paths, good = host.paths, boot.good(name, host).release
+def _service_state(name: str, known: list[Release], units: _Units, host: Host) -> Service:
+    paths, good = host.paths, boot.read_good(name, host).release
     releases = [release for release in known if release.service == name]
     active = next((release.name for release in releases if _is_active(release, units)), None)
     serving = host.release(active or good)
     return Service(
         good=good,
-        enabled=tuple(boot.enabled(name, host)),
+        enabled=tuple(boot.enabled_releases(name, host)),
         active=active,
         stopped_by_hand=host.disk.read(Stopped, paths.stopped(name)),
-        rolled_back=boot.rolled_back(name, host),
+        rolled_back=boot.last_rollback(name, host),
         traffic_open=traffic.is_open(name, paths),
         gateway=GatewayState(
             active=_active_state(GATEWAY.unit(name), units),
-            enabled=gateway.boots(name, paths),
+            enabled=gateway.starts_at_boot(name, paths),
             key_problem=gateway.key_problem(name, paths) if active else None,
-            difference=gateway.difference(name, paths),
+            difference=gateway.find_difference(name, paths),
             usage=keys.read_usage(name, paths).keys or None,
         ),
-        head=_head(serving, paths) if serving else None,
-        rollout=_rollout([release.name for release in releases], units, host),
+        head=_head_host(serving, paths) if serving else None,
+        rollout=_running_rollout([release.name for release in releases], units, host),
     )
 
 
-def _rollout(names: list[str], units: _Units, host: Host) -> RunningRollout | None:
+def _running_rollout(names: list[str], units: _Units, host: Host) -> RunningRollout | None:
     changes = (
         record.running_rollout(name, units.get(SWITCH.unit(name), {}), host) for name in names
     )
@@ -141,24 +145,24 @@ def _rollout(names: list[str], units: _Units, host: Host) -> RunningRollout | No
     return next((change for change in pending if change.phase), pending[0] if pending else None)
 
 
-def _head(release: Release, paths: Paths) -> str | None:
+def _head_host(release: Release, paths: Paths) -> str | None:
     with suppress(HostToolError):
         if release.cluster and cluster.is_worker(release, paths):
             return release.cluster.head.host
     return None
 
 
-def ask(release: Release, paths: Paths, timeout_s: float = 30) -> LiveCheck:
-    """Send a short request of the model's kind."""
+def check_live(release: Release, paths: Paths, timeout_s: float = 30) -> LiveCheck:
+    """Send a short request to the engine; on a worker, check that all members have joined."""
     start = time.monotonic()
     if cluster.is_worker(release, paths):
         missing = cluster.missing_names(release, paths)
         detail = f"{missing} has not joined" if missing else "joined; the head answers requests"
         return LiveCheck(not missing, release.name, 0.0, detail)
-    probe = Probe(release, Engine.of(release, paths), list, until_s=start + timeout_s)
+    probe = Probe(release, Engine.for_release(release, paths), list, until_s=start + timeout_s)
     try:
-        if probe.plan.task in checks.POOLING:
-            detail = checks.POOLING[probe.plan.task](probe)
+        if probe.plan.task in checks.POOLING_CHECKS:
+            detail = checks.POOLING_CHECKS[probe.plan.task](probe)
         else:
             questions = probe.plan.questions
             detail = probe.say(questions[0].prompt if questions else "Hello", 8)

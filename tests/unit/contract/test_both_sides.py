@@ -45,7 +45,7 @@ def assert_host_reads(plan, root):
     assert (release.digest, release.serve_unit) == (plan.serve.digest, plan.serve.serve_unit)
     assert system.load_gateway("main", paths) == plan.gateway.settings
     for work in (*plan_jobs(plan, ()), *discard_jobs(plan)):
-        assert jobs.load(work.job.digest12, paths) == work.job
+        assert jobs.load_job(work.job.digest12, paths) == work.job
     assert parse(KeepList, to_json(keep_list(plan))) == keep_list(plan)
 
 

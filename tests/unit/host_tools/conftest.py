@@ -136,7 +136,7 @@ def machine(host: Host, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     monkeypatch.setattr(docker, "query", query)
     monkeypatch.setattr(docker, "is_up", lambda: True)
-    monkeypatch.setattr(docker, "image", lambda tag: machine.images.get(tag))
+    monkeypatch.setattr(docker, "inspect_image", lambda tag: machine.images.get(tag))
     monkeypatch.setattr(docker, "client", client)
     monkeypatch.setattr(systemd, "show", lambda units, fields: machine.units)
     monkeypatch.setattr(

@@ -119,7 +119,7 @@ def running_gateway(
     release = host.release()
     if engine:
         host.started(release, STUB_PIECE_S="0.05")
-    gateway.make_key(document, host.paths)
+    gateway.create_missing_key(document, host.paths)
     traffic.open_for(release, host.paths)
     run = command or read_exec_command(lambda: gateway.run("main", host.paths))
     process = subprocess.Popen(run)

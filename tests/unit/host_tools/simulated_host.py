@@ -194,7 +194,7 @@ class SimulatedHost:
         self.locks, self.current, self.stopping, self.ignores_faults = set(), None, False, False
         self.boots += 1
         self.gateway_runs = GATEWAY.unit("main") in self.links
-        for name in boot.enabled("main", self.host()):
+        for name in boot.enabled_releases("main", self.host()):
             self.start(SERVE.unit(name))
         self.settle()
 
@@ -207,10 +207,10 @@ class SimulatedHost:
         return name if is_up and self.gateway_runs else None
 
     def good(self) -> str | None:
-        return boot.good("main", self.host()).release
+        return boot.read_good("main", self.host()).release
 
     def enabled(self) -> list[str]:
-        return boot.enabled("main", self.host())
+        return boot.enabled_releases("main", self.host())
 
     def outcome(self, name: str) -> Rollout:
         rollout: Rollout = self.documents[self.paths.rollout(name)]
@@ -218,7 +218,7 @@ class SimulatedHost:
 
     def check_invariants(self) -> None:
         host = self.host()
-        good, stopped = boot.good("main", host), boot.is_stopped("main", host)
+        good, stopped = boot.read_good("main", host), boot.is_stopped("main", host)
         state = (self.open_to, *self.engines.items(), *self.links, good, stopped)
         if state == self._checked:
             return
@@ -228,11 +228,11 @@ class SimulatedHost:
             ((name, run),) = self.engines.items()
             assert run in self.proven_runs, f"the gateway is open to {name}, which is not proven"
             assert name in self.proven, f"the gateway is open to {name}, never fully proven"
-        linked = boot.enabled("main", host)
+        linked = boot.enabled_releases("main", host)
         assert linked or good.release is None, "a release is good, but none boots"
         if stopped:
             return
-        starts = [name for name in linked if not boot.obstacle(release_of(name), host)]
+        starts = [name for name in linked if not boot.start_obstacle(release_of(name), host)]
         assert len(starts) <= 1, f"two would boot: {starts}"
         assert starts or not linked, f"none of {linked} would boot"
         for name in starts:
@@ -265,7 +265,7 @@ class SimulatedHost:
         if unit.state == "active" or (unit.state, unit.sub) == ("activating", "start"):
             return
         unit.run = f"run-{next(self.ids)}"
-        if boot.obstacle(release, self.host()):
+        if boot.start_obstacle(release, self.host()):
             unit.set("inactive", "dead")
             unit.result = "exec-condition"
             return

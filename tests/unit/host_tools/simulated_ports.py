@@ -14,7 +14,7 @@ from spark_contract.paths import Paths
 from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_contract.units import GATEWAY, SERVE, SWITCH
-from spark_host.engine.client import SilentError
+from spark_host.engine.client import EngineTimeoutError
 from spark_host.rollout import steps
 from stub_host import Host as FolderHost
 
@@ -61,10 +61,10 @@ class Systemd(Port):
     def is_active(self, unit: str) -> bool:
         return self.state(unit)["ActiveState"] == "active"
 
-    def invocation(self, unit: str) -> str | None:
+    def read_invocation_id(self, unit: str) -> str | None:
         return self.state(unit)["InvocationID"] or None
 
-    def listed(self, pattern: str) -> list[str]:
+    def list_units(self, pattern: str) -> list[str]:
         prefix = pattern.partition("*")[0]
 
         def names() -> list[str]:
@@ -82,11 +82,11 @@ class Systemd(Port):
     def reload(self) -> None:
         self.sim.call("reload")
 
-    def reset(self, unit: str) -> None:
+    def reset_failed(self, unit: str) -> None:
         self.sim.call("reset", lambda: self.sim.reset(unit))
 
-    def begin(self, unit: str, call: str = "begin") -> None:
-        self.reset(unit)
+    def start_in_background(self, unit: str, call: str = "begin") -> None:
+        self.reset_failed(unit)
         release = SWITCH.instance(unit)
 
         def effect() -> None:
@@ -98,7 +98,7 @@ class Systemd(Port):
         self.sim.call(call, effect, no_answer(f"systemctl start {unit}"))
 
     def start(self, unit: str, limit_s: float) -> None:
-        self.begin(unit, "start")
+        self.start_in_background(unit, "start")
         self.sim.settle()
 
     def stop(self, unit: str, limit_s: float) -> None:
@@ -140,7 +140,7 @@ class Disk(Port):
     def exists(self, path: Path) -> bool:
         return path in self.sim.documents
 
-    def listed(self, directory: Path) -> list[str]:
+    def list_folder(self, directory: Path) -> list[str]:
         assert directory.name == "multi-user.target.wants"
         return sorted(self.sim.links)
 
@@ -154,12 +154,12 @@ class Disk(Port):
         finally:
             self.sim.locks.discard(path)
 
-    def load(self, name: str, paths: Paths) -> Release:
+    def load_release(self, name: str, paths: Paths) -> Release:
         if name not in self.sim.releases:
             raise HostToolError(name, "no such release", "run the deploy", 2)
         return release_of(name)
 
-    def names(self, paths: Paths) -> list[str]:
+    def release_names(self, paths: Paths) -> list[str]:
         return sorted(self.sim.releases)
 
 
@@ -179,12 +179,12 @@ class Clock(Port):
 
 
 class Engines(Port):
-    def part_problem(self, release: Release) -> HostToolError | None:
+    def find_artifact_problem(self, release: Release) -> HostToolError | None:
         if release.name in self.sim.incomplete:
             return HostToolError(f"tree of {release.name}", "has no receipt", "deploy again")
         return self.problem_at("parts")
 
-    def problem(self, release: Release, paths: Paths) -> HostToolError | None:
+    def find_problem(self, release: Release, paths: Paths) -> HostToolError | None:
         return self.problem_at("parts, GPU and memory")
 
     def make_room(self, release: Release, host: object, report: Callable[[str], None]) -> None:
@@ -194,15 +194,15 @@ class Engines(Port):
 
         self.sim.call("make room", effect, no_answer("memory"))
 
-    def unfinished(self, release: Release, paths: Paths) -> float:
-        return self.sim.call("unfinished", lambda: 0.0, SilentError("no answer in time"))
+    def count_unfinished(self, release: Release, paths: Paths) -> float:
+        return self.sim.call("unfinished", lambda: 0.0, EngineTimeoutError("no answer in time"))
 
 
 class Gateway(Port):
-    def problem(self, release: Release, paths: Paths) -> HostToolError | None:
+    def find_problem(self, release: Release, paths: Paths) -> HostToolError | None:
         return self.problem_at("gateway")
 
-    def bring_up(self, release: Release, paths: Paths) -> None:
+    def start_or_reload(self, release: Release, paths: Paths) -> None:
         def effect() -> None:
             self.sim.links.add(GATEWAY.unit(release.service))
             self.sim.gateway_runs = True

@@ -67,7 +67,7 @@ def test_slow_answers_end_the_whole_check(host):
 
 
 def test_check_prints_json_and_returns_exit_code(host, monkeypatch, capsys):
-    monkeypatch.setattr(runner.systemd, "invocation", lambda _: "run-1")
+    monkeypatch.setattr(runner.systemd, "read_invocation_id", lambda _: "run-1")
     release = host.release()
     host.started(release)
     assert runner.main([release.name, "--json"], host.paths) == 0

@@ -39,7 +39,7 @@ def test_healthy_pooling_model_passes(host, plan, names, live):
     assert {finding.name for finding in result.checks} == names | general
     quick = {finding.name for finding in check(host, release, "quick").checks}
     assert quick & names == {min(names)}
-    answer = status.ask(release, host.paths)
+    answer = status.check_live(release, host.paths)
     assert answer.ok, answer
     assert live in answer.detail
     # The real engine answers 404 to chat requests of such a model.

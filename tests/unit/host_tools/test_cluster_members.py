@@ -25,7 +25,7 @@ def test_rank_follows_the_address(tmp_path, address, rank):
     assert cluster.rank(cluster_release(), paths) == rank
     assert cluster.is_worker(cluster_release(), paths) == bool(rank)
     alone = read(Release, release_data())
-    assert (cluster.rank(alone, paths), cluster.own_member(alone, paths)) == (0, None)
+    assert (cluster.rank(alone, paths), cluster.local_member(alone, paths)) == (0, None)
     assert cluster.missing_members(alone, paths) == []
 
 

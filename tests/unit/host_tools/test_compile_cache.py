@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.records import CompileCache, Finding, Proof
-from spark_contract.release import READY, service_of
+from spark_contract.release import READY, parse_service
 from spark_host.engine import compile_cache
 from spark_host.records import boot, versions
 from spark_host.system import folders
@@ -27,7 +27,7 @@ class Caches:
     def release(self, name, key=KEY):
         mount = {"source": f"/srv/cache/{key}", "target": "/cache", "read_only": False}
         return self.host.release(
-            name, engine__mounts=[mount], engine__user="nobody", service=service_of(name)
+            name, engine__mounts=[mount], engine__user="nobody", service=parse_service(name)
         )
 
     def prepare(self, name, key=KEY):
@@ -46,7 +46,7 @@ class Caches:
 
 @pytest.fixture
 def caches(host, monkeypatch):
-    monkeypatch.setattr(versions, "driver", lambda: "580.159.03")
+    monkeypatch.setattr(versions, "read_driver", lambda: "580.159.03")
     return Caches(host)
 
 
@@ -110,7 +110,7 @@ def test_rejected_candidate_gets_a_new_copy(caches, monkeypatch, checked_run, ch
 )
 def test_unproven_cache_is_used_only_by_its_release_and_driver(caches, monkeypatch, name, driver):
     (caches.prepare(CANDIDATE) / "compiled").touch()
-    monkeypatch.setattr(versions, "driver", lambda: driver)
+    monkeypatch.setattr(versions, "read_driver", lambda: driver)
     assert content(caches.prepare(name)) == []
 
 
@@ -133,7 +133,7 @@ def test_proven_release_keeps_its_own_cache(caches):
 )
 def test_cache_that_does_not_fit_is_not_copied(caches, monkeypatch, name, key, driver):
     caches.make_proven()
-    monkeypatch.setattr(versions, "driver", lambda: driver)
+    monkeypatch.setattr(versions, "read_driver", lambda: driver)
     new = caches.prepare(name, key)
     assert content(new) == []
     assert new.stat().st_uid == NOBODY.pw_uid
@@ -144,10 +144,10 @@ def test_only_the_start_with_an_empty_cache_compiles(caches, monkeypatch):
         monkeypatch.setenv("INVOCATION_ID", run)
         caches.prepare(name)
         release = caches.release(name)
-        assert not compile_cache.compiling(release, "another run", caches.system)
+        assert not compile_cache.compiling_note(release, "another run", caches.system)
         portable = replace(release, check=replace(release.check, portable=True))
-        assert not compile_cache.compiling(portable, run, caches.system)
-        return bool(compile_cache.compiling(release, run, caches.system))
+        assert not compile_cache.compiling_note(portable, run, caches.system)
+        return bool(compile_cache.compiling_note(release, run, caches.system))
 
     assert compiles(PROVEN, "1")
     assert compiles(PROVEN, "again")
@@ -203,7 +203,7 @@ def test_hostile_cache_content_does_not_block_a_start(
     assert all(path.is_symlink() for path in new.iterdir() if path.name in ("file", "folder"))
     plant(new / "nv" if is_copied else new, outside)
     caches.prepare(CANDIDATE)
-    monkeypatch.setattr(versions, "driver", lambda: "590.10")
+    monkeypatch.setattr(versions, "read_driver", lambda: "590.10")
     assert content(caches.prepare(CANDIDATE)) == []
     assert (secret.read_text(), secret.stat().st_uid) == ("root's", 0)
     assert content(outside) == ["secret"]
@@ -278,7 +278,7 @@ def test_empties_the_engine_socket_folder_whatever_it_contains(tmp_path):
     make_links(folder, outside)
     make_deep(folder, outside)
     (folder / "-r\n").mkdir()
-    folders.empty(folder)
+    folders.remove_entries(folder)
     assert os.listdir(folder) == []
     assert (outside / "secret").read_text() == "kept"
 
@@ -287,8 +287,8 @@ def test_empties_the_engine_socket_folder_whatever_it_contains(tmp_path):
 def test_proven_release_with_an_overfull_cache_starts_with_an_empty_one(caches, monkeypatch, plant):
     proven = caches.make_proven()
     release = caches.release(PROVEN)
-    assert compile_cache.overflow(release, caches.system) == ""
+    assert compile_cache.size_problem(release, caches.system) == ""
     plant(proven, proven)
     monkeypatch.setattr(compile_cache, "LIMIT_BYTES", 1 << 19)
-    assert str(proven) in compile_cache.overflow(release, caches.system)
+    assert str(proven) in compile_cache.size_problem(release, caches.system)
     assert content(caches.prepare(PROVEN)) == []

@@ -35,7 +35,7 @@ class ServingHost:
 
     def inspect(self):
         system = replace(self.host.here, units=self)
-        return [(problem.where, problem.what) for problem in daily.inspect(system).problems]
+        return [(problem.where, problem.what) for problem in daily.inspect_host(system).problems]
 
     def is_active(self, unit):
         return unit in self.units
@@ -79,13 +79,13 @@ def serving(host, monkeypatch):
     serving.receipt.write_text(source_receipt(files=[{"path": "a", "size_bytes": 0}]))
     serving.write_proof(days_ago(1))
     host.gateway()
-    monkeypatch.setattr(boot, "enabled", lambda service, host: [RELEASE])
-    run = programs.output_of
+    monkeypatch.setattr(boot, "enabled_releases", lambda service, host: [RELEASE])
+    run = programs.read_output
 
     def output_of(*argv):
         return serving.clock_synchronised if argv[0] == "timedatectl" else run(*argv)
 
-    monkeypatch.setattr(programs, "output_of", output_of)
+    monkeypatch.setattr(programs, "read_output", output_of)
     for name in ("FREE_BYTES", "FREE_INODES_SHARE"):
         monkeypatch.setattr(daily, name, 0)
     for name in ("JOURNAL_BYTES",):
@@ -160,4 +160,4 @@ def test_status_includes_daily_problems(serving):
 
 
 def test_inspects_a_host_without_releases(host):
-    assert isinstance(daily.inspect(system.Host(host.paths)), DailyReport)
+    assert isinstance(daily.inspect_host(system.Host(host.paths)), DailyReport)

@@ -126,9 +126,9 @@ def test_receipt_without_stats_is_completed_by_hashing(host, checkpoint, keys):
 def test_rollout_verifies_before_the_old_engine_stops(host, checkpoint, monkeypatch):
     monkeypatch.setattr(serve, "check_artifacts", lambda _: None)
     release = release_of(host, checkpoint)
-    assert serve.problem(release, host.paths) is None
+    assert serve.find_problem(release, host.paths) is None
     flip_byte(checkpoint / SHARD)
-    problem = serve.problem(release, host.paths)
+    problem = serve.find_problem(release, host.paths)
     assert "has sha256" in problem.what
 
 
@@ -183,7 +183,7 @@ def test_refuses_checkpoint_writable_by_others(host, checkpoint, name, owner, mo
     release = release_of(host, checkpoint)
     receipt = ReceiptProof(str(checkpoint / "receipt.json"), DIGEST)
     serve.check_checkpoints(release)
-    assert jobs.receipt_holds(receipt)
+    assert jobs.has_valid_receipt(receipt)
 
     os.chown(checkpoint / name, owner, 0)
     (checkpoint / name).chmod(mode)
@@ -192,7 +192,7 @@ def test_refuses_checkpoint_writable_by_others(host, checkpoint, name, owner, mo
     assert str(checkpoint / name).rstrip("/") in problem.what
     assert "run the deploy again" in problem.fix
     # The job is done only while no other account can write to the checkpoint.
-    assert not jobs.receipt_holds(receipt)
+    assert not jobs.has_valid_receipt(receipt)
 
 
 def test_refuses_link_in_a_checkpoint(host, checkpoint):

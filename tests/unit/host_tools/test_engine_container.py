@@ -127,7 +127,7 @@ printf 'kind: nvidia.com/gpu\\nlibcuda.so.580.173.02\\n' > "${3#--output=}"
 def nvidia_ctk(tmp_path, monkeypatch):
     program = write_program(tmp_path / "bin/nvidia-ctk", NVIDIA_CTK)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    monkeypatch.setattr(versions, "driver", lambda: NEW)
+    monkeypatch.setattr(versions, "read_driver", lambda: NEW)
     return program
 
 
@@ -171,7 +171,7 @@ def test_keeps_other_cdi_files(tmp_path, nvidia_ctk, text, name):
 def test_refresh_without_driver_or_folder_does_nothing(tmp_path, monkeypatch):
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
     write_specification(tmp_path, SPECIFICATION.format(driver=OLD))
-    monkeypatch.setattr(versions, "driver", lambda: "")
+    monkeypatch.setattr(versions, "read_driver", lambda: "")
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
 
 

@@ -69,10 +69,10 @@ def test_missing_gateway_account_is_a_problem(host):
     nginx.parent.mkdir(parents=True)
     nginx.touch(0o755)
     release = host.release()
-    assert gateway.problem(release, host.paths) is None
+    assert gateway.find_problem(release, host.paths) is None
     host.gateway(user="spark-absent")
     message = "account spark-absent: does not exist on this host; fix: systemd-sysusers"
-    assert str(gateway.problem(release, host.paths)).startswith(message)
+    assert str(gateway.find_problem(release, host.paths)).startswith(message)
 
 
 def test_traffic_closes_before_the_container_is_removed(host, monkeypatch):

@@ -72,7 +72,7 @@ def test_start_continues_if_the_kernel_refuses(host):
 
 
 def release_with_driver_failures(host, monkeypatch, count, **changes):
-    monkeypatch.setattr(start_guard, "_BLOCKS_EVERY_S", 0.05)
+    monkeypatch.setattr(start_guard, "_BLOCKS_INTERVAL_S", 0.05)
     log = (CAPTURES / "journalctl--nvrm-no-memory--01.txt").read_text() * count
     monkeypatch.setattr(logs.programs, "read_output_start", lambda *_: log)
     return host.release(memory=NEEDED, **changes)
@@ -97,7 +97,7 @@ def test_useless_defragmentation_is_repeated_less_often(host, monkeypatch, helps
         return parse_buddyinfo(SAMPLES[name], 4096)
 
     release = release_with_driver_failures(host, monkeypatch, 0)
-    monkeypatch.setattr(start_guard, "_BLOCKS_EVERY_S", 0.02)
+    monkeypatch.setattr(start_guard, "_BLOCKS_INTERVAL_S", 0.02)
     monkeypatch.setattr(start_guard, "_DEFRAGMENT_REST_S", 0.02)
     monkeypatch.setattr(start_guard, "read_free_blocks", read_free_blocks)
     monkeypatch.setattr(start_guard, "defragment", lambda: calls.append("defragment") or "")
@@ -136,20 +136,20 @@ def test_driver_failures_during_a_start(host, monkeypatch, name, failures, loads
 
 
 def test_watchdog_reports_fragmentation_once(host, monkeypatch):
-    monkeypatch.setattr(watchdog, "_SENSORS_EVERY_S", 0.0)
-    monkeypatch.setattr(watchdog, "_follow_addresses", lambda *_: None)
+    monkeypatch.setattr(watchdog, "_SENSORS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(watchdog, "_update_gateway", lambda *_: None)
     monkeypatch.setattr(sensors, "read", lambda: None)
     release, stop = host.release(watch__interval_s=0.01), threading.Event()
     thread = threading.Thread(target=watchdog._watch_sensors, args=(release, host.paths, stop))
     thread.start()
     time.sleep(0.1)
-    before = watchdog.events("main", host.paths)
+    before = watchdog.read_events("main", host.paths)
     set_buddyinfo(host, "fragmented")
     time.sleep(0.3)
     stop.set()
     thread.join()
     assert before == ()
-    assert [event.kind for event in watchdog.events("main", host.paths)] == ["fragmented"]
+    assert [event.kind for event in watchdog.read_events("main", host.paths)] == ["fragmented"]
 
 
 @pytest.mark.parametrize(("limit", "size_bytes"), [("LIMIT_FILES", 0), ("LIMIT_BYTES", 40_000)])
@@ -161,11 +161,11 @@ def test_watchdog_stops_an_engine_that_fills_the_disk(host, monkeypatch, limit, 
     monkeypatch.setattr(watchdog, "kill_engine", lambda *_: killed.set())
     cache = host.paths.below(str(release.cache))
     cache.mkdir(parents=True)
-    monkeypatch.setattr(watchdog, "_follow_addresses", lambda *_: None)
+    monkeypatch.setattr(watchdog, "_update_gateway", lambda *_: None)
     monkeypatch.setattr(sensors, "read", lambda: None)
     stop = threading.Event()
     thread = threading.Thread(target=watchdog._watch_sensors, args=(release, host.paths, stop))
-    monkeypatch.setattr(watchdog, "_SENSORS_EVERY_S", 0.0)
+    monkeypatch.setattr(watchdog, "_SENSORS_INTERVAL_S", 0.0)
     thread.start()
     assert not killed.wait(0.5)
     for number in range(3):
@@ -188,7 +188,7 @@ def test_watchdog_stops_an_engine_that_fills_the_disk(host, monkeypatch, limit, 
 def test_fragmentation_near_the_limit_is_reported_once(samples, events):
     fragmentation = watchdog.Fragmentation()
     begins = [
-        fragmentation.begins(FreeBlocks(((4 << 10, 20 * GIB), (32 << 20, int(gib * GIB)))), at_s)
+        fragmentation.is_new(FreeBlocks(((4 << 10, 20 * GIB), (32 << 20, int(gib * GIB)))), at_s)
         for at_s, gib in samples
     ]
     assert begins.count(True) == events

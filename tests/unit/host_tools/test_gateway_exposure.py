@@ -21,7 +21,7 @@ def apply_settings(client, **settings):
 
 
 def difference(client):
-    return gateway.difference("main", client.host.paths)
+    return gateway.find_difference("main", client.host.paths)
 
 
 LOOPBACK = {"127.0.0.1"} | ({"[::1]"} if socket.has_ipv6 and listeners._is_local("::1") else set())
@@ -164,31 +164,33 @@ def test_follows_the_tailnet_address(client, tailnet_address):
     apply_settings(client, expose="tailscale")
     assert listening(client) == LOOPBACK
     assert "state: Stopped" in str(difference(client))
-    assert gateway.follow("main", paths) is None
+    assert gateway.apply_address_change("main", paths) is None
 
     tailnet_address.write_text("127.0.0.77\n")
-    assert "127.0.0.77" in str(gateway.follow("main", paths))
+    assert "127.0.0.77" in str(gateway.apply_address_change("main", paths))
     assert listening(client) == {*LOOPBACK, "127.0.0.77"}
     assert difference(client) is None
-    assert gateway.follow("main", paths) is None
+    assert gateway.apply_address_change("main", paths) is None
 
     tailnet_address.unlink()
     addresses = (f"{address}:{client.settings.port}" for address in sorted(LOOPBACK))
-    assert gateway.follow("main", paths) == f"listens on {', '.join(addresses)}"
+    assert gateway.apply_address_change("main", paths) == f"listens on {', '.join(addresses)}"
     assert listening(client) == LOOPBACK
 
 
 def test_leaves_out_an_address_without_interface(host, tailnet_address):
     tailnet_address.write_text("100.101.102.103\n")
-    wanted = listeners.wanted(host.gateway(expose="tailscale"))
+    wanted = listeners.planned_listeners(host.gateway(expose="tailscale"))
     assert {str(listener).rpartition(":")[0] for listener in wanted.listeners} == LOOPBACK
     assert "on no interface" in str(wanted.missing)
 
 
 def test_reports_a_bridge_without_address(host, monkeypatch):
     monkeypatch.setattr(listeners, "_BRIDGE", "none0")
-    assert "is docker running?" in str(listeners.wanted(host.gateway(expose="docker")).missing)
+    assert "is docker running?" in str(
+        listeners.planned_listeners(host.gateway(expose="docker")).missing
+    )
     monkeypatch.setattr(listeners, "_BRIDGE", "lo")
-    wanted = listeners.wanted(host.gateway(expose="docker"))
+    wanted = listeners.planned_listeners(host.gateway(expose="docker"))
     assert (wanted.listeners[-1].address, wanted.missing) == ("127.0.0.1", None)
     assert len(wanted.listeners) == len(LOOPBACK) + 1

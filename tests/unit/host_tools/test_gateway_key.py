@@ -105,9 +105,9 @@ def test_new_key_replaces_the_old_and_keeps_running_answers(client):
 
 def test_key_is_created_once_and_readable_only_by_root(host):
     settings, path = host.gateway(), host.paths.root / "etc/spark/api-key"
-    gateway.make_key(settings, host.paths)
+    gateway.create_missing_key(settings, host.paths)
     first = gateway.read_key(settings, host.paths)
-    gateway.make_key(settings, host.paths)
+    gateway.create_missing_key(settings, host.paths)
     assert gateway.read_key(settings, host.paths) == first
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o644)
@@ -118,7 +118,7 @@ def test_key_is_created_once_and_readable_only_by_root(host):
 @pytest.mark.parametrize("key", ["short", 'quote"1234567890123456', "brace{}1234567890123456"])
 def test_refuses_key_that_could_break_the_configuration(host, key):
     settings = host.gateway()
-    gateway.make_key(settings, host.paths)
+    gateway.create_missing_key(settings, host.paths)
     (host.paths.root / "etc/spark/api-key").write_text(key)
     with pytest.raises(HostToolError, match="not a usable key"):
         gateway.read_key(settings, host.paths)
@@ -127,7 +127,7 @@ def test_refuses_key_that_could_break_the_configuration(host, key):
 @pytest.mark.slow
 def test_serialises_concurrent_configuration_writes(nginx_host):
     settings, paths = nginx_host.gateway(), nginx_host.paths
-    gateway.make_key(settings, paths)
+    gateway.create_missing_key(settings, paths)
     with ThreadPoolExecutor(8) as pool:
         results = [pool.submit(gateway._install_config, settings, paths) for _ in range(24)]
     assert {result.result() for result in results} == {paths.gateway_run("main")}

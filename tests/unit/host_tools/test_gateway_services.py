@@ -193,7 +193,7 @@ def test_streams_answers_chosen_by_name(js_host):
 def test_names_the_missing_nginx_module(nginx_host):
     (nginx_host.paths.root / "usr/lib/nginx/modules" / MODULE).unlink()
     with pytest.raises(HostToolError, match="libnginx-mod-http-js"):
-        nginx.config_text(nginx_host.gateway(names={"main": ["a"]}), nginx_host.paths)
+        nginx.render_config(nginx_host.gateway(names={"main": ["a"]}), nginx_host.paths)
 
 
 def test_engine_cannot_redirect_inside_the_gateway(services, monkeypatch):

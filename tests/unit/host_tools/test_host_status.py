@@ -28,7 +28,7 @@ def read_status(host, monkeypatch):
             unit = {name: states[name] for name in properties if name in states}
             return dict.fromkeys([*units, GATEWAY.unit("main")], unit)
 
-        monkeypatch.setattr(systemd, "loaded", loaded)
+        monkeypatch.setattr(systemd, "show_loaded", loaded)
         document = documents.to_plain(status.main([], host.paths))
         return Status().process([json.dumps(document)])
 
@@ -81,7 +81,7 @@ def test_status_of_a_service_with_rollback_and_events(host, read_status):
     release, here = host.release(), host.here
     here.disk.write(here.paths.good("main"), GoodReleases(RELEASE, (OTHER,), "then"))
     here.disk.write(here.paths.rollback("main"), RollbackRecord("done", OTHER, RELEASE, "then"))
-    watchdog.event(release, "hot", "the GPU is at 91 °C", host.paths)
+    watchdog.record_event(release, "hot", "the GPU is at 91 °C", host.paths)
     host_status = read_status()
     main = host_status.service("main")
     assert (main.good, main.active, main.traffic_open) == (RELEASE, RELEASE, False)

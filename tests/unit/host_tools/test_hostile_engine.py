@@ -155,7 +155,7 @@ def answering(host, answer):
     with listening(path) as listener:
         thread = threading.Thread(target=serve_all, args=(listener,), daemon=True)
         thread.start()
-        yield Engine.of(release, host.paths)
+        yield Engine.for_release(release, host.paths)
         listener.shutdown(socket.SHUT_RDWR)
     thread.join(10)
 
@@ -230,7 +230,7 @@ def test_watchdog_survives_endless_metrics(host):
     detector = watchdog.StallDetector(host.release().watch, 0)
     with answering(host, ENDLESS["endless samples"]) as engine, memory_limit(64 << 20):
         for _ in range(3):
-            assert watchdog._sample(engine, detector) is None
+            assert watchdog._find_stall(engine, detector) is None
 
 
 LONG_ANSWER = b'{"choices":[{"message":{"content":"%s"}}],"usage":{"completion_tokens":8}}'
@@ -248,7 +248,7 @@ LONG_ANSWER = b'{"choices":[{"message":{"content":"%s"}}],"usage":{"completion_t
 )
 def test_live_status_has_a_short_message(host, answer, ok):
     with answering(host, answer):
-        live = status.ask(host.release(), host.paths, 5 if ok else 1)
+        live = status.check_live(host.release(), host.paths, 5 if ok else 1)
     assert live.ok == ok
     assert len(live.detail) <= 300
 
@@ -261,7 +261,7 @@ def test_client_does_not_follow_a_symlink_to_a_socket(host, tmp_path):
     with listening(tmp_path / "docker.sock") as listener:
         listener.settimeout(0.5)
         with pytest.raises((EngineError, HostToolError)):
-            Engine.of(release, host.paths).get("/health", 1)
+            Engine.for_release(release, host.paths).get("/health", 1)
         with pytest.raises(TimeoutError):
             listener.accept()
 

@@ -8,7 +8,7 @@ from docker_daemon import listening
 from spark_contract.errors import HostToolError
 from spark_contract.job import parse_progress
 from spark_host import image
-from spark_host.image import Layers
+from spark_host.image import PullProgress
 from spark_host.system import docker
 
 DIGEST = f"sha256:{'5' * 64}"
@@ -129,18 +129,18 @@ def unpack_for(layers, seconds, *others):
 
 
 def test_unpacking_is_limited():
-    layers = Layers(0.0, 300.0)
+    layers = PullProgress(0.0, 300.0)
     layers.add_event(layer(A, "Download complete"), 1.0)
     unpack_for(layers, 4000)
-    assert layers.stalled(3500.0) is None
-    assert "docker downloaded all layers" in str(layers.stalled(3999.0))
+    assert layers.stall_message(3500.0) is None
+    assert "docker downloaded all layers" in str(layers.stall_message(3999.0))
 
 
 def test_unpacking_does_not_hide_a_stall_in_a_different_layer():
-    layers = Layers(0.0, 300.0)
+    layers = PullProgress(0.0, 300.0)
     layers.add_event(layer(B, "Downloading", 10, 100), 1.0)
     unpack_for(layers, 400, layer(B, ""))
-    assert "layer bbbb" in str(layers.stalled(399.0))
+    assert "layer bbbb" in str(layers.stall_message(399.0))
 
 
 def test_registry_error_is_one_short_line(daemon):

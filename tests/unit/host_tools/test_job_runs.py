@@ -33,7 +33,7 @@ WRITE_RECEIPT = (
 @pytest.fixture
 def units(monkeypatch):
     states: dict[str, dict[str, str]] = {}
-    monkeypatch.setattr(systemd, "loaded", lambda patterns, fields: states)
+    monkeypatch.setattr(systemd, "show_loaded", lambda patterns, fields: states)
     monkeypatch.setattr(systemd, "is_stopping", lambda: False)
     return states
 
@@ -98,7 +98,7 @@ def test_unreadable_job_does_not_keep_other_tokens(host, units):
     (host.paths.job(SECOND) / "job.json").write_text("{")
     write_job(host, "", THIRD, after=[FIRST])
     token = write_token(host, THIRD)
-    jobs.end(FIRST, host.paths, success=False)
+    jobs.remove_tokens(FIRST, host.paths, success=False)
     assert not token.exists()
 
 
@@ -125,7 +125,7 @@ def test_removes_unused_tokens(host, units, monkeypatch, sweep, unit, age_s, kep
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + age_s)
     monkeypatch.setenv("SERVICE_RESULT", "success")
-    monkeypatch.setattr(daily, "inspect", lambda _: DailyReport(at="", problems=()))
+    monkeypatch.setattr(daily, "inspect_host", lambda _: DailyReport(at="", problems=()))
     sweep(host.paths)
     assert token.exists() == kept
 

@@ -364,9 +364,12 @@ def test_a_process_killed_at_any_step_leaves_services_that_start(host, monkeypat
 def boot_again(units, here):
     for unit in list(units.running):
         units.stop(unit, 0)
-    for name in here.disk.names(here.paths):
+    for name in here.disk.release_names(here.paths):
         release = here.release(name)
-        if boot.enabled(release.service, here) and boot.obstacle(release, here) is None:
+        if (
+            boot.enabled_releases(release.service, here)
+            and boot.start_obstacle(release, here) is None
+        ):
             units.start(release.serve_unit, 0)
 
 

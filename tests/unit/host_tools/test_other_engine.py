@@ -6,30 +6,30 @@ from engine_checks import check, failed
 from spark_contract import documents
 from spark_contract.release import Release
 from spark_host.engine import serve
-from spark_host.engine.client import ENGINES, Engine
+from spark_host.engine.client import DIALECTS, Engine
 from stub_host import REPOSITORY, release_data
 
 from spark_deploy.config.settings.engine import PROFILE_KEYS
 
 OTHER = dataclasses.replace(
-    ENGINES["vllm"],
+    DIALECTS["vllm"],
     **{
         field: metric.replace("vllm:", "other_")
-        for field, metric in dataclasses.asdict(ENGINES["vllm"]).items()
+        for field, metric in dataclasses.asdict(DIALECTS["vllm"]).items()
     },
 )
 
 
 @pytest.fixture
 def other(monkeypatch):
-    monkeypatch.setitem(ENGINES, "other", OTHER)
+    monkeypatch.setitem(DIALECTS, "other", OTHER)
     return "other"
 
 
 def test_engine_with_other_metric_names_passes(host, other):
     release = host.release(engine__kind=other, check__metrics_required={})
     host.started(release, STUB_METRICS="other_")
-    metrics = Engine.of(release, host.paths).metrics()
+    metrics = Engine.for_release(release, host.paths).metrics()
     assert (metrics.total(OTHER.running), metrics.unfinished) == (0.0, 0.0)
     result = check(host, release)
     assert failed(result) == {}
@@ -38,7 +38,7 @@ def test_engine_with_other_metric_names_passes(host, other):
 
 
 def test_unknown_engine_is_refused_before_a_start(host):
-    problem = serve.part_problem(host.release(engine__kind="unknown"))
+    problem = serve.find_artifact_problem(host.release(engine__kind="unknown"))
     assert "engine 'unknown'" in problem.where
     assert "vllm" in problem.what
 

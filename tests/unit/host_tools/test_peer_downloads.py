@@ -121,4 +121,4 @@ def test_is_read_only(peer, method):
 def test_refuses_paths_that_nginx_would_interpret(host):
     tree = SharedTree(BUILT, '/srv/"; return 200; #', "ba9876543210", unfinished=False)
     with pytest.raises(HostToolError, match="cannot share"):
-        nginx.share_text(Share("::1", 1, (tree,)), Path("/run/x"), host.paths)
+        nginx.render_share(Share("::1", 1, (tree,)), Path("/run/x"), host.paths)

@@ -11,7 +11,7 @@ from tests.unit.shell import install_stub
 
 def test_programs_run_in_the_c_locale(monkeypatch):
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
-    assert programs.output_of("sh", "-c", 'echo " $LC_ALL "; echo second') == "C \nsecond"
+    assert programs.read_output("sh", "-c", 'echo " $LC_ALL "; echo second') == "C \nsecond"
 
 
 def test_python_programs_do_not_inherit_our_variables(tmp_path, monkeypatch):
@@ -21,7 +21,7 @@ def test_python_programs_do_not_inherit_our_variables(tmp_path, monkeypatch):
     program.chmod(0o755)
     # Set by our launcher; netplan would not start with it.
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    assert programs.output_of(str(program)) == "imported"
+    assert programs.read_output(str(program)) == "imported"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_failed_change_of_a_unit_names_the_fix(tmp_path, monkeypatch, message, f
 @pytest.mark.parametrize("argv", [("no-such-program",), ("false",), ("sleep", "5")])
 def test_absent_failed_and_hanging_programs_have_no_output(monkeypatch, argv):
     monkeypatch.setattr(programs, "_LIMIT_S", 0.3)
-    assert programs.output_of(*argv) is None
+    assert programs.read_output(*argv) is None
 
 
 def test_stuck_program_does_not_block_and_is_not_restarted(monkeypatch):
@@ -58,16 +58,16 @@ def test_stuck_program_does_not_block_and_is_not_restarted(monkeypatch):
     monkeypatch.setattr(programs, "_PATIENT_S", 0.1)
     monkeypatch.setattr(programs, "_DEATH_S", 0.1)
     began = time.monotonic()
-    assert programs.output_of("sleep", "20") is None
-    assert programs.output_of("sleep", "20") is None
-    with pytest.raises(programs.ProgramSilent):
-        programs.patient_output_of("sleep", "20")
+    assert programs.read_output("sleep", "20") is None
+    assert programs.read_output("sleep", "20") is None
+    with pytest.raises(programs.ProgramTimeoutError):
+        programs.read_output_patiently("sleep", "20")
     assert time.monotonic() - began < 5
     assert len(started) == 1
 
     subprocess.Popen.terminate(started[0])
     started[0].wait(5)
-    assert programs.output_of("sleep", "0") == ""
+    assert programs.read_output("sleep", "0") == ""
 
 
 @pytest.fixture
@@ -86,5 +86,5 @@ def test_systemd_timeout_is_not_an_empty_answer(hanging_systemd):
     with pytest.raises(HostToolError, match="systemctl show: no answer"):
         systemd.state("x.service", "ActiveState")
     with pytest.raises(HostToolError, match="systemctl list-units: no answer"):
-        systemd.listed("spark-serve@*.service")
+        systemd.list_units("spark-serve@*.service")
     assert systemd.journal("", "x.service") == ["(journalctl gave no answer within 0 s)"]

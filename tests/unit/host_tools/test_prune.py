@@ -29,7 +29,7 @@ def test_removes_only_unneeded_files(machine, checkpoints):
 
     assert machine.prune().problems == ()
     assert [letter for letter, path in checkpoints.items() if path.is_dir()] == ["c", "d"]
-    assert boot.good("main", machine.host.here).previous == (C,)
+    assert boot.read_good("main", machine.host.here).previous == (C,)
     assert machine.plan().items == ()
 
 
@@ -156,7 +156,7 @@ def test_unreadable_kept_release_stops_the_prune(machine, checkpoints):
 def test_running_rollout_stops_the_prune(machine, checkpoints):
     with (
         rollout_lock("main", machine.host.here),
-        pytest.raises(HostToolError, match="another change is under way"),
+        pytest.raises(HostToolError, match="another rollout"),
     ):
         machine.prune()
     assert all(path.is_dir() for path in checkpoints.values())

@@ -13,7 +13,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.records import GoodReleases
 from spark_contract.release import Bench
 from spark_contract.units import SERVE
-from spark_host.engine.client import SilentError
+from spark_host.engine.client import EngineTimeoutError
 from spark_host.records import boot, proof
 from spark_host.rollout import rollout, steps
 from spark_host.rollout.record import Record
@@ -48,7 +48,7 @@ def test_first_release_that_fails_late_is_not_good(call, phase):
     assert (result.state, result.failed_phase) == ("failed-no-previous", phase)
     assert "did not answer" in str(result.reason)
     assert_serves_nothing(sim)
-    with pytest.raises(HostToolError, match="no proven release to start"):
+    with pytest.raises(HostToolError, match="no proven release"):
         boot.start_service("main", sim.host())
 
 
@@ -67,7 +67,7 @@ def test_late_failure_keeps_the_old_release(sim, call, phase, reason):
     assert reason in str(result.reason)
     assert ("start" in result.times_s) == (phase != "stop")
     assert_serves(sim, A)
-    assert boot.good("main", sim.host()).previous == ()
+    assert boot.read_good("main", sim.host()).previous == ()
 
 
 def test_rollback_that_fails_too_reports_both_reasons(sim):
@@ -94,7 +94,7 @@ def test_rollout_killed_after_the_proof_is_finished_or_rolled_back(sim, call, fa
     state = "rolled-back" if fails_again else "switched"
     assert (result.state, result.serving) == (state, serving)
     assert (result.failed_phase is not None) == fails_again
-    assert ("; and then: " in str(result.reason)) == fails_again
+    assert ("; finishing it failed: " in str(result.reason)) == fails_again
     assert_serves(sim, serving)
 
 
@@ -117,7 +117,7 @@ def test_unstoppable_candidate_never_gets_traffic(sim):
     ("faults", "reason"),
     [
         (["fail"] * 9, "gateway: did not answer"),
-        (["kill before", "fail"], "was killed in phase open; and then: "),
+        (["kill before", "fail"], "was killed in phase open; finishing it failed: "),
     ],
 )
 def test_gateway_failure_does_not_stop_a_proven_engine(sim, faults, reason):
@@ -164,14 +164,14 @@ def test_failed_candidate_loses_only_its_own_proof(sim, phase, ok):
 
 
 def test_busy_engine_is_drained_without_new_requests(sim):
-    answers: list[Any] = [SilentError("late"), 3.0, SilentError("late"), 0.0]
+    answers: list[Any] = [EngineTimeoutError("late"), 3.0, EngineTimeoutError("late"), 0.0]
     open_to: list[str | None] = []
 
     class BusyEngines(Engines):
-        def unfinished(self, *_):
+        def count_unfinished(self, *_):
             open_to.append(self.sim.open_to)
             answer = answers.pop(0)
-            if isinstance(answer, SilentError):
+            if isinstance(answer, EngineTimeoutError):
                 raise answer
             return float(answer)
 

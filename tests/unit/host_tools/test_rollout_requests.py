@@ -70,7 +70,7 @@ def test_stale_record_is_ignored(sim, stale):
     ("run", "reason"),
     [
         ("", f"{SWITCH.unit(A)} did not run (exit-code)"),
-        ("run", "rollout of main: another change is under way; fix: wait for it"),
+        ("run", "rollout of main: another rollout of this service runs; fix: wait for it"),
     ],
 )
 def test_unit_without_record_is_a_failure(sim, run, reason):
@@ -176,7 +176,7 @@ def test_rollback_targets_the_previous_or_a_named_release(sim):
 
 def test_rollback_without_previous_release_is_refused(sim):
     make_good(sim, A)
-    assert "nothing to go back to" in refusal(sim)
+    assert "no earlier proven release" in refusal(sim)
 
 
 def test_rollback_to_an_absent_release_lists_the_present_releases(sim):
@@ -190,7 +190,7 @@ def test_rollback_to_an_incomplete_release_names_a_complete_release(sim):
     make_good(sim, A, B, C)
     sim.incomplete = {B}
     message = refusal(sim)
-    assert message.startswith(f"{B}: tree of {B}: is gone")
+    assert message.startswith(f"{B}: tree of {B}: has no receipt")
     assert f"name a complete release: {A} (lab-stub with v2), or" in message
     assert "model: lab-stub and profile: v2" in message
     sim.incomplete = {A, B}
@@ -205,10 +205,10 @@ def test_stopped_service_is_not_rolled_back(sim):
 
 def test_second_rollback_does_not_toggle(sim):
     make_good(sim, A, B)
-    boot.note_rollback("main", A, sim.host())
+    boot.record_rollback("main", A, sim.host())
     make_good(sim, A)
     assert f"{A} has replaced {B}" in str(plan(sim).done)
-    note = boot.rolled_back("main", sim.host())
+    note = boot.last_rollback("main", sim.host())
     assert note.from_release == B
     assert plan(sim, B).to == named(B), "a named release can be reached"
 
@@ -216,9 +216,9 @@ def test_second_rollback_does_not_toggle(sim):
 @pytest.mark.parametrize("next_good", [B, C], ids=["failed rollback", "next rollout"])
 def test_another_good_release_cancels_the_rollback(sim, next_good):
     make_good(sim, A, B)
-    boot.note_rollback("main", A, sim.host())
+    boot.record_rollback("main", A, sim.host())
     make_good(sim, *([A] if next_good == C else []), next_good)
-    assert boot.rolled_back("main", sim.host()) is None
+    assert boot.last_rollback("main", sim.host()) is None
     assert plan(sim).to == named(A)
 
 
@@ -256,7 +256,7 @@ def test_timed_stop_ends_and_removes_its_timer(sim):
     assert boot.is_stopped("main", sim.host()), "the hour is not over"
     sim.pass_time(3601)
     boot.start_when_due("main", sim.host())
-    assert boot.active("main", sim.host()) == A
+    assert boot.active_release("main", sim.host()) == A
     assert not boot.is_stopped("main", sim.host())
     assert TIMER not in sim.links
 
@@ -286,4 +286,4 @@ def test_manual_start_ends_a_timed_stop(sim):
     assert TIMER not in sim.links
     sim.pass_time(3600)
     assert boot.start_when_due("main", sim.host()) == 0
-    assert boot.active("main", sim.host()) == A
+    assert boot.active_release("main", sim.host()) == A

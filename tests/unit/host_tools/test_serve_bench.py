@@ -127,7 +127,7 @@ def test_speed_is_measured_once_per_version_set(host, monkeypatch):
     assert measure(host, release, monkeypatch)["phases"] == ["bench"]
     assert measure(host, release, monkeypatch)["phases"] == []
     check(host, release, "quick", run="run-2")
-    assert not proof.bench_due(release, stored_proof(host, release))
+    assert not proof.is_bench_due(release, stored_proof(host, release))
     assert measure(host, release, monkeypatch, driver="580.159")["phases"] == ["bench"]
 
 
@@ -135,14 +135,14 @@ def test_speed_is_measured_once_per_version_set(host, monkeypatch):
 def test_slowdown_after_upgrade_is_reported_with_rollback_hint(host, monkeypatch):
     release = release_with_bench(host)
     host.started(release, STUB_PIECE_S="0.0005")
-    monkeypatch.setattr(versions, "packages", lambda: {"docker": "docker-ce=5:28.5.1-1"})
+    monkeypatch.setattr(versions, "read_packages", lambda: {"docker": "docker-ce=5:28.5.1-1"})
     measure(host, release, monkeypatch)
     host.engines.pop().kill()
     host.started(release, STUB_PIECE_S="0.004")
     lines = "\n".join(measure(host, release, monkeypatch, docker="29.2.1")["bench"])
     assert "clearly slower after docker 28.5.1 -> 29.2.1: one stream: " in lines
     assert "to go back: `apt-get install --allow-downgrades docker-ce=5:28.5.1-1`" in lines
-    assert {event.kind for event in watchdog.events("main", host.paths)} == {"slower"}
+    assert {event.kind for event in watchdog.read_events("main", host.paths)} == {"slower"}
     bench = stored_proof(host, release).bench
     assert bench["versions"]["docker"] == "29.2.1"
     assert "before" not in bench["before"], "the proof must not grow with each measurement"
@@ -165,12 +165,12 @@ def test_new_image_is_compared_with_the_previous_release(host, monkeypatch):
     assert stored.versions["plugin"] == "1" * 12
     boot.record_good(new, host.here)
     other_profile = release_with_bench(host, f"main-{'c' * 12}", profile="v2-tq")
-    assert proof.bench_before(other_profile, host.here) is None
+    assert proof.earlier_bench(other_profile, host.here) is None
 
 
 def test_packages_are_in_apt_format(monkeypatch):
     monkeypatch.setattr(versions, "_PROGRAMS", {"shell": "dpkg", "none": "no-such-program"})
-    packages = versions.packages()
+    packages = versions.read_packages()
     assert list(packages) == ["shell"]
     assert packages["shell"].startswith("dpkg=1")
 

@@ -193,7 +193,7 @@ def test_restart_during_the_check_fails_it(host, monkeypatch):
     release = host.release()
     host.started(release)
     runs = iter(["run-1", "run-2"])
-    monkeypatch.setattr(systemd, "invocation", lambda unit: next(runs))
+    monkeypatch.setattr(systemd, "read_invocation_id", lambda unit: next(runs))
 
     result = runner.check(release, host.here, "quick", print)
 

@@ -33,7 +33,7 @@ def systemctl_calls(host, monkeypatch):
         return subprocess.CompletedProcess(words, 0, "", "")
 
     monkeypatch.setattr(systemd, "systemctl", systemctl)
-    monkeypatch.setattr(watchdog, "_UNIT_ENDS_S", 0.5)
+    monkeypatch.setattr(watchdog, "_UNIT_STOP_S", 0.5)
     return calls
 
 
@@ -73,11 +73,11 @@ def test_engine_below_the_floor_is_killed_while_it_loads(host, meminfo):
     assert (result.ok, finding.name) == (False, "memory")
     assert finding.detail.startswith(
         "3.25 GiB of memory are available, the floor is 4.00 GiB: "
-        "the engine was stopped while it started; fix: lower engine.memory_fraction"
+        "the engine was stopped during its start; fix: lower engine.memory_fraction"
     )
     memory = stored_proof(host, release).start_memory
     assert memory.lowest_bytes == int(3.25 * GIB)
-    assert watchdog.events("main", host.paths)[0].kind == "starving"
+    assert watchdog.read_events("main", host.paths)[0].kind == "starving"
 
 
 @pytest.mark.usefixtures("pidfd", "meminfo")

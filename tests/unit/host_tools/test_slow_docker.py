@@ -72,9 +72,11 @@ def test_unanswered_version_is_unknown(late):
     now = versions.read()
 
     assert (now["docker"], now["driver"]) == (versions.UNKNOWN, versions.UNKNOWN)
-    assert versions.changed(before, now) == []
-    assert versions.changed(before, {**now, "toolkit": "1.20.0"}) == ["toolkit 1.19.0 -> 1.20.0"]
-    assert versions.changed(now, before) == [
+    assert versions.describe_changes(before, now) == []
+    assert versions.describe_changes(before, {**now, "toolkit": "1.20.0"}) == [
+        "toolkit 1.19.0 -> 1.20.0"
+    ]
+    assert versions.describe_changes(now, before) == [
         "driver unknown -> 580.142", "docker unknown -> 29.2.1"
     ]  # fmt: skip
 
@@ -83,7 +85,7 @@ def test_absent_version_is_a_change(late, monkeypatch):
     before = versions.read()
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(late.folder / "absent"))
     (late.folder / "nvidia-ctk").unlink()
-    assert versions.changed(before, versions.read()) == [
+    assert versions.describe_changes(before, versions.read()) == [
         "docker 29.2.1 -> none", "toolkit 1.19.0 -> none"
     ]  # fmt: skip
 
@@ -97,7 +99,7 @@ def test_image_job_is_unknown_if_docker_is_silent(host, late, monkeypatch):
     }  # fmt: skip
     host.paths.job(digest12).mkdir(parents=True)
     files.write_text(host.paths.job(digest12) / "job.json", json.dumps(job))
-    monkeypatch.setattr(systemd, "loaded", lambda patterns, fields: {})
+    monkeypatch.setattr(systemd, "show_loaded", lambda patterns, fields: {})
 
     late.docker_delays_s = [0.8, 0.8]
     [unknown] = jobs.poll([digest12], host.paths)
@@ -119,6 +121,6 @@ def test_proof_stays_valid_if_docker_is_late(host, late):
 
 def test_slow_docker_does_not_mark_release_broken(host, late):
     late.docker_delays_s = [0.8, 0.8]
-    problem = serve.part_problem(host.release())
-    assert isinstance(problem, docker.DaemonSilent)
+    problem = serve.find_artifact_problem(host.release())
+    assert isinstance(problem, docker.DockerTimeoutError)
     assert "not on this host" not in str(problem)

@@ -71,14 +71,14 @@ class Apt:
 @pytest.fixture
 def apt(monkeypatch):
     apt = Apt()
-    monkeypatch.setattr(baseline, "output_of", apt.output_of)
+    monkeypatch.setattr(baseline, "_read_output", apt.output_of)
     monkeypatch.setattr(systemd, "state", lambda *words: {"ActiveState": "inactive"})
     return apt
 
 
 def reasons_to_stay(before, containers=(), **changes):
     obstacles = UnmanagedContainers(containers, (), frozenset()).obstacles(footprint())
-    things = baseline.package_things(footprint(**changes), before, obstacles)
+    things = baseline.package_items(footprint(**changes), before, obstacles)
     return {thing.name: thing.stays for thing in things}
 
 
@@ -177,11 +177,11 @@ def test_daemon_json_without_baseline_needs_a_copy(tmp_path, write_daemon_json):
 def test_baseline_is_recorded_once(tmp_path, monkeypatch):
     paths = Paths(tmp_path)
     monkeypatch.setattr(systemd, "show", lambda *words: {})
-    monkeypatch.setattr(baseline, "output_of", lambda *argv: "ii  jq\n")
+    monkeypatch.setattr(baseline, "_read_output", lambda *argv: "ii  jq\n")
     assert baseline.record_baseline(footprint(), paths)
     first = baseline.read_baseline(paths)
     assert first.packages == ("jq",)
-    monkeypatch.setattr(baseline, "output_of", lambda *argv: "ii  jq\nii  later\n")
+    monkeypatch.setattr(baseline, "_read_output", lambda *argv: "ii  jq\nii  later\n")
     assert not baseline.record_baseline(footprint(), paths)
     assert baseline.read_baseline(paths) == first
     old = Paths(tmp_path / "old")
@@ -236,8 +236,8 @@ def test_manifest_lists_everything_we_created(machine, monkeypatch):
     machine.image("spark-vllm:two", "l1", size=10)
     absent = subprocess.CompletedProcess((), 127, "", "")
     monkeypatch.setattr(docker, "client", lambda *words, **_: absent)
-    monkeypatch.setattr(systemd, "listed", lambda pattern: [])
-    monkeypatch.setattr(baseline, "output_of", lambda *argv: "")
+    monkeypatch.setattr(systemd, "list_units", lambda pattern: [])
+    monkeypatch.setattr(baseline, "_read_output", lambda *argv: "")
     folders = {f"{kind}_dir": f"/srv/{kind}" for kind in ("models", "sources", "cache")}
     things = uninstall.read_manifest(footprint(**folders), machine.paths).things
     by_kind: dict[str, set[str]] = {}
@@ -257,13 +257,13 @@ def test_manifest_lists_the_image_of_the_gpu_check(machine, monkeypatch):
     proof = GpuProof(key={"image": reference}, docker_arguments=(), gpu="x")
     write_document(machine.paths.gpu_receipt, proof)
     nothing = UnmanagedContainers((), (), frozenset())
-    assert [t.name for t in uninstall._images(None, nothing, machine.paths)] == [reference]
+    assert [t.name for t in uninstall._image_items(None, nothing, machine.paths)] == [reference]
     machine.images[reference]["RepoTags"] = ["cuda:mine"]
-    assert list(uninstall._images(None, nothing, machine.paths)) == []
+    assert list(uninstall._image_items(None, nothing, machine.paths)) == []
 
     def silent(reference):
-        raise docker.DaemonSilent("docker", "did not answer", "run again")
+        raise docker.DockerTimeoutError("docker", "did not answer", "run again")
 
-    monkeypatch.setattr(docker, "image", silent)
-    with pytest.raises(docker.DaemonSilent):
-        list(uninstall._images(None, nothing, machine.paths))
+    monkeypatch.setattr(docker, "inspect_image", silent)
+    with pytest.raises(docker.DockerTimeoutError):
+        list(uninstall._image_items(None, nothing, machine.paths))

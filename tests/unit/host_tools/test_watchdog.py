@@ -38,7 +38,7 @@ def sample(*, running=1, prompt=0, generated=0, usage=0.1):
 
 
 def test_engine_without_progress_stalls_after_the_limit(detector):
-    reasons = [detector.stalled(sample(usage=0.4), now_s=i * 10.0) for i in range(13)]
+    reasons = [detector.add_metrics(sample(usage=0.4), now_s=i * 10.0) for i in range(13)]
     assert reasons[:12] == [None] * 12
     assert reasons[12] == "1 requests are running, but no token was read or written for 120 s"
 
@@ -55,19 +55,19 @@ def test_engine_without_progress_stalls_after_the_limit(detector):
 )
 def test_working_or_idle_engine_does_not_stall(detector, values):
     for i, metrics in enumerate(values):
-        assert detector.stalled(sample(**metrics), now_s=i * 10.0) is None
+        assert detector.add_metrics(sample(**metrics), now_s=i * 10.0) is None
 
 
 def test_an_answer_resets_the_silence(detector):
     for i in range(60):
-        assert detector.silent(now_s=i * 100.0) is None
-        detector.answered()
+        assert detector.add_timeout(now_s=i * 100.0) is None
+        detector.reset_timeouts()
 
 
 def test_delayed_watchdog_does_not_blame_the_engine(detector):
-    assert detector.silent(now_s=0) is None
-    assert detector.silent(now_s=10_000) is None
-    assert detector.silent(now_s=10_010) is not None
+    assert detector.add_timeout(now_s=0) is None
+    assert detector.add_timeout(now_s=10_000) is None
+    assert detector.add_timeout(now_s=10_010) is not None
 
 
 class EndLoopError(Exception):
@@ -84,7 +84,7 @@ def kills(host, monkeypatch):
 
     monkeypatch.setattr(watchdog, "kill_engine", kill_engine)
     monkeypatch.setattr(watchdog, "_ANSWER_S", 0.1)
-    monkeypatch.setattr(watchdog, "_follow_addresses", lambda *_: None)
+    monkeypatch.setattr(watchdog, "_update_gateway", lambda *_: None)
     monkeypatch.setattr(sensors, "read", lambda: None)
     return reasons
 
@@ -145,7 +145,7 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def kill_units_at_once(monkeypatch):
-    monkeypatch.setattr(watchdog, "_UNIT_ENDS_S", 0.0)
+    monkeypatch.setattr(watchdog, "_UNIT_STOP_S", 0.0)
 
 
 def test_engine_with_pidfd_and_its_unit_are_killed_without_docker(
@@ -156,7 +156,7 @@ def test_engine_with_pidfd_and_its_unit_are_killed_without_docker(
     watchdog.kill_engine(host.release(), "starving", "too little", pidfd, host.paths)
     assert engine.wait(5) == -9
     assert systemctl_calls == [KILL_UNIT]
-    events = watchdog.events("main", host.paths)
+    events = watchdog.read_events("main", host.paths)
     assert [event.kind for event in events] == ["starving", "kill"]
     assert events[0].text == "too little; the engine is stopped"
 
@@ -177,7 +177,7 @@ def test_hanging_docker_does_not_stop_the_watchdog(host, systemctl_calls, monkey
     watchdog.kill_engine(host.release(), "stalled", "nothing moves", None, host.paths)
 
     assert systemctl_calls == [KILL_UNIT]
-    assert "docker kill: no answer within" in watchdog.events("main", host.paths)[-1].text
+    assert "docker kill: no answer within" in watchdog.read_events("main", host.paths)[-1].text
 
 
 @pytest.mark.usefixtures("systemctl_calls")
@@ -191,7 +191,7 @@ def test_unwritable_event_does_not_prevent_the_kill(host, engine, monkeypatch, c
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(files, "write_text", write)
-    monkeypatch.setattr(watchdog, "_NOTE_S", 0.1)
+    monkeypatch.setattr(watchdog, "_EVENT_WAIT_S", 0.1)
     kill = (host.release(), "starving", "too little", os.pidfd_open(engine.pid), host.paths)
     before = set(threading.enumerate())
     threading.Thread(target=watchdog.kill_engine, args=kill).start()
@@ -203,7 +203,7 @@ def test_unwritable_event_does_not_prevent_the_kill(host, engine, monkeypatch, c
             thread.join(10)
     output = capfd.readouterr().out
     assert "starving: too little; the engine is stopped" in output
-    assert "event not kept: " in output
+    assert "the event was not written: " in output
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_only_a_lost_member_resets_the_start_limit(
 ):
     host.release()
     low = reason if not resets else None
-    monkeypatch.setattr(watchdog.Floor, "broken", lambda *_: low)
+    monkeypatch.setattr(watchdog.MemoryFloor, "check", lambda *_: low)
     monkeypatch.setattr(
         watchdog.ClusterWatch, "__init__", lambda self, *_: setattr(self, "lost", reason)
     )
@@ -245,16 +245,16 @@ def test_hanging_driver_and_gateway_error_do_not_delay_memory_samples(host, monk
         driver_answers.set()
 
     monkeypatch.setattr(sensors, "read", lambda: None)
-    monkeypatch.setattr(gateway, "follow", follow)
+    monkeypatch.setattr(gateway, "apply_address_change", follow)
     run_watchdog(host, monkeypatch, max_samples=20)
     assert follows.is_set()
-    assert "/proc/1234/fd" in watchdog.events("main", host.paths)[-1].text
+    assert "/proc/1234/fd" in watchdog.read_events("main", host.paths)[-1].text
 
 
 def test_pidfd_is_opened_only_for_this_container(engine, monkeypatch):
     group = Path(f"/proc/{engine.pid}/cgroup").read_text().splitlines()[-1]
     state = {"Id": group, "State": {"Pid": engine.pid}}
-    monkeypatch.setattr(docker, "container", lambda name, limit_s: state)
+    monkeypatch.setattr(docker, "inspect_container", lambda name, limit_s: state)
     pidfd = container.open_process("spark-x")
     assert pidfd is not None
     os.close(pidfd)
@@ -262,5 +262,5 @@ def test_pidfd_is_opened_only_for_this_container(engine, monkeypatch):
     assert container.open_process("spark-x") is None
     state["State"] = {"Pid": 0}
     assert container.open_process("spark-x") is None
-    monkeypatch.setattr(docker, "container", lambda name, limit_s: None)
+    monkeypatch.setattr(docker, "inspect_container", lambda name, limit_s: None)
     assert container.open_process("spark-x") is None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 from spark_contract.documents import parse, to_json
-from spark_contract.release import Release, service_of
+from spark_contract.release import Release, parse_service
 
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
 from spark_deploy.config.catalog.load import read_catalog
@@ -35,7 +35,7 @@ def with_services(**services):
 def test_each_service_has_own_release_gateway_and_files():
     plan = with_services(embed=SMALL)
     main, embed = plan.served
-    assert [service_of(service.serve.name) for service in plan.served] == ["main", "embed"]
+    assert [parse_service(service.serve.name) for service in plan.served] == ["main", "embed"]
     assert (embed.model, embed.profile) == ("small", "base")
     assert (main.gateway.settings.port, embed.gateway.settings.port) == (8000, 8001)
     assert embed.gateway.settings.path.endswith("/embed.json")

@@ -16,7 +16,7 @@ from spark_contract import release
 from spark_contract.release import EMBEDDINGS, MODELS, RERANK, CheckPlan
 
 from spark_host.check import questions
-from spark_host.check.probe import CheckError, Probe, Weight, short, wait_for_value
+from spark_host.check.probe import CheckError, Probe, Weight, quote, wait_for_value
 from spark_host.engine.client import EngineError, Metrics
 
 _QUESTION = "How do I bake bread at home?"
@@ -25,7 +25,7 @@ _FAR = "The central bank raised interest rates by a quarter of a point on Thursd
 
 
 def embedding(probe: Probe) -> str:
-    items = _ask(probe, EMBEDDINGS, {"input": [_QUESTION, _NEAR, _FAR]})
+    items = _query(probe, EMBEDDINGS, {"input": [_QUESTION, _NEAR, _FAR]})
     vectors = [_vector(item) for item in items]
     sizes = {len(vector) for vector in vectors}
     if len(vectors) != 3 or len(sizes) != 1:
@@ -42,8 +42,8 @@ def embedding(probe: Probe) -> str:
 
 
 def embedding_repeat(probe: Probe) -> str:
-    alone = _ask(probe, EMBEDDINGS, {"input": [_QUESTION]})
-    batch = _ask(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]})
+    alone = _query(probe, EMBEDDINGS, {"input": [_QUESTION]})
+    batch = _query(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]})
     first, second = _vector(alone[0]), _vector((batch + [None] * 2)[1])
     same = _cosine(first, second) if len(first) == len(second) else 0.0
     if same < 0.99:
@@ -54,10 +54,10 @@ def embedding_repeat(probe: Probe) -> str:
 def ranking(probe: Probe) -> str:
     scores: dict[Any, float] = {}
     body = {"query": _QUESTION, "documents": [_FAR, _NEAR]}
-    for item in _ask(probe, RERANK, body, "results"):
+    for item in _query(probe, RERANK, body, "results"):
         score = item.get("relevance_score") if isinstance(item, dict) else None
         if not isinstance(score, int | float) or not math.isfinite(score):
-            raise CheckError(f"a relevance score is not a finite number: {short(str(item))}")
+            raise CheckError(f"a relevance score is not a finite number: {quote(str(item))}")
         scores[item.get("index")] = score
     if set(scores) != {0, 1}:
         raise CheckError(f"expected scores for documents 0 and 1, got {sorted(map(str, scores))}")
@@ -67,7 +67,7 @@ def ranking(probe: Probe) -> str:
     return result
 
 
-def classes(probe: Probe) -> str:
+def classification(probe: Probe) -> str:
     alone, *_ = _probabilities(probe, [_QUESTION])
     batch = _probabilities(probe, [_FAR, _QUESTION])
     if len(batch) != 2 or any(len(numbers) != len(alone) for numbers in batch):
@@ -82,19 +82,19 @@ def classes(probe: Probe) -> str:
 
 def _probabilities(probe: Probe, texts: list[str]) -> list[list[float]]:
     rows = []
-    for item in _ask(probe, "/classify", {"input": texts}):
+    for item in _query(probe, "/classify", {"input": texts}):
         numbers = item.get("probs") if isinstance(item, dict) else None
         if not isinstance(numbers, list) or not numbers:
             raise CheckError("the answer has no probabilities")
         if not all(type(n) in (int, float) and 0 <= n <= 1 for n in numbers):
-            raise CheckError(f"not a probability: {short(str(numbers))}")
+            raise CheckError(f"not a probability: {quote(str(numbers))}")
         if len(numbers) > 1 and abs(sum(numbers) - 1) > 0.02:
             raise CheckError(f"{len(numbers)} class probabilities add up to {sum(numbers)}")
         rows.append([float(n) for n in numbers])
     return rows
 
 
-def _ask(probe: Probe, path: str, body: dict[str, Any], key: str = "data") -> list[Any]:
+def _query(probe: Probe, path: str, body: dict[str, Any], key: str = "data") -> list[Any]:
     try:
         answer = probe.engine.ask(path, {"model": probe.model, **body}, probe.left_s)
     except EngineError as error:
@@ -126,10 +126,10 @@ def _cosine(a: list[float], b: list[float]) -> float:
 
 
 # The check that shows whether a model of a task answers.
-POOLING: dict[str | None, Callable[[Probe], str]] = {
+POOLING_CHECKS: dict[str | None, Callable[[Probe], str]] = {
     "embedding": embedding,
     "reranking": ranking,
-    "classification": classes,
+    "classification": classification,
 }
 
 
@@ -138,7 +138,7 @@ _ALMOST_NONE = 0.1  # a drafter without weights accepts this share
 _COUNTER_WAIT_S = 10.0
 
 
-def listed_models(probe: Probe) -> list[dict[str, Any]]:
+def list_models(probe: Probe) -> list[dict[str, Any]]:
     try:
         reply = probe.engine.get(MODELS, probe.left_s)
         if reply.status != 200:
@@ -152,7 +152,7 @@ def listed_models(probe: Probe) -> list[dict[str, Any]]:
 
 
 def served_names(probe: Probe) -> str:
-    served = [str(item.get("id")) for item in listed_models(probe)]
+    served = [str(item.get("id")) for item in list_models(probe)]
     wanted = list(probe.release.names)
     if sorted(served) != sorted(wanted):
         raise CheckError(f"it serves the names {served}, the release requires {wanted}")
@@ -161,7 +161,7 @@ def served_names(probe: Probe) -> str:
 
 def context_length(probe: Probe) -> str:
     wanted = probe.plan.max_model_len
-    for item in listed_models(probe):
+    for item in list_models(probe):
         if item.get("max_model_len") != wanted:
             raise CheckError(
                 f"max_model_len of {item.get('id')} is {item.get('max_model_len')}, "
@@ -170,7 +170,7 @@ def context_length(probe: Probe) -> str:
     return f"contexts of {wanted} tokens are accepted"
 
 
-def counters_move(probe: Probe) -> str:
+def token_counters(probe: Probe) -> str:
     if probe.tokens_seen == 0:
         raise CheckError("no tokens were returned")
     before = probe.before.tokens if probe.before else 0.0
@@ -227,7 +227,7 @@ def log_lines(probe: Probe) -> str:
     for pattern in probe.plan.log_forbidden:
         line = next((line for line in lines if re.search(pattern, line)), None)
         if line is not None:
-            raise CheckError(f"the log has a forbidden line: {short(line, 120)}")
+            raise CheckError(f"the log has a forbidden line: {quote(line, 120)}")
     for pattern in probe.plan.log_required:
         line = next((line for line in lines if re.search(pattern, line)), None)
         if line is None:
@@ -236,7 +236,7 @@ def log_lines(probe: Probe) -> str:
     return f"{len(probe.plan.log_required)} expected log lines found, none forbidden"
 
 
-def healthy(probe: Probe) -> str:
+def health(probe: Probe) -> str:
     try:
         status = probe.engine.get("/health", probe.left_s).status
     except EngineError as error:
@@ -268,10 +268,13 @@ CHECKS = (
     ),
     Check("first answer", "quick", "must", questions.first_answer, _has_questions),
     Check("answers", "full", "must", questions.all_answers, lambda p: p.questions[1:]),
-    Check("copy", "full", "must", questions.copies, lambda p: p.copy),
+    Check("copy", "full", "must", questions.exact_copies, lambda p: p.copy),
     Check("stream", "full", "must", questions.stream, _has_questions),
-    Check("repeat", "full", "warn", questions.repeats, lambda p: p.repeat and _has_questions(p)),
-    Check("sampled", "full", "must", questions.sampled, _has_questions),
+    Check(
+        "repeat", "full", "warn", questions.repeated_answer,
+        lambda p: p.repeat and _has_questions(p),
+    ),
+    Check("sampled", "full", "must", questions.sampled_answers, _has_questions),
     Check("tool call", "full", "must", questions.tool_call, lambda p: p.tool_call),
     Check(
         "reasoning", "full", "must", questions.reasoning,
@@ -281,7 +284,7 @@ CHECKS = (
         "conversation", "full", "must", questions.conversation,
         lambda p: p.conversation and _has_questions(p),
     ),
-    Check("parallel", "full", "must", questions.parallel, _has_questions),
+    Check("parallel", "full", "must", questions.parallel_streams, _has_questions),
     Check("image", "full", "must", questions.image, lambda p: p.image),
     Check("sound", "full", "must", questions.sound, lambda p: p.sound),
     Check("embedding", "quick", "must", embedding, lambda p: p.task == "embedding"),
@@ -289,7 +292,7 @@ CHECKS = (
         "embedding in a batch", "full", "must", embedding_repeat, lambda p: p.task == "embedding"
     ),
     Check("ranking", "quick", "must", ranking, lambda p: p.task == "reranking"),
-    Check("classes", "quick", "must", classes, lambda p: p.task == "classification"),
+    Check("classes", "quick", "must", classification, lambda p: p.task == "classification"),
     Check(release.PREFIX_REUSE, "full", "must", questions.prefix_reuse, lambda p: p.prefix),
     Check(
         release.ACCEPTANCE, "full", "must", acceptance,
@@ -297,9 +300,9 @@ CHECKS = (
     ),
     Check(release.NEEDLE, "deep", "warn", questions.needle, lambda p: p.needle),
     Check(
-        release.COUNTERS, "quick", "must", counters_move,
-        lambda p: _has_questions(p) or p.task in POOLING,
+        release.COUNTERS, "quick", "must", token_counters,
+        lambda p: _has_questions(p) or p.task in POOLING_CHECKS,
     ),
     Check("metrics", "quick", "must", metrics_required, lambda p: p.metrics_required),
-    Check(release.HEALTH, "quick", "must", healthy),
+    Check(release.HEALTH, "quick", "must", health),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from spark_contract.documents import to_json, to_plain
 from spark_contract.errors import HostToolError
 from spark_contract.release import CHAT, Release
 
-from spark_host.check.probe import CheckError, Probe, short, user
+from spark_host.check.probe import CheckError, Probe, quote, user_message
 from spark_host.engine.client import Engine, EngineError
 from spark_host.records import boot
 from spark_host.system.host import Host
@@ -78,10 +78,10 @@ class Comparison:
             f"{self.prompts} prompts",
             f"  {self.steps} steps after a shared prefix: same top token in {share:.2%}, "
             f"KL divergence {self.mean_nats:.2g} nats on average, {self.most_nats:.2g} at most "
-            f"(prompt {short(self.most_at)})",
+            f"(prompt {quote(self.most_at)})",
         ]
         for prompt, recorded, running in self.parted[:_SHOWN]:
-            lines.append(f"  {short(prompt)}: {short(recorded)} against {short(running)}")
+            lines.append(f"  {quote(prompt)}: {quote(recorded)} against {quote(running)}")
         return "\n".join(lines)
 
 
@@ -139,7 +139,7 @@ def _comparable_steps(a: Answer, b: Answer) -> Iterator[tuple[Step, Step]]:
             return
 
 
-def ask(release: Release, engine: Engine, prompts: list[str], host: Host) -> Answers:
+def collect_answers(release: Release, engine: Engine, prompts: list[str], host: Host) -> Answers:
     """Raises HostToolError without log-probabilities."""
     probe = Probe(release, engine, list)
     try:
@@ -155,7 +155,7 @@ def _answer(probe: Probe, prompt: str) -> Answer:
     options: dict[str, Any] = {"logprobs": _TOP_LOGPROBS, "return_tokens_as_token_ids": True}
     if chat:
         options |= {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}
-    body = probe.body([user(prompt)], _MAX_TOKENS, **options)
+    body = probe.body([user_message(prompt)], _MAX_TOKENS, **options)
     reply = probe.engine.ask(probe.path, body, probe.plan.timeout_s)
     try:
         choice = reply["choices"][0]
@@ -172,7 +172,7 @@ def _answer(probe: Probe, prompt: str) -> Answer:
             pairs = zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
             steps = tuple(_parse_step(token, best.items()) for token, best in pairs)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        message = f"the answer to {short(prompt)} has no log-probabilities of each token"
+        message = f"the answer to {quote(prompt)} has no log-probabilities of each token"
         raise CheckError(message) from error
     return Answer(prompt, text, steps)
 
@@ -204,38 +204,38 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def _record(file: str | None, host: Host) -> Answers:
+def _record_answers(file: str | None, host: Host) -> Answers:
     """Store the answers of the running release, by default to the check's prompts."""
-    release = host.disk.load(boot.only_active(host), host.paths)
+    release = host.disk.load_release(boot.only_active_release(host), host.paths)
     # of the caller
     folder = Path(os.environ.get("SPARK_CALLED_FROM", ""))
     prompts = read_prompts(folder / file) if file else check_prompts(release)
-    answers = ask(release, Engine.of(release, host.paths), prompts, host)
+    answers = collect_answers(release, Engine.for_release(release, host.paths), prompts, host)
     path = host.paths.answers(release.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, to_json(answers), 0o600)
     return answers
 
 
-def _compare(name: str, host: Host) -> Comparison:
+def _compare_with_recorded(name: str, host: Host) -> Comparison:
     """Compare with recorded answers; comparing a release with itself shows the noise."""
     recorded = host.disk.read(Answers, host.paths.answers(name))
     if recorded is None:
         fix = f"while {name} runs: spark-check --record [FILE]"
         raise HostToolError(f"compare {name}", "no answers of it are recorded here", fix)
-    release = host.disk.load(boot.only_active(host), host.paths)
+    release = host.disk.load_release(boot.only_active_release(host), host.paths)
     prompts = [answer.prompt for answer in recorded.answers]
-    answers = ask(release, Engine.of(release, host.paths), prompts, host)
+    answers = collect_answers(release, Engine.for_release(release, host.paths), prompts, host)
     return compare_answers(recorded, answers)
 
 
 def main(words: list[str], host: Host) -> int:
     match [word for word in words if word != "--json"], "--json" in words:
         case ["--compare", name], as_json:
-            comparison = _compare(name, host)
+            comparison = _compare_with_recorded(name, host)
             print(to_json(to_plain(comparison)) if as_json else comparison, flush=True)
         case ["--record", *given], False if len(given) < 2:
-            answers = _record(given[0] if given else None, host)
+            answers = _record_answers(given[0] if given else None, host)
             print(f"{answers.release}: {len(answers.answers)} answers recorded; after a change: "
                   f"spark-check --compare {answers.release}", flush=True)  # fmt: skip
         case _:

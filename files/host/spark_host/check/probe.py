@@ -109,9 +109,9 @@ class Probe:
                 if text and not wait_s:
                     wait_s = time.monotonic() - start
         except EngineError as error:
-            raise CheckError(f"the streamed answer broke: {error}, after {short(text)}") from error
+            raise CheckError(f"the streamed answer broke: {error}, after {quote(text)}") from error
         if finished is None:
-            raise CheckError(f"the streamed answer has no finish_reason, after {short(text)}")
+            raise CheckError(f"the streamed answer has no finish_reason, after {quote(text)}")
         if not usage:
             raise CheckError("the streamed answer has no usage block")
         counted = (int(usage.get(key, 0)) for key in ("completion_tokens", "prompt_tokens"))
@@ -125,7 +125,7 @@ class Probe:
 
     def say(self, prompt: str, max_tokens: int, *, thinking: bool = False) -> str:
         options = {"chat_template_kwargs": {"enable_thinking": thinking}}
-        return content(self.chat([user(prompt)], max_tokens, **options))
+        return message_text(self.chat([user_message(prompt)], max_tokens, **options))
 
 
 def wait_for_value(read: Callable[[], float], least: float, wait_s: float) -> float:
@@ -136,15 +136,15 @@ def wait_for_value(read: Callable[[], float], least: float, wait_s: float) -> fl
     return value
 
 
-def user(text: str | list[dict[str, Any]]) -> Message:
+def user_message(text: str | list[dict[str, Any]]) -> Message:
     return {"role": "user", "content": text}
 
 
-def content(message: dict[str, Any]) -> str:
+def message_text(message: dict[str, Any]) -> str:
     return str(message.get("content") or "")
 
 
-def short(text: str, length: int = 60) -> str:
+def quote(text: str, length: int = 60) -> str:
     """Return ``text`` without line breaks, quoted and cut."""
     flat = " ".join(text.split())
     return repr(flat if len(flat) <= length else flat[: length - 1] + "…")

@@ -21,9 +21,9 @@ from spark_host.check.probe import (
     Message,
     Probe,
     Weight,
-    content,
-    short,
-    user,
+    message_text,
+    quote,
+    user_message,
     wait_for_value,
 )  # fmt: skip
 
@@ -40,7 +40,7 @@ def _judge(
         return
     _refuse_repetition(question, answer, context, weight)
     raise CheckError(
-        f"{context}wrong answer to {short(question.prompt)}: {short(answer)} does not match "
+        f"{context}wrong answer to {quote(question.prompt)}: {quote(answer)} does not match "
         f"{question.expect!r}",
         weight,
     )
@@ -52,8 +52,8 @@ def _refuse_repetition(
     runs = (run for units in (answer, answer.split()) for _, run in groupby(units))
     if max((len(list(run)) for run in runs), default=0) >= _MAX_REPETITIONS:
         raise CheckError(
-            f"{context}{short(question.prompt)} was answered by the same token over and over, "
-            f"{short(answer)}: the weights or kernels are broken",
+            f"{context}{quote(question.prompt)} was answered by the same token over and over, "
+            f"{quote(answer)}: the weights or kernels are broken",
             weight,
         )
 
@@ -67,32 +67,34 @@ def all_answers(probe: Probe, only: tuple[Question, ...] = ()) -> str:
     for question in questions:
         answer = probe.say(question.prompt, question.max_tokens, thinking=question.thinking)
         _judge(question, answer, weight="warn" if question.thinking else None)
-        last = f"{short(question.prompt, 40)} with {short(answer, 40)}"
+        last = f"{quote(question.prompt, 40)} with {quote(answer, 40)}"
     return f"{len(questions)} answered correctly, such as {last}"
 
 
-def copies(probe: Probe) -> str:
+def exact_copies(probe: Probe) -> str:
     for text in probe.plan.copy:
         answer = probe.say(f"Repeat exactly: {text}", max(64, 2 * len(text)))
         if text not in answer:
-            raise CheckError(f"asked to repeat {short(text)}, it answered {short(answer)}")
+            raise CheckError(f"asked to repeat {quote(text)}, it answered {quote(answer)}")
     return f"{len(probe.plan.copy)} strings were repeated unchanged"
 
 
-def repeats(probe: Probe) -> str:
+def repeated_answer(probe: Probe) -> str:
     question = probe.plan.plain_questions[-1]
     first, second = (probe.say(question.prompt, question.max_tokens) for _ in range(2))
     if first != second:
-        raise CheckError(f"the same greedy request gave {short(first)} and then {short(second)}")
+        raise CheckError(f"the same greedy request gave {quote(first)} and then {quote(second)}")
     return "the same greedy request gave the same text twice"
 
 
-def sampled(probe: Probe) -> str:
+def sampled_answers(probe: Probe) -> str:
     questions = probe.plan.plain_questions
     for question in questions:
-        answer = content(probe.chat([user(question.prompt)], question.max_tokens, **_SAMPLING))
+        answer = message_text(
+            probe.chat([user_message(question.prompt)], question.max_tokens, **_SAMPLING)
+        )
         if not answer.strip():
-            raise CheckError(f"{short(question.prompt)}, sampled, got an empty answer")
+            raise CheckError(f"{quote(question.prompt)}, sampled, got an empty answer")
         _refuse_repetition(question, answer)
         _judge(question, answer, "sampled, ", "warn")
     return f"{len(questions)} sampled answers are plausible"
@@ -102,18 +104,18 @@ def conversation(probe: Probe) -> str:
     messages: list[Message] = []
     questions = (probe.plan.plain_questions * 3)[:3]
     for turn, question in enumerate(questions, 1):
-        messages.append(user(question.prompt))
-        answer = content(probe.chat(messages, question.max_tokens))
+        messages.append(user_message(question.prompt))
+        answer = message_text(probe.chat(messages, question.max_tokens))
         _judge(question, answer, f"in turn {turn} of a conversation ")
         messages.append({"role": "assistant", "content": answer})
     return f"all {len(questions)} turns of a conversation were answered correctly"
 
 
-def parallel(probe: Probe) -> str:
+def parallel_streams(probe: Probe) -> str:
     questions = (probe.plan.plain_questions * _STREAMS)[:_STREAMS]
     with ThreadPoolExecutor(max_workers=_STREAMS) as pool:
         pending = [
-            pool.submit(probe.streamed, [user(question.prompt)], question.max_tokens)
+            pool.submit(probe.streamed, [user_message(question.prompt)], question.max_tokens)
             for question in questions
         ]
         for question, streamed in zip(questions, pending, strict=True):
@@ -128,7 +130,7 @@ def parallel(probe: Probe) -> str:
 
 def stream(probe: Probe) -> str:
     question = probe.plan.plain_questions[0]
-    answer = probe.streamed([user(question.prompt)], question.max_tokens)
+    answer = probe.streamed([user_message(question.prompt)], question.max_tokens)
     probe.tokens_seen += answer.tokens
     _judge(question, answer.text)
     return f"streamed answer completed ({answer.tokens} tokens)"
@@ -151,19 +153,19 @@ _WEATHER = {
 
 def tool_call(probe: Probe) -> str:
     prompt = "Use the tool to get the weather in Paris for 3 days."
-    message = probe.chat([user(prompt)], 256, tools=[_WEATHER], tool_choice="auto")
+    message = probe.chat([user_message(prompt)], 256, tools=[_WEATHER], tool_choice="auto")
     calls = message.get("tool_calls") or []
     if not calls:
-        text = content(message)
+        text = message_text(message)
         raw = any(mark in text for mark in _RAW_CALLS)
         raise CheckError(
-            f"no tool was called; the answer is {short(text)}", None if raw else "warn"
+            f"no tool was called; the answer is {quote(text)}", None if raw else "warn"
         )
     function = calls[0].get("function") or {}
     try:
         arguments = json.loads(function.get("arguments") or "")
     except (TypeError, ValueError) as error:
-        text = short(str(function.get("arguments")))
+        text = quote(str(function.get("arguments")))
         raise CheckError(f"the tool's arguments are not JSON: {text}") from error
     if not isinstance(arguments, dict):
         raise CheckError(f"the tool's arguments are not an object: {arguments!r}")
@@ -182,13 +184,13 @@ def reasoning(probe: Probe) -> str:
     question = probe.plan.plain_questions[0]
     limit = min(2048, max(256, probe.plan.max_model_len // 4))
     thinking = {"enable_thinking": True}
-    message = probe.chat([user(question.prompt)], limit, chat_template_kwargs=thinking)
+    message = probe.chat([user_message(question.prompt)], limit, chat_template_kwargs=thinking)
     thought = str(message.get("reasoning") or message.get("reasoning_content") or "")
-    answer = content(message)
+    answer = message_text(message)
     if "<think>" in answer or "</think>" in answer:
-        raise CheckError(f"thinking is mixed into the answer: {short(answer)}")
+        raise CheckError(f"thinking is mixed into the answer: {quote(answer)}")
     if not thought.strip():
-        raise CheckError(f"no reasoning was separate from the answer {short(answer)}", "warn")
+        raise CheckError(f"no reasoning was separate from the answer {quote(answer)}", "warn")
     if message["finish_reason"] != "length":
         _judge(question, answer, "after thinking, ", "warn")
     return f"{len(thought)} characters of reasoning were separate from the answer"
@@ -209,7 +211,7 @@ def needle(probe: Probe) -> str:
     answer = probe.say(f"{half}{_NEEDLE} {half}\n{_QUESTION}", 64)
     hidden = f"a number hidden in the middle of about {tokens} tokens"
     if _NUMBER not in answer:
-        raise CheckError(f"did not find {hidden}: {short(answer)}")
+        raise CheckError(f"did not find {hidden}: {quote(answer)}")
     return f"found {hidden}"
 
 
@@ -225,7 +227,7 @@ def prefix_reuse(probe: Probe) -> str:
     messages: list[Message] = []
     waits, hits = [], []
     for turn in range(1, _TURNS + 1):
-        messages.append(user(start if turn == 1 else _QUESTION))
+        messages.append(user_message(start if turn == 1 else _QUESTION))
         hits_before = _prefix_hits(probe)
         answer = probe.streamed(messages, 64)
         probe.tokens_seen += answer.tokens
@@ -235,7 +237,7 @@ def prefix_reuse(probe: Probe) -> str:
                 "no block could be cached"
             )
         if _NUMBER not in answer.text:
-            text = f"turn {turn} of a long conversation got the wrong answer {short(answer.text)}"
+            text = f"turn {turn} of a long conversation got the wrong answer {quote(answer.text)}"
             # The model did not find the number; turn 1 does not use the cache.
             raise CheckError(text, "warn" if turn == 1 else None)
         messages.append({"role": "assistant", "content": answer.text})
@@ -273,16 +275,18 @@ def image(probe: Probe) -> str:
     for _, rgb in _COLOURS:
         url = "data:image/png;base64," + base64.b64encode(png(rgb)).decode()
         text = "What colour is this picture? Answer with one word."
-        answers.append(content(probe.chat([_media("image_url", {"url": url}, text)], 64)))
+        answers.append(
+            message_text(probe.chat([_media_message("image_url", {"url": url}, text)], 64))
+        )
     for (colour, _), answer in zip(_COLOURS, answers, strict=True):
         if not re.search(rf"\b{colour}\b", answer, re.IGNORECASE):
-            text = f"a picture that is all {colour} was called {short(answer)}"
+            text = f"a picture that is all {colour} was called {quote(answer)}"
             raise CheckError(text, None if len(set(answers)) == 1 else "warn")
     return f"named the colour of all {len(_COLOURS)} pictures correctly"
 
 
-def _media(kind: str, data: dict[str, str], text: str) -> Message:
-    return user([{"type": kind, kind: data}, {"type": "text", "text": text}])
+def _media_message(kind: str, data: dict[str, str], text: str) -> Message:
+    return user_message([{"type": kind, kind: data}, {"type": "text", "text": text}])
 
 
 def png(rgb: tuple[int, int, int]) -> bytes:
@@ -305,7 +309,7 @@ def sound(probe: Probe) -> str:
     counts = []
     for seconds in _SECONDS:
         data = {"data": base64.b64encode(wav(seconds)).decode(), "format": "wav"}
-        question = _media("input_audio", data, "What do you hear? Answer with one word.")
+        question = _media_message("input_audio", data, "What do you hear? Answer with one word.")
         answer = probe.streamed([question], 32)
         probe.tokens_seen += answer.tokens
         counts.append(answer.prompt_tokens)

@@ -51,7 +51,7 @@ def full(release: Release, host: Host, report: Report) -> Proof:
 def speed(release: Release, paths: Paths, report: Report) -> dict[str, Any]:
     limit_s = release.check.bench.limit_s if release.check.bench else 0
     bench = speed_check.measure(release, paths, limit_s, report)
-    return {**bench, "packages": versions.packages()}
+    return {**bench, "packages": versions.read_packages()}
 
 
 read_versions = versions.read
@@ -72,14 +72,16 @@ def check(
     """
     guard = StartGuard(release, host.paths) if at_start else None
     with guard or nullcontext():
-        before = invocation_id or systemd.invocation(release.serve_unit) or ""
+        before = invocation_id or systemd.read_invocation_id(release.serve_unit) or ""
         earlier = proof.read(release.name, host)
         if earlier is not None and earlier.invocation_id != before:
             earlier = None
         # The journal may have dropped lines since an earlier check of this run.
         kept = earlier.load_lines if earlier else ()
         probe = Probe(
-            release, Engine.of(release, host.paths), lambda: [*kept, *read_log(release, before)]
+            release,
+            Engine.for_release(release, host.paths),
+            lambda: [*kept, *read_log(release, before)],
         )
         start_times_s: dict[str, float] = {}
         # A member that left does not rejoin the same run.
@@ -92,7 +94,7 @@ def check(
             for finding in findings:
                 report(_describe(finding))
         else:
-            note = compile_cache.compiling(release, before, host)
+            note = compile_cache.compiling_note(release, before, host)
             phases = StartPhases(release)
             findings = [_wait_until_ready(probe, report, note, guard, membership, phases)]
             if findings[0].ok:
@@ -105,7 +107,7 @@ def check(
     if guard is not None:
         findings.insert(0, _judge_memory(guard, ready=findings[0].ok))
         report(_describe(findings[0]))
-    after = invocation_id or systemd.invocation(release.serve_unit) or ""
+    after = invocation_id or systemd.read_invocation_id(release.serve_unit) or ""
     if after != before:
         findings.append(Finding("same run", False, "the engine was restarted meanwhile", 0.0))
         report(_describe(findings[-1]))
@@ -130,7 +132,7 @@ def check(
     write_proof(result, host, report)
     if at_start and membership.alone:
         # A host that is off for days must not use up the restart limit.
-        systemd.reset(release.serve_unit)
+        systemd.reset_failed(release.serve_unit)
     return result
 
 
@@ -186,8 +188,8 @@ def _run_checks(probe: Probe, level: str, report: Report) -> list[Finding]:
 
 
 def _judge_memory(guard: StartGuard, *, ready: bool) -> Finding:
-    if guard.starved is not None:
-        return Finding(MEMORY, False, guard.starved, 0.0)
+    if guard.kill_reason is not None:
+        return Finding(MEMORY, False, guard.kill_reason, 0.0)
     failures, fatal = guard.read_driver_failures(ready=ready)
     if fatal:
         fix = "reboot the host, unless the engine's log names another cause"
@@ -318,7 +320,7 @@ def _wait_until_ready(
 def _start_failure(
     release: Release, guard: StartGuard | None, membership: Membership
 ) -> str | None:
-    if guard and guard.starved:
+    if guard and guard.kill_reason:
         return "the engine was stopped"
     if problem := membership.problem():
         return problem
@@ -346,7 +348,7 @@ def main(words: list[str], paths: Paths) -> int:
     unknown = flags - {*_LEVEL_FLAGS, "--json", "--at-start"}
     if unknown or len(names) > 1:
         raise HostToolError("check", f"unknown words {sorted(unknown) or names}", _USAGE, 2)
-    release = host.disk.load(names[0] if names else boot.only_active(host), paths)
+    release = host.disk.load_release(names[0] if names else boot.only_active_release(host), paths)
     level = next((_LEVEL_FLAGS[flag] for flag in reversed(_LEVEL_FLAGS) if flag in flags), "full")
     at_start, as_json = "--at-start" in flags, "--json" in flags
     log = functools.partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)

@@ -61,7 +61,7 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
 
     Raises NotMeasuredError if the engine does not answer or serves other requests meanwhile.
     """
-    engine = Engine.of(release, paths)
+    engine = Engine.for_release(release, paths)
     began = time.monotonic()
     samples: dict[str, list[float]] = defaultdict(list)
     rounds = tokens = 0
@@ -84,7 +84,7 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
         "at": files.now(),
         "rounds": rounds,
         "seconds": round(time.monotonic() - began, 1),
-        "streams": _streams(release),
+        "streams": _stream_count(release),
         **{key: _spread(values) for key, values in samples.items()},
     }
 
@@ -120,7 +120,7 @@ def add_comparison(
 ) -> dict[str, Any]:
     if before is None or release.check.bench is None:
         return {**now, "before": None, "changed": [], "worse": [], "way_back": []}
-    changed = versions.changed(before["versions"], now["versions"])
+    changed = versions.describe_changes(before["versions"], now["versions"])
     worse = compare(now, before, release.check.bench.worse_percent)
     kept = {key: before[key] for key in before if key not in _COMPARISON_KEYS}
     back = versions.rollback_hints(release.service, before, now) if worse else []
@@ -143,20 +143,22 @@ def _run_round(
     release: Release, engine: Engine, number: int, samples: dict[str, list[float]], timeout_s: float
 ) -> list[Answer]:
     # Different first words, so that the prefix cache has no hits.
-    marks = [f"{number}.{index}" for index in range(_streams(release) + 1)]
+    marks = [f"{number}.{index}" for index in range(_stream_count(release) + 1)]
     words = min(_PROMPT_WORDS, release.check.max_model_len // 8)
     filler = " ".join(["river", "stone", "sea", "cloud"] * (words // 4))
     long_prompt = f"[{marks[0]}] {filler}. Which of these words name water?"
-    long = _ask(release, engine, long_prompt, timeout_s)
+    long = _time_answer(release, engine, long_prompt, timeout_s)
     samples["first_token_s"].append(long.first_s - long.began_s)
-    single = _ask(release, engine, _prompt(marks[0]), timeout_s)
+    single = _time_answer(release, engine, _prompt(marks[0]), timeout_s)
     if single.tokens > 1 and single.last_s > single.first_s:
         rate = (single.tokens - 1) / (single.last_s - single.first_s)
         samples["one_stream_tokens_per_s"].append(rate)
     answers = [long, single]
     if len(marks) > 2:
         with ThreadPoolExecutor(max_workers=len(marks)) as pool:
-            ask = [pool.submit(_ask, release, engine, _prompt(m), timeout_s) for m in marks[1:]]
+            ask = [
+                pool.submit(_time_answer, release, engine, _prompt(m), timeout_s) for m in marks[1:]
+            ]
             parallel = [answer.result() for answer in ask]
         wall_s = max(a.last_s for a in parallel) - min(a.began_s for a in parallel)
         rate = sum(a.tokens for a in parallel) / max(wall_s, 1e-9)
@@ -165,7 +167,7 @@ def _run_round(
     return answers
 
 
-def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Answer:
+def _time_answer(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Answer:
     body = {
         "model": release.names[0],
         "messages": [{"role": "user", "content": prompt}],
@@ -197,7 +199,7 @@ def _prompt(mark: str) -> str:
     return f"[{mark}] Describe in detail how a river finds its way from a spring to the sea."
 
 
-def _streams(release: Release) -> int:
+def _stream_count(release: Release) -> int:
     return min(_STREAMS, release.engine.max_sequences)
 
 

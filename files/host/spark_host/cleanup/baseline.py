@@ -24,7 +24,7 @@ from spark_host.system.programs import run_program
 RECORD = "before.json"
 _LIMIT_S = 900.0  # apt on a busy host
 # Left behind by purged packages.
-_REMAINS = {
+_LEFTOVERS = {
     "docker.io": ("/etc/docker", "/etc/cni", "/var/lib/containerd"),
     "nginx-light": ("/var/www",),
 }
@@ -47,7 +47,7 @@ def record_baseline(footprint: Footprint, paths: Paths) -> bool:
         at=files.now(),
         packages=installed_packages(),
         groups=groups(),
-        masked=masked(footprint.masked),
+        masked=masked_units(footprint.masked),
         boot_target=boot_target(),
         docker_members=docker_members(),
         images=tuple(sorted(str(image.get("Id")) for image in docker.query("/images/json") or [])),
@@ -69,11 +69,11 @@ def _read(path: Path) -> str | None:
 
 
 def installed_packages() -> tuple[str, ...]:
-    lines = output_of("dpkg-query", "-W", "-f", "${db:Status-Abbrev} ${Package}\n").splitlines()
+    lines = _read_output("dpkg-query", "-W", "-f", "${db:Status-Abbrev} ${Package}\n").splitlines()
     return tuple(sorted({line.split()[-1] for line in lines if line.startswith(("ii", "hi"))}))
 
 
-def masked(units: tuple[str, ...]) -> tuple[str, ...]:
+def masked_units(units: tuple[str, ...]) -> tuple[str, ...]:
     states = systemd.show(units, ["UnitFileState"])
     return tuple(name for name in units if states.get(name, {}).get("UnitFileState") == "masked")
 
@@ -96,17 +96,20 @@ def groups() -> tuple[str, ...]:
 def _folders(footprint: Footprint, paths: Paths) -> tuple[str, ...]:
     folders = {folder for folder, _, _ in os.walk(paths.below("/etc"))}
     data = (footprint.models_dir, footprint.sources_dir, footprint.cache_dir)
-    for path in (*data, *(path for remains in _REMAINS.values() for path in remains)):
+    for path in (
+        *data,
+        *(path for package_leftovers in _LEFTOVERS.values() for path in package_leftovers),
+    ):
         below = paths.below(path)
         folders |= {str(folder) for folder in (below, *below.parents) if folder.is_dir()}
     return tuple(sorted(folders))
 
 
-def output_of(*argv: str) -> str:
+def _read_output(*argv: str) -> str:
     return run_program(["env", "DEBIAN_FRONTEND=noninteractive", *argv], _LIMIT_S).stdout
 
 
-def package_things(
+def package_items(
     footprint: Footprint, before: Baseline | None, obstacles: Mapping[str, str]
 ) -> list[ManagedItem]:
     """Return the packages that we installed; ``obstacles``: by package, why it must stay.
@@ -122,56 +125,56 @@ def package_things(
     added = [name for name in names if name not in before.packages]
     things = []
     for name in added:
-        stays = _usage(name, added, before)
+        stays = _usage_reason(name, added, before)
         if name in engine:
             stays = stays or obstacles.get(name) or ("" if footprint.engine else _KEEP_ENGINE)
         things.append(ManagedItem("package", name, _size_bytes(name), stays))
     removed = [thing.name for thing in things if not thing.stays]
-    unneeded = sorted((_purged(removed, auto=True) - set(before.packages)) - set(removed))
+    unneeded = sorted((_simulate_purge(removed, auto=True) - set(before.packages)) - set(removed))
     together = {*removed, *unneeded}
     # Not if the purge would remove another package.
-    alone = [name for name in unneeded if not _purged([name], auto=False) - together]
+    alone = [name for name in unneeded if not _simulate_purge([name], auto=False) - together]
     return [*things, *(ManagedItem("package", name, _size_bytes(name)) for name in alone)]
 
 
 def remove_packages(names: Iterable[str]) -> str:
     listed = list(names)
-    output_of("apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120", "purge", *listed)
+    _read_output("apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120", "purge", *listed)
     remaining = set(listed) & set(installed_packages())
     return f"packages still installed: {', '.join(sorted(remaining))}" if remaining else ""
 
 
-def _usage(name: str, added: list[str], before: Baseline) -> str:
+def _usage_reason(name: str, added: list[str], before: Baseline) -> str:
     """Return the owner's service or packages that use a package, or ""."""
     if unit := _NOT_STARTED.get(name):
         state = systemd.state(unit, "ActiveState", "UnitFileState")
         if state.get("ActiveState") == "active" or state.get("UnitFileState") == "enabled":
             return f"{unit} is in use"
-    others = _purged([name], auto=False) - set(added)
-    manual = output_of("apt-mark", "showmanual", *sorted(others)).split() if others else []
+    others = _simulate_purge([name], auto=False) - set(added)
+    manual = _read_output("apt-mark", "showmanual", *sorted(others)).split() if others else []
     owned = sorted(others & {*manual, *before.packages})
     return f"{', '.join(owned)} needs it" if owned else ""
 
 
-def _purged(names: list[str], *, auto: bool) -> set[str]:
+def _simulate_purge(names: list[str], *, auto: bool) -> set[str]:
     """Return the packages that apt would purge, ``auto``: with unneeded dependencies."""
     if not names:
         return set()
     words = ["--auto-remove"] if auto else []
-    lines = output_of("apt-get", "-s", "-q", *words, "purge", *names).splitlines()
+    lines = _read_output("apt-get", "-s", "-q", *words, "purge", *names).splitlines()
     gone = (line.split() for line in lines if line.startswith(("Remv ", "Purg ")))
     return {words[1].partition(":")[0] for words in gone}
 
 
 def _size_bytes(name: str) -> int:
-    size = output_of("dpkg-query", "-W", "-f", "${Installed-Size}\n", name).split()
+    size = _read_output("dpkg-query", "-W", "-f", "${Installed-Size}\n", name).split()
     return int(size[0]) * 1024 if size and size[0].isdigit() else 0
 
 
 def host_settings(footprint: Footprint, before: Baseline | None) -> Iterator[ManagedItem]:
     unknown = "" if before else "the earlier state is unknown"
     was_masked = before.masked if before else ()
-    for unit in masked(footprint.masked):
+    for unit in masked_units(footprint.masked):
         if unit not in was_masked:
             yield ManagedItem("mask", unit, 0, unknown)
     target = boot_target()
@@ -186,11 +189,11 @@ def host_settings(footprint: Footprint, before: Baseline | None) -> Iterator[Man
             yield ManagedItem("user", name)
 
 
-def remains(before: Baseline | None, paths: Paths) -> Iterator[ManagedItem]:
+def package_leftovers(before: Baseline | None, paths: Paths) -> Iterator[ManagedItem]:
     if before is None:
         return
     present = installed_packages()
-    for package, folders in _REMAINS.items():
+    for package, folders in _LEFTOVERS.items():
         if package in present or package in before.packages:
             continue
         for path in (paths.below(folder) for folder in folders):

@@ -17,7 +17,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.job import Job
 from spark_contract.paths import Paths
 from spark_contract.records import Stopped
-from spark_contract.release import service_of
+from spark_contract.release import parse_service
 from spark_contract.status import KeepList, Prunable, Pruning
 
 from spark_host.cleanup import resources
@@ -39,7 +39,7 @@ def plan_prune(keep: KeepList, paths: Paths) -> Pruning:
     needed = _needed_folders(keep, kept, busy, known, paths)
     parents = {"tree": keep.models_dir, "source": keep.sources_dir, "cache": keep.cache_dir}
     places = [(kind, paths.below(parent)) for kind, parent in parents.items()]
-    managed, others = resources.folders(places, known, paths)
+    managed, others = resources.managed_folders(places, known, paths)
     folders = [folder for folder in managed if folder.owner not in needed]
     folders += [
         Folder("cache", path, path)
@@ -72,13 +72,13 @@ def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
     templates = (units.SERVE, units.SWITCH)
     states = systemd.show([t.unit(name) for t in templates for name in all_names], ["ActiveState"])
     kept: dict[str, str] = {}
-    for service in {service_of(name) for name in all_names}:
-        record = boot.good(service, host)
+    for service in {parse_service(name) for name in all_names}:
+        record = boot.read_good(service, host)
         # A release with a damaged document cannot be a rollback target.
         previous = [n for n in record.previous if n in all_names and host.release(n)]
         stopped = host.disk.read(Stopped, paths.stopped(service))
         reasons = [(name, "rollback target") for name in previous[: keep.releases_kept]]
-        reasons += [(name, "starts at boot") for name in boot.enabled(service, host)]
+        reasons += [(name, "starts at boot") for name in boot.enabled_releases(service, host)]
         reasons += [(record.release, "last good release")] if record.release else []
         reasons += [(stopped.release, "stopped by hand")] if stopped and stopped.release else []
         kept.update({name: reason for name, reason in reasons if name in all_names})
@@ -129,9 +129,11 @@ def _split_images(
 ) -> tuple[list[Image], list[Image]]:
     needed = set(keep.images) | resources.image_references_in_use()
     needed |= {load_release(name, paths).image.tag for name in kept}
-    needed |= {image for name in busy if (image := resources.image_of(known[name]))}
-    needed |= {job.base for job in known.values() if job.base and resources.image_of(job) in needed}
-    managed = resources.images(known, paths)
+    needed |= {image for name in busy if (image := resources.job_image(known[name]))}
+    needed |= {
+        job.base for job in known.values() if job.base and resources.job_image(job) in needed
+    }
+    managed = resources.managed_images(known, paths)
     staying = [image for image in managed if image.reference in needed]
     return [image for image in managed if image.reference not in needed], staying
 
@@ -143,7 +145,7 @@ def _is_stale(
     folder = resources.result_folder(job, paths)
     if folder is not None:
         return folder in gone or (folder not in needed and not folder.exists())
-    return resources.image_of(job) in {image.reference for image in images}
+    return resources.job_image(job) in {image.reference for image in images}
 
 
 def remove(plan: Pruning, paths: Paths) -> Pruning:
@@ -163,8 +165,8 @@ def remove(plan: Pruning, paths: Paths) -> Pruning:
 
 
 def _remove_release(name: str, paths: Paths) -> None:
-    service, host = service_of(name), Host(paths)
-    record = boot.good(service, host)
+    service, host = parse_service(name), Host(paths)
+    record = boot.read_good(service, host)
     if name in record.previous:
         previous = tuple(other for other in record.previous if other != name)
         # A full disk must not stop this: readers ignore absent releases.

@@ -50,7 +50,7 @@ def known_jobs(paths: Paths) -> dict[str, Job]:
     known = {}
     for digest12 in jobs.all_digests(paths):
         with suppress(HostToolError):
-            known[digest12] = jobs.load(digest12, paths)
+            known[digest12] = jobs.load_job(digest12, paths)
     return known
 
 
@@ -58,7 +58,7 @@ def result_folder(job: Job, paths: Paths) -> Path | None:
     return paths.below(job.proof.tree) if isinstance(job.proof, ReceiptProof) else None
 
 
-def folders(
+def managed_folders(
     parents: Iterable[tuple[str, Path]], known: dict[str, Job], paths: Paths
 ) -> tuple[list[Folder], list[Path]]:
     """Return the folders in ``parents`` (kind, path) that we created, and all other entries.
@@ -134,7 +134,7 @@ def _files_below(directory: Path) -> Iterator[os.stat_result]:
                     yield entry.stat(follow_symlinks=False)
 
 
-def images(known: dict[str, Job], paths: Paths) -> list[Image]:
+def managed_images(known: dict[str, Job], paths: Paths) -> list[Image]:
     """Return the images of our jobs, those with few layers first.
 
     Built images have our label; our job pulled the others and they have no tag.
@@ -142,7 +142,7 @@ def images(known: dict[str, Job], paths: Paths) -> list[Image]:
     pulled = {
         image
         for digest12, job in known.items()
-        if job.kind == IMAGE_PULL_JOB and _did_work(digest12, paths) and (image := image_of(job))
+        if job.kind == IMAGE_PULL_JOB and _did_work(digest12, paths) and (image := job_image(job))
     } | {job.base for job in known.values() if job.base}
     managed: dict[str, Image] = {}
     for entry in docker.query("/images/json") or []:
@@ -157,7 +157,7 @@ def images(known: dict[str, Job], paths: Paths) -> list[Image]:
 
 
 def inspect_image(reference: str) -> Image | None:
-    known = docker.image(reference)
+    known = docker.inspect_image(reference)
     if known is None:
         return None
     layers = tuple((known.get("RootFS") or {}).get("Layers") or ())
@@ -189,7 +189,7 @@ def image_bytes(removed: list[Image], kept: list[Image]) -> dict[str, int]:
     return freed
 
 
-def image_of(job: Job) -> str | None:
+def job_image(job: Job) -> str | None:
     return job.proof.image if isinstance(job.proof, ImageProof) else None
 
 

@@ -102,17 +102,17 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
     before = baseline.read_baseline(paths)
     deployed = paths.state.exists() or paths.tools.exists() or paths.releases.exists()
     unmanaged = _unmanaged_containers()
-    things = [*_running(paths), *_data(footprint, paths)]
-    things += _images(before, unmanaged, paths)
+    things = [*_running_items(paths), *_data_items(footprint, paths)]
+    things += _image_items(before, unmanaged, paths)
     packages: list[ManagedItem] = []
     if deployed:
-        packages = baseline.package_things(footprint, before, unmanaged.obstacles(footprint))
+        packages = baseline.package_items(footprint, before, unmanaged.obstacles(footprint))
     keep_docker = _keep_docker(packages, footprint, unmanaged.with_gpu)
-    things += [*_units_and_configuration(paths), *_files(footprint, keep_docker, paths)]
+    things += [*_units_and_configuration(paths), *_file_items(footprint, keep_docker, paths)]
     if deployed:
         things += baseline.changed_shared_files(footprint, before, keep_docker, paths)
         things += [*baseline.host_settings(footprint, before), *packages]
-    things += [*baseline.remains(before, paths), *_tools_and_records(paths)]
+    things += [*baseline.package_leftovers(before, paths), *_tools_and_records(paths)]
     if things:
         reason = "lets this project log in"
         access = (path for path in footprint.access_files if paths.below(path).exists())
@@ -139,32 +139,32 @@ def _unmanaged_containers() -> UnmanagedContainers:
             continue
         names.append(name)
         images.add(str(item.get("ImageID")))
-        config = (docker.container(name, 60) or {}).get("HostConfig") or {}
+        config = (docker.inspect_container(name, 60) or {}).get("HostConfig") or {}
         if config.get("Runtime") == "nvidia" or config.get("DeviceRequests"):
             gpu.append(name)
     return UnmanagedContainers(tuple(sorted(names)), tuple(sorted(gpu)), frozenset(images))
 
 
-def _images(
+def _image_items(
     before: Baseline | None, unmanaged: UnmanagedContainers, paths: Paths
 ) -> Iterator[ManagedItem]:
-    images = resources.images(resources.known_jobs(paths), paths)
+    images = resources.managed_images(resources.known_jobs(paths), paths)
     gpu_proof = read_document(GpuProof, paths.gpu_receipt)
     reference = gpu_proof.key.get("image") if gpu_proof else None
     if reference and reference not in {image.reference for image in images}:
         # of the GPU check, unless it has a tag since
         image = resources.inspect_image(reference)
-        if image and not (docker.image(reference) or {}).get("RepoTags"):
+        if image and not (docker.inspect_image(reference) or {}).get("RepoTags"):
             images.append(image)
     sizes = resources.image_bytes(images, [])
     for image in sorted(images, key=lambda image: -len(image.layers)):
-        identity = str((docker.image(image.reference) or {}).get("Id"))
+        identity = str((docker.inspect_image(image.reference) or {}).get("Id"))
         if before is None or identity not in before.images:
             stays = "used by an unmanaged container" if identity in unmanaged.images else ""
             yield ManagedItem("image", image.reference, sizes[image.reference], stays)
 
 
-def _running(paths: Paths) -> Iterator[ManagedItem]:
+def _running_items(paths: Paths) -> Iterator[ManagedItem]:
     patterns = (
         units.DAILY_TIMER,
         units.ON_REQUEST_UNIT,
@@ -172,7 +172,7 @@ def _running(paths: Paths) -> Iterator[ManagedItem]:
         _SOCKET_MOUNTS,
     )
     for pattern in patterns:
-        names = systemd.listed(pattern)
+        names = systemd.list_units(pattern)
         states = systemd.show(names, ["ActiveState"])
         for name in names:
             if states.get(name, {}).get("ActiveState") not in ("inactive", None):
@@ -184,7 +184,7 @@ def _running(paths: Paths) -> Iterator[ManagedItem]:
             yield ManagedItem("boot link", str(link))
 
 
-def _data(footprint: Footprint, paths: Paths) -> Iterator[ManagedItem]:
+def _data_items(footprint: Footprint, paths: Paths) -> Iterator[ManagedItem]:
     known = resources.known_jobs(paths)
     sources, caches = paths.below(footprint.sources_dir), paths.below(footprint.cache_dir)
     parents = {("tree", paths.below(footprint.models_dir)), ("source", sources)}
@@ -193,7 +193,7 @@ def _data(footprint: Footprint, paths: Paths) -> Iterator[ManagedItem]:
         folder = resources.result_folder(job, paths)
         if folder and folder.parent.is_dir() and folder.parent != sources:
             parents.add(("tree", folder.parent))
-    managed, others = resources.folders([*sorted(parents), ("cache", caches)], known, paths)
+    managed, others = resources.managed_folders([*sorted(parents), ("cache", caches)], known, paths)
     sizes = resources.freed_bytes(item.path for item in managed)
     for item in managed:
         stays = _KEEP_MODELS if item.kind != "cache" and not footprint.models else ""
@@ -216,7 +216,7 @@ def _entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _files(footprint: Footprint, keep_docker: str, paths: Paths) -> Iterator[ManagedItem]:
+def _file_items(footprint: Footprint, keep_docker: str, paths: Paths) -> Iterator[ManagedItem]:
     commands = (f"{COMMANDS_DIR}/{name}" for name in (CHECK_TOOL, TOOL))
     for path in (*footprint.files, *commands, SYSUSERS, units.DAILY_STAMP):
         if paths.below(path).is_file():
@@ -335,7 +335,7 @@ def _remove_round(things: list[ManagedItem], footprint: Footprint, paths: Paths)
 def _stop_units(names: list[str]) -> str:
     done = systemd.systemctl("stop", *names, timeout_s=_STOP_LIMIT_S)
     for name in names:
-        systemd.reset(name)
+        systemd.reset_failed(name)
     return "" if done.returncode == 0 else f"systemctl stop: {done.stderr.strip()}"
 
 

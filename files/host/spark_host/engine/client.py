@@ -42,7 +42,7 @@ class Dialect:
     prefix_hits: str  # prompt tokens found in the prefix cache
 
 
-ENGINES: dict[str, Dialect] = {
+DIALECTS: dict[str, Dialect] = {
     "vllm": Dialect(
         running="vllm:num_requests_running",
         waiting="vllm:num_requests_waiting",
@@ -54,15 +54,15 @@ ENGINES: dict[str, Dialect] = {
         prefix_hits="vllm:prefix_cache_hits_total",
     ),
 }
-DEFAULT = ENGINES["vllm"]
+VLLM = DIALECTS["vllm"]
 
 
-def dialect_of(release: Release) -> Dialect:
+def find_dialect(release: Release) -> Dialect:
     kind = release.engine.kind
-    if kind not in ENGINES:
-        message = f"unknown engine; these tools support {', '.join(ENGINES)}"
+    if kind not in DIALECTS:
+        message = f"unknown engine; these tools support {', '.join(DIALECTS)}"
         raise HostToolError(f"engine {kind!r} of {release.name}", message, "run the deploy again")
-    return ENGINES[kind]
+    return DIALECTS[kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Metrics:
     samples: tuple[Sample, ...]
-    dialect: Dialect = DEFAULT
+    dialect: Dialect = VLLM
 
     @classmethod
-    def parse(cls, text: str, dialect: Dialect = DEFAULT) -> Metrics:
+    def parse(cls, text: str, dialect: Dialect = VLLM) -> Metrics:
         samples: list[Sample] = []
         for raw_line in io.StringIO(text):  # line by line: a hostile text may have millions
             line = raw_line.rstrip("\r\n")
@@ -155,7 +155,7 @@ class EngineError(Exception):
     """No answer, an error or a malformed answer."""
 
 
-class SilentError(EngineError):
+class EngineTimeoutError(EngineError):
     """The time is over, although the engine accepted the request or its queue is full."""
 
 
@@ -214,12 +214,12 @@ class _Connection(HTTPConnection):
 
 
 class Engine:
-    def __init__(self, socket_path: Path, dialect: Dialect = DEFAULT):
+    def __init__(self, socket_path: Path, dialect: Dialect = VLLM):
         self._path, self._dialect = socket_path, dialect
 
     @classmethod
-    def of(cls, release: Release, paths: Paths) -> Engine:
-        return cls(paths.engine_socket(release.service), dialect_of(release))
+    def for_release(cls, release: Release, paths: Paths) -> Engine:
+        return cls(paths.engine_socket(release.service), find_dialect(release))
 
     def get(self, path: str, timeout_s: float = 10, limit_bytes: int = _ANSWER_BYTES) -> Reply:
         return self._request("GET", path, None, timeout_s, limit_bytes)
@@ -287,7 +287,7 @@ class Engine:
             # vLLM listens after it has loaded the model.
             raise EngineError("nothing listens on the engine's socket") from error
         except (TimeoutError, BlockingIOError) as error:  # the latter: a full queue
-            raise SilentError(f"{method} {path}: no answer in time") from error
+            raise EngineTimeoutError(f"{method} {path}: no answer in time") from error
         except (OSError, HTTPException, HostToolError, ValueError) as error:
             raise EngineError(f"{method} {path}: {type(error).__name__}: {error}") from error
         return connection, response
@@ -296,7 +296,7 @@ class Engine:
 def _seconds_left(deadline: float) -> float:
     seconds = deadline - time.monotonic()
     if seconds <= 0:
-        raise SilentError("no complete answer in time")
+        raise EngineTimeoutError("no complete answer in time")
     return seconds
 
 
@@ -305,7 +305,7 @@ def _chunks(response: _Response) -> Iterator[bytes]:
         while chunk := response.read1(_CHUNK_BYTES):
             yield chunk
     except TimeoutError as error:
-        raise SilentError("no complete answer in time") from error
+        raise EngineTimeoutError("no complete answer in time") from error
     except (OSError, HTTPException, ValueError) as error:
         raise EngineError(f"the answer broke off: {type(error).__name__}: {error}") from error
     if response.length:

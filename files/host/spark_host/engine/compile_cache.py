@@ -33,25 +33,25 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     """Keep a usable cache, or start with a copy or an empty folder."""
     if release.cache is None:
         return
-    driver = versions.read_or_unknown(versions.driver)
-    proven = release.name in boot.good(release.service, host).all
+    driver = versions.read_or_unknown(versions.read_driver)
+    proven = release.name in boot.read_good(release.service, host).names
     usable = _is_usable(release, driver, host)
     if proven and usable:  # a proven release keeps its cache
         return
     folder, state_file = host.paths.below(release.cache), host.paths.compile_cache(release.name)
-    run, state = os.environ.get("INVOCATION_ID", ""), _state(release, host)
+    run, state = os.environ.get("INVOCATION_ID", ""), _read_state(release, host)
     # An unproven release continues with the cache of its earlier start, unless it was rejected.
     if state and usable and not _is_rejected(release, state, host):
         _write(state_file, replace(state, invocation_id=run), host, report)
         return
     host.disk.remove(state_file)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folders.give(folder.parent, os.geteuid(), os.getegid(), 0o700)
+    folders.create(folder.parent, os.geteuid(), os.getegid(), 0o700)
     _discard(folder)
     source = _find_source(release, driver, host)
     if source is None or not _copy(host.paths.below(str(source.cache)), folder, report):
-        source, owner = None, container.account(release)
-        folders.give(folder, owner.pw_uid, owner.pw_gid, 0o755)
+        source, owner = None, container.engine_account(release)
+        folders.create(folder, owner.pw_uid, owner.pw_gid, 0o755)
         report(f"{PHASE}cache the compile cache starts empty")
     _write(state_file, CompileCache(driver, source.name if source else None, run), host, report)
 
@@ -63,24 +63,24 @@ def _write(state_file: Path, state: CompileCache, host: Host, report: Report) ->
         report(f"the state of the compile cache was not written: {error}")
 
 
-def _state(release: Release, host: Host) -> CompileCache | None:
+def _read_state(release: Release, host: Host) -> CompileCache | None:
     return host.disk.read(CompileCache, host.paths.compile_cache(release.name))
 
 
-def compiling(release: Release, invocation_id: str, host: Host) -> str:
+def compiling_note(release: Release, invocation_id: str, host: Host) -> str:
     """Return a note if this start compiles kernels, or ""."""
-    state = _state(release, host)
+    state = _read_state(release, host)
     if state is None or state.copied_from is not None or release.check.portable:
         return ""
     return COMPILING if state.invocation_id == invocation_id else ""
 
 
-def is_whole(release: Release, driver: str, host: Host) -> bool:
-    state = _state(release, host)
+def is_complete(release: Release, driver: str, host: Host) -> bool:
+    state = _read_state(release, host)
     return state is not None and driver in (state.driver, versions.UNKNOWN)
 
 
-def overflow(release: Release, host: Host) -> str:
+def size_problem(release: Release, host: Host) -> str:
     """Return why the cache is too large, or ""; the engine's account has no disk quota."""
     if release.cache is None:
         return ""
@@ -93,10 +93,14 @@ def overflow(release: Release, host: Host) -> str:
 
 
 def _is_usable(release: Release, driver: str, host: Host) -> bool:
-    if release.cache is None or not is_whole(release, driver, host) or overflow(release, host):
+    if (
+        release.cache is None
+        or not is_complete(release, driver, host)
+        or size_problem(release, host)
+    ):
         return False
     folder = host.paths.below(release.cache)
-    return folder.is_dir() and folder.lstat().st_uid == container.account(release).pw_uid
+    return folder.is_dir() and folder.lstat().st_uid == container.engine_account(release).pw_uid
 
 
 def _is_rejected(release: Release, state: CompileCache, host: Host) -> bool:
@@ -109,7 +113,7 @@ def _is_rejected(release: Release, state: CompileCache, host: Host) -> bool:
 
 def _find_source(release: Release, driver: str, host: Host) -> Release | None:
     """Return the last proven release whose cache fits."""
-    for name in boot.good(release.service, host).all:
+    for name in boot.read_good(release.service, host).names:
         other = host.release(name)
         if other is None or other.name == release.name or not other.cache:
             continue

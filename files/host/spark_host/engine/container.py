@@ -19,7 +19,7 @@ from spark_contract.units import RELEASE_LABEL, SERVICE_LABEL
 
 from spark_host.records import versions
 from spark_host.system import cluster, docker
-from spark_host.system.programs import ProgramSilent, Report, log, output_of
+from spark_host.system.programs import ProgramTimeoutError, Report, log, read_output
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_LINE_BYTES = 60_000  # the docker client refuses lines above 64 KiB
@@ -30,7 +30,7 @@ _KILL_S = 20.0
 def docker_argv(release: Release, paths: Paths) -> list[str]:
     """Return the ``docker run`` command, without the engine's variables."""
     run_folder, socket_folder = paths.engine_run(release.service), Path(ENGINE_SOCKET).parent
-    user = account(release)
+    user = engine_account(release)
     argv = ["docker", "run", "--rm", "--restart", "no", "--name", release.container]
     argv += ["--label", f"{RELEASE_LABEL}={release.name}"]
     argv += ["--label", f"{SERVICE_LABEL}={release.service}"]
@@ -45,13 +45,13 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
     argv += ["--user", f"{user.pw_uid}:{user.pw_gid}"]
     argv += docker.gpu_arguments(paths)
     argv += release.engine.docker_args
-    member = cluster.own_member(release, paths)
+    member = cluster.local_member(release, paths)
     if member is None:
         return [*argv, release.image.tag, *release.engine.argv]
     return [*argv, *member.docker_args, release.image.tag, *release.engine.argv, *member.argv]
 
 
-def account(release: Release) -> pwd.struct_passwd:
+def engine_account(release: Release) -> pwd.struct_passwd:
     try:
         return pwd.getpwnam(release.engine.user)
     except KeyError as error:
@@ -67,13 +67,13 @@ def write_environment(release: Release, paths: Paths) -> None:
 
     The docker client itself must not get these variables: it obeys LD_PRELOAD and DOCKER_HOST.
     """
-    member = cluster.own_member(release, paths)
+    member = cluster.local_member(release, paths)
     variables = {**release.engine.env, **(member.env if member else {})}
-    lines = [_line(name, value) for name, value in sorted(variables.items())]
+    lines = [_environment_line(name, value) for name, value in sorted(variables.items())]
     files.write_text(paths.engine_environment(release.name), "".join(lines), 0o600)
 
 
-def _line(name: str, value: str) -> str:
+def _environment_line(name: str, value: str) -> str:
     line = f"{name}={value}\n"
     if not _VARIABLE.fullmatch(name):
         problem = f"{name!r} is not a variable name"
@@ -94,8 +94,8 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
     suffixes = (".yaml", ".json")
     specs = [path for path in (paths.root / "etc/cdi").glob("*") if path.suffix in suffixes]
     try:
-        driver = versions.driver() if specs else ""
-    except ProgramSilent as error:
+        driver = versions.read_driver() if specs else ""
+    except ProgramTimeoutError as error:
         report(f"{error}: cannot compare the CDI specifications with the driver")
         return
     for spec in sorted(specs) if driver else []:
@@ -104,7 +104,7 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
         if "nvidia.com/gpu" not in text or version in ("", driver):
             continue
         report(f"{spec} is of driver {version}, {driver} is loaded: regenerating it")
-        if output_of("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
+        if read_output("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
             # Containers may get the GPU without CDI.
             report(f"nvidia-ctk cdi generate --output={spec} failed; run it by hand to see why")
 
@@ -114,7 +114,7 @@ def open_process(container: str) -> int | None:
 
     Killing it stops the container even when docker fails for lack of memory.
     """
-    state = docker.container(container, _ANSWER_S) or {}
+    state = docker.inspect_container(container, _ANSWER_S) or {}
     pid = int((state.get("State") or {}).get("Pid") or 0)
     if pid <= 0:
         return None

@@ -1,4 +1,4 @@
-"""The host's memory: available, contiguous and required bytes before an engine starts."""
+"""The host's memory: available bytes, fragmentation, and the wait before an engine starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spark_host.system.programs import Report
 
 GIB = 1 << 30
 _POLL_S = 2.0
-_LOW_SAMPLES = 2  # in a row: a single low sample may be a spike
+_LOW_SAMPLES = 2  # successive samples: a single one may be a spike
 
 
 def meminfo() -> dict[str, int]:
@@ -34,33 +34,33 @@ def meminfo() -> dict[str, int]:
 def available_bytes() -> int:
     """Return the memory that a new process could get.
 
-    A kernel with kexec handover reports its reserve as free: CmaFree minus CmaTotal.
+    A kernel with kexec handover reports its reserve as free memory: CmaFree exceeds CmaTotal by it.
     """
     values = meminfo()
     reserve = values.get("CmaFree", 0) - values.get("CmaTotal", 0)
     return values["MemAvailable"] - max(0, reserve)
 
 
-def _proc(name: str) -> Path:
+def _proc_path(name: str) -> Path:
     return Path(os.environ.get("SPARK_PROC", "/proc")) / name
 
 
 def read_free_blocks() -> FreeBlocks | None:
     try:
-        return parse_buddyinfo(_proc("buddyinfo").read_text(), os.sysconf("SC_PAGE_SIZE"))
+        return parse_buddyinfo(_proc_path("buddyinfo").read_text(), os.sysconf("SC_PAGE_SIZE"))
     except OSError:
         return None
 
 
 def defragment() -> str:
-    """Drop clean caches and compact memory; return the failure, or "".
+    """Drop clean caches and compact memory; return the error, or "".
 
     Compaction cannot move directory entries and inodes, so they are dropped too.
     """
-    programs.output_of("sync")  # dirty pages cannot be dropped
+    programs.read_output("sync")  # dirty pages cannot be dropped
     try:
-        _proc("sys/vm/drop_caches").write_text("3\n")
-        _proc("sys/vm/compact_memory").write_text("1\n")
+        _proc_path("sys/vm/drop_caches").write_text("3\n")
+        _proc_path("sys/vm/compact_memory").write_text("1\n")
     except OSError as error:
         return str(error)
     return ""
@@ -76,15 +76,15 @@ def prepare_blocks(release: Release, report: Report) -> None:
 
 
 @dataclass(slots=True)
-class Floor:
-    """The memory that must stay available, and the least measured."""
+class MemoryFloor:
+    """The memory that must stay available, and the lowest measured value."""
 
     bytes: int
     lowest_bytes: int | None = None
     low_samples: int = 0
 
-    def broken(self, available: int) -> str | None:
-        """Record a sample; return a message if it is below the floor."""
+    def check(self, available: int) -> str | None:
+        """Add a sample of the available memory; return a message if it stays below the floor."""
         if self.lowest_bytes is None or available < self.lowest_bytes:
             self.lowest_bytes = available
         self.low_samples = self.low_samples + 1 if available < self.bytes else 0
@@ -97,9 +97,9 @@ class Floor:
 
 
 def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_S) -> None:
-    """Return once the service has no container and the release's memory is available.
+    """Wait until the service has no container and the release's memory is available.
 
-    A Spark frees memory long after the process exited. ``HostToolError`` names the obstacle.
+    A Spark frees memory long after the process exited. Raises HostToolError after ``wait_s``.
     """
     needed_bytes, wait_s = release.memory.needed_bytes, release.memory.wait_s
     start = time.monotonic()
@@ -115,7 +115,7 @@ def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_S) -
             obstacle = f"{available / GIB:.1f} GiB available, {needed_bytes / GIB:.1f} GiB needed"
         if waited >= wait_s:
             fix = (
-                f"docker rm -f {' '.join(containers)}; when that hangs or fails: reboot"
+                f"docker rm -f {' '.join(containers)}; if it hangs or fails: reboot"
                 if containers
                 else f"stop the largest processes: {_largest_processes()}"
             )

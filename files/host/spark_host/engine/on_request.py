@@ -8,11 +8,11 @@ from pathlib import Path
 
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
-from spark_contract.release import Release, service_of
+from spark_contract.release import Release, parse_service
 from spark_contract.tool import PHASE
 
 from spark_host.engine import memory
-from spark_host.engine.client import Engine, EngineError, SilentError
+from spark_host.engine.client import Engine, EngineError, EngineTimeoutError
 from spark_host.gateway import traffic
 from spark_host.records import boot
 from spark_host.system.host import Host, load_gateway
@@ -47,8 +47,8 @@ def _time_of(path: Path) -> float:
 def unfinished(release: Release, paths: Paths) -> float:
     """Return how many requests run or wait: 1 if the engine is too busy to answer."""
     try:
-        return Engine.of(release, paths).metrics(5).unfinished
-    except SilentError:
+        return Engine.for_release(release, paths).metrics(5).unfinished
+    except EngineTimeoutError:
         return 1
     except EngineError:
         return 0
@@ -61,18 +61,20 @@ def releases_to_stop(release: Release, host: Host, available_bytes: float) -> li
 
     Services that always run keep their memory while they restart.
     """
-    services = {service_of(name) for name in host.disk.names(host.paths)} - {release.service}
+    services = {parse_service(name) for name in host.disk.release_names(host.paths)} - {
+        release.service
+    }
     on_request = {name for name in services if idle_limit_s(name, host.paths) is not None}
     if not on_request:
         return []
     candidates, needed_bytes = [], release.memory.needed_bytes
     free_bytes = memory.meminfo()["MemTotal"] - release.memory.floor_bytes
     for service in services:
-        running = host.release(boot.active(service, host))
+        running = host.release(boot.active_release(service, host))
         if running and service in on_request and host.units.is_active(running.serve_unit):
             candidates.append(running)
         elif running is None and service not in on_request and not boot.is_stopped(service, host):
-            running = host.release(boot.good(service, host).release)
+            running = host.release(boot.read_good(service, host).release)
             available_bytes -= running.memory.needed_bytes if running else 0
         free_bytes -= running.memory.needed_bytes if running else 0
     candidates.sort(key=lambda other: last_use(other.service, host.paths))

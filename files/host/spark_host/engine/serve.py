@@ -22,7 +22,7 @@ from spark_contract.tool import PHASE
 from spark_contract.units import DIGEST_LABEL, SERVE, SWITCH
 
 from spark_host.engine import compile_cache, container, memory, on_request
-from spark_host.engine.client import Engine, dialect_of
+from spark_host.engine.client import Engine, find_dialect
 from spark_host.engine.memory import GIB, meminfo
 from spark_host.gateway import traffic
 from spark_host.records import boot
@@ -35,9 +35,9 @@ _FIX = "run the deploy again"
 
 
 def may_start(name: str, paths: Paths) -> int:
-    """Return 1 if systemd shall skip the start quietly."""
+    """Return 1 if systemd must skip the start, which is not a failure."""
     release = load_release(name, paths)
-    obstacle = boot.obstacle(release, Host(paths))
+    obstacle = boot.start_obstacle(release, Host(paths))
     if obstacle is not None:
         log(f"not starting {name}: {obstacle}")
     return int(obstacle is not None)
@@ -46,7 +46,7 @@ def may_start(name: str, paths: Paths) -> int:
 def prepare(name: str, paths: Paths) -> int:
     """Prepare the host: close traffic, remove leftovers, verify artifacts, free memory."""
     release, host = load_release(name, paths), Host(paths)
-    _refuse_second_engine(release, _lock_holder(release.service, paths))
+    _reject_second_engine(release, _lock_holder(release.service, paths))
     traffic.close(release.service, paths)
     _wait_for_docker()
     docker.remove_container(release.container)
@@ -61,9 +61,12 @@ def prepare(name: str, paths: Paths) -> int:
     traffic.make_folder(release.service, paths)
     socket_folder = paths.engine_run(release.service)
     socket_folder.parent.mkdir(mode=0o755, exist_ok=True)
-    owner, group = container.account(release).pw_uid, traffic.group_id(release.service, paths)
-    folders.give(socket_folder, owner, group, 0o710)
-    folders.empty(socket_folder)
+    owner, group = (
+        container.engine_account(release).pw_uid,
+        traffic.group_id(release.service, paths),
+    )
+    folders.create(socket_folder, owner, group, 0o710)
+    folders.remove_entries(socket_folder)
     compile_cache.prepare(release, host, log)
     return 0
 
@@ -73,7 +76,7 @@ def run(name: str, paths: Paths) -> int:
     release = load_release(name, paths)
     argv = container.docker_argv(release, paths)
     lock = _open_lock(release.service, paths)
-    _refuse_second_engine(release, _try_lock(lock))
+    _reject_second_engine(release, _lock_or_read_holder(lock))
     _write_name(lock, release)
     os.set_inheritable(lock, True)
     container.write_environment(release, paths)
@@ -91,7 +94,7 @@ def stop(name: str, paths: Paths) -> int:
 
 
 def after_stop(name: str, paths: Paths) -> int:
-    """Clean up after the engine; keep files of another release."""
+    """Clean up after the engine, unless another release already uses the service's files."""
     release = load_release(name, paths)
     is_last = _lock_holder(release.service, paths) in (None, release.name)
     if is_last:  # before docker, which may be slow
@@ -99,11 +102,11 @@ def after_stop(name: str, paths: Paths) -> int:
     docker.remove_container(release.container)
     files.remove(paths.engine_environment(release.name))
     if is_last:
-        folders.empty(paths.engine_run(release.service))
+        folders.remove_entries(paths.engine_run(release.service))
     return 0
 
 
-def part_problem(release: Release) -> HostToolError | None:
+def find_artifact_problem(release: Release) -> HostToolError | None:
     try:
         check_artifacts(release)
     except HostToolError as error:
@@ -111,7 +114,7 @@ def part_problem(release: Release) -> HostToolError | None:
     return None
 
 
-def problem(release: Release, paths: Paths) -> HostToolError | None:
+def find_problem(release: Release, paths: Paths) -> HostToolError | None:
     """Return why an engine of this release cannot start.
 
     Changed files are hashed here, while the previous engine serves.
@@ -136,8 +139,8 @@ def make_room(release: Release, host: Host, report: Report) -> None:
     memory.wait_for_memory(release, report)
 
 
-def unfinished(release: Release, paths: Paths) -> float:
-    return Engine.of(release, paths).metrics(5).unfinished
+def count_unfinished(release: Release, paths: Paths) -> float:
+    return Engine.for_release(release, paths).metrics(5).unfinished
 
 
 def _wait_for_docker() -> None:
@@ -151,9 +154,9 @@ def _wait_for_docker() -> None:
 
 
 def wait_for_turn(release: Release, host: Host, report: Report) -> None:
-    """Wait until no other engine is starting, then claim the turn.
+    """Wait until no other engine is starting, at most for a start timeout, then claim the turn.
 
-    vLLM measures free memory while it loads. The turn ends with the start or its timeout.
+    Two engines that start together would miscount free memory, which vLLM measures while it loads.
     """
     deadline = host.clock.monotonic() + release.timeouts.start_s
     while (other := _claim_turn(release, host)) is not None:
@@ -165,7 +168,7 @@ def wait_for_turn(release: Release, host: Host, report: Report) -> None:
 
 
 def _claim_turn(release: Release, host: Host) -> str | None:
-    """Return the other release that is starting, or claim the turn."""
+    """Return another release that is starting, or claim the turn and return ``None``."""
     descriptor = os.open(host.paths.run / "starting", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -188,8 +191,8 @@ def _open_lock(service: str, paths: Paths) -> int:
     return os.open(paths.engine_lock(service), os.O_RDWR | os.O_CREAT, 0o600)
 
 
-def _try_lock(descriptor: int) -> str | None:
-    """Lock a file, or return the release that holds the lock."""
+def _lock_or_read_holder(descriptor: int) -> str | None:
+    """Lock a file and return ``None``, or return the release that holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -201,7 +204,7 @@ def _lock_holder(service: str, paths: Paths) -> str | None:
     """Return the release that holds the service's lock; ``None`` if the lock is free."""
     descriptor = _open_lock(service, paths)
     try:
-        return _try_lock(descriptor)
+        return _lock_or_read_holder(descriptor)
     finally:
         os.close(descriptor)
 
@@ -215,7 +218,7 @@ def _write_name(descriptor: int, release: Release) -> None:
     os.pwrite(descriptor, f"{release.name}\n".encode(), 0)
 
 
-def _refuse_second_engine(release: Release, holder: str | None) -> None:
+def _reject_second_engine(release: Release, holder: str | None) -> None:
     if holder is not None:
         raise HostToolError(
             "engine lock",
@@ -225,9 +228,9 @@ def _refuse_second_engine(release: Release, holder: str | None) -> None:
 
 
 def check_artifacts(release: Release) -> None:
-    dialect_of(release)
+    find_dialect(release)
     tag, expected = release.image.tag, release.image.digest_label
-    if docker.image(tag) is None:
+    if docker.inspect_image(tag) is None:
         raise HostToolError(f"image {tag}", "not on this host", _FIX)
     label = docker.image_label(tag) if expected is not None else None
     if label != expected:
@@ -257,31 +260,27 @@ def _check_readable(root: Path, user: str) -> None:
             if path.stat().st_mode & needed != needed:
                 raise HostToolError(
                     str(path),
-                    f"cannot be read by {user}, the account of the engine",
+                    f"cannot be read by {user}, the engine's account",
                     f"chmod o+rX {path}, then deploy again",
                 )
 
 
 def verify_checkpoints(release: Release, report: Report) -> None:
-    """Let the builder hash files whose stat changed; it notes intact files in the receipt.
-
-    Raises:
-        HostToolError: a file is missing or damaged.
-    """
+    """Hash files whose size, time or inode changed; ``HostToolError`` if one is damaged."""
     for tree in release.trees:
         _verify(Path(tree.path), report)
 
 
 def _verify(path: Path, report: Report) -> None:
     receipt = receipts.find_receipt(path)
-    touched = receipt.touched(path) if receipt else ()
+    touched = receipt.changed_files(path) if receipt else ()
     if receipt is None or not touched:
         return
     report(
         f"{PHASE}verify {len(touched)} of {len(receipt.files)} files of {path} changed since they "
         f"were hashed, {touched[0]} among them: hashing them again"
     )
-    # Not captured: the journal shows progress for minutes.
+    # Its progress, which takes minutes, goes to the journal.
     done = subprocess.run(
         [sys.executable, "-m", BUILDER, VERIFY, str(path)],
         stderr=subprocess.PIPE, text=True, errors="replace", check=False,
@@ -289,8 +288,8 @@ def _verify(path: Path, report: Report) -> None:
     if done.returncode == 0:
         return
     error_text = done.stderr.strip()
-    problem = parse_problem(error_text.splitlines()[-1]) if error_text else None
-    if problem is None:
+    find_problem = parse_problem(error_text.splitlines()[-1]) if error_text else None
+    if find_problem is None:
         message = f"cannot be verified: {error_text[-200:] or f'exit {done.returncode}'}"
         raise HostToolError(f"checkpoint {path}", message, _FIX)
-    raise HostToolError(problem.where, problem.what, problem.fix)
+    raise HostToolError(find_problem.where, find_problem.what, find_problem.fix)

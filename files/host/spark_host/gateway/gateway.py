@@ -31,20 +31,20 @@ _USABLE_KEY = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 def run(service: str, paths: Paths) -> int:
     settings = load_gateway(service, paths)
     folder = _install_config(settings, paths)
-    for body in nginx.bodies(settings, paths).glob("*"):
+    for body in nginx.body_folder(settings, paths).glob("*"):
         body.unlink()
-    program, config = nginx.program(paths), str(folder / "nginx.conf")
+    program, config = nginx.find_program(paths), str(folder / "nginx.conf")
     os.execv(program, [program, "-p", str(folder), "-c", config, "-e", "stderr"])
 
 
 def reload(service: str, paths: Paths) -> int:
     settings = load_gateway(service, paths)
-    master = _master(service, paths)
+    master = _master_pid(service, paths)
     if master is None:
         fix = f"systemctl start {settings.unit}"
         raise HostToolError(f"gateway of {service}", "does not run", fix)
     _install_config(settings, paths)
-    old_workers = _workers(master)
+    old_workers = _worker_pids(master)
     os.kill(master, signal.SIGHUP)
     wait_until_listening(service, paths, old_workers)
     _enable_on_request(settings, paths)
@@ -54,16 +54,16 @@ def reload(service: str, paths: Paths) -> int:
 def new_key(service: str, paths: Paths) -> int:
     settings = load_gateway(service, paths)
     _write_key(settings, paths)
-    if _master(service, paths) is not None:
+    if _master_pid(service, paths) is not None:
         reload(service, paths)
     return 0
 
 
-def bring_up(release: Release, paths: Paths) -> None:
+def start_or_reload(release: Release, paths: Paths) -> None:
     settings = load_gateway(release.service, paths)
-    make_key(settings, paths)
-    if not systemd.is_active(settings.unit) or not boots(release.service, paths):
-        systemd.reset(settings.unit)
+    create_missing_key(settings, paths)
+    if not systemd.is_active(settings.unit) or not starts_at_boot(release.service, paths):
+        systemd.reset_failed(settings.unit)
         systemd.change("enable", "--now", settings.unit)
     elif not is_current(settings, paths):
         reload(release.service, paths)
@@ -78,10 +78,10 @@ def _enable_on_request(settings: Gateway, paths: Paths) -> None:
         systemd.change(verb, "--now", units.ON_REQUEST_UNIT)
 
 
-def follow(service: str, paths: Paths) -> str | None:
+def apply_address_change(service: str, paths: Paths) -> str | None:
     """Apply a new address of a bridge or tunnel; return a message if it changed."""
     settings = load_gateway(service, paths)
-    runs = _master(service, paths) is not None
+    runs = _master_pid(service, paths) is not None
     if (
         not EXPOSURES[settings.expose].has_unstable_address
         or not runs
@@ -89,20 +89,20 @@ def follow(service: str, paths: Paths) -> str | None:
     ):
         return None
     reload(service, paths)
-    return "listens on " + ", ".join(map(str, listeners.wanted(settings).listeners))
+    return "listens on " + ", ".join(map(str, listeners.planned_listeners(settings).listeners))
 
 
-def boots(service: str, paths: Paths) -> bool:
+def starts_at_boot(service: str, paths: Paths) -> bool:
     return (paths.boot_links / units.GATEWAY.unit(service)).is_symlink()
 
 
-def difference(service: str, paths: Paths) -> str | None:
+def find_difference(service: str, paths: Paths) -> str | None:
     try:
         settings = load_gateway(service, paths)
-        master = _master(service, paths)
+        master = _master_pid(service, paths)
         if master is None or key_problem(service, paths) is not None:
             return None
-        if missing := listeners.wanted(settings).missing:
+        if missing := listeners.planned_listeners(settings).missing:
             return missing
         if not is_current(settings, paths):
             return "settings or key changed since the last reload"
@@ -121,9 +121,9 @@ def key_problem(service: str, paths: Paths) -> str | None:
     return None
 
 
-def problem(release: Release, paths: Paths) -> HostToolError | None:
+def find_problem(release: Release, paths: Paths) -> HostToolError | None:
     try:
-        nginx.program(paths)
+        nginx.find_program(paths)
         user = load_gateway(release.service, paths).user
     except HostToolError as error:
         return error
@@ -142,8 +142,8 @@ def wait_until_listening(
     settings = load_gateway(service, paths)
     deadline = time.monotonic() + _WAIT_S
     while True:
-        master = _master(service, paths)
-        workers = _workers(master) if master else frozenset()
+        master = _master_pid(service, paths)
+        workers = _worker_pids(master) if master else frozenset()
         if master is None:
             message: str | None = "does not run"
         elif not workers or old_workers & workers:
@@ -158,7 +158,7 @@ def wait_until_listening(
 
 
 def _wrong_addresses(settings: Gateway, master: int) -> str | None:
-    wanted = {listener.address for listener in listeners.wanted(settings).listeners}
+    wanted = {listener.address for listener in listeners.planned_listeners(settings).listeners}
     actual = listeners.listening_addresses(master, settings.port)
     if wanted == actual:
         return None
@@ -166,7 +166,7 @@ def _wrong_addresses(settings: Gateway, master: int) -> str | None:
     return f"listens on {named[0]} instead of {named[1]}, port {settings.port}"
 
 
-def _master(service: str, paths: Paths) -> int | None:
+def _master_pid(service: str, paths: Paths) -> int | None:
     try:
         pid = int((paths.gateway_run(service) / "nginx.pid").read_text())
         os.kill(pid, 0)
@@ -175,7 +175,7 @@ def _master(service: str, paths: Paths) -> int | None:
     return pid
 
 
-def _workers(master: int) -> frozenset[int]:
+def _worker_pids(master: int) -> frozenset[int]:
     pids = set()
     for pid in Path(f"/proc/{master}/task/{master}/children").read_text().split():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has exited
@@ -196,10 +196,10 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
     # A deploy and the watchdog may write at once.
     with locked(folder / "lock", wait=True):
         config, new = folder / "nginx.conf", folder / "nginx.conf.new"
-        for path, text in _rendered(settings, paths).items():
+        for path, text in _render_files(settings, paths).items():
             files.write_text(new if path == config else path, text, 0o600)
         words = ["-t", "-q", "-p", str(folder), "-c", str(new), "-e", "stderr"]
-        done = run_program([nginx.program(paths), *words], _TEST_S)
+        done = run_program([nginx.find_program(paths), *words], _TEST_S)
         if done.returncode != 0:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
             message = f"nginx rejects the configuration: {reason}"
@@ -209,23 +209,23 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
 
 
 def is_current(settings: Gateway, paths: Paths) -> bool:
-    wanted = _rendered(settings, paths)
+    wanted = _render_files(settings, paths)
     return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
 
 
-def _rendered(settings: Gateway, paths: Paths) -> dict[Path, str]:
+def _render_files(settings: Gateway, paths: Paths) -> dict[Path, str]:
     folder = paths.gateway_run(settings.service)
-    named = keys.config_text(settings, paths)
-    key_maps = nginx.keys_text(read_key(settings, paths), keys.DEFAULT if named else "0")
+    named = keys.render_config(settings, paths)
+    key_maps = nginx.render_keys(read_key(settings, paths), keys.IS_NAMED if named else "0")
     texts = {folder / "keys.conf": key_maps + named}
     if named:
-        texts[folder / keys.SCRIPT] = keys.script_text(settings)
+        texts[folder / keys.SCRIPT] = keys.render_script(settings)
     if settings.names:
-        texts[folder / nginx.SCRIPT] = nginx.script_text(settings, paths)
-    return texts | {folder / "nginx.conf": nginx.config_text(settings, paths)}
+        texts[folder / nginx.SCRIPT] = nginx.render_script(settings, paths)
+    return texts | {folder / "nginx.conf": nginx.render_config(settings, paths)}
 
 
-def make_key(settings: Gateway, paths: Paths) -> None:
+def create_missing_key(settings: Gateway, paths: Paths) -> None:
     path = paths.below(settings.key_path)
     if path.exists():
         os.chmod(path, 0o600)

@@ -19,14 +19,14 @@ from spark_contract.status import KeyUsage, Usage
 from spark_host.gateway import nginx
 from spark_host.system.host import read_document, write_document
 
-DEFAULT = "$spark_is_named"  # whether a request without the unnamed key is allowed
+IS_NAMED = "$spark_is_named"  # whether a request without the unnamed key is allowed
 SCRIPT = "keys.js"
 _FORM = "sk-[A-Za-z0-9_-]{43}"
 _LINE = re.compile(rb"\0*([\w-]+) (\d+) (\d+)\n")
 _UNNAMED = "api_key"  # no name of a key: they have no underscore
 
 
-def config_text(settings: Gateway, paths: Paths) -> str:
+def render_config(settings: Gateway, paths: Paths) -> str:
     keys = settings.keys or {}
     if not keys:
         return ""
@@ -43,14 +43,14 @@ def config_text(settings: Gateway, paths: Paths) -> str:
             f'"~^{name}$" 1;' for name, key in keys.items() if key.max_output_tokens
         ),
         "UNNAMED": _UNNAMED,
-        "CLIENT": nginx.client_of(settings),
+        "CLIENT": nginx.client_variable(settings),
         "LIMITS": "\n".join(_limits(keys)),
-        "LOG": str(_log(paths.usage(settings.service))),
+        "LOG": str(_usage_log(paths.usage(settings.service))),
     }
-    return nginx.fill("named_keys.conf", values)
+    return nginx.render_template("named_keys.conf", values)
 
 
-def script_text(settings: Gateway) -> str:
+def render_script(settings: Gateway) -> str:
     keys = settings.keys or {}
     constants = {
         "BODY_LIMITS": {name: key.max_body_bytes for name, key in keys.items()},
@@ -59,7 +59,7 @@ def script_text(settings: Gateway) -> str:
             route.path: route.output_fields for route in nginx.ROUTES if route.output_fields
         },
     }
-    return nginx.script(SCRIPT, constants)
+    return nginx.combine_script(SCRIPT, constants)
 
 
 def _limits(keys: dict[str, NamedKey]) -> Iterator[str]:
@@ -84,10 +84,10 @@ def _users_by_limit(keys: dict[str, NamedKey], field: str) -> Iterator[tuple[int
 def read_usage(service: str, paths: Paths) -> Usage:
     path = paths.usage(service)
     usage = read_document(Usage, path) or Usage({}, 0)
-    if not _log(path).exists():
+    if not _usage_log(path).exists():
         return usage
     keys, counted = dict(usage.keys), usage.counted_bytes
-    with _log(path).open("rb") as log:
+    with _usage_log(path).open("rb") as log:
         # The log is shorter if `fold_usage` was killed after emptying it.
         counted = log.seek(counted if counted <= os.fstat(log.fileno()).st_size else 0)
         for line in log:
@@ -108,5 +108,5 @@ def fold_usage(paths: Paths) -> None:
         write_document(paths.usage(log.stem), replace(usage, counted_bytes=0))
 
 
-def _log(path: Path) -> Path:
+def _usage_log(path: Path) -> Path:
     return path.with_suffix(".log")

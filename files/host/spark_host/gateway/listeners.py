@@ -41,7 +41,7 @@ class Listeners:
     missing: str | None
 
 
-def wanted(settings: Gateway) -> Listeners:
+def planned_listeners(settings: Gateway) -> Listeners:
     """Return the listeners of a gateway; loopback always gets plain HTTP.
 
     Both loopback addresses always listen: otherwise a local user could bind ::1 and receive keys.

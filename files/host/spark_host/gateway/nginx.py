@@ -172,26 +172,26 @@ _MODULE = "usr/lib/nginx/modules/ngx_http_js_module.so"
 _PLAIN = re.compile(r"/[A-Za-z0-9._/ +@,:=-]*\Z")
 
 
-def program(paths: Paths) -> str:
+def find_program(paths: Paths) -> str:
     for name in ("usr/sbin/nginx", "usr/local/sbin/nginx", "usr/bin/nginx"):
         if os.access(paths.root / name, os.X_OK):
             return str(paths.root / name)
     raise HostToolError("nginx", "not installed", "run the deploy again")
 
 
-def fill(template: str, values: Mapping[str, str]) -> str:
+def render_template(template: str, values: Mapping[str, str]) -> str:
     text = resources.files("spark_host.gateway").joinpath(f"templates/{template}").read_text()
     return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], text)
 
 
-def quoted(path: Path, suffix: str = "") -> str:
+def quote_path(path: Path, suffix: str = "") -> str:
     if not _PLAIN.match(str(path)):
         fix = "use only letters, digits, spaces and ._/+@,:=- in the path"
         raise HostToolError("share", f"cannot share {path}", fix)
     return f'"{path}{suffix}"'
 
 
-def keys_text(key: str, default: str = "0") -> str:
+def render_keys(key: str, default: str = "0") -> str:
     """Return nginx maps that set ``$spark_key`` to 1 for the right key, case included."""
     escaped = re.sub(r"([.+/=~-])", r"\\\1", key)
     return (
@@ -201,14 +201,14 @@ def keys_text(key: str, default: str = "0") -> str:
     )
 
 
-def bodies(settings: Gateway, paths: Paths) -> Path:
+def body_folder(settings: Gateway, paths: Paths) -> Path:
     return paths.gateway_bodies(settings.service) / "body"
 
 
-def config_text(settings: Gateway, paths: Paths) -> str:
+def render_config(settings: Gateway, paths: Paths) -> str:
     run = paths.gateway_run(settings.service)
     named = settings.names or {}
-    listening = listeners.wanted(settings).listeners
+    listening = listeners.planned_listeners(settings).listeners
     balancer, balancer_socket = _replicas(settings, listening, paths)
     upstreams = (
         f"upstream {_upstream(service, settings)} {{\n"
@@ -228,9 +228,9 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         raise HostToolError("nginx's JavaScript", f"{module} is missing", fix)
     values = {
         "USER": settings.user,
-        "GROUP": traffic.group_of(settings.user),
+        "GROUP": traffic.group_name(settings.user),
         "RUN": str(run),
-        "BODIES": str(bodies(settings, paths)),
+        "BODIES": str(body_folder(settings, paths)),
         "LARGE_BODIES": str(LARGE_BODIES),
         "MAX_BODY_BYTES": str(settings.max_body_bytes),
         "UPSTREAMS": "\n    ".join([*upstreams, *waiting]),
@@ -244,10 +244,10 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         "LIMITS": _limits(settings),
         "REPLICAS": balancer,
     }
-    return fill("gateway.conf", values)
+    return render_template("gateway.conf", values)
 
 
-def script_text(settings: Gateway, paths: Paths) -> str:
+def render_script(settings: Gateway, paths: Paths) -> str:
     named = settings.names or {}
     first = {settings.service: named[settings.service]}
     services = [
@@ -260,15 +260,15 @@ def script_text(settings: Gateway, paths: Paths) -> str:
         for service, names in (first | named).items()
     ]
     constants = {"SERVICES": services, "ROUTES": settings.routes}
-    return script(SCRIPT, constants)
+    return combine_script(SCRIPT, constants)
 
 
-def script(name: str, constants: Mapping[str, Any]) -> str:
+def combine_script(name: str, constants: Mapping[str, Any]) -> str:
     lines = [f"const {key} = {json.dumps(value)};\n" for key, value in constants.items()]
-    return "".join(lines) + fill("body.js", {}) + fill(name, {})
+    return "".join(lines) + render_template("body.js", {}) + render_template(name, {})
 
 
-def client_of(settings: Gateway) -> str:
+def client_variable(settings: Gateway) -> str:
     return "$spark_client" if settings.replicas else "$binary_remote_addr"
 
 
@@ -277,7 +277,7 @@ def _limits(settings: Gateway) -> str:
 
     Clients behind a router share an address: without a key they must not use up the limit.
     """
-    client = client_of(settings)
+    client = client_variable(settings)
     keyed, keyless = "$spark_keyed_client", "$spark_keyless_client"
     lines = [
         f'map $spark_key {keyed} {{ 1 {client}; default ""; }}',
@@ -344,7 +344,7 @@ def _replicas(
         "TRIES": str(len(servers)),
         "BODY_LIMIT": "".join(_refuse_large_bodies(settings)),
     }
-    text = fill("replicas.conf", values)
+    text = render_template("replicas.conf", values)
     return "\n\n" + text.rstrip(), [f"listen {own_socket};"]
 
 
@@ -369,30 +369,33 @@ def share(paths: Paths) -> int:
         fix = "start spark-share@trees instead"
         raise HostToolError("share", f"can run only as a systemd unit ({error})", fix) from error
     config = folder / "nginx.conf"
-    files.write_text(folder / "keys.conf", keys_text(key), 0o600)
-    files.write_text(config, share_text(order, folder, paths), 0o600)
-    os.execv(program(paths), [program(paths), "-p", str(folder), "-c", str(config), "-e", "stderr"])
+    files.write_text(folder / "keys.conf", render_keys(key), 0o600)
+    files.write_text(config, render_share(order, folder, paths), 0o600)
+    os.execv(
+        find_program(paths),
+        [find_program(paths), "-p", str(folder), "-c", str(config), "-e", "stderr"],
+    )
 
 
-def share_text(order: Share, folder: Path, paths: Paths) -> str:
+def render_share(order: Share, folder: Path, paths: Paths) -> str:
     address = f"[{order.address}]" if ":" in order.address else order.address
     values = {
         "RUN": str(folder),
         "LISTEN": f"{address}:{order.port}",
         "TREES": "\n        ".join(_share_locations(tree, paths) for tree in order.trees),
     }
-    return fill("share.conf", values)
+    return render_template("share.conf", values)
 
 
 def _share_locations(tree: SharedTree, paths: Paths) -> str:
     out = paths.below(tree.dir)
     folders = [out, partial_tree(out)] if tree.unfinished else [out]
     progress = paths.below(job_dir(tree.job)) / "progress"
-    candidates = " ".join(quoted(folder, "/$1") for folder in folders)
+    candidates = " ".join(quote_path(folder, "/$1") for folder in folders)
     # The path of the models folder may contain links.
-    from_models = quoted(out.parent).replace('"', '"from=', 1)
+    from_models = quote_path(out.parent).replace('"', '"from=', 1)
     return (
         f"location ~ ^/{tree.digest}/files/(.+)$ "
         f"{{ disable_symlinks on {from_models}; try_files {candidates} =404; }}\n"
-        f"        location = /{tree.digest}/progress {{ try_files {quoted(progress)} =404; }}"
+        f"        location = /{tree.digest}/progress {{ try_files {quote_path(progress)} =404; }}"
     )

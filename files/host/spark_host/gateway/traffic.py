@@ -41,10 +41,10 @@ def open_for(release: Release, paths: Paths) -> None:
 
 def make_folder(service: str, paths: Paths) -> None:
     paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
-    folders.give(paths.service_run(service), 0, group_id(service, paths), 0o710)
+    folders.create(paths.service_run(service), 0, group_id(service, paths), 0o710)
 
 
-def group_of(user: str) -> str:
+def group_name(user: str) -> str:
     # Debian's "nobody" is in the group "nogroup".
     return "nogroup" if user == "nobody" else user
 
@@ -52,7 +52,7 @@ def group_of(user: str) -> str:
 def group_id(service: str, paths: Paths) -> int:
     user = load_gateway(service, paths).user
     try:
-        return grp.getgrnam(group_of(user)).gr_gid
+        return grp.getgrnam(group_name(user)).gr_gid
     except KeyError as error:
         fix = f"{MAKE_USERS}, or run the deploy again"
         raise HostToolError(f"group of {user}", "does not exist on this host", fix) from error

@@ -253,7 +253,7 @@ class Relay:
 
     def _models(self, service: Service, path: str) -> bytes:
         release, state = self.switch.release(service.name), "stopped"
-        if service.waiting or boot.active(service.name, self.switch.host):
+        if service.waiting or boot.active_release(service.name, self.switch.host):
             state = "loading"
         models = [
             {"id": name, "object": "model", "owned_by": "spark", "state": state}

@@ -42,7 +42,7 @@ class Switch:
     _progress: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def release(self, service: str) -> Release | None:
-        return self.host.release(boot.good(service, self.host).release)
+        return self.host.release(boot.read_good(service, self.host).release)
 
     def expected_s(self, service: str) -> float:
         """Return the seconds that the last start took; 0 if unknown."""
@@ -88,7 +88,7 @@ class Switch:
         return served_s >= max(self.limits.serve_s, self.expected_s(service))
 
     def _restore(self, failed: Release, stopped: list[Release], error: Exception) -> None:
-        watchdog.event(failed, "on-request", f"did not start: {error}", self.host.paths)
+        watchdog.record_event(failed, "on-request", f"did not start: {error}", self.host.paths)
         try:
             boot.stop_until_request(failed, self.host)
             for release in stopped:
@@ -96,7 +96,7 @@ class Switch:
                 boot.allow_start(release.service, self.host)
                 _start(release, self.host)
         except FAILURES as second:
-            watchdog.event(failed, "on-request", f"not restored: {second}", self.host.paths)
+            watchdog.record_event(failed, "on-request", f"not restored: {second}", self.host.paths)
 
     def note_use(self, service: str) -> None:
         """Record whether the engine has worked since the last call; stop it after the limit."""
@@ -104,7 +104,7 @@ class Switch:
         if release is None or not traffic.is_open(service, paths):
             return
         try:
-            metrics = Engine.of(release, paths).metrics(5)
+            metrics = Engine.for_release(release, paths).metrics(5)
             before, self._progress[service] = self._progress.get(service), metrics.progress
             in_use = metrics.unfinished > 0 or before not in (None, metrics.progress)
         except EngineError:  # it may be too busy to answer

@@ -1,4 +1,4 @@
-"""Proofs: the result of a release's last check, bound to a run of the unit."""
+"""Proofs: the results of a release's last check; each is valid for one run of the unit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spark_contract.records import FullCheck, Proof
 from spark_contract.release import Release
 
 from spark_host.records import boot
-from spark_host.records.versions import changed
+from spark_host.records.versions import describe_changes
 from spark_host.system.host import Host
 
 LEVELS = ("quick", "full", "deep")
@@ -20,7 +20,7 @@ def read(release: str, host: Host) -> Proof | None:
 
 
 def write(proof: Proof, host: Host) -> None:
-    """Write a proof; a passed quick check keeps the passed proof of the same run."""
+    """Write a proof, unless it is a passed quick check and the same run has a passed proof."""
     before = read(proof.release, host)
     full = before.last_full if before else None
     if proof.ok and proof.level != "quick":
@@ -38,22 +38,24 @@ def write(proof: Proof, host: Host) -> None:
     host.disk.write(host.paths.proof(proof.release), result)
 
 
-def withdraw(release: Release, host: Host) -> None:
+def invalidate(release: Release, host: Host) -> None:
     proof = read(release.name, host)
     if proof and proof.ok:
         host.disk.write(host.paths.proof(release.name), replace(proof, ok=False))
 
 
-def bench_due(release: Release, proof: Proof) -> bool:
+def is_bench_due(release: Release, proof: Proof) -> bool:
     """Return whether the speed must be measured again, because versions changed."""
     if release.check.bench is None or release.check.bench.limit_s <= 0 or not proof.last_full:
         return False
-    return not proof.bench or bool(changed(proof.bench["versions"], proof.last_full.versions))
+    return not proof.bench or bool(
+        describe_changes(proof.bench["versions"], proof.last_full.versions)
+    )
 
 
-def bench_before(release: Release, host: Host) -> dict[str, Any] | None:
+def earlier_bench(release: Release, host: Host) -> dict[str, Any] | None:
     """Return the last measurement of this service with the same model and profile."""
-    for name in (release.name, *boot.good(release.service, host).all):
+    for name in (release.name, *boot.read_good(release.service, host).names):
         other = host.release(name)
         if other and (other.model, other.profile) == (release.model, release.profile):
             proof = read(name, host)
@@ -79,5 +81,5 @@ def unproven_reason(
         return "the engine was started after the last check"
     if not proof.last_full:
         return "only the quick check was run"
-    differences = changed(proof.last_full.versions, current_versions)
+    differences = describe_changes(proof.last_full.versions, current_versions)
     return f"changed since the full check: {', '.join(differences)}" if differences else None

@@ -1,4 +1,4 @@
-"""Versions of the host's parts: read, compared, and how to go back."""
+"""Reads and compares versions of kernel, driver and Docker, and suggests how to restore them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from spark_contract import machine
 from spark_contract.release import Release
 
 from spark_host.system import docker
-from spark_host.system.programs import ProgramSilent, output_of, patient_output_of
+from spark_host.system.programs import ProgramTimeoutError, read_output, read_output_patiently
 
 UNKNOWN = "unknown"  # the version of a program that did not answer in time
 _PROGRAMS = {"docker": "dockerd", "toolkit": "nvidia-ctk"}
 
 
 def read() -> dict[str, str]:
-    """Return versions: "" if absent, ``UNKNOWN`` without an answer, which is no change."""
+    """Return versions by component: "" if absent, ``UNKNOWN`` if a program did not answer."""
     with ThreadPoolExecutor(max_workers=3) as pool:
         pending = {name: pool.submit(read_or_unknown, reader) for name, reader in _READERS.items()}
-        parts = {name: future.result() for name, future in pending.items()}
-    return {"kernel": os.uname().release, **parts}
+        versions = {name: future.result() for name, future in pending.items()}
+    return {"kernel": os.uname().release, **versions}
 
 
 def read_or_unknown(reader: Callable[[], str]) -> str:
     try:
         return reader()
-    except (docker.DaemonSilent, ProgramSilent):
+    except (docker.DockerTimeoutError, ProgramTimeoutError):
         return UNKNOWN
 
 
@@ -40,20 +40,20 @@ def release_versions(release: Release) -> dict[str, str]:
     return {"image": release.image.base, "plugin": release.image.plugin}
 
 
-def driver() -> str:
+def read_driver() -> str:
     loaded = Path("/proc/driver/nvidia/version")
     if loaded.is_file():
         # "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.159.03  Release Build"
         return _find_version(loaded.read_text().splitlines()[0])
     words = ("--query-gpu=driver_version", "--format=csv,noheader")
-    output = patient_output_of("nvidia-smi", *words)
+    output = read_output_patiently("nvidia-smi", *words)
     return output.splitlines()[0].strip() if output else ""
 
 
 _READERS: dict[str, Callable[[], str]] = {
-    "driver": driver,
+    "driver": read_driver,
     "docker": lambda: str((docker.query("/version", 5) or {}).get("Version", "")),
-    "toolkit": lambda: _find_version(patient_output_of("nvidia-ctk", "--version") or ""),
+    "toolkit": lambda: _find_version(read_output_patiently("nvidia-ctk", "--version") or ""),
 }
 
 
@@ -62,8 +62,8 @@ def _find_version(text: str) -> str:
     return match[0] if match else ""
 
 
-def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return ``name old -> new`` for each version that differs, unless it is unknown now."""
+def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return ``name old -> new`` for each version that differs; unknown versions do not differ."""
     return [
         f"{key} {before.get(key) or 'none'} -> {now[key] or 'none'}"
         for key in now
@@ -71,13 +71,13 @@ def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
     ]
 
 
-def packages() -> dict[str, str]:
+def read_packages() -> dict[str, str]:
     installed = {}
     for part, program in _PROGRAMS.items():
         path = shutil.which(program)
-        owner = (path and output_of("dpkg-query", "-S", os.path.realpath(path))) or ""
+        owner = (path and read_output("dpkg-query", "-S", os.path.realpath(path))) or ""
         name = owner.partition(":")[0].partition(",")[0].strip()
-        version = name and output_of("dpkg-query", "-W", "-f", "${Version}", name)
+        version = name and read_output("dpkg-query", "-W", "-f", "${Version}", name)
         if version:
             installed[part] = f"{name}={version}"
     return installed
@@ -90,13 +90,13 @@ def reboot_pending(root: Path = Path("/")) -> str:
         kernel=os.uname().release,
         kernels=tuple(path.name.partition("-")[2] for path in root.glob("boot/vmlinuz-*")),
         has_reboot_marker=(root / machine.REBOOT_MARKER.lstrip("/")).exists(),
-        packages=tuple(_text(root / machine.REBOOT_PACKAGES.lstrip("/")).split()),
-        module=machine.module_version(_text(root / machine.DRIVER_MODULE.lstrip("/"))),
+        packages=tuple(_read_text(root / machine.REBOOT_PACKAGES.lstrip("/")).split()),
+        module=machine.module_version(_read_text(root / machine.DRIVER_MODULE.lstrip("/"))),
         libraries=machine.library_versions(path.name for path in libraries),
     ).reboot_reason
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
@@ -119,7 +119,8 @@ def rollback_hints(service: str, before: dict[str, Any], now: dict[str, Any]) ->
         if package and part in differ:
             hints.append(f"`apt-get install --allow-downgrades {package}`, then deploy again")
     if "kernel" in differ:
-        entry = f"Advanced options for {_system()}>{_system()}, with Linux {old.get('kernel')}"
+        system = _distribution_name()
+        entry = f"Advanced options for {system}>{system}, with Linux {old.get('kernel')}"
         hints.append(f"`grub-reboot '{entry}' && reboot` boots the earlier kernel once")
     if "driver" in differ:
         hints.append(
@@ -129,7 +130,7 @@ def rollback_hints(service: str, before: dict[str, Any], now: dict[str, Any]) ->
     return hints
 
 
-def _system() -> str:
+def _distribution_name() -> str:
     try:
         return platform.freedesktop_os_release()["NAME"].removesuffix(" GNU/Linux")
     except (OSError, KeyError):

@@ -24,7 +24,7 @@ _RUNNING = ("activating", "active", "deactivating")
 
 
 class Record:
-    """The file that shows a rollout's progress; continues the record of a killed run."""
+    """Writes a rollout's progress to a file; continues the record of a killed run."""
 
     def __init__(self, release: Release, host: Host, interrupted: Rollout | None = None):
         self._host = host
@@ -77,7 +77,7 @@ class Record:
 
 
 def begin(name: str, host: Host) -> StartedRollout:
-    host.disk.load(name, host.paths)
+    host.disk.load_release(name, host.paths)
     unit = SWITCH.unit(name)
     if _is_running(host.units.state(unit, *_UNIT_FIELDS)):
         return StartedRollout(name, request_id(name, host), joined=True)
@@ -86,7 +86,7 @@ def begin(name: str, host: Host) -> StartedRollout:
     host.disk.remove(host.paths.rollout(name))
     host.disk.write(host.paths.request(name), request)
     host.units.reload()
-    host.units.begin(unit)
+    host.units.start_in_background(unit)
     return StartedRollout(name, request.id, joined=False)
 
 
@@ -104,11 +104,11 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
     running = _is_running(unit)
     record = host.disk.read(Rollout, host.paths.rollout(name))
     if record is not None and _belongs_to(record, name, unit if running else {}, request):
-        cut_off = record.state == "running" and not running
-        return replace(record, state="interrupted") if cut_off else record
+        is_interrupted = record.state == "running" and not running
+        return replace(record, state="interrupted") if is_interrupted else record
     if request is None or running:
         return Rollout(name)
-    # A run without a record leaves the error in the journal.
+    # A run that failed before it wrote a record left its error in the journal.
     run = unit.get("InvocationID")
     lines = host.units.journal(run, SWITCH.unit(name), lines=20) if run else []
     errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]

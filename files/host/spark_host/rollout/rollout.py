@@ -1,4 +1,4 @@
-"""Rollouts, started by systemd and recovered after a kill; and rollbacks on request.
+"""Rollouts that systemd starts and recovers after a kill, and manual rollbacks.
 
 The process may be killed at any point: all state is in systemd and files, and the candidate is
 enabled last, so ``recover`` or the next boot finds the old release.
@@ -14,7 +14,7 @@ from functools import partial
 from spark_contract.errors import HostToolError, Problem
 from spark_contract.paths import Paths
 from spark_contract.records import Rollout
-from spark_contract.release import Release, service_of
+from spark_contract.release import Release, parse_service
 from spark_contract.status import NamedRelease, Rollback
 from spark_contract.units import SWITCH
 
@@ -32,13 +32,13 @@ _BEFORE_START = ("drain", "stop", "memory")
 
 def roll_out(name: str, host: Host) -> int:
     """Change the service to a release; return 0 only if it is proven and boots."""
-    release = host.disk.load(name, host.paths)
+    release = host.disk.load_release(name, host.paths)
     with rollout_lock(release.service, host):
         record = Record(release, host)
         old = _previous(release, host)
-        serving = boot.active(release.service, host)
+        serving = boot.active_release(release.service, host)
         record.set(previous=old.name if old else None, serving=serving)
-        problem = _refusal(release, host, record)
+        problem = _find_refusal(release, host, record)
         if problem is not None:
             record.set(reason=str(problem), failed_phase="prove")
             record.end("refused", serving)
@@ -52,7 +52,7 @@ def roll_out(name: str, host: Host) -> int:
                 steps.replace_running(release, old, host, record)
         except steps.FAILURES as error:
             record.set(reason=str(error), failed_phase=record.data.phase)
-            if running:  # stopped only by a failed check
+            if running:  # it passed the check, so it keeps serving
                 record.end("refused", release.name)
             else:
                 roll_back(release, old, host, record)
@@ -63,16 +63,16 @@ def roll_out(name: str, host: Host) -> int:
 
 def _previous(release: Release, host: Host) -> Release | None:
     names = (
-        boot.active(release.service, host),
-        *boot.enabled(release.service, host),
-        *boot.good(release.service, host).all,
+        boot.active_release(release.service, host),
+        *boot.enabled_releases(release.service, host),
+        *boot.read_good(release.service, host).names,
     )
     others = (host.release(name) for name in names if name != release.name)
     return next((other for other in others if other), None)
 
 
-def _refusal(release: Release, host: Host, record: Record) -> HostToolError | None:
-    """Check image, checkpoints and gateway while the old release serves."""
+def _find_refusal(release: Release, host: Host, record: Record) -> HostToolError | None:
+    """Return why the rollout must not begin; the old release serves during these checks."""
     with record.phase("prove"):
         if boot.is_stopped(release.service, host):
             return HostToolError(
@@ -86,19 +86,19 @@ def _refusal(release: Release, host: Host, record: Record) -> HostToolError | No
                 f"cannot be written: {record.unwritten.strerror}",
                 "free space on its disk (df -h, deploys/prune.py), then deploy again",
             )
-        return host.engines.problem(release, host.paths) or host.gateway.problem(
+        return host.engines.find_problem(release, host.paths) or host.gateway.find_problem(
             release, host.paths
         )
 
 
 def _passes_check(release: Release, host: Host, record: Record) -> bool:
-    """Check a running release; ``False`` if it must start again."""
+    """Check a release that already runs; return ``False`` if it must be restarted."""
     try:
         if not steps.is_proven(release, host):
             with record.phase("check"):
                 steps.check(release, host, record)
     except steps.TrialError as error:
-        record.report(f"it runs but fails: {error}; starting it again")
+        record.report(f"the running engine fails the check: {error}; restarting it")
         return False
     return True
 
@@ -106,19 +106,18 @@ def _passes_check(release: Release, host: Host, record: Record) -> bool:
 def roll_back(release: Release, old: Release | None, host: Host, record: Record) -> None:
     record.report(f"failed in {record.data.failed_phase}: {record.data.reason}")
     with record.phase("rollback"):
-        # A candidate that did not start has only logs of earlier runs.
+        # Before its start a candidate has only logs of earlier runs.
         if not record.data.log_tail and record.data.failed_phase not in _BEFORE_START:
             record.set(log_tail=steps.log_tail(release, host))
         host.traffic.close(release.service, host.paths)
         steps.stop(release.serve_unit, host)
-        host.units.reset(release.serve_unit)
+        host.units.reset_failed(release.serve_unit)
         _withdraw(release, host, record)
         failure = None
         if old is not None:
             failure = _restore(old, host, record)
-        elif boot.good(release.service, host).release != release.name:
-            # It was good before and may pass again.
-            try:
+        elif boot.read_good(release.service, host).release != release.name:
+            try:  # unless it is a good release, which may pass again
                 host.units.disable(release.serve_unit)
             except HostToolError as error:
                 log(str(error))
@@ -127,15 +126,15 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
     elif failure is None:
         record.end("rolled-back", old.name)
     else:
-        record.set(reason=f"{record.data.reason}; and the old release: {failure}")
-        record.end("rollback-failed", boot.active(release.service, host))
+        record.set(reason=f"{record.data.reason}; the old release was not restored: {failure}")
+        record.end("rollback-failed", boot.active_release(release.service, host))
 
 
 def _withdraw(release: Release, host: Host, record: Record) -> None:
     """Remove the records of a failed candidate."""
     phases, undo = (*record.data.times_s, record.data.failed_phase), []
     if "start" in phases:
-        undo.append(partial(proof.withdraw, release, host))
+        undo.append(partial(proof.invalidate, release, host))
     # Only this phase writes the good record.
     if "enable" in phases:
         undo.append(partial(boot.withdraw_good, release, host))
@@ -161,14 +160,14 @@ def _restore(old: Release, host: Host, record: Record) -> str | None:
 
 def recover(name: str, host: Host) -> int:
     """Finish or roll back a killed rollout; called at the end of each run."""
-    release = host.disk.load(name, host.paths)
+    release = host.disk.load_release(name, host.paths)
     last = host.disk.read(Rollout, host.paths.rollout(name))
     if host.exit_status == "0":  # even if a full disk prevented the final record
         return 0
     if last is None or last.state != "running":
         return 0
-    is_of_this_run = (last.boot_id, last.invocation_id) == (host.boot_id, host.invocation_id)
-    if not is_of_this_run or host.units.is_stopping():
+    is_this_run = (last.boot_id, last.invocation_id) == (host.boot_id, host.invocation_id)
+    if not is_this_run or host.units.is_stopping():
         return 0
     with rollout_lock(release.service, host):
         record = Record(release, host, last)
@@ -176,10 +175,10 @@ def recover(name: str, host: Host) -> int:
         reason = f"the rollout was killed in phase {last.phase}"
         log(reason)
         record.set(reason=reason, failed_phase=str(last.phase))
-        # The release was only checked again.
+        # A running release was only checked, so it still serves.
         untouched = last.serving == name and last.phase == "check" and "drain" not in last.times_s
         if last.phase in (None, "prove") or untouched:
-            record.end("refused", boot.active(release.service, host))
+            record.end("refused", boot.active_release(release.service, host))
         elif last.phase in ("open", "enable", "bench") and steps.is_proven(release, host):
             _finish(release, old, host, record)
         else:
@@ -192,7 +191,7 @@ def _finish(release: Release, old: Release | None, host: Host, record: Record) -
     try:
         steps.activate(release, host, record)
     except steps.FAILURES as error:
-        reason = f"{record.data.reason}; and then: {error}"
+        reason = f"{record.data.reason}; finishing it failed: {error}"
         record.set(reason=reason, failed_phase=record.data.phase)
         if record.data.serving == release.name:  # it served before this rollout
             record.end("refused", release.name)
@@ -211,7 +210,7 @@ def rollout_lock(service: str, host: SystemHost) -> Iterator[None]:
         except BlockingIOError as error:
             raise HostToolError(
                 f"rollout of {service}",
-                "another change is under way",
+                "another rollout of this service runs",
                 f"wait for it: systemctl list-units '{SWITCH.unit('*')}'",
             ) from error
         yield
@@ -220,14 +219,14 @@ def rollout_lock(service: str, host: SystemHost) -> Iterator[None]:
 @contextmanager
 def all_rollout_locks(paths: Paths) -> Iterator[None]:
     with ExitStack() as stack:
-        for service in sorted({service_of(name) for name in release_names(paths)}):
+        for service in sorted({parse_service(name) for name in release_names(paths)}):
             stack.enter_context(rollout_lock(service, SystemHost(paths)))
         yield
 
 
 def rollback(words: list[str], host: Host) -> int:
     if not words or words[0].startswith("-"):
-        raise HostToolError("rollback", "no service named", "rollback SERVICE [--to R] [--dry]", 2)
+        raise HostToolError("rollback", "no service", "rollback SERVICE [--to R] [--dry]", 2)
     dry = "--dry" in words
     rest = [word for word in words if word != "--dry"]
     name = rest[rest.index("--to") + 1] if "--to" in rest[:-1] else None
@@ -235,25 +234,25 @@ def rollback(words: list[str], host: Host) -> int:
     if dry or plan.done or plan.problem or plan.to is None:
         print_json(plan)
         return 1 if plan.problem and not dry else 0
-    boot.note_rollback(rest[0], plan.to.name, host)
+    boot.record_rollback(rest[0], plan.to.name, host)
     print_json(replace(begin(plan.to.name, host), from_release=plan.from_release, to=plan.to))
     return 0
 
 
 def plan_rollback(service: str, name: str | None, host: Host) -> Rollback:
     """Return the rollback to ``name``, by default the previous good release."""
-    current = boot.good(service, host).release
+    current = boot.read_good(service, host).release
     from_release, to = _describe(current, host), None
     try:
-        target = _target(service, name, host)
+        target = _find_target(service, name, host)
         to = _describe(target, host)
         if target == current:
             done = f"this host already serves {target}"
-            if last := boot.rolled_back(service, host):
+            if last := boot.last_rollback(service, host):
                 done = f"{target} has replaced {last.from_release} since {last.at}; "
                 done += "to go further back, name a release"
             return Rollback(from_release, to, done=done)
-        _refuse_incomplete(host.disk.load(target, host.paths), host)
+        _reject_incomplete(host.disk.load_release(target, host.paths), host)
     except HostToolError as error:
         return Rollback(from_release, to, problem=Problem(error.where, error.what, error.fix))
     return Rollback(from_release, to)
@@ -263,12 +262,10 @@ def _describe(name: str | None, host: Host) -> NamedRelease | None:
     if name is None:
         return None
     release = host.release(name)
-    if release is None:
-        return NamedRelease(name, None, None)
-    return NamedRelease(name, release.model, release.profile)
+    return NamedRelease(name, *((release.model, release.profile) if release else (None, None)))
 
 
-def _target(service: str, name: str | None, host: Host) -> str:
+def _find_target(service: str, name: str | None, host: Host) -> str:
     if boot.is_stopped(service, host):
         fix = f"run `spark-deploy start`, or on the host `spark-host start-service {service}`"
         raise HostToolError(service, "was stopped on purpose", fix)
@@ -279,30 +276,30 @@ def _target(service: str, name: str | None, host: Host) -> str:
             message = f"is not a release on this host (available: {known})"
             raise HostToolError(name, message, "name a release from this list")
         return name
-    record = boot.good(service, host)
-    if record.release and boot.rolled_back(service, host):
+    record = boot.read_good(service, host)
+    if record.release and boot.last_rollback(service, host):
         return record.release
     target = next((previous for previous in record.previous if previous in present), None)
     if target is None:
-        message = "nothing to go back to: no earlier proven release is kept on this host"
+        message = "no earlier proven release is kept on this host"
         fix = "change model or profile in group_vars and run deploy.py"
         raise HostToolError(service, message, fix)
     return target
 
 
-def _refuse_incomplete(release: Release, host: Host) -> None:
-    problem = host.engines.part_problem(release)
+def _reject_incomplete(release: Release, host: Host) -> None:
+    problem = host.engines.find_artifact_problem(release)
     if problem is None:
         return
-    if isinstance(problem, docker.DaemonSilent):
+    if isinstance(problem, docker.DockerTimeoutError):
         raise problem
-    others = (host.release(name) for name in boot.good(release.service, host).previous)
+    others = (host.release(name) for name in boot.read_good(release.service, host).previous)
     complete = [
         str(_describe(other.name, host))
         for other in others
-        if other and host.engines.part_problem(other) is None
+        if other and host.engines.find_artifact_problem(other) is None
     ]
     fix = f"set model: {release.model} and profile: {release.profile} and run deploy.py"
     if complete:
         fix = f"name a complete release: {'; '.join(complete)}, or {fix}"
-    raise HostToolError(f"{release.name}: {problem.where}", f"is gone: {problem.what}", fix)
+    raise HostToolError(f"{release.name}: {problem.where}", problem.what, fix)

@@ -1,4 +1,4 @@
-"""The steps of a rollout, and the parts of a host on which they act."""
+"""The steps of a rollout, and protocols for the parts of a host that they use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from spark_contract.errors import HostToolError
 from spark_contract.machine import BOOT_ID
 from spark_contract.paths import Paths
 from spark_contract.records import Proof
-from spark_contract.release import READY, Release, service_of
+from spark_contract.release import READY, Release, parse_service
 from spark_contract.tool import LIMIT, PHASE, WAITED
 from spark_contract.units import SERVE
 
 from spark_host.check import runner, speed
 from spark_host.engine import logs
 from spark_host.engine import serve as serve_engines
-from spark_host.engine.client import EngineError, SilentError
+from spark_host.engine.client import EngineError, EngineTimeoutError
 from spark_host.gateway import gateway as real_gateway
 from spark_host.gateway import traffic as real_traffic
 from spark_host.records import boot, proof
@@ -35,19 +35,19 @@ _TAIL_LINES = 200
 _STOP_S = 1800.0
 
 
-# Parts of a host: modules, or a simulation in rollout tests.
+# Modules implement these protocols, and a simulation in tests.
 
 
 class Engines(Protocol):
-    def part_problem(self, release: Release) -> HostToolError | None: ...
-    def problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
+    def find_artifact_problem(self, release: Release) -> HostToolError | None: ...
+    def find_problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
     def make_room(self, release: Release, host: SystemHost, report: Report) -> None: ...
-    def unfinished(self, release: Release, paths: Paths) -> float: ...
+    def count_unfinished(self, release: Release, paths: Paths) -> float: ...
 
 
 class Gateway(Protocol):
-    def problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
-    def bring_up(self, release: Release, paths: Paths) -> None: ...
+    def find_problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
+    def start_or_reload(self, release: Release, paths: Paths) -> None: ...
     def wait_until_listening(self, service: str, paths: Paths) -> None: ...
 
 
@@ -87,7 +87,7 @@ FAILURES = (TrialError, HostToolError, OSError, subprocess.SubprocessError)
 def is_proven(release: Release, host: Host) -> bool:
     if not host.units.is_active(release.serve_unit):
         return False
-    invocation = host.units.invocation(release.serve_unit)
+    invocation = host.units.read_invocation_id(release.serve_unit)
     last = proof.read(release.name, host)
     versions = host.check.read_versions()
     return proof.unproven_reason(last, release.digest, invocation, versions) is None
@@ -95,14 +95,14 @@ def is_proven(release: Release, host: Host) -> bool:
 
 def replace_running(release: Release, old: Release | None, host: Host, record: Record) -> None:
     """Stop the running release, start, check and activate the new release."""
-    running = host.release(boot.active(release.service, host)) or old
+    running = host.release(boot.active_release(release.service, host)) or old
     with record.phase("drain"):
         host.traffic.close(release.service, host.paths)
         if running is not None:
             drain(running, host, record)
     with record.phase("stop"):
-        for unit in host.units.listed(SERVE.unit("*")):
-            if service_of(SERVE.instance(unit)) == release.service:
+        for unit in host.units.list_units(SERVE.unit("*")):
+            if parse_service(SERVE.instance(unit)) == release.service:
                 error = stop(unit, host)
                 if error and host.units.is_active(unit):
                     raise error
@@ -134,12 +134,12 @@ def activate(release: Release, host: Host, record: Record) -> None:
 
 
 def measure_speed(release: Release, host: Host, record: Record) -> None:
-    """Measure a release once per versions, without downtime; slowness causes no rollback."""
+    """Measure the speed, unless it is known for the installed versions; report a loss of speed."""
     last = proof.read(release.name, host)
-    if last is None or last.last_full is None or not proof.bench_due(release, last):
+    if last is None or last.last_full is None or not proof.is_bench_due(release, last):
         return
     with record.phase("bench"):
-        before = proof.bench_before(release, host)
+        before = proof.earlier_bench(release, host)
         try:
             bench = host.check.speed(release, host.paths, record.report)
         except speed.NotMeasuredError as error:
@@ -151,19 +151,21 @@ def measure_speed(release: Release, host: Host, record: Record) -> None:
         record.set(bench=tuple(speed.describe(result)))
         hints = " or ".join(result["way_back"]) or "none known"
         for item in result["worse"]:
-            watchdog.event(release, "slower", f"{item['text']}; to go back: {hints}", host.paths)
+            watchdog.record_event(
+                release, "slower", f"{item['text']}; to go back: {hints}", host.paths
+            )
 
 
 def open_traffic(release: Release, host: Host) -> None:
     if not cluster.is_worker(release, host.paths):
-        host.gateway.bring_up(release, host.paths)
+        host.gateway.start_or_reload(release, host.paths)
         host.traffic.open_for(release, host.paths)
 
 
 def drain(old: Release, host: Host, record: Record) -> None:
     deadline = host.clock.monotonic() + old.timeouts.drain_s
     if cluster.is_worker(old, host.paths):
-        # A worker computes answers until the head has stopped.
+        # A worker must not stop before the head, which still needs it for running answers.
         deadline += old.timeouts.stop_s
         while not cluster.missing_members(old, host.paths) and host.clock.monotonic() < deadline:
             host.clock.sleep(0.2)
@@ -171,9 +173,9 @@ def drain(old: Release, host: Host, record: Record) -> None:
     reported = 0.0
     while host.clock.monotonic() < deadline:
         try:
-            requests = host.engines.unfinished(old, host.paths)
+            requests = host.engines.count_unfinished(old, host.paths)
             progress = f"requests={requests:.0f}"
-        except SilentError:  # busy, probably with answers that should be finished
+        except EngineTimeoutError:  # the engine is busy, probably with unfinished answers
             requests, progress = 1, "no answer from the engine"
         except EngineError:
             return
@@ -184,7 +186,7 @@ def drain(old: Release, host: Host, record: Record) -> None:
             record.report(f"{PHASE}drain {progress} left_s={deadline - reported:.0f}")
         host.clock.sleep(0.2)
     limit_s = old.timeouts.drain_s
-    record.report(f"{PHASE}drain {limit_s:.0f} s are over; unfinished requests are cut")
+    record.report(f"{PHASE}drain requests still run after {limit_s:.0f} s and are aborted")
 
 
 def stop(unit: str, host: Host) -> HostToolError | None:
@@ -198,7 +200,7 @@ def stop(unit: str, host: Host) -> HostToolError | None:
 
 def start(release: Release, host: Host, record: Record) -> None:
     unit = release.serve_unit
-    host.units.begin(unit)
+    host.units.start_in_background(unit)
     began = reported = host.clock.monotonic()
     while True:
         state = host.units.state(unit, "ActiveState", "SubState", "Job", "Result", "InvocationID")
@@ -219,7 +221,7 @@ def start(release: Release, host: Host, record: Record) -> None:
 
 
 def _step_text(lines: list[str]) -> str:
-    """Return the text of the last progress line that the unit's own steps printed."""
+    """Return the text of the last progress line, without phase and times."""
     words = next((line for line in reversed(lines) if line.startswith(PHASE)), "").split()
     return " ".join(word for word in words if not word.startswith((PHASE, WAITED, LIMIT)))
 
@@ -248,5 +250,5 @@ def _failures(result: Proof) -> str:
 
 
 def log_tail(release: Release, host: Host) -> tuple[str, ...]:
-    invocation = host.units.invocation(release.serve_unit) or ""
+    invocation = host.units.read_invocation_id(release.serve_unit) or ""
     return tuple(host.units.journal(invocation, release.serve_unit, lines=_TAIL_LINES))

@@ -38,7 +38,7 @@ def rank(release: Release, paths: Paths) -> int:
     return ranks[0]
 
 
-def own_member(release: Release, paths: Paths) -> Member | None:
+def local_member(release: Release, paths: Paths) -> Member | None:
     return release.cluster.members[rank(release, paths)] if release.cluster else None
 
 

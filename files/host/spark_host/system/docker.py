@@ -22,7 +22,7 @@ API_SOCKET = "/var/run/docker.sock"
 PATIENT_S = 60.0  # the second try, for busy hosts
 
 
-class DaemonSilent(HostToolError):  # noqa: N818 - named after the event
+class DockerTimeoutError(HostToolError):
     """The daemon did not answer in time, so the answer is unknown."""
 
 
@@ -45,7 +45,7 @@ def query(path: str, timeout_s: float = 10) -> Any:
     """Return the JSON answer to ``GET path``, or ``None``; ``DaemonSilent`` after two timeouts."""
     try:
         return _get(path, timeout_s)
-    except DaemonSilent:
+    except DockerTimeoutError:
         return _get(path, PATIENT_S)
 
 
@@ -58,7 +58,7 @@ def _get(path: str, timeout_s: float) -> Any:
         return json.loads(body) if response.status == 200 else None
     except (TimeoutError, BlockingIOError) as error:
         message, fix = f"did not answer within {timeout_s:.0f} s", "systemctl status docker"
-        raise DaemonSilent("docker", message, f"{fix}; run again") from error
+        raise DockerTimeoutError("docker", message, f"{fix}; run again") from error
     except (OSError, HTTPException, ValueError):
         return None
     finally:
@@ -74,17 +74,17 @@ def gpu_arguments(paths: Paths) -> tuple[str, ...]:
 def is_up() -> bool:
     try:
         return _get("/version", 5) is not None
-    except DaemonSilent:
+    except DockerTimeoutError:
         return False
 
 
-def image(reference: str) -> dict[str, Any] | None:
+def inspect_image(reference: str) -> dict[str, Any] | None:
     result = query(f"/images/{quote(reference, safe='/:@')}/json")
     return result if isinstance(result, dict) else None
 
 
 def image_label(reference: str) -> str | None:
-    config = (image(reference) or {}).get("Config") or {}
+    config = (inspect_image(reference) or {}).get("Config") or {}
     value = (config.get("Labels") or {}).get(DIGEST_LABEL)
     return None if value is None else str(value)
 
@@ -98,10 +98,10 @@ def engine_containers(service: str | None = None) -> list[str]:
     return sorted(str(item["Names"][0]).lstrip("/") for item in result if item.get("Names"))
 
 
-def container(name: str, limit_s: float) -> dict[str, Any] | None:
+def inspect_container(name: str, limit_s: float) -> dict[str, Any] | None:
     try:
         result = _get(f"/containers/{quote(name, safe='')}/json", limit_s)
-    except DaemonSilent:
+    except DockerTimeoutError:
         return None
     return result if isinstance(result, dict) else None
 

@@ -25,8 +25,8 @@ _PAUSE_S = 0.5
 _STILL_S = 2.0  # without changes, the network manager has finished
 # netplan stops NetworkManager, which removes all addresses; leases return within seconds.
 _REGAIN_S = 10.0
-_TRIED = f"{RUN_DIR}/fabric.json"
-_KEPT = f"{STATE_DIR}/fabric/record.json"
+_TRIAL_RECORD = f"{RUN_DIR}/fabric.json"
+_CONFIRMED_RECORD = f"{STATE_DIR}/fabric/record.json"
 _TRANSIENT = ("systemd-run", "--quiet", "--collect")
 
 
@@ -35,7 +35,7 @@ def main(words: Sequence[str], paths: Paths) -> int:
     with locked(paths.run / "fabric.lock", wait=True):
         match list(words):
             case ["try"]:
-                _try(documents.parse(fabric.FabricPlan, sys.stdin.read()), paths)
+                _start_trial(documents.parse(fabric.FabricPlan, sys.stdin.read()), paths)
             case ["settled"]:
                 _wait_until_settled(paths)
             case ["confirm"]:
@@ -48,7 +48,7 @@ def main(words: Sequence[str], paths: Paths) -> int:
     return 0
 
 
-def _try(plan: fabric.FabricPlan, paths: Paths) -> None:
+def _start_trial(plan: fabric.FabricPlan, paths: Paths) -> None:
     trial = paths.below(fabric.NETPLAN_TRIAL)
     if paths.below(fabric.NETPLAN_FILE).exists():
         fix = "remove it first: spark-deploy fabric --restore"
@@ -60,25 +60,25 @@ def _try(plan: fabric.FabricPlan, paths: Paths) -> None:
     managed = {port.interface for port in plan.ports}
     record = fabric.FabricRecord(
         plan.ports,
-        {port.interface: int(_link(port)["mtu"]) for port in plan.ports},
+        {port.interface: int(_show_link(port)["mtu"]) for port in plan.ports},
         {name: now for name, now in _addresses().items() if now and name not in managed},
         _default_routes(),
     )
-    files.write_text(paths.below(_TRIED), documents.to_json(record), 0o600)
+    files.write_text(paths.below(_TRIAL_RECORD), documents.to_json(record), 0o600)
     files.write_text(trial, plan.netplan, 0o600)
     timer = [
         *_TRANSIENT, f"--unit={fabric.RETURN_UNIT}", f"--on-active={plan.confirm_s}",
         "--timer-property=AccuracySec=1s", HOST_TOOL, FABRIC, "restore", "--unconfirmed",
     ]  # fmt: skip
     try:
-        _must(["netplan", "generate"], "netplan rejects the file")
-        _must(timer, "systemd rejects the timer of the restore")
+        _run_checked(["netplan", "generate"], "netplan rejects the file")
+        _run_checked(timer, "systemd rejects the timer of the restore")
     except HostToolError:
         files.remove(trial)
         raise
     # The caller may lose the connection.
     apply = [*_TRANSIENT, "--no-block", f"--unit={fabric.APPLY_UNIT}", "netplan", "apply"]
-    _must(apply, "systemd rejects the change")
+    _run_checked(apply, "systemd rejects the change")
 
 
 def _confirm(paths: Paths) -> None:
@@ -86,7 +86,7 @@ def _confirm(paths: Paths) -> None:
     if not trial.exists() and kept.exists():
         return
     record = _wait_until_settled(paths)
-    files.write_text(paths.below(_KEPT), documents.to_json(record), 0o600)
+    files.write_text(paths.below(_CONFIRMED_RECORD), documents.to_json(record), 0o600)
     files.write_text(kept, trial.read_text(), 0o600)
     files.remove(trial)
     _stop_timer()
@@ -97,14 +97,14 @@ def _restore(paths: Paths, *, unconfirmed: bool) -> None:
     trial, kept = paths.below(fabric.NETPLAN_TRIAL), paths.below(fabric.NETPLAN_FILE)
     if not trial.exists() and (unconfirmed or not kept.exists()):
         return
-    tried = paths.below(_TRIED if trial.exists() else _KEPT)
+    tried = paths.below(_TRIAL_RECORD if trial.exists() else _CONFIRMED_RECORD)
     record = read_document(fabric.FabricRecord, tried)
     if kept.exists() and not unconfirmed:
-        files.write_text(paths.below(fabric.KEPT_NETPLAN), kept.read_text(), 0o600)
+        files.write_text(paths.below(fabric.REMOVED_NETPLAN), kept.read_text(), 0o600)
         files.remove(kept)
     files.remove(trial)
     try:
-        _must(["netplan", "apply"], "netplan rejects the previous network")
+        _run_checked(["netplan", "apply"], "netplan rejects the previous network")
     finally:  # routes to this host return even if netplan fails
         if record:
             _reset_ports(record)
@@ -126,32 +126,34 @@ def _reset_ports(record: fabric.FabricRecord) -> None:
 def _restore_others(record: fabric.FabricRecord) -> None:
     until = time.monotonic() + _REGAIN_S
     time.sleep(_PAUSE_S)  # the network manager continues after `netplan apply`
-    while _lost(record, now := _addresses()) and time.monotonic() < until:
+    while _lost_addresses(record, now := _addresses()) and time.monotonic() < until:
         time.sleep(_PAUSE_S)
     managed = {port.address for port in record.ports}
     for name in record.addresses_before:
         for address in managed.intersection(now.get(name, ())):
             _ip("address", "delete", address, "dev", name)
-    for name, address in _lost(record, now):
+    for name, address in _lost_addresses(record, now):
         print(f"{name} lost {address}; restoring it", flush=True)
         _ip("address", "replace", address, "dev", name)
-    present = {_version(route) for route in _default_routes()}
+    present = {_ip_option(route) for route in _default_routes()}
     for route in record.routes_before:
-        if _version(route) not in present:
-            _ip(_version(route), "route", "replace", *route.split())
+        if _ip_option(route) not in present:
+            _ip(_ip_option(route), "route", "replace", *route.split())
 
 
-def _lost(record: fabric.FabricRecord, now: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+def _lost_addresses(
+    record: fabric.FabricRecord, now: Mapping[str, Sequence[str]]
+) -> list[tuple[str, str]]:
     managed = {port.address for port in record.ports}
     return [
         (name, address)
         for name, before in record.addresses_before.items()
         for address in before
-        if _version(address) not in {_version(a) for a in now.get(name, ()) if a not in managed}
+        if _ip_option(address) not in {_ip_option(a) for a in now.get(name, ()) if a not in managed}
     ]
 
 
-def _version(text: str) -> str:
+def _ip_option(text: str) -> str:
     return "-6" if ":" in text else "-4"
 
 
@@ -163,17 +165,17 @@ def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
     if not paths.below(fabric.NETPLAN_TRIAL).exists():
         fix = "check the new network, then run it again"
         raise HostToolError("fabric", "not confirmed in time: the old network is back", fix)
-    record = files.load(fabric.FabricRecord, paths.below(_TRIED), "no record of the trial")
+    record = files.load(fabric.FabricRecord, paths.below(_TRIAL_RECORD), "no record of the trial")
     began = time.monotonic()
     seen, since = None, 0.0
     while time.monotonic() < began + _APPLY_S:
-        missing = [port for port in record.ports if not _is_set(port)]
+        missing = [port for port in record.ports if not _is_configured(port)]
         state = systemd.state(f"{fabric.APPLY_UNIT}.service", "ActiveState").get("ActiveState")
         applying = state not in ("inactive", "failed", None)
         now = (missing, applying, _addresses(), _default_routes())
         if now != seen:
             seen, since = now, time.monotonic()
-        regained = not _lost(record, now[2]) or time.monotonic() >= began + _REGAIN_S
+        regained = not _lost_addresses(record, now[2]) or time.monotonic() >= began + _REGAIN_S
         if regained and not (missing or now[1]) and time.monotonic() - since >= _STILL_S:
             return record
         time.sleep(_PAUSE_S)
@@ -206,13 +208,13 @@ def _default_routes() -> tuple[str, ...]:
     return tuple(line for line in lines if line and " proto ra " not in f"{line} ")
 
 
-def _is_set(port: fabric.FabricPort) -> bool:
-    link = _link(port)
+def _is_configured(port: fabric.FabricPort) -> bool:
+    link = _show_link(port)
     addresses = {f"{entry['local']}/{entry['prefixlen']}" for entry in link["addr_info"]}
     return port.address in addresses and link["mtu"] == port.mtu
 
 
-def _link(port: fabric.FabricPort) -> Any:
+def _show_link(port: fabric.FabricPort) -> Any:
     for link in json.loads(_ip("-j", "address", "show", "dev", port.interface) or "[]"):
         return link
     fix = "list the interfaces (`ip link`), then set fabric.interfaces"
@@ -228,7 +230,7 @@ def _stop_timer(*kinds: str) -> None:
     run_program(["systemctl", "stop", *names], _APPLY_S)
 
 
-def _must(argv: list[str], message: str) -> None:
+def _run_checked(argv: list[str], message: str) -> None:
     done = run_program(argv, _APPLY_S)
     if done.returncode != 0:
         fix = f"try `{' '.join(argv[:2])}` on the host"

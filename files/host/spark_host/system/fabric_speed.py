@@ -107,9 +107,9 @@ def send(order: SpeedOrder) -> SpeedResult:
         try:
             received = stream.recv(1)
         except OSError as error:
-            raise _unreachable(order, str(error)) from error
+            raise _connection_error(order, str(error)) from error
         if received != _WELCOME:
-            raise _unreachable(order, "the listener closed the connection")
+            raise _connection_error(order, "the listener closed the connection")
     began = time.monotonic()
 
     def push(stream: socket.socket) -> tuple[int, float]:
@@ -134,13 +134,13 @@ def _connect(order: SpeedOrder) -> socket.socket:
         except OSError as error:
             stream.close()
             if time.monotonic() + _RETRY_S > until:
-                raise _unreachable(order, str(error)) from error
+                raise _connection_error(order, str(error)) from error
             time.sleep(_RETRY_S)
         else:
             return stream
 
 
-def _unreachable(order: SpeedOrder, reason: str) -> HostToolError:
+def _connection_error(order: SpeedOrder, reason: str) -> HostToolError:
     return HostToolError(
         f"{order.interface} to {order.address}:{order.port}",
         f"no connection ({reason})",

@@ -19,7 +19,7 @@ from spark_contract.errors import HostToolError
 _LIMIT_S = 600.0
 
 
-def give(path: Path, owner: int, group: int, mode: int) -> None:
+def create(path: Path, owner: int, group: int, mode: int) -> None:
     """Create a folder with owner, group and mode; root must own the parent."""
     path.mkdir(mode=0o700, exist_ok=True)
     try:
@@ -31,7 +31,7 @@ def give(path: Path, owner: int, group: int, mode: int) -> None:
         raise HostToolError(str(path), "is not a folder", fix) from error
 
 
-def empty(path: Path) -> None:
+def remove_entries(path: Path) -> None:
     """Remove the entries of a folder; a link is removed, not the target."""
     if not path.is_dir():
         return

@@ -16,7 +16,7 @@ from spark_contract.documents import DocumentError
 from spark_contract.errors import HostToolError
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
-from spark_contract.release import Release, service_of
+from spark_contract.release import Release, parse_service
 from spark_contract.units import RELEASE_NAME
 
 from spark_host.system import systemd
@@ -47,7 +47,7 @@ def load_gateway(service: str, paths: Paths) -> Gateway:
 
 def load_release(name: str, paths: Paths) -> Release:
     """Return a release; ``HostToolError`` if absent, malformed or with another name."""
-    service_of(name)
+    parse_service(name)
     path = paths.release(name)
     release = files.load(Release, path, "no such release")
     if release.name != name:
@@ -85,10 +85,10 @@ class Disk:
     write = staticmethod(write_document)
     remove = staticmethod(files.remove)
     exists = staticmethod(Path.exists)
-    listed = staticmethod(list_folder)
+    list_folder = staticmethod(list_folder)
     locked = staticmethod(locked)
-    load = staticmethod(load_release)
-    names = staticmethod(release_names)
+    load_release = staticmethod(load_release)
+    release_names = staticmethod(release_names)
 
 
 class Clock:
@@ -103,13 +103,13 @@ class Units(Protocol):
     def show(self, units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]: ...
     def state(self, unit: str, *properties: str) -> UnitState: ...
     def is_active(self, unit: str) -> bool: ...
-    def invocation(self, unit: str) -> str | None: ...
-    def listed(self, pattern: str) -> list[str]: ...
+    def read_invocation_id(self, unit: str) -> str | None: ...
+    def list_units(self, pattern: str) -> list[str]: ...
     def journal(self, invocation_id: str, unit: str, lines: int | None = None) -> list[str]: ...
     def is_stopping(self) -> bool: ...
     def reload(self) -> None: ...
-    def reset(self, unit: str) -> None: ...
-    def begin(self, unit: str) -> None: ...
+    def reset_failed(self, unit: str) -> None: ...
+    def start_in_background(self, unit: str) -> None: ...
     def start(self, unit: str, limit_s: float) -> None: ...
     def stop(self, unit: str, limit_s: float) -> None: ...
     def enable(self, unit: str) -> None: ...
@@ -131,9 +131,11 @@ class Host:
 
     def release(self, name: str | None) -> Release | None:
         try:
-            return self.disk.load(name, self.paths) if name else None
+            return self.disk.load_release(name, self.paths) if name else None
         except HostToolError:
             return None
 
     def releases(self, service: str) -> list[str]:
-        return [name for name in self.disk.names(self.paths) if service_of(name) == service]
+        return [
+            name for name in self.disk.release_names(self.paths) if parse_service(name) == service
+        ]

@@ -15,7 +15,7 @@ _PATIENT_S = 60.0  # the second try, for busy hosts
 Report = Callable[[str], None]  # receives a progress line
 
 
-class ProgramSilent(Exception):  # noqa: N818 - named after the event
+class ProgramTimeoutError(Exception):
     """The program did not exit in time, so the answer is unknown."""
 
 
@@ -65,7 +65,7 @@ def _environment() -> dict[str, str]:
     return {**inherited, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
 
 
-def output_of(*argv: str) -> str | None:
+def read_output(*argv: str) -> str | None:
     """Return trimmed output; ``None`` if the program is absent, failed or timed out."""
     try:
         return _output(argv, _LIMIT_S)
@@ -73,14 +73,14 @@ def output_of(*argv: str) -> str | None:
         return None
 
 
-def patient_output_of(*argv: str) -> str | None:
+def read_output_patiently(*argv: str) -> str | None:
     """Like :func:`output_of`, but with a second try; ``ProgramSilent`` after two timeouts."""
     for limit_s in (_LIMIT_S, _PATIENT_S):
         try:
             return _output(argv, limit_s)
         except subprocess.TimeoutExpired:
             continue
-    raise ProgramSilent(f"{argv[0]} did not exit within {_PATIENT_S:.0f} s")
+    raise ProgramTimeoutError(f"{argv[0]} did not exit within {_PATIENT_S:.0f} s")
 
 
 # Killed programs that are stuck in a driver, by name.

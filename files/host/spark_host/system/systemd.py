@@ -37,7 +37,7 @@ def show(units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState
     return _parse_states(_query("show", "-p", ",".join(["Id", *properties]), "--", *names))
 
 
-def loaded(patterns: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
+def show_loaded(patterns: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
     """Return properties of loaded units; faster than :func:`show`, which reads unit files."""
     words = ("show", "--all", "-p", ",".join(["Id", *properties]), "--", *patterns)
     return _parse_states(_query(*words))
@@ -67,7 +67,7 @@ def is_queued(unit: UnitState) -> bool:
     return unit.get("Job", "0") not in ("", "0")
 
 
-def invocation(unit: str) -> str | None:
+def read_invocation_id(unit: str) -> str | None:
     return state(unit, "InvocationID").get("InvocationID") or None
 
 
@@ -85,17 +85,17 @@ def reload() -> None:
     systemctl("daemon-reload")
 
 
-def reset(unit: str, limit_s: float = _LIMIT_S) -> None:
+def reset_failed(unit: str, limit_s: float = _LIMIT_S) -> None:
     systemctl("reset-failed", unit, timeout_s=limit_s)
 
 
-def begin(unit: str) -> None:
-    reset(unit)
+def start_in_background(unit: str) -> None:
+    reset_failed(unit)
     change("start", "--no-block", unit)
 
 
 def start(unit: str, limit_s: float) -> None:
-    reset(unit)
+    reset_failed(unit)
     change("start", unit, limit_s=limit_s)
 
 
@@ -111,7 +111,7 @@ def disable(unit: str) -> None:
     change("disable", unit, limit_s=_LINK_S)
 
 
-def listed(pattern: str) -> list[str]:
+def list_units(pattern: str) -> list[str]:
     output = _query("list-units", "--all", "--plain", "--no-legend", pattern)
     return [line.split()[0] for line in output.splitlines() if line.strip()]
 

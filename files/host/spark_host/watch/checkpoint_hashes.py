@@ -53,7 +53,7 @@ def hash_next(
     for number, part in enumerate(hashed):
         if number >= again and time.monotonic() > until_s:
             return problems, (position - (len(hashed) - number)) % len(parts)
-        if problem := _problem(part):
+        if problem := _verify_part(part):
             problems[part.key] = problem
     return problems, position
 
@@ -69,7 +69,7 @@ def _parts(tree: Path) -> Iterator[_Part]:
             offset += int(size)
 
 
-def _problem(part: _Part) -> Problem | None:
+def _verify_part(part: _Part) -> Problem | None:
     digest, end = hashlib.sha256(), part.offset + part.size_bytes
     try:
         with (part.tree / part.name).open("rb", buffering=0) as content:
@@ -80,13 +80,13 @@ def _problem(part: _Part) -> Problem | None:
                 digest.update(chunk)
             os.posix_fadvise(content.fileno(), part.offset, part.size_bytes, os.POSIX_FADV_DONTNEED)
     except OSError as error:
-        return _report(part, f"cannot be read ({error.strerror})")
+        return _damage_problem(part, f"cannot be read ({error.strerror})")
     if digest.hexdigest() != part.sha256:
-        return _report(part, f"bytes from {part.offset:,} on differ from the receipt")
+        return _damage_problem(part, f"bytes from {part.offset:,} on differ from the receipt")
     return None
 
 
-def _report(part: _Part, message: str) -> Problem:
+def _damage_problem(part: _Part, message: str) -> Problem:
     receipt = part.tree / RECEIPT_NAME
     file = part.tree / part.name
     # A later time makes every checkpoint that shares the file by a hard link hash it again.

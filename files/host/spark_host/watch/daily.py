@@ -34,8 +34,8 @@ _CLOCK_S = 3_600
 _GIB = 1 << 30
 
 
-def inspect(host: Host) -> DailyReport:
-    releases = [r for name in host.disk.names(host.paths) if (r := host.release(name))]
+def inspect_host(host: Host) -> DailyReport:
+    releases = [r for name in host.disk.release_names(host.paths) if (r := host.release(name))]
     running = [release for release in releases if host.units.is_active(release.serve_unit)]
     last = host.disk.read(DailyReport, host.paths.daily) or DailyReport("", ())
     trees = chain.from_iterable(_checkpoints_needed_at_boot(releases, host).values())
@@ -48,7 +48,7 @@ def inspect(host: Host) -> DailyReport:
         yield from problems.values()
 
     problems = _collect(
-        _watched(running, host),
+        _stopped_units(running, host),
         _certificates(running, host.paths),
         _journal(host.paths),
         _disks(running, host.paths),
@@ -71,7 +71,7 @@ def _collect(*inspections: Iterator[Problem]) -> Iterator[Problem]:
             yield Problem("daily check", f"{name} failed: {type(error).__name__} {error}", fix)
 
 
-def _watched(running: list[Release], host: Host) -> Iterator[Problem]:
+def _stopped_units(running: list[Release], host: Host) -> Iterator[Problem]:
     for release in running:
         for unit in (WATCH.unit(release.name), GATEWAY.unit(release.service)):
             if not host.units.is_active(unit):
@@ -89,7 +89,7 @@ def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
         if tls is None:
             continue
         path = paths.below(tls.certificate)
-        output = programs.output_of("openssl", "x509", "-in", str(path), "-noout", "-enddate")
+        output = programs.read_output("openssl", "x509", "-in", str(path), "-noout", "-enddate")
         match = re.search(r"notAfter=(\w{3} +\d+ [\d:]+ \d{4}) GMT", output or "")
         if match is None:
             yield Problem("certificate", f"{path} cannot be read", "deploy again")
@@ -134,11 +134,11 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
 
 
 def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
-    if programs.output_of("timedatectl", "show", "--property=NTPSynchronized", "--value") == "no":
+    if programs.read_output("timedatectl", "show", "--property=NTPSynchronized", "--value") == "no":
         fix = "timedatectl set-ntp true; check that a time server can be reached"
         yield Problem("clock", "is not synchronized", fix)
     for release in running:
-        age_s = _age_s(proof.read(release.name, host))
+        age_s = _proof_age_s(proof.read(release.name, host))
         if age_s is not None and age_s < -_CLOCK_S:
             hours = -age_s / 3600
             message = f"went back: the proof of {release.name} is dated {hours:.0f} h in the future"
@@ -161,7 +161,7 @@ def _checkpoints_needed_at_boot(releases: list[Release], host: Host) -> dict[str
     """Return the checkpoints of each release that starts at boot."""
     checkpoints = {}
     for service in sorted({release.service for release in releases}):
-        for name in boot.enabled(service, host):
+        for name in boot.enabled_releases(service, host):
             if release := host.release(name):
                 checkpoints[name] = [host.paths.below(tree.path) for tree in release.trees]
     return checkpoints
@@ -169,7 +169,7 @@ def _checkpoints_needed_at_boot(releases: list[Release], host: Host) -> dict[str
 
 def _stale_proof_problems(running: list[Release], host: Host) -> Iterator[Problem]:
     for release in running:
-        age_s = _age_s(proof.read(release.name, host))
+        age_s = _proof_age_s(proof.read(release.name, host))
         if age_s is None:
             yield Problem("proof", f"{release.name} runs without a proof", "run spark-check")
         elif age_s > PROOF_DAYS * _DAY_S:
@@ -197,7 +197,7 @@ def _document_fix(path: Path, paths: Paths) -> str:
     return f"rm {path}; then run the deploy: it writes what it needs"
 
 
-def _age_s(last: Proof | None) -> float | None:
+def _proof_age_s(last: Proof | None) -> float | None:
     if last is None:
         return None
     try:
@@ -209,7 +209,7 @@ def _age_s(last: Proof | None) -> float | None:
 
 def main(words: list[str], paths: Paths) -> int:
     host = Host(paths)
-    result = inspect(host)
+    result = inspect_host(host)
     for problem in result.problems:
         log(problem.line)
     host.disk.write(paths.daily, result)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from spark_contract import release
 from spark_contract.release import Watch
 
-from spark_host.system.programs import output_of
+from spark_host.system.programs import read_output
 
 _FIELDS = ("temperature.gpu", "clocks.current.sm", "power.draw", "utilization.gpu")
 # The board's power fault: full load at low clock and power (healthy: 2.0 to 2.4 GHz at 45 to 90 W).
@@ -32,7 +32,7 @@ class Reading:
 
 def read() -> Reading | None:
     query = f"--query-gpu={','.join(_FIELDS)}"
-    output = output_of("nvidia-smi", query, "--format=csv,noheader,nounits")
+    output = read_output("nvidia-smi", query, "--format=csv,noheader,nounits")
     return None if output is None else parse(output)
 
 

@@ -14,12 +14,12 @@ from spark_contract.records import StartMemory
 from spark_contract.release import FRAGMENTED, STARVING, Release
 
 from spark_host.engine import container, logs
-from spark_host.engine.memory import Floor, available_bytes, defragment, read_free_blocks
+from spark_host.engine.memory import MemoryFloor, available_bytes, defragment, read_free_blocks
 from spark_host.watch import watchdog
 
-_EVERY_S = 0.25
-_NOTE_S = 2.0
-_BLOCKS_EVERY_S = 1.0
+_SAMPLE_INTERVAL_S = 0.25
+_EVENT_WAIT_S = 2.0
+_BLOCKS_INTERVAL_S = 1.0
 _DEFRAGMENT_REST_S = 10.0  # between two rounds, each of which takes seconds
 _LONGEST_REST_S = 40.0  # after rounds that did not help
 _FIX = (
@@ -29,35 +29,35 @@ _FIX = (
 
 
 class StartGuard:
-    """Guards the host's memory during a block; kills the engine below the floor."""
+    """A context manager that kills the engine if the available memory falls below the floor."""
 
     def __init__(self, release: Release, paths: Paths):
         self._release, self._paths = release, paths
-        self._floor = Floor(release.memory.floor_bytes)
-        self._stop, self._noted, self._sampled = (threading.Event() for _ in range(3))
+        self._floor = MemoryFloor(release.memory.floor_bytes)
+        self._stop, self._event_written, self._sampled = (threading.Event() for _ in range(3))
         self._began = time.monotonic()
         self._lowest_after_s = 0.0
         self._pidfd: int | None = None
-        self.starved: str | None = None
+        self.kill_reason: str | None = None
         """Why the engine was killed; ``None`` while there is enough memory."""
         blocks = read_free_blocks()
-        # After the compaction that precedes a launch.
+        # Still fragmented, although memory was compacted just before.
         self._fragmented = blocks if blocks is not None and blocks.is_fragmented else None
 
     def __enter__(self) -> StartGuard:
         for work in (self._sample, self._open_process, self._keep_blocks_free):
             threading.Thread(target=work, daemon=True).start()
-        self._sampled.wait(_NOTE_S)
+        self._sampled.wait(_EVENT_WAIT_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if self.starved is not None:  # this process may exit now
-            self._noted.wait(_NOTE_S)
+        if self.kill_reason is not None:  # the process may exit after this block
+            self._event_written.wait(_EVENT_WAIT_S)
 
     @property
     def start_memory(self) -> StartMemory | None:
-        """The least available memory and the time; ``None`` before the first sample."""
+        """The lowest available memory and when; ``None`` before the first sample."""
         lowest = self._floor.lowest_bytes
         if lowest is None:
             return None
@@ -66,7 +66,7 @@ class StartGuard:
     def read_driver_failures(self, *, ready: bool) -> tuple[str, bool]:
         """Describe failed allocations of the GPU driver, and whether they fail the start.
 
-        Two of three must coincide: a log line, a fragmented host, an engine that is not ready.
+        A start fails if two of these apply: a log line, fragmented memory, no ready engine.
         """
         lines = logs.count_kernel_faults(time.monotonic() - self._began)[logs.NO_MEMORY]
         texts = []
@@ -82,25 +82,25 @@ class StartGuard:
     def _sample(self) -> None:
         while not self._stop.is_set():
             before = self._floor.lowest_bytes
-            reason = self._floor.broken(available_bytes())
+            reason = self._floor.check(available_bytes())
             if self._floor.lowest_bytes != before:
                 self._lowest_after_s = time.monotonic() - self._began
             self._sampled.set()
             if reason is not None:
                 self._kill(reason)
                 return
-            self._stop.wait(_EVERY_S)
+            self._stop.wait(_SAMPLE_INTERVAL_S)
 
     def _keep_blocks_free(self) -> None:
         rest_s = _DEFRAGMENT_REST_S
-        while not self._stop.wait(_BLOCKS_EVERY_S):
+        while not self._stop.wait(_BLOCKS_INTERVAL_S):
             if not self._is_low():
                 continue
             if problem := defragment():
-                watchdog.event(self._release, FRAGMENTED, problem, self._paths)
+                watchdog.record_event(self._release, FRAGMENTED, problem, self._paths)
                 return
             rest_s = min(2 * rest_s, _LONGEST_REST_S) if self._is_low() else _DEFRAGMENT_REST_S
-            self._stop.wait(rest_s - _BLOCKS_EVERY_S)
+            self._stop.wait(rest_s - _BLOCKS_INTERVAL_S)
 
     def _is_low(self) -> bool:
         blocks = read_free_blocks()
@@ -109,13 +109,13 @@ class StartGuard:
     def _open_process(self) -> None:
         while self._pidfd is None and not self._stop.is_set():
             self._pidfd = container.open_process(self._release.container)
-            self._stop.wait(_EVERY_S)
+            self._stop.wait(_SAMPLE_INTERVAL_S)
 
     def _kill(self, reason: str) -> None:
-        stopped = f"{reason}: the engine was stopped while it started"
-        # Before writing the event, which could block while memory is short.
+        stopped = f"{reason}: the engine was stopped during its start"
+        # Kill first: writing the event could block while memory is short.
         problem = container.kill_container(self._release.container, self._pidfd)
-        self.starved = f"{stopped}; fix: {_FIX}"
-        watchdog.event(self._release, STARVING, stopped, self._paths)
-        self._noted.set()
+        self.kill_reason = f"{stopped}; fix: {_FIX}"
+        watchdog.record_event(self._release, STARVING, stopped, self._paths)
+        self._event_written.set()
         watchdog.kill_unit_after(problem, self._release, self._paths)

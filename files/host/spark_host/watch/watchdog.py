@@ -21,25 +21,25 @@ from spark_contract.records import Event
 from spark_contract.release import FRAGMENTED, KILLED, STALLED, STARVING, Release, Watch
 
 from spark_host.engine import compile_cache, container
-from spark_host.engine.client import Engine, EngineError, Metrics, SilentError
-from spark_host.engine.memory import Floor, available_bytes, read_free_blocks
+from spark_host.engine.client import Engine, EngineError, EngineTimeoutError, Metrics
+from spark_host.engine.memory import MemoryFloor, available_bytes, read_free_blocks
 from spark_host.gateway import gateway
 from spark_host.records import boot
 from spark_host.system import cluster, systemd
 from spark_host.system.host import Host, load_release
 from spark_host.watch import sensors
 
-_EVENTS_KEPT = 1000
-_UNFRAGMENTED_S = 600.0  # without fragmentation, before it is reported again
-_SENSORS_EVERY_S = 20.0
+_MAX_EVENTS = 1000
+_UNFRAGMENTED_S = 600.0  # after this time, new fragmentation is another event
+_SENSORS_INTERVAL_S = 20.0
 _ANSWER_S = 5.0
-_WORKER_S = 0.5
-# In a row: a busy host may miss a single attempt.
+_WORKER_INTERVAL_S = 0.5
+# Successive samples: a busy host may miss a single attempt.
 _SILENT_SAMPLES = 3
 _SILENT_S = 10.0  # of a member on the fabric
 _BACKLOG = 64
-_NOTE_S = 2.0
-_UNIT_ENDS_S = 20.0
+_EVENT_WAIT_S = 2.0
+_UNIT_STOP_S = 20.0
 _event_lock = threading.Lock()
 
 
@@ -51,10 +51,10 @@ class StallDetector:
     silent_since_s: float | None = None
     silent_samples: int = 0
 
-    def silent(self, now_s: float) -> str | None:
-        """Record that the engine did not answer in time; return the reason for a stall.
+    def add_timeout(self, now_s: float) -> str | None:
+        """Record that the engine did not answer in time; return a message if that is a stall.
 
-        The process that sends tokens also sends metrics.
+        vLLM sends tokens and metrics from the same process.
         """
         if self.silent_since_s is None:
             self.silent_since_s = now_s
@@ -64,12 +64,12 @@ class StallDetector:
             return None
         return f"the engine listens, but gave no answer for {silent_s:.0f} s"
 
-    def answered(self) -> None:
+    def reset_timeouts(self) -> None:
         self.silent_since_s, self.silent_samples = None, 0
 
-    def stalled(self, metrics: Metrics | None, now_s: float) -> str | None:
-        """Return the reason for a stall; systemd handles engines without metrics."""
-        if metrics is None:
+    def add_metrics(self, metrics: Metrics | None, now_s: float) -> str | None:
+        """Return a message if requests run, but tokens and cache usage stand still."""
+        if metrics is None:  # the engine has exited or is broken, which systemd handles
             return None
         progress = metrics.progress
         if metrics.running <= 0 or progress != self.last_progress or self.moved_at_s is None:
@@ -87,19 +87,19 @@ class StallDetector:
 class ClusterWatch:
     """Watches the other members of a cluster.
 
-    The kernel reports a rank that exits, but not a host without power or cable, so a thread also
-    connects to the others.
+    A host that loses power or its cable leaves connections open, so a thread also connects to the
+    other members.
     """
 
     def __init__(self, release: Release, paths: Paths):
         self._release, self._paths = release, paths
-        # systemd starts the watchdog after all joined.
+        # systemd starts the watchdog after all members have joined.
         self._complete = True
         self._silent: dict[str, list[float]] = {}
         self._reached: set[str] = set()
         self._listener: socket.socket | None = None
         self.lost: str | None = None
-        """Why the engine cannot continue; ``None`` while all members are there."""
+        """Why the engine cannot continue; ``None`` while all members are connected."""
 
     def begin(self, stop: threading.Event) -> None:
         if self._release.cluster is not None:
@@ -112,24 +112,24 @@ class ClusterWatch:
     def _watch(self, stop: threading.Event) -> None:
         while not stop.is_set():
             try:
-                self._show_proven()
-                self.lost = self.lost or self._find_left() or self._find_silent()
-            except HostToolError as error:  # this host lost the address, as without a cable
+                self._update_listener()
+                self.lost = self.lost or self._find_departed() or self._find_silent()
+            except HostToolError as error:  # without a cable, this host has no fabric address
                 self.lost = str(error)
             stop.wait(min(self._release.watch.interval_s, _SILENT_S / _SILENT_SAMPLES))
 
-    def _find_left(self) -> str | None:
+    def _find_departed(self) -> str | None:
         missing = cluster.missing_names(self._release, self._paths)
         self._complete = self._complete or not missing
         return f"{missing} left the cluster" if missing and self._complete else None
 
     def _find_silent(self) -> str | None:
-        own, config = cluster.own_member(self._release, self._paths), self._release.cluster
+        local, config = cluster.local_member(self._release, self._paths), self._release.cluster
         if config is None:
             return None
         for member in config.members:
             now = time.monotonic()
-            if member == own:
+            if member == local:
                 continue
             if cluster.can_connect(member, config, if_refused=True):
                 self._reached.add(member.host)
@@ -142,13 +142,13 @@ class ClusterWatch:
                     return f"{member.host} gave no answer on the fabric for {silent_s:.0f} s"
         return None
 
-    def _show_proven(self) -> None:
-        """Accept connections while this release is proven here."""
+    def _update_listener(self) -> None:
+        """Listen while this release is proven on this host; other members try to connect."""
         proven = boot.opens_at_start(self._release, Host(self._paths))
-        own, config = cluster.own_member(self._release, self._paths), self._release.cluster
-        if proven and own and config and self._listener is None:
+        local, config = cluster.local_member(self._release, self._paths), self._release.cluster
+        if proven and local and config and self._listener is None:
             with contextlib.suppress(OSError):  # the next sample tries again
-                address = (own.address, config.proven_port)
+                address = (local.address, config.proven_port)
                 self._listener = socket.create_server(address, backlog=_BACKLOG)
                 self._listener.setblocking(False)
         elif not proven and self._listener is not None:
@@ -163,9 +163,9 @@ class ClusterWatch:
 
 def run(name: str, paths: Paths) -> int:
     release = load_release(name, paths)
-    engine = Engine.of(release, paths)
-    detector, floor = StallDetector(release.watch), Floor(release.memory.floor_bytes)
-    worker, members = cluster.is_worker(release, paths), ClusterWatch(release, paths)
+    engine = Engine.for_release(release, paths)
+    detector, floor = StallDetector(release.watch), MemoryFloor(release.memory.floor_bytes)
+    is_worker, members = cluster.is_worker(release, paths), ClusterWatch(release, paths)
     pidfd = None
     stop = threading.Event()
     threading.Thread(target=_watch_sensors, args=(release, paths, stop), daemon=True).start()
@@ -174,43 +174,43 @@ def run(name: str, paths: Paths) -> int:
         while True:
             if pidfd is None:
                 pidfd = container.open_process(release.container)
-            reason = floor.broken(available_bytes())
+            reason = floor.check(available_bytes())
             if reason is not None:
                 kill_engine(release, STARVING, reason, pidfd, paths)
                 floor.low_samples = 0
             if members.lost is not None:
-                # must not use up the start limit
-                systemd.reset(release.serve_unit, _ANSWER_S)
+                # A lost member must not use up the start limit.
+                systemd.reset_failed(release.serve_unit, _ANSWER_S)
                 kill_engine(release, "member", members.lost, pidfd, paths)
                 members.reset()
-            reason = None if worker else _sample(engine, detector)
+            reason = None if is_worker else _find_stall(engine, detector)
             if reason is not None:
                 kill_engine(release, STALLED, reason, pidfd, paths)
                 detector.moved_at_s = None
-                detector.answered()
-            # The weights of workers load after they joined.
-            time.sleep(_WORKER_S if worker else release.watch.interval_s)
+                detector.reset_timeouts()
+            # A worker loads weights while it is watched, which needs more frequent samples.
+            time.sleep(_WORKER_INTERVAL_S if is_worker else release.watch.interval_s)
     finally:
         stop.set()
 
 
-def _sample(engine: Engine, detector: StallDetector) -> str | None:
+def _find_stall(engine: Engine, detector: StallDetector) -> str | None:
     try:
         metrics = engine.metrics(_ANSWER_S)
-    except SilentError:
-        return detector.silent(time.monotonic())
+    except EngineTimeoutError:
+        return detector.add_timeout(time.monotonic())
     except EngineError:
         metrics = None
-    detector.answered()
-    return detector.stalled(metrics, time.monotonic())
+    detector.reset_timeouts()
+    return detector.add_metrics(metrics, time.monotonic())
 
 
 class Fragmentation:
     def __init__(self) -> None:
         self._fragmented_at_s: float | None = None
 
-    def begins(self, blocks: FreeBlocks, now_s: float) -> bool:
-        """Return whether memory is fragmented for the first time since it recovered."""
+    def is_new(self, blocks: FreeBlocks, now_s: float) -> bool:
+        """Return whether memory is fragmented, and was not fragmented lately."""
         before_s = self._fragmented_at_s
         if blocks.is_fragmented:
             self._fragmented_at_s = now_s
@@ -224,52 +224,55 @@ def _watch_sensors(release: Release, paths: Paths, stop: threading.Event) -> Non
     alarms, sampled_s, last = sensors.GpuAlarms(release.watch), float("-inf"), None
     fragmentation = Fragmentation()
     while not stop.is_set():
-        if time.monotonic() - sampled_s >= _SENSORS_EVERY_S:
+        if time.monotonic() - sampled_s >= _SENSORS_INTERVAL_S:
             sampled_s = time.monotonic()
-            if reason := compile_cache.overflow(release, Host(paths)):
+            if reason := compile_cache.size_problem(release, Host(paths)):
                 kill_engine(release, "cache", reason, None, paths)
             for kind, text in alarms.events(sensors.read()):
-                event(release, kind, text, paths)
+                record_event(release, kind, text, paths)
             blocks = read_free_blocks()
-            if blocks is not None and fragmentation.begins(blocks, sampled_s):
+            if blocks is not None and fragmentation.is_new(blocks, sampled_s):
                 text = f"memory is fragmented: {blocks}; reboot the host before the next start"
-                event(release, FRAGMENTED, text, paths)
-        last = _follow_addresses(release, paths, last)
+                record_event(release, FRAGMENTED, text, paths)
+        last = _update_gateway(release, paths, last)
         stop.wait(release.watch.interval_s)
 
 
-def _follow_addresses(release: Release, paths: Paths, last: str | None) -> str | None:
-    """Reload the gateway after an address changed; return the message of the event."""
+def _update_gateway(release: Release, paths: Paths, last: str | None) -> str | None:
+    """Reload the gateway if an address changed; return the event's text."""
     try:
-        message = gateway.follow(release.service, paths)
+        message = gateway.apply_address_change(release.service, paths)
     except (HostToolError, OSError, subprocess.SubprocessError) as error:
-        # a gateway that exits meanwhile, or hangs
+        # The gateway exited meanwhile, or hangs.
         message = str(error)
     if message is not None and message != last:
-        event(release, "gateway", message, paths)
+        record_event(release, "gateway", message, paths)
     return message
 
 
 def kill_engine(release: Release, kind: str, reason: str, pidfd: int | None, paths: Paths) -> None:
-    """Write an event and kill the engine, by the first process or through docker."""
+    """Write an event and kill the engine."""
     text = f"{reason}; the engine is stopped"
-    # In a thread: a slow disk must not delay the kill.
-    note = threading.Thread(target=event, args=(release, kind, text, paths), daemon=True)
+    # In a thread, because a slow disk must not delay the kill.
+    note = threading.Thread(target=record_event, args=(release, kind, text, paths), daemon=True)
     note.start()
-    note.join(_NOTE_S)
+    note.join(_EVENT_WAIT_S)
     kill_unit_after(container.kill_container(release.container, pidfd), release, paths)
 
 
 def kill_unit_after(problem: str, release: Release, paths: Paths) -> None:
-    """Kill the unit if killing the engine failed, or if the unit does not stop with it."""
+    """Kill the unit at once after a ``problem``, or if it does not stop with its engine.
+
+    The watchdog and a start's check end with the unit, so this process lives only in these cases.
+    """
     if not problem:
-        time.sleep(_UNIT_ENDS_S)
-        problem = f"the unit is still active after {_UNIT_ENDS_S:.0f} s"
-    event(release, KILLED, f"{problem}; killing the unit", paths)
+        time.sleep(_UNIT_STOP_S)
+        problem = f"the unit is still active after {_UNIT_STOP_S:.0f} s"
+    record_event(release, KILLED, f"{problem}; killing the unit", paths)
     systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
 
 
-def event(release: Release, kind: str, text: str, paths: Paths) -> None:
+def record_event(release: Release, kind: str, text: str, paths: Paths) -> None:
     """Append an event to the service's file, and print it to the journal."""
     path = paths.events(release.service)
     line = documents.to_plain(Event(files.now(), release.name, kind, text))
@@ -277,13 +280,13 @@ def event(release: Release, kind: str, text: str, paths: Paths) -> None:
     try:
         with _event_lock:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_text().splitlines()[-_EVENTS_KEPT + 1 :] if path.exists() else []
+            lines = path.read_text().splitlines()[-_MAX_EVENTS + 1 :] if path.exists() else []
             files.write_text(path, "\n".join([*lines, json.dumps(line)]) + "\n")
     except OSError as error:  # a full disk must not stop the watchdog
-        print(f"event not kept: {error}", flush=True)
+        print(f"the event was not written: {error}", flush=True)
 
 
-def events(service: str, paths: Paths) -> tuple[Event, ...]:
+def read_events(service: str, paths: Paths) -> tuple[Event, ...]:
     path = paths.events(service)
     lines = path.read_text().splitlines()[-10:] if path.exists() else ()
     return tuple(documents.parse(Event, line) for line in lines)
