@@ -22,7 +22,7 @@ from spark_deploy.hosts.status import HostStatus, parse_status
 _HEADLINE_LENGTH = 120
 # Reasons can quote an answer with semicolons.
 _REASON_SEPARATOR = re.compile(
-    r"; (?=check |the old release ||fix: |[A-Za-z]+(?:Error|Exception)\b)"
+    r"; (?=check |the old release |fix: |[A-Za-z]+(?:Error|Exception)\b)"
 )
 _failures: WeakKeyDictionary[Host, Sequence[str]] = WeakKeyDictionary()
 

@@ -74,7 +74,7 @@ def read_output(*argv: str) -> str | None:
 
 
 def read_output_patiently(*argv: str) -> str | None:
-    """Like :func:`output_of`, but with a second try; ``ProgramSilent`` after two timeouts."""
+    """Like :func:`read_output`, but try twice; ``ProgramTimeoutError`` after two timeouts."""
     for limit_s in (_LIMIT_S, _PATIENT_S):
         try:
             return _output(argv, limit_s)
