@@ -42,7 +42,7 @@ def connection(timeout_s: float) -> HTTPConnection:
 
 
 def query(path: str, timeout_s: float = 10) -> Any:
-    """Return the JSON answer to ``GET path``, or ``None``; ``DockerTimeoutError`` after two timeouts."""
+    """Return the JSON answer to ``GET path``, or ``None``; raise after two timeouts."""
     try:
         return _get(path, timeout_s)
     except DockerTimeoutError:
