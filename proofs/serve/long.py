@@ -116,7 +116,7 @@ def _stalled(seen: list[dict[str, float]], limit_s: float, *, cache: bool) -> bo
     if cache:
         names["vllm:kv_cache_usage_perc"] = "usage"
     reasons = [
-        judge.stalled(
+        judge.add_metrics(
             Metrics(tuple(Sample(name, {}, line[key]) for name, key in names.items())), line["s"]
         )
         for line in seen

@@ -120,7 +120,7 @@ def test_refuses_key_that_could_break_the_configuration(host, key):
     settings = host.gateway()
     gateway.create_missing_key(settings, host.paths)
     (host.paths.root / "etc/spark/api-key").write_text(key)
-    with pytest.raises(HostToolError, match="not a usable key"):
+    with pytest.raises(HostToolError, match="must contain 16 to 512"):
         gateway.read_key(settings, host.paths)
 
 

@@ -1,4 +1,4 @@
-"""The gateway's process and API key: start, reload, and comparison with the settings."""
+"""Starts and reloads a gateway's nginx, compares it with the settings, and creates the API key."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def start_or_reload(release: Release, paths: Paths) -> None:
 
 
 def _enable_on_request(settings: Gateway, paths: Paths) -> None:
-    """Run the process that starts services on request only if the main gateway has any."""
+    """Enable the process that starts services on request if the main gateway has any."""
     enabled = (paths.boot_links / units.ON_REQUEST_UNIT).is_symlink()
     if settings.service == units.MAIN_SERVICE and enabled != bool(settings.on_request):
         verb = "disable" if enabled else "enable"
@@ -79,14 +79,10 @@ def _enable_on_request(settings: Gateway, paths: Paths) -> None:
 
 
 def apply_address_change(service: str, paths: Paths) -> str | None:
-    """Apply a new address of a bridge or tunnel; return a message if it changed."""
+    """Reload the gateway if a bridge or tunnel has a new address; return a message if so."""
     settings = load_gateway(service, paths)
-    runs = _master_pid(service, paths) is not None
-    if (
-        not EXPOSURES[settings.expose].has_unstable_address
-        or not runs
-        or is_current(settings, paths)
-    ):
+    may_differ = EXPOSURES[settings.expose].has_unstable_address
+    if not may_differ or _master_pid(service, paths) is None or is_current(settings, paths):
         return None
     reload(service, paths)
     return "listens on " + ", ".join(map(str, listeners.planned_listeners(settings).listeners))
@@ -138,7 +134,7 @@ def find_problem(release: Release, paths: Paths) -> HostToolError | None:
 def wait_until_listening(
     service: str, paths: Paths, old_workers: frozenset[int] = frozenset()
 ) -> None:
-    """Wait until only new workers listen, on exactly the planned addresses."""
+    """Wait until new workers listen on exactly the planned addresses and old workers do not."""
     settings = load_gateway(service, paths)
     deadline = time.monotonic() + _WAIT_S
     while True:
@@ -158,12 +154,12 @@ def wait_until_listening(
 
 
 def _wrong_addresses(settings: Gateway, master: int) -> str | None:
-    wanted = {listener.address for listener in listeners.planned_listeners(settings).listeners}
+    planned = {listener.address for listener in listeners.planned_listeners(settings).listeners}
     actual = listeners.listening_addresses(master, settings.port)
-    if wanted == actual:
+    if planned == actual:
         return None
-    named = [", ".join(sorted(addresses)) or "nothing" for addresses in (actual, wanted)]
-    return f"listens on {named[0]} instead of {named[1]}, port {settings.port}"
+    texts = [", ".join(sorted(addresses)) or "no address" for addresses in (actual, planned)]
+    return f"listens on {texts[0]} instead of {texts[1]}, port {settings.port}"
 
 
 def _master_pid(service: str, paths: Paths) -> int | None:
@@ -191,9 +187,9 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
         paths.usage(settings.service).parent.mkdir(0o700, parents=True, exist_ok=True)
     for path in (folder, body_folder.parent, body_folder):
         path.mkdir(parents=True, exist_ok=True)
-        # Workers must traverse it.
+        # Workers run as another account.
         os.chmod(path, 0o711)
-    # A deploy and the watchdog may write at once.
+    # A deploy and the watchdog may write at the same time.
     with locked(folder / "lock", wait=True):
         config, new = folder / "nginx.conf", folder / "nginx.conf.new"
         for path, text in _render_files(settings, paths).items():
@@ -209,8 +205,8 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
 
 
 def is_current(settings: Gateway, paths: Paths) -> bool:
-    wanted = _render_files(settings, paths)
-    return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
+    rendered = _render_files(settings, paths)
+    return all(path.is_file() and path.read_text() == text for path, text in rendered.items())
 
 
 def _render_files(settings: Gateway, paths: Paths) -> dict[Path, str]:
@@ -242,11 +238,11 @@ def read_key(settings: Gateway, paths: Paths) -> str:
     try:
         mode, key = path.stat().st_mode, path.read_text().strip()
     except FileNotFoundError as error:
-        raise HostToolError(str(path), "no API key", "run the deploy again") from error
+        raise HostToolError(str(path), "the API key is missing", "run the deploy again") from error
     if mode & 0o077:
         raise HostToolError(str(path), "is readable by others", f"chmod 600 {path}")
     if not _USABLE_KEY.match(key):
-        message = "not a usable key (16 to 512 letters, digits or . _ ~ + / = -)"
+        message = "must contain 16 to 512 letters, digits or . _ ~ + / = -"
         fix = f"remove {path} and run the deploy: it creates a new key"
         raise HostToolError(str(path), message, fix)
     return key

@@ -1,7 +1,6 @@
 """Named API keys: nginx maps and limits, and the usage of each key.
 
-nginx logs each request; the lines are added to totals daily. A power cut or a killed addition can
-lose lines.
+nginx logs each request; the lines are added to totals daily. A power cut or a kill can lose lines.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ IS_NAMED = "$spark_is_named"  # whether a request without the unnamed key is all
 SCRIPT = "keys.js"
 _FORM = "sk-[A-Za-z0-9_-]{43}"
 _LINE = re.compile(rb"\0*([\w-]+) (\d+) (\d+)\n")
-_UNNAMED = "api_key"  # no name of a key: they have no underscore
+_UNNAMED = "api_key"  # names of keys have no underscore
 
 
 def render_config(settings: Gateway, paths: Paths) -> str:
@@ -63,7 +62,7 @@ def render_script(settings: Gateway) -> str:
 
 
 def _limits(keys: dict[str, NamedKey]) -> Iterator[str]:
-    """Yield a zone for each number, because a reload cannot change the rate of a zone."""
+    """Yield a zone for each limit, because a reload cannot change the rate of a zone."""
     for number, users in _users_by_limit(keys, "max_concurrent"):
         zone = f"concurrent_{number}"
         yield f'map $spark_limited_user $spark_{zone} {{ default ""; {users} }}'
@@ -91,10 +90,10 @@ def read_usage(service: str, paths: Paths) -> Usage:
         # The log is shorter if `fold_usage` was killed after emptying it.
         counted = log.seek(counted if counted <= os.fstat(log.fileno()).st_size else 0)
         for line in log:
-            if not line.endswith(b"\n"):  # nginx writes it now
+            if not line.endswith(b"\n"):  # nginx is still writing it
                 break
             counted += len(line)
-            if match := _LINE.fullmatch(line):  # after a power cut zeros are possible
+            if match := _LINE.fullmatch(line):  # a power cut can leave zeros in the log
                 name, received, sent = match[1].decode(), int(match[2]), int(match[3])
                 keys[name] = keys.get(name, KeyUsage()) + KeyUsage(1, received, sent)
     return Usage(keys, counted)

@@ -1,7 +1,7 @@
-"""The addresses on which a gateway should listen, and those on which it listens.
+"""The planned and the actual listen addresses of a gateway.
 
 Addresses of bridges and tunnels appear late and change. Missing addresses are skipped, because
-nginx would not start.
+nginx would not start with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spark_contract.gateway import Gateway
 
-from spark_host.system.programs import run_program
+from spark_host.system.programs import error_line, run_program
 
 _BRIDGE = "docker0"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
@@ -85,7 +85,7 @@ def tailscale_address() -> tuple[str | None, str | None]:
     done = run_program(["tailscale", "ip", "-4"], _TAILSCALE_S)
     lines = done.stdout.split()
     if done.returncode != 0 or not lines:
-        reason = (done.stderr.strip().splitlines() or ["it has no address"])[-1]
+        reason = error_line(done) if done.returncode else "it has no address"
         return None, f"tailscale is not up: {reason}"
     if not _is_local(lines[0]):
         return None, f"tailscale's address {lines[0]} is on no interface of this host"

@@ -31,7 +31,7 @@ _MODEL = "(?<id>[A-Za-z0-9][A-Za-z0-9._:-]*)"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An allowed method and path, or with ``pattern`` all paths ``path`` + match + ``end``."""
+    """An allowed method and path; with a ``pattern``, all paths ``path`` + match + ``suffix``."""
 
     method: str
     path: str
@@ -78,7 +78,7 @@ ROUTES = (
 
 
 def _script_locations(name: str, function: str) -> tuple[str, str]:
-    """Return two locations; the second keeps a file of a large body for the script."""
+    """Return two locations; the second stores a large body in a file, which the script reads."""
     return (
         f"location /{name}/ {{ internal; js_content {function}; }}",
         f"location /{name}-large/ "
@@ -131,16 +131,13 @@ def _choose_by_name(route: Route) -> tuple[str, ...]:
     return "subrequest_output_buffer_size 256k;", "js_content names.listModels;"
 
 
-def _forward(
-    route: Route, service: str, settings: Gateway, paths: Paths
-) -> tuple[str, str, str] | tuple[str, str]:
+def _forward(route: Route, service: str, settings: Gateway, paths: Paths) -> tuple[str, ...]:
     upstream, path = _upstream(service, settings), f"{route.upstream_path}$is_args$args"
     starts = route.takes_name or route.path.startswith(release.MODELS)
     if service in (settings.on_request or {}) and starts:
-        waiting = f"set $spark_engine waiting-{service};"
         return (
             f"set $spark_engine {upstream};",
-            f"if (!-f {paths.traffic(service)}) {{ {waiting} }}",
+            f"if (!-f {paths.traffic(service)}) {{ set $spark_engine waiting-{service}; }}",
             f"proxy_pass http://$spark_engine{path};",
         )
     return _refuse_if_closed(service, paths), f"proxy_pass http://{upstream}{path};"
@@ -207,7 +204,7 @@ def body_folder(settings: Gateway, paths: Paths) -> Path:
 
 def render_config(settings: Gateway, paths: Paths) -> str:
     run = paths.gateway_run(settings.service)
-    named = settings.names or {}
+    names = settings.names or {}
     listening = listeners.planned_listeners(settings).listeners
     balancer, balancer_socket = _replicas(settings, listening, paths)
     upstreams = (
@@ -215,17 +212,17 @@ def render_config(settings: Gateway, paths: Paths) -> str:
         f"        server unix:{paths.engine_socket(service)} max_fails=0;\n"
         "        keepalive 16;\n"
         "    }"
-        for service in dict.fromkeys((settings.service, *settings.routes.values(), *named))
+        for service in dict.fromkeys((settings.service, *settings.routes.values(), *names))
     )
     waiting = (
         f"upstream waiting-{service} {{ server unix:{paths.waiting_socket(service)} max_fails=0; }}"
         for service in settings.on_request or ()
     )
     module = paths.root / _MODULE
-    needs_module = named or settings.keys
+    needs_module = names or settings.keys
     if needs_module and not module.is_file():
         fix = "run the deploy again, or apt-get install libnginx-mod-http-js"
-        raise HostToolError("nginx's JavaScript", f"{module} is missing", fix)
+        raise HostToolError("nginx", f"the JavaScript module {module} is missing", fix)
     values = {
         "USER": settings.user,
         "GROUP": traffic.group_name(settings.user),
@@ -239,7 +236,7 @@ def render_config(settings: Gateway, paths: Paths) -> str:
         "TLS": _tls(settings, paths),
         "OPEN_ONLY": _refuse_if_closed(settings.service, paths),
         "MODULE": f"load_module {module};" if needs_module else "",
-        "BY_NAME": f"js_import names from {run / SCRIPT};" if named else "",
+        "BY_NAME": f"js_import names from {run / SCRIPT};" if names else "",
         "ROUTES": _routes(settings, paths),
         "LIMITS": _limits(settings),
         "REPLICAS": balancer,
@@ -248,8 +245,8 @@ def render_config(settings: Gateway, paths: Paths) -> str:
 
 
 def render_script(settings: Gateway, paths: Paths) -> str:
-    named = settings.names or {}
-    first = {settings.service: named[settings.service]}
+    names_by_service = settings.names or {}
+    first = {settings.service: names_by_service[settings.service]}
     services = [
         {
             "service": service,
@@ -257,10 +254,9 @@ def render_script(settings: Gateway, paths: Paths) -> str:
             "names": list(names),
             "onRequest": service in (settings.on_request or {}),
         }
-        for service, names in (first | named).items()
+        for service, names in (first | names_by_service).items()
     ]
-    constants = {"SERVICES": services, "ROUTES": settings.routes}
-    return combine_script(SCRIPT, constants)
+    return combine_script(SCRIPT, {"SERVICES": services, "ROUTES": settings.routes})
 
 
 def combine_script(name: str, constants: Mapping[str, Any]) -> str:
@@ -273,9 +269,9 @@ def client_variable(settings: Gateway) -> str:
 
 
 def _limits(settings: Gateway) -> str:
-    """Return limits per address; requests without a valid key count in separate zones.
+    """Return limits per address; requests without a valid key have separate limits.
 
-    Clients behind a router share an address: without a key they must not use up the limit.
+    Otherwise clients without a key could use up the limit of an address that they share.
     """
     client = client_variable(settings)
     keyed, keyless = "$spark_keyed_client", "$spark_keyless_client"
@@ -287,9 +283,9 @@ def _limits(settings: Gateway) -> str:
         if rate := settings.max_requests_per_s:
             lines += [f"limit_req_zone {key} zone={zone}_requests:1m rate={rate}r/s;"]
             lines += [f"limit_req zone={zone}_requests burst={rate * 2} nodelay;"]
-        if most := settings.max_connections:
+        if limit := settings.max_connections:
             lines += [f"limit_conn_zone {key} zone={zone}_connections:1m;"]
-            lines += [f"limit_conn {zone}_connections {most};"]
+            lines += [f"limit_conn {zone}_connections {limit};"]
     return "\n    ".join(lines)
 
 
@@ -303,8 +299,7 @@ def _listen(listener: Listener) -> str:
 def _tls(settings: Gateway, paths: Paths) -> str:
     if settings.tls is None:
         return ""
-    certificate = paths.below(settings.tls.certificate)
-    key = paths.below(settings.tls.key)
+    certificate, key = paths.below(settings.tls.certificate), paths.below(settings.tls.key)
     try:
         # A renewed certificate changes the configuration.
         digest = hashlib.sha256(certificate.read_bytes()).hexdigest()
@@ -313,7 +308,7 @@ def _tls(settings: Gateway, paths: Paths) -> str:
     return (
         f"# sha256 {digest}\n        ssl_certificate {certificate};\n"
         f"        ssl_certificate_key {key};\n        ssl_protocols TLSv1.2 TLSv1.3;\n"
-        # authenticated, with forward secrecy
+        # Only authenticated ciphers with forward secrecy.
         "        ssl_ciphers ECDHE+AESGCM:ECDHE+CHACHA20;\n"
         "        ssl_session_cache shared:tls:1m;\n        ssl_session_tickets off;"
     )
@@ -322,17 +317,17 @@ def _tls(settings: Gateway, paths: Paths) -> str:
 def _replicas(
     settings: Gateway, listening: tuple[Listener, ...], paths: Paths
 ) -> tuple[str, list[str]]:
-    """Return the balancer and the directive for its own replica.
+    """Return the balancer's configuration, and directives for this host's gateway.
 
     Replicas that cannot be resolved are left out. Health checks are not needed: a host without a
     proven engine answers 503, and nginx tries the next host.
     """
     if settings.replicas is None:
         return "", []
-    own_socket = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
+    local_socket = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
     others = [resolved for name in settings.replicas.others if (resolved := _resolve(name))]
-    servers = [own_socket, *(f"{address}:{port}" for address, port in others)]
-    # Another balancer has already counted the client.
+    servers = [local_socket, *(f"{address}:{port}" for address, port in others)]
+    # Requests from a balancer are not limited: the balancer has already counted them.
     balancers = ("unix:", *(address.strip("[]") for address, _ in others))
     ports = [Listener(item.address, settings.replicas.port, item.tls) for item in listening]
     values = {
@@ -345,7 +340,7 @@ def _replicas(
         "BODY_LIMIT": "".join(_refuse_large_bodies(settings)),
     }
     text = render_template("replicas.conf", values)
-    return "\n\n" + text.rstrip(), [f"listen {own_socket};"]
+    return "\n\n" + text.rstrip(), [f"listen {local_socket};"]
 
 
 def _resolve(name: str) -> tuple[str, str] | None:
@@ -359,15 +354,16 @@ def _resolve(name: str) -> tuple[str, str] | None:
 
 
 def share(paths: Paths) -> int:
-    """Become an nginx with a key that serves checkpoint files, under a dynamic account."""
+    """Become an nginx that serves checkpoint files to clients with the key."""
     order = files.load(Share, paths.below(SHARE_SETTINGS), "nothing is shared")
     try:
-        # systemd.exec(5)
         folder = Path(os.environ["RUNTIME_DIRECTORY"])
         key = (Path(os.environ["CREDENTIALS_DIRECTORY"]) / "key").read_text().strip()
     except (KeyError, FileNotFoundError) as error:
         fix = "start spark-share@trees instead"
-        raise HostToolError("share", f"can run only as a systemd unit ({error})", fix) from error
+        raise HostToolError(
+            "share", f"the environment of the systemd unit is missing ({error})", fix
+        ) from error
     config = folder / "nginx.conf"
     files.write_text(folder / "keys.conf", render_keys(key), 0o600)
     files.write_text(config, render_share(order, folder, paths), 0o600)

@@ -30,11 +30,11 @@ def close(service: str, paths: Paths) -> None:
 def open_for(release: Release, paths: Paths) -> None:
     service = release.service
     make_folder(service, paths)
-    # By vLLM's umask only root could connect.
+    # vLLM creates the socket for its account only.
     with folders.opened_socket(paths.engine_socket(service)) as socket:
         os.chown(socket, 0, group_id(service, paths))
         os.chmod(socket, 0o660)
-    # for the gateway: an older release may serve other names
+    # The gateway reads the names, because an older release may serve other names.
     lines = "".join(f"{line}\n" for line in (release.name, *release.names))
     files.write_text(paths.traffic(service), lines)
 
