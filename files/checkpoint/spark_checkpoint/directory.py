@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +30,7 @@ def read_span(span: Span) -> bytes:
     return b"".join(map(bytes, read_buffers(*span)))
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """Headers of all shards of a directory.
 
     ``owner`` maps tensors to shards. If several shards have a tensor, the last shard in natural

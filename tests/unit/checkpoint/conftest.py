@@ -38,8 +38,7 @@ def order(hub, source, tmp_path):
     def write(**changes):
         path = tmp_path / "fetch.json"
         changes.setdefault("urls", [f"{hub.url}/{REPOSITORY}/"])
-        document = fetch_order(source, tmp_path / "out", **changes)
-        path.write_text(json.dumps(document))
+        path.write_text(json.dumps(fetch_order(source, tmp_path / "out", **changes)))
         return path
 
     return write

@@ -232,8 +232,7 @@ def test_detects_a_flipped_byte_of_a_replaced_tensor(scene):
         if ".shared_expert." in name and name.endswith(".up_proj.weight")
     )
     shard = next(path for path in scene.base_dir.glob("model-0*") if name in read_shard(path))
-    offset = shard.read_bytes().index(scene.base[name].data)
-    flip(shard, keep_time=True, offset=offset)
+    flip(shard, keep_time=True, offset=shard.read_bytes().index(scene.base[name].data))
     assert scene.build(check=False, layout="full").returncode == 3
 
 

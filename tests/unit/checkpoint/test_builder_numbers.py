@@ -106,8 +106,7 @@ def test_keeps_extreme_groups_finite(value):
 
 
 def test_packs_four_inputs_per_word_lowest_byte_first():
-    codes = np.arange(32, dtype=np.uint8).reshape(2, 16)
-    packed = pack_rows(codes, 8)
+    packed = pack_rows(np.arange(32, dtype=np.uint8).reshape(2, 16), 8)
     assert packed.shape == (4, 2)
     assert packed[1, 0] == 4 | 5 << 8 | 6 << 16 | 7 << 24
     assert packed[0, 1] == 16 | 17 << 8 | 18 << 16 | 19 << 24

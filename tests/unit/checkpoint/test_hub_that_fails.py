@@ -309,8 +309,7 @@ def test_resumes_after_outage_of_hub(scene):
     scene.hub.requests.clear()
     scene.write_order(scene.hub.url, outage_s=60)
     started = time.monotonic()
-    done = run_tool("fetch", scene.order)
-    assert "for 1 more minutes" in done.stderr
+    assert "for 1 more minutes" in run_tool("fetch", scene.order).stderr
     scene.fetch()
     ranges = [h.get("Range") for path, h, _ in scene.hub.requests if path.endswith(LARGE)]
     assert ranges
@@ -412,8 +411,7 @@ def test_keeps_using_mirror_that_is_fast_enough(scene):
 
 @pytest.mark.slow
 def test_uses_a_slow_mirror_if_the_hub_fails(scene):
-    slow = Failure(send_and_crawl, "")
-    scene.fail(scene.content_host, slow, 2)
+    scene.fail(scene.content_host, Failure(send_and_crawl, ""), 2)
     scene.hub.fault = lambda handler, path, data: handler.answer(404, b"") or True
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
     scene.fetch()

@@ -119,8 +119,7 @@ ONE, OTHER = "a" * 64, "b" * 64
 def test_rejects_donor_tensors_that_differ_between_hosts_or_from_the_lock(
     monkeypatch, hashes, locked, refused
 ):
-    builders = Builders(monkeypatch, x=hashes[0], y=hashes[1])
-    problems = builders.compare(built_work(locked))
+    problems = Builders(monkeypatch, x=hashes[0], y=hashes[1]).compare(built_work(locked))
     assert "".join(problems) == refused
     for name, text in problems.items():
         assert f"{name}: /" in text

@@ -132,8 +132,7 @@ def test_expires_after_the_last_renewal(path):
 @pytest.mark.parametrize("content", ["", "\n", "x", "x y z\n", "\0\0", "a 99999999999 s $(id)\n"])
 def test_damaged_lease_expires_without_running_code(path, content):
     path.write_text(content)
-    answer = take(path, OTHER, "ben@laptop")
-    assert re.fullmatch(r"taken|held a \d+ s \$\(id\)", answer)
+    assert re.fullmatch(r"taken|held a \d+ s \$\(id\)", take(path, OTHER, "ben@laptop"))
 
 
 def test_waiting_run_locks_again_after_the_lock_file_was_removed(path):

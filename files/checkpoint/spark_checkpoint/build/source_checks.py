@@ -3,9 +3,8 @@
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spark_contract.orders import BuildPlan, DonorDir, DonorUrl, expand_all, has_exactly
 
@@ -57,8 +56,7 @@ _SHAPES: tuple[tuple[str, _Shape], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
+class Sources(NamedTuple):
     base: Checkpoint
     donor: Donor | None
     modules: list[str]  # modules to compare or replace

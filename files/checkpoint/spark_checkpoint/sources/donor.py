@@ -4,8 +4,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 from spark_contract.fetching import TransferOptions
@@ -34,15 +34,13 @@ _INDEX_LIMIT_BYTES = 256 << 20
 _LIMIT_BYTES = 512 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class NamedRange:
+class NamedRange(NamedTuple):
     name: str
     begin: int
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     begin: int
     end: int
     ranges: tuple[NamedRange, ...]

@@ -88,14 +88,11 @@ class _Download:
         needed_bytes = sum(file.size_bytes for file in missing) - present_bytes
         check_free_space(self.result_dir, max(0, needed_bytes), f"fetching {plan.name}")
         self._download_all(missing)
-        self._remove_surplus()
-        self._write_receipt()
-
-    def _remove_surplus(self) -> None:
-        planned = {file.path for file in self.plan.files}
+        planned = {file.path for file in plan.files}
         for path in list(self.result_dir.rglob("*")):
             if path.is_file() and str(path.relative_to(self.result_dir)) not in planned:
                 path.unlink()
+        self._write_receipt()
 
     def _write_receipt(self) -> None:
         entries = []

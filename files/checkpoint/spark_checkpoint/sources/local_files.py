@@ -76,15 +76,12 @@ def find_candidates(
         except OSError:
             continue
         is_candidate = stat.S_ISREG(status.st_mode) and status.st_size in by_size
-        if is_candidate and not _is_sparse(status):
+        # Compressing filesystems may need only an eighth of the size, and no block for tiny files.
+        is_sparse = (status.st_blocks + 1) * 512 * 8 < status.st_size
+        if is_candidate and not is_sparse:
             target = targets.setdefault((status.st_dev, status.st_ino), path.resolve())
             by_size[status.st_size].setdefault(target, set()).add(path.name)
     return by_size
-
-
-def _is_sparse(status: os.stat_result) -> bool:
-    # Compressing filesystems may need only an eighth of the size, and no block for tiny files.
-    return (status.st_blocks + 1) * 512 * 8 < status.st_size
 
 
 @contextlib.contextmanager

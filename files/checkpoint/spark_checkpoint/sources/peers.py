@@ -5,7 +5,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -76,8 +76,9 @@ class Peers:
             if not progressing:
                 return False
             if time.monotonic() > deadline:
-                if expected_s > self._patience_s:
-                    self._abandon(active, path)
+                for peer in active if expected_s > self._patience_s else ():
+                    note(f"peer: {peer.url}: not used again: {path} was not available in time")
+                    peer.skipped_until = float("inf")
                 return False
             if time.monotonic() > next_note:
                 note(f"peer: waiting for {path}")
@@ -85,11 +86,6 @@ class Peers:
             if self._stop.wait(_POLL_S):
                 raise cancellation_error(path)
         return False
-
-    def _abandon(self, peers: Iterable[_Peer], path: str) -> None:
-        for peer in peers:
-            note(f"peer: {peer.url}: not used again: {path} was not available in time")
-            peer.skipped_until = float("inf")
 
     def _new_client(self) -> HttpClient | None:
         """Return a client with the current key, which another deploy may replace."""
