@@ -32,9 +32,10 @@ from spark_deploy.hosts.facts import (
     read_fact,
     run_fact,
 )
+from spark_deploy.hosts.files import pack_files, unpack_script
 from spark_deploy.hosts.operations import Commands, HostError, host_command, host_operation
 from spark_deploy.hosts.packages import add_repositories, install, known_urls_script
-from spark_deploy.plan.types import CudaPlan, DockerPlan
+from spark_deploy.plan.types import CudaPlan, DockerPlan, ManagedFile
 
 # Memory is not queried: a GB10 prints ``[N/A]``.
 GPU_SCRIPT = (
@@ -325,13 +326,8 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
     if not gpus:
         raise HostError(explain_gpu_error("\n".join(lines), plan.check_image))
     receipt = GpuProof(check_key(plan, docker), run_arguments, gpus[0].partition(" (UUID")[0])
-    path = shlex.quote(GPU_RECEIPT)
-    run(
-        host,
-        f"install -d $(dirname {path}) && cat > {path}.new && chmod 644 {path}.new "
-        f"&& mv -fT {path}.new {path}",
-        stdin=to_json(receipt),
-    )
+    files = [ManagedFile(GPU_RECEIPT, to_json(receipt).encode())]
+    run(host, unpack_script(files), stdin=pack_files(files))
     host.log(f"a container sees {receipt.gpu}")
     return True
 

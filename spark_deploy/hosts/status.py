@@ -44,8 +44,6 @@ class Jobs:
 
 
 class JobStates(HostFact[Jobs]):
-    """States of jobs, and targets enabled at boot."""
-
     default = staticmethod(lambda: Jobs({}))
 
     def command(self, jobs: Sequence[str], target: str) -> str:

@@ -140,8 +140,6 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes the shards and other files of a result."""
-
     result_dir: Path
     base: directory.Checkpoint
     hashes: Mapping[str, FileHashes]  # of the base's files
@@ -226,7 +224,6 @@ class Writer:
 
 
 def result_bytes(base: directory.Checkpoint, changes: Changes) -> int:
-    """Return the size of the result's tensors."""
     kept = sum(base.tensor(name).size_bytes for name in base.owner if name not in changes.added)
     return kept + changes.size_bytes
 

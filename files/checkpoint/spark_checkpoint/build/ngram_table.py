@@ -170,7 +170,6 @@ class NgramTable:
 
 
 def table_tensors(base: Checkpoint) -> list[str]:
-    """Return the names of all tensors of tables."""
     return [name for name in base.owner if NGRAM_TABLE in name]
 
 
