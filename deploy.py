@@ -24,14 +24,14 @@ service.reboot(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
 base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
 tools.apply(identity=plan.payload, files=payload.tools, units=unit_and_command_files(payload.units))
-# These jobs need no container engine and run in parallel to the next steps.
+# These jobs run without a container engine and in parallel to the next steps.
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 work.build(jobs=jobs, release=release)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)
 work.image(jobs=jobs, release=release)
 service.prepare(jobs=jobs, release=release)
-# Frees memory for the other services.
+# Stopping unlisted services frees memory for the others.
 service.retire(
     services=tuple(entry.serve.service for entry in plan.served),
     accepted_overrides=plan.needs.expect.unit_overrides,
@@ -46,9 +46,9 @@ for entry in host_loop(plan.served):
     )
 for entry in host_loop(plan.served):
     service.verify(plan=entry.serve, gateway=entry.gateway, schedule=entry.schedule)
-# Last: they must not delay services.
+# These jobs come last, because they must not delay services.
 work.prepare_other_pairs(jobs=ready_jobs(plan, payload.image_context), service=plan.serve.service)
-work.close()
+work.stop_peer_downloads()
 service.schedule(schedule=plan.schedule)
-# Now no other pair needs the base, and the checkpoint is proven.
-work.discard(jobs=discard_jobs(plan), release=release)
+# Now no other model needs the base, and the checkpoint is proven.
+work.remove_base(jobs=discard_jobs(plan), release=release)

@@ -102,12 +102,12 @@ def prepare_other_pairs(*, jobs: Sequence[Work], service: str) -> None:
 
 
 @deploy("Sources")
-def close() -> None:
+def stop_peer_downloads() -> None:
     stop_sharing(name="Stop peer downloads")
 
 
 @deploy("Sources")
-def discard(*, jobs: Sequence[Work], release: str) -> None:
+def remove_base(*, jobs: Sequence[Work], release: str) -> None:
     """Remove the base after the checkpoint is verified."""
     for work in host_loop(jobs):
         name = f"Remove {work.job.title.removeprefix('remove ')}"

@@ -31,7 +31,7 @@ from spark_deploy.hosts.status import HostStatus, Status
 from spark_deploy.inventory import host_keys, login
 from spark_deploy.inventory.host_keys import Endpoint, HostKey, readable_ssh_files
 from spark_deploy.inventory.host_names import CONTEXT_KEY, HostContext
-from spark_deploy.inventory.output_limits import limit_output
+from spark_deploy.inventory.output_limits import patch_pyinfra
 from spark_deploy.inventory.plans import payload_identity, read_headers, read_inventory
 from spark_deploy.inventory.unreachable import BOOTSTRAP, CHECK_NETWORK
 from spark_deploy.lock.file import read_lock
@@ -229,7 +229,7 @@ def query(
                 if not host.connected:
                     return Answer(target, None, errors.reasons.get(host.name, "unreachable"))
                 state.activate_host(host)
-                limit_output()
+                patch_pyinfra()
                 value = read(host, target)
             except (PyinfraError, OSError) as error:
                 return Answer(target, None, f"query failed: {_query_problem(host, state, error)}")

@@ -23,7 +23,7 @@ from spark_deploy.config.schema_errors import suggest
 from spark_deploy.config.settings.load import HostSettings, with_overrides
 from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.inventory.clusters import unknown_host_problems, with_replica_addresses
-from spark_deploy.inventory.groups import refuse_conflicts, vars_root
+from spark_deploy.inventory.groups import check_conflicts, vars_root
 
 _KEY = re.compile(r"( *)([a-z_0-9]+):")
 
@@ -136,7 +136,7 @@ def _check(
     problems += unknown_host_problems(after)
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))
-    refuse_conflicts(with_replica_addresses(after), all_hosts[0].catalog, must_serve=chosen)
+    check_conflicts(with_replica_addresses(after), all_hosts[0].catalog, must_serve=chosen)
 
 
 def _file_to_edit(

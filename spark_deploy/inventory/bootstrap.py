@@ -45,11 +45,11 @@ CONTACT_KEY = "spark_deploy_contact"
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """What bootstrap needs to know about a host."""
+    """Login, key and password with which bootstrap sets up a host."""
 
     endpoint: Endpoint  # where later deploys log in
-    ready: bool  # whether deploys can log in and become root already
-    public_key: str  # to install; "" for this machine
+    ready: bool  # whether deploys can already log in and become root
+    public_key: str  # the key to install; "" for this machine
     password: HiddenValue | None
 
     def to_json(self) -> str:
@@ -113,7 +113,7 @@ def _first_login(target: Endpoint, result: LoginResult, data: Mapping[str, Any])
 def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -> None:
     """Record new host keys that a person confirms or a file lists; ``-y`` confirms none.
 
-    Whoever owns the key receives the password, so this cannot be skipped.
+    The owner of the key receives the password, so this check is never skipped.
     """
     if changed := changed_key_problems(keys):
         raise SettingsError(changed)
@@ -129,7 +129,7 @@ def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -
             f"host key of {', '.join(key.endpoint.host for key in unknown)}",
             "is new, and -y does not confirm it",
             f"run in a terminal, or set {HOST_KEYS_FILE_VARIABLE} to a known_hosts file with the "
-            "key that you read on the machine itself",
+            "key that you have read on the machine itself",
         )
     question = f"record {'it' if len(unknown) == 1 else 'them'}? [y/N] "
     if unknown and confirm(question).strip().lower() != "y":
@@ -149,6 +149,7 @@ def _read_passwords(
     Raises SettingsError if every host rejects the last password.
     """
     passwords: dict[str, str] = {}
+    # Hosts where the key logs in need the password only for sudo, which bootstrap tests itself.
     checkable = {login for login, result in logins.items() if not result.logs_in}
     pending = list(logins)
     while pending:
@@ -185,7 +186,7 @@ def _contact_data(
     # Bootstrap calls sudo itself, because pyinfra would put the password into an argv.
     data["_sudo"] = False
     if not result.logs_in:
-        # The keys of an agent would count as login attempts.
+        # sshd would count the keys of an agent as login attempts.
         data.update(ssh_password=Password(password), ssh_allow_agent=False, ssh_look_for_keys=False)
     return data
 

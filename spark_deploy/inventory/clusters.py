@@ -24,7 +24,7 @@ _SAME_IN_REPLICAS = (
     "model", "replicas", "serve.names", "serve.port", "serve.api_key", "serve.keys",
     "serve.max_body_bytes",
 )  # fmt: skip
-_LIST_IT = "list it in the same group of the inventory"
+_LIST_IN_GROUP = "list it in the same group of the inventory"
 _IN_GROUP_VARS = "set it once, in group_vars of their group"
 
 
@@ -34,8 +34,8 @@ def unknown_host_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem
         sections = [loaded.data.get(section) or {} for loaded in hosts.values()]
         names = dict.fromkeys(name for data in sections for name in data.get("hosts") or ())
         if unknown := [name for name in names if name not in hosts]:
-            message = f"no such host: {', '.join(unknown)}"
-            yield Problem(f"{section}.hosts", message, f"known: {', '.join(hosts)}")
+            message = f"not in the inventory: {', '.join(unknown)}"
+            yield Problem(f"{section}.hosts", message, f"choose from: {', '.join(hosts)}")
 
 
 def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
@@ -61,14 +61,14 @@ def _member_problems(
         for other in members:
             if other not in hosts:
                 message = f"'{other}' is not in the same group"
-                yield Problem(f"{name}: {section}.hosts", message, _LIST_IT)
+                yield Problem(f"{name}: {section}.hosts", message, _LIST_IN_GROUP)
         if not members:
             continue
         yield from _setting_differences(hosts.get(members[0]), hosts[name], same_settings)
         for other in members[1:] if name == members[0] else ():
             if other in hosts and list(members_of[other][:1]) != [name]:
                 listed = ", ".join(members_of[other]) or "empty"
-                message = f"{name} lists this host, but here it is {listed}"
+                message = f"is {listed}, but {name} lists this host"
                 yield Problem(f"{other}: {section}.hosts", message, _IN_GROUP_VARS)
 
 

@@ -24,7 +24,7 @@ def makes_plan(deploy: str) -> bool:
 
 
 def must_serve(arguments: Mapping[str, Any]) -> bool:
-    """Return whether invalid models and profiles are errors: only if a plan follows."""
+    """Return whether invalid models and profiles are errors, as in deploys that make a plan."""
     operations: Sequence[str] = arguments.get("operations") or []
     return bool(arguments.get("must_serve", makes_plan(operations[0] if operations else "")))
 
@@ -49,8 +49,8 @@ def overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def login_user(arguments: Mapping[str, Any]) -> str | None:
-    pairs = dict(item.partition("=")[::2] for item in arguments.get("data") or ())
-    return arguments.get("ssh_user") or pairs.get("ssh_user")
+    data = dict(item.partition("=")[::2] for item in arguments.get("data") or ())
+    return arguments.get("ssh_user") or data.get("ssh_user")
 
 
 def _parse_value(text: str) -> Any:

@@ -48,8 +48,13 @@ from spark_deploy.inventory.command_line import (
     overrides,
 )
 from spark_deploy.inventory.host_keys import open_transport
-from spark_deploy.inventory.host_names import CONTEXT_KEY, HostContext, host_problems, stray_files
-from spark_deploy.inventory.output_limits import limit_output
+from spark_deploy.inventory.host_names import (
+    CONTEXT_KEY,
+    HostContext,
+    host_problems,
+    stray_file_problems,
+)
+from spark_deploy.inventory.output_limits import patch_pyinfra
 from spark_deploy.plan.gateway import gateway_plan
 from spark_deploy.plan.resolve import plan_problems
 
@@ -126,8 +131,8 @@ def groups_from(
     generated: Mapping[str, Any] | None = None,
     host_data: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Group]:
-    _make_importable()
-    limit_output()
+    _put_checkout_first()
+    patch_pyinfra()
     arguments, stem = command_line(), Path(file).stem
     if problems := list(host_problems(groups, file=file)):
         raise SettingsError(problems)
@@ -136,16 +141,16 @@ def groups_from(
     if not chosen:
         excluded = " ".join(f"--exclude {pattern}" for pattern in arguments.get("exclude") or ())
         raise SettingsError.one(excluded, "leaves no host", "exclude fewer hosts")
-    is_served = must_serve(arguments)
+    makes_plan = must_serve(arguments)
     given_data = host_data or {}
     hosts = _load_settings(
-        groups, file, overrides(arguments), generated, given_data, must_serve=is_served
+        groups, file, overrides(arguments), generated, given_data, must_serve=makes_plan
     )
     root = vars_root(file)
     catalog = _once_per_command(
         f"catalog of {root}", functools.partial(read_catalog, user_dir=root)
     )
-    refuse_conflicts(hosts, catalog, must_serve=hosts if is_served else ())
+    check_conflicts(hosts, catalog, must_serve=hosts if makes_plan else ())
     if "operations" in arguments:  # the command is pyinfra itself
         signal.signal(signal.SIGINT, _exit_on_interrupt)
     user = login_user(arguments)
@@ -154,7 +159,7 @@ def groups_from(
         connection = _connection_data(loaded, given_data.get(name, {}), user)
         data[name] = {**connection, CONTEXT_KEY: HostContext(loaded, catalog)}
     if _is_bootstrap(arguments):
-        # Imported here, because only bootstrap needs an SSH client and passwords at this point.
+        # Only bootstrap needs an SSH client and passwords here, and their import is slow.
         from spark_deploy.inventory.bootstrap import prepare
         from spark_deploy.inventory.login import PasswordPrompt
 
@@ -176,7 +181,7 @@ def _load_settings(
 ) -> dict[str, HostSettings]:
     """Return the settings of all hosts, with addresses. Raises SettingsError with all mistakes."""
     root = vars_root(file)
-    problems = list(stray_files(groups, root=root, file=file))
+    problems = list(stray_file_problems(groups, root=root, file=file))
     hosts: dict[str, HostSettings] = {}
     try:
         hosts = load_hosts(
@@ -187,7 +192,7 @@ def _load_settings(
     endpoints = {}
     for name, loaded in hosts.items():
         data, ssh = given_data.get(name, {}), loaded.settings.ssh
-        # ~/.ssh/config is not read here.
+        # This does not read ~/.ssh/config.
         ssh = dataclasses.replace(ssh, hostname=data.get("ssh_hostname", ssh.hostname))
         endpoints[name] = (ssh.hostname or name, data.get("ssh_port") or ssh.port or 22)
         settings = dataclasses.replace(loaded.settings, ssh=ssh)
@@ -275,7 +280,7 @@ def _connection_data(
 
 def _configured_user(host: str, data: Mapping[str, Any]) -> str:
     """Return the user in ~/.ssh/config or the local user; "" if unknown."""
-    # Connecting reports mistakes in the file. KeyError: the local user is unknown.
+    # The connection reports mistakes in the file. KeyError: the local user is unknown.
     with suppress(OSError, ValueError, KeyError, SSHException, RecursionError):
         config = get_ssh_config(data.get("ssh_config_file"))
         user = config.lookup(data.get("ssh_hostname", host)).get("user") if config else None
@@ -283,12 +288,12 @@ def _configured_user(host: str, data: Mapping[str, Any]) -> str:
     return ""
 
 
-def refuse_conflicts(
+def check_conflicts(
     hosts: Mapping[str, HostSettings], catalog: Catalog, *, must_serve: Collection[str]
 ) -> None:
     """Raise SettingsError with all contradictions in the settings of hosts.
 
-    On hosts in ``must_serve`` model and profile must work together.
+    Hosts in ``must_serve`` also need a profile that fits the model.
     """
     problems = [*cluster_problems(hosts), *replica_problems(hosts)]
     for name, loaded in hosts.items():
@@ -303,8 +308,8 @@ def refuse_conflicts(
         raise SettingsError(list(dict.fromkeys(problems)))
 
 
-def _make_importable() -> None:
-    """Put the checkout first in the path, before an installed package called ``roles``."""
+def _put_checkout_first() -> None:
+    """Let the checkout's ``roles`` precede an installed package of that name."""
     path = str(CHECKOUT)
     if path in sys.path:
         sys.path.remove(path)

@@ -24,7 +24,7 @@ from spark_deploy.inventory.unreachable import network_reason
 
 CONNECT_TIMEOUT_S = 10.0
 
-# Otherwise paramiko prints a traceback, too.
+# Otherwise paramiko also prints a traceback.
 logging.getLogger("paramiko.transport").setLevel(logging.CRITICAL)
 
 KeyState = Literal["known", "new", "changed", "unreachable"]
@@ -68,7 +68,7 @@ def fingerprint(key: PKey) -> str:
 
 
 def query_host_key(endpoint: Endpoint) -> HostKey:
-    """Read a host's key without logging in; jump hosts are used as configured."""
+    """Read a host's key without a login, through jump hosts if they are configured."""
     arguments: dict[str, object] = {"timeout": CONNECT_TIMEOUT_S}
     if endpoint.port:
         arguments["port"] = endpoint.port
@@ -109,7 +109,7 @@ def readable_ssh_files() -> Iterator[None]:
         yield
     except RecursionError as error:
         fix = "correct ProxyJump; `ssh -G HOST` shows it"
-        message = "ProxyJump makes a jump host its own jump host"
+        message = "ProxyJump leads from a jump host to itself"
         raise SettingsError.one("~/.ssh/config", message, fix) from error
     except (ValueError, ConfigParseError, InvalidHostKey) as error:
         reason = error.line if isinstance(error, InvalidHostKey) else error

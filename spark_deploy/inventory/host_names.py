@@ -63,7 +63,7 @@ def context_of(host: Host) -> HostContext:
 
 def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
     """Yield invalid, repeated and accidentally joined names in the groups of an inventory file."""
-    joined = {entry.name: entry for entry in _joined_strings(Path(file))}
+    joined = {strings.name: strings for strings in _joined_strings(Path(file))}
     group_of: dict[str, str] = {}
     for group, hosts in groups.items():
         where = f"{Path(file).name}: hosts of {group}"
@@ -94,7 +94,7 @@ def _name_problem(where: str, host: str) -> Problem | None:
     if host.startswith("@"):
         if host == LOCAL:
             return None
-        message = "is not a host: of pyinfra's connectors only @local works here"
+        message = "is not a host: @local is the only supported connector of pyinfra"
         return Problem(where, message, f"write {LOCAL}")
     user, at, name = host.partition("@")
     if at:
@@ -133,7 +133,7 @@ def _joined_strings(file: Path) -> Iterator[_JoinedStrings]:
 
 
 def _tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
-    """Stop silently at syntax errors; executing the file gives a better message."""
+    """Yield the tokens before the first syntax error, which pyinfra itself reports."""
     if not file.is_file():
         return
     try:
@@ -143,7 +143,9 @@ def _tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
         return
 
 
-def stray_files(groups: Mapping[str, Sequence[str]], *, root: Path, file: str) -> Iterator[Problem]:
+def stray_file_problems(
+    groups: Mapping[str, Sequence[str]], *, root: Path, file: str
+) -> Iterator[Problem]:
     """Yield settings files that belong to no group or host."""
     names = {
         "group_vars": {"all", *groups},

@@ -27,17 +27,17 @@ from spark_deploy.plan.types import BootstrapPlan
 PASSWORD_FILE_VARIABLE = "SPARK_BOOTSTRAP_PASSWORD_FILE"
 PASSWORD_ATTEMPTS = 3
 _KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
-# -k: ignore a recently typed password.
+# -k makes sudo ignore a recently typed password.
 _TRY_SUDO = '[ "$(id -u)" = 0 ] || sudo -k -n true 2>/dev/null && echo free'
 
 
-def refuse_prompt(prompt: str) -> NoReturn:
+def reject_prompt(prompt: str) -> NoReturn:
     """Raise SettingsError; replaces pyinfra's prompt, which puts the password into argv."""
     raise SettingsError.one("sudo", "needs a password", "run deploys/bootstrap.py once")
 
 
 class Password(str):
-    """Text shown as stars in debug output."""
+    """A password, which debug output shows as stars."""
 
     __slots__ = ()
 
@@ -133,7 +133,7 @@ def try_key(endpoint: Endpoint) -> LoginResult:
 
 
 def accepts_password(endpoint: Endpoint, password: str) -> bool:
-    """Return whether the host accepts a password, or if that is unknown."""
+    """Return False if the host rejects the password, True if it accepts it or does not answer."""
     client = SSHClient()
     arguments = {"password": Password(password), "allow_agent": False, "look_for_keys": False}
     try:

@@ -19,14 +19,14 @@ from pyinfra.connectors import ssh, util
 from pyinfra.connectors.util import OutputLine
 
 from spark_deploy.config.printable import printable_output
-from spark_deploy.inventory.login import refuse_prompt
+from spark_deploy.inventory.login import reject_prompt
 from spark_deploy.inventory.unreachable import raise_connect_error
 
 MAX_BYTES = 128 << 20
 """Per stream of a command; receipts of 100 checkpoints need a tenth."""
 _LINE_BYTES = 64 << 20  # receipts have no line breaks
 _MAX_LINES = 200_000
-_LINES_PER_TURN = 1_000  # then other hosts get a turn
+_LINES_PER_TURN = 1_000  # before output of other hosts is read
 # Characters printed with -v; apt prints fewer.
 _MAX_PRINTED_PER_LINE = 4_000
 _MAX_PRINTED_PER_STREAM = 1 << 20
@@ -40,7 +40,7 @@ def read_buffer(
     print_func: Callable[[str], str] | None = None,
 ) -> None:
     """Read a stream within the limits; replaces pyinfra's function of this name."""
-    received_bytes, lines, printable_left = 0, 0, _MAX_PRINTED_PER_STREAM
+    received_bytes, lines, printable_characters = 0, 0, _MAX_PRINTED_PER_STREAM
     stream = _binary_stream(io)
     while data := stream.readline(_LINE_BYTES):
         line = data if isinstance(data, bytes) else data.encode(errors="replace")
@@ -54,11 +54,11 @@ def read_buffer(
             return
         text = printable_output(line.decode(errors="replace"))
         output_queue.put(OutputLine(name, text))
-        if print_output and printable_left > 0:
-            limit = min(_MAX_PRINTED_PER_LINE, printable_left - 1)
+        if print_output and printable_characters > 0:
+            limit = min(_MAX_PRINTED_PER_LINE, printable_characters - 1)
             if len(text) >= limit:
                 text = f"{text[:limit]} (the host printed more, which is not shown)"
-            printable_left -= len(text) + 1
+            printable_characters -= len(text) + 1
             echo(print_func(text) if print_func else text, err=True)
 
 
@@ -76,10 +76,10 @@ def _is_relevant(record: logging.LogRecord) -> bool:
     return not (is_about_host_keys and isinstance(arguments[-1], FileNotFoundError))
 
 
-def limit_output() -> None:
+def patch_pyinfra() -> None:
     """Patch pyinfra: limit output, disable password prompts, explain failed connections."""
     util.read_buffer = read_buffer
-    setattr(util, "getpass", refuse_prompt)  # noqa: B010 - a name that util does not export
+    setattr(util, "getpass", reject_prompt)  # noqa: B010 - a name that util does not export
     setattr(ssh, "raise_connect_error", raise_connect_error)  # noqa: B010 - likewise
     logger.addFilter(_is_relevant)
     # The reason of a failed connection is in the raised error, too.

@@ -100,7 +100,7 @@ def unverified_builds(
 ) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
     for served in settings.all_models:
         if served.checkpoint.requantized:
-            continue  # no hub has the base; the builder verifies it
+            continue  # the base is made on the host, and the builder verifies it
         plan = checkpoint_plan(*model_and_profile(served, catalog), served, lock)
         if plan is not None and isinstance(plan.base, SourcePlan):
             names = names_to_verify(plan.order, plan.base.locked, plan.donor)
@@ -153,7 +153,7 @@ def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
 
 
 def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
-    """Verify names as above, but return the lock unchanged if the hub does not answer."""
+    """Verify names like ``verify_names``; return the lock as it is if the hub does not answer."""
     try:
         return verify_names(settings, catalog, lock, log)
     except headers.HeadersUnavailableError as error:
@@ -213,8 +213,8 @@ def read_inventory(
 def check_inventory() -> None:
     """Raise SettingsError if the inventory is missing or has no host.
 
-    ``config.py``, which pyinfra reads first, calls it, because pyinfra would continue without hosts
-    and exit 0.
+    pyinfra would continue without hosts and exit 0, so ``config.py``, which it reads first, calls
+    this function.
     """
     path = Path(inventory_argument())
     if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
@@ -223,7 +223,7 @@ def check_inventory() -> None:
         name: group[0] if _is_group(group) else group
         for name, group in _run_inventory(path).items()
     }
-    # pyinfra ignores groups with anything else.
+    # pyinfra ignores groups that contain other values.
     usable = [
         hosts for hosts in groups.values() if all(isinstance(host, (str, tuple)) for host in hosts)
     ]
@@ -278,12 +278,12 @@ def _with_settings(groups: Mapping[str, Any], path: Path) -> dict[str, Group]:
             continue
         members, group_data = group if _is_group(group) else (group, {})
         for member in members:
-            host, own_data = member if _has_data(member) else (member, {})
+            host, member_data = member if _has_data(member) else (member, {})
             if isinstance(host, str):
                 if host in known_hosts:
                     continue  # pyinfra allows a host in several groups
                 known_hosts.add(host)
-                host_data[host] = {**group_data, **own_data}
+                host_data[host] = {**group_data, **member_data}
             plain_groups.setdefault(name, []).append(host)
     if not plain_groups:
         return complete

@@ -50,7 +50,7 @@ def run_deploy(
     """
     from pyinfra_cli.util import parse_cli_arg  # lets gevent patch this process
 
-    pyinfra.is_cli = True  # otherwise operations of a deploy file are not told apart by line
+    pyinfra.is_cli = True  # pyinfra then distinguishes operations by their line in the deploy file
     os.environ.setdefault("PYINFRA_PROGRESS", "off")  # no spinner
     override = dict(pair.split("=", 1) for pair in data)
     with _logging(log):

@@ -253,11 +253,11 @@ def test_names_of_hosts_must_be_in_the_inventory(site, capsys, section):
     common = site / "group_vars/all.yml"
     common.write_text(f"{ALL}serve: {{expose: lan, api_key: {{env: KEY}}}}\n")
     assert main(["set", f"{section}.hosts=[spark-1, spark-2]"]) == 1
-    assert "known: a, b" in capsys.readouterr().err
+    assert "choose from: a, b" in capsys.readouterr().err
     common.write_text(f"{common.read_text()}{section}: {{hosts: [spark-1, spark-2]}}\n")
     for hosts in ([], ["a"]):
         assert main(["plan", "--estimate", *hosts]) == 1
-        assert f"{section}.hosts: no such host: spark-1, spark-2" in capsys.readouterr().err
+        assert f"{section}.hosts: not in the inventory: spark-1, spark-2" in capsys.readouterr().err
 
 
 def test_settings_prints_values_of_this_folder(site, capsys):

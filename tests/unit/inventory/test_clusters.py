@@ -93,7 +93,7 @@ CLUSTER = {"cluster": {"hosts": ["a", "b"]}}
         ({"cluster": {"hosts": ["a"]}}, {}, "cluster.hosts: a is the only host"),
         (CLUSTER, {"profile": "base"}, "b: profile: differs from a"),
         (CLUSTER, {"lock_file": "other.yml"}, "b: lock_file: differs from a"),
-        (CLUSTER, {"cluster": {"hosts": []}}, "b: cluster.hosts: a lists this host"),
+        (CLUSTER, {"cluster": {"hosts": []}}, "b: cluster.hosts: is empty, but a lists this host"),
         ({"rollout": {"canary": "z"}}, {}, "'z' is not a host in this inventory"),
     ],
 )
@@ -156,7 +156,7 @@ def test_replicas_connect_through_fleet_addresses(repository):
         ("rollout: {at_once: 2}", "", "rollout.at_once"),
         ("cluster: {hosts: [a, b]}", "", "replicas.hosts"),
         ("replicas: {hosts: [a, b], port: 8000}", "", "replicas.port"),
-        ("{}", "replicas: {hosts: []}", "b: replicas.hosts: a lists this host"),
+        ("{}", "replicas: {hosts: []}", "b: replicas.hosts: is empty, but a lists this host"),
         ("{}", "serve: {names: [other]}", "b: serve.names: differs from a"),
     ],
 )

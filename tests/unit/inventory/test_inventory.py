@@ -206,7 +206,7 @@ LISTS = {
     "empty name": ('[""]', "'': is not a host name", "such as spark-1"),
     "ssh option": ('["-oProxyCommand=x"]', "is not a host name or address", "such as spark-1"),
     "short address": ('["192.168.1"]', "is not a host name or address", "such as spark-1"),
-    "wrong connector": ('["@locl"]', "only @local works here", "write @local"),
+    "wrong connector": ('["@locl"]', "@local is the only supported connector", "write @local"),
 }  # fmt: skip
 
 

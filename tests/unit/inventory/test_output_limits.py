@@ -161,7 +161,7 @@ def test_reads_ssh_output_after_invalid_utf8(tmp_path, monkeypatch):
 def test_pyinfra_never_prompts_for_a_sudo_password(monkeypatch):
     monkeypatch.setattr(util, "getpass", lambda _: "typed")
     monkeypatch.setattr(util, "read_buffer", util.read_buffer)
-    output_limits.limit_output()
+    output_limits.patch_pyinfra()
     host: Any = SimpleNamespace(print_prefix="", connector_data={})
     refused = util.CommandOutput([util.OutputLine("stderr", util.SUDO_PASSWORD_REQUIRED_LINES[0])])
     with pytest.raises(SparkError, match=r"deploys/bootstrap\.py"):
