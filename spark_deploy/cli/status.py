@@ -155,7 +155,7 @@ def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, 
     services = []
     for name in sorted({*planned, *running}):
         release_name = planned.get(name)
-        is_on_request = host_status.waits(name, release_name)
+        is_on_request = host_status.waits_for_request(name, release_name)
         stopped = ON_REQUEST if is_on_request else host_status.stop_message(name)
         drift = "no longer listed"
         if release_name:

@@ -249,7 +249,7 @@ def with_known_peers(work: Work) -> Work:
 def _active_members() -> list[Member]:
     state = host.state
     return [
-        _members[member]
-        for member in state.inventory
-        if member in _members and member not in state.failed_hosts
+        _members[other]
+        for other in state.inventory
+        if other in _members and other not in state.failed_hosts
     ]

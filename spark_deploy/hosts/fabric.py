@@ -83,8 +83,10 @@ def _slow_links(host: str, links: Sequence[FabricLink]) -> Iterator[Problem]:
         yield Problem(f"{host}: {next(iter(with_rdma))}", message, fix)
 
 
-def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> Iterator[Problem]:
-    """Yield kernels, and differences between members, with which a cluster cannot start."""
+def find_cluster_problems(
+    members: Sequence[str], surveys: Mapping[str, Survey]
+) -> Iterator[Problem]:
+    """Yield different driver branches, and kernels with which NCCL fails."""
     known = {name: surveys[name] for name in members if name in surveys}
     branches = {name: survey.gpu.driver_version.partition(".")[0] for name, survey in known.items()}
     if len(set(branches.values())) > 1:

@@ -1,7 +1,7 @@
 """Start jobs on a host and wait for them; systemd continues them after a reboot."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import gevent
@@ -77,7 +77,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     if job.kind == FETCH_JOB and not host.state.is_executing:
         host.log(f"{job.title}: not on this host, {job.total_bytes or 0} bytes to fetch")
     yield from place_files((*with_known_peers(work).files(), boot_file))
-    token = [*_token_file(work)]
+    token_files = _token_files(work)
     yield shell(
         f"{_enable_at_boot(target)}; "
         # A stale status file would be mistaken for this attempt's.
@@ -85,19 +85,18 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         f"systemctl reset-failed {job.unit} 2>/dev/null; "
         # The same command stores the token and starts the job, which deletes it, so a killed
         # controller leaves no token behind.
-        + (f"(\n{unpack_script(token)}\n) && " if token else "")
+        + (f"(\n{unpack_script(token_files)}\n) && " if token_files else "")
         + f"systemctl start --no-block {job.unit}",
-        stdin=pack_files(token) if token else None,
+        stdin=pack_files(token_files) if token_files else None,
     )
 
 
-def _token_file(work: Work) -> Iterator[ManagedFile]:
-    token = read_hub_token(work.hub) if work.hub else None
-    if work.hub is None or token is None:
-        return
+def _token_files(work: Work) -> list[ManagedFile]:
+    if work.hub is None or (token := read_hub_token(work.hub)) is None:
+        return []
     if work.hub.token is None:
         log_once(f"{work.job.title}: uses your Hugging Face login, on the host during the job")
-    yield ManagedFile(hub_token_file(work.job.digest), f"{token}\n".encode(), 0o600)
+    return [ManagedFile(hub_token_file(work.job.digest), f"{token}\n".encode(), 0o600)]
 
 
 def _enable_at_boot(target: str) -> str:
@@ -130,7 +129,7 @@ def wait_for_jobs(
     after a reboot.
     """
     names, target = tuple(job.digest12 for job in jobs), PREPARE.unit(release)
-    # Any cached value lists the targets enabled at boot.
+    # Without jobs only the targets enabled at boot matter, which every cached value has.
     cached = None if names else find_cached_value(JobStates)
     states = cached or read_fact(JobStates, jobs=names, target=target)
     replaced = _replaced_targets(release, states.linked) if retire_others else ()

@@ -13,7 +13,7 @@ from spark_deploy.config.settings.host import DOCKER_DIR, GB10
 from spark_deploy.hosts import capacity
 from spark_deploy.hosts.capacity import Finding, Findings, error, warning
 from spark_deploy.hosts.commands import is_predicted, log
-from spark_deploy.hosts.fabric import check_links, find_differences, read_reachability
+from spark_deploy.hosts.fabric import check_links, find_cluster_problems, read_reachability
 from spark_deploy.hosts.facts import prefetch, read_fact, values_by_host
 from spark_deploy.hosts.gpu import GpuState
 from spark_deploy.hosts.operations import Commands, HostError, host_operation, warn
@@ -257,7 +257,7 @@ def check_cluster(needs: PreflightPlan) -> None:
         host.noop("not part of a cluster")
         return
     links = check_links(host.name, needs.links, read_reachability(needs.links))
-    problems = [*links.problems, *find_differences(needs.cluster, values_by_host(HostSurvey))]
+    problems = [*links.problems, *find_cluster_problems(needs.cluster, values_by_host(HostSurvey))]
     if problems:
         raise HostError(*problems)
     if state.is_executing:

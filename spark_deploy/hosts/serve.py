@@ -80,7 +80,7 @@ def _reason_to_change(plan: Release, status: HostStatus) -> str:
         log_once(message, "yellow")
     reason = status.unproven_reason(plan.service, plan.name)
     if not reason:
-        waits = status.waits(plan.service, plan.name)
+        waits = status.waits_for_request(plan.service, plan.name)
         host.noop(f"{plan.name} is {ON_REQUEST if waits else 'running'} and proven")
     return reason
 
@@ -154,7 +154,7 @@ def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Rele
     if reason := status.unproven_reason(plan.service, plan.name):
         fix = "run again; `spark-check` on the host shows which check fails"
         fail(f"{host.name}: {plan.name}", f"not proven: {reason}", fix)
-    if status.waits(plan.service, plan.name):
+    if status.waits_for_request(plan.service, plan.name):
         host.noop(f"{plan.service}: {ON_REQUEST}")
         return
     release, live = status.release(plan.name), status.live_check(plan.name)

@@ -122,7 +122,7 @@ class HostStatus:
             return ""
         return stop_message(service, state.stopped_by_hand)
 
-    def waits(self, service: str, release: str | None) -> bool:
+    def waits_for_request(self, service: str, release: str | None) -> bool:
         """Return whether the proven ``release`` waits for the next request."""
         state = self.service(service)
         stopped = state.stopped_by_hand if state else None
@@ -151,7 +151,7 @@ class HostStatus:
         state = self.service(service)
         if state is None:
             return "serves nothing"
-        if self.waits(service, release) and not state.gateway.difference:
+        if self.waits_for_request(service, release) and not state.gateway.difference:
             return ""
         result, live = self.release(release), self.live_check(release)
         unproven = result.unproven if result else "none"

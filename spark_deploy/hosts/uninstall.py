@@ -299,5 +299,5 @@ def _release_resources(plan: HostPlan) -> Iterator[Resource]:
             yield Resource("state", gateway.tls.certificate, configure, 0o644)
             yield Resource("state", gateway.tls.key, configure, 0o600)
         # A rollout creates a missing generated key; a configured key is sent again.
-        owner = change if served.gateway.key.kind == "generate" else configure
-        yield Resource("state", gateway.key_path, owner, 0o600)
+        operation = change if served.gateway.key.kind == "generate" else configure
+        yield Resource("state", gateway.key_path, operation, 0o600)

@@ -6,7 +6,7 @@ from spark_contract.errors import ERROR
 from spark_contract.fabric import SpeedResult
 
 from spark_deploy.hosts import fabric
-from spark_deploy.hosts.fabric import check_links, check_speed, find_differences
+from spark_deploy.hosts.fabric import check_links, check_speed, find_cluster_problems
 from spark_deploy.plan.types import FabricLink
 from tests.unit.operations.fake_host import Failed, FakeHost, describe, on
 from tests.unit.preflight.surveyed import survey
@@ -42,16 +42,16 @@ def test_members_need_the_same_driver_branch():
         survey(smi=[f"NVIDIA GB10, {version}", "rc=0"])
         for version in ("580.142", "580.95", "590.44")
     )
-    assert list(find_differences(("a", "b"), {"a": first, "b": second})) == []
-    [problem] = find_differences(("a", "b"), {"a": first, "b": newer, "c": second})
+    assert list(find_cluster_problems(("a", "b"), {"a": first, "b": second})) == []
+    [problem] = find_cluster_problems(("a", "b"), {"a": first, "b": newer, "c": second})
     assert problem.what == "different branches: a 580, b 590"
-    assert list(find_differences(("a",), {"a": first, "b": newer})) == []
+    assert list(find_cluster_problems(("a",), {"a": first, "b": newer})) == []
 
 
 def test_reports_kernels_that_reserve_memory_for_kexec():
     good = survey()
     memory = replace(good.memory, cma_total_bytes=0, cma_free_bytes=9 << 30)
-    [problem] = find_differences(("a", "b"), {"a": replace(good, memory=memory), "b": good})
+    [problem] = find_cluster_problems(("a", "b"), {"a": replace(good, memory=memory), "b": good})
     assert problem.where == "a: kernel"
     assert "kho=off" in problem.fix
 

@@ -313,7 +313,7 @@ def fetch_layers(plan: LayersPlan, manifests: Path, progress: Progress) -> None:
     except (KeyError, TypeError, ValueError) as error:
         problem = f"the manifest lacks {error}"
         raise ValidationError(plan.reference, problem, "check the registry") from error
-    order = FetchPlan(
+    blobs_plan = FetchPlan(
         **{option.name: getattr(plan, option.name) for option in fields(TransferOptions)},
         digest=plan.digest,
         name=plan.reference,
@@ -328,7 +328,7 @@ def fetch_layers(plan: LayersPlan, manifests: Path, progress: Progress) -> None:
         pieces=False,
         look_in=(),
     )
-    fetch(order, progress)
+    fetch(blobs_plan, progress)
 
 
 def _read_manifests(client: HttpClient, base: str, digest: str) -> Iterator[tuple[str, bytes]]:
