@@ -132,7 +132,9 @@ def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
     fix = "stop it or list it in takeover, then run again"
     problems = []
     for container in competing_containers(containers, allowed):
-        message = f"started with docker ({container.image}, restart: {container.restart})"
+        message = (
+            f"another engine started with docker ({container.image}, restart: {container.restart})"
+        )
         problems.append(Problem(f"container {container.name}", message, fix))
     if problems:
         raise HostError(*problems)
@@ -230,7 +232,7 @@ def install_engine(plan: DockerPlan) -> Commands:
         yield install(names, plan.package_lock_wait_s)
         return
     version = state.info.get("ServerVersion", "installed")
-    host.noop(f"docker {version} and toolkit {state.toolkit_version} are kept")
+    host.noop(f"docker {version} and toolkit {state.toolkit_version} are installed")
 
 
 @host_operation

@@ -233,7 +233,7 @@ def _record_url(address: str, trees: Sequence[SharedTree]) -> None:
 @host_operation
 def stop_sharing() -> Commands:
     if current_host() not in _sharing:
-        host.noop("serves no peers")
+        host.noop("this host serves no peers")
         return
     yield shell(f"systemctl stop {SHARE_UNIT}; rm -f {SHARE_KEY} {SHARE_SETTINGS}")
     _sharing.discard(current_host())

@@ -59,7 +59,7 @@ def check_links(host: str, links: Sequence[FabricLink], reached: Mapping[str, st
             message = (
                 f"the link to {link.host} ({link.address}) was not tested: no ping on this host"
             )
-            warnings.append(Problem(where, message, "apt-get install iputils-ping"))
+            warnings.append(Problem(where, message, "run `apt-get install iputils-ping`"))
         if link.mtu != link.other_mtu:
             message = f"MTU {link.mtu}, but {link.other_mtu} on {link.host}"
             problems.append(Problem(where, message, "set the same MTU on both hosts (netplan)"))
@@ -133,7 +133,7 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
 @host_operation
 def restore_network() -> Commands:
     if not read_fact(NetplanFiles).managed_file:
-        host.noop("this host's network was not changed by us")
+        host.noop("deploys did not change this host's network")
         return
     yield FunctionCommand(
         _run_step, ["restore", "run `netplan apply` on the host and correct the errors"], {}
@@ -142,7 +142,7 @@ def restore_network() -> Commands:
 
 def _check_ports_free(plan: FabricPlan, netplan: Netplan) -> None:
     if not netplan.installed:
-        fix = "give the ports addresses with the host's own tools"
+        fix = "configure the addresses by hand; only netplan is supported"
         fail(host.name, "netplan is not installed", fix)
     if netplan.managed_file and netplan.managed_file != plan.netplan:
         fix = "run `spark-deploy fabric --restore` while no cluster serves, then run this again"

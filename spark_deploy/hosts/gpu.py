@@ -235,7 +235,7 @@ def add_cuda_repositories(plan: CudaPlan) -> Commands:
 def install_cuda(plan: CudaPlan) -> Commands:
     toolkit = find_toolkit(read_fact(CudaState, **fact_arguments(plan)).toolkits, plan.version)
     if toolkit:
-        host.noop(f"CUDA {toolkit.version} at {toolkit.path} is kept")
+        host.noop(f"CUDA {toolkit.version} at {toolkit.path} is installed")
     else:
         yield install([plan.package], plan.package_lock_wait_s)
 

@@ -73,7 +73,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         return
     if state is not None and state.state == "unknown":
         # Starting a job that may be running would be reported as a change.
-        fail(f"{host.name}: {job.title}", progress_text(state), "run again when it answers")
+        fail(f"{host.name}: {job.title}", progress_text(state), "run again when the host answers")
     if job.kind == FETCH_JOB and not host.state.is_executing:
         host.log(f"{job.title}: not on this host, {job.total_bytes or 0} bytes to fetch")
     yield from place_files((*with_known_peers(work).files(), boot_file))
@@ -209,7 +209,7 @@ def _wait_until_done(state: State, host: Host, jobs: Sequence[Job], timeout_s: i
             _store_donor_hashes(host, jobs, states)
             return True
         gevent.sleep(POLL_EVERY_S)
-    message = f"still not done after {timeout_s} s"
+    message = f"not complete after {timeout_s} s"
     fail(f"{host.name}: jobs", message, "run again to wait for the same jobs")
 
 

@@ -98,7 +98,9 @@ def _driver_findings(needs: PreflightPlan, gpu: GpuState) -> Iterator[Finding]:
         message = f"module {module} is loaded, library {version} is installed"
         yield error("driver", message, _DRIVER_FIX["mismatch"])
     if len(gpu.driver_branches) > 1:
-        message = f"packages of several branches are installed: {', '.join(gpu.driver_branches)}"
+        message = (
+            f"driver packages of several branches are installed: {', '.join(gpu.driver_branches)}"
+        )
         fix = "remove all driver packages except those of the preinstalled branch"
         yield error("driver", message, fix)
 

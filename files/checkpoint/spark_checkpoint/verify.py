@@ -261,7 +261,7 @@ def create_checkpoint(
         receipt = load_receipt(plan.out_dir)
         if receipt is None or receipt.digest != plan.digest:
             problem = "has no receipt" if receipt is None else f"has digest {receipt.digest[:12]}"
-            fix = "move it away, then run it again"
+            fix = "move the directory away, then run the command again"
             raise ValidationError(str(plan.out_dir), f"{problem}, so it is not replaced", fix)
         verify_checkpoint(plan.out_dir, progress, full=False)
         note(f"{plan.out_dir}: {description} already exists")

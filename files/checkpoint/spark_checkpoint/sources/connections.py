@@ -113,11 +113,11 @@ class RetryBudget:
         self,
         url: str,
         transfer: TransferOptions,
-        cancelled: threading.Event,
+        canceled: threading.Event,
         outage_s: float,
         minimum: MinimumRate,
     ):
-        self._url, self._transfer, self._cancelled = url, transfer, cancelled
+        self._url, self._transfer, self._canceled = url, transfer, canceled
         self._outage_s, self._minimum = outage_s, minimum
         self._reset()
 
@@ -155,7 +155,7 @@ class RetryBudget:
         limit = f", for {remaining_s / 60:.0f} more minutes" if remaining_s > _PAUSE_LIMIT_S else ""
         note(f"retry: {self._url}: {reason}; again in {pause_s:.1f} s{limit}")
         self._paused_s += pause_s
-        if self._cancelled.wait(pause_s):
+        if self._canceled.wait(pause_s):
             raise cancellation_error(self._url) from error
 
 
@@ -174,7 +174,7 @@ def _describe_failure(error: Exception, timeout_s: float) -> str:
 
 
 def cancellation_error(url: str) -> TransferError:
-    return TransferError(url, "cancelled because another download failed", "fix that error")
+    return TransferError(url, "canceled because another download failed", "fix that error")
 
 
 _sockets: WeakKeyDictionary[BaseHTTPResponse, socket.socket] = WeakKeyDictionary()
