@@ -92,7 +92,7 @@ def count_drafts(server: Server) -> dict[str, float]:
 
 def run_check(server: Server, release: Release, only: str | None = None) -> list[dict[str, Any]]:
     probe = Probe(release, Engine(server.socket), server.lines)
-    probe.before = probe.metrics()
+    probe.metrics_before = probe.metrics()
     findings = []
     for check_entry in CHECKS:
         if (

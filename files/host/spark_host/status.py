@@ -165,7 +165,7 @@ def check_live(release: Release, paths: Paths, timeout_s: float = 30) -> LiveChe
             detail = checks.POOLING_CHECKS[probe.plan.task](probe)
         else:
             questions = probe.plan.questions
-            detail = probe.say(questions[0].prompt if questions else "Hello", 8)
+            detail = probe.ask(questions[0].prompt if questions else "Hello", 8)
     except CheckError as error:
         detail = str(error)
     seconds = round(time.monotonic() - start, 3)

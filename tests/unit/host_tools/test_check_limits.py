@@ -61,7 +61,7 @@ def test_slow_answers_end_the_whole_check(host):
     result = check(host, release)
     failures = failed(result)
     assert list(failures) == ["copy"]
-    assert "the check's 1 s are over" in failures["copy"]
+    assert "the check's limit of 1 s is reached" in failures["copy"]
     assert result.checks[-1].name == "copy"
     assert result.checks[-1].seconds < 1.5
 

@@ -39,7 +39,7 @@ VIOLATIONS = [
     ("tool-types", "tool call", "days='3', not the number 3"),
     ("reasoning-mixed", "reasoning", "thinking is mixed into the answer"),
     ("forgets", "conversation", "in turn 2 of a conversation"),
-    ("mixes-up", "parallel", "among 3 streams at once"),
+    ("mixes-up", "parallel", "with 3 concurrent streams"),
     ("no-prefix-hits", "prefix reuse", "turn 2 of a conversation found no token"),
     ("stale-prefix", "prefix reuse", "turn 2 of a long conversation got the wrong answer '48214'"),
     ("low-acceptance", "acceptance", "the floor is 50%"),
@@ -167,7 +167,7 @@ def test_parallel_requests_are_streamed(host, monkeypatch):
     host.started(release, "stream-cut")
     failures = failed(check(host, release))
     assert set(failures) == {"parallel"}
-    assert "among 3 streams at once the streamed answer broke" in failures["parallel"]
+    assert "with 3 concurrent streams: the streamed answer broke" in failures["parallel"]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_restart_during_the_check_fails_it(host, monkeypatch):
 
     result = runner.check(release, host.here, "quick", print)
 
-    assert failed(result) == {"same run": "the engine was restarted meanwhile"}
+    assert failed(result) == {"same run": "the engine was restarted during the check"}
     assert not result.ok
     assert result.invocation_id == "run-1", "the proof must not cover the next run"
 

@@ -1,6 +1,6 @@
-"""The table of all checks; checks of pooling models, names, metrics and log.
+"""The table of all checks, and checks of pooling models, names, metrics and log.
 
-docs/reference/checks.md explains each. A healthy server never fails a ``must`` check; it may fail
+docs/reference/checks.md explains each. A healthy server never fails a ``must`` check, but may fail
 a ``warn`` check, which is only reported and stored with the proof.
 """
 
@@ -45,10 +45,12 @@ def embedding_repeat(probe: Probe) -> str:
     alone = _query(probe, EMBEDDINGS, {"input": [_QUESTION]})
     batch = _query(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]})
     first, second = _vector(alone[0]), _vector((batch + [None] * 2)[1])
-    same = _cosine(first, second) if len(first) == len(second) else 0.0
-    if same < 0.99:
-        raise CheckError(f"the same text has a different embedding in a batch (cosine {same:.3f})")
-    return f"the same text has the same embedding in a batch (cosine {same:.4f})"
+    cosine = _cosine(first, second) if len(first) == len(second) else 0.0
+    if cosine < 0.99:
+        raise CheckError(
+            f"the same text has a different embedding in a batch (cosine {cosine:.3f})"
+        )
+    return f"the same text has the same embedding in a batch (cosine {cosine:.4f})"
 
 
 def ranking(probe: Probe) -> str:
@@ -72,11 +74,11 @@ def classification(probe: Probe) -> str:
     batch = _probabilities(probe, [_FAR, _QUESTION])
     if len(batch) != 2 or any(len(numbers) != len(alone) for numbers in batch):
         sizes = [len(numbers) for numbers in batch]
-        raise CheckError(f"two texts got {sizes} classes, one text {len(alone)}")
+        raise CheckError(f"a batch of two texts has {sizes} classes, a single text {len(alone)}")
     if max(abs(a - b) for a, b in zip(alone, batch[1], strict=True)) > 0.02:
-        raise CheckError("the same text got other classes in a batch")
+        raise CheckError("the same text has different class probabilities in a batch")
     if len(alone) > 1 and batch[0] == batch[1]:
-        raise CheckError("two texts about different things got the very same numbers")
+        raise CheckError("two texts on different subjects have identical class probabilities")
     return f"{len(alone)} classes, the same in a batch"
 
 
@@ -96,7 +98,7 @@ def _probabilities(probe: Probe, texts: list[str]) -> list[list[float]]:
 
 def _query(probe: Probe, path: str, body: dict[str, Any], key: str = "data") -> list[Any]:
     try:
-        answer = probe.engine.ask(path, {"model": probe.model, **body}, probe.left_s)
+        answer = probe.engine.ask(path, {"model": probe.model, **body}, probe.remaining_s)
     except EngineError as error:
         raise CheckError(f"{path}: {error}", "must") from error
     usage = answer.get("usage")
@@ -133,14 +135,14 @@ POOLING_CHECKS: dict[str | None, Callable[[Probe], str]] = {
 }
 
 
-_DRAFTS_WANTED = 60
+_MIN_DRAFTS = 60
 _ALMOST_NONE = 0.1  # a drafter without weights accepts this share
 _COUNTER_WAIT_S = 10.0
 
 
 def list_models(probe: Probe) -> list[dict[str, Any]]:
     try:
-        reply = probe.engine.get(MODELS, probe.left_s)
+        reply = probe.engine.get(MODELS, probe.remaining_s)
         if reply.status != 200:
             raise CheckError(f"{MODELS} answers HTTP {reply.status}")
         data = reply.json().get("data")
@@ -153,50 +155,50 @@ def list_models(probe: Probe) -> list[dict[str, Any]]:
 
 def served_names(probe: Probe) -> str:
     served = [str(item.get("id")) for item in list_models(probe)]
-    wanted = list(probe.release.names)
-    if sorted(served) != sorted(wanted):
-        raise CheckError(f"it serves the names {served}, the release requires {wanted}")
+    names = list(probe.release.names)
+    if sorted(served) != sorted(names):
+        raise CheckError(f"it serves the names {served}, the release requires {names}")
     return f"it serves {', '.join(served)}"
 
 
 def context_length(probe: Probe) -> str:
-    wanted = probe.plan.max_model_len
+    required = probe.plan.max_model_len
     for item in list_models(probe):
-        if item.get("max_model_len") != wanted:
+        if item.get("max_model_len") != required:
             raise CheckError(
                 f"max_model_len of {item.get('id')} is {item.get('max_model_len')}, "
-                f"the release requires {wanted}"
+                f"the release requires {required}"
             )
-    return f"contexts of {wanted} tokens are accepted"
+    return f"contexts of {required} tokens are accepted"
 
 
 def token_counters(probe: Probe) -> str:
     if probe.tokens_seen == 0:
         raise CheckError("no tokens were returned")
-    before = probe.before.tokens if probe.before else 0.0
-    moved = wait_for_value(
+    before = probe.metrics_before.tokens if probe.metrics_before else 0.0
+    counted = wait_for_value(
         lambda: probe.metrics().tokens - before, probe.tokens_seen, _COUNTER_WAIT_S
     )
-    result = f"the token counters moved by {moved:.0f}"
-    if moved < probe.tokens_seen:
-        raise CheckError(f"{result} while {probe.tokens_seen} tokens were returned")
+    result = f"the token counters grew by {counted:.0f}"
+    if counted < probe.tokens_seen:
+        raise CheckError(f"{result}, but {probe.tokens_seen} tokens were returned")
     return result
 
 
 def acceptance(probe: Probe) -> str:
     floor = probe.plan.acceptance_floor or 0.0
-    before = probe.before or Metrics(())
+    before = probe.metrics_before or Metrics(())
     drafted = accepted = 0.0
     limit = max(16, min(128, probe.plan.max_model_len // 4))
     for question in (probe.plan.questions * 8)[:8]:
-        # The first tokens show little about the drafter.
-        probe.say(question.prompt, limit, thinking=question.thinking)
+        # Drafts are rarely accepted in the first tokens of an answer.
+        probe.ask(question.prompt, limit, thinking=question.thinking)
         after = probe.metrics()
         if after.drafted is None:
             raise CheckError("the engine has no speculation counters: speculation is off")
         drafted = after.drafted - (before.drafted or 0.0)
         accepted = (after.accepted or 0.0) - (before.accepted or 0.0)
-        if drafted >= _DRAFTS_WANTED:
+        if drafted >= _MIN_DRAFTS:
             break
     if drafted <= 0:
         raise CheckError("no tokens were drafted")
@@ -210,15 +212,15 @@ def acceptance(probe: Probe) -> str:
 
 def metrics_required(probe: Probe) -> str:
     metrics = probe.metrics()
-    for name, wanted in probe.plan.metrics_required.items():
-        if isinstance(wanted, dict):
-            labels = {str(key): str(value) for key, value in wanted.items()}
+    for name, required in probe.plan.metrics_required.items():
+        if isinstance(required, dict):
+            labels = {str(key): str(value) for key, value in required.items()}
             if not metrics.has(name, labels):
                 raise CheckError(f"no sample of {name} has the labels {labels}")
         else:
             value = metrics.total(name)
-            if value is None or value < float(wanted):
-                raise CheckError(f"{name} is {value}, the release requires at least {wanted}")
+            if value is None or value < float(required):
+                raise CheckError(f"{name} is {value}, the release requires at least {required}")
     return f"{len(probe.plan.metrics_required)} metrics match the release"
 
 
@@ -238,9 +240,9 @@ def log_lines(probe: Probe) -> str:
 
 def health(probe: Probe) -> str:
     try:
-        status = probe.engine.get("/health", probe.left_s).status
+        status = probe.engine.get("/health", probe.remaining_s).status
     except EngineError as error:
-        raise CheckError(f"the engine went away during the check: {error}") from error
+        raise CheckError(f"the engine stopped answering during the check: {error}") from error
     if status != 200:
         raise CheckError(f"/health answers HTTP {status} after the check")
     return "the engine is healthy after the check"
@@ -249,7 +251,7 @@ def health(probe: Probe) -> str:
 @dataclass(frozen=True, slots=True)
 class Check:
     name: str
-    level: str  # the lowest that includes it
+    level: str  # the lowest level that includes it
     weight: Weight
     run: Callable[[Probe], str]
     applies: Callable[[CheckPlan], object] = lambda _: True

@@ -1,4 +1,4 @@
-"""``check --record`` and ``--compare``: the answers of two releases to the same prompts.
+"""``check --record`` and ``--compare``: compares answers of two releases to the same prompts.
 
 Answers are greedy, with log-probabilities. Steps are compared up to and including the first
 different token, while both have the same prefix.
@@ -86,10 +86,10 @@ class Comparison:
 
 
 def divergence(a: dict[str, float], b: dict[str, float]) -> float:
-    """Return a lower bound of KL(a || b) in nats, from two lists of top log-probabilities.
+    """Return a lower bound of KL(a || b) in nats, from top log-probabilities by token.
 
-    A token missing in b is at most as likely as the last listed token and as the unlisted rest;
-    tokens missing in both count as one.
+    A token that ``b`` lacks is at most as likely as the last listed token, and as all unlisted
+    tokens together. Tokens that both lack count as a single token.
     """
     shares = {token: math.exp(value) for token, value in b.items()}
     remainder = max(1.0 - sum(shares.values()), _FLOOR)
@@ -140,7 +140,7 @@ def _comparable_steps(a: Answer, b: Answer) -> Iterator[tuple[Step, Step]]:
 
 
 def collect_answers(release: Release, engine: Engine, prompts: list[str], host: Host) -> Answers:
-    """Raises HostToolError without log-probabilities."""
+    """Return the answers; ``HostToolError`` if they have no log-probabilities."""
     probe = Probe(release, engine, list)
     try:
         answers = tuple(_answer(probe, prompt) for prompt in prompts)
@@ -207,7 +207,7 @@ def read_prompts(path: Path) -> list[str]:
 def _record_answers(file: str | None, host: Host) -> Answers:
     """Store the answers of the running release, by default to the check's prompts."""
     release = host.disk.load_release(boot.only_active_release(host), host.paths)
-    # of the caller
+    # The caller's working directory.
     folder = Path(os.environ.get("SPARK_CALLED_FROM", ""))
     prompts = read_prompts(folder / file) if file else check_prompts(release)
     answers = collect_answers(release, Engine.for_release(release, host.paths), prompts, host)
@@ -222,7 +222,7 @@ def _compare_with_recorded(name: str, host: Host) -> Comparison:
     recorded = host.disk.read(Answers, host.paths.answers(name))
     if recorded is None:
         fix = f"while {name} runs: spark-check --record [FILE]"
-        raise HostToolError(f"compare {name}", "no answers of it are recorded here", fix)
+        raise HostToolError(f"compare {name}", "no recorded answers on this host", fix)
     release = host.disk.load_release(boot.only_active_release(host), host.paths)
     prompts = [answer.prompt for answer in recorded.answers]
     answers = collect_answers(release, Engine.for_release(release, host.paths), prompts, host)
@@ -240,5 +240,5 @@ def main(words: list[str], host: Host) -> int:
                   f"spark-check --compare {answers.release}", flush=True)  # fmt: skip
         case _:
             usage = "--record [FILE], or --compare RELEASE [--json]"
-            raise HostToolError("check", f"does not take {' '.join(words)}", usage, 2)
+            raise HostToolError("check", f"unknown arguments {' '.join(words)}", usage, 2)
     return 0

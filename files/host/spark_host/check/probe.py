@@ -1,4 +1,4 @@
-"""The access of a check to the running engine."""
+"""Sends a check's requests to the running engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Weight = Literal["must", "warn"]
 
 
 class CheckError(Exception):
-    """A check failed; ``weight`` replaces the check's, for parts that a healthy server may fail."""
+    """A check failed; a ``weight`` replaces the check's own, for what a healthy server may fail."""
 
     def __init__(self, text: str, weight: Weight | None = None):
         super().__init__(text)
@@ -36,10 +36,10 @@ class Probe:
     release: Release
     engine: Engine
     read_log: Callable[[], list[str]]
-    before: Metrics | None = None  # metrics before the first question
+    metrics_before: Metrics | None = None
     tokens_seen: int = 0
     engine_version: str = ""
-    load_lines: list[str] = field(default_factory=list)  # required log lines, as found
+    load_lines: list[str] = field(default_factory=list)  # log lines that the release requires
     until_s: float = float("inf")
 
     @property
@@ -48,21 +48,21 @@ class Probe:
 
     @property
     def model(self) -> str:
-        """The first name, which rollouts do not change."""
+        """The first served name."""
         return self.release.names[0]
 
     @property
-    def left_s(self) -> float:
-        """Return the remaining time, never 0, which a socket treats as no limit."""
+    def remaining_s(self) -> float:
+        """Return the remaining time, but never 0, which a socket would treat as non-blocking."""
         return max(0.01, min(self.plan.timeout_s, self.until_s - time.monotonic()))
 
     @property
-    def out_of_time(self) -> bool:
+    def is_out_of_time(self) -> bool:
         return time.monotonic() >= self.until_s
 
     @property
     def path(self) -> str:
-        """A base model has no chat template, so it completes texts."""
+        """Return the API path; a base model has no chat template, so it only completes texts."""
         return COMPLETIONS if self.plan.task == "completion" else CHAT
 
     def body(self, messages: list[Message], max_tokens: int, **options: Any) -> dict[str, Any]:
@@ -80,12 +80,12 @@ class Probe:
         start = time.monotonic()
         body = self.body(messages, max_tokens, **options)
         try:
-            answer = self.engine.ask(self.path, body, self.left_s)
+            answer = self.engine.ask(self.path, body, self.remaining_s)
         except EngineError as error:
             text = f"no usable answer after {time.monotonic() - start:.1f} s: {error}"
-            if self.out_of_time:
-                text += f"; the check's {self.plan.timeout_s:g} s are over"
-            raise CheckError(text, None if self.out_of_time else "must") from error
+            if self.is_out_of_time:
+                text += f"; the check's limit of {self.plan.timeout_s:g} s is reached"
+            raise CheckError(text, None if self.is_out_of_time else "must") from error
         try:
             choice = answer["choices"][0]
             self.tokens_seen += int(answer["usage"]["completion_tokens"])
@@ -95,13 +95,13 @@ class Probe:
         message["finish_reason"] = choice.get("finish_reason")
         return message
 
-    def streamed(self, messages: list[Message], max_tokens: int) -> Streamed:
-        """Return a complete streamed answer; the caller counts its tokens."""
+    def stream(self, messages: list[Message], max_tokens: int) -> Streamed:
+        """Return a streamed answer; the caller adds its tokens to ``tokens_seen``."""
         body = self.body(messages, max_tokens, stream=True, stream_options={"include_usage": True})
         start, wait_s = time.monotonic(), 0.0
         text, finished, usage = "", None, None
         try:
-            for event in self.engine.stream_chat(body, self.left_s, self.path):
+            for event in self.engine.stream_chat(body, self.remaining_s, self.path):
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
                     text += choice.get("delta", {}).get("content") or choice.get("text") or ""
@@ -119,19 +119,19 @@ class Probe:
 
     def metrics(self) -> Metrics:
         try:
-            return self.engine.metrics(self.left_s)
+            return self.engine.metrics(self.remaining_s)
         except EngineError as error:
             raise CheckError(f"/metrics: {error}") from error
 
-    def say(self, prompt: str, max_tokens: int, *, thinking: bool = False) -> str:
+    def ask(self, prompt: str, max_tokens: int, *, thinking: bool = False) -> str:
         options = {"chat_template_kwargs": {"enable_thinking": thinking}}
         return message_text(self.chat([user_message(prompt)], max_tokens, **options))
 
 
-def wait_for_value(read: Callable[[], float], least: float, wait_s: float) -> float:
-    """Poll until a value is at least ``least`` or ``wait_s`` are over; return the last."""
+def wait_for_value(read: Callable[[], float], minimum: float, wait_s: float) -> float:
+    """Poll until a value reaches the minimum, at most for ``wait_s``; return the last value."""
     deadline = time.monotonic() + wait_s
-    while (value := read()) < least and time.monotonic() <= deadline:
+    while (value := read()) < minimum and time.monotonic() <= deadline:
         time.sleep(0.1)
     return value
 
@@ -145,6 +145,6 @@ def message_text(message: dict[str, Any]) -> str:
 
 
 def quote(text: str, length: int = 60) -> str:
-    """Return ``text`` without line breaks, quoted and cut."""
+    """Return ``text`` in quotes, without line breaks and shortened."""
     flat = " ".join(text.split())
     return repr(flat if len(flat) <= length else flat[: length - 1] + "…")

@@ -1,4 +1,4 @@
-"""Questions to engines that answer with text; also with pictures and sounds."""
+"""Checks that ask questions as text, with pictures or with sounds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _judge(
 ) -> None:
     if re.search(question.expect, answer):
         return
-    _refuse_repetition(question, answer, context, weight)
+    _reject_repetition(question, answer, context, weight)
     raise CheckError(
         f"{context}wrong answer to {quote(question.prompt)}: {quote(answer)} does not match "
         f"{question.expect!r}",
@@ -46,13 +46,13 @@ def _judge(
     )
 
 
-def _refuse_repetition(
+def _reject_repetition(
     question: Question, answer: str, context: str = "", weight: Weight | None = None
 ) -> None:
     runs = (run for units in (answer, answer.split()) for _, run in groupby(units))
     if max((len(list(run)) for run in runs), default=0) >= _MAX_REPETITIONS:
         raise CheckError(
-            f"{context}{quote(question.prompt)} was answered by the same token over and over, "
+            f"{context}{quote(question.prompt)} was answered with the same token over and over, "
             f"{quote(answer)}: the weights or kernels are broken",
             weight,
         )
@@ -65,15 +65,15 @@ def first_answer(probe: Probe) -> str:
 def all_answers(probe: Probe, only: tuple[Question, ...] = ()) -> str:
     questions = only or probe.plan.questions
     for question in questions:
-        answer = probe.say(question.prompt, question.max_tokens, thinking=question.thinking)
+        answer = probe.ask(question.prompt, question.max_tokens, thinking=question.thinking)
         _judge(question, answer, weight="warn" if question.thinking else None)
         last = f"{quote(question.prompt, 40)} with {quote(answer, 40)}"
-    return f"{len(questions)} answered correctly, such as {last}"
+    return f"{len(questions)} questions were answered correctly, such as {last}"
 
 
 def exact_copies(probe: Probe) -> str:
     for text in probe.plan.copy:
-        answer = probe.say(f"Repeat exactly: {text}", max(64, 2 * len(text)))
+        answer = probe.ask(f"Repeat exactly: {text}", max(64, 2 * len(text)))
         if text not in answer:
             raise CheckError(f"asked to repeat {quote(text)}, it answered {quote(answer)}")
     return f"{len(probe.plan.copy)} strings were repeated unchanged"
@@ -81,7 +81,7 @@ def exact_copies(probe: Probe) -> str:
 
 def repeated_answer(probe: Probe) -> str:
     question = probe.plan.plain_questions[-1]
-    first, second = (probe.say(question.prompt, question.max_tokens) for _ in range(2))
+    first, second = (probe.ask(question.prompt, question.max_tokens) for _ in range(2))
     if first != second:
         raise CheckError(f"the same greedy request gave {quote(first)} and then {quote(second)}")
     return "the same greedy request gave the same text twice"
@@ -95,7 +95,7 @@ def sampled_answers(probe: Probe) -> str:
         )
         if not answer.strip():
             raise CheckError(f"{quote(question.prompt)}, sampled, got an empty answer")
-        _refuse_repetition(question, answer)
+        _reject_repetition(question, answer)
         _judge(question, answer, "sampled, ", "warn")
     return f"{len(questions)} sampled answers are plausible"
 
@@ -115,7 +115,7 @@ def parallel_streams(probe: Probe) -> str:
     questions = (probe.plan.plain_questions * _STREAMS)[:_STREAMS]
     with ThreadPoolExecutor(max_workers=_STREAMS) as pool:
         pending = [
-            pool.submit(probe.streamed, [user_message(question.prompt)], question.max_tokens)
+            pool.submit(probe.stream, [user_message(question.prompt)], question.max_tokens)
             for question in questions
         ]
         for question, streamed in zip(questions, pending, strict=True):
@@ -123,20 +123,24 @@ def parallel_streams(probe: Probe) -> str:
                 answer = streamed.result()
                 _judge(question, answer.text)
             except CheckError as error:
-                raise CheckError(f"among {_STREAMS} streams at once {error}") from error
+                raise CheckError(f"with {_STREAMS} concurrent streams: {error}") from error
             probe.tokens_seen += answer.tokens
     return f"{_STREAMS} concurrent streams were answered correctly"
 
 
 def stream(probe: Probe) -> str:
     question = probe.plan.plain_questions[0]
-    answer = probe.streamed([user_message(question.prompt)], question.max_tokens)
+    answer = probe.stream([user_message(question.prompt)], question.max_tokens)
     probe.tokens_seen += answer.tokens
     _judge(question, answer.text)
     return f"streamed answer completed ({answer.tokens} tokens)"
 
 
-_RAW_CALLS = ("<tool_call>", "<function=", "get_weather")  # a call that was not parsed
+_RAW_CALLS = (
+    "<tool_call>",
+    "<function=",
+    "get_weather",
+)  # marks of a call that the engine did not parse
 _WEATHER = {
     "type": "function",
     "function": {
@@ -157,9 +161,9 @@ def tool_call(probe: Probe) -> str:
     calls = message.get("tool_calls") or []
     if not calls:
         text = message_text(message)
-        raw = any(mark in text for mark in _RAW_CALLS)
+        is_raw_call = any(mark in text for mark in _RAW_CALLS)
         raise CheckError(
-            f"no tool was called; the answer is {quote(text)}", None if raw else "warn"
+            f"no tool was called; the answer is {quote(text)}", None if is_raw_call else "warn"
         )
     function = calls[0].get("function") or {}
     try:
@@ -208,7 +212,7 @@ _TURNS = 3
 def needle(probe: Probe) -> str:
     tokens = probe.plan.needle.context_tokens if probe.plan.needle else 0
     half = _FILLER * (tokens // 24)
-    answer = probe.say(f"{half}{_NEEDLE} {half}\n{_QUESTION}", 64)
+    answer = probe.ask(f"{half}{_NEEDLE} {half}\n{_QUESTION}", 64)
     hidden = f"a number hidden in the middle of about {tokens} tokens"
     if _NUMBER not in answer:
         raise CheckError(f"did not find {hidden}: {quote(answer)}")
@@ -216,10 +220,10 @@ def needle(probe: Probe) -> str:
 
 
 def prefix_reuse(probe: Probe) -> str:
-    """Later turns of a long conversation hit the prefix cache and are answered correctly.
+    """Check that later turns of a long conversation hit the prefix cache and are answered.
 
-    The first turn is longer than two cache blocks, and starts with a new number, so that only this
-    conversation can cause hits.
+    The first turn is longer than two cache blocks. It starts with a new number, so that earlier
+    conversations cannot cause hits.
     """
     block_tokens = probe.plan.prefix.block_tokens if probe.plan.prefix else 0
     filler = _FILLER * (2 * block_tokens // _FILLER_TOKENS + 1)
@@ -229,7 +233,7 @@ def prefix_reuse(probe: Probe) -> str:
     for turn in range(1, _TURNS + 1):
         messages.append(user_message(start if turn == 1 else _QUESTION))
         hits_before = _prefix_hits(probe)
-        answer = probe.streamed(messages, 64)
+        answer = probe.stream(messages, 64)
         probe.tokens_seen += answer.tokens
         if turn == 1 and answer.prompt_tokens <= block_tokens:
             raise CheckError(
@@ -238,7 +242,7 @@ def prefix_reuse(probe: Probe) -> str:
             )
         if _NUMBER not in answer.text:
             text = f"turn {turn} of a long conversation got the wrong answer {quote(answer.text)}"
-            # The model did not find the number; turn 1 does not use the cache.
+            # Turn 1 does not use the cache, so a wrong answer is the model's.
             raise CheckError(text, "warn" if turn == 1 else None)
         messages.append({"role": "assistant", "content": answer.text})
         waits.append(answer.wait_s)
@@ -267,22 +271,22 @@ def _prefix_hits(probe: Probe) -> float:
 
 
 _SIDE_PIXELS = 64
-_COLOURS = (("red", (220, 20, 20)), ("blue", (20, 20, 220)))
+_COLORS = (("red", (220, 20, 20)), ("blue", (20, 20, 220)))
 
 
 def image(probe: Probe) -> str:
     answers = []
-    for _, rgb in _COLOURS:
+    for _, rgb in _COLORS:
         url = "data:image/png;base64," + base64.b64encode(png(rgb)).decode()
         text = "What colour is this picture? Answer with one word."
         answers.append(
             message_text(probe.chat([_media_message("image_url", {"url": url}, text)], 64))
         )
-    for (colour, _), answer in zip(_COLOURS, answers, strict=True):
-        if not re.search(rf"\b{colour}\b", answer, re.IGNORECASE):
-            text = f"a picture that is all {colour} was called {quote(answer)}"
+    for (color, _), answer in zip(_COLORS, answers, strict=True):
+        if not re.search(rf"\b{color}\b", answer, re.IGNORECASE):
+            text = f"a picture that is all {color} was called {quote(answer)}"
             raise CheckError(text, None if len(set(answers)) == 1 else "warn")
-    return f"named the colour of all {len(_COLOURS)} pictures correctly"
+    return f"named the color of all {len(_COLORS)} pictures correctly"
 
 
 def _media_message(kind: str, data: dict[str, str], text: str) -> Message:
@@ -310,7 +314,7 @@ def sound(probe: Probe) -> str:
     for seconds in _SECONDS:
         data = {"data": base64.b64encode(wav(seconds)).decode(), "format": "wav"}
         question = _media_message("input_audio", data, "What do you hear? Answer with one word.")
-        answer = probe.streamed([question], 32)
+        answer = probe.stream([question], 32)
         probe.tokens_seen += answer.tokens
         counts.append(answer.prompt_tokens)
     result = f"sounds of {_SECONDS[0]} and {_SECONDS[1]} s took {counts[0]} and {counts[1]} tokens"

@@ -68,7 +68,7 @@ def check(
 ) -> Proof:
     """Check a release's engine; write and return the proof of run ``invocation_id``.
 
-    At a start no watchdog runs yet, so the check guards the host's memory.
+    With ``at_start``, the check also guards the host's memory, because no watchdog runs yet.
     """
     guard = StartGuard(release, host.paths) if at_start else None
     with guard or nullcontext():
@@ -83,33 +83,29 @@ def check(
             Engine.for_release(release, host.paths),
             lambda: [*kept, *read_log(release, before)],
         )
-        start_times_s: dict[str, float] = {}
         # A member that left does not rejoin the same run.
         had_joined = earlier is not None and earlier.ok
         membership = Membership(release, host.paths, complete=had_joined)
-        if cluster.is_worker(release, host.paths):  # only the head answers requests
-            findings = [wait_until_joined(membership, report)]
-            if findings[0].ok and level != "quick":
-                findings.append(wait_for_head(membership, report))
-            for finding in findings:
-                report(_describe(finding))
+        start_times_s: dict[str, float] = {}
+        if cluster.is_worker(release, host.paths):
+            findings = _check_worker(membership, level, report)
         else:
             note = compile_cache.compiling_note(release, before, host)
             phases = StartPhases(release)
             findings = [_wait_until_ready(probe, report, note, guard, membership, phases)]
+            if findings[0].ok and guard:
+                phases.update(probe.read_log(), findings[0].seconds)
+                start_times_s = phases.durations_s(findings[0].seconds)
             if findings[0].ok:
-                if guard:
-                    phases.update(probe.read_log(), findings[0].seconds)
-                    start_times_s = phases.durations_s(findings[0].seconds)
-                with suppress(EngineError):
-                    probe.before = probe.engine.metrics()
                 findings += _run_checks(probe, level, report)
     if guard is not None:
         findings.insert(0, _judge_memory(guard, ready=findings[0].ok))
         report(_describe(findings[0]))
     after = invocation_id or systemd.read_invocation_id(release.serve_unit) or ""
     if after != before:
-        findings.append(Finding("same run", False, "the engine was restarted meanwhile", 0.0))
+        findings.append(
+            Finding("same run", False, "the engine was restarted during the check", 0.0)
+        )
         report(_describe(findings[-1]))
     parts = {**versions.read(), **versions.release_versions(release)}
     result = Proof(
@@ -130,17 +126,24 @@ def check(
         kv_cache=_logged_cache(probe) if findings[0].ok else None,
     )
     write_proof(result, host, report)
-    if at_start and membership.alone:
-        # A host that is off for days must not use up the restart limit.
+    if at_start and membership.timed_out:
+        # Waiting for a host that is off must not use up the start limit.
         systemd.reset_failed(release.serve_unit)
     return result
 
 
-def write_proof(result: Proof, host: Host, report: Report) -> None:
-    """Write the proof; on a full disk an engine that passed still serves.
+def _check_worker(membership: Membership, level: str, report: Report) -> list[Finding]:
+    """Wait for the head, because only the head answers requests."""
+    findings = [wait_until_joined(membership, report)]
+    if findings[0].ok and level != "quick":
+        findings.append(wait_for_head(membership, report))
+    for finding in findings:
+        report(_describe(finding))
+    return findings
 
-    An invalid earlier proof is removed.
-    """
+
+def write_proof(result: Proof, host: Host, report: Report) -> None:
+    """Write the proof; on a full disk only report it, and remove the proof of a failed release."""
     try:
         proof.write(result, host)
     except OSError as error:
@@ -150,7 +153,7 @@ def write_proof(result: Proof, host: Host, report: Report) -> None:
 
 
 def read_log(release: Release, invocation_id: str) -> list[str]:
-    """Return the journal of an engine's run, or the file ``SPARK_ENGINE_LOG`` without systemd."""
+    """Return the journal of an engine's run; without systemd, the file ``SPARK_ENGINE_LOG``."""
     path = os.environ.get("SPARK_ENGINE_LOG")
     if path is not None:
         return Path(path).read_text(errors="replace").splitlines()
@@ -166,6 +169,8 @@ def _logged_cache(probe: Probe) -> CacheCount | None:
 
 
 def _run_checks(probe: Probe, level: str, report: Report) -> list[Finding]:
+    with suppress(EngineError):
+        probe.metrics_before = probe.engine.metrics()
     rank = proof.LEVELS.index(level)
     findings = []
     for item in CHECKS:
@@ -181,8 +186,8 @@ def _run_checks(probe: Probe, level: str, report: Report) -> list[Finding]:
         seconds = round(time.monotonic() - start, 3)
         findings.append(Finding(item.name, ok, detail, seconds, weight))
         report(_describe(findings[-1]))
-        if probe.out_of_time and not ok and weight == "must":
-            report("skipping the remaining checks: the engine takes too long")
+        if probe.is_out_of_time and not ok and weight == "must":
+            report("skipping the remaining checks: the engine is too slow")
             break
     return findings
 
@@ -211,10 +216,10 @@ class Membership:
     paths: Paths
     began_s: float = field(default_factory=time.monotonic)
     complete: bool = False
-    alone: bool = False  # no member joined, so no weights were loaded
+    timed_out: bool = False  # a member did not join, so no weights were loaded
 
     def problem(self) -> str | None:
-        """Return why the start cannot succeed any more."""
+        """Return why the cluster cannot serve: a member left or did not join in time."""
         members = self.release.cluster
         missing = cluster.missing_names(self.release, self.paths)
         if members is None or not missing:
@@ -222,13 +227,12 @@ class Membership:
         elif self.complete:
             return f"{missing} left the cluster"
         elif time.monotonic() - self.began_s > members.join_s:
-            self.alone = True
+            self.timed_out = True
             return f"{missing} did not join within {members.join_s:.0f} s"
         return None
 
 
-# passed, and the detail
-_Verdict = tuple[bool, str]
+_Verdict = tuple[bool, str]  # whether the check passed, and the detail
 
 
 def _wait(
@@ -252,7 +256,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
     def poll(_: float) -> _Verdict | None:
         if problem := membership.problem():
             return False, problem
-        return (True, "the rank has joined the head") if membership.complete else None
+        return (True, "this host has joined the head") if membership.complete else None
 
     return _wait(
         "joined", poll, report, lambda waited: f"join {WAITED}{waited:.0f} joining the head"
@@ -260,7 +264,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
 
 
 def wait_for_head(membership: Membership, report: Report) -> Finding:
-    """Wait until the head has proven the release, after which its watchdog accepts connections."""
+    """Wait until the head has proven the release: then its watchdog accepts connections."""
     release = membership.release
     limit_s = release.timeouts.start_s + 2 * release.check.timeout_s
 
@@ -269,9 +273,11 @@ def wait_for_head(membership: Membership, report: Report) -> Finding:
             return False, problem
         members = release.cluster
         if members is None or cluster.can_connect(members.head, members, if_refused=False):
-            return True, "the head is proven and serves"
+            return True, "the head has proven the release"
         return (
-            (False, f"the head was not proven within {limit_s:.0f} s") if waited > limit_s else None
+            (False, f"the head did not prove the release within {limit_s:.0f} s")
+            if waited > limit_s
+            else None
         )
 
     return _wait(
@@ -347,7 +353,7 @@ def main(words: list[str], paths: Paths) -> int:
     names = [word for word in words if not word.startswith("--")]
     unknown = flags - {*_LEVEL_FLAGS, "--json", "--at-start"}
     if unknown or len(names) > 1:
-        raise HostToolError("check", f"unknown words {sorted(unknown) or names}", _USAGE, 2)
+        raise HostToolError("check", f"unknown arguments {sorted(unknown) or names}", _USAGE, 2)
     release = host.disk.load_release(names[0] if names else boot.only_active_release(host), paths)
     level = next((_LEVEL_FLAGS[flag] for flag in reversed(_LEVEL_FLAGS) if flag in flags), "full")
     at_start, as_json = "--at-start" in flags, "--json" in flags
@@ -360,9 +366,9 @@ def main(words: list[str], paths: Paths) -> int:
         failed = ", ".join(finding.name for finding in result.failed)
         warned = ", ".join(finding.name for finding in result.warnings)
         verdict = f"failed: {failed}" if failed else "proven"
-        verdict += f" (warned of: {warned})" if warned else ""
+        verdict += f" (warnings: {warned})" if warned else ""
         print(f"{release.name}: {level} check {verdict}", flush=True)
-    opens = at_start and result.ok and not cluster.is_worker(release, paths)
-    if opens and boot.opens_at_start(release, host):
+    may_open = at_start and result.ok and not cluster.is_worker(release, paths)
+    if may_open and boot.opens_at_start(release, host):
         traffic.open_for(release, paths)
     return 0 if result.ok else 1

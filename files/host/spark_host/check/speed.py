@@ -1,4 +1,4 @@
-"""The speed of a release before and after a change, by the same greedy requests."""
+"""Measures a release's speed with fixed greedy requests, and compares it with earlier results."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class NotMeasuredError(Exception):
 def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> dict[str, Any]:
     """Return the speed of a running release, measured within about ``limit_s``.
 
-    Raises NotMeasuredError if the engine does not answer or serves other requests meanwhile.
+    Raises NotMeasuredError if the engine does not answer or serves other requests.
     """
     engine = Engine.for_release(release, paths)
     began = time.monotonic()
     samples: dict[str, list[float]] = defaultdict(list)
     rounds = tokens = 0
-    # A round is always finished.
+    # A round is never cut short, so it may exceed the limit.
     timeout_s = min(release.check.timeout_s, max(limit_s, _REQUEST_S))
     try:
         before = engine.metrics().generated
@@ -74,12 +74,14 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
             answers = _run_round(release, engine, rounds, samples, timeout_s)
             tokens += sum(answer.tokens for answer in answers)
             report(f"{PHASE}bench round={rounds} of {_ROUNDS}")
-        others = engine.metrics().generated - before - tokens
+        other_tokens = engine.metrics().generated - before - tokens
     except EngineError as error:
         raise NotMeasuredError(f"no speed was measured: {error}") from error
     # The engine may count drafts that it does not send.
-    if others > 0.05 * tokens + 16:
-        raise NotMeasuredError("no speed was measured: the engine served other requests meanwhile")
+    if other_tokens > 0.05 * tokens + 16:
+        raise NotMeasuredError(
+            "no speed was measured: the engine served other requests at the same time"
+        )
     return {
         "at": files.now(),
         "rounds": rounds,
@@ -94,7 +96,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return the measures that got clearly worse.
 
-    The median is worse by ``worse_percent``, and the best round is worse than the worst before.
+    Their median is worse by ``worse_percent``, and their best round is worse than any round before.
     """
     worse = []
     for item in MEASURES:
@@ -103,10 +105,10 @@ def compare(
             continue
         ratio = new["median"] / old["median"]
         if item.more_is_better:
-            percent, apart = 100 * (1 - ratio), new["max"] < old["min"]
+            percent, is_disjoint = 100 * (1 - ratio), new["max"] < old["min"]
         else:
-            percent, apart = 100 * (ratio - 1), new["min"] > old["max"]
-        if percent > worse_percent and apart:
+            percent, is_disjoint = 100 * (ratio - 1), new["min"] > old["max"]
+        if percent > worse_percent and is_disjoint:
             text = f"{item.title}: {item.show(new)}, {item.show(old)} before"
             worse.append({"key": item.key, "percent": round(percent), "text": text})
     return worse
