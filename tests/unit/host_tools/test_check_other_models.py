@@ -57,7 +57,7 @@ def test_healthy_pooling_model_passes(host, plan, names, live):
         (CLASSES, "garbage", "classes", "identical class probabilities"),
         (CLASSES, "nan", "classes", "not a probability"),
         (CLASSES, "mixes-up", "classes", "different class probabilities in a batch"),
-        (EMBEDDING, "counters-flat", "counters", "moved by 0"),
+        (EMBEDDING, "counters-flat", "counters", "grew by 0"),
         (AUDIO, "blind", "sound", "sounds of 1 and 4 s took"),
         (COMPLETION, "garbage", "first answer", "does not match '^Paris$'"),
     ],
