@@ -4,7 +4,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lab import demo, faults, guest, lifecycle, network, record, servers, variant
 from lab.errors import LabError
@@ -127,18 +128,6 @@ def _demo(paths: LabPaths, options: argparse.Namespace) -> int:
     return 0
 
 
-def _inner(paths: LabPaths, options: argparse.Namespace) -> int:
-    if options.command == "_supervise":
-        return guest.supervise(Guest(paths, options.guest))
-    elif options.command == "_boot":
-        guest.boot(Guest(paths, options.guest))
-    elif options.command == "_packages":
-        serve_files(paths.apt, HOST_IP, APT_PORT)
-    elif options.command == "_hub":
-        hub_server.serve(paths.hub, paths.run, HOST_IP, HUB_PORT, CDN_PORT)
-    return 0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lab", description="Stand-in Spark hosts on this machine."
@@ -201,22 +190,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _inner_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lab")
-    parser.add_argument("command", choices=["_supervise", "_boot", "_packages", "_hub"])
-    parser.add_argument("guest", nargs="?")
-    parser.set_defaults(run=_inner)
-    return parser
+_INNER: dict[str, Callable[..., int | None]] = {
+    "_supervise": lambda paths, name: guest.supervise(Guest(paths, name)),
+    "_boot": lambda paths, name: guest.boot(Guest(paths, name)),
+    "_packages": lambda paths: serve_files(paths.apt, HOST_IP, APT_PORT),
+    "_hub": lambda paths: hub_server.serve(paths.hub, paths.run, HOST_IP, HUB_PORT, CDN_PORT),
+}
+"""Commands that the lab starts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    inner = bool(words) and words[0].startswith("_")
-    options = (_inner_parser() if inner else _parser()).parse_args(words)
+    command, arguments = _INNER.get(words[0]) if words else None, list[Any](words[1:])
+    if command is None:
+        options = _parser().parse_args(words)
+        command, arguments = options.run, [options]
     try:
         if os.geteuid() != 0:
             raise LabError("lab", "needs root (namespaces, mounts, cgroups)", "run it with sudo")
-        return int(options.run(lab_paths(), options))
+        return command(lab_paths(), *arguments) or 0
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -39,7 +39,7 @@ class Distribution:
 
 
 def this_distribution() -> Distribution:
-    release = _os_release()
+    release = platform.freedesktop_os_release()
     codename = release.get("VERSION_CODENAME", "")
     wanted = "$(REPO_URI) $(CODENAME) $(COMPONENT)"
     lines = run(["apt-get", "indextargets", "--format", wanted, "Created-By: Packages"])
@@ -58,11 +58,6 @@ def this_distribution() -> Distribution:
         deb_arch=run(["dpkg", "--print-architecture"]).strip(),
         machine=platform.machine(),
     )
-
-
-def _os_release() -> dict[str, str]:
-    pairs = (line.partition("=") for line in Path("/etc/os-release").read_text().splitlines())
-    return {key: value.strip('"') for key, _, value in pairs if key}
 
 
 def missing_packages() -> list[str]:

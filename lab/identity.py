@@ -1,12 +1,10 @@
 """A guest's name, accounts, keys and package sources; written before the first boot."""
 
-import secrets
 import shutil
-from pathlib import Path
 
 from lab import cgroup
 from lab.archive import OS_ARCHIVE, of_variant
-from lab.guest import Guest, GuestSpec
+from lab.guest import Guest
 from lab.memory import write_memory
 from lab.paths import HOST_IP, USER, LabPaths
 from lab.shell import run
@@ -16,11 +14,6 @@ def ensure_ssh_key(paths: LabPaths) -> None:
     if not paths.ssh_key.exists():
         comment = "virtual lab"
         run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", paths.ssh_key])
-
-
-def new_spec(name: str, base: Path, *, bootstrap: bool) -> GuestSpec:
-    password = secrets.token_urlsafe(12) if bootstrap else None
-    return GuestSpec(name=name, base=str(base), bootstrap=bootstrap, password=password)
 
 
 def write_identity(guest: Guest) -> None:

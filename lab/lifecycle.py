@@ -1,5 +1,6 @@
 import fcntl
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from lab import cgroup, guest, identity, mounts, network, record, servers, stock
 from lab.distribution import this_distribution
 from lab.errors import LabError
-from lab.guest import Guest
+from lab.guest import Guest, GuestSpec
 from lab.paths import LabPaths
 from lab.shell import kept_open, run
 from lab.variant import OWNER_DONE, build_base
@@ -90,7 +91,8 @@ def _start(host: Guest, base: Path, *, bootstrap: bool, variant: str) -> None:
         return
     guest.clean(host)
     if not host.exists():
-        spec = identity.new_spec(host.name, base, bootstrap=bootstrap)
+        password = secrets.token_urlsafe(12) if bootstrap else None
+        spec = GuestSpec(host.name, str(base), bootstrap, password)
         disks = read_variant(variant).disks if variant else ()
         guest.create(host, spec, variant=variant, disks=disks)
     guest.mount_root(host)

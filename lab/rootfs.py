@@ -159,7 +159,9 @@ def unpack_release(
 
 
 def base_place(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:
-    key = content_key(tree.name, [deb.name for deb in stub_debs], trees=_made_by(stub_debs))
+    key = content_key(
+        tree.name, [deb.name for deb in stub_debs], trees=[Path(__file__), *stub_debs]
+    )
     return paths.cache / f"base-{key}"
 
 
@@ -172,10 +174,6 @@ def base(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:
         _configure(target)
 
     return cached(base_place(paths, tree, stub_debs), make)
-
-
-def _made_by(stub_debs: Sequence[Path]) -> list[Path]:
-    return [Path(__file__), *stub_debs]
 
 
 def _forget_identity(root: Path) -> None:

@@ -149,11 +149,6 @@ def _is_zombie(pid: int) -> bool:
         return True
 
 
-def start_all(paths: LabPaths) -> None:
-    for name in SERVERS:
-        start(paths, name)
-
-
 def stop_all(paths: LabPaths) -> None:
     for name in SERVERS:
         stop(paths, name)

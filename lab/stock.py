@@ -212,7 +212,8 @@ def prepare(paths: LabPaths, *, engine_trees: bool) -> Ground:
         ground = _publish_packages(paths, distribution)
     identity.ensure_ssh_key(paths)
     network.ensure_bridge()
-    servers.start_all(paths)
+    for name in servers.SERVERS:
+        servers.start(paths, name)
     return ground
 
 

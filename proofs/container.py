@@ -15,7 +15,6 @@ import pwd
 import resource
 import shutil
 import socket
-import stat
 import struct
 import subprocess
 import sys
@@ -205,16 +204,12 @@ def _bind_machine(root: Path, hidden: set[str]) -> None:
 
 def _make_devices(folder: Path) -> None:
     _mount("tmpfs", folder, "-t", "tmpfs", "-o", "nosuid,mode=755,size=64k")
-    nvidia = [path.name for path in Path("/dev").glob("nvidia*") if _is_device(path)]
+    nvidia = [path.name for path in Path("/dev").glob("nvidia*") if path.is_char_device()]
     for name in (*DEVICES, *nvidia):
         (folder / name).touch()
         _mount(f"/dev/{name}", folder / name, "--bind")
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink(f"/proc/self/fd{target}", folder / name)
-
-
-def _is_device(path: Path) -> bool:
-    return stat.S_ISCHR(path.stat().st_mode)
 
 
 def _make_read_only(root: Path, writable: set[str]) -> None:

@@ -45,18 +45,15 @@ def describe_run(device: str, *packages: str) -> dict[str, Any]:
 def write_result(path: Path, content: dict[str, Any]) -> None:
     """Write a result file; the command of this process is the default."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"command": read_command(), **content}, indent=1) + "\n")
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    command = shlex.join(["python3", "-m", "pytest", test] if test else sys.orig_argv)
+    path.write_text(json.dumps({"command": command, **content}, indent=1) + "\n")
 
 
 def print_rows(rows: list[Row]) -> None:
     for row in rows:
         word = {True: "PASS", False: "FAIL", None: "SEEN"}[row["passed"]]
         print(word, row["claim"], json.dumps(row["numbers"])[:400])
-
-
-def read_command() -> str:
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    return shlex.join(["python3", "-m", "pytest", test] if test else sys.orig_argv)
 
 
 def read_commit() -> str | None:

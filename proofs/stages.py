@@ -89,17 +89,12 @@ def prove(
     for process in references:
         process.wait()
     rows, failure = judge_stage(stage, results, work, trees)
-    if only is not None:
-        rows = [row for row in rows if _has_run(row, results)]
+    if only is not None:  # a row without engines is named after its engine
+        rows = [entry for entry in rows if {*(entry["cases"] or [entry["claim"]])} <= {*results}]
     document = _document(stage, results, rows, failure)
     write_result(out / f"engine-{result or stage}.json", document)
     broken = [row(f"{stage}: judged", False, [], failure=failure)] if failure else []
     return [*rows, *broken]
-
-
-def _has_run(row: dict[str, Any], results: dict[str, Any]) -> bool:
-    """Return whether the engines of a row ran; a row without engines is named after its engine."""
-    return all(name in results for name in row["cases"] or [row["claim"]])
 
 
 def _waves(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -102,34 +102,16 @@ def _write_common(
     if quantization is not None:
         config["quantization_config"] = quantization
     _write_json(directory / "config.json", config)
-    _write_json(
-        directory / "generation_config.json",
-        {
-            "do_sample": True,
-            "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
-            "pad_token_id": ids["<|endoftext|>"],
-            "temperature": 0.6,
-            "top_k": 20,
-            "top_p": 0.95,
-        },
-    )
-    image = {
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
+    end_of_text = ids["<|endoftext|>"]
+    ends = {"eos_token_id": [ids["<|im_end|>"], end_of_text], "pad_token_id": end_of_text}
+    sizes = {
         "merge_size": shape.merge,
         "patch_size": shape.patch,
-        "processor_class": "Qwen3VLProcessor",
-        "size": {"longest_edge": 65536, "shortest_edge": 4096},
         "temporal_patch_size": shape.temporal_patch,
     }
-    _write_json(
-        directory / "preprocessor_config.json",
-        {**image, "image_processor_type": "Qwen2VLImageProcessorFast"},
-    )
-    _write_json(
-        directory / "video_preprocessor_config.json",
-        {**image, "video_processor_type": "Qwen3VLVideoProcessor"},
-    )
+    constant = json.loads(Path(__file__).with_name("other_configs.json").read_text())
+    for name, fields in constant.items():
+        _write_json(directory / name, {**fields, **(sizes if "size" in fields else ends)})
     vocabulary.write(directory, tokenizer, shape.max_positions)
     (directory / "README.md").write_text(readme)
 

@@ -84,30 +84,14 @@ def write(directory: Path, tokenizer: Tokenizer, max_positions: int) -> None:
 
 
 def _tokenizer_config(tokenizer: Tokenizer, max_positions: int) -> dict[str, Any]:
+    constant = json.loads((lessons.HERE / "tokenizer_config.json").read_text())
+    flags = constant["added_tokens_decoder"]
     added = {
-        str(number): {
-            "content": text,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": text in SPECIAL,
-        }
+        str(number): {"content": text, **flags, "special": text in SPECIAL}
         for text, number in token_ids(tokenizer).items()
     }
-    return {
-        "add_prefix_space": False,
-        "added_tokens_decoder": added,
-        "additional_special_tokens": [text for text in SPECIAL if text != lessons.END_OF_TEXT],
-        "bos_token": None,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": lessons.END_OF_TURN,
-        "model_max_length": max_positions,
-        "pad_token": lessons.END_OF_TEXT,
-        "split_special_tokens": False,
-        "tokenizer_class": "TokenizersBackend",
-        "unk_token": None,
-    }
+    more = {"added_tokens_decoder": added, "model_max_length": max_positions}
+    return {key: more.get(key, value) for key, value in constant.items()}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from checkpoint_sources import (  # noqa: E402
     write_base,
     write_donor,
 )
-from spark_checkpoint.number_formats import from_bf16_bits, quantize_blocks  # noqa: E402
 
 from lab.hub.server import FileHandler, Hub  # noqa: E402
 from lab.hub.store import FileRecord, NotFoundError, Store  # noqa: E402
@@ -93,7 +92,7 @@ def serve(root: Path) -> Iterator[str]:
 def measure(work: Path) -> dict[str, Any]:
     base, donor = work / "base", work / "hub" / REPOSITORY
     write_base(base, LARGEST)
-    write_donor(donor, LARGEST, _quantise)
+    write_donor(donor, LARGEST)
     entries = base_entries(LARGEST) + mtp(LARGEST)
     done = {name: _build(work, changes) for name, changes in BUILDS.items()}
     peaks = {name: run["peak_bytes"] for name, run in done.items()}
@@ -142,10 +141,6 @@ def _run_builder(plan_file: Path) -> dict[str, Any]:
             "peak_bytes": int(peak.read()) * 1024,
             "cpu_seconds": usage.ru_utime + usage.ru_stime,
         }
-
-
-def _quantise(bits: Any, shape: Sequence[int]) -> tuple[Any, Any]:
-    return quantize_blocks(from_bf16_bits(bits).reshape(shape), (128, 128))
 
 
 def _processor() -> str:

@@ -8,12 +8,13 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from spark_checkpoint.number_formats import from_bf16_bits, quantize_blocks
 from spark_checkpoint.verify import PIECE_BYTES, Piece, hash_with_pieces
 
 from lab.model.original import FLOAT32, is_fp8, is_int4, main_shapes, mtp_shapes
@@ -138,9 +139,6 @@ def split(entries: list[Entry], shards: int) -> list[list[Entry]]:
     return result
 
 
-Quantise = Callable[[Any, tuple[int, int]], tuple[Any, Any]]
-
-
 def write_base(directory: Path, a: Architecture) -> None:
     directory.mkdir(parents=True)
     shards = split(base_entries(a), a.shards)
@@ -161,14 +159,14 @@ def write_base(directory: Path, a: Architecture) -> None:
     write_receipt(directory)
 
 
-def write_donor(directory: Path, a: Architecture, quantise: Quantise) -> None:
+def write_donor(directory: Path, a: Architecture) -> None:
     """Write the FP8 donor, holes everywhere but in the shared experts."""
     directory.mkdir(parents=True)
     shards = split(donor_entries(a), a.donor_shards)
     index: dict[str, str] = {}
     for number, entries in enumerate(shards):
         name = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        write_shard(directory / name, entries, _donor_values(entries, quantise))
+        write_shard(directory / name, entries, _donor_values(entries))
         index.update(dict.fromkeys((entry[0] for entry in entries), name))
     _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
 
@@ -246,7 +244,7 @@ def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, An
     return document | {"base": {"dir": str(base), "revision": COMMIT}}
 
 
-def _donor_values(entries: list[Entry], quantise: Quantise) -> dict[str, bytes]:
+def _donor_values(entries: list[Entry]) -> dict[str, bytes]:
     """A weight and its scales may be in different shards."""
     values = {}
     made: dict[str, tuple[Any, Any]] = {}
@@ -260,7 +258,8 @@ def _donor_values(entries: list[Entry], quantise: Quantise) -> dict[str, bytes]:
             rows, columns = rows * BLOCK, columns * BLOCK
         if weight not in made:
             bits = shared_expert_values(weight, (rows, columns))
-            made[weight] = quantise(bits, (rows, columns))
+            floats = from_bf16_bits(bits).reshape(rows, columns)
+            made[weight] = quantize_blocks(floats, (BLOCK, BLOCK))
         codes, scales = made[weight]
         values[name] = codes.tobytes() if dtype == "F8_E4M3" else scales.tobytes()
     return values

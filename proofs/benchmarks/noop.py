@@ -37,6 +37,7 @@ from spark_deploy.plan.jobs import DAEMON_JSON
 from tests.labkit import Guest, guest_named
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+RESULTS, ROUNDS = CHECKOUT / "proofs/results", 5
 PACKAGES = (
     "dpkg-query -W -f '${Package}\\n' | grep -xE "
     "'python3|python3-venv|nginx-light|jq|rsync|git|acl|lsof|psmisc|file|openssl|ethtool|docker.io'"
@@ -128,8 +129,6 @@ def main() -> int:
     parser.add_argument("--inventory", required=True)
     parser.add_argument("--ansible", type=Path, required=True)
     parser.add_argument("--data", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=CHECKOUT / "proofs/results")
     parser.add_argument("hosts", nargs="+")
     options = parser.parse_args()
     data = [word for entry in options.data for word in ("--data", entry)]
@@ -148,7 +147,7 @@ def main() -> int:
             runs: dict[str, list[dict[str, float]]] = {"ours": [], "ansible": []}
             commands = {}
             tools = [("ours", pyinfra_command, {}), ("ansible", ansible_command, environment)]
-            for number in range(options.rounds):
+            for number in range(ROUNDS):
                 for kind, words, env in tools[:: -1 if number % 2 else 1]:
                     since = {guest.name: guest.run("date +%s.%6N") for guest in guests}
                     runs[kind].append(timed(words, guests, env))
@@ -167,8 +166,7 @@ def main() -> int:
         "median": [summary(entry) for entry in measurements],
         "found": measurements,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "noop.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "noop.json").write_text(json.dumps(result, indent=1) + "\n")
     groups = [
         (
             f"{entry['hosts']} host{'s' * (entry['hosts'] > 1)}: {kind}",
@@ -180,7 +178,7 @@ def main() -> int:
     picture = report.draw_bars(
         groups, "A run without changes: seconds, and seconds without the hosts' computing time"
     )
-    (options.out / "noop.svg").write_text(picture + "\n")
+    (RESULTS / "noop.svg").write_text(picture + "\n")
     return 0
 
 

@@ -23,12 +23,11 @@ def judge_quality(results: dict[str, Row], work: Path) -> list[Row]:
     rows = []
     for model in MODELS:
         reference = _load_logits(results, f"{model}-{SIXTEEN_BIT}", work)
-        numbers = {
-            variant: compare_logits(reference, logits) if _are_comparable(reference, logits) else {}
-            for variant in VARIANTS
-            for logits in [_load_logits(results, f"{model}-{variant}", work)]
-            if variant != SIXTEEN_BIT
-        }
+        numbers: dict[str, dict[str, Any]] = {}
+        for variant in [name for name in VARIANTS if name != SIXTEEN_BIT]:
+            logits = _load_logits(results, f"{model}-{variant}", work)
+            missing = reference is None or logits is None or reference.shape != logits.shape
+            numbers[variant] = {} if missing else compare_logits(reference, logits)
         rows += [
             judge_variant(model, variant, own, numbers[BASE]) for variant, own in numbers.items()
         ]
@@ -67,10 +66,6 @@ def is_near(own: dict[str, Any], base: dict[str, Any], farther: float) -> bool:
     agrees = own["top_agrees_where_sure"] >= base["top_agrees_where_sure"] - LESS
     near = own["divergence_mean"] <= base["divergence_mean"] + farther
     return bool(own["sure_positions"] >= ENOUGH and agrees and near)
-
-
-def _are_comparable(reference: torch.Tensor | None, logits: torch.Tensor | None) -> bool:
-    return reference is not None and logits is not None and reference.shape == logits.shape
 
 
 def _load_logits(results: dict[str, Row], name: str, work: Path) -> Any:

@@ -90,13 +90,14 @@ def compile_candidate(job: tuple[Tile, int]) -> str | None:
     return None
 
 
-def sweep(in_features: int, batches: list[int], jobs: int, spark: bool) -> dict[str, object]:
+def sweep(in_features: int, batches: list[int], spark: bool) -> dict[str, object]:
     todo = {
         (dataclasses.replace(tile, programs_per_processor=0), in_features)
         for batch in batches
         for tile in candidates(batch, quick=True, spark=spark)
     }
     context = multiprocessing.get_context("spawn")
+    jobs = max(1, (os.cpu_count() or 2) - 2)
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
         failed = [error for error in pool.map(compile_candidate, todo, chunksize=4) if error]
     bad = {error.split(": ")[0] for error in failed}
@@ -121,13 +122,7 @@ def sweep(in_features: int, batches: list[int], jobs: int, spark: bool) -> dict[
         best[batch] = [
             {"us": round(time, 2), **dataclasses.asdict(tile)} for time, tile in fine[:12]
         ]
-        print(
-            in_features,
-            batch,
-            len(rough),
-            *(f"{time:.1f} {dataclasses.astuple(t)[1:]}" for time, t in fine[:6]),
-            flush=True,
-        )
+        print(in_features, batch, len(rough), best[batch][:3], flush=True)
     return {"inputs": in_features, "rows": ROWS, "failed": failed, "best": best}
 
 
@@ -137,7 +132,6 @@ def main() -> None:
     parser.add_argument("--inputs", default="3072")
     parser.add_argument("--batches", default="1,8,16,32,64,128,256,512")
     parser.add_argument("--spark", action="store_true")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batches.split(",")]
     from proofs.result_files import write_result
@@ -153,8 +147,7 @@ def main() -> None:
         "hopper_matrix_instruction": not WITHOUT_HOPPER,
         "read_gb_per_s": {str(size): round(read_gb_per_s(size)) for size in (762839040, 1 << 32)},
         "sweeps": [
-            sweep(int(size), batches, arguments.jobs, arguments.spark)
-            for size in arguments.inputs.split(",")
+            sweep(int(size), batches, arguments.spark) for size in arguments.inputs.split(",")
         ],
     }
     write_result(arguments.out, result)

@@ -1,6 +1,6 @@
 """Train the recall model from several seeds in parallel; keep the first that learns to look up.
 
-    python3 -m proofs.recall.race OUT [--seeds 4] [--limit-s 400]
+    python3 -m proofs.recall.race OUT
 
 A network learns to look up early or hardly at all, depending on the GPU's order of additions.
 Writes the files of ``proofs.recall.training`` for the first seed to ``OUT``.
@@ -19,16 +19,17 @@ from proofs.engine.run import devices_shown
 from proofs.recall import training, weights
 
 ROOT = Path(__file__).resolve().parents[2]
+SEEDS = 4
 
 
-def start(out: Path, seeds: int, limit_s: float) -> dict[Path, subprocess.Popen[bytes]]:
+def start(out: Path) -> dict[Path, subprocess.Popen[bytes]]:
     cards = itertools.cycle(devices_shown())
-    workers = max(2, (os.cpu_count() or 1) // seeds - 2)
+    workers = max(2, (os.cpu_count() or 1) // SEEDS - 2)
     processes = {}
-    for seed in range(training.SEED, training.SEED + seeds):
+    for seed in range(training.SEED, training.SEED + SEEDS):
         own = out / f"seed-{seed}"
         own.mkdir(parents=True)
-        words = ["--seed", str(seed), "--limit-s", str(limit_s), "--workers", str(workers)]
+        words = ["--seed", str(seed), "--workers", str(workers)]
         with (own / "log").open("wb") as log:
             processes[own] = subprocess.Popen(
                 [sys.executable, "-m", "proofs.recall.training", str(own), *words],
@@ -47,7 +48,7 @@ def wait_for_first(racing: dict[Path, subprocess.Popen[bytes]]) -> Path:
         if ahead:
             break
         if None not in ended.values():
-            raise ValueError("no seed learnt; fix: raise --seeds or --limit-s")
+            raise ValueError("no seed learnt; fix: raise SEEDS, or LIMIT_S in training.py")
         time.sleep(1)
     for process in racing.values():
         if process.poll() is None:
@@ -59,10 +60,8 @@ def wait_for_first(racing: dict[Path, subprocess.Popen[bytes]]) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--limit-s", type=float, default=training.LIMIT_S)
     arguments = parser.parse_args()
-    own = wait_for_first(start(arguments.out.resolve(), arguments.seeds, arguments.limit_s))
+    own = wait_for_first(start(arguments.out.resolve()))
     for name in (weights.NAME, training.RESULT):
         shutil.copy(own / name, arguments.out)
 

@@ -149,9 +149,11 @@ DOCUMENTS = (
 def ask_about_pictures(server: Server, model: str) -> list[dict[str, Any]]:
     answers = []
     for names in DOCUMENTS:
+        shown = [image_part(png(COLOURS[name])) for name in names]
+        content = [*shown, {"type": "text", "text": SEVERAL_PICTURES}]
         body = {
             "model": model,
-            "messages": [{"role": "user", "content": picture_message(names)}],
+            "messages": [{"role": "user", "content": content}],
             "max_tokens": 32,
             "temperature": 0,
             "chat_template_kwargs": {"enable_thinking": False},
@@ -160,11 +162,6 @@ def ask_about_pictures(server: Server, model: str) -> list[dict[str, Any]]:
         text = (answer["choices"][0]["message"].get("content") or "").strip()
         answers.append({"wanted": " ".join(names), "said": text})
     return answers
-
-
-def picture_message(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    shown = [image_part(png(COLOURS[name])) for name in names]
-    return [*shown, {"type": "text", "text": SEVERAL_PICTURES}]
 
 
 def image_part(content: bytes) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Train the vision tower of the lab's model to name colours, from a seed.
 
-    python3 -m proofs.releases.eyes OUT.npz [--steps N]
+    python3 -m proofs.releases.eyes OUT.npz
 
 The text model, rounded as stored, is trained too and keeps the lessons; then the drafter follows.
 Takes some minutes on a CPU core.
@@ -27,7 +27,7 @@ from lab.model.original import Floats
 from lab.model.shape import TINY, model_config
 from proofs.prompts import COLOURS, SEVERAL_PICTURES, SINGLE_PICTURE
 
-SEED = 11
+SEED, STEPS = 11, 400
 SIDE = 4
 """Patches along an edge of a picture; each is 16 pixels wide."""
 JITTER = 12
@@ -177,10 +177,9 @@ def train(steps: int) -> dict[str, Floats]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=400)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    tensors = train(arguments.steps)
+    tensors = train(STEPS)
     np.savez_compressed(arguments.out, **tensors)
     print(f"phase=written tensors={len(tensors)}", file=sys.stderr)
 

@@ -77,10 +77,11 @@ def kernel_rows() -> Iterator[str]:
 
 def sweep_sections() -> Iterator[str]:
     for path in sorted((RESULTS / "sweeps").glob("*.json")):
-        yield from _sweep(path, json.loads(path.read_text("utf-8")))
+        yield from _sweep(path)
 
 
-def _sweep(path: Path, sweep: dict[str, Any]) -> Iterator[str]:
+def _sweep(path: Path) -> Iterator[str]:
+    sweep = json.loads(path.read_text("utf-8"))
     versions = ", ".join(f"{name} {version}" for name, version in sweep["versions"].items())
     passed, total = (
         sum(group[key] for group in sweep["tried"].values()) for key in ("held", "cases")

@@ -48,15 +48,13 @@ _LONG = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draw", action="store_true", help="draw the existing recording again")
     parser.add_argument("--scene", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("guests", nargs="*", default=["lab-1", "lab-2"])
     options = parser.parse_args()
     if options.scene:
         return scene(options.scene, options.guests)
-    if not options.draw:
-        with tempfile.TemporaryDirectory(prefix="spark-film-") as folder:
-            record(Path(folder) / "sparks", guest_names(options.guests))
+    with tempfile.TemporaryDirectory(prefix="spark-film-") as folder:
+        record(Path(folder) / "sparks", guest_names(options.guests))
     tool = ["termtosvg-ng", "render", str(FILM / "first.cast"), str(FILM / "first.svg")]
     subprocess.run([*tool, "-m", str(FRAME_MS), "-D", "4000", "-t", "window_frame"], check=True)
     command = [sys.executable, str(CHECKOUT / "tools/docs/generate.py")]
