@@ -18,7 +18,6 @@ from lab.distribution import missing_packages
 from lab.errors import LabError
 from lab.memory import limit_command
 from lab.paths import LabPaths
-from lab.room import Part
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 INVENTORY = "inventory/lab.py"
@@ -272,16 +271,11 @@ def print_requirements(paths: LabPaths, engine: str) -> None:
         "  undo      make lab-purge",
         flush=True,
     )
-    by_disk: dict[int, list[Part]] = {}
-    for part in parts:
-        by_disk.setdefault(room.existing_parent(part.folder).stat().st_dev, []).append(part)
-    for on_disk in by_disk.values():
-        folder = on_disk[0].folder
-        free = shutil.disk_usage(room.existing_parent(folder)).free
-        needed = sum(part.missing_bytes for part in on_disk)
-        if free < needed:
-            what = f"{_gb(free)} free, {_gb(needed)} needed"
-            raise LabError(str(folder), what, "free space, or set SPARK_LAB_DIR to another disk")
+    folder = next(path for path in (paths.state, *paths.state.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if free < missing:
+        what = f"{_gb(free)} free, {_gb(missing)} needed"
+        raise LabError(str(paths.state), what, "free space, or set SPARK_LAB_DIR to another disk")
 
 
 def _gb(size_bytes: int) -> str:

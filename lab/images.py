@@ -27,8 +27,6 @@ class ImageConfig:
     entrypoint: Sequence[str] = ()
     cmd: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
-    workdir: str = "/"
     machine: str = "x86_64"
 
 
@@ -82,8 +80,7 @@ def config_bytes(layers: Sequence[Layer], config: ImageConfig) -> bytes:
             "Entrypoint": list(config.entrypoint) or None,
             "Cmd": list(config.cmd) or None,
             "Env": [f"{key}={value}" for key, value in sorted(config.env.items())],
-            "Labels": dict(sorted(config.labels.items())) or None,
-            "WorkingDir": config.workdir,
+            "WorkingDir": "/",
         },
         "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
         "history": [{"created_by": "virtual lab"} for _ in layers],

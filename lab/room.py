@@ -24,7 +24,6 @@ ENGINE_MEMORY_BYTES = 3 << 30
 class Part:
     name: str
     size_bytes: int
-    folder: Path
     existing_bytes: int = 0
     temporary: bool = False  # deleted before the demo ends
 
@@ -34,21 +33,21 @@ class Part:
 
 
 def list_parts(paths: LabPaths, checkout: Path, hosts: Sequence[str], engine: str) -> list[Part]:
-    state, cache, real = paths.state, paths.cache, engine == "cpu"
+    cache, real = paths.cache, engine == "cpu"
     kept = [path for kind in ("bootstrap", "base", "debs", "debootstrap-debs")
             for path in cache.glob(f"{kind}*")]  # fmt: skip
     host_bytes = HOST_BYTES + real * HOST_ENGINE_BYTES
+    guests = used_bytes(paths.guests / name for name in hosts)
     parts = [
-        Part("packages and base systems", BASES_BYTES, state, used_bytes(kept)),
-        Part("models", MODELS_BYTES, state, used_bytes([paths.hub])),
+        Part("packages and base systems", BASES_BYTES, used_bytes(kept)),
+        Part("models", MODELS_BYTES, used_bytes([paths.hub])),
         *(_engine_parts(paths) if real else ()),
-        Part(f"{len(hosts)} hosts", len(hosts) * host_bytes, state,
-             used_bytes(paths.guests / name for name in hosts)),
-        Part("Python environment", ENVIRONMENT_BYTES, checkout, used_bytes([checkout / ".venv"])),
-    ]  # fmt: skip
+        Part(f"{len(hosts)} hosts", len(hosts) * host_bytes, guests),
+        Part("Python environment", ENVIRONMENT_BYTES, used_bytes([checkout / ".venv"])),
+    ]
     if real:
         pulled = len(hosts) * HOST_PULL_BYTES
-        parts.append(Part("temporary, while hosts unpack it", pulled, state, temporary=True))
+        parts.append(Part("temporary, while hosts unpack it", pulled, temporary=True))
     return parts
 
 
@@ -62,8 +61,8 @@ def _engine_parts(paths: LabPaths) -> list[Part]:
     image = read_published(paths).get("vllm-cpu")
     pushed = ENGINE_IMAGE_BYTES if image is not None and image.tag == engine.key else 0
     return [
-        Part("vLLM, unpacked", ENGINE_TREES_BYTES, paths.state, unpacked),
-        Part("vLLM, as an image", ENGINE_IMAGE_BYTES, paths.state, pushed),
+        Part("vLLM, unpacked", ENGINE_TREES_BYTES, unpacked),
+        Part("vLLM, as an image", ENGINE_IMAGE_BYTES, pushed),
     ]
 
 
@@ -75,7 +74,3 @@ def used_bytes(paths: Iterable[Path]) -> int:
     argv = ["du", "--one-file-system", "--block-size=1", "--summarize", "--total", *existing]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     return int(done.stdout.splitlines()[-1].split()[0])
-
-
-def existing_parent(folder: Path) -> Path:
-    return next(parent for parent in (folder, *folder.parents) if parent.exists())

@@ -160,7 +160,6 @@ def stub_engine(paths: LabPaths, distribution: Distribution) -> Recipe:
     config = ImageConfig(
         entrypoint=("/usr/bin/vllm", "serve"),
         env={"PATH": "/usr/bin:/bin", "HOME": "/root"},
-        labels={"org.opencontainers.image.title": "stub engine"},
         machine=distribution.machine,
     )
 

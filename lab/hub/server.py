@@ -4,6 +4,8 @@ As on the real hub, ``resolve`` redirects large files to signed, expiring links 
 which rejects the hub's token.
 """
 
+import hashlib
+import hmac
 import json
 import secrets
 import threading
@@ -14,11 +16,106 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
-from lab.hub import responses
 from lab.hub.store import Commit, FileRecord, GatedError, NotFoundError, Store
 from lab.webserver import LabHttpServer
+
+_DATE = "2026-01-01T00:00:00.000Z"
+_POINTER_SIZE_BYTES = 134  # about the size of an LFS pointer file
+
+
+def model_info(commit: Commit, *, blobs: bool) -> dict[str, object]:
+    org, _, _ = commit.repo.partition("/")
+    return {
+        "_id": commit.sha[:24],
+        "id": commit.repo,
+        "modelId": commit.repo,
+        "author": org,
+        "sha": commit.sha,
+        "lastModified": _DATE,
+        "createdAt": _DATE,
+        "private": False,
+        "gated": False,
+        "disabled": False,
+        "downloads": 0,
+        "likes": 0,
+        "tags": [],
+        "siblings": [_sibling(record, blobs=blobs) for record in commit.files],
+    }
+
+
+def _sibling(record: FileRecord, *, blobs: bool) -> dict[str, object]:
+    answer: dict[str, object] = {"rfilename": record.path}
+    if blobs:
+        answer |= {"size": record.size_bytes, "blobId": record.git_sha1}
+        if record.large:
+            answer["lfs"] = _lfs(record, "sha256")
+    return answer
+
+
+def _lfs(record: FileRecord, digest: str) -> dict[str, object]:
+    size = {"size": record.size_bytes, "pointerSize": _POINTER_SIZE_BYTES}
+    return {digest: record.sha256, **size}
+
+
+def tree_entry(record: FileRecord) -> dict[str, object]:
+    entry: dict[str, object] = {
+        "type": "file",
+        "path": record.path,
+        "size": record.size_bytes,
+        "oid": record.git_sha1,
+    }
+    if record.large:
+        entry["lfs"] = _lfs(record, "oid")
+    return entry
+
+
+def file_headers(commit: Commit, record: FileRecord) -> dict[str, str]:
+    headers = {"X-Repo-Commit": commit.sha, "ETag": f'"{record.etag}"', "Accept-Ranges": "bytes"}
+    if record.large:
+        headers["X-Linked-Size"] = str(record.size_bytes)
+        headers["X-Linked-Etag"] = f'"{record.sha256}"'
+    return headers
+
+
+def signed_link(base_url: str, sha256: str, secret: bytes, expires_at: int) -> str:
+    query = urlencode({"Expires": expires_at, "Signature": _sign(sha256, secret, expires_at)})
+    return f"{base_url}/blobs/{sha256}?{query}"
+
+
+def link_refusal(url: str, secret: bytes, now_s: float) -> str | None:
+    parts = urlsplit(url)
+    query = parse_qs(parts.query)
+    try:
+        expires_at = int(query["Expires"][0])
+        signature = query["Signature"][0]
+    except (KeyError, ValueError):
+        return "the link is not signed"
+    sha256 = parts.path.rpartition("/")[2]
+    if not hmac.compare_digest(signature, _sign(sha256, secret, expires_at)):
+        return "the signature does not match"
+    return "the link has expired" if now_s > expires_at else None
+
+
+def _sign(sha256: str, secret: bytes, expires_at: int) -> str:
+    return hmac.new(secret, f"{sha256}:{expires_at}".encode(), hashlib.sha256).hexdigest()
+
+
+def byte_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
+    if header is None or not header.startswith("bytes=") or "," in header:
+        return None
+    first, dash, last = header.removeprefix("bytes=").partition("-")
+    if not dash or not (first + last).isdigit():
+        return None
+    if not first:
+        start, end = max(0, size_bytes - int(last)), size_bytes - 1
+    else:
+        start, end = int(first), min(int(last) if last else size_bytes - 1, size_bytes - 1)
+    if start > end:
+        raise ValueError(f"{header} is outside {size_bytes} bytes")
+    return start, end
+
 
 LINK_LIFETIME_S = 3600
 _BLOCK_BYTES = 1 << 18
@@ -77,7 +174,7 @@ class FileHandler(BaseHTTPRequestHandler):
 
     def send_file(self, record: FileRecord, headers: dict[str, str]) -> None:
         try:
-            wanted_range = responses.byte_range(self.headers.get("Range"), record.size_bytes)
+            wanted_range = byte_range(self.headers.get("Range"), record.size_bytes)
         except ValueError:
             total = {"Content-Range": f"bytes */{record.size_bytes}"}
             self.answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, b"", total)
@@ -118,7 +215,7 @@ class HubHandler(FileHandler):
         elif words[:3] == ["api", "resolve-cache", "models"] and len(words) >= 7:
             commit = self._commit("/".join(words[3:5]), words[5])
             record = commit.file("/".join(words[6:]))
-            self.send_file(record, responses.file_headers(commit, record))
+            self.send_file(record, file_headers(commit, record))
         elif len(words) >= 5 and words[2] == "resolve":
             self._resolve(self._commit("/".join(words[:2]), words[3]), "/".join(words[4:]))
         else:
@@ -132,8 +229,8 @@ class HubHandler(FileHandler):
         action = rest[0] if rest else "revision"
         commit = self._commit(repo, "/".join(rest[1:]) or None)
         actions: dict[str, Callable[[], object]] = {
-            "revision": lambda: responses.model_info(commit, blobs="blobs" in query),
-            "tree": lambda: [responses.tree_entry(record) for record in commit.files],
+            "revision": lambda: model_info(commit, blobs="blobs" in query),
+            "tree": lambda: [tree_entry(record) for record in commit.files],
             "paths-info": lambda: self._paths_info(commit),
         }
         if action not in actions:
@@ -147,16 +244,14 @@ class HubHandler(FileHandler):
             wanted = json.loads(body)["paths"]
         else:
             wanted = parse_qs(body).get("paths", [])
-        return [responses.tree_entry(record) for record in commit.files if record.path in wanted]
+        return [tree_entry(record) for record in commit.files if record.path in wanted]
 
     def _resolve(self, commit: Commit, path: str) -> None:
         record = commit.file(path)
-        headers = responses.file_headers(commit, record)
+        headers = file_headers(commit, record)
         if record.large:
             expires_at = int(time.time()) + LINK_LIFETIME_S
-            link = responses.signed_link(
-                self.hub.cdn_url, record.sha256, self.hub.secret, expires_at
-            )
+            link = signed_link(self.hub.cdn_url, record.sha256, self.hub.secret, expires_at)
             self.answer(HTTPStatus.FOUND, b"", {**headers, "Location": link})
             return
         cached = f"/api/resolve-cache/models/{commit.repo}/{commit.sha}/{record.path}"
@@ -168,7 +263,7 @@ class CdnHandler(FileHandler):
         if "Authorization" in self.headers:
             self.refuse(HTTPStatus.BAD_REQUEST, "only one auth mechanism allowed: drop the token")
             return
-        refusal = responses.link_refusal(self.path, self.hub.secret, time.time())
+        refusal = link_refusal(self.path, self.hub.secret, time.time())
         if refusal is not None:
             self.refuse(HTTPStatus.FORBIDDEN, refusal)
             return

@@ -58,19 +58,11 @@ class Store:
         self._by_sha256: dict[str, FileRecord] = {}
         self._lock = threading.Lock()
 
-    def repositories(self) -> dict[str, dict[str, object]]:
-        repositories: dict[str, dict[str, object]] = {}
-        for directory in sorted(self._root.glob("*/*")):
-            if not directory.is_dir():
-                continue
-            commits = sorted(p.name for p in directory.iterdir() if _COMMIT.fullmatch(p.name))
-            main = directory / "refs/main"
-            name = directory.relative_to(self._root).as_posix()
-            repositories[name] = {
-                "main": main.read_text().strip() if main.exists() else None,
-                "commits": commits,
-            }
-        return repositories
+    def repositories(self) -> dict[str, dict[str, str]]:
+        return {
+            ref.parents[1].relative_to(self._root).as_posix(): {"main": ref.read_text().strip()}
+            for ref in sorted(self._root.glob("*/*/refs/main"))
+        }
 
     def commit(self, repo: str, revision: str | None, token: str | None = None) -> Commit:
         directory = self._root / repo

@@ -11,7 +11,7 @@ from builder_hub import contents, fetch_order
 from builder_trees import run_tool, tool_environment
 from huggingface_hub import file_download, scan_cache_dir, snapshot_download
 
-from lab.hub import responses
+from lab.hub import server
 from lab.hub.server import running
 from spark_deploy.hosts import disk, facts
 
@@ -181,7 +181,7 @@ def cache(tmp_path, monkeypatch):
             data = letter.encode() * SIZE_BYTES
             by_hash[xet_hash(data)] = data
             (tree / f"model-{number}.safetensors").write_bytes(data)
-    plain_headers = responses.file_headers
+    plain_headers = server.file_headers
 
     def xet_headers(commit, record):
         if not record.large:
@@ -192,7 +192,7 @@ def cache(tmp_path, monkeypatch):
     def xet_get(*, incomplete_path, xet_file_data, **_):
         Path(incomplete_path).write_bytes(by_hash[xet_file_data.file_hash])
 
-    monkeypatch.setattr(responses, "file_headers", xet_headers)
+    monkeypatch.setattr(server, "file_headers", xet_headers)
     monkeypatch.setattr(file_download, "xet_get", xet_get)
     (tmp_path / "run").mkdir()
     place = tmp_path / "home/.cache/huggingface/hub"
