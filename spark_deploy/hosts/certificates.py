@@ -4,7 +4,6 @@ Private keys are returned as bytes and never printed.
 """
 
 import ipaddress
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -265,10 +264,8 @@ def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     (new / CA_FILE).write_bytes(certificate.public_bytes(Encoding.PEM))
-    with open(
-        os.open(new / CA_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
-    ) as file:
-        file.write(_key_pem(key))
+    (new / CA_KEY_FILE).touch(0o600)
+    (new / CA_KEY_FILE).write_bytes(_key_pem(key))
     new.rename(folder)
     return _Authority(certificate, key)
 

@@ -195,11 +195,9 @@ def read_state(plan: DockerPlan) -> Docker:
 
 
 def missing_packages(plan: DockerPlan, state: Docker) -> tuple[str, ...]:
-    planned = (
-        *(() if state.dockerd else plan.packages),
-        *(() if state.toolkit_version else plan.toolkit_packages),
-    )
-    return tuple(name for name in planned if name not in state.packages)
+    engine = () if state.dockerd else plan.packages
+    toolkit = () if state.toolkit_version else plan.toolkit_packages
+    return tuple(name for name in (*engine, *toolkit) if name not in state.packages)
 
 
 def planned_keys(plan: DockerPlan, state: Docker) -> dict[str, Any]:
@@ -248,11 +246,10 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
     if text is not None and planned == present:
         host.noop("daemon.json has our keys")
         return
-    content = json.dumps(planned, indent=4) + "\n"
     # Back up the owner's file only once.
     copy = shlex.quote(backup_path(DAEMON_JSON))
     yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {copy}"
-    yield put_files([ManagedFile(DAEMON_JSON, content.encode())])
+    yield put_files([ManagedFile(DAEMON_JSON, f"{json.dumps(planned, indent=4)}\n".encode())])
 
 
 @host_operation

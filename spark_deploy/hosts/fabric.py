@@ -207,7 +207,7 @@ def measure_links(links: Sequence[FabricLink]) -> None:
     for link in links:
         speed = _measure_tcp(link)
         log(describe_speed(link, speed))
-        # Only after the TCP test, whose token identifies both hosts: ib_write_bw has none.
+        # ib_write_bw cannot identify the other host; the TCP test before it can, with a token.
         rdma_gbit_per_s = _measure_rdma(link) if link.device and speed.arrived_bytes else None
         if rdma_gbit_per_s is not None:
             log(f"{link.interface} to {link.host}: {rdma_gbit_per_s:.1f} Gb/s RDMA (ib_write_bw)")

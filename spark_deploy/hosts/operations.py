@@ -186,7 +186,7 @@ def _acquire_lease() -> Problem | None:
     lease = _current_lease()
     if lease is None or lease.is_taken:
         return None
-    lease.is_requested = True  # before the answer, which an interrupt may prevent
+    lease.is_requested = True  # set first: an interrupt may prevent the answer
     if problem := _request_lease(current_host(), check_only=False):
         return problem
     lease.is_taken = True

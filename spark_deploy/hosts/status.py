@@ -61,7 +61,10 @@ class JobStates(HostFact[Jobs]):
         poll_lines: list[str] = []
         for line in output:
             marker, _, name = line.partition(" ")
-            marked.get(marker, poll_lines).append(name if marker in marked else line)
+            if marker in marked:
+                marked[marker].append(name)
+            else:
+                poll_lines.append(line)
         return Jobs(
             parse_poll("\n".join(poll_lines)),
             linked=tuple(marked["linked"]),
