@@ -15,14 +15,7 @@ from spark_contract.machine import DRIVER_MODULE, LIBCUDA, libcuda_version, modu
 from spark_contract.records import GpuProof
 from spark_contract.units import DIGEST12, RELEASE_LABEL, SERVICE_LABEL
 
-from spark_deploy.hosts.facts import (
-    SERVING_SCRIPT,
-    HostFact,
-    build_script,
-    parse_document,
-    parse_key_values,
-    parse_sections,
-)
+from spark_deploy.hosts import facts
 from spark_deploy.hosts.packages import known_urls_script, packages_script, parse_packages
 from spark_deploy.plan.jobs import DAEMON_JSON
 
@@ -69,7 +62,7 @@ echo '== module'; cat {DRIVER_MODULE}
 echo '== driver'; query driver nvidia-smi --query-gpu=driver_version --format=csv,noheader
 echo '== silent'; echo $silent
 echo '== kernel'; uname -r
-{SERVING_SCRIPT}
+{facts.SERVING_SCRIPT}
 """
 
 
@@ -106,7 +99,7 @@ class Docker:
         return datetime.fromisoformat(f"{match[0]}+00:00").timestamp() if match else 0.0
 
 
-class DockerState(HostFact[Docker]):
+class DockerState(facts.HostFact[Docker]):
     def command(
         self,
         packages: Sequence[str],
@@ -114,7 +107,7 @@ class DockerState(HostFact[Docker]):
         urls: Sequence[str] = (),
         users: Sequence[str] = (),
     ) -> str:
-        return build_script(
+        return facts.build_script(
             "exec 2>/dev/null",
             f"first_timeout_s={_TIMEOUTS_S[0]} second_timeout_s={_TIMEOUTS_S[1]}",
             _SCRIPT,
@@ -126,7 +119,7 @@ class DockerState(HostFact[Docker]):
         )
 
     def process(self, output: list[str]) -> Docker:
-        sections = parse_sections(output)
+        sections = facts.parse_sections(output)
         engine, info = sections["engine"], sections["info"]
         mtime, *daemon_json = sections["daemon-json"] or [""]
         client = _parse_json(info[:1], dict)  # only client fields while the daemon is down
@@ -136,7 +129,7 @@ class DockerState(HostFact[Docker]):
         return Docker(
             dockerd=next((line for line in engine if line.endswith("/dockerd")), ""),
             snap=any("/snap/" in line or line == "/usr/bin/snap" for line in engine),
-            unit=parse_key_values(sections["unit"]),
+            unit=facts.parse_key_values(sections["unit"]),
             daemon_json="\n".join(daemon_json) if mtime else None,
             daemon_json_mtime_s=float(mtime.removeprefix("mtime=") or 0),
             info=client if client.get("ServerVersion") else {},
@@ -150,7 +143,7 @@ class DockerState(HostFact[Docker]):
             serving=tuple(filter(None, sections["serving"])),
             packages=parse_packages(sections["packages"]),
             known_urls=tuple(sections["known-urls"]),
-            receipt=parse_document(GpuProof, sections.text("receipt")),
+            receipt=facts.parse_document(GpuProof, sections.text("receipt")),
             silent=tuple(word for line in sections["silent"] for word in line.split()),
             groups={
                 user: tuple(names) for user, *names in map(str.split, sections["groups"]) if names

@@ -7,32 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 import gevent
 from pyinfra import host, state
 from pyinfra.api import FunctionCommand, Host, State, StringCommand
-from spark_contract import documents
+from spark_contract import documents, fabric
 from spark_contract.errors import parse_problem
-from spark_contract.fabric import (
-    NETPLAN_FILE,
-    NETPLAN_TRIAL,
-    TRY_AGAIN,
-    FabricPlan,
-    SpeedOrder,
-    SpeedResult,
-)
 from spark_contract.tool import FABRIC, FABRIC_SPEED, HOST_TOOL, command_line
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.types import Settings
+from spark_deploy.hosts import operations
 from spark_deploy.hosts.capacity import Findings
 from spark_deploy.hosts.commands import ScriptResult, log, log_once, run_reconnecting, run_script
 from spark_deploy.hosts.facts import read_fact
 from spark_deploy.hosts.network import Fabric, Netplan, NetplanFiles, Reachability
-from spark_deploy.hosts.operations import (
-    Commands,
-    HostError,
-    fail,
-    host_command,
-    host_operation,
-    warn,
-)
 from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.cluster import existing_addresses, fabric_plan
 from spark_deploy.plan.types import FabricLink
@@ -102,8 +87,8 @@ def find_cluster_problems(
             yield Problem(f"{name}: kernel", message, "boot with kho=off, or with a 6.17 kernel")
 
 
-@host_operation
-def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
+@operations.host_operation
+def set_up_ports(settings: Settings, check: FunctionCommand | None) -> operations.Commands:
     """Give each port with a cable an address, unless one has an address already.
 
     ``check`` logs in again with the new addresses; if that fails, the host restores the old
@@ -111,17 +96,19 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
     """
     netplan, ports = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
     if netplan.in_trial:
-        fail(f"{host.name}: {NETPLAN_TRIAL}", "another trial is running", TRY_AGAIN)
+        operations.fail(
+            f"{host.name}: {fabric.NETPLAN_TRIAL}", "another trial is running", fabric.TRY_AGAIN
+        )
     present = existing_addresses(host.name, settings, ports)
     if present and not netplan.managed_file:
         host.noop(f"the existing network is kept: {present}")
         return
     plan = fabric_plan(host.name, settings, ports)
     if netplan.managed_file == plan.netplan and present:
-        host.noop(f"{NETPLAN_FILE} is in effect: {present}")
+        host.noop(f"{fabric.NETPLAN_FILE} is in effect: {present}")
         return
     _check_ports_free(plan, netplan)
-    log_once(f"trying this {NETPLAN_FILE} for {plan.confirm_s} s:\n{plan.netplan}")
+    log_once(f"trying this {fabric.NETPLAN_FILE} for {plan.confirm_s} s:\n{plan.netplan}")
     yield StringCommand(HOST_TOOL, FABRIC, "try", _stdin=documents.to_json(plan))
     fix = f"wait: the previous network settings are restored in {plan.confirm_s} s"
     yield FunctionCommand(_run_step, ["settled", fix], {})
@@ -130,8 +117,8 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
     yield FunctionCommand(_run_step, ["confirm", fix], {})
 
 
-@host_operation
-def restore_network() -> Commands:
+@operations.host_operation
+def restore_network() -> operations.Commands:
     if not read_fact(NetplanFiles).managed_file:
         host.noop("deploys did not change this host's network")
         return
@@ -140,13 +127,13 @@ def restore_network() -> Commands:
     )
 
 
-def _check_ports_free(plan: FabricPlan, netplan: Netplan) -> None:
+def _check_ports_free(plan: fabric.FabricPlan, netplan: Netplan) -> None:
     if not netplan.installed:
         fix = "configure the addresses by hand; only netplan is supported"
-        fail(host.name, "netplan is not installed", fix)
+        operations.fail(host.name, "netplan is not installed", fix)
     if netplan.managed_file and netplan.managed_file != plan.netplan:
         fix = "run `spark-deploy fabric --restore` while no cluster serves, then run this again"
-        fail(f"{host.name}: {NETPLAN_FILE}", "has different addresses", fix)
+        operations.fail(f"{host.name}: {fabric.NETPLAN_FILE}", "has different addresses", fix)
     problems = []
     for port in plan.ports:
         where = f"{host.name}: {port.interface}"
@@ -157,14 +144,14 @@ def _check_ports_free(plan: FabricPlan, netplan: Netplan) -> None:
             fix = "set the address there, or remove the port from that file"
             problems.append(Problem(where, f"{file} configures this port", fix))
     if problems:
-        raise HostError(*problems)
+        raise operations.HostError(*problems)
 
 
-@host_command
+@operations.host_command
 def _run_step(state: State, host: Host, step: str, fix: str) -> bool:
     result = run_reconnecting(host, command_line(FABRIC, step))
     if not result.ok:
-        raise HostError(_last_problem(host.name, result.text, fix))
+        raise operations.HostError(_last_problem(host.name, result.text, fix))
     return True
 
 
@@ -194,7 +181,7 @@ def _unit_command(command: str, **limits: str) -> str:
     return f"systemd-run --quiet --collect --wait --pipe {properties} {command}"
 
 
-@host_operation
+@operations.host_operation
 def measure_links(links: Sequence[FabricLink]) -> None:
     """Measure each link with full-size packets, without changes."""
     if not state.is_executing:
@@ -216,13 +203,13 @@ def measure_links(links: Sequence[FabricLink]) -> None:
 
 
 def _warn_or_fail(findings: Findings) -> None:
-    warn(host, *findings.warnings)
+    operations.warn(host, *findings.warnings)
     if findings.problems:
-        raise HostError(*findings.problems)
+        raise operations.HostError(*findings.problems)
 
 
-def _measure_tcp(link: FabricLink) -> SpeedResult:
-    order = SpeedOrder(
+def _measure_tcp(link: FabricLink) -> fabric.SpeedResult:
+    order = fabric.SpeedOrder(
         interface=link.interface,
         address=link.address,
         port=secrets.choice(_PORTS),
@@ -241,8 +228,8 @@ def _measure_tcp(link: FabricLink) -> SpeedResult:
         if not result.ok
     ]
     if problems:
-        raise HostError(*problems)
-    return documents.parse(SpeedResult, sender.stdout)
+        raise operations.HostError(*problems)
+    return documents.parse(fabric.SpeedResult, sender.stdout)
 
 
 def _measure_rdma(link: FabricLink) -> float | None:
@@ -286,7 +273,7 @@ _MIN_GBIT_PER_S = 10.0
 _DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a degraded ConnectX-7 port is reported to carry 13
 
 
-def describe_speed(link: FabricLink, speed: SpeedResult) -> str:
+def describe_speed(link: FabricLink, speed: fabric.SpeedResult) -> str:
     nominal = (
         f"{link.speed_mbit_per_s / 1000:g} Gb/s" if link.speed_mbit_per_s else "of unknown speed"
     )
@@ -297,7 +284,7 @@ def describe_speed(link: FabricLink, speed: SpeedResult) -> str:
 
 
 def check_speed(
-    host: str, link: FabricLink, speed: SpeedResult, rdma_gbit_per_s: float | None = None
+    host: str, link: FabricLink, speed: fabric.SpeedResult, rdma_gbit_per_s: float | None = None
 ) -> Findings:
     """Return problems of a link by its measured speed over TCP, and over RDMA if measured."""
     where, tcp_gbit_per_s = f"{host}: {link.interface}", _gbit_per_s(speed)
@@ -323,5 +310,5 @@ def check_speed(
     return Findings(())
 
 
-def _gbit_per_s(speed: SpeedResult) -> float:
+def _gbit_per_s(speed: fabric.SpeedResult) -> float:
     return speed.arrived_bytes * 8 / 1e9 / max(speed.took_s, 1e-6)

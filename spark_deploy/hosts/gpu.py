@@ -22,16 +22,9 @@ from spark_contract.paths import GPU_RECEIPT
 from spark_contract.records import GpuProof
 
 from spark_deploy.config.errors import Problem
+from spark_deploy.hosts import facts
 from spark_deploy.hosts.commands import CommandError, heartbeat, run
 from spark_deploy.hosts.docker_facts import Docker, DockerState
-from spark_deploy.hosts.facts import (
-    HostFact,
-    Sections,
-    build_script,
-    parse_sections,
-    read_fact,
-    run_fact,
-)
 from spark_deploy.hosts.files import pack_files, unpack_script
 from spark_deploy.hosts.operations import Commands, HostError, host_command, host_operation
 from spark_deploy.hosts.packages import add_repositories, install, known_urls_script
@@ -102,7 +95,7 @@ class GpuState:
         return self.gpus[0].driver_version if self.gpus else self.module_version
 
 
-def parse_gpu(sections: Sections) -> GpuState:
+def parse_gpu(sections: facts.Sections) -> GpuState:
     smi = parse_smi(sections["smi"])
     cgroups = dict([*line.split(maxsplit=1), ""][:2] for line in sections["compute-cgroups"])
     apps = (line.partition(",") for line in sections["compute-apps"])
@@ -177,12 +170,12 @@ class Cuda:
     known_urls: tuple[str, ...]
 
 
-class CudaState(HostFact[Cuda]):
+class CudaState(facts.HostFact[Cuda]):
     def command(self, urls: Sequence[str] = ()) -> str:
-        return build_script(_TOOLKITS, known_urls_script(urls))
+        return facts.build_script(_TOOLKITS, known_urls_script(urls))
 
     def process(self, output: list[str]) -> Cuda:
-        sections = parse_sections(output)
+        sections = facts.parse_sections(output)
         nvcc = (re.match(r"(\S+)/bin/nvcc (\d+\.\d+\S*)", line) for line in sections["nvcc"])
         compilers = (Toolkit(*match.groups()) for match in nvcc if match)
         toolkits = (*parse_version_json(sections["version-json"]), *compilers)
@@ -226,14 +219,16 @@ def _major_minor(version: str) -> tuple[int, int]:
 
 @host_operation
 def add_cuda_repositories(plan: CudaPlan) -> Commands:
-    state = read_fact(CudaState, **fact_arguments(plan))
+    state = facts.read_fact(CudaState, **fact_arguments(plan))
     needed = find_toolkit(state.toolkits, plan.version) is None
     yield from add_repositories(plan.repositories, state.known_urls, needed=needed)
 
 
 @host_operation
 def install_cuda(plan: CudaPlan) -> Commands:
-    toolkit = find_toolkit(read_fact(CudaState, **fact_arguments(plan)).toolkits, plan.version)
+    toolkit = find_toolkit(
+        facts.read_fact(CudaState, **fact_arguments(plan)).toolkits, plan.version
+    )
     if toolkit:
         host.noop(f"CUDA {toolkit.version} at {toolkit.path} is installed")
     else:
@@ -306,7 +301,7 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
 
     Success is a line that starts with `GPU`: CUDA images print a banner and exit 0 without a GPU.
     """
-    docker = run_fact(host, DockerState, timeout_s=120, **arguments)
+    docker = facts.run_fact(host, DockerState, timeout_s=120, **arguments)
     if problem := gpu_problem(docker):
         raise HostError(problem)
     run_arguments = gpu_arguments(docker)

@@ -21,23 +21,9 @@ from spark_contract.tool import PHASE, SPEED
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.errors import Problem, unreachable
-from spark_deploy.hosts.commands import (
-    HEARTBEAT_S,
-    current_host,
-    is_disconnected,
-    log_once,
-    run_reconnecting,
-)
+from spark_deploy.hosts import commands, operations
 from spark_deploy.hosts.facts import read_fact
 from spark_deploy.hosts.failures import rollout_failure, show_failure
-from spark_deploy.hosts.operations import (
-    Commands,
-    HostError,
-    fail,
-    host_command,
-    host_operation,
-    log_lines,
-)
 from spark_deploy.hosts.status import RollbackPreview, Status
 
 CHECK_WARNING = "check warning:"
@@ -59,12 +45,12 @@ def require_no_failure(message: str) -> None:
         for other in state.inventory
         if state.results[other].error_ops
         and other not in _not_changed
-        and (other in _interrupted or not is_disconnected(other))
+        and (other in _interrupted or not commands.is_disconnected(other))
     ]
     if failed:
-        _not_changed.add(current_host())
+        _not_changed.add(commands.current_host())
         fix = "repair that host, or leave it out with --limit, then run again"
-        fail(this_host.name, f"{message}, because {', '.join(failed)} failed first", fix)
+        operations.fail(this_host.name, f"{message}, because {', '.join(failed)} failed first", fix)
 
 
 def require_members(members: Sequence[str]) -> None:
@@ -73,7 +59,7 @@ def require_members(members: Sequence[str]) -> None:
     if missing:
         fix = "repair that host and run again; members change together"
         message = f"not changed: cluster members failed or are unreachable: {', '.join(missing)}"
-        fail(this_host.name, message, fix)
+        operations.fail(this_host.name, message, fix)
 
 
 def change_command(release: str, timeout_s: int) -> FunctionCommand:
@@ -84,11 +70,11 @@ def change_release(state: State, host: Host, release: str, timeout_s: int) -> bo
     return _begin_and_watch(state, host, tool.command_line(tool.SWITCH_BEGIN, release), timeout_s)
 
 
-@host_command
+@operations.host_command
 def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bool:
     record_interruption(host)
     try:
-        result = run_reconnecting(host, begin)
+        result = commands.run_reconnecting(host, begin)
         if not result.ok:
             host.log_styled(f"the rollout did not start: {result.text}", fg="red")
             return False
@@ -104,7 +90,7 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
         fix = (
             "run again when the host is reachable; it completes or rolls back the change by itself"
         )
-        raise HostError(unreachable(f"{host.name}: change", str(error), fix)) from error
+        raise operations.HostError(unreachable(f"{host.name}: change", str(error), fix)) from error
 
 
 def _watch(state: State, host: Host, release: str, poll: str, timeout_s: int, subject: str) -> bool:
@@ -114,12 +100,12 @@ def _watch(state: State, host: Host, release: str, poll: str, timeout_s: int, su
     handlers = getattr(state, "callback_handlers", ())
     shows_all = any(getattr(handler, "follows_progress", False) for handler in handlers)
     while time.monotonic() < deadline:
-        result = run_reconnecting(host, poll)
+        result = commands.run_reconnecting(host, poll)
         rollout = parse(Rollout, result.stdout) if result.ok else None
         text = f"the progress cannot be read: {result.text[-300:]}"
         if rollout is not None:
             text = _progress_text(rollout)
-        is_due = time.monotonic() - logged_at_s > HEARTBEAT_S
+        is_due = time.monotonic() - logged_at_s > commands.HEARTBEAT_S
         is_new_step = _without_numbers(text) != _without_numbers(last_text)
         if is_due or is_new_step or (shows_all and text != last_text):
             host.log(f"rollout of {release}: {text}")
@@ -156,28 +142,28 @@ def report_change(
     return False
 
 
-@host_operation
-def roll_back(service: str, target: str | None, timeout_s: int) -> Commands:
+@operations.host_operation
+def roll_back(service: str, target: str | None, timeout_s: int) -> operations.Commands:
     rollback = read_fact(RollbackPreview, service=service, target=target)
     if isinstance(rollback, Problem):
         if this_host.state.is_executing:
-            raise HostError(rollback)
-        log_lines(current_host(), str(rollback))
+            raise operations.HostError(rollback)
+        operations.log_lines(commands.current_host(), str(rollback))
         this_host.noop("cannot be rolled back")
         return
     if rollback.to is None or rollback.done:
         reason = rollback.done or "no earlier release"
-        log_once(reason)
+        commands.log_once(reason)
         this_host.noop(reason)
         return
     serving = rollback.from_release or "nothing"
     require_no_failure(f"not changed: stays on {serving}")
-    log_once(f"goes back from {serving} to {rollback.to}")
+    commands.log_once(f"goes back from {serving} to {rollback.to}")
     begin = tool.command_line(tool.ROLLBACK, service, "--to", rollback.to.name)
     yield FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
 
 
-@host_operation
+@operations.host_operation
 def verify_rollback(service: str, configured_pair: str) -> None:
     """Fail unless the host serves a proven release; ``configured_pair`` is MODEL/PROFILE."""
     if not this_host.state.is_executing:
@@ -192,7 +178,7 @@ def verify_rollback(service: str, configured_pair: str) -> None:
     if reason:
         message = f"not proven: {reason}"
         fix = "run `spark-check` on the host to see which check fails, or run deploy.py"
-        fail(f"{this_host.name}: {release or service}", message, fix)
+        operations.fail(f"{this_host.name}: {release or service}", message, fix)
     serves = status.release(release)
     if serves is None:  # a proven service serves a release
         raise ValueError(f"{service} serves nothing")

@@ -14,15 +14,7 @@ from spark_contract.paths import RECEIPTS_DIR
 from spark_contract.release import Release
 from spark_contract.units import SERVE, SWITCH
 
-from spark_deploy.hosts import releases
-from spark_deploy.hosts.commands import (
-    CommandError,
-    is_predicted,
-    log_once,
-    predict,
-    run,
-    run_reconnecting,
-)
+from spark_deploy.hosts import commands, releases
 from spark_deploy.hosts.facts import HostFact, read_fact, read_fact_now, run_fact
 from spark_deploy.hosts.files import place_files
 from spark_deploy.hosts.operations import Commands, HostError, fail, host_command, host_operation
@@ -63,21 +55,21 @@ def start_service(plan: Release, timeout_s: int) -> Commands:
         host.noop("replaces a release; hosts do this in waves, later")
         return
     if reason := _reason_to_change(plan, status):
-        log_once(f"{plan.name}: {reason}")
-        predict(f"{plan.name} is served")
+        commands.log_once(f"{plan.name}: {reason}")
+        commands.predict(f"{plan.name} is served")
         yield releases.change_command(plan.name, timeout_s)
 
 
 def _reason_to_change(plan: Release, status: HostStatus) -> str:
-    if is_predicted(f"{plan.name} is served"):
+    if commands.is_predicted(f"{plan.name} is served"):
         host.noop("an earlier operation starts it")
         return ""
     if message := status.stop_message(plan.service):
-        log_once(message, "yellow")
+        commands.log_once(message, "yellow")
         host.noop(message)
         return ""
     if message := status.unknown_versions_message():
-        log_once(message, "yellow")
+        commands.log_once(message, "yellow")
     reason = status.unproven_reason(plan.service, plan.name)
     if not reason:
         waits = status.waits_for_request(plan.service, plan.name)
@@ -91,12 +83,14 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
     status = read_fact(Status)
     due = status.release_due(plan, scheduled)
     if due != plan:
-        log_once(f"serves {due.name}, as scheduled; {plan.name} is scheduled for other times")
+        commands.log_once(
+            f"serves {due.name}, as scheduled; {plan.name} is scheduled for other times"
+        )
         host.noop(f"serves {due.name}, as scheduled")
         return
     if status.has_failed_change(plan.name) and not status.unproven_reason(plan.service, plan.name):
         # The rollout was killed after the check.
-        log_once(f"{plan.name} is proven, although the rollout's process was killed")
+        commands.log_once(f"{plan.name} is proven, although the rollout's process was killed")
         yield f"systemctl reset-failed {SWITCH.unit(plan.name)}"
         return
     reason = _reason_to_change(plan, status)
@@ -109,11 +103,11 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
         releases.require_members(tuple(member.host for member in plan.cluster.members))
     rollback = state.rolled_back if state else None
     if rollback and rollback.to != plan.name:
-        log_once(
+        commands.log_once(
             f"was rolled back from {rollback.from_release} to {rollback.to} ({rollback.at}); "
             f"group_vars select {plan.name}"
         )
-    log_once(f"{plan.name}: {reason}")
+    commands.log_once(f"{plan.name}: {reason}")
     yield releases.change_command(plan.name, timeout_s)
 
 
@@ -136,7 +130,7 @@ def stop_unlisted(services: Sequence[str]) -> Commands:
     if not unlisted:
         host.noop("no other service runs")
     for name in unlisted:
-        log_once(f"stops {name}: no longer listed; `deploys/prune.py` removes its files")
+        commands.log_once(f"stops {name}: no longer listed; `deploys/prune.py` removes its files")
         yield tool.command_line(tool.RETIRE_SERVICE, name)
 
 
@@ -217,7 +211,7 @@ def reboot_host(needs: PreflightPlan, serve: Release) -> Commands:
         return
     _require_readable(host, read_fact(Status))
     releases.require_no_failure("not rebooted")
-    predict("reboot")
+    commands.predict("reboot")
     yield FunctionCommand(_reboot, [reason, needs, serve], {})
 
 
@@ -226,14 +220,14 @@ def _reboot(state: State, host: Host, reason: str, needs: PreflightPlan, serve: 
     host.log(f"rebooting: {reason}")
     releases.record_interruption(host)
     try:
-        boot_id = "\n".join(run(host, f"cat {BOOT_ID}")).strip()
+        boot_id = "\n".join(commands.run(host, f"cat {BOOT_ID}")).strip()
         marker = f"{boot_id}\n{reason}"
-        run(host, f"mkdir -p {RECEIPTS_DIR} && cat > {_MARKER} && sync", stdin=marker)
+        commands.run(host, f"mkdir -p {RECEIPTS_DIR} && cat > {_MARKER} && sync", stdin=marker)
         # In the background: this command must return before the connection is lost.
-        run(host, "(sleep 1; systemctl reboot) </dev/null >/dev/null 2>&1 &", timeout_s=30)
+        commands.run(host, "(sleep 1; systemctl reboot) </dev/null >/dev/null 2>&1 &", timeout_s=30)
         _wait_until_rebooted(host, boot_id)
         return _wait_until_serving(state, host, serve) and _clear_marker(host, needs)
-    except (CommandError, ConnectError) as error:
+    except (commands.CommandError, ConnectError) as error:
         fix = "check its console; the other hosts were not rebooted"
         fail(f"{host.name}: reboot", str(error), fix)
 
@@ -242,7 +236,7 @@ def _wait_until_rebooted(host: Host, old_boot_id: str) -> None:
     deadline = time.monotonic() + _REBOOT_WITHIN_S
     while time.monotonic() < deadline:
         gevent.sleep(_POLL_S)
-        result = run_reconnecting(host, f"cat {BOOT_ID}")
+        result = commands.run_reconnecting(host, f"cat {BOOT_ID}")
         if result.ok and result.stdout.strip() != old_boot_id:
             host.log("the host has rebooted")
             return
@@ -255,7 +249,9 @@ def _wait_until_serving(state: State, host: Host, serve: Release) -> bool:
     deadline = time.monotonic() + limit_s
     unit_state = ""
     while time.monotonic() < deadline and unit_state != "failed":
-        result = run_reconnecting(host, tool.when_installed(tool.command_line(tool.STATUS)))
+        result = commands.run_reconnecting(
+            host, tool.when_installed(tool.command_line(tool.STATUS))
+        )
         if result.ok:
             status = parse_status(result.stdout)
             _require_readable(host, status)
@@ -289,5 +285,5 @@ def _clear_marker(host: Host, needs: PreflightPlan) -> bool:
     if pending := survey.identity.boot.reboot_reason:
         host.log_styled(f"still pending after the reboot: {pending}", fg="yellow")
     else:
-        run(host, f"rm -f {_MARKER}")
+        commands.run(host, f"rm -f {_MARKER}")
     return True

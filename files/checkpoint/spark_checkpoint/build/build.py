@@ -14,24 +14,11 @@ from spark_contract.fetching import CopyPlan, TransferOptions
 from spark_contract.files import now
 from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
 
-from spark_checkpoint import TOOL_VERSION, storage, verify
-from spark_checkpoint.build.layouts import (
-    Layout,
-    Writer,
-    check_config,
-    make_entry,
-    result_bytes,
-    result_config,
-)
+from spark_checkpoint import TOOL_VERSION, storage, tensor_sets, verify
+from spark_checkpoint.build import layouts, source_checks
 from spark_checkpoint.build.new_tensors import TensorMaker
 from spark_checkpoint.build.ngram_table import find_tables, table_tensors
 from spark_checkpoint.build.peer_tensors import check_locked_tensors, read_changes
-from spark_checkpoint.build.source_checks import (
-    Sources,
-    check_sources,
-    hash_tensors,
-    required_donor_tensors,
-)
 from spark_checkpoint.build.write import Changes, Staging
 from spark_checkpoint.directory import (
     CONFIG_NAME,
@@ -48,14 +35,6 @@ from spark_checkpoint.headers import Tensor, tensor_bytes
 from spark_checkpoint.number_formats import packed_bytes
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.peers import BUILD_LOCALLY, copy_from_peer
-from spark_checkpoint.tensor_sets import (
-    FP8,
-    HEAD,
-    WEIGHT,
-    block_grid,
-    drafter_weights,
-    swapped_modules,
-)
 
 _FIX = "delete the source directory and download it again"
 
@@ -98,11 +77,11 @@ class _Build:
         storage.clear(self.work, keep=frozenset({donor_dir.name}))
         self.progress.phase("check-sources")
         config = read_config(plan.base_dir)
-        check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
-        sources = check_sources(plan, read_checkpoint(plan.base_dir), config)
+        layouts.check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
+        sources = source_checks.check_sources(plan, read_checkpoint(plan.base_dir), config)
         base = sources.base
         hashes = hash_base(plan, rewritten_shards(plan, base), self.progress)
-        required = required_donor_tensors(plan, sources)
+        required = source_checks.required_donor_tensors(plan, sources)
         peak = peak_bytes(plan, base, required, sources.mtp_missing)
         storage.check_free_space(plan.out_dir.parent, peak, f"building {plan.name}")
         spans, donor_sha256 = self._stage_donor(sources, required, donor_dir)
@@ -120,7 +99,7 @@ class _Build:
         """Write the result with a peer's new tensors; its files must match the peer's receipt."""
         plan = self.plan
         config = read_config(plan.base_dir)
-        check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
+        layouts.check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
         base = read_checkpoint(plan.base_dir)
         hashes = hash_base(plan, rewritten_shards(plan, base), self.progress)
         sources, changes = read_changes(
@@ -143,24 +122,24 @@ class _Build:
         self._write_receipt(layout, report, receipt.donor_sha256)
 
     def _write_files(
-        self, sources: Sources, hashes: dict[str, verify.FileHashes], changes: Changes
-    ) -> Layout:
+        self, sources: source_checks.Sources, hashes: dict[str, verify.FileHashes], changes: Changes
+    ) -> layouts.Layout:
         base, plan = sources.base, self.plan
         if plan.ngram_table != "keep":
             changes.added.update({name: [] for name in table_tensors(base)})
-        writer = Writer(self.result_dir, base, hashes, changes, self.progress)
+        writer = layouts.Writer(self.result_dir, base, hashes, changes, self.progress)
         if plan.layout == "overlay":
             layout = writer.write_overlay(rewritten_shards(plan, base))
         else:
             layout = writer.write_full()
         for table in find_tables(base, plan.ngram_table):
             written = table.write(self.result_dir, self.progress)
-            layout.files.append(make_entry(table.file_name, written))
+            layout.files.append(layouts.make_entry(table.file_name, written))
         self._write_documents(sources, changes, layout)
         return layout
 
     def _write_receipt(
-        self, layout: Layout, report: dict[str, Any], donor_sha256: str | None
+        self, layout: layouts.Layout, report: dict[str, Any], donor_sha256: str | None
     ) -> None:
         receipt = receipts.CheckpointReceipt(
             kind="checkpoint",
@@ -177,14 +156,14 @@ class _Build:
         verify.write_receipt(self.result_dir, receipt)
 
     def _stage_donor(
-        self, sources: Sources, required: dict[str, Tensor], donor_dir: Path
+        self, sources: source_checks.Sources, required: dict[str, Tensor], donor_dir: Path
     ) -> tuple[dict[str, Span], str | None]:
         """Download the donor's tensors; return their locations, and their hash for the lock."""
         plan = self.plan
         if sources.donor is None or not required:
             return {}, None
         spans = sources.donor.stage(required, donor_dir, self.progress)
-        sha256 = hash_tensors(required, spans)
+        sha256 = source_checks.hash_tensors(required, spans)
         if isinstance(plan.donor, DonorUrl) and plan.donor.sha256 not in (None, sha256):
             # The next run must not reuse these bytes.
             shutil.rmtree(donor_dir)
@@ -197,7 +176,7 @@ class _Build:
         return spans, sha256
 
     def _make_changes(
-        self, sources: Sources, required: dict[str, Tensor], spans: dict[str, Span]
+        self, sources: source_checks.Sources, required: dict[str, Tensor], spans: dict[str, Span]
     ) -> Changes:
         plan = self.plan
         changes = Changes()
@@ -215,19 +194,21 @@ class _Build:
             elif plan.shared_experts == "int8-g128":
                 maker.swap_to_int8()
             if plan.head == "int8-g128":
-                maker.pack_head(HEAD)
+                maker.pack_head(tensor_sets.HEAD)
             if sources.mtp_missing:
                 maker.graft_mtp(sources.mtp_missing)
             if plan.drafter_int4:
-                maker.pack_drafter(drafter_weights(plan))
+                maker.pack_drafter(tensor_sets.drafter_weights(plan))
         return changes
 
-    def _write_documents(self, sources: Sources, changes: Changes, layout: Layout) -> None:
-        config = result_config(
+    def _write_documents(
+        self, sources: source_checks.Sources, changes: Changes, layout: layouts.Layout
+    ) -> None:
+        config = layouts.result_config(
             read_config(self.plan.base_dir), self.plan, layout.index, sources.modules
         )
         index = {
-            "metadata": {"total_size": result_bytes(sources.base, changes)},
+            "metadata": {"total_size": layouts.result_bytes(sources.base, changes)},
             "weight_map": {name: layout.index[name] for name in sorted(layout.index)},
         }
         documents = {INDEX_NAME: index, CONFIG_NAME: config}
@@ -325,7 +306,7 @@ def rewritten_shards(plan: BuildPlan, base: Checkpoint) -> set[str]:
     """
     if plan.layout == "full":
         return set(base.shards)
-    names = [name for name in drafter_weights(plan) if name in base.owner]
+    names = [name for name in tensor_sets.drafter_weights(plan) if name in base.owner]
     names += table_tensors(base) if plan.ngram_table != "keep" else []
     return {shard for name in names for shard in base.duplicates.get(name, (base.owner[name],))}
 
@@ -338,16 +319,18 @@ def peak_bytes(
     ``received`` are tensors of the donor; ``grafted`` are the names of those that become 16-bit.
     """
     staged_bytes = sum(tensor.size_bytes for tensor in received.values())
-    weights = [base.tensor(module + WEIGHT) for module in swapped_modules(plan)]
+    weights = [
+        base.tensor(module + tensor_sets.WEIGHT) for module in tensor_sets.swapped_modules(plan)
+    ]
     if plan.shared_experts == "int8-g128":
         staged_bytes += sum(packed_bytes(weight.shape, 8) for weight in weights)
     elif plan.shared_experts == "fp8-self":
         for weight in weights:
-            grid = block_grid(weight.shape, plan.block_shape)
-            staged_bytes += tensor_bytes(FP8, weight.shape) + tensor_bytes("BF16", grid)
+            grid = tensor_sets.block_grid(weight.shape, plan.block_shape)
+            staged_bytes += tensor_bytes(tensor_sets.FP8, weight.shape) + tensor_bytes("BF16", grid)
     if plan.head == "int8-g128":
-        staged_bytes += packed_bytes(base.tensor(HEAD).shape, 8)
-    for name in drafter_weights(plan):
+        staged_bytes += packed_bytes(base.tensor(tensor_sets.HEAD).shape, 8)
+    for name in tensor_sets.drafter_weights(plan):
         weight = received[name] if name in grafted else base.tensor(name)
         staged_bytes += packed_bytes(weight.shape, 4)
     staged_bytes += sum(tensor_bytes("BF16", received[name].shape) for name in grafted)

@@ -11,15 +11,9 @@ from urllib.parse import quote
 from spark_contract.fetching import TransferOptions
 from spark_contract.orders import DonorUrl
 
+from spark_checkpoint import headers
 from spark_checkpoint.directory import INDEX_NAME, Span, read_checkpoint
 from spark_checkpoint.errors import ValidationError
-from spark_checkpoint.headers import (
-    Header,
-    Tensor,
-    header_json_bytes,
-    parse_header,
-    parse_weight_map,
-)
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.client import HttpClient, NotFoundError
 from spark_checkpoint.storage import write_durably
@@ -72,7 +66,7 @@ class DirDonor:
         self._checkpoint = read_checkpoint(directory)
         self.names = frozenset(self._checkpoint.owner)
 
-    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def tensors(self, names: Iterable[str]) -> dict[str, headers.Tensor]:
         return {name: self._checkpoint.tensor(name) for name in names}
 
     def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
@@ -94,18 +88,18 @@ class RepositoryFiles:
     def index(self, keep: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
         """Return the shard of each tensor from the index, for names that satisfy ``keep``."""
         raw = self.client.read_whole(self.url(INDEX_NAME), _INDEX_LIMIT_BYTES)
-        return parse_weight_map(raw, self.url(INDEX_NAME), "check the repository", keep)
+        return headers.parse_weight_map(raw, self.url(INDEX_NAME), "check the repository", keep)
 
-    def header(self, shard: str) -> Header:
+    def header(self, shard: str) -> headers.Header:
         url = self.url(shard)
         size, first = self.client.read_start(url, _LENGTH_BYTES)
-        end = _LENGTH_BYTES + header_json_bytes(first, size, url)
+        end = _LENGTH_BYTES + headers.header_json_bytes(first, size, url)
         if self.client.received_bytes + end > _LIMIT_BYTES:
             problem = f"the headers of the repository exceed {_LIMIT_BYTES} bytes"
             raise ValidationError(url, problem, "check the repository")
         raw = self.client.read(url, _LENGTH_BYTES, end, size)
         with self._parsing:
-            return parse_header(raw, size, url)
+            return headers.parse_header(raw, size, url)
 
 
 class UrlDonor:
@@ -114,11 +108,11 @@ class UrlDonor:
     def __init__(self, plan: DonorUrl, *, direct: bool = False):
         self._files = RepositoryFiles(plan.url, plan, direct=direct)
         self._parallel = plan.parallel
-        self._headers: dict[str, Header] = {}
+        self._headers: dict[str, headers.Header] = {}
         self._index = self._read_index()
         self.names = frozenset(self._index)
 
-    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def tensors(self, names: Iterable[str]) -> dict[str, headers.Tensor]:
         required = list(names)
         shards = sorted({self._index[name] for name in required} - self._headers.keys())
         with ThreadPoolExecutor(self._parallel) as pool:

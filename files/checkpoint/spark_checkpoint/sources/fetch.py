@@ -19,19 +19,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from spark_contract.fetching import (
-    ARCHITECTURES,
-    MANIFEST_TYPES,
-    FetchFile,
-    FetchPlan,
-    LayersPlan,
-    TransferOptions,
-    parse_reference,
-)
+from spark_contract import fetching
 from spark_contract.files import now, write_pieces
 from spark_contract.receipts import SourceReceipt, why_writable_by_others
 
-from spark_checkpoint import TOOL_VERSION
+from spark_checkpoint import TOOL_VERSION, storage
 from spark_checkpoint.directory import parse_object
 from spark_checkpoint.errors import BuilderError, TransferError, ValidationError
 from spark_checkpoint.progress import Progress, note
@@ -39,20 +31,13 @@ from spark_checkpoint.sources.client import HttpClient, RangeUnsupportedError
 from spark_checkpoint.sources.connections import SKIP_S, SlowSourceError
 from spark_checkpoint.sources.local_files import ContentHash, find_candidates, pin_file
 from spark_checkpoint.sources.peers import Peers
-from spark_checkpoint.storage import (
-    check_free_space,
-    clear,
-    read_buffers,
-    read_stamp,
-    write_durably,
-)
 from spark_checkpoint.verify import FileHashes, create_checkpoint, receipt_entry, write_receipt
 
 _MANIFEST_LIMIT_BYTES = 4 << 20
 _CANDIDATES = 3  # local files to hash per required file: other users may add any number of files
 
 
-def fetch(plan: FetchPlan, progress: Progress) -> bool:
+def fetch(plan: fetching.FetchPlan, progress: Progress) -> bool:
 
     def write(work: Path, result_dir: Path) -> None:
         # Only the last source, the hub, receives the token.
@@ -65,7 +50,7 @@ def fetch(plan: FetchPlan, progress: Progress) -> bool:
 
 @dataclass(slots=True)
 class _Download:
-    plan: FetchPlan
+    plan: fetching.FetchPlan
     client: HttpClient
     peers: Peers
     progress: Progress
@@ -83,10 +68,10 @@ class _Download:
         if plan.look_in and missing:
             by_size = find_candidates(missing, plan.look_in)
             missing = [file for file in missing if not self._use_local(file, by_size)]
-        clear(self.parts_dir, frozenset(self._part_path(file).name for file in missing))
+        storage.clear(self.parts_dir, frozenset(self._part_path(file).name for file in missing))
         present_bytes = sum(_size_or_zero(self._part_path(file)) for file in missing)
         needed_bytes = sum(file.size_bytes for file in missing) - present_bytes
-        check_free_space(self.result_dir, max(0, needed_bytes), f"fetching {plan.name}")
+        storage.check_free_space(self.result_dir, max(0, needed_bytes), f"fetching {plan.name}")
         self._download_all(missing)
         planned = {file.path for file in plan.files}
         for path in list(self.result_dir.rglob("*")):
@@ -100,7 +85,7 @@ class _Download:
             sha256, pieces = self.hashes[file.path]
             # A single piece would have the hash of the file.
             lines = tuple(map(str, pieces)) if len(pieces) > 1 else None
-            stamp = read_stamp(self.result_dir / file.path)
+            stamp = storage.read_stamp(self.result_dir / file.path)
             entries.append(receipt_entry(file.path, stamp, sha256, lines))
         receipt = SourceReceipt(
             kind="source",
@@ -113,19 +98,19 @@ class _Download:
         )
         write_receipt(self.result_dir, receipt)
 
-    def _new_hash(self, file: FetchFile) -> ContentHash:
+    def _new_hash(self, file: fetching.FetchFile) -> ContentHash:
         return ContentHash(file, with_pieces=self.plan.pieces)
 
-    def _part_path(self, file: FetchFile) -> Path:
+    def _part_path(self, file: fetching.FetchFile) -> Path:
         key = hashlib.sha256(f"{file.path}\0{file.sha256 or file.git_sha1}".encode()).hexdigest()
         return self.parts_dir / f"{key[:24]}.part"
 
-    def _target_path(self, file: FetchFile) -> Path:
+    def _target_path(self, file: fetching.FetchFile) -> Path:
         target = self.result_dir / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
-    def _find_missing(self) -> list[FetchFile]:
+    def _find_missing(self) -> list[fetching.FetchFile]:
         """Return the missing files; record the hashes of the others."""
         missing = []
         for file in self.plan.files:
@@ -143,7 +128,9 @@ class _Download:
             self.progress.skip(file.size_bytes)
         return missing
 
-    def _use_local(self, file: FetchFile, by_size: Mapping[int, Mapping[Path, set[str]]]) -> bool:
+    def _use_local(
+        self, file: fetching.FetchFile, by_size: Mapping[int, Mapping[Path, set[str]]]
+    ) -> bool:
         names_by_path = by_size[file.size_bytes]
         hashes, name = {file.sha256, file.git_sha1}, Path(file.path).name
 
@@ -154,7 +141,7 @@ class _Download:
         paths = sorted(names_by_path, key=priority)
         return any(self._use_candidate(file, path) for path in paths[:_CANDIDATES])
 
-    def _use_candidate(self, file: FetchFile, path: Path) -> bool:
+    def _use_candidate(self, file: fetching.FetchFile, path: Path) -> bool:
         try:
             with pin_file(path, file.size_bytes) as source:
                 return self._link_or_copy(file, source, path)
@@ -164,12 +151,12 @@ class _Download:
             note(f"look_in: {error}; not used")
         return False
 
-    def _link_or_copy(self, file: FetchFile, source: int, path: Path) -> bool:
+    def _link_or_copy(self, file: fetching.FetchFile, source: int, path: Path) -> bool:
         target = self._target_path(file)
-        stamp, pinned = read_stamp(source), Path(f"/proc/self/fd/{source}")
+        stamp, pinned = storage.read_stamp(source), Path(f"/proc/self/fd/{source}")
         content = self._new_hash(file)
         content.update_from(pinned, self.progress.skip, file.size_bytes)
-        if content.mismatch() is not None or read_stamp(source) != stamp:
+        if content.mismatch() is not None or storage.read_stamp(source) != stamp:
             self.progress.skip(-file.size_bytes)
             return False
         target.unlink(missing_ok=True)
@@ -182,10 +169,10 @@ class _Download:
             os.link(pinned, target, src_dir_fd=source, follow_symlinks=True)
         except OSError:
             # Different filesystem, no hard links or wrong permissions: trust only a copy.
-            check_free_space(self.result_dir, file.size_bytes, f"copying {path}")
+            storage.check_free_space(self.result_dir, file.size_bytes, f"copying {path}")
             content = self._new_hash(file)
-            with write_durably(self._part_path(file), os.O_TRUNC) as write:
-                for buffer in read_buffers(pinned, 0, file.size_bytes):
+            with storage.write_durably(self._part_path(file), os.O_TRUNC) as write:
+                for buffer in storage.read_buffers(pinned, 0, file.size_bytes):
                     content.update(buffer)
                     write(buffer)
             if content.mismatch() is not None:
@@ -194,7 +181,7 @@ class _Download:
         self.hashes[file.path] = content.hashes()
         return True
 
-    def _download_all(self, missing: list[FetchFile]) -> None:
+    def _download_all(self, missing: list[fetching.FetchFile]) -> None:
         total_bytes = self.plan.size_bytes
         done_bytes = total_bytes - sum(file.size_bytes for file in missing)
         self.progress.phase("fetch", total_bytes, done_bytes=done_bytes)
@@ -206,7 +193,7 @@ class _Download:
                 self.client.cancel()
                 raise
 
-    def _download(self, file: FetchFile) -> None:
+    def _download(self, file: fetching.FetchFile) -> None:
         if file.size_bytes and self.peers.fetch(file, partial(self._download_from, file)):
             return
         failures: list[BuilderError] = []
@@ -221,7 +208,9 @@ class _Download:
         mismatches = [failure for failure in failures if isinstance(failure, ValidationError)]
         raise (mismatches or failures)[-1]
 
-    def _try_urls(self, file: FetchFile, client: HttpClient, failures: list[BuilderError]) -> bool:
+    def _try_urls(
+        self, file: fetching.FetchFile, client: HttpClient, failures: list[BuilderError]
+    ) -> bool:
         """Download a file from the first working mirror or the hub; add errors to ``failures``."""
         for base in self.plan.urls:
             if client is not self.client and time.monotonic() < self.skipped_until.get(base, 0.0):
@@ -240,7 +229,7 @@ class _Download:
                     note(f"source: {error}")
         return False
 
-    def _download_from(self, file: FetchFile, client: HttpClient, url: str) -> None:
+    def _download_from(self, file: fetching.FetchFile, client: HttpClient, url: str) -> None:
         part = self._part_path(file)
         is_resumed = _size_or_zero(part) > 0
 
@@ -263,7 +252,7 @@ class _Download:
         self.hashes[file.path] = content.hashes()
 
     def _continue_part(
-        self, file: FetchFile, client: HttpClient, url: str, part: Path
+        self, file: fetching.FetchFile, client: HttpClient, url: str, part: Path
     ) -> ContentHash:
         content = self._new_hash(file)
         present = _size_or_zero(part)
@@ -272,7 +261,7 @@ class _Download:
             present = 0
         if present:
             content.update_from(part, self.progress.skip)
-        with write_durably(part, 0, present) as write:
+        with storage.write_durably(part, 0, present) as write:
             pieces = client.stream(url, present, file.size_bytes, file.size_bytes)
             for number, piece in enumerate(pieces):
                 if number == 0:
@@ -294,14 +283,14 @@ def _size_or_zero(path: Path) -> int:
         return 0
 
 
-def fetch_layers(plan: LayersPlan, manifests: Path, progress: Progress) -> None:
+def fetch_layers(plan: fetching.LayersPlan, manifests: Path, progress: Progress) -> None:
     """Download an image's blobs for this machine, and manifests into ``manifests``.
 
     Manifests always come from the registry.
     """
-    reference = parse_reference(plan.reference)
+    reference = fetching.parse_reference(plan.reference)
     base = reference.base_url(plain=plan.plain)
-    client = HttpClient(plan, (base,), accept=", ".join(MANIFEST_TYPES))
+    client = HttpClient(plan, (base,), accept=", ".join(fetching.MANIFEST_TYPES))
     manifests.mkdir(parents=True, exist_ok=True)
     bodies = list(_read_manifests(client, base, reference.version))
     for digest, body in bodies:
@@ -313,14 +302,14 @@ def fetch_layers(plan: LayersPlan, manifests: Path, progress: Progress) -> None:
     except (KeyError, TypeError, ValueError) as error:
         problem = f"the manifest lacks {error}"
         raise ValidationError(plan.reference, problem, "check the registry") from error
-    blobs_plan = FetchPlan(
-        **{option.name: getattr(plan, option.name) for option in fields(TransferOptions)},
+    blobs_plan = fetching.FetchPlan(
+        **{option.name: getattr(plan, option.name) for option in fields(fetching.TransferOptions)},
         digest=plan.digest,
         name=plan.reference,
         commit=reference.version.removeprefix("sha256:")[:40],
         out=plan.out,
         files=tuple(
-            FetchFile(digest, size, digest.removeprefix("sha256:"))
+            fetching.FetchFile(digest, size, digest.removeprefix("sha256:"))
             for digest, size in sizes.items()
         ),
         urls=(f"{base}/blobs",),
@@ -343,7 +332,7 @@ def _read_manifests(client: HttpClient, base: str, digest: str) -> Iterator[tupl
     entries = manifest.get("manifests")
     if entries is None:
         return
-    machine = ARCHITECTURES.get(platform.machine(), platform.machine())
+    machine = fetching.ARCHITECTURES.get(platform.machine(), platform.machine())
     for entry in entries if isinstance(entries, list) else ():
         target = entry.get("platform") or {}
         if (target.get("os"), target.get("architecture")) == ("linux", machine):
