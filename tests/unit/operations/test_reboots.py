@@ -87,8 +87,8 @@ def test_reboot_marker_contains_the_previous_boot_id(monkeypatch):
     def lose(*_):
         raise ConnectError("spark-1 stayed unreachable")
 
-    monkeypatch.setattr(serve, "run", run)
-    monkeypatch.setattr(serve, "run_reconnecting", lose)
+    monkeypatch.setattr(serve.commands, "run", run)
+    monkeypatch.setattr(serve.commands, "run_reconnecting", lose)
     monkeypatch.setattr(serve.gevent, "sleep", lambda _: None)
     assert not serve._reboot(None, factory_spark(), PENDING, ALLOWED, RELEASE)
     assert written == [f"the-boot-before\n{PENDING}"]
