@@ -56,14 +56,10 @@ def _down(paths: LabPaths, options: argparse.Namespace) -> int:
     for line in leftovers:
         print(f"left over: {line}", file=sys.stderr)
     if options.purge and not leftovers:
-        _purge(paths, freed)
+        shutil.rmtree(paths.state)
+        print(f"{freed / 1e9:.1f} GB freed: deleted {paths.state}")
+        print("kept: .venv of this checkout, pip's cache, and Debian packages for the lab")
     return 1 if leftovers else 0
-
-
-def _purge(paths: LabPaths, freed: int) -> None:
-    shutil.rmtree(paths.state)
-    print(f"{freed / 1e9:.1f} GB freed: deleted {paths.state}")
-    print("kept: .venv of this checkout, pip's cache, and Debian packages that the lab installed")
 
 
 def _status(paths: LabPaths, options: argparse.Namespace) -> int:

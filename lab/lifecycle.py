@@ -53,7 +53,9 @@ def up(
         refuse_second_lab(paths)
         _owner().write_text(str(paths.state))
         ground = stock.prepare(paths, engine_trees=engine_trees or engine == "cpu")
-        base = _base(paths, ground, variant)
+        base = ground.base
+        if variant:
+            base = build_base(paths, ground.distribution, read_variant(variant))
         for member in guests:
             if fresh:
                 guest.destroy(member)
@@ -68,12 +70,6 @@ def up(
         stock.publish_engine(paths, ground, engine)
         record.write_record(paths, ground.distribution)
     return guests
-
-
-def _base(paths: LabPaths, ground: stock.Ground, name: str) -> Path:
-    if not name:
-        return ground.base
-    return build_base(paths, ground.distribution, read_variant(name))
 
 
 def _start(host: Guest, base: Path, *, bootstrap: bool, variant: str) -> None:

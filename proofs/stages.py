@@ -21,7 +21,7 @@ from proofs.engine import profile_cases, quick
 from proofs.engine import run as engine_run
 from proofs.judges import engine as engine_judge
 from proofs.judges import profiles as profile_judge
-from proofs.judges.answers import row
+from proofs.judges.answers import attempt, row
 from proofs.judges.damages import judge_damages
 from proofs.judges.quality import judge_quality
 from proofs.judges.talks import judge_conversations
@@ -82,7 +82,12 @@ def prove(
     ``only`` lists names of engines to run; ``result`` replaces the stage in the file name.
     """
     cases = [case for case in CASES[stage]() if only is None or case["name"] in only]
-    references = start_transformers(trees, work) if stage == "sizes" else []
+    references = []
+    if stage == "sizes":
+        work.mkdir(parents=True, exist_ok=True)
+        for name, command in engine_run.reference_commands(trees, work).items():
+            with (work / f"transformers-{name}.log").open("wb") as log:
+                references.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT))
     results: dict[str, dict[str, Any]] = {}
     for wave in _waves(cases):
         results |= engine_run.run_cases(wave, trees, work, at_once=at_once)
@@ -127,7 +132,10 @@ def judge_stage(
         ],
         "head-choice": lambda: profile_judge.judge_heads(results, CASES[stage]()),
         "sizes": lambda: profile_judge.judge_sizes(results, work, trees),
-        "names": lambda: profile_judge.judge_names(results, CASES[stage](), trees),
+        "names": lambda: [
+            attempt(case["name"], profile_judge.judge_tensor_reads, results, case, trees)
+            for case in CASES[stage]()
+        ],
         "long": lambda: profile_judge.judge_long(results),
         "quality": lambda: judge_quality(results, work),
     }
@@ -190,15 +198,6 @@ def merge_rows(out: Path) -> None:
         }
         write_result(out / f"{name}.json", document)
         path.unlink()
-
-
-def start_transformers(trees: Path, work: Path) -> list[subprocess.Popen[bytes]]:
-    work.mkdir(parents=True, exist_ok=True)
-    started = []
-    for name, command in engine_run.reference_commands(trees, work).items():
-        with (work / f"transformers-{name}.log").open("wb") as log:
-            started.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT))
-    return started
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from lab.model.safetensors import write_file
 from lab.model.shape import TINY
 from proofs.engine.cases import case, graphs
 from proofs.judges.answers import Row, attempt, judge_same_answers, row
-from proofs.recall import weights
+from proofs.recall.trees import load
 
 DRAFTS = ("dflash", "eagle3")
 TOKENS = 3
@@ -105,7 +105,7 @@ def make_drafts(out: Path, target: Path) -> None:
 
 def trained(kind: str) -> dict[str, Floats]:
     """Return stored weights; raises ValueError if shapes differ from the described draft."""
-    tensors = weights.read(HERE / kind)
+    tensors = load(HERE / kind)
     sizes = {name: values.shape for name, values in tensors.items()}
     if sizes != shapes(kind):
         other = sorted(set(sizes.items()) ^ set(shapes(kind).items()))[:3]

@@ -226,11 +226,7 @@ def judge_heads(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Ro
     return rows
 
 
-def judge_names(results: dict[str, Row], cases: list[dict[str, Any]], trees: Path) -> list[Row]:
-    return [attempt(case["name"], _judge_tensor_reads, results, case, trees) for case in cases]
-
-
-def _judge_tensor_reads(results: dict[str, Row], case: dict[str, Any], trees: Path) -> Row:
+def judge_tensor_reads(results: dict[str, Row], case: dict[str, Any], trees: Path) -> Row:
     names = names_of(trees / case["tree"])
     target, drafter = results[case["name"]]["loads"]
     by_target, by_drafter = set(target["read"]), set(drafter["read"])

@@ -197,11 +197,6 @@ WAYS: dict[str, Callable[..., None]] = {
 }
 
 
-def inflict(wanted: dict[str, list[Any]]) -> None:
-    for name, numbers in wanted.items():
-        WAYS[name](*numbers)
-
-
 KEPT = 40
 STEPS_KEPT = 6
 
@@ -290,7 +285,8 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
         import flashinfer.utils
 
         flashinfer.utils.is_sm90a_supported = lambda *_: False
-    inflict(case.get("damage", {}))
+    for name, numbers in case.get("damage", {}).items():
+        WAYS[name](*numbers)
     llm, result = engine_case.start_engine(case, skip_tokenizer_init=True, max_logprobs=KEPT)
     result["block_tokens"] = llm.llm_engine.vllm_config.cache_config.block_size
     result["flash_attention"] = os.environ.get(quick.FLASH, "2")

@@ -6,7 +6,6 @@ A network learns to look up early or hardly at all, depending on the GPU's order
 Writes the files of ``proofs.recall.training`` for the first seed to ``OUT``.
 """
 
-import argparse
 import itertools
 import os
 import shutil
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 
 from proofs.engine.run import devices_shown
-from proofs.recall import training, weights
+from proofs.recall import training, trees
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 4
@@ -58,12 +57,10 @@ def wait_for_first(racing: dict[Path, subprocess.Popen[bytes]]) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    arguments = parser.parse_args()
-    own = wait_for_first(start(arguments.out.resolve()))
-    for name in (weights.NAME, training.RESULT):
-        shutil.copy(own / name, arguments.out)
+    out = Path(sys.argv[1])
+    own = wait_for_first(start(out.resolve()))
+    for name in (trees.WEIGHTS, training.RESULT):
+        shutil.copy(own / name, out)
 
 
 if __name__ == "__main__":

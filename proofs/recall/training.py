@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from lab.model.network import Network, load_state, state, take_step
 from proofs import stages
-from proofs.recall import language, weights
+from proofs.recall import language, trees
 from proofs.recall.network import losses, make_network, use_own_rule
 from proofs.result_files import write_result
 
@@ -102,7 +102,7 @@ class Run:
         self.seen["rule_differs_by"] = use_own_rule(device)
         network = make_network(self.seed)
         if self.further:
-            load_state(network, weights.read(self.further))
+            load_state(network, trees.load(self.further))
         self.network = network.to(device)
         parameters = list(self.network.parameters())
         self.optimizer = torch.optim.AdamW(
@@ -207,7 +207,7 @@ def save(network: Network, out: Path) -> str:
         name: value.bfloat16().cpu().view(torch.int16).numpy().view(np.uint16)
         for name, value in state(network).items()
     }
-    return sha256(weights.write(out, bits))
+    return sha256(trees.store(out, bits))
 
 
 def sha256(path: Path) -> str:
@@ -236,7 +236,7 @@ def main() -> None:
         + (" --further DIR" if arguments.further else ""),
         "seed": seed,
         "weights_sha256": save(network, out),
-        "further_from_sha256": arguments.further and sha256(arguments.further / weights.NAME),
+        "further_from_sha256": arguments.further and sha256(arguments.further / trees.WEIGHTS),
         "caveats": CAVEATS,
     }
     seen["recall"] = []

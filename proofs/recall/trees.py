@@ -2,16 +2,44 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from lab.model import original, repository, vocabulary
 from lab.model.original import Floats
+from lab.model.rounding import bf16_values
 from lab.model.shape import Shape
-from proofs.recall import weights as trained
 from proofs.recall.language import VOCABULARY
 from proofs.trees import build as trees
 from proofs.trees import special
+
+HERE = Path(__file__).parent
+WEIGHTS = "weights.npz"
+
+
+def store(directory: Path, bits: Mapping[str, npt.NDArray[np.uint16]]) -> Path:
+    """Store BF16 weights: high bytes, which compress well, separate from low bytes."""
+    planes = {
+        name: np.stack([values >> 8, values & 0xFF]).astype(np.uint8)
+        for name, values in bits.items()
+    }
+    path = directory / WEIGHTS
+    part = path.with_suffix(".part")
+    with part.open("wb") as out:
+        np.savez_compressed(out, allow_pickle=False, **planes)
+    part.rename(path)
+    return path
+
+
+def load(directory: Path = HERE) -> dict[str, Floats]:
+    with np.load(directory / WEIGHTS, allow_pickle=False) as stored:
+        planes = {name: stored[name].astype(np.uint16) for name in stored.files}
+    return {name: bf16_values(high << 8 | low) for name, (high, low) in planes.items()}
+
 
 RECALL = Shape(
     layers=4,
@@ -44,10 +72,10 @@ UNUSED = 8
 SPECIAL = ("image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id")
 
 
-def read_weights(directory: Path = trained.HERE) -> dict[str, Floats]:
+def read_weights(directory: Path = HERE) -> dict[str, Floats]:
     weights = original.random_weights(RECALL, SEED)
     wanted = {name for name in weights if ".visual." not in name}
-    for name, value in trained.read(directory).items():
+    for name, value in load(directory).items():
         if weights[name].shape != value.shape:
             raise ValueError(f"{name}: {value.shape}, not {weights[name].shape}")
         weights[name] = value

@@ -76,7 +76,8 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
     doubtful = sum(in_doubt(answer) for answer in rows if not answer["right"])
     outside = sum(not (in_doubt(answer) or in_doubt(reference)) for answer, reference in other)
     caching = bool(result["case"]["options"].get("enable_prefix_caching"))
-    surely_wrong, in_plain = figures["wrong"] - doubtful, _surely_wrong(plain)
+    surely_wrong = figures["wrong"] - doubtful
+    in_plain = sum(not answer["right"] and not in_doubt(answer) for answer in plain)
     if "damage" in name:
         claim = f"{name}: the damage is detected"
         passed = surely_wrong > in_plain
@@ -103,10 +104,6 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
         acceptance=acceptance(result),
         acceptance_by_place=acceptance_by_place(result),
     )
-
-
-def _surely_wrong(rows: list[Row]) -> int:
-    return sum(not row["right"] and not in_doubt(row) for row in rows)
 
 
 def in_doubt(row: Row) -> bool:
@@ -253,17 +250,12 @@ def _stock_row(name: str, result_row: Row) -> Row:
 
 def _three_bits_row(results: Results, name: str, base: list[Row]) -> Row:
     others = [other for other in TAKEN if answers_of(results, other)]
-    own, *others_moved = (_moved(base, answers_of(results, other)) for other in (name, *others))
+    own, *others_moved = (
+        divergences(base, answers_of(results, other))["later"].get("mean", 0.0)
+        for other in (name, *others)
+    )
     claim = f"{name}: further from 16 bit than every preset of a profile"
     return {"claim": claim, "passed": bool(others_moved) and own > max(others_moved)}
-
-
-def _moved(base: list[Row], rows: list[Row]) -> float:
-    return float(divergences(base, rows)["later"].get("mean", 0.0))
-
-
-def judge_prefixes(results: Results, reference: dict[str, Any]) -> list[Row]:
-    return judge_talks(results, "talk-plain")
 
 
 def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
@@ -370,7 +362,7 @@ JUDGES: dict[str, Callable[[Results, dict[str, Any]], list[Row]]] = {
     "drafts": judge_drafts,
     "sampling": judge_sampling,
     "formats": judge_formats,
-    "prefixes": judge_prefixes,
+    "prefixes": lambda results, _: judge_talks(results, "talk-plain"),
     "flashinfer": judge_flashinfer,
     "flashinfer-waiting": judge_flashinfer,
 }

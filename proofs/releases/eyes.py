@@ -6,12 +6,10 @@ The text model, rounded as stored, is trained too and keeps the lessons; then th
 Takes some minutes on a CPU core.
 """
 
-import argparse
 import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,12 +173,9 @@ def train(steps: int) -> dict[str, Floats]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
     tensors = train(STEPS)
-    np.savez_compressed(arguments.out, **tensors)
+    np.savez_compressed(sys.argv[1], **tensors)
     print(f"phase=written tensors={len(tensors)}", file=sys.stderr)
 
 

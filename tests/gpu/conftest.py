@@ -43,9 +43,9 @@ def trees(shared_directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def recall_weights() -> Path:
-    from proofs.recall import weights
+    from proofs.recall import trees
 
-    return _path_variable("RECALL") or weights.HERE
+    return _path_variable("RECALL") or trees.HERE
 
 
 @pytest.fixture(scope="session")
