@@ -26,7 +26,7 @@ CHANGING = {"dry", "yes", "verbose"}
 
 
 def command_rows() -> Iterator[str]:
-    yield from ("| command | does | options |", "|---|---|---|")
+    yield from ("| command | effect | options |", "|---|---|---|")
     context = click.Context(GROUP)
     for name in GROUP.list_commands(context):
         command = GROUP.get_command(context, name)
