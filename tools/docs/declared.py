@@ -140,7 +140,7 @@ def settings_page() -> Iterator[str]:
         "Options of a command", "Pass them with `--data` to the command or the deploy.", flags
     )
     yield from ("", "## Entries", "", ENTRIES_INTRODUCTION, "")
-    yield from ("| key | form | meaning |", "|---|---|---|")
+    yield from ("| key | type | meaning |", "|---|---|---|")
     yield from _entry_rows("SECRET", schema_of(SecretRef, "secret"))
     for key, (part, _) in everything.items():
         if "properties" in (part.get("items") or {}):
@@ -171,7 +171,7 @@ def _table(title: str, text: str, keys: dict[str, Leaf]) -> Iterator[str]:
     yield from ("", f"## {title}", "")
     if text:
         yield from (text, "")
-    yield "| key | form | default | meaning |"
+    yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for key, (part, default) in keys.items():
         form = re.sub(r"( or|,) null$", "", _form(part)) if default == "`null`" else _form(part)
@@ -219,11 +219,13 @@ ALL_YML_HEAD = """\
 
 SETTINGS_INTRODUCTION = (
     "Settings decide what a host serves and how. Put them in `group_vars/all.yml` (all hosts), "
-    "`group_vars/<group>.yml` or `host_vars/<host>.yml` of your folder; the host's value wins over "
-    "the group's, and `--data key=value` over both (`--data serve.port=9000`). Mappings are merged "
-    "by key, lists are replaced. An invalid setting stops a run before the first connection. Below "
-    "`engine` you may use vLLM's names `max_model_len`, `max_num_seqs`, `gpu_memory_utilization` "
-    "and `num_speculative_tokens`."
+    "`group_vars/<group>.yml` or `host_vars/<host>.yml` of your folder. A host's value overrides "
+    "the group's, and `--data key=value` overrides both (`--data serve.port=9000`). Mappings are "
+    "merged by key, lists are replaced. An invalid setting stops a run before the first "
+    "connection. Below `engine` you may use vLLM's names `max_model_len`, `max_num_seqs`, "
+    "`gpu_memory_utilization` and `num_speculative_tokens`."
 )
 
-ENTRIES_INTRODUCTION = "Keys of a list entry (`[]`), mapping entry (`NAME`) or secret (only one)."
+ENTRIES_INTRODUCTION = (
+    "Keys of a list entry (`[]`), a mapping entry (`NAME`) or a secret (only one key)."
+)

@@ -110,12 +110,10 @@ def proven_rows(checkout: Path) -> Iterator[str]:
 
 def question_rows(checkout: Path) -> Iterator[str]:
     reports = _reports(checkout)
-    columns = ["question", *(["answers"] if reports else [])]
-    yield from (row(*columns), f"|{'---|' * len(columns)}")
     for part in read_questions(checkout).parts:
         for question in part.questions:
-            answers = "<br>".join(_answers(question, reports)) or "none yet"
-            yield row(question.question, *([answers] if reports else []))
+            yield f"- {question.question}"
+            yield from (f"  - {answer}" for answer in _answers(question, reports))
 
 
 def _reports(checkout: Path) -> dict[str, Report]:

@@ -69,6 +69,20 @@ def fill(name: str, parts: dict[str, Callable[[], Iterable[str]]]) -> Iterator[s
 def hybrid_models() -> Iterator[str]:
     for model in _for_sparks():
         yield from _model(model)
+    yield from ("", "## Memory on several hosts", "")
+    yield "Per host, if several hosts serve a model together (`cluster.hosts`):"
+    columns = (
+        "model",
+        "hosts",
+        "profile",
+        "weights",
+        "drafter",
+        "KV cache",
+        "full-length requests",
+    )
+    yield from ("", row(*columns), f"|{'---|' * len(columns)}")
+    for model in _for_sparks():
+        yield from (_cluster_row(model, count) for count in (2, 4) if _fitting(model, count))
 
 
 def plain_models() -> Iterator[str]:
@@ -100,55 +114,59 @@ def _model(model: HybridModel) -> Iterator[str]:
     profiles = (catalog().profile(name, model.name) for name in _fitting(model))
     names = [profile.name for profile in profiles if _is_for_use(profile)]
     yield f"- profiles that fit on one host: {', '.join(names) or 'none'}"
-    for number in (2, 4):
-        yield from _together(model, number)
+    for count in (2, 4):
+        yield from () if _fitting(model, count) else _fixes(model, count)
 
 
 def _gb(size_bytes: float) -> str:
     return f"{size_bytes / 1e9:.1f} GB"
 
 
-def _together(model: HybridModel, count: int) -> Iterator[str]:
+def _fixes(model: HybridModel, count: int) -> Iterator[str]:
+    profile_name = next(iter(_fitting(model)), DEFAULT.profile)
+    fix = advice(model.name, profile_name, catalog(), count)
+    first, *others = re.split("(?:;|,) or ", fix)
+    yield f"- on {count} hosts no profile fits: {'you can' if others else first}"
+    yield from (f"  - {choice}" for choice in ([first, *others] if others else ()))
+
+
+def _cluster_row(model: HybridModel, count: int) -> str:
     names = _fitting(model, count)
-    if not names:
-        profile_name = next(iter(_fitting(model)), DEFAULT.profile)
-        fix = advice(model.name, profile_name, catalog(), count)
-        first, *others = re.split("(?:;|,) or ", fix)
-        yield f"- on {count} hosts no profile fits: {'you can' if others else first}"
-        yield from (f"  - {choice}" for choice in ([first, *others] if others else ()))
-        return
     chosen = DEFAULT.profile if DEFAULT.profile in names else names[0]
     profile = catalog().profile(chosen, model.name)
     plan = plan_memory(model, profile, settings_on(count, model.name, chosen))
-    yield (
-        f"- on {count} hosts, {chosen} uses {gib(plan.weights_bytes)} per host for weights, "
-        f"{gib(plan.drafter_bytes)} for the drafter and {gib(plan.kv_cache_bytes)} for the KV "
-        f"cache, enough for {plan.full_context_users:.1f} full-length requests"
-    )
+    sizes = map(gib, (plan.weights_bytes, plan.drafter_bytes, plan.kv_cache_bytes))
+    names_of_row = (f"`{model.name}`", count, f"`{chosen}`")
+    return row(*names_of_row, *sizes, f"{plan.full_context_users:.1f}")
 
 
 def profile_sections() -> Iterator[str]:
     profiles = [catalog().profile(name, Settings().model) for name in catalog().profile_names]
     yield ("| profile | choose this when | shared experts | LM head | KV cache | drafts | plugin |")
     yield "|---|---|---|---|---|---|---|"
-    for shown in profiles:
+    for shown in filter(_is_chosen_by_users, profiles):
         drafts = shown.speculation.tokens if shown.speculation else 0
         parts = (shown.shared_experts, shown.head, shown.kv_cache.dtype, drafts)
         yield row(f"`{shown.name}`", shown.choose_when, *parts, "yes" if shown.plugin else "no")
+    stages = (f"`{shown.name}`" for shown in profiles if not _is_chosen_by_users(shown))
+    yield f"\n{', '.join(stages)}: stages between `base` and `v2` that `bench --ladder` compares."
     for model in _for_sparks():
-        yield from ("", f"### Memory of {model.name}", "")
         fitting = [catalog().profile(name, model.name) for name in _fitting(model)]
         fitting = [profile for profile in fitting if _is_for_use(profile)]
         if not fitting:
-            yield "No profile fits on a single host."
             continue
+        yield from ("", f"### Memory of {model.name}", "")
         yield "| profile | weights | drafter | KV cache | tokens | full-length requests |"
         yield "|---|---|---|---|---|---|"
         yield from (_memory_row(model, profile) for profile in fitting)
 
 
 def _is_for_use(profile: Profile) -> bool:
-    return profile.name != "plain" and not profile.choose_when.startswith("you compare stages")
+    return profile.name != "plain" and _is_chosen_by_users(profile)
+
+
+def _is_chosen_by_users(profile: Profile) -> bool:
+    return not profile.choose_when.startswith("you compare stages")
 
 
 def rail_rows() -> Iterator[str]:
