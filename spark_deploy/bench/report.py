@@ -1,7 +1,5 @@
 """Reports that compare results with the first: Markdown and a self-contained HTML file."""
 
-from __future__ import annotations
-
 import html
 import importlib.util
 import io

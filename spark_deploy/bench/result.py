@@ -1,7 +1,5 @@
 """The result of a benchmark: figures by protocol, and samples of the host."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Literal
 

@@ -4,8 +4,6 @@ Formats: recipe of sparkrun, version 2, with ``runtime: vllm``, and ``performanc
 NVIDIA/local-ai-inference-recipes, schema 1. No data is sent.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Protocol `tools`: requests whose tool calls must have exact names, types and values."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``spark-deploy add``: a catalog file from a repository, a shared file or a recipe."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Iterator, Sequence

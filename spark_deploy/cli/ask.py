@@ -1,7 +1,5 @@
 """``spark-deploy ask``: send a question to servers and print answer and speed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

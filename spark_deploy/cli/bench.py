@@ -1,7 +1,5 @@
 """``spark-deploy bench``: measure servers and compare results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Commands that run a pyinfra deploy: preview, confirmation, equivalent command, progress."""
 
-from __future__ import annotations
-
 import functools
 import shlex
 import sys

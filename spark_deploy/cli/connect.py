@@ -4,8 +4,6 @@ The output contains the command that reads the key instead of the key, which sta
 argv and files.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The connection of a client to a server, and SSH tunnels of ``connect --tunnel``."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """``spark-deploy doctor``: check hosts as a deploy would, without changes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

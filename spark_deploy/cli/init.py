@@ -1,7 +1,5 @@
 """``spark-deploy init``: a folder with hosts, settings and schemas, ready for ``up``."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

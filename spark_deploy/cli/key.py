@@ -1,7 +1,5 @@
 """``spark-deploy key``: named API keys with limits."""
 
-from __future__ import annotations
-
 import functools
 import secrets
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``spark-deploy logs`` and ``top``: journals and load of hosts, streamed over SSH."""
 
-from __future__ import annotations
-
 import json
 import queue
 import re

@@ -1,7 +1,5 @@
 """``spark-deploy models``: models of the catalog, and the profiles that can serve them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """``spark-deploy plan``: the plan of each host as text or JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plan of a host as text: a summary, or every part with ``spark-deploy plan -v``."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import shlex

@@ -1,7 +1,5 @@
 """Progress of a deploy: a live line per host in a terminal, otherwise a line every half minute."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence

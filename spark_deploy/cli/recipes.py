@@ -1,7 +1,5 @@
 """Convert serving recipes of four projects into catalog files, and list unused keys."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The report of a host: selected facts and answers to the open questions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

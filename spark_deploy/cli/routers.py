@@ -1,7 +1,5 @@
 """Configurations of programs that distribute requests over the gateways of several hosts."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``spark-deploy set`` and ``settings``: change settings files, print settings."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

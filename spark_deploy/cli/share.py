@@ -3,8 +3,6 @@
 The file contains only catalog data; values that look like secrets are rejected.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """``spark-deploy status``: releases, check results and differences from the plan of each host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``spark-deploy status`` without ``-v``: a line per service."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any

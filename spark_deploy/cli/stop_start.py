@@ -1,7 +1,5 @@
 """``spark-deploy stop`` and ``start``: stop and start services with the host tools."""
 
-from __future__ import annotations
-
 import getpass
 import socket
 

@@ -1,7 +1,5 @@
 """``spark-deploy update``: lock commits and image digests of the names in use."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

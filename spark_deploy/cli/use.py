@@ -1,7 +1,5 @@
 """``spark-deploy use``: select a model or profile in settings files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ and is sent through SSH or standard input, never in a command line or log. This 
 needs only the sudo rule.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence

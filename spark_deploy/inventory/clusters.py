@@ -1,7 +1,5 @@
 """Check that the hosts of clusters and replicas are listed and have matching settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Read the command line of pyinfra or ``spark-deploy``."""
 
-from __future__ import annotations
-
 import fnmatch
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 Inventory files import them with a leading underscore, which hides the names from pyinfra.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import functools

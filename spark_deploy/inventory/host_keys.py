@@ -1,7 +1,5 @@
 """Query, compare and record SSH host keys; set timeouts of connections."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import logging

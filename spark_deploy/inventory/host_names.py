@@ -1,7 +1,5 @@
 """Check host names and settings files; pyinfra ignores these mistakes."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tokenize

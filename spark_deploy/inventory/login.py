@@ -1,7 +1,5 @@
 """Try logins and sudo over new connections, and find the key to install."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import subprocess

@@ -3,8 +3,6 @@
 pyinfra fails on invalid UTF-8, keeps any amount in memory, and prints it unchanged with ``-v``.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from queue import Queue

@@ -1,7 +1,5 @@
 """Plan each host of a deploy from inventory, lock and network; read inventory files."""
 
-from __future__ import annotations
-
 import runpy
 import threading
 import traceback

@@ -1,7 +1,5 @@
 """Run a deploy in this process, as the pyinfra command that we print would."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Describe unreachable hosts, with the same messages for pyinfra, paramiko and ssh."""
 
-from __future__ import annotations
-
 import re
 from typing import NoReturn
 
