@@ -105,9 +105,8 @@ def _model(model: HybridModel) -> Iterator[str]:
         f"{shape.max_context_tokens:,} tokens of native context"
     )
     yield (
-        f"- base checkpoint {_gb(sizes.tree_bytes)}: experts {_gb(sizes.experts_bytes)}, "
-        f"attention {_gb(sizes.attention_bytes)}, shared experts {_gb(sizes.shared_bytes)}, "
-        f"LM head {_gb(sizes.head_bytes)}, MTP {_gb(sizes.mtp_bytes)}, "
+        f"- base checkpoint {_gb(sizes.tree_bytes)}, of which experts {_gb(sizes.experts_bytes)}, "
+        f"MTP {_gb(sizes.mtp_bytes)}, "
         f"vision {_gb(sizes.vision_bytes)}"
         + (f", n-gram table {_gb(sizes.ngram_bytes)}" if sizes.ngram_bytes else "")
     )
