@@ -5,24 +5,12 @@ from typing import Any
 
 from spark_contract.orders import BuildPlan, SourceCounts, count_names, expand, expand_all
 
+from spark_checkpoint import tensor_sets
 from spark_checkpoint.build.layouts import check_config
 from spark_checkpoint.build.source_checks import check_sources, required_donor_tensors
 from spark_checkpoint.directory import CONFIG_NAME, checkpoint_from_headers, natural_sort_key
 from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.inspection import InspectedCheckpoint, original_name, used_tensors
-from spark_checkpoint.tensor_sets import (
-    MTP_PREFIX,
-    SCALE,
-    WEIGHT,
-    base_patterns,
-    check_donor_shapes,
-    check_fp8_pair,
-    check_result_names,
-    check_same_names,
-    replacement_names,
-    swapped_modules,
-    unmatched_donor_names,
-)
 
 # By shared experts of a plan: the part of the plan to compare with, and the kind of result.
 _PARTS = {"keep": "base", "fp8-base": "hybrid", "fp8-donor": "donor"}
@@ -70,22 +58,29 @@ def match_plan(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> dict[str, An
 def _match_donor(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
     """Compare a checkpoint with the donor of a plan; the base is assumed to match."""
     tensors, _ = used_tensors(checkpoint.shards)
-    modules = swapped_modules(plan)
-    needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]
+    modules = tensor_sets.swapped_modules(plan)
+    needed = [
+        module + suffix for module in modules for suffix in (tensor_sets.WEIGHT, tensor_sets.SCALE)
+    ]
     present = tensors.keys() & set(needed)
-    check_same_names(checkpoint.source, "donor weights and scales", present, needed)
-    base = expand_all([*base_patterns(plan), *plan.mtp_tensors])
-    check_same_names(
+    tensor_sets.check_same_names(checkpoint.source, "donor weights and scales", present, needed)
+    base = expand_all([*tensor_sets.base_patterns(plan), *plan.mtp_tensors])
+    tensor_sets.check_same_names(
         checkpoint.source,
         "donor names that the base lacks",
-        unmatched_donor_names(tensors, base, modules),
+        tensor_sets.unmatched_donor_names(tensors, base, modules),
         expand_all(plan.donor_unmatched),
     )
     for planned in plan.donor_shapes:
         for module in expand(planned.modules):
-            weight, scale = tensors[module + WEIGHT], tensors[module + SCALE]
-            check_donor_shapes(module, planned, weight, scale)
-            check_fp8_pair(f"donor {module}", planned.weight, weight, scale, plan.block_shape)
+            weight, scale = (
+                tensors[module + tensor_sets.WEIGHT],
+                tensors[module + tensor_sets.SCALE],
+            )
+            tensor_sets.check_donor_shapes(module, planned, weight, scale)
+            tensor_sets.check_fp8_pair(
+                f"donor {module}", planned.weight, weight, scale, plan.block_shape
+            )
     return f"the plan's donor, with {len(modules)} modules"
 
 
@@ -104,16 +99,18 @@ def match_plan_names(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
         }
     else:
         names = set(used_tensors(checkpoint.shards)[0])
-    new = {name for new_names in replacement_names(plan).values() for name in new_names}
-    expected = expand_all(base_patterns(plan))
+    new = {name for new_names in tensor_sets.replacement_names(plan).values() for name in new_names}
+    expected = expand_all(tensor_sets.base_patterns(plan))
     overlaid = any(name != original_name(name) for name in names)
     if overlaid or not (new - expected).isdisjoint(names):
-        check_result_names(checkpoint.source, names, plan, "overlay" if overlaid else "full")
+        tensor_sets.check_result_names(
+            checkpoint.source, names, plan, "overlay" if overlaid else "full"
+        )
         return f"a {_KINDS[plan.shared_experts]} with exactly the plan's names"
     mtp = expand_all(plan.mtp_tensors)
-    present_mtp = {name for name in names if name.startswith(MTP_PREFIX)}
-    check_same_names(checkpoint.source, "base tensors", names - present_mtp, expected)
+    present_mtp = {name for name in names if name.startswith(tensor_sets.MTP_PREFIX)}
+    tensor_sets.check_same_names(checkpoint.source, "base tensors", names - present_mtp, expected)
     if present_mtp - mtp:
-        check_same_names(checkpoint.source, "MTP tensors", present_mtp, mtp)
+        tensor_sets.check_same_names(checkpoint.source, "MTP tensors", present_mtp, mtp)
     missing = len(mtp - present_mtp)
     return f"the plan's base ({missing} MTP tensors to graft)" if missing else "the plan's base"

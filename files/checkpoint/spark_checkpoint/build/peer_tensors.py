@@ -7,7 +7,7 @@ from typing import Any
 from spark_contract.fetching import TransferOptions
 from spark_contract.orders import BuildPlan, DonorUrl
 
-from spark_checkpoint import storage
+from spark_checkpoint import storage, tensor_sets
 from spark_checkpoint.build.new_tensors import TensorMaker
 from spark_checkpoint.build.source_checks import (
     Sources,
@@ -24,16 +24,6 @@ from spark_checkpoint.number_formats import WORD_BITS, packed_tensors
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.donor import UrlDonor
 from spark_checkpoint.sources.peers import BUILD_LOCALLY
-from spark_checkpoint.tensor_sets import (
-    MTP_PREFIX,
-    SCALE,
-    WEIGHT,
-    check_fp8_pair,
-    check_same_names,
-    overlay_name,
-    replacement_names,
-    swapped_modules,
-)
 
 
 def read_changes(
@@ -46,13 +36,16 @@ def read_changes(
     progress: Progress,
 ) -> tuple[Sources, Changes]:
     """Download a result's new tensors; names, dtypes and shapes must match the plan."""
-    modules = swapped_modules(plan)
+    modules = tensor_sets.swapped_modules(plan)
     sources = Sources(base, None, modules, check_base_names(plan, base, modules))
-    replaced = replacement_names(plan)
+    replaced = tensor_sets.replacement_names(plan)
     new = {old: names for old, names in replaced.items() if old in base.owner}
     grafted = [name for old in sources.mtp_missing for name in replaced.get(old, (old,))]
     all_new = [name for names in (*new.values(), grafted) for name in names]
-    stored = {name: overlay_name(name) if plan.layout == "overlay" else name for name in all_new}
+    stored = {
+        name: tensor_sets.overlay_name(name) if plan.layout == "overlay" else name
+        for name in all_new
+    }
     if not stored:
         return sources, Changes()
     donor = UrlDonor(
@@ -65,7 +58,7 @@ def read_changes(
         direct=True,
     )
     present = donor.names.intersection(stored.values())
-    check_same_names(files_url, "new tensors", present, stored.values())
+    tensor_sets.check_same_names(files_url, "new tensors", present, stored.values())
     headers = donor.tensors(stored.values())
     entries = {name: headers[stored[name]] for name in stored}
     _check_entries(plan, sources, config, entries)
@@ -96,7 +89,11 @@ def check_locked_tensors(
     """Compare the FP8 tensors with the hash in the receipt, unless it also covers MTP tensors."""
     if plan.shared_experts != "fp8-donor" or sources.mtp_missing:
         return
-    new = [tensor for module in sources.modules for tensor in changes.added[module + WEIGHT]]
+    new = [
+        tensor
+        for module in sources.modules
+        for tensor in changes.added[module + tensor_sets.WEIGHT]
+    ]
     sha256 = hash_tensors(
         {tensor.name: tensor for tensor in new}, {tensor.name: tensor.span for tensor in new}
     )
@@ -110,15 +107,15 @@ def _check_entries(
 ) -> None:
     """Check dtypes and shapes of new tensors, from the headers of a peer's files."""
     base, grafted = sources.base, {}
-    for old, names in replacement_names(plan).items():
-        module = old.removesuffix(WEIGHT)
-        if names == (module + WEIGHT, module + SCALE):
+    for old, names in tensor_sets.replacement_names(plan).items():
+        module = old.removesuffix(tensor_sets.WEIGHT)
+        if names == (module + tensor_sets.WEIGHT, module + tensor_sets.SCALE):
             weight, scale = (entries[name] for name in names)
             shape = base.tensor(old).shape
-            check_fp8_pair(f"peer {module}", shape, weight, scale, plan.block_shape)
+            tensor_sets.check_fp8_pair(f"peer {module}", shape, weight, scale, plan.block_shape)
             continue
         packed = entries[names[0]]
-        bits = 4 if old.startswith(MTP_PREFIX) else 8
+        bits = 4 if old.startswith(tensor_sets.MTP_PREFIX) else 8
         if len(packed.shape) != 2:
             raise ValidationError(f"peer {names[0]}", "is not a matrix", BUILD_LOCALLY)
         weight_shape = (packed.shape[1], packed.shape[0] * WORD_BITS // bits)
