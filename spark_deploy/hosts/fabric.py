@@ -96,9 +96,8 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> operation
     """
     netplan, ports = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
     if netplan.in_trial:
-        operations.fail(
-            f"{host.name}: {fabric.NETPLAN_TRIAL}", "another trial is running", fabric.TRY_AGAIN
-        )
+        message = "another trial is running"
+        operations.fail(f"{host.name}: {fabric.NETPLAN_TRIAL}", message, fabric.TRY_AGAIN)
     present = existing_addresses(host.name, settings, ports)
     if present and not netplan.managed_file:
         host.noop(f"the existing network is kept: {present}")

@@ -6,15 +6,8 @@ from builder_shards import SERIAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
+from spark_checkpoint import headers
 from spark_checkpoint.errors import ValidationError
-from spark_checkpoint.headers import (
-    DTYPE_BITS,
-    HEADER_LIMIT_BYTES,
-    format_header,
-    header_json_bytes,
-    parse_header,
-    parse_weight_map,
-)
 
 from tests.unit.examples import examples
 
@@ -56,8 +49,8 @@ def tensor_sets(dtypes):
 
 
 def parse(data):
-    length = header_json_bytes(data[:8], len(data), "file")
-    return parse_header(data[8 : 8 + length], len(data), "file")
+    length = headers.header_json_bytes(data[:8], len(data), "file")
+    return headers.parse_header(data[8 : 8 + length], len(data), "file")
 
 
 def file_of(document, body_bytes=0):
@@ -70,16 +63,16 @@ def entry(dtype="U8", shape=(4,), offsets=(0, 4)):
 
 
 def size_of(dtype, shape):
-    return int(np.prod(shape, dtype=object)) * DTYPE_BITS[dtype] // 8
+    return int(np.prod(shape, dtype=object)) * headers.DTYPE_BITS[dtype] // 8
 
 
 def test_tests_cover_every_dtype():
-    assert PACKAGE_NAMES.keys() | READ_ONLY == DTYPE_BITS.keys()
+    assert PACKAGE_NAMES.keys() | READ_ONLY == headers.DTYPE_BITS.keys()
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPE_BITS))
+@pytest.mark.parametrize("dtype", sorted(headers.DTYPE_BITS))
 def test_reads_every_dtype_as_safetensors_does(dtype):
-    size = 8 * DTYPE_BITS[dtype] // 8
+    size = 8 * headers.DTYPE_BITS[dtype] // 8
     data = file_of({"a": entry(dtype, (2, 4), (0, size))}, size)
     ((name, reference),) = deserialize(data)
     assert (name, reference["dtype"], reference["shape"]) == ("a", dtype, [2, 4])
@@ -113,9 +106,9 @@ def test_reads_files_written_by_safetensors(tensors, notes):
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(tensor_sets(DTYPE_BITS), metadata)
+@given(tensor_sets(headers.DTYPE_BITS), metadata)
 def test_writes_files_that_safetensors_reads(tensors, notes):
-    header = format_header(((n, d, s) for n, (d, s) in tensors.items()), notes)
+    header = headers.format_header(((n, d, s) for n, (d, s) in tensors.items()), notes)
     assert len(header) % 8 == 0
     body = np.arange(sum(size_of(*spec) for spec in tensors.values()), dtype=np.uint8).tobytes()
     read = dict(deserialize(header + body))
@@ -164,7 +157,7 @@ HOSTILE = {
     "nothing": (b"", "too short"),
     "seven bytes": (b"\0" * 7, "too short"),
     "length above the limit": (
-        (HEADER_LIMIT_BYTES + 1).to_bytes(8, "little") + b"{}",
+        (headers.HEADER_LIMIT_BYTES + 1).to_bytes(8, "little") + b"{}",
         "exceeds the limit",
     ),
     "length of 2**63": ((1 << 63).to_bytes(8, "little") + b"{}", "exceeds the limit"),
@@ -234,7 +227,7 @@ def test_accepts_padding_after_the_object():
 
 def test_never_writes_a_name_twice():
     with pytest.raises(ValidationError, match="written twice"):
-        format_header([("a", "U8", (1,)), ("a", "U8", (1,))], {})
+        headers.format_header([("a", "U8", (1,)), ("a", "U8", (1,))], {})
 
 
 TEXT = st.text(max_size=8)
@@ -242,7 +235,9 @@ LAYOUTS = ({}, {"indent": 2}, {"indent": "\t"}, {"separators": (",", ":")}, {"en
 
 
 def read_map(text, **more):
-    return parse_weight_map(text.encode("utf-8", "surrogatepass"), "index", "fetch it", **more)
+    return headers.parse_weight_map(
+        text.encode("utf-8", "surrogatepass"), "index", "fetch it", **more
+    )
 
 
 @given(st.dictionaries(TEXT, TEXT, max_size=6), st.sampled_from(LAYOUTS), st.booleans())

@@ -21,14 +21,7 @@ from spark_deploy.config.settings.host import BaseSettings, ExpectSettings, Path
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import access, base, docker, fabric, facts, gpu, preflight
-from spark_deploy.plan.types import (
-    BasePlan,
-    BootstrapPlan,
-    CudaPlan,
-    DockerPlan,
-    FabricLink,
-    PreflightPlan,
-)
+from spark_deploy.plan import types
 from tests.unit.operations.fake_host import FakeHost, on, run_operation, sections_of
 
 CASES = sorted(Path(__file__).parent.glob("*/*.yml"))
@@ -44,7 +37,7 @@ VENDOR = RepositorySettings(
     key_url="https://packages.example.test/key.asc",
     key_sha256="ab" * 32,
 )
-NEEDS = PreflightPlan(
+NEEDS = types.PreflightPlan(
     expect=ExpectSettings(),
     takeover=(),
     allow_memory_holders=(),
@@ -57,11 +50,11 @@ NEEDS = PreflightPlan(
 )
 PLANS: dict[str, Any] = {
     "fabric": Settings(cluster=ClusterSettings(hosts=("spark-1", "spark-2"))),
-    "base": BasePlan(
+    "base": types.BasePlan(
         settings=BaseSettings(), packages=("curl", "nginx-light"), paths=PathSettings()
     ),
-    "gpu": CudaPlan("13.0", "cuda-toolkit-13-0", (VENDOR,), package_lock_wait_s=1800),
-    "docker": DockerPlan(
+    "gpu": types.CudaPlan("13.0", "cuda-toolkit-13-0", (VENDOR,), package_lock_wait_s=1800),
+    "docker": types.DockerPlan(
         packages=("docker.io",),
         toolkit_packages=("nvidia-container-toolkit",),
         repositories=(VENDOR,),
@@ -70,13 +63,13 @@ PLANS: dict[str, Any] = {
         package_lock_wait_s=1800,
     ),
     "preflight": NEEDS,
-    "access": BootstrapPlan(public_key="ssh-ed25519 AAAAkey ann@desk"),
+    "access": types.BootstrapPlan(public_key="ssh-ed25519 AAAAkey ann@desk"),
 }
 
 
 def frozen(value):
     if isinstance(value, dict) and "other_mtu" in value:
-        return FabricLink(**value)
+        return types.FabricLink(**value)
     return tuple(frozen(item) for item in value) if isinstance(value, list) else value
 
 
