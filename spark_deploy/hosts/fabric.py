@@ -41,9 +41,7 @@ def check_links(host: str, links: Sequence[FabricLink], reached: Mapping[str, st
             fix = "check cable, address, MTU and firewall on both hosts"
             problems.append(Problem(where, message, fix))
         if answer == "unknown":
-            message = (
-                f"the link to {link.host} ({link.address}) was not tested: no ping on this host"
-            )
+            message = f"the link to {link.host} ({link.address}) was not tested: ping is missing"
             warnings.append(Problem(where, message, "run `apt-get install iputils-ping`"))
         if link.mtu != link.other_mtu:
             message = f"MTU {link.mtu}, but {link.other_mtu} on {link.host}"
@@ -298,9 +296,7 @@ def check_speed(
         return Findings((Problem(where, message, fix),))
     measured = tcp_gbit_per_s if rdma_gbit_per_s is None else rdma_gbit_per_s
     if measured < _DOUBTFUL_GBIT_PER_S and link_gbit_per_s * 1000 >= _FULL_MBIT_PER_S:
-        message = (
-            f"{measured:.1f} Gb/s to {link.host}; a degraded port reportedly carries 13 of 200 Gb/s"
-        )
+        message = f"{measured:.1f} Gb/s to {link.host}; a degraded port reportedly carries 13 Gb/s"
         usual = "about 92 Gb/s are usual for each of the two interfaces"
         fix = f"measure RDMA with ib_write_bw; {usual}"
         if rdma_gbit_per_s is not None:

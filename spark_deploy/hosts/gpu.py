@@ -226,9 +226,8 @@ def add_cuda_repositories(plan: CudaPlan) -> Commands:
 
 @host_operation
 def install_cuda(plan: CudaPlan) -> Commands:
-    toolkit = find_toolkit(
-        facts.read_fact(CudaState, **fact_arguments(plan)).toolkits, plan.version
-    )
+    state = facts.read_fact(CudaState, **fact_arguments(plan))
+    toolkit = find_toolkit(state.toolkits, plan.version)
     if toolkit:
         host.noop(f"CUDA {toolkit.version} at {toolkit.path} is installed")
     else:

@@ -172,7 +172,7 @@ done
 
 
 def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[Listener, ...]:
-    cgroup_of = _parse_pairs(cgroups)
+    cgroup_by_pid = _parse_pairs(cgroups)
     listeners: dict[tuple[str, int], Listener] = {}
     for line in lines:
         fields = line.split()
@@ -183,9 +183,8 @@ def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[
             continue
         owner = re.search(r'"([^"]*)",pid=(\d+)', line)
         process, pid = owner.groups() if owner else ("", "0")
-        listeners[address, int(port)] = Listener(
-            address, int(port), process, int(pid), cgroup_of.get(pid, "")
-        )
+        cgroup = cgroup_by_pid.get(pid, "")
+        listeners[address, int(port)] = Listener(address, int(port), process, int(pid), cgroup)
     return tuple(listeners.values())
 
 

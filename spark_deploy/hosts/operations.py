@@ -217,9 +217,7 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
         fix = "free space in /run, then run again"
         return Problem(where, f"could not be taken: {answer[:200]!r}", fix)
     expires_in_s, since, user = map(_plain_word, rest)
-    message = (
-        f"{user} has been changing this host since {since} (lease expires in {expires_in_s} s)"
-    )
+    message = f"{user} started a change at {since} (lease expires in {expires_in_s} s)"
     return Problem(where, message, "wait for that run to end, then run again")
 
 

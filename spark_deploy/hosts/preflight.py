@@ -98,9 +98,7 @@ def _driver_findings(needs: PreflightPlan, gpu: GpuState) -> Iterator[Finding]:
         message = f"module {module} is loaded, library {version} is installed"
         yield error("driver", message, _DRIVER_FIX["mismatch"])
     if len(gpu.driver_branches) > 1:
-        message = (
-            f"driver packages of several branches are installed: {', '.join(gpu.driver_branches)}"
-        )
+        message = f"driver packages of several branches: {', '.join(gpu.driver_branches)}"
         fix = "remove all driver packages except those of the preinstalled branch"
         yield error("driver", message, fix)
 
@@ -154,9 +152,7 @@ def _health_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
 
 def _file_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     for path in survey.read_only:
-        fix = (
-            f"find the cause with `findmnt -T {path}` and `dmesg`, then `mount -o remount,rw MOUNT`"
-        )
+        fix = f"check `findmnt -T {path}` and `dmesg`, then run `mount -o remount,rw MOUNT`"
         yield error("disk", f"{path} is read-only", fix)
     if paths := sorted(set(survey.unit_overrides) - set(needs.expect.unit_overrides)):
         yield Finding(True, unit_overrides_problem(paths))

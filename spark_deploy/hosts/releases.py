@@ -87,9 +87,7 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
         poll = tool.command_line(tool.SWITCH_POLL, *words)
         return _watch(state, host, started.release, poll, timeout_s, subject)
     except ConnectError as error:
-        fix = (
-            "run again when the host is reachable; it completes or rolls back the change by itself"
-        )
+        fix = "run again when the host is reachable; it finishes or rolls back the change itself"
         raise operations.HostError(unreachable(f"{host.name}: change", str(error), fix)) from error
 
 

@@ -83,9 +83,7 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
     status = read_fact(Status)
     due = status.release_due(plan, scheduled)
     if due != plan:
-        commands.log_once(
-            f"serves {due.name}, as scheduled; {plan.name} is scheduled for other times"
-        )
+        commands.log_once(f"serves {due.name}, as scheduled; {plan.name} has other times")
         host.noop(f"serves {due.name}, as scheduled")
         return
     if status.has_failed_change(plan.name) and not status.unproven_reason(plan.service, plan.name):
@@ -267,9 +265,7 @@ def _wait_until_serving(state: State, host: Host, serve: Release) -> bool:
             if unit_state != last_state:
                 host.log(f"{name} is {unit_state}")
         gevent.sleep(_POLL_S)
-    fix = (
-        f"check `journalctl -u '{SERVE.unit('*')}'` on the host; the other hosts were not rebooted"
-    )
+    fix = f"check `journalctl -u '{SERVE.unit('*')}'`; the other hosts were not rebooted"
     fail(host.name, "does not serve after the reboot", fix)
 
 

@@ -56,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HostToolError as error:
         return _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
-        fix = (
-            "add the packages of requirements.txt to PYTHONPATH (a deploy installs them in `site`)"
-        )
+        fix = "add the packages of requirements.txt to PYTHONPATH (deploys install them)"
         return _fail(f"{error.name}: not found; fix: {fix}", InputError.code)
     except OSError as error:
         where = error.filename or "this host"
@@ -68,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         fix = _FIXES.get(error.errno or 0, "see the kernel log (dmesg)")
         return _fail(f"{where}: {problem}; fix: {fix}", TransferError.code)
     except KeyboardInterrupt:
-        return _fail(
-            "interrupted: the result is incomplete; fix: run it again to resume", TransferError.code
-        )
+        message = "interrupted: the result is incomplete; fix: run it again to resume"
+        return _fail(message, TransferError.code)
 
 
 def _run(arguments: argparse.Namespace, progress: Progress) -> None:
@@ -186,11 +183,9 @@ def _parser() -> argparse.ArgumentParser:
         orders.TREE, type=Path, required=True, metavar="DIR", help="checkpoint built from this base"
     )
     check = add_command(
-        orders.CHECK_SOURCES, "check the headers of a plan's base and donor", order="PLAN.json"
+        orders.CHECK_SOURCES, "check base and donor by their headers", order="PLAN.json"
     )
-    describe = add_command(
-        orders.DESCRIBE, "print the tensors an engine would load, and config.json"
-    )
+    describe = add_command(orders.DESCRIBE, "print the tensors an engine loads, and config.json")
     parser.set_defaults(leave_out=[], all_documents=False)
     describe.add_argument(orders.LEAVE_OUT, action="append", default=[], metavar="PATTERN")
     describe.add_argument(
@@ -200,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (check, describe, inspect):
         command.add_argument("source", metavar="DIR|ORG/NAME[@REVISION]")
         command.add_argument(
-            orders.ENDPOINT, help="hub address (default: HF_ENDPOINT, or the public hub)"
+            orders.ENDPOINT, help="hub address (default: HF_ENDPOINT or public hub)"
         )
         command.add_argument(orders.TOKEN_FILE, help="file with a hub token")
     inspect.add_argument(

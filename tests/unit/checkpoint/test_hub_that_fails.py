@@ -268,7 +268,7 @@ def test_renews_expired_links(scene, times):
     if times:
         record("once", "an expired link", scene.fetch)
     else:
-        expired = "the signed link expired"
+        expired = "signed link expired"
         record("for good", "expired links", lambda: scene.fail_and_recover(expired))
 
 

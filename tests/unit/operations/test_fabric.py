@@ -26,7 +26,7 @@ REACHED = {LINK.address: "yes", TWIN.address: "yes"}
         ((replace(LINK, speed_mbit_per_s=100000), TWIN), REACHED, [],
          ["the link runs at 100 Gb/s instead of 200 Gb/s"]),
         ((replace(LINK, mtu=1500, other_mtu=1500), TWIN), REACHED, [], ["MTU 1500"]),
-        ((LINK,), {}, [], ["no ping", "halves the speed"]),
+        ((LINK,), {}, [], ["ping is missing", "halves the speed"]),
     ],
 )  # fmt: skip
 def test_reports_faulty_and_slow_links(links, reached, problems, warnings):

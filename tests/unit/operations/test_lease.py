@@ -89,7 +89,7 @@ def test_takes_a_free_host_before_the_first_command_and_returns_it(path):
 def test_rejects_a_host_that_another_run_changes(path, token, body):
     assert take(path, token, "ben@laptop") == "taken"
     [refusal] = run(local_host(), body)
-    assert "ben@laptop has been changing this host since 20" in refusal
+    assert "ben@laptop started a change at 20" in refusal
     assert path.read_text().startswith(token)
 
 

@@ -121,7 +121,7 @@ def test_host_lost_during_a_change_stops_others(monkeypatch):
     monkeypatch.setattr(commands.gevent, "sleep", lambda _: None)
     lost = FakeHost(shell=lambda script: OSError("no route"))
     assert not releases.change_release(None, lost, OLD, 60)
-    assert "rolls back the change by itself" in lost.logs[-1]
+    assert "rolls back the change itself" in lost.logs[-1]
     assert "because spark-1 failed first" in require_no_failure(after_failure(FakeHost(), lost))
 
 

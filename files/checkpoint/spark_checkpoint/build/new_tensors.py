@@ -217,9 +217,8 @@ class TensorMaker:
 
     def _donor_scales(self, weight_name: str) -> Floats:
         name = scale_name(weight_name)
-        scales = to_floats(
-            read_span(self.spans[name]), self.donor[name].dtype, self.donor[name].shape
-        )
+        entry = self.donor[name]
+        scales = to_floats(read_span(self.spans[name]), entry.dtype, entry.shape)
         if not np.isfinite(scales).all() or not (scales > 0).all():
             raise ValidationError(weight_name, "donor scales must be finite and above zero", _FIX)
         return scales

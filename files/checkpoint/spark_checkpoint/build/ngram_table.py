@@ -85,9 +85,8 @@ class NgramTable:
             for rows in _regroup_rows(self._encode_all(encode, progress), rows_per_block):
                 blocks = []
                 for start in range(0, len(rows), rows_per_block):
-                    blocks.append(
-                        _add_checksum(rows[start : start + rows_per_block].tobytes(), number)
-                    )
+                    content = rows[start : start + rows_per_block].tobytes()
+                    blocks.append(_add_checksum(content, number))
                     number += 1
                 sink.write(b"".join(blocks))
             return sink.finish()

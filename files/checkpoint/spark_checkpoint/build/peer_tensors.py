@@ -119,9 +119,8 @@ def _check_entries(
         if len(packed.shape) != 2:
             raise ValidationError(f"peer {names[0]}", "is not a matrix", BUILD_LOCALLY)
         weight_shape = (packed.shape[1], packed.shape[0] * WORD_BITS // bits)
-        expected = packed_tensors(
-            base.tensor(old).shape if old in base.owner else weight_shape, bits
-        )
+        shape = base.tensor(old).shape if old in base.owner else weight_shape
+        expected = packed_tensors(shape, bits)
         for name, dtype_and_shape in zip(names, expected.values(), strict=True):
             if entries[name].dtype_and_shape != dtype_and_shape:
                 problem = f"is {entries[name].dtype_and_shape}, expected {dtype_and_shape}"

@@ -234,7 +234,7 @@ class HttpClient:
         origin = connections.parse_origin(address)
         if status in _EXPIRED_STATUS and origin != connections.parse_origin(url):
             raise connections.RetryableError(
-                f"HTTP {status} from {origin.host}: the signed link expired"
+                f"HTTP {status} from {origin.host}: signed link expired"
             )
         fix = _STATUS_FIXES.get(status, _OTHER_SOURCE)
         error = NotFoundError if status == 404 else TransferError
