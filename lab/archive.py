@@ -38,19 +38,6 @@ def of_variant(name: str) -> Archive:
     return replace(OS_ARCHIVE, directory=f"variant-{name}")
 
 
-def release_options(archive: Archive, deb_arch: str) -> list[str]:
-    fields = {
-        "Origin": archive.name,
-        "Label": archive.name,
-        "Suite": archive.suite,
-        "Codename": archive.suite,
-        "Architectures": f"{deb_arch} all",
-        "Components": "main",
-    }
-    words = (("-o", f"APT::FTPArchive::Release::{key}={value}") for key, value in fields.items())
-    return [word for pair in words for word in pair]
-
-
 def publish(paths: LabPaths, archive: Archive, debs: Iterable[Path], deb_arch: str) -> None:
     root = paths.apt / archive.directory
     pool = root / "pool"
@@ -86,7 +73,16 @@ def _write_indexes(paths: LabPaths, archive: Archive, root: Path, deb_arch: str)
     (binary / "Packages").write_text(packages)
     (binary / "Packages.gz").write_bytes(gzip.compress(packages.encode(), mtime=0))
     suite = fresh / archive.suite
-    release = run(["apt-ftparchive", *release_options(archive, deb_arch), "release", suite])
+    fields = {
+        "Origin": archive.name,
+        "Label": archive.name,
+        "Suite": archive.suite,
+        "Codename": archive.suite,
+        "Architectures": f"{deb_arch} all",
+        "Components": "main",
+    }
+    options = [f"-oAPT::FTPArchive::Release::{key}={value}" for key, value in fields.items()]
+    release = run(["apt-ftparchive", *options, "release", suite])
     (suite / "Release").write_text(release)
     _gpg(paths, archive, "--clearsign", "-o", str(suite / "InRelease"), str(suite / "Release"))
     armored = _gpg(paths, archive, "--armor", "--export")

@@ -96,7 +96,15 @@ def prove(
     rows, failure = judge_stage(stage, results, work, trees)
     if only is not None:  # a row without engines is named after its engine
         rows = [entry for entry in rows if {*(entry["cases"] or [entry["claim"]])} <= {*results}]
-    document = _document(stage, results, rows, failure)
+    ran = {name: result for name, result in results.items() if "case" in result}
+    document = {
+        "stage": stage,
+        **environment(),
+        "seed": 0,
+        "rows": rows,
+        "failure": failure,
+        "runs": result_files.describe_engines(ran, rows, failure),
+    }
     write_result(out / f"engine-{result or stage}.json", document)
     broken = [row(f"{stage}: judged", False, [], failure=failure)] if failure else []
     return [*rows, *broken]
@@ -146,20 +154,6 @@ def judge_stage(
         return judges[stage](), None
     except Exception:  # keep the results of the engines
         return [], traceback.format_exc()[-1500:]
-
-
-def _document(
-    stage: str, results: dict[str, Any], rows: Rows, failure: str | None
-) -> dict[str, Any]:
-    ran = {name: result for name, result in results.items() if "case" in result}
-    return {
-        "stage": stage,
-        **environment(),
-        "seed": 0,
-        "rows": rows,
-        "failure": failure,
-        "runs": result_files.describe_engines(ran, rows, failure),
-    }
 
 
 def environment() -> dict[str, Any]:

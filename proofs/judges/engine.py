@@ -17,6 +17,7 @@ from proofs.judges.answers import (
     row,
 )
 
+LM_HEAD = "language_model.lm_head"
 FP8_LIMIT = 0.006
 """Error of an FP8 module against a reference that rounds activations as the kernel does."""
 INT_LIMIT = 0.004
@@ -123,7 +124,7 @@ def judge_eager(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
         ),
         *(attempt(f"{n} = {o}", _judge_equality, results, capture, n, o) for n, o in equal),
         *(attempt(f"{n} ~ {o}", _judge_logits, capture, n, o) for n, o in near),
-        attempt("head8", _judge_head, capture, head8, "overlay-head8"),
+        attempt("head8", lambda: _compare_head(capture, "overlay-head8", head8.of(LM_HEAD))),
         attempt("triton head", _judge_triton_head, capture, full),
         attempt("untouched", _judge_unchanged_classes, results),
     ]
@@ -222,14 +223,10 @@ def _compare_top_tokens(logits: torch.Tensor, reference: torch.Tensor) -> dict[s
     }
 
 
-def _judge_head(capture: Any, weights: Weights, name: str) -> Row:
-    return _compare_head(capture, name, weights.of("language_model.lm_head"))
-
-
 def _judge_triton_head(capture: Any, weights: Weights) -> Row:
     from spark_vllm.head.quantise import dequantise_rows, quantise_rows
 
-    weight = weights.of("language_model.lm_head")
+    weight = weights.of(LM_HEAD)
     own = dequantise_rows(*quantise_rows(weight), weight.shape[1])
     result_row = _compare_head(capture, "head-triton", own)
     hidden, logits = capture["head-triton"]["hidden"], capture["head-triton"]["logits"]

@@ -123,11 +123,13 @@ class Run:
         known = 0.0
         recent: list[Tensor] = []
         begun_s = self.spent_s()
+        limit_s = max(self.limit_s * phase.share - begun_s, 1e-6)
         if phase.rounded:
             self.network.round_weights()
         for step, batch in enumerate(source):
             warm = min(1.0, (self.done + 1) / 100) * min(1.0, (step + 1) / phase.warm_steps)
-            over = self.share_of(phase, step, begun_s)
+            spent = (self.spent_s() - begun_s) / limit_s
+            over = min(1.0, max(step / phase.steps, spent))
             for group in self.optimizer.param_groups:
                 group["lr"] = phase.rate * warm * (1 - (1 - phase.falls_to) * over)
             values = self.step(batch)
@@ -142,10 +144,6 @@ class Run:
             if self.spent_s() > self.limit_s * phase.share:
                 break
         return known
-
-    def share_of(self, phase: Phase, step: int, begun_s: float) -> float:
-        time_s = max(self.limit_s * phase.share - begun_s, 1e-6)
-        return min(1.0, max(step / phase.steps, (self.spent_s() - begun_s) / time_s))
 
     def step(self, batch: list[Tensor]) -> dict[str, Tensor]:
         arrays = [array.to(self.device, non_blocking=True) for array in batch]

@@ -71,16 +71,9 @@ def hybrid_models() -> Iterator[str]:
         yield from _model(model)
     yield from ("", "## Memory on several hosts", "")
     yield "Per host, if several hosts serve a model together (`cluster.hosts`):"
-    columns = (
-        "model",
-        "hosts",
-        "profile",
-        "weights",
-        "drafter",
-        "KV cache",
-        "full-length requests",
-    )
-    yield from ("", row(*columns), f"|{'---|' * len(columns)}")
+    yield ""
+    yield "| model | hosts | profile | weights | drafter | KV cache | full-length requests |"
+    yield "|---|---|---|---|---|---|---|"
     for model in _for_sparks():
         yield from (_cluster_row(model, count) for count in (2, 4) if _fitting(model, count))
 
