@@ -1,4 +1,4 @@
-"""Refuse a loaded model with NaN, infinity or outlier scales, before it serves requests."""
+"""Reject a loaded model with NaN, infinity or outlier scales, before it serves requests."""
 
 # With a NaN scale the engine reports no error and repeats a token; a scale that is far too large
 # is finite and drowns all other weights. Negative scales and zeros are valid: symmetric AutoRound
@@ -27,11 +27,11 @@ _SHOWN = 5
 _INTEGER_SCALES = frozenset({"scales", "w13_scales", "w2_scales"})
 _SAMPLE_NUMBERS = 1 << 18
 MAX_SCALE_RATIO = 256
-"""Of a scale to the median of its tensor; groups of zeros do not count."""
+"""Limit of a scale divided by the median of its tensor, without groups of zeros."""
 MAX_MEDIAN_RATIO = 16
-"""Between the median of a tensor and that of the same tensors in all layers, on both sides."""
+"""Limit of a tensor's median divided by the median in all layers, and of the inverse."""
 MAX_LOGIT = 64.0
-"""Root mean square of the head's logits for a row of ones, and its inverse."""
+"""Limit of the root mean square of the logits for a row of ones, and of its inverse."""
 _ZERO_GROUP = 1.1e-5  # AutoRound writes 1e-5 for a group of zeros
 _ZERO_GROUP_OF_BUILDER = 1.0
 _FIX = (
@@ -72,7 +72,7 @@ def check_model(model: torch.nn.Module, skipped: tuple[str, ...] = ()) -> None:
     heads = [] if "lm_head" in skipped else list(_compute_logits(model))
     wrong = [name for name, logits in heads if not is_finite(logits)]
     if wrong:
-        raise ValueError(_refusal(model, "logits", wrong))
+        raise ValueError(_not_finite_message(model, "logits", wrong))
     for name, logits in heads:
         size = float(logits.float().square().mean().sqrt())
         if not 1 / MAX_LOGIT <= size <= MAX_LOGIT:
@@ -94,7 +94,7 @@ def check_finite_tensors(model: torch.nn.Module, skipped: tuple[str, ...] = ()) 
     tensors = {name: t for name, t in loaded.items() if not {*skipped} & {*name.split(".")}}
     wrong = [name for name, tensor in tensors.items() if not is_finite(tensor.detach())]
     if wrong:
-        raise ValueError(_refusal(model, f"{len(wrong)} tensors", wrong))
+        raise ValueError(_not_finite_message(model, f"{len(wrong)} tensors", wrong))
     return len(tensors)
 
 
@@ -111,8 +111,8 @@ def check_scale_sizes(model: torch.nn.Module) -> None:
         if largest > MAX_SCALE_RATIO * median:
             wrong.append(name)
     for medians in kinds.values():
-        middle = statistics.median(medians.values())
-        low, high = middle / MAX_MEDIAN_RATIO, middle * MAX_MEDIAN_RATIO
+        typical = statistics.median(medians.values())
+        low, high = typical / MAX_MEDIAN_RATIO, typical * MAX_MEDIAN_RATIO
         wrong += [name for name, median in medians.items() if not low <= median <= high]
     if wrong:
         raise ValueError(
@@ -163,8 +163,8 @@ def _compute_logits(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     for name, module in model.named_modules():
         if not isinstance(module, ParallelLMHead):
             continue
-        plain = next(p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16))
-        row = torch.ones(1, module.embedding_dim, dtype=plain.dtype, device=plain.device)
+        weight = next(p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16))
+        row = torch.ones(1, module.embedding_dim, dtype=weight.dtype, device=weight.device)
         row[:, 1::2] = -1
         with torch.inference_mode():
             yield name, module.quant_method.apply(module, row)
@@ -175,7 +175,7 @@ def _names(names: list[str]) -> str:
     return f"{', '.join(names[:_SHOWN])}{more}"
 
 
-def _refusal(model: torch.nn.Module, subject: str, names: list[str]) -> str:
+def _not_finite_message(model: torch.nn.Module, subject: str, names: list[str]) -> str:
     return (
         f"{type(model).__name__}: {subject} with NaN or infinity after loading: {_names(names)}; "
         f"the model would repeat a single token; {_FIX}"

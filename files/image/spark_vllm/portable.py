@@ -66,7 +66,7 @@ class PortableLoader(BaseModelLoader):
 
 
 def _check_all_loaded(model: torch.nn.Module, loaded: set[str] | None) -> None:
-    """Refuse parameters without a tensor: they would stay uninitialised."""
+    """Reject parameters without a tensor: they would stay uninitialised."""
     if loaded is None:
         return
     filled = {_plain_name(name) for name in loaded}

@@ -20,7 +20,7 @@ class SparkQwen4Exp(Qwen4ExpForConditionalGeneration):
         with tables_in_files(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = vllm_config.model_config.hf_text_config
-        self.language_model.lm_head = None  # before the new one, for memory
+        self.language_model.lm_head = None  # Frees its memory before the next line.
         self.language_model.lm_head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,
@@ -40,7 +40,7 @@ class SparkQwen4ExpMTP(Qwen4ExpMTP):
 
 
 def clear_padding(model: torch.nn.Module) -> None:
-    """Zero the rows that pad mixers: no checkpoint has them, and finite.py would see old memory."""
+    """Zero the padding rows of mixers: checkpoints lack them, and finite.py would find garbage."""
     for module in model.modules():
         if isinstance(module, GatedResidual) and module.pad_size:
             module.input_mix_weight_down_block_inject.weight.data[-module.pad_size :].zero_()

@@ -1,4 +1,4 @@
-"""The entry point that vLLM calls in every process, in some several times."""
+"""The entry point that vLLM calls at least once in every process."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ def register() -> None:
     finite.install()
     register_model_loader(PORTABLE_LOAD_FORMAT)(PortableLoader)
     register_quantization_config(QUANT_METHOD)(SparkIncConfig)
-    # By name: imported only by an engine that uses a TurboQuant cache.
+    # The name avoids the import in engines without a TurboQuant cache.
     register_backend(
         AttentionBackendEnum.TURBOQUANT, "spark_vllm.turboquant.SparkTurboQuantBackend"
     )
-    # By name too. Older engines lack some architectures.
     for architecture, model_class in MODELS.items():
-        if architecture in ModelRegistry.models:
+        if architecture in ModelRegistry.models:  # Older engines lack some.
             ModelRegistry.register_model(architecture, f"spark_vllm.{model_class}")

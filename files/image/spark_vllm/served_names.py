@@ -25,7 +25,7 @@ class RequestDefaults:
         while more:
             message = await receive()
             if message["type"] != "http.request":
-                return  # the client is gone
+                return  # The client disconnected.
             parts.append(message.get("body", b""))
             more = message.get("more_body", False)
         body = add_defaults(b"".join(parts), self._defaults)
@@ -47,9 +47,9 @@ def add_defaults(body: bytes, defaults: Mapping[str, Mapping[str, Any]]) -> byte
     name = request.get("model") if isinstance(request, dict) else None
     if not isinstance(name, str) or name not in defaults:
         return body
-    own = request.get("chat_template_kwargs")
-    template = defaults[name].get("chat_template_kwargs", {})
+    requested = request.get("chat_template_kwargs")
     merged = {**defaults[name], **request}
-    if isinstance(own, dict):
-        merged["chat_template_kwargs"] = {**template, **own}
+    if isinstance(requested, dict):
+        template = defaults[name].get("chat_template_kwargs", {})
+        merged["chat_template_kwargs"] = {**template, **requested}
     return json.dumps(merged).encode()

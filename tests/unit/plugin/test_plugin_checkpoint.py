@@ -239,7 +239,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
     ),
     "an invalid pattern": (
         lambda tree, _: tree.configure_module("mtp.(", bits=16),
-        r"extra_config\.mtp\.\(: .*a name or a pattern",
+        r"extra_config\.mtp\.\(: .*a name or a regular expression",
     ),
     "an unknown layout": (
         lambda tree, _: tree.configure(lambda c: c["spark"].update(layout="both")),

@@ -1,5 +1,6 @@
 import re
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import yaml
@@ -7,7 +8,7 @@ from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check import rules, table
 
 IMAGE = Path(__file__).parents[3] / "files" / "image"
-REASON = "reason: the loader calls it\n  used_by: register.py"
+REASON = "reason: the loader calls it"
 RULES = {
     "exists": rules.Exists(),
     "absent": rules.Absent(),
@@ -24,7 +25,7 @@ RULES = {
 
 
 def written(path, rows, names="{base: 'vllm.a:B'}"):
-    path.write_text(f"names: {names}\nrows:\n{rows}\n")
+    path.write_text(f"names: {names}\nrows:\n register.py:\n{indent(rows, ' ')}\n")
     return path
 
 
@@ -60,7 +61,7 @@ WRONG = {
         "requires: {takes: [], keyword: [a]}",
         "accepted requirements: exists",
     ),
-    "no requirement": ("", "accepted: symbol, requires, reason, used_by"),
+    "no requirement": ("", "accepted: symbol, requires, reason"),
     "unknown key": ("requires: exists\n  version: [0.30.0]", "accepted: symbol, requires"),
     "unsupported engine": ("requires: exists\n  versions: [0.1.0]", "versions of 0.30.0"),
     "no engine": ("requires: exists\n  versions: []", "versions of 0.30.0"),
@@ -74,7 +75,7 @@ def test_refuses_invalid_row(tmp_path, case):
     path = written(tmp_path / "rows.yml", f"- symbol: $base.c\n  {text}\n  {REASON}")
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         table.read_rows(path)
-    assert str(error.value).startswith(f"{path}: row 1: ")
+    assert str(error.value).startswith(f"{path}: register.py: row 1: ")
     assert "$base.c" in str(error.value)
     assert "fix: " in str(error.value)
 
@@ -84,7 +85,7 @@ def test_refuses_invalid_row(tmp_path, case):
     [("requires: exists\n  requires: absent", "duplicate key"), ("requires: {", "while parsing")],
 )
 def test_refuses_duplicate_key_and_invalid_yaml(tmp_path, text, words):
-    with pytest.raises(ValueError, match=f"rows.yml: (.|\n)*{words}(.|\n)*line [34]"):
+    with pytest.raises(ValueError, match=f"rows.yml: (.|\n)*{words}(.|\n)*line [45]"):
         table.read_rows(written(tmp_path / "rows.yml", f"- symbol: a:b\n  {text}\n  {REASON}"))
 
 
@@ -92,13 +93,14 @@ def test_refuses_unknown_name_and_key(tmp_path):
     row = f"- symbol: $bace.c\n  requires: exists\n  {REASON}"
     with pytest.raises(ValueError, match=r"row 1: .*\$bace\.c.*: accepted names: base"):
         table.read_rows(written(tmp_path / "rows.yml", row))
-    with pytest.raises(ValueError, match="a mapping of names, and a list of rows"):
-        table.read_rows(written(tmp_path / "rows.yml", f"{row}\nmore: 1"))
+    with pytest.raises(ValueError, match="accepted: names, and rows by file"):
+        table.read_rows(written(tmp_path / "rows.yml", row, "{base: vllm}\nmore: 1"))
 
 
 @pytest.mark.slow
 def test_table_contains_every_file():
     files = sorted((IMAGE / "spark_vllm/check").glob("*.yml"))
-    stated = [row for path in files for row in yaml.safe_load(path.read_text())["rows"]]
+    tables = [yaml.safe_load(path.read_text())["rows"] for path in files]
+    stated = [row for by_file in tables for rows in by_file.values() for row in rows]
     assert len(stated) == len(table.TABLE) > 100
     assert {row["reason"] for row in stated} == {row.reason for row in table.TABLE}

@@ -50,7 +50,7 @@ def resolve(symbol: str) -> Any:
 
 
 def _is_field(symbol: str) -> bool:
-    """Return whether ``symbol`` is a dataclass field; without a default it is no attribute."""
+    """Return whether ``symbol`` is a dataclass field; a class has attributes only for defaults."""
     owner, _, name = symbol.rpartition(".")
     return name in getattr(resolve(owner), "__dataclass_fields__", {})
 

@@ -119,7 +119,7 @@ class Takes(Rule):
         if tuple(ordered[: len(self.positional)]) != self.positional:
             yield f"takes ({', '.join(ordered)}), we pass ({', '.join(self.positional)})"
         accepted = {*ordered, *(item.arg for item in node.args.kwonlyargs)}
-        yield from (f"takes no {name}" for name in self.keywords if name not in accepted)
+        yield from (f"does not accept {name}" for name in self.keywords if name not in accepted)
         passed = {*self.positional, *self.keywords}
         yield from (
             f"requires {name}, which we do not pass" for name in required if name not in passed
@@ -153,7 +153,7 @@ class Contains(Rule):
     def _violations(self, node: ast.stmt) -> Iterator[str]:
         constants = {item.value for item in ast.walk(node) if isinstance(item, ast.Constant)}
         if self.value not in constants:
-            yield f"has no {self.value!r}"
+            yield f"does not contain {self.value!r}"
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Maps(Rule):
                 literals.update(_literals(item))
         for key, value in self.entries:
             if key not in literals:
-                yield f"has no {key!r}"
+                yield f"lacks {key!r}"
             elif literals[key] != value:
                 yield f"has {key!r}: {literals[key]!r}, not {value!r}"
 

@@ -1,7 +1,7 @@
 """Read ``rows_*.yml``: the upstream symbols that the plugin uses, with required properties."""
 
-# ``names`` of a file are symbol prefixes, used as ``$name``. Parsing is strict: an unknown
-# requirement would never be checked.
+# A file has ``names``, symbol prefixes for ``$name``, and ``rows`` by the plugin file that uses the
+# symbols. Parsing is strict: an unknown requirement would never be checked.
 
 from __future__ import annotations
 
@@ -54,36 +54,31 @@ def read_rows(path: Path) -> tuple[Row, ...]:
     where = str(path)
     try:
         match yaml.load(path.read_text(), _Loader):
-            case {"names": dict(prefixes), "rows": [*entries], **rest} if not rest:
+            case {"names": dict(prefixes), "rows": dict(files), **rest} if not rest:
                 names: dict[str, str] = {}
                 for name, prefix in prefixes.items():
                     names[name] = _expand_symbol(prefix, names)
                 rows = []
-                for number, entry in enumerate(entries, 1):
-                    where = f"{path}: row {number}: {entry}"
-                    rows.append(_parse_row(entry, names))
+                for file, entries in files.items():
+                    for number, entry in enumerate(entries, 1):
+                        where = f"{path}: {file}: row {number}: {entry}"
+                        rows.append(_parse_row(entry, file, names))
                 return tuple(rows)
-        raise ValueError("accepted: a mapping of names, and a list of rows")
+        raise ValueError("accepted: names, and rows by file")
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}; fix: write it like the other rows") from error
 
 
-def _parse_row(entry: Any, names: Mapping[str, str]) -> Row:
+def _parse_row(entry: Any, file: str, names: Mapping[str, str]) -> Row:
     match entry:
-        case {
-            "symbol": str(symbol),
-            "requires": requirement,
-            "reason": str(reason),
-            "used_by": str(file),
-            **rest,
-        }:
+        case {"symbol": str(symbol), "requires": requirement, "reason": str(reason), **rest}:
             versions = tuple(entry.get("versions", SUPPORTED_ENGINES))
             are_known = bool(versions) and {*versions} <= {*SUPPORTED_ENGINES}
             if are_known and rest.keys() <= {"versions"}:
                 name, rule = _expand_symbol(symbol, names), _parse_rule(requirement)
                 return Row(name, rule, reason, file, versions)
     engines = ", ".join(SUPPORTED_ENGINES)
-    raise ValueError(f"accepted: symbol, requires, reason, used_by, and versions of {engines}")
+    raise ValueError(f"accepted: symbol, requires, reason, and versions of {engines}")
 
 
 def _expand_symbol(text: str, names: Mapping[str, str]) -> str:

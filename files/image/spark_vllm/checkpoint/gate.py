@@ -26,9 +26,9 @@ BARE = ("A_log", "dt_bias")
 
 EMBEDDING, NORM = "model.language_model.embed_tokens", "model.language_model.norm"
 MIXER = "hyper_connection_mixer"
-"""Of residual streams, in front of the head; Qwen4Exp has it instead of a norm."""
-IN_SOME_LAYERS = "ple."
-"""Modules of n-gram tables, which only the layers of ``ple_layer_ids`` have."""
+"""Mixes residual streams before the head; Qwen4Exp has it instead of a norm."""
+TABLE_MODULES = "ple."
+"""Prefix of the modules of n-gram tables, which only the layers in ``ple_layer_ids`` have."""
 
 KINDS = ("linear_attn", "self_attn")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -37,15 +37,17 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 def find_missing_modules(tensors: Iterable[str], layers: int, experts: int) -> Iterator[str]:
     """Yield missing modules; for a layer without any tensor, the layer prefix."""
     outside, by_layer = _group_modules(tensors)
-    if not by_layer:  # another naming scheme: cannot be compared
+    if not by_layer:  # The checkpoint uses another naming scheme.
         return
     mixer = f"model.language_model.{MIXER}.hc_norm"
-    yield from (name for name in (EMBEDDING,) if name not in outside)
-    yield from (NORM for _ in range(not {NORM, mixer} & outside))
+    if EMBEDDING not in outside:
+        yield EMBEDDING
+    if not {NORM, mixer} & outside:
+        yield NORM
     yield from (f"{TEXT_LAYERS}{n}." for n in range(layers) if n not in by_layer)
     modules_of_kind: dict[frozenset[str], set[str]] = {}
     for modules in by_layer.values():
-        shared = {name for name in modules if not name.startswith(IN_SOME_LAYERS)}
+        shared = {name for name in modules if not name.startswith(TABLE_MODULES)}
         modules_of_kind.setdefault(_attention_kinds(modules), set()).update(shared)
     for number, modules in sorted(by_layer.items()):
         needed = modules_of_kind[_attention_kinds(modules)] | _expected_experts(modules, experts)
@@ -98,7 +100,7 @@ def _expected_experts(modules: set[str], experts: int) -> set[str]:
 
 
 SHOWN = 8
-"""Problems in an error; the rest is counted."""
+"""Maximum number of problems that an error lists; it counts the rest."""
 
 REGEX_CHARACTERS = set(r"*+?^$()[]{}|\\")
 """INC treats a key of extra_config with such a character as a regular expression."""
@@ -113,7 +115,7 @@ MTP_LAYER_NORMS = (
 MTP_LAYER_PLAIN = ("mlp.gate", "mlp.shared_expert_gate")
 MTP_LAYER_LINEAR = (
     *(f"self_attn.{part}_proj" for part in "qkvo"),
-    *(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")),
+    *(f"mlp.shared_expert.{part}" for part in PROJECTIONS),
 )
 MTP_PLAIN = ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
 _MIXER_PARTS = ("hc_norm", "input_mix_weight_down", "input_mix_weight_up")
@@ -137,7 +139,7 @@ MTP_STREAMS = (
 def check_checkpoint(
     directory: str, settings: Settings, *, layers: int, mtp_layers: int, experts: int
 ) -> None:
-    """Refuse a checkpoint that differs from its ``config.json``.
+    """Reject a checkpoint that differs from its ``config.json``.
 
     Args:
         directory: the checkpoint.
@@ -213,12 +215,11 @@ def _check_fp8(headers: Headers, settings: Settings, module: str) -> Iterator[st
 
 def _check_packed(headers: Headers, settings: Settings) -> Iterator[str]:
     """Check INT4 and INT8 modules, and that INC quantises them."""
-    suffix = names.HEAD_SUFFIX if settings.overlay else ""
     for name in headers.tensors:
         module, _, part = name.rpartition(".")
-        end = suffix if module == names.HEAD else ""
-        packed = f"{module}.qweight{end}"
-        if part in (f"scales{end}", f"qzeros{end}") and packed not in headers.tensors:
+        suffix = names.HEAD_SUFFIX if settings.overlay and module == names.HEAD else ""
+        packed = f"{module}.qweight{suffix}"
+        if part in (f"scales{suffix}", f"qzeros{suffix}") and packed not in headers.tensors:
             yield f"{module}: {part} without qweight"
         if name != packed:
             continue
@@ -227,9 +228,9 @@ def _check_packed(headers: Headers, settings: Settings) -> Iterator[str]:
             yield f"{module}: packed, but 16-bit according to config.json (block_name_to_quantize)"
             continue
         yield from _check_dtype(headers, name, ("I32",))
-        yield from _check_dtype(headers, f"{module}.scales{end}", FLOATS)
-        yield from _check_dtype(headers, f"{module}.qzeros{end}", ("I32",))
-        yield from _check_packed_shapes(headers, settings, module, end, bits)
+        yield from _check_dtype(headers, f"{module}.scales{suffix}", FLOATS)
+        yield from _check_dtype(headers, f"{module}.qzeros{suffix}", ("I32",))
+        yield from _check_packed_shapes(headers, settings, module, suffix, bits)
 
 
 def _check_packed_shapes(
@@ -242,10 +243,10 @@ def _check_packed_shapes(
     qweight, scales, qzeros = shapes
     in_features, out_features = scales[0] * settings.group_size, scales[1]
     if qweight != (in_features * bits // 32, out_features):
-        what = f"qweight {list(qweight)} does not match {bits}-bit weights with scales"
-        yield f"{module}: {what} {list(scales)}"
+        mismatch = f"qweight {list(qweight)} does not match {bits}-bit weights with scales"
+        yield f"{module}: {mismatch} {list(scales)}"
     if qzeros != (scales[0], out_features * bits // 32):
-        yield f"{module}: qzeros {list(qzeros)} does not fit scales {list(scales)}"
+        yield f"{module}: qzeros {list(qzeros)} does not match scales {list(scales)}"
 
 
 def _inc_bits(settings: Settings, module: str) -> int | None:
@@ -258,8 +259,8 @@ def _inc_bits(settings: Settings, module: str) -> int | None:
         patterns = (key for key in settings.extra if REGEX_CHARACTERS & set(key))
         pattern = next((key for key in patterns if re.search(key, module)), None)
         entry = settings.extra[pattern] if pattern is not None else None
-    below = any(module.startswith(block) for block in settings.block_names)
-    default = settings.bits if below or module in settings.extra else 16
+    is_in_block = any(module.startswith(block) for block in settings.block_names)
+    default = settings.bits if is_in_block or module in settings.extra else 16
     bits = int((entry or {}).get("bits", default))
     return None if bits >= 16 else bits
 
@@ -276,8 +277,8 @@ def _check_head(headers: Headers, settings: Settings) -> Iterator[str]:
         )
     if f"{names.HEAD}.weight" in headers.index:
         yield f"{INDEX}: lists lm_head.weight in addition to the INT8 head"
-    end = names.HEAD_SUFFIX if settings.overlay else ""
-    yield from _check_dtype(headers, f"{names.HEAD}.qweight{end}", ("I32",))
+    suffix = names.HEAD_SUFFIX if settings.overlay else ""
+    yield from _check_dtype(headers, f"{names.HEAD}.qweight{suffix}", ("I32",))
 
 
 def _check_mtp(
@@ -307,7 +308,7 @@ def list_mtp_modules(mtp_layers: int, experts: int, has_streams: bool) -> tuple[
             *(MTP_LAYER_STREAMS if has_streams else MTP_LAYER_NORMS),
             *MTP_LAYER_PLAIN,
             *MTP_LAYER_LINEAR,
-            *(f"mlp.experts.{n}.{p}_proj" for n in range(experts) for p in ("gate", "up", "down")),
+            *(f"mlp.experts.{n}.{part}" for n in range(experts) for part in PROJECTIONS),
         )
         modules += [f"mtp.layers.{layer}.{name}" for name in inner]
     return tuple(modules)

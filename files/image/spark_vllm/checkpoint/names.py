@@ -123,7 +123,7 @@ def _modules_pattern(modules: Sequence[str]) -> str:
 
 
 def check_expert_width(module: str, width: int, group_size: int) -> None:
-    """Refuse packed experts that are at most a scale group wide on this device.
+    """Reject packed experts that are at most a scale group wide on this device.
 
     vLLM 0.30 to 0.33 reorders the scales of gate and up by the experts' width instead of the inputs
     (``fused_moe/oracle/int_wna16.py``, ``size_k`` of ``w13``), which is wrong for a single group.

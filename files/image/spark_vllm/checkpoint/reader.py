@@ -17,7 +17,6 @@ from spark_vllm.checkpoint.settings import Settings
 # Values are computed in float32 and rounded once. Scales are rounded to BF16 first, like those of
 # the engine's kernels, so portable mode gives the same answers.
 
-
 INT32_BITS = 32
 
 

@@ -20,7 +20,7 @@ from spark_vllm.checkpoint.settings import Settings
 
 MAX_SCALE_RATIO = 128
 MIN_SCALE_RATIO = 1 / 1024
-"""Of a block scale to the median of the same module in all layers; blocks of zeros do not count."""
+"""Limits of a block scale divided by its module's median over all layers, without zero blocks."""
 
 _FORMATS = {"F16": "e", "F32": "f"}
 _ZEROS = b"\x00\x80"  # e4m3 codes
@@ -64,7 +64,7 @@ def _find_outliers(
 ) -> Iterator[str]:
     every = [value for module in modules for value in module.values]
     if max(every) <= MAX_SCALE_RATIO * min(every):
-        return  # without reading the weights, which takes a second
+        return  # There are no outliers: skip reading the weights, which takes a second.
     used = [
         (module, value)
         for module in modules

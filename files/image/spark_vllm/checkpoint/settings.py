@@ -82,7 +82,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def _check_extra(extra: Mapping[str, Any], group_size: int) -> None:
-    """Refuse modules that differ from the global format in more than the width."""
+    """Reject modules that differ from the global format in more than the bits."""
     packed = {"group_size": group_size, "sym": True, "data_type": "int"}
     for name, entry in extra.items():
         module = entry if isinstance(entry, Mapping) else {"bits": entry}
@@ -91,7 +91,7 @@ def _check_extra(extra: Mapping[str, Any], group_size: int) -> None:
         if bits not in (4, 8, 16, 32) or (bits < 16 and differs):
             accepted = f"16 bits, or 4 or 8 with group_size {group_size}, sym true, data_type int"
         elif not _is_pattern(name):
-            accepted = "as key a name or a pattern"
+            accepted = "a name or a regular expression as key"
         else:
             continue
         raise ValueError(
@@ -117,9 +117,9 @@ def _read_block_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(value.split(",") if isinstance(value, str) else value or ())
 
 
-def _require(is_valid: bool, key: str, where: Mapping[str, Any], accepted: object) -> None:
+def _require(is_valid: bool, key: str, config: Mapping[str, Any], accepted: object) -> None:
     if not is_valid:
-        text = repr(where.get(key.rpartition(".")[2], "missing"))
+        text = repr(config.get(key.rpartition(".")[2], "missing"))
         text = text if len(text) < 80 else text[:77] + "..."
         raise ValueError(
             f"config.json: quantization_config.{key}: {text}, accepted: {accepted}; "

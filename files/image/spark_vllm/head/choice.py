@@ -57,14 +57,12 @@ def read_choice(path: Path, setup: HeadSetup) -> str | None:
         content = json.loads(path.read_text())
         stored = {**content["measured"], "batches": tuple(content["measured"]["batches"])}
         choice = str(content["choice"])
+        if choice not in KERNELS:
+            raise ValueError(f"choice {choice!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path}: {error!r}; fix: delete the file; the next start measures again"
         ) from error
-    if choice not in KERNELS:
-        raise ValueError(
-            f"{path}: choice {choice!r}; fix: delete the file; the next start measures again"
-        )
     return choice if stored == asdict(setup) else None
 
 
@@ -86,7 +84,7 @@ def write_choice(path: Path, setup: HeadSetup, times: Times) -> str:
 
 
 def describe(times: Times, batches: Sequence[int]) -> str:
-    texts = []
-    for kernel, row in times.items():
-        texts.append(f"{kernel} {', '.join(f'{row[batch]:.0f}' for batch in batches)}")
-    return "; ".join(texts)
+    return "; ".join(
+        f"{kernel} {', '.join(f'{row[batch]:.0f}' for batch in batches)}"
+        for kernel, row in times.items()
+    )

@@ -36,21 +36,21 @@ _HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @contextmanager
 def tables_in_files(vllm_config: VllmConfig) -> Iterator[None]:
-    """Build models with tables in files, if the options say so."""
+    """Build models with tables in files if the options select files."""
     options = read_table_options(vllm_config.additional_config, vllm_config.model_config.model)
     if options is None:
         yield
         return
-    own = functools.partial(FileEmbedding, options=options)
+    file_embedding = functools.partial(FileEmbedding, options=options)
     with (
-        mock.patch.object(ngram_embedding, "Qwen4ExpPLEDeviceEmbedding", own),
-        mock.patch.object(ngram_embedding, "Qwen4ExpPLEPinnedHostEmbedding", own),
+        mock.patch.object(ngram_embedding, "Qwen4ExpPLEDeviceEmbedding", file_embedding),
+        mock.patch.object(ngram_embedding, "Qwen4ExpPLEPinnedHostEmbedding", file_embedding),
     ):
         yield
 
 
 class FileEmbedding(Qwen4ExpPLEEmbedding):
-    """Every rank reads all rows from the file of its host."""
+    """Reads all rows on every rank from the file on its host."""
 
     supports_prefetch = True
 
@@ -134,7 +134,7 @@ class FileEmbedding(Qwen4ExpPLEEmbedding):
         return dequantise_rows(embeddings, self.table.header, self._e2m1, output_dtype)
 
     def _host_function(self, count: int) -> Callable[..., None]:
-        """Return a function that reads the rows of ``count`` tokens; graphs keep its address."""
+        """Return a function that reads rows of ``count`` tokens; CUDA graphs keep its address."""
         if count not in self._functions:
             ids = self._ids[:count].flatten().numpy()
             rows = self._rows[:count].flatten(0, 1).numpy()
@@ -142,7 +142,7 @@ class FileEmbedding(Qwen4ExpPLEEmbedding):
             def read_rows(_: object) -> None:
                 try:
                     self.table.lookup(ids, rows)
-                except BaseException as error:  # nothing may be computed with other rows
+                except BaseException as error:  # The GPU must not compute with stale rows.
                     os.write(2, f"spark: the engine ends: {error}\n".encode())
                     os._exit(1)
 
@@ -151,7 +151,7 @@ class FileEmbedding(Qwen4ExpPLEEmbedding):
 
 
 def launch_host_function(stream: torch.cuda.Stream, function: Callable[..., None]) -> None:
-    """Let the host call ``function`` when the work before it in the stream is done."""
+    """Call ``function`` on the host after all earlier work in the stream."""
     driver = ctypes.CDLL("libcuda.so.1")
     status = driver.cuLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), function, None)
     if status:
@@ -161,7 +161,7 @@ def launch_host_function(stream: torch.cuda.Stream, function: Callable[..., None
 def dequantise_rows(
     rows: torch.Tensor, header: Header, e2m1: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the numbers of rows, which lie side by side; like the engine's own formats."""
+    """Return the numbers of adjacent rows, computed like the engine's own formats."""
     rows = rows.unflatten(-1, (-1, header.row_bytes))
     if header.number_format == "e4m3":
         scale = torch.tensor(header.scale, dtype=dtype, device="cpu").item()

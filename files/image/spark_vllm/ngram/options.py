@@ -33,9 +33,10 @@ def read_table_options(additional: Any, directory: str | Path) -> TableOptions |
         )
     has_files = any(Path(directory).glob("ngram-table-*.bin"))
     if has_files != (choice == "file"):
-        found = "the checkpoint has" if has_files else "the checkpoint lacks"
+        state = "has" if has_files else "lacks"
         raise ValueError(
-            f"--additional-config: spark.{OPTION}: {choice!r}, but {found} ngram-table files; "
+            f"--additional-config: spark.{OPTION}: {choice!r}, but the checkpoint {state} "
+            "ngram-table files; "
             "fix: set it to file exactly if the checkpoint has them"
         )
     return TableOptions(Path(directory), cache_mib << 20) if choice else None

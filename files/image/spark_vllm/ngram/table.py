@@ -1,4 +1,4 @@
-"""Rows of an n-gram embedding table in a file, verified when they are read first.
+"""Reads rows of an n-gram embedding table from a file and verifies each block once.
 
 A file has a header of 4096 bytes and blocks of 4096 bytes, so a row costs one read of the disk. A
 block has whole rows, zeros, and the CRC-32 of both, which starts from the number of the block:
@@ -72,15 +72,15 @@ class DamagedTableError(ValueError):
 def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file:
-            raw = file.read(BLOCK_BYTES)
+            block = file.read(BLOCK_BYTES)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DamagedTableError(path, f"cannot be read ({error.strerror})") from error
-    if len(raw) < BLOCK_BYTES or _checksum(raw, 0) != raw[_CHECKED_BYTES:]:
+    if len(block) < BLOCK_BYTES or _checksum(block, 0) != block[_CHECKED_BYTES:]:
         raise DamagedTableError(path, "the header is damaged")
-    content = json.loads(raw[:_CHECKED_BYTES].rstrip(b"\0"))
+    content = json.loads(block[:_CHECKED_BYTES].rstrip(b"\0"))
     if content.pop("format") != FORMAT:
-        raise DamagedTableError(path, f"has another format than {FORMAT}")
+        raise DamagedTableError(path, f"does not have the format {FORMAT}")
     header = Header(**content)
     if size != header.file_bytes:
         raise DamagedTableError(
@@ -142,10 +142,10 @@ class Table:
         blocks, places = np.divmod(ids, self.header.rows_per_block)
         blocks += 1
         numbers = np.unique(blocks)
-        known = self._verified[numbers]
+        unverified = numbers[~self._verified[numbers]].tolist()
         for number in numbers.tolist() if len(numbers) > 1 else []:  # a single read needs no queue
             self._prefetch(number)
-        for number in numbers[~known].tolist():
+        for number in unverified:
             self._verify_block(number)
         if os.fstat(self._file).st_size != self.header.file_bytes:  # reading would be fatal
             raise DamagedTableError(self.path, "was truncated")
