@@ -74,9 +74,11 @@ def read_served(login: Login, service: str) -> tuple[Served, Release]:
     release = parse(Release, login.run(f"cat {shlex.quote(release_file(state.active))}"))
     system = dict(line.split("=", 1) for line in login.run(SYSTEM).splitlines() if "=" in line)
     versions = {k: str(v).strip() for k, v in {**status.versions, **system}.items() if v}
+    words = (word.partition("=") for word in release.engine.docker_args)
     served = Served(
         login.name, release.name, release.model, release.profile, release.image.tag,
         release.tree.path, versions, release.check.portable,
+        next((cpus for option, _, cpus in words if option == "--cpuset-cpus"), None),
     )  # fmt: skip
     return served, release
 

@@ -82,6 +82,10 @@ def names_of(results: Sequence[BenchResult]) -> list[str]:
         names = [f"{item.model} {name}" for item, name in zip(served, names, strict=True)]
     if len({item.host for item in served}) > 1:
         names = [f"{name} on {item.host}" for item, name in zip(served, names, strict=True)]
+    if len({item.cpus for item in served}) > 1:
+        names = [
+            f"{name}, CPUs {item.cpus or 'all'}" for item, name in zip(served, names, strict=True)
+        ]
     if len(set(names)) < len(names):
         names = [f"{name}, {result.at}" for result, name in zip(results, names, strict=True)]
     return names

@@ -149,6 +149,8 @@ class Served:
     """Versions of kernel, driver, docker and more, reported by the host."""
     portable: bool = False
     """Whether the engine ran without quantized kernels."""
+    cpus: str | None = field(default=None, metadata=OPTIONAL)
+    """`engine.cpuset_cpus`; null: all CPUs."""
 
     @property
     def invalid_reason(self) -> str:

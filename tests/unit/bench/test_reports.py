@@ -88,6 +88,10 @@ def test_published_figures_match_the_measured_pair(model, profile, figures):
             "m with v2: v2 on spark-1 against v2 on spark-2",
         ),
         (
+            [result(served=replace(result().served, cpus="5-9"))],
+            "m with v2 on spark-1: v2, CPUs all against v2, CPUs 5-9",
+        ),
+        (
             [result(at="2026-02-02T00:00:00Z")],
             "m with v2 on spark-1: v2, 2026-01-01T00:00:00Z against v2, 2026-02-02T00:00:00Z",
         ),

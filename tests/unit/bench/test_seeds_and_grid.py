@@ -146,14 +146,14 @@ def test_parses_samples_with_and_without_gpu():
     ]
 
 
-def test_a_portable_release_is_not_valid_for_a_spark(monkeypatch):
-    release = plan_of("large", "v2").serve
+def test_reads_cpus_and_portable_mode_of_the_release(monkeypatch):
+    release = plan_of("large", "v2", **{"engine.cpuset_cpus": "5-9,15-19"}).serve
     release = replace(release, check=replace(release.check, portable=True))
     status = host_status({"services": {"main": {"active": release.name}}}).report
     outputs = {tool.command_line(tool.STATUS): to_json(status), host.SYSTEM: ""}
     monkeypatch.setattr(host.Login, "run", lambda _, script: outputs.get(script, to_json(release)))
     served, _ = host.read_served(host.Login("spark-1", (), False), "main")
-    assert served.portable
+    assert (served.portable, served.cpus) == (True, "5-9,15-19")
     assert served.invalid_reason.endswith("Not valid for a Spark.")
 
 
