@@ -55,7 +55,10 @@ def _render_vllm_router(servers: Servers) -> Iterator[str]:
     if any(server.ca for server in servers):
         raise SparkError.one(where, "vllm-router cannot use a private CA", fix)
     urls = [server.base_url.removesuffix("/v1") for server in servers]
-    yield shlex.join(["vllm-router", "--policy", "consistent_hash", "--worker-urls", *urls])
+    words = ["vllm-router", "--policy", "consistent_hash"]
+    # By default the router tries a request five times, and avoids a host only after ten failures.
+    words += ["--cb-failure-threshold", "3"]
+    yield shlex.join([*words, "--worker-urls", *urls])
 
 
 ROUTERS: dict[str, Router] = {

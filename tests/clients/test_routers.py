@@ -1,26 +1,19 @@
 """LiteLLM and vLLM's router with the text of `connect` and stub servers (`make clients`; PyPI)."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from spark_deploy.cli.connection import Connection
 from spark_deploy.cli.routers import ROUTERS
+from tests.routers import LITELLM_KEY, chat, port, programs, running
+
+__all__ = ["port", "programs"]
 
 pytestmark = pytest.mark.timeout(1800)  # installs packages
-PACKAGES = {"litellm": "litellm[proxy]==1.108.7", "vllm-router": "vllm-router==0.1.17"}
 
 
 class Server(ThreadingHTTPServer):
@@ -74,78 +67,30 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    home = tmp_path_factory.mktemp("routers")
-    subprocess.run([sys.executable, "-m", "venv", home], check=True)
-    subprocess.run([home / "bin/pip", "install", "--quiet", *PACKAGES.values()], check=True)
-    return home / "bin"
-
-
-@pytest.fixture
-def port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-@contextmanager
-def running(command, programs, tmp_path, port):
-    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(tmp_path)}
-    process = subprocess.Popen(
-        ["bash", "-euc", command], env=environment, cwd=tmp_path, start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.5)
-        yield
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def chat(port, key, model="model", **headers):
-    fields = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
-    body = {"model": model, "messages": [{"role": "user", "content": "Hello."}]}
-    url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), fields)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["choices"][0]["message"]["content"]
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
 def test_litellm_distributes_over_hosts_with_their_own_keys(programs, tmp_path, port):
     servers = [Server(f"spark-{n}", f"key-of-spark-{n}-0123", tmp_path / f"key{n}") for n in (1, 2)]
     text = "\n".join(ROUTERS["litellm"].text([server.connection for server in servers]))
-    (tmp_path / "litellm.yaml").write_text(text)
-    exports = "\n".join(line[2:] for line in text.splitlines() if line.startswith("# export "))
-    key = "sk-of-litellm"
-    serve = f"exec litellm --host 127.0.0.1 --port {port} --config litellm.yaml"
-    command = f"{exports}\nexport LITELLM_MASTER_KEY={key}\n{serve}"
-    with running(command, programs, tmp_path, port):
-        answers = Counter(chat(port, key, model) for model in ("model", "alias") * 15)
+    with running("litellm", text, programs, tmp_path, port):
+        answers = Counter(chat(port, LITELLM_KEY, model) for model in ("model", "alias") * 15)
         assert set(answers) == {"spark-1", "spark-2"}
         assert chat(port, "sk-wrong") in (400, 401)
         servers[0].available = False
-        assert {chat(port, key) for _ in range(6)} == {"spark-2"}
+        assert {chat(port, LITELLM_KEY) for _ in range(6)} == {"spark-2"}
 
 
 def test_vllm_router_keeps_conversations_and_passes_on_the_key(programs, tmp_path, port):
     key = "shared-key-0123456789"
     servers = [Server(f"spark-{n}", key, tmp_path / f"key{n}") for n in (1, 2)]
     [line] = ROUTERS["vllm-router"].text([server.connection for server in servers])
-    with running(f"exec {line} --port {port}", programs, tmp_path, port):
-        hosts = [
-            {chat(port, key, **{"X-Session-Id": f"chat-{n}"}) for _ in range(3)} for n in range(12)
-        ]
+
+    def hosts_of(conversation, requests=3):
+        session = {"X-Session-Id": f"chat-{conversation}"}
+        return {chat(port, key, **session) for _ in range(requests)}
+
+    with running("vllm-router", line, programs, tmp_path, port):
+        hosts = [hosts_of(n) for n in range(12)]
         assert all(len(answers) == 1 for answers in hosts)
         assert set.union(*hosts) == {"spark-1", "spark-2"}
         assert chat(port, "wrong") == 401
+        servers[0].available = False
+        assert set.union(*map(hosts_of, range(12))) == {"spark-2"}
