@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from lab.memory import limit_command
 from tests.faults import disks
 from tests.faults.pause import JOBS, Pause, kill_running
 from tests.faults.sweep import PARTS
@@ -112,6 +113,18 @@ def _from_disk(
     return set_up
 
 
+def models_on_request(place: Place) -> None:
+    """Add two services on request to a host with memory for one: the second stops the first."""
+    _from_disk("one", one_release)(place)
+    place.guest.run(limit_command(3.2))
+    service = {"model": "lab-stub", "profile": "v2", "memory_gib": 3, "start": "on-request"}
+    names = ("one", "two")
+    services = {
+        name: {**service, "names": [name], "port": port} for port, name in enumerate(names, 8001)
+    }
+    place.choose(services=services)
+
+
 _TWO_RELEASES = partial(_from_disk, "two", two_releases, profile="v2-tq")
 _ONE_RELEASE = partial(_from_disk, "one", one_release)
 _LIST = (
@@ -119,6 +132,7 @@ _LIST = (
     Scenario("prune", _TWO_RELEASES(releases={"keep": 0}), "deploys/prune.py"),
     Scenario("no-op", _ONE_RELEASE()),
     Scenario("profile switch", _ONE_RELEASE(profile="v2-native")),
+    Scenario("models on request", models_on_request),
     Scenario("first deploy", bare_host),  # the longest
 )
 SCENARIOS = {scenario.name: scenario for scenario in _LIST}

@@ -29,6 +29,7 @@ ABOUT = {
     "first deploy": "interrupted in the middle of long operations, each time on a new host",
     "profile switch, run after run": "to a profile with another checkpoint",
     "profile switch": "interrupted in the middle of each operation, each time on a new host",
+    "models on request": "adds two services; starting the second stops the first",
     "no-op": "a host that already serves the chosen release",
     "rollback": "back to the previous release",
     "prune": "removes a release with its checkpoint and state files",
@@ -48,7 +49,8 @@ CHAINS = {"killed": "KILL", "interrupted": "INT", "cut off": "CUT"}
 
 
 def points_on_new_hosts(name, operations):
-    points = list_points(operations, hows=("KILL", "INT", "CUT"))
+    hows = ("KILL",) if name == "models on request" else ("KILL", "INT", "CUT")
+    points = list_points(operations, hows=hows)
     if name not in CHAINED:
         return points
     long = {op.number for op in operations if max(op.seconds, default=0) > LONG_S}

@@ -162,6 +162,26 @@ def test_failed_start_returns_to_the_previous_model(guest):
         guest.run(f"rm -r {folder}; systemctl daemon-reload")
 
 
+@pytest.mark.parametrize("step", ["stopping", "starting"])
+def test_next_request_finishes_the_switch_of_a_killed_relay(guest, step):
+    [model, *_] = [name for name in MODELS if name not in running(guest)]
+    since = guest.run("date '+%F %T'")
+    log = f"journalctl -q -o cat --since '{since}'"
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(curl, guest, model)
+        guest.run(
+            f"until {log} -u spark-on-request | grep -q '^{step} '; do sleep 0.05; done; "
+            "kill -9 $(systemctl show -p MainPID --value spark-on-request)",
+            timeout_s=200,
+        )
+        assert first.result()[0] >= 500
+    guest.wait(f"test -S /run/spark-on-request/{model}.sock")
+    assert is_right(curl(guest, model))
+    assert running(guest) == {model}
+    started = guest.run(f"{log} _PID=1 | grep -oE 'Starting spark-serve@[a-z]+'")
+    assert started.split() == ["Starting", f"spark-serve@{model}"]
+
+
 def test_reboot_keeps_the_running_model_and_leaves_the_others_stopped(site, guest):
     before = running(guest)
     guest.reboot()
