@@ -11,6 +11,7 @@ import time
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -112,6 +113,9 @@ def measure(directory: Path) -> dict[str, Any]:
     prompt: dict[str, Any] = {}
     drop_from_memory(path)
     prompt["disk"] = time_steps(path, cold, PROMPT, 3)
+    drop_from_memory(path)
+    with mock.patch.object(Table, "_prefetch"):
+        prompt["disk without read-ahead"] = time_steps(path, cold, PROMPT, 3)
     prompt["page cache"] = time_steps(path, in_page_cache, PROMPT, 3, verified=True)
     return {
         "file_gib": TABLE_BYTES >> 30,
