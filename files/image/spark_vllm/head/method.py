@@ -146,7 +146,9 @@ class Int8Head(QuantizeMethodBase):
         if count := self.options.draft_vocabulary:
             ids = frequent_token_ids(self.options.tokenizer, count, layer.org_vocab_size)
             index = torch.tensor(ids, device=weight.device)
-            head = _make_head(kernel, values[index], scales[index], weight[index])
+            # Rows are the second dimension of scales.
+            chosen = scales.index_select(1, index)
+            head = _make_head(kernel, values[index], chosen, weight[index])
             self.draft_head = DraftHead(head, index)
             logger.info("spark drafts from %d of %d tokens", len(ids), layer.org_vocab_size)
         if kernel != "bf16":
