@@ -37,7 +37,7 @@ def read_evidence(paths: Paths) -> Evidence:
     reading = sensors.read()
     gpu = {"celsius": reading.celsius, "power_w": reading.power_w} if reading else {}
     container_arguments: tuple[str, ...] = ()
-    with suppress(HostToolError):  # no container was proven to see the GPU
+    with suppress(HostToolError):  # no container has proven access to the GPU
         container_arguments = docker.gpu_arguments(paths)
     return Evidence(
         firmware=read_firmware(paths.root),

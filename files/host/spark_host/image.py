@@ -1,4 +1,4 @@
-"""``spark-host image``: pulls an image, through other hosts if they share it, then runs a command.
+"""``spark-host image``: pulls an image, from other hosts if possible, then runs a command.
 
 A local nginx serves shared blobs to docker, so that the image keeps the registry's digest. Only
 docker's API reports the bytes of each layer.
@@ -37,7 +37,7 @@ from spark_host.system.programs import log
 
 _START_S = 10.0  # for the local registry
 _EXISTS, _UNPACKING, _DOWNLOADED = "Already exists", "Extracting", "Download complete"
-# no longer needs the registry
+# A layer with one of these statuses no longer needs the registry.
 _LOCAL = frozenset({"Verifying Checksum", _DOWNLOADED, _UNPACKING, "Pull complete", _EXISTS})
 _UNPACK_LIMIT_S = 3600.0  # docker is silent meanwhile
 _REPORT_S = 2.0
@@ -57,7 +57,7 @@ def main(words: list[str], paths: Paths) -> int:
         if layers is not None:
             _pull_from_peers(Path(layers), paths)
     except (HostToolError, OSError) as error:
-        print(f"image: not pulled from other hosts: {error}", file=sys.stderr, flush=True)
+        print(f"image: cannot be pulled from other hosts: {error}", file=sys.stderr, flush=True)
     if docker.inspect_image(reference) is None:
         pull(reference)
     if not command:
@@ -71,12 +71,12 @@ def _pull_from_peers(order: Path, paths: Paths) -> None:
     blobs, manifests = Path(plan.out), order.parent / "manifests"
     fetch = [sys.executable, "-m", BUILDER, LAYERS, str(order), str(manifests)]
     if subprocess.run(fetch, stdin=subprocess.DEVNULL, check=False).returncode != 0:
-        raise HostToolError(plan.reference, "the blobs were not fetched", "see the lines above")
+        raise HostToolError(plan.reference, "cannot download the layers", "see the lines above")
     reference = fetching.parse_reference(plan.reference)
     with _local_registry(blobs, manifests, paths) as address:
         local = f"{address}/{reference.name}@{reference.version}"
         pull(local)
-    # Pulls only the manifest, under the registry's name.
+    # The layers are present, so this only adds the registry's name.
     pull(plan.reference)
     docker.client("image", "rm", local)
     if not plan.keep:
@@ -128,9 +128,9 @@ def _manifest_location(path: Path) -> str:
 
 
 class PullProgress:
-    """The progress of each layer: a new status, or enough bytes.
+    """Follows the events of a pull; progress is a new status of a layer, or enough bytes.
 
-    Events of containerd repeat ten times a second, and a registry may send a byte a minute.
+    Containerd repeats events, and a registry may send a byte a minute: neither is progress.
     """
 
     def __init__(self, now: float, stall_s: float):
@@ -146,7 +146,6 @@ class PullProgress:
         self._phase, self._phase_at = "pull", now
 
     def add_event(self, event: dict[str, Any], now: float) -> None:
-        """Add an event of `docker pull`; note whether it is progress."""
         layer, status = str(event.get("id")), str(event.get("status"))
         with self._lock:
             if "progressDetail" in event:
@@ -199,12 +198,12 @@ class PullProgress:
             if phase != self._phase:
                 self._phase, self._phase_at = phase, now
             new = [name for name, status in self._status.items() if status != _EXISTS]
-            known = new and all(name in self._totals for name in new)
-            total = sum(self._totals[name] for name in new) if known else None
+            has_totals = new and all(name in self._totals for name in new)
+            total = sum(self._totals[name] for name in new) if has_totals else None
             done = sum(counted.values())
             rate = round(done / max(now - self._phase_at, 1.0)) if downloading else None
-            left_s = round((total - done) / rate) if total and rate else None
-            return Progress(phase, done if counted else None, total, rate, left_s)
+            eta_s = round((total - done) / rate) if total and rate else None
+            return Progress(phase, done if counted else None, total, rate, eta_s)
 
 
 def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
@@ -232,7 +231,7 @@ def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
 def _watched_connection(
     reference: str, layers: PullProgress, stalls: list[HostToolError]
 ) -> Iterator[HTTPConnection]:
-    """Connect to docker; a thread reports progress, and hangs up after a stall."""
+    """Connect to docker; a thread reports progress, and closes the connection after a stall."""
     connection, ended = docker.connection(docker.PATIENT_S), threading.Event()
     connection.connect()
     connection.sock.settimeout(None)  # the thread enforces the limit
@@ -255,7 +254,7 @@ def _watched_connection(
     thread.start()
     try:
         yield connection
-    finally:  # hang up, so that docker cancels the pull
+    finally:  # closing the connection makes docker cancel the pull
         ended.set()
         thread.join()
         connection.close()

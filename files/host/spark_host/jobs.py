@@ -1,4 +1,4 @@
-"""Runs a job, and reports the state of jobs."""
+"""Runs jobs and reports their states."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from spark_host.system.programs import log
 STATUS = "status.json"
 _TAIL_LINES = 20
 _TAIL_PERIOD_S = 2.0
-# End a job whose output shows no progress for so long. Downloads that wait for a hub print retries.
+# Time without progress after which a job is killed. Downloads that wait for a hub print retries.
 _STALL_S = 2 * 3600.0
 _STOP_S = 60.0
 _TOKEN_UNUSED_S = 60.0  # a token is used within this time
@@ -154,7 +154,7 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
         line = ERROR + Problem(job.argv[0], str(error.strerror), "run the deploy again").line
         log(line)
         return 4, [line]
-    # The child must leave a state to resume.
+    # The child needs SIGTERM to leave a state that it can resume.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: child.send_signal(signal.SIGTERM))
     written = 0.0
@@ -162,7 +162,7 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
         for text in _lines_until_stall(child):
             log(text)
             tail.append(text)
-            # On a full disk: report the original error.
+            # A full disk must not hide the job's own error.
             with contextlib.suppress(OSError):
                 if text.startswith(PHASE):
                     files.write_text(folder / "progress", text + "\n")
@@ -182,7 +182,7 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
 def _lines_until_stall(child: subprocess.Popen[str]) -> Iterator[str]:
     """Yield output lines until all writers have closed the pipe; TimeoutError after a stall.
 
-    A thread reads, because processes that the child started can hold the pipe after its end.
+    A thread reads, because processes that the child started can keep the pipe open.
     """
     lines: queue.Queue[str | None] = queue.Queue(_TAIL_LINES)
 
@@ -192,15 +192,15 @@ def _lines_until_stall(child: subprocess.Popen[str]) -> Iterator[str]:
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    moved_at, progress = time.monotonic(), ""
-    while (left_s := moved_at + _STALL_S - time.monotonic()) > 0:
+    progress_at, progress = time.monotonic(), ""
+    while (remaining_s := progress_at + _STALL_S - time.monotonic()) > 0:
         with contextlib.suppress(queue.Empty):
-            text = lines.get(timeout=left_s)
+            text = lines.get(timeout=remaining_s)
             if text is None:
                 return
             phase_and_bytes = text.partition(" total=")[0]
             if phase_and_bytes != progress:
-                moved_at = time.monotonic()
+                progress_at = time.monotonic()
             if text.startswith(PHASE):
                 progress = phase_and_bytes
             yield text
@@ -216,7 +216,7 @@ def _end_process_group(child: subprocess.Popen[str]) -> None:
 
 
 def remove_tokens(digest12: str, paths: Paths, *, success: bool) -> None:
-    """Remove hub tokens of a finished job and of jobs that cannot start any more."""
+    """Remove the hub tokens of a finished job, and after a failure those of dependent jobs."""
     if systemd.is_stopping():
         return  # the next boot continues the job
     for path in _token_files(digest12, paths):
@@ -233,7 +233,7 @@ def _token_files(digest12: str, paths: Paths) -> list[Path]:
 
 
 def remove_unused_tokens(paths: Paths) -> None:
-    """Remove hub tokens of jobs that neither run nor wait, as after a power cut."""
+    """Remove hub tokens of jobs that neither run nor wait, for example after a power cut."""
     digests = [path.name for path in paths.below(JOBS_DIR).glob("*") if path.is_dir()]
     if systemd.is_stopping() or not any(_token_files(digest, paths) for digest in digests):
         return

@@ -44,7 +44,7 @@ def test_start_needs_the_gpu_proof(host, monkeypatch):
     monkeypatch.setattr(docker, "is_up", lambda: True)
     host.release()
     host.paths.gpu_receipt.unlink()
-    message = "gpu-container.json: no container was proven to see the GPU; fix: run the deploy"
+    message = "gpu-container.json: no container has proven access to the GPU; fix: run the deploy"
     with pytest.raises(HostToolError, match=message):
         serve.prepare(RELEASE, host.paths)
 

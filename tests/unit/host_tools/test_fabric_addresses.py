@@ -170,7 +170,7 @@ def test_removes_a_rejected_netplan_file(host):
 
 def test_restore_removes_the_network_and_keeps_a_copy(trial):
     run(trial, "confirm")
-    with pytest.raises(HostToolError, match="another managed network is in use"):
+    with pytest.raises(HostToolError, match="already exists"):
         run(trial, "try")
     run(trial, "restore")
     run(trial, "restore")

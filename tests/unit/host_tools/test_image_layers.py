@@ -125,7 +125,7 @@ def test_keeps_blobs_for_other_hosts(root, daemon):
 def test_pulls_from_the_registry_without_blobs(root, daemon):
     *result, errors = run(root, fetches=False)
     assert (tuple(result), daemon.pulled) == (BUILT, [REFERENCE])
-    assert "not pulled from other hosts" in errors
+    assert "cannot be pulled from other hosts" in errors
     assert (root / "tree").exists()
 
 

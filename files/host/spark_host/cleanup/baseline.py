@@ -1,4 +1,4 @@
-"""The host before the first deploy, and packages and shared files that we changed."""
+"""Records the host before the first deploy, and finds packages and shared files that we changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEFTOVERS = {
     "nginx-light": ("/var/www",),
 }
 _KEEP_ENGINE = "other software may use it by now; --data uninstall.engine=true removes it"
-# We never start it: if it runs, the owner uses it.
+# We never start this unit: if it runs, the owner uses the package.
 _NOT_STARTED = {"nginx-light": "nginx.service"}
 
 
@@ -112,9 +112,9 @@ def _read_output(*argv: str) -> str:
 def package_items(
     footprint: Footprint, before: Baseline | None, obstacles: Mapping[str, str]
 ) -> list[ManagedItem]:
-    """Return the packages that we installed; ``obstacles``: by package, why it must stay.
+    """Return the packages that we installed; ``obstacles`` gives reasons to keep packages.
 
-    Without a baseline all stay.
+    Without a baseline all packages stay.
     """
     present = set(installed_packages())
     engine = (*footprint.engine_packages, *footprint.gpu_packages)
@@ -131,9 +131,9 @@ def package_items(
         things.append(ManagedItem("package", name, _size_bytes(name), stays))
     removed = [thing.name for thing in things if not thing.stays]
     unneeded = sorted((_simulate_purge(removed, auto=True) - set(before.packages)) - set(removed))
-    together = {*removed, *unneeded}
-    # Not if the purge would remove another package.
-    alone = [name for name in unneeded if not _simulate_purge([name], auto=False) - together]
+    purged = {*removed, *unneeded}
+    # Keep dependencies whose removal would remove other packages.
+    alone = [name for name in unneeded if not _simulate_purge([name], auto=False) - purged]
     return [*things, *(ManagedItem("package", name, _size_bytes(name)) for name in alone)]
 
 
@@ -145,7 +145,7 @@ def remove_packages(names: Iterable[str]) -> str:
 
 
 def _usage_reason(name: str, added: list[str], before: Baseline) -> str:
-    """Return the owner's service or packages that use a package, or ""."""
+    """Return why the owner of the host still needs a package, or ""."""
     if unit := _NOT_STARTED.get(name):
         state = systemd.state(unit, "ActiveState", "UnitFileState")
         if state.get("ActiveState") == "active" or state.get("UnitFileState") == "enabled":
@@ -157,7 +157,7 @@ def _usage_reason(name: str, added: list[str], before: Baseline) -> str:
 
 
 def _simulate_purge(names: list[str], *, auto: bool) -> set[str]:
-    """Return the packages that apt would purge, ``auto``: with unneeded dependencies."""
+    """Return the packages that apt would purge; with ``auto``, also unneeded dependencies."""
     if not names:
         return set()
     words = ["--auto-remove"] if auto else []
@@ -207,7 +207,7 @@ def package_leftovers(before: Baseline | None, paths: Paths) -> Iterator[Managed
 def changed_shared_files(
     footprint: Footprint, before: Baseline | None, keep_docker: str, paths: Paths
 ) -> list[ManagedItem]:
-    """Return shared files that we changed; ``keep_docker``: why Docker's settings stay."""
+    """Return shared files that we changed; ``keep_docker`` says why Docker's settings stay."""
     things = []
     for path in footprint.shared_files:
         now = _read(paths.below(path))
@@ -252,7 +252,7 @@ def _original_text(
 
 
 def _without_our_keys(now: str, was: str | None, footprint: Footprint) -> dict[str, Any]:
-    """Restore our keys in daemon.json; keep other changes."""
+    """Return daemon.json with our keys restored and all other changes kept."""
     current, earlier = _parse(now), _parse(was or "")
     remaining = {key: value for key, value in current.items() if key not in footprint.daemon_keys}
     return remaining | {key: earlier[key] for key in footprint.daemon_keys if key in earlier}

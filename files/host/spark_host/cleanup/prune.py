@@ -50,7 +50,7 @@ def plan_prune(keep: KeepList, paths: Paths) -> Pruning:
     ]
     folders += resources.old_tools(paths)
     removed_images, kept_images = _split_images(keep, kept, busy, known, paths)
-    gone = {folder.owner for folder in folders}
+    removed_folders = {folder.owner for folder in folders}
     freed = resources.freed_bytes(folder.path for folder in folders)
     sizes = {str(path): size for path, size in freed.items()}
     sizes |= resources.image_bytes(removed_images, kept_images)
@@ -60,7 +60,7 @@ def plan_prune(keep: KeepList, paths: Paths) -> Pruning:
     named += [
         ("job", name)
         for name, job in sorted(known.items())
-        if name not in busy and _is_stale(job, needed, gone, removed_images, paths)
+        if name not in busy and _is_stale(job, needed, removed_folders, removed_images, paths)
     ]
     items = tuple(Prunable(kind, name, sizes.get(name, 0)) for kind, name in named)
     freed_bytes = sum(item.bytes for item in items)
@@ -139,12 +139,12 @@ def _split_images(
 
 
 def _is_stale(
-    job: Job, needed: set[Path], gone: set[Path], images: list[Image], paths: Paths
+    job: Job, needed: set[Path], removed: set[Path], images: list[Image], paths: Paths
 ) -> bool:
-    """Return whether a job's result was removed, or is neither present nor needed."""
+    """Return whether a job's result is removed now, or is neither present nor needed."""
     folder = resources.result_folder(job, paths)
     if folder is not None:
-        return folder in gone or (folder not in needed and not folder.exists())
+        return folder in removed or (folder not in needed and not folder.exists())
     return resources.job_image(job) in {image.reference for image in images}
 
 
@@ -173,8 +173,8 @@ def _remove_release(name: str, paths: Paths) -> None:
         with suppress(OSError):
             host.disk.write(paths.good(service), replace(record, previous=previous))
     records = (paths.proof, paths.answers, paths.rollout, paths.request, paths.compile_cache)
-    for path_of in records:
-        path_of(name).unlink(missing_ok=True)
+    for record_path in records:
+        record_path(name).unlink(missing_ok=True)
     for template in (units.SERVE, units.WATCH, units.PREPARE):
         shutil.rmtree(paths.units / f"{template.unit(name)}.d", ignore_errors=True)
     (paths.boot_links / units.PREPARE.unit(name)).unlink(missing_ok=True)
@@ -182,7 +182,7 @@ def _remove_release(name: str, paths: Paths) -> None:
 
 
 def _remove_with_folder(document: Path) -> None:
-    """Delete the document first (a folder without it is ignored), then the folder."""
+    """Delete the document, then the folder: after an interruption, readers ignore the folder."""
     files.remove(document)
     shutil.rmtree(document.parent)
 
@@ -191,7 +191,7 @@ def main(words: list[str], paths: Paths) -> Pruning:
     dry = "--dry" in words
     requests = [word for word in words if word != "--dry"]
     if len(requests) != 1:
-        raise HostToolError("prune", "needs one JSON document", "run deploys/prune.py", 2)
+        raise HostToolError("prune", "expected one JSON document", "run deploys/prune.py", 2)
     keep = parse(KeepList, requests[0])
     with nullcontext() if dry else all_rollout_locks(paths):
         plan = plan_prune(keep, paths)

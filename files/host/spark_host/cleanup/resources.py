@@ -1,4 +1,4 @@
-"""Checkpoints, caches, tools and images that we created, and their sizes."""
+"""Finds checkpoints, caches, tools and images that we created, and measures their sizes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from spark_host.system import docker
 from spark_host.system.folders import remove_tree
 from spark_host.system.host import read_document
 
-# incomplete, damaged or partly removed
+# Names of incomplete, damaged and partly removed folders.
 _UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
 _PRUNED = ".pruned"
-_OLD_TOOLS = re.compile(
+OLD_TOOLS = re.compile(
     rf"^(site-|quantiser-)?{DIGEST12}(\.new)?$|^\.(site-|quantiser-)?{DIGEST12}\{_PRUNED}$"
     r"|^\.new-\w+$"
 )
+LINKED_TOOLS = ("current", "site", "quantiser")
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """``owner`` is the final or original path."""
+    """A managed folder; ``owner`` is its path when complete, without a suffix."""
 
     kind: str  # "tree" | "source" | "cache" | "tools"
     path: Path
@@ -64,35 +65,34 @@ def managed_folders(
     """Return the folders in ``parents`` (kind, path) that we created, and all other entries.
 
     Managed folders have a digest in the name, and a receipt or a job; compile caches need only the
-    name. Symlinks are never managed.
+    name. Symlinks are never managed, because they may lead anywhere.
     """
     managed, others = [], []
     results = {result_folder(job, paths) for job in known.values()}
     places = [(kind, parent) for kind, parent in parents if parent.is_dir()]
     for kind, path in ((kind, path) for kind, place in places for path in sorted(place.iterdir())):
         unfinished = _UNFINISHED.match(path.name)
-        of = path.with_name(unfinished["hidden"] or unfinished["plain"]) if unfinished else path
-        name = CACHE_NAME if kind == "cache" else TREE_NAME
-        # Links may lead anywhere.
-        is_ours = name.match(of.name) and (
-            kind == "cache" or unfinished or of in results or receipts.find_receipt(path)
+        owner = path.with_name(unfinished["hidden"] or unfinished["plain"]) if unfinished else path
+        pattern = CACHE_NAME if kind == "cache" else TREE_NAME
+        is_managed = pattern.match(owner.name) and (
+            kind == "cache" or unfinished or owner in results or receipts.find_receipt(path)
         )
-        if is_ours and path.is_dir() and not path.is_symlink():
-            managed.append(Folder(kind, path, of))
+        if is_managed and path.is_dir() and not path.is_symlink():
+            managed.append(Folder(kind, path, owner))
         else:
             others.append(path)
     return managed, others
 
 
 def old_tools(paths: Paths) -> list[Folder]:
-    """Return earlier host tools that no link names and no process uses."""
+    """Return earlier host tools that no link points to and no process uses."""
     if not paths.tools.is_dir():
         return []
-    current = {(paths.tools / link).resolve() for link in ("current", "site", "quantiser")}
+    current = {(paths.tools / link).resolve() for link in LINKED_TOOLS}
     return [
         Folder("tools", path, path)
         for path in sorted(paths.tools.iterdir())
-        if _OLD_TOOLS.match(path.name)
+        if OLD_TOOLS.match(path.name)
         and path.is_dir()
         and not path.is_symlink()
         and path.resolve() not in current
@@ -111,7 +111,7 @@ def _is_used(folder: Path) -> bool:
 
 
 def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
-    """Return the space that each directory frees; files with links elsewhere free none."""
+    """Return the space that removing each directory frees; files with other links free none."""
     freed = dict.fromkeys(directories, 0)
     links: dict[tuple[int, int], int] = {}
     for directory in freed:
@@ -135,9 +135,9 @@ def _files_below(directory: Path) -> Iterator[os.stat_result]:
 
 
 def managed_images(known: dict[str, Job], paths: Paths) -> list[Image]:
-    """Return the images of our jobs, those with few layers first.
+    """Return the images of our jobs, images with the fewest layers first.
 
-    Built images have our label; our job pulled the others and they have no tag.
+    A managed image has our label, or a job has pulled it and it has no tag.
     """
     pulled = {
         image
@@ -174,7 +174,7 @@ def image_references_in_use() -> set[str]:
 
 
 def image_bytes(removed: list[Image], kept: list[Image]) -> dict[str, int]:
-    """Return the space of layers that no other image has; ``removed``: fewest layers first."""
+    """Return the space that each removal frees: of layers that only this image has."""
     counted = list(kept)
     freed = {}
     for image in removed:

@@ -1,4 +1,4 @@
-"""``spark-host note``, ``manifest`` and ``uninstall``: list and remove everything we created.
+"""``spark-host note``, ``manifest`` and ``uninstall``: lists and removes what we created.
 
 An interrupted uninstall can be repeated.
 """
@@ -46,9 +46,7 @@ _UNIT = re.compile(
     rf"^(({'|'.join(template.name for template in _TEMPLATES)})@|spark-daily\.(service|timer)$"
     r"|spark-on-request\.service$|run-spark-engines-.+\.mount$)"
 )
-_TOOL = re.compile(
-    rf"^\.?(site|current|(site-)?{DIGEST12})(\.zip|\.new|\.pruned)?$|^\.new-\w{{6}}$"
-)
+_ARCHIVE = re.compile(rf"^({DIGEST12}|site)\.zip$")
 _CONFIG = (RELEASES_DIR, GATEWAY_DIR, API_KEY, SHARE_SETTINGS, SHARE_KEY)
 _RECORDS = frozenset(
     ["jobs", "proofs", "receipts", "switch", "requests", "rollback", "good", "stopped", "events",
@@ -61,7 +59,7 @@ _KEEP_NETWORK = "other hosts may use it; remove it with `spark-deploy fabric --r
 _UNMANAGED = "not created by this project"
 _NEEDS_BASELINE = ("package", "tree", "source", "image", "settings")
 _STOP_LIMIT_S = 900.0
-_ROUNDS = 6  # folders become empty and packages unneeded only after a round
+_ROUNDS = 6  # a round can leave folders empty and packages unneeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +150,7 @@ def _image_items(
     gpu_proof = read_document(GpuProof, paths.gpu_receipt)
     reference = gpu_proof.key.get("image") if gpu_proof else None
     if reference and reference not in {image.reference for image in images}:
-        # of the GPU check, unless it has a tag since
+        # The image of the GPU check, unless someone has tagged it.
         image = resources.inspect_image(reference)
         if image and not (docker.inspect_image(reference) or {}).get("RepoTags"):
             images.append(image)
@@ -188,7 +186,7 @@ def _data_items(footprint: Footprint, paths: Paths) -> Iterator[ManagedItem]:
     known = resources.known_jobs(paths)
     sources, caches = paths.below(footprint.sources_dir), paths.below(footprint.cache_dir)
     parents = {("tree", paths.below(footprint.models_dir)), ("source", sources)}
-    # Jobs name checkpoints in folders of earlier settings.
+    # Earlier settings may have put checkpoints into other folders, which jobs name.
     for job in known.values():
         folder = resources.result_folder(job, paths)
         if folder and folder.parent.is_dir() and folder.parent != sources:
@@ -246,7 +244,9 @@ def _keep_docker(
 
 def _tools_and_records(paths: Paths) -> Iterator[ManagedItem]:
     for path in _entries(paths.tools):
-        is_managed = _TOOL.match(path.name)
+        is_managed = path.name in resources.LINKED_TOOLS or any(
+            pattern.match(path.name) for pattern in (resources.OLD_TOOLS, _ARCHIVE)
+        )
         is_folder = path.is_dir() and not path.is_symlink()
         size = resources.freed_bytes([path])[path] if is_managed and is_folder else 0
         yield ManagedItem("tools", str(path), size, "" if is_managed else _UNMANAGED)
@@ -283,7 +283,7 @@ def _empty_folders(
 
 
 def remove(footprint: Footprint, paths: Paths) -> UninstallManifest:
-    gone: dict[tuple[str, str], ManagedItem] = {}
+    removed: dict[tuple[str, str], ManagedItem] = {}
     problems: list[str] = []
     for _ in range(_ROUNDS):
         current = read_manifest(footprint, paths)
@@ -292,22 +292,22 @@ def remove(footprint: Footprint, paths: Paths) -> UninstallManifest:
         if not removable:
             break
         problems = _remove_round(removable, footprint, paths)
-        gone = {(thing.kind, thing.name): thing for thing in removable} | gone
+        removed = {(thing.kind, thing.name): thing for thing in removable} | removed
         if problems:
             break
-    return replace(current, things=tuple(gone.values()), problems=tuple(problems))
+    return replace(current, things=tuple(removed.values()), problems=tuple(problems))
 
 
 def _remove_round(things: list[ManagedItem], footprint: Footprint, paths: Paths) -> list[str]:
     """Remove things in the order of the manifest; stop at the first failure."""
     before = baseline.read_baseline(paths)
-    together: dict[str, Callable[[list[str]], str]] = {
+    remove_all: dict[str, Callable[[list[str]], str]] = {
         "service": _stop_units,
         "image": lambda names: next(filter(None, map(docker.remove_image, names)), ""),
         "package": baseline.remove_packages,
     }
     remove_folder = lambda name: resources.remove_folder(Path(name))  # noqa: E731
-    each: dict[str, Callable[[str], None]] = {
+    remove_one: dict[str, Callable[[str], None]] = {
         **dict.fromkeys(("tree", "source", "cache"), remove_folder),
         "container": docker.remove_container,
         "settings": lambda name: baseline.restore_shared_file(name, footprint, before, paths),
@@ -321,12 +321,12 @@ def _remove_round(things: list[ManagedItem], footprint: Footprint, paths: Paths)
     }
     for kind in dict.fromkeys(thing.kind for thing in things):
         names = [thing.name for thing in things if thing.kind == kind]
-        if kind in together:
-            if problem := together[kind](names):
+        if kind in remove_all:
+            if problem := remove_all[kind](names):
                 return [problem]
             continue
         for name in names:
-            each.get(kind, _delete)(name)
+            remove_one.get(kind, _delete)(name)
         if kind in ("unit", "boot link", "file"):
             systemd.reload()
     return []

@@ -1,4 +1,4 @@
-"""The engine's HTTP client over a unix socket, and metrics.
+"""HTTP client for the engine's unix socket, and parser of its metrics.
 
 The engine processes untrusted input, so bytes and time are limited, even for headers.
 """
@@ -22,7 +22,7 @@ from spark_contract.release import CHAT, Release
 
 from spark_host.system import folders
 
-# vLLM prints some hundred.
+# vLLM prints a few hundred samples.
 _MAX_SAMPLES = 20_000
 _MAX_LINE = 4096
 _ANSWER_BYTES = 16 << 20
@@ -134,7 +134,7 @@ class Metrics:
 
     @property
     def progress(self) -> tuple[float, float]:
-        """Return numbers that change while the engine works.
+        """Return numbers of which at least one changes while the engine works.
 
         Token counters stand still during a chunked prefill, but the cache usage grows
         (proofs/engine-proofs.md).
@@ -152,11 +152,11 @@ def _labels(text: str) -> dict[str, str]:
 
 
 class EngineError(Exception):
-    """No answer, an error or a malformed answer."""
+    """The engine gave no answer, an error or a malformed answer."""
 
 
 class EngineTimeoutError(EngineError):
-    """The time is over, although the engine accepted the request or its queue is full."""
+    """The engine listens, but gave no complete answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class Reply:
 class _Reader(io.RawIOBase):
     def __init__(self, source: socket.socket, limit_bytes: int, deadline: float):
         self._source, self._limit_bytes, self._deadline = source, limit_bytes, deadline
-        self._left_bytes = limit_bytes
+        self._remaining_bytes = limit_bytes
 
     def readable(self) -> bool:
         return True
@@ -186,8 +186,8 @@ class _Reader(io.RawIOBase):
         # A trickle of bytes must not outlive the deadline.
         self._source.settimeout(_seconds_left(self._deadline))
         count = self._source.recv_into(buffer)
-        self._left_bytes -= count
-        if self._left_bytes < 0:
+        self._remaining_bytes -= count
+        if self._remaining_bytes < 0:
             raise EngineError(f"the answer is longer than {self._limit_bytes} bytes")
         return count
 

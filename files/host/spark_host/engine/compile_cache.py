@@ -1,4 +1,4 @@
-"""Compile caches of releases; a candidate starts with a copy of the last proven cache.
+"""Compile caches of releases; a candidate starts with a copy of the last proven release's cache.
 
 A cache fits base image and number of drafts (parent folder) and driver (state file, written last).
 Failed starts keep it, so that compiling continues, unless a check rejected the answers. Engines can
@@ -30,7 +30,7 @@ LIMIT_BYTES, LIMIT_FILES = 20 << 30, 400_000
 
 
 def prepare(release: Release, host: Host, report: Report) -> None:
-    """Keep a usable cache, or start with a copy or an empty folder."""
+    """Keep the release's cache if it is usable; otherwise copy another one or start empty."""
     if release.cache is None:
         return
     driver = versions.read_or_unknown(versions.read_driver)
@@ -88,8 +88,8 @@ def size_problem(release: Release, host: Host) -> str:
     size, count = folders.measure(folder, LIMIT_BYTES, LIMIT_FILES)
     if size <= LIMIT_BYTES and count <= LIMIT_FILES:
         return ""
-    limits = f"{LIMIT_BYTES >> 30} GiB, {LIMIT_FILES} files and the longest path"
-    return f"{folder} is larger than a compile cache should be ({limits})"
+    limits = f"{LIMIT_BYTES >> 30} GiB, {LIMIT_FILES} files or the longest path"
+    return f"{folder} exceeds the limits of a compile cache ({limits})"
 
 
 def _is_usable(release: Release, driver: str, host: Host) -> bool:
@@ -127,11 +127,13 @@ def _copy(source: Path, target: Path, report: Report) -> bool:
     size, count = folders.measure(source, _MAX_BYTES, _MAX_FILES)
     free = shutil.disk_usage(target.parent).free
     if size > min(_MAX_BYTES, free // 2) or count > _MAX_FILES:
-        report(f"{source} is not copied: {size} bytes in {count} files, {free} bytes are free")
+        report(
+            f"{source} is too large to copy: {size} bytes in {count} files; {free} bytes are free"
+        )
         return False
     if folders.copy_tree(source, target):
         return True
-    report(f"{source} cannot be copied; the new compile cache starts empty")
+    report(f"{source} cannot be copied")
     _discard(target)
     return False
 

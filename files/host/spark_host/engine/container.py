@@ -34,14 +34,14 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
     argv = ["docker", "run", "--rm", "--restart", "no", "--name", release.container]
     argv += ["--label", f"{RELEASE_LABEL}={release.name}"]
     argv += ["--label", f"{SERVICE_LABEL}={release.service}"]
-    # The client still streams the log, to the journal.
+    # Docker keeps no log: the client writes it to the journal.
     argv += ["--log-driver", "none"]
     argv += ["--mount", f"type=bind,source={run_folder},target={socket_folder}"]
     for mount in release.mounts:
         text = f"type=bind,source={mount.source},target={mount.target}"
         argv += ["--mount", text + (",readonly" if mount.read_only else "")]
     argv += ["--env-file", str(paths.engine_environment(release.name))]
-    # By number: the image has other accounts.
+    # By number, because the image has other accounts.
     argv += ["--user", f"{user.pw_uid}:{user.pw_gid}"]
     argv += docker.gpu_arguments(paths)
     argv += release.engine.docker_args
@@ -65,7 +65,7 @@ def engine_account(release: Release) -> pwd.struct_passwd:
 def write_environment(release: Release, paths: Paths) -> None:
     """Write the file for ``docker run --env-file``, readable only by root.
 
-    The docker client itself must not get these variables: it obeys LD_PRELOAD and DOCKER_HOST.
+    Not in the docker client's own environment, because it obeys LD_PRELOAD and DOCKER_HOST.
     """
     member = cluster.local_member(release, paths)
     variables = {**release.engine.env, **(member.env if member else {})}
@@ -78,18 +78,18 @@ def _environment_line(name: str, value: str) -> str:
     if not _VARIABLE.fullmatch(name):
         problem = f"{name!r} is not a variable name"
     elif any(letter in value for letter in "\n\r\0"):
-        problem = f"the value of {name} has several lines"
+        problem = f"the value of {name} contains a line break or a zero byte"
     elif len(line.encode()) > _MAX_LINE_BYTES:
         problem = f"the value of {name} is longer than {_MAX_LINE_BYTES} bytes"
     else:
         return line
-    raise HostToolError("environment of the engine", problem, "change it, then deploy again", 2)
+    raise HostToolError("engine environment", problem, "change it, then deploy again", 2)
 
 
 def refresh_cdi(report: Report, paths: Paths) -> None:
-    """Regenerate CDI specifications of a driver that is not loaded.
+    """Regenerate CDI specifications after a driver update.
 
-    They name files of a driver version, so containers would not start after a driver update.
+    They name files of a driver version, so containers would not start.
     """
     suffixes = (".yaml", ".json")
     specs = [path for path in (paths.root / "etc/cdi").glob("*") if path.suffix in suffixes]
@@ -103,16 +103,16 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
         version = libcuda_version(text)
         if "nvidia.com/gpu" not in text or version in ("", driver):
             continue
-        report(f"{spec} is of driver {version}, {driver} is loaded: regenerating it")
+        report(f"{spec} is for driver {version}, but {driver} is loaded: regenerating it")
         if read_output("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
             # Containers may get the GPU without CDI.
             report(f"nvidia-ctk cdi generate --output={spec} failed; run it by hand to see why")
 
 
 def open_process(container: str) -> int | None:
-    """Return a pidfd of a running container's first process, if docker answers.
+    """Return a pidfd of a running container's first process; ``None`` if docker does not answer.
 
-    Killing it stops the container even when docker fails for lack of memory.
+    Killing this process stops the container even when docker fails for lack of memory.
     """
     state = docker.inspect_container(container, _ANSWER_S) or {}
     pid = int((state.get("State") or {}).get("Pid") or 0)
@@ -122,7 +122,7 @@ def open_process(container: str) -> int | None:
         pidfd = os.pidfd_open(pid)
     except OSError:
         return None
-    # The number may belong to a new process.
+    # The process may have exited, and its number may belong to a new process.
     with suppress(OSError):
         if str(state["Id"]) in Path(f"/proc/{pid}/cgroup").read_text():
             return pidfd

@@ -1,6 +1,6 @@
-"""The members of a cluster: rank, joined members, and the firewall of the ports.
+"""Finds this host's rank and the joined members of a cluster, and firewalls the cluster's ports.
 
-Ranks keep connections to the head's port, so the kernel's tables show which members joined.
+Ranks stay connected to the head's port, so the kernel's tables show which members have joined.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rank(release: Release, paths: Paths) -> int:
     if len(ranks) != 1:
         named = ", ".join(f"{member.host} {member.address}" for member in members)
         message = f"expected one member address ({named}) on this host, found {len(ranks)}"
-        fix = "restore the addresses of the fabric, or deploy all members again"
+        fix = "restore the addresses on the fabric, or deploy all members again"
         raise HostToolError(f"cluster of {release.name}", message, fix)
     return ranks[0]
 
@@ -66,7 +66,7 @@ def _connected_addresses(port: int, paths: Paths) -> set[str]:
         table = paths.below(f"/proc/net/{name}")
         lines = table.read_text().splitlines()[1:] if table.exists() else []
         for _, local, remote, state, *_ in (line.split(maxsplit=4) for line in lines):
-            ports = {int(end.rpartition(":")[2], 16) for end in (local, remote)}
+            ports = {int(address.rpartition(":")[2], 16) for address in (local, remote)}
             if state == _ESTABLISHED and port in ports:
                 digits = remote.rpartition(":")[0][-8:]  # the IPv4 part of either table
                 number = int.from_bytes(bytes.fromhex(digits), "little")
@@ -85,10 +85,9 @@ def can_connect(member: Member, cluster: Cluster, *, if_refused: bool) -> bool:
 
 
 def fence(words: Sequence[str], paths: Paths) -> int:
-    """Open (``up RELEASE``) or remove (``down RELEASE``) the firewall of a cluster's ports.
+    """Install (``up RELEASE``) or remove (``down RELEASE``) a firewall for a cluster's ports.
 
-    The engine's store listens on all addresses. The unit ignores a failure, which the journal
-    shows.
+    It is needed because the engine's store listens on all addresses. A failure is only logged.
     """
     if len(words) != 2 or words[0] not in ("up", "down"):
         fix = "use up or down, and a release"
@@ -100,8 +99,8 @@ def fence(words: Sequence[str], paths: Paths) -> int:
     chain = f"SPARK-{release.name[-12:]}"
     jump = ("INPUT", "-p", "tcp", "--dport", f"{cluster.port}:{cluster.proven_port}", "-j", chain)
     for program in ("iptables", "ip6tables"):
-        for order in (("-D", *jump), ("-F", chain), ("-X", chain)):  # of an earlier start
-            run_program([program, *_WAIT, *order], _IPTABLES_S)
+        for command in (("-D", *jump), ("-F", chain), ("-X", chain)):  # of an earlier start
+            run_program([program, *_WAIT, *command], _IPTABLES_S)
         if words[0] == "down":
             continue
         # No member uses IPv6.

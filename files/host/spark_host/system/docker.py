@@ -1,4 +1,4 @@
-"""Docker: queries through the API socket, changes through the client."""
+"""Queries docker through its API socket; changes containers and images with its client."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def _get(path: str, timeout_s: float) -> Any:
 
 def gpu_arguments(paths: Paths) -> tuple[str, ...]:
     """Return the proven docker arguments for the GPU, or raise ``HostToolError``."""
-    absent = "no container was proven to see the GPU"
-    return files.load(GpuProof, paths.gpu_receipt, absent).docker_arguments
+    problem = "no container has proven access to the GPU"
+    return files.load(GpuProof, paths.gpu_receipt, problem).docker_arguments
 
 
 def is_up() -> bool:
@@ -107,7 +107,7 @@ def inspect_container(name: str, limit_s: float) -> dict[str, Any] | None:
 
 
 def client_environment() -> dict[str, str]:
-    """Return the whole environment: no other daemon or configuration."""
+    """Return an environment without variables that name another daemon or configuration."""
     return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/root", "LC_ALL": "C.UTF-8"}
 
 

@@ -52,10 +52,10 @@ def _start_trial(plan: fabric.FabricPlan, paths: Paths) -> None:
     trial = paths.below(fabric.NETPLAN_TRIAL)
     if paths.below(fabric.NETPLAN_FILE).exists():
         fix = "remove it first: spark-deploy fabric --restore"
-        raise HostToolError(fabric.NETPLAN_FILE, "another managed network is in use", fix)
+        raise HostToolError(fabric.NETPLAN_FILE, "already exists", fix)
     if trial.exists():  # replacing it would leave addresses behind
         raise HostToolError(fabric.NETPLAN_TRIAL, "another trial is running", fabric.TRY_AGAIN)
-    # of a trial that has just ended
+    # The timer's service of a trial that has just ended may still be loaded.
     _stop_timer("service")
     managed = {port.interface for port in plan.ports}
     record = fabric.FabricRecord(
@@ -72,11 +72,11 @@ def _start_trial(plan: fabric.FabricPlan, paths: Paths) -> None:
     ]  # fmt: skip
     try:
         _run_checked(["netplan", "generate"], "netplan rejects the file")
-        _run_checked(timer, "systemd rejects the timer of the restore")
+        _run_checked(timer, "systemd rejects the timer that restores the network")
     except HostToolError:
         files.remove(trial)
         raise
-    # The caller may lose the connection.
+    # In its own unit, because the caller may lose the connection.
     apply = [*_TRANSIENT, "--no-block", f"--unit={fabric.APPLY_UNIT}", "netplan", "apply"]
     _run_checked(apply, "systemd rejects the change")
 
@@ -164,26 +164,26 @@ def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
     """
     if not paths.below(fabric.NETPLAN_TRIAL).exists():
         fix = "check the new network, then run it again"
-        raise HostToolError("fabric", "not confirmed in time: the old network is back", fix)
+        raise HostToolError("fabric", "not confirmed in time, so the old network is restored", fix)
     record = files.load(fabric.FabricRecord, paths.below(_TRIAL_RECORD), "no record of the trial")
     began = time.monotonic()
-    seen, since = None, 0.0
+    last, unchanged_since = None, 0.0
     while time.monotonic() < began + _APPLY_S:
         missing = [port for port in record.ports if not _is_configured(port)]
         state = systemd.state(f"{fabric.APPLY_UNIT}.service", "ActiveState").get("ActiveState")
         applying = state not in ("inactive", "failed", None)
         now = (missing, applying, _addresses(), _default_routes())
-        if now != seen:
-            seen, since = now, time.monotonic()
+        if now != last:
+            last, unchanged_since = now, time.monotonic()
         regained = not _lost_addresses(record, now[2]) or time.monotonic() >= began + _REGAIN_S
-        if regained and not (missing or now[1]) and time.monotonic() - since >= _STILL_S:
+        if regained and not (missing or now[1]) and time.monotonic() - unchanged_since >= _STILL_S:
             return record
         time.sleep(_PAUSE_S)
     message = f"addresses are still changing after {_APPLY_S:.0f} s"
-    if seen and seen[0]:
-        port = seen[0][0]
+    if last and last[0]:
+        port = last[0][0]
         message = f"{port.interface} did not get {port.address} with MTU {port.mtu}"
-    elif seen and seen[1]:  # a login now would prove the old network
+    elif last and last[1]:  # a login now would only test the old network
         message = f"netplan did not finish within {_APPLY_S:.0f} s"
     fix = f"read `journalctl -u {fabric.APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
     raise HostToolError("fabric", message, fix)

@@ -24,7 +24,7 @@ from spark_contract.paths import Paths
 
 _STREAMS = 4  # a single stream is limited by a core
 _CHUNK_BYTES = 1 << 20
-_MEET_S = 10.0  # until both sides are there
+_MEET_S = 10.0  # until both sides are connected
 _TOKEN_S = 1.0  # for the whole token of a connection
 _STRANGERS = 64  # connections with a wrong token before the listener exits
 _RETRY_S = 0.1
@@ -68,7 +68,7 @@ def listen(order: SpeedOrder) -> None:
     if len(streams) < _STREAMS:
         message = f"only {len(streams)} of {_STREAMS} connections within {_MEET_S:.0f} s"
         raise HostToolError(where, message, "see the sender's error")
-    # Only now, so that all streams start together.
+    # Welcome them only now, so that all streams start at the same time.
     until = time.monotonic() + order.max_s + _MEET_S
     for stream in streams:
         stream.sendall(_WELCOME)
@@ -149,17 +149,17 @@ def _connection_error(order: SpeedOrder, reason: str) -> HostToolError:
 
 
 def _send_zeros(stream: socket.socket, max_bytes: int, until: float) -> int:
-    chunk, handed = memoryview(bytes(_CHUNK_BYTES)), 0
+    chunk, sent_bytes = memoryview(bytes(_CHUNK_BYTES)), 0
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER)
     with stream, contextlib.suppress(OSError):
-        while handed < max_bytes and (left_s := until - time.monotonic()) > 0:
+        while sent_bytes < max_bytes and (left_s := until - time.monotonic()) > 0:
             stream.settimeout(left_s)
             with contextlib.suppress(TimeoutError):
-                handed += stream.send(chunk[: max_bytes - handed])
+                sent_bytes += stream.send(chunk[: max_bytes - sent_bytes])
         while True:
             queue = fcntl.ioctl(stream, termios.TIOCOUTQ, bytes(4))  # not acknowledged
             waiting = int.from_bytes(queue, sys.byteorder)
             if not waiting or time.monotonic() >= until:
-                return handed - waiting
+                return sent_bytes - waiting
             time.sleep(0.0005)
     return 0

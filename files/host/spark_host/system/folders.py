@@ -1,7 +1,7 @@
-"""Folders of other accounts.
+"""Changes folders of other accounts.
 
-Entries may be replaced at any time, so root opens them first without following links and changes
-them by descriptor.
+Their owner may replace entries at any time, so root opens them without following links, and
+changes them by descriptor.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _run(*argv: str) -> bool:
 def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
     """Return a folder's size in bytes and its file count; stop once either limit is exceeded.
 
-    Paths above the kernel's limit, which would hide files, exceed the limits, too.
+    Files in paths above the kernel's limit cannot be counted, so they exceed the limits, too.
     """
     size = count = 0
     todo = [os.fspath(folder)]
@@ -90,7 +90,7 @@ def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
 
 @contextmanager
 def opened_socket(path: Path) -> Iterator[str]:
-    """Yield a name that stays bound to a socket; HostToolError for anything else."""
+    """Yield a path that always names this socket; HostToolError for anything but a socket."""
     with _opened(path.parent) as folder:
         descriptor = os.open(path.name, os.O_PATH | os.O_NOFOLLOW, dir_fd=folder)
     try:

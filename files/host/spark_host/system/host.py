@@ -1,4 +1,4 @@
-"""The host: documents, releases, systemd and time; tests simulate them."""
+"""Access to a host's documents, releases, systemd and time, which tests simulate."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def list_folder(path: Path) -> list[str]:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Take the lock at ``path``; ``BlockingIOError`` if it is taken, unless ``wait``."""
+    """Lock ``path``; if it is locked already, wait or raise ``BlockingIOError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not inheritable: a child must not keep the lock. A user who can read the file could take it.
+    # Child processes do not inherit the lock. Mode 600, because a reader could lock the file.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

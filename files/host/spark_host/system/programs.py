@@ -22,7 +22,7 @@ class ProgramTimeoutError(Exception):
 def run_program(
     argv: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program; its code is 127 if not installed, 124 after the time limit."""
+    """Run a program; the exit code is 127 if it is not installed, 124 after the time limit."""
     try:
         return subprocess.run(
             argv, capture_output=True, text=True, errors="replace", timeout=limit_s,
@@ -60,7 +60,7 @@ def read_output_start(argv: Sequence[str], limit_s: float, max_bytes: int) -> st
 
 
 def _environment() -> dict[str, str]:
-    # Our PYTHON* variables would break netplan and ufw.
+    # netplan and ufw are Python programs, which our PYTHON* variables would break.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     return {**inherited, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
 

@@ -1,4 +1,4 @@
-"""Hash a part of the served checkpoints each day, so that silent damage is found."""
+"""Hashes a part of the served checkpoints each day to find silent damage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spark_contract.errors import Problem
 from spark_contract.paths import RECEIPT_NAME
 
 DAYS = 14  # for all bytes
-_LIMIT_S = 900.0  # on a slow disk a cycle takes longer
+_LIMIT_S = 900.0  # for each day; on a slow disk a cycle takes more than DAYS
 _BUFFER_BYTES = 8 << 20
 
 
@@ -39,7 +39,7 @@ def hash_next(
     """
     parts = [part for tree in dict.fromkeys(trees) for part in _parts(tree)]
     hashed = [part for part in parts if part.key in damaged]
-    again = len(hashed)
+    damaged_count = len(hashed)
     remaining_bytes = sum(part.size_bytes for part in parts) / DAYS
     for _ in parts:
         if remaining_bytes <= 0:
@@ -51,7 +51,7 @@ def hash_next(
     until_s = time.monotonic() + _LIMIT_S
     problems: dict[str, Problem] = {}
     for number, part in enumerate(hashed):
-        if number >= again and time.monotonic() > until_s:
+        if number >= damaged_count and time.monotonic() > until_s:
             return problems, (position - (len(hashed) - number)) % len(parts)
         if problem := _verify_part(part):
             problems[part.key] = problem
@@ -73,7 +73,7 @@ def _verify_part(part: _Part) -> Problem | None:
     digest, end = hashlib.sha256(), part.offset + part.size_bytes
     try:
         with (part.tree / part.name).open("rb", buffering=0) as content:
-            # From the disk, not from memory; and the engine's memory must not fill up with it.
+            # Read from the disk, not from the page cache, and leave the memory to the engine.
             os.posix_fadvise(content.fileno(), part.offset, part.size_bytes, os.POSIX_FADV_DONTNEED)
             content.seek(part.offset)
             while chunk := content.read(min(_BUFFER_BYTES, end - content.tell())):
@@ -89,6 +89,6 @@ def _verify_part(part: _Part) -> Problem | None:
 def _damage_problem(part: _Part, message: str) -> Problem:
     receipt = part.tree / RECEIPT_NAME
     file = part.tree / part.name
-    # A later time makes every checkpoint that shares the file by a hard link hash it again.
+    # `touch` makes other checkpoints with a hard link to the file hash it again.
     fix = f"check the disk (smartctl, journalctl -k); touch {file}; rm {receipt}; deploy again"
     return Problem("checkpoint", f"{file} is damaged: {message}", fix)

@@ -1,4 +1,4 @@
-"""The daily inspection: finds slow decay; `status` and `doctor` report it."""
+"""The daily inspection, which finds slow decay; `status` and `doctor` report its results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _JOURNAL_FILES = 100_000
 FREE_BYTES = 5 << 30
 FREE_INODES_SHARE = 0.02
 _DAY_S = 86_400
-_CLOCK_S = 3_600
+_MAX_CLOCK_ERROR_S = 3_600
 _GIB = 1 << 30
 
 
@@ -139,7 +139,7 @@ def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
         yield Problem("clock", "is not synchronized", fix)
     for release in running:
         age_s = _proof_age_s(proof.read(release.name, host))
-        if age_s is not None and age_s < -_CLOCK_S:
+        if age_s is not None and age_s < -_MAX_CLOCK_ERROR_S:
             hours = -age_s / 3600
             message = f"went back: the proof of {release.name} is dated {hours:.0f} h in the future"
             yield Problem("clock", message, "correct it, then run spark-check")

@@ -1,4 +1,4 @@
-"""Temperature, clock, power and load of the GPU, and the events they cause.
+"""Reads temperature, clock, power and load of the GPU, and derives events.
 
 Any field may be ``[N/A]``. Field names: ``nvidia-smi --help-query-gpu`` of driver 580.
 """
@@ -19,7 +19,7 @@ _BUSY_PERCENT = 90.0
 _SLOW_MHZ = 1400.0
 _WEAK_W = 40.0
 _SAMPLES = 3
-_COOLED_C = 5.0  # below the limit, so that values around the limit make a single event
+_COOLED_C = 5.0  # distance to the limit, so that values around it cause a single event
 
 
 @dataclass(frozen=True, slots=True)
