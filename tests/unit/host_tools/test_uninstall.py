@@ -218,6 +218,14 @@ def test_removes_every_state_file(tmp_path):
     assert [Path(thing.name).name for thing in things if thing.stays] == ["theirs"]
 
 
+@pytest.mark.parametrize(
+    "name", ["quantiser", "quantiser-{}", "site", "site-{}", "{}", ".{}.pruned", "{}.new"]
+)
+def test_removes_every_version_of_the_tools(tmp_path, name):
+    (tmp_path / "usr/local/lib/spark" / name.format("0123456789ab")).mkdir(parents=True)
+    assert [thing.stays for thing in uninstall._tools_and_records(Paths(tmp_path))] == [""]
+
+
 def test_missing_folder_is_not_a_failure(tmp_path):
     missing, empty = tmp_path / "missing", tmp_path / "empty"
     empty.mkdir()
