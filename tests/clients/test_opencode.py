@@ -58,7 +58,7 @@ def run_shell(script, *words, home):
 
 
 def client_text(client, connection):
-    return "\n".join(CLIENTS[client].text(connection))
+    return "\n".join(CLIENTS[client].render(connection))
 
 
 def test_opencode_answers(npm, connection, tmp_path):

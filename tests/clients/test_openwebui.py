@@ -66,7 +66,7 @@ def environment(home):
     docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nenv\n')
     docker.chmod(0o755)
     done = subprocess.run(
-        ["bash", "-euc", "\n".join(CLIENTS["openwebui"].text(connection))],
+        ["bash", "-euc", "\n".join(CLIENTS["openwebui"].render(connection))],
         capture_output=True, text=True, check=True, env={"PATH": f"{home}:/usr/bin:/bin"},
     )  # fmt: skip
     words = done.stdout.splitlines()

@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def test_litellm_distributes_over_hosts_with_their_own_keys(programs, tmp_path, port):
     servers = [Server(f"spark-{n}", f"key-of-spark-{n}-0123", tmp_path / f"key{n}") for n in (1, 2)]
-    text = "\n".join(ROUTERS["litellm"].text([server.connection for server in servers]))
+    text = "\n".join(ROUTERS["litellm"].render([server.connection for server in servers]))
     with running("litellm", text, programs, tmp_path, port):
         answers = Counter(chat(port, LITELLM_KEY, model) for model in ("model", "alias") * 15)
         assert set(answers) == {"spark-1", "spark-2"}
@@ -81,7 +81,7 @@ def test_litellm_distributes_over_hosts_with_their_own_keys(programs, tmp_path, 
 def test_vllm_router_keeps_conversations_and_passes_on_the_key(programs, tmp_path, port):
     key = "shared-key-0123456789"
     servers = [Server(f"spark-{n}", key, tmp_path / f"key{n}") for n in (1, 2)]
-    [line] = ROUTERS["vllm-router"].text([server.connection for server in servers])
+    [line] = ROUTERS["vllm-router"].render([server.connection for server in servers])
 
     def hosts_of(conversation, requests=3):
         session = {"X-Session-Id": f"chat-{conversation}"}

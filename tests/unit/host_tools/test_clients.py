@@ -25,7 +25,7 @@ def connection(client):
 
 
 def example_of(name, connection):
-    return "\n".join(CLIENTS[name].text(connection))
+    return "\n".join(CLIENTS[name].render(connection))
 
 
 def run_with_environment(name, connection, program):
