@@ -147,6 +147,7 @@ class FileHandler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_GET  # noqa: N815  # names of http.server
 
     def route(self, path: str) -> None:
+        """Answer the request; each server defines it."""
         raise NotImplementedError
 
     @property

@@ -124,6 +124,7 @@ class Cache:
         pass
 
     def items(self) -> int:
+        """Each format defines it."""
         raise NotImplementedError
 
     def bytes_per_token(self) -> int:

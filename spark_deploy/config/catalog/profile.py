@@ -63,7 +63,7 @@ class Speculation:
     Fewer drafts at many requests, where each draft reads further experts."""
     draft_vocabulary_tokens: int | None = Field(default=None, ge=1024, multiple_of=64)
     """Most frequent tokens, with head: int8-triton, that drafts are chosen from; the drafter then
-    reads only their rows of the LM head. null: all. Greedy answers do not change."""
+    reads only their rows of the LM head. null: all. Not run on a GPU yet."""
     longest_match: int | None = Field(default=None, ge=1, le=64)
     """With ngram: most tokens to match."""
     shortest_match: int | None = Field(default=None, ge=1, le=64)
@@ -90,6 +90,9 @@ class Speculation:
         if self.method == "ngram" and self.repository is not None:
             message = "ngram drafts without weights"
             yield Violation(("repository",), message, "remove it, or choose another method")
+        if self.draft_vocabulary_tokens is not None and not self.uses_model_layers:
+            message = "applies only to drafts of the model's own MTP layer"
+            yield Violation(("draft_vocabulary_tokens",), message, "remove it")
         if self.method == "mtp" and self.tokens > _MAX_MTP_TOKENS:
             message = f"{self.tokens} draft tokens are too many for an MTP layer"
             yield Violation(("tokens",), message, f"draft {_MAX_MTP_TOKENS} or fewer")

@@ -295,7 +295,8 @@ class ServiceEngineSettings:
     rejection_sample_method: Literal["standard", "block"] | None = None
     """How draft tokens are verified; same values as in a profile's `speculation`."""
     draft_vocabulary_tokens: int | None = Field(default=None, ge=1024, multiple_of=64)
-    """How many tokens drafts are chosen from; same values as in a profile's `speculation`."""
+    """Number of frequent tokens that drafts are chosen from; same values as in a profile's
+    `speculation`. Not run on a GPU yet."""
     num_speculative_tokens_per_batch_size: DraftSchedule | None = Field(
         default=None, examples=[[[1, 2, 2], [3, 4, 1]]]
     )

@@ -101,6 +101,12 @@ TRIPS: dict[str, dict[str, Any]] = {
         "checkpoint_needs_plugin": False,
     },
     "draft-vocabulary-without-our-head": {"draft_vocabulary": 32768},
+    "draft-vocabulary-with-sparse-attention": {
+        "draft_vocabulary": 32768,
+        "head": "int8-triton",
+        "sparse_attention": True,
+        "checkpoint_needs_plugin": True,
+    },
     "draft-vocabulary-on-several-hosts": {
         "draft_vocabulary": 32768,
         "head": "int8-triton",

@@ -28,6 +28,7 @@ def test_drafts_are_chosen_from_low_and_added_token_ids(tmp_path):
     added = [{"id": 1}, {"id": 6}, {"id": 9, "content": "beyond the rows of the head"}]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     assert choice.frequent_token_ids(tmp_path, 4, vocabulary=8) == [0, 1, 2, 6]
+    assert choice.frequent_token_ids(tmp_path, 1, vocabulary=8) == [1, 6]
     assert choice.frequent_token_ids(tmp_path, 99, vocabulary=8) == [*range(8)]
 
 

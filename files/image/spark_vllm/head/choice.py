@@ -41,7 +41,7 @@ def frequent_token_ids(tokenizer: Path, count: int, vocabulary: int) -> list[int
     added = json.loads(file.read_text("utf-8"))["added_tokens"] if file.exists() else []
     special = {token["id"] for token in added if token["id"] < vocabulary}
     others = [token for token in range(vocabulary) if token not in special]
-    return sorted([*special, *others[: count - len(special)]])
+    return sorted([*special, *others[: max(0, count - len(special))]])
 
 
 def select_fastest(times: Times) -> str:
