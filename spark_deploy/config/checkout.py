@@ -3,8 +3,6 @@
 An installed wheel contains the parts of the checkout that a deploy needs, in the same layout.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

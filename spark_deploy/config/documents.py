@@ -4,8 +4,6 @@
 builds the document and checks its rules.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

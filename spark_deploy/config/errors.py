@@ -3,8 +3,6 @@
 All derive from ``PyinfraError``, which pyinfra prints without a traceback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

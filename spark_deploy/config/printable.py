@@ -1,7 +1,5 @@
 """Replace control and invisible characters in text from hosts and hubs."""
 
-from __future__ import annotations
-
 import re
 
 # Control characters except tab, and characters that change the writing direction.

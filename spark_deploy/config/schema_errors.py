@@ -1,7 +1,5 @@
 """Report all mistakes in plain data: where, what is wrong, how to fix it."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

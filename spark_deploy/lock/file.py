@@ -1,7 +1,5 @@
 """Read, validate and write the lock file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -3,8 +3,6 @@
 The checkpoint builder reads them in a subprocess, with the same rules and limits as on hosts.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Look up the commit and files of a hub repository."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

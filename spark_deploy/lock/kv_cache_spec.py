@@ -3,8 +3,6 @@
 Unknown layer types or fields make the size unknown.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any

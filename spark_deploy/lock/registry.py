@@ -1,7 +1,5 @@
 """Query image registries for digests, sizes and entrypoints."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Find the names that are not locked, look them up and write the lock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +26,13 @@ class Names:
     sources: frozenset[tuple[str, str]]  # repository and revision
     images: frozenset[str]  # references
 
-    def missing_in(self, lock: Lock) -> Names:
+    def missing_in(self, lock: Lock) -> "Names":
         return Names(
             frozenset(name for name in self.sources if lock.source(*name) is None),
             self.images - lock.images.keys(),
         )
 
-    def without(self, names: Collection[str]) -> Names:
+    def without(self, names: Collection[str]) -> "Names":
         sources = frozenset(source for source in self.sources if source[0] not in names)
         return Names(sources, self.images.difference(names))
 

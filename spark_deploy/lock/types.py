@@ -1,7 +1,5 @@
 """Types of the lock, and which files of a repository are downloaded."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
@@ -134,7 +132,7 @@ class Lock:
         images: Iterable[LockedImage] = (),
         names: Iterable[VerifiedNames] = (),
         anatomies: Iterable[Anatomy] = (),
-    ) -> Lock:
+    ) -> "Lock":
         """Return a sorted lock; later entries replace earlier ones of the same name."""
         by_repo = {source.repo: source for source in sources}
         by_reference = {image.reference: image for image in images}
@@ -159,7 +157,7 @@ class Lock:
         images: Iterable[LockedImage] = (),
         names: Iterable[VerifiedNames] = (),
         anatomies: Iterable[Anatomy] = (),
-    ) -> Lock:
+    ) -> "Lock":
         return Lock.from_entries(
             [*self.sources.values(), *sources],
             [*self.images.values(), *images],

@@ -1,7 +1,5 @@
 """Sources, checkpoints and images that a model and a profile need on a host."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Networks between hosts: netplan files, links, releases of clusters, rollout waves. Pure."""
 
-from __future__ import annotations
-
 import dataclasses
 import ipaddress
 import re

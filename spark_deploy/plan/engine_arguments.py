@@ -3,8 +3,6 @@
 vLLM's parser reads a value that begins with ``-`` as an option; such values are refused.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

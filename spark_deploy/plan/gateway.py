@@ -1,7 +1,5 @@
 """Access to a service: gateway settings, TLS and URLs, independent of any release."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a plan refuses or warns of: the rules of `catalog/guard_rails.yml`, and limits of models."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The plan of a host: settings, catalog, lock and payload joined. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace

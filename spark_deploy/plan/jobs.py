@@ -1,7 +1,5 @@
 """Jobs that bring checkpoints and images to a host, from hubs or from peers; what pruning keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal

@@ -5,8 +5,6 @@ size of a GDN state, layers form groups of equal size, and a request takes pages
 each attention group and one state in each GDN group.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Weights of hybrid models are computed from the architecture, because files can r
 lack some. INT4 in groups of 128: half a byte, a 16-bit scale and a 4-bit zero per group.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

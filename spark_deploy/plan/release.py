@@ -1,7 +1,5 @@
 """The release of a service and the files on the host: document, unit limits, timers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

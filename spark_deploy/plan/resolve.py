@@ -1,7 +1,5 @@
 """Resolve model and profile of the settings, check that they can be served, suggest changes."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

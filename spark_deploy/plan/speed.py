@@ -5,8 +5,6 @@ takes bytes over bandwidth, with an efficiency per kind of kernel, plus a time p
 drafts give the tokens per step. docs/reference/speed.md compares this with published figures.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator

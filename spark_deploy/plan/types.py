@@ -4,8 +4,6 @@ Digests follow from content. Sizes are bytes, times are seconds, paths refer to 
 noted.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Facts from the headers and config.json of a repository at a commit, stored in the lock."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, PositiveInt

@@ -1,7 +1,5 @@
 """Sizes of a model's layers, from which memory and speed are computed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

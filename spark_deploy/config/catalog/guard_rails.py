@@ -1,7 +1,5 @@
 """Guard rails (``catalog/guard_rails.yml``) and open questions (``catalog/open_questions.yml``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

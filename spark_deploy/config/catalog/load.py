@@ -1,7 +1,5 @@
 """Read ``catalog/``: models, profiles with the changes of each model, guard rails."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -89,7 +87,7 @@ class _Files:
     paths: Mapping[str, Mapping[str, Path]]  # by kind and name
 
     @classmethod
-    def find(cls, checkout: Path, user_dir: Path | None) -> _Files:
+    def find(cls, checkout: Path, user_dir: Path | None) -> "_Files":
         kinds = ("models", "profiles")
         paths = {k: catalog_files(k, checkout=checkout, user_dir=user_dir) for k in kinds}
         return cls(checkout, paths)

@@ -1,7 +1,5 @@
 """Models: files of ``catalog/models``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 

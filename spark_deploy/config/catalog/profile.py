@@ -1,7 +1,5 @@
 """Profiles: files of ``catalog/profiles``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
@@ -119,7 +117,7 @@ class Adapter:
 
 
 # Traits for conditions of model changes, named like the facts of guard rails.
-TRAITS: dict[str, Callable[[Profile], Any]] = {
+TRAITS: dict[str, Callable[["Profile"], Any]] = {
     "kv_cache": lambda profile: profile.kv_cache.dtype,
     "speculation_tokens": lambda profile: profile.speculation.tokens if profile.speculation else 0,
     "prefix_caching": lambda profile: profile.prefix_caching,

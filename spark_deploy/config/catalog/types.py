@@ -1,7 +1,5 @@
 """The catalog as frozen data, which is read once and then passed around."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,7 +111,7 @@ class Catalog:
             self._raise_missing("profiles", name, self.profile_names, (f"profiles/{name}",), pair)
         return self.profiles[pair]
 
-    def with_anatomies(self, anatomies: Mapping[str, Anatomy]) -> Catalog:
+    def with_anatomies(self, anatomies: Mapping[str, Anatomy]) -> "Catalog":
         def read_model(name: str) -> Model | None:
             model = self.models.get(name)
             return _model_with_anatomies(model, anatomies) if model else None

@@ -4,8 +4,6 @@ The guard rail `unlisted-option` rejects all others unless the owner overrides i
 tests/engine/test_allowed_options.py compares these lists with the sources of vLLM.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

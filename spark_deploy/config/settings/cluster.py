@@ -1,7 +1,5 @@
 """Settings of clusters, of replicas, and of the network between hosts."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Engine settings, which replace values of the profile, and rules for options and variables."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

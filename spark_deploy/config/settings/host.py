@@ -1,7 +1,5 @@
 """Settings of a host: requirements, packages, folders and SSH access."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal

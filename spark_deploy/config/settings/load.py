@@ -4,8 +4,6 @@ Later values win: the checkout's ``group_vars/all.yml`` (all defaults), then nex
 ``group_vars/all.yml``, ``group_vars/<group>.yml`` and ``host_vars/<host>.yml``, then ``--data``.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Types of text that is sent to hosts, and a search for control characters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Settings that refer to a secret on the controller, which is not read here."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer

@@ -1,7 +1,5 @@
 """Settings of services: checkpoint, gateway, memory, checks, additional services."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any, Literal

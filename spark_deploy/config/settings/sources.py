@@ -1,7 +1,5 @@
 """Settings of registries, model hub, downloads, peers, proxy and package repositories."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

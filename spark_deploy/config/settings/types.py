@@ -4,8 +4,6 @@ Type, default, limits and description of a setting are declared only once; ``vio
 rules between settings. ``make docs`` generates schema, reference page and ``all.yml``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal
@@ -223,7 +221,7 @@ class Settings:
         served = ModelAndProfile(self.model, self.profile)
         return tuple(pair for pair in dict.fromkeys(self.keep_ready) if pair != served)
 
-    def service_settings(self, name: str) -> Settings:
+    def service_settings(self, name: str) -> "Settings":
         """Return the settings as if this were the host's only service."""
         service = self.services[name]
         names = [field.name for field in dataclasses.fields(service.engine)]
@@ -240,11 +238,11 @@ class Settings:
         )  # fmt: skip
 
     @property
-    def all_models(self) -> tuple[Settings, ...]:
+    def all_models(self) -> tuple["Settings", ...]:
         ready = (self.with_model(pair) for pair in self.ready_models)
         return (self, *ready, *map(self.service_settings, self.services))
 
-    def with_model(self, pair: ModelAndProfile) -> Settings:
+    def with_model(self, pair: ModelAndProfile) -> "Settings":
         return dataclasses.replace(self, model=pair.model, profile=pair.profile)
 
 
