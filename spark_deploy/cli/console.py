@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 from spark_contract.documents import to_plain
 
-from spark_deploy.config.checkout import catalog_names
+from spark_deploy.config.checkout import catalog_files
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.printable import printable
 
@@ -104,9 +104,9 @@ def name_completer(*kinds: str) -> Callable[..., list[str]]:
     def names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
         model, slash, _ = incomplete.partition("/")
         if slash and "models" in kinds:
-            known = [f"{model}/{name}" for name in catalog_names("profiles", user_dir=Path.cwd())]
+            known = [f"{model}/{name}" for name in catalog_files("profiles", user_dir=Path.cwd())]
         else:
-            known = [name for kind in kinds for name in catalog_names(kind, user_dir=Path.cwd())]
+            known = [name for kind in kinds for name in catalog_files(kind, user_dir=Path.cwd())]
         return [name for name in known if name.startswith(incomplete)]
 
     return names

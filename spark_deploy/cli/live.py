@@ -22,9 +22,9 @@ from spark_deploy.bench.host import HEAT, Login, parse_heat
 from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.console import Options, note, service_option, shared_options
 from spark_deploy.cli.hosts import chosen_services, select_hosts
+from spark_deploy.config.documents import GIB
 from spark_deploy.config.printable import one_line, printable
 from spark_deploy.inventory.unreachable import ssh_reason
-from spark_deploy.plan.memory import GIB
 
 # Names of the sources of log lines, by unit.
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}

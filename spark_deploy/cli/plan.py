@@ -18,7 +18,7 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SparkError
 from spark_deploy.inventory.plans import verify_names_if_online
 from spark_deploy.lock.file import read_lock
-from spark_deploy.plan.host import document
+from spark_deploy.plan.host import plan_document
 from spark_deploy.plan.resolve import model_and_profile
 from spark_deploy.plan.speed import Calibration, calibrated, compute_speed
 
@@ -65,7 +65,7 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
         for number, (host, host_plan) in enumerate(zip(hosts, plans, strict=True))
     )  # fmt: skip
     documents = [
-        {**document(host_plan), **({"reuse": reuse.get(host_plan.host)} if on_host else {})}
+        {**plan_document(host_plan), **({"reuse": reuse.get(host_plan.host)} if on_host else {})}
         for host_plan in plans
     ]
     print_result(options, documents, texts)

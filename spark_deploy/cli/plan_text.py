@@ -15,7 +15,7 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.lock.resolve import format_size
 from spark_deploy.lock.types import LockedSource
 from spark_deploy.plan.gateway import base_urls
-from spark_deploy.plan.host import disk_total, document
+from spark_deploy.plan.host import disk_total, plan_document
 from spark_deploy.plan.kv_cache import TURBOQUANT
 from spark_deploy.plan.memory import NGRAM_CACHE_BYTES, gib
 from spark_deploy.plan.speed import (
@@ -195,7 +195,7 @@ def plan_lines(
             yield row("" if number else "cluster", f"{member.host}: {shlex.join(member.argv)}")
         yield row("", f"{cluster.head.host} answers clients; the workers compute for it")
         yield row("", "a deploy reads the members' addresses and renames the release")
-    unit = document(plan)["unit"]
+    unit = plan_document(plan)["unit"]
     yield row("unit", f"{unit['name']} with {unit['drop_in']}:")
     yield row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
     yield from _serving(plan.serve, plan.gateway)
@@ -358,7 +358,7 @@ def _disk(plan: HostPlan) -> Iterator[str]:
         peak = (
             f", {format_size(use.peak_bytes)} at peak" if use.peak_bytes != use.after_bytes else ""
         )
-        text = f"{format_size(use.after_bytes):>9}{peak} for {use.what} in {use.path}"
+        text = f"{format_size(use.after_bytes):>9}{peak} for {use.label} in {use.path}"
         yield row("" if number else "disk", text)
     peak_bytes, after_bytes = disk_total(plan.disk)
     yield row(

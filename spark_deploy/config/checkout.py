@@ -22,16 +22,10 @@ def cache_folder() -> Path:
     return folder if is_writable else Path(tempfile.mkdtemp(prefix="spark-deploy-"))
 
 
-def catalog_names(
-    kind: str, *, checkout: Path = CHECKOUT, user_dir: Path | None = None
-) -> tuple[str, ...]:
-    return tuple(catalog_files(kind, checkout=checkout, user_dir=user_dir))
-
-
 def catalog_files(
     kind: str, *, checkout: Path = CHECKOUT, user_dir: Path | None = None
 ) -> dict[str, Path]:
-    """Return the file of each name; files in ``user_dir`` replace shipped files."""
+    """Return the files by name, sorted; files in ``user_dir`` replace shipped files."""
     folders = [checkout]
     if user_dir is not None and user_dir.resolve() != checkout.resolve():
         folders.append(user_dir)

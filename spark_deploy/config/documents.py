@@ -70,7 +70,7 @@ class Violation(NamedTuple):
     set_by: KeyPath | None = None
 
 
-def rules(find: Callable[[Any, Any], Iterator[Violation]]) -> AfterValidator:
+def rule_validator(find: Callable[[Any, Any], Iterator[Violation]]) -> AfterValidator:
     """Return a validator for ``Annotated`` that reports all broken rules of a document.
 
     ``find`` yields them, given the document and the context of ``convert``.
@@ -93,7 +93,7 @@ def rules(find: Callable[[Any, Any], Iterator[Violation]]) -> AfterValidator:
 
 
 # For documents with a method ``violations``.
-CHECK_VIOLATIONS = rules(lambda document, _: document.violations())
+CHECK_VIOLATIONS = rule_validator(lambda document, _: document.violations())
 
 # Building an adapter takes milliseconds.
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)

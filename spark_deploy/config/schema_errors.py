@@ -4,7 +4,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -22,30 +22,28 @@ _TYPES = {
     "object": "a mapping",
     "null": "null",
 }
-MAX_VALUES = 200_000  # a few lines with nested aliases can expand to billions
+MAX_VALUES = 200_000
 _MAX_LEVELS = 32  # far below the interpreter's recursion limit
 # Larger floats are no longer exact, and larger sizes in bytes overflow.
 _LIMITS = {float: 2**53, int: 2**63}
+_SURROGATE = re.compile("[\ud800-\udfff]")  # cannot be encoded as UTF-8
 _URL = re.compile(r'://[^\s"]*')
 
 
 def schema_problems(
-    data: Any,
-    schema: Schema,
-    where: Callable[[KeyPath], str],
-    renamed: Mapping[str, str] | None = None,
+    data: Any, schema: Schema, where: Callable[[KeyPath], str]
 ) -> Iterator[Problem]:
     """Yield all mistakes in plain ``data``, compared with a JSON ``schema``.
 
-    ``where`` returns the file that set a key path; ``renamed`` has fixes for renamed keys.
+    ``where`` returns the file that set a key path.
     """
 
-    def place(path: KeyPath) -> str:
+    def full_key(path: KeyPath) -> str:
         return f"{where(path)}: {dotted(path)}" if path else where(path)
 
     if unusable := list(unusable_values(data)):
         for path, message, fix in unusable:
-            yield Problem(f"{where(path)}: {dotted(path)}", message, fix)
+            yield Problem(full_key(path), message, fix)
         return
     errors = _Validator(schema).iter_errors(data)
     for error in sorted(errors, key=lambda error: dotted(tuple(error.absolute_path))):
@@ -53,35 +51,35 @@ def schema_problems(
         if error.validator == "additionalProperties" and isinstance(error.schema, dict):
             for key in sorted(set(error.instance) - set(error.schema.get("properties", {}))):
                 unknown = (*path, str(key))
-                fix = (renamed or {}).get(key) or _suggest_key(unknown, error.schema, schema)
-                yield Problem(place(unknown), "unknown key", fix)
+                fix = _suggest_key(unknown, error.schema, schema)
+                yield Problem(full_key(unknown), "unknown key", fix)
         else:
             description = str(error.schema.get("description", "")) if error.schema else ""
             fix = f"{_fix(error)}. {description}".removesuffix(". ")
-            yield Problem(place(path), _message(error), fix)
+            yield Problem(full_key(path), _message(error), fix)
 
 
-def _matches(
+def _match_pattern(
     validator: Any, pattern: str, instance: Any, schema: Schema
 ) -> Iterator[jsonschema.ValidationError]:
-    """Match patterns as JSON schema defines: ``$`` is the very end, not before a last newline."""
+    """Match patterns as JSON schema does: unlike in Python, ``$`` is only the end of the text."""
     whole = re.sub(r"(?<!\\)\$", r"\\Z", pattern)
     if isinstance(instance, str) and not re.search(whole, instance):
         yield jsonschema.ValidationError(f"{instance!r} does not have the required form")
 
 
 _Validator = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
-    jsonschema.Draft202012Validator, {"pattern": _matches}
+    jsonschema.Draft202012Validator, {"pattern": _match_pattern}
 )
 
 
-def closest(word: str, known: Sequence[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
+def closest(word: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
 
 
 def suggest(word: str, known: Iterable[str], fallback: str) -> str:
     """Return a fix with the most similar known name, or ``fallback`` if none is similar."""
-    guess = closest(word, list(known))
+    guess = closest(word, known)
     return f"did you mean {guess}?" if guess else fallback
 
 
@@ -100,15 +98,15 @@ def _all_keys(schema: Schema, prefix: str = "") -> Iterator[str]:
         yield from _all_keys(value, f"{prefix}{key}.")
 
 
-def _without_login(url: re.Match[str]) -> str:
-    """Return a URL without everything up to its last @: a password may contain any character."""
+def _remove_login(url: re.Match[str]) -> str:
+    """Replace everything up to the last @, because a password may contain any character."""
     _, at, rest = url[0].rpartition("@")
     return f"://...@{rest}" if at else url[0]
 
 
 def _message(error: jsonschema.ValidationError) -> str:
     value = json.dumps(error.instance, default=str, ensure_ascii=False)
-    value = _URL.sub(_without_login, value)  # people paste messages into issues
+    value = _URL.sub(_remove_login, value)  # people paste messages into issues
     value = value if len(value) <= 60 else value[:57] + "..."
     limit: Any = error.validator_value
     if error.validator == "type":
@@ -178,7 +176,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, str]]:
     """Yield (path, message, fix) for values that are not JSON, too large or too deep."""
-    if not path and _has_too_many(data):
+    if not path and _has_too_many_values(data):
         yield (), f"has more than {MAX_VALUES} values", "write fewer values, without nested aliases"
     elif len(path) > _MAX_LEVELS:
         fix = "remove recursive aliases, and reduce the nesting"
@@ -206,7 +204,7 @@ def _scalar_problems(scalar: Any) -> Iterator[tuple[str, str]]:
         if abs(scalar) >= limit:
             yield "is too large a number", f"write a number between -{limit} and {limit}"
     elif isinstance(scalar, str):
-        if not _is_unicode(scalar):
+        if _SURROGATE.search(scalar):
             yield "contains an invalid character", "remove it, or type the text again"
     elif scalar is not None:
         shown = str(scalar)[:60]
@@ -214,7 +212,8 @@ def _scalar_problems(scalar: Any) -> Iterator[tuple[str, str]]:
         yield message, f'write text in quotes: "{shown}"'
 
 
-def _has_too_many(data: Any) -> bool:
+def _has_too_many_values(data: Any) -> bool:
+    """Count values level by level, because nested aliases can expand to billions."""
     level, count = [data], 0
     for _ in range(_MAX_LEVELS + 2):
         inner = (
@@ -227,11 +226,3 @@ def _has_too_many(data: Any) -> bool:
         if count > MAX_VALUES:
             return True
     return False
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -28,7 +28,7 @@ def read_lock(path: Path) -> Lock:
 
 
 def validate_lock(lock: Lock) -> Lock:
-    """Return the lock if it matches the schema; hub and registry are not trusted."""
+    """Return the lock; raise LockError if a response of hub or registry broke the schema."""
     data, where = to_yaml_data(lock, include_nulls=False), "the response of the hub or registry"
     problems = list(schema_problems(data, load_schema("lock"), lambda key: where))
     if problems:

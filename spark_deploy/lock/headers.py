@@ -121,12 +121,13 @@ def read_anatomy(
 
 
 def describe_repository(
-    place: str, hub: HubSettings, *, leave_out: tuple[str, ...] = (), all_documents: bool = False
+    version: str, hub: HubSettings, *, leave_out: tuple[str, ...] = (), all_documents: bool = False
 ) -> RepositoryDescription:
+    """Return headers and documents of a repository's ``version``, as ORG/NAME@REVISION."""
     words = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
     words += [ALL_DOCUMENTS] if all_documents else []
     with temporary_builder(hub) as builder:
-        return builder.read(RepositoryDescription, DESCRIBE, *words, place)
+        return builder.read(RepositoryDescription, DESCRIBE, *words, version)
 
 
 def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy:

@@ -29,7 +29,7 @@ _MAX_BODY_S = 300
 _MAX_BODY_BYTES = 64 << 20  # a file needs about 300
 _COMMIT = re.compile(COMMIT)
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-_MAX_BYTES = 1 << 50  # no file is larger
+_MAX_FILE_BYTES = 1 << 50  # no file is larger
 
 
 class _LimitedBody(httpx2.SyncByteStream):
@@ -84,7 +84,7 @@ def look_up_repo(endpoint: str, repo: str, revision: str, token: str | None) -> 
         fix = "check hub.endpoint and the network of this machine, then run it again"
         raise LockError.one(where, what, fix) from error
     except _MALFORMED as error:
-        raise _not_a_hub(where, f"{type(error).__name__}: {error}") from error
+        raise _not_a_hub_error(where, f"{type(error).__name__}: {error}") from error
     return _make_source(where, repo, revision, info)
 
 
@@ -135,7 +135,7 @@ def _reject_redirect_to_http(response: httpx2.Response) -> None:
             raise httpx2.UnsupportedProtocol(what, request=response.request)
 
 
-def _not_a_hub(where: str, reason: str) -> LockError:
+def _not_a_hub_error(where: str, reason: str) -> LockError:
     what = f"the server does not respond like a Hugging Face hub ({one_line(reason)})"
     return LockError.one(where, what, "correct hub.endpoint, or check for a proxy")
 
@@ -153,9 +153,9 @@ def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> Locke
     if not info.sha or not files:
         raise LockError.one(where, "the hub lists no commit or no files", "check the repository")
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-        raise _not_a_hub(where, f"it lists the commit {info.sha}")
+        raise _not_a_hub_error(where, f"it lists the commit {info.sha}")
     if len({file.path for file in files}) != len(files):
-        raise _not_a_hub(where, "it lists a file twice")
+        raise _not_a_hub_error(where, "it lists a file twice")
     files.sort(key=lambda file: file.path)
     downloaded, left_out = split_files(where, files)
     if not downloaded:
@@ -171,7 +171,7 @@ def _make_file(
     try:
         file = documents.read(FetchFile, {"path": path, "size_bytes": size_bytes, **digest})
     except DocumentError as error:
-        raise _not_a_hub(where, str(error)) from error
-    if file.size_bytes > _MAX_BYTES or not file.path.isprintable():
-        raise _not_a_hub(where, f"it lists {file.path!r} of {file.size_bytes} bytes")
+        raise _not_a_hub_error(where, str(error)) from error
+    if file.size_bytes > _MAX_FILE_BYTES or not file.path.isprintable():
+        raise _not_a_hub_error(where, f"it lists {file.path!r} of {file.size_bytes} bytes")
     return SourceFile(file.path, file.size_bytes, file.sha256, file.git_sha1)

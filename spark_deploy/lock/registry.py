@@ -157,7 +157,7 @@ class _Client:
                 return _read_body(response), response.headers
         except urllib.error.HTTPError as error:
             if error.code != 401 or self._token:
-                raise self._error_of_status(error) from error
+                raise self._status_error(error) from error
             self._token = self._request_token(error.headers.get("WWW-Authenticate", ""))
             return self._get(url)
         except OSError as error:
@@ -183,7 +183,7 @@ class _Client:
             raise LockError.one(self._where, what, fix) from error
         return str(data.get("token") or data.get("access_token"))
 
-    def _error_of_status(self, error: urllib.error.HTTPError) -> LockError:
+    def _status_error(self, error: urllib.error.HTTPError) -> LockError:
         if error.code == 404:
             fix = "correct the tag in images"
             return ImageNotFoundError.one(self._where, "no such image or tag", fix)

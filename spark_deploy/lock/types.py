@@ -188,12 +188,12 @@ def names_to_verify(
 ) -> VerifiedNames:
     """Return what to verify for a build, without the counts."""
     fields = {key: value for key, value in to_plain(order).items() if key not in _UNRELATED_FIELDS}
-    places = [f"{source.repo}@{source.commit}" for source in (base, donor) if source is not None]
+    versions = [f"{source.repo}@{source.commit}" for source in (base, donor) if source is not None]
     return VerifiedNames(
         build=f"{order.name}, shared experts {order.shared_experts}, head {order.head}",
-        question=digest_of({"builder": fields, "places": places}),
-        base=places[0],
-        donor=places[1] if donor is not None else None,
+        question=digest_of({"builder": fields, "places": versions}),
+        base=versions[0],
+        donor=versions[1] if donor is not None else None,
     )
 
 

@@ -66,7 +66,7 @@ def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
 
 
 def served_source(model: Model, lock: Lock) -> LockedSource:
-    """Return the repository that is served unchanged, without files that the engine ignores."""
+    """Return the repository to serve unchanged, without the files that ``leave_out`` matches."""
     if not isinstance(model, PlainModel):
         return locked_source(lock, model.sources.base, model.sources.revision)
     source = locked_source(lock, model.repository, model.revision)
@@ -88,7 +88,7 @@ def source_plan(source: LockedSource, settings: Settings) -> SourcePlan:
 
 
 def reject_unbuildable_checkpoint(model: Model, profile: Profile, settings: Settings) -> None:
-    """Raise an error for a checkpoint that cannot be built, or not kept as the settings require."""
+    """Raise PlanError if the checkpoint cannot be built, or not kept as the settings require."""
     where, checkpoint = f"profile {profile.name}", settings.checkpoint
     if isinstance(model, PlainModel) and (profile.builds_checkpoint or profile.plugin):
         what = f"is for checkpoints built here; {model.name} is served as published"
@@ -264,7 +264,7 @@ def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
 def requantized_plan(
     model: Model, settings: Settings, lock: Lock, image: ImagePlan, quantizer_digest: str
 ) -> RequantizedPlan | None:
-    """Return the plan of the checkpoint to quantise; ``None`` if not configured.
+    """Return the plan of the checkpoint to quantize; ``None`` if not configured.
 
     AutoRound runs in the engine's image. The model's exact tensor sets decide which tensors it
     packs; the rest stays in 16 bits.

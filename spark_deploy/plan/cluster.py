@@ -1,4 +1,4 @@
-"""Networks between hosts: netplan files, links, releases of clusters, rollout waves. Pure."""
+"""Plan the network between hosts, releases of clusters, and the waves of a rollout."""
 
 import dataclasses
 import ipaddress
@@ -161,8 +161,8 @@ def _interfaces(port: Port) -> list[ipaddress.IPv4Interface]:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """How the members of a cluster reach a host."""
+class Endpoint:
+    """Address and devices at which other members of a cluster reach a host."""
 
     host: str
     address: str
@@ -171,22 +171,21 @@ class Link:
     gid_index: int | None
 
 
-def links(settings: Settings, ports: Mapping[str, Ports]) -> tuple[Link, ...]:
-    """Return how the members reach each other, by rank.
+def member_endpoints(settings: Settings, ports: Mapping[str, Ports]) -> tuple[Endpoint, ...]:
+    """Return the endpoint of each rank; without ``ports``, addresses are placeholders.
 
-    Without ``ports`` of each host, addresses stay placeholders. Raises PlanError if a member has no
-    address in a common network.
+    Raises PlanError if a member has no address in a common network.
     """
     hosts = settings.cluster.hosts
     if not ports:
-        return tuple(Link(host, f"ADDRESS-OF-{host}", "INTERFACE", (), None) for host in hosts)
-    network = _network(settings, ports)
-    if problems := list(_ambiguous(hosts, ports, network)):
+        return tuple(Endpoint(host, f"ADDRESS-OF-{host}", "INTERFACE", (), None) for host in hosts)
+    network = _common_network(settings, ports)
+    if problems := list(_address_problems(hosts, ports, network)):
         raise PlanError(problems)
-    return tuple(_link(host, ports[host].ports, network) for host in hosts)
+    return tuple(_make_endpoint(host, ports[host].ports, network) for host in hosts)
 
 
-def _ambiguous(
+def _address_problems(
     hosts: Sequence[str], fabric: Mapping[str, Ports], network: ipaddress.IPv4Network
 ) -> Iterator[Problem]:
     """Yield addresses used twice, and networks on two cables of a host."""
@@ -208,7 +207,7 @@ def _ambiguous(
                 yield Problem(f"{host}: {port.interface}", what, fix)
 
 
-def _network(settings: Settings, fabric: Mapping[str, Ports]) -> ipaddress.IPv4Network:
+def _common_network(settings: Settings, fabric: Mapping[str, Ports]) -> ipaddress.IPv4Network:
     cluster = settings.cluster
     if cluster.subnet:
         network = ipaddress.IPv4Network(cluster.subnet)
@@ -232,11 +231,11 @@ def _network(settings: Settings, fabric: Mapping[str, Ports]) -> ipaddress.IPv4N
         missing = missing or list(cluster.hosts)
     if network is not None and not missing:
         return network
-    raise PlanError([_unreachable(host, fabric[host].ports, cluster.subnet) for host in missing])
+    raise PlanError([_missing_address(h, fabric[h].ports, cluster.subnet) for h in missing])
 
 
-def _unreachable(host: str, ports: Sequence[Port], subnet: str | None) -> Problem:
-    seen = [
+def _missing_address(host: str, ports: Sequence[Port], subnet: str | None) -> Problem:
+    interfaces = [
         f"{port.interface}{f' ({port.device})' if port.device else ''} "
         f"{'up' if port.up else 'down'} {', '.join(port.addresses) or 'without address'}"
         for port in ports
@@ -244,18 +243,18 @@ def _unreachable(host: str, ports: Sequence[Port], subnet: str | None) -> Proble
     required = f"in {subnet}" if subnet else "on an RDMA port in a network of all members"
     return Problem(
         f"{host}: cluster",
-        f"has no address {required} (found: {'; '.join(seen) or 'no interface'})",
+        f"has no address {required} (found: {'; '.join(interfaces) or 'no interface'})",
         "give the cabled port an address (netplan), or set cluster.subnet to another network",
     )
 
 
-def _link(host: str, ports: Sequence[Port], network: ipaddress.IPv4Network) -> Link:
+def _make_endpoint(host: str, ports: Sequence[Port], network: ipaddress.IPv4Network) -> Endpoint:
     main = next(port for port in ports if port.up and _address(port, network))
     # Each interface of a cage carries half of the cable's bandwidth. NCCL uses a single GID index
     # for all devices.
     with_rdma = [port for port in ports if port.device and port.up and port.addresses]
     usable = [port for port in with_rdma if main.device and port.gid_index == main.gid_index]
-    return Link(
+    return Endpoint(
         host=host,
         address=_address(main, network),
         interface=main.interface,
@@ -275,17 +274,17 @@ def member_links(
     """Return the links from a host to the other members, over all interfaces with RDMA."""
     if not fabric:
         return ()
-    network = _network(settings, fabric)
+    network = _common_network(settings, fabric)
     return tuple(
         FabricLink(
-            own.interface, own.device, own.mtu, own.speed_mbit_per_s,
+            local.interface, local.device, local.mtu, local.speed_mbit_per_s,
             member, other.addresses[0].partition("/")[0], other.mtu,
         )
-        for own in _cluster_ports(fabric[host].ports, network)
+        for local in _cluster_ports(fabric[host].ports, network)
         for member in settings.cluster.hosts
         if member != host
         for other in _cluster_ports(fabric[member].ports, network)
-        if _interfaces(other)[0].network == _interfaces(own)[0].network
+        if _interfaces(other)[0].network == _interfaces(local)[0].network
     )  # fmt: skip
 
 
@@ -302,19 +301,19 @@ def cluster_release(release: Release, settings: Settings, fabric: Mapping[str, P
 
     The port follows from the rest of the release.
     """
-    joined = links(settings, fabric)
-    offset = int(digest_of({"release": release, "links": joined})[:8], 16) % (_PORTS // 2)
+    endpoints = member_endpoints(settings, fabric)
+    offset = int(digest_of({"release": release, "links": endpoints})[:8], 16) % (_PORTS // 2)
     port = _FIRST_PORT + 2 * offset
-    addresses = [link.address for link in joined]
+    addresses = [endpoint.address for endpoint in endpoints]
     members = tuple(
         Member(
-            host=link.host,
-            address=link.address,
+            host=endpoint.host,
+            address=endpoint.address,
             argv=rank_arguments(rank, addresses, port),
-            env=_environment(link),
-            docker_args=_RDMA_ARGUMENTS if link.devices else (),
+            env=_environment(endpoint),
+            docker_args=_RDMA_ARGUMENTS if endpoint.devices else (),
         )
-        for rank, link in enumerate(joined)
+        for rank, endpoint in enumerate(endpoints)
     )
     # Host network: ranks exchange further ports only while they run.
     docker_args = tuple(
@@ -328,18 +327,18 @@ def cluster_release(release: Release, settings: Settings, fabric: Mapping[str, P
     )
 
 
-def _environment(link: Link) -> dict[str, str]:
+def _environment(endpoint: Endpoint) -> dict[str, str]:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_NET_DEVICES")
-    variables = {name: link.interface for name in names} | {"VLLM_HOST_IP": link.address}
-    if not link.devices:
+    variables = {name: endpoint.interface for name in names} | {"VLLM_HOST_IP": endpoint.address}
+    if not endpoint.devices:
         return {**variables, "NCCL_IB_DISABLE": "1"}
     variables |= {
         "NCCL_IB_DISABLE": "0",
-        "NCCL_IB_HCA": ",".join(link.devices),
+        "NCCL_IB_HCA": ",".join(endpoint.devices),
         "NCCL_IGNORE_CPU_AFFINITY": "1",
     }
-    if link.gid_index is not None:
-        variables["NCCL_IB_GID_INDEX"] = str(link.gid_index)
+    if endpoint.gid_index is not None:
+        variables["NCCL_IB_GID_INDEX"] = str(endpoint.gid_index)
     return variables
 
 
@@ -349,7 +348,7 @@ Wave = tuple[str, ...]
 def plan_waves(
     rollouts: Mapping[str, RolloutSettings], clusters: Iterable[Wave] = ()
 ) -> tuple[Wave, ...]:
-    """Return which hosts change together, wave after wave.
+    """Return the waves of a rollout, each with the hosts that change together.
 
     Canaries come first, in separate waves; then the rest in inventory order. The smallest
     ``at_once`` of the hosts limits a wave. The members of a cluster share a wave.

@@ -1,7 +1,4 @@
-"""Arguments and environment of the engine, and the log lines that prove them.
-
-vLLM's parser reads a value that begins with ``-`` as an option; such values are refused.
-"""
+"""Compute the engine's arguments and environment, and the log lines that confirm them."""
 
 import json
 import re
@@ -28,8 +25,8 @@ from spark_deploy.plan.types import ImagePlan, MemoryPlan
 def pins_drafter_experts(model: Model, profile: Profile) -> bool:
     """Return whether the plan chooses the kernel of the MTP layer's experts.
 
-    For 16-bit experts the engine's default depends on the GPU. INT4 experts get Marlin on every GPU
-    and would lose it; an engine without a GPU has no Triton.
+    The engine's default for 16-bit experts depends on the GPU; for INT4 experts it is always
+    Marlin. An engine without a GPU has no Triton.
     """
     drafts = profile.speculation
     if drafts is None or not drafts.uses_model_layers or profile.engine_mode == "portable":
@@ -80,8 +77,8 @@ ADAPTERS_MOUNT = "/adapters"
 HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
 """Measurement of the opt-in head, written at the first start on a host."""
 
-# Proofs ran without both. Autotuning runs FlashInfer's kernels with loaded weights; the warm-up
-# compiles kernels that may never be used.
+# Our results were measured without both. Autotuning runs FlashInfer's kernels with loaded weights;
+# the warm-up compiles kernels that may never be used.
 KERNEL_CONFIG = {"enable_flashinfer_autotune": False, "enable_jit_warmup": False}
 
 # `docker run` arguments of every release; GPU arguments follow from the host. Reasons:
@@ -124,9 +121,9 @@ def option_arguments(options: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, Mapping):
             arguments += [flag, json.dumps(value, separators=(",", ":"), sort_keys=True)]
         elif isinstance(value, (list, tuple)):
-            arguments += [flag, *(_value(name, item) for item in value)]
+            arguments += [flag, *(_text_value(name, item) for item in value)]
         else:
-            arguments += [flag, _value(name, value)]
+            arguments += [flag, _text_value(name, value)]
     return arguments
 
 
@@ -134,7 +131,7 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
     """Return the options of ``vllm serve`` that follow from model, profile and memory plan."""
     portable = profile.engine_mode == "portable"
     published = model if isinstance(model, PlainModel) else None
-    # Dropping the towers for pictures drops those for sounds as well.
+    # The engine can omit the vision tower, but omits the audio tower with it.
     drops_towers = published is None or (published.vision and not published.audio)
     context, long_prompt = context_tokens(model, profile), profile.limits.long_prompt_tokens
     return {
@@ -214,8 +211,8 @@ def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
     if profile.ngram_table == "file":
         spark |= {"ngram_table": "file", "ngram_cache_mib": NGRAM_CACHE_BYTES >> 20}
     if spark:
-        own = _mapping_of(options, "additional-config")
-        options["additional-config"] = {**own, "spark": {**spark, **own.get("spark", {})}}
+        config = _mapping_of(options, "additional-config")
+        options["additional-config"] = {**config, "spark": {**spark, **config.get("spark", {})}}
     if pins_target_experts(model, profile):
         # All experts are 16-bit, so the drafter's kernel fits all.
         options["moe-backend"] = "triton"
@@ -223,11 +220,11 @@ def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
 
 
 def _mapping_of(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    own = decode_mapping(options.get(name) or {})
-    if not isinstance(own, Mapping):
-        what = f"{own!r} is not a mapping, but the plan adds keys to it"
+    value = decode_mapping(options.get(name) or {})
+    if not isinstance(value, Mapping):
+        what = f"{value!r} is not a mapping, but the plan adds keys to it"
         raise PlanError.one(f"engine option {name}", what, "write it as a mapping")
-    return own
+    return value
 
 
 def engine_arguments(
@@ -281,7 +278,7 @@ def rank_arguments(rank: int, addresses: Sequence[str], port: int) -> tuple[str,
     return (*argv, "--headless") if rank else tuple(argv)
 
 
-def _value(name: str, value: Any) -> str:
+def _text_value(name: str, value: Any) -> str:
     text = str(value)
     if text.startswith("-"):
         what = f"value {text!r} begins with '-' and would be read as an option"
@@ -295,7 +292,7 @@ PREFILL_LINES = {
 }
 TRITON_EXPERTS_LINE = r"Using TRITON Unquantized MoE (LoRA )?backend"
 # NCCL before 2.29.3 is reported to deadlock on this CPU after some minutes.
-WEDGING_LINE = r"is using nccl==2\.(\d|1\d|2[0-8])\.|is using nccl==2\.29\.[0-2]\b"
+DEADLOCKING_NCCL_LINE = r"is using nccl==2\.(\d|1\d|2[0-8])\.|is using nccl==2\.29\.[0-2]\b"
 _FINITE_LINE = r"spark: all numbers of \d+ tensors and the logits of \d+ heads of \w+ are finite"
 _PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
 
@@ -323,8 +320,8 @@ def required_and_forbidden_lines(
 
 def prefill_line(model: Model, profile: Profile) -> list[str]:
     line = PREFILL_LINES.get(prefill_backend(profile))
-    nets = isinstance(model, HybridModel) and model.architecture.linear_layers > 0
-    return [line] if line and nets else []
+    is_linear = isinstance(model, HybridModel) and model.architecture.linear_layers > 0
+    return [line] if line and is_linear else []
 
 
 # Modules that the engine computes as one, as in checkpoint/names.py of the plugin.

@@ -1,7 +1,6 @@
-"""What a plan refuses or warns of: the rules of `catalog/guard_rails.yml`, and limits of models."""
+"""Check a plan against the rules of `catalog/guard_rails.yml` and the limits of its model."""
 
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -54,12 +53,13 @@ _FP8_BLOCK = 128
 def release_facts(
     model: Model, profile: Profile, memory: MemoryPlan, settings: Settings
 ) -> dict[str, Any]:
-    """Return the facts that rules may use, of the arguments that the engine will get."""
-    minor = _minor_version(settings.images.get(model.image.role, ""))
+    """Return the facts about a release that rules can use."""
+    version = version_of(settings.images.get(model.image.role, ""))
+    minor = int(version.split(".")[1]) if version else None
     options = canonical_options(profile.options)
     attention = _mapping(options.get("attention-config"))
-    own = _mapping(_mapping(options.get("additional-config")).get("spark"))
-    drafts = _drafts(profile, options)
+    plugin_options = _mapping(_mapping(options.get("additional-config")).get("spark"))
+    drafts = _draft_config(profile, options)
     tokens = parse_whole_number(drafts.get("num_speculative_tokens")) or 0
     indexer = None if isinstance(model, PlainModel) else model.architecture.sparse_attention
     builds_full = profile.builds_checkpoint and profile.layout == "full"
@@ -106,7 +106,7 @@ def release_facts(
         "plugin": profile.plugin,
         "engine_mode": profile.engine_mode,
         "shared_experts": profile.shared_experts,
-        "head": own.get("lm_head") or profile.head,
+        "head": plugin_options.get("lm_head") or profile.head,
         "vision": profile.vision,
         "ngram_table": profile.ngram_table or "none",
         "sparse_attention": indexer is not None,
@@ -133,9 +133,9 @@ def release_facts(
 
 
 def _logs_questions(environment: Mapping[str, str], options: Mapping[str, Any]) -> bool:
-    loud = any(options.get(name) not in (None, False) for name in _LOGGING_OPTIONS)
+    by_option = any(options.get(name) not in (None, False) for name in _LOGGING_OPTIONS)
     debug = environment.get("VLLM_LOGGING_LEVEL", "").strip().upper() == "DEBUG"
-    return loud or debug or "VLLM_REQUEST_BODY_LOG_LEVEL" in environment
+    return by_option or debug or "VLLM_REQUEST_BODY_LOG_LEVEL" in environment
 
 
 def _has_network_listener(hosts: Any) -> bool:
@@ -149,16 +149,9 @@ def _repeats_names(model: Model) -> bool:
     return model.sources.repeats_names
 
 
-def _minor_version(image: str) -> int | None:
-    """Return N of vLLM 0.N in the image's tag; ``None`` without a version."""
-    tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
-    version = re.match(r"v?0\.(\d+)\b", tag)
-    return int(version[1]) if version else None
-
-
 def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
     if isinstance(model, PlainModel):
-        # Without experts, without groups, or if unknown, no expert is too narrow.
+        # Experts without groups of weights, or of unknown size, are never too narrow.
         anatomy, width = model.anatomy, _MAX_EXPERT_WIDTH
         if anatomy and any(name in anatomy.quantisation for name in _IN_GROUPS):
             width = anatomy.expert_width or _MAX_EXPERT_WIDTH
@@ -175,7 +168,7 @@ def _uses_deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
     return by_option or profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0"
 
 
-def _drafts(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _draft_config(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
     drafts, planned = profile.speculation, {}
     if "speculative-config" in options:
         planned = dict(_mapping(options["speculative-config"]))
@@ -196,12 +189,12 @@ def apply_rails(
     facts: Mapping[str, Any],
     overridden: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str, ...]:
-    """Return the warnings, or raise an error with all refusals.
+    """Return the warnings; raise PlanError if rules reject the plan.
 
-    ``overridden`` are refusing rules that the owner overrides, and why.
+    ``overridden`` has the reason for each rejecting rule that the owner overrides.
     """
     _reject_unknown_facts(rails, facts)
-    refused, warnings = list(_wrong_overrides(rails, overridden)), []
+    rejections, warnings = list(_override_problems(rails, overridden)), []
     for rail in (rail for rail in rails if all_hold(rail.applies, facts)):
         lists = [facts[fact] for fact in rail.applies if isinstance(facts[fact], tuple)]
         reason = f"{one_line(', '.join(sum(lists, ())))}: {rail.reason}" if lists else rail.reason
@@ -214,13 +207,13 @@ def apply_rails(
             fix = f"{rail.fix}, or set override_rails: {{{rail.rule}: WHY}}"
             where = f"model {facts['model']} with profile {facts['profile']}"
             what = f"refused by guard rail {rail.rule}: {reason}"
-            refused.append(Problem(where, what, fix if rail.may_be_overridden else rail.fix))
-    if refused:
-        raise PlanError(refused)
+            rejections.append(Problem(where, what, fix if rail.may_be_overridden else rail.fix))
+    if rejections:
+        raise PlanError(rejections)
     return tuple(warnings)
 
 
-def _wrong_overrides(
+def _override_problems(
     rails: Sequence[GuardRail], overridden: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Yield overrides of unknown rules, and of rules that cannot be overridden."""
@@ -234,7 +227,7 @@ def _wrong_overrides(
 
 
 def _reject_unknown_facts(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> None:
-    """Refuse rules about unknown facts: they would never apply."""
+    """Raise PlanError for rules about unknown facts, because they would never apply."""
     problems = []
     for rail in rails:
         others = (test["below_fact"] for test in rail.applies.values() if "below_fact" in test)
@@ -265,10 +258,10 @@ def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
         can_draft = model.anatomy is None or model.anatomy.drafter_bytes > 0
     else:
         knows_context, can_draft = True, model.architecture.mtp_layers > 0
-    most, context = native_context_tokens(model), context_tokens(model, profile)
-    if context > most and knows_context and not stretches_context(profile):
-        what = f"{context:,} tokens exceed the context of {model.name} ({most:,})"
-        fix = f"set engine.max_context_tokens to {most} or less, or remove it"
+    native, context = native_context_tokens(model), context_tokens(model, profile)
+    if context > native and knows_context and not stretches_context(profile):
+        what = f"{context:,} tokens exceed the context of {model.name} ({native:,})"
+        fix = f"set engine.max_context_tokens to {native} or less, or remove it"
         yield Problem("engine.max_context_tokens", what, fix)
     if profile.speculation and profile.speculation.uses_model_layers and not can_draft:
         what = f"{model.name} has no MTP layer to draft with"
@@ -279,8 +272,8 @@ def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
         yield Problem(f"profile {profile.name}", what, "set engine.drafts: 0")
     table = None if isinstance(model, PlainModel) else model.architecture.ngram_table
     if (table is None) != (profile.ngram_table is None):
-        what = f"{model.name} has {'an' if table else 'no'} n-gram table, which this profile "
-        what += "places nowhere" if table else f"keeps on {profile.ngram_table}"
+        what = f"{model.name} has {'an' if table else 'no'} n-gram table, but the profile "
+        what += "does not set ngram_table" if table else f"sets ngram_table: {profile.ngram_table}"
         fix = f"choose a profile {'with' if table else 'without'} ngram_table"
         yield Problem(f"profile {profile.name}", what, fix)
     limits = profile.limits

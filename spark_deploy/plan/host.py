@@ -1,4 +1,4 @@
-"""The plan of a host: settings, catalog, lock and payload joined. Pure."""
+"""Compute the plan of a host from settings, catalog, lock and payload."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,7 @@ from spark_contract.documents import to_plain
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.catalog.model import Model, PlainModel
+from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.host import (
     BASE_PACKAGES,
@@ -20,7 +21,6 @@ from spark_deploy.config.settings.host import (
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
 from spark_deploy.plan import artifacts, cluster, gateway, release, types
-from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.resolve import Request, Resolved, resolve, resolve_service
 from spark_deploy.plan.types import DiskUse, HostPlan, ImagePlan, ModelPlan, ServicePlan
 
@@ -60,7 +60,7 @@ def plan_host(request: Request) -> HostPlan:
     docker = _docker(resolved.model, settings, lock)
     disk = _disk_uses(pairs)
     return HostPlan(
-        **_fields(main),
+        **_field_values(main),
         host=request.host,
         paths=settings.paths,
         needs=_needs(request, (main, *services), disk, docker.check_image, pairs),
@@ -98,7 +98,7 @@ def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePla
         if entry.start == "on-request" and name in (MAIN_SERVICE, other)
     }
     return ServicePlan(
-        **_fields(pair),
+        **_field_values(pair),
         memory=resolved.memory,
         serve=release.plan_release(name, resolved, pair, request.fabric),
         gateway=gateway.gateway_plan(resolved.settings, request.host, name, on_request),
@@ -115,10 +115,10 @@ def plan_model(resolved: Resolved, request: Request) -> ModelPlan:
     lock, payload = request.lock, request.payload
     image = artifacts.image_plan(model, profile, settings, lock, payload)
     companions = artifacts.companion_plans(model, profile, settings, lock)
-    made = artifacts.requantized_plan(model, settings, lock, image, payload.quantizer_digest)
-    checkpoint = artifacts.checkpoint_plan(model, profile, settings, lock, made)
-    if made:
-        base = made.original
+    requantized = artifacts.requantized_plan(model, settings, lock, image, payload.quantizer_digest)
+    checkpoint = artifacts.checkpoint_plan(model, profile, settings, lock, requantized)
+    if requantized:
+        base = requantized.original
     elif checkpoint and isinstance(checkpoint.base, types.SourcePlan):
         base = checkpoint.base
     else:
@@ -131,7 +131,7 @@ def plan_model(resolved: Resolved, request: Request) -> ModelPlan:
         image,
         release.cache_dir(settings, profile, image),
         companions=companions,
-        requantized=made,
+        requantized=requantized,
     )
 
 
@@ -153,7 +153,7 @@ def _needs(
     peaks: Counter[str] = Counter()
     for use in disk:
         peaks[use.path] += use.peak_bytes
-    done = (path for pair in pairs for path in _paths_needing_no_space(pair.checkpoint))
+    built = (path for pair in pairs for path in _paths_needing_no_space(pair.checkpoint))
     return types.PreflightPlan(
         expect=settings.expect,
         takeover=settings.takeover,
@@ -168,7 +168,7 @@ def _needs(
         memory_total_min_bytes=round(settings.memory.total_bytes * 0.98),
         images=(check_image, *images),
         image_bytes=tuple(images.items()),
-        skip_disk_if_present=tuple(dict.fromkeys(done)),
+        skip_disk_if_present=tuple(dict.fromkeys(built)),
         reboot=settings.reboot,
         tailscale=settings.serve.expose == "tailscale",
         downloads=tuple(sources.items()),
@@ -211,8 +211,8 @@ def _ports_of(service: ServicePlan) -> tuple[int, ...]:
     return (access.port, access.replicas.port) if access.replicas else (access.port,)
 
 
-def _fields(part: ModelPlan) -> dict[str, Any]:
-    return {field.name: getattr(part, field.name) for field in fields(part)}
+def _field_values(plan: ModelPlan) -> dict[str, Any]:
+    return {field.name: getattr(plan, field.name) for field in fields(plan)}
 
 
 def _disk_uses(pairs: Sequence[ModelPlan]) -> tuple[DiskUse, ...]:
@@ -223,7 +223,7 @@ def _disk_uses(pairs: Sequence[ModelPlan]) -> tuple[DiskUse, ...]:
     """
     uses: dict[tuple[str, str], DiskUse] = {}
     for use in (use for pair in pairs for use in _pair_uses(pair)):
-        uses.setdefault((use.path, use.what), use)
+        uses.setdefault((use.path, use.label), use)
     return tuple(uses.values())
 
 
@@ -234,9 +234,9 @@ def _pair_uses(pair: ModelPlan) -> Iterator[DiskUse]:
         size = source.size_bytes
         stays = keeps_base or source.dir in companions
         yield DiskUse(source.dir, source.locked.repo, size, size if stays else 0)
-    if made := pair.requantized:
-        what = f"INT4 tree {made.order.name}"
-        yield DiskUse(made.dir, what, made.order.work_bytes, made.size_bytes)
+    if requantized := pair.requantized:
+        label = f"INT4 tree {requantized.order.name}"
+        yield DiskUse(requantized.dir, label, requantized.order.work_bytes, requantized.size_bytes)
     if tree := pair.checkpoint:
         size = tree.output_bytes
         yield DiskUse(tree.dir, f"checkpoint {tree.order.name}", size, size)
@@ -258,7 +258,7 @@ def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
 
 
 def _paths_needing_no_space(checkpoint: types.CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
-    """Return (path, tree) pairs: if the tree exists, the path needs no more bytes.
+    """Return (path, checkpoint): if the checkpoint exists, the path needs no more space.
 
     A checkpoint appears by a rename, so an existing checkpoint is complete, even if smaller than
     planned (repeated names are written once).
@@ -269,7 +269,7 @@ def _paths_needing_no_space(checkpoint: types.CheckpointPlan | None) -> tuple[tu
     return ((checkpoint.dir, checkpoint.dir), *base)
 
 
-def document(plan: HostPlan) -> dict[str, Any]:
+def plan_document(plan: HostPlan) -> dict[str, Any]:
     """Return the plan of a host as plain data, with totals and the unit's limits."""
     drop_in = release.release_files(plan)[-1]
     peak_bytes, after_bytes = disk_total(plan.disk)

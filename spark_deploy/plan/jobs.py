@@ -1,4 +1,4 @@
-"""Jobs that bring checkpoints and images to a host, from hubs or from peers; what pruning keeps."""
+"""Plan the jobs that bring checkpoints and images to a host, and the list of what pruning keeps."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,9 +109,9 @@ def _builder_work(
 
 
 def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
-    """Download a repository at its commit; every file is checked against the lock.
+    """Return the job that downloads a repository at its commit and checks it against the lock.
 
-    ``tree`` is built from it; if the base is not kept, an existing tree makes the download
+    ``tree`` is the checkpoint built from it; if it exists and the base is not kept, the download is
     unnecessary.
     """
     identity = {"kind": FETCH_JOB, "source": source.digest, "dir": source.dir}
@@ -155,7 +155,7 @@ def fetch_order(
 
 
 def requantize_job(plan: RequantizedPlan, image: Job) -> Work:
-    """Download and quantise a 16-bit repository; a host that copies the result needs neither."""
+    """Return the job that downloads and quantizes a 16-bit repository."""
     digest = digest_of({"kind": REQUANTIZE_JOB, "tree": plan.digest, "dir": plan.dir})
     original = replace(plan.order.original, token_file=hub_token_file(digest))
     text = ManagedFile(f"{job_dir(digest)}/calibration.jsonl", plan.calibration.encode())
@@ -172,7 +172,7 @@ def built_title(plan: CheckpointPlan) -> str:
 
 
 def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
-    """Build the hybrid checkpoint from the complete base and ranges of the donor."""
+    """Return the job that builds a checkpoint from the base and ranges of the FP8 source."""
     digest = digest_of({"kind": CHECKPOINT_JOB, "checkpoint": plan.digest, "dir": plan.dir})
     order, donor, hub = plan.order, plan.order.donor, None
     if isinstance(donor, DonorUrl):
@@ -206,7 +206,10 @@ def _discard_job(tree: CheckpointPlan, base: SourcePlan) -> Work:
 
 
 def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
-    """Build the engine image, or pull it if it needs no plugin; context paths are relative."""
+    """Return the job that builds the engine image, or pulls it if the plugin is not used.
+
+    ``context`` has paths relative to the build context.
+    """
     kind: JobKind = IMAGE_BUILD_JOB if plan.plugin else IMAGE_PULL_JOB
     digest = digest_of({"kind": kind, "image": plan.digest})
     inside = f"{job_dir(digest)}/context"
@@ -237,10 +240,10 @@ def plan_jobs(pair: ModelPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, 
         for source in pair.fetched
     }
     image, tree = image_job(pair.image, context), pair.checkpoint
-    made = pair.requantized and requantize_job(pair.requantized, image.job)
-    base = made or (tree and fetches[tree.base.dir])
+    requantize = pair.requantized and requantize_job(pair.requantized, image.job)
+    base = requantize or (tree and fetches[tree.base.dir])
     built = (checkpoint_job(tree, base.job),) if tree and base else ()
-    return (*fetches.values(), *((image, made, *built) if made else (*built, image)))
+    return (*fetches.values(), *((image, requantize, *built) if requantize else (*built, image)))
 
 
 def served_jobs(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
@@ -269,7 +272,11 @@ def keep_list(plan: HostPlan) -> KeepList:
     for pair in (*plan.served, *plan.ready):
         # The 16-bit repository is not needed once the INT4 checkpoint exists.
         folders |= {pair.requantized.dir} if pair.requantized else set()
-        folders |= {pair.cache_dir, pair.tree.dir, *(source.dir for source in pair.fetched)}
+        folders |= {
+            pair.cache_dir,
+            pair.served_checkpoint.dir,
+            *(source.dir for source in pair.fetched),
+        }
         images |= {pair.image.tag, pair.image.base}
     return KeepList(
         releases_kept=plan.releases_kept,
@@ -307,13 +314,13 @@ def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
     return tuple(trees.values())
 
 
-def trees_to_share(me: str, members: Sequence[Member]) -> frozenset[str]:
-    mine = next(member.trees for member in members if member.name == me)
+def trees_to_share(host: str, members: Sequence[Member]) -> frozenset[str]:
+    states = next(member.trees for member in members if member.name == host)
     return frozenset(
         digest
-        for digest in mine
+        for digest in states
         for other in members
-        if other.name != me and is_incomplete(other.trees.get(digest, "complete"))
+        if other.name != host and is_incomplete(other.trees.get(digest, "complete"))
     )
 
 
@@ -321,35 +328,35 @@ def is_incomplete(state: State) -> bool:
     return state in ("running", "missing")
 
 
-def peer_urls(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
+def peer_urls(host: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
     """Return the URLs from which a host copies a tree, in order.
 
     First complete hosts, in a different order for each client; then hosts that download the tree;
     then preceding hosts that start now, the nearest first. So hosts never wait for each other, and
     the first host uses the hub. No host sends more than 8 copies at once.
     """
-    place = [member.name for member in members].index(me)
-    rank = sum(member.trees.get(digest) == "missing" for member in members[:place])
+    position = [member.name for member in members].index(host)
+    rank = sum(member.trees.get(digest) == "missing" for member in members[:position])
 
-    def among(state: State, some: Sequence[Member]) -> list[str]:
-        return [m.url for m in some if m.name != me and m.trees.get(digest) == state]
+    def urls_of(state: State, candidates: Sequence[Member]) -> list[str]:
+        return [m.url for m in candidates if m.name != host and m.trees.get(digest) == state]
 
-    complete = among("complete", members)
+    complete = urls_of("complete", members)
     complete = complete if rank < _COPIES * len(complete) else []
-    turn = place % len(complete) if complete else 0
-    running = among("running", members)
-    preceding = among("missing", members[:place])
+    turn = position % len(complete) if complete else 0
+    running = urls_of("running", members)
+    preceding = urls_of("missing", members[:position])
     return (*complete[turn:], *complete[:turn], *running, *reversed(preceding[-_COPIES:]))
 
 
-def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
+def with_peers(work: Work, host: str, members: Sequence[Member]) -> Work:
     """Return a job that copies from peers if they have the result."""
     proof = work.job.proof
     if work.layers is not None:
-        return _with_shared_layers(work, work.layers, me, members)
+        return _share_layers(work, work.layers, host, members)
     if not isinstance(proof, ReceiptProof):
         return work
-    urls = peer_urls(me, proof.digest, members)
+    urls = peer_urls(host, proof.digest, members)
     if work.job.kind == FETCH_JOB and urls:
         [file] = work.inputs
         fetch = replace(parse(FetchPlan, file.content.decode()), peers=Peers(urls))
@@ -364,13 +371,13 @@ def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
     return replace(work, job=job, inputs=(*work.inputs, file))
 
 
-def _with_shared_layers(work: Work, layers: LayersPlan, me: str, members: Sequence[Member]) -> Work:
+def _share_layers(work: Work, layers: LayersPlan, host: str, members: Sequence[Member]) -> Work:
     """Return the job of an image with layers of the base from peers, or shared with them.
 
     A host without peers keeps the blobs for hosts that join later.
     """
-    urls = peer_urls(me, layers.digest, members)
-    if not urls and layers.digest not in trees_to_share(me, members):
+    urls = peer_urls(host, layers.digest, members)
+    if not urls and layers.digest not in trees_to_share(host, members):
         return work
     order = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
     file = ManagedFile(f"{work.job.dir}/layers.json", to_json(order).encode())

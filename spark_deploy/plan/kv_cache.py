@@ -1,8 +1,8 @@
-"""Blocks of the engine's KV cache: size, and number per request.
+"""Compute the size of a KV-cache block, and the number of blocks per request.
 
 Hybrid models (checked against vLLM's published block sizes): an attention page grows to the
 size of a GDN state, layers form groups of equal size, and a request takes pages for its context in
-each attention group and one state in each GDN group.
+each attention group and a state in each GDN group.
 """
 
 import math
@@ -65,7 +65,7 @@ def native_context_tokens(model: Model) -> int:
 
 
 def mtp_drafts(profile: Profile) -> int:
-    """Return the most drafts of a step."""
+    """Return the draft tokens per step of the model's own MTP layers."""
     drafts = profile.speculation
     return drafts.tokens if drafts and drafts.uses_model_layers else 0
 

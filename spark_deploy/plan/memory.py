@@ -1,7 +1,7 @@
-"""How a host's memory is spent.
+"""Compute the memory of weights, drafter, runtime and KV cache.
 
-Weights of hybrid models are computed from the architecture, because files can repeat tensors or
-lack some. INT4 in groups of 128: half a byte, a 16-bit scale and a 4-bit zero per group.
+The weights of hybrid models follow from the architecture, because files can repeat or lack
+tensors. INT4 in groups of 128: half a byte, a 16-bit scale and a 4-bit zero per group.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from spark_deploy.config.catalog.architecture import Architecture
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.documents import GIB
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.kv_cache import (
     TURBOQUANT,
@@ -23,7 +24,6 @@ from spark_deploy.plan.kv_cache import (
 )
 from spark_deploy.plan.types import MemoryPlan
 
-GIB = 1024**3
 # The engine checks against the total of the GPU driver, about 2 % above MemTotal.
 START_MARGIN = 1.02
 # All LoRA slots have the rank of the widest adapter, rounded up to these ranks.
@@ -71,7 +71,8 @@ def weight_sizes(model: Architecture) -> Weights:
     expert = 3 * model.hidden * model.expert_width
     shared = model.layers * 3 * model.hidden * model.shared_expert_width
     matrix = model.vocabulary * model.hidden
-    attention = model.attention_layers * _attention(model) + model.linear_layers * _gdn(model)
+    attention = model.attention_layers * _attention_parameters(model)
+    attention += model.linear_layers * _delta_net_parameters(model)
     mtp, table = mtp_layer_bytes(model), model.ngram_table
     return Weights(
         experts_bytes=round(
@@ -79,7 +80,7 @@ def weight_sizes(model: Architecture) -> Weights:
         ),
         attention_bytes=round(attention * SCHEME_BYTES[model.attention_scheme]),
         attention_fp8_bytes=round(attention * _FP8),
-        hyper_bytes=round(model.layers * 2 * _hyper_connection(model) * _BF16),
+        hyper_bytes=round(model.layers * 2 * _mixer_parameters(model) * _BF16),
         ngram_bytes=round(table.rows * table.width * SCHEME_BYTES[table.format]) if table else 0,
         embedding_bytes=round(matrix * _BF16),
         head_bytes=round(matrix * _BF16),
@@ -95,7 +96,7 @@ def weight_sizes(model: Architecture) -> Weights:
     )
 
 
-def _attention(model: Architecture) -> int:
+def _attention_parameters(model: Architecture) -> int:
     """Return the parameters of a full-attention layer; queries are doubled by their gate."""
     queries = 2 * model.attention_heads * model.head_width
     keys_values = 2 * model.kv_heads * model.head_width
@@ -105,7 +106,7 @@ def _attention(model: Architecture) -> int:
     return model.hidden * (queries + keys_values + outputs + index)
 
 
-def _hyper_connection(model: Architecture) -> int:
+def _mixer_parameters(model: Architecture) -> int:
     """Return the parameters of a mixer: down, up, and the weights of a block's output."""
     mixer = model.hyper_connections
     return model.hidden * mixer.streams * (2 * mixer.rank + mixer.streams) if mixer else 0
@@ -120,7 +121,7 @@ def ngram_file_bytes(model: Architecture, profile: Profile) -> int:
     return math.ceil(table.rows / (_NGRAM_BLOCK_BYTES // row_bytes)) * _NGRAM_BLOCK_BYTES
 
 
-def _gdn(model: Architecture) -> int:
+def _delta_net_parameters(model: Architecture) -> int:
     """Return the parameters of a gated delta net: qkv, z, a, b in; out."""
     net = model.linear_attention
     if net is None:
@@ -140,10 +141,10 @@ class MtpLayer(NamedTuple):
 def mtp_layer_bytes(model: Architecture) -> MtpLayer:
     scheme = INT4_BYTES if model.mtp_scheme == "int4" else _BF16
     dense = 3 * model.hidden * model.shared_expert_width + model.experts * model.hidden
-    joining = 2 * model.hidden * model.hidden + 3 * _hyper_connection(model)
+    joining = 2 * model.hidden * model.hidden + 3 * _mixer_parameters(model)
     return MtpLayer(
         (dense + joining) * _BF16,
-        _attention(model) * scheme,
+        _attention_parameters(model) * scheme,
         3 * model.hidden * model.expert_width * scheme,
     )
 
@@ -154,7 +155,7 @@ def served_architecture(model: Architecture, profile: Profile) -> Architecture:
 
 
 def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPlan:
-    """Return the memory plan of a pair that fits (``missing_bytes`` is zero or less)."""
+    """Return the memory plan of a model that fits (``missing_bytes`` is zero or less)."""
     memory = settings.memory
     weights, drafter = loaded_bytes(model, profile, settings.ranks)
     runtime = runtime_bytes(model, profile)
@@ -181,15 +182,15 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
         floor_bytes=memory.floor_bytes,
         # Rounded up when the cache size is fixed: the engine refuses a budget too small.
         memory_fraction=math.ceil(round(budget / memory.total_bytes * 100, 6)) / 100,
-        unknown=tuple(_unknown(model, profile)),
+        unknown=tuple(_unknown_sizes(model, profile)),
         counted_by=f"{measured.by}, with contexts of up to {measured.context_tokens:,} tokens"
         if measured
         else "",
     )
 
 
-def _unknown(model: Model, profile: Profile) -> Iterator[str]:
-    """Yield what part of the memory cannot be computed, and why."""
+def _unknown_sizes(model: Model, profile: Profile) -> Iterator[str]:
+    """Yield each size that cannot be computed, with the reason."""
     drafts = profile.speculation
     if not isinstance(model, PlainModel):
         if drafts and drafts.repository:
@@ -217,8 +218,8 @@ def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
     # With an unknown cache size the engine itself reports at the start whether a request fits.
     blocks = shape.request_blocks(context_tokens(model, profile)) if shape else 0
     request = blocks * shape.block_bytes if shape else 0
-    room = settings.memory.total_bytes - settings.reserved_bytes
-    return max(fixed + request - budget, budget - room)
+    available = settings.memory.total_bytes - settings.reserved_bytes
+    return max(fixed + request - budget, budget - available)
 
 
 def _budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
@@ -226,9 +227,9 @@ def _budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int
     memory = settings.memory
     if profile.kv_cache.size_bytes:
         return fixed_bytes + profile.kv_cache.size_bytes
-    room = memory.total_bytes - settings.reserved_bytes
+    available = memory.total_bytes - settings.reserved_bytes
     fraction = min(
-        profile.limits.memory_fraction, math.floor(room / memory.total_bytes * 100) / 100
+        profile.limits.memory_fraction, math.floor(available / memory.total_bytes * 100) / 100
     )
     return round(fraction * memory.total_bytes)
 
@@ -288,15 +289,15 @@ def vision_bytes(model: Model, profile: Profile) -> int:
 
 
 def runtime_bytes(model: Model, profile: Profile) -> int:
-    """Return what the engine needs in addition to weights and cache.
+    """Return the memory that the engine needs in addition to weights and cache.
 
     TurboQuant unpacks the cache into two 16-bit buffers of the longest context during prefill.
     """
-    work = 0
+    buffers_bytes = 0
     if profile.kv_cache.dtype in TURBOQUANT and isinstance(model, HybridModel):
         shape = model.architecture
-        work = 4 * shape.kv_heads * shape.head_width * context_tokens(model, profile)
-    return model.memory.runtime_bytes + work
+        buffers_bytes = 4 * shape.kv_heads * shape.head_width * context_tokens(model, profile)
+    return model.memory.runtime_bytes + buffers_bytes
 
 
 def adapter_rank(model: Model) -> int:

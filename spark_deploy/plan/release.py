@@ -1,4 +1,4 @@
-"""The release of a service and the files on the host: document, unit limits, timers."""
+"""Plan the release of a service and its files on the host: document, unit limits, timers."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,8 +61,8 @@ def limits_drop_in(release: Release) -> str:
 def start_limits(release: Release) -> dict[str, float]:
     """Return the restart delay, and after how many starts in which interval systemd gives up.
 
-    The interval covers starts in which every step times out, otherwise such an engine would restart
-    for ever. The same number of crashes of a working engine within it stops the service, too.
+    The interval covers starts in which every step times out, so that such an engine does not
+    restart indefinitely. As many crashes of a working engine within it also stop the service.
     """
     starting_s = _STARTING_STEPS * _start_step_s(release)
     stopping_s = _STOPPING_STEPS * _stop_step_s(release)
@@ -79,14 +79,14 @@ def _stop_step_s(release: Release) -> float:
 
 
 def unit_and_command_files(units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
-    return (*units, _command(tool.CHECK_TOOL, f" {tool.CHECK}"), _command(tool.TOOL, ""))
+    return (*units, _wrapper(tool.CHECK_TOOL, f" {tool.CHECK}"), _wrapper(tool.TOOL, ""))
 
 
-def _command(name: str, verb: str) -> ManagedFile:
+def _wrapper(name: str, subcommand: str) -> ManagedFile:
     path = f"{tool.COMMANDS_DIR}/{name}"
-    # Sockets, proofs and journals belong to root; login users mostly are not.
+    # Only root can read sockets, proofs and journals.
     as_root = f'[ "$(id -u)" = 0 ] || exec sudo -- {path} "$@"'
-    text = f'#!/bin/sh\n{as_root}\nexec {tool.HOST_TOOL}{verb} "$@"\n'
+    text = f'#!/bin/sh\n{as_root}\nexec {tool.HOST_TOOL}{subcommand} "$@"\n'
     return ManagedFile(path, text.encode(), 0o755)
 
 
@@ -110,13 +110,13 @@ def _files(release: Release) -> tuple[ManagedFile, ...]:
 
 
 def _cluster_drop_ins(release: Release) -> Iterator[ManagedFile]:
-    """Yield drop-ins with which only members of a cluster reach each other."""
+    """Yield drop-ins that limit the network access to members of the cluster."""
     if release.cluster is not None:
         addresses = " ".join(member.address for member in release.cluster.members)
         path = f"{units.drop_in_dir(units.WATCH.unit(release.name))}/50-cluster.conf"
         yield ManagedFile(path, f"[Service]\nIPAddressAllow={addresses}\n".encode())
-        # "-+": with root's rights, which the unit lacks; a start does not depend on it.
-        up, down = (tool.command_line(tool.FENCE, order, release.name) for order in ("up", "down"))
+        # "-+": run as root, and ignore a failure.
+        up, down = (tool.command_line(tool.FENCE, verb, release.name) for verb in ("up", "down"))
         text = f"[Service]\nExecStartPre=-+{up}\nExecStopPost=-+{down}\n"
         yield ManagedFile(f"{units.drop_in_dir(release.serve_unit)}/50-cluster.conf", text.encode())
 
@@ -139,7 +139,7 @@ def plan_release(
 ) -> Release:
     model, profile = resolved.model, resolved.profile
     settings, memory, serve = resolved.settings, resolved.memory, resolved.settings.serve
-    image, tree = pair.image, pair.tree
+    image, tree = pair.image, pair.served_checkpoint
     names = serve.names_of(model.name)
     middleware, defaults = _request_defaults(serve, profile, plugin=image.plugin)
     release = Release(
@@ -186,7 +186,7 @@ def plan_release(
     if settings.cluster.hosts:
         release = cluster_release(release, settings, fabric)
         if profile.engine_mode == "native":  # the other mode uses no GPU library
-            forbidden = (*release.check.log_forbidden, engine.WEDGING_LINE)
+            forbidden = (*release.check.log_forbidden, engine.DEADLOCKING_NCCL_LINE)
             release = replace(release, check=replace(release.check, log_forbidden=forbidden))
     digest = digest_of({**to_plain(release), "restart": start_limits(release)})
     return replace(release, name=units.release_name(service, digest), digest=digest)
@@ -209,8 +209,8 @@ def _request_defaults(
 def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
     """Return the folder of compile caches; each release has a separate folder in it.
 
-    It depends on the base image and the number of drafts: the engine's cache key lacks the latter
-    and breaks when it changes. The plugin is not part: compilers key on the source.
+    It depends on the base image and the number of drafts, because the engine's cache key lacks the
+    drafts. It does not depend on the plugin, because compilers key on the source.
     """
     drafts = profile.speculation.tokens if profile.speculation else 0
     return f"{settings.paths.cache_dir}/{units.cache_name(image.base, drafts)}"
@@ -266,8 +266,8 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
 def timer_files(schedule: Sequence[ScheduledPlan]) -> tuple[ManagedFile, ...]:
     """Return a timer for each scheduled release.
 
-    It starts the same unit as a deploy: with proof and rollback. Times that passed while the host
-    was off are skipped.
+    It starts the same unit as a deploy, with check and rollback. A time that passes while the host
+    is off is skipped.
     """
     times: dict[str, str] = {}
     for change in schedule:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile, Speculation
 from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import PlanError, Problem, SparkError
 from spark_deploy.config.settings.engine import KvCache, Limits
 from spark_deploy.config.settings.types import Settings
@@ -19,7 +20,6 @@ from spark_deploy.plan import guard_rails as rails
 from spark_deploy.plan.artifacts import reject_unbuildable_checkpoint
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.memory import (
-    GIB,
     gib,
     loaded_bytes,
     missing_bytes,
@@ -48,12 +48,12 @@ def effective_profile(profile: Profile, settings: Settings) -> Profile:
     if settings.engine.drafts is not None:
         profile = with_drafts(profile, settings.engine.drafts)
     parts = {
-        "limits": _apply(profile.limits, engine),
-        "speculation": profile.speculation and _apply(profile.speculation, engine),
-        "kv_cache": _apply(profile.kv_cache, {"size_gib": settings.engine.kv_cache_gib}),
+        "limits": _override_fields(profile.limits, engine),
+        "speculation": profile.speculation and _override_fields(profile.speculation, engine),
+        "kv_cache": _override_fields(profile.kv_cache, {"size_gib": settings.engine.kv_cache_gib}),
         "layout": settings.checkpoint.layout,
     }
-    return _apply(profile, {**engine, **parts})
+    return _override_fields(profile, {**engine, **parts})
 
 
 def with_drafts(profile: Profile, tokens: int) -> Profile:
@@ -69,7 +69,7 @@ def with_drafts(profile: Profile, tokens: int) -> Profile:
     )
 
 
-def _apply(part: _Part, chosen: Mapping[str, Any]) -> _Part:
+def _override_fields(part: _Part, chosen: Mapping[str, Any]) -> _Part:
     changed: dict[str, Any] = {}
     for item in fields(part):
         value, old = chosen.get(item.name), getattr(part, item.name)
@@ -91,7 +91,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A model and profile that fit and that no rule refuses."""
+    """A model and profile that fit into memory and pass all rules."""
 
     model: Model
     profile: Profile  # with the host's settings applied
@@ -108,28 +108,28 @@ def resolve(settings: Settings, catalog: Catalog) -> Resolved:
     resolved = _fitting(settings, catalog)
     if resolved is None:
         model, profile = model_and_profile(settings, catalog)
-        raise _refusal(model, profile, settings, catalog, lambda other: can_serve(other, catalog))
+        raise _memory_error(model, profile, settings, catalog, lambda s: can_serve(s, catalog))
     return resolved
 
 
 def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved:
-    """Return the pair of an additional service; like :func:`resolve`."""
-    own = settings.service_settings(name)
+    """Return model and profile of an additional service; raises like ``resolve``."""
+    service = settings.service_settings(name)
     try:
-        resolved = _fitting(own, catalog)
+        resolved = _fitting(service, catalog)
     except SparkError as error:
         raise PlanError(_prefixed(f"services.{name}", error.problems)) from error
     if resolved is None:
-        model, profile = model_and_profile(own, catalog)
-        given = settings.services[name].memory_bytes
-        needed = given + missing_bytes(model, profile, own)
+        model, profile = model_and_profile(service, catalog)
+        granted = settings.services[name].memory_bytes
+        needed = granted + missing_bytes(model, profile, service)
         # The engine's memory fraction has two decimals here.
-        hundredths = -(-needed * 100 // own.memory.total_bytes)
-        enough = math.ceil(hundredths * own.memory.total_bytes / 100 / GIB * 10) / 10
+        hundredths = -(-needed * 100 // service.memory.total_bytes)
+        enough = math.ceil(hundredths * service.memory.total_bytes / 100 / GIB * 10) / 10
         what = (
             f"{model.name} with {profile.name} and one request of "
             f"{context_tokens(model, profile):,} tokens need {gib(needed)}, memory_gib is "
-            f"{gib(given)}"
+            f"{gib(granted)}"
         )
         fix = f"set memory_gib to {enough}, or lower engine.max_context_tokens"
         raise PlanError.one(f"services.{name}", what, fix)
@@ -149,8 +149,8 @@ def plan_problems(
         service = functools.partial(resolve_service, settings, name, catalog)
         problems += _problems(service, settings, engines)
     for pair in settings.ready_models:
-        own = settings.with_model(pair)
-        more = _problems(functools.partial(resolve, own, catalog), own, engines)
+        ready = settings.with_model(pair)
+        more = _problems(functools.partial(resolve, ready, catalog), ready, engines)
         problems += _prefixed(f"keep_ready {pair.model} with {pair.profile}", more)
     return problems
 
@@ -211,7 +211,7 @@ class Adjustment:
     change: Callable[[Settings, Any], Settings]
 
 
-def _refusal(
+def _memory_error(
     model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
 ) -> PlanError:
     """Return the error with the missing memory and the three cheapest suggestions.

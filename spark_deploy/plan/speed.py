@@ -1,4 +1,4 @@
-"""Decode speed of a model and profile, computed from the bytes that a step reads.
+"""Compute the decode speed of a model and profile from the bytes that a step reads.
 
 Decoding is memory-bound: a step reads its weights once, however many tokens it verifies. A step
 takes bytes over bandwidth, with an efficiency per kind of kernel, plus a time per layer; accepted
@@ -85,21 +85,21 @@ def compute_speed(
 ) -> Speed:
     """Return the computed speed of concurrent ``requests``, each with ``context_tokens``."""
     model = served_architecture(model, profile)
-    own = profile.speculation if mtp_drafts(profile) else None
-    drafts = own.draft_tokens(requests) if own else 0
-    parts = tuple(_parts(model, profile, drafts, requests, context_tokens))
+    mtp = profile.speculation if mtp_drafts(profile) else None
+    drafts = mtp.draft_tokens(requests) if mtp else 0
+    parts = tuple(_step_parts(model, profile, drafts, requests, context_tokens))
     return Speed(parts, requests * tokens_per_step(drafts))
 
 
 def tokens_per_step(drafts: int) -> float:
     """Return the tokens of a request per step: 1 plus accepted drafts."""
-    return 1 + sum(FIRST_ACCEPTED * LATER_ACCEPTED**place for place in range(drafts))
+    return 1 + sum(FIRST_ACCEPTED * LATER_ACCEPTED**draft for draft in range(drafts))
 
 
 def expected_experts(model: Architecture, tokens: int) -> float:
     """Return the expected experts per layer if tokens choose independently."""
-    excluded = 1 - model.experts_per_token / model.experts
-    return model.experts * float(1 - excluded**tokens)
+    skipped = 1 - model.experts_per_token / model.experts  # by a token
+    return model.experts * float(1 - skipped**tokens)
 
 
 def first_token_s(model: Architecture, tokens: int, cached_tokens: int = 0) -> float:
@@ -134,13 +134,13 @@ def best_speedup(model: HybridModel, profile: Profile) -> Speedup | None:
     now = compute_speed(model.architecture, profile).tokens_per_s
     speedups = [
         Speedup(setting, compute_speed(model.architecture, other).tokens_per_s / now - 1)
-        for setting, other in _changes(model, profile)
+        for setting, other in _possible_changes(model, profile)
     ]
     best = max(speedups, key=lambda speedup: speedup.gain, default=None)
     return best if best and best.gain >= _MIN_GAIN else None
 
 
-def _changes(model: HybridModel, profile: Profile) -> Iterator[tuple[str, Profile]]:
+def _possible_changes(model: HybridModel, profile: Profile) -> Iterator[tuple[str, Profile]]:
     drafts = mtp_drafts(profile)
     if model.architecture.mtp_layers and drafts < MAX_DRAFTS:
         more = Speculation(method="mtp", tokens=drafts + 1)
@@ -151,7 +151,7 @@ def _changes(model: HybridModel, profile: Profile) -> Iterator[tuple[str, Profil
         yield "engine.head: int8-g128", dataclasses.replace(profile, head="int8-g128")
 
 
-def _parts(
+def _step_parts(
     model: Architecture, profile: Profile, drafts: int, requests: int, context_tokens: int
 ) -> Iterator[tuple[str, float]]:
     sizes, tokens = weight_sizes(model), requests * (1 + drafts)
@@ -201,5 +201,5 @@ def _shared_bytes(model: Architecture, profile: Profile) -> int:
     if profile.shared_experts == "keep":
         # The only part quantised at load time, in profile online-fp8.
         return sizes.shared_fp8_bytes if quantises_online(profile) else sizes.shared_bytes
-    own = profile.shared_experts == "int8-g128"
-    return sizes.shared_int8_bytes if own else sizes.shared_fp8_bytes
+    int8 = profile.shared_experts == "int8-g128"
+    return sizes.shared_int8_bytes if int8 else sizes.shared_fp8_bytes

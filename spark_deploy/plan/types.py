@@ -53,7 +53,7 @@ class FileState:
 def outdated_files(
     files: Iterable[ManagedFile], states: dict[str, FileState]
 ) -> tuple[ManagedFile, ...]:
-    """Return the files that are missing or have other content, mode or owner on the host."""
+    """Return the files that are missing on the host or differ in content, mode or owner."""
     return tuple(
         file
         for file in files
@@ -184,11 +184,11 @@ class ModelPlan:
     @property
     def fetched(self) -> tuple[SourcePlan, ...]:
         """The sources with a fetch job; the requantize job downloads the 16-bit repository."""
-        made = self.requantized
-        return tuple(s for s in self.sources if made is None or s is not made.original)
+        original = self.requantized and self.requantized.original
+        return tuple(source for source in self.sources if source is not original)
 
     @property
-    def tree(self) -> CheckpointPlan | RequantizedPlan | SourcePlan:
+    def served_checkpoint(self) -> CheckpointPlan | RequantizedPlan | SourcePlan:
         return self.checkpoint or self.requantized or self.sources[0]
 
 
@@ -226,7 +226,7 @@ class MemoryPlan:
 @dataclass(frozen=True, slots=True)
 class DiskUse:
     path: str
-    what: str
+    label: str
     peak_bytes: int
     after_bytes: int
 
@@ -345,7 +345,7 @@ class HostPlan(ServicePlan):
     ready: tuple[ModelPlan, ...] = ()
     services: tuple[ServicePlan, ...] = ()
     releases_kept: int = 0  # rollback targets that pruning keeps
-    # Of jobs and image pulls. Neither is ever part of a digest.
+    # For jobs and image pulls; digests exclude both.
     proxy: ProxySettings = field(default_factory=ProxySettings)
     fleet: FleetSettings = field(default_factory=FleetSettings)
 

@@ -10,10 +10,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import ValidationError
 
 from spark_deploy.config.catalog.guard_rails import GuardRails, OpenQuestions, all_hold
-from spark_deploy.config.catalog.model import RENAMED, HybridModel, Model, PlainModel
+from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog, Engines, Families, LazyMapping
-from spark_deploy.config.checkout import CHECKOUT, catalog_files, catalog_names
+from spark_deploy.config.checkout import CHECKOUT, catalog_files
 from spark_deploy.config.documents import CHECK_VIOLATIONS, Schema, convert, violations
 from spark_deploy.config.errors import CatalogError, Problem
 from spark_deploy.config.schema_errors import dotted, schema_problems
@@ -36,7 +36,7 @@ def read_catalog(checkout: Path = CHECKOUT, *, user_dir: Path | None = None) -> 
 
     ``user_dir`` contains the user's ``catalog/``, whose files replace shipped files.
     """
-    files = _Files.find(checkout, user_dir)
+    files = _CatalogFiles.find(checkout, user_dir)
     names = files.paths
     profile_schema = load_schema("profile", checkout=checkout)
     broken: dict[tuple[str, ...], tuple[Problem, ...]] = {}
@@ -45,29 +45,29 @@ def read_catalog(checkout: Path = CHECKOUT, *, user_dir: Path | None = None) -> 
         if name not in names["models"]:
             return None
         with _collecting_problems(broken, f"models/{name}"):
-            return _model(name, files)
+            return _read_model(name, files)
 
     def read_profile(name: str) -> tuple[Profile, _Data] | None:
         if name not in names["profiles"]:
             return None
         with _collecting_problems(broken, f"profiles/{name}"):
-            data = files.merged("profiles", name, not_inherited=_NOT_INHERITED)
+            data = files.merged("profiles", name, excluded_keys=_NOT_INHERITED)
             shown = f"catalog/profiles/{name}.yml"
-            return _checked(_CheckedProfile, data, profile_schema, shown, name=name), data
+            return _validate(_CheckedProfile, data, profile_schema, shown, name=name), data
 
     def profile_for_model(pair: tuple[str, str]) -> Profile | None:
         name, model = pair
         if name not in profiles or model not in models:
             return None
         with _collecting_problems(broken, *pair):
-            return _with_model_changes(models[model], *profiles[name], profile_schema)
+            return _apply_model_changes(models[model], *profiles[name], profile_schema)
 
     models: Mapping[str, Model] = LazyMapping(names["models"], read_model)
     profiles = LazyMapping(names["profiles"], read_profile)
     pair_names = [(profile, model) for profile in names["profiles"] for model in names["models"]]
     pairs = LazyMapping(pair_names, profile_for_model)
-    rails = _shipped(GuardRails, "guard_rails", checkout).rails
-    engines = _shipped(Engines, "engines", checkout)
+    rails = _read_shipped(GuardRails, "guard_rails", checkout).rails
+    engines = _read_shipped(Engines, "engines", checkout)
     return Catalog(models, pairs, rails, engines, broken, files.replaced)
 
 
@@ -82,12 +82,12 @@ def _collecting_problems(
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _CatalogFiles:
     checkout: Path
     paths: Mapping[str, Mapping[str, Path]]  # by kind and name
 
     @classmethod
-    def find(cls, checkout: Path, user_dir: Path | None) -> "_Files":
+    def find(cls, checkout: Path, user_dir: Path | None) -> "_CatalogFiles":
         kinds = ("models", "profiles")
         paths = {k: catalog_files(k, checkout=checkout, user_dir=user_dir) for k in kinds}
         return cls(checkout, paths)
@@ -97,12 +97,12 @@ class _Files:
         return frozenset(
             f"{kind}/{name}"
             for kind, paths in self.paths.items()
-            for name in catalog_names(kind, checkout=self.checkout)
+            for name in catalog_files(kind, checkout=self.checkout)
             if not paths[name].is_relative_to(self.checkout / "catalog")
         )
 
-    def merged(self, kind: str, name: str, not_inherited: tuple[str, ...] = ()) -> _Data:
-        """Return a file merged over its ``based_on`` file, without the ``not_inherited`` keys."""
+    def merged(self, kind: str, name: str, excluded_keys: tuple[str, ...] = ()) -> _Data:
+        """Return a file merged over its ``based_on`` file, without the ``excluded_keys`` keys."""
         shown = f"catalog/{kind}/{name}.yml"
         data = self._read(kind, name)
         parent = data.pop("based_on", None)
@@ -112,7 +112,7 @@ class _Files:
         if "based_on" in base:
             message = f"is based on {parent}, which is itself based on another file"
             raise CatalogError.one(shown, message, f"base it on {base['based_on']} directly")
-        inherited = {key: value for key, value in base.items() if key not in not_inherited}
+        inherited = {key: value for key, value in base.items() if key not in excluded_keys}
         return merge(inherited, data, keep_on_null=False)
 
     def _read(self, kind: str, name: object, *, shipped: bool = False) -> _Data:
@@ -129,50 +129,50 @@ class _Files:
 def read_file(kind: str, name: str, *, user_dir: Path) -> _Data:
     """Return a model or profile merged with ``based_on``."""
     excluded_keys = _NOT_INHERITED if kind == "profiles" else ()
-    return _Files.find(CHECKOUT, user_dir).merged(kind, name, not_inherited=excluded_keys)
+    return _CatalogFiles.find(CHECKOUT, user_dir).merged(kind, name, excluded_keys=excluded_keys)
 
 
 def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
-    return _shipped(OpenQuestions, "open_questions", checkout)
+    return _read_shipped(OpenQuestions, "open_questions", checkout)
 
 
 def read_families() -> Families:
-    return _shipped(Families, "families", CHECKOUT)
+    return _read_shipped(Families, "families", CHECKOUT)
 
 
-def _model(name: str, files: _Files) -> Model:
+def _read_model(name: str, files: _CatalogFiles) -> Model:
     shown = f"catalog/models/{name}.yml"
     data = files.merged("models", name)
     if data.get("kind") == "plain":
         schema = load_schema("plain_model", checkout=files.checkout)
-        return _checked(_CheckedPlain, data, schema, shown, name=name)
+        return _validate(_CheckedPlain, data, schema, shown, name=name)
     schema = load_schema("model", checkout=files.checkout)
-    return _checked(_CheckedHybrid, data, schema, shown, name=name)
+    return _validate(_CheckedHybrid, data, schema, shown, name=name)
 
 
-def _with_model_changes(model: Model, profile: Profile, data: _Data, schema: Schema) -> Profile:
+def _apply_model_changes(model: Model, profile: Profile, data: _Data, schema: Schema) -> Profile:
     """Return a profile with the model's changes; their conditions see the unchanged profile."""
     changes = [change.set for change in model.changes if all_hold(change.when, profile.traits)]
     for change in changes:
         data = merge(data, change, keep_on_null=False)
     if changes:
         shown = f"catalog/models/{model.name}.yml: changes of profile {profile.name}"
-        profile = _checked(_CheckedProfile, data, schema, shown, name=profile.name)
+        profile = _validate(_CheckedProfile, data, schema, shown, name=profile.name)
     return dataclasses.replace(profile, engine_mode=model.image.engine_mode)
 
 
-def _shipped(kind: type[_Document], name: str, checkout: Path) -> _Document:
+def _read_shipped(kind: type[_Document], name: str, checkout: Path) -> _Document:
     shown = f"catalog/{name}.yml"
     data, problems = read_mapping(checkout / shown, shown=shown)
     if problems:
         raise CatalogError(problems)
-    return _checked(kind, data, load_schema(name, checkout=checkout), shown)
+    return _validate(kind, data, load_schema(name, checkout=checkout), shown)
 
 
-def _checked(
+def _validate(
     kind: type[_Document], data: _Data, schema: Schema, shown: str, **more_fields: str
 ) -> _Document:
-    if problems := list(schema_problems(data, schema, lambda path: shown, RENAMED)):
+    if problems := list(schema_problems(data, schema, lambda path: shown)):
         raise CatalogError(problems)
     try:
         return convert(kind, {**data, **more_fields})

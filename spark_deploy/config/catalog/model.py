@@ -113,15 +113,6 @@ class Tensors:
                 yield Violation(where, message, fix)
 
 
-# Renamed keys in older files, and the current names.
-RENAMED = {
-    "gdn_key_heads": "write linear_attention: {key_heads: ...}",
-    "gdn_value_heads": "write linear_attention: {value_heads: ...}",
-    "gdn_head_width": "write linear_attention: {head_width: ...}",
-    "profile_overrides": "write changes, a list of {when: traits of a profile, set: keys}",
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Sources:
     """Repositories of the model hub; the lock adds the commit."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from spark_deploy.config.checkout import CHECKOUT, catalog_names
+from spark_deploy.config.checkout import CHECKOUT, catalog_files
 from spark_deploy.config.documents import KeyPath, Violation, convert, violations
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.config.schema_errors import dotted, schema_problems
@@ -84,7 +84,7 @@ def load_hosts(
                 settings = reader.host_settings(host, group, layers)
             else:
                 settings = shared = shared or reader.host_settings(host, group, layers)
-            loaded[host] = _as_host(settings, host)
+            loaded[host] = _for_host(settings, host)
     if reader.problems:
         raise SettingsError(list(dict.fromkeys(reader.problems)))
     return loaded
@@ -100,7 +100,7 @@ def with_overrides(host: HostSettings, values: Mapping[str, Any], shown: str) ->
     changed = reader.host_settings(host.host, host.group, layers)
     if reader.problems:
         raise SettingsError(reader.problems)
-    changed = _as_host(changed, host.host)
+    changed = _for_host(changed, host.host)
     # The inventory may have set the address.
     ssh = changed.settings.ssh
     ssh = dataclasses.replace(ssh, hostname=ssh.hostname or host.settings.ssh.hostname)
@@ -198,7 +198,7 @@ class _Reader:
         problems += schema_problems(data, schema, functools.partial(_origin, layers))
         settings = typing.cast(Settings, None)
         if not problems:
-            names = functools.partial(catalog_names, checkout=self.checkout, user_dir=self.root)
+            names = functools.partial(catalog_files, checkout=self.checkout, user_dir=self.root)
             try:
                 checked = convert(CheckedSettings, data, names if self.must_serve else None)
                 settings = _with_local_files(checked, self.root)
@@ -210,9 +210,9 @@ class _Reader:
         return HostSettings(host, group, self.root, settings, data)
 
 
-def _as_host(loaded: HostSettings, host: str) -> HostSettings:
+def _for_host(loaded: HostSettings, host: str) -> HostSettings:
     settings = loaded.settings
-    if not settings:  # there were problems, which are reported later
+    if not settings:  # load_hosts reports the problems
         return loaded
     cluster, replicas = settings.cluster, settings.replicas
     if host not in cluster.hosts:
@@ -225,15 +225,15 @@ def _as_host(loaded: HostSettings, host: str) -> HostSettings:
 def _origin(layers: Sequence[_Layer], path: KeyPath) -> str:
     """Return the last layer that sets a key."""
     for layer in reversed(layers):
-        if _sets(layer.data, path):
+        if _has_key(layer.data, path):
             return layer.shown
     return layers[0].shown if layers else "settings"
 
 
-def _sets(data: Any, path: KeyPath) -> bool:
+def _has_key(data: Any, path: KeyPath) -> bool:
     if not path or isinstance(data, list):
         return True
-    return isinstance(data, dict) and path[0] in data and _sets(data[str(path[0])], path[1:])
+    return isinstance(data, dict) and path[0] in data and _has_key(data[str(path[0])], path[1:])
 
 
 class _LocalFileError(Exception):
@@ -242,8 +242,8 @@ class _LocalFileError(Exception):
 
 
 def _with_local_files(settings: Settings, root: Path) -> Settings:
-    engine = with_template(settings.engine, root)
-    requantize = with_calibration(settings.requantize, root)
+    engine = _with_template(settings.engine, root)
+    requantize = _with_calibration(settings.requantize, root)
     broken = []
     for section, result in (("engine", engine), ("requantize", requantize)):
         if isinstance(result, Violation):
@@ -253,33 +253,32 @@ def _with_local_files(settings: Settings, root: Path) -> Settings:
     return dataclasses.replace(settings, engine=engine, requantize=requantize)
 
 
-OPTION = "chat-template"
-LARGEST_BYTES = 65_536
-"""Half of the limit of Linux for an argument."""
-_KEY = ("chat_template",)
+_TEMPLATE_OPTION = "chat-template"
+_MAX_TEMPLATE_BYTES = 65_536  # half of Linux's limit for an argument
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]")  # except tab and line feed
 
 
-def with_template(engine: EngineSettings, root: Path) -> EngineSettings | Violation:
+def _with_template(engine: EngineSettings, root: Path) -> EngineSettings | Violation:
     """Return the settings with the text of ``chat_template`` as an engine option."""
     if engine.chat_template is None:
         return engine
-    if any(name.replace("_", "-") == OPTION for name in engine.options):
-        return Violation(_KEY, f"and engine.options both set {OPTION}", "keep only one")
+    key = ("chat_template",)
+    if any(name.replace("_", "-") == _TEMPLATE_OPTION for name in engine.options):
+        return Violation(key, f"and engine.options both set {_TEMPLATE_OPTION}", "keep only one")
     path = root / Path(engine.chat_template).expanduser()
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         message = f"{path} cannot be read ({type(error).__name__})"
-        return Violation(_KEY, message, "set it to a text file on this machine")
+        return Violation(key, message, "set it to a text file on this machine")
     if problem := _template_problem(text):
-        return Violation(_KEY, f"{path} {problem}", "set it to a file with a Jinja chat template")
-    return dataclasses.replace(engine, options={**engine.options, OPTION: text})
+        return Violation(key, f"{path} {problem}", "set it to a file with a Jinja chat template")
+    return dataclasses.replace(engine, options={**engine.options, _TEMPLATE_OPTION: text})
 
 
 def _template_problem(text: str) -> str | None:
-    if len(text.encode()) > LARGEST_BYTES:
-        return f"is larger than {LARGEST_BYTES} bytes"
+    if len(text.encode()) > _MAX_TEMPLATE_BYTES:
+        return f"is larger than {_MAX_TEMPLATE_BYTES} bytes"
     if _CONTROL.search(text):
         return "contains a control character"
     if "messages" not in text or "{" not in text:
@@ -289,10 +288,10 @@ def _template_problem(text: str) -> str | None:
     return None
 
 
-MAX_CALIBRATION_BYTES = 64 << 20
+_MAX_CALIBRATION_BYTES = 64 << 20
 
 
-def with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeSettings | Violation:
+def _with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeSettings | Violation:
     """Return the settings with the content of the calibration file, or a violation."""
     if requantize.calibration is None:
         return requantize
@@ -303,8 +302,8 @@ def with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeSe
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         return Violation(key, f"{path} cannot be read ({type(error).__name__})", fix)
-    if len(text) > MAX_CALIBRATION_BYTES:
-        message = f"{path} is larger than {MAX_CALIBRATION_BYTES} bytes"
+    if len(text) > _MAX_CALIBRATION_BYTES:
+        message = f"{path} is larger than {_MAX_CALIBRATION_BYTES} bytes"
         return Violation(key, message, "use a smaller file")
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):

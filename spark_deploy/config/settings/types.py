@@ -5,7 +5,7 @@ rules between settings. ``make docs`` generates schema, reference page and ``all
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -21,7 +21,7 @@ from spark_deploy.config.documents import (
     Text,
     Violation,
     key_as_field,
-    rules,
+    rule_validator,
 )
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings, ReplicasSettings
@@ -247,9 +247,9 @@ class Settings:
 
 
 def _unknown_names(
-    settings: Settings, catalog: Callable[[str], Sequence[str]]
+    settings: Settings, catalog: Callable[[str], Collection[str]]
 ) -> Iterator[Violation]:
-    """Yield models and profiles that are in no catalog; ``catalog`` lists the names of a kind."""
+    """Yield unknown models and profiles; ``catalog`` returns the names of a kind."""
     pairs: list[tuple[KeyPath, Settings | ModelAndProfile | ServiceSettings]] = [((), settings)]
     pairs += [(("keep_ready", index), pair) for index, pair in enumerate(settings.keep_ready)]
     pairs += [(("services", name), service) for name, service in settings.services.items()]
@@ -265,9 +265,9 @@ def _unknown_names(
 
 
 def settings_violations(
-    settings: Settings, catalog: Callable[[str], Sequence[str]] | None = None
+    settings: Settings, catalog: Callable[[str], Collection[str]] | None = None
 ) -> Iterator[Violation]:
-    """Yield all broken rules; with a catalog also unknown models and profiles."""
+    """Yield all broken rules, and unknown models and profiles if there is a catalog."""
     if catalog:
         yield from _unknown_names(settings, catalog)
     yield from _schedule_violations(settings)
@@ -352,4 +352,4 @@ def _section_violations(settings: Settings) -> Iterator[Violation]:
                 yield violation._replace(key=(field.name, *violation.key), set_by=set_by)
 
 
-CheckedSettings = Annotated[Settings, rules(settings_violations)]
+CheckedSettings = Annotated[Settings, rule_validator(settings_violations)]

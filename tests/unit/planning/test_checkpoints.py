@@ -179,7 +179,7 @@ def test_int4_checkpoint_is_made_from_16_bit_repository_in_engine_image():
 
 def test_profile_without_build_serves_int4_checkpoint():
     plan = plan_of(profile="base", **INT4)
-    assert plan.tree.dir == plan.serve.tree.path == plan.requantized.dir
+    assert plan.served_checkpoint.dir == plan.serve.tree.path == plan.requantized.dir
     assert [work.job.kind for work in plan_jobs(plan, ())] == ["image-pull", "requantize"]
 
 

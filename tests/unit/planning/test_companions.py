@@ -7,12 +7,12 @@ from spark_contract.release import Release
 
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
 from spark_deploy.config.catalog.profile import Adapter, Speculation
+from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import PlanError
 from spark_deploy.lock.resolve import required_names
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.jobs import keep_list, plan_jobs
 from spark_deploy.plan.kv_cache import cache_shape
-from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.resolve import Request
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of
 from tests.unit.planning.test_plain import ANATOMY, MODEL, REPO, catalog_of
@@ -70,7 +70,7 @@ def test_drafter_is_downloaded_mounted_and_counted(method):
     assert trees == [(drafter.dir, drafter.digest)]
     assert drafts_of(plan) == {"method": method, "num_speculative_tokens": 3, "model": "/drafter"}
     assert plan.memory.drafter_bytes == GIB
-    assert any(use.what == DRAFT for use in plan.disk)
+    assert any(use.label == DRAFT for use in plan.disk)
     assert drafter.dir in keep_list(plan).folders
     assert 0 < plan.memory.kv_tokens < without.memory.kv_tokens
     assert plan.serve.name != without.serve.name

@@ -149,7 +149,7 @@ def test_ready_pair_adds_only_jobs_that_are_not_shared():
     assert sorted(work.job.kind for work in jobs) == ["checkpoint", "fetch"]
     served, ready = plan_ready(), plan_ready(TURBOQUANT)
     assert ready_jobs(ready, ()) == ()
-    assert [use.what for use in ready.disk if use not in served.disk] in ([], ["compile cache"])
+    assert [use.label for use in ready.disk if use not in served.disk] in ([], ["compile cache"])
 
 
 def test_ready_pairs_do_not_change_served_release():
@@ -192,7 +192,11 @@ def test_pruning_keeps_files_of_ready_pairs(pair):
     keep = keep_list(plan_ready(pair))
     for plan in (plan_ready(), plan_of(pair["model"], pair["profile"])):
         mounts = {mount.source for mount in plan.serve.engine.mounts}
-        assert {plan.tree.dir, *(source.dir for source in plan.sources), *mounts} <= keep.folders
+        assert {
+            plan.served_checkpoint.dir,
+            *(source.dir for source in plan.sources),
+            *mounts,
+        } <= keep.folders
         assert {plan.image.tag, plan.image.base} <= keep.images
 
 

@@ -12,10 +12,11 @@ from spark_deploy.config.catalog.architecture import LinearAttention
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents import GIB
 from spark_deploy.config.settings.engine import KvCache
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.plan.kv_cache import hybrid_shape
-from spark_deploy.plan.memory import GIB, plan_memory, weight_sizes
+from spark_deploy.plan.memory import plan_memory, weight_sizes
 from spark_deploy.plan.resolve import model_and_profile, plan_problems
 from tests.unit.planning.plans import (
     CATALOG,

@@ -5,12 +5,12 @@ import pytest
 from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers, CountedCache
 from spark_deploy.config.catalog.model import Parsers, PlainModel
+from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import PlanError
 from spark_deploy.lock.types import SourceFile
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.jobs import plan_jobs
 from spark_deploy.plan.kv_cache import cache_shape
-from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.resolve import Request, plan_problems
 from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of
 

@@ -9,7 +9,7 @@ from spark_contract.documents import to_json
 from spark_contract.paths import TOOLS_DIR
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.plan.host import document, image_after_bytes
+from spark_deploy.plan.host import image_after_bytes, plan_document
 from spark_deploy.plan.jobs import keep_list
 from spark_deploy.plan.release import release_files, timer_files, unit_and_command_files
 from tests.unit.planning.plans import plan_of
@@ -111,7 +111,7 @@ def test_scheduled_releases_are_installed_and_kept():
         assert f"/etc/spark/releases/{name}/release.json" in paths
         assert f"/etc/systemd/system/spark-serve@{name}.service.d/50-release.conf" in paths
     assert keep_list(plan).releases == names
-    assert plan.serve.name in document(plan)["unit"]["drop_in"]
+    assert plan.serve.name in plan_document(plan)["unit"]["drop_in"]
 
 
 def test_release_has_one_timer_with_all_its_times():

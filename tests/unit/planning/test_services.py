@@ -11,12 +11,12 @@ from spark_contract.release import Release, parse_service
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.plan.gateway import base_urls, gateway_plan
 from spark_deploy.plan.host import document, plan_host
 from spark_deploy.plan.jobs import keep_list, served_jobs
-from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.release import release_files
 from spark_deploy.plan.resolve import Request
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, plan_of, problems, settings_of

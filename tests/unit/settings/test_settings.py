@@ -6,7 +6,7 @@ import pytest
 import yaml
 from spark_contract.gateway import Expose
 
-from spark_deploy.config.checkout import CHECKOUT, catalog_names
+from spark_deploy.config.checkout import CHECKOUT, catalog_files
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.load import load_hosts, merge, nest_dotted_keys
 from spark_deploy.config.settings.types import Settings
@@ -120,7 +120,7 @@ WRONG = {
     "proxy: {url: 'http://ann:p/w@rd@proxy:3128'}": 'proxy.url: "http://...@proxy:3128" has none',
     "allow_containers: {comfyui: -1}": "allow_containers.comfyui: -1 is less than the minimum of 0",
     'docker: {users: ["ann; reboot"]}': 'docker.users[0]: "ann; reboot" does not have',
-    "profile: v9": f"'v9' is not a profile (known: {', '.join(catalog_names('profiles'))})",
+    "profile: v9": f"'v9' is not a profile (known: {', '.join(catalog_files('profiles'))})",
     "serve: {port: http}": '"http" is not a whole number',
     "expect: {gpu_name: 24.04}": "24.04 is not text",
     "serve: {expose: web}": "not one of loopback, docker, tailscale",
