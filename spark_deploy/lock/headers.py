@@ -149,7 +149,7 @@ def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy
         commit=description.commit,
         architecture=_architecture(config),
         model_type=config.text("model_type"),
-        quantisation=describe_quantisation(config),
+        quantisation=describe_quantization(config),
         weights=description.parts.get("text", {}),
         repeats_names=description.repeats_names,
         vision_bytes=sizes.get("vision", 0),
@@ -171,7 +171,7 @@ def _architecture(config: ModelConfig) -> str:
     return first if is_valid else ""
 
 
-def describe_quantisation(config: ModelConfig) -> str:
+def describe_quantization(config: ModelConfig) -> str:
     """Describe the quantization of the weights; return an empty string if there is none."""
     section = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(section, dict):

@@ -40,7 +40,7 @@ def pins_target_experts(model: Model, profile: Profile) -> bool:
     """Return whether the plan chooses the kernel of a published model's 16-bit experts."""
     options = canonical_options(profile.options)
     chosen = "moe-backend" in options or "moe_backend" in (options.get("kernel-config") or {})
-    stays_16_bit = not (quantises_online(profile) or "quantization" in options)
+    stays_16_bit = not (quantizes_online(profile) or "quantization" in options)
     return (
         isinstance(model, PlainModel)
         and _has_16_bit_experts(model)
@@ -56,7 +56,7 @@ def _has_16_bit_experts(model: PlainModel) -> bool:
     return anatomy is not None and anatomy.expert_width is not None and not anatomy.quantisation
 
 
-def quantises_online(profile: Profile) -> bool:
+def quantizes_online(profile: Profile) -> bool:
     return "quantization-config" in profile.options
 
 

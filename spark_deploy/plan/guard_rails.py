@@ -36,7 +36,7 @@ _DRAFT_OPTIONS = {
 _LOGGING_OPTIONS = ("enable-log-requests", "enable-log-outputs")
 # Each allows unpickling of untrusted data.
 _UNPICKLING = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-# Quantisation names with scales per group of inputs.
+# Quantization methods with scales per group of inputs.
 _IN_GROUPS = ("auto-round", "gptq", "awq", "compressed-tensors", "bit")
 _LOCAL_SOCKETS = ("unix://", "fd://")
 # vLLM up to 0.24 counted the page cache as used memory: docs/decisions/0005.
@@ -98,7 +98,7 @@ def release_facts(
         "hosts": settings.ranks,
         "deep_gemm": _uses_deep_gemm(profile, options),
         "formats": " ".join(formats).lower(),
-        "online_quantisation": "quantization-config" in options,
+        "online_quantization": "quantization-config" in options,
         "engine_counts_cache_as_used": minor is not None and minor <= _COUNTED_CACHE_AS_USED,
         "engine_prefixes_unproven": minor is not None and minor < _PREFIXES_WITH_DRAFTS,
         "expose": settings.serve.expose,

@@ -160,7 +160,7 @@ def requantize_job(plan: RequantizedPlan, image: Job) -> Work:
     original = replace(plan.order.original, token_file=hub_token_file(digest))
     text = ManagedFile(f"{job_dir(digest)}/calibration.jsonl", plan.calibration.encode())
     order = replace(plan.order, original=original, calibration=text.path)
-    title, hub = f"quantise {plan.order.name}-int4-{plan.digest[:12]}", plan.original.hub
+    title, hub = f"quantize {plan.order.name}-int4-{plan.digest[:12]}", plan.original.hub
     after = (image.digest12,)
     return _builder_work(
         digest, REQUANTIZE_JOB, title, order, None, hub, after=after, inputs=(text,)

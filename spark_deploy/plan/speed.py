@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spark_deploy.config.catalog.architecture import Architecture
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.profile import Profile, Speculation
-from spark_deploy.plan.engine_arguments import quantises_online
+from spark_deploy.plan.engine_arguments import quantizes_online
 from spark_deploy.plan.kv_cache import TURBOQUANT, layer_bytes_per_token, mtp_drafts, state_bytes
 from spark_deploy.plan.memory import (
     SCHEME_BYTES,
@@ -199,7 +199,7 @@ def _seconds(size_bytes: float, efficiency: float) -> float:
 def _shared_bytes(model: Architecture, profile: Profile) -> int:
     sizes = weight_sizes(model)
     if profile.shared_experts == "keep":
-        # The only part quantised at load time, in profile online-fp8.
-        return sizes.shared_fp8_bytes if quantises_online(profile) else sizes.shared_bytes
+        # The only part quantized at load time, in profile online-fp8.
+        return sizes.shared_fp8_bytes if quantizes_online(profile) else sizes.shared_bytes
     int8 = profile.shared_experts == "int8-g128"
     return sizes.shared_int8_bytes if int8 else sizes.shared_fp8_bytes

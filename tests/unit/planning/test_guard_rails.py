@@ -113,11 +113,11 @@ TRIPS: dict[str, dict[str, Any]] = {
         "hosts": 2,
         "checkpoint_needs_plugin": True,
     },
-    "online-fp8-with-the-plugin": {"online_quantisation": True},
+    "online-fp8-with-the-plugin": {"online_quantization": True},
     "open-network-without-tls": {"expose": "lan"},
     "trust-remote-code": {"trust_remote_code": True},
     "unlisted-option": {"unlisted_options": ("options.worker-cls",)},
-    "insecure-serialisation": {"unpickles": True},
+    "insecure-serialization": {"unpickles": True},
     "pickled-weights": {"load_format": "pt"},
     "docker-on-the-network": {"docker_listens": True},
     "questions-in-the-journal": {"questions_logged": True},
@@ -511,8 +511,8 @@ VARIABLES = {
 }
 UNTRUSTED = [
     *((rule, {"engine.options": o}) for rule, options in OPTIONS.items() for o in options),
-    ("insecure-serialisation", {"engine.environment": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}}),
-    ("insecure-serialisation", {"engine.environment": {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "y"}}),
+    ("insecure-serialization", {"engine.environment": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}}),
+    ("insecure-serialization", {"engine.environment": {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "y"}}),
     *(
         ("unlisted-option", {"engine.environment": {name: value}})
         for name, value in VARIABLES.items()
