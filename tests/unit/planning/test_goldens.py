@@ -17,7 +17,7 @@ import pytest
 from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.host import document
+from spark_deploy.plan.host import plan_document
 from spark_deploy.plan.resolve import model_and_profile
 from tests.unit.planning.plans import CATALOG, plan_with, settings_of, shipped
 
@@ -38,7 +38,7 @@ def plan_lines(model, profile):
     plan = PLANS[model, profile]
     if isinstance(plan, PlanError):
         return tuple(f"refused: {line}" for p in plan.problems for line in str(p).splitlines())
-    data = document(plan)
+    data = plan_document(plan)
     for part, repeated in (
         ("needs", ("downloads", "image_bytes", "disk_needed_bytes")),
         ("checkpoint", ("base",)),

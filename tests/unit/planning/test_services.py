@@ -15,7 +15,7 @@ from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.plan.gateway import base_urls, gateway_plan
-from spark_deploy.plan.host import document, plan_host
+from spark_deploy.plan.host import plan_document, plan_host
 from spark_deploy.plan.jobs import keep_list, served_jobs
 from spark_deploy.plan.release import release_files
 from spark_deploy.plan.resolve import Request
@@ -44,7 +44,7 @@ def test_each_service_has_own_release_gateway_and_files():
     )
     assert not main_paths & embed_paths
     assert parse(Release, to_json(embed.serve)) == embed.serve
-    assert json.loads(json.dumps(document(plan)))["services"]
+    assert json.loads(json.dumps(plan_document(plan)))["services"]
 
 
 def test_services_share_memory():
