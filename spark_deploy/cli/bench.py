@@ -50,44 +50,31 @@ class Measurement:
         )
 
 
-def _list_parser(minimum: int) -> Callable[[str], list[int]]:
+def _numbers_option(name: str, minimum: int, text: str) -> Callable[..., Any]:
+    """Return an option for comma-separated numbers, which may be repeated."""
+
     def parse(text: str) -> list[int]:
         numbers = [int(number) for number in text.split(",")]
         if min(numbers) < minimum:
             raise ValueError(text)
         return numbers
 
-    return parse
+    def join(_context: click.Context, _option: click.Parameter, lists: Any) -> tuple[int, ...]:
+        return tuple(number for numbers in lists for number in numbers)
 
-
-def _join(_context: click.Context, _option: click.Parameter, lists: Any) -> tuple[int, ...]:
-    return tuple(number for numbers in lists for number in numbers)
-
-
-def _list_option(name: str, *names: str, **settings: Any) -> Callable[..., Any]:
-    return click.option(name, *names, multiple=True, **settings)
+    return click.option(name, multiple=True, type=parse, callback=join, metavar="N,...", help=text)
 
 
 @click.command
 @click.option("--out", metavar="DIR", default="bench", type=FOLDER, help="Folder of results.")
-@_list_option("--protocol", "protocols", type=_PROTOCOL, help="Only this protocol; repeatable.")
+@click.option(
+    "--protocol", "protocols", type=_PROTOCOL, multiple=True, help="Only this protocol; repeatable."
+)
 @click.option("--tools", is_flag=True, help="Short for --protocol tools: score 20 tool calls.")
 @service_option("This service instead of the main service.")
-@_list_option("--compare", metavar="FILE", type=FILE, help="Compare result files.")
-@_list_option(
-    "--depths",
-    type=_list_parser(0),
-    callback=_join,
-    metavar="N,...",
-    help="Context depths of llama-benchy.",
-)
-@_list_option(
-    "--clients",
-    type=_list_parser(1),
-    callback=_join,
-    metavar="N,...",
-    help="Concurrent clients.",
-)
+@click.option("--compare", metavar="FILE", type=FILE, multiple=True, help="Compare result files.")
+@_numbers_option("--depths", 0, "Context depths of llama-benchy.")
+@_numbers_option("--clients", 1, "Concurrent clients.")
 @click.option("--pp", "prompt_tokens", type=_COUNT, metavar="N", help="Tokens per prompt.")
 @click.option("--tg", "answer_tokens", type=_COUNT, metavar="N", help="Tokens per answer.")
 @click.option("--runs", type=_COUNT, metavar="N", help="Runs per measurement.")

@@ -27,7 +27,7 @@ from spark_deploy.plan.speed import (
     first_token_s,
     next_turn_s,
 )
-from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServicePlan
+from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServicePlan, SourcePlan
 
 RATES_MB_PER_S = (25, 100)
 UNMEASURED = Calibration()
@@ -162,7 +162,7 @@ def plan_lines(
     yield row("model", model.summary)
     yield row("profile", profile.summary)
     for source in plan.sources:
-        yield row("download", _source(source.locked, source.size_bytes))
+        yield row("download", _source(source))
         if plan.checkpoint and not plan.checkpoint.keep_base:
             donor_bytes = plan.checkpoint.donor_bytes
             donor = f" and {format_size(donor_bytes)} of FP8 tensors" if donor_bytes else ""
@@ -206,7 +206,7 @@ def plan_lines(
 def _service(plan: ServicePlan) -> Iterator[str]:
     yield row("service", f"{plan.serve.service}, release {plan.serve.name}")
     for source in plan.sources:
-        yield row("download", _source(source.locked, source.size_bytes))
+        yield row("download", _source(source))
     yield row("image", plan.image.base)
     tokens = plan.memory.kv_tokens
     cache = gib(plan.memory.kv_cache_bytes) + ("" if tokens is None else f" of {tokens:,} tokens")
@@ -228,8 +228,8 @@ def _engine_command(release: Release) -> str:
     return shlex.join(["vllm", "serve", *words])
 
 
-def _source(locked: LockedSource, size_bytes: int) -> str:
-    return f"{locked.repo} {_commit(locked)}, {format_size(size_bytes)}"
+def _source(source: SourcePlan) -> str:
+    return f"{source.locked.repo} {_commit(source.locked)}, {format_size(source.size_bytes)}"
 
 
 def _commit(locked: LockedSource) -> str:
