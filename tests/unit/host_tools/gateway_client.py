@@ -49,7 +49,7 @@ class GatewayClient:
         if key is not None:
             fields["Authorization"] = f"Bearer {self.key if key == OWN_KEY else key}"
         address = ("127.0.0.1", port or self.settings.port)
-        connection = http.client.HTTPConnection(*address, timeout=20)
+        connection = http.client.HTTPConnection(*address, timeout=120)
         method = method or ("GET" if data is None else "POST")
         connection.request(method, path, data, fields, encode_chunked=isinstance(data, Iterator))
         return connection.getresponse()
