@@ -167,6 +167,8 @@ def test_next_request_finishes_the_switch_of_a_killed_relay(guest, step):
     [model, *_] = [name for name in MODELS if name not in running(guest)]
     since = guest.run("date '+%F %T'")
     log = f"journalctl -q -o cat --since '{since}'"
+    main_pid = "systemctl show -p MainPID --value spark-on-request"
+    killed_pid = guest.run(main_pid)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(curl, guest, model)
         guest.run(
@@ -175,7 +177,9 @@ def test_next_request_finishes_the_switch_of_a_killed_relay(guest, step):
             timeout_s=200,
         )
         assert first.result()[0] >= 500
-    guest.wait(f"test -S /run/spark-on-request/{model}.sock")
+    guest.wait(
+        f"{main_pid} | grep -qvx -e 0 -e {killed_pid} && test -S /run/spark-on-request/{model}.sock"
+    )
     assert is_right(curl(guest, model))
     assert running(guest) == {model}
     started = guest.run(f"{log} _PID=1 | grep -oE 'Starting spark-serve@[a-z]+'")
