@@ -65,7 +65,7 @@ def _group_by_digits(names: Iterable[str]) -> list[tuple[str, int]]:
     # A substitution in each name takes seconds: a large model has 280,000 names.
     names = list(names)
     keys = [name.encode(errors="replace").translate(None, b"0123456789") for name in names]
-    examples, counts = dict(zip(keys, names)), Counter(keys)
+    examples, counts = dict(zip(keys, names, strict=True)), Counter(keys)
     return [(examples[key], count) for key, count in counts.items()]
 
 
