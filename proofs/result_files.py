@@ -28,8 +28,8 @@ def find_kind(name: str) -> Kind:
 
     path = CHECKOUT / "proofs/results/kinds.yml"
     for fields in yaml.safe_load(path.read_text("utf-8")):
-        if re.fullmatch(fields["pattern"], name):
-            return Kind(**fields)
+        if match := re.fullmatch(fields["pattern"], name):
+            return Kind(**fields | {"tests": match.expand(fields["tests"])})
     raise ValueError(f"{name}: unknown result file; fix: add the kind to {path}")
 
 

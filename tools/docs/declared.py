@@ -194,7 +194,7 @@ def _form(part: dict[str, Any]) -> str:
 
 def row(*cells: object) -> str:
     texts = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
-    return f"| {' | '.join(texts)} |".replace("|  |", "| |")
+    return re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(texts)} |")
 
 
 HEADINGS = {

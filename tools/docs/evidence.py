@@ -28,18 +28,18 @@ SWEEP_GROUPS = {
 
 def result_rows(folder: str) -> Iterator[str]:
     counts = ("passed", "failed", "measured")
-    yield row("result", "tests or measures", "device", "date", "commit", *counts, "command")
+    yield row("result", "tests or measurements", "device", "date", "commit", *counts, "command")
     yield "|---|---|---|---|---|---|---|---|---|"
-    before = None
     for path in sorted((RESULTS / folder).glob("*.json")):
         result, kind = json.loads(path.read_text("utf-8")), find_kind(path.stem)
         verdicts = [entry["passed"] for entry in result.get("rows", []) if "passed" in entry]
-        numbers = (verdicts.count(verdict) for verdict in (True, False, None))
+        numbers = [verdicts.count(verdict) if verdicts else "" for verdict in (True, False, None)]
         command = f"`make {kind.target}`" + (f"; needs {kind.needs}" if kind.needs else "")
         link = f"[{path.stem}]({folder}/{path.name})"
         commit = re.sub(r"^(\w{12})\w+", r"\1", str(result["commit"]))
-        tested, before = "same as above" if kind == before else kind.tests, kind
-        yield row(link, tested, _device(result), result["date"], f"`{commit}`", *numbers, command)
+        yield row(
+            link, kind.tests, _device(result), result["date"], f"`{commit}`", *numbers, command
+        )
 
 
 def device_of(name: str) -> str:
