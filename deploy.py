@@ -18,10 +18,10 @@ from spark_deploy.plan.release import release_files, unit_and_command_files
 
 hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
-jobs, release = served_jobs(plan, payload.image_context), plan.serve.name
+jobs, release = served_jobs(plan, payload.image_context), plan.release.name
 
-service.reboot(plan=plan.needs, serve=plan.serve)
-preflight.apply(plan=plan.needs)
+service.reboot(plan=plan.preflight, serve=plan.release)
+preflight.apply(plan=plan.preflight)
 base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
 tools.apply(identity=plan.payload, files=payload.tools, units=unit_and_command_files(payload.units))
 # These jobs run without a container engine and in parallel to the next steps.
@@ -33,21 +33,21 @@ work.image(jobs=jobs, release=release)
 service.prepare(jobs=jobs, release=release)
 # Stopping unlisted services frees memory for the others.
 service.retire(
-    services=tuple(entry.serve.service for entry in plan.served),
-    accepted_overrides=plan.needs.expect.unit_overrides,
+    services=tuple(entry.release.service for entry in plan.served),
+    accepted_overrides=plan.preflight.expect.unit_overrides,
 )
 for entry in host_loop(plan.served):
     service.serve(
-        plan=entry.serve,
+        plan=entry.release,
         gateway=entry.gateway,
         files=release_files(entry),
         waves=waves_for(state),
         schedule=entry.schedule,
     )
 for entry in host_loop(plan.served):
-    service.verify(plan=entry.serve, gateway=entry.gateway, schedule=entry.schedule)
+    service.verify(plan=entry.release, gateway=entry.gateway, schedule=entry.schedule)
 # These jobs come last, because they must not delay services.
-work.prepare_other_pairs(jobs=ready_jobs(plan, payload.image_context), service=plan.serve.service)
+work.prepare_other_pairs(jobs=ready_jobs(plan, payload.image_context), service=plan.release.service)
 work.stop_peer_downloads()
 service.schedule(schedule=plan.schedule)
 # Now no other model needs the base, and the checkpoint is proven.

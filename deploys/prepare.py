@@ -11,7 +11,7 @@ from spark_deploy.inventory.plans import plan_for
 hold_lease(state, host)
 plan = plan_for(host)
 
-preflight.apply(plan=plan.needs)
+preflight.apply(plan=plan.preflight)
 base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)

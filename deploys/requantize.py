@@ -25,7 +25,7 @@ if plan.requantized is None:
 jobs = tuple(
     job for job in plan_jobs(plan, payload.image_context) if job.job.kind != CHECKPOINT_JOB
 )
-release = f"{plan.serve.service}-requantize"
+release = f"{plan.release.service}-requantize"
 
 base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
 tools.apply(identity=plan.payload, files=payload.tools, units=unit_and_command_files(payload.units))

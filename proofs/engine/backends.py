@@ -93,11 +93,11 @@ def read_cases(plans: Path) -> Iterator[Case]:
         if plan["profile"] == "plain":
             yield Case("plain of an FP8 repository", plan, "wide-donor", shape)
             continue
-        order = (plan["checkpoint"] or {}).get("order")
+        build = (plan["checkpoint"] or {}).get("build")
         variant = "base"
-        if order:
-            wanted = {key: order[key] for key in ("layout", "head", "shared_experts")}
-            if order.get("drafter_int4"):
+        if build:
+            wanted = {key: build[key] for key in ("layout", "head", "shared_experts")}
+            if build.get("drafter_int4"):
                 wanted["drafter"] = "int4-g128"
             [variant] = [name for name, made in VARIANTS.items() if made == wanted]
         kind = "int4mtp" if shape == "qwen3.5-35b" else "wide"
@@ -217,7 +217,7 @@ def meta_device() -> Any:
 
 
 def record_choices(case: Case, trees: Path, *, pinned: bool) -> dict[str, str]:
-    engine = case.plan["serve"]["engine"]
+    engine = case.plan["release"]["engine"]
     argv = engine["argv"] if pinned else remove_pins(engine["argv"])
     kept = {name: value for name, value in engine["env"].items() if name.startswith("VLLM_")}
     for name in VARIABLE_PINS:
@@ -334,7 +334,7 @@ def _in_child(case: Case, trees: Path, pinned: bool) -> dict[str, str]:
 def compare(plans: Path, choices: dict[str, dict[str, Any]]) -> dict[str, Any]:
     cases, differences = {}, {}
     for case in read_cases(plans):
-        engine = case.plan["serve"]["engine"]
+        engine = case.plan["release"]["engine"]
         by_device = {device: choices[device][case.name] for device in DEVICES}
         cases[case.name] = {"pins": read_pins(engine["argv"], engine["env"]), **by_device}
         for form in ("pinned", "free"):

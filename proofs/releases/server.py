@@ -163,4 +163,4 @@ def read_release(plan: Path) -> Release:
     from spark_contract import documents
 
     content: list[dict[str, Any]] = json.loads(plan.read_text())
-    return documents.read(Release, content[0]["serve"])
+    return documents.read(Release, content[0]["release"])

@@ -225,7 +225,7 @@ def adapt_environment(planned: dict[str, str]) -> dict[str, str]:
 
 
 def start(plan: dict[str, Any], tree: str, log: Path, kind: str) -> Server:
-    engine = plan["serve"]["engine"]
+    engine = plan["release"]["engine"]
     socket = Path(f"/tmp/spark-engine-{log.stem}-{os.getpid()}.sock")
     argv, changed = adapt_arguments(engine["argv"], tree, str(socket), kind)
     server = Server(log, socket, argv, {**os.environ, **adapt_environment(engine["env"])}, changed)
@@ -234,7 +234,7 @@ def start(plan: dict[str, Any], tree: str, log: Path, kind: str) -> Server:
 
 
 def serve(plan: dict[str, Any], tree: str, log: Path, kind: str) -> dict[str, Any]:
-    release = documents.read(Release, plan["serve"])
+    release = documents.read(Release, plan["release"])
     server = start(plan, tree, log, kind)
     result: dict[str, Any] = {
         "argv": server.argv,
@@ -282,12 +282,12 @@ def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[s
     log_path = out.with_suffix(".log")
     plan = json.loads(plan_path.read_text())[0]
     result = serve(plan, str(tree), log_path, kind)
-    profile = plan["serve"]["profile"]
+    profile = plan["release"]["profile"]
     if kind == "long":
         rows = serve_long.judge(result, profile)
     else:
         rows = judge_talk(result, profile, pictures=kind == "pictures")
-        pinned = [text for text in plan["serve"]["check"]["log_required"] if "Using " in text]
+        pinned = [text for text in plan["release"]["check"]["log_required"] if "Using " in text]
         name = f"{profile}, {kind}" if kind else profile
         rows.append(judge_kernels(name, pinned, "\n".join(result["log"])))
     document = {**stages.environment(), "tree": tree.name, "seed": 0, "rows": rows, **result}

@@ -208,7 +208,7 @@ def _add_plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str
     """Plan the added model; add figures to ``data`` and return the plan as text."""
     host = select_hosts(options, must_serve=False)[0].with_model(added.model, added.profile)
     plan = build_plan(host)
-    data["release"] = plan.serve.name
+    data["release"] = plan.release.name
     data["fetched_bytes"] = sum(source.size_bytes for source in plan.sources)
     data["image_bytes"] = plan.image.size_bytes
     return [

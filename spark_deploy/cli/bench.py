@@ -233,7 +233,7 @@ def _submit(target: Target, release: Release, result: BenchResult, files: Path, 
     if not reason:
         try:
             plans = build_plan(target).served
-            served = next((plan for plan in plans if plan.serve.name == release.name), None)
+            served = next((plan for plan in plans if plan.release.name == release.name), None)
             reason = "The release differs from the settings."
         except SparkError as error:
             reason = error.problems[0].line

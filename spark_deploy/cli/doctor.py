@@ -47,7 +47,7 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
     plans = {host.name: build_plan(host, estimate=True) for host in hosts}
 
     def read(host: Host, target: Target) -> HostData | None:
-        survey = read_survey(host, plans[target.name].needs)
+        survey = read_survey(host, plans[target.name].preflight)
         return read_host(host, survey) if survey else None
 
     reports: list[HostReport] = []
@@ -73,10 +73,10 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
 def _needs(hosts: Sequence[Target]) -> dict[str, PreflightPlan]:
     """Return the needs of each host; estimate sizes if the hub does not answer."""
     try:
-        return {host.name: build_plan(host, estimate=False).needs for host in hosts}
+        return {host.name: build_plan(host, estimate=False).preflight for host in hosts}
     except LockError as error:
         note(f"{error.problems[0]}\nusing estimated sizes")
-        return {host.name: build_plan(host, estimate=True).needs for host in hosts}
+        return {host.name: build_plan(host, estimate=True).preflight for host in hosts}
 
 
 def read_survey(host: Host, needs: PreflightPlan) -> Survey | None:

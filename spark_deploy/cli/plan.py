@@ -47,7 +47,7 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
         path = host.loaded.lock_path
         lock = host.looked_up.get(path) or read_lock(path)
         host.looked_up[path] = verify_names_if_online(host.settings, host.catalog, lock, note)
-    needs = {host_plan.host: host_plan.needs for host_plan in plans}
+    needs = {host_plan.host: host_plan.preflight for host_plan in plans}
     reuse: dict[str, Reuse] = {}
     if on_host:
         surveys = query_or_note(hosts, lambda host, target: read_survey(host, needs[target.name]))

@@ -86,7 +86,7 @@ def _sizes(plan: HostPlan) -> dict[tuple[bool, str], int]:
 def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
     caveat = " as far as known" if plan.memory.unknown else ""
     yield f"{plan.host}: {plan.model} with {plan.profile} fits{caveat}"
-    yield row("serves", f"{', '.join(plan.serve.names)} {_address(plan)}")
+    yield row("serves", f"{', '.join(plan.release.names)} {_address(plan)}")
     yield row("downloads", _peer_downloads(plan, peer) if peer else _downloads(plan))
     peak_bytes, after_bytes = disk_total(plan.disk)
     yield row("disk", f"{format_size(after_bytes)} in total, {format_size(peak_bytes)} at peak")
@@ -98,21 +98,22 @@ def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
     requested, used = profile.limits.memory_fraction, plan.memory.memory_fraction
     if used < requested and not profile.kv_cache.size_bytes:
         yield row("", f"memory share lowered from {requested:g} to {used:g}; the rest is reserved")
-    if not plan.serve.check.portable:
+    if not plan.release.check.portable:
         again = "again after a change of the engine's base image or the driver"
         yield row("start", f"{COMPILING}, {again}")
     for service in plan.services:
         urls = ", ".join(url for url, _ in base_urls(service.gateway))
         used_memory = gib(service.memory.memory_fraction * service.memory.total_bytes)
         served = f"{service.model} with {service.profile}"
-        yield row("service", f"{service.serve.service}: {served} at {urls}, uses {used_memory}")
+        yield row("service", f"{service.release.service}: {served} at {urls}, uses {used_memory}")
     for entry in plan.served:
         yield from (row("WARNING", warning) for warning in entry.warnings)
 
 
 def _address(plan: HostPlan) -> str:
     urls = ", ".join(f"{url} ({clients})" for url, clients in base_urls(plan.gateway))
-    members = [member.host for member in plan.serve.cluster.members] if plan.serve.cluster else []
+    cluster = plan.release.cluster
+    members = [member.host for member in cluster.members] if cluster else []
     if not members:
         return f"at {urls}"
     if plan.host == members[0]:
@@ -147,7 +148,7 @@ def _memory_summary(plan: HostPlan, profile: Profile) -> str:
     memory = plan.memory
     capacity = "tokens unknown before the first start"
     if memory.full_context_users is not None:
-        context = f"{plan.serve.check.max_model_len:,} tokens"
+        context = f"{plan.release.check.max_model_len:,} tokens"
         capacity = f"room for {memory.full_context_users:.1f} requests of {context}"
     return (
         f"engine {gib(memory.engine_bytes)}, KV cache {gib(memory.kv_cache_bytes)} ({capacity}; "
@@ -158,7 +159,7 @@ def _memory_summary(plan: HostPlan, profile: Profile) -> str:
 def plan_lines(
     plan: HostPlan, model: Model, profile: Profile, calibration: Calibration = UNMEASURED
 ) -> Iterator[str]:
-    yield row("release", plan.serve.name)
+    yield row("release", plan.release.name)
     yield row("model", model.summary)
     yield row("profile", profile.summary)
     for source in plan.sources:
@@ -174,7 +175,7 @@ def plan_lines(
         yield row(
             "",
             f"quantized on the host to {format_size(base.size_bytes)} in {base.dir}: AutoRound, "
-            f"{base.order.iters} steps, {gib(base.order.memory_bytes)} of memory (estimated); "
+            f"{base.build.iters} steps, {gib(base.build.memory_bytes)} of memory (estimated); "
             "run `spark-deploy add --requantize`",
         )
     yield from _checkpoint(plan.checkpoint)
@@ -189,8 +190,8 @@ def plan_lines(
     yield from _memory(plan, profile)
     yield from speed_lines(plan, model, profile, calibration)
     yield from _disk(plan)
-    yield row("engine", _engine_command(plan.serve))
-    if cluster := plan.serve.cluster:
+    yield row("engine", _engine_command(plan.release))
+    if cluster := plan.release.cluster:
         for number, member in enumerate(cluster.members):
             yield row("" if number else "cluster", f"{member.host}: {shlex.join(member.argv)}")
         yield row("", f"{cluster.head.host} answers clients; the workers compute for it")
@@ -198,13 +199,13 @@ def plan_lines(
     unit = plan_document(plan)["unit"]
     yield row("unit", f"{unit['name']} with {unit['drop_in']}:")
     yield row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
-    yield from _serving(plan.serve, plan.gateway)
+    yield from _serving(plan.release, plan.gateway)
     for service in plan.services:
         yield from _service(service)
 
 
 def _service(plan: ServicePlan) -> Iterator[str]:
-    yield row("service", f"{plan.serve.service}, release {plan.serve.name}")
+    yield row("service", f"{plan.release.service}, release {plan.release.name}")
     for source in plan.sources:
         yield row("download", _source(source))
     yield row("image", plan.image.base)
@@ -213,8 +214,8 @@ def _service(plan: ServicePlan) -> Iterator[str]:
     yield row(
         "memory", f"weights, drafter and runtime {gib(plan.memory.engine_bytes)}, KV cache {cache}"
     )
-    yield row("engine", _engine_command(plan.serve))
-    yield from _serving(plan.serve, plan.gateway)
+    yield row("engine", _engine_command(plan.release))
+    yield from _serving(plan.release, plan.gateway)
 
 
 def _engine_command(release: Release) -> str:
@@ -242,8 +243,8 @@ def _checkpoint(checkpoint: CheckpointPlan | None) -> Iterator[str]:
     if checkpoint is None:
         yield row("checkpoint", "the downloaded checkpoint, unchanged")
         return
-    order = checkpoint.order
-    parts = f"{order.layout}; shared experts {order.shared_experts}, head {order.head}"
+    build = checkpoint.build
+    parts = f"{build.layout}; shared experts {build.shared_experts}, head {build.head}"
     yield row(
         "checkpoint", f"{checkpoint.dir}, {format_size(checkpoint.output_bytes)} new ({parts})"
     )
@@ -275,7 +276,7 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         yield row("", f"UNKNOWN: {text}; the engine reports it at the first start")
     if memory.counted_by:
         yield row("", f"KV cache size per token, as measured by {memory.counted_by}")
-    context = plan.serve.check.max_model_len
+    context = plan.release.check.max_model_len
     if memory.kv_tokens is None:
         return
     yield row(
@@ -296,7 +297,7 @@ def speed_lines(
         yield row("speed", f"not computed for {reason}")
         return
     shape, requests = model.architecture, profile.limits.max_sequences
-    context, factor = plan.serve.check.max_model_len, calibration.factor
+    context, factor = plan.release.check.max_model_len, calibration.factor
     single = compute_speed(shape, profile)
     text = f"{_range(single, factor)} tokens/s for one request, "
     if profile.kv_cache.dtype in TURBOQUANT:
@@ -329,7 +330,7 @@ def speed_lines(
 
 
 def _first_token(plan: HostPlan, model: Architecture, profile: Profile) -> str:
-    session = min(_SESSION_TOKENS, plan.serve.check.max_model_len // 2)
+    session = min(_SESSION_TOKENS, plan.release.check.max_model_len // 2)
     new_s = first_token_s(model, session)
     turn_s = next_turn_s(model, profile, plan.memory.block_tokens, session, _TURN_TOKENS)
     reads = "with prefix caching" if profile.prefix_caching else "reads everything again"
@@ -344,7 +345,7 @@ def _not_computed_reason(plan: HostPlan, model: Model, profile: Profile) -> str:
         return "models without an architecture file"
     if profile.engine_mode != "native":
         return "engines without a Spark's kernels"
-    cluster = plan.serve.cluster  # the computed speed excludes network traffic
+    cluster = plan.release.cluster  # the computed speed excludes network traffic
     return f"{len(cluster.members)} Sparks as one server" if cluster else ""
 
 

@@ -48,7 +48,7 @@ def host_report(
     release = data.status.release(state.active if state else None)
     engines = evidence.engines if evidence else ()
     engine = next((e for e in engines if release and e.release == release.name), None)
-    findings = check_survey(plan.needs, survey)
+    findings = check_survey(plan.preflight, survey)
     jobs = data.status.report.jobs if data.status.report else ()
     report = HostReport(
         name=f"host-{number}",
@@ -142,7 +142,7 @@ def _serving(
     full = proof.last_full if proof else None
     bench = (proof.bench if proof else None) or {}
     medians = {k: v.get("median") for k, v in bench.items() if isinstance(v, dict)}
-    tokens = memory.counted_tokens(plan.serve.check.max_model_len)
+    tokens = memory.counted_tokens(plan.release.check.max_model_len)
     return Serving(
         model=release.model,
         profile=release.profile,

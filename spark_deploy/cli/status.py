@@ -108,7 +108,7 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
         return {**answer.data(), "drift": answer.problem}
     plan, plan_problem = _build_plan(answer.host)
     scheduled = [entry.release for entry in plan.schedule] if plan else []
-    planned = host_status.release_due(plan.serve, scheduled).name if plan else None
+    planned = host_status.release_due(plan.release, scheduled).name if plan else None
     drift = host_status.unproven_reason(MAIN_SERVICE, planned) if planned else plan_problem
     services = _services(plan, host_status)
     drifts = {service["service"]: service["drift"] for service in services}
@@ -143,7 +143,7 @@ def _build_plan(host: Target) -> tuple[HostPlan | None, str]:
 
 
 def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, Any]]:
-    releases = [service.serve for service in plan.services] if plan else []
+    releases = [service.release for service in plan.services] if plan else []
     planned = {release.service: release.name for release in releases}
     running = {
         name: service.active
@@ -218,7 +218,7 @@ def _rollout(host_status: HostStatus, service: str) -> dict[str, Any] | None:
 
 def _release_name(host_status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:
     """Return the name of a release with model and profile, if the plan or the host has them."""
-    known = plan if plan and plan.serve.name == name else host_status.release(name)
+    known = plan if plan and plan.release.name == name else host_status.release(name)
     return f"{known.model} with {known.profile}, {name}" if known else name
 
 

@@ -112,7 +112,7 @@ def _chat_hosts(
     stopped = {
         a.host.name for a in answers if a.value and a.value.status.stop_message(MAIN_SERVICE)
     }
-    chat = {name for name, plan in plans.items() if plan.serve.check.task == "chat"}
+    chat = {name for name, plan in plans.items() if plan.release.check.task == "chat"}
     return [host for host in hosts if host.name in chat - stopped]
 
 
@@ -197,10 +197,10 @@ class HostState:
 def read_state(host: Host, plan: HostPlan) -> HostState:
     names = tuple(job.digest12 for job in _jobs(plan))
     status = host.get_fact(Status)
-    jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.unit(plan.serve.name))
+    jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.unit(plan.release.name))
     service, last_rollout = status.service(MAIN_SERVICE), None
     if service:  # hosts without our tools have no rollouts
-        release = service.active or service.good or plan.serve.name
+        release = service.active or service.good or plan.release.name
         ok, output = host.run_shell_command(
             tool.command_line(tool.SWITCH_POLL, release), _sudo=host.data.get("_sudo")
         )
@@ -220,7 +220,7 @@ def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
     state = answer.value
     if state is None:
         return {**answer.data(), "text": answer.problem, "changes": True}
-    reason = state.status.unproven_reason(MAIN_SERVICE, plan.serve.name)
+    reason = state.status.unproven_reason(MAIN_SERVICE, plan.release.name)
     stopped = state.status.stop_message(MAIN_SERVICE)
     rollout = state.status.rollout(MAIN_SERVICE)
     text = f"{plan.model} with {plan.profile} serves and is proven; the release does not change"
@@ -228,7 +228,7 @@ def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
         text = stopped
     elif reason and rollout:
         text = f"{rollout_text(state.status, rollout)}; this run attaches to it"
-        if rollout.release != plan.serve.name:
+        if rollout.release != plan.release.name:
             text = (
                 f"{rollout_text(state.status, rollout)}; a change to {plan.model} with "
                 f"{plan.profile} is refused until it ends; run this again afterwards"
@@ -249,9 +249,9 @@ def rollout_text(status: HostStatus, rollout: RunningRollout) -> str:
 
 
 def _service_changes(plan: HostPlan, status: HostStatus) -> Iterator[str]:
-    planned = {service.serve.service: service for service in plan.services}
+    planned = {service.release.service: service for service in plan.services}
     for name, service in planned.items():
-        if status.unproven_reason(name, service.serve.name) and not status.stop_message(name):
+        if status.unproven_reason(name, service.release.name) and not status.stop_message(name):
             yield f"service {name}: will serve {service.model} with {service.profile}"
     for name, running in (status.report.services if status.report else {}).items():
         if name not in (MAIN_SERVICE, *planned) and (running.active or running.enabled):
@@ -265,7 +265,7 @@ def _change_texts(plan: HostPlan, state: HostState) -> Iterator[str]:
         yield f"new host: will serve {new}"
     elif old is None:
         yield f"serves nothing now; will serve {new}"
-    elif old.name == plan.serve.name:
+    elif old.name == plan.release.name:
         yield f"{new} stays and is checked again"
     elif (old.model, old.profile) == (plan.model, plan.profile):
         yield f"{new} with changed settings"
@@ -276,18 +276,18 @@ def _change_texts(plan: HostPlan, state: HostState) -> Iterator[str]:
     yield from _preparation_texts(plan, state.jobs)
     if old is None:
         yield f"then the engine starts{_start_duration(plan, state)}"
-    elif old.name != plan.serve.name:
+    elif old.name != plan.release.name:
         yield f"engine restarts; clients get 503 for {_downtime(state.last_rollout)}"
-    if (old is None or old.name != plan.serve.name) and not plan.serve.check.portable:
+    if (old is None or old.name != plan.release.name) and not plan.release.check.portable:
         releases = state.status.report.releases if state.status.report else ()
-        service_name = plan.serve.service
+        service_name = plan.release.service
         compiled = {r.cache for r in releases if parse_service(r.name) == service_name}
         if plan.cache_dir not in compiled:
             yield f"plus {COMPILING}"
 
 
 def _start_duration(plan: HostPlan, state: HostState) -> str:
-    last, release = state.last_rollout, state.status.release(plan.serve.name)
+    last, release = state.last_rollout, state.status.release(plan.release.name)
     if last and last.state == "switched" and "start" in last.times_s:
         return f", which takes {_downtime(last)}"
     if release and release.proof:

@@ -157,9 +157,9 @@ def _donor_builds(host: Target) -> Iterator[tuple[VerifiedNames, CheckpointPlan]
     """Yield the builds of a host that read FP8 source tensors, and their names in the lock."""
     plan = build_plan(host)
     for served in (*plan.served, *plan.ready):
-        build = served.checkpoint
-        if build and build.donor and isinstance(build.base, SourcePlan):
-            yield names_to_verify(build.order, build.base.locked, build.donor), build
+        tree = served.checkpoint
+        if tree and tree.donor and isinstance(tree.base, SourcePlan):
+            yield names_to_verify(tree.build, tree.base.locked, tree.donor), tree
 
 
 def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
@@ -198,18 +198,18 @@ def _measured_anatomies(host: Target, status: HostStatus, lock: Lock) -> Iterato
     for served in build_plan(host).served:
         model = host.catalog.model(served.model)
         anatomy = lock.anatomies.get(getattr(model, "repository", ""))
-        release = status.release(served.serve.name)
+        release = status.release(served.release.name)
         proof = release.proof if release else None
         if not isinstance(model, PlainModel) or anatomy is None or not anatomy.cache_unknown:
             continue
         if proof is None or not proof.ok or proof.kv_cache is None:
-            note(f"  {model.repository}: {host.name} has not yet measured {served.serve.name}")
+            note(f"  {model.repository}: {host.name} has not yet measured {served.release.name}")
             continue
         engine = proof.engine.get("version") or "unknown"
         size = CountedCache(
             kv_cache=host.catalog.profile(served.profile, served.model).kv_cache.dtype,
-            context_tokens=served.serve.check.max_model_len,
+            context_tokens=served.release.check.max_model_len,
             token_bytes=max(1, proof.kv_cache.size_bytes // proof.kv_cache.tokens),
-            by=f"{host.name}, {served.serve.name}, engine {engine}",
+            by=f"{host.name}, {served.release.name}, engine {engine}",
         )
         yield replace(anatomy, counted=size)

@@ -287,13 +287,13 @@ def _release_resources(plan: HostPlan) -> Iterator[Resource]:
     yield Resource("user", paths.ENGINE_USER, install)
     for served in plan.served:
         yield from _files(release_files(served), install)
-        subject = "the release" if served is plan else served.serve.service
+        subject = "the release" if served is plan else served.release.service
         change = f"Serve | Serve {subject} on {plan.host}"
         gateway = served.gateway.settings
-        for unit in (served.serve.serve_unit, gateway.unit):
+        for unit in (served.release.serve_unit, gateway.unit):
             yield Resource("active", unit, change)
             yield Resource("enabled", unit, change)
-        yield Resource("state", f"{paths.PROOFS_DIR}/{served.serve.name}.json", change)
+        yield Resource("state", f"{paths.PROOFS_DIR}/{served.release.name}.json", change)
         yield Resource("file", gateway.path, configure, 0o644)
         if gateway.tls:
             yield Resource("state", gateway.tls.certificate, configure, 0o644)

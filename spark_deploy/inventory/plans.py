@@ -101,9 +101,9 @@ def unverified_builds(
             continue  # the base is made on the host, and the builder verifies it
         plan = checkpoint_plan(*model_and_profile(served, catalog), served, lock)
         if plan is not None and isinstance(plan.base, SourcePlan):
-            names = names_to_verify(plan.order, plan.base.locked, plan.donor)
+            names = names_to_verify(plan.build, plan.base.locked, plan.donor)
             if not lock.has_verified(names):
-                yield names, plan.order
+                yield names, plan.build
 
 
 def unread_repositories(
@@ -141,8 +141,8 @@ def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
     Raises LockError if names differ, HeadersUnavailableError if the hub does not answer.
     """
     lock = read_headers(settings, catalog, lock, log)
-    for names, order in unverified_builds(settings, catalog, lock):
-        verified = headers.check_sources(names, order, settings.hub)
+    for names, build in unverified_builds(settings, catalog, lock):
+        verified = headers.check_sources(names, build, settings.hub)
         lock = lock.with_entries(names=[verified])
         counts = [(verified.base, verified.base_tensors), (verified.donor, verified.donor_tensors)]
         texts = [f"{count:,} names of {source.split('@')[0]}" for source, count in counts if source]

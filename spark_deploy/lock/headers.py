@@ -44,17 +44,17 @@ class HeadersUnavailableError(LockError):
     """The hub did not send the headers."""
 
 
-def check_sources(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> VerifiedNames:
+def check_sources(names: VerifiedNames, build: BuildPlan, hub: HubSettings) -> VerifiedNames:
     """Check a build's sources by their headers; return ``names`` with tensor counts.
 
     Raises LockError if a host would reject these sources.
     """
     with temporary_builder(hub) as builder:
-        if isinstance(order.donor, DonorUrl):
-            order = replace(
-                order, donor=DonorUrl(url=order.donor.url, token_file=builder.token_file, tries=3)
+        if isinstance(build.donor, DonorUrl):
+            build = replace(
+                build, donor=DonorUrl(url=build.donor.url, token_file=builder.token_file, tries=3)
             )
-        (builder.folder / "plan.json").write_text(to_json(order), encoding="utf-8")
+        (builder.folder / "plan.json").write_text(to_json(build), encoding="utf-8")
         counts = builder.read(SourceCounts, orders.CHECK_SOURCES, "plan.json", names.base)
     return replace(names, **to_plain(counts))
 

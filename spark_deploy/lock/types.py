@@ -184,13 +184,13 @@ _UNRELATED_FIELDS = ("digest", "recipe_version", "base", "donor", "layout", "out
 
 
 def names_to_verify(
-    order: BuildPlan, base: LockedSource, donor: LockedSource | None
+    build: BuildPlan, base: LockedSource, donor: LockedSource | None
 ) -> VerifiedNames:
     """Return what to verify for a build, without the counts."""
-    fields = {key: value for key, value in to_plain(order).items() if key not in _UNRELATED_FIELDS}
+    fields = {key: value for key, value in to_plain(build).items() if key not in _UNRELATED_FIELDS}
     versions = [f"{source.repo}@{source.commit}" for source in (base, donor) if source is not None]
     return VerifiedNames(
-        build=f"{order.name}, shared experts {order.shared_experts}, head {order.head}",
+        build=f"{build.name}, shared experts {build.shared_experts}, head {build.head}",
         question=digest_of({"builder": fields, "places": versions}),
         base=versions[0],
         donor=versions[1] if donor is not None else None,

@@ -26,7 +26,7 @@ from spark_deploy.lock.types import (
 )
 from spark_deploy.plan import types
 from spark_deploy.plan.engine_arguments import ADAPTERS_MOUNT, DRAFTER_MOUNT
-from spark_deploy.plan.jobs import fetch_order
+from spark_deploy.plan.jobs import fetch_plan
 from spark_deploy.plan.memory import (
     attention_bytes,
     ngram_file_bytes,
@@ -156,13 +156,13 @@ def checkpoint_plan(
             fix = "set sources.donor, or use a profile with a different shared_experts value"
             raise PlanError.one(f"catalog/models/{model.name}.yml", what, fix)
         donor = locked_source(lock, sources.donor, sources.revision)
-    order = _order(model, profile, settings, base, donor)
-    if isinstance(order.donor, orders.DonorUrl) and isinstance(base, SourcePlan):
+    build = _build_plan(model, profile, settings, base, donor)
+    if isinstance(build.donor, orders.DonorUrl) and isinstance(base, SourcePlan):
         # Not part of the digest: the hash is known after the first build.
-        sha256 = lock.donor_sha256(names_to_verify(order, base.locked, donor))
-        order = replace(order, donor=replace(order.donor, sha256=sha256))
+        sha256 = lock.donor_sha256(names_to_verify(build, base.locked, donor))
+        build = replace(build, donor=replace(build.donor, sha256=sha256))
     return CheckpointPlan(
-        order=order,
+        build=build,
         base=base,
         donor=donor,
         output_bytes=_output_bytes(model, profile, base.size_bytes),
@@ -171,16 +171,16 @@ def checkpoint_plan(
     )
 
 
-def _order(
+def _build_plan(
     model: HybridModel,
     profile: Profile,
     settings: Settings,
     base: SourcePlan | RequantizedPlan,
     donor: LockedSource | None,
 ) -> orders.BuildPlan:
-    """Return the builder's order; its digest and folder do not depend on the profile's name."""
+    """Return the build plan. Its digest and folder do not depend on the profile's name."""
     hub, downloads = settings.hub, settings.downloads
-    order = orders.BuildPlan(
+    build = orders.BuildPlan(
         digest="0" * 64,
         recipe_version=orders.RECIPE_VERSION,
         name=model.name,
@@ -208,10 +208,10 @@ def _order(
         {
             "base": base.digest,
             "donor": donor and {"repo": donor.repo, "commit": donor.commit},
-            "builder": {k: value for k, value in to_plain(order).items() if k not in excluded},
+            "builder": {k: value for k, value in to_plain(build).items() if k not in excluded},
         }
     )
-    return replace(order, digest=digest, out=f"{order.out}-{digest[:12]}")
+    return replace(build, digest=digest, out=f"{build.out}-{digest[:12]}")
 
 
 def _int4_modules(model: HybridModel, profile: Profile) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ def _lacks_int4_modules(model: HybridModel, profile: Profile) -> bool:
 
 
 def tensor_fields(model: HybridModel) -> dict[str, Any]:
-    """Return the tensor names and shapes that a build order records."""
+    """Return the tensor names and shapes for a build plan."""
     tensors = model.tensors
     return {
         "swap": tensors.swap,
@@ -285,10 +285,10 @@ def requantized_plan(
     activations = options.nsamples * options.seqlen * shape.hidden * 2
     block = 3 * shape.hidden * (shape.experts * shape.expert_width + shape.shared_expert_width)
     size_bytes = weight_sizes(shape).tree_bytes
-    order = orders.RequantizePlan(
+    build = orders.RequantizePlan(
         digest="0" * 64,
         name=model.name,
-        original=fetch_order(original),
+        original=fetch_plan(original),
         base_tensors=model.tensors.base,
         mtp_tensors=model.tensors.mtp,
         layers=shape.layers,
@@ -313,11 +313,11 @@ def requantized_plan(
             "image": image.base,
             "quantiser": quantizer_digest,
             "calibration": digest_of(options.calibration),
-            "order": {k: value for k, value in to_plain(order).items() if k in included},
+            "order": {k: value for k, value in to_plain(build).items() if k in included},
         }
     )
-    order = replace(order, digest=digest, out=f"{order.out}-{digest[:12]}")
-    return RequantizedPlan(order, original, options.calibration or "", size_bytes)
+    build = replace(build, digest=digest, out=f"{build.out}-{digest[:12]}")
+    return RequantizedPlan(build, original, options.calibration or "", size_bytes)
 
 
 def original_bytes(model: Architecture) -> int:

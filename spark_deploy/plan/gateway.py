@@ -72,7 +72,7 @@ def route_by_name(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPl
     """
     if not others:
         return main.gateway
-    names = {parse_service(plan.serve.name): plan.serve.names for plan in (main, *others)}
+    names = {parse_service(plan.release.name): plan.release.names for plan in (main, *others)}
     owners: dict[str, str] = {}
     for service, name in ((service, name) for service, own in names.items() for name in own):
         if owners.setdefault(name, service) != service:

@@ -44,7 +44,7 @@ def plan_host(request: Request) -> HostPlan:
     ready = tuple(plan_model(other, request) for other in others)
     pairs = (main, *services, *ready)
     scheduled = {(change.model, change.profile) for change in settings.schedule}
-    releases = {(main.model, main.profile): main.serve} | {
+    releases = {(main.model, main.profile): main.release} | {
         (pair.model, pair.profile): release.plan_release(MAIN_SERVICE, other, pair, request.fabric)
         for other, pair in zip(others, ready, strict=True)
         if (pair.model, pair.profile) in scheduled
@@ -63,7 +63,7 @@ def plan_host(request: Request) -> HostPlan:
         **_field_values(main),
         host=request.host,
         paths=settings.paths,
-        needs=_needs(request, (main, *services), disk, docker.check_image, pairs),
+        preflight=_preflight_plan(request, (main, *services), disk, docker.check_image, pairs),
         base=base_plan(settings),
         cuda=types.CudaPlan(
             CUDA_TOOLKIT,
@@ -100,7 +100,7 @@ def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePla
     return ServicePlan(
         **_field_values(pair),
         memory=resolved.memory,
-        serve=release.plan_release(name, resolved, pair, request.fabric),
+        release=release.plan_release(name, resolved, pair, request.fabric),
         gateway=gateway.gateway_plan(resolved.settings, request.host, name, on_request),
         warnings=resolved.warnings,
     )
@@ -135,7 +135,7 @@ def plan_model(resolved: Resolved, request: Request) -> ModelPlan:
     )
 
 
-def _needs(
+def _preflight_plan(
     request: Request,
     services: tuple[ServicePlan, ...],
     disk: tuple[DiskUse, ...],
@@ -144,7 +144,7 @@ def _needs(
 ) -> types.PreflightPlan:
     settings = request.settings
     images = {pair.image.tag: _image_peak_bytes(pair.image) for pair in pairs}
-    gateways = {service.serve.service: _ports_of(service) for service in services}
+    gateways = {service.release.service: _ports_of(service) for service in services}
     sources = {
         source.dir: tuple((f.sha256, f.size_bytes) for f in source.locked.files if f.sha256)
         for pair in pairs
@@ -182,7 +182,7 @@ def _needed_bytes(services: Sequence[ServicePlan]) -> int:
     """Return the memory of all services; of services on request only the largest counts."""
     always, on_request = [0], [0]
     for service in services:
-        is_on_request = service.serve.service in (service.gateway.settings.on_request or {})
+        is_on_request = service.release.service in (service.gateway.settings.on_request or {})
         (on_request if is_on_request else always).append(service.memory.needed_bytes)
     return sum(always) + max(on_request)
 
@@ -235,11 +235,11 @@ def _pair_uses(pair: ModelPlan) -> Iterator[DiskUse]:
         stays = keeps_base or source.dir in companions
         yield DiskUse(source.dir, source.locked.repo, size, size if stays else 0)
     if requantized := pair.requantized:
-        label = f"INT4 tree {requantized.order.name}"
-        yield DiskUse(requantized.dir, label, requantized.order.work_bytes, requantized.size_bytes)
+        label = f"INT4 tree {requantized.build.name}"
+        yield DiskUse(requantized.dir, label, requantized.build.work_bytes, requantized.size_bytes)
     if tree := pair.checkpoint:
         size = tree.output_bytes
-        yield DiskUse(tree.dir, f"checkpoint {tree.order.name}", size, size)
+        yield DiskUse(tree.dir, f"checkpoint {tree.build.name}", size, size)
     peak, after = _image_peak_bytes(pair.image), image_after_bytes(pair.image)
     yield DiskUse(DOCKER_DIR, f"image {pair.image.tag}", peak, after)
     yield DiskUse(pair.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES)
@@ -263,7 +263,7 @@ def _paths_needing_no_space(checkpoint: types.CheckpointPlan | None) -> tuple[tu
     A checkpoint appears by a rename, so an existing checkpoint is complete, even if smaller than
     planned (repeated names are written once).
     """
-    if checkpoint is None or checkpoint.order.layout != "full":
+    if checkpoint is None or checkpoint.build.layout != "full":
         return ()
     base = () if checkpoint.keep_base else ((checkpoint.base.dir, checkpoint.dir),)
     return ((checkpoint.dir, checkpoint.dir), *base)
@@ -277,7 +277,7 @@ def plan_document(plan: HostPlan) -> dict[str, Any]:
         **to_plain(plan),
         "disk_total": {"peak_bytes": peak_bytes, "after_bytes": after_bytes},
         "unit": {
-            "name": plan.serve.serve_unit,
+            "name": plan.release.serve_unit,
             "drop_in": drop_in.path,
             "lines": drop_in.content.decode().splitlines(),
         },

@@ -62,8 +62,8 @@ class Work:
 
     def files(self) -> tuple[ManagedFile, ...]:
         job_json = ManagedFile(f"{self.job.dir}/job.json", to_json(self.job).encode())
-        order = f"{units.drop_in_dir(self.job.unit)}/order.conf"
-        return (*self.inputs, job_json, ManagedFile(order, self._dependency_drop_in().encode()))
+        drop_in = f"{units.drop_in_dir(self.job.unit)}/order.conf"
+        return (*self.inputs, job_json, ManagedFile(drop_in, self._dependency_drop_in().encode()))
 
     def _dependency_drop_in(self) -> str:
         required = [units.JOB.unit(digest12) for digest12 in self.job.after]
@@ -81,7 +81,7 @@ def needs_mounts(*paths: str) -> str:
     return f"RequiresMountsFor={' '.join(path.replace('%', '%%') for path in paths)}\n"
 
 
-_COMMANDS = {  # of the checkpoint builder, with the name of the order in the job's directory
+_COMMANDS = {  # of the checkpoint builder, with the name of its plan in the job's directory
     FETCH_JOB: (orders.FETCH, "fetch.json"),
     REQUANTIZE_JOB: (orders.REQUANTIZE, "requantize.json"),
     CHECKPOINT_JOB: (orders.BUILD, "plan.json"),
@@ -92,7 +92,7 @@ def _builder_work(
     digest: str,
     kind: JobKind,
     title: str,
-    order: FetchPlan | RequantizePlan | BuildPlan,
+    job_plan: FetchPlan | RequantizePlan | BuildPlan,
     total_bytes: int | None,
     hub: HubSettings | None,
     *,
@@ -102,10 +102,10 @@ def _builder_work(
 ) -> Work:
     command, name = _COMMANDS[kind]
     path = f"{job_dir(digest)}/{name}"
-    proof = ReceiptProof.for_tree(order.out, order.digest)
+    proof = ReceiptProof.for_tree(job_plan.out, job_plan.digest)
     argv = orders.builder_argv(command, path)
     job = Job(digest, kind, title, argv, PYTHON, proof, total_bytes, after, unless)
-    return Work(job, (*inputs, ManagedFile(path, to_json(order).encode())), hub=hub)
+    return Work(job, (*inputs, ManagedFile(path, to_json(job_plan).encode())), hub=hub)
 
 
 def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
@@ -120,14 +120,14 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
         unless = ReceiptProof.for_tree(tree.dir, tree.digest)
         identity["unless"] = tree.digest
     digest = digest_of(identity)
-    pieces = tree is not None and tree.order.layout == "full"
-    order = fetch_order(source, pieces=pieces, token_file=hub_token_file(digest))
+    pieces = tree is not None and tree.build.layout == "full"
+    job_plan = fetch_plan(source, pieces=pieces, token_file=hub_token_file(digest))
     title = f"fetch {source.locked.repo}@{source.locked.commit[:12]}"
     size = source.size_bytes
-    return _builder_work(digest, FETCH_JOB, title, order, size, source.hub, unless=unless)
+    return _builder_work(digest, FETCH_JOB, title, job_plan, size, source.hub, unless=unless)
 
 
-def fetch_order(
+def fetch_plan(
     source: SourcePlan, *, pieces: bool = False, token_file: str | None = None
 ) -> FetchPlan:
     locked, hub, downloads = source.locked, source.hub, source.downloads
@@ -157,29 +157,29 @@ def fetch_order(
 def requantize_job(plan: RequantizedPlan, image: Job) -> Work:
     """Return the job that downloads and quantizes a 16-bit repository."""
     digest = digest_of({"kind": REQUANTIZE_JOB, "tree": plan.digest, "dir": plan.dir})
-    original = replace(plan.order.original, token_file=hub_token_file(digest))
+    original = replace(plan.build.original, token_file=hub_token_file(digest))
     text = ManagedFile(f"{job_dir(digest)}/calibration.jsonl", plan.calibration.encode())
-    order = replace(plan.order, original=original, calibration=text.path)
-    title, hub = f"quantize {plan.order.name}-int4-{plan.digest[:12]}", plan.original.hub
+    build = replace(plan.build, original=original, calibration=text.path)
+    title, hub = f"quantize {plan.build.name}-int4-{plan.digest[:12]}", plan.original.hub
     after = (image.digest12,)
     return _builder_work(
-        digest, REQUANTIZE_JOB, title, order, None, hub, after=after, inputs=(text,)
+        digest, REQUANTIZE_JOB, title, build, None, hub, after=after, inputs=(text,)
     )
 
 
 def built_title(plan: CheckpointPlan) -> str:
-    return f"build {plan.order.name}-{plan.digest[:12]}"
+    return f"build {plan.build.name}-{plan.digest[:12]}"
 
 
 def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
     """Return the job that builds a checkpoint from the base and ranges of the FP8 source."""
     digest = digest_of({"kind": CHECKPOINT_JOB, "checkpoint": plan.digest, "dir": plan.dir})
-    order, donor, hub = plan.order, plan.order.donor, None
+    build, donor, hub = plan.build, plan.build.donor, None
     if isinstance(donor, DonorUrl):
-        order = replace(order, donor=replace(donor, token_file=hub_token_file(digest)))
+        build = replace(build, donor=replace(donor, token_file=hub_token_file(digest)))
         hub = (plan.base if isinstance(plan.base, SourcePlan) else plan.base.original).hub
     title, after = built_title(plan), (base.digest12,)
-    return _builder_work(digest, CHECKPOINT_JOB, title, order, plan.output_bytes, hub, after=after)
+    return _builder_work(digest, CHECKPOINT_JOB, title, build, plan.output_bytes, hub, after=after)
 
 
 def discard_jobs(plan: HostPlan) -> tuple[Work, ...]:
@@ -265,7 +265,7 @@ def preparation_name(job: Job) -> str:
 
 
 def keep_list(plan: HostPlan) -> KeepList:
-    releases = [service.serve for service in plan.served]
+    releases = [service.release for service in plan.served]
     releases += [scheduled.release for scheduled in plan.schedule]
     folders = {mount.source for release in releases for mount in release.engine.mounts}
     images = {plan.docker.check_image}
@@ -379,8 +379,8 @@ def _share_layers(work: Work, layers: LayersPlan, host: str, members: Sequence[M
     urls = peer_urls(host, layers.digest, members)
     if not urls and layers.digest not in trees_to_share(host, members):
         return work
-    order = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
-    file = ManagedFile(f"{work.job.dir}/layers.json", to_json(order).encode())
+    copied = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
+    file = ManagedFile(f"{work.job.dir}/layers.json", to_json(copied).encode())
     argv = (*work.job.argv[:2], tool.LAYERS_OPTION, file.path, *work.job.argv[2:])
     job = replace(work.job, argv=argv, env={**work.job.env, **PYTHON})
     return replace(work, job=job, inputs=(*work.inputs, file))

@@ -92,8 +92,8 @@ def _wrapper(name: str, subcommand: str) -> ManagedFile:
 
 def release_files(plan: ServicePlan) -> tuple[ManagedFile, ...]:
     scheduled = {change.release.name: change.release for change in plan.schedule}
-    scheduled.pop(plan.serve.name, None)
-    files = (file for release in (*scheduled.values(), plan.serve) for file in _files(release))
+    scheduled.pop(plan.release.name, None)
+    files = (file for release in (*scheduled.values(), plan.release) for file in _files(release))
     return tuple({file.path: file for file in files}.values())
 
 

@@ -119,23 +119,23 @@ class SourcePlan:
 class RequantizedPlan:
     """An INT4 checkpoint made from a 16-bit repository on the host."""
 
-    order: RequantizePlan
+    build: RequantizePlan
     original: SourcePlan
     calibration: str  # the calibration text itself
     size_bytes: int
 
     @property
     def dir(self) -> str:
-        return self.order.out
+        return self.build.out
 
     @property
     def digest(self) -> str:
-        return self.order.digest
+        return self.build.digest
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    order: BuildPlan
+    build: BuildPlan
     base: SourcePlan | RequantizedPlan
     donor: LockedSource | None
     output_bytes: int  # new bytes on disk (overlay: the small shard only)
@@ -144,11 +144,11 @@ class CheckpointPlan:
 
     @property
     def dir(self) -> str:
-        return self.order.out
+        return self.build.out
 
     @property
     def digest(self) -> str:
-        return self.order.digest
+        return self.build.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class ScheduledPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicePlan(ModelPlan):
     memory: MemoryPlan
-    serve: Release
+    release: Release
     gateway: GatewayPlan
     warnings: tuple[str, ...]
     schedule: tuple[ScheduledPlan, ...] = ()  # main service only
@@ -336,7 +336,7 @@ class DockerPlan:
 class HostPlan(ServicePlan):
     host: str
     paths: PathSettings
-    needs: PreflightPlan
+    preflight: PreflightPlan
     base: BasePlan
     cuda: CudaPlan
     docker: DockerPlan

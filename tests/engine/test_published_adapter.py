@@ -29,7 +29,7 @@ def plan(work):
 
 @pytest.fixture(scope="module")
 def served(plan, work):
-    own, law = plan.serve.names
+    own, law = plan.release.names
     bodies = [
         {
             "model": name, "temperature": 0, "max_tokens": 16,
@@ -48,7 +48,7 @@ def served(plan, work):
 def test_adapter_is_locked_and_mounted(plan, work):
     [tree] = [source for source in plan.sources if source.locked.repo == "org/tiny-law"]
     assert (tree.dir, "/adapters/0") in {
-        (mount.source, mount.target) for mount in plan.serve.engine.mounts
+        (mount.source, mount.target) for mount in plan.release.engine.mounts
     }
     folder = work / "hub/org/tiny-law" / tree.locked.commit
     on_disk = (folder / "adapter_model.safetensors").stat().st_size
@@ -58,7 +58,7 @@ def test_adapter_is_locked_and_mounted(plan, work):
 
 
 def test_engine_lists_the_names_of_the_release(plan, served):
-    assert [model["id"] for model in served["models"]["data"]] == list(plan.serve.names)
+    assert [model["id"] for model in served["models"]["data"]] == list(plan.release.names)
 
 
 def test_adapter_and_model_answer(served):

@@ -90,14 +90,14 @@ def plan_of(site, model, extra=None):
 
 
 def case_of(name, plan, work):
-    by_target = {mount.target: mount.source for mount in plan.serve.engine.mounts}
+    by_target = {mount.target: mount.source for mount in plan.release.engine.mounts}
     trees = {
         tree.dir: work / "hub" / tree.locked.repo / tree.locked.commit for tree in plan.sources
     }
     folders = {at: str(trees[source]) for at, source in by_target.items() if source in trees}
-    task = plan.serve.check.task
+    task = plan.release.check.task
     return {
-        "name": name, "argv": list(plan.serve.engine.argv), "folders": folders, "task": task,
+        "name": name, "argv": list(plan.release.engine.argv), "folders": folders, "task": task,
         "question": "When does the train leave?" if task == "reranking" else CAPITAL,
         "documents": [BREAD, TRAIN],
     }  # fmt: skip

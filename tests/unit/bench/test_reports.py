@@ -23,7 +23,7 @@ from tests.unit.planning.plans import plan_of
 
 ORIGIN = submission.Origin("org/model-int4", "c" * 40, is_built=True)
 PLAN = plan_of("large", "v2")
-RELEASE = PLAN.serve
+RELEASE = PLAN.release
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_the_recipe_starts_the_measured_release(tmp_path):
 
 @pytest.mark.parametrize("profile", ["v2", "agent", "base"])
 def test_add_reads_the_recipe_of_a_submission(profile):
-    release = plan_of("large", profile).serve
+    release = plan_of("large", profile).release
     recipe = yaml.safe_load(submission._dump(submission.recipe_of(release, ORIGIN)))
     draft = draft_from_recipe(recipe, "recipe.yaml")
     assert (draft.repository, draft.revision) == (ORIGIN.repository, ORIGIN.commit)

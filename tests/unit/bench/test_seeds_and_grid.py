@@ -147,7 +147,7 @@ def test_parses_samples_with_and_without_gpu():
 
 
 def test_reads_cpus_and_portable_mode_of_the_release(monkeypatch):
-    release = plan_of("large", "v2", **{"engine.cpuset_cpus": "5-9,15-19"}).serve
+    release = plan_of("large", "v2", **{"engine.cpuset_cpus": "5-9,15-19"}).release
     release = replace(release, check=replace(release.check, portable=True))
     status = host_status({"services": {"main": {"active": release.name}}}).report
     outputs = {tool.command_line(tool.STATUS): to_json(status), host.SYSTEM: ""}

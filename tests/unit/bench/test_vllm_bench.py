@@ -13,7 +13,7 @@ from spark_deploy.config.errors import SparkError
 from tests.unit.planning.plans import plan_of
 
 RECORDED = CHECKOUT / "tests/fixtures/vllm-bench-0.32.0.json"
-RELEASE = plan_of("large", "v2").serve
+RELEASE = plan_of("large", "v2").release
 DOCKER = """#!/bin/sh
 printf '%s\\n' "$@" > {root}/docker
 while [ "$1" != -c ]; do shift; done

@@ -114,7 +114,7 @@ def test_plan_on_host_shows_files_that_hosts_have(monkeypatch, capsys):
 
     def query(hosts, _read):
         queried.extend(host.name for host in hosts)
-        needs = plan.build_plan(hosts[0], estimate=True).needs
+        needs = plan.build_plan(hosts[0], estimate=True).preflight
         [(sha256, size_bytes)] = {file for _, files in needs.downloads for file in files}
         stored = StoredFiles(
             files=frozenset({("1", sha256, size_bytes)}), folders={sha256: "/d/hub"}
@@ -145,7 +145,7 @@ def test_an_unreachable_hub_is_queried_once(monkeypatch, capsys):
         calls.append((host.name, estimate))
         if not estimate:
             raise LockError.one("hub", "unreachable", "check the network")
-        return SimpleNamespace(needs=host.name)
+        return SimpleNamespace(preflight=host.name)
 
     monkeypatch.setattr(doctor, "build_plan", build_plan)
     assert doctor._needs(hosts) == {host.name: host.name for host in hosts}

@@ -29,7 +29,7 @@ def share_online(root, out):
 
 def release_of(root):
     options = Options(inventory=str(root / "sparks.py"), model="tiny", profile="plain")
-    return build_plan(select_hosts(options)[0]).serve
+    return build_plan(select_hosts(options)[0]).release
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,7 @@ def test_service_that_waits_for_a_request_is_no_difference():
         "enabled": ["small-1"],
         "stopped_by_hand": marker,
     }
-    plan = SimpleNamespace(services=[SimpleNamespace(serve=SimpleNamespace(
+    plan = SimpleNamespace(services=[SimpleNamespace(release=SimpleNamespace(
         service="small", name="small-1"))])  # fmt: skip
     [service] = status._services(plan, host_status(data))
     assert (service["stopped"], service["drift"]) == ("stopped (on request)", "")

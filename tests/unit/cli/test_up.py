@@ -135,7 +135,7 @@ def test_a_change_of_profile_shows_the_downtime():
     [
         ({"model": "small"}, "small with agent → large with v2; "),
         ({"profile": "v2"}, "large with v2 with changed settings; "),
-        ({"name": PLAN.serve.name}, "large with v2 stays and is checked again; "),
+        ({"name": PLAN.release.name}, "large with v2 stays and is checked again; "),
     ],
 )
 def test_other_changes_name_old_and_new_release(release, text):
@@ -153,7 +153,7 @@ def test_the_cache_of_an_earlier_release_saves_compilation(name, compiles):
 @pytest.mark.parametrize(
     ("release", "text"),
     [(OLD, "a change to large with v2 is refused until it ends"),
-     (PLAN.serve.name, "this run attaches to it")],
+     (PLAN.release.name, "this run attaches to it")],
 )  # fmt: skip
 def test_attaches_to_a_running_rollout_of_the_release_and_refuses_others(release, text):
     data = status(None, name=release)
@@ -173,13 +173,13 @@ def test_attaches_to_a_running_rollout_of_the_release_and_refuses_others(release
     ],
 )
 def test_a_start_shows_the_time_of_the_last_successful_start(last, proof, text):
-    data = status(None, name=PLAN.serve.name, cache=PLAN.cache_dir, proof=proof)
-    rollout = Rollout(PLAN.serve.name, state=last, times_s={"start": 70.0}) if last else None
+    data = status(None, name=PLAN.release.name, cache=PLAN.cache_dir, proof=proof)
+    rollout = Rollout(PLAN.release.name, state=last, times_s={"start": 70.0}) if last else None
     assert text_of(data, jobs("done"), rollout).endswith(f"then the engine starts{text}")
 
 
 @pytest.mark.parametrize(
-    ("data", "release"), [(status(None), PLAN.serve.name), (status(OLD), OLD), (None, None)]
+    ("data", "release"), [(status(None), PLAN.release.name), (status(OLD), OLD), (None, None)]
 )
 def test_the_last_rollout_is_for_the_serving_or_planned_release(data, release):
     commands = []
@@ -203,8 +203,8 @@ def test_changes_of_additional_services_are_shown(others, monkeypatch):
     )
     plan, data = PLAN, status()
     if others:
-        serve = replace(plan.serve, name="small-1", service="small")
-        plan = replace(plan, services=(replace(plan, serve=serve),))
+        release = replace(plan.release, name="small-1", service="small")
+        plan = replace(plan, services=(replace(plan, release=release),))
         data["services"]["gone"] = {**data["services"]["main"], "enabled": ["gone-1"]}
     state = HostState(host_status(data), Jobs({}), None)
     result = preview(plan, Answer(SimpleNamespace(name="a"), state))

@@ -40,9 +40,9 @@ def write_files(plan, root):
 
 def assert_host_reads(plan, root):
     paths = write_files(plan, root)
-    release = system.load_release(plan.serve.name, paths)
+    release = system.load_release(plan.release.name, paths)
     assert to_json(release) == release_files(plan)[0].content.decode()
-    assert (release.digest, release.serve_unit) == (plan.serve.digest, plan.serve.serve_unit)
+    assert (release.digest, release.serve_unit) == (plan.release.digest, plan.release.serve_unit)
     assert system.load_gateway("main", paths) == plan.gateway.settings
     for work in (*plan_jobs(plan, ()), *discard_jobs(plan)):
         assert jobs.load_job(work.job.digest12, paths) == work.job
@@ -69,7 +69,7 @@ def test_host_reads_documents_from_different_settings(choices, tmp_path):
 
 def test_engine_arguments_match_the_release(tmp_path):
     plan = plan_of(**{"engine.max_sequences": 3})
-    release = plan.serve
+    release = plan.release
     assert release.engine.max_sequences == 3
     assert release.engine.argv[-2:] == ("--uds", ENGINE_SOCKET)
     socket = Paths(Path("/")).engine_socket(release.service)
@@ -81,18 +81,18 @@ def test_digest_covers_document_and_restart_limits(tmp_path):
     written = json.loads(release_files(plan)[0].content)
     rest = {key: value for key, value in written.items() if key not in ("name", "digest")}
     whole = {**rest, "restart": {"delay_s": 60, "burst": 3, "interval_s": 27780}}
-    assert digest_of(whole) == plan.serve.digest == written["digest"]
-    assert "StartLimitIntervalSec=27780\n" in limits_drop_in(plan.serve)
+    assert digest_of(whole) == plan.release.digest == written["digest"]
+    assert "StartLimitIntervalSec=27780\n" in limits_drop_in(plan.release)
 
 
 def test_rejects_invalid_log_pattern(tmp_path):
     paths = write_files(plan := plan_of(), tmp_path / "host")
-    path = paths.releases / plan.serve.name / "release.json"
+    path = paths.releases / plan.release.name / "release.json"
     data = json.loads(path.read_text())
     data["check"]["log_required"] = ["("]
     path.write_text(json.dumps(data))
     with pytest.raises(HostToolError, match=r"check: '\(' "):
-        system.load_release(plan.serve.name, paths)
+        system.load_release(plan.release.name, paths)
 
 
 def test_parses_printed_error_line():

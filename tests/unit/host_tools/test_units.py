@@ -11,7 +11,7 @@ from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import shipped
 
 UNITS = REPOSITORY / "files" / "units"
-RELEASES = [plan.serve for _, _, plan in shipped() if isinstance(plan, HostPlan)]
+RELEASES = [plan.release for _, _, plan in shipped() if isinstance(plan, HostPlan)]
 
 
 def read_unit(text):

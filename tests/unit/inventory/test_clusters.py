@@ -55,7 +55,7 @@ def with_value(part, path, value):
 
 def release_digest(settings):
     try:
-        return plan_on(PAIR[0], FABRIC, settings).serve.digest
+        return plan_on(PAIR[0], FABRIC, settings).release.digest
     except (SparkError, TypeError, ValueError, AttributeError, KeyError):
         return None
 

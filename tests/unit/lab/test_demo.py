@@ -18,5 +18,5 @@ def test_lab_commands_import_only_the_standard_library():
 def test_engine_memory_matches_the_plan():
     settings = load_hosts({"lab": ["lab-1"]}, root=CHECKOUT)["lab-1"]
     plan = build_plan(Target("lab-1", {}, settings, read_catalog()), estimate=True)
-    needed = plan.needs.memory_needed_bytes
+    needed = plan.preflight.memory_needed_bytes
     assert needed <= room.ENGINE_MEMORY_BYTES < needed + (1 << 28)

@@ -165,7 +165,7 @@ def test_locks_hash_of_donor_tensors_after_first_build(here, capsys, monkeypatch
     def answer(hosts, read):
         for host in hosts:
             [built] = [pair.checkpoint for pair in build_plan(host).served]
-            planned.append((built.digest, built.order.donor_sha256))
+            planned.append((built.digest, built.build.donor_sha256))
             job = SimpleNamespace(title=built_title(built), donor_sha256=built_from[0])
             report = SimpleNamespace(jobs=(job,))
             yield host, SimpleNamespace(report=report, release=lambda name: None)

@@ -71,9 +71,9 @@ def test_release_without_jobs_reuses_a_cached_fact():
 
 def built_work(locked=None):
     plan = plan_of("large", "v2").checkpoint
-    assert isinstance(plan.order.donor, DonorUrl)
-    order = replace(plan.order, donor=replace(plan.order.donor, sha256=locked))
-    return checkpoint_job(replace(plan, order=order), JOB)
+    assert isinstance(plan.build.donor, DonorUrl)
+    build = replace(plan.build, donor=replace(plan.build.donor, sha256=locked))
+    return checkpoint_job(replace(plan, build=build), JOB)
 
 
 class Builders:

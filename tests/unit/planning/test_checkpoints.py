@@ -49,7 +49,7 @@ def test_layout_changes_checkpoint_and_keep_base_does_not():
     overlay, full, discarded = plan_of(), plan_of(**FULL), plan_of(**DISCARD)
     assert overlay.checkpoint.digest != full.checkpoint.digest
     assert discarded.checkpoint.digest == full.checkpoint.digest
-    assert discarded.serve.name == full.serve.name
+    assert discarded.release.name == full.release.name
 
 
 INT4_DRAFTER = {"engine.drafter": "int4-g128"}
@@ -57,11 +57,11 @@ INT4_DRAFTER = {"engine.drafter": "int4-g128"}
 
 def test_drafter_setting_rounds_mtp_weights_and_names_another_checkpoint():
     kept, int4 = plan_of(), plan_of(**INT4_DRAFTER)
-    modules = expand_all(int4.checkpoint.order.drafter_int4)
-    weights = expand_all(kept.checkpoint.order.mtp_tensors)
+    modules = expand_all(int4.checkpoint.build.drafter_int4)
+    weights = expand_all(kept.checkpoint.build.mtp_tensors)
     expected = {n.removesuffix(".weight") for n in weights if "_proj" in n and "shared" not in n}
     assert modules == expected
-    assert int4.checkpoint.order.digest != kept.checkpoint.order.digest
+    assert int4.checkpoint.build.digest != kept.checkpoint.build.digest
     assert int4.memory.drafter_bytes < kept.memory.drafter_bytes / 2
     more = int4.checkpoint.output_bytes - kept.checkpoint.output_bytes
     assert more == pytest.approx(int4.memory.drafter_bytes, rel=1e-6)
@@ -71,7 +71,7 @@ def test_drafter_setting_rounds_mtp_weights_and_names_another_checkpoint():
 
 def test_drafter_that_the_base_stores_as_int4_is_kept():
     kept, int4 = (plan_of("small", **settings) for settings in ({}, INT4_DRAFTER))
-    assert int4.checkpoint.order == kept.checkpoint.order
+    assert int4.checkpoint.build == kept.checkpoint.build
     assert int4.memory == kept.memory
 
 
@@ -124,7 +124,7 @@ def test_base_that_is_kept_again_is_fetched_by_another_job():
 def test_needs_disk_only_for_missing_files(settings, present_bytes, needed_gib):
     plan = plan_of(**settings)
     base, tree = plan.checkpoint.base.dir, plan.checkpoint.dir
-    needs = replace(plan.needs, disk_needed_bytes=((base, 5 * GIB), (tree, 4 * GIB)))
+    needs = replace(plan.preflight, disk_needed_bytes=((base, 5 * GIB), (tree, 4 * GIB)))
     usage = tuple(
         DiskUsage(path, present, "/", "/dev/x", 99 * GIB)
         for path, present in ((base, 0), (tree, present_bytes))
@@ -148,9 +148,9 @@ def test_prebuilt_hybrid_replaces_base_and_keeps_donor():
     plan, built = plan_of(**PREBUILT), plan_of(**FULL)
     assert [source.locked.repo for source in plan.sources] == ["other/large-hybrid"]
     assert plan.checkpoint.donor.repo == "org/large-fp8"
-    order = plan.checkpoint.order
+    order = plan.checkpoint.build
     same = {"swap", "base_tensors", "mtp_tensors", "donor_unmatched", "head"}
-    expected = {name: getattr(built.checkpoint.order, name) for name in same}
+    expected = {name: getattr(built.checkpoint.build, name) for name in same}
     assert {name: getattr(order, name) for name in same} == expected
     assert order.shared_experts == "fp8-base"
     assert plan.memory == built.memory
@@ -169,7 +169,7 @@ def test_int4_checkpoint_is_made_from_16_bit_repository_in_engine_image():
     image, made, built = plan_jobs(plan, ())
     assert made.job.after == (image.job.digest12,)
     assert built.job.after == (made.job.digest12,)
-    order, build = requantize_order(made), plan.checkpoint.order
+    order, build = requantize_order(made), plan.checkpoint.build
     assert (order["image"], order["original"]["name"]) == (plan.image.tag, "org/large")
     assert made.job.proof.receipt == f"{order['out']}/receipt.json"
     assert (build.base.dir, build.base.revision) == (order["out"], order["digest"])
@@ -179,7 +179,7 @@ def test_int4_checkpoint_is_made_from_16_bit_repository_in_engine_image():
 
 def test_profile_without_build_serves_int4_checkpoint():
     plan = plan_of(profile="base", **INT4)
-    assert plan.served_checkpoint.dir == plan.serve.tree.path == plan.requantized.dir
+    assert plan.served_checkpoint.dir == plan.release.tree.path == plan.requantized.dir
     assert [work.job.kind for work in plan_jobs(plan, ())] == ["image-pull", "requantize"]
 
 
@@ -224,7 +224,7 @@ def test_peer_copies_int4_checkpoint_without_16_bit_repository():
 def test_int4_checkpoint_needs_disk_and_16_bit_repository_is_pruned():
     plan = plan_of(**INT4)
     path = plan.requantized.dir
-    assert dict(plan.needs.disk_needed_bytes)[path] > plan.requantized.size_bytes
+    assert dict(plan.preflight.disk_needed_bytes)[path] > plan.requantized.size_bytes
     folders = keep_list(plan).folders
     assert (path in folders, plan.requantized.original.dir in folders) == (True, False)
 

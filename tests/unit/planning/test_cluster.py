@@ -74,14 +74,14 @@ def test_both_interfaces_on_a_cable_connect_to_the_peer():
 
 
 def test_all_members_get_one_release():
-    first, second = (plan_on(host, FABRIC).serve for host in PAIR)
+    first, second = (plan_on(host, FABRIC).release for host in PAIR)
     assert first == second
     assert first.cluster.head.host == "spark-1"
 
 
 def test_each_rank_gets_its_index_interface_and_devices():
-    head, worker = plan_on("spark-2", FABRIC).serve.cluster.members
-    port = str(plan_on("spark-1", FABRIC).serve.cluster.port)
+    head, worker = plan_on("spark-2", FABRIC).release.cluster.members
+    port = str(plan_on("spark-1", FABRIC).release.cluster.port)
     assert head.argv == (
         "--tensor-parallel-size", "2", "--nnodes", "2", "--node-rank", "0",
         "--master-addr", "192.168.100.10", "--master-port", port,
@@ -103,7 +103,7 @@ def test_only_devices_with_the_gid_index_of_the_main_port_are_used():
     first, second, *others = cabled_ports(0, 11)
     ports = Ports((LAN, first, replace(second, gid_index=9), *others))
     up = [port for port in (first, second) if port.up]
-    _, worker = plan_on("spark-1", {**FABRIC, "spark-2": ports}).serve.cluster.members
+    _, worker = plan_on("spark-1", {**FABRIC, "spark-2": ports}).release.cluster.members
     assert len(up) == 2
     assert worker.env["NCCL_IB_HCA"] == first.device
 
@@ -112,11 +112,11 @@ def test_only_devices_with_the_gid_index_of_the_main_port_are_used():
 def test_members_have_a_quarter_of_the_start_time_to_join(start_s, join_s):
     settings = clustered()
     settings = replace(settings, serve=replace(settings.serve, start_timeout_s=start_s))
-    assert plan_on("spark-1", FABRIC, settings).serve.cluster.join_s == join_s
+    assert plan_on("spark-1", FABRIC, settings).release.cluster.join_s == join_s
 
 
 def test_only_cluster_members_use_the_host_network():
-    single, member = plan_of("large").serve, plan_on("spark-1", FABRIC).serve
+    single, member = plan_of("large").release, plan_on("spark-1", FABRIC).release
     assert single.cluster is None
     assert "--network=none" in single.engine.docker_args
     assert "--network=host" in member.engine.docker_args
@@ -130,9 +130,9 @@ def test_only_cluster_members_use_the_host_network():
 
 def test_unit_of_member_fences_its_ports():
     plan = plan_on("spark-1", FABRIC)
-    path = f"{plan.serve.serve_unit}.d/50-cluster.conf"
+    path = f"{plan.release.serve_unit}.d/50-cluster.conf"
     [text] = [f.content.decode() for f in release_files(plan) if f.path.endswith(path)]
-    fence = f"/usr/local/lib/spark/current/bin/spark-host fence {{}} {plan.serve.name}"
+    fence = f"/usr/local/lib/spark/current/bin/spark-host fence {{}} {plan.release.name}"
     # "-": a host without iptables serves, too; "+": with root's rights.
     assert f"ExecStartPre=-+{fence.format('up')}" in text
     assert f"ExecStopPost=-+{fence.format('down')}" in text
@@ -142,7 +142,7 @@ def test_unit_of_member_fences_its_ports():
 def test_subnet_without_rdma_uses_tcp():
     ports = {host: Ports((replace(LAN, addresses=(f"10.1.0.{number}/16",)),))
              for number, host in enumerate(PAIR, 1)}  # fmt: skip
-    head = plan_on("spark-1", ports, clustered(subnet="10.1.0.0/16")).serve.cluster.head
+    head = plan_on("spark-1", ports, clustered(subnet="10.1.0.0/16")).release.cluster.head
     assert (head.address, head.docker_args) == ("10.1.0.1", ())
     assert head.env["NCCL_IB_DISABLE"] == "1"
     assert "NCCL_IB_HCA" not in head.env
@@ -200,7 +200,7 @@ def test_refuses_ambiguous_networks(second, message):
 def test_each_release_has_its_own_ports():
     base = clustered()
     watch = replace(base.watch, stall_s=10 * base.watch.stall_s)
-    clusters = [plan_on("spark-1", FABRIC, settings).serve.cluster
+    clusters = [plan_on("spark-1", FABRIC, settings).release.cluster
                 for settings in (base, replace(base, watch=watch))]  # fmt: skip
     assert clusters[0].port != clusters[1].port
     assert all(29500 <= cluster.port < cluster.proven_port < 31500 for cluster in clusters)
@@ -208,7 +208,7 @@ def test_each_release_has_its_own_ports():
 
 
 def test_plan_without_hosts_has_placeholder_addresses():
-    assert "ADDRESS-OF-spark-1" in plan_on("spark-1", {}).serve.cluster.members[1].argv
+    assert "ADDRESS-OF-spark-1" in plan_on("spark-1", {}).release.cluster.members[1].argv
 
 
 def test_two_hosts_split_weights_and_hold_more_cache():
@@ -265,7 +265,7 @@ def test_refuses_prefix_caching_for_397b_on_two_hosts():
 )
 def test_check_rejects_nccl_versions_that_deadlock(version, refused):
     line = f"INFO 11-22 [pynccl.py:148] vLLM is using nccl=={version}"
-    pair, single = plan_on("spark-1", FABRIC).serve.check, plan_of("large").serve.check
+    pair, single = plan_on("spark-1", FABRIC).release.check, plan_of("large").release.check
     assert any(re.search(pattern, line) for pattern in pair.log_forbidden) is refused
     assert not any(re.search(pattern, line) for pattern in single.log_forbidden)
 

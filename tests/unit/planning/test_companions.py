@@ -50,7 +50,7 @@ def make_plan(
 
 
 def value_of(plan, option):
-    argv = plan.serve.engine.argv
+    argv = plan.release.engine.argv
     return argv[argv.index(option) + 1]
 
 
@@ -64,16 +64,16 @@ def test_drafter_is_downloaded_mounted_and_counted(method):
     assert [source.locked.repo for source in plan.sources] == [REPO, DRAFT]
     assert [work.job.kind for work in plan_jobs(plan, ())] == ["fetch", "fetch", "image-pull"]
     drafter = plan.sources[1]
-    [mount] = [mount for mount in plan.serve.engine.mounts if mount.source == drafter.dir]
+    [mount] = [mount for mount in plan.release.engine.mounts if mount.source == drafter.dir]
     assert (mount.target, mount.read_only) == ("/drafter", True)
-    trees = [(tree.path, tree.digest) for tree in plan.serve.companions]
+    trees = [(tree.path, tree.digest) for tree in plan.release.companions]
     assert trees == [(drafter.dir, drafter.digest)]
     assert drafts_of(plan) == {"method": method, "num_speculative_tokens": 3, "model": "/drafter"}
     assert plan.memory.drafter_bytes == GIB
     assert any(use.label == DRAFT for use in plan.disk)
     assert drafter.dir in keep_list(plan).folders
     assert 0 < plan.memory.kv_tokens < without.memory.kv_tokens
-    assert plan.serve.name != without.serve.name
+    assert plan.release.name != without.release.name
 
 
 def test_unknown_cache_of_drafter_makes_cache_unknown():
@@ -97,20 +97,20 @@ def test_drafts_setting_keeps_method_or_disables_drafter():
     fewer, off = (make_plan(EAGLE, **{"engine.drafts": drafts}) for drafts in (1, 0))
     config = drafts_of(fewer)
     assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 1)
-    assert "--speculative-config" not in off.serve.engine.argv
+    assert "--speculative-config" not in off.release.engine.argv
     assert len(off.sources) == 1
 
 
 def test_adapter_has_name_mount_and_slot():
     plan, without = make_plan(model=ADAPTED), make_plan()
-    argv = plan.serve.engine.argv
-    assert plan.serve.names == ("dense", "law")
+    argv = plan.release.engine.argv
+    assert plan.release.names == ("dense", "law")
     assert argv[argv.index("--served-model-name") + 2].startswith("--")
     assert value_of(plan, "--lora-modules") == "law=/adapters/0"
     assert value_of(plan, "--max-lora-rank") == "64"
     assert "--enable-lora" in argv
-    [tree] = plan.serve.companions
-    mounts = {mount.source: mount.target for mount in plan.serve.engine.mounts}
+    [tree] = plan.release.companions
+    mounts = {mount.source: mount.target for mount in plan.release.engine.mounts}
     assert mounts[tree.path] == "/adapters/0"
     assert plan.memory.weights_bytes - without.memory.weights_bytes == 64 << 20
 
@@ -127,7 +127,7 @@ def test_lock_needs_all_mounted_repositories():
 
 
 def test_release_without_companions_has_no_companion_field():
-    release = make_plan().serve
+    release = make_plan().release
     assert '"companions"' not in to_json(release)
     assert parse(Release, to_json(release)).trees == (release.tree,)
 

@@ -130,10 +130,10 @@ def test_option_in_settings_replaces_the_profile_option():
 def test_own_head_keeps_16_bits_in_checkpoint_and_is_int8_in_engine():
     profiles = {**CATALOG.profiles, ("v2", "large"): OWN_HEAD}
     plan = plan_with(settings_of(), replace(CATALOG, profiles=profiles))
-    assert plan.checkpoint.order.head == "keep"
-    assert plan_of().checkpoint.order.head == "int8-g128"
-    assert plan.serve.engine.env[IMAGE_VARIABLE] == plan.image.tag
-    assert IMAGE_VARIABLE not in plan_of().serve.engine.env
+    assert plan.checkpoint.build.head == "keep"
+    assert plan_of().checkpoint.build.head == "int8-g128"
+    assert plan.release.engine.env[IMAGE_VARIABLE] == plan.image.tag
+    assert IMAGE_VARIABLE not in plan_of().release.engine.env
     assert loaded_bytes(LARGE, OWN_HEAD) == loaded_bytes(LARGE, V2)
 
 

@@ -40,21 +40,21 @@ def plan_lines(model, profile):
         return tuple(f"refused: {line}" for p in plan.problems for line in str(p).splitlines())
     data = plan_document(plan)
     for part, repeated in (
-        ("needs", ("downloads", "image_bytes", "disk_needed_bytes")),
+        ("preflight", ("downloads", "image_bytes", "disk_needed_bytes")),
         ("checkpoint", ("base",)),
     ):
         data[part] = {k: v for k, v in (data[part] or {}).items() if k not in repeated}
     donor = data["checkpoint"].get("donor")
     for locked in [*(source["locked"] for source in data["sources"]), *([donor] if donor else [])]:
         locked["files"] = f"{len(locked['files'])} files"
-    built = data["checkpoint"].get("order", {})
+    built = data["checkpoint"].get("build", {})
     built |= {k: f"{len(v)} entries" for k, v in built.items() if isinstance(v, list)}
     digests = (f"{name} = {digest}" for digest, name in names_of(plan).items())
     return (*sorted(digests), *(with_names(line, plan) for line in flat_lines("", data)))
 
 
 def names_of(plan):
-    names = {plan.serve.digest: "RELEASE", plan.image.digest: "IMAGE"}
+    names = {plan.release.digest: "RELEASE", plan.image.digest: "IMAGE"}
     return names | ({plan.checkpoint.digest: "CHECKPOINT"} if plan.checkpoint else {})
 
 
@@ -126,8 +126,8 @@ def text_of(case):
     plan, (model, profile) = plan_with(settings), model_and_profile(settings, CATALOG)
     if case == "portable":
         profile = replace(profile, engine_mode=case)
-        check = replace(plan.serve.check, portable=True)
-        plan = replace(plan, serve=replace(plan.serve, check=check))
+        check = replace(plan.release.check, portable=True)
+        plan = replace(plan, release=replace(plan.release, check=check))
     return [with_names(line, plan) for line in plan_text(plan, model, profile, verbose=True)]
 
 

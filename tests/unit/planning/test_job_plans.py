@@ -158,7 +158,7 @@ def test_ready_pairs_do_not_change_served_release():
         ("large", "base"),
         ("small", "v2"),
     ]
-    assert ready.serve == served.serve
+    assert ready.release == served.release
     assert plan_jobs(ready, ()) == plan_jobs(served, ())
 
 
@@ -170,7 +170,7 @@ def test_switching_to_a_ready_pair_does_not_need_jobs():
 
 
 def test_ready_pairs_need_disk_images_and_locked_names():
-    served, ready = plan_ready().needs, plan_ready(BASE, SMALL).needs
+    served, ready = plan_ready().preflight, plan_ready(BASE, SMALL).preflight
     added = sum(dict(ready.disk_needed_bytes).values())
     added -= sum(dict(served.disk_needed_bytes).values())
     assert added > sum(source.size_bytes for source in plan_of("small", "v2").sources)
@@ -191,7 +191,7 @@ def test_refuses_ready_pair_that_cannot_be_served():
 def test_pruning_keeps_files_of_ready_pairs(pair):
     keep = keep_list(plan_ready(pair))
     for plan in (plan_ready(), plan_of(pair["model"], pair["profile"])):
-        mounts = {mount.source for mount in plan.serve.engine.mounts}
+        mounts = {mount.source for mount in plan.release.engine.mounts}
         assert {
             plan.served_checkpoint.dir,
             *(source.dir for source in plan.sources),
@@ -203,7 +203,7 @@ def test_pruning_keeps_files_of_ready_pairs(pair):
 def test_pruning_keeps_planned_release_and_configured_number_of_others():
     plan = plan_ready(**{"releases.keep": 4})
     keep = keep_list(plan)
-    assert (keep.releases, keep.releases_kept) == ({plan.serve.name}, 4)
+    assert (keep.releases, keep.releases_kept) == ({plan.release.name}, 4)
 
 
 TREE = "f" * 64

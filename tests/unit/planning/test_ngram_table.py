@@ -126,7 +126,7 @@ def test_built_table_has_whole_rows_in_blocks(table_format, gib):
 
 def test_order_asks_for_the_table_as_a_file():
     plan = plan_with(settings_on(1, INT4, "flash-nvme"), SHIPPED)
-    assert plan.checkpoint.order.ngram_table == "e2m1"
+    assert plan.checkpoint.build.ngram_table == "e2m1"
     # The rewritten table, attention and shared experts in FP8.
     assert plan.checkpoint.output_bytes / GIB == pytest.approx(27.13 + 2.52 + 0.22, abs=0.1)
 
@@ -137,11 +137,11 @@ def test_two_hosts_serve_the_repository_on_the_unmodified_engine():
         Request("spark-1", settings, SHIPPED, made_up_lock(settings, SHIPPED), PAYLOAD)
     )
     assert (plan.checkpoint, plan.image.plugin) == (None, False)
-    assert [member.argv[:4] for member in plan.serve.cluster.members] == [
+    assert [member.argv[:4] for member in plan.release.cluster.members] == [
         ("--tensor-parallel-size", "2", "--nnodes", "2")
     ] * 2
     logged = "Initialized PLE embedding x: weight_dtype=torch.float8_e4m3fn, weight_device=cuda:0"
-    assert any(re.search(line, logged) for line in plan.serve.check.log_required)
+    assert any(re.search(line, logged) for line in plan.release.check.log_required)
 
 
 def test_profiles_fit_the_hosts_they_are_for():
@@ -193,7 +193,7 @@ def test_ring_must_divide_the_block(drafts, block_size, refused):
 
 
 def test_repeat_check_asks_a_question_above_the_budget():
-    check = plan_with(settings_on(1, INT4, "flash-nvme"), SHIPPED).serve.check
+    check = plan_with(settings_on(1, INT4, "flash-nvme"), SHIPPED).release.check
     question = [q for q in check.questions if not q.thinking][-1]
     *lines, asked = question.prompt.splitlines()
     values = dict(
@@ -210,9 +210,9 @@ def test_repeat_check_asks_a_question_above_the_budget():
 
 def test_engine_runs_on_chosen_cpus_only_if_set():
     argument = "--cpuset-cpus=5-9,15-19"
-    assert not any("cpuset" in word for word in plan_of().serve.engine.docker_args)
-    chosen = plan_of(**{"engine.cpuset_cpus": "5-9,15-19"}).serve
+    assert not any("cpuset" in word for word in plan_of().release.engine.docker_args)
+    chosen = plan_of(**{"engine.cpuset_cpus": "5-9,15-19"}).release
     assert argument in chosen.engine.docker_args
-    assert chosen.digest != plan_of().serve.digest
+    assert chosen.digest != plan_of().release.digest
     with pytest.raises(Exception, match="cpuset_cpus"):
         settings_of(**{"engine.cpuset_cpus": "5-9 --privileged"})

@@ -59,14 +59,14 @@ def test_serves_downloaded_files_without_build():
     plan = make_plan()
     assert plan.checkpoint is None
     assert [work.job.kind for work in plan_jobs(plan, ())] == ["fetch", "image-pull"]
-    assert plan.serve.tree.path == plan.sources[0].dir
+    assert plan.release.tree.path == plan.sources[0].dir
     assert plan.image.tag == plan.image.base
 
 
 def test_excluded_files_are_not_downloaded():
     whole, without = make_plan(), make_plan(replace(MODEL, leave_out=("original/*",)))
     assert whole.sources[0].size_bytes - without.sources[0].size_bytes == 17 * GIB
-    assert whole.serve.tree.digest != without.serve.tree.digest
+    assert whole.release.tree.digest != without.release.tree.digest
 
 
 def test_memory_follows_headers_and_config():
@@ -80,11 +80,11 @@ def test_vision_tower_is_loaded_only_with_vision():
     model = replace(MODEL, vision=True)
     off, on = make_plan(model), make_plan(model, **{"engine.vision": True})
     assert on.memory.weights_bytes - off.memory.weights_bytes == GIB
-    assert ["--language-model-only" in plan.serve.engine.argv for plan in (off, on)] == [
+    assert ["--language-model-only" in plan.release.engine.argv for plan in (off, on)] == [
         True,
         False,
     ]
-    assert on.serve.check.image
+    assert on.release.check.image
 
 
 def test_fp8_cache_halves_block_size():
@@ -154,7 +154,7 @@ def test_has_no_problems_without_lock():
 
 
 def test_check_uses_default_questions():
-    check = make_plan().serve.check
+    check = make_plan().release.check
     assert len(check.plain_questions) == 3
     assert not check.tool_call
 
@@ -173,7 +173,7 @@ def test_measured_cache_size_replaces_an_unknown_size():
     assert memory.kv_tokens == pytest.approx(memory.kv_cache_bytes / 10_000, rel=0.001)
     assert memory.unknown == ()
     assert memory.counted_by.startswith("spark-1, main-abc")
-    assert measured.serve == blind.serve
+    assert measured.release == blind.release
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_online_fp8_uses_tested_option():
 
 
 def draft_tokens(plan):
-    argv = plan.serve.engine.argv
+    argv = plan.release.engine.argv
     if "--speculative-config" not in argv:
         return 0
     config = json.loads(argv[argv.index("--speculative-config") + 1])
@@ -56,7 +56,7 @@ def test_drafts_setting_overrides_profile(profile, drafts):
     plan = plan_of(profile=profile, **{"engine.drafts": drafts})
     assert draft_tokens(plan) == drafts
     assert bool(plan.memory.drafter_bytes) is bool(drafts)
-    assert plan.serve.check.acceptance_floor == (0.5 if drafts else None)
+    assert plan.release.check.acceptance_floor == (0.5 if drafts else None)
 
 
 def test_guard_rails_check_drafts_in_settings():
@@ -71,11 +71,11 @@ def test_guard_rails_check_drafts_in_settings():
 
 
 def test_head_setting_changes_checkpoint_or_engine():
-    assert plan_of().checkpoint.order.head == "int8-g128"
+    assert plan_of().checkpoint.build.head == "int8-g128"
     for head in ("keep", "int8-triton"):
         plan = plan_of(**{"engine.head": head})
-        assert plan.checkpoint.order.head == "keep"
-        in_engine = any('"lm_head":"int8-triton"' in word for word in plan.serve.engine.argv)
+        assert plan.checkpoint.build.head == "keep"
+        in_engine = any('"lm_head":"int8-triton"' in word for word in plan.release.engine.argv)
         assert in_engine is (head == "int8-triton")
     refusals = problems(profile="base", **{"engine.head": "int8-triton"})
     assert any("own-head-without-the-plugin" in problem.what for problem in refusals)
@@ -89,7 +89,7 @@ SAMPLING = {
 
 
 def speculative_config(plan):
-    argv = plan.serve.engine.argv
+    argv = plan.release.engine.argv
     return dict(json.loads(argv[argv.index("--speculative-config") + 1]))
 
 
@@ -107,7 +107,7 @@ def test_draft_sampling_reaches_engine_under_its_own_names():
 
 def test_draft_vocabulary_reaches_the_plugin_and_makes_drafts_faster():
     settings = {"engine.head": "int8-triton", "engine.draft_vocabulary_tokens": 32768}
-    argv = plan_of(**settings).serve.engine.argv
+    argv = plan_of(**settings).release.engine.argv
     additional = json.loads(argv[argv.index("--additional-config") + 1])
     assert additional["spark"]["draft_vocabulary"] == 32768
     v3 = PROFILES["v3"]

@@ -35,7 +35,7 @@ from tests.unit.planning.plans import plan_of
 )
 def test_release_digest_depends_on_how_engine_runs(change, same):
     base, changed = plan_of(), plan_of(**change)
-    assert (changed.serve.digest == base.serve.digest) is same
+    assert (changed.release.digest == base.release.digest) is same
     assert changed.checkpoint.digest == base.checkpoint.digest
     assert changed.sources[0].digest == base.sources[0].digest
 
@@ -43,11 +43,13 @@ def test_release_digest_depends_on_how_engine_runs(change, same):
 def test_names_are_independent_of_model_and_profile():
     names = {"serve.names": ["assistant", "qwen"]}
     for model, profile in (("large", "v2"), ("small", "base")):
-        assert plan_of(model, profile, **names).serve.names == ("assistant", "qwen")
+        assert plan_of(model, profile, **names).release.names == ("assistant", "qwen")
 
 
 def test_release_contains_no_secret_reference():
-    text = to_json(plan_of(**{"serve.api_key": {"env": "KEY"}, "hub.token": {"env": "TOK"}}).serve)
+    text = to_json(
+        plan_of(**{"serve.api_key": {"env": "KEY"}, "hub.token": {"env": "TOK"}}).release
+    )
     assert '"KEY"' not in text
     assert '"TOK"' not in text
 
@@ -73,7 +75,7 @@ def test_server_waits_for_disks_of_checkpoint_and_cache():
     drop_in = release_files(plan)[-1].content.decode()
     match = re.search(r"^RequiresMountsFor=(.*)$", drop_in, re.M)
     mounts = match[1].split()
-    assert mounts[0] == plan.serve.tree.path
+    assert mounts[0] == plan.release.tree.path
     assert [path.split("/")[1] for path in mounts] == ["disk-1", "srv", "run"]
 
 
@@ -83,7 +85,7 @@ def test_server_waits_for_disks_of_checkpoint_and_cache():
 )
 def test_stall_timeout_exceeds_time_to_read_longest_prompt(context, configured_s, planned_s):
     settings = {"engine.max_context_tokens": context, "watch.stall_s": configured_s}
-    assert plan_of(**settings).serve.watch.stall_s == planned_s
+    assert plan_of(**settings).release.watch.stall_s == planned_s
 
 
 NIGHT = {"model": "large", "profile": "v2-tq"}
@@ -99,8 +101,8 @@ def test_scheduled_releases_equal_deployed_releases():
     plan = scheduled()
     assert [change.at for change in plan.schedule] == ["Mon..Fri 08:00", "20:00", "Sun 10:00"]
     day, night, sunday = (change.release for change in plan.schedule)
-    assert day == sunday == plan.serve == plan_of("large", "v2").serve
-    assert night == plan_of("large", "v2-tq").serve
+    assert day == sunday == plan.release == plan_of("large", "v2").release
+    assert night == plan_of("large", "v2-tq").release
 
 
 def test_scheduled_releases_are_installed_and_kept():
@@ -111,16 +113,16 @@ def test_scheduled_releases_are_installed_and_kept():
         assert f"/etc/spark/releases/{name}/release.json" in paths
         assert f"/etc/systemd/system/spark-serve@{name}.service.d/50-release.conf" in paths
     assert keep_list(plan).releases == names
-    assert plan.serve.name in plan_document(plan)["unit"]["drop_in"]
+    assert plan.release.name in plan_document(plan)["unit"]["drop_in"]
 
 
 def test_release_has_one_timer_with_all_its_times():
     plan = scheduled()
     files = {file.path: file.content.decode() for file in timer_files(plan.schedule)}
     assert len(files) == 2
-    day = files[f"/etc/systemd/system/spark-hours@{plan.serve.name}.timer"]
+    day = files[f"/etc/systemd/system/spark-hours@{plan.release.name}.timer"]
     assert re.findall("^OnCalendar=(.*)$", day, re.M) == ["Mon..Fri 08:00", "Sun 10:00"]
-    assert f"\nUnit=spark-switch@{plan.serve.name}.service\n" in day
+    assert f"\nUnit=spark-switch@{plan.release.name}.service\n" in day
     assert timer_files(plan_of("large", "v2").schedule) == ()
 
 

@@ -35,7 +35,7 @@ def with_services(**services):
 def test_each_service_has_own_release_gateway_and_files():
     plan = with_services(embed=SMALL)
     main, embed = plan.served
-    assert [parse_service(service.serve.name) for service in plan.served] == ["main", "embed"]
+    assert [parse_service(service.release.name) for service in plan.served] == ["main", "embed"]
     assert (embed.model, embed.profile) == ("small", "base")
     assert (main.gateway.settings.port, embed.gateway.settings.port) == (8000, 8001)
     assert embed.gateway.settings.path.endswith("/embed.json")
@@ -43,7 +43,7 @@ def test_each_service_has_own_release_gateway_and_files():
         {file.path for file in release_files(service)} for service in plan.served
     )
     assert not main_paths & embed_paths
-    assert parse(Release, to_json(embed.serve)) == embed.serve
+    assert parse(Release, to_json(embed.release)) == embed.release
     assert json.loads(json.dumps(plan_document(plan)))["services"]
 
 
@@ -54,10 +54,10 @@ def test_services_share_memory():
     assert plan.memory.memory_fraction < alone.memory.memory_fraction
     engines = sum(service.memory.memory_fraction for service in plan.served)
     assert engines * total <= total - 12 * GIB + 0.01 * total
-    argv = embed.serve.engine.argv
+    argv = embed.release.engine.argv
     assert float(argv[argv.index("--gpu-memory-utilization") + 1]) * total <= 24 * GIB
     needed = sum(service.memory.needed_bytes for service in plan.served)
-    assert plan.needs.memory_needed_bytes == needed
+    assert plan.preflight.memory_needed_bytes == needed
 
 
 def test_services_on_request_share_memory():
@@ -66,19 +66,19 @@ def test_services_on_request_share_memory():
     second = {**SMALL, "start": "on-request", "port": 8002, "names": ["second"]}
     plan, alone = with_services(first=first, second=second), with_services(first=larger)
     assert plan.memory == alone.memory
-    assert plan.needs.memory_needed_bytes == alone.needs.memory_needed_bytes
+    assert plan.preflight.memory_needed_bytes == alone.preflight.memory_needed_bytes
     gateways = [service.gateway.settings.on_request for service in plan.served]
     assert gateways == [{"first": 900, "second": 0}, {"first": 900}, {"second": 0}]
-    assert plan.serve == alone.serve
-    assert plan.services[0].serve == alone.services[0].serve
+    assert plan.release == alone.release
+    assert plan.services[0].release == alone.services[0].release
     assert alone.gateway.settings.on_request is None
 
 
 def test_changing_a_service_keeps_the_main_release():
     plan = with_services(embed=SMALL)
     changed = with_services(embed={**SMALL, "names": ["vectors"], "port": 8002})
-    assert plan.serve == changed.serve
-    assert plan.services[0].serve != changed.services[0].serve
+    assert plan.release == changed.release
+    assert plan.services[0].release != changed.services[0].release
 
 
 def problems_with(memory_gib):
@@ -103,9 +103,9 @@ def test_suggests_less_memory_for_services_to_fit_the_main_service():
 
 def test_ports_and_files_of_all_services_are_checked_and_kept():
     plan = with_services(embed=SMALL)
-    assert plan.needs.ports == (8000, 8001)
+    assert plan.preflight.ports == (8000, 8001)
     keep = keep_list(plan)
-    assert keep.releases == {service.serve.name for service in plan.served}
+    assert keep.releases == {service.release.name for service in plan.served}
     assert plan.services[0].served_checkpoint.dir in keep.folders
     titles = [work.job.title for work in served_jobs(plan, ())]
     assert len(titles) == len(set(titles))
@@ -147,14 +147,14 @@ def test_main_gateway_routes_paths_and_model_names():
     plan = with_services(embed={**SMALL, "paths": ["/v1/embeddings"], "names": ["vectors", "v"]})
     main, embed = (service.gateway.settings for service in plan.served)
     assert (main.routes, embed.routes) == ({"/v1/embeddings": "embed"}, {})
-    assert main.names == {"main": plan.serve.names, "embed": ("vectors", "v")}
+    assert main.names == {"main": plan.release.names, "embed": ("vectors", "v")}
     assert embed.names is None
     assert parse(type(main), to_json(main)) == main
     alone = plan_of(**SHORT)
     assert alone.gateway.settings.names is None
     module = "libnginx-mod-http-js"
     assert [module in p.base.packages for p in (plan, alone)] == [True, False]
-    assert plan.serve == with_services(embed=SMALL).serve
+    assert plan.release == with_services(embed=SMALL).release
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,6 @@ def test_next_lever_is_not_yet_used_by_profile():
 
 
 def test_speed_of_a_cluster_is_not_computed():
-    pair = SimpleNamespace(serve=SimpleNamespace(cluster=SimpleNamespace(members=("a", "b"))))
-    [line] = speed_lines(pair, LARGE, CATALOG.profile("v2", "large"))
+    members = SimpleNamespace(release=SimpleNamespace(cluster=SimpleNamespace(members=("a", "b"))))
+    [line] = speed_lines(members, LARGE, CATALOG.profile("v2", "large"))
     assert "tokens/s" not in line

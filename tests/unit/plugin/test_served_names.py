@@ -84,13 +84,13 @@ def test_other_methods_stay_as_they_are():
 
 def test_plan_serves_the_names_with_their_defaults():
     chosen = {"fast": {"thinking": False}, "qwen": {"temperature": 0.6}}
-    serve = plan_of(**{"serve.names": ["qwen"], "serve.defaults": chosen}).serve
+    serve = plan_of(**{"serve.names": ["qwen"], "serve.defaults": chosen}).release
     assert serve.names == ("qwen", "fast")
     assert serve.engine.argv[-2:] == ("--middleware", "spark_vllm.served_names.RequestDefaults")
     assert json.loads(serve.engine.env["SPARK_REQUEST_DEFAULTS"]) == {
         "fast": {"chat_template_kwargs": {"enable_thinking": False}}, "qwen": {"temperature": 0.6},
     }  # fmt: skip
-    assert "--middleware" not in plan_of().serve.engine.argv
+    assert "--middleware" not in plan_of().release.engine.argv
 
 
 def test_refuses_defaults_without_the_plugin():

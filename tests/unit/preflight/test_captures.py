@@ -148,9 +148,9 @@ HOSTS: dict[str, tuple[dict[str, Any], int]] = {
     },
 }  # fmt: skip
 NEEDS = {
-    f"{model} with {profile}": plan.needs
+    f"{model} with {profile}": plan.preflight
     for model, profile, plan in shipped()
-    if isinstance(plan, HostPlan) and plan.needs.expect.arch == "aarch64"
+    if isinstance(plan, HostPlan) and plan.preflight.expect.arch == "aarch64"
 }
 
 

@@ -37,7 +37,7 @@ def test_table_covers_every_shipped_profile():
 def test_pins_of_the_plan_match_the_table(case):
     plan = bf16_plan() if "BF16" in case else PLANS[SERVED[case]]
     assert isinstance(plan, HostPlan)
-    engine = plan.serve.engine
+    engine = plan.release.engine
     assert read_pins(list(engine.argv), engine.env) == TABLE["cases"][case]["pins"]
     assert not read_pins(remove_pins(list(engine.argv)), {})
 

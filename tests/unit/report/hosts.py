@@ -16,7 +16,7 @@ from tests.unit.statuses import host_status
 
 SURVEYS = Path(__file__).parents[1] / "facts" / "HostSurvey"
 PLAN = plan_of()
-PLANNED_TOKENS = int((PLAN.memory.full_context_users or 0) * PLAN.serve.check.max_model_len)
+PLANNED_TOKENS = int((PLAN.memory.full_context_users or 0) * PLAN.release.check.max_model_len)
 RELEASE = "main-0123456789ab"
 CHECKS = [
     {"name": "ready", "detail": "the engine answers", "seconds": 612.0},

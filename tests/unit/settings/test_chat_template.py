@@ -21,7 +21,7 @@ def settings(root, output):
 
 
 def argument(plan):
-    argv = plan.serve.engine.argv
+    argv = plan.release.engine.argv
     return argv[argv.index("--chat-template") + 1] if "--chat-template" in argv else None
 
 
@@ -41,17 +41,17 @@ def test_template_text_is_part_of_the_release(root):
     names = []
     for text in (TEMPLATE, TEMPLATE, TEMPLATE + " "):
         (root / "chat.jinja").write_text(text)
-        names.append(plan_with(settings(root, "{chat_template: chat.jinja}")).serve.name)
+        names.append(plan_with(settings(root, "{chat_template: chat.jinja}")).release.name)
     without = plan_with(settings(root, "{}"))
     assert argument(without) is None
     assert names[0] == names[1]
-    assert len({*names, without.serve.name}) == 3
+    assert len({*names, without.release.name}) == 3
 
 
 def test_keeps_other_engine_options(root):
     plan = plan_with(settings(root, "{chat_template: chat.jinja, options: {seed: 7}}"))
     assert argument(plan) == TEMPLATE
-    assert "--seed" in plan.serve.engine.argv
+    assert "--seed" in plan.release.engine.argv
 
 
 def test_plan_shows_template_by_lines_and_hash(root):
