@@ -74,7 +74,7 @@ def draft_with(hub, end, answer):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_answer_of_a_hub_gives_a_draft_or_one_problem(hub, data):
     end, text = data.draw(st.sampled_from(sorted(answers_of(hub).items())))

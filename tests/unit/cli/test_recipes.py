@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import yaml
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spark_deploy.cli.recipes import draft_from_recipe
 from spark_deploy.config.catalog.load import read_catalog
@@ -174,11 +175,10 @@ def written(data, name):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
-@given(value=YAML)
-@pytest.mark.parametrize("name", READ)
-def test_any_value_gives_a_draft_or_one_problem(name, value):
-    for key in READ[name]:
-        text, problems = written({**READ[name], key: value}, name)
-        assert all(problem.line.isprintable() for problem in problems)
-        assert len(problems) == 1 or yaml.safe_load(text)["kind"] == "plain"
+@settings(max_examples=200, deadline=None)
+@given(place=st.sampled_from([(name, key) for name in READ for key in READ[name]]), value=YAML)
+def test_any_value_gives_a_draft_or_one_problem(place, value):
+    name, key = place
+    text, problems = written({**READ[name], key: value}, name)
+    assert all(problem.line.isprintable() for problem in problems)
+    assert len(problems) == 1 or yaml.safe_load(text)["kind"] == "plain"

@@ -64,7 +64,7 @@ def test_retries_public_repository_without_expired_token(hub):
 
 
 @pytest.mark.slow
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(answer=hostile(json.dumps(ANSWER).encode()))
 @example(answer=change_large_file(size=-1))
 @example(answer=change_large_file(size=2**80))
