@@ -122,6 +122,7 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@functools.cache
 def schema_of(cls: type[Any], name: str) -> Schema:
     """Return the JSON schema (2020-12) of a document class, without references."""
     raw = _adapter(cls).json_schema(schema_generator=_WithDocstrings)

@@ -175,7 +175,7 @@ def written(data, name):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(place=st.sampled_from([(name, key) for name in READ for key in READ[name]]), value=YAML)
 def test_any_value_gives_a_draft_or_one_problem(place, value):
     name, key = place
