@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from prune_machine import add_generations
+from spark_contract.fabric import NETPLAN_FILE, REMOVED_NETPLAN
 from spark_contract.paths import Paths, backup_path
 from spark_contract.records import GpuProof
 from spark_contract.status import Baseline, Footprint, ManagedItem
@@ -211,11 +212,24 @@ def test_removes_every_state_file(tmp_path):
     of_release = (paths.proof, paths.compile_cache, paths.answers, paths.rollout, paths.request)
     of_service = (paths.rollback, paths.good, paths.stopped, paths.events)
     files = [path_of("main") for path_of in (*of_release, *of_service, paths.job)]
-    for path in (*files, paths.gpu_receipt, paths.daily, paths.state / "theirs"):
+    removed_network = paths.below(REMOVED_NETPLAN)
+    for path in (*files, paths.gpu_receipt, paths.daily, removed_network, paths.state / "theirs"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+    assert names_that_stay(paths) == ["theirs"]
+
+
+def test_keeps_the_state_of_the_network_while_its_addresses_are_set(tmp_path):
+    paths = Paths(tmp_path)
+    for path in (paths.below(NETPLAN_FILE), paths.state / "fabric/record.json"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    assert names_that_stay(paths) == ["fabric"]
+
+
+def names_that_stay(paths):
     things = uninstall._tools_and_records(paths)
-    assert [Path(thing.name).name for thing in things if thing.stays] == ["theirs"]
+    return [Path(thing.name).name for thing in things if thing.stays]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ _ARCHIVE = re.compile(rf"^({DIGEST12}|site)\.zip$")
 _CONFIG = (RELEASES_DIR, GATEWAY_DIR, API_KEY, SHARE_SETTINGS, SHARE_KEY)
 _RECORDS = frozenset(
     ["jobs", "proofs", "receipts", "switch", "requests", "rollback", "good", "stopped", "events",
-     "answers", "caches", "daily.json", "usage"]
+     "answers", "caches", "daily.json", "usage", "fabric"]
 )  # fmt: skip
 _BASELINE = "note"  # the kind of the baseline, which is removed last
 _MANAGED = "Managed by dgx-spark-deploy"
@@ -250,9 +250,12 @@ def _tools_and_records(paths: Paths) -> Iterator[ManagedItem]:
         is_folder = path.is_dir() and not path.is_symlink()
         size = resources.freed_bytes([path])[path] if is_managed and is_folder else 0
         yield ManagedItem("tools", str(path), size, "" if is_managed else _UNMANAGED)
+    keep_network = _KEEP_NETWORK if paths.below(NETPLAN_FILE).is_file() else ""
     for path in _entries(paths.state):
         if path.name != baseline.RECORD:
-            yield ManagedItem("record", str(path), 0, "" if path.name in _RECORDS else _UNMANAGED)
+            reason = keep_network if path.name == "fabric" else ""  # `fabric --restore` needs it
+            reason = reason if path.name in _RECORDS else _UNMANAGED
+            yield ManagedItem("record", str(path), 0, reason)
     for path in (paths.run, paths.below("/run/spark-gateway")):
         if path.exists():
             yield ManagedItem("run", str(path))
