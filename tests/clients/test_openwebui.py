@@ -32,7 +32,7 @@ def config(tmp_path_factory):
         return archive.read("open_webui/config.py").decode()
 
 
-def test_reads_server_and_key(config, tmp_path, monkeypatch):
+def test_open_webui_reads_server_and_key_from_printed_variables(config, tmp_path, monkeypatch):
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     body = ast.parse(config).body
@@ -43,7 +43,7 @@ def test_reads_server_and_key(config, tmp_path, monkeypatch):
     assert variables["OPENAI_API_KEYS"] == [KEY]
 
 
-def test_reads_the_documented_names(config):
+def test_open_webui_reads_every_documented_variable(config):
     for name in READS["config.py"]:
         assert f"os.getenv('{name}'" in config
 

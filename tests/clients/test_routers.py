@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def test_litellm_distributes_over_hosts_with_their_own_keys(programs, tmp_path, port):
+def test_litellm_distributes_requests_over_hosts_with_different_keys(programs, tmp_path, port):
     servers = [Server(f"spark-{n}", f"key-of-spark-{n}-0123", tmp_path / f"key{n}") for n in (1, 2)]
     text = "\n".join(ROUTERS["litellm"].render([server.connection for server in servers]))
     with running("litellm", text, programs, tmp_path, port):
@@ -78,7 +78,7 @@ def test_litellm_distributes_over_hosts_with_their_own_keys(programs, tmp_path, 
         assert {chat(port, LITELLM_KEY) for _ in range(6)} == {"spark-2"}
 
 
-def test_vllm_router_keeps_conversations_and_passes_on_the_key(programs, tmp_path, port):
+def test_vllm_router_keeps_each_conversation_on_a_host_and_forwards_key(programs, tmp_path, port):
     key = "shared-key-0123456789"
     servers = [Server(f"spark-{n}", key, tmp_path / f"key{n}") for n in (1, 2)]
     [line] = ROUTERS["vllm-router"].render([server.connection for server in servers])

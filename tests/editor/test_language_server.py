@@ -114,13 +114,13 @@ def shipped():
     return sorted(str(file.relative_to(CHECKOUT)) for file in files)
 
 
-def test_shipped_files_are_valid(editor):
+def test_editor_reports_no_error_in_shipped_files(editor):
     assert len(shipped()) > 12
     assert {path: errors for path in shipped() if (errors := editor.open(path))} == {}
 
 
 @pytest.mark.parametrize("path", ["group_vars/spark.yml", "host_vars/spark-1.yml"])
-def test_completes_settings(editor, path):
+def test_editor_completes_settings(editor, path):
     head = schema_comment("group_vars/spark.yml")
     assert {"model", "profile", "serve", "keep_ready", "schedule"} <= editor.complete(path, head)
     assert {"port", "expose"} <= editor.complete(path, head + "serve:\n  ")
@@ -135,11 +135,11 @@ def test_completes_settings(editor, path):
         ("catalog/profiles/mine.yml", "catalog/profiles/v2.yml", {"summary", "limits"}),
     ],
 )
-def test_completes_models_and_profiles(editor, path, like, keys):
+def test_editor_completes_keys_of_model_and_profile_files(editor, path, like, keys):
     assert keys <= editor.complete(path, schema_comment(like))
 
 
-def test_completes_and_marks_files_written_by_init(server, tmp_path):
+def test_editor_completes_and_checks_files_written_by_init(server, tmp_path):
     words = ["init", str(tmp_path), "--host", "spark-1=192.0.2.1", "--host", "b", "--user", "ann"]
     subprocess.run([sys.executable, "-m", "spark_deploy", *words], check=True, cwd=CHECKOUT)
     editor = Editor(server, tmp_path)
@@ -162,7 +162,7 @@ def test_completes_and_marks_files_written_by_init(server, tmp_path):
         editor.process.wait()
 
 
-def test_marks_wrong_key_and_value(editor):
+def test_editor_marks_wrong_key_and_value(editor):
     head = schema_comment("group_vars/spark.yml")
     wrong = editor.open("group_vars/spark.yml", head + "profil: v2\nserve: {port: 70000}\n")
     assert any("profil" in text for text in wrong), wrong

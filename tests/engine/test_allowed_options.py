@@ -126,7 +126,7 @@ def of_all(read):
         yield from read(version)
 
 
-def test_allowed_options_exist():
+def test_allowed_options_exist_in_every_supported_engine():
     known = {*of_all(options), *of_all(keys), "quantization-config.targets.*"}
     in_free_form = (
         "additional-config.spark.", "default-chat-template-kwargs.", "hf-overrides.",
@@ -135,13 +135,13 @@ def test_allowed_options_exist():
     assert {name for name in ALLOWED_OPTIONS - known if not name.startswith(in_free_form)} == set()
 
 
-def test_allowed_variables_exist():
+def test_allowed_variables_exist_in_every_supported_engine():
     own = {name for name in ALLOWED_VARIABLES if name.startswith("VLLM_")}
     assert own - {*of_all(variables)} == set(IGNORED_VARIABLES)
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_allowed_options_take_numbers_switches_and_words(version):
+def test_allowed_options_accept_only_numbers_switches_and_keywords(version):
     free = re.compile(r"\b(str|dict|Any|Path|type|object)\b")
     for name, annotation in {**options(version), **keys(version)}.items():
         if name in ALLOWED_OPTIONS - TEXTS:
@@ -149,7 +149,7 @@ def test_allowed_options_take_numbers_switches_and_words(version):
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_no_option_accepts_a_module_or_a_path(version):
+def test_no_allowed_option_accepts_a_module_or_a_path(version):
     names = {*options(version), *keys(version)} - {"chat-template"}
     assert len(names) > 300
     for name in names:
@@ -158,7 +158,7 @@ def test_no_option_accepts_a_module_or_a_path(version):
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_options_named_after_code_or_files_are_refused(version):
+def test_options_that_refer_to_code_or_files_are_rejected(version):
     suspicious = [name for name in {*options(version), *keys(version)} if CODE.search(name)]
     assert len(suspicious) > 15
     for name in suspicious:

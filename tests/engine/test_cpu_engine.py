@@ -85,12 +85,12 @@ def reference(engine, plain):
     return engine.answers(plain)[0]
 
 
-def test_installed_engine_passes_the_check(engine):
+def test_installed_engine_passes_the_plugins_engine_check(engine):
     done = engine.run("-m", "spark_vllm.check")
     assert re.search(r"vLLM 0\.32\.0 is compatible \(\d\d+ checks\)", done.stdout)
 
 
-def test_dequantises_tensors_bit_for_bit(engine, hybrid, work, overlay, plain):
+def test_plugin_dequantizes_tensors_bit_for_bit(engine, hybrid, work, overlay, plain):
     full = hybrid.write(work / "full-keep", layout="full")
     kept = hybrid.write_plain(work / "plain-keep")
     pairs = [str(path) for path in (overlay, plain, full, kept)]
@@ -99,7 +99,7 @@ def test_dequantises_tensors_bit_for_bit(engine, hybrid, work, overlay, plain):
     assert counts[0] == counts[1] > 200
 
 
-def test_portable_overlay_answers_like_the_plain_checkpoint(engine, overlay, reference):
+def test_portable_overlay_gives_the_same_tokens_as_the_plain_checkpoint(engine, overlay, reference):
     answers, log = engine.answers(overlay, load_format="spark_portable")
     assert answers == reference
     assert "spark_inc: 12 FP8 block names in 8 modules, block_shape=[128, 128]" in log
@@ -107,7 +107,9 @@ def test_portable_overlay_answers_like_the_plain_checkpoint(engine, overlay, ref
     assert re.search(r"spark: all numbers of \d{2,} tensors and the logits of 1 heads of", log)
 
 
-def test_full_layout_with_drafts_answers_like_the_plain_checkpoint(engine, hybrid, work, reference):
+def test_full_layout_with_drafts_gives_tokens_of_the_plain_checkpoint(
+    engine, hybrid, work, reference
+):
     full = hybrid.write(work / "full", layout="full", head="int8-g128")
     speculation = {"method": "mtp", "num_speculative_tokens": 2}
     answers, log = engine.answers(
@@ -120,7 +122,7 @@ def test_full_layout_with_drafts_answers_like_the_plain_checkpoint(engine, hybri
     assert re.search(r"spark portable mode: .* for Qwen3_5MoeMTP", log)
 
 
-def test_built_int4_drafter_drafts_with_the_profiles_sampling(engine, sources, work, reference):
+def test_engine_accepts_drafts_of_an_int4_drafter_with_sampling(engine, sources, work, reference):
     v3 = shipped_catalog().profile("v3", "lab-tiny")
     order = plan(*sources, work / "int4-drafter", {**VARIANTS["v3"], "head": "int8-g128"})
     build(order, work)
@@ -141,7 +143,7 @@ def test_built_int4_drafter_drafts_with_the_profiles_sampling(engine, sources, w
     assert re.search(rf"dequantised \d+ tensors .*int4 {packed}\b.* for Qwen3_5MoeMTP", log)
 
 
-def test_refuses_a_missing_scale_before_loading(engine, hybrid, work):
+def test_engine_rejects_a_missing_scale_before_loading(engine, hybrid, work):
     tree = hybrid.write(work / "damaged", layout="overlay")
     index = json.loads((tree / hybrids.INDEX).read_text())
     name = next(name for name in index["weight_map"] if name.endswith("weight_scale_inv_fp8"))
@@ -150,7 +152,7 @@ def test_refuses_a_missing_scale_before_loading(engine, hybrid, work):
     assert f"no {name}" in engine.refusal("engine_config.py", tree)
 
 
-def test_refuses_a_nan_scale_with_the_tensor_name(engine, hybrid, work):
+def test_engine_rejects_a_nan_scale_and_names_the_tensor(engine, hybrid, work):
     tree = hybrid.write(work / "not-a-number", layout="overlay")
     [shard] = [path for path in tree.glob("*.safetensors") if "overlay" in path.name]
     tensors = hybrids.read_shard(shard)
@@ -164,7 +166,7 @@ def test_refuses_a_nan_scale_with_the_tensor_name(engine, hybrid, work):
     assert "layers.1.mlp.shared_expert.down_proj.weight" in log
 
 
-def test_detects_damaged_numbers_in_every_dtype(engine):
+def test_engine_detects_damaged_numbers_in_every_dtype(engine):
     done = engine.run(str(HERE / "engine_finite.py"))
     report = json.loads(done.stdout.splitlines()[-1])
     for dtype, finite in report["verdicts"].items():
@@ -184,15 +186,15 @@ def test_detects_damaged_numbers_in_every_dtype(engine):
     assert report["modules_without_flags"] == []
 
 
-def test_portable_format_refuses_a_plain_checkpoint(engine, plain):
+def test_portable_format_rejects_a_plain_checkpoint(engine, plain):
     log = engine.refusal("engine_run.py", plain, load_format="spark_portable")
     assert "is not a hybrid checkpoint" in log
 
 
-def test_engine_without_the_plugin_refuses_a_hybrid(overlay, work):
+def test_engine_without_the_plugin_rejects_a_hybrid_checkpoint(overlay, work):
     log = Engine(work / "nothing", work).refusal("engine_config.py", overlay)
     assert "Unknown quantization method: spark_inc" in log
 
 
-def test_accepts_an_intact_checkpoint(engine, overlay):
+def test_engine_accepts_an_intact_checkpoint(engine, overlay):
     engine.run(str(HERE / "engine_config.py"), str(overlay), "{}")

@@ -72,7 +72,7 @@ def lines():
             yield from (f"    {key}: [", *text.splitlines(), "    ]")
 
 
-def test_engines_file_equals_sources():
+def test_recorded_architectures_match_the_engine_sources():
     text = "\n".join(lines()) + "\n"
     if os.environ.get("ENGINES") == "write":
         FILE.write_text(text, encoding="utf-8")
@@ -80,7 +80,7 @@ def test_engines_file_equals_sources():
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_groups_include_every_served_model(version):
+def test_known_model_groups_include_every_group_of_the_engine(version):
     ignored = {
         "_SPECULATIVE_DECODING_MODELS", "_TRANSFORMERS_BACKEND_MODELS", "_VLLM_MODELS",
         "_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS",
@@ -100,7 +100,7 @@ def test_engine_has_every_parser_of_the_catalog(kind):
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_catalog_lists_supported_engines(version):
+def test_catalog_lists_exactly_the_supported_engines(version):
     engine = read_catalog().engines.engines[version]
     assert engine.supports("LlamaForCausalLM")
     assert engine.supports("BertModel")

@@ -41,21 +41,21 @@ def test_aliases_of_reserved_options_are_reserved(version):
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_engine_options_are_no_abbreviations_of_reserved_options(version):
+def test_no_engine_option_is_an_abbreviation_of_a_reserved_option(version):
     own = {name for names in spellings(version) for name in names}
     problems = option_problems(dict.fromkeys(own))
     assert [option for option, what, _ in problems if "abbreviation" in what] == []
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_reserved_options_exist(version):
+def test_reserved_options_exist_in_every_supported_engine(version):
     own = {name for names in spellings(version) for name in names}
     only_newer = {"device-memory-utilization"} if version == "0.30.0" else set()
     assert {*OWNED_OPTIONS, *CHECKED_OPTIONS} - SERVER_OPTIONS - only_newer - own == set()
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_prefill_kernel_option_and_log_line(version):
+def test_engine_has_the_prefill_kernel_option_and_logs_the_selected_kernel(version):
     assert {"gdn-prefill-backend"} in list(spellings(version))
     text = (fetch(version, {LINEAR}) / LINEAR).read_text()
     assert '"Using %s GDN prefill kernel (requested=%s, head_k_dim=%s)."' in text
@@ -66,5 +66,5 @@ def test_prefill_kernel_option_and_log_line(version):
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_parser_accepts_abbreviations(version):
+def test_engine_argument_parser_accepts_abbreviations(version):
     assert "allow_abbrev" not in ast.unparse(tree(version, PARSER))

@@ -19,16 +19,16 @@ def released(version):
     return fetch(version, FILES)
 
 
-def test_supported_engines_have_recorded_sources():
+def test_every_supported_engine_has_recorded_sources():
     assert set(RELEASES) == set(SUPPORTED_ENGINES)
 
 
-def test_supports_the_lab_engine():
+def test_engine_of_the_lab_is_supported():
     assert ENGINE_VERSION in SUPPORTED_ENGINES
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_released_engine_meets_every_requirement(version):
+def test_released_engine_meets_every_requirement_of_the_plugin(version):
     assert check_table(Sources(released(version)), version) == []
 
 
@@ -49,7 +49,7 @@ def engine_imports(tree):
     }
 
 
-def test_engine_imports_have_rows():
+def test_requirements_list_every_engine_import_of_the_plugin():
     imported = set()
     for path in PLUGIN.rglob("*.py"):
         imported |= set(engine_imports(ast.parse(path.read_text())).values())
@@ -64,7 +64,7 @@ NEW_METHODS = {
 }
 
 
-def test_overridden_methods_have_rows():
+def test_requirements_list_every_overridden_engine_method():
     listed = {tuple(row.symbol.rpartition(":")[2].split(".")[-2:]) for row in TABLE}
     methods = {names[-1] for names in listed}
     missing = []
@@ -87,7 +87,7 @@ def test_overridden_methods_have_rows():
     assert missing == []
 
 
-def test_batch_fields_have_rows():
+def test_requirements_list_every_batch_field_that_the_plugin_reads():
     text = (PLUGIN / "turboquant.py").read_text()
     read = {
         node.attr
@@ -108,7 +108,7 @@ def test_batch_fields_have_rows():
     assert read - rows == set()
 
 
-def test_rows_name_plugin_files():
+def test_requirements_name_existing_plugin_files():
     for row in TABLE:
         places = (PLUGIN / row.used_by, PLUGIN.parent / row.used_by)
         assert any(path.is_file() for path in places), row
@@ -123,7 +123,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize(("version", "row", "mutate"), MUTANTS)
-def test_refuses_a_changed_engine(version, row, mutate):
+def test_check_rejects_an_engine_that_violates_a_requirement(version, row, mutate):
     root = released(version)
     mutant = Mutant(root, row)
     mutate(mutant)
@@ -135,5 +135,5 @@ def test_refuses_a_changed_engine(version, row, mutate):
         assert problem.endswith(row.used_by)
 
 
-def test_rows_have_mutants():
+def test_every_requirement_is_tested_with_a_changed_engine():
     assert {id(row) for row in TABLE} == {id(param.values[1]) for param in MUTANTS}

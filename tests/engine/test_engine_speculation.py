@@ -22,7 +22,7 @@ def source(version, file):
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_engine_has_each_value_of_a_profile(version):
+def test_engine_accepts_every_speculation_value_of_profiles(version):
     module = ast.parse(source(version, CONFIG))
     aliases = {
         ast.unparse(node.targets[0]): ast.unparse(node.value)
@@ -53,7 +53,7 @@ def engine_lookup(version):
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_engine_interprets_draft_schedules_as_we_do(version):
+def test_engine_and_plan_interpret_draft_schedules_the_same_way(version):
     lookup, accepted = engine_lookup(version), 0
     ranges = [(first, last, k) for first in range(1, 5) for last in range(1, 6) for k in (0, 2, 3)]
     for count in (1, 2):

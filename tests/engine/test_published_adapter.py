@@ -45,7 +45,7 @@ def served(plan, work):
     return replies
 
 
-def test_adapter_is_locked_and_mounted(plan, work):
+def test_lora_adapter_is_locked_and_mounted(plan, work):
     [tree] = [source for source in plan.sources if source.locked.repo == "org/tiny-law"]
     assert (tree.dir, "/adapters/0") in {
         (mount.source, mount.target) for mount in plan.release.engine.mounts
@@ -57,11 +57,11 @@ def test_adapter_is_locked_and_mounted(plan, work):
     assert "adapter_config.json" in sizes
 
 
-def test_engine_lists_the_names_of_the_release(plan, served):
+def test_engine_lists_the_model_and_adapter_names_of_the_release(plan, served):
     assert [model["id"] for model in served["models"]["data"]] == list(plan.release.names)
 
 
-def test_adapter_and_model_answer(served):
+def test_lora_adapter_and_base_model_answer(served):
     replies = [
         (status, body["choices"][0]["message"]["content"] if status == 200 else None)
         for status, body in served["answers"]

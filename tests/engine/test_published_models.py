@@ -130,27 +130,27 @@ def files_bytes(plan, work, number=0):
 
 
 @pytest.mark.parametrize("model", DECODERS)
-def test_decoder_added_by_one_command_answers(served, model):
+def test_decoder_model_added_by_one_command_answers(served, model):
     _, answers, logs = served
     assert DECODERS[model] in logs[model]
     assert answers[model]["text"] == "Paris"
 
 
 @pytest.mark.parametrize("model", [*DECODERS, *OTHERS])
-def test_planned_weights_equal_the_files(served, work, model):
+def test_planned_weight_bytes_equal_the_file_sizes(served, work, model):
     plan = served[0][model]
     assert plan.memory.weights_bytes == pytest.approx(files_bytes(plan, work), rel=0.01)
 
 
 @pytest.mark.parametrize("model", [*DECODERS, "tiny-qwen3 by tiny-draft"])
-def test_planned_cache_equals_the_engines_log(served, model):
+def test_planned_kv_cache_equals_the_size_in_the_engine_log(served, model):
     plans, _, logs = served
     assert plans[model].memory.unknown == ()
     logged = logged_cache_tokens(logs[model])
     assert plans[model].memory.kv_tokens == pytest.approx(logged, rel=0.001)
 
 
-def test_embedder_and_reranker_answer(served):
+def test_embedding_model_and_reranker_answer(served):
     answers = served[1]
     assert answers["tiny-embedder"] == [128, 128]
     bread, train = answers["tiny-reranker"]
@@ -158,7 +158,7 @@ def test_embedder_and_reranker_answer(served):
 
 
 @pytest.mark.parametrize("name", DRAFTING)
-def test_answers_with_drafts(served, name):
+def test_engine_answers_with_drafts(served, name):
     assert served[1][name]["text"] == "Paris"
 
 

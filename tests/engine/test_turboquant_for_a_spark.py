@@ -27,7 +27,7 @@ def kernels(preset):
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_kernels_fit_without_spills(version, preset):
+def test_turboquant_kernels_compile_for_a_spark_without_register_spills(version, preset):
     root = fetch(version, FILES)
     for heads, block, even in CASES:
         used = launches(root, preset, heads, block, even)
@@ -37,7 +37,7 @@ def test_kernels_fit_without_spills(version, preset):
         assert [usage for usage in used if usage.spilled_bytes] == []
 
 
-def test_presets_equal_backend():
+def test_turboquant_presets_match_the_engine_backend():
     backend = next(file for file in FILES if file.endswith("turboquant_attn.py"))
     for version in SUPPORTED_ENGINES:
         text = (fetch(version, FILES) / backend).read_text()
@@ -56,6 +56,6 @@ def changed(tmp_path, old, new):
     return launches(root, PRESETS[0], *CASES[0])
 
 
-def test_spilling_tile_detected(tmp_path):
+def test_kernel_check_detects_register_spills_of_a_larger_tile(tmp_path):
     spilling = changed(tmp_path, "BLOCK_KV = 4", "BLOCK_KV = 16")
     assert [usage.kernel for usage in spilling if usage.spilled_bytes] == ["_tq_decode_stage1"]

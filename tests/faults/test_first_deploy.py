@@ -72,13 +72,13 @@ def wait_for_candidate_start(process):
     pytest.fail(f"no candidate was started:\n{''.join(lines)[-4000:]}")
 
 
-def test_finishes_an_interrupted_package_installation(first):
+def test_first_deploy_finishes_an_interrupted_package_installation(first):
     assert {"containerd", "runc"} <= set(first.interrupted.split())
     assert first.guest.run("dpkg --audit") == ""
     assert first.guest.run("docker version --format '{{.Server.Os}}'").strip() == "linux"
 
 
-def test_reports_failed_check_with_engine_log(first):
+def test_failed_first_deploy_reports_the_check_and_the_engine_log(first):
     run = first.failed
     assert run.exit_code != 0
     assert f"{first.candidate}: failed-no-previous in phase start: " in run.stderr
@@ -90,7 +90,7 @@ def test_reports_failed_check_with_engine_log(first):
     assert re.search(STARTED, Path(engine_log[1]).read_text())
 
 
-def test_failed_candidate_is_not_started_enabled_or_a_rollback_target(first):
+def test_failed_first_release_is_neither_started_nor_enabled_nor_a_rollback_target(first):
     first.assert_nothing_left()
     service = first.guest.json(f"{SPARK_HOST} status")["services"]["main"]
     assert (service["good"], service["active"]) == (None, None)
@@ -101,7 +101,7 @@ def test_failed_candidate_is_not_started_enabled_or_a_rollback_target(first):
     first.assert_nothing_left()
 
 
-def test_host_stays_usable_and_status_reports_no_server(first):
+def test_host_stays_usable_and_reports_no_server_after_failed_first_deploy(first):
     guest = first.guest
     image = info()["images"]["cuda-check"]
     name = f"{image['repository']}@{image['digest']}"
@@ -112,7 +112,7 @@ def test_host_stays_usable_and_status_reports_no_server(first):
     assert f"{NAME}: a deploy would go ahead" in first.site.cli("doctor").stdout
 
 
-def test_reboot_does_not_start_candidate(first):
+def test_reboot_does_not_start_failed_first_release(first):
     first.guest.reboot()
 
     first.guest.wait_until_booted()
@@ -120,7 +120,7 @@ def test_reboot_does_not_start_candidate(first):
     assert first.guest.run("journalctl -b -o cat -u 'spark-serve@*'") == ""
 
 
-def test_power_cut_while_first_release_loads_leaves_nothing(first):
+def test_power_cut_while_first_release_loads_leaves_no_server(first):
     first.site.choose(engine={"environment": {"STUB_LOAD_S": "60"}})
     process = first.site.start()
     release = wait_for_candidate_start(process)
@@ -135,7 +135,7 @@ def test_power_cut_while_first_release_loads_leaves_nothing(first):
     assert first.guest.json(f"{SPARK_HOST} switch-poll {release}")["state"] == "interrupted"
 
 
-def test_corrected_settings_are_served_and_next_deploy_changes_nothing(first):
+def test_deploy_with_corrected_settings_serves_and_next_deploy_changes_nothing(first):
     guest = first.guest
     first.site.choices.clear()
     first.site.choose(**USUAL)

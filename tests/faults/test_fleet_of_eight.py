@@ -176,7 +176,7 @@ def test_hub_traffic_grows_with_hosts_only_without_sharing(eight, capsys):
     )  # fmt: skip
 
 
-def test_rebuilt_host_downloads_from_peers_while_they_serve(eight):
+def test_reinstalled_host_downloads_from_peers_while_they_serve(eight):
     eight.site.hosts[:] = NAMES
     *seven, last = eight.guests
     began = time.monotonic()

@@ -68,19 +68,19 @@ def kernel_log(bench, text):
         bench.run("rm -r /usr/local/bin/journalctl /run/bench")
 
 
-def test_healthy_host_keeps_caches(bench):
+def test_engine_start_without_fragmented_memory_keeps_page_cache(bench):
     bench.serve_proven(A)
     assert compaction_requests(bench) == ["", ""]
 
 
-def test_start_compacts_memory_and_serves(bench):
+def test_engine_start_compacts_fragmented_memory_and_serves(bench):
     with effective_compaction(bench), kernel_log(bench, NO_MEMORY):
         set_buddyinfo(bench, "fragmented")
         bench.serve_proven(A)
     assert compaction_requests(bench) == ["3", "1"]
 
 
-def test_frees_blocks_while_engine_loads(bench):
+def test_memory_is_compacted_if_large_blocks_run_out_while_the_engine_loads(bench):
     bench.release(A, engine__env={"STUB_LOAD_S": "6"})
     bench.start_switch(A)
     bench.guest.wait("docker ps -q --filter name=spark- | grep .")
@@ -90,7 +90,7 @@ def test_frees_blocks_while_engine_loads(bench):
     assert compaction_requests(bench) == ["3", "1"]
 
 
-def test_driver_without_blocks_fails_start_and_names_reboot(bench):
+def test_start_fails_and_suggests_reboot_if_driver_cannot_allocate_large_blocks(bench):
     with kernel_log(bench, NO_MEMORY):
         set_buddyinfo(bench, "fragmented")
         bench.release(A)
@@ -101,7 +101,7 @@ def test_driver_without_blocks_fails_start_and_names_reboot(bench):
     assert "reboot" in result["reason"]
 
 
-def test_unit_may_write_only_two_tunables(bench):
+def test_compaction_unit_can_write_only_two_kernel_tunables(bench):
     bench.release(A)
     bench.write(
         DROP_IN,

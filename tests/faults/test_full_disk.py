@@ -27,7 +27,7 @@ def small_disk(bench):
 
 
 @pytest.mark.usefixtures("small_disk")
-def test_server_starts_although_proof_cannot_be_written(bench):
+def test_server_starts_even_if_check_result_cannot_be_written_to_full_disk(bench):
     bench.serve_proven(A)
     bench.run(FILL)
 

@@ -18,7 +18,7 @@ def delete_unserved_checkpoints(guest):
     return tree
 
 
-def test_build_continues_at_boot_after_power_cut(fleet):
+def test_checkpoint_build_continues_at_boot_after_power_cut(fleet):
     guest = fleet.guests[0]
     fleet.settle(guest)
     tree, before = delete_unserved_checkpoints(guest), guest.serving()
@@ -44,7 +44,7 @@ def test_build_continues_at_boot_after_power_cut(fleet):
     assert guest.serving() != before
 
 
-def test_abandoned_build_does_not_continue_at_boot(fleet):
+def test_abandoned_checkpoint_build_does_not_continue_at_boot(fleet):
     guest = fleet.guests[0]
     fleet.settle(guest)
     delete_unserved_checkpoints(guest)
@@ -64,7 +64,7 @@ def test_abandoned_build_does_not_continue_at_boot(fleet):
     fleet.site.deploy(*limit).assert_unchanged()
 
 
-def test_checkpoint_that_lost_a_file_is_never_served(fleet):
+def test_checkpoint_with_a_missing_file_is_never_served(fleet):
     guest = fleet.guests[0]
     fleet.settle(guest)
     tree = delete_unserved_checkpoints(guest)

@@ -1,7 +1,7 @@
 from tests.labkit import rollouts_overlap
 
 
-def test_replaces_hosts_one_by_one_starting_with_canary(fleet):
+def test_rollout_updates_hosts_one_by_one_starting_with_canary(fleet):
     fleet.settle()
     fleet.site.choose(serve={"names": ["once"]}, rollout={"canary": fleet.guests[1].name})
     fleet.site.deploy().assert_succeeded()
@@ -9,7 +9,7 @@ def test_replaces_hosts_one_by_one_starting_with_canary(fleet):
     assert canary < second
 
 
-def test_replaces_configured_number_of_hosts_at_once(fleet):
+def test_rollout_updates_the_configured_number_of_hosts_at_once(fleet):
     fleet.settle()
     fleet.site.choose(serve={"names": ["both"]}, rollout={"at_once": "all"})
     fleet.site.deploy().assert_succeeded()

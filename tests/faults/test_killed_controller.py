@@ -38,7 +38,7 @@ BENCH, ROLLBACK = "bench", "rollback"
 
 @pytest.mark.gate
 @pytest.mark.parametrize("kind", GATE_JOBS)
-def test_killed_during_job(fleet, kind):
+def test_next_deploy_succeeds_after_controller_is_killed_during_job(fleet, kind):
     def settle_and_kill():
         fleet.settle(fleet.guests[0])
         kill_during_job(fleet, kind)
@@ -49,7 +49,7 @@ def test_killed_during_job(fleet, kind):
 @pytest.mark.parametrize(
     "phase", [*(pytest.param(p, marks=pytest.mark.gate) for p in GATE_PHASES), *MORE_PHASES]
 )
-def test_killed_during_rollout_phase(fleet, phase):
+def test_next_deploy_succeeds_after_controller_is_killed_during_rollout_phase(fleet, phase):
     def switch_to_other_profile():
         profile = fleet.guests[0].release_document()["profile"]
         kill_during_phase(fleet, phase, profile="v2" if profile == "v2-tq" else "v2-tq")
@@ -58,7 +58,7 @@ def test_killed_during_rollout_phase(fleet, phase):
 
 
 @pytest.mark.gate
-def test_killed_during_operation(fleet):
+def test_next_deploy_succeeds_after_controller_is_killed_during_operation(fleet):
     guest = fleet.guests[0]
     fleet.settle(guest)
     fleet.site.choose(serve={"drain_s": 7})
@@ -70,21 +70,21 @@ def test_killed_during_operation(fleet):
     assert guest.answers()
 
 
-def test_killed_during_image_build(fleet):
+def test_next_deploy_succeeds_after_controller_is_killed_during_image_build(fleet):
     fleet.settle(fleet.guests[0])
     lab("prepare", "--engine", "cpu")
     fleet.site.choose(keep_ready=[{"model": "lab-tiny", "profile": "v2"}])
     kill_during_job(fleet, LONG_JOB, seconds=400)
 
 
-def test_killed_during_bench(fleet):
+def test_next_deploy_succeeds_after_controller_is_killed_during_bench(fleet):
     fleet.settle(fleet.guests[0])
     # Only a release that was never measured is measured.
     unmeasured = {"environment": {"STUB_LOG": f"never measured {time.time()}"}}
     kill_during_phase(fleet, BENCH, engine=unmeasured)
 
 
-def test_killed_during_rollback(fleet):
+def test_rollback_finishes_after_controller_is_killed(fleet):
     guest = fleet.guests[0]
     fleet.settle(guest)
     before = guest.serving()

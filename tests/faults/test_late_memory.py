@@ -27,7 +27,7 @@ def needs_more_than_left(bench, wait_s):
     return memory_needs(bench.memory_bytes("MemAvailable") - HELD // 2, wait_s)
 
 
-def test_rollout_waits_for_late_memory(bench):
+def test_rollout_waits_until_memory_is_free(bench):
     bench.serve_proven(A)
     bench.release(B, memory=needs_more_than_left(bench, 60))
     with memory_hog(bench):
@@ -106,7 +106,7 @@ def unremovable_container(bench):
                   f"kill -CONT {shim}")  # fmt: skip
 
 
-def test_starts_nothing_while_old_container_cannot_be_removed(bench):
+def test_no_engine_starts_while_old_container_cannot_be_removed(bench):
     soon = memory_needs(1 << 28, 4)
     bench.serve_proven(A, memory=soon, restart={"delay_s": 3, "burst": 20, "interval_s": 300})
     bench.release(B, memory=soon)

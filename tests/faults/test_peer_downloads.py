@@ -49,7 +49,7 @@ def largest_part(guest):
                          "| sort -n | tail -1 | grep . || echo 0"))  # fmt: skip
 
 
-def test_two_new_hosts_download_one_copy(three):
+def test_two_new_hosts_download_one_copy_from_the_hub(three):
     first, second, _ = three.guests
     three.limit_to(first, second)
     hub, registry = HubLog(), RegistryLog()
@@ -85,7 +85,7 @@ def test_later_host_downloads_everything_from_peers(three):
     three.site.deploy().assert_unchanged()
 
 
-def test_hub_sends_only_the_rest_if_a_peer_dies(three):
+def test_host_downloads_only_the_rest_from_the_hub_if_its_peer_dies(three):
     first, _, third = three.guests
     three.limit_to(first, third)
     third.run("rm -rf /srv/spark/sources/*")
@@ -111,7 +111,7 @@ def test_hub_sends_only_the_rest_if_a_peer_dies(three):
     assert all(stopped_sharing(guest) for guest in (first, third))
 
 
-def test_built_checkpoint_is_copied_not_rebuilt(three):
+def test_new_host_copies_built_checkpoint_instead_of_rebuilding_it(three):
     first, second, _ = three.guests
     three.limit_to(first, second)
     three.site.choose(model="lab-stub", profile="v2")

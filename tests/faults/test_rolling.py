@@ -59,7 +59,7 @@ def three(tmp_path_factory):
     lab("down", *NAMES)
 
 
-def test_bad_release_stays_on_one_host(three):
+def test_faulty_release_stops_rollout_after_first_host(three):
     old, began = three.settle(), three.rollouts()
 
     three.site.choose(engine=GARBAGE)
@@ -76,7 +76,7 @@ def test_bad_release_stays_on_one_host(three):
     three.site.deploy().assert_unchanged()
 
 
-def test_failure_on_second_host_keeps_first_and_spares_third(three):
+def test_failed_rollout_on_second_host_keeps_first_and_does_not_reach_third(three):
     old = three.settle()
 
     three.site.choose(serve={"names": ["renamed"]})
@@ -95,7 +95,7 @@ def test_failure_on_second_host_keeps_first_and_spares_third(three):
     assert [name for name in again.changed if name in serve] == serve[1:]
 
 
-def test_unreachable_host_does_not_block_others(three):
+def test_unreachable_host_does_not_block_rollout_on_others(three):
     old = three.settle()
     down = three.guests[1]
     three.site.choose(serve={"names": ["renamed"]})
@@ -111,7 +111,7 @@ def test_unreachable_host_does_not_block_others(three):
     assert f"Serve | Serve the release on {down.name}" in again.changed
 
 
-def test_host_lost_before_its_rollout_delays_others_only_minutes(three):
+def test_host_lost_before_its_rollout_delays_others_by_only_minutes(three):
     old = three.settle()
     lost = three.guests[0]
     three.site.choose(serve={"names": ["renamed"]})
@@ -130,7 +130,7 @@ def test_host_lost_before_its_rollout_delays_others_only_minutes(three):
     three.assert_next_deploy_aligns_all()
 
 
-def test_power_cut_during_first_rollout_spares_other_hosts(three):
+def test_power_cut_during_first_hosts_rollout_does_not_change_other_hosts(three):
     old, began = three.settle(), three.rollouts()
     lost = three.guests[0]
     three.site.choose(engine={"environment": {"STUB_LOAD_S": "20"}})

@@ -8,7 +8,7 @@ from tests.faults.bad_releases import BAD_RELEASES
 from tests.faults.bench import SPARK_HOST, A, B, C
 
 
-def test_switches_to_a_different_release_and_back(bench):
+def test_rollout_switches_to_another_release_and_back(bench):
     bench.serve_proven(A)
     bench.release(B, engine__argv=["--kv-cache-dtype", "fp8"])
     bench.assert_switches(B)
@@ -28,7 +28,7 @@ def nearly_all_memory(bench):
 
 
 @pytest.mark.parametrize("case", BAD_RELEASES)
-def test_bad_release_rolls_back(bench, case):
+def test_faulty_release_is_rolled_back(bench, case):
     changes, phase = BAD_RELEASES[case].release, BAD_RELEASES[case].phase
     if f"spark-serve@{A}.service" not in bench.guest.serving():
         bench.serve_proven(A)
@@ -44,7 +44,7 @@ def test_bad_release_rolls_back(bench, case):
     bench.assert_serves(A)
 
 
-def test_bad_first_release_leaves_nothing_running_or_enabled(bench):
+def test_faulty_first_release_leaves_nothing_running_or_enabled(bench):
     bench.wipe()
     bench.release(B, engine__env={"STUB_FAULT": "garbage"})
 
@@ -56,7 +56,7 @@ def test_bad_first_release_leaves_nothing_running_or_enabled(bench):
     assert bench.run("systemctl is-system-running || true") in ("running", "degraded")
 
 
-def test_result_keeps_log_of_failed_start(bench):
+def test_rollout_result_contains_log_of_failed_start(bench):
     bench.serve_proven(A)
     bench.release(B, engine__env={"STUB_FAULT": "oom-at-start"})
     tail = "\n".join(bench.switch(B)["log_tail"])
@@ -86,7 +86,7 @@ def switch_until_phase(bench, phase):
 
 
 @pytest.mark.parametrize("phase", ["drain", "stop", "memory", "start", "check", "open", "enable"])
-def test_killed_rollout_ends_with_proven_server(bench, phase):
+def test_killed_rollout_resumes_and_ends_with_a_proven_server(bench, phase):
     switch_until_phase(bench, phase)
 
     bench.run(f"systemctl kill -s KILL spark-switch@{B}")
@@ -113,7 +113,7 @@ def test_rollout_killed_during_enable_rolls_back_if_the_retry_fails(bench):
     bench.assert_serves(A)
 
 
-def test_old_release_serves_on_if_systemd_cannot_stop_it(bench):
+def test_old_release_continues_to_serve_if_systemd_cannot_stop_it(bench):
     bench.serve_proven(A)
     bench.release(B)
     before = bench.guest.invocation(A)
@@ -144,7 +144,7 @@ def test_power_cut_during_rollout_boots_old_release(bench, phase):
     bench.assert_switches(B)
 
 
-def test_proven_release_restarts_after_power_cut(bench):
+def test_proven_release_starts_again_after_power_cut(bench):
     bench.serve_proven(A)
     bench.power_cut()
     bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
@@ -153,7 +153,7 @@ def test_proven_release_restarts_after_power_cut(bench):
     assert (status["unproven"], status["proof"]["level"]) == (None, "quick")
 
 
-def test_only_good_release_boots_if_two_are_enabled(bench):
+def test_only_the_last_known_good_release_boots_if_two_are_enabled(bench):
     bench.serve_proven(A)
     bench.release(B)
     bench.run(f"systemctl enable -q spark-serve@{B}")
@@ -202,7 +202,7 @@ def test_failed_rollback_keeps_serving_release(bench):
     assert not bench.status()["services"]["main"]["rolled_back"]
 
 
-def test_rollback_refuses_release_without_checkpoint(bench):
+def test_rollback_rejects_release_without_checkpoint(bench):
     switch_from_a_to_b(bench)
     bench.release(A, tree={"path": "/srv/spark/models/gone", "digest": "d" * 64})
 
@@ -213,7 +213,7 @@ def test_rollback_refuses_release_without_checkpoint(bench):
     bench.assert_serves(B)
 
 
-def test_refuses_second_rollout_while_one_runs(bench):
+def test_second_rollout_is_rejected_while_one_is_running(bench):
     bench.serve_proven(A)
     bench.release(B, engine__env={"STUB_LOAD_S": "3"})
     bench.release(C)
@@ -257,7 +257,7 @@ def test_clients_get_answers_or_503_during_rollout(bench, record_property):
     bench.assert_serves(A)
 
 
-def test_answers_longer_than_drain_are_cut_detectably(bench):
+def test_response_cut_off_after_the_drain_time_is_visibly_incomplete(bench):
     limits = {"start_s": 20, "stop_s": 2, "drain_s": 2}
     bench.serve_proven(A, engine__env=SLOW, timeouts=limits)
     bench.release(B)

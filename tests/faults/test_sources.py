@@ -34,7 +34,7 @@ def requested_paths(guest, log_start):
 @pytest.mark.parametrize(
     ("job", "phase", "free_bytes"), [("fetch", "fetch", 262144), ("checkpoint", "write", 65536)]
 )
-def test_disk_filling_during_job_loses_nothing(fleet, job, phase, free_bytes):
+def test_job_that_filled_the_disk_keeps_finished_files_and_resumes(fleet, job, phase, free_bytes):
     guest = fleet.guests[0]
     fleet.settle(guest)
     before = guest.serving()
@@ -81,7 +81,7 @@ def assert_one_full_disk_error(output):
     assert "Traceback" not in output
 
 
-def test_reuses_files_from_hugging_face_cache(fleet):
+def test_download_reuses_files_from_hugging_face_cache(fleet):
     guest = fleet.guests[0]
     fleet.settle(guest)
     guest.run(

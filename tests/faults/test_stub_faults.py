@@ -27,7 +27,7 @@ def trials(fleet):
     fleet.settle().assert_unchanged()
 
 
-def test_candidate_without_fault_is_proven(trials):
+def test_candidate_without_fault_passes_its_check(trials):
     trial = trials[0]
     with trial.candidate("sound", env={}) as name:
         result = trial.change_to(name)
@@ -38,7 +38,7 @@ def test_candidate_without_fault_is_proven(trials):
 
 
 @pytest.mark.parametrize("fault", WARNINGS)
-def test_warns_about_doubtful_behaviour(trials, fault, record_property):
+def test_candidate_with_minor_fault_passes_with_one_warning(trials, fault, record_property):
     trial = trials[0]
     with trial.candidate(fault, env={"STUB_FAULT": fault}) as name:
         result = trial.change_to(name)
@@ -74,7 +74,7 @@ def outcomes(trials, request):
 
 
 @pytest.mark.parametrize("fault", NEVER_PROVEN)
-def test_fault_is_never_proven(outcomes, fault, record_property):
+def test_candidate_with_fault_is_rolled_back(outcomes, fault, record_property):
     outcome = outcomes[fault].result()
 
     record_property("reason", f"{outcome.result['failed_phase']}: {outcome.result['reason']}")

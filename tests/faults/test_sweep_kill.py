@@ -75,7 +75,7 @@ def finish(sweep, group, place):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=list(SCENARIOS))
-def test_next_run_finishes_interrupted_run(places, scenario):
+def test_next_deploy_finishes_interrupted_deploy(places, scenario):
     sweep, group = Sweep("kill"), scenario.name
     operations = run_undisturbed(places[0], scenario, sweep.code)
     points = {str(point): point for point in points_on_new_hosts(group, operations)}
@@ -89,7 +89,7 @@ def test_next_run_finishes_interrupted_run(places, scenario):
 
 
 @pytest.mark.parametrize("name", CHAINED)
-def test_last_run_finishes_chain_of_interrupted_runs(places, name):
+def test_last_deploy_finishes_after_a_series_of_interrupted_deploys(places, name):
     sweep, scenario, group = Sweep("kill"), SCENARIOS[name], f"{name}, run after run"
     operations = run_undisturbed(places[0], scenario, sweep.code)
     chains = {
@@ -120,7 +120,7 @@ def interrupt_host_case(cases, place, case):
     return interrupt_host_step(place, *cases[case])
 
 
-def test_next_run_finishes_host_work_killed_in_any_phase(places):
+def test_next_deploy_finishes_host_work_killed_in_any_phase(places):
     sweep = Sweep("kill")
     interrupt_host_steps(sweep, places, *KILLED)
     finish(sweep, HOST_WORK, places[0])

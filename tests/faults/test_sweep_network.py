@@ -141,7 +141,7 @@ def error_line(output):
 
 
 @pytest.mark.parametrize("service", list(SERVICES))
-def test_deploy_reports_failing_server_and_next_run_repairs(proxy, places, service):
+def test_deploy_reports_failing_download_server_and_next_deploy_succeeds(proxy, places, service):
     sweep = Sweep("network")
     cases = {f"{service}: {kind}": kind for kind in SERVICES[service].kinds}
     sweep.run_group(

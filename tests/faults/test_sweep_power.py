@@ -18,7 +18,7 @@ COUNTED = (
 )
 
 
-def test_power_cut_in_any_step_is_repaired(places):
+def test_next_deploy_repairs_host_after_power_cut_in_any_step(places):
     sweep = Sweep("power-lab")
     interrupt_host_steps(sweep, places, "power cut")
     sweep.write(

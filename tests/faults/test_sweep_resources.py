@@ -254,7 +254,7 @@ def invocation_of(guest):
 
 
 @pytest.mark.parametrize("group", list(CASES))
-def test_deploy_reports_missing_resource_and_next_run_repairs(places, group):
+def test_deploy_reports_exhausted_resource_and_next_deploy_succeeds(places, group):
     sweep = Sweep("resources")
     sweep.run_group(
         group, CASES[group], places, lambda place, case: fail_and_repair(place, group, case)

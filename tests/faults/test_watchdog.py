@@ -63,7 +63,7 @@ def assert_start_limit_reached(bench):
 
 
 @pytest.mark.parametrize(("fault", "event"), [("wedge", "stalled"), ("leak", "starving")])
-def test_restarts_wedged_or_leaking_engine(bench, fault, event):
+def test_watchdog_restarts_hung_or_leaking_engine(bench, fault, event):
     bench.serve_proven(A, **({"memory": memory_limits(bench)} if fault == "leak" else {}))
     before = bench.guest.invocation(A)
     inject(bench, fault)
@@ -77,7 +77,7 @@ def test_restarts_wedged_or_leaking_engine(bench, fault, event):
     assert bench.guest.invocation(A) != before
 
 
-def test_engine_wedging_after_every_start_reaches_start_limit(bench):
+def test_engine_that_hangs_after_every_start_reaches_start_limit(bench):
     serve_with_three_starts(bench)
     for start in range(1, SHORT["burst"] + 1):
         bench.guest.wait(f"systemctl is-active {UNIT} && systemctl is-active {WATCH}", seconds=60)
@@ -89,7 +89,7 @@ def test_engine_wedging_after_every_start_reaches_start_limit(bench):
     assert_start_limit_reached(bench)
 
 
-def test_long_answer_is_not_a_stall(bench):
+def test_watchdog_does_not_treat_a_long_response_as_a_stall(bench):
     bench.serve_proven(A, engine__env={"STUB_PIECE_S": "0.05"})
     bench.start_long_request()
     time.sleep(8)
@@ -97,7 +97,7 @@ def test_long_answer_is_not_a_stall(bench):
     assert restarts(bench) == 0
 
 
-def test_rolls_back_if_engine_loads_more_than_host_memory(bench):
+def test_rollout_rolls_back_if_engine_loads_more_than_host_memory(bench):
     bench.serve_proven(A)
     before = bench.guest.invocation(A)
     timeouts = {"start_s": 60, "stop_s": 5, "drain_s": 5}
@@ -121,7 +121,7 @@ def test_rolls_back_if_engine_loads_more_than_host_memory(bench):
     ("fault", "events"),
     [("crash-at-start", 0), ("greedy-load", SHORT["burst"] - 1), ("leak", SHORT["burst"])],
 )
-def test_engine_failing_repeatedly_reaches_start_limit(bench, fault, events):
+def test_engine_that_fails_repeatedly_reaches_start_limit(bench, fault, events):
     serve_with_three_starts(bench, memory=memory_limits(bench))
     inject(bench, fault, lasting=True)
     if fault != "leak":
@@ -132,7 +132,7 @@ def test_engine_failing_repeatedly_reaches_start_limit(bench, fault, events):
     bench.assert_switches(A)
 
 
-def test_hot_gpu_is_reported_without_a_restart(bench):
+def test_overheating_gpu_is_reported_without_engine_restart(bench):
     smi = bench.run("command -v nvidia-smi")
     bench.run(f'sed -i \'s/"temperature.gpu": "36"/"temperature.gpu": "95"/\' {smi}')
     try:
@@ -144,13 +144,13 @@ def test_hot_gpu_is_reported_without_a_restart(bench):
     assert restarts(bench) == 0
 
 
-def test_server_restarts_with_docker(bench):
+def test_server_starts_again_after_docker_restarts(bench):
     bench.serve_proven(A)
     bench.run("systemctl restart docker")
     wait_for_restart(bench)
 
 
-def test_docker_upgrade_restarts_server_and_next_rollout_proves_it(bench):
+def test_docker_upgrade_restarts_server_and_next_rollout_checks_it(bench):
     bench.serve_proven(A)
     before = bench.guest.invocation(A)
     # A daemon upgrade leaves a proof of another version, and a reinstalled package.

@@ -45,7 +45,7 @@ def _record(results, claims, **numbers):
     return [claim for claim, passed in claims.items() if not passed]
 
 
-def test_process_is_restricted_and_kernels_run(release, trees, root, results):
+def test_kernels_run_in_restricted_container(release, trees, root, results):
     engine, _ = container.from_release(release, trees / "tiny-overlay-head8", root)
     command = [sys.executable, "-m", "proofs.in_container", "--kernels"]
     process = container.start(engine, command, root, root / "log")
@@ -68,7 +68,7 @@ def test_process_is_restricted_and_kernels_run(release, trees, root, results):
     assert failed + _record(results, claims, **kernels) == []
 
 
-def test_release_passes_the_full_check(release, trees, root, results):
+def test_release_in_a_container_passes_the_full_check(release, trees, root, results):
     engine, socket = container.from_release(release, trees / "tiny-overlay-head8", root)
     argv, changed = server.adapt_arguments(release, None, {})
     command = [sys.executable, "-m", "proofs.engine.served", "serve", *argv]

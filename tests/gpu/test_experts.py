@@ -88,7 +88,7 @@ def test_experts_with_several_scale_groups_are_correct(hidden, width, results):
 
 
 @pytest.mark.parametrize("hidden", [2048, 3072])
-def test_scale_order_breaks_output_of_single_group_experts(hidden, results):
+def test_wrong_scale_order_breaks_output_of_single_group_experts(hidden, results):
     stock = _experts(hidden, GROUP, right_order=False)
     cured = _experts(hidden, GROUP, right_order=True)
     claim = (

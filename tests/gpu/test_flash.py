@@ -8,7 +8,7 @@ from proofs.flash import model, run
 
 
 @pytest.mark.parametrize("tensor_parallel", [False, True])
-def test_flash_next_reads_its_table_from_a_file(tmp_path, results, tensor_parallel):
+def test_flash_next_reads_its_ngram_table_from_a_file(tmp_path, results, tensor_parallel):
     if tensor_parallel and torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     trees = tmp_path / "trees"

@@ -26,7 +26,7 @@ def _error(value, reference):
 
 @pytest.mark.parametrize(("name", "tiles"), TILES)
 @pytest.mark.parametrize(("rows", "in_features"), [(2000, 3072), (1999, 2048), (515, 3000)])
-def test_every_tile_is_correct_for_every_batch(name, tiles, rows, in_features):
+def test_every_lm_head_tile_is_correct_for_every_batch_size(name, tiles, rows, in_features):
     from spark_vllm.head.kernel import logits
 
     torch.manual_seed(0)
@@ -40,7 +40,7 @@ def test_every_tile_is_correct_for_every_batch(name, tiles, rows, in_features):
                 assert _error(logits(x, values, scales, used, 4), reference) < ROUNDING, used
 
 
-def test_quantising_in_blocks_equals_quantising_whole():
+def test_quantizing_lm_head_in_blocks_equals_quantizing_it_at_once():
     from spark_vllm.head.quantise import quantise_rows
 
     weight = torch.randn(1000, 300, device="cuda").bfloat16()
@@ -50,7 +50,7 @@ def test_quantising_in_blocks_equals_quantising_whole():
         assert torch.equal(in_blocks, at_once)
 
 
-def test_quantising_needs_memory_for_the_result_and_five_blocks():
+def test_quantizing_lm_head_allocates_at_most_the_result_and_five_blocks():
     from spark_vllm.head.quantise import ROWS_PER_BLOCK, quantise_rows
 
     weight = torch.randn(16 * ROWS_PER_BLOCK, 1024, device="cuda", dtype=torch.bfloat16)
@@ -63,7 +63,7 @@ def test_quantising_needs_memory_for_the_result_and_five_blocks():
     assert extra_bytes < 5 * ROWS_PER_BLOCK * 1024 * 4
 
 
-def test_replayed_graph_uses_new_inputs():
+def test_replayed_cuda_graph_of_lm_head_uses_new_inputs():
     from spark_vllm.head.kernel import logits
 
     _, values, scales, dequantised = _head(1024, 512)
@@ -82,7 +82,7 @@ def test_replayed_graph_uses_new_inputs():
 
 @pytest.mark.parametrize(("name", "tiles"), TILES)
 @pytest.mark.parametrize("damage", [float("nan"), float("inf")])
-def test_damaged_activation_gives_nan_logits_in_that_row_only(name, tiles, damage, results):
+def test_non_finite_activation_affects_only_the_logits_of_its_row(name, tiles, damage, results):
     from spark_vllm.head.kernel import logits
 
     from proofs import result_files
@@ -104,7 +104,7 @@ def test_damaged_activation_gives_nan_logits_in_that_row_only(name, tiles, damag
     assert not wrong
 
 
-def test_int8_costs_less_than_one_percent_on_gaussian_weights():
+def test_int8_lm_head_error_is_below_one_percent_on_gaussian_weights():
     from spark_vllm.head.kernel import logits
 
     torch.manual_seed(0)
@@ -117,7 +117,7 @@ def test_int8_costs_less_than_one_percent_on_gaussian_weights():
 
 @pytest.mark.parametrize(("name", "tiles"), TILES)
 @pytest.mark.parametrize(("rows", "in_features"), [(2000, 3072), (1999, 2048), (515, 3000)])
-def test_logits_are_bit_identical_at_every_batch(name, tiles, rows, in_features, results):
+def test_logits_are_bit_identical_at_every_batch_size(name, tiles, rows, in_features, results):
     from spark_vllm.head.kernel import logits
 
     from proofs import result_files
@@ -138,7 +138,7 @@ def test_logits_are_bit_identical_at_every_batch(name, tiles, rows, in_features,
     assert passed, other
 
 
-def test_comparison_detects_a_tile_with_other_arithmetic():
+def test_logits_differ_for_a_tile_with_different_arithmetic():
     from spark_vllm.head.kernel import logits
 
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ def _wants(inputs, outputs, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*REACHED, *NOT_REACHED])
-def test_atomic_add_applies_to_narrow_modules_only(name, monkeypatch, results):
+def test_marlin_atomic_add_applies_only_to_narrow_modules(name, monkeypatch, results):
     shape = {**REACHED, **NOT_REACHED}[name]
     reached = _wants(*shape, monkeypatch)
     passed = reached is (name in REACHED)
@@ -72,7 +72,7 @@ def test_atomic_add_applies_to_narrow_modules_only(name, monkeypatch, results):
 
 
 @pytest.mark.parametrize("name", REACHED)
-def test_error_time_and_repeatability_of_atomic_add(name, results):
+def test_marlin_is_repeatable_without_atomic_add_and_accurate_with_it(name, results):
     from timing import graph_us
 
     inputs, outputs = REACHED[name]

@@ -20,7 +20,7 @@ def _failed(stage, made, work, results):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_two_hosts_answer_like_a_single_host(recall_weights, tmp_path, results):
+def test_two_hosts_give_the_same_answers_as_one_host(recall_weights, tmp_path, results):
     made = tmp_path / "trees"
     trees.make_pair(trees.recall_trees.read_weights(recall_weights), made)
     assert _failed("cluster", made, tmp_path / "work", results) == []
@@ -33,7 +33,7 @@ def test_drafts_of_plain_repositories_change_no_answer(tmp_path, results):
     assert _failed("plain", made, tmp_path / "work", results) == []
 
 
-def test_pictures_are_recognised_and_damaged_towers_detected(eyes, tmp_path, results):
+def test_images_are_recognized_and_damaged_vision_towers_are_detected(eyes, tmp_path, results):
     made = tmp_path / "trees"
     trees.make_seeing(eyes, made)
     trees.damage_eyes(made / "seeing")

@@ -34,9 +34,9 @@ def test_profile_serves_over_http(profile, trees, results):
     assert _failed(trees, results, profile, TREES[profile]) == []
 
 
-def test_pictures_are_served_over_http(trees, results):
+def test_model_answers_image_questions_over_http(trees, results):
     assert _failed(trees, results, "v2", "tiny-overlay-head8", "pictures") == []
 
 
-def test_long_prompts_change_the_watchdogs_metrics(trees, results):
+def test_watchdog_metrics_keep_changing_while_a_long_prompt_is_processed(trees, results):
     assert _failed(trees, results, "v2", "long", "long") == []

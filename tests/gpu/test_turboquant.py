@@ -151,7 +151,7 @@ def _workspace():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_cached_rows_are_correct_with_a_longer_fresh_prompt(preset, monkeypatch, results):
+def test_cached_requests_are_correct_next_to_a_longer_new_prompt(preset, monkeypatch, results):
     errors, format_error = {}, {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
@@ -172,7 +172,7 @@ def test_cached_rows_are_correct_with_a_longer_fresh_prompt(preset, monkeypatch,
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_too_long_lengths_on_the_cpu_are_harmless(preset, monkeypatch, results):
+def test_turboquant_ignores_too_long_cpu_sequence_lengths(preset, monkeypatch, results):
     errors = {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
@@ -188,7 +188,7 @@ def test_too_long_lengths_on_the_cpu_are_harmless(preset, monkeypatch, results):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_captured_verify_step_uses_the_lengths_at_replay(preset, monkeypatch, results):
+def test_cuda_graph_of_turboquant_uses_the_sequence_lengths_at_replay(preset, monkeypatch, results):
     errors = {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
@@ -215,7 +215,7 @@ def test_captured_verify_step_uses_the_lengths_at_replay(preset, monkeypatch, re
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("context", [16384, 131072])
-def test_long_contexts_are_attended_fully(preset, context, monkeypatch, results):
+def test_turboquant_attends_to_all_tokens_of_long_contexts(preset, context, monkeypatch, results):
     batch = Batch(True, preset, monkeypatch, cached=(context, context - 5), new=(300, 3))
     verify, chunk = batch.run((1, 0))
     errors = {

@@ -53,7 +53,7 @@ def owner(tmp_path_factory):
     shutil.rmtree(STATE / "hub" / NAME)
 
 
-def test_adds_and_serves_model_with_two_commands(owner):
+def test_two_commands_add_and_serve_a_model(owner):
     before, [add, up_words] = len(owner.commands), typed_commands("add a model", repository=NAME)
     added = owner.run(*add)
     assert added.returncode == 0, added.stdout + added.stderr
@@ -69,7 +69,7 @@ def test_adds_and_serves_model_with_two_commands(owner):
     assert guest.run("cat /srv/spark/sources/*/model.safetensors | wc -c").strip() != "0"
 
 
-def test_plan_reports_files_already_on_host(owner):
+def test_plan_reports_files_already_on_the_host(owner):
     done = owner.run("plan", "--on-host", "--json")
     assert done.returncode == 0, done.stderr
     [plan] = json.loads(done.stdout)

@@ -54,7 +54,7 @@ def new_host(tmp_path_factory):
     lab("down", GUEST)
 
 
-def test_never_sends_a_password_to_an_unconfirmed_host_key(new_host):
+def test_never_sends_a_password_to_a_host_with_an_unconfirmed_key(new_host):
     run = new_host.bootstrap(password=new_host.password, confirmed=False)
     assert run.exit_code != 0
     assert not new_host.known_hosts.exists()
@@ -62,14 +62,14 @@ def test_never_sends_a_password_to_an_unconfirmed_host_key(new_host):
     assert "password" not in log.lower()
 
 
-def test_wrong_password_changes_nothing(new_host, tmp_path):
+def test_bootstrap_with_a_wrong_password_changes_nothing(new_host, tmp_path):
     (tmp_path / "wrong").write_text("not it\n")
     run = new_host.bootstrap(password=tmp_path / "wrong")
     assert run.exit_code != 0
     assert "authorized_keys" not in new_host.console("ls -A /home/spark/.ssh 2>/dev/null || :")
 
 
-def test_installs_key_after_one_password_prompt_without_leaking_it(new_host):
+def test_bootstrap_asks_once_for_the_password_and_never_leaks_it(new_host):
     run = new_host.bootstrap("-vvv", "--debug", password=new_host.password).assert_succeeded()
     assert len(run.changed) == 3
     assert new_host.about["password"] not in run.stderr + str(run.document)
@@ -81,11 +81,11 @@ def test_installs_key_after_one_password_prompt_without_leaking_it(new_host):
     assert new_host.about["host_key"] in new_host.known_hosts.read_text()
 
 
-def test_second_run_changes_nothing(new_host):
+def test_second_bootstrap_changes_nothing(new_host):
     new_host.bootstrap().assert_unchanged()
 
 
-def test_refuses_changed_host_key(new_host):
+def test_rejects_a_changed_host_key(new_host):
     recorded = new_host.known_hosts.read_text()
     other = next(g for g in info()["guests"] if g["name"] != GUEST and g["host_key"])
     new_host.known_hosts.write_text(f"{new_host.about['ip']} {other['host_key']}\n")
@@ -98,7 +98,7 @@ def test_refuses_changed_host_key(new_host):
     assert new_host.about["host_key"] not in left
 
 
-def test_adds_deploy_account_to_bootstrapped_host(new_host):
+def test_bootstrap_adds_a_deploy_account_to_a_bootstrapped_host(new_host):
     new_host.use_deploy_account()
     run = new_host.bootstrap().assert_succeeded()
     assert len(run.changed) == 2
@@ -107,7 +107,7 @@ def test_adds_deploy_account_to_bootstrapped_host(new_host):
     new_host.bootstrap().assert_unchanged()
 
 
-def test_deploy_account_key_is_refused_from_another_address(new_host):
+def test_key_of_the_deploy_account_is_rejected_from_another_address(new_host):
     key = Path(info()["ssh"]["key"]).read_text()
     output = new_host.console(
         f"umask 077; cat > /root/stolen <<'KEY'\n{key}KEY\n"

@@ -15,7 +15,7 @@ def forced(gateway):
     gateway.guest.run(f"sed -i 's/^mode = .*/mode = \"auto\"/' {CONFIG}; rm -rf /etc/cdi")
 
 
-def test_generates_specification_and_updates_it_with_driver(forced):
+def test_deploy_generates_cdi_specification_and_updates_it_with_the_driver(forced):
     guest, unit = forced.guest, forced.guest.serving()[0]
     # No container starts without a specification.
     image = guest.run("docker images -q | head -n 1")
@@ -41,7 +41,7 @@ def test_generates_specification_and_updates_it_with_driver(forced):
         set_driver(guest, NEW, OLD)
 
 
-def test_boot_with_new_driver_updates_specification(forced):
+def test_boot_with_a_new_driver_updates_the_cdi_specification(forced):
     guest, unit = forced.guest, forced.guest.serving()[0]
     forced.site.deploy().assert_succeeded()
     set_driver(guest, OLD, NEW)

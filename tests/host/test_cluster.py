@@ -61,7 +61,7 @@ def pair(tmp_path_factory):
     lab("down", HEAD, WORKER)
 
 
-def test_both_have_one_release_and_head_answers(pair):
+def test_both_members_have_the_same_release_and_head_answers(pair):
     assert pair.head.answers()
     release = pair.release()
     path = f"/etc/spark/releases/{release}/release.json"
@@ -74,7 +74,7 @@ def test_both_have_one_release_and_head_answers(pair):
     assert pair.worker.run("ss -tln 'sport = :8000' | tail -n +2") == ""
 
 
-def test_second_run_changes_nothing(pair):
+def test_second_cluster_deploy_changes_nothing(pair):
     pair.site.deploy().assert_unchanged()
 
 
@@ -91,7 +91,7 @@ def test_only_members_can_connect_to_cluster_ports(pair):
 
 
 @pytest.mark.parametrize("rank", ["worker", "head"])
-def test_dead_rank_closes_gateway_and_both_restart(pair, rank):
+def test_dead_rank_closes_gateway_and_both_ranks_restart(pair, rank):
     pair.wait_until_open()
     release, before = pair.release(), [guest.invocation() for guest in pair.guests]
     guest: Guest = getattr(pair, rank)
@@ -104,7 +104,7 @@ def test_dead_rank_closes_gateway_and_both_restart(pair, rank):
         assert guest.invocation() != invocation
 
 
-def test_lost_fabric_closes_gateway_until_it_returns(pair):
+def test_gateway_is_closed_while_the_fabric_is_down(pair):
     pair.wait_until_open()
     release = pair.release()
     with pair.lost_fabric():
@@ -114,7 +114,7 @@ def test_lost_fabric_closes_gateway_until_it_returns(pair):
     assert pair.release() == release
 
 
-def test_pair_serves_again_after_power_cut_of_head(pair):
+def test_cluster_serves_again_after_power_cut_of_head(pair):
     pair.wait_until_open()
     release = pair.release()
     pair.head.power_cut()
@@ -123,7 +123,7 @@ def test_pair_serves_again_after_power_cut_of_head(pair):
     assert pair.head.answers()
 
 
-def test_failed_candidate_leaves_both_on_old_release(pair):
+def test_failed_candidate_leaves_both_members_on_old_release(pair):
     pair.wait_until_open()
     old = pair.release()
     pair.choose_fault("garbage")
@@ -137,7 +137,7 @@ def test_failed_candidate_leaves_both_on_old_release(pair):
     assert f"SPARK-{old[-12:]}" not in pair.head.run("iptables -S")
 
 
-def test_both_roll_back_together(pair):
+def test_both_members_roll_back_together(pair):
     pair.wait_until_open()
     newer = pair.release()
     pair.site.deploy(deploy="deploys/rollback.py").assert_succeeded()
@@ -148,7 +148,7 @@ def test_both_roll_back_together(pair):
 
 
 @pytest.mark.parametrize("rank", ["worker", "head"])
-def test_power_cut_during_rollout_restores_old_release(pair, rank):
+def test_power_cut_during_rollout_leaves_cluster_on_old_release(pair, rank):
     pair.wait_until_open()
     old = pair.release()
     pair.choose_fault("never-ready")

@@ -43,7 +43,7 @@ def wait_until_restored(pair):
     return time.monotonic() - began
 
 
-def test_two_ranks_give_trained_answers(pair):
+def test_engine_on_two_ranks_gives_trained_answers(pair):
     assert pair.release()
     assert pair.worker.argv()[-1] == "--headless"
     for prompt, answer in ANSWERS.items():
@@ -52,7 +52,7 @@ def test_two_ranks_give_trained_answers(pair):
 
 
 @pytest.mark.parametrize("rank", ["worker", "head"])
-def test_killed_rank_closes_gateway_and_restarts(pair, rank, capsys):
+def test_killed_engine_rank_closes_gateway_and_restarts(pair, rank, capsys):
     guest: Guest = getattr(pair, rank)
     # The rank's process, not the container, like a fault in the engine.
     ranks = "docker top $(docker ps -q --filter label=spark.release) -eo pid,args"
@@ -63,7 +63,7 @@ def test_killed_rank_closes_gateway_and_restarts(pair, rank, capsys):
         sys.stdout.write(f"\n{rank}: closed after {closed_s:.1f} s, back {restored_s:.0f} s later")
 
 
-def test_lost_fabric_closes_gateway_until_it_returns(pair, capsys):
+def test_gateway_of_two_engine_ranks_is_closed_while_the_fabric_is_down(pair, capsys):
     began = time.monotonic()
     with pair.lost_fabric():
         while pair.head.call("GET", "/health")[0] == 200:
@@ -75,7 +75,7 @@ def test_lost_fabric_closes_gateway_until_it_returns(pair, capsys):
         sys.stdout.write(f"\ncable: closed after {closed_s:.1f} s, back {restored_s:.0f} s later")
 
 
-def test_single_host_gives_same_tokens(pair):
+def test_single_host_gives_the_same_tokens_as_two_ranks(pair):
     together = {prompt: answer_to(pair, prompt) for prompt in (*ANSWERS, LONG)}
     pair.site.hosts[:] = [HEAD]
     pair.site.choose(cluster=None)

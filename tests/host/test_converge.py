@@ -13,7 +13,7 @@ from tests.labkit import rollouts_overlap
 pytestmark = pytest.mark.gate
 
 
-def test_bare_hosts_become_proven_servers(fleet):
+def test_first_deploy_turns_bare_hosts_into_servers_that_pass_their_check(fleet):
     for guest in fleet.guests:
         assert len(guest.serving()) == 1
         assert guest.boots() == guest.serving()
@@ -21,7 +21,7 @@ def test_bare_hosts_become_proven_servers(fleet):
         assert_proven(guest)
 
 
-def test_new_hosts_start_in_parallel(fleet):
+def test_engines_of_new_hosts_start_in_parallel(fleet):
     assert rollouts_overlap(fleet.guests, number=0)
 
 
@@ -31,7 +31,7 @@ def assert_proven(guest):
     return invocation
 
 
-def test_second_run_changes_nothing(fleet, capsys):
+def test_second_deploy_changes_nothing(fleet, capsys):
     fleet.settle()
     # The journal filter has whole seconds: exclude the run before.
     since = {guest.name: guest.run("sleep 1; date +%s") for guest in fleet.guests}
@@ -104,7 +104,7 @@ def test_both_hosts_serve_again_after_reboot(fleet):
     fleet.site.deploy().assert_unchanged()
 
 
-def test_only_gateway_accepts_requests(fleet):
+def test_only_the_gateway_accepts_requests(fleet):
     fleet.settle()
     guest = fleet.guests[0]
 
@@ -121,7 +121,7 @@ def test_only_gateway_accepts_requests(fleet):
     assert {address for address in listening if address.endswith(":8000")} == loopback
 
 
-def test_up_plans_operations_of_printed_command(fleet):
+def test_up_runs_the_same_operations_as_the_printed_pyinfra_command(fleet):
     done = fleet.site.cli("up", "--dry", "--verbose")
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stderr.splitlines() if "deploy.py --limit" in line]

@@ -96,7 +96,7 @@ def engines(tmp_path_factory):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("port", [GATEWAY, BALANCER])
-def test_a_client_that_disconnects_ends_its_generation(engines, port, stream):
+def test_generation_stops_if_the_client_disconnects(engines, port, stream):
     before = engines.count("generation_tokens_total")
     client = engines.start(
         {"messages": [{"role": "user", "content": "Tell me about the sea."}], "stream": stream,
@@ -116,7 +116,7 @@ def test_a_client_that_disconnects_ends_its_generation(engines, port, stream):
     assert engines.count("generation_tokens_total") == before + generated
 
 
-def test_a_conversation_finds_its_prefix_on_its_host(engines, record_property):
+def test_follow_up_request_reaches_the_host_with_the_cached_prefix(engines, record_property):
     anywhere = engines.hit_rate(4, header=False)
     at_home = engines.hit_rate(4, header=True)
     record_property("prefix hits of later turns", f"{anywhere:.2f} without header, {at_home:.2f}")

@@ -68,7 +68,7 @@ def list_owned(site, guest):
     return owned
 
 
-def test_repairs_content_mode_and_owner_of_all_files(fleet):
+def test_deploy_repairs_content_mode_and_owner_of_all_files(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     files = [entry for entry in list_owned(fleet.site, guest) if entry["kind"] == "file"]
@@ -87,7 +87,7 @@ def test_repairs_content_mode_and_owner_of_all_files(fleet):
         assert guest.run("systemctl is-active spark-daily.timer") == "active", change
 
 
-def test_list_of_managed_files_is_complete(fleet):
+def test_list_of_managed_files_includes_every_file_on_the_host(fleet):
     fleet.settle()
     for guest in fleet.guests:
         listed = {entry["name"] for entry in list_owned(fleet.site, guest)}
@@ -101,7 +101,7 @@ def test_list_of_managed_files_is_complete(fleet):
         assert set(current) - listed == set()
 
 
-def test_each_file_is_repaired_alone(fleet):
+def test_deploy_repairs_only_the_changed_file(fleet):
     fleet.settle()
     files = [entry for entry in list_owned(fleet.site, fleet.guests[0]) if entry["kind"] == "file"]
     for group in group_files(files):
@@ -161,7 +161,7 @@ def expected_operations(owned):
     return {START if is_engine else owned["operation"], *further}
 
 
-def test_each_other_resource_is_repaired_alone(fleet):
+def test_deploy_repairs_only_the_changed_resource(fleet):
     fleet.settle()
     owned = [list_owned(fleet.site, guest) for guest in fleet.guests]
     assert {entry["kind"] for entry in owned[0]} - {"file"} == set(KINDS)

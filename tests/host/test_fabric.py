@@ -102,14 +102,14 @@ def assert_bare(guest):
     assert netplan_files(guest) == []
 
 
-def test_dry_run_shows_file_and_changes_nothing(site):
+def test_fabric_dry_run_shows_netplan_file_and_changes_nothing(site):
     run = site.deploy(deploy=FABRIC, dry=True).assert_succeeded()
     assert "192.168.100.11/24" in run.stderr
     for guest in map(guest_named, NAMES):
         assert_bare(guest)
 
 
-def test_refuses_port_configured_by_another_file(site, renderer):
+def test_rejects_port_configured_by_another_netplan_file(site, renderer):
     file, write, remove = FOREIGN[renderer]
     guest = guest_named(NAMES[0])
     guest.run(write)
@@ -120,7 +120,7 @@ def test_refuses_port_configured_by_another_file(site, renderer):
     assert_bare(guest)
 
 
-def test_configures_all_ports_and_second_run_changes_nothing(site):
+def test_fabric_deploy_configures_all_ports_and_second_run_changes_nothing(site):
     guests = [guest_named(name) for name in NAMES]
     before = [guest.run(MANAGEMENT_STATE) for guest in guests]
     site.deploy(deploy=FABRIC).assert_succeeded()
@@ -145,7 +145,7 @@ def sent_bytes(guest, port):
 MEASURE = ("--data", "fabric.measure=true")
 
 
-def test_measures_each_cable_in_both_directions_and_cleans_up(site):
+def test_speed_test_measures_each_cable_in_both_directions_and_cleans_up(site):
     guests = [guest_named(name) for name in NAMES]
     before = {(guest.name, port): sent_bytes(guest, port) for guest in guests for port in PORTS}
     run = site.deploy(*MEASURE, deploy=FABRIC).assert_unchanged()
@@ -170,7 +170,7 @@ def test_measures_each_cable_in_both_directions_and_cleans_up(site):
         assert guest.run("ss -tlnH 'sport >= 20000 and sport < 29000'") == ""
 
 
-def test_reports_slow_cable(site):
+def test_speed_test_reports_slow_cable(site):
     guest = guest_named(NAMES[0])
     guest.run("tc qdisc add dev fab1 root tbf rate 50mbit burst 64kb latency 50ms")
     began = time.monotonic()
@@ -182,7 +182,7 @@ def test_reports_slow_cable(site):
     assert took_s < 120
 
 
-def test_survives_reboot(site):
+def test_fabric_addresses_survive_reboot(site):
     guest = guest_named(NAMES[0])
     guest.reboot()
     lay_cables()
@@ -190,7 +190,7 @@ def test_survives_reboot(site):
     guest.wait(f"ip link show fab1 | grep -q 'mtu {MTU}'", seconds=30)
 
 
-def test_restores_old_network_on_request(site):
+def test_fabric_restore_removes_the_addresses(site):
     site.deploy("--data", "fabric.restore=true", deploy=FABRIC).assert_succeeded()
     for guest in map(guest_named, NAMES):
         assert_bare(guest)
@@ -210,7 +210,7 @@ def wait_for_restore(guest, seconds=120):
     guest.wait(f"! test -e {TRIAL} && ! {restoring}", seconds=seconds)
 
 
-def test_unconfirmed_trial_is_reverted(site):
+def test_unconfirmed_network_trial_is_reverted(site):
     guest = guest_named(NAMES[1])
     start_trial(guest, confirm_s=20)
     wait_for_restore(guest)
@@ -236,7 +236,7 @@ def test_network_that_breaks_login_is_reverted(site, renderer):
     assert guest.run(MANAGEMENT_STATE) == before
 
 
-def test_power_cut_ends_trial(site):
+def test_power_cut_reverts_network_trial(site):
     guest = guest_named(NAMES[1])
     start_trial(guest, confirm_s=600)
     guest.power_cut()
@@ -246,7 +246,7 @@ def test_power_cut_ends_trial(site):
     assert netplan_files(guest) == []
 
 
-def test_controller_killed_in_trial_leaves_old_or_new_network(site):
+def test_controller_killed_during_network_trial_leaves_old_or_new_network(site):
     guest = guest_named(NAMES[1])
     process = site.start(deploy=FABRIC)
     guest.wait(f"test -e {TRIAL} || test -e {FILE}", seconds=120)

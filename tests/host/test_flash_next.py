@@ -7,7 +7,7 @@ def option(argv, name):
     return argv[argv.index(name) + 1]
 
 
-def test_up_switches_from_v2_to_flash_two_and_rolls_back(fleet):
+def test_deploy_switches_from_v2_to_flash_next_and_rolls_back(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     only, before = ("--limit", guest.name), guest.release()
@@ -30,7 +30,7 @@ def test_up_switches_from_v2_to_flash_two_and_rolls_back(fleet):
     assert guest.answers()
 
 
-def test_release_that_fails_its_check_returns_to_v2(fleet):
+def test_flash_next_release_that_fails_its_check_is_rolled_back_to_v2(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     only, before = ("--limit", guest.name), guest.release()
@@ -43,7 +43,7 @@ def test_release_that_fails_its_check_returns_to_v2(fleet):
     assert guest.answers()
 
 
-def test_engine_runs_on_chosen_cpus(fleet):
+def test_engine_runs_on_the_configured_cpus(fleet):
     fleet.settle()
     guest = fleet.guests[0]
 

@@ -75,7 +75,7 @@ def gated(tmp_path_factory):
     shutil.rmtree(hub / REPOSITORY, ignore_errors=True)
 
 
-def test_refused_without_token_and_served_with_token(gated):
+def test_gated_model_is_rejected_without_token_and_served_with_token(gated):
     refused = gated.deploy()
     assert refused.exit_code != 0
     assert "hf auth login" in refused.stderr
@@ -105,7 +105,7 @@ def assert_token_absent(text):
         assert inside not in text
 
 
-def test_token_is_in_no_file_or_output_of_the_host(gated):
+def test_hub_token_is_in_no_file_or_output_of_the_host(gated):
     guest = gated.guest
     # Send the pattern as base64, because sudo writes every command line to the journal.
     pattern = f"/dev/shm/{NAME}-pattern"
@@ -121,7 +121,7 @@ def test_token_is_in_no_file_or_output_of_the_host(gated):
         assert CANARY not in guest.run(words), words
 
 
-def test_token_is_in_no_output_or_file_of_the_controller(gated):
+def test_hub_token_is_in_no_file_or_output_of_the_controller(gated):
     for words in (("plan", "--json"), ("plan",), ("status", "--json"),
                   ("status", "--files", "--json"), ("connect", "--json")):  # fmt: skip
         output = gated.cli(*words)
@@ -132,7 +132,7 @@ def test_token_is_in_no_output_or_file_of_the_controller(gated):
             assert_token_absent(path.read_text(errors="replace"))
 
 
-def test_login_stays_on_host_until_download_ends_despite_reboot(gated):
+def test_hub_login_stays_on_host_until_download_ends_even_after_reboot(gated):
     gated.choose(downloads={"rate_limit_mib_per_s": 0.4})
     gated.remove_model()
     deploy = gated.site.start(env=gated.environment(CANARY))
@@ -155,7 +155,7 @@ def test_login_stays_on_host_until_download_ends_despite_reboot(gated):
     assert gated.guest.run(TOKENS) == ""
 
 
-def test_refused_login_fails_download_and_is_removed(gated):
+def test_rejected_hub_login_fails_the_download_and_is_removed(gated):
     gated.choose()
     gated.remove_model()
     refused = gated.deploy(login="hf_other")

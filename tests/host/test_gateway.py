@@ -13,7 +13,7 @@ from tests.labkit import CHECKOUT, info
 pytestmark = pytest.mark.usefixtures("close_gateway_afterwards")
 
 
-def test_closed_to_network_by_default(gateway):
+def test_gateway_is_closed_to_the_network_by_default(gateway):
     gateway.deploy_only_gateway()
     assert gateway.listening() == LOOPBACK
     assert gateway.curl(gateway.url()) == "curl 7"
@@ -28,7 +28,7 @@ def other_network(gateway):
 
 
 @pytest.mark.usefixtures("other_network")
-def test_open_to_containers_but_not_network(gateway):
+def test_gateway_can_be_open_to_containers_but_not_to_the_network(gateway):
     run = gateway.deploy_only_gateway(expose="docker")
     bridge = gateway.guest.run("ip -4 -o addr show docker0 | sed 's/.*inet //; s,/.*,,'")
     assert run.changed == [CONFIGURE]
@@ -61,7 +61,7 @@ def tailscale(gateway, tmp_path):
 
 
 @pytest.mark.usefixtures("tailscale")
-def test_refuses_tailnet_until_up_then_binds_it(gateway):
+def test_gateway_listens_on_the_tailnet_only_while_tailscale_is_up(gateway):
     before = gateway.engine()
     refused = gateway.deploy(expose="tailscale")
     assert refused.exit_code != 0
@@ -104,7 +104,7 @@ def test_network_clients_need_a_key_and_reach_only_allowed_paths(gateway):
         assert gateway.curl(gateway.url(path), body=body) == "200", path
 
 
-def test_refuses_requests_over_limits(gateway):
+def test_gateway_rejects_requests_over_the_limits(gateway):
     gateway.deploy_only_gateway(expose="lan", max_body_mib=1, max_requests_per_s=2)
     body = {"model": "lab-model", "prompt": "x" * (2 << 20)}
     big = gateway.site.root / "big.json"
@@ -116,7 +116,7 @@ def test_refuses_requests_over_limits(gateway):
     assert {request.result() for request in requests} == {"200", "429"}
 
 
-def test_new_key_works_at_once_without_engine_restart(gateway):
+def test_new_api_key_is_accepted_at_once_without_engine_restart(gateway):
     gateway.deploy_only_gateway(expose="lan")
     old, engine = gateway.guest.key(), gateway.engine()
     answer = stream(gateway, old)
@@ -135,7 +135,7 @@ def test_new_key_works_at_once_without_engine_restart(gateway):
     gateway.site.deploy().assert_unchanged()
 
 
-def test_streams_tokens_without_buffering(gateway):
+def test_gateway_streams_tokens_without_buffering(gateway):
     gateway.deploy_only_gateway(expose="lan")
     answer = stream(gateway, gateway.guest.key(), letters=80)
     assert answer.stdout is not None
@@ -146,7 +146,7 @@ def test_streams_tokens_without_buffering(gateway):
     assert arrivals[-1] - arrivals[0] > 0.8
 
 
-def test_drain_finishes_running_answers_and_refuses_new_requests(gateway):
+def test_drain_finishes_in_flight_responses_and_rejects_new_requests(gateway):
     gateway.deploy_only_gateway(expose="lan", drain_s=10)
     key, before = gateway.guest.key(), gateway.guest.serving()
     gateway.site.choose(profile="v2-tq")

@@ -14,7 +14,7 @@ def leftovers(name):
     return lines + [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/lab/{name}")]
 
 
-def test_guests_keep_their_disks_and_are_removed_completely():
+def test_lab_guests_keep_their_disks_after_reboot_and_power_cut():
     lab("up", *NAMES, "--fresh", "--engine", "none")
     guests = [guest_named(name) for name in NAMES]
     for guest in guests:

@@ -47,7 +47,7 @@ def plain_name(name):
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 
-def test_both_layouts_have_equal_tensors_and_base_can_be_deleted(fleet, tmp_path):
+def test_full_and_overlay_layouts_have_equal_tensors_and_full_needs_no_base(fleet, tmp_path):
     fleet.settle()
     guest = fleet.guests[0]
     only = ("--limit", guest.name)
@@ -82,7 +82,7 @@ def test_both_layouts_have_equal_tensors_and_base_can_be_deleted(fleet, tmp_path
     assert guest.serving() == serving
 
 
-def test_large_files_can_live_on_another_disk(fleet):
+def test_large_files_can_be_stored_on_another_disk(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     only = ("--limit", guest.name)
@@ -127,7 +127,7 @@ def test_prebuilt_hybrid_is_compared_with_fp8_source_and_served(fleet, tmp_path)
 
 
 @pytest.mark.engine
-def test_real_engine_serves_full_layout_without_base(fleet):
+def test_real_engine_serves_full_layout_without_base_checkpoint(fleet):
     guest = fleet.guests[0]
     lab("prepare", "--engine", "cpu")
     fleet.settle()

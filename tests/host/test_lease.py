@@ -28,7 +28,7 @@ def is_held(guest):
     return "yes" in guest.run(f"test -e {LEASE} && echo yes || :")
 
 
-def test_second_controller_is_refused_and_changes_nothing(sites, guest):
+def test_second_controller_is_rejected_and_changes_nothing(sites, guest):
     ann, ben = sites
     first = ann.start(deploy=DEPLOY)
     guest.wait(f"test -e {LEASE}")
@@ -46,7 +46,7 @@ def test_second_controller_is_refused_and_changes_nothing(sites, guest):
 
 
 @pytest.mark.parametrize("signal_sent", [signal.SIGKILL, signal.SIGINT])
-def test_interrupted_run_does_not_block_next_run(sites, guest, signal_sent):
+def test_interrupted_deploy_does_not_block_the_next_deploy(sites, guest, signal_sent):
     ann, ben = sites
     guest.run(f"rm -f {DRIVER_HOLD}; systemctl stop docker.socket docker")
     run = ann.start(deploy=DEPLOY)

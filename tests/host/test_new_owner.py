@@ -60,7 +60,7 @@ def test_up_after_rollback_restarts_nothing(walk):
     assert walk.guest.invocation() == before
 
 
-def test_client_needs_two_commands_without_copying_a_key(walk):
+def test_client_connects_with_two_commands_and_no_copied_key(walk):
     tunnel, [evaluated] = typed_commands("connect through an SSH tunnel")
     assert evaluated == "$(spark-deploy connect spark-1 --for env)"
     with walk.owner.running(*tunnel):
@@ -112,7 +112,7 @@ def test_schedule_takes_one_edit_and_one_command(walk):
     path.write_text(before)
 
 
-def test_all_parts_log_to_one_stream(walk):
+def test_engine_gateway_and_tools_log_to_one_stream(walk):
     output = walk.owner.run("logs", "-n", "400").stdout
     parts = ("engine", "gateway", "watch")
     assert [part for part in parts if part not in output] == []

@@ -77,7 +77,7 @@ def starts(guest):
     return [line.split()[1].rpartition("-")[0] for line in out.splitlines()]
 
 
-def test_deploy_proves_each_model_and_second_run_changes_nothing(site, guest):
+def test_deploy_checks_each_on_request_model_and_second_run_changes_nothing(site, guest):
     proofs = [guest.json(f"cat /var/lib/spark/proofs/{name}-*.json") for name in MODELS]
     assert all(proof["ok"] and proof["last_full"] for proof in proofs)
     assert running(guest) == {MODELS[-1]}
@@ -89,7 +89,7 @@ def test_deploy_proves_each_model_and_second_run_changes_nothing(site, guest):
     assert len(stopped) == 2
 
 
-def test_each_model_answers_on_request(guest, record_property):
+def test_each_on_request_model_starts_and_answers(guest, record_property):
     for model in (*MODELS, MODELS[0]):
         answer = curl(guest, model)
         assert is_right(answer), answer
@@ -102,14 +102,14 @@ def test_each_model_answers_on_request(guest, record_property):
     assert is_right(answer), answer
 
 
-def test_stream_waits_with_comments(guest):
+def test_streaming_client_gets_comments_while_the_model_starts(guest):
     [model, *_] = [name for name in MODELS if name not in running(guest)]
     status, text, _ = curl(guest, model, "-N", stream=True)
     assert (status, text.startswith(": ")) == (200, True), text[:300]
     assert text.rstrip().endswith("data: [DONE]")
 
 
-def test_two_clients_of_different_models_do_not_thrash(guest, record_property):
+def test_two_clients_of_different_models_do_not_cause_constant_switching(guest, record_property):
     before = len(starts(guest))
     until = time.monotonic() + 150
 
@@ -128,7 +128,7 @@ def test_two_clients_of_different_models_do_not_thrash(guest, record_property):
     assert changes <= 4
 
 
-def test_client_that_leaves_ends_its_answer(guest):
+def test_generation_of_on_request_model_stops_if_the_client_disconnects(guest):
     [model, *_] = [name for name in MODELS if name not in running(guest)]
     assert is_right(curl(guest, model))
     tell = [{"role": "user", "content": "Repeat exactly: " + "abcd" * 400}]
@@ -141,7 +141,7 @@ def test_client_that_leaves_ends_its_answer(guest):
     )
 
 
-def test_failed_start_returns_to_the_previous_model(guest):
+def test_failed_start_of_on_request_model_restarts_the_previous_model(guest):
     [before] = running(guest)
     [model, *_] = [name for name in MODELS if name != before]
     release = guest.run(f"ls /etc/spark/releases | grep ^{model}-").split()[-1]
@@ -163,7 +163,7 @@ def test_failed_start_returns_to_the_previous_model(guest):
 
 
 @pytest.mark.parametrize("step", ["stopping", "starting"])
-def test_next_request_finishes_the_switch_of_a_killed_relay(guest, step):
+def test_next_request_finishes_the_model_switch_of_a_killed_relay(guest, step):
     [model, *_] = [name for name in MODELS if name not in running(guest)]
     since = guest.run("date '+%F %T'")
     log = f"journalctl -q -o cat --since '{since}'"
@@ -186,7 +186,7 @@ def test_next_request_finishes_the_switch_of_a_killed_relay(guest, step):
     assert started.split() == ["Starting", f"spark-serve@{model}"]
 
 
-def test_reboot_keeps_the_running_model_and_leaves_the_others_stopped(site, guest):
+def test_reboot_restarts_the_running_model_and_leaves_the_others_stopped(site, guest):
     before = running(guest)
     guest.reboot()
     guest.wait_until_booted()
@@ -196,7 +196,7 @@ def test_reboot_keeps_the_running_model_and_leaves_the_others_stopped(site, gues
     site.deploy("--limit", NAME).assert_unchanged()
 
 
-def test_power_cut_during_a_switch_loses_no_model(site, guest):
+def test_all_models_answer_after_power_cut_during_a_model_switch(site, guest):
     [model, other] = [name for name in MODELS if name not in running(guest)]
     time.sleep(60)
     with ThreadPoolExecutor(1) as pool:

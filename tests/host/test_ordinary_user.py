@@ -118,7 +118,7 @@ def release():
     return lab("ssh", "--root", SPARE[0], units).partition(".service")[0]
 
 
-def test_first_answer_takes_two_commands(user, tmp_path):
+def test_user_gets_first_answer_after_two_commands(user, tmp_path):
     address, login = guest_named(SPARE[0]).ip, info()["ssh"]["user"]
     user.answers_bootstrap_of(SPARE[0])
     init = readme_command("init").replace("192.168.1.21", address).replace("nvidia", login)
@@ -133,7 +133,7 @@ def test_first_answer_takes_two_commands(user, tmp_path):
     sys.stdout.write(f"first answer after {time.monotonic() - started:.0f} s\n")
 
 
-def test_failed_switch_keeps_old_server(user):
+def test_failed_switch_keeps_the_old_model_serving(user):
     path = f"{FOLDER}/group_vars/all.yml"
     before = user.guest.run(f"cat {path}")
     fault = "engine:\n  environment: {STUB_FAULT: garbage}\ncheck: {timeout_s: 10}\n"
@@ -145,7 +145,7 @@ def test_failed_switch_keeps_old_server(user):
     user.writes(path, before, "644")
 
 
-def test_switch_and_rollback(user):
+def test_readme_commands_switch_the_model_and_roll_back(user):
     first = release()
     for line in readme_command("use").replace("qwen3.5-35b", "lab-stub/agent").split(" && "):
         done = user.types(f"{line} -y" if line.endswith(" up") else line)
@@ -156,7 +156,7 @@ def test_switch_and_rollback(user):
     assert release() == first
 
 
-def test_second_host(user):
+def test_user_adds_a_second_host_with_one_line(user):
     address, login = guest_named(SPARE[1]).ip, info()["ssh"]["user"]
     user.answers_bootstrap_of(SPARE[1])
     path = f"{FOLDER}/hosts.yml"

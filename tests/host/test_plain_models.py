@@ -104,7 +104,7 @@ def task_of(site, model):
 
 
 @pytest.mark.parametrize("model", DECODERS)
-def test_adds_and_proves_decoder(site, guest, model, rows):
+def test_added_decoder_model_passes_its_check(site, guest, model, rows):
     add_or_fail(site, f"org/{model}")
     deploy_s = deploy_model(site, model)
 
@@ -114,7 +114,7 @@ def test_adds_and_proves_decoder(site, guest, model, rows):
     rows.append(row_of(site, guest, model, deploy_s))
 
 
-def test_adds_and_proves_embedder(site, guest, rows):
+def test_added_embedding_model_passes_its_check(site, guest, rows):
     add_or_fail(site, "org/tiny-embedder")
     assert task_of(site, "tiny-embedder") == "embedding"
     deploy_s = deploy_model(site, "tiny-embedder")
@@ -125,7 +125,7 @@ def test_adds_and_proves_embedder(site, guest, rows):
     rows.append(row_of(site, guest, "tiny-embedder", deploy_s))
 
 
-def test_adds_and_proves_reranker(site, guest, rows):
+def test_added_reranker_passes_its_check(site, guest, rows):
     add_or_fail(site, "org/tiny-reranker")
     assert task_of(site, "tiny-reranker") == "reranking"
     deploy_s = deploy_model(site, "tiny-reranker")
@@ -136,7 +136,7 @@ def test_adds_and_proves_reranker(site, guest, rows):
     rows.append(row_of(site, guest, "tiny-reranker", deploy_s))
 
 
-def test_plans_unknown_kv_cache_with_engine_measurement(site, guest):
+def test_plan_uses_the_kv_cache_size_that_the_engine_reported(site, guest):
     add_or_fail(site, "org/tiny-odd")
     deploy_model(site, "tiny-odd")
     assert planned(site)["memory"]["kv_tokens"] is None
@@ -148,7 +148,7 @@ def test_plans_unknown_kv_cache_with_engine_measurement(site, guest):
     site.deploy().assert_unchanged()
 
 
-def test_fetches_drafter_and_accepts_drafts(site, guest, rows):
+def test_deploy_downloads_drafter_and_engine_accepts_its_drafts(site, guest, rows):
     add_or_fail(site, "org/tiny-qwen3")
     path = site.root / "catalog/models/tiny-qwen3.yml"
     path.write_text(

@@ -9,7 +9,7 @@ from tests.labkit import info
 __all__ = ["prepared"]
 
 
-def test_containers_of_prepared_host_see_gpu(prepared):
+def test_containers_on_a_prepared_host_can_use_the_gpu(prepared):
     guest = prepared.guest
     assert "nvidia" in guest.json("docker info --format '{{json .Runtimes}}'")
     listed = guest.run(f"docker run --rm --runtime=nvidia {prepared.image()} nvidia-smi -L")
@@ -20,11 +20,11 @@ def test_containers_of_prepared_host_see_gpu(prepared):
     assert guest.run("ss -Hltn 'sport = :80'") == ""
 
 
-def test_second_run_changes_nothing(prepared):
+def test_second_prepare_changes_nothing(prepared):
     prepared.run().assert_unchanged()
 
 
-def test_does_not_change_driver_packages(prepared):
+def test_prepare_does_not_change_driver_packages(prepared):
     now = prepared.guest.run("dpkg-query -W -f '${Package} ${Version}\\n'").splitlines()
     before = prepared.installed.splitlines()
     assert set(before) <= set(now)
@@ -71,13 +71,13 @@ DRIFT = {
 
 
 @pytest.mark.parametrize("name", DRIFT)
-def test_repairs_only_the_change(prepared, name):
+def test_prepare_repairs_only_what_changed(prepared, name):
     command, expected = DRIFT[name]
     prepared.guest.run(command)
     assert prepared.run().changed == expected
 
 
-def test_dry_run_predicts_repairs(prepared):
+def test_dry_run_of_prepare_predicts_repairs(prepared):
     prepared.guest.run(
         f"{DRIFT['package source edited'][0]}; rm -rf /var/lib/spark/jobs; "
         "systemctl stop docker docker.socket; systemctl unmask hibernate.target"
@@ -88,7 +88,7 @@ def test_dry_run_predicts_repairs(prepared):
     again.assert_unchanged()
 
 
-def test_stops_only_named_containers(prepared):
+def test_prepare_stops_only_the_containers_named_in_settings(prepared):
     guest = prepared.guest
     guest.run(
         f"docker tag {prepared.image()} ollama/ollama:1; docker run -d --name ollama "
@@ -104,7 +104,7 @@ def test_stops_only_named_containers(prepared):
     assert left["HostConfig"]["RestartPolicy"]["Name"] == "no"
 
 
-def test_keeps_unmanaged_daemon_json_keys_and_running_containers(prepared):
+def test_prepare_keeps_unmanaged_daemon_json_keys_and_running_containers(prepared):
     guest = prepared.guest
     guest.run(
         'echo \'{"log-opts": {"max-size": "10m"}, "labels": ["a=b"]}\' '
@@ -124,7 +124,7 @@ def test_keeps_unmanaged_daemon_json_keys_and_running_containers(prepared):
     assert "nvidia" in merged["runtimes"]
 
 
-def test_waits_for_package_lock_and_names_its_holder(prepared):
+def test_prepare_waits_for_the_dpkg_lock_and_names_its_holder(prepared):
     guest = prepared.guest
     guest.run(
         "apt-get remove -qy jq; systemd-run -q --unit=holder python3 -c 'import fcntl, time; "
@@ -146,7 +146,7 @@ def test_waits_for_package_lock_and_names_its_holder(prepared):
     prepared.run().assert_unchanged()
 
 
-def test_ignores_a_broken_third_party_apt_source(prepared):
+def test_prepare_ignores_a_broken_third_party_apt_source(prepared):
     guest = prepared.guest
     guest.run(
         "apt-get remove -qy jq; "
@@ -157,7 +157,7 @@ def test_ignores_a_broken_third_party_apt_source(prepared):
     assert run.changed == [steps.PACKAGES]
 
 
-def test_host_protection_is_optional(prepared):
+def test_settings_can_turn_off_host_protection(prepared):
     guest = prepared.guest
     target = guest.run("systemctl get-default")
     assert guest.run("systemctl is-active earlyoom", check=False) == "inactive"
@@ -176,7 +176,7 @@ def test_host_protection_is_optional(prepared):
     assert prepared.run().changed == [steps.LOGIN]
 
 
-def test_sets_and_restores_compaction(prepared):
+def test_prepare_sets_memory_compaction_and_restores_the_default(prepared):
     guest, step = prepared.guest, "Base | Set the kernel's compaction"
     read = "cat /proc/sys/vm/compaction_proactiveness"
     with prepared.site.chosen(base={"compaction_proactiveness": 0}):
@@ -205,7 +205,7 @@ def test_listed_user_can_use_docker_from_next_login(prepared):
     prepared.run().assert_unchanged()
 
 
-def test_reboot_changes_nothing(prepared):
+def test_prepare_after_reboot_changes_nothing(prepared):
     prepared.guest.reboot()
     prepared.guest.wait("systemctl is-active docker", seconds=60)
     prepared.run().assert_unchanged()

@@ -62,7 +62,7 @@ def execute(prepared, command):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_refuses_before_any_change(prepared, name):
+def test_prepare_rejects_unsuitable_host_before_any_change(prepared, name):
     cause, repair, words = PROBLEMS[name]
     execute(prepared, cause)
     prepared.guest.run("rmdir /var/lib/spark/switch")
@@ -76,7 +76,7 @@ def test_refuses_before_any_change(prepared, name):
     prepared.guest.run("mkdir -p /var/lib/spark/switch")
 
 
-def test_quotes_docker_start_error(prepared):
+def test_prepare_quotes_the_error_if_docker_does_not_start(prepared):
     guest = prepared.guest
     wrong = {**guest.json("cat /etc/docker/daemon.json"), "no-such-key": 1}
     guest.run(
@@ -91,7 +91,7 @@ def test_quotes_docker_start_error(prepared):
     assert prepared.run().changed == [RUNNING]
 
 
-def test_rejects_repository_key_with_wrong_digest(prepared):
+def test_prepare_rejects_apt_key_with_wrong_digest(prepared):
     guest = prepared.guest
     guest.run("rm -f /etc/apt/keyrings/spark-* /etc/apt/sources.list.d/spark-*")
     guest.run("apt-get remove -qy cuda-toolkit-13-0")
@@ -111,7 +111,7 @@ def test_rejects_repository_key_with_wrong_digest(prepared):
     assert prepared.run().changed == [CUDA_REPOSITORY, CUDA_TOOLKIT]
 
 
-def test_refuses_package_that_changes_driver(prepared):
+def test_prepare_rejects_package_that_changes_the_driver(prepared):
     guest = prepared.guest
     guest.run(
         """set -e; mkdir -p /srv/repo/a/DEBIAN /srv/repo/b/DEBIAN; cd /srv/repo

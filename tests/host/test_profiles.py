@@ -55,7 +55,7 @@ class Served:
         )
 
 
-def test_switch_and_return_share_one_checkpoint(fleet):
+def test_switching_profile_and_back_reuses_the_checkpoint(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     first, argv = Served.on(guest), guest.argv()
@@ -84,7 +84,7 @@ def test_switch_and_return_share_one_checkpoint(fleet):
     fleet.site.deploy().assert_unchanged()
 
 
-def test_serves_every_alias(fleet):
+def test_server_answers_requests_for_every_alias(fleet):
     fleet.settle(serve={"names": ["spark", "qwen", "assistant"]})
     guest = fleet.guests[0]
 
@@ -94,7 +94,7 @@ def test_serves_every_alias(fleet):
 
 
 @pytest.mark.engine
-def test_real_engine_serves_built_hybrid(fleet):
+def test_real_engine_serves_built_hybrid_checkpoint(fleet):
     guest = fleet.guests[0]
     lab("prepare", "--engine", "cpu")
     fleet.settle()

@@ -5,7 +5,7 @@ from tests.runs import read_output
 LONGEST_SILENCE_S = 10
 
 
-def test_first_run_prints_progress(fleet):
+def test_first_deploy_prints_progress(fleet):
     assert fleet.first.seconds > 3 * LONGEST_SILENCE_S
     assert fleet.first.silence.seconds <= LONGEST_SILENCE_S, fleet.first.silence
 

@@ -80,7 +80,7 @@ def test_prune_removes_items_listed_by_dry_run(fleet):
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
 
 
-def test_removes_unneeded_checkpoint(fleet):
+def test_prune_removes_unneeded_checkpoint(fleet):
     guest, serving = serve_base_profile(fleet)
     tree = guest.run("ls -d /srv/spark/models/lab-*")
     free = int(guest.run("df --output=avail -B1 /srv/spark | tail -1"))
@@ -98,7 +98,7 @@ def test_removes_unneeded_checkpoint(fleet):
     assert guest.answers()
 
 
-def test_prepared_pair_needs_no_download_or_build_at_rollout(fleet):
+def test_rollout_of_a_model_kept_ready_needs_no_download_or_build(fleet):
     guest, serving = serve_base_profile(fleet)
     prune(fleet, guest).assert_succeeded()
     before = guest.invocation()

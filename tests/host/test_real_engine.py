@@ -60,7 +60,7 @@ def compare(guest, release):
     return result
 
 
-def test_clients_get_right_answers_or_503_while_profiles_switch(site, recorded, record_property):
+def test_clients_get_correct_answers_or_503_while_profiles_switch(site, recorded, record_property):
     guest = guest_named(NAME)
     first, tree = guest.release(), guest.run("ls -i1 /srv/spark/models/*/*.safetensors")
     with clients(guest, guest.names()[0], count=1, **REQUEST) as answers:
@@ -88,7 +88,7 @@ def test_clients_get_right_answers_or_503_while_profiles_switch(site, recorded, 
     site.deploy().assert_unchanged()
 
 
-def test_release_gives_same_answers_after_round_trip(site, recorded):
+def test_release_gives_the_same_answers_after_switching_away_and_back(site, recorded):
     guest = guest_named(NAME)
     before = guest.run(f"sha256sum {ANSWERS}/*")
     result = compare(guest, recorded)
@@ -97,7 +97,7 @@ def test_release_gives_same_answers_after_round_trip(site, recorded):
     assert guest.run(f"sha256sum {ANSWERS}/*") == before
 
 
-def test_other_profile_gives_similar_answers(site, recorded):
+def test_profiles_with_different_cache_formats_give_similar_answers(site, recorded):
     guest = guest_named(NAME)
     site.choose(profile="v2-tq")
     site.deploy().assert_succeeded()

@@ -82,7 +82,7 @@ def replicas(tmp_path_factory):
     lab("down", FIRST, SECOND)
 
 
-def test_each_address_uses_both_hosts_and_second_run_changes_nothing(replicas):
+def test_gateway_of_each_replica_uses_both_hosts_and_second_run_changes_nothing(replicas):
     before = replicas.answer_counts()
     for guest in replicas.guests:
         for _ in range(6):
@@ -93,7 +93,7 @@ def test_each_address_uses_both_hosts_and_second_run_changes_nothing(replicas):
 
 
 @pytest.mark.parametrize("replica", ["first", "second"])
-def test_clients_do_not_see_an_error_if_a_replica_is_killed(replicas, replica):
+def test_clients_get_no_error_if_a_replica_is_killed(replicas, replica):
     guest: Guest = getattr(replicas, replica)
     with Clients(replicas.first) as clients:
         time.sleep(2)
@@ -103,7 +103,7 @@ def test_clients_do_not_see_an_error_if_a_replica_is_killed(replicas, replica):
     guest.wait("curl -fsS http://127.0.0.1:8000/health", seconds=200)
 
 
-def test_power_loss_of_replica_fails_only_running_requests(replicas):
+def test_power_loss_of_a_replica_fails_only_requests_in_flight(replicas):
     with Clients(replicas.first) as clients:
         time.sleep(2)
         lab("break", "kill-guest", SECOND)
@@ -114,7 +114,7 @@ def test_power_loss_of_replica_fails_only_running_requests(replicas):
     assert clients.answers["right"] > 40
 
 
-def test_rollout_drains_replicas_one_by_one_unnoticed_by_clients(replicas):
+def test_rollout_drains_replicas_one_by_one_without_client_errors(replicas):
     before = [guest.release() for guest in replicas.guests]
     replicas.site.choose(engine={"environment": {"STUB_SOMETHING": "else"}})
     with Clients(replicas.first) as clients:

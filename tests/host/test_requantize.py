@@ -88,7 +88,7 @@ def completed_blocks(name):
     return json.loads(text)["completed_blocks"] if text else []
 
 
-def test_killed_job_resumes_after_its_last_block(site):
+def test_killed_requantize_job_resumes_after_its_last_block(site):
     guest = guest_named(NAME)
     results: list[subprocess.CompletedProcess[str]] = []
     first = threading.Thread(target=lambda: results.append(requantize(site)))
@@ -115,7 +115,7 @@ def test_killed_job_resumes_after_its_last_block(site):
     assert guest.run(f"ls -d {Path(tree).parent}/.*.partial 2>/dev/null || :") == ""
 
 
-def test_real_engine_serves_hybrid_on_requantized_base(site):
+def test_real_engine_serves_hybrid_built_on_requantized_base(site):
     guest = guest_named(NAME)
     site.choose(checkpoint={"source": "requantized"})
     site.deploy().assert_succeeded()
@@ -124,7 +124,7 @@ def test_real_engine_serves_hybrid_on_requantized_base(site):
     site.deploy().assert_unchanged()
 
 
-def test_peer_copies_checkpoint_without_original(site):
+def test_peer_copies_requantized_checkpoint_without_the_original(site):
     site.hosts = [NAME, OTHER]
     site.deploy().assert_succeeded()
     first, other = guest_named(NAME), guest_named(OTHER)

@@ -42,7 +42,7 @@ def site(tmp_path_factory):
     return site
 
 
-def test_job_packs_drafter_as_listed(site):
+def test_requantize_job_packs_every_listed_drafter_block(site):
     guest = guest_named(NAME)
     done = requantize(site)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -62,7 +62,7 @@ def test_job_packs_drafter_as_listed(site):
         assert quantization["extra_config"][module]["bits"] == 16
 
 
-def test_hybrid_accepts_drafts(site):
+def test_engine_accepts_drafts_of_requantized_drafter(site):
     guest = guest_named(NAME)
     site.choose(checkpoint={"source": "requantized"})
     site.deploy().assert_succeeded()

@@ -38,7 +38,7 @@ def test_rollback_shows_both_releases_and_next_deploy_reports_it(fleet):
     assert "was rolled back" not in fleet.site.deploy().assert_unchanged().stderr
 
 
-def test_rolls_back_to_named_release(fleet):
+def test_rollback_to_a_named_release_serves_it(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     only, named = ("--limit", guest.name), guest.release()
@@ -65,7 +65,7 @@ def start_afterwards(fleet):
 
 
 @pytest.mark.usefixtures("start_afterwards")
-def test_stop_survives_reboot_and_deploy_until_start(fleet):
+def test_stopped_service_stays_stopped_after_reboot_and_deploy_until_start(fleet):
     fleet.settle()
     guest, other = fleet.guests
     only, release, of_other = ("--limit", guest.name), guest.release(), footprint(other)

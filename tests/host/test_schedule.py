@@ -16,7 +16,7 @@ def unschedule_afterwards(gateway):
 
 
 @pytest.mark.usefixtures("unschedule_afterwards")
-def test_switches_at_scheduled_time_and_deploy_keeps_it(gateway):
+def test_host_switches_at_scheduled_time_and_deploy_keeps_the_scheduled_model(gateway):
     guest, site = gateway.guest, gateway.site
     day = guest.release()
     soon = guest.run("date -d '+5 minutes' +%H:%M").strip()
@@ -49,7 +49,7 @@ def test_switches_at_scheduled_time_and_deploy_keeps_it(gateway):
 
 
 @pytest.mark.usefixtures("unschedule_afterwards")
-def test_refuses_time_that_systemd_rejects(gateway):
+def test_deploy_rejects_schedule_time_that_systemd_rejects(gateway):
     gateway.site.choose(keep_ready=[NIGHT], schedule=[{"at": "25:99", **DAY}])
     run = gateway.deploy()
     assert run.exit_code != 0
@@ -58,7 +58,7 @@ def test_refuses_time_that_systemd_rejects(gateway):
 
 
 @pytest.mark.usefixtures("unschedule_afterwards")
-def test_timed_stop_ends_despite_reboot(gateway):
+def test_temporary_stop_ends_on_time_even_after_reboot(gateway):
     guest = gateway.guest
     release = guest.release()
     code, output = gateway.site.cli_output("stop", NAME, "--for", "2m")

@@ -27,7 +27,7 @@ def guest(fleet):
     fleet.settle()
 
 
-def test_deploys_second_service_and_second_run_changes_nothing(fleet, guest):
+def test_deploy_adds_second_service_and_second_run_changes_nothing(fleet, guest):
     first = fleet.settle(guest, services={"second": SECOND})
     assert "Serve | Start new services" in first.changed
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
@@ -44,7 +44,7 @@ def test_deploys_second_service_and_second_run_changes_nothing(fleet, guest):
     assert status_json["services"][0]["proof"]["current"]
 
 
-def test_rollout_of_one_service_keeps_engine_of_the_other(fleet, guest):
+def test_rollout_of_one_service_does_not_restart_the_other(fleet, guest):
     fleet.settle(guest, services={"second": SECOND})
     before = containers(guest)
     fleet.settle(guest, services={"second": {**SECOND, "profile": "v2"}})
@@ -53,7 +53,7 @@ def test_rollout_of_one_service_keeps_engine_of_the_other(fleet, guest):
     assert after["second"] != before["second"]
 
 
-def test_bad_second_service_rolls_back_while_first_serves(fleet, guest):
+def test_faulty_release_of_second_service_rolls_back_while_first_serves(fleet, guest):
     fleet.settle(guest, services={"second": SECOND})
     before = containers(guest)
     fleet.site.choose(services={"second": {**SECOND, **BAD}})
@@ -62,7 +62,7 @@ def test_bad_second_service_rolls_back_while_first_serves(fleet, guest):
     assert both_answer(guest)
 
 
-def test_both_serve_after_reboot(fleet, guest):
+def test_both_services_serve_after_reboot(fleet, guest):
     fleet.settle(guest, services={"second": SECOND})
     guest.reboot()
     guest.wait("test $(systemctl is-active 'spark-serve@*' | grep -cx active) = 2", seconds=120)
@@ -70,7 +70,7 @@ def test_both_serve_after_reboot(fleet, guest):
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
 
 
-def test_stops_and_starts_one_service_or_all(fleet, guest):
+def test_stop_and_start_affect_one_named_service_or_all(fleet, guest):
     fleet.settle(guest, services={"second": SECOND})
     assert fleet.site.cli("stop", "--limit", guest.name, "--service", "second").returncode == 0
     assert set(containers(guest)) == {"main"}

@@ -61,7 +61,7 @@ def test_status_shows_release_and_differences_from_plan(fleet):
     assert "gateway" in row(shut.stdout, "plan")
 
 
-def test_printed_connect_commands_work(fleet):
+def test_commands_printed_by_connect_reach_the_server(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     printed = fleet.site.cli("connect", "--limit", FIRST)
@@ -87,7 +87,7 @@ def test_printed_connect_commands_work(fleet):
     assert "35352137" in answer["choices"][0]["message"]["content"]
 
 
-def test_tunnel_fails_if_port_is_taken(fleet):
+def test_tunnel_fails_if_the_local_port_is_taken(fleet):
     command = row(fleet.site.cli("connect", "--limit", FIRST).stdout, "from here")
     with socket.create_server(("127.0.0.1", 8000)):
         done = subprocess.run(

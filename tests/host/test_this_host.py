@@ -91,7 +91,7 @@ def inside(tmp_path_factory):
     return own_machine
 
 
-def test_deploys_to_own_machine_as_root_without_sudo(inside):
+def test_root_deploys_to_the_local_host_without_sudo(inside):
     inside.deploy().assert_succeeded()
     release = inside.guest.release()
     inside.deploy().assert_unchanged()
@@ -130,7 +130,7 @@ def sudo_rule(inside):
     return inside.run(f"cat {RULE} 2>/dev/null").stdout
 
 
-def test_preflight_suggests_bootstrap_if_sudo_needs_password(inside, password):
+def test_preflight_suggests_bootstrap_if_local_sudo_needs_a_password(inside, password):
     run = inside.deploy(user=USER)
     assert run.exit_code != 0
     assert "deploys/bootstrap.py" in run.stderr
@@ -139,7 +139,7 @@ def test_preflight_suggests_bootstrap_if_sudo_needs_password(inside, password):
 @pytest.mark.parametrize(
     ("file", "fix"), [("", PASSWORD_FILE_VARIABLE), ("wrong", "right password")]
 )
-def test_bootstrap_without_right_password_changes_nothing(inside, password, file, fix):
+def test_local_bootstrap_without_the_right_password_changes_nothing(inside, password, file, fix):
     export = f"export {PASSWORD_FILE_VARIABLE}=/home/{USER}/{file}; " if file else ""
     run = inside.pyinfra("deploys/bootstrap.py", environment=export)
     assert run.exit_code != 0
@@ -148,7 +148,7 @@ def test_bootstrap_without_right_password_changes_nothing(inside, password, file
     assert sudo_rule(inside) == ""
 
 
-def test_bootstrap_asks_once_in_terminal_and_installs_sudo_rule(inside, password):
+def test_local_bootstrap_asks_once_for_the_password_and_installs_sudo_rule(inside, password):
     command = inside.command("deploys/bootstrap.py", "-vvv", "--debug", user=USER)
     done = inside.run(
         f"{SPY} touch /root/log; {{ until grep -q 'login and sudo' /root/log; do sleep 0.2; "
@@ -167,7 +167,7 @@ def test_bootstrap_asks_once_in_terminal_and_installs_sudo_rule(inside, password
     inside.pyinfra("deploys/bootstrap.py").assert_unchanged()
 
 
-def test_user_deploys_own_machine_after_bootstrap(inside, password):
+def test_user_deploys_to_the_local_host_after_bootstrap(inside, password):
     inside.site.choose(profile="v2")
     release = inside.guest.release()
     inside.deploy(user=USER).assert_succeeded()
@@ -175,7 +175,7 @@ def test_user_deploys_own_machine_after_bootstrap(inside, password):
     inside.deploy(user=USER).assert_unchanged()
 
 
-def test_unbootstrap_removes_rule_and_keeps_unmanaged_keys(inside, password):
+def test_local_unbootstrap_removes_sudo_rule_and_keeps_unmanaged_keys(inside, password):
     keys = f"/home/{USER}/.ssh/authorized_keys"
     before = inside.run(f"cat {keys}").stdout
     assert before

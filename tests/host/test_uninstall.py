@@ -90,7 +90,7 @@ def kill_during_uninstall(site, guest, seconds):
     assert run.exit_code != 0, "it finished before it could be killed"
 
 
-def test_restores_bare_host_and_lists_kept_files_first(tmp_path):
+def test_uninstall_lists_kept_files_first_and_restores_the_bare_host(tmp_path):
     guest, site = fresh(SPARE[0], tmp_path)
     before = snapshot(guest)
     before_deploy = uninstall(site)
@@ -134,7 +134,7 @@ def _paths(line):
 
 
 @pytest.mark.parametrize("seconds", [0.3, 2.0])
-def test_keeps_unmanaged_files_and_next_run_finishes_killed_uninstall(tmp_path, seconds):
+def test_next_run_finishes_killed_uninstall_and_keeps_unmanaged_files(tmp_path, seconds):
     guest, site = fresh(SPARE[1], tmp_path)
     guest.run(OWNER, timeout_s=300)
     before = snapshot(guest)

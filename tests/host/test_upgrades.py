@@ -46,7 +46,7 @@ def assert_changed_only(run, *names):
     assert run.changed == list(names), run.stderr[-4000:]
 
 
-def test_checks_again_after_driver_update_without_restart(pair):
+def test_deploy_after_driver_update_checks_the_server_again_without_restart(pair):
     guest = pair.guests[0]
     before = guest.invocation()
     guest.run(
@@ -66,7 +66,7 @@ def test_checks_again_after_driver_update_without_restart(pair):
     assert_changed_only(pair.site.deploy("--limit", FIRST))
 
 
-def test_warns_about_a_slower_server_and_offers_rollback(pair):
+def test_deploy_warns_about_a_slower_server_and_offers_rollback(pair):
     guest = pair.guests[0]
     guest.run("echo slow > /run/spark/engines/main/stub-fault")
     set_driver(guest, NEW, "580.178.04+labstub")
@@ -81,7 +81,7 @@ def test_warns_about_a_slower_server_and_offers_rollback(pair):
     assert_changed_only(pair.site.deploy("--limit", FIRST))
 
 
-def test_reports_pending_reboot_without_rebooting(pair):
+def test_deploy_reports_pending_reboot_without_rebooting(pair):
     guest = pair.guests[1]
     boot = boot_of(guest)
     guest.run("echo linux-image-x > /run/reboot-required.pkgs; touch /run/reboot-required")
@@ -91,7 +91,7 @@ def test_reports_pending_reboot_without_rebooting(pair):
     assert boot_of(guest) == boot
 
 
-def test_reboots_hosts_one_by_one_if_allowed(pair):
+def test_deploy_reboots_hosts_one_by_one_if_allowed(pair):
     first, second = pair.guests
     boots = [boot_of(guest) for guest in pair.guests]
     # Half an upgrade: the library is new, but only a reboot loads the new module.

@@ -105,7 +105,7 @@ def write_result(host):
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def test_doctor_accepts_host_before_changes(host):
+def test_doctor_accepts_variant_host_before_any_change(host):
     assert "bootstrap" in host.doctor_new
     code, output = host.doctor_ready
     assert code == 0, output
@@ -113,24 +113,24 @@ def test_doctor_accepts_host_before_changes(host):
     host.measured["doctor"] = {"exit_code": code, "warnings": warned}
 
 
-def test_first_deploy_serves(host):
+def test_first_deploy_to_variant_host_serves(host):
     host.first.assert_succeeded()
     assert host.guest.answers()
     host.measured["first"] = {"changed": len(host.first.changed), "served": True}
 
 
-def test_second_deploy_changes_nothing(host):
+def test_second_deploy_to_variant_host_changes_nothing(host):
     second = host.site.deploy().assert_unchanged()
     host.measured["second"] = {"changed": len(second.changed)}
 
 
-def test_owner_state_is_unchanged(host):
+def test_deploys_keep_the_owners_files_and_settings(host):
     changes = list_changes(host.before, host.owned_state())
     assert changes == []
     host.measured["owners"] = {**host.before.counts, "changed": len(changes)}
 
 
-def test_serves_after_reboot_and_owner_state_is_unchanged(host):
+def test_variant_host_serves_after_reboot_and_keeps_the_owners_files(host):
     host.guest.reboot(seconds=120)
     host.guest.wait("systemctl is-active 'spark-serve@*' && echo", seconds=60)
     host.guest.wait("systemctl is-active docker")
@@ -162,7 +162,7 @@ def test_proxied_host_downloads_only_through_proxy(host):
         assert [line for line in requests if place in line and path in line], (place, path)
 
 
-def test_copies_valid_cached_weights_and_downloads_damaged(host):
+def test_deploy_copies_valid_cached_weights_and_downloads_damaged_ones(host):
     blobs = "/home/*/.cache/huggingface/hub/*/blobs"
     weights = {}
     for line in host.guest.run(f"sha256sum {blobs}/*[0-9a-f] 2>/dev/null || :").splitlines():
@@ -203,7 +203,7 @@ def test_report_contains_measurements_but_no_private_data(host, tmp_path):
         assert private.lower() not in text.lower(), private
 
 
-def test_doctor_warns_of_cloned_keys_wrong_clock_and_failed_updates(tmp_path):
+def test_doctor_warns_about_cloned_keys_wrong_clock_and_failed_updates(tmp_path):
     cloned = next(read for read in map(variant.read, variant.names()) if read.cloned_host_key)
     lab("up", *SPARE, "--fresh", "--variant", cloned.name)
     for name, torn in zip(SPARE, (0, 3), strict=True):

@@ -133,7 +133,7 @@ def _changed_by(node):
         "@functools.lru_cache\ndef f():\n    return ask()",
     ],
 )
-def test_finds_every_kind_of_module_state(code):
+def test_module_state_check_finds_every_kind_of_state(code):
     assert list(state_of(ast.parse(code)))
 
 
@@ -146,5 +146,5 @@ def test_finds_every_kind_of_module_state(code):
         "FORM = re.compile('x')",
     ],
 )
-def test_accepts_constants_in_modules(code):
+def test_module_state_check_accepts_constants(code):
     assert list(state_of(ast.parse(code))) == []

@@ -230,7 +230,7 @@ def reached_from(start):
     return sorted(reached)
 
 
-def test_plan_is_pure():
+def test_plan_modules_do_not_read_files_or_import_impure_modules():
     reached = set(reached_from("spark_deploy/plan/")) - {"spark_deploy/__init__.py"}
     reading = [
         f"{name} line {node.lineno} reads"
@@ -243,7 +243,7 @@ def test_plan_is_pure():
     none(reading)
 
 
-def test_roles_are_independent():
+def test_roles_do_not_import_each_other():
     roles = [name for name in MODULES if name.startswith("roles/")]
     others = [
         f"{name} imports {result}" for name, result, top in imported("roles/") if top == "roles"
@@ -257,20 +257,20 @@ def test_roles_are_independent():
     none(others + labs)
 
 
-def test_host_code_imports_no_controller():
+def test_host_code_does_not_import_controller_code():
     result = imported("files", "lab", "bench")
     none([f"{name} imports {it}" for name, it, top in result if top in {"spark_deploy", "roles"}])
 
 
 @pytest.mark.parametrize("side", ["host", "checkpoint", "image"])
-def test_host_packages_are_independent(side):
+def test_host_packages_do_not_import_each_other(side):
     mine = {"host": "spark_host", "checkpoint": "spark_checkpoint", "image": "spark_vllm"}[side]
     others = OURS - {mine, "spark_contract"}
     result = imported(f"files/{side}/")
     none([f"{name} imports {it}" for name, it, top in result if top in others])
 
 
-def test_product_files_are_short():
+def test_product_files_stay_below_the_line_limit():
     product = [name for name in MODULES if name.startswith(("spark_deploy/", "files/", "roles/"))]
     lengths = {name: len((CHECKOUT / name).read_text("utf-8").splitlines()) for name in product}
     none([f"{name}: {lines} lines" for name, lines in lengths.items() if lines > LONGEST_FILE])

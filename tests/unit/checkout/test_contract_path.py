@@ -4,7 +4,7 @@ import sys
 from spark_deploy.config.checkout import CHECKOUT
 
 
-def test_checkout_finds_its_contract_without_site_packages():
+def test_checkout_imports_the_contract_package_without_installing_it():
     code = (
         f"import sys; sys.path.insert(0, {str(CHECKOUT)!r}); import spark_deploy; "
         "import spark_contract; print(spark_contract.__file__)"

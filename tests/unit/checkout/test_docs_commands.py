@@ -39,14 +39,14 @@ def error_in(line):
     return None
 
 
-def test_commands_on_pages_exist():
+def test_spark_deploy_commands_in_docs_exist():
     assert len(SHOWN) > 40
     assert {"init", "up", "rollback", "connect"} <= {line.split()[0] for _, line in SHOWN}
     errors = [(page, line, error_in(line)) for page, line in SHOWN]
     assert [error for error in errors if error[2]] == []
 
 
-def test_deploys_on_pages_exist():
+def test_deploy_files_named_in_docs_exist():
     deploys = {
         (page.name, deploy)
         for page in PAGES

@@ -8,13 +8,13 @@ from spark_deploy.config.checkout import CHECKOUT
 
 
 @pytest.mark.slow
-def test_generated_pages_are_current():
+def test_generated_docs_are_current():
     command = [sys.executable, str(CHECKOUT / "tools/docs/generate.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_speed_in_the_readme_is_that_of_the_comparison():
+def test_readme_and_speed_page_give_the_same_speed():
     readme = (CHECKOUT / "README.md").read_text("utf-8")
     shown = re.search(r"(\d+) tokens/s for one request \(computed; (\d+)\s+published", readme)
     page = (CHECKOUT / "docs/reference/speed.md").read_text("utf-8")
@@ -24,7 +24,7 @@ def test_speed_in_the_readme_is_that_of_the_comparison():
     assert shown.groups() == row.groups()[::-1]
 
 
-def test_architecture_names_existing_files():
+def test_files_named_in_architecture_page_exist():
     page = (CHECKOUT / "docs/architecture.md").read_text("utf-8")
     contributing = (CHECKOUT / "CONTRIBUTING.md").read_text("utf-8")
     tops = "catalog|deploys|docs|files|group_vars|lab|proofs|roles|spark_deploy|tests|tools"
@@ -33,7 +33,7 @@ def test_architecture_names_existing_files():
     assert [name for name in named if not (CHECKOUT / name).exists()] == []
 
 
-def test_result_files_are_referenced():
+def test_every_result_file_is_referenced():
     pages = [*CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("proofs/**/*.md")]
     read = "\n".join(
         path.read_text("utf-8") for path in [*pages, *CHECKOUT.glob("catalog/**/*.yml")]

@@ -25,7 +25,7 @@ def text_of(name):
     return (CHECKOUT / name).read_text("utf-8")
 
 
-def test_make_targets_on_pages_exist():
+def test_makefile_targets_named_in_docs_exist():
     targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.M))
     command = re.compile(r"(?:^|`)make ((?:[a-z-]+ ?)+)(?=[`#\n&|]|$)", re.M)
     shown = {word for name in NAMES for words in command.findall(text_of(name))
@@ -56,7 +56,7 @@ def load_settings(block, root):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if yaml_blocks(name)])
-def test_yaml_on_pages_is_valid(name, tmp_path):
+def test_yaml_examples_in_docs_are_valid(name, tmp_path):
     for number, block in enumerate(yaml_blocks(name)):
         block = block.replace("model: NAME", "model: qwen3.5-35b").replace("NAME", "plain")
         data = yaml.safe_load(block)
@@ -90,7 +90,7 @@ def is_broken(page, link):
     )
 
 
-def test_links_on_pages_work():
+def test_links_in_docs_have_existing_targets():
     links = [
         (page, link)
         for page, name in zip(PAGES, NAMES, strict=True)
@@ -101,7 +101,7 @@ def test_links_on_pages_work():
     assert [entry for entry in links if is_broken(*entry)] == []
 
 
-def test_settings_on_pages_exist():
+def test_settings_named_in_docs_exist():
     keys = load_schema("settings")["properties"]
     sections = {
         name: set(item["properties"]) for name, item in keys.items() if "properties" in item

@@ -64,7 +64,7 @@ def run(installed, *words, cwd):
     )  # fmt: skip
 
 
-def test_wheel_sends_the_same_bytes_as_the_checkout(installed, tmp_path):
+def test_wheel_and_checkout_send_the_same_files_to_hosts(installed, tmp_path):
     tools, image, where = run(installed, "python", "-c", DIGESTS, cwd=tmp_path).stdout.split()
     here = read_payload()
     assert (tools, image) == (here.tools_digest, here.image_context_digest)
@@ -77,7 +77,7 @@ METADATA = (
 )
 
 
-def test_description_of_the_wheel_has_no_link_that_an_index_cannot_follow(installed, tmp_path):
+def test_wheel_description_contains_only_absolute_links(installed, tmp_path):
     about = json.loads(run(installed, "python", "-c", METADATA, cwd=tmp_path).stdout)
     text = about["description"]
     assert about["description_content_type"] == "text/markdown"
@@ -102,7 +102,7 @@ def test_wheel_creates_and_plans_a_configuration(installed, tmp_path):
     assert "did you mean model?" in wrong.stderr
 
 
-def test_wheel_runs_deploys_with_pyinfra(installed, tmp_path):
+def test_installed_wheel_runs_deploys_with_pyinfra(installed, tmp_path):
     assert run(installed, "spark-deploy", "init", "own", "--local", cwd=tmp_path).returncode == 0
     own = tmp_path / "own"
     line = run(installed, "spark-deploy", "rotate-key", "--dry", "-v", cwd=own)
@@ -110,7 +110,7 @@ def test_wheel_runs_deploys_with_pyinfra(installed, tmp_path):
     assert "Ready: " in line.stdout + line.stderr, line.stdout + line.stderr
 
 
-def test_plan_without_configuration_points_to_init(installed, tmp_path):
+def test_plan_without_configuration_suggests_init(installed, tmp_path):
     plan = run(installed, "spark-deploy", "plan", "--estimate", cwd=tmp_path)
     assert plan.returncode == 1
     assert not plan.stdout

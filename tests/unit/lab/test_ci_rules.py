@@ -42,19 +42,19 @@ def run(tmp_path, folder, text, *words, ci="true", plugin="no:xdist"):
     ],
     ids=["a test", "a file", "all folders", "not reached", "no test", "none in the gate"],
 )
-def test_lab_test_that_does_not_run_fails_ci(tmp_path, folder, words, text):
+def test_ci_fails_if_a_lab_test_does_not_run(tmp_path, folder, words, text):
     assert run(tmp_path, folder, text, *words).returncode != 0
 
 
 @pytest.mark.parametrize(
     ("ci", "text", "words"), [("", SKIPS, "tests/faults"), ("true", RUNS, "tests/unit")]
 )
-def test_lab_may_be_missing_elsewhere(tmp_path, ci, text, words):
+def test_lab_tests_can_be_skipped_outside_ci_or_left_unselected(tmp_path, ci, text, words):
     assert run(tmp_path, "faults", text, words, ci=ci).returncode == 0
 
 
 @pytest.mark.slow
-def test_lab_tests_refuse_xdist(tmp_path):
+def test_lab_tests_fail_under_xdist(tmp_path):
     done = run(tmp_path, "host", RUNS, "tests", "-n", "2", ci="", plugin="xdist")
     assert done.returncode == 1
     assert "1 passed, 1 error" in done.stdout

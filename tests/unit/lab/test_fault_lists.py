@@ -13,7 +13,7 @@ REQUIRED = {
 }  # fmt: skip
 
 
-def test_page_lists_every_bad_release_with_phase():
+def test_faults_page_lists_every_faulty_release_with_its_phase():
     rows = re.findall(r"^\| ([a-z ]+) \| `([a-z]+)` \| (yes)? ?\|$", SECTION, re.MULTILINE)
     documented = {name: (phase, bool(deployed)) for name, phase, deployed in rows}
     assert documented == {
@@ -23,6 +23,6 @@ def test_page_lists_every_bad_release_with_phase():
     assert set(DEPLOYED) >= REQUIRED
 
 
-def test_page_lists_every_stub_fault():
+def test_faults_page_lists_every_stub_engine_fault():
     listed = SECTION.partition("test_stub_faults.py")[2]
     assert sorted(re.findall(r"`([a-z0-9-]+)`", listed)) == stub_faults()

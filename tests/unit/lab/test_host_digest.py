@@ -42,7 +42,7 @@ def replace_link(root):
     (root / "etc/spark/link").symlink_to("/lib/other")
 
 
-def test_ignores_times_ids_secrets_and_host_names(tmp_path):
+def test_host_digest_ignores_times_ids_secrets_and_host_names(tmp_path):
     first, second = make_root(tmp_path / "1", "lab-1"), make_root(tmp_path / "2", "lab-2")
     checks = [{"name": "copy", "ok": True, "seconds": 9.9}]
     change(second, PROOF, checked_at="later", invocation_id="cd34", checks=checks)
@@ -64,7 +64,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_shows_difference(tmp_path, name):
+def test_host_digest_shows_every_kind_of_difference(tmp_path, name):
     root = make_root(tmp_path)
     before = digest(root)
     CHANGES[name](root)

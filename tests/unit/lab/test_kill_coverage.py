@@ -41,14 +41,14 @@ def possible_values(value, function):
     return set().union(*(possible_values(expression, function) for expression in assigned))
 
 
-def test_every_job_type_is_killed():
+def test_kill_tests_cover_every_job_type():
     assert set(get_args(JobKind)) == set(JOBS) | set(JOBS_ELSEWHERE)
     assert not set(JOBS) & set(JOBS_ELSEWHERE)
     assert set(killed.IS_PROVEN) == set(killed.FORGET) == set(JOBS)
     assert {*killed.GATE_JOBS, killed.LONG_JOB} == set(JOBS)
 
 
-def test_every_phase_is_killed():
+def test_kill_tests_cover_every_rollout_phase():
     phases: set[str] = set()
     for path in sorted((CHECKOUT / "files/host/spark_host").rglob("*.py")):
         for function, call in calls(path, "phase"):

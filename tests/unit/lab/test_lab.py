@@ -9,14 +9,14 @@ from lab.guest import Guest
 from lab.paths import LabPaths, lab_paths
 
 
-def test_refuses_state_under_tmp(monkeypatch):  # a guest's systemd may empty /tmp
+def test_lab_rejects_a_state_directory_under_tmp(monkeypatch):  # a guest's systemd may empty /tmp
     monkeypatch.setenv("SPARK_LAB_DIR", "/tmp/lab")
     with pytest.raises(LabError):
         lab_paths()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a mount namespace and changes its root")
-def test_enters_guest_root_even_if_the_lab_runs_in_a_chroot(tmp_path, monkeypatch):
+def test_lab_enters_guest_root_even_if_the_lab_runs_in_a_chroot(tmp_path, monkeypatch):
     script = (
         f"mount --bind {tmp_path} {tmp_path} && cd {tmp_path} && mkdir usr && touch marker && "
         "mount --bind /usr usr && ln -s usr/bin usr/lib usr/lib64 . && "
@@ -33,7 +33,7 @@ def test_enters_guest_root_even_if_the_lab_runs_in_a_chroot(tmp_path, monkeypatc
     assert "marker" in listed.stdout.split(), listed
 
 
-def test_reused_pid_is_not_mistaken_for_a_server(monkeypatch, tmp_path):
+def test_reused_pid_is_not_mistaken_for_a_lab_server(monkeypatch, tmp_path):
     lab = LabPaths(tmp_path)
     lab.run.mkdir()
     words = ["sh", "-c", "echo up; read forever", "lab _hub"]

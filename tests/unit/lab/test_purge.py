@@ -30,14 +30,14 @@ def purge(paths, *names):
     return cli._down(paths, options)
 
 
-def test_purge_deletes_the_folder_and_reports_its_size(paths, tmp_path, capsys):
+def test_purge_deletes_the_lab_folder_and_reports_its_size(paths, tmp_path, capsys):
     assert purge(paths) == 0
     assert not paths.state.exists()
     assert (tmp_path / "mine/kept").read_text() == "kept"
     assert f"0.0 GB freed: deleted {paths.state}" in capsys.readouterr().out
 
 
-def test_purge_keeps_files_on_a_remaining_mount(paths, tmp_path, capsys):
+def test_purge_keeps_files_below_a_remaining_mount(paths, tmp_path, capsys):
     if os.geteuid() != 0:
         missing("needs root, to mount")
     mount_point = paths.guests / "root"
@@ -52,7 +52,7 @@ def test_purge_keeps_files_on_a_remaining_mount(paths, tmp_path, capsys):
     assert purge(paths) == 0
 
 
-def test_purge_refuses_guest_names_and_the_folder_of_another_running_lab(
+def test_purge_rejects_guest_names_and_the_folder_of_another_running_lab(
     paths, monkeypatch, tmp_path
 ):
     monkeypatch.undo()

@@ -15,7 +15,7 @@ def results(*operations):
     return {"results": {"operations": list(operations)}}
 
 
-def test_accepts_run_without_changes():
+def test_assert_unchanged_accepts_run_without_changes():
     run_of(results(IDLE)).assert_unchanged()
 
 
@@ -27,6 +27,6 @@ def test_accepts_run_without_changes():
         (results(IDLE), 1),
     ],
 )  # fmt: skip
-def test_rejects_run_that_failed_changed_or_has_no_results(document, exit_code):
+def test_assert_unchanged_rejects_run_that_failed_changed_or_has_no_results(document, exit_code):
     with pytest.raises(AssertionError):
         run_of(document, exit_code).assert_unchanged()

@@ -10,7 +10,7 @@ from spark_deploy.config.checkout import CHECKOUT
 
 
 @pytest.mark.parametrize("name", variant.names())
-def test_variant_has_everything_it_names(name):
+def test_lab_variant_has_every_file_it_names(name):
     read = variant.read(name)
     for package in (*read.stand_ins, *read.unpacked):
         control = packages.stub_control(package)
@@ -23,13 +23,13 @@ def test_variant_has_everything_it_names(name):
     assert system == (f"debian {read.release.version}" if read.release else None)
 
 
-def test_no_code_names_a_variant():
+def test_lab_code_contains_no_variant_name():
     words = "|".join(map(re.escape, variant.names()))
     for path in Path(variant.__file__).parent.rglob("*.py"):
         assert not re.search(rf"\b({words})\b", path.read_text()), path
 
 
-def test_every_variant_passed_and_kept_its_owner_state():
+def test_every_recorded_variant_passed_and_kept_the_owners_files():
     rows = json.loads((CHECKOUT / "proofs/results/lab/variants.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == variant.names()
     for row in rows:

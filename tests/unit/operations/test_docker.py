@@ -23,7 +23,7 @@ json_values = st.recursive(
 json_objects = st.dictionaries(st.text(max_size=5), json_values, max_size=4)
 
 
-def test_registers_the_nvidia_runtime_unless_daemon_json_has_it():
+def test_docker_role_registers_the_nvidia_runtime_unless_daemon_json_has_it():
     capture = CAPTURES / "docker-daemon-json--nvidia-default--01.txt"
     present = docker.parse_daemon_json(capture.read_text())
     assert docker.merge_with_runtime(present, {}) == present
@@ -50,7 +50,7 @@ def test_daemon_json_merge_is_idempotent_and_keeps_every_key(present, wanted):
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '"x"', "{'a': 1}", '{"a": 1,}'])
-def test_rejects_a_daemon_json_that_is_not_an_object(text):
+def test_rejects_a_daemon_json_that_is_not_a_json_object(text):
     with pytest.raises(ValueError):  # noqa: PT011 - any JSON error
         docker.parse_daemon_json(text)
 
@@ -73,7 +73,7 @@ def test_rejects_a_daemon_json_that_is_not_an_object(text):
         ("bip", "10.0.0.1/24", {}, True),
     ],
 )  # fmt: skip
-def test_compares_keys_with_docker_info(key, value, info, met):
+def test_daemon_json_keys_are_compared_with_docker_info(key, value, info, met):
     assert (docker.unmet_keys({key: value}, info) == ()) is met
 
 
@@ -103,7 +103,7 @@ def state(like, **changes):
         ("DockerState/nothing_installed", {}, gpu.RUNTIME),
     ],
 )
-def test_selects_runtime_or_cdi(like, changes, expected):
+def test_containers_get_the_gpu_by_runtime_or_cdi_depending_on_docker(like, changes, expected):
     docker_state = state(like, **changes)
     assert gpu.gpu_arguments(docker_state) == expected
     assert gpu.gpu_problem(docker_state) is None
@@ -150,7 +150,7 @@ def tool_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_reports_a_failed_pull_with_the_tools_fix(tool_folder):
+def test_failed_image_pull_is_reported_with_the_fix_of_the_host_tools(tool_folder):
     line = f"error: {IMAGE}: the pull stalls: no bytes in 300 s; fix: look at the registry"
     install_stub(tool_folder, "spark-host", f"echo phase=pull bytes=5; echo '{line}' >&2; exit 1")
     with pytest.raises(HostError, match=r"no bytes in 300 s\n  fix: look at the registry"):
@@ -158,7 +158,7 @@ def test_reports_a_failed_pull_with_the_tools_fix(tool_folder):
 
 
 @pytest.mark.parametrize("script", ["exit 0", "exit 2", None])
-def test_checks_gpu_after_pull_if_tools_are_old_or_missing(tool_folder, script):
+def test_gpu_is_checked_after_image_pull_if_host_tools_are_old_or_missing(tool_folder, script):
     if script:
         install_stub(tool_folder, "spark-host", f'[ "$*" = "image {IMAGE}" ] || exit 9\n{script}')
     gpu._pull(None, IMAGE)

@@ -29,7 +29,7 @@ REACHED = {LINK.address: "yes", TWIN.address: "yes"}
         ((LINK,), {}, [], ["ping is missing", "halves the speed"]),
     ],
 )  # fmt: skip
-def test_reports_faulty_and_slow_links(links, reached, problems, warnings):
+def test_preflight_reports_faulty_and_slow_fabric_links(links, reached, problems, warnings):
     verdict = check_links("spark-1", links, reached)
     for messages, patterns in ((verdict.problems, problems), (verdict.warnings, warnings)):
         assert len(messages) == len(patterns)
@@ -37,7 +37,7 @@ def test_reports_faulty_and_slow_links(links, reached, problems, warnings):
             assert pattern in str(problem)
 
 
-def test_members_need_the_same_driver_branch():
+def test_cluster_members_need_the_same_driver_branch():
     first, second, newer = (
         survey(smi=[f"NVIDIA GB10, {version}", "rc=0"])
         for version in ("580.142", "580.95", "590.44")
@@ -70,7 +70,7 @@ def test_reports_kernels_that_reserve_memory_for_kexec():
         (None, 0.0, "full-size packets do not reach spark-2", ""),
     ],
 )
-def test_reports_slow_links_from_a_short_speed_test(link_mbit_per_s, gbit_per_s, problem, warning):
+def test_short_speed_test_reports_slow_links(link_mbit_per_s, gbit_per_s, problem, warning):
     link = replace(LINK, speed_mbit_per_s=link_mbit_per_s)
     verdict = check_speed("spark-1", link, SpeedResult(int(gbit_per_s * 125e6), 1.0))
     assert [problem in message.what for message in verdict.problems] == [True] * bool(problem)
@@ -121,7 +121,7 @@ def test_measurement_token_is_not_in_process_lists(monkeypatch):
     assert "fab0 to spark-2 (192.168.100.12): 88.0 Gb/s over TCP" in sender.log_text
 
 
-def test_dry_run_sends_nothing(monkeypatch):
+def test_fabric_speed_dry_run_sends_no_traffic(monkeypatch):
     sender, listener = cable_end(88), cable_end()
     assert measure(monkeypatch, sender, listener, executing=False) == []
     assert not sender.commands + listener.commands
@@ -138,7 +138,7 @@ def test_dry_run_sends_nothing(monkeypatch):
          "yes", "no connection"),
     ],
 )  # fmt: skip
-def test_measurement_fails_on_a_faulty_link(monkeypatch, sender, listener, reached, message):
+def test_fabric_measurement_fails_on_a_faulty_link(monkeypatch, sender, listener, reached, message):
     [refusal] = measure(monkeypatch, sender, listener, reached=reached)
     assert message in refusal
 
@@ -160,7 +160,7 @@ PERFTEST = """
         (88, "malformed", "", "ib_write_bw failed", False),
     ],
 )
-def test_measures_rdma_where_perftest_is_installed(
+def test_fabric_measurement_uses_rdma_if_perftest_is_installed(
     monkeypatch, tcp, sender_rdma, listener_rdma, logged, degraded
 ):
     sender = cable_end(tcp, rdma=sender_rdma and PERFTEST.replace("RATE", sender_rdma))

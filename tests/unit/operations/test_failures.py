@@ -59,7 +59,7 @@ def test_rejected_host_reports_its_serving_release(active, problem, outcome):
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_unresponsive_host_is_rejected_without_further_errors(lost):
+def test_unresponsive_host_is_rejected_with_a_single_error(lost):
     host = FakeHost(shell=lambda _: TimeoutError("late"), connected=not lost)
     assert operations._report_failure(None, host, "spark-1: lost") is False
     assert host.logs == ["spark-1: lost"]

@@ -45,7 +45,7 @@ def place(*files):
     return list(place_files(files))
 
 
-def test_one_query_reads_all_expected_files():
+def test_one_command_reads_the_state_of_all_expected_files():
     host = Disk(FIRST, SECOND)
     with on(host):
         expect_files([FIRST.path])
@@ -55,7 +55,7 @@ def test_one_query_reads_all_expected_files():
     assert host.queries == [(FIRST.path, SECOND.path, "/etc/none")]
 
 
-def test_queries_again_after_a_command_and_for_unexpected_files():
+def test_file_states_are_read_again_after_a_command_and_for_unexpected_files():
     host = Disk(FIRST)
     with on(host) as state:
         assert place(FIRST) == []
@@ -66,7 +66,7 @@ def test_queries_again_after_a_command_and_for_unexpected_files():
     assert host.queries == [(FIRST.path,), *[(FIRST.path, SECOND.path)] * 2]
 
 
-def test_fact_reads_mode_and_hash_of_regular_files_only(tmp_path):
+def test_file_fact_reads_mode_and_hash_only_of_regular_files(tmp_path):
     plain, link = tmp_path / "a b'c.conf", tmp_path / "link"
     plain.write_bytes(b"x\n")
     plain.chmod(0o640)
@@ -107,7 +107,7 @@ def as_user(script):
     return script.replace("-o root -g root ", "").replace("-p /run", "")
 
 
-def test_writes_a_file_next_to_the_target_and_renames_it(tmp_path):
+def test_file_is_written_next_to_the_target_and_renamed(tmp_path):
     target = tmp_path / "deep" / "it's.conf"
     file = ManagedFile(str(target), b"new\n", 0o640)
     run_script(as_user(unpack_script([file])), stdin=pack_files([file]))
@@ -117,7 +117,7 @@ def test_writes_a_file_next_to_the_target_and_renames_it(tmp_path):
     assert stat.S_IMODE(target.parent.stat().st_mode) == 0o755
 
 
-def test_failed_write_names_the_fix(tmp_path):
+def test_failed_file_write_suggests_a_fix(tmp_path):
     (tmp_path / "file").write_text("")
     file = ManagedFile(f"{tmp_path}/file/below", b"new\n")
     done = subprocess.run(
@@ -131,7 +131,7 @@ def test_failed_write_names_the_fix(tmp_path):
     assert "fix: check for a full" in done.stderr
 
 
-def test_read_tree_skips_bytecode(tmp_path):
+def test_archive_of_a_directory_omits_python_bytecode(tmp_path):
     for name in ("bin/run", "__pycache__/x.pyc", "a.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("#!/bin/sh\n")
@@ -157,7 +157,7 @@ def unpack(home, content, sha256):
     )  # fmt: skip
 
 
-def test_next_run_removes_what_a_killed_run_unpacked(tmp_path):
+def test_next_run_removes_files_that_a_killed_run_unpacked(tmp_path):
     home, content = tmp_path / "tools/site", zip_package()
     script = unzip_script(str(home), hashlib.sha256(content).hexdigest(), "made of this")
     killed = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE)
@@ -170,7 +170,7 @@ def test_next_run_removes_what_a_killed_run_unpacked(tmp_path):
     assert os.listdir(home.parent) == ["site"]
 
 
-def test_unpacks_an_archive_with_its_receipt_and_leaves_nothing_else(tmp_path):
+def test_unpacking_leaves_only_the_archive_members_and_the_receipt(tmp_path):
     home, content = tmp_path / "tools/site", zip_package()
     for _ in range(2):
         done = unpack(home, content, hashlib.sha256(content).hexdigest())

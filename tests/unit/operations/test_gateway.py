@@ -90,7 +90,7 @@ def test_restarts_a_watchdog_with_older_tools_that_would_undo_the_reload(
     assert configure(host_with(gateway_file(plan), tools=tools), plan) == []
 
 
-def test_fact_reads_the_tools_directory_of_the_watchdog(tmp_path):
+def test_gateway_fact_reads_the_tools_directory_of_the_running_watchdog(tmp_path):
     process = subprocess.Popen(
         ["sleep", "60"], env={"PATH": "/bin:/usr/bin", "PYTHONPATH": "/tools/1:/tools/site"}
     )
@@ -105,7 +105,7 @@ def test_fact_reads_the_tools_directory_of_the_watchdog(tmp_path):
         process.wait()
 
 
-def test_removes_certificate_if_tls_is_turned_off():
+def test_certificate_is_removed_if_tls_is_turned_off():
     old_key = ManagedFile(TLS.key, b"old", 0o600)
     commands = configure(host_with(gateway_file(PLAN), old_key), PLAN)
     assert list(map(str, commands)) == [f"rm -f -- {TLS.key}", RELOAD]
@@ -116,7 +116,7 @@ def with_key(folder, key):
     return replace(PLAN, key=SecretRef(file=str(folder / "key")))
 
 
-def test_key_of_the_controller_is_sent_on_standard_input_only(tmp_path):
+def test_api_key_of_the_controller_is_sent_only_on_standard_input(tmp_path):
     plan = with_key(tmp_path, "a-key-of-my-own-0123456789")
     key = ManagedFile("/etc/spark/api-key", b"a-key-of-my-own-0123456789\n", 0o600)
     host = host_with(gateway_file(plan))
@@ -127,7 +127,7 @@ def test_key_of_the_controller_is_sent_on_standard_input_only(tmp_path):
     assert configure(host_with(gateway_file(plan), key), plan) == []
 
 
-def test_rejects_an_unusable_key_without_showing_it(tmp_path):
+def test_unusable_api_key_is_rejected_without_showing_it(tmp_path):
     with pytest.raises(SettingsError, match=r"serve\.api_key") as raised:
         configure(host_with(), with_key(tmp_path, "blank in it 0123456789"))
     assert "blank" not in str(raised.value)
@@ -144,7 +144,7 @@ KEYS = {"anna": NamedKey("0" * 64, 4, None, None)}
         (KEYS, True, "changed settings", False, True),
     ],
 )  # fmt: skip
-def test_named_keys_change_only_the_keys_and_reload_running_gateways(
+def test_changed_named_keys_write_only_the_keys_and_reload_running_gateways(
     before, active, difference, puts, reloads
 ):
     deployed = replace(PLAN.settings, expose="lan", keys=before)
@@ -158,7 +158,7 @@ def test_named_keys_change_only_the_keys_and_reload_running_gateways(
     assert list(map(str, commands[int(puts) :])) == [RELOAD] * reloads
 
 
-def test_fact_reads_every_gateway_of_a_host():
+def test_gateway_fact_reads_every_gateway_on_the_host():
     documents = [PLAN.settings, replace(PLAN.settings, service="embed", keys=KEYS)]
     output = "".join(map(to_json, documents))
     assert Gateways().process(output.splitlines()) == tuple(documents)
@@ -182,13 +182,13 @@ def private_ca(tmp_path):
     return exposed("lan", TlsPlan("private-ca", "", "", str(tmp_path / "ca"), names))
 
 
-def test_dry_run_does_not_create_a_ca(private_ca):
+def test_gateway_dry_run_does_not_create_a_ca(private_ca):
     commands = configure(host_with(gateway_file(private_ca)), private_ca, executing=False)
     assert list(map(str, commands)) == ["true", RELOAD]
     assert not Path(private_ca.tls.ca_dir).exists()
 
 
-def test_private_ca_issues_a_certificate_once(private_ca, tmp_path):
+def test_private_ca_issues_a_certificate_only_once(private_ca, tmp_path):
     host = host_with(gateway_file(private_ca))
     certificate, key = unpack_sent(configure(host, private_ca)[0])
     (tmp_path / "leaf.pem").write_bytes(certificate)
@@ -228,7 +228,7 @@ def set_timers(running, *wanted, rejected=""):
     return run_operation(host, gateway.set_timers, ["20:00"] * len(wanted), wanted)
 
 
-def test_timers_are_placed_started_and_removed():
+def test_schedule_timers_are_installed_started_and_removed():
     start = f"systemctl enable {TIMER_NAME} && systemctl restart {TIMER_NAME}"
     _, command = set_timers({}, TIMER)
     assert start in command
@@ -239,7 +239,7 @@ def test_timers_are_placed_started_and_removed():
     assert f"disable --now {OLD_TIMER}; rm -f /etc/systemd/system/{OLD_TIMER};" in command
 
 
-def test_rejects_a_time_that_systemd_rejects():
+def test_schedule_time_that_systemd_rejects_is_rejected():
     [command] = set_timers({}, TIMER, rejected=RejectedCalendar().process(["25:00"]))
     assert command.startswith("_report_failure(spark-1: schedule: ")
 
@@ -257,5 +257,5 @@ def test_rejects_a_time_that_systemd_rejects():
          {TIMER_NAME: True, OLD_TIMER: False, "x": False}),
     ],
 )  # fmt: skip
-def test_facts_parse_output(fact, output, value):
+def test_gateway_and_timer_facts_parse_command_output(fact, output, value):
     assert fact().process(output) == value

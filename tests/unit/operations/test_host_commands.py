@@ -35,7 +35,7 @@ def answers(*results):
 
 
 @pytest.mark.parametrize("loss", [OSError("gone"), EOFError(), TimeoutError(), None])
-def test_reconnects_and_repeats_the_command(clock, loss):
+def test_lost_connection_is_restored_and_the_command_repeated(clock, loss):
     host = answers(loss, "here")
     assert commands.run_reconnecting(host, "true") == (True, "here", "")
     assert host.connects == 1
@@ -48,7 +48,7 @@ def test_does_not_repeat_a_failed_command(clock):
 
 
 @pytest.mark.parametrize("sudo", [True, False])
-def test_pauses_grow_and_sudo_follows_the_settings(clock, sudo):
+def test_reconnects_with_growing_pauses_and_the_configured_sudo(clock, sudo):
     host = answers(*[OSError("gone")] * 5, "here")
     host.data["_sudo"] = sudo
     assert commands.run_reconnecting(host, "true") == (True, "here", "")
@@ -57,7 +57,7 @@ def test_pauses_grow_and_sudo_follows_the_settings(clock, sudo):
     assert {options["_sudo"] for _, options in host.commands} == {sudo}
 
 
-def test_gives_up_a_host_after_minutes(clock):
+def test_host_counts_as_unreachable_after_the_reconnect_timeout(clock):
     with pytest.raises(ConnectError, match="unreachable for"):
         commands.run_reconnecting(answers(), "true")
     assert commands.RECONNECT_TIMEOUT_S <= clock[0] < commands.RECONNECT_TIMEOUT_S + 30
@@ -79,13 +79,13 @@ def message_of(error, *, connected):
 @pytest.mark.parametrize(
     "error", [PyinfraError("No hosts remaining!"), FactUnavailableError("no fact")]
 )
-def test_lost_host_is_reported_as_unreachable(error):
+def test_lost_connection_is_reported_as_unreachable_host(error):
     text = message_of(error, connected=False)
     assert text.startswith("spark-1: raise_error: unreachable")
     assert text.endswith("fix: run again; finished steps are skipped")
 
 
-def test_unexpected_error_names_the_operation_or_a_defect():
+def test_unexpected_error_names_the_operation_and_asks_for_a_bug_report():
     unread = message_of(FactUnavailableError("could not read the state"), connected=True)
     assert "raise_error: could not read the state\n" in unread
     assert "raise_error: KeyError: 'x'\n  fix: report this" in message_of(

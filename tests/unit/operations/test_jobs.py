@@ -44,7 +44,7 @@ def start(host):
     return run_operation(host, jobs.start_job, WORK, RELEASE, (JOB.digest12,))
 
 
-def test_jobs_of_a_replaced_release_are_not_continued_at_boot():
+def test_jobs_of_a_replaced_release_do_not_continue_at_boot():
     [command] = wait(host_with("done", (REPLACED, *UNRELATED)))
     assert f"multi-user.target.wants/{REPLACED}" in command
     assert f"/etc/systemd/system/{REPLACED}.d" in command
@@ -52,7 +52,7 @@ def test_jobs_of_a_replaced_release_are_not_continued_at_boot():
     assert wait(host_with("done", (REPLACED,)), retire_others=False) == []
 
 
-def test_retires_replaced_jobs_before_the_wait_and_finished_jobs_after():
+def test_replaced_jobs_are_disabled_before_the_wait_and_finished_jobs_after_it():
     retire, waiting, finish = wait(host_with("running", (TARGET, REPLACED)))
     assert REPLACED in retire
     assert waiting.startswith("_wait_until_done(")
@@ -60,7 +60,7 @@ def test_retires_replaced_jobs_before_the_wait_and_finished_jobs_after():
     assert REPLACED not in finish
 
 
-def test_release_without_jobs_reuses_a_cached_fact():
+def test_release_without_jobs_reuses_the_cached_job_states():
     host = host_with("done", (READY,))
     with on(host):
         assert list(jobs.wait_for_jobs._inner((JOB,), RELEASE, 60, False)) == []
@@ -126,7 +126,7 @@ def test_rejects_donor_tensors_that_differ_between_hosts_or_from_the_lock(
         assert "fix: " in text
 
 
-def test_failed_job_of_another_release_does_not_end_the_wait(monkeypatch):
+def test_wait_for_jobs_ignores_a_failed_job_of_another_release(monkeypatch):
     other = JobState(JOB.digest, "fetch", "fetch", "failed", "why", 1, None, None, None, ("why",))
     answer = ScriptResult(True, json.dumps(to_plain([other])), "")
     monkeypatch.setattr(jobs, "run_reconnecting", lambda *_: answer)
@@ -134,13 +134,13 @@ def test_failed_job_of_another_release_does_not_end_the_wait(monkeypatch):
 
 
 @pytest.mark.parametrize("linked", [(), UNRELATED])
-def test_does_not_wait_when_all_jobs_are_done(linked):
+def test_deploy_does_not_wait_if_all_jobs_are_done(linked):
     host = host_with("done", linked)
     assert wait(host) == []
     assert host.noops == ["1 jobs are complete"]
 
 
-def test_attaches_to_a_running_job_of_the_release():
+def test_deploy_waits_for_a_running_job_instead_of_starting_it_again():
     host = host_with("running", (TARGET,), (JOB.digest12,))
     assert start(host) == []
     assert host.noops == ["build image x: already running, attaching"]
@@ -149,13 +149,13 @@ def test_attaches_to_a_running_job_of_the_release():
 @pytest.mark.parametrize(
     ("linked", "pulled"), [((REPLACED,), ()), ((TARGET,), ()), ((), (JOB.digest12,))]
 )
-def test_running_job_is_continued_at_boot_for_the_current_release(linked, pulled):
+def test_running_job_of_the_current_release_continues_at_boot(linked, pulled):
     *_, command = start(host_with("running", linked, pulled))
     assert f"ln -sfn /etc/systemd/system/spark-prepare@.target {BOOT_LINKS}/{TARGET}" in command
     assert "systemctl start" not in command
 
 
-def test_rejects_to_start_a_job_in_an_unknown_state():
+def test_job_in_an_unknown_state_is_not_started():
     [command] = start(host_with("unknown", ()))
     assert command.startswith("_report_failure(")
     assert "why" in command
@@ -164,7 +164,7 @@ def test_rejects_to_start_a_job_in_an_unknown_state():
 @pytest.mark.parametrize(
     ("state", "sent"), [("waiting", True), ("failed", True), ("running", False), ("done", False)]
 )
-def test_token_is_sent_on_standard_input_only_when_a_job_starts(tmp_path, state, sent):
+def test_hub_token_is_sent_on_standard_input_and_only_when_a_job_starts(tmp_path, state, sent):
     token = "hf_canary0123456789"
     (tmp_path / "token").write_text(token)
     hub = HubSettings(token=SecretRef(file=str(tmp_path / "token")))
@@ -181,7 +181,7 @@ def test_token_is_sent_on_standard_input_only_when_a_job_starts(tmp_path, state,
             assert "hub-token" not in str(command)
 
 
-def test_installs_python_packages_before_the_tools(monkeypatch):
+def test_python_packages_are_installed_before_the_host_tools(monkeypatch):
     steps: list[str] = []
     for step in ("install_tools", "install_site"):
         monkeypatch.setattr(tools, step, lambda step=step, **_: steps.append(step))

@@ -74,7 +74,7 @@ def run(host, body=change, executing=True):
     return commands
 
 
-def test_takes_a_free_host_before_the_first_command_and_returns_it(path):
+def test_lease_is_taken_before_the_first_command_and_returned_at_the_end(path):
     host = local_host()
     assert run(host) == ["first", "second"]
     token, _, since, who = path.read_text().split()
@@ -86,14 +86,14 @@ def test_takes_a_free_host_before_the_first_command_and_returns_it(path):
 
 @pytest.mark.parametrize("body", [change, never_reached])
 @pytest.mark.parametrize("token", [OTHER, f"{MACHINE}-{os.getppid()}"], ids=["remote", "local"])
-def test_rejects_a_host_that_another_run_changes(path, token, body):
+def test_host_leased_by_another_run_is_rejected(path, token, body):
     assert take(path, token, "ben@laptop") == "taken"
     [refusal] = run(local_host(), body)
     assert "ben@laptop started a change at 20" in refusal
     assert path.read_text().startswith(token)
 
 
-def test_a_missing_sudo_password_is_not_reported_as_a_lost_host(path):
+def test_missing_sudo_password_is_not_reported_as_a_lost_host(path):
     def needs_password(script):
         raise SettingsError.one("sudo", "needs a password", "run deploys/bootstrap.py once")
 
@@ -103,13 +103,13 @@ def test_a_missing_sudo_password_is_not_reported_as_a_lost_host(path):
     assert "run deploys/bootstrap.py once" in refusal
 
 
-def test_takes_the_lease_of_a_killed_run_of_this_machine(path):
+def test_lease_of_a_killed_run_on_the_same_controller_is_taken_over(path):
     take(path, DEAD, "ann@desk")
     assert run(local_host()) == ["first", "second"]
     assert path.read_text().startswith(this_run())
 
 
-def test_dry_run_and_unchanged_host_do_not_take_a_lease(path):
+def test_no_lease_is_taken_in_a_dry_run_or_for_an_unchanged_host(path):
     take(path, OTHER, "ben@laptop")
     assert run(local_host(), executing=False) == ["first", "second"]
     path.unlink()
@@ -118,7 +118,7 @@ def test_dry_run_and_unchanged_host_do_not_take_a_lease(path):
     assert not path.exists()
 
 
-def test_expires_after_the_last_renewal(path):
+def test_lease_expires_some_time_after_the_last_renewal(path):
     take(path, OTHER, "ben@laptop")
     _, until, since, _ = path.read_text().split()
     assert take(path, OTHER, "ben@laptop") == "taken"
@@ -135,7 +135,7 @@ def test_damaged_lease_expires_without_running_code(path, content):
     assert re.fullmatch(r"taken|held a \d+ s \$\(id\)", take(path, OTHER, "ben@laptop"))
 
 
-def test_waiting_run_locks_again_after_the_lock_file_was_removed(path):
+def test_waiting_run_locks_the_new_file_after_the_lock_file_was_removed(path):
     lock = Path(f"{path}.lock")
     script = ["sh", "-c", lease_script(str(path), OTHER, "ann@desk")]
     with lock.open("w") as removed:
@@ -161,7 +161,7 @@ def test_other_users_of_the_host_cannot_lock_the_lease(path):
     assert stat.S_IMODE(lock.stat().st_mode) == 0o600
 
 
-def test_only_the_holder_returns_the_lease(path):
+def test_only_the_holder_can_return_the_lease(path):
     take(path, OTHER, "ben@laptop")
     release(path, this_run())
     assert path.exists()

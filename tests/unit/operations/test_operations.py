@@ -74,7 +74,7 @@ def frozen(value):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_operation_yields_what_the_state_requires(case):
+def test_operation_runs_exactly_the_commands_that_the_host_state_requires(case):
     data = yaml.safe_load(case.read_text())
     module, _, name = case.parent.name.partition(".")
     changes = {key: frozen(value) for key, value in data.get("plan", {}).items()}
@@ -96,7 +96,7 @@ def test_operation_yields_what_the_state_requires(case):
         assert any(re.search(pattern, line) for line in host.logs), host.logs
 
 
-def test_every_operation_has_a_case_that_acts_and_one_that_does_nothing():
+def test_every_operation_has_a_case_with_commands_and_one_without():
     kinds: dict[str, set[str]] = defaultdict(set)
     for case in CASES:
         kinds[case.parent.name].add(
@@ -113,7 +113,7 @@ def test_every_operation_has_a_case_that_acts_and_one_that_does_nothing():
 
 
 @pytest.mark.parametrize(("max_age_s", "reads"), [(facts.MAX_AGE_S, 1), (-1.0, 2)])
-def test_execution_reuses_only_recent_facts_from_the_prediction(monkeypatch, max_age_s, reads):
+def test_execution_reuses_only_recent_facts_from_the_dry_run(monkeypatch, max_age_s, reads):
     monkeypatch.setattr(facts, "MAX_AGE_S", max_age_s)
     host = FakeHost(sections_of({"like": "DockerState/factory_without_runtime"}))
     with on(host, executing=False):

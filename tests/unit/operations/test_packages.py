@@ -25,7 +25,7 @@ FREE = (
 )  # fmt: skip
 
 
-def test_finds_changes_of_driver_kernel_and_firmware_only():
+def test_only_driver_kernel_and_firmware_packages_must_not_change():
     for package in PROTECTED:
         simulation = ["Reading package lists...", f"Inst {package} [1.0] (1.1 repo [arm64])"]
         assert packages.forbidden_changes(simulation) == (package,)
@@ -33,7 +33,7 @@ def test_finds_changes_of_driver_kernel_and_firmware_only():
     assert packages.forbidden_changes([f"Inst {package} (1.0 [arm64])" for package in FREE]) == ()
 
 
-def test_apt_source_contains_key_and_components():
+def test_apt_source_names_key_and_components():
     repository = replace(VENDOR, suite="stable", components=("main", "extra"))
     text = packages.sources_file(repository).content.decode()
     assert "\nComponents: main extra\nSigned-By: /etc/apt/keyrings/spark-vendor.asc\n" in text
@@ -57,7 +57,7 @@ case "$*" in *FragmentPath*) echo "OWNED" ;; esac
         ("/usr/lib/systemd/system/nginx.service", False),
     ],
 )
-def test_leaves_an_existing_service_of_the_owner_enabled(tmp_path, unit, managed):
+def test_service_that_existed_before_the_deploy_stays_enabled(tmp_path, unit, managed):
     units, tools, log = tmp_path / "units", tmp_path / "bin", tmp_path / "log"
     units.mkdir()
     tools.mkdir()
@@ -82,7 +82,7 @@ def test_leaves_an_existing_service_of_the_owner_enabled(tmp_path, unit, managed
         ("", "", ""),
     ],
 )
-def test_downloads_keys_through_the_proxy_of_apt(tmp_path, configuration, http, https):
+def test_apt_keys_are_downloaded_through_the_apt_proxy(tmp_path, configuration, http, https):
     install_stub(tmp_path, "apt-config", f"cat <<'E'\n{configuration}\nE")
     show = "env | grep -E '^https?_proxy=' | sort || :"
     lines = run_script(f"set -eu\n{packages._APT_PROXY}\n{show}", tmp_path)
@@ -98,7 +98,7 @@ def test_downloads_keys_through_the_proxy_of_apt(tmp_path, configuration, http, 
         ("exit 0", ""),
     ],
 )
-def test_apt_update_ends_after_the_limit(tmp_path, apt_get, output):
+def test_apt_update_is_stopped_after_its_time_limit(tmp_path, apt_get, output):
     install_stub(tmp_path, "apt-get", apt_get)
     lines = run_script(packages.update_script(1, str(tmp_path)), tmp_path)
     assert "\n".join(lines).startswith(output)
@@ -118,7 +118,7 @@ def test_apt_update_replaces_lists_left_empty_by_a_power_cut(tmp_path):
     assert (lists / "partial/begun").exists()
 
 
-def test_missing_package_is_reported_with_failed_updates(monkeypatch):
+def test_missing_package_is_reported_with_the_failed_apt_update(monkeypatch):
     def run(host, command, *, timeout_s=600):
         if " update " in command:
             return ["Hit:1 http://ours", "Err:2 http://vendor ./ InRelease", "W: 403  Forbidden"]

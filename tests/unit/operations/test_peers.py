@@ -83,13 +83,13 @@ class Fleet:
     [({"a": "done", "b": "done"}, True), ({"a": ""}, True), ({"a": "done", "b": ""}, False)],
     ids=["nothing missing", "single host", "disabled"],
 )
-def test_opens_port_only_if_another_host_lacks_files(monkeypatch, states, share):
+def test_peer_port_is_opened_only_if_another_host_lacks_files(monkeypatch, states, share):
     fleet = Fleet(monkeypatch, **states)
     assert fleet.share(share=share) == fleet.stop() == {name: [] for name in states}
     assert fleet.peers(next(reversed(states))) == []
 
 
-def test_first_host_downloads_and_others_copy(monkeypatch):
+def test_first_host_downloads_and_other_hosts_copy_from_it(monkeypatch):
     fleet = Fleet(monkeypatch, a="", b="", c="")
     for commands in fleet.share().values():
         assert "systemctl restart spark-share@trees.service" in commands[1]
@@ -100,7 +100,7 @@ def test_first_host_downloads_and_others_copy(monkeypatch):
     assert fleet.peers("c") == ["http://10.0.0.a:8010"]
 
 
-def test_new_host_copies_from_complete_hosts(monkeypatch):
+def test_new_host_copies_files_from_complete_hosts(monkeypatch):
     fleet = Fleet(monkeypatch, a="done", b="done", c="")
     commands = fleet.share()
     assert [len(commands[name]) for name in "abc"] == [2, 2, 1]
@@ -120,7 +120,7 @@ def test_new_host_copies_from_complete_hosts(monkeypatch):
     assert fleet.stop() == {"a": [], "b": [], "c": []}
 
 
-def test_stops_sharing_left_by_an_interrupted_run(monkeypatch):
+def test_next_run_stops_peer_sharing_left_by_an_interrupted_run(monkeypatch):
     fleet = Fleet(monkeypatch, a="done", b="done")
     facts = fleet.hosts["a"].facts
     facts["JobStates"] = dataclasses.replace(facts["JobStates"], shares_files=True)
@@ -128,7 +128,7 @@ def test_stops_sharing_left_by_an_interrupted_run(monkeypatch):
     assert {name: len(commands) for name, commands in fleet.stop().items()} == {"a": 1, "b": 0}
 
 
-def test_host_with_unknown_address_copies_but_does_not_serve_peers(monkeypatch):
+def test_host_with_unknown_address_copies_files_but_does_not_share_them(monkeypatch):
     fleet = Fleet(monkeypatch, a="", b="", c="")
     fleet.hosts["b"].facts["LoginAddress"] = ""
     assert [len(commands) for commands in fleet.share().values()] == [2, 1, 2]
@@ -137,7 +137,7 @@ def test_host_with_unknown_address_copies_but_does_not_serve_peers(monkeypatch):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_image_is_shared_only_with_its_blobs(monkeypatch, kept):
+def test_image_is_shared_only_if_its_blobs_are_stored(monkeypatch, kept):
     layers = WORKS[-1].layers
     assert layers is not None
     fleet = Fleet(monkeypatch, a="done", b="")

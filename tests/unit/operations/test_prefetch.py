@@ -64,7 +64,7 @@ def host():
         yield host
 
 
-def test_reads_expected_facts_in_parallel_and_only_once(host):
+def test_prefetch_reads_expected_facts_in_parallel_and_only_once(host):
     prefetch()
     assert (len(host.commands), host.most_at_once) == (2, 2)
     for kind in (Output, Slow, Unterminated):
@@ -73,21 +73,21 @@ def test_reads_expected_facts_in_parallel_and_only_once(host):
     assert (len(host.commands), host.fact_reads) == (2, 0)
 
 
-def test_refetches_facts_that_failed_or_have_different_arguments(host):
+def test_facts_that_failed_or_have_different_arguments_are_read_again(host):
     prefetch()
     read(Failing)
     read_fact(Output, script="echo another")
     assert host.fact_reads == 2
 
 
-def test_reads_facts_again_after_a_lost_connection(host):
+def test_facts_are_read_again_after_a_lost_connection(host):
     host.shell = lambda script: EOFError()
     prefetch()
     read(Output)
     assert host.fact_reads == 1
 
 
-def test_cached_value_expires_after_ttl_or_any_command(host, monkeypatch):
+def test_cached_fact_expires_after_its_ttl_or_any_command(host, monkeypatch):
     prefetch()
     monkeypatch.setattr(facts, "MAX_AGE_S", -1)
     read(Output)

@@ -33,7 +33,7 @@ def secret(tmp_path):
     return ProxySettings(SecretRef(file=str(tmp_path / "proxy")), direct=("lan", "10.0.0.1"))
 
 
-def test_password_is_sent_on_standard_input_into_a_file_of_root(secret):
+def test_proxy_password_is_sent_on_standard_input_to_a_file_owned_by_root(secret):
     [command] = set_job_proxy(secret)
     assert PASSWORD not in repr(command) + str(command)
     [content] = unpack_sent(command)
@@ -45,7 +45,7 @@ def test_password_is_sent_on_standard_input_into_a_file_of_root(secret):
     assert f"put 0 600 {PATH}" in str(command)
 
 
-def test_second_run_changes_nothing_and_no_proxy_removes_the_file(secret):
+def test_unchanged_proxy_needs_no_command_and_no_proxy_removes_the_file(secret):
     assert set_job_proxy(secret, proxy_file(secret)) == []
     [command] = set_job_proxy(NO_PROXY, proxy_file(secret))
     assert str(command) == f"rm -f -- {PATH}"
@@ -65,7 +65,7 @@ def test_second_run_changes_nothing_and_no_proxy_removes_the_file(secret):
         (NO_PROXY, True, "same", [f"rm -f -- {DROP_IN_PATH}", "restart"]),
     ],
 )
-def test_docker_restarts_only_if_the_proxy_differs(settings, managed, daemon, expected):
+def test_docker_restarts_only_if_the_proxy_changed(settings, managed, daemon, expected):
     commands = set_docker_proxy(settings, *([DOCKER_DROP_IN] * managed), daemon=daemon)
     assert len(commands) == len(expected)
     for command, words in zip(commands, expected, strict=True):
@@ -75,7 +75,7 @@ def test_docker_restarts_only_if_the_proxy_differs(settings, managed, daemon, ex
 @pytest.mark.parametrize(
     "address", ['http://a:b"c@p:1', "http://a:b c@p:1", "proxy:3128", "http://a:b\\c@p"]
 )
-def test_rejects_an_address_that_systemd_misreads_without_showing_it(tmp_path, address):
+def test_proxy_address_that_systemd_misreads_is_rejected_without_showing_it(tmp_path, address):
     (tmp_path / "proxy").write_text(address)
     with pytest.raises(SettingsError) as caught:
         set_job_proxy(ProxySettings(SecretRef(file=str(tmp_path / "proxy"))))
@@ -102,7 +102,7 @@ def lines_of(settings):
         ([], "differs"),
     ],
 )
-def test_fact_compares_docker_environment_with_the_file(tmp_path, environment, result):
+def test_proxy_fact_compares_the_docker_environment_with_the_file(tmp_path, environment, result):
     file = tmp_path / "proxy.env"
     file.write_bytes(proxy_file(PROXY).content)
     clean = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}

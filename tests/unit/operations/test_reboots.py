@@ -36,7 +36,7 @@ def reboot(host, *failed, executing=True):
     return run_operation(host, serve.reboot_host, ALLOWED, RELEASE, executing=executing)
 
 
-def test_does_not_reboot_without_a_reason():
+def test_host_without_pending_reboot_is_not_rebooted():
     host = factory_spark()
     assert reboot(host) == []
     assert host.noops == ["no reboot is pending"]
@@ -53,12 +53,12 @@ def test_does_not_reboot_without_a_reason():
          "driver module 580.142 is loaded, library of another version is installed"),
     ],
 )  # fmt: skip
-def test_reboots_for_each_cause_and_reports_it(sections, cause):
+def test_host_is_rebooted_for_each_cause_and_the_cause_is_reported(sections, cause):
     [command] = reboot(factory_spark(**sections))
     assert command.startswith(f"_reboot({cause}, ")
 
 
-def test_reboots_once_for_a_cause_that_stays():
+def test_host_is_not_rebooted_twice_for_the_same_cause():
     host = factory_spark(rebooted_for=PENDING, **KERNEL)
     assert reboot(host) == []
     assert "is not rebooted again" in host.noops[0]
@@ -94,7 +94,7 @@ def test_reboot_marker_contains_the_previous_boot_id(monkeypatch):
     assert written == [f"the-boot-before\n{PENDING}"]
 
 
-def test_does_not_reboot_after_failure_of_another_host_or_with_unreadable_status():
+def test_no_reboot_after_another_host_failed_or_with_unreadable_status():
     [command] = reboot(factory_spark(**KERNEL), FakeHost(name="spark-0"))
     assert command.startswith("_report_failure(")
     assert "not rebooted, because spark-0 failed first" in command

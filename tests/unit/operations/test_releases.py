@@ -45,7 +45,7 @@ def test_rollback_is_one_command_and_names_both_releases():
         assert host.logs == [f"goes back from {NEW} (m with v2-tq) to {OLD} (m with v2)"]
 
 
-def test_finished_rollback_does_nothing():
+def test_finished_rollback_runs_no_command():
     host = rollback_host(**{"from": FORMER, "to": FORMER, "done": "it has replaced B"})
     assert roll_back(host) == []
     assert host.noops == ["it has replaced B"]
@@ -75,7 +75,7 @@ MALFORMED = (
         (PrunePreview, prune_host, (KEEP,)),
     ],
 )
-def test_fails_with_the_problem_reported_by_the_host_tools(fact, operation, arguments):
+def test_operation_fails_with_the_problem_reported_by_the_host_tools(fact, operation, arguments):
     host = FakeHost(**{fact.__name__: fact().process(["phase=x", MALFORMED])})
     [command] = run_operation(host, operation, *arguments)
     assert command.startswith(
@@ -88,7 +88,7 @@ def test_fails_with_the_problem_reported_by_the_host_tools(fact, operation, argu
     assert "run deploy.py for this host first" in command
 
 
-def test_preview_facts_only_query():
+def test_rollback_and_prune_previews_change_nothing_on_the_host():
     assert "--dry" in RollbackPreview().command("main", None)
     assert f"--to {OLD} --dry" in RollbackPreview().command("main", OLD)
     assert "prune --dry" in PrunePreview().command("{}")
@@ -103,7 +103,7 @@ def require_no_failure(host):
     return ""
 
 
-def test_failure_of_another_host_stops_changes():
+def test_failure_of_another_host_prevents_changes():
     failed, second = FakeHost(name="first"), FakeHost(name="second")
     assert "because first failed first" in require_no_failure(after_failure(second, failed))
     third = after_failure(FakeHost(), failed, second)
@@ -116,7 +116,7 @@ def test_failure_of_another_host_stops_changes():
     assert "because spark-0 failed first" in command
 
 
-def test_host_lost_during_a_change_stops_others(monkeypatch):
+def test_host_lost_during_a_change_prevents_changes_on_other_hosts(monkeypatch):
     monkeypatch.setattr(commands, "RECONNECT_TIMEOUT_S", 0)
     monkeypatch.setattr(commands.gevent, "sleep", lambda _: None)
     lost = FakeHost(shell=lambda script: OSError("no route"))
@@ -151,7 +151,7 @@ def test_prune_lists_each_item_once_with_its_size(executing):
     assert "state files of 1 jobs" in text
 
 
-def test_prune_without_items_does_nothing():
+def test_prune_without_items_runs_no_command():
     host = FakeHost(PrunePreview=read(Pruning, {**PRUNABLE, "items": [], "bytes": 0}))
     assert run_operation(host, prune_host, KEEP) == []
     assert host.noops == ["nothing to remove"]
@@ -188,7 +188,7 @@ def test_rollback_fails_unless_the_serving_release_is_proven():
         ("m/v2", "applies the current settings"),
     ],
 )
-def test_rollback_names_the_effect_of_the_next_up(chosen, then):
+def test_rollback_reports_what_the_next_up_will_do(chosen, then):
     host = serving({"model": "m", "profile": "v2"})
     assert verify_rollback(host, chosen) == []
     assert host.logs == [f"serves m/v2 ({RELEASE}), proven; the next `spark-deploy up` {then}"]
@@ -204,7 +204,7 @@ def test_deploy_does_not_start_a_service_stopped_on_purpose():
     assert run_operation(host, serve.verify_service, PLAN, SimpleNamespace()) == []
 
 
-def test_deploy_leaves_a_proven_service_stopped_until_a_request_and_proves_another_release():
+def test_on_request_service_starts_at_deploy_only_to_check_a_new_release():
     stopped = {"schema_version": 1, "at": "then", "release": RELEASE, "on_request": True}
     state: dict[str, Any] = {"stopped_by_hand": stopped, "active": None, "traffic_open": False}
     host = serving({"unproven": "not running"}, **state)
@@ -218,7 +218,7 @@ def test_deploy_leaves_a_proven_service_stopped_until_a_request_and_proves_anoth
     assert len(roll_out(serving(gateway=outdated, **state))) == 1
 
 
-def test_deploy_after_a_rollback_reports_that_it_applies_group_vars():
+def test_deploy_after_a_rollback_reports_that_it_applies_the_settings_again():
     back = {"schema_version": 1, "state": "done", "from": RELEASE, "to": OLD, "at": "then"}
     host = serving(active=OLD, good=OLD, rolled_back=back)
     assert len(roll_out(host)) == 1
@@ -226,7 +226,7 @@ def test_deploy_after_a_rollback_reports_that_it_applies_group_vars():
     assert f"group_vars select {RELEASE}" in host.logs[0]
 
 
-def test_resets_the_unit_of_a_rollout_killed_after_the_check():
+def test_deploy_resets_the_failed_unit_of_a_rollout_killed_after_the_check():
     reset = f"systemctl reset-failed spark-switch@{RELEASE}.service"
     assert roll_out(serving({"change_failed": True})) == [reset]
     down = serving({"change_failed": True}, active=None)
@@ -237,7 +237,7 @@ NIGHT: Any = SimpleNamespace(name=RELEASE, service="main")
 DAY: Any = SimpleNamespace(name="main-cccccccccccc", service="main", cluster=None)
 
 
-def test_deploy_keeps_a_proven_release_of_the_schedule():
+def test_deploy_keeps_the_scheduled_release_if_it_is_proven():
     host = serving()
     assert host.facts["Status"].release_due(DAY, [NIGHT]) is NIGHT
     assert roll_out(host, DAY, NIGHT) == []
@@ -258,7 +258,7 @@ def test_deploy_keeps_a_proven_release_of_the_schedule():
         (RELEASE, None, False),
     ],
 )
-def test_starts_in_parallel_only_where_no_service_can_be_interrupted(active, good, starts):
+def test_servers_start_in_parallel_only_where_no_service_can_be_interrupted(active, good, starts):
     host = serving(active=active, good=good)
     assert len(run_operation(host, serve.start_service, PLAN, 60)) == starts
 
@@ -267,13 +267,13 @@ def test_starts_in_parallel_only_where_no_service_can_be_interrupted(active, goo
     ("active", "operation", "refused"),
     [(None, serve.start_service, False), (OLD, serve.roll_out, True)],
 )
-def test_failed_host_stops_replacements_but_not_first_starts(active, operation, refused):
+def test_failed_host_prevents_rollouts_but_not_first_starts(active, operation, refused):
     host = after_failure(serving(active=active, good=active), FakeHost(name="first"))
     [command] = run_operation(host, operation, PLAN, 60)
     assert ("because first failed first" in command) == refused
 
 
-def test_dry_run_predicts_the_first_start_once():
+def test_dry_run_predicts_the_first_start_only_once():
     host = serving(active=None, good=None)
     with on(host, executing=False):
         first = list(serve.start_service._inner(PLAN, 60))
@@ -298,7 +298,7 @@ def watch(monkeypatch, *answers, state=None):
     return releases._begin_and_watch(state, host, "switch-begin r", 60), host
 
 
-def test_watches_a_rollout_by_its_id(monkeypatch):
+def test_progress_of_a_rollout_is_read_by_its_id(monkeypatch):
     running = rollout(state="running", phase="check")
     done, host = watch(monkeypatch, rollout(), running, SWITCHED)
     assert done
@@ -306,7 +306,7 @@ def test_watches_a_rollout_by_its_id(monkeypatch):
 
 
 @pytest.mark.parametrize(("follows", "lines"), [(True, 4), (False, 2)])
-def test_plain_pyinfra_logs_a_step_once_and_a_screen_gets_every_number(monkeypatch, follows, lines):
+def test_plain_pyinfra_logs_each_step_once_and_a_terminal_every_update(monkeypatch, follows, lines):
     steps = [f"waited_s={5 * n} loading weights, {n}.0 of 9.0 GB" for n in (1, 2, 3)]
     steps += ["waited_s=20 compiling, 1 s"]
     running = [rollout(state="running", phase="start", progress=step) for step in steps]
@@ -315,7 +315,7 @@ def test_plain_pyinfra_logs_a_step_once_and_a_screen_gets_every_number(monkeypat
     assert host.log_text.count("rollout of r: start: waited_s=") == lines
 
 
-def test_keeps_watching_when_the_progress_is_unreadable(monkeypatch):
+def test_deploy_keeps_waiting_for_a_rollout_if_its_progress_is_unreadable(monkeypatch):
     failed = Failed("error: systemctl show: no answer within 60 s; fix: run again")
     done, host = watch(monkeypatch, failed, SWITCHED)
     assert done
@@ -363,7 +363,7 @@ NEVER_READY = "check ready: not ready after 2400 s: no answer; ValueError: Free 
         ("", "interrupted", CUT_OFF, f"{UNKNOWN}the rollout of the new release was", ""),
     ],
 )  # fmt: skip
-def test_failed_change_names_serving_release_and_reasons(active, state, result, headline, more):
+def test_failed_rollout_reports_serving_release_and_reasons(active, state, result, headline, more):
     good, lines = report(active, state=state, **{**ENDED, "reason": REASON, **result})
     assert not good
     assert f"{lines[0]}\n".startswith(headline)
@@ -379,7 +379,7 @@ def test_host_with_closed_gateway_is_reported_as_serving_nothing():
     assert headline.startswith(NOTHING)
 
 
-def test_engine_log_goes_only_to_a_file(monkeypatch, tmp_path):
+def test_engine_log_is_written_only_to_a_file(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tail = ("loading \x1b[31m", "ERROR CANARY")
     _, lines = report(state="rolled-back", reason=REASON, log_tail=tail, **ENDED)
@@ -389,7 +389,7 @@ def test_engine_log_goes_only_to_a_file(monkeypatch, tmp_path):
     assert Path(path).read_text().splitlines() == ["loading \ufffd[31m", "ERROR CANARY"]
 
 
-def test_successful_change_shows_times_warnings_and_speed():
+def test_successful_rollout_reports_times_warnings_and_speed():
     times, bench = {"start": 61.25, "check": 3.0}, ["speed: 30.1 tokens/s", "slower than before"]
     warnings = ("repeat: two texts",)
     assert report(state="switched", times_s=times, bench=bench, warnings=warnings) == (
@@ -402,7 +402,7 @@ DROP_IN = "/etc/systemd/system/spark-serve@.service.d/override.conf"
 
 
 @pytest.mark.parametrize(("accepted", "is_refused"), [((), True), ((DROP_IN,), False)])
-def test_rejects_unmanaged_drop_ins_unless_accepted(accepted, is_refused):
+def test_unmanaged_systemd_drop_ins_are_rejected_unless_accepted(accepted, is_refused):
     host = FakeHost(Status=host_status({**PROVEN, "unit_overrides": [DROP_IN]}))
     commands = run_operation(host, serve.check_unit_files, accepted, executing=True)
     assert [command.startswith("_report_failure(") for command in commands] == [True] * is_refused

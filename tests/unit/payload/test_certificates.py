@@ -66,7 +66,7 @@ def assert_one(problems, *parts):
         ("DNS:other.example.org", "spark.example.org", False),
     ],
 )
-def test_certificate_must_cover_the_name(tmp_path, names, host, good):
+def test_certificate_must_cover_the_gateway_address(tmp_path, names, host, good):
     problems = check_certificate_and_key(*make_pair(tmp_path, names), host)
     if good:
         assert problems == []
@@ -74,7 +74,7 @@ def test_certificate_must_cover_the_name(tmp_path, names, host, good):
         assert_one(problems, f"not {host}", "serve.address")
 
 
-def test_refuses_an_unusable_certificate_and_key(tmp_path, monkeypatch):
+def test_unusable_certificate_and_key_are_rejected(tmp_path, monkeypatch):
     certificate, key = make_pair(tmp_path, f"DNS:{NAMES[0]}", days=3)
     other_key = make_pair(tmp_path, f"DNS:{NAMES[0]}", stem="other")[1]
     encrypted = str(tmp_path / "encrypted.pem")
@@ -102,7 +102,7 @@ def test_refuses_an_unusable_certificate_and_key(tmp_path, monkeypatch):
     assert secret not in f"{problems} {check_certificate_and_key(key, key, NAMES[0])}"
 
 
-def test_renews_a_certificate_only_for_a_reason(tmp_path):
+def test_certificate_is_renewed_only_if_it_expires_or_no_longer_matches(tmp_path):
     ca = str(tmp_path / "ca")
     assert "no CA" in renewal_reason(b"", b"", NAMES, ca)
     assert not (tmp_path / "ca").exists()
@@ -121,7 +121,7 @@ def test_renews_a_certificate_only_for_a_reason(tmp_path):
     assert renewal_reason(issued.certificate, public_key_of(issued.key), NAMES, ca) == ""
 
 
-def test_never_replaces_half_a_ca_or_one_that_ends(tmp_path, monkeypatch):
+def test_incomplete_or_expiring_ca_is_never_replaced(tmp_path, monkeypatch):
     ca = tmp_path / "ca"
     issue(NAMES, str(ca))
     later = certificates.now() + timedelta(days=certificates.CA_DAYS - 10)
@@ -134,7 +134,7 @@ def test_never_replaces_half_a_ca_or_one_that_ends(tmp_path, monkeypatch):
         issue(NAMES, str(ca))
 
 
-def test_gateway_with_a_certificate_needs_a_name(tmp_path):
+def test_gateway_with_a_certificate_needs_an_address(tmp_path):
     overrides = {"serve.expose": "lan", "serve.tls": "private-ca"}
     hosts = load_hosts({"spark": ["@local"]}, root=tmp_path, overrides=overrides)
     plan = gateway_plan(hosts["@local"].settings, "@local")
@@ -158,7 +158,7 @@ def sign_with_stolen_key(ca, name, folder):
         *("IP:10.0.0.8", "IP:192.0.2.7", "IP:2001:db8::1", "DNS:invalid"),
     ],
 )
-def test_stolen_ca_signs_only_for_its_hosts(tmp_path, name):
+def test_stolen_ca_can_sign_only_for_its_hosts(tmp_path, name):
     ca = tmp_path / "ca"
     issue(NAMES, str(ca))
     stolen = verify(ca, sign_with_stolen_key(ca, name, tmp_path))
@@ -179,7 +179,7 @@ def test_stolen_ca_signs_only_for_its_hosts(tmp_path, name):
         (["Spark.Example.org"], ()),
     ],
 )
-def test_private_ca_covers_names_of_every_kind(tmp_path, names, verified):
+def test_private_ca_covers_every_kind_of_host_name(tmp_path, names, verified):
     ca, leaf = tmp_path / "ca", tmp_path / "leaf.pem"
     issued = issue(names, str(ca))
     leaf.write_bytes(issued.certificate)
@@ -192,7 +192,7 @@ def test_private_ca_covers_names_of_every_kind(tmp_path, names, verified):
     assert "permitted subtree violation" in verify(ca, other)
 
 
-def test_another_host_extends_the_ca_and_earlier_hosts_stay_trusted(tmp_path):
+def test_new_host_extends_the_ca_and_earlier_hosts_stay_trusted(tmp_path):
     ca, first, second = tmp_path / "ca", tmp_path / "first.pem", tmp_path / "second.pem"
     issued = issue(NAMES, str(ca))
     first.write_bytes(issued.certificate)
@@ -211,7 +211,7 @@ def test_another_host_extends_the_ca_and_earlier_hosts_stay_trusted(tmp_path):
     assert "permitted subtree violation" in verify(ca, second)
 
 
-def test_extended_ca_still_covers_networks_of_an_own_ca(tmp_path):
+def test_extended_ca_of_the_owner_still_covers_its_networks(tmp_path):
     ca = tmp_path / "ca"
     ca.mkdir(mode=0o700)
     openssl("req", "-x509", *EC, "-subj", "/CN=own CA", "-days", "900", "-addext",

@@ -18,7 +18,7 @@ def tools(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["json.py", "secrets.py", "spark_host/__init__.py"])
-def test_tools_never_run_code_in_the_current_directory(tools, tmp_path, name):
+def test_host_tools_never_run_code_in_the_current_directory(tools, tmp_path, name):
     home = tmp_path / "home"
     (home / name).parent.mkdir(parents=True)
     (home / name).write_text("raise SystemExit('code of a stranger')\n")
@@ -30,7 +30,7 @@ def test_tools_never_run_code_in_the_current_directory(tools, tmp_path, name):
     assert done.returncode == 0
 
 
-def test_tools_never_run_python_or_site_packages_of_the_user(tools, tmp_path):
+def test_host_tools_never_use_python_or_site_packages_of_the_user(tools, tmp_path):
     stranger = tmp_path / "bin/python3"
     stranger.parent.mkdir()
     stranger.write_text("#!/bin/sh\necho code of a stranger >&2\n")
@@ -68,7 +68,7 @@ def run_from_memory(*words, cwd):
     )  # fmt: skip
 
 
-def test_sent_tools_run_from_memory_without_leaving_files(tmp_path):
+def test_host_tools_sent_for_one_command_run_from_memory_and_leave_no_files(tmp_path):
     done = run_from_memory("help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "spark-host manifest" in done.stderr
@@ -79,7 +79,7 @@ def test_sent_tools_run_from_memory_without_leaving_files(tmp_path):
     assert "models_dir: missing; fix:" in bad.stderr
 
 
-def test_sent_tools_ignore_python_files_in_the_current_directory(tmp_path):
+def test_host_tools_run_from_memory_ignore_python_files_in_the_current_directory(tmp_path):
     for name in ("spark_host", "base64", "tarfile"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('code of a stranger')")
     assert run_from_memory("help", cwd=tmp_path).returncode == 0

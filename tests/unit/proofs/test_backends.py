@@ -29,12 +29,12 @@ SERVED = {
 }
 
 
-def test_table_covers_every_shipped_profile():
+def test_backend_table_covers_every_shipped_profile():
     assert set(TABLE["cases"]) == set(SERVED)
 
 
 @pytest.mark.parametrize("case", SERVED)
-def test_pins_of_the_plan_match_the_table(case):
+def test_planned_kernel_options_match_the_backend_table(case):
     plan = bf16_plan() if "BF16" in case else PLANS[SERVED[case]]
     assert isinstance(plan, HostPlan)
     engine = plan.release.engine
@@ -53,7 +53,7 @@ def bf16_plan():
     return plan_host(Request("a", settings, shipped_catalog(), lock, PAYLOAD))
 
 
-def test_every_difference_is_pinned_or_explained():
+def test_every_backend_difference_is_planned_or_explained():
     assert not [
         difference["choice"]
         for difference in TABLE["differences"]
@@ -65,7 +65,7 @@ def test_every_difference_is_pinned_or_explained():
     ("layers", "unpinned"),
     [("drafter experts", "v2 of qwen3.5-122b"), ("target experts", "plain of a BF16 repository")],
 )
-def test_pins_exclude_flashinfer_from_16_bit_experts(layers, unpinned):
+def test_planned_kernel_options_exclude_flashinfer_from_16_bit_experts(layers, unpinned):
     chosen = {
         form: {
             case: choices["12.1"][form].get(layers, "") for case, choices in TABLE["cases"].items()

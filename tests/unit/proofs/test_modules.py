@@ -15,7 +15,7 @@ GPU_PACKAGES = ("torch", "transformers", "vllm")
 MODULES = sorted(module.name for module in pkgutil.walk_packages(proofs.__path__, "proofs."))
 
 
-def test_every_module_can_be_imported():
+def test_every_proofs_module_can_be_imported():
     for name in MODULES:
         try:
             importlib.import_module(name)
@@ -24,7 +24,7 @@ def test_every_module_can_be_imported():
                 raise
 
 
-def test_watchdog_gives_recorded_verdicts_for_long_prompts():
+def test_watchdog_judges_recorded_long_prompts_as_recorded():
     kept = json.loads((CHECKOUT / "proofs/results/gpu/serve-v2-long.json").read_text())
     rows = long.judge(kept, "v2")
     for row, recorded in zip(rows, kept["rows"], strict=True):
@@ -34,7 +34,7 @@ def test_watchdog_gives_recorded_verdicts_for_long_prompts():
 
 
 @pytest.mark.parametrize("name", build.VARIANTS)
-def test_builder_accepts_the_plan_of_each_variant(name, monkeypatch, tmp_path):
+def test_builder_accepts_the_build_plan_of_each_proof_variant(name, monkeypatch, tmp_path):
     module = "model.layers.0.mlp.shared_expert.up_proj.weight"
     monkeypatch.setattr(build, "names_of", lambda _: {module, "mtp.norm.weight"})
     plan = build.plan(tmp_path / "base", tmp_path / "donor", tmp_path / "out", build.VARIANTS[name])

@@ -17,7 +17,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_recorded_rows_pass_and_detect_damage(name):
+def test_recorded_recall_results_pass_and_detect_damaged_engines(name):
     path = CHECKOUT / f"proofs/results/gpu/{name}.json"
     rows = json.loads(path.read_text("utf-8"))["rows"]
     assert [row["claim"] for row in rows if row["passed"] is False] == []

@@ -32,7 +32,7 @@ def commands(target):
     return [line.strip() for line in done.stdout.replace("\\\n", " ").splitlines()]
 
 
-def test_results_have_origin_and_make_target():
+def test_every_result_file_records_its_origin_and_has_a_make_target():
     targets = {"gpu-train", "backends", *WHOLE["gpu-all"], *WHOLE["cpu-all"]}
     for path in RESULTS:
         result = json.loads(path.read_text("utf-8"))
@@ -51,7 +51,7 @@ def test_gpu_all_and_cpu_all_run_every_partial_target(whole, parts):
         assert own <= run, part
 
 
-def test_head_times_record_their_command():
+def test_lm_head_timings_record_their_command():
     lines = commands("gpu-times")
     times = [path for path in RESULTS if find_kind(path.stem).target == "gpu-times"]
     assert len(times) > 5
@@ -63,7 +63,7 @@ def test_head_times_record_their_command():
         assert f"{command} --out /results/{path.name}" in lines
 
 
-def test_every_engine_stage_has_a_test_and_a_result():
+def test_every_engine_stage_has_a_gpu_test_and_a_result_file():
     """Stages are parsed, not imported: their module needs torch."""
     tree = ast.parse((CHECKOUT / "proofs/stages.py").read_text("utf-8"))
     [table] = [
@@ -86,7 +86,7 @@ def test_make_gpu_serves_every_profile_with_a_stage():
     assert stages <= served
 
 
-def test_recall_weights_match_the_recorded_training():
+def test_recall_weights_match_the_recorded_training_result():
     recorded = json.loads((GPU / "recall-training-weights.json").read_text())
     data = (CHECKOUT / "proofs/recall/weights.npz").read_bytes()
     assert hashlib.sha256(data).hexdigest() == recorded["weights_sha256"]
@@ -154,7 +154,7 @@ def supported(figure, known):
     )
 
 
-def test_quotes_match_figures_and_device_of_the_result():
+def test_figures_and_device_quoted_in_the_catalog_match_the_result_files():
     assert len(QUOTED) > 50
     for name, text, source in QUOTED:
         files = [file for file in FILE.findall(source) if (GPU / file).exists()]
@@ -164,5 +164,5 @@ def test_quotes_match_figures_and_device_of_the_result():
             assert any(device in known for known in devices), name
 
 
-def test_unsupported_figure_is_detected():
+def test_quoted_figure_missing_from_the_result_file_is_detected():
     assert unsupported("the tokens stand still for 1.1 s", ["serve-v2-long.json"]) == ["1.1"]

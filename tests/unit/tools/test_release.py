@@ -64,7 +64,7 @@ def project(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_release_bumps_version_updates_changelog_and_tags(project):
+def test_release_updates_version_and_changelog_and_creates_a_tag(project):
     project.builds = True
     project.release()
     text, changelog, log, tags = project.state()
@@ -86,7 +86,7 @@ def test_release_bumps_version_updates_changelog_and_tags(project):
         ("0.1.9", "VERSION: 0.1.9 is older than 0.2.0"), ("0.2.0", "CHANGELOG.md: 0.2.0"),
     ],
 )  # fmt: skip
-def test_refuses_invalid_older_and_released_versions(project, version, where):
+def test_release_rejects_invalid_older_and_released_versions(project, version, where):
     before = project.state()
     with pytest.raises(ReleaseError, match=rf"^{where}.*\n  fix: "):
         project.release(version)
@@ -96,7 +96,7 @@ def test_refuses_invalid_older_and_released_versions(project, version, where):
 @pytest.mark.parametrize(
     ("file", "where"), [("new.py", r"git: .*new\.py"), (".git/broken", "make check")]
 )
-def test_refuses_changed_tree_and_failing_check(project, file, where):
+def test_release_rejects_uncommitted_changes_and_a_failing_check(project, file, where):
     (project.root / file).touch()
     before = project.state()
     with pytest.raises(ReleaseError, match=where):
@@ -105,7 +105,7 @@ def test_refuses_changed_tree_and_failing_check(project, file, where):
 
 
 @pytest.mark.parametrize("step", ["pip wheel", "git commit"])
-def test_failed_step_restores_the_files(project, step):
+def test_failed_release_step_restores_the_files(project, step):
     before = project.state()
     project.failing_step = step
     with pytest.raises(ReleaseError, match=rf"{step}.*exited with 1"):

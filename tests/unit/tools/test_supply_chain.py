@@ -11,7 +11,7 @@ from spark_deploy.config.checkout import CHECKOUT
 IMAGE = CHECKOUT / "files/image"
 
 
-def test_dockerfile_installs_nothing_but_the_plugin():
+def test_dockerfile_installs_only_the_plugin():
     joined = re.sub(r"\\\n", " ", (IMAGE / "Dockerfile").read_text())
     lines = [line.strip() for line in joined.splitlines() if not line.strip().startswith("#")]
     words = {line.split()[0] for line in lines if line}
@@ -26,7 +26,7 @@ def test_dockerfile_installs_nothing_but_the_plugin():
 
 
 @pytest.mark.parametrize("name", ["check", "release"])
-def test_workflow_pins_actions_and_calls_existing_targets(name):
+def test_ci_workflow_pins_actions_and_calls_existing_make_targets(name):
     workflow = yaml.safe_load((CHECKOUT / f".github/workflows/{name}.yml").read_text())
     targets = re.findall(r"^([a-z-]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
     assert workflow["permissions"] == {"contents": "read"}
