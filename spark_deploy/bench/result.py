@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from spark_contract.documents import OPTIONAL
-from spark_contract.tool import STAND_IN
+from spark_contract.tool import LAB_STUB_SUFFIX
 
 from spark_deploy.config.documents import CLOSED
 
@@ -156,7 +156,7 @@ class Served:
     def invalid_reason(self) -> str:
         """Why the figures are not valid for a Spark; "" if they are."""
         stand_ins = sorted(f"{k} {version}" for k, version in self.versions.items()
-                           if STAND_IN in version)  # fmt: skip
+                           if LAB_STUB_SUFFIX in version)  # fmt: skip
         reason = f"Stand-ins: {', '.join(stand_ins)}. " if stand_ins else ""
         reason += "Portable mode: every layer dequantized. " * self.portable
         return reason and f"{reason}Not valid for a Spark."

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import click
-from spark_contract import orders
+from spark_contract import builder_api
+from spark_contract.builder_api import CONFIG, GENERATION, TOKENIZER, RepositoryDescription, Scheme
 from spark_contract.documents import to_json
-from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, RepositoryDescription, Scheme
 
 from spark_deploy.cli import changes, share, use
 from spark_deploy.cli.catalog_files import Draft, write_files
@@ -164,25 +164,25 @@ def _inspect(options: Options, source: str, host: Target) -> int:
     elif not is_repository(source.partition("@")[0]):
         raise CatalogError.one(source, "is neither a directory nor org/name", "check the spelling")
     with temporary_builder(host.settings.hub) as builder:
-        words = [orders.JSON] if options.json else []
+        words = [builder_api.JSON] if options.json else []
         for model in host.catalog.models.values():
             for order in _build_orders(model) if isinstance(model, HybridModel) else ():
                 name = f"{model.name}.{order.shared_experts}.json"
                 (builder.folder / name).write_text(to_json(order), encoding="utf-8")
-                words += [orders.AGAINST, name]
-        print(printable(builder.run(orders.INSPECT, *words, source)), end="")
+                words += [builder_api.AGAINST, name]
+        print(printable(builder.run(builder_api.INSPECT, *words, source)), end="")
     return 0
 
 
-def _build_orders(model: HybridModel) -> Iterator[orders.BuildPlan]:
+def _build_orders(model: HybridModel) -> Iterator[builder_api.BuildPlan]:
     """Yield a build order for each way to build the model, to compare a repository with."""
     sources: dict[Scheme, object] = {
         "keep": True, "fp8-base": model.sources.hybrid, "fp8-donor": model.sources.donor,
     }  # fmt: skip
     for scheme in (scheme for scheme, source in sources.items() if source):
-        donor = orders.DonorDir("/donor") if scheme in orders.WITH_DONOR else None
-        yield orders.BuildPlan(
-            digest="0" * 64, name=model.name, base=orders.Base("/base", None), donor=donor,
+        donor = builder_api.DonorDir("/donor") if scheme in builder_api.WITH_DONOR else None
+        yield builder_api.BuildPlan(
+            digest="0" * 64, name=model.name, base=builder_api.Base("/base", None), donor=donor,
             **tensor_fields(model), shared_experts=scheme, head="keep", layout="full",
             out=f"/tree/{model.name}", extra={},
         )  # fmt: skip

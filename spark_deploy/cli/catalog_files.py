@@ -93,7 +93,7 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
             if content is None:
                 path.unlink(missing_ok=True)
             elif path.read_bytes() != content:
-                files.write_pieces(path, [content])
+                files.write_chunks(path, [content])
         raise
     for (kind, name), path in paths.items():
         shipped = catalog_files(kind).get(name)

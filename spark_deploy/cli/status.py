@@ -92,13 +92,13 @@ def _resource_lines(answer: Answer[UninstallManifest]) -> Iterator[str]:
     if resources is None:
         yield f"{name}: {answer.problem}"
         return
-    total = gigabytes(sum(thing.size_bytes for thing in resources.things))
-    baseline = f"at {resources.noted_at}" if resources.noted_at else "never"
-    summary = f"{len(resources.things)} resources, {total}; baseline recorded: {baseline}"
-    yield f"{name}: {summary if resources.things else 'no managed resources'}"
-    for thing in resources.things:
+    total = gigabytes(sum(thing.size_bytes for thing in resources.items))
+    baseline = f"at {resources.baseline_at}" if resources.baseline_at else "never"
+    summary = f"{len(resources.items)} resources, {total}; baseline recorded: {baseline}"
+    yield f"{name}: {summary if resources.items else 'no managed resources'}"
+    for thing in resources.items:
         size = gigabytes(thing.size_bytes) if thing.size_bytes else ""
-        reason = f"  ({thing.stays})" if thing.stays else ""
+        reason = f"  ({thing.kept_because})" if thing.kept_because else ""
         yield f"  {size:>9}  {thing.kind:<13} {thing.name}{reason}"
 
 

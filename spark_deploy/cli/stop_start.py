@@ -101,7 +101,7 @@ def _require_all_members(options: Options, command: str, hosts: list[Target]) ->
 
 def _preview_text(command: str, status: HostStatus, name: str) -> str:
     service = status.service(name)
-    active, good = (service.active, service.good) if service else (None, None)
+    active, good = (service.active, service.known_good) if service else (None, None)
     release = status.release(active or good)
     text = f"{release.model} with {release.profile}" if release else active or good
     if command == "start":

@@ -200,7 +200,7 @@ def read_state(host: Host, plan: HostPlan) -> HostState:
     jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.unit(plan.release.name))
     service, last_rollout = status.service(MAIN_SERVICE), None
     if service:  # hosts without our tools have no rollouts
-        release = service.active or service.good or plan.release.name
+        release = service.active or service.known_good or plan.release.name
         ok, output = host.run_shell_command(
             tool.command_line(tool.SWITCH_POLL, release), _sudo=host.data.get("_sudo")
         )

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from spark_contract.files import write_pieces
+from spark_contract.files import write_chunks
 
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.plan.types import GatewayPlan
@@ -279,7 +279,7 @@ def _extend_permitted_names(authority: _Authority, names: Sequence[str], ca_dir:
     certificate = _self_signed(
         authority.key, old.subject, old.not_valid_after_utc, [*permitted, *names]
     )
-    write_pieces(ca_path(ca_dir), [certificate.public_bytes(Encoding.PEM)])
+    write_chunks(ca_path(ca_dir), [certificate.public_bytes(Encoding.PEM)])
     return _Authority(certificate, authority.key)
 
 

@@ -95,7 +95,7 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> operation
     netplan, ports = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
     if netplan.in_trial:
         message = "another trial is running"
-        operations.fail(f"{host.name}: {fabric.NETPLAN_TRIAL}", message, fabric.TRY_AGAIN)
+        operations.fail(f"{host.name}: {fabric.NETPLAN_TRIAL}", message, fabric.RETRY_FIX)
     present = existing_addresses(host.name, settings, ports)
     if present and not netplan.managed_file:
         host.noop(f"the existing network is kept: {present}")

@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 import gevent
 from pyinfra import host
 from pyinfra.api import FunctionCommand, Host, State
+from spark_contract.builder_api import BuildPlan
 from spark_contract.documents import parse
 from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, Job, JobState, ReceiptProof
-from spark_contract.orders import BuildPlan
 from spark_contract.paths import hub_token_file
 from spark_contract.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_DIR, drop_in_dir
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from spark_contract.fabric import NETPLAN_FILE, NETPLAN_TRIAL, RETURN_UNIT
+from spark_contract.fabric import NETPLAN_FILE, NETPLAN_TRIAL, RESTORE_UNIT
 
 from spark_deploy.hosts.facts import HostFact, build_script, parse_sections
 from spark_deploy.plan.types import Port, Ports
@@ -94,7 +94,7 @@ _NETPLAN_SCRIPT = rf"""
 echo '== netplan'; command -v netplan
 echo '== trial'; ls {NETPLAN_TRIAL} 2>/dev/null
 # A restore removes the file seconds before the addresses.
-systemctl is-active --quiet {RETURN_UNIT}.service && echo restoring
+systemctl is-active --quiet {RESTORE_UNIT}.service && echo restoring
 echo '== managed-file'; head -c {_MAX_BYTES} {NETPLAN_FILE} 2>/dev/null
 echo; echo '== other-files'
 # An older profile of NetworkManager wins over netplan's new profile.

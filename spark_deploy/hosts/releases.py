@@ -169,7 +169,7 @@ def verify_rollback(service: str, configured_pair: str) -> None:
         return
     status = read_fact(Status)
     state = status.service(service)
-    release = state.good if state else None
+    release = state.known_good if state else None
     reason = "no release was ever proven here"
     if release:
         reason = status.unproven_reason(service, release)

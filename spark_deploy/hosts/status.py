@@ -103,7 +103,7 @@ class HostStatus:
         state = self.service(service)
         if state is None:
             return bool(self.unreadable)
-        return state.active is not None or state.good not in (None, release)
+        return state.active is not None or state.known_good not in (None, release)
 
     def release_due(self, plan: Release, scheduled: Iterable[Release]) -> Release:
         state = self.service(plan.service)
@@ -129,7 +129,7 @@ class HostStatus:
         """Return whether the proven ``release`` waits for the next request."""
         state = self.service(service)
         stopped = state.stopped_by_hand if state else None
-        return bool(stopped and stopped.on_request and state and state.good == release)
+        return bool(stopped and stopped.on_request and state and state.known_good == release)
 
     def rollout(self, service: str) -> status.RunningRollout | None:
         state = self.service(service)
@@ -161,7 +161,7 @@ class HostStatus:
         gateway, has_gateway = state.gateway, not state.head  # workers of a cluster have none
         reasons = (
             (state.active != release, f"serves {state.active or 'nothing'}"),
-            (state.good != release, "the check has not passed yet"),
+            (state.known_good != release, "the check has not passed yet"),
             (state.enabled != (release,), f"boots {', '.join(state.enabled) or 'nothing'}"),
             (unproven, f"proof: {unproven}"),
             (has_gateway and not state.traffic_open, "the gateway is closed"),

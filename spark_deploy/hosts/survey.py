@@ -10,7 +10,7 @@ from spark_contract import machine, unit_files
 from spark_contract.errors import Problem
 from spark_contract.paths import DAILY, RELEASES_DIR, Paths
 from spark_contract.records import DailyReport, Stopped
-from spark_contract.tool import STAND_IN
+from spark_contract.tool import LAB_STUB_SUFFIX
 from spark_contract.units import MAIN_SERVICE, SERVE
 
 from spark_deploy.hosts import disk, docker_facts, facts, gpu, network
@@ -185,7 +185,7 @@ systemctl list-units --plain --no-legend --state=active,activating '{SERVE.unit(
 
 _OTHER_SCRIPT = rf"""
 echo '== stubs'
-dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {STAND_IN}
+dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {LAB_STUB_SUFFIX}
 echo '== daily'; head -c 65536 {DAILY} 2>/dev/null; echo
 echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
 echo '== unit-files'; {unit_files.list_command()}
@@ -233,7 +233,10 @@ class Survey:
     def stubbed(self) -> tuple[str, ...]:
         """Stand-ins for real software: results with them prove nothing about a Spark."""
         driver = self.gpu.driver_version
-        return (*self.stub_packages, *([f"driver {driver}"] if driver.endswith(STAND_IN) else ()))
+        return (
+            *self.stub_packages,
+            *([f"driver {driver}"] if driver.endswith(LAB_STUB_SUFFIX) else ()),
+        )
 
 
 class HostSurvey(facts.HostFact[Survey]):

@@ -61,7 +61,7 @@ def describe_prune(result: Pruning) -> Iterator[str]:
         yield f"remove            state files of {len(jobs)} jobs that built them"
     for name, reason in sorted(result.kept.items()):
         yield f"keep              release {name}: {reason}"
-    for path in result.not_ours:
+    for path in result.unmanaged:
         yield f"keep              {path}: unmanaged"
     yield f"total  {gigabytes(result.bytes):>9}"
 
@@ -144,7 +144,7 @@ def uninstall(request: str) -> Commands:
     result = read_resources(request)
     for line in describe_uninstall(result):
         log_once(line)
-    if all(thing.stays for thing in result.things):
+    if all(thing.kept_because for thing in result.items):
         host.noop("nothing to remove")
         return
     yield FunctionCommand(_uninstall, [request], {})
@@ -163,8 +163,8 @@ def _uninstall(state: State, host: Host, request: str) -> bool:
         fail(where, "\n".join(failed.problems) if failed else text[-2000:], _RUN_AGAIN)
     except DocumentError as error:
         fail(where, str(error), "run again")
-    freed = sum(thing.size_bytes for thing in removed.things)
-    host.log(f"removed {len(removed.things)} items, {gigabytes(freed)}")
+    freed = sum(thing.size_bytes for thing in removed.items)
+    host.log(f"removed {len(removed.items)} items, {gigabytes(freed)}")
     return True
 
 
@@ -173,14 +173,14 @@ _MAX_NAMES = 12
 
 def describe_uninstall(result: UninstallManifest) -> Iterator[str]:
     """Yield lines of removed and kept resources, grouped by kind and by the reason to keep them."""
-    if result.noted_at is None and result.things:
+    if result.baseline_at is None and result.items:
         yield "the state before the first deploy is unknown: things that may be older are kept"
     groups: dict[tuple[str, str], list[ManagedItem]] = {}
-    for kind in dict.fromkeys(thing.kind for thing in result.things):
-        items = [thing for thing in result.things if thing.kind == kind]
+    for kind in dict.fromkeys(thing.kind for thing in result.items):
+        items = [thing for thing in result.items if thing.kind == kind]
         # First the removed items, which have no reason to stay.
-        for item in sorted(items, key=lambda item: item.stays != ""):
-            groups.setdefault((kind, item.stays), []).append(item)
+        for item in sorted(items, key=lambda item: item.kept_because != ""):
+            groups.setdefault((kind, item.kept_because), []).append(item)
     for (kind, reason), items in groups.items():
         names = [item.name for item in items]
         total_bytes = sum(item.size_bytes for item in items)
@@ -191,8 +191,8 @@ def describe_uninstall(result: UninstallManifest) -> Iterator[str]:
             hidden = len(names) - _MAX_NAMES
             more = f" and {hidden} more" if hidden > 0 else ""
             yield f"remove {size} {', '.join(names[:_MAX_NAMES])}{more}"
-    removed_bytes = sum(item.size_bytes for item in result.things if not item.stays)
-    kept_bytes = sum(item.size_bytes for item in result.things if item.stays)
+    removed_bytes = sum(item.size_bytes for item in result.items if not item.kept_because)
+    kept_bytes = sum(item.size_bytes for item in result.items if item.kept_because)
     yield f"remove {gigabytes(removed_bytes)} in total; keep {gigabytes(kept_bytes)}"
 
 

@@ -12,7 +12,7 @@ from pyinfra import logger
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.context import inventory
-from spark_contract.orders import BuildPlan
+from spark_contract.builder_api import BuildPlan
 
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.types import Catalog

@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from spark_contract import documents, orders
-from spark_contract.documents import DocumentError, to_json, to_plain
-from spark_contract.errors import parse_problem
-from spark_contract.orders import (
+from spark_contract import builder_api, documents
+from spark_contract.builder_api import (
     ALL_DOCUMENTS,
     CONFIG,
     DESCRIBE,
@@ -27,6 +25,8 @@ from spark_contract.orders import (
     RepositoryDescription,
     SourceCounts,
 )
+from spark_contract.documents import DocumentError, to_json, to_plain
+from spark_contract.errors import parse_problem
 
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
 from spark_deploy.config.checkout import CHECKOUT
@@ -55,7 +55,7 @@ def check_sources(names: VerifiedNames, build: BuildPlan, hub: HubSettings) -> V
                 build, donor=DonorUrl(url=build.donor.url, token_file=builder.token_file, tries=3)
             )
         (builder.folder / "plan.json").write_text(to_json(build), encoding="utf-8")
-        counts = builder.read(SourceCounts, orders.CHECK_SOURCES, "plan.json", names.base)
+        counts = builder.read(SourceCounts, builder_api.CHECK_SOURCES, "plan.json", names.base)
     return replace(names, **to_plain(counts))
 
 
@@ -67,13 +67,13 @@ class Builder:
 
     def run(self, *words: str) -> str:
         """Return the output of a command; the last word must be the repository."""
-        options = [orders.ENDPOINT, self.endpoint]
+        options = [builder_api.ENDPOINT, self.endpoint]
         if self.token_file:  # never in argv
-            options += [orders.TOKEN_FILE, self.token_file]
+            options += [builder_api.TOKEN_FILE, self.token_file]
         packages = (str(CHECKOUT / "files" / name) for name in ("contract", "checkpoint"))
         # In an empty directory, because Python imports files of the current one.
         result = subprocess.run(
-            [sys.executable, "-m", orders.BUILDER, *words, *options],
+            [sys.executable, "-m", builder_api.BUILDER, *words, *options],
             cwd=self.folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(packages)},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
         )  # fmt: skip

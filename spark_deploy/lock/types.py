@@ -9,8 +9,8 @@ from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
+from spark_contract.builder_api import BuildPlan
 from spark_contract.documents import to_plain
-from spark_contract.orders import BuildPlan
 from spark_contract.units import COMMIT, SHA256
 
 from spark_deploy.config.catalog.anatomy import Anatomy

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from spark_contract import orders
+from spark_contract import builder_api
 from spark_contract.documents import to_plain
 from spark_contract.fetching import LayersPlan, parse_reference
 from spark_contract.paths import GPU_RECEIPT, QUANTIZER
@@ -150,14 +150,14 @@ def checkpoint_plan(
     repo = (settings.checkpoint.prebuilt and sources.hybrid) or sources.base
     base = requantized or source_plan(locked_source(lock, repo, sources.revision), settings)
     donor = None
-    if profile.shared_experts in orders.WITH_DONOR:
+    if profile.shared_experts in builder_api.WITH_DONOR:
         if sources.donor is None:
             what = f"profile {profile.name} needs an FP8 source checkpoint; this model has none"
             fix = "set sources.donor, or use a profile with a different shared_experts value"
             raise PlanError.one(f"catalog/models/{model.name}.yml", what, fix)
         donor = locked_source(lock, sources.donor, sources.revision)
     build = _build_plan(model, profile, settings, base, donor)
-    if isinstance(build.donor, orders.DonorUrl) and isinstance(base, SourcePlan):
+    if isinstance(build.donor, builder_api.DonorUrl) and isinstance(base, SourcePlan):
         # Not part of the digest: the hash is known after the first build.
         sha256 = lock.donor_sha256(names_to_verify(build, base.locked, donor))
         build = replace(build, donor=replace(build.donor, sha256=sha256))
@@ -177,17 +177,17 @@ def _build_plan(
     settings: Settings,
     base: SourcePlan | RequantizedPlan,
     donor: LockedSource | None,
-) -> orders.BuildPlan:
+) -> builder_api.BuildPlan:
     """Return the build plan. Its digest and folder do not depend on the profile's name."""
     hub, downloads = settings.hub, settings.downloads
-    build = orders.BuildPlan(
+    build = builder_api.BuildPlan(
         digest="0" * 64,
-        recipe_version=orders.RECIPE_VERSION,
+        recipe_version=builder_api.RECIPE_VERSION,
         name=model.name,
-        base=orders.Base(
+        base=builder_api.Base(
             base.dir, base.locked.commit if isinstance(base, SourcePlan) else base.digest
         ),
-        donor=orders.DonorUrl(
+        donor=builder_api.DonorUrl(
             url=f"{hub.endpoint}/{donor.repo}/resolve/{donor.commit}",
             tries=downloads.tries,
             outage_s=downloads.outage_s,
@@ -236,7 +236,7 @@ def tensor_fields(model: HybridModel) -> dict[str, Any]:
         "base_tensors": tensors.base,
         "donor_unmatched": tensors.donor_unmatched,
         "donor_shapes": tuple(
-            orders.DonorShape(shape.modules, shape.weight, shape.scale)
+            builder_api.DonorShape(shape.modules, shape.weight, shape.scale)
             for shape in tensors.donor_shapes
         ),
         "mtp_tensors": tensors.mtp,
@@ -285,7 +285,7 @@ def requantized_plan(
     activations = options.nsamples * options.seqlen * shape.hidden * 2
     block = 3 * shape.hidden * (shape.experts * shape.expert_width + shape.shared_expert_width)
     size_bytes = weight_sizes(shape).tree_bytes
-    build = orders.RequantizePlan(
+    build = builder_api.RequantizePlan(
         digest="0" * 64,
         name=model.name,
         original=fetch_plan(original),

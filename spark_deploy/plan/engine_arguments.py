@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spark_contract.orders import expand_all
+from spark_contract.builder_api import expand_all
 from spark_contract.paths import ENGINE_SOCKET, ENGINE_USER
 
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel

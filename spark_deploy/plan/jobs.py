@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from spark_contract import orders, tool, units
+from spark_contract import builder_api, tool, units
+from spark_contract.builder_api import BuildPlan, DonorUrl, RequantizePlan
 from spark_contract.documents import parse, to_json
 from spark_contract.fetching import (
     CopyPlan,
@@ -29,7 +30,6 @@ from spark_contract.job import (
     JobKind,
     ReceiptProof,
 )
-from spark_contract.orders import BuildPlan, DonorUrl, RequantizePlan
 from spark_contract.paths import CURRENT_TOOLS, SITE, hub_token_file, job_dir
 from spark_contract.status import KeepList
 
@@ -82,9 +82,9 @@ def needs_mounts(*paths: str) -> str:
 
 
 _COMMANDS = {  # of the checkpoint builder, with the name of its plan in the job's directory
-    FETCH_JOB: (orders.FETCH, "fetch.json"),
-    REQUANTIZE_JOB: (orders.REQUANTIZE, "requantize.json"),
-    CHECKPOINT_JOB: (orders.BUILD, "plan.json"),
+    FETCH_JOB: (builder_api.FETCH, "fetch.json"),
+    REQUANTIZE_JOB: (builder_api.REQUANTIZE, "requantize.json"),
+    CHECKPOINT_JOB: (builder_api.BUILD, "plan.json"),
 }
 
 
@@ -103,7 +103,7 @@ def _builder_work(
     command, name = _COMMANDS[kind]
     path = f"{job_dir(digest)}/{name}"
     proof = ReceiptProof.for_tree(job_plan.out, job_plan.digest)
-    argv = orders.builder_argv(command, path)
+    argv = builder_api.builder_argv(command, path)
     job = Job(digest, kind, title, argv, PYTHON, proof, total_bytes, after, unless)
     return Work(job, (*inputs, ManagedFile(path, to_json(job_plan).encode())), hub=hub)
 
@@ -196,7 +196,7 @@ def _discard_job(tree: CheckpointPlan, base: SourcePlan) -> Work:
         digest=digest_of({"kind": DISCARD_JOB, "base": base.dir, "tree": tree.dir}),
         kind=DISCARD_JOB,
         title=f"remove {base.locked.repo}@{base.locked.commit[:12]}",
-        argv=orders.builder_argv(orders.DISCARD, base.dir, orders.TREE, tree.dir),
+        argv=builder_api.builder_argv(builder_api.DISCARD, base.dir, builder_api.TREE, tree.dir),
         env=PYTHON,
         proof=AbsentProof(base.dir),
         total_bytes=tree.output_bytes,
@@ -367,7 +367,7 @@ def with_peers(work: Work, host: str, members: Sequence[Member]) -> Work:
         return work
     copy = to_json(CopyPlan(proof.digest, built)).encode()
     file = ManagedFile(f"{work.job.dir}/copy.json", copy)
-    job = replace(work.job, argv=(*work.job.argv, orders.OR_COPY, file.path))
+    job = replace(work.job, argv=(*work.job.argv, builder_api.OR_COPY, file.path))
     return replace(work, job=job, inputs=(*work.inputs, file))
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from spark_contract.builder_api import BuildPlan, RequantizePlan
 from spark_contract.fetching import LayersPlan
 from spark_contract.gateway import Gateway
-from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.release import Release
 
 from spark_deploy.config.settings.host import BaseSettings, ExpectSettings, PathSettings

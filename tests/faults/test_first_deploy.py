@@ -93,7 +93,7 @@ def test_failed_first_deploy_reports_the_check_and_the_engine_log(first):
 def test_failed_first_release_is_neither_started_nor_enabled_nor_a_rollback_target(first):
     first.assert_nothing_left()
     service = first.guest.json(f"{SPARK_HOST} status")["services"]["main"]
-    assert (service["good"], service["active"]) == (None, None)
+    assert (service["known_good"], service["active"]) == (None, None)
     assert first.guest.proof(first.candidate)["ok"] is False
     assert first.site.deploy(deploy="deploys/rollback.py").exit_code != 0
     code, output = first.site.cli_output("start")

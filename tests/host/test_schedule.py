@@ -33,7 +33,7 @@ def test_host_switches_at_scheduled_time_and_deploy_keeps_the_scheduled_model(ga
     night = guest.release()
     assert night != day
     assert guest.answers()
-    assert guest.status()["services"]["main"]["good"] == night
+    assert guest.status()["services"]["main"]["known_good"] == night
 
     site.deploy().assert_unchanged()
     assert guest.release() == night

@@ -143,7 +143,7 @@ def test_next_run_finishes_killed_uninstall_and_keeps_unmanaged_files(tmp_path, 
     assert code == 0, output
     [status] = json.loads(output)
     assert {"tree", "image", "unit", "tools", "record", "service"} <= {
-        thing["kind"] for thing in status["things"]
+        thing["kind"] for thing in status["items"]
     }
 
     kill_during_uninstall(site, guest, seconds)

@@ -20,7 +20,7 @@ _PARTS: dict[str, dict[str, Any]] = {
              "log_tail": []},
 }  # fmt: skip
 SERVICE: dict[str, Any] = {
-    "good": None, "enabled": [], "active": None, "stopped_by_hand": None,
+    "known_good": None, "enabled": [], "active": None, "stopped_by_hand": None,
     "rolled_back": None, "traffic_open": False, "gateway": {},
 }  # fmt: skip
 _PROOF: dict[str, Any] = {

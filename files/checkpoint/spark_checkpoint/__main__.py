@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from spark_contract import files, orders
-from spark_contract.documents import to_plain
-from spark_contract.errors import ERROR, HostToolError
-from spark_contract.fetching import CopyPlan, FetchPlan, LayersPlan, TransferOptions
-from spark_contract.orders import (
+from spark_contract import builder_api, files
+from spark_contract.builder_api import (
     CONFIG,
     GENERATION,
     RECIPE_VERSION,
@@ -22,6 +19,9 @@ from spark_contract.orders import (
     BuildPlan,
     RequantizePlan,
 )
+from spark_contract.documents import to_plain
+from spark_contract.errors import ERROR, HostToolError
+from spark_contract.fetching import CopyPlan, FetchPlan, LayersPlan, TransferOptions
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputError, TransferError
@@ -45,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         arguments = _parser().parse_args(argv)
-        quiet = arguments.command in (orders.INSPECT, orders.CHECK_SOURCES, orders.DESCRIBE)
+        quiet = arguments.command in (
+            builder_api.INSPECT,
+            builder_api.CHECK_SOURCES,
+            builder_api.DESCRIBE,
+        )
         with Progress(quiet=quiet) as progress:
             if quiet:
                 _inspect(arguments)
@@ -71,22 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, progress: Progress) -> None:
-    if arguments.command == orders.VERIFY:
+    if arguments.command == builder_api.VERIFY:
         verify_checkpoint(arguments.dir, progress, full=arguments.full)
         return
-    if arguments.command == orders.DISCARD:
+    if arguments.command == builder_api.DISCARD:
         discard_base(arguments.base, arguments.tree, progress)
         return
     from spark_checkpoint.sources.fetch import fetch, fetch_layers
 
-    if arguments.command == orders.FETCH:
+    if arguments.command == builder_api.FETCH:
         fetch(files.load(FetchPlan, arguments.order, "is missing"), progress)
-    elif arguments.command == orders.LAYERS:
+    elif arguments.command == builder_api.LAYERS:
         order = files.load(LayersPlan, arguments.order, "is missing")
         fetch_layers(order, arguments.manifests, progress)
     else:
         copies = arguments.or_copy and files.load(CopyPlan, arguments.or_copy, "is missing")
-        if arguments.command == orders.BUILD:
+        if arguments.command == builder_api.BUILD:
             from spark_checkpoint.build.build import build
 
             build(read_build_plan(arguments.order), progress, copies)
@@ -106,9 +110,9 @@ def _inspect(arguments: argparse.Namespace) -> None:
     checkpoint = open_checkpoint(
         arguments.source, arguments.endpoint, transfer, arguments.leave_out, documents
     )
-    if arguments.command == orders.DESCRIBE:
+    if arguments.command == builder_api.DESCRIBE:
         text = json.dumps(to_plain(describe(checkpoint)))
-    elif arguments.command == orders.CHECK_SOURCES:
+    elif arguments.command == builder_api.CHECK_SOURCES:
         plan = read_build_plan(arguments.order)
         text = json.dumps(to_plain(check_sources_by_headers(checkpoint, plan)))
     else:
@@ -144,7 +148,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog=orders.BUILDER,
+        prog=builder_api.BUILDER,
         description="Download, build and verify checkpoints.",
         epilog="exit codes: 0 ok, 2 invalid input, 3 sources or host do not match the plan, "
         "4 I/O or network, 5 checkpoint differs from the receipt",
@@ -160,17 +164,17 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(argument, type=Path, metavar=metavar)
         return command
 
-    add_command(orders.FETCH, "download a repository at a commit", order="FETCH.json")
+    add_command(builder_api.FETCH, "download a repository at a commit", order="FETCH.json")
     layers_help = "download the blobs and manifests of an image"
-    add_command(orders.LAYERS, layers_help, order="LAYERS.json", manifests="DIR")
-    build = add_command(orders.BUILD, "build the checkpoint of a plan", order="PLAN.json")
+    add_command(builder_api.LAYERS, layers_help, order="LAYERS.json", manifests="DIR")
+    build = add_command(builder_api.BUILD, "build the checkpoint of a plan", order="PLAN.json")
     requantize_help = "quantize a 16-bit repository with AutoRound"
-    requantize = add_command(orders.REQUANTIZE, requantize_help, order="REQUANTIZE.json")
+    requantize = add_command(builder_api.REQUANTIZE, requantize_help, order="REQUANTIZE.json")
     for command in (build, requantize):
         command.add_argument(
-            orders.OR_COPY, type=Path, metavar="COPY.json", help="peers that have the result"
+            builder_api.OR_COPY, type=Path, metavar="COPY.json", help="peers that have the result"
         )
-    verify = add_command(orders.VERIFY, "check a checkpoint against the receipt", dir="DIR")
+    verify = add_command(builder_api.VERIFY, "check a checkpoint against the receipt", dir="DIR")
     depth = verify.add_mutually_exclusive_group()
     depth.add_argument(
         "--quick",
@@ -179,30 +183,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     depth.add_argument("--full", action="store_true", help="hash every file")
     discard_help = "verify a full-layout checkpoint, then remove its base"
-    add_command(orders.DISCARD, discard_help, base="BASE_DIR").add_argument(
-        orders.TREE, type=Path, required=True, metavar="DIR", help="checkpoint built from this base"
+    add_command(builder_api.DISCARD, discard_help, base="BASE_DIR").add_argument(
+        builder_api.TREE,
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="checkpoint built from this base",
     )
     check = add_command(
-        orders.CHECK_SOURCES, "check base and donor by their headers", order="PLAN.json"
+        builder_api.CHECK_SOURCES, "check base and donor by their headers", order="PLAN.json"
     )
-    describe = add_command(orders.DESCRIBE, "print the tensors an engine loads, and config.json")
+    describe = add_command(
+        builder_api.DESCRIBE, "print the tensors an engine loads, and config.json"
+    )
     parser.set_defaults(leave_out=[], all_documents=False)
-    describe.add_argument(orders.LEAVE_OUT, action="append", default=[], metavar="PATTERN")
+    describe.add_argument(builder_api.LEAVE_OUT, action="append", default=[], metavar="PATTERN")
     describe.add_argument(
-        orders.ALL_DOCUMENTS, action="store_true", help="include tokenizer and generation config"
+        builder_api.ALL_DOCUMENTS,
+        action="store_true",
+        help="include tokenizer and generation config",
     )
-    inspect = add_command(orders.INSPECT, "print the content of a checkpoint or repository")
+    inspect = add_command(builder_api.INSPECT, "print the content of a checkpoint or repository")
     for command in (check, describe, inspect):
         command.add_argument("source", metavar="DIR|ORG/NAME[@REVISION]")
         command.add_argument(
-            orders.ENDPOINT, help="hub address (default: HF_ENDPOINT or public hub)"
+            builder_api.ENDPOINT, help="hub address (default: HF_ENDPOINT or public hub)"
         )
-        command.add_argument(orders.TOKEN_FILE, help="file with a hub token")
+        command.add_argument(builder_api.TOKEN_FILE, help="file with a hub token")
     inspect.add_argument(
-        orders.AGAINST, type=Path, action="append", default=[], metavar="PLAN.json",
+        builder_api.AGAINST, type=Path, action="append", default=[], metavar="PLAN.json",
         help="print whether it matches this plan; repeatable",
     )  # fmt: skip
-    inspect.add_argument(orders.JSON, action="store_true", help="print JSON")
+    inspect.add_argument(builder_api.JSON, action="store_true", help="print JSON")
     return parser
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spark_contract.builder_api import RepositoryDescription
 from spark_contract.fetching import TransferOptions
-from spark_contract.orders import RepositoryDescription
 from spark_contract.receipts import SourceReceipt
 from spark_contract.units import COMMIT
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from spark_contract.orders import BuildPlan, SourceCounts, count_names, expand, expand_all
+from spark_contract.builder_api import BuildPlan, SourceCounts, count_names, expand, expand_all
 
 from spark_checkpoint import tensor_sets
 from spark_checkpoint.build.layouts import check_config

@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 
 from spark_contract import files
+from spark_contract.builder_api import RequantizePlan, expand
 from spark_contract.fetching import CopyPlan, TransferOptions
 from spark_contract.files import now, sync
-from spark_contract.orders import RequantizePlan, expand
 from spark_contract.receipts import ReceiptFile, RequantizedReceipt
 from spark_contract.records import GpuProof
 

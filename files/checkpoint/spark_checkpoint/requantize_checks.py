@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from spark_contract.orders import RequantizePlan, expand
+from spark_contract.builder_api import RequantizePlan, expand
 
 from spark_checkpoint import number_formats
 from spark_checkpoint.directory import CONFIG_NAME, Checkpoint, Span, read_config, read_span

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spark_contract.files import name_file_in_errors, sync, sync_directory, write_all, write_pieces
+from spark_contract.files import name_file_in_errors, sync, sync_directory, write_all, write_chunks
 
 from spark_checkpoint.errors import TransferError, ValidationError
 
@@ -50,7 +50,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> str:
         hasher.update(b"\n")
         yield b"\n"
 
-    write_pieces(path, batches())
+    write_chunks(path, batches())
     return hasher.hexdigest()
 
 

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from heapq import nsmallest
 
-from spark_contract.orders import (
+from spark_contract.builder_api import (
     BuildPlan,
     DonorShape,
     RequantizePlan,
     expand,
     expand_all,
-    has_exactly,
+    remove_exact_matches,
 )
 
 from spark_checkpoint.errors import ValidationError
@@ -248,7 +248,7 @@ def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, lay
     names -= new
     if has_all_new and names.isdisjoint(replaced):
         names.update(replaced)
-        if has_exactly(names, patterns):
+        if remove_exact_matches(names, patterns):
             return
     expected = (expand_all(patterns) - replaced.keys()) | new
     check_same_names(where, "tensors of the plan's result", actual, expected)
@@ -256,7 +256,7 @@ def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, lay
 
 def check_quantized_names(where: str, actual: Collection[str], plan: RequantizePlan) -> None:
     patterns = [*plan.base_tensors, *plan.mtp_tensors]
-    if not has_exactly(set(actual), patterns):
+    if not remove_exact_matches(set(actual), patterns):
         check_same_names(where, "tensors of the quantized checkpoint", actual, expand_all(patterns))
 
 

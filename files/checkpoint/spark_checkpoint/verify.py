@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spark_contract import documents, receipts
+from spark_contract.builder_api import BuildPlan, RequantizePlan
 from spark_contract.errors import HostToolError
 from spark_contract.fetching import FetchPlan, partial_dir, partial_tree
 from spark_contract.files import sync_directory
-from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
 
 from spark_checkpoint import storage

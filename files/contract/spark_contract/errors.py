@@ -19,7 +19,7 @@ class Problem:
 
     @property
     def line(self) -> str:
-        """The text that host tools print after ``ERROR``."""
+        """The message that host tools print after ``ERROR``."""
         return f"{self.where}: {self.what}{_FIX}{self.fix}"
 
 

@@ -11,9 +11,9 @@ NETPLAN_FILE = "/etc/netplan/40-spark-fabric.yaml"
 # Overrides the file of the same name until the next boot.
 NETPLAN_TRIAL = "/run/netplan/40-spark-fabric.yaml"
 REMOVED_NETPLAN = "/var/lib/spark/fabric/removed.yaml"
-RETURN_UNIT = "spark-fabric-return"
+RESTORE_UNIT = "spark-fabric-return"
 APPLY_UNIT = "spark-fabric-apply"
-TRY_AGAIN = "wait 90 seconds, then run it again"
+RETRY_FIX = "wait 90 seconds, then run it again"
 
 
 @dataclass(frozen=True, slots=True)

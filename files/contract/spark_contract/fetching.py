@@ -44,7 +44,7 @@ class Share:
 class Peers:
     urls: tuple[str, ...]  # of hosts, in order of preference; see tree_url
     key_file: str = field(default=SHARE_KEY, metadata=OPTIONAL)
-    # Skip a peer without progress for this time.
+    # Skip a peer that has made no progress for this time.
     patience_s: float = field(default=30.0, metadata=OPTIONAL)
 
 
@@ -92,7 +92,7 @@ class TransferOptions:
     rate_limit_bytes_per_s: int | None = field(default=None, metadata=OPTIONAL)
     # Abandon a mirror or peer if the total rate of its requests is lower.
     slow_bytes_per_s: int = field(default=1_000_000, metadata=OPTIONAL)
-    slow_after_s: float = field(default=10.0, metadata=OPTIONAL)  # time of the measurement
+    slow_after_s: float = field(default=10.0, metadata=OPTIONAL)  # duration of the measurement
 
     def __post_init__(self) -> None:
         check_range("tries", self.tries, 1, 100)
@@ -106,7 +106,7 @@ class TransferOptions:
 
     @property
     def min_bytes_per_s(self) -> float:
-        """Return the rate below which a mirror or peer is abandoned; at most half our limit."""
+        """Return the rate below which a mirror or peer is abandoned: at most half the rate limit."""
         if self.rate_limit_bytes_per_s is None:
             return self.slow_bytes_per_s
         return min(self.slow_bytes_per_s, self.rate_limit_bytes_per_s / 2)
@@ -133,7 +133,7 @@ class FetchFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPlan(TransferOptions):
-    """``fetch.json``: a repository at a commit, and sources."""
+    """``fetch.json``: the files of a repository at a commit, and their sources."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -208,7 +208,7 @@ class Reference:
 
 
 def parse_reference(text: str) -> Reference:
-    """Split ``host:port/name:tag@digest`` by docker's rules."""
+    """Split ``host:port/name:tag@digest`` as docker does."""
     host_and_path, _, digest = text.partition("@")
     host, slash, path = host_and_path.partition("/")
     is_host = slash and ("." in host or ":" in host or host == "localhost")

@@ -16,10 +16,10 @@ _T = TypeVar("_T")
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    write_pieces(path, [text.encode()], mode)
+    write_chunks(path, [text.encode()], mode)
 
 
-def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None:
+def write_chunks(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

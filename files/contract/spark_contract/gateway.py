@@ -14,7 +14,7 @@ Expose = Literal["loopback", "docker", "tailscale", "lan"]
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    audience: str | None  # None: the host only
+    audience: str | None  # None means only this host
     has_unstable_address: bool  # it may appear after the gateway has started, and disappear
     needs_tls: bool  # nothing else encrypts the traffic
 
@@ -22,7 +22,7 @@ class Exposure:
 EXPOSURES: dict[Expose, Exposure] = {
     "loopback": Exposure(audience=None, has_unstable_address=False, needs_tls=False),
     "docker": Exposure(
-        audience="containers of this host", has_unstable_address=True, needs_tls=False
+        audience="containers on this host", has_unstable_address=True, needs_tls=False
     ),
     "tailscale": Exposure(audience="the tailnet", has_unstable_address=True, needs_tls=False),
     "lan": Exposure(audience="the network", has_unstable_address=False, needs_tls=True),
@@ -47,7 +47,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class NamedKey:
-    """A named API key as SHA-256; ``None``: only the limits of all keys."""
+    """SHA-256 and limits of a named API key; for ``None``, only the limits on all keys apply."""
 
     sha256: str
     max_concurrent: int | None
@@ -69,12 +69,12 @@ class Gateway:
     tls: Tls | None
     user: str = field(default=GATEWAY_USER, metadata=OPTIONAL)
     max_connections: int | None = field(default=None, metadata=OPTIONAL)
-    # Maps paths to other services of this host.
+    # Maps paths to other services on this host.
     routes: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
     replicas: Replicas | None = field(default=None, metadata=OPTIONAL)
     # Model names of each service; requests without a model name are routed by path.
     names: dict[str, tuple[str, ...]] | None = field(default=None, metadata=OPTIONAL)
-    # Services that a request starts -> idle seconds until they stop; 0: no limit.
+    # Maps on-demand services to the idle seconds before they stop; 0 means no limit.
     on_request: dict[str, int] | None = field(default=None, metadata=OPTIONAL)
     keys: dict[str, NamedKey] | None = field(default=None, metadata=OPTIONAL)
 

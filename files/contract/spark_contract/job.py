@@ -98,7 +98,7 @@ class JobRun:
 
     state: Literal["running", "done", "failed"]
     exit_code: int | None = None
-    started_at: str | None = None  # None: it was already done
+    started_at: str | None = None  # None if the result already existed
     last_lines: tuple[str, ...] = ()
     memory: JobMemory | None = field(default=None, metadata=OPTIONAL)
 
@@ -112,15 +112,15 @@ class Progress:
     eta_s: int | None
 
     def line(self) -> str:
-        words = [f"{PHASE}{self.phase}"]
+        fields = [f"{PHASE}{self.phase}"]
         for name in ("bytes", "total", "rate_bytes_per_s", "eta_s"):
             number = getattr(self, name)
-            words.append(f"{name}={'-' if number is None else number}")
-        return " ".join(words)
+            fields.append(f"{name}={'-' if number is None else number}")
+        return " ".join(fields)
 
 
 def parse_progress(line: str, total_bytes: int | None) -> Progress:
-    values = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    values = dict(field.split("=", 1) for field in line.split() if "=" in field)
     total = _parse_number(values.get("total"))
     return Progress(
         phase=values.get("phase"),

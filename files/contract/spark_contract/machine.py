@@ -14,7 +14,7 @@ REBOOT_MARKER = "/run/reboot-required"
 REBOOT_PACKAGES = f"{REBOOT_MARKER}.pkgs"
 DRIVER_MODULE = "/proc/driver/nvidia/version"
 DRIVER_LIBRARIES = "/usr/lib/*-linux-gnu/libnvidia-ml.so.*.*"
-# Not the link `libcuda.so.1`.
+# Matches the library, but not the link `libcuda.so.1`.
 LIBCUDA = r"libcuda\.so\.[0-9]+\.[0-9][0-9.]*(\+[a-z]+)?"
 _MODULE = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?(?:\+\w+)?)\s")
 
@@ -35,20 +35,20 @@ class BootSigns:
         if self.has_version_mismatch or (has_both and self.module not in self.libraries):
             library = ", ".join(self.libraries) or "of another version"
             module = self.module or "unknown"
-            return f"driver module {module} is loaded, library {library} is installed"
+            return f"driver module {module} is loaded, but library {library} is installed"
         if self.has_reboot_marker:
             packages = ", ".join(sorted(set(self.packages))) or "unknown packages"
             return f"{REBOOT_MARKER} is set ({packages})"
-        newest = newest_of_same_flavour(self.kernel, self.kernels)
+        newest = newest_of_same_flavor(self.kernel, self.kernels)
         if newest and version_key(newest) > version_key(self.kernel):
-            return f"kernel {newest} is installed, {self.kernel} is running"
+            return f"kernel {newest} is installed, but {self.kernel} is running"
         return ""
 
 
-def newest_of_same_flavour(kernel: str, kernels: Iterable[str]) -> str:
-    """Return the newest kernel with the flavour of ``kernel``, such as ``-nvidia``, or ""."""
-    flavour = f"-{kernel.rpartition('-')[2]}" if "-" in kernel else ""
-    matching = (name for name in kernels if name.endswith(flavour))
+def newest_of_same_flavor(kernel: str, kernels: Iterable[str]) -> str:
+    """Return the newest kernel with the flavor of ``kernel``, such as ``-nvidia``, or ""."""
+    flavor = f"-{kernel.rpartition('-')[2]}" if "-" in kernel else ""
+    matching = (name for name in kernels if name.endswith(flavor))
     return max(matching, key=version_key, default="")
 
 
@@ -62,7 +62,7 @@ def module_version(text: str) -> str:
 
 
 def libcuda_version(text: str) -> str:
-    """Return the version of the first driver library in a text, or an empty string."""
+    """Return the version of the first driver library that ``text`` names, or an empty string."""
     match = re.search(LIBCUDA, text)
     return match[0].removeprefix("libcuda.so.") if match else ""
 
@@ -73,19 +73,19 @@ def library_versions(paths: Iterable[str]) -> tuple[str, ...]:
 
 GIB = 1 << 30
 DRIVER_BLOCK_BYTES = 64 << 10
-LOW_BYTES = 8 * GIB  # free driver blocks; model loads failed below it
-LARGE_BLOCK_BYTES = 32 << 20  # the largest of a DGX OS kernel
+LOW_BYTES = 8 * GIB  # model loads failed with fewer bytes in free driver blocks
+LARGE_BLOCK_BYTES = 32 << 20  # largest block size of a DGX OS kernel
 FEW_LARGE_BYTES = 200 * LARGE_BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class FreeBlocks:
-    by_size: tuple[tuple[int, int], ...]  # (bytes of a block, bytes free in such blocks)
+    by_size: tuple[tuple[int, int], ...]  # (block size, bytes in free blocks of this size)
 
-    def free_bytes(self, smallest_bytes: int = 0) -> int:
-        """Return the free bytes in blocks of at least this size (or the kernel's largest)."""
-        smallest_bytes = min(smallest_bytes, self.by_size[-1][0])
-        return sum(free for size, free in self.by_size if size >= smallest_bytes)
+    def free_bytes(self, min_block_bytes: int = 0) -> int:
+        """Return the bytes in free blocks of at least this size, or of the kernel's largest size."""
+        min_block_bytes = min(min_block_bytes, self.by_size[-1][0])
+        return sum(free for size, free in self.by_size if size >= min_block_bytes)
 
     def is_low(self, needed_bytes: int) -> bool:
         return self.free_bytes(DRIVER_BLOCK_BYTES) < min(LOW_BYTES, needed_bytes)

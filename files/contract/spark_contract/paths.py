@@ -1,4 +1,4 @@
-"""Paths on a host; ``Paths`` puts them below another root."""
+"""Paths on a host; ``Paths`` resolves them below another root."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Paths:
     def rollback(self, service: str) -> Path:
         return self.state / "rollback" / f"{service}.json"
 
-    def good(self, service: str) -> Path:
+    def known_good(self, service: str) -> Path:
         return self.state / "good" / f"{service}.json"
 
     def stopped(self, service: str) -> Path:
@@ -146,7 +146,7 @@ class Paths:
         return self.service_run(service) / "open"
 
     def last_use(self, service: str) -> Path:
-        """Return the file whose time is that of the last known request."""
+        """Return the file whose modification time is that of the last known request."""
         return self.service_run(service) / "used"
 
     def rollout_lock(self, service: str) -> Path:

@@ -10,9 +10,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
 from spark_contract import documents
+from spark_contract.builder_api import BuildPlan, RequantizePlan
 from spark_contract.documents import OPTIONAL, DocumentError
 from spark_contract.fetching import is_inside
-from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
 
 # Linux limits names to 255 bytes and paths to 4096, which includes the tree's directory.
@@ -21,7 +21,7 @@ _NAME_BYTES, _PATH_BYTES = 255, 2048
 
 @dataclass(frozen=True, slots=True)
 class ReceiptFile:
-    """A file with a hash of the content, hashes of pieces, or both."""
+    """A file with a hash of its content, hashes of its pieces, or both."""
 
     path: str
     size_bytes: int
@@ -129,11 +129,11 @@ def find_receipt(tree: Path) -> AnyReceipt | None:
 
 
 def find_writable_by_others(tree: Path) -> str | None:
-    """Return a path that another account could change, and why; hard links count, too."""
+    """Return a path that another account could change, and the reason, or None."""
     for directory, folders, files in os.walk(tree):
         for path in (Path(directory), *(Path(directory) / name for name in (*files, *folders))):
-            if (problem := why_writable_by_others(path)) is not None:
-                return f"{path} {problem}"
+            if (reason := why_writable_by_others(path)) is not None:
+                return f"{path} {reason}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""State files of a host: proofs, good releases, rollouts, stops.
+"""State files of a host: proofs, known-good releases, rollouts, stops.
 
 Times are UTC, see :func:`spark_contract.files.now`.
 """
@@ -85,7 +85,7 @@ class CompileCache:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     driver: str
-    copied_from: str | None  # release; None: started empty
+    copied_from: str | None  # release, or None if the cache started empty
     invocation_id: str  # run of the unit that used it
 
 
@@ -111,7 +111,7 @@ class GpuProof:
 
 
 @dataclass(frozen=True, slots=True)
-class GoodReleases:
+class KnownGoodReleases:
     """The last proven release, and earlier ones as rollback targets, latest first."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -134,7 +134,7 @@ class Stopped:
     release: str | None  # running before the stop
     at: str
     by: str | None = field(default=None, metadata=OPTIONAL)
-    until: str | None = field(default=None, metadata=OPTIONAL)  # None: until a manual start
+    until: str | None = field(default=None, metadata=OPTIONAL)  # None means until a manual start
     on_request: bool = field(default=False, metadata=OPTIONAL)  # the next request starts it
 
 

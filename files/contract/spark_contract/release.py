@@ -16,7 +16,7 @@ class Image:
     """The engine's image; proofs are valid for a combination of ``base`` and ``plugin``."""
 
     tag: str
-    digest_label: str | None  # None: image without our plugin
+    digest_label: str | None  # None for an image without our plugin
     base: str
     plugin: str
 
@@ -42,7 +42,7 @@ class Engine:
     docker_args: tuple[str, ...]
     user: str  # host account
     max_sequences: int
-    kv_cache_bytes: int | None  # None: the rest of the engine's memory
+    kv_cache_bytes: int | None  # None means the rest of the engine's memory
     kind: str = field(default="vllm", metadata=OPTIONAL)  # selects metric names
 
 
@@ -83,7 +83,7 @@ class Prefix:
 @dataclass(frozen=True, slots=True)
 class Bench:
     limit_s: float
-    worse_percent: float  # report a larger loss of speed
+    worse_percent: float  # report a larger slowdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class CheckPlan:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+                raise ValueError(f"invalid regular expression {pattern!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Cluster:
     """
 
     members: tuple[Member, ...]
-    # Derived from the release, so that hosts with other releases cannot join.
+    # Derived from the release, so that hosts with a different release cannot join.
     port: int
     join_s: float
 
@@ -158,7 +158,7 @@ class Cluster:
         return self.members[0]
 
     @property
-    def proven_port(self) -> int:
+    def serving_port(self) -> int:
         """Return the port that a member opens while it serves this release."""
         return self.port + 1
 
@@ -215,7 +215,7 @@ def parse_service(name: str) -> str:
     if match is None:
         raise HostToolError(
             f"release {name!r}",
-            "is not of the form <service>-<12 hex digits>",
+            "invalid name, expected <service>-<12 hex digits>",
             "use a name from `spark-host status`",
             exit_code=2,
         )

@@ -69,14 +69,14 @@ class RunningRollout:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    good: str | None  # last proven release
+    known_good: str | None  # last proven release
     enabled: tuple[str, ...]  # started at boot
     active: str | None
     stopped_by_hand: Stopped | None
     rolled_back: RollbackRecord | None  # rollback that started the current release
     traffic_open: bool
     gateway: GatewayState
-    # The head of the cluster; None: this host answers requests.
+    # The head of the cluster, or None if this host answers requests.
     head: str | None = field(default=None, metadata=OPTIONAL)
     rollout: RunningRollout | None = field(default=None, metadata=OPTIONAL)
 
@@ -106,7 +106,7 @@ class Status:
     versions: dict[str, str]
     versions_unknown: tuple[str, ...]
     reboot_pending: str
-    live: LiveCheck | None  # None: not requested, or no engine runs
+    live: LiveCheck | None  # None if not requested, or if no engine is running
     events: dict[str, tuple[Event, ...]]  # by service, oldest first
     # Engines of other services.
     more_live: tuple[LiveCheck, ...] = field(default=(), metadata=OPTIONAL)
@@ -127,7 +127,7 @@ class NamedRelease:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A planned rollback; ``done`` if it is finished, ``problem`` if it is impossible."""
+    """A planned rollback; it has ``done`` when finished, and ``problem`` if it cannot start."""
 
     from_release: NamedRelease | None = field(metadata=json_key("from"))
     to: NamedRelease | None
@@ -150,7 +150,7 @@ class StartedRollout:
 class EngineEvidence:
     release: str
     lines: tuple[str, ...] = ()  # log lines about kernels and backends
-    times_s: dict[str, float] = field(default_factory=dict)  # of the start, by step
+    times_s: dict[str, float] = field(default_factory=dict)  # for each step of the start
     sizes_bytes: dict[str, int] = field(default_factory=dict)  # as logged
     kv_cache_tokens: int | None = None
     libraries: dict[str, str] = field(default_factory=dict)  # loaded, with versions
@@ -198,8 +198,8 @@ class Prunable:
 class Pruning:
     items: tuple[Prunable, ...]
     bytes: int
-    kept: dict[str, str]  # release -> why
-    not_ours: tuple[str, ...]  # unmanaged files next to managed ones
+    kept: dict[str, str]  # release -> reason
+    unmanaged: tuple[str, ...]  # unmanaged files next to managed ones
     problems: tuple[str, ...]  # failed removals
 
 
@@ -244,11 +244,11 @@ class ManagedItem:
     kind: str
     name: str
     size_bytes: int = 0
-    stays: str = ""
+    kept_because: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class UninstallManifest:
-    noted_at: str | None  # time of the baseline; None: missing
-    things: tuple[ManagedItem, ...]
+    baseline_at: str | None  # None if there is no baseline
+    items: tuple[ManagedItem, ...]
     problems: tuple[str, ...] = ()  # failed removals

@@ -35,8 +35,8 @@ SWITCH_POLL = "switch-poll"
 UNINSTALL = "uninstall"
 
 
-def command_line(verb: str, *words: str) -> str:
-    return shlex.join([HOST_TOOL, verb, *words])
+def command_line(command: str, *args: str) -> str:
+    return shlex.join([HOST_TOOL, command, *args])
 
 
 def when_installed(command: str) -> str:
@@ -48,6 +48,6 @@ SPEED = "speed: "  # prefix of a measurement without regression
 PHASE = "phase="  # prefix of progress lines
 WAITED = "waited_s="  # in our own lines of the engine's log
 LIMIT = "limit_s="
-# FlashAttention 2 and Marlin contain only PTX, which ptxas compiles in 3 to 5 minutes on a core.
+# FlashAttention 2 and Marlin contain only PTX, which ptxas compiles in 3 to 5 minutes on one core.
 COMPILING = "compiling kernels for this GPU, first start only: 3 to 5 minutes"
-STAND_IN = "+labstub"  # in versions of lab stubs
+LAB_STUB_SUFFIX = "+labstub"  # in versions of lab stubs

@@ -1,4 +1,4 @@
-"""Find files that change our systemd units and were not written by a deploy."""
+"""Find files that change our systemd units, but were not written by a deploy."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def _is_override(directory: str, name: str, *, is_link: bool) -> bool:
         return is_link or directory != UNITS_DIR or not _OUR_DROP_IN.match(name)
     if not _UNIT_FILE.match(name):
         return False
-    # An instance would replace one of our templates.
+    # A unit file of an instance would replace one of our templates.
     is_instance = re.search("@[^.]", name) and not name.startswith(f"{HOURS.name}@")
     return is_link or directory != UNITS_DIR or bool(is_instance)

@@ -25,9 +25,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 from spark_contract import fetching, files
+from spark_contract.builder_api import BUILDER, LAYERS
 from spark_contract.errors import HostToolError
 from spark_contract.job import Progress
-from spark_contract.orders import BUILDER, LAYERS
 from spark_contract.paths import Paths
 from spark_contract.tool import LAYERS_OPTION
 

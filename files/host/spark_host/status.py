@@ -119,7 +119,7 @@ def _service_state(name: str, known: list[Release], units: _Units, host: Host) -
     active = next((release.name for release in releases if _is_active(release, units)), None)
     serving = host.release(active or good)
     return Service(
-        good=good,
+        known_good=good,
         enabled=tuple(boot.enabled_releases(name, host)),
         active=active,
         stopped_by_hand=host.disk.read(Stopped, paths.stopped(name)),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
-from spark_contract.orders import PatternError, count_names, expand_all
+from spark_contract.builder_api import PatternError, count_names, expand_all
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.architecture import Architecture

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
-from spark_contract.orders import Scheme
+from spark_contract.builder_api import Scheme
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, text_schema

@@ -23,7 +23,7 @@ from spark_checkpoint.build import layouts
 from spark_checkpoint.errors import ReceiptMismatchError
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.tensor_sets import overlay_name
-from spark_contract.orders import RECIPE_VERSION
+from spark_contract.builder_api import RECIPE_VERSION
 
 RECIPES = {
     "overlay": {"layout": "overlay"},

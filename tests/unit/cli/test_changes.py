@@ -220,7 +220,7 @@ def test_only_several_hosts_need_a_confirmation(command, monkeypatch, questions)
 
 
 RELEASE = {"name": "main-aaaaaaaaaaaa", "model": "qwen", "profile": "v2"}
-STATES = {"on": {"active": RELEASE["name"]}, "off": {"good": RELEASE["name"]}}
+STATES = {"on": {"active": RELEASE["name"]}, "off": {"known_good": RELEASE["name"]}}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def document(checks=None, **proof):
             "proof": {**PROOF, "checks": [*PROOF["checks"], *(checks or [])], **proof},
         }],
         "services": {"main": {
-            "good": RELEASE, "enabled": [RELEASE], "active": RELEASE, "stopped_by_hand": None,
+            "known_good": RELEASE, "enabled": [RELEASE], "active": RELEASE, "stopped_by_hand": None,
             "traffic_open": True, "gateway": {"active": "active"},
         }},
         "jobs": [
@@ -130,7 +130,7 @@ def test_service_that_waits_for_a_request_is_no_difference():
     data = document()
     marker = {"schema_version": 1, "release": "small-1", "at": "then", "on_request": True}
     data["services"]["small"] = {
-        "good": "small-1",
+        "known_good": "small-1",
         "enabled": ["small-1"],
         "stopped_by_hand": marker,
     }
@@ -138,7 +138,7 @@ def test_service_that_waits_for_a_request_is_no_difference():
         service="small", name="small-1"))])  # fmt: skip
     [service] = status._services(plan, host_status(data))
     assert (service["stopped"], service["drift"]) == ("stopped (on request)", "")
-    data["services"]["small"]["good"] = "small-0"
+    data["services"]["small"]["known_good"] = "small-0"
     [service] = status._services(plan, host_status(data))
     assert service["drift"]
 

@@ -88,7 +88,7 @@ def status(active=OLD, profile="agent", **release):
         "proof": None, "speed": [],
     }  # fmt: skip
     service = {
-        "good": active, "enabled": [active] if active else [], "active": active,
+        "known_good": active, "enabled": [active] if active else [], "active": active,
         "stopped_by_hand": None, "traffic_open": True, "gateway": {"active": "active"},
     }  # fmt: skip
     return {

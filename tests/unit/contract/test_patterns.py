@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from spark_checkpoint.tensor_sets import summarize_names
-from spark_contract.orders import PatternError, count_names, expand, expand_all, has_exactly
+from spark_contract.builder_api import (
+    PatternError,
+    count_names,
+    expand,
+    expand_all,
+    remove_exact_matches,
+)
 
 from tests.unit.planning.plans import shipped_catalog
 
@@ -74,7 +80,7 @@ def test_expands_ranges(first, more, step):
     ],
 )
 def test_has_exactly_requires_each_name_once(names, patterns, right):
-    assert has_exactly(names, patterns) is right
+    assert remove_exact_matches(names, patterns) is right
 
 
 def test_groups_names_by_number():

@@ -77,7 +77,7 @@ def test_counts_requests_over_the_sockets_of_engines(engine_socket):
 PROVEN: dict[str, Any] = {
     "services": {
         "main": {
-            "good": RELEASE, "active": RELEASE, "enabled": [RELEASE],
+            "known_good": RELEASE, "active": RELEASE, "enabled": [RELEASE],
             "traffic_open": True,
             "gateway": {"active": "active"},
         }
@@ -92,7 +92,7 @@ PROVEN: dict[str, Any] = {
     [
         (("services", "main", "active"), "main-other", "serves main-other"),
         (("services", "main", "active"), None, "serves nothing"),
-        (("services", "main", "good"), None, "check has not passed"),
+        (("services", "main", "known_good"), None, "check has not passed"),
         (("services", "main", "enabled"), [], "boots nothing"),
         (("services", "main", "enabled"), [RELEASE, "main-b"], "boots main-0123456789ab, main-b"),
         (("releases", 0, "unproven"), "never checked", "proof: never checked"),

@@ -12,7 +12,7 @@ from typing import Any
 from gateway_client import CHAT, GatewayClient, running_gateway
 from spark_contract.documents import to_json
 from spark_contract.errors import HostToolError
-from spark_contract.records import GoodReleases
+from spark_contract.records import KnownGoodReleases
 from spark_contract.release import Release
 from spark_contract.units import SERVE
 from spark_host.gateway import traffic
@@ -117,7 +117,7 @@ def add_service(host: Host, service: str, idle_stop_s: int = 0, needed_gib: int 
     )  # fmt: skip
     host.paths.boot_links.mkdir(parents=True, exist_ok=True)
     (host.paths.boot_links / release.serve_unit).symlink_to("/nowhere")
-    write_document(host.paths.good(service), GoodReleases(release.name))
+    write_document(host.paths.known_good(service), KnownGoodReleases(release.name))
     traffic.make_folder(service, host.paths)
     return release
 

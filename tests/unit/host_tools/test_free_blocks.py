@@ -41,16 +41,16 @@ def test_detects_low_and_fragmented_memory(name, needed_gib, low, fragmented):
 
 
 @pytest.mark.parametrize(
-    ("page_bytes", "counts", "smallest_bytes", "free_bytes"),
+    ("page_bytes", "counts", "min_block_bytes", "free_bytes"),
     [
         (4096, "1 0 0 0 1 0 0 0 0 0 2", 64 << 10, (64 << 10) + (8 << 20)),
         (65536, "3 0 1", 64 << 10, (3 * 64 << 10) + (256 << 10)),
         (4096, "9 0 0 0 0 0 0 0 0 0 2", 32 << 20, 8 << 20),
     ],
 )
-def test_pages_and_orders(page_bytes, counts, smallest_bytes, free_bytes):
+def test_pages_and_orders(page_bytes, counts, min_block_bytes, free_bytes):
     blocks = parse_buddyinfo(f"Node 0, zone   Normal {counts} \n", page_bytes)
-    assert blocks.free_bytes(smallest_bytes) == free_bytes
+    assert blocks.free_bytes(min_block_bytes) == free_bytes
     assert parse_buddyinfo("", page_bytes) is None
 
 

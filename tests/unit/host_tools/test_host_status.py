@@ -2,7 +2,7 @@ import json
 
 import pytest
 from spark_contract import documents
-from spark_contract.records import GoodReleases, RollbackRecord, Rollout
+from spark_contract.records import KnownGoodReleases, RollbackRecord, Rollout
 from spark_contract.status import RunningRollout
 from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host import status
@@ -79,12 +79,12 @@ def test_status_reports_a_running_rollout(host, read_status):
 
 def test_status_of_a_service_with_rollback_and_events(host, read_status):
     release, here = host.release(), host.here
-    here.disk.write(here.paths.good("main"), GoodReleases(RELEASE, (OTHER,), "then"))
+    here.disk.write(here.paths.known_good("main"), KnownGoodReleases(RELEASE, (OTHER,), "then"))
     here.disk.write(here.paths.rollback("main"), RollbackRecord("done", OTHER, RELEASE, "then"))
     watchdog.record_event(release, "hot", "the GPU is at 91 °C", host.paths)
     host_status = read_status()
     main = host_status.service("main")
-    assert (main.good, main.active, main.traffic_open) == (RELEASE, RELEASE, False)
+    assert (main.known_good, main.active, main.traffic_open) == (RELEASE, RELEASE, False)
     assert (main.rolled_back.from_release, main.rolled_back.to) == (OTHER, RELEASE)
     [event] = host_status.report.events["main"]
     assert (event.release, event.kind, event.text) == (RELEASE, "hot", "the GPU is at 91 °C")

@@ -91,7 +91,7 @@ def test_keeps_planned_releases_and_files(machine, checkpoints):
 
 @pytest.mark.usefixtures("checkpoints")
 def test_keeps_a_serving_or_stopped_release(machine):
-    files.remove(machine.paths.good("main"))
+    files.remove(machine.paths.known_good("main"))
     machine.units.clear()
     machine.units[f"spark-serve@{A}.service"] = {"ActiveState": "active"}
     assert machine.plan(0).kept == {A: "serves"}
@@ -124,7 +124,7 @@ def test_keeps_unmanaged_files(machine):
     assert link.is_symlink()
     assert loop.is_symlink()
     assert machine.removed == []
-    assert {Path(path).name for path in plan.not_ours} >= {path.name for path in unmanaged}
+    assert {Path(path).name for path in plan.unmanaged} >= {path.name for path in unmanaged}
 
 
 def test_removes_a_cache_with_its_last_release(machine):

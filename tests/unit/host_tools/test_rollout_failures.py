@@ -10,7 +10,7 @@ import pytest
 from simulated_host import A, B, SimulatedHost
 from simulated_ports import Engines, release_of
 from spark_contract.errors import HostToolError
-from spark_contract.records import GoodReleases
+from spark_contract.records import KnownGoodReleases
 from spark_contract.release import Bench
 from spark_contract.units import SERVE
 from spark_host.engine.client import EngineTimeoutError
@@ -100,7 +100,7 @@ def test_rollout_killed_after_the_proof_is_finished_or_rolled_back(sim, call, fa
 
 def test_earlier_good_record_survives_clock_steps(sim):
     host = sim.host()
-    host.disk.write(host.paths.good("main"), GoodReleases(A, (), "999999999"))
+    host.disk.write(host.paths.known_good("main"), KnownGoodReleases(A, (), "999999999"))
     sim.upgrade()
     sim.broken = {A: "full"}
     assert deploy(sim, A).state == "failed-no-previous"

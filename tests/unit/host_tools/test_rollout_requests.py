@@ -8,7 +8,7 @@ from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.records import Rollout, Stopped
 from spark_contract.status import NamedRelease, Rollback, RunningRollout, StartedRollout
-from spark_contract.units import RETURN_TIMER, SWITCH
+from spark_contract.units import SCHEDULED_START_TIMER, SWITCH
 from spark_host.records import boot
 from spark_host.rollout import record, rollout
 
@@ -236,7 +236,7 @@ def test_dry_rollback_changes_nothing(sim, capsys):
     assert (begun.from_release, begun.to) == (named(B), named(A))
 
 
-TIMER = RETURN_TIMER.unit("main")
+TIMER = SCHEDULED_START_TIMER.unit("main")
 
 
 def test_second_stop_keeps_the_first_author(sim):

@@ -80,7 +80,7 @@ def apt(monkeypatch):
 def reasons_to_stay(before, containers=(), **changes):
     obstacles = UnmanagedContainers(containers, (), frozenset()).obstacles(footprint())
     things = baseline.package_items(footprint(**changes), before, obstacles)
-    return {thing.name: thing.stays for thing in things}
+    return {thing.name: thing.kept_because for thing in things}
 
 
 @pytest.mark.usefixtures("apt")
@@ -155,7 +155,9 @@ def changed_files(before, root):
 )
 def test_restores_daemon_json(tmp_path, write_daemon_json, earlier, current, restored):
     path, before = write_daemon_json(**current), earlier_host(files={DAEMON_JSON: earlier})
-    assert [(t.name, t.stays) for t in changed_files(before, tmp_path)] == [(DAEMON_JSON, "")]
+    assert [(t.name, t.kept_because) for t in changed_files(before, tmp_path)] == [
+        (DAEMON_JSON, "")
+    ]
     baseline.restore_shared_file(DAEMON_JSON, footprint(), before, Paths(tmp_path))
     if restored is None:
         assert path.read_text() == earlier
@@ -167,10 +169,10 @@ def test_restores_daemon_json(tmp_path, write_daemon_json, earlier, current, res
 def test_daemon_json_without_baseline_needs_a_copy(tmp_path, write_daemon_json):
     write_daemon_json()
     [thing] = changed_files(None, tmp_path)
-    assert "is unknown" in thing.stays
+    assert "is unknown" in thing.kept_because
     copy = Paths(tmp_path).below(backup_path(DAEMON_JSON))
     copy.write_text("{}")
-    things = [(thing.name, thing.stays) for thing in changed_files(None, tmp_path)]
+    things = [(thing.name, thing.kept_because) for thing in changed_files(None, tmp_path)]
     assert things == [(DAEMON_JSON, ""), (str(copy), "")]
 
 
@@ -199,7 +201,7 @@ def test_unmanaged_files_in_our_folders_stay(tmp_path):
         (tmp_path / "etc/systemd/system" / unit).touch()
     paths = Paths(tmp_path)
     things = [*uninstall._units_and_configuration(paths), *uninstall._tools_and_records(paths)]
-    assert {Path(thing.name).name: thing.stays for thing in things} == {
+    assert {Path(thing.name).name: thing.kept_because for thing in things} == {
         "conf": "not created by this project",
         "releases": "",
         "jars": "not created by this project",
@@ -229,7 +231,7 @@ def test_keeps_the_state_of_the_network_while_its_addresses_are_set(tmp_path):
 
 def names_that_stay(paths):
     things = uninstall._tools_and_records(paths)
-    return [Path(thing.name).name for thing in things if thing.stays]
+    return [Path(thing.name).name for thing in things if thing.kept_because]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ def names_that_stay(paths):
 )
 def test_removes_every_version_of_the_tools(tmp_path, name):
     (tmp_path / "usr/local/lib/spark" / name.format("0123456789ab")).mkdir(parents=True)
-    assert [thing.stays for thing in uninstall._tools_and_records(Paths(tmp_path))] == [""]
+    assert [thing.kept_because for thing in uninstall._tools_and_records(Paths(tmp_path))] == [""]
 
 
 def test_missing_folder_is_not_a_failure(tmp_path):
@@ -261,7 +263,7 @@ def test_manifest_lists_everything_we_created(machine, monkeypatch):
     monkeypatch.setattr(systemd, "list_units", lambda pattern: [])
     monkeypatch.setattr(baseline, "_read_output", lambda *argv: "")
     folders = {f"{kind}_dir": f"/srv/{kind}" for kind in ("models", "sources", "cache")}
-    things = uninstall.read_manifest(footprint(**folders), machine.paths).things
+    things = uninstall.read_manifest(footprint(**folders), machine.paths).items
     by_kind: dict[str, set[str]] = {}
     for thing in things:
         by_kind.setdefault(thing.kind, set()).add(Path(thing.name).name)

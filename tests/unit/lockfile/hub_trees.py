@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from spark_contract.orders import expand_all
+from spark_contract.builder_api import expand_all
 
 from spark_deploy.config.checkout import CHECKOUT
 from tests.unit.checkpoint.builder_hub import Hub

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given
-from spark_contract.orders import RepositoryDescription
+from spark_contract.builder_api import RepositoryDescription
 
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.errors import LockError

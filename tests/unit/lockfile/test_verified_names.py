@@ -4,7 +4,7 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-from spark_contract.orders import expand_all
+from spark_contract.builder_api import expand_all
 
 from spark_deploy.cli import main, update
 from spark_deploy.cli.console import Options

@@ -3,9 +3,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from spark_contract.builder_api import DonorUrl
 from spark_contract.documents import to_plain
 from spark_contract.job import ImageProof, Job, JobState
-from spark_contract.orders import DonorUrl
 from spark_contract.units import BOOT_LINKS
 
 from roles import tools

@@ -133,7 +133,7 @@ PRUNABLE = {
     ],
     "bytes": 7_250_000_000,
     "kept": {OLD: "serves"},
-    "not_ours": ["/srv/spark/models/mine"],
+    "unmanaged": ["/srv/spark/models/mine"],
     "problems": [],
 }
 

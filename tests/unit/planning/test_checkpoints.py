@@ -2,9 +2,9 @@ import json
 from dataclasses import replace
 
 import pytest
+from spark_contract.builder_api import expand_all
 from spark_contract.documents import to_plain
 from spark_contract.job import AbsentProof, ReceiptProof
-from spark_contract.orders import expand_all
 
 from spark_deploy.config.errors import PlanError, SettingsError
 from spark_deploy.hosts.capacity import disk_demands

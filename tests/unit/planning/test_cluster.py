@@ -203,7 +203,7 @@ def test_each_release_has_its_own_ports():
     clusters = [plan_on("spark-1", FABRIC, settings).release.cluster
                 for settings in (base, replace(base, watch=watch))]  # fmt: skip
     assert clusters[0].port != clusters[1].port
-    assert all(29500 <= cluster.port < cluster.proven_port < 31500 for cluster in clusters)
+    assert all(29500 <= cluster.port < cluster.serving_port < 31500 for cluster in clusters)
     assert all(cluster.port % 2 == 0 for cluster in clusters)
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from spark_contract import documents
+from spark_contract.builder_api import BuildPlan, expand_all
 from spark_contract.fetching import CopyPlan, FetchPlan, FinishedTree, LayersPlan, Peers
-from spark_contract.orders import BuildPlan, expand_all
 
 from spark_deploy.config.settings.host import DOCKER_DIR
 from spark_deploy.config.settings.sources import DownloadSettings, HubSettings

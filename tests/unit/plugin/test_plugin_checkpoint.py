@@ -7,7 +7,7 @@ import pytest
 from plugin_hybrids import INDEX, OVERLAY_FILE, Hybrid
 from plugin_sources import EXPERTS, LAYERS, write_sources
 from spark_checkpoint.build import comparison
-from spark_contract.orders import expand_all
+from spark_contract.builder_api import expand_all
 from spark_vllm.checkpoint import scales
 from spark_vllm.checkpoint.gate import check_checkpoint, find_missing_modules, list_mtp_modules
 from spark_vllm.checkpoint.settings import read_settings

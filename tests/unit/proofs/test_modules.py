@@ -4,7 +4,7 @@ import pkgutil
 
 import pytest
 from spark_contract import documents
-from spark_contract.orders import BuildPlan
+from spark_contract.builder_api import BuildPlan
 
 import proofs
 from proofs.serve import long

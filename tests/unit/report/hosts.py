@@ -67,7 +67,7 @@ def status_of(**changes: Any) -> dict[str, Any]:
     release = {"name": RELEASE, "model": PLAN.model, "profile": PLAN.profile, "proof": PROOF}
     return {
         "releases": [release],
-        "services": {"main": {"active": RELEASE, "good": RELEASE}},
+        "services": {"main": {"active": RELEASE, "known_good": RELEASE}},
         "versions": {"kernel": "6.17.0-1014-nvidia", "driver": "580.142", "docker": "29.2.1"},
         "jobs": [{"kind": "fetch", "elapsed_s": 4000}, {"kind": "checkpoint", "elapsed_s": 600}],
         **changes,

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract import receipts
+from spark_contract.builder_api import RECIPE_VERSION, BuildPlan, DonorUrl
 from spark_contract.fetching import CopyPlan, TransferOptions
 from spark_contract.files import now
-from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
 
 from spark_checkpoint import TOOL_VERSION, storage, tensor_sets, verify
 from spark_checkpoint.build import layouts, source_checks

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spark_contract.orders import RECIPE_VERSION, BuildPlan
+from spark_contract.builder_api import RECIPE_VERSION, BuildPlan
 from spark_contract.receipts import ReceiptFile
 
 from spark_checkpoint import directory

@@ -4,8 +4,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from spark_contract.builder_api import BuildPlan, DonorUrl
 from spark_contract.fetching import TransferOptions
-from spark_contract.orders import BuildPlan, DonorUrl
 
 from spark_checkpoint import storage, tensor_sets
 from spark_checkpoint.build.new_tensors import TensorMaker

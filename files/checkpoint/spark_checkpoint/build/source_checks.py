@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spark_contract.orders import BuildPlan, DonorDir, DonorUrl, expand_all, has_exactly
+from spark_contract.builder_api import (
+    BuildPlan,
+    DonorDir,
+    DonorUrl,
+    expand_all,
+    remove_exact_matches,
+)
 
 from spark_checkpoint.build.write import NewTensor
 from spark_checkpoint.directory import Checkpoint, Span
@@ -143,7 +149,7 @@ def check_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> l
     names, where = base.owner.keys(), str(base.directory)
     patterns = base_patterns(plan)
     mtp_present = {name for name in names if name.startswith(MTP_PREFIX)}
-    if not has_exactly({name for name in names if name not in mtp_present}, patterns):
+    if not remove_exact_matches({name for name in names if name not in mtp_present}, patterns):
         check_same_names(where, "base tensors", names - mtp_present, expand_all(patterns))
     mtp_expected = expand_all(plan.mtp_tensors)
     if mtp_present - mtp_expected:

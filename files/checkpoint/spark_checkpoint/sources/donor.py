@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
+from spark_contract.builder_api import DonorUrl
 from spark_contract.fetching import TransferOptions
-from spark_contract.orders import DonorUrl
 
 from spark_checkpoint import headers
 from spark_checkpoint.directory import INDEX_NAME, Span, read_checkpoint

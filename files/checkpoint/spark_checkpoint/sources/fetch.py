@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 from spark_contract import fetching
-from spark_contract.files import now, write_pieces
+from spark_contract.files import now, write_chunks
 from spark_contract.receipts import SourceReceipt, why_writable_by_others
 
 from spark_checkpoint import TOOL_VERSION, storage
@@ -294,7 +294,7 @@ def fetch_layers(plan: fetching.LayersPlan, manifests: Path, progress: Progress)
     manifests.mkdir(parents=True, exist_ok=True)
     bodies = list(_read_manifests(client, base, reference.version))
     for digest, body in bodies:
-        write_pieces(manifests / digest, (body,))
+        write_chunks(manifests / digest, (body,))
     manifest = json.loads(bodies[-1][1])
     try:
         blobs = [manifest["config"], *manifest["layers"]]

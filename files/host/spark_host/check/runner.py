@@ -18,7 +18,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import CacheCount, Finding, Proof
 from spark_contract.release import MEMORY, READY, Release
-from spark_contract.tool import LIMIT, PHASE, STAND_IN, WAITED
+from spark_contract.tool import LAB_STUB_SUFFIX, LIMIT, PHASE, WAITED
 
 from spark_host.check import compare
 from spark_host.check import speed as speed_check
@@ -119,7 +119,7 @@ def check(
         versions=parts,
         engine={"version": probe.engine_version},
         portable=release.check.portable,
-        stubbed=tuple(sorted(key for key, value in parts.items() if STAND_IN in value)),
+        stubbed=tuple(sorted(key for key, value in parts.items() if LAB_STUB_SUFFIX in value)),
         start_memory=guard.start_memory if guard else None,
         start_times_s=start_times_s,
         load_lines=tuple(dict.fromkeys(probe.load_lines)),

@@ -129,7 +129,7 @@ def package_items(
         if name in engine:
             stays = stays or obstacles.get(name) or ("" if footprint.engine else _KEEP_ENGINE)
         things.append(ManagedItem("package", name, _size_bytes(name), stays))
-    removed = [thing.name for thing in things if not thing.stays]
+    removed = [thing.name for thing in things if not thing.kept_because]
     unneeded = sorted((_simulate_purge(removed, auto=True) - set(before.packages)) - set(removed))
     purged = {*removed, *unneeded}
     # Keep dependencies whose removal would remove other packages.
@@ -222,7 +222,7 @@ def changed_shared_files(
             stays = stays or keep_docker
         things.append(ManagedItem("settings", path, 0, stays))
     copy = paths.below(backup_path(footprint.daemon_json))
-    if copy.exists() and not any(thing.stays for thing in things):
+    if copy.exists() and not any(thing.kept_because for thing in things):
         things.append(ManagedItem("file", str(copy)))
     return things
 

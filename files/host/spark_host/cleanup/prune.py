@@ -64,7 +64,7 @@ def plan_prune(keep: KeepList, paths: Paths) -> Pruning:
     ]
     items = tuple(Prunable(kind, name, sizes.get(name, 0)) for kind, name in named)
     freed_bytes = sum(item.bytes for item in items)
-    return Pruning(items, freed_bytes, kept, not_ours=tuple(map(str, others)), problems=())
+    return Pruning(items, freed_bytes, kept, unmanaged=tuple(map(str, others)), problems=())
 
 
 def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
@@ -171,7 +171,7 @@ def _remove_release(name: str, paths: Paths) -> None:
         previous = tuple(other for other in record.previous if other != name)
         # A full disk must not stop this: readers ignore absent releases.
         with suppress(OSError):
-            host.disk.write(paths.good(service), replace(record, previous=previous))
+            host.disk.write(paths.known_good(service), replace(record, previous=previous))
     records = (paths.proof, paths.answers, paths.rollout, paths.request, paths.compile_cache)
     for record_path in records:
         record_path(name).unlink(missing_ok=True)

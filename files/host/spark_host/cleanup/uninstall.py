@@ -38,8 +38,8 @@ from spark_host.system.programs import run_program
 
 # Stopped in this order, so that running answers finish.
 _TEMPLATES = (
-    units.HOURS, units.RETURN_TIMER, units.RETURN, units.GATEWAY, units.SHARE, units.WATCH,
-    units.SERVE, units.SWITCH, units.PREPARE, units.JOB,
+    units.HOURS, units.SCHEDULED_START_TIMER, units.SCHEDULED_START, units.GATEWAY, units.SHARE,
+    units.WATCH, units.SERVE, units.SWITCH, units.PREPARE, units.JOB,
 )  # fmt: skip
 _SOCKET_MOUNTS = "run-spark-engines-*.mount"
 _UNIT = re.compile(
@@ -117,7 +117,7 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
         things += [ManagedItem("access", path, 0, reason) for path in access]
     things += _empty_folders(footprint, before, paths) if deployed else []
     if (paths.state / baseline.RECORD).exists():
-        needed = any(thing.stays and thing.kind in _NEEDS_BASELINE for thing in things)
+        needed = any(thing.kept_because and thing.kind in _NEEDS_BASELINE for thing in things)
         reason = "needed until the kept parts are removed" if needed else ""
         things.append(ManagedItem(_BASELINE, str(paths.state / baseline.RECORD), 0, reason))
     return UninstallManifest(before.at if before else None, tuple(things))
@@ -238,7 +238,9 @@ def _keep_docker(
     if with_gpu:
         return f"{', '.join(with_gpu)} may need it"
     engine = (*footprint.engine_packages, *footprint.gpu_packages)
-    staying = [package.name for package in packages if package.stays and package.name in engine]
+    staying = [
+        package.name for package in packages if package.kept_because and package.name in engine
+    ]
     return f"needed by {', '.join(staying)}" if staying else ""
 
 
@@ -290,7 +292,7 @@ def remove(footprint: Footprint, paths: Paths) -> UninstallManifest:
     problems: list[str] = []
     for _ in range(_ROUNDS):
         current = read_manifest(footprint, paths)
-        removable = [thing for thing in current.things if not thing.stays]
+        removable = [thing for thing in current.items if not thing.kept_because]
         removable = [thing for thing in removable if thing.kind != _BASELINE] or removable
         if not removable:
             break
@@ -298,7 +300,7 @@ def remove(footprint: Footprint, paths: Paths) -> UninstallManifest:
         removed = {(thing.kind, thing.name): thing for thing in removable} | removed
         if problems:
             break
-    return replace(current, things=tuple(removed.values()), problems=tuple(problems))
+    return replace(current, items=tuple(removed.values()), problems=tuple(problems))
 
 
 def _remove_round(things: list[ManagedItem], footprint: Footprint, paths: Paths) -> list[str]:

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from spark_contract import files, receipts
+from spark_contract.builder_api import BUILDER, VERIFY
 from spark_contract.errors import HostToolError, parse_problem
-from spark_contract.orders import BUILDER, VERIFY
 from spark_contract.paths import Paths
 from spark_contract.release import Release
 from spark_contract.tool import PHASE

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from spark_contract.errors import HostToolError
-from spark_contract.records import GoodReleases, RollbackRecord, Stopped
+from spark_contract.records import KnownGoodReleases, RollbackRecord, Stopped
 from spark_contract.release import Release, parse_service
-from spark_contract.units import GATEWAY, RETURN_TIMER, SERVE
+from spark_contract.units import GATEWAY, SCHEDULED_START_TIMER, SERVE
 
 from spark_host.system.host import Host
 
@@ -29,8 +29,8 @@ def enabled_releases(service: str, host: Host) -> list[str]:
     return releases
 
 
-def read_good(service: str, host: Host) -> GoodReleases:
-    return host.disk.read(GoodReleases, host.paths.good(service)) or GoodReleases()
+def read_good(service: str, host: Host) -> KnownGoodReleases:
+    return host.disk.read(KnownGoodReleases, host.paths.known_good(service)) or KnownGoodReleases()
 
 
 def record_good(release: Release, host: Host) -> None:
@@ -38,9 +38,9 @@ def record_good(release: Release, host: Host) -> None:
     previous = tuple(name for name in dict.fromkeys(before.names) if name != release.name)[
         :_MAX_PREVIOUS
     ]
-    record = GoodReleases(release.name, previous, host.clock.now())
+    record = KnownGoodReleases(release.name, previous, host.clock.now())
     try:
-        host.disk.write(host.paths.good(release.service), record)
+        host.disk.write(host.paths.known_good(release.service), record)
     except OSError:  # a full disk is harmless if the record already names this release
         if before.release != release.name:
             raise
@@ -57,7 +57,7 @@ def withdraw_good(release: Release, host: Host) -> None:
         if others and before not in others:
             return
         record = replace(record, release=before, previous=tuple(previous))
-        host.disk.write(host.paths.good(release.service), record)
+        host.disk.write(host.paths.known_good(release.service), record)
 
 
 def enable_only(release: Release, host: Host) -> None:
@@ -161,8 +161,8 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
     boots, running = enabled_releases(service, host), active_release(service, host)
     until = host.clock.now(for_s) if for_s else None
     if until:  # before the stop, so that a power cut cannot leave the service stopped
-        host.units.enable(RETURN_TIMER.unit(service))
-        host.units.start_in_background(RETURN_TIMER.unit(service))
+        host.units.enable(SCHEDULED_START_TIMER.unit(service))
+        host.units.start_in_background(SCHEDULED_START_TIMER.unit(service))
     with _marker_lock(service, host):
         marker = host.disk.read(Stopped, host.paths.stopped(service))
         if marker is None or marker.by is None:
@@ -189,8 +189,8 @@ def start_when_due(service: str, host: Host) -> int:
 
 
 def _cancel_return(service: str, host: Host) -> None:
-    host.units.disable(RETURN_TIMER.unit(service))
-    host.units.stop(RETURN_TIMER.unit(service), _TIMER_S)
+    host.units.disable(SCHEDULED_START_TIMER.unit(service))
+    host.units.stop(SCHEDULED_START_TIMER.unit(service), _TIMER_S)
 
 
 def retire_service(service: str, host: Host) -> int:
@@ -199,7 +199,7 @@ def retire_service(service: str, host: Host) -> int:
     The records are deleted first, because a good release starts at boot. The engine stops last, so
     that an interrupted run can be repeated.
     """
-    host.disk.remove(host.paths.good(service))
+    host.disk.remove(host.paths.known_good(service))
     host.disk.remove(host.paths.stopped(service))
     host.units.disable(GATEWAY.unit(service))
     host.units.stop(GATEWAY.unit(service), _STOP_S)

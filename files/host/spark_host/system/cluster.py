@@ -76,7 +76,7 @@ def _connected_addresses(port: int, paths: Paths) -> set[str]:
 
 def can_connect(member: Member, cluster: Cluster, *, if_refused: bool) -> bool:
     try:
-        socket.create_connection((member.address, cluster.proven_port), _CONNECT_S).close()
+        socket.create_connection((member.address, cluster.serving_port), _CONNECT_S).close()
     except ConnectionRefusedError:
         return if_refused
     except OSError:
@@ -97,7 +97,7 @@ def fence(words: Sequence[str], paths: Paths) -> int:
     if cluster is None:
         return 0
     chain = f"SPARK-{release.name[-12:]}"
-    jump = ("INPUT", "-p", "tcp", "--dport", f"{cluster.port}:{cluster.proven_port}", "-j", chain)
+    jump = ("INPUT", "-p", "tcp", "--dport", f"{cluster.port}:{cluster.serving_port}", "-j", chain)
     for program in ("iptables", "ip6tables"):
         for command in (("-D", *jump), ("-F", chain), ("-X", chain)):  # of an earlier start
             run_program([program, *_WAIT, *command], _IPTABLES_S)

@@ -54,7 +54,7 @@ def _start_trial(plan: fabric.FabricPlan, paths: Paths) -> None:
         fix = "remove it first: spark-deploy fabric --restore"
         raise HostToolError(fabric.NETPLAN_FILE, "already exists", fix)
     if trial.exists():  # replacing it would leave addresses behind
-        raise HostToolError(fabric.NETPLAN_TRIAL, "another trial is running", fabric.TRY_AGAIN)
+        raise HostToolError(fabric.NETPLAN_TRIAL, "another trial is running", fabric.RETRY_FIX)
     # The timer's service of a trial that has just ended may still be loaded.
     _stop_timer("service")
     managed = {port.interface for port in plan.ports}
@@ -67,7 +67,7 @@ def _start_trial(plan: fabric.FabricPlan, paths: Paths) -> None:
     files.write_text(paths.below(_TRIAL_RECORD), documents.to_json(record), 0o600)
     files.write_text(trial, plan.netplan, 0o600)
     timer = [
-        *_TRANSIENT, f"--unit={fabric.RETURN_UNIT}", f"--on-active={plan.confirm_s}",
+        *_TRANSIENT, f"--unit={fabric.RESTORE_UNIT}", f"--on-active={plan.confirm_s}",
         "--timer-property=AccuracySec=1s", HOST_TOOL, FABRIC, "restore", "--unconfirmed",
     ]  # fmt: skip
     try:
@@ -226,7 +226,7 @@ def _ip(*words: str) -> str:
 
 
 def _stop_timer(*kinds: str) -> None:
-    names = [f"{fabric.RETURN_UNIT}.{kind}" for kind in ("timer", *kinds)]
+    names = [f"{fabric.RESTORE_UNIT}.{kind}" for kind in ("timer", *kinds)]
     run_program(["systemctl", "stop", *names], _APPLY_S)
 
 

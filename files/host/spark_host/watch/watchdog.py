@@ -148,7 +148,7 @@ class ClusterWatch:
         local, config = cluster.local_member(self._release, self._paths), self._release.cluster
         if proven and local and config and self._listener is None:
             with contextlib.suppress(OSError):  # the next sample tries again
-                address = (local.address, config.proven_port)
+                address = (local.address, config.serving_port)
                 self._listener = socket.create_server(address, backlog=_BACKLOG)
                 self._listener.setblocking(False)
         elif not proven and self._listener is not None:

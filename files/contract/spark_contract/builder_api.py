@@ -44,8 +44,8 @@ def count_names(pattern: str) -> int:
     return math.prod(map(len, _alternatives(pattern)))
 
 
-def has_exactly(names: set[str], patterns: Iterable[str]) -> bool:
-    """Return whether patterns expand to exactly ``names``; remove matched names from the set."""
+def remove_exact_matches(names: set[str], patterns: Iterable[str]) -> bool:
+    """Remove names that the patterns expand to; return whether both have exactly the same names."""
     for pattern in patterns:
         for name in expand(pattern):
             if name not in names:
@@ -87,10 +87,10 @@ def _expand_brace(body: str, pattern: str) -> list[str]:
         if first > last or last - first > NAME_LIMIT:
             raise PatternError(pattern, f"the range {{{body}}} is empty or too long")
         return [str(number) for number in range(first, last + 1, step)]
-    words = body.split(",")
-    if len(words) < 2 or len(set(words)) != len(words):
+    alternatives = body.split(",")
+    if len(alternatives) < 2 or len(set(alternatives)) != len(alternatives):
         raise PatternError(pattern, f"{{{body}}} must list at least two distinct alternatives")
-    return words
+    return alternatives
 
 
 # Increase it if a build writes different bytes for the same plan
@@ -108,7 +108,7 @@ class Base:
     """The checkpoint that supplies all tensors except the replaced ones."""
 
     dir: str
-    # Commit or digest in the receipt. None: the directory has no receipt and is hashed.
+    # Commit or digest in the receipt; None means that the directory has no receipt and is hashed.
     revision: str | None
 
 
@@ -122,7 +122,7 @@ class DonorUrl(TransferOptions):
     """A donor on a hub: ``{endpoint}/{org}/{repo}/resolve/{commit}``, read in byte ranges."""
 
     url: str
-    # Locked hash of all tensors that the build reads; None: record it in the first build.
+    # Locked hash of all tensors that the build reads; if None, the first build records it.
     sha256: str | None = field(default=None, metadata=OPTIONAL)
 
 
@@ -139,7 +139,7 @@ class DonorShape:
 class BuildPlan:
     """``plan.json``: base, donor and exact tensor names, as patterns.
 
-    Names of modules lack ``.weight``.
+    Module names do not include ``.weight``.
     """
 
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -152,18 +152,19 @@ class BuildPlan:
     swap: tuple[str, ...]  # modules
     block_shape: tuple[int, int]  # of an FP8 scale
     base_tensors: tuple[str, ...]
-    donor_unmatched: tuple[str, ...]  # extra names outside .mlp.experts.
+    donor_unmatched: tuple[str, ...]  # names that the base lacks, except routed experts
     donor_shapes: tuple[DonorShape, ...]
     mtp_tensors: tuple[str, ...]
-    # fp8-donor: the donor's FP8; fp8-base: prebuilt hybrid, compared with the donor; fp8-self: our
-    # FP8 of the base's weights; int8-g128: INT8 in groups of 128, needs no plugin.
+    # fp8-donor: use the donor's FP8 weights. fp8-base: the base is a prebuilt hybrid, which is
+    # compared with the donor. fp8-self: quantize the base's weights to FP8. int8-g128: quantize
+    # them to INT8 in groups of 128, which needs no plugin.
     shared_experts: Scheme
     head: Literal["keep", "int8-g128"]
-    # 16-bit modules of the MTP layer to round to INT4 in groups of 128; empty: none.
+    # 16-bit modules of the MTP layer to round to INT4 in groups of 128
     drafter_int4: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
-    # Format of the file for n-gram embedding tables; keep: they stay tensors.
+    # Format of the file for n-gram embedding tables; with keep, they remain tensors.
     ngram_table: Literal["keep", "e2m1", "e4m3"] = field(default="keep", metadata=OPTIONAL)
-    layout: Literal["overlay", "full"]  # overlay: links and a small shard
+    layout: Literal["overlay", "full"]  # an overlay has hard links and a small shard
     out: str  # created atomically
     extra: Mapping[str, Any]  # deep-merged into config.json last
 
@@ -193,7 +194,7 @@ class BuildPlan:
                 f"layout: overlay does not support {self.shared_experts}; set layout: full"
             )
         if any(pattern.endswith(".weight") for pattern in (*self.swap, *self.drafter_int4)):
-            raise DocumentError("swap, drafter_int4: name modules without .weight")
+            raise DocumentError("swap, drafter_int4: remove .weight from the names")
 
     @property
     def out_dir(self) -> Path:
@@ -216,7 +217,7 @@ class BuildPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequantizePlan:
-    """``requantize.json``: make an INT4 checkpoint with AutoRound in the engine's image."""
+    """``requantize.json``: create an INT4 checkpoint with AutoRound in the engine's image."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -230,7 +231,7 @@ class RequantizePlan:
     packages: str  # folder with AutoRound and its dependencies
     calibration: str  # file of JSON lines
     gpu: str  # receipt of the GPU container check
-    iters: int  # 0: round to nearest, without calibration
+    iters: int  # 0 means rounding to nearest, without calibration
     nsamples: int
     seqlen: int
     batch: int
@@ -300,5 +301,5 @@ TOKEN_FILE = "--token-file"
 TREE = "--tree"
 
 
-def builder_argv(command: str, *words: str) -> tuple[str, ...]:
-    return ("python3", "-m", BUILDER, command, *words)
+def builder_argv(command: str, *args: str) -> tuple[str, ...]:
+    return ("python3", "-m", BUILDER, command, *args)
