@@ -125,9 +125,8 @@ def _read_union(kind: Any, data: Any, path: str) -> Any:
 def _check_literal(allowed: tuple[Any, ...], data: Any, path: str) -> Any:
     # Compare types, too: True equals 1.
     if not any(type(value) is type(data) and value == data for value in allowed):
-        raise _error(
-            path, f"invalid value {shorten(data)}, expected {' or '.join(map(str, allowed))}"
-        )
+        expected = " or ".join(map(str, allowed))
+        raise _error(path, f"invalid value {shorten(data)}, expected {expected}")
     return data
 
 

@@ -106,7 +106,7 @@ class TransferOptions:
 
     @property
     def min_bytes_per_s(self) -> float:
-        """Return the rate below which a mirror or peer is abandoned: at most half the rate limit."""
+        """Return the rate below which a mirror or peer is abandoned: at most half the limit."""
         if self.rate_limit_bytes_per_s is None:
             return self.slow_bytes_per_s
         return min(self.slow_bytes_per_s, self.rate_limit_bytes_per_s / 2)

@@ -83,7 +83,7 @@ class FreeBlocks:
     by_size: tuple[tuple[int, int], ...]  # (block size, bytes in free blocks of this size)
 
     def free_bytes(self, min_block_bytes: int = 0) -> int:
-        """Return the bytes in free blocks of at least this size, or of the kernel's largest size."""
+        """Return the bytes in free blocks of at least this size, or the kernel's largest size."""
         min_block_bytes = min(min_block_bytes, self.by_size[-1][0])
         return sum(free for size, free in self.by_size if size >= min_block_bytes)
 

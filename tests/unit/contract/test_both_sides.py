@@ -91,7 +91,7 @@ def test_rejects_invalid_log_pattern(tmp_path):
     data = json.loads(path.read_text())
     data["check"]["log_required"] = ["("]
     path.write_text(json.dumps(data))
-    with pytest.raises(HostToolError, match=r"check: '\(' "):
+    with pytest.raises(HostToolError, match=r"check: .*'\('"):
         system.load_release(plan.release.name, paths)
 
 

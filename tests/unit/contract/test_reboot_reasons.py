@@ -17,7 +17,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     "nothing": ({}, ""),
     "newer kernel": (
         {f"boot/vmlinuz-{RUNNING}": "", "boot/vmlinuz-6.17.0-1021-nvidia": ""},
-        f"kernel 6.17.0-1021-nvidia is installed, {RUNNING} is running",
+        f"kernel 6.17.0-1021-nvidia is installed, but {RUNNING} is running",
     ),
     "only older kernels": (
         {f"boot/vmlinuz-{RUNNING}": "", "boot/vmlinuz-6.17.0-1004-nvidia": ""},
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     ),
     "driver upgraded": (
         {MODULE: LOADED, f"{LIBRARY}580.159.03": "", "run/reboot-required": ""},
-        "driver module 580.142 is loaded, library 580.159.03 is installed",
+        "driver module 580.142 is loaded, but library 580.159.03 is installed",
     ),
     "driver not upgraded": ({MODULE: LOADED, f"{LIBRARY}580.142": "", f"{LIBRARY}1": ""}, ""),
     "driver of the lab": (

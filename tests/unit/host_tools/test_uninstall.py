@@ -212,7 +212,7 @@ def test_unmanaged_files_in_our_folders_stay(tmp_path):
 def test_removes_every_state_file(tmp_path):
     paths = Paths(tmp_path)
     of_release = (paths.proof, paths.compile_cache, paths.answers, paths.rollout, paths.request)
-    of_service = (paths.rollback, paths.good, paths.stopped, paths.events)
+    of_service = (paths.rollback, paths.known_good, paths.stopped, paths.events)
     files = [path_of("main") for path_of in (*of_release, *of_service, paths.job)]
     removed_network = paths.below(REMOVED_NETPLAN)
     for path in (*files, paths.gpu_receipt, paths.daily, removed_network, paths.state / "theirs"):

@@ -17,7 +17,7 @@ from tests.unit.shell import run_script
 MARKER = "/var/lib/spark/receipts/rebooted-for"
 MISMATCH = ["Failed to initialize NVML: Driver/library version mismatch", "rc=18"]
 KERNEL = {"kernels": ["6.17.0-1021-nvidia", "6.17.0-1029-nvidia"]}
-PENDING = "kernel 6.17.0-1029-nvidia is installed, 6.17.0-1021-nvidia is running"
+PENDING = "kernel 6.17.0-1029-nvidia is installed, but 6.17.0-1021-nvidia is running"
 RELEASE: Any = SimpleNamespace(service="main", start_timeout_s=10)
 ALLOWED = dataclasses.replace(NEEDS, reboot="allow")
 
@@ -48,9 +48,9 @@ def test_host_without_pending_reboot_is_not_rebooted():
         (KERNEL, PENDING),
         ({"reboot": ["required", "libc6"]}, "/run/reboot-required is set (libc6)"),
         ({"smi": ["NVIDIA GB10, 580.159.03", "rc=0"]},
-         "driver module 580.142 is loaded, library 580.159.03 is installed"),
+         "driver module 580.142 is loaded, but library 580.159.03 is installed"),
         ({"smi": MISMATCH},
-         "driver module 580.142 is loaded, library of another version is installed"),
+         "driver module 580.142 is loaded, but library of another version is installed"),
     ],
 )  # fmt: skip
 def test_host_is_rebooted_for_each_cause_and_the_cause_is_reported(sections, cause):

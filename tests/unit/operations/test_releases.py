@@ -220,7 +220,7 @@ def test_on_request_service_starts_at_deploy_only_to_check_a_new_release():
 
 def test_deploy_after_a_rollback_reports_that_it_applies_the_settings_again():
     back = {"schema_version": 1, "state": "done", "from": RELEASE, "to": OLD, "at": "then"}
-    host = serving(active=OLD, good=OLD, rolled_back=back)
+    host = serving(active=OLD, known_good=OLD, rolled_back=back)
     assert len(roll_out(host)) == 1
     assert f"was rolled back from {RELEASE}" in host.logs[0]
     assert f"group_vars select {RELEASE}" in host.logs[0]
@@ -248,7 +248,7 @@ def test_deploy_keeps_the_scheduled_release_if_it_is_proven():
 
 
 @pytest.mark.parametrize(
-    ("active", "good", "starts"),
+    ("active", "known_good", "starts"),
     [
         (None, None, True),
         (None, RELEASE, True),
@@ -258,8 +258,10 @@ def test_deploy_keeps_the_scheduled_release_if_it_is_proven():
         (RELEASE, None, False),
     ],
 )
-def test_servers_start_in_parallel_only_where_no_service_can_be_interrupted(active, good, starts):
-    host = serving(active=active, good=good)
+def test_servers_start_in_parallel_only_where_no_service_can_be_interrupted(
+    active, known_good, starts
+):
+    host = serving(active=active, known_good=known_good)
     assert len(run_operation(host, serve.start_service, PLAN, 60)) == starts
 
 
