@@ -22,8 +22,8 @@ SECTIONS = {
     },
     "Change": {
         "use": "Select another model or profile in your settings files.",
-        "set": "Set KEY=VALUE in your settings files, after checking it.",
-        "stop": "Stop serving until you run start, even across reboots.",
+        "set": "Check KEY=VALUE and write it to your settings files.",
+        "stop": "Stop serving, also across reboots, until you run start.",
         "start": "Start the last proven release of stopped hosts.",
         "rollback": "Return to the previous release.",
         "prune": "Remove files and images that no kept release needs.",
@@ -33,21 +33,21 @@ SECTIONS = {
         "fabric": "Configure or measure the links between hosts.",
     },
     "Inspect": {
-        "plan": "Print the plan of a deploy; change no host.",
+        "plan": "Print the plan of a deploy without changing hosts.",
         "status": "Show releases, checks and differences from the plan.",
-        "doctor": "Check hosts as a deploy would; make no changes.",
+        "doctor": "Check hosts as a deploy would, without changing them.",
         "ask": "Ask a question; print answer and tokens/s.",
         "connect": "Print URL, model name and client setup.",
         "top": "Show requests, tok/s, cache, memory and temperature.",
-        "logs": "Print logs of engines, gateways and jobs, merged.",
+        "logs": "Print the merged logs of engines, gateways and jobs.",
         "bench": "Benchmark servers through their gateways; compare results.",
     },
     "Models and files": {
-        "models": "List models (with every WORD), hosts they need, computed speed.",
+        "models": "List models (with every WORD), hosts they need and computed speed.",
         "update": "Lock new commits and image digests.",
         "settings": "Print all settings, or those whose names contain KEY.",
         "add": "Add a model from a repository, shared file or recipe.",
-        "share": "Write a model with profile and lock to a file.",
+        "share": "Write a model, its profile and its lock entries to a file.",
     },
 }
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}

@@ -67,14 +67,16 @@ _TASK_COMMENTS = {
 @profile_option("Profile to use [plain].")
 @click.option("--use", "select", is_flag=True, help="Also select it in your settings files.")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
-@click.option("--requantize", is_flag=True, help="Build an INT4 checkpoint of MODEL (AutoRound).")
+@click.option(
+    "--requantize", is_flag=True, help="Build an INT4 checkpoint of MODEL with AutoRound."
+)
 @click.option(
     "--on",
     "hosts",
     multiple=True,
     metavar="NAME",
     shell_complete=host_names,
-    help="Host for AutoRound.",
+    help="Run AutoRound on this host.",
 )
 @shared_options(changes=True)
 def add(

@@ -22,8 +22,13 @@ from spark_deploy.config.printable import printable
 
 @click.command
 @click.argument("question")
-@service_option("This service instead of the main service.")
-@click.option("--tokens", default=2048, type=click.IntRange(min=1), help="Most tokens to generate.")
+@service_option("Use this service instead of the main one.")
+@click.option(
+    "--tokens",
+    default=2048,
+    type=click.IntRange(min=1),
+    help="Maximum number of tokens to generate.",
+)
 @shared_options()
 def ask(options: Options, question: str, service: str | None, tokens: int) -> int:
     hosts = answering_hosts(select_hosts(options, must_serve=False), options, service)

@@ -66,12 +66,16 @@ def _numbers_option(name: str, minimum: int, text: str) -> Callable[..., Any]:
 
 
 @click.command
-@click.option("--out", metavar="DIR", default="bench", type=FOLDER, help="Folder of results.")
+@click.option("--out", metavar="DIR", default="bench", type=FOLDER, help="Folder for results.")
 @click.option(
-    "--protocol", "protocols", type=_PROTOCOL, multiple=True, help="Only this protocol; repeatable."
+    "--protocol",
+    "protocols",
+    type=_PROTOCOL,
+    multiple=True,
+    help="Run only this protocol; repeatable.",
 )
-@click.option("--tools", is_flag=True, help="Short for --protocol tools: score 20 tool calls.")
-@service_option("This service instead of the main service.")
+@click.option("--tools", is_flag=True, help="Same as --protocol tools: score 20 tool calls.")
+@service_option("Use this service instead of the main one.")
 @click.option("--compare", metavar="FILE", type=FILE, multiple=True, help="Compare result files.")
 @_numbers_option("--depths", 0, "Context depths of llama-benchy.")
 @_numbers_option("--clients", 1, "Concurrent clients.")
@@ -79,10 +83,12 @@ def _numbers_option(name: str, minimum: int, text: str) -> Callable[..., Any]:
 @click.option("--tg", "answer_tokens", type=_COUNT, metavar="N", help="Tokens per answer.")
 @click.option("--runs", type=_COUNT, metavar="N", help="Runs per measurement.")
 @click.option(
-    "--ladder", is_flag=True, help="Deploy and measure each published stage, then your settings."
+    "--ladder",
+    is_flag=True,
+    help="Deploy and measure each published stage, then restore your settings.",
 )
-@click.option("-y", "--yes", is_flag=True, help="Skip the confirmation of a ladder.")
-@click.option("--book-url", metavar="URL", help="Text for llama-benchy's prompts.")
+@click.option("-y", "--yes", is_flag=True, help="Skip the confirmation of --ladder.")
+@click.option("--book-url", metavar="URL", help="URL of the text for llama-benchy's prompts.")
 @shared_options(plans=True)
 def bench(
     options: Options, out: str, compare: Sequence[str], ladder: bool, tools: bool, **choices: Any

@@ -132,7 +132,7 @@ def rotate_key(options: Options) -> int:
 @click.command
 @click.option("--models", is_flag=True, help="Also remove models.")
 @click.option("--engine", is_flag=True, help="Also remove Docker and CUDA that a deploy installed.")
-@click.option("--access", is_flag=True, help="Finally revoke SSH key, sudo rule and account.")
+@click.option("--access", is_flag=True, help="Last, also remove SSH key, sudo rule and account.")
 @shared_options(changes=True)
 def uninstall(options: Options, models: bool, engine: bool, access: bool) -> int:
     data = {"uninstall.models": models, "uninstall.engine": engine}
@@ -146,7 +146,7 @@ def uninstall(options: Options, models: bool, engine: bool, access: bool) -> int
 
 @click.command
 @click.option("--restore", is_flag=True, help="Restore the previous network.")
-@click.option("--measure", is_flag=True, help="Measure each link; change nothing.")
+@click.option("--measure", is_flag=True, help="Measure each link without changing it.")
 @shared_options(changes=True)
 def fabric(options: Options, restore: bool, measure: bool) -> int:
     data = {"fabric.restore": restore, "fabric.measure": measure}

@@ -150,8 +150,8 @@ CLIENTS: dict[str, Client] = {
 @click.option(
     "--for", "client", type=click.Choice([*CLIENTS, *ROUTERS]), help="Set up this client."
 )
-@service_option("This service instead of the main service.")
-@click.option("--tunnel", is_flag=True, help="Keep SSH tunnels open until interrupted.")
+@service_option("Use this service instead of the main one.")
+@click.option("--tunnel", is_flag=True, help="Keep SSH tunnels open until Ctrl-C.")
 @shared_options()
 def connect(options: Options, client: str | None, service: str | None, tunnel: bool) -> int:
     flags = {"--for": client, "--tunnel": tunnel, "--json": options.json}

@@ -28,7 +28,9 @@ from spark_deploy.plan.types import PreflightPlan
 
 @click.command
 @click.option("--report", "is_report", is_flag=True, help="Write a redacted JSON report instead.")
-@click.option("--out", metavar="FILE", type=FILE, help="Report file [spark-report-TIME.json].")
+@click.option(
+    "--out", metavar="FILE", type=FILE, help="File for the report [spark-report-TIME.json]."
+)
 @shared_options(plans=True)
 def doctor(options: Options, is_report: bool, out: str | None) -> int:
     """Exit with 1 if a deploy would refuse a host."""

@@ -26,10 +26,10 @@ _limit = functools.partial(click.option, type=click.IntRange(min=1), metavar="N"
 @click.command
 @click.argument("action", type=click.Choice(_ACTIONS), metavar="|".join(_ACTIONS))
 @click.argument("name", metavar="[NAME]", required=False, default="")
-@_limit("--concurrent", "max_concurrent", help="Requests at a time.")
-@_limit("--per-minute", "max_requests_per_min", help="Average requests a minute.")
-@_limit("--body-mib", "max_body_mib", help="Largest request body in MiB.")
-@_limit("--output-tokens", "max_output_tokens", help="Output tokens a request.")
+@_limit("--concurrent", "max_concurrent", help="Maximum concurrent requests.")
+@_limit("--per-minute", "max_requests_per_min", help="Average requests per minute.")
+@_limit("--body-mib", "max_body_mib", help="Maximum size of a request body in MiB.")
+@_limit("--output-tokens", "max_output_tokens", help="Maximum output tokens per request.")
 @shared_options(changes=True)
 def key(options: Options, action: str, name: str, **limits: int | None) -> int:
     if action == "list":

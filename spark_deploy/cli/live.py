@@ -39,9 +39,14 @@ class LogLine:
 
 
 @click.command
-@click.option("-f", "--follow", is_flag=True, help="Print new lines as they come.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they arrive.")
 @click.option(
-    "-n", "--lines", type=click.IntRange(min=0), default=100, metavar="N", help="Last lines [100]."
+    "-n",
+    "--lines",
+    type=click.IntRange(min=0),
+    default=100,
+    metavar="N",
+    help="Print the last N lines [100].",
 )
 @shared_options()
 def logs(options: Options, follow: bool, lines: int) -> int:

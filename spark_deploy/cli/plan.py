@@ -26,7 +26,9 @@ ONE_STREAM = "one_stream_tokens_per_s"
 
 
 @click.command
-@click.option("--estimate", is_flag=True, help="Work offline: sizes from the architecture.")
+@click.option(
+    "--estimate", is_flag=True, help="Work offline, with sizes computed from the architecture."
+)
 @click.option("--on-host", is_flag=True, help="Show downloads that hosts already have.")
 @click.option("-v", "--verbose", is_flag=True, help="Show files, unit and engine arguments.")
 @shared_options(plans=True)

@@ -95,7 +95,7 @@ class Shared:
 @click.command
 @click.argument("choice", metavar="MODEL|MODEL/PROFILE", shell_complete=name_completer("models"))
 @click.option("--out", metavar="FILE", type=FILE, help="Output file [MODEL.spark.yml].")
-@click.option("--unasked", is_flag=True, help="Work offline; include no check result.")
+@click.option("--unasked", is_flag=True, help="Work offline, without the check result.")
 @shared_options()
 def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
     hosts = select_hosts(options, must_serve=False)

@@ -33,7 +33,9 @@ from spark_deploy.plan.types import HostPlan
 
 @click.command
 @click.option("--files", is_flag=True, help="List managed files, packages and units, with sizes.")
-@click.option("--planned", is_flag=True, help="With --files: list planned files, offline.")
+@click.option(
+    "--planned", is_flag=True, help="With --files, list planned files without connecting to hosts."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Print all details.")
 @shared_options(plans=True)
 def status(options: Options, files: bool, planned: bool) -> int:

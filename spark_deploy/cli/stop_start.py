@@ -30,7 +30,9 @@ _QUESTIONS = {
 
 @click.command
 @service_option("Only this service.")
-@click.option("--for", "period", metavar="PERIOD", help="Start again after 30m, 1h or 2d.")
+@click.option(
+    "--for", "period", metavar="PERIOD", help="Start again after PERIOD, such as 30m, 1h or 2d."
+)
 @shared_options(confirms=True)
 def stop(options: Options, service: str | None, period: str | None) -> int:
     """Exit with 1 if a host did not stop."""

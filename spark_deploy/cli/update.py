@@ -28,7 +28,7 @@ from spark_deploy.plan.types import CheckpointPlan, SourcePlan
 
 
 @click.command
-@click.option("--only", multiple=True, metavar="NAME", help="Only this repository or image.")
+@click.option("--only", multiple=True, metavar="NAME", help="Lock only this repository or image.")
 @click.option("--missing", is_flag=True, help="Lock only names that are not locked yet.")
 @click.option("--check", is_flag=True, help="Only check; exit with 1 if a name is missing.")
 @click.option(

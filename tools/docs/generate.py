@@ -70,7 +70,7 @@ def hybrid_models() -> Iterator[str]:
     for model in _for_sparks():
         yield from _model(model)
     yield from ("", "## Memory on several hosts", "")
-    yield "Per host, if several hosts serve a model together (`cluster.hosts`):"
+    yield "Memory per host, if several hosts serve a model together (`cluster.hosts`):"
     yield ""
     yield "| model | hosts | profile | weights | drafter | KV cache | full-length requests |"
     yield "|---|---|---|---|---|---|---|"
@@ -92,16 +92,15 @@ def _model(model: HybridModel) -> Iterator[str]:
     donor = f", FP8 source `{model.sources.donor}`" if model.sources.donor else ""
     yield f"- base `{model.sources.base}`{donor}"
     yield (
-        f"- {shape.layers} layers ({shape.linear_layers} Gated DeltaNet layers, "
-        f"{shape.attention_layers} full attention), {shape.experts} routed experts, "
-        f"{shape.experts_per_token} active per token, "
-        f"{shape.max_context_tokens:,} tokens of native context"
+        f"- {shape.layers} layers ({shape.linear_layers} with Gated DeltaNet, "
+        f"{shape.attention_layers} with full attention), {shape.experts} routed experts "
+        f"({shape.experts_per_token} active per token), "
+        f"native context of {shape.max_context_tokens:,} tokens"
     )
+    table = f", n-gram table {_gb(sizes.ngram_bytes)}" if sizes.ngram_bytes else ""
     yield (
-        f"- base checkpoint {_gb(sizes.tree_bytes)}, of which experts {_gb(sizes.experts_bytes)}, "
-        f"MTP {_gb(sizes.mtp_bytes)}, "
-        f"vision {_gb(sizes.vision_bytes)}"
-        + (f", n-gram table {_gb(sizes.ngram_bytes)}" if sizes.ngram_bytes else "")
+        f"- base checkpoint: {_gb(sizes.tree_bytes)} (experts {_gb(sizes.experts_bytes)}, "
+        f"MTP {_gb(sizes.mtp_bytes)}, vision {_gb(sizes.vision_bytes)}{table})"
     )
     profiles = (catalog().profile(name, model.name) for name in _fitting(model))
     names = [profile.name for profile in profiles if _is_for_use(profile)]
@@ -118,7 +117,7 @@ def _fixes(model: HybridModel, count: int) -> Iterator[str]:
     profile_name = next(iter(_fitting(model)), DEFAULT.profile)
     fix = advice(model.name, profile_name, catalog(), count)
     first, *others = re.split("(?:;|,) or ", fix)
-    yield f"- on {count} hosts no profile fits: {'you can' if others else first}"
+    yield f"- no profile fits on {count} hosts" + (", so you can" if others else f"; {first}")
     yield from (f"  - {choice}" for choice in ([first, *others] if others else ()))
 
 
@@ -141,7 +140,7 @@ def profile_sections() -> Iterator[str]:
         parts = (shown.shared_experts, shown.head, shown.kv_cache.dtype, drafts)
         yield row(f"`{shown.name}`", shown.choose_when, *parts, "yes" if shown.plugin else "no")
     stages = (f"`{shown.name}`" for shown in profiles if not _is_chosen_by_users(shown))
-    yield f"\n{', '.join(stages)}: stages between `base` and `v2` that `bench --ladder` compares."
+    yield f"\n`bench --ladder` also compares stages between `base` and `v2`: {', '.join(stages)}."
     for model in _for_sparks():
         fitting = [catalog().profile(name, model.name) for name in _fitting(model)]
         fitting = [profile for profile in fitting if _is_for_use(profile)]

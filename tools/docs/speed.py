@@ -27,6 +27,11 @@ from spark_deploy.plan.speed import (
 from tools.docs.declared import row
 
 ON_H200 = "[measured](engine-proofs.md#lm-head-kernel) on an H200"
+_HEADS = {
+    "keep": "16-bit, unchanged (`keep`)",
+    "int8-g128": "INT8 in the checkpoint (`int8-g128`)",
+    "int8-triton": "INT8 with our Triton kernel (`int8-triton`)",
+}
 NUMBERS = (
     ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),
     (
@@ -42,19 +47,26 @@ NUMBERS = (
     ("shared experts, routers, 16-bit drafter", f"{SMALL:.1%} of bandwidth", "fitted"),
     ("constant time per layer", f"{LAYER_S * 1e6:.0f} µs", "fitted"),
     (
-        "TurboQuant, per attention layer",
+        "extra time for TurboQuant, per attention layer",
         f"{TURBOQUANT_S * 1e6:.0f} µs",
         "reported for an H100, vllm-project/vllm#53060",
     ),
     (
-        "prompt arithmetic",
+        "arithmetic speed for prompts",
         f"{PROMPT_FLOPS_PER_S / 1e12:.1f} TFLOPS",
         "half of the speed published for two Sparks",
     ),
-    *((f"LM head, {head}", f"{share:.0%} of bandwidth", ON_H200) for head, share in HEADS.items()),
-    ("first draft accepted", str(FIRST_ACCEPTED), "published: 95 % accepted with one draft"),
+    *(
+        (f"LM head, {_HEADS[head]}", f"{share:.0%} of bandwidth", ON_H200)
+        for head, share in HEADS.items()
+    ),
     (
-        "each later draft, if the previous was accepted",
+        "probability that the first draft is accepted",
+        str(FIRST_ACCEPTED),
+        "published: 95 % accepted with one draft",
+    ),
+    (
+        "probability for each later draft, if the previous draft was accepted",
         str(LATER_ACCEPTED),
         "published: 80 % accepted with two drafts",
     ),
@@ -74,13 +86,14 @@ def compared_rows(catalog: Catalog) -> Iterator[str]:
         figures = (f"{published:g}", source, f"{computed:.1f}", error_text)
         yield row(name, model, figure.requests, *figures)
         missed += [f"{name} with {model}"] if abs(error) > TOLERANCE else []
-    yield from ("", f"More than {TOLERANCE:.0%} off: {', '.join(missed) or 'none'}.")
+    estimates = f"Estimates for {', '.join(missed)} are" if missed else "No estimate is"
+    yield from ("", f"{estimates} off by more than {TOLERANCE:.0%}.")
 
 
 def measured_rows(catalog: Catalog) -> Iterator[str]:
     speeds = list(measured_speeds(CHECKOUT, catalog))
     if not speeds:
-        yield "There is no report yet, so no correction."
+        yield "There are no reports yet, so `plan` does not correct its estimates."
         return
     yield from (
         row("report", "profile", "model", "measured", "computed", "ratio"),
@@ -119,9 +132,9 @@ def v3_rows(catalog: Catalog) -> Iterator[str]:
     fewer = Speculation(method="mtp", tokens=2, draft_vocabulary_tokens=32768)
     parts = {
         "v2": v2,
-        "INT4 drafter": drafter,
-        "our INT8 head (v3)": replace(drafter, head=v3.head),
-        "drafts from 32,768 tokens (opt-in, not run on a GPU)": replace(
+        "v2 + INT4 drafter": drafter,
+        "v2 + INT4 drafter + our INT8 head (= v3)": replace(drafter, head=v3.head),
+        "v3 + draft vocabulary of 32,768 tokens (opt-in, not yet run on a GPU)": replace(
             drafter, head=v3.head, speculation=fewer
         ),
     }
