@@ -1,6 +1,6 @@
-"""pyinfra reads this file before the inventory and refuses a missing or empty inventory.
+"""Reject a missing or empty inventory; pyinfra runs this file before it reads the inventory.
 
-To use it in your repository, copy it to the directory in which you call pyinfra.
+To use this check in your repository, copy the file to the directory in which you run pyinfra.
 """
 
 import pathlib as _pathlib

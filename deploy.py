@@ -1,7 +1,7 @@
 """Deploy a proven model server from an SSH login: ``pyinfra inventory/spark.py deploy.py``.
 
-Each step skips correct state: a second run changes nothing, and the next run completes a killed
-run.
+Each step skips what is already correct, so a second run changes nothing, and the next run completes
+a killed run.
 """
 
 from pyinfra import host, state
@@ -20,16 +20,16 @@ hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
 jobs, release = served_jobs(plan, payload.image_context), plan.release.name
 
-service.reboot(plan=plan.preflight, serve=plan.release)
+service.reboot(plan=plan.preflight, release=plan.release)
 preflight.apply(plan=plan.preflight)
 base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
 tools.apply(identity=plan.payload, files=payload.tools, units=unit_and_command_files(payload.units))
-# These jobs run without a container engine and in parallel to the next steps.
+# These jobs need no container engine and run in parallel with the next steps.
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
-work.build(jobs=jobs, release=release)
+work.build_checkpoint(jobs=jobs, release=release)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)
-work.image(jobs=jobs, release=release)
+work.prepare_image(jobs=jobs, release=release)
 service.prepare(jobs=jobs, release=release)
 # Stopping unlisted services frees memory for the others.
 service.retire(
@@ -38,17 +38,18 @@ service.retire(
 )
 for entry in host_loop(plan.served):
     service.serve(
-        plan=entry.release,
+        release=entry.release,
         gateway=entry.gateway,
         files=release_files(entry),
         waves=waves_for(state),
         schedule=entry.schedule,
     )
 for entry in host_loop(plan.served):
-    service.verify(plan=entry.release, gateway=entry.gateway, schedule=entry.schedule)
+    service.verify(release=entry.release, gateway=entry.gateway, schedule=entry.schedule)
 # These jobs come last, because they must not delay services.
-work.prepare_other_pairs(jobs=ready_jobs(plan, payload.image_context), service=plan.release.service)
+other_jobs = ready_jobs(plan, payload.image_context)
+work.prepare_other_models(jobs=other_jobs, service=plan.release.service)
 work.stop_peer_downloads()
 service.schedule(schedule=plan.schedule)
-# Now no other model needs the base, and the checkpoint is proven.
+# By now no other model needs the base, and the checkpoint is proven.
 work.remove_base(jobs=discard_jobs(plan), release=release)

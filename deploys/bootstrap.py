@@ -1,4 +1,4 @@
-"""Give deploys access to new hosts; a password is typed once."""
+"""Give deploys access to new hosts; you type a password only once."""
 
 from pyinfra import host
 from pyinfra.api import FunctionCommand

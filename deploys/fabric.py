@@ -1,7 +1,7 @@
 """Give cabled ports addresses, or measure the links (``fabric.measure``).
 
-No other deploy changes the network. If no new login succeeds in time, or after a power cut, the
-host restores the old network.
+No other deploy changes the network. The host restores the old network after a power cut, or if no
+new login succeeds in time.
 """
 
 from pyinfra import host, state
@@ -24,7 +24,7 @@ settings, payload = context_of(host).loaded.settings, read_payload()
 if settings.fabric.restore:
     fabric.restore()
 else:
-    # Only these parts: the whole plan of a cluster needs the addresses.
+    # Plan only these parts, because a cluster's complete plan needs the addresses.
     base.apply(plan=base_plan(settings), request=uninstall_request(settings))
     units = unit_and_command_files(payload.units)
     tools.apply(identity=payload_identity(), files=payload.tools, units=units)

@@ -1,4 +1,4 @@
-"""Accept exactly the named API keys of ``serve.keys``; engines and running answers continue."""
+"""Accept exactly the named API keys of ``serve.keys``; requests in flight are not interrupted."""
 
 from pyinfra import host, state
 

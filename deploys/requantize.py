@@ -1,7 +1,7 @@
 """Make an INT4 checkpoint from a 16-bit repository, with AutoRound in the engine's image.
 
-Engines are not stopped; if memory is short, the job fails. A killed job continues with its current
-block. Set `checkpoint.source: requantized` to serve the result.
+Engines keep running; if there is too little memory, the job fails. The next run resumes a killed
+job at its current block. Set `checkpoint.source: requantized` to serve the result.
 """
 
 from pyinfra import host, state
@@ -33,6 +33,6 @@ work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)
 image_jobs = tuple(job for job in jobs if job.job.kind != REQUANTIZE_JOB)
-work.image(jobs=image_jobs, release=release)
+work.prepare_image(jobs=image_jobs, release=release)
 work.quantize(jobs=jobs, image=plan.image.tag, release=release)
 work.stop_peer_downloads()

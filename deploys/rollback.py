@@ -22,7 +22,7 @@ configured = settings if name == MAIN_SERVICE else settings.services.get(name)
 
 service.rollback(
     service=name,
-    configured_pair=f"{configured.model}/{configured.profile}" if configured else "none",
+    configured_selection=f"{configured.model}/{configured.profile}" if configured else "none",
     target=target,
     timeout_s=settings.serve.start_timeout_s * 2 + 600,
     waves=waves_for(state),

@@ -1,6 +1,6 @@
-"""Replace API keys that were generated on hosts; engines and running answers continue.
+"""Replace API keys that were generated on hosts; requests in flight are not interrupted.
 
-To replace a key of the controller, change it where ``serve.api_key`` reads it and run
+To replace a key from the controller, change it where ``serve.api_key`` reads it, and run
 ``deploy.py``.
 """
 

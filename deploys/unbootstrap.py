@@ -1,6 +1,7 @@
 """Revoke the access that bootstrap granted: deploy account or sudo rule, and our key.
 
-Services continue. Run `deploys/uninstall.py` first: afterwards the controller cannot log in.
+Services keep running. Run `deploys/uninstall.py` first, because this controller cannot log in
+afterwards.
 """
 
 from pyinfra import host

@@ -1,6 +1,6 @@
-"""The virtual lab: settings from lab.json, which `python -m lab up N` writes.
+"""The virtual lab's guests, with settings from lab.json, which `python -m lab up N` writes.
 
-The deploy has no code for the lab. Other settings are in group_vars/lab.yml, as for any group.
+Deploys contain no code for the lab. Other settings are in group_vars/lab.yml, as for any group.
 """
 
 import hashlib as _hashlib
@@ -19,18 +19,20 @@ try:
     _lab = _json.loads(_state.read_text(encoding="utf-8"))
 except (OSError, ValueError) as _error:
     raise _SettingsError.one(
-        str(_state), f"the lab's state cannot be read ({_error})", "bring it up: `make lab-up`"
+        str(_state),
+        f"the lab's state cannot be read ({_error})",
+        "start the lab: run `make lab-up`",
     ) from None
 
 
 def _image(_name: str) -> str:
-    """Return the reference of an image in the lab's registry, built or not."""
-    _made = _lab["images"].get(_name, {})
-    _repository = _made.get("repository", f"{_lab['registry']}/lab/{_name}")
-    return f"{_repository}:{_made.get('tag', '1')}"
+    """Return the reference of an image in the lab's registry, even if it is not built yet."""
+    _entry = _lab["images"].get(_name, {})
+    _repository = _entry.get("repository", f"{_lab['registry']}/lab/{_name}")
+    return f"{_repository}:{_entry.get('tag', '1')}"
 
 
-# One lock for each content of the hub: rebuilt models get another lock.
+# Each content of the hub has a separate lock file, so rebuilt models get another one.
 _served = _json.dumps({_name: _entry["main"] for _name, _entry in _lab["hub"]["repos"].items()})
 _hub_version = _hashlib.sha256(_served.encode()).hexdigest()[:8]
 

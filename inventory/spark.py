@@ -14,8 +14,8 @@ from spark_deploy.inventory import group_from as _group_from
 spark = _group_from(
     "spark",
     hosts=[
-        # Names for ssh, or any name with `ssh: {hostname: ...}` in host_vars/<name>.yml;
-        # "@local" is this machine.
+        # Names that ssh can resolve, or any name with `ssh: {hostname: ...}` in
+        # host_vars/<name>.yml; "@local" is this machine.
         "spark-1",
     ],
     file=__file__,

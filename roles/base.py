@@ -17,8 +17,10 @@ def apply(*, plan: BasePlan, request: str) -> None:
     """``request`` is the result of ``uninstall_request``."""
     expect_fact(base.BaseState, lambda: base.fact_arguments(plan))
     expect_files(base.MANAGED_PATHS)
-    record_initial_state(name="Note the state before the first deploy", plan=plan, request=request)
-    # Before packages, because a damaged file in apt.conf.d prevents all installations.
+    record_initial_state(
+        name="Record the state before the first deploy", plan=plan, request=request
+    )
+    # This precedes packages, because a damaged file in apt.conf.d prevents all installations.
     base.hold_driver(name="Hold driver packages in unattended upgrades", plan=plan)
     base.install_packages(name="Install packages", plan=plan)
     base.create_directories(name="Create directories", plan=plan)

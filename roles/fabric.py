@@ -1,4 +1,4 @@
-"""Set up the network between hosts, measure it, or restore the earlier network."""
+"""Set up or measure the network between hosts, or restore the earlier network."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def apply(*, settings: Settings, check: FunctionCommand | None) -> None:
 
 @deploy("Fabric")
 def measure(*, links: Sequence[FabricLink]) -> None:
-    """Measure hosts in sequence: they share the cables."""
+    """Measure hosts in sequence, because they share the cables."""
     fabric.measure_links(name="Measure the links to the next host", links=links, _serial=True)
 
 

@@ -1,4 +1,4 @@
-"""Check that a host fits; all problems are reported at once."""
+"""Check that a host meets the plan's requirements, and report all problems at once."""
 
 from pyinfra.api import deploy
 
@@ -8,6 +8,6 @@ from spark_deploy.plan.types import PreflightPlan
 
 @deploy("Preflight")
 def apply(*, plan: PreflightPlan) -> None:
-    preflight.check_host(name="Check that the host fits", needs=plan)
-    preflight.check_cluster(name="Check that its cluster fits", needs=plan)
-    preflight.take_over(name="Take over containers", needs=plan)
+    preflight.check_host(name="Check that the host fits", plan=plan)
+    preflight.check_cluster(name="Check that its cluster fits", plan=plan)
+    preflight.take_over(name="Take over containers", plan=plan)

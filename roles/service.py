@@ -33,7 +33,7 @@ from spark_deploy.hosts.serve import (
     stop_unlisted,
     verify_service,
 )
-from spark_deploy.hosts.status import Status, UsersKnown
+from spark_deploy.hosts.status import ExistingUsers, Status
 from spark_deploy.hosts.uninstall import prune_host
 from spark_deploy.plan.cluster import Wave
 from spark_deploy.plan.jobs import Work
@@ -49,15 +49,15 @@ from spark_deploy.plan.types import (
 
 
 @deploy("Reboots")
-def reboot(*, plan: PreflightPlan, serve: Release) -> None:
+def reboot(*, plan: PreflightPlan, release: Release) -> None:
     """Reboot hosts in sequence if needed and allowed.
 
-    Runs first: a driver that needs a reboot would make later steps fail.
+    Reboots come first, because a driver that needs a reboot would make later steps fail.
     """
     for (name,) in waves_of_this_host(
         (member.name,) for member in inventory if plan.reboot == "allow"
     ):
-        reboot_host(name=f"Reboot {name} if required", needs=plan, serve=serve)
+        reboot_host(name=f"Reboot {name} if required", plan=plan, release=release)
 
 
 @deploy("Prepare")
@@ -75,7 +75,7 @@ def prepare(*, jobs: Sequence[Work], release: str) -> None:
 @deploy("Serve")
 def serve(
     *,
-    plan: Release,
+    release: Release,
     gateway: GatewayPlan,
     files: Sequence[ManagedFile],
     waves: Sequence[Wave],
@@ -83,16 +83,18 @@ def serve(
 ) -> None:
     expect_files((*(file.path for file in files), *gateway_paths(gateway)))
     users = (GATEWAY_USER, ENGINE_USER)
-    expect_fact(UsersKnown, lambda: {"users": users})
-    install_release(name="Install units and release", plan=plan, files=tuple(files), users=users)
+    expect_fact(ExistingUsers, lambda: {"users": users})
+    install_release(
+        name="Install units and release", release=release, files=tuple(files), users=users
+    )
     configure_gateway(name="Configure the gateway", plan=gateway)
-    timeout_s = int(plan.timeouts.start_s) * 2 + 600
-    start_service(name="Start new services", plan=plan, timeout_s=timeout_s)
-    subject = "the release" if plan.service == MAIN_SERVICE else plan.service
+    timeout_s = int(release.timeouts.start_s) * 2 + 600
+    start_service(name="Start new services", release=release, timeout_s=timeout_s)
+    subject = "the release" if release.service == MAIN_SERVICE else release.service
     scheduled = tuple(entry.release for entry in schedule)
     for wave in waves_of_this_host(waves):
         name = f"Serve {subject} on {', '.join(wave)}"
-        roll_out(name=name, plan=plan, timeout_s=timeout_s, scheduled=scheduled)
+        roll_out(name=name, release=release, timeout_s=timeout_s, scheduled=scheduled)
 
 
 @deploy("Retire")
@@ -104,10 +106,10 @@ def retire(*, services: Sequence[str], accepted_overrides: Sequence[str]) -> Non
 
 
 @deploy("Verify")
-def verify(*, plan: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledPlan]) -> None:
-    """Fail unless the host serves the plan's release with a passed check."""
+def verify(*, release: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledPlan]) -> None:
+    """Fail unless the host serves this release and its check passed."""
     scheduled = tuple(entry.release for entry in schedule)
-    verify_service(name="Verify the service", plan=plan, gateway=gateway, scheduled=scheduled)
+    verify_service(name="Verify the service", release=release, gateway=gateway, scheduled=scheduled)
 
 
 @deploy("Schedule")
@@ -120,12 +122,19 @@ def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
 
 @deploy("Rollback")
 def rollback(
-    *, service: str, configured_pair: str, target: str | None, timeout_s: int, waves: Sequence[Wave]
+    *,
+    service: str,
+    configured_selection: str,
+    target: str | None,
+    timeout_s: int,
+    waves: Sequence[Wave],
 ) -> None:
     for wave in waves_of_this_host(waves):
-        name = f"Go back on {', '.join(wave)}"
+        name = f"Roll back on {', '.join(wave)}"
         roll_back(name=name, service=service, target=target, timeout_s=timeout_s)
-    verify_rollback(name="Verify the service", service=service, configured_pair=configured_pair)
+    verify_rollback(
+        name="Verify the service", service=service, configured_selection=configured_selection
+    )
 
 
 @deploy("Prune")
@@ -142,6 +151,6 @@ def rotate_key(*, plan: GatewayPlan) -> None:
 @deploy("Named keys")
 def named_keys(*, plan: BasePlan, keys: dict[str, NamedKey] | None) -> None:
     expect_fact(BaseState, lambda: fact_arguments(plan))
-    if keys:  # a key can be revoked without apt
-        install_packages(name="Install nginx's JavaScript module", plan=plan, only=(NJS,))
+    if keys:  # revoking keys must work without apt
+        install_packages(name="Install nginx's JavaScript module", plan=plan, packages=(NJS,))
     set_named_keys(name="Set the named API keys", keys=keys)

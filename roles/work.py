@@ -1,4 +1,4 @@
-"""Slow jobs (downloads, checkpoints, image): deploys start them early and wait for them late."""
+"""Run slow jobs (downloads, checkpoints, image), which deploys start early and wait for late."""
 
 from collections.abc import Callable, Sequence
 
@@ -35,7 +35,7 @@ def _jobs(jobs: Sequence[Work]) -> tuple[Job, ...]:
 
 
 def _start(jobs: Sequence[Work], release: str, name: Callable[[Work], str], *kinds: str) -> None:
-    """Start the jobs of these kinds, by default all; a single fact reads all states."""
+    """Start the jobs of these kinds, by default all jobs; a single fact reads all states."""
     for work in host_loop(work for work in jobs if not kinds or work.job.kind in kinds):
         start_job(name=name(work), work=work, release=release, names=_names(jobs))
 
@@ -44,26 +44,26 @@ def _start(jobs: Sequence[Work], release: str, name: Callable[[Work], str], *kin
 def fetch(
     *, jobs: Sequence[Work], release: str, proxy: ProxySettings, fleet: FleetSettings
 ) -> None:
-    """Start downloads from the hub or peers; hashes are checked against the lock."""
+    """Start downloads from the hub or peers; jobs check the hashes against the lock."""
     arguments = {"jobs": _names(jobs), "target": PREPARE.unit(release)}
     expect_files((PROXY,))
     expect_fact(JobStates, lambda: arguments, slow=True)
-    configure_job_proxy(name="Install the proxy of jobs", proxy=proxy)
+    configure_job_proxy(name="Configure the proxy for jobs", proxy=proxy)
     jobs = tuple(jobs)
-    record_files(name="Note which files the hosts have", jobs=jobs, release=release, fleet=fleet)
+    record_files(name="Record which files the hosts have", jobs=jobs, release=release, fleet=fleet)
     start_sharing(name="Start peer downloads", jobs=jobs, fleet=fleet)
     _start(jobs, release, lambda work: f"Fetch {work.job.title.removeprefix('fetch ')}", FETCH_JOB)
 
 
 @deploy("Checkpoint")
-def build(*, jobs: Sequence[Work], release: str) -> None:
+def build_checkpoint(*, jobs: Sequence[Work], release: str) -> None:
     if not _quantizes(jobs):
         _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
 
 
 @deploy("Image")
-def image(*, jobs: Sequence[Work], release: str) -> None:
-    """Start to build the image from the pinned base and our plugin."""
+def prepare_image(*, jobs: Sequence[Work], release: str) -> None:
+    """Start building the image, then quantization and the checkpoint if they need it."""
     _start(jobs, release, lambda _: "Prepare the engine image", *IMAGE_JOBS)
     if _quantizes(jobs):
         # AutoRound runs in the engine's image.
@@ -90,14 +90,14 @@ def quantize(*, jobs: Sequence[Work], image: str, release: str) -> None:
 
 
 @deploy("Ready")
-def prepare_other_pairs(*, jobs: Sequence[Work], service: str) -> None:
-    """Prepare other pairs, so that a later rollout does not wait for downloads and builds."""
+def prepare_other_models(*, jobs: Sequence[Work], service: str) -> None:
+    """Prepare models in ``keep_ready``, so that later rollouts need no downloads or builds."""
     # The release's target is disabled after its jobs, so these jobs have a separate target.
     target = f"{service}-ready"
     _start(jobs, target, lambda work: preparation_name(work.job))
-    wait_for_jobs(name="Wait for the other pairs", jobs=_jobs(jobs), release=target)
+    wait_for_jobs(name="Wait for the other models", jobs=_jobs(jobs), release=target)
     compare_donor_tensors(
-        name="Compare the FP8 source tensors of the other pairs", jobs=tuple(jobs)
+        name="Compare the FP8 source tensors of the other models", jobs=tuple(jobs)
     )
 
 

@@ -37,7 +37,7 @@ def doctor(options: Options, is_report: bool, out: str | None) -> int:
     hosts = select_hosts(options)
     if is_report:
         return _report(options, hosts, Path(out) if out else None)
-    needs = _needs(hosts)
+    needs = _preflight_plans(hosts)
     answers = query(hosts, lambda host, target: read_survey(host, needs[target.name]))
     surveys = {answer.host.name: answer.value for answer in answers if answer.value}
     verdicts = [make_verdict(answer, needs[answer.host.name], surveys) for answer in answers]
@@ -72,8 +72,8 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
     return 0 if len(reports) == len(hosts) else 1
 
 
-def _needs(hosts: Sequence[Target]) -> dict[str, PreflightPlan]:
-    """Return the needs of each host; estimate sizes if the hub does not answer."""
+def _preflight_plans(hosts: Sequence[Target]) -> dict[str, PreflightPlan]:
+    """Return the preflight plan of each host; estimate sizes if the hub does not answer."""
     try:
         return {host.name: build_plan(host, estimate=False).preflight for host in hosts}
     except LockError as error:

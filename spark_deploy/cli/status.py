@@ -17,7 +17,13 @@ from spark_deploy.cli.status_rows import check_age, short_lines
 from spark_deploy.cli.up import rollout_text
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
-from spark_deploy.hosts.status import ON_REQUEST, Count, HostStatus, Requests, start_text
+from spark_deploy.hosts.status import (
+    ON_REQUEST,
+    HostStatus,
+    RequestCounts,
+    Requests,
+    describe_start,
+)
 from spark_deploy.hosts.uninstall import (
     gigabytes,
     list_resources,
@@ -44,7 +50,7 @@ def status(options: Options, files: bool, planned: bool) -> int:
         return _planned_files(options) if planned else _managed_files(options)
     if planned:
         raise SparkError.one("--planned", "lists files only", "add --files")
-    counts: dict[str, dict[str, Count]] = {}
+    counts: dict[str, dict[str, RequestCounts]] = {}
 
     def read(host: Host, target: Target) -> HostStatus | None:
         host_status = read_status(host, target)
@@ -351,7 +357,7 @@ def _proof_lines(proof: Mapping[str, Any]) -> Iterator[str]:
         size = gib(cache["size_bytes"])
         yield _row("cache", f"{cache['tokens']:,} tokens in {size}, measured by the engine")
     if times_s := proof.get("start_times_s"):
-        yield _row("start", start_text(times_s))
+        yield _row("start", describe_start(times_s))
     for text in proof.get("speed", ()):
         yield _row("speed", text.removeprefix(SPEED))
 

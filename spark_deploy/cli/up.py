@@ -296,7 +296,7 @@ def _start_duration(plan: HostPlan, state: HostState) -> str:
 
 
 def _preparation_texts(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
-    pending = [job for job in _jobs(plan) if not jobs.done([job.digest12])]
+    pending = [job for job in _jobs(plan) if not jobs.are_done([job.digest12])]
     if not pending:
         yield "nothing to download"
     missing_bytes = 0

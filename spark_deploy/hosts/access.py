@@ -31,9 +31,9 @@ class Access:
     key_installed: bool
     passwordless_sudo: bool
     sudo_installed: bool
-    sudoers: str | None  # our file; None: missing, or not readable without a password
+    sudoers: str | None  # content of our file; None if missing or unreadable without a password
     login_address: str = ""  # address of this login, as the host sees it
-    account_key: str = ""  # line with our key in the account's authorized_keys
+    account_key: str = ""  # line of the account's authorized_keys that contains our key
     account_exists: bool = False
 
 
@@ -48,13 +48,13 @@ class LoginAccess(HostFact[Access]):
         )
         return build_script(
             "echo '== user'; id -un; id -u",
-            *(keys if public_key else ()),  # grep finds an empty text in every line
-            "echo '== sudo'; command -v sudo >/dev/null && echo there",
+            *(keys if public_key else ()),  # an empty pattern matches every line
+            "echo '== sudo'; command -v sudo >/dev/null && echo installed",
             # -k: ignore a password typed on this machine minutes ago.
-            "sudo -k -n true 2>/dev/null && echo free",
+            "sudo -k -n true 2>/dev/null && echo passwordless",
             f"echo '== sudoers'; sudo -n cat {shlex.quote(sudoers_path)} 2>/dev/null",
             "echo '== from'; echo \"${SSH_CONNECTION%% *}\"",
-            f"echo '== account-there'; getent passwd {ACCOUNT}",
+            f"echo '== account-exists'; getent passwd {ACCOUNT}",
         )
 
     def process(self, output: list[str]) -> Access:
@@ -64,12 +64,12 @@ class LoginAccess(HostFact[Access]):
             user=user,
             is_root=uid == "0",
             key_installed=sections.first("key") not in ("", "0"),
-            passwordless_sudo=uid == "0" or "free" in sections["sudo"],
-            sudo_installed="there" in sections["sudo"],
+            passwordless_sudo=uid == "0" or "passwordless" in sections["sudo"],
+            sudo_installed="installed" in sections["sudo"],
             sudoers=f"{sections.text('sudoers')}\n" if sections["sudoers"] else None,
             login_address=sections.first("from").partition("%")[0],
             account_key=sections.first("account"),
-            account_exists=bool(sections["account-there"]),
+            account_exists=bool(sections["account-exists"]),
         )
 
 
@@ -93,7 +93,7 @@ def authorized_keys_line(plan: BootstrapPlan, access: Access) -> str:
 
 
 def sudoers(user: str) -> str:
-    """Return the sudo rule; it allows ALL commands, because pyinfra runs `sudo sh -c ...`."""
+    """Return the sudo rule, which allows ALL commands because pyinfra runs `sudo sh -c ...`."""
     return f"# Managed by dgx-spark-deploy.\n{user} ALL=(ALL:ALL) NOPASSWD: ALL\n"
 
 
@@ -112,7 +112,7 @@ def install_key(plan: BootstrapPlan) -> Commands:
 
 @host_operation
 def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
-    """Create the deploy account; the login user keeps all rights except our earlier rule."""
+    """Create the deploy account; the login user loses only the sudo rule that we wrote earlier."""
     access = read_state(plan)
     line, rule = authorized_keys_line(plan, access), sudoers(ACCOUNT)
     if access.account_exists and access.account_key == line and access.sudoers == rule:
@@ -121,14 +121,14 @@ def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Command
     if not access.sudo_installed:
         fail("sudo", "is not installed", "install sudo as root")
     if access.sudoers is not None and access.sudoers != rule:
-        host.log(f"replaces the rule in {plan.sudoers_path}, which let another account use sudo")
+        host.log(f"replacing the rule in {plan.sudoers_path}, which lets another account use sudo")
     account_script = _account_script(plan.public_key, line)
     script = f"{account_script}\n{_sudo_rule_script(plan.sudoers_path, rule)}"
     yield FunctionCommand(_run_as_root, [script, access.is_root, password], {})
 
 
 def _account_script(public_key: str, line: str) -> str:
-    """Return the script that creates the account; root owns its keys, so it cannot add any."""
+    """Return the script that creates the account; root owns its key file, so it cannot add keys."""
     return f"""set -e; umask 022
 if ! getent passwd {ACCOUNT} >/dev/null; then
   useradd --system --user-group --no-create-home --home-dir {ACCOUNT_HOME} --shell /bin/sh \\
@@ -163,7 +163,7 @@ def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
     else:  # without a key, bootstrap granted only the login user's sudo rule
         granted = access.sudoers == sudoers(access.user)
     if not granted:
-        host.noop("no access granted by bootstrap")
+        host.noop("bootstrap has granted no access")
         return
     if not plan.public_key:
         yield f"rm -f {rule_path}"
@@ -229,10 +229,10 @@ def _write_sudoers(
 
 def explain_sudo_error(output: str) -> Problem:
     if "incorrect password" in output or "Sorry, try again" in output:
-        return Problem("sudo", "rejected the password", "run again with the right password")
+        return Problem("sudo", "rejected the password", "run again with the correct password")
     if "not in the sudoers" in output or "not allowed" in output:
         fix = "add the user to group sudo on the host (`usermod -aG sudo USER`)"
-        return Problem("sudo", "the login user may not use sudo", fix)
+        return Problem("sudo", "the login user is not allowed to use sudo", fix)
     tail = "\n".join(output.strip().splitlines()[-5:])
     fix = "check /etc/sudoers.d on the host"
     return Problem("sudo", f"the rule was not activated: {tail}", fix)
@@ -241,6 +241,6 @@ def explain_sudo_error(output: str) -> Problem:
 @host_operation
 def verify_access(ready: bool, check: FunctionCommand) -> Commands:
     if ready:
-        host.noop("the key logged in and sudo needed no password")
+        host.noop("login with the key works, and sudo needs no password")
         return
     yield check

@@ -16,17 +16,17 @@ from spark_deploy.hosts.files import place_files, remove_files, sync_files
 from spark_deploy.hosts.operations import Commands, host_operation
 from spark_deploy.hosts.packages import (
     INTERRUPTED_SCRIPT,
-    install,
+    install_command,
     packages_script,
     parse_packages,
 )
 from spark_deploy.plan.types import NJS, BasePlan, ManagedFile
 
-# A single systemctl call prints a block for each unit.
+# A single call to systemctl prints one block per unit.
 _SHOW_UNITS = r"""
-shown=$(systemctl show -p Id,UnitFileState,NeedDaemonReload,MainPID {units} 2>/dev/null)
+properties=$(systemctl show -p Id,UnitFileState,NeedDaemonReload,MainPID {units} 2>/dev/null)
 property() {{
-  printf '%s\n\n' "$shown" | awk -F= -v key="$1" -v units=" $* " '
+  printf '%s\n\n' "$properties" | awk -F= -v key="$1" -v units=" $* " '
     {{ value[$1] = $2 }}
     !NF && index(units, " " value["Id"] " ") {{ print value["Id"], value[key] }}
     !NF {{ split("", value) }}'
@@ -123,7 +123,8 @@ _GUARANTEES = {
 }
 _MANAGED = "# Managed by dgx-spark-deploy.\n"
 EARLYOOM_PATH = "/etc/default/earlyoom"
-# Acts below 2 % of memory. `-s 100,100` (SIGTERM, SIGKILL) ignores swap, which would delay it.
+# Acts if less than 2 % of memory is available. `-s 100,100` (SIGTERM, SIGKILL) ignores swap, which
+# would delay it.
 # Resident size excludes GPU memory, so the engine is named.
 EARLYOOM_ARGUMENTS = (
     "-r 3600 -m 2 -s 100,100 --prefer ^(VLLM|vllm) --avoid ^(sshd|systemd|dockerd|containerd|nginx)"
@@ -145,8 +146,8 @@ MANAGED_PATHS = (
 
 
 def compaction_file(proactiveness: int) -> ManagedFile:
-    text = f"{_MANAGED}vm.compaction_proactiveness = {proactiveness}\n"
-    return ManagedFile(COMPACTION_PATH, text.encode())
+    content = f"{_MANAGED}vm.compaction_proactiveness = {proactiveness}\n"
+    return ManagedFile(COMPACTION_PATH, content.encode())
 
 
 def managed_directories(plan: BasePlan) -> dict[str, str]:
@@ -181,14 +182,13 @@ def read_state(plan: BasePlan) -> Base:
 
 
 @host_operation
-def install_packages(plan: BasePlan, only: Sequence[str] = ()) -> Commands:
-    state, planned = read_state(plan), only or planned_packages(plan)
-    present = state.packages
-    missing = [package for package in planned if package not in present]
+def install_packages(plan: BasePlan, packages: Sequence[str] = ()) -> Commands:
+    state, planned = read_state(plan), packages or planned_packages(plan)
+    missing = [package for package in planned if package not in state.packages]
     for variants in (NGINX, NJS_MODULES):
-        if not present.keys().isdisjoint(variants):
+        if not state.packages.keys().isdisjoint(variants):
             missing = [package for package in missing if package not in variants]
-    if not only:
+    if not packages:
         missing += [package for package in state.interrupted if package not in missing]
     if not missing:
         host.noop(f"{len(planned)} packages are installed")
@@ -196,20 +196,20 @@ def install_packages(plan: BasePlan, only: Sequence[str] = ()) -> Commands:
     # nginx's default site must not open port 80.
     installs_nginx = any(package.startswith("nginx") for package in missing)
     quiet_services = ["nginx.service"] if installs_nginx else []
-    yield install(missing, plan.settings.package_lock_wait_s, quiet_services)
+    yield install_command(missing, plan.settings.package_lock_wait_s, quiet_services)
 
 
 @host_operation
 def create_directories(plan: BasePlan) -> Commands:
     present = read_state(plan).directories
-    wrong = {
+    to_repair = {
         path: mode
         for path, mode in managed_directories(plan).items()
         if present.get(path) != (mode, "root:root")
     }
-    if not wrong:
-        host.noop(f"{len(present)} directories are as planned")
-    for path, mode in wrong.items():
+    if not to_repair:
+        host.noop(f"{len(present)} directories have the planned mode and owner")
+    for path, mode in to_repair.items():
         yield f"install -d -o root -g root -m {mode} {shlex.quote(path)}"
 
 
@@ -222,7 +222,7 @@ def hold_driver(plan: BasePlan) -> Commands:
 
 @host_operation
 def disable_sleep(plan: BasePlan) -> Commands:
-    """Mask the sleep targets: a sleeping server cannot be woken over the network."""
+    """Mask the sleep targets, because a sleeping server cannot be woken over the network."""
     units = read_state(plan).units
     unmasked = [target for target in SLEEP_TARGETS if units.get(target) != "masked"]
     if plan.settings.disable_sleep and unmasked:
@@ -239,7 +239,9 @@ def protect_login(plan: BasePlan) -> Commands:
     if changed or read_state(plan).stale_units:
         yield "systemctl daemon-reload"
     else:
-        host.noop("memory is guaranteed" if is_protected else "no memory is guaranteed")
+        host.noop(
+            "login sessions have guaranteed memory" if is_protected else "memory is not managed"
+        )
 
 
 @host_operation
@@ -257,7 +259,7 @@ def set_compaction(plan: BasePlan) -> Commands:
     if changed or read_state(plan).compaction_proactiveness != str(proactiveness):
         yield f"sysctl -q -p {COMPACTION_PATH}"
     else:
-        host.noop(f"compaction is at {proactiveness}")
+        host.noop(f"compaction is set to {proactiveness}")
 
 
 @host_operation
@@ -280,4 +282,4 @@ def run_earlyoom(plan: BasePlan) -> Commands:
     if changed or read_state(plan).earlyoom != EARLYOOM_ARGUMENTS:
         yield "systemctl enable -q earlyoom && systemctl restart earlyoom"
     else:
-        host.noop("earlyoom runs with our arguments")
+        host.noop("earlyoom is running with our arguments")

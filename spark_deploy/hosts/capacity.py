@@ -37,20 +37,20 @@ def warning(where: str, message: str, fix: str) -> Finding:
     return Finding(False, Problem(where, message, fix))
 
 
-def resource_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
-    yield from _container_findings(needs, survey)
-    yield from _port_findings(needs, survey)
-    if needs.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
+def resource_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
+    yield from _container_findings(plan, survey)
+    yield from _port_findings(plan, survey)
+    if plan.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
         message = f"has no address on this host: {survey.tailscale or 'no output'}"
         fix = "run `tailscale up` on the host, or choose another serve.expose"
         yield error("tailscale", message, fix)
     obtainable_bytes = survey.obtainable_bytes
-    lacks_memory = obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes
-    for problem in _memory_holder_problems(needs, survey):
+    lacks_memory = obtainable_bytes is not None and obtainable_bytes < plan.memory_needed_bytes
+    for problem in _memory_holder_problems(plan, survey):
         yield Finding(lacks_memory, problem)
-    yield from _disk_findings(needs, survey)
+    yield from _disk_findings(plan, survey)
     yield from _writable_parent_findings(survey)
-    yield from _memory_findings(needs, survey)
+    yield from _memory_findings(plan, survey)
 
 
 def competing_containers(
@@ -64,40 +64,42 @@ def competing_containers(
     )
 
 
-def _container_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
-    for container in competing_containers(survey.containers, needs.allow_containers):
-        if container.name in needs.takeover:
+def _container_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
+    for container in competing_containers(survey.containers, plan.allow_containers):
+        if container.name in plan.takeover:
             continue
         name = container.name
         yield error(
             f"container {name}",
             f"another engine ({container.image}) is {container.state}, restart policy: "
-            f"{container.restart}; two engines do not fit into the memory",
+            f"{container.restart}; two engines do not fit in memory",
             f"stop it (`docker update --restart=no {name}; docker stop {name}`), or add it to "
             "`takeover` to let the deploy stop it, or to `allow_containers` with the GiB it uses",
         )
 
 
-def _port_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
+def _port_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     for listener in survey.listeners:
-        if listener.port not in needs.ports:
+        if listener.port not in plan.ports:
             continue
-        where, planned_ports = f"port {listener.port}", needs.gateways.get(listener.service)
+        where, planned_ports = f"port {listener.port}", plan.gateways.get(listener.service)
         if planned_ports and listener.port not in planned_ports:
-            message = f"the gateway of {listener.service} still listens on another service's port"
+            message = (
+                f"the gateway of {listener.service} is still listening on another service's port"
+            )
             fix = f"deploy {listener.service} with the new port first, then the other service"
             yield error(where, message, fix)
         elif not is_managed(listener.cgroup):
             process = (
                 f"{listener.process} (pid {listener.pid})" if listener.process else "a process"
             )
-            message = f"{process} already listens on {listener.address}"
+            message = f"{process} is already listening on {listener.address}"
             yield error(where, message, "stop it, or choose another serve.port")
 
 
-def _memory_holder_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Problem]:
+def _memory_holder_problems(plan: PreflightPlan, survey: Survey) -> Iterator[Problem]:
     """Yield processes that use much memory or the GPU and are neither managed nor allowed."""
-    allowed_names = {*needs.takeover, *needs.allow_containers}
+    allowed_names = {*plan.takeover, *plan.allow_containers}
     known_containers = {
         container.id
         for container in survey.containers
@@ -114,12 +116,12 @@ def _memory_holder_problems(needs: PreflightPlan, survey: Survey) -> Iterator[Pr
         uses_gpu = gpu_users.pop(process.pid, None) is not None
         if is_managed(process.cgroup) or container_id(process.cgroup) in known_containers:
             continue
-        if process.name not in needs.allow_memory_holders:
+        if process.name not in plan.allow_memory_holders:
             message = f"pid {process.pid} uses {process.rss_bytes / GIB:.1f} GiB"
             message += " and the GPU" if uses_gpu else ""
             yield Problem(f"process {process.name}", message, fix)
     for pid, name in gpu_users.items():
-        if name.rsplit("/", 1)[-1] not in needs.allow_memory_holders:
+        if name.rsplit("/", 1)[-1] not in plan.allow_memory_holders:
             yield Problem(f"process {name}", f"pid {pid} uses the GPU", fix)
 
 
@@ -131,16 +133,16 @@ class DiskDemand:
     paths: tuple[str, ...]
 
 
-def disk_demands(needs: PreflightPlan, survey: Survey) -> tuple[DiskDemand, ...]:
+def disk_demands(plan: PreflightPlan, survey: Survey) -> tuple[DiskDemand, ...]:
     """Add up the bytes to write per filesystem, without files that exist or can be linked."""
     usage_by_path = {usage.path: usage for usage in survey.disk_usage}
     demands: dict[str, DiskDemand] = {}
-    for path, size_bytes in needs.disk_needed_bytes:
+    for path, size_bytes in plan.disk_needed_bytes:
         usage = usage_by_path.get(path)
         if usage is None:
             continue
         demand = demands.get(usage.mount, DiskDemand(usage.mount, usage.available_bytes, 0, ()))
-        missing_bytes = max(0, size_bytes - _present_bytes(needs, survey, usage, size_bytes))
+        missing_bytes = max(0, size_bytes - _present_bytes(plan, survey, usage, size_bytes))
         demands[usage.mount] = replace(
             demand,
             needed_bytes=demand.needed_bytes + missing_bytes,
@@ -149,25 +151,26 @@ def disk_demands(needs: PreflightPlan, survey: Survey) -> tuple[DiskDemand, ...]
     return tuple(demands.values())
 
 
-def _present_bytes(needs: PreflightPlan, survey: Survey, usage: DiskUsage, size_bytes: int) -> int:
+def _present_bytes(plan: PreflightPlan, survey: Survey, usage: DiskUsage, size_bytes: int) -> int:
     if usage.path == DOCKER_DIR:
-        if needs.images and set(needs.images) <= set(survey.images):
+        if plan.images and set(plan.images) <= set(survey.images):
             return size_bytes
-        return sum(size for tag, size in needs.image_bytes if tag in survey.images)
+        return sum(size for tag, size in plan.image_bytes if tag in survey.images)
     # If this checkpoint exists, its download is not needed.
-    checkpoint = dict(needs.skip_disk_if_present).get(usage.path, "")
+    checkpoint = dict(plan.skip_disk_if_present).get(usage.path, "")
     if any(other.path == checkpoint and other.present_bytes for other in survey.disk_usage):
         return size_bytes
-    files = dict(needs.downloads).get(usage.path, ())
+    files = dict(plan.downloads).get(usage.path, ())
     return max(usage.present_bytes, survey.stored.linkable_bytes(usage.path, files))
 
 
-def _disk_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
-    known = {usage.path for usage in survey.disk_usage}
-    if unknown := [path for path, _ in needs.disk_needed_bytes if path not in known]:
-        yield error("disk", f"could not read {', '.join(unknown)}", "check `df` on the host")
-    for demand in disk_demands(needs, survey):
-        required_bytes = demand.needed_bytes + needs.disk_reserve_bytes
+def _disk_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
+    measured = {usage.path for usage in survey.disk_usage}
+    if missing := [path for path, _ in plan.disk_needed_bytes if path not in measured]:
+        message = f"could not read the disk usage of {', '.join(missing)}"
+        yield error("disk", message, "check `df` on the host")
+    for demand in disk_demands(plan, survey):
+        required_bytes = demand.needed_bytes + plan.disk_reserve_bytes
         # A full disk does not stop a service that writes nothing.
         if not demand.needed_bytes or demand.available_bytes >= required_bytes:
             continue
@@ -179,7 +182,7 @@ def _disk_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
         message = (
             f"{demand.available_bytes / GIB:.1f} GiB free; the deploy writes "
             f"{demand.needed_bytes / GIB:.1f} GiB to {', '.join(demand.paths)} and keeps "
-            f"{needs.disk_reserve_bytes / GIB:.1f} GiB free"
+            f"{plan.disk_reserve_bytes / GIB:.1f} GiB free"
         )
         yield error(f"disk {demand.mount}", message, "; ".join(fixes))
 
@@ -197,24 +200,24 @@ _PRUNE_COMMANDS = {
 def _writable_parent_findings(survey: Survey) -> Iterator[Finding]:
     """Yield directories in which another user could replace our files."""
     for parent in survey.parents:
-        if parent.writer:
+        if parent.write_risk:
             yield error(
                 parent.path,
-                f"{parent.writer}, so models in it can be replaced after their verification",
+                f"{parent.write_risk}, so models in it can be replaced after their verification",
                 "set paths to directories whose parents only root can write to, or "
                 f"`chown root: {parent.path} && chmod go-w {parent.path}`",
             )
 
 
-def _memory_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
-    memory, needed = survey.memory, f"{needs.memory_needed_bytes / GIB:.1f} GiB"
-    if memory.total_bytes < needs.memory_total_min_bytes:
+def _memory_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
+    memory, needed = survey.memory, f"{plan.memory_needed_bytes / GIB:.1f} GiB"
+    if memory.total_bytes < plan.memory_total_min_bytes:
         message = (
             f"{memory.total_bytes / GIB:.1f} GiB in total, but the plan expects "
-            f"{needs.memory_total_min_bytes / GIB:.1f} GiB"
+            f"{plan.memory_total_min_bytes / GIB:.1f} GiB"
         )
         total = _floor(memory.total_bytes / GIB, 1)
-        if memory.total_bytes < needs.memory_needed_bytes:
+        if memory.total_bytes < plan.memory_needed_bytes:
             fix = (
                 "choose a smaller model or profile for this host; "
                 f"`spark-deploy plan --data memory.total_gib={total}` shows whether it fits"
@@ -225,15 +228,15 @@ def _memory_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
         yield error("memory", message, fix)
     obtainable_bytes = survey.obtainable_bytes
     if obtainable_bytes is None:
-        if memory.available_bytes < needs.memory_needed_bytes:
+        if memory.available_bytes < plan.memory_needed_bytes:
             yield warning(
                 "memory",
                 f"{memory.available_bytes / GIB:.1f} GiB available, but the engine needs {needed}, "
-                "and it is unknown how much the running engine frees when it stops: if that is too "
-                "little, the rollout restores the old release after an outage",
-                "stop other processes that use memory before the deploy",
+                "and it is unknown how much memory the running engine frees when it stops; if that "
+                "is not enough, the rollout restores the old release after an outage",
+                "before the deploy, stop other processes that use memory",
             )
-    elif obtainable_bytes < needs.memory_needed_bytes:
+    elif obtainable_bytes < plan.memory_needed_bytes:
         after_stop = " once our engines stop" if survey.serving else ""
         fraction = _floor(obtainable_bytes / (memory.total_bytes * START_MARGIN), 2)
         yield error(

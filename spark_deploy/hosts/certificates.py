@@ -32,7 +32,7 @@ from spark_deploy.plan.types import GatewayPlan
 
 CA_DAYS = 3650
 LEAF_DAYS = 365
-RENEW_DAYS = 30  # renewed by a run if the certificate expires sooner
+RENEW_DAYS = 30  # a run renews certificates that expire sooner
 CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"
 # No host has these names (RFC 6761, RFC 5737).
 _NO_NAME, _NO_ADDRESS = "invalid", "192.0.2.1/32"
@@ -56,12 +56,12 @@ def read_certificate_and_key(certificate: str, key: str) -> CertificateAndKey:
     )
 
 
-def check_gateway(plan: GatewayPlan) -> list[Problem]:
+def check_gateway_certificate(plan: GatewayPlan) -> list[Problem]:
     if plan.tls is None:
         return []
     if plan.address is None:
         message = "the name that clients use for this host is not set"
-        fix = "set serve.address: the certificate must cover that name"
+        fix = "set serve.address, because the certificate must cover that name"
         return [Problem("serve.address", message, fix)]
     if plan.tls.mode == "own-cert":
         return check_certificate_and_key(plan.tls.certificate, plan.tls.key, plan.address)
@@ -85,7 +85,7 @@ def check_certificate_and_key(certificate: str, key: str, name: str) -> list[Pro
     begin, end = leaf.not_valid_before_utc, leaf.not_valid_after_utc
     if private is not None and public_key_pem(leaf) != public_key_pem(private):
         fix = "set the matching key; the certificate file must start with the host's certificate"
-        add("tls_key", f"{key} is not the key of {certificate}", fix)
+        add("tls_key", f"{key} does not match {certificate}", fix)
     if not begin <= now() < end:
         message = f"{certificate} is only valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}"
         add("tls_certificate", message, "get a new certificate")
@@ -93,7 +93,7 @@ def check_certificate_and_key(certificate: str, key: str, name: str) -> list[Pro
         message = (
             f"{certificate} is for {', '.join(alternative_names(leaf)) or 'no name'}, not {name}"
         )
-        fix = "get a matching certificate, or set serve.address to a name it covers_name"
+        fix = "get a matching certificate, or set serve.address to a name that it covers"
         add("tls_certificate", message, fix)
     return problems
 
@@ -138,8 +138,8 @@ def alternative_names(certificate: x509.Certificate) -> list[str]:
     return [*names.get_values_for_type(x509.DNSName), *addresses]
 
 
-def load_key(text: bytes) -> PrivateKeyTypes:
-    return load_pem_private_key(text, password=None)
+def load_key(pem: bytes) -> PrivateKeyTypes:
+    return load_pem_private_key(pem, password=None)
 
 
 def public_key_pem(source: x509.Certificate | PrivateKeyTypes) -> bytes:
@@ -205,7 +205,9 @@ def renewal_reason(
     return ""
 
 
-def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> CertificateAndKey:
+def issue_certificate(
+    names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS
+) -> CertificateAndKey:
     authority = _extend_permitted_names(
         _read_authority(ca_dir) or _create_authority(ca_dir, names), names, ca_dir
     )

@@ -19,7 +19,7 @@ T = TypeVar("T")
 HEARTBEAT_S = 7.0
 
 _logged: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
-_predicted: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
+_planned_changes: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
 
 
 def current_host() -> Host:
@@ -33,21 +33,21 @@ def log(text: str) -> None:
 
 
 def log_once(text: str, color: str | None = None) -> None:
-    """Log a text once per run."""
+    """Log a message once per run."""
     logged = _logged.setdefault(current_host(), set())
     if text not in logged:
         logged.add(text)
         host.log_styled(text, fg=color) if color else host.log(text)
 
 
-def predict(change: str) -> None:
-    """Record a change that the preview contains, so that later operations expect it."""
+def record_planned_change(change: str) -> None:
+    """Record a change while pyinfra predicts changes, so that later operations expect it."""
     if not state.is_executing:
-        _predicted.setdefault(current_host(), set()).add(change)
+        _planned_changes.setdefault(current_host(), set()).add(change)
 
 
-def is_predicted(change: str) -> bool:
-    return not state.is_executing and change in _predicted.get(current_host(), ())
+def is_planned(change: str) -> bool:
+    return not state.is_executing and change in _planned_changes.get(current_host(), ())
 
 
 def shell(script: str, *, stdin: str | None = None) -> StringCommand:
@@ -119,7 +119,7 @@ def waves_of_this_host(waves: Iterable[Wave]) -> Iterator[Wave]:
 
 RECONNECT_TIMEOUT_S = 420  # a reboot takes minutes
 _COMMAND_TIMEOUT_S = 60
-_LONGEST_PAUSE_S = 15
+_MAX_PAUSE_S = 15
 
 
 class ScriptResult(NamedTuple):
@@ -148,7 +148,7 @@ def run_reconnecting(host: Host, script: str) -> ScriptResult:
     Raises ConnectError if the host stays unreachable.
     """
     lost_at, pause_s = None, 1
-    with heartbeat(host, "waiting for the host to answer"):
+    with heartbeat(host, "waiting for the host to respond"):
         while lost_at is None or time.monotonic() - lost_at < RECONNECT_TIMEOUT_S:
             try:
                 if not host.connected:
@@ -168,7 +168,7 @@ def run_reconnecting(host: Host, script: str) -> ScriptResult:
             host.connector.disconnect()
             host.connected = False
             gevent.sleep(pause_s)
-            pause_s = min(pause_s + 1, _LONGEST_PAUSE_S)
+            pause_s = min(pause_s + 1, _MAX_PAUSE_S)
     raise ConnectError(f"unreachable for {RECONNECT_TIMEOUT_S} s")
 
 

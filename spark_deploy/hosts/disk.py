@@ -37,16 +37,16 @@ class ParentDirectory:
     mode: int
 
     @property
-    def writer(self) -> str:
-        """Return which users other than root can write to it; "" if none."""
+    def write_risk(self) -> str:
+        """Return why users other than root can write to it; "" if they cannot."""
         if self.owner != "root":
-            return f"belongs to {self.owner}"
+            return f"{self.owner} owns it"
         if self.mode & stat.S_ISVTX:  # sticky: root's entries stay root's
             return ""
         if self.mode & stat.S_IWOTH:
-            return "can be written to by everybody"
+            return "every user can write to it"
         if self.mode & stat.S_IWGRP and self.group != "root":
-            return f"can be written to by group {self.group}"
+            return f"group {self.group} can write to it"
         return ""
 
 
@@ -66,33 +66,33 @@ image_store=${image_store%%|*}
 
 def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
     """Return a script that prints the filesystem of each path or its nearest existing parent."""
-    words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
+    quoted_paths = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
     skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
     return rf"""
 {_IMAGE_STORE}
-echo '== places'
-for path in {words}; do
+echo '== paths'
+for path in {quoted_paths}; do
   folder=$path
   case $path in {skip}) folder=${{image_store:-$path}} ;; esac
-  there=$folder
-  while [ ! -d "$there" ]; do there=$(dirname "$there"); done
+  existing=$folder
+  while [ ! -d "$existing" ]; do existing=$(dirname "$existing"); done
   used=0
   case $path in
     {skip}) ;;
     *) [ -d "$path" ] && used=$(du -sk --apparent-size "$path" | cut -f1) ;;
   esac
-  df -Pk "$there" | awk -v path="$path" -v used="$used" -v folder="$folder" \
+  df -Pk "$existing" | awk -v path="$path" -v used="$used" -v folder="$folder" \
     'NR == 2 {{ mount = $6; for (i = 7; i <= NF; i++) mount = mount " " $i
       print path "\t" used "\t" $1 "\t" $4 "\t" mount "\t" folder }}'
 done
 echo '== parents'
-for path in {words}; do
-  for there in "$path" "$(realpath -m -- "$path")"; do
-    while [ -n "$there" ]; do there=${{there%/*}}; echo "${{there:-/}}"; done
+for path in {quoted_paths}; do
+  for parent in "$path" "$(realpath -m -- "$path")"; do
+    while [ -n "$parent" ]; do parent=${{parent%/*}}; echo "${{parent:-/}}"; done
   done
 done | sort -u | xargs -rd '\n' stat -L -c '%U/%G/%a/%n' -- 2>/dev/null
 echo '== read-only'
-for path in /etc /usr/local /var/lib {words}; do
+for path in /etc /usr/local /var/lib {quoted_paths}; do
   while [ ! -d "$path" ]; do path=$(dirname "$path"); done
   [ -w "$path" ] || echo "$path"
 done | sort -u
@@ -155,14 +155,14 @@ class StoredFiles:
 def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
     if not look_in:
         return ""
-    words = " ".join(shlex.quote(path) for path in paths)
-    roots = " ".join(_NO_GLOB.sub(lambda text: shlex.quote(text[0]), glob) for glob in look_in)
+    quoted_paths = " ".join(shlex.quote(path) for path in paths)
+    roots = " ".join(_NO_GLOB.sub(lambda match: shlex.quote(match[0]), glob) for glob in look_in)
     return rf"""
 echo '== stored'
-for path in {words}; do
-  existing_parent=$path
-  while [ ! -d "$existing_parent" ]; do existing_parent=$(dirname "$existing_parent"); done
-  printf 'device\t%s\t%s\n' "$path" "$(stat -c %d "$existing_parent")"
+for path in {quoted_paths}; do
+  existing=$path
+  while [ ! -d "$existing" ]; do existing=$(dirname "$existing"); done
+  printf 'device\t%s\t%s\n' "$path" "$(stat -c %d "$existing")"
 done
 for root in {roots}; do
   [ -d "$root" ] || continue
@@ -198,12 +198,12 @@ def parse_stored(lines: Iterable[str]) -> StoredFiles:
                 for file in receipts.parse(fields[1]).files:
                     if file.sha256 is not None:
                         receipt_hashes[f"{fields[0]}/{file.path}", file.size_bytes] = file.sha256
-    known, folders = [], {}
+    hashed_files, folders = [], {}
     for device, size, path in files:
         folder, _, name = path.rpartition("/")
         sha256 = name if re.fullmatch(SHA256, name) else receipt_hashes.get((path, size))
         if sha256:
-            known.append((device, sha256, size))
+            hashed_files.append((device, sha256, size))
             cache, marker, _ = path.partition("/models--")
             folders[sha256] = cache if marker else folder
-    return StoredFiles(devices, frozenset(known), folders)
+    return StoredFiles(devices, frozenset(hashed_files), folders)

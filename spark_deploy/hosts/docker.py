@@ -1,4 +1,7 @@
-"""Install and configure docker with the NVIDIA runtime; the running daemon decides, not files."""
+"""Install and configure docker with the NVIDIA runtime.
+
+The settings that the running daemon reports decide what changes, not its files.
+"""
 
 import json
 import re
@@ -17,9 +20,9 @@ from spark_deploy.hosts.capacity import competing_containers
 from spark_deploy.hosts.commands import CommandError, heartbeat, log, log_once, run
 from spark_deploy.hosts.docker_facts import CONTAINERS_SCRIPT, Docker, DockerState, parse_containers
 from spark_deploy.hosts.facts import build_script, read_fact, run_fact, split_sections
-from spark_deploy.hosts.files import put_files
+from spark_deploy.hosts.files import write_command
 from spark_deploy.hosts.operations import Commands, HostError, fail, host_command, host_operation
-from spark_deploy.hosts.packages import add_repositories, install
+from spark_deploy.hosts.packages import add_repositories, install_command
 from spark_deploy.plan.jobs import DAEMON_JSON
 from spark_deploy.plan.types import DockerPlan, ManagedFile
 
@@ -129,7 +132,7 @@ def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
     _bring_up(host, "systemctl enable --now docker")
     lines = run(host, build_script("exec 2>/dev/null", CONTAINERS_SCRIPT), timeout_s=60)
     containers = tuple(parse_containers(split_sections(lines)["containers"]))
-    fix = "stop it or list it in takeover, then run again"
+    fix = "stop it, or list it in takeover, then run again"
     problems = []
     for container in competing_containers(containers, allowed):
         message = (
@@ -162,7 +165,7 @@ def apply_keys(
     _bring_up(host, "systemctl restart docker")
     docker = run_fact(host, DockerState, timeout_s=120, **arguments)
     if unmet := unmet_keys(planned, docker.info):
-        message = f"after a restart the daemon still does not use {', '.join(unmet)}"
+        message = f"after a restart, the daemon still does not use {', '.join(unmet)}"
         fix = "remove these keys from the options of dockerd (`systemctl cat docker`)"
         fail("docker", message, fix)
     return True
@@ -175,7 +178,7 @@ def _bring_up(host: Host, command: str) -> None:
     except CommandError:
         tail = "\n".join(run(host, f"{_LOG_TAIL}; true", timeout_s=30))
         fix = "fix the reported cause (`journalctl -u docker`), then run again"
-        fail("docker", f"the daemon does not start\n{tail}", fix)
+        fail("docker", f"could not start the daemon\n{tail}", fix)
 
 
 GROUP = "docker"  # members can become root on the host
@@ -227,7 +230,7 @@ def install_engine(plan: DockerPlan) -> Commands:
         message = "docker is the snap package, whose confinement blocks the NVIDIA libraries"
         fail("docker", message, "remove it (`snap remove docker`), then run again")
     if names := missing_packages(plan, state):
-        yield install(names, plan.package_lock_wait_s)
+        yield install_command(names, plan.package_lock_wait_s)
         return
     version = state.info.get("ServerVersion", "installed")
     host.noop(f"docker {version} and toolkit {state.toolkit_version} are installed")
@@ -241,7 +244,7 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
         present = parse_daemon_json(text or "")
     except ValueError as error:
         fix = "correct the file, then run again"
-        fail(DAEMON_JSON, f"is not a JSON object ({error}); it was not changed", fix)
+        fail(DAEMON_JSON, f"is not a JSON object ({error}); the file was not changed", fix)
     planned = planned_file(plan, state, present)
     if text is not None and planned == present:
         host.noop("daemon.json has our keys")
@@ -249,12 +252,12 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
     # Back up the owner's file only once.
     copy = shlex.quote(backup_path(DAEMON_JSON))
     yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {copy}"
-    yield put_files([ManagedFile(DAEMON_JSON, f"{json.dumps(planned, indent=4)}\n".encode())])
+    yield write_command([ManagedFile(DAEMON_JSON, f"{json.dumps(planned, indent=4)}\n".encode())])
 
 
 @host_operation
 def run_engine(plan: DockerPlan) -> Commands:
-    """Make docker use our keys; reload if that is enough, otherwise restart.
+    """Make docker use our keys: reload it if that is enough, otherwise restart it.
 
     `docker info` shows the keys in use, so an interrupted run is completed and an edited file
     causes no restart.
@@ -262,28 +265,28 @@ def run_engine(plan: DockerPlan) -> Commands:
     state = read_state(plan)
     if "docker" in state.silent:
         fix = "check `systemctl status docker` and the host's load, then run again"
-        fail("docker", "the daemon accepts requests but does not answer", fix)
+        fail("docker", "the daemon accepts requests but does not respond", fix)
     if not state.active:
         yield FunctionCommand(start_engine, [plan.allow_containers], {})
         return
     planned = planned_keys(plan, state)
     keys = keys_not_in_effect(planned, state)
     if not keys:
-        host.noop("the engine runs with our settings")
+        host.noop("docker is running with our settings")
         return
     can_reload = set(keys) <= RELOADABLE
-    action = "reloads the configuration" if can_reload else "is restarted"
-    log(f"docker {action} for: {', '.join(keys)}")
+    action = "reloading docker's configuration" if can_reload else "restarting docker"
+    log(f"{action} to apply {', '.join(keys)}")
     if state.serving and not can_reload:
-        log(f"this stops {', '.join(state.serving)}, which starts again by itself")
+        log(f"this stops {', '.join(state.serving)}, which systemd will restart")
     yield FunctionCommand(apply_keys, [fact_arguments(plan), planned, keys], {})
 
 
 def keys_not_in_effect(planned: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
     """Return our keys that the daemon does not use yet.
 
-    Keys that `docker info` does not show count as unused if the file changed after the daemon's
-    start, or will change.
+    A key that `docker info` does not show counts as unused if the file will change, or has changed
+    since the daemon started.
     """
     present = parse_daemon_json(state.daemon_json or "")
     is_newer = state.daemon_json_mtime_s > state.started_at_s
@@ -309,8 +312,8 @@ def add_users(plan: DockerPlan) -> Commands:
     for user in missing:
         yield StringCommand("usermod", "-aG", GROUP, "--", shlex.quote(user))
     log(
-        f"{', '.join(missing)}: may use docker without sudo from the next login; in an open "
-        "session run `newgrp docker`; close a shared SSH connection with `ssh -O exit HOST`"
+        f"{', '.join(missing)} can use docker without sudo after the next login; in an open "
+        "session, run `newgrp docker`; to close a shared SSH connection, run `ssh -O exit HOST`"
     )
 
 
@@ -329,7 +332,7 @@ def generate_cdi(plan: DockerPlan) -> Commands:
         if path.startswith("/etc/cdi/") and loaded and version not in ("", loaded)
     }
     if gpu.lacks_specification(state):
-        log(f"containers get the GPU through CDI: generating {gpu.SPECIFICATION}")
+        log(f"generating {gpu.SPECIFICATION}, because containers get the GPU through CDI")
         yield f"nvidia-ctk cdi generate --output={gpu.SPECIFICATION}"
         return
     if not outdated:
@@ -341,20 +344,21 @@ def generate_cdi(plan: DockerPlan) -> Commands:
 
 @host_operation
 def check_gpu_container(plan: DockerPlan) -> Commands:
-    """List the GPUs in a container, unless that worked with the same versions before."""
+    """List the GPUs in a container, unless this already succeeded with the same versions."""
     state = read_state(plan)
     key = gpu.check_key(plan, state)
     receipt = state.receipt
     old_key = receipt.key if receipt else {}
     if receipt and not current_state.is_executing:
-        # Docker may not run yet: assume that unknown versions are unchanged.
+        # Docker may not be running yet, so assume that unknown versions are unchanged.
         key = {name: value or old_key.get(name, "") for name, value in key.items()}
     if state.silent:
-        log_once(f"no answer in time from {', '.join(state.silent)}; assumed unchanged", "yellow")
+        names = ", ".join(state.silent)
+        log_once(f"{names} did not respond in time; assuming unchanged versions", "yellow")
     # Engines start with these arguments, so they count like a version.
     arguments = tuple(key["gpu_through"].split())
     if receipt and (old_key, receipt.docker_arguments) == (key, arguments):
-        host.noop(f"{receipt.gpu} was visible inside a container with these versions")
+        host.noop(f"with these versions, a container has already listed {receipt.gpu}")
         return
     changes = [
         f"{name} {old_key.get(name)} -> {value}"

@@ -29,7 +29,7 @@ _INFO = re.findall(
 _INFO_FORMAT = (
     "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) + "}\n{{json .CDISpecDirs}}"
 )
-# A busy host may answer late; no answer means unknown, not missing.
+# A busy host may respond late, so no response means unknown, not missing.
 _TIMEOUTS_S = (30, 90)
 _SCRIPT = rf"""
 silent=
@@ -71,9 +71,9 @@ class Docker:
     dockerd: str  # path; "" if docker is not installed
     snap: bool
     unit: dict[str, str]  # LoadState ActiveState UnitFileState ExecMainStartTimestamp
-    daemon_json: str | None  # text of the file; None if missing
+    daemon_json: str | None  # content of the file; None if missing
     daemon_json_mtime_s: float
-    info: dict[str, Any]  # {} if the daemon does not answer
+    info: dict[str, Any]  # {} if the daemon does not respond
     toolkit_version: str
     toolkit_mode: str  # "auto" | "legacy" | "cdi" | ""
     runtime: str  # path of NVIDIA's runtime; "" if the toolkit has none
@@ -86,7 +86,7 @@ class Docker:
     known_urls: tuple[str, ...]
     receipt: GpuProof | None  # of the last GPU check in a container
     groups: dict[str, tuple[str, ...]]  # groups of each requested user that exists
-    silent: tuple[str, ...] = ()  # which of docker, toolkit and driver did not answer in time
+    silent: tuple[str, ...] = ()  # which of docker, toolkit and driver did not respond in time
 
     @property
     def active(self) -> bool:
@@ -94,8 +94,10 @@ class Docker:
 
     @property
     def started_at_s(self) -> float:
-        text = self.unit.get("ExecMainStartTimestamp", "")  # Mon 2026-01-05 10:00:00.123456 UTC
-        match = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{6})?", text)
+        timestamp = self.unit.get(
+            "ExecMainStartTimestamp", ""
+        )  # Mon 2026-01-05 10:00:00.123456 UTC
+        match = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{6})?", timestamp)
         return datetime.fromisoformat(f"{match[0]}+00:00").timestamp() if match else 0.0
 
 
@@ -144,7 +146,7 @@ class DockerState(facts.HostFact[Docker]):
             packages=parse_packages(sections["packages"]),
             known_urls=tuple(sections["known-urls"]),
             receipt=facts.parse_document(GpuProof, sections.text("receipt")),
-            silent=tuple(word for line in sections["silent"] for word in line.split()),
+            silent=tuple(name for line in sections["silent"] for name in line.split()),
             groups={
                 user: tuple(names) for user, *names in map(str.split, sections["groups"]) if names
             },
@@ -172,8 +174,8 @@ _FIELDS = {
 }
 # An unset variable prints nothing; the final null keeps the list valid.
 _VISIBLE = (
-    '{{range .Config.Env}}{{$words := split . "="}}'
-    '{{if eq (index $words 0) "NVIDIA_VISIBLE_DEVICES"}}{{json (index $words 1)}},{{end}}{{end}}'
+    '{{range .Config.Env}}{{$parts := split . "="}}'
+    '{{if eq (index $parts 0) "NVIDIA_VISIBLE_DEVICES"}}{{json (index $parts 1)}},{{end}}{{end}}'
 )
 _INSPECT_FORMAT = (
     "{"
@@ -194,10 +196,11 @@ def images_script(references: Sequence[str]) -> str:
     names = " ".join(shlex.quote(reference) for reference in references)
     return rf"""
 echo '== images'
-has() {{ timeout 20 docker image inspect "$@" >/dev/null 2>&1 && printf '%s\n' "$@"; }}
+# inspect fails if any image is missing, so then inspect each image.
+print_if_present() {{ timeout 20 docker image inspect "$@" >/dev/null 2>&1 && printf '%s\n' "$@"; }}
 set -- {names}
 command -v docker >/dev/null 2>&1 && [ $# != 0 ] &&
-  {{ has "$@" || for image; do has "$image"; done; }}
+  {{ print_if_present "$@" || for image; do print_if_present "$image"; done; }}
 """
 
 
@@ -256,7 +259,7 @@ def parse_containers(lines: Iterable[str]) -> Iterator[Container]:
 
 
 def _uses_gpu(requests: object, runtime: object, visible: Sequence[str | None] | None) -> bool:
-    text = json.dumps(requests).lower() if isinstance(requests, list) else ""
+    request_json = json.dumps(requests).lower() if isinstance(requests, list) else ""
     # NVIDIA's runtime, often the default, adds no GPU without visible devices.
     by_runtime = runtime == "nvidia" and (visible or [None])[0] not in (None, "", "void", "none")
-    return by_runtime or '"gpu"' in text or "nvidia" in text
+    return by_runtime or '"gpu"' in request_json or "nvidia" in request_json

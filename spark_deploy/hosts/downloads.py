@@ -1,4 +1,4 @@
-"""Configure the download sources of a host: an HTTP proxy, and other hosts of the run (peers).
+"""Configure a host's download sources: an HTTP proxy, and the other hosts in the run (peers).
 
 A host opens a port only if another host lacks files. Jobs and docker read the proxy from a file
 that only root can read.
@@ -64,7 +64,7 @@ if [ "$running" = "$configured" ]; then echo same; exit; fi
 DROP_IN_PATH = "/etc/systemd/system/docker.service.d/spark-proxy.conf"
 DOCKER_DROP_IN = ManagedFile(DROP_IN_PATH, f"[Service]\nEnvironmentFile=-{PROXY}\n".encode())
 # The values are not quoted in systemd's environment file.
-_USABLE = re.compile(r"https?://[!-~]{1,500}")
+_VALID_URL = re.compile(r"https?://[!-~]{1,500}")
 _QUOTES = re.compile(r"[\"'\\\\]")
 _RESTART = (
     "systemctl daemon-reload; ! systemctl is-active --quiet docker.service || "
@@ -76,7 +76,7 @@ _RESTART = (
 @host_operation
 def configure_job_proxy(proxy: ProxySettings) -> Commands:
     if not (yield from sync_files((proxy_file(proxy),), enabled=proxy.url is not None)):
-        host.noop("the proxy is as planned" if proxy.url is not None else "no proxy is set")
+        host.noop("the proxy is configured" if proxy.url is not None else "no proxy is set")
 
 
 @host_operation
@@ -94,12 +94,12 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
     daemon = host.get_fact(DaemonProxy, path=PROXY)
     managed = DROP_IN_PATH in file_states([DROP_IN_PATH])
     if not managed and daemon in ("same", "same-proxy"):
-        host.noop("docker uses this proxy already, configured by the owner")
+        host.noop("docker already uses this proxy, which the owner configured")
         return
     changed = yield from place_files((DOCKER_DROP_IN,))
     if changed or daemon in ("same-proxy", "differs"):
         if daemon:
-            log("restarting docker to use the proxy; engines restart by themselves")
+            log("restarting docker to use the proxy; systemd will restart the engines")
         yield shell(_RESTART)
     else:
         host.noop("docker pulls through the proxy")
@@ -120,22 +120,22 @@ def proxy_file(proxy: ProxySettings) -> ManagedFile:
 
 def _proxy_address(url: str | SecretRef) -> str:
     address = read_secret(url, setting="proxy.url") if isinstance(url, SecretRef) else url
-    if not _USABLE.fullmatch(address) or _QUOTES.search(address):
-        message = "is not an address such as http://user:password@proxy.example.org:3128"
-        fix = "write quotes, backslashes and spaces in it as %22, %27, %5C and %20"
+    if not _VALID_URL.fullmatch(address) or _QUOTES.search(address):
+        message = "invalid URL, expected e.g. http://user:password@proxy.example.org:3128"
+        fix = "write quotes, backslashes and spaces in the URL as %22, %27, %5C and %20"
         raise SettingsError.one("proxy.url", message, fix)
     return address
 
 
 class LoginAddress(LineFact):
-    """The host's address in this SSH connection. Read it without sudo, which drops the variable."""
+    """The host's address in this SSH connection; read it without sudo, which drops the variable."""
 
     def command(self) -> str:
         return "printf '%s\\n' \"$SSH_CONNECTION\""
 
     def process(self, output: Iterable[str]) -> str:
-        words = " ".join(output).split()
-        return words[2] if len(words) == 4 else ""
+        fields = " ".join(output).split()
+        return fields[2] if len(fields) == 4 else ""
 
 
 # One download key per run, stored for the run's first host.
@@ -149,14 +149,14 @@ _PORT = 8010
 @host_operation
 def record_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
     if not host.state.is_executing:
-        host.noop("recorded when the deploy runs")
+        host.noop("will be recorded when the deploy runs")
         return
     names = tuple(work.job.digest12 for work in jobs)
     states = read_fact(JobStates, jobs=names, target=PREPARE.unit(release))
     if states.shares_files:
         _sharing.add(current_host())
     if not fleet.share:
-        host.noop("this host does not share")
+        host.noop("this host does not share files")
         return
     trees: dict[str, State] = {}
     for work in jobs:
@@ -168,7 +168,7 @@ def record_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> No
             # Check whether a host still has an image's blobs only if another host needs them.
             trees[work.layers.digest] = "not needed" if state == "complete" else state
     _members[current_host()] = Member(host.name, "", trees)
-    host.noop("files recorded")
+    host.noop("recorded the files")
 
 
 @host_operation
@@ -176,7 +176,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     """Serve files that other hosts lack; store the key that serving and downloading need."""
     members = _active_members()
     if len(members) < 2 or current_host() not in _members:
-        host.noop("no other host of this run shares")
+        host.noop("no other host in this run shares files")
         return
     needed_digests = trees_to_share(host.name, members)
     states = _members[current_host()].trees
@@ -198,7 +198,9 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
         files.append(ManagedFile(SHARE_SETTINGS, settings.encode()))
         _record_url(address, trees)
     elif trees:
-        host.log("cannot serve files to other hosts: its address is unknown; set fleet.address")
+        host.log(
+            "cannot serve files to other hosts, because its address is unknown; set fleet.address"
+        )
     yield from place_files(files)
     if serves:
         yield shell(

@@ -31,17 +31,21 @@ def read_reachability(links: Sequence[FabricLink]) -> dict[str, str]:
     return read_fact(Reachability, _sudo=False, links=targets)
 
 
-def check_links(host: str, links: Sequence[FabricLink], reached: Mapping[str, str]) -> Findings:
+def check_links(
+    host: str, links: Sequence[FabricLink], reachability: Mapping[str, str]
+) -> Findings:
     problems, warnings = [], []
     for link in links:
         where = f"{host}: {link.interface}"
-        answer = reached.get(link.address, "unknown")
-        if answer == "no":
-            message = f"no packet of {link.mtu} bytes comes back from {link.host} ({link.address})"
+        reachable = reachability.get(link.address, "unknown")
+        if reachable == "no":
+            message = f"{link.host} ({link.address}) does not reply to {link.mtu}-byte packets"
             fix = "check cable, address, MTU and firewall on both hosts"
             problems.append(Problem(where, message, fix))
-        if answer == "unknown":
-            message = f"the link to {link.host} ({link.address}) was not tested: ping is missing"
+        if reachable == "unknown":
+            message = (
+                f"the link to {link.host} ({link.address}) was not tested, because ping is missing"
+            )
             warnings.append(Problem(where, message, "run `apt-get install iputils-ping`"))
         if link.mtu != link.other_mtu:
             message = f"MTU {link.mtu}, but {link.other_mtu} on {link.host}"
@@ -50,33 +54,37 @@ def check_links(host: str, links: Sequence[FabricLink], reached: Mapping[str, st
 
 
 def _slow_links(host: str, links: Sequence[FabricLink]) -> Iterator[Problem]:
-    with_rdma = {link.interface: link for link in links if link.device}
-    for link in with_rdma.values():
+    rdma_links = {link.interface: link for link in links if link.device}
+    for link in rdma_links.values():
         where = f"{host}: {link.interface}"
         if link.speed_mbit_per_s is not None and link.speed_mbit_per_s < _FULL_MBIT_PER_S:
             message = f"the link runs at {link.speed_mbit_per_s // 1000} Gb/s instead of 200 Gb/s"
-            fix = "use a cable for 200 Gb/s; behind a switch set the speed of the switch port"
+            fix = "use a 200 Gb/s cable; behind a switch, set the speed of the switch port"
             yield Problem(where, message, fix)
         if link.mtu < _LARGE_MTU:
-            message = f"MTU {link.mtu}: RDMA uses small packets, which reportedly slows prefill"
+            message = (
+                f"with MTU {link.mtu}, RDMA uses small packets, which reportedly slows prefill"
+            )
             yield Problem(where, message, f"set MTU {_LARGE_MTU} on both hosts (netplan)")
-    if len(with_rdma) == 1:
+    if len(rdma_links) == 1:
         message = "only one of the cable's two interfaces has an address, which halves the speed"
         fix = "give the other interface an address in a separate network (netplan)"
-        yield Problem(f"{host}: {next(iter(with_rdma))}", message, fix)
+        yield Problem(f"{host}: {next(iter(rdma_links))}", message, fix)
 
 
 def find_cluster_problems(
     members: Sequence[str], surveys: Mapping[str, Survey]
 ) -> Iterator[Problem]:
-    """Yield different driver branches, and kernels with which NCCL fails."""
-    known = {name: surveys[name] for name in members if name in surveys}
-    branches = {name: survey.gpu.driver_version.partition(".")[0] for name, survey in known.items()}
+    """Report different driver branches, and kernels with which NCCL fails."""
+    survey_by_name = {name: surveys[name] for name in members if name in surveys}
+    branches = {
+        name: survey.gpu.driver_version.partition(".")[0] for name, survey in survey_by_name.items()
+    }
     if len(set(branches.values())) > 1:
         versions = ", ".join(f"{name} {branch or 'none'}" for name, branch in branches.items())
         fix = "update all members to the same branch with the vendor's tools"
         yield Problem("driver", f"different branches: {versions}", fix)
-    for name, survey in known.items():
+    for name, survey in survey_by_name.items():
         if survey.memory.cma_free_bytes > survey.memory.cma_total_bytes:
             message = (
                 f"{survey.identity.kernel} keeps memory for a kexec handover (CmaFree is above "
@@ -87,7 +95,7 @@ def find_cluster_problems(
 
 @operations.host_operation
 def set_up_ports(settings: Settings, check: FunctionCommand | None) -> operations.Commands:
-    """Give each port with a cable an address, unless one has an address already.
+    """Give each cabled port an address, unless one already has an address.
 
     ``check`` logs in again with the new addresses; if that fails, the host restores the old
     addresses.
@@ -98,7 +106,7 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> operation
         operations.fail(f"{host.name}: {fabric.NETPLAN_TRIAL}", message, fabric.RETRY_FIX)
     present = existing_addresses(host.name, settings, ports)
     if present and not netplan.managed_file:
-        host.noop(f"the existing network is kept: {present}")
+        host.noop(f"keeping the existing network: {present}")
         return
     plan = fabric_plan(host.name, settings, ports)
     if netplan.managed_file == plan.netplan and present:
@@ -107,7 +115,7 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> operation
     _check_ports_free(plan, netplan)
     log_once(f"trying this {fabric.NETPLAN_FILE} for {plan.confirm_s} s:\n{plan.netplan}")
     yield StringCommand(HOST_TOOL, FABRIC, "try", _stdin=documents.to_json(plan))
-    fix = f"wait: the previous network settings are restored in {plan.confirm_s} s"
+    fix = f"wait {plan.confirm_s} s, until the host has restored the previous network settings"
     yield FunctionCommand(_run_step, ["settled", fix], {})
     if check is not None:
         yield check
@@ -117,7 +125,7 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> operation
 @operations.host_operation
 def restore_network() -> operations.Commands:
     if not read_fact(NetplanFiles).managed_file:
-        host.noop("deploys did not change this host's network")
+        host.noop("no deploy has changed this host's network")
         return
     yield FunctionCommand(
         _run_step, ["restore", "run `netplan apply` on the host and correct the errors"], {}
@@ -129,7 +137,7 @@ def _check_ports_free(plan: fabric.FabricPlan, netplan: Netplan) -> None:
         fix = "configure the addresses by hand; only netplan is supported"
         operations.fail(host.name, "netplan is not installed", fix)
     if netplan.managed_file and netplan.managed_file != plan.netplan:
-        fix = "run `spark-deploy fabric --restore` while no cluster serves, then run this again"
+        fix = "run `spark-deploy fabric --restore` while no cluster is serving, then run again"
         operations.fail(f"{host.name}: {fabric.NETPLAN_FILE}", "has different addresses", fix)
     problems = []
     for port in plan.ports:
@@ -158,20 +166,21 @@ def _last_problem(name: str, output: str, fix: str) -> Problem:
     return next(problems, Problem(name, lines[-1], fix))
 
 
-# A link is measured in both directions: 2 GB and 5 s in total.
+# Each link is measured in both directions: at most 2 GB and 5 s in total.
 MAX_BYTES = 10**9
-MAX_S = 2.5
-_COMMAND_S = 40
+MAX_DURATION_S = 2.5
+_COMMAND_TIMEOUT_S = 40
 _PORTS = range(20000, 29000)  # below the kernel's ephemeral ports
 _LIMITS = {
     "DynamicUser": "yes", "CapabilityBoundingSet": "", "NoNewPrivileges": "yes",
     "ProtectSystem": "strict", "ProtectHome": "yes", "PrivateDevices": "yes",
-    "RestrictAddressFamilies": "AF_INET", "MemoryMax": "256M", "RuntimeMaxSec": str(_COMMAND_S),
+    "RestrictAddressFamilies": "AF_INET", "MemoryMax": "256M",
+    "RuntimeMaxSec": str(_COMMAND_TIMEOUT_S),
 }  # fmt: skip
 
 
 def _unit_command(command: str, **limits: str) -> str:
-    """Return a command that systemd runs under a temporary account, and stops after the limit."""
+    """Return a command that systemd runs under a temporary account and stops after a time limit."""
     properties = " ".join(
         f"'--property={name}={value}'" for name, value in {**_LIMITS, **limits}.items()
     )
@@ -180,18 +189,18 @@ def _unit_command(command: str, **limits: str) -> str:
 
 @operations.host_operation
 def measure_links(links: Sequence[FabricLink]) -> None:
-    """Measure each link with full-size packets, without changes."""
+    """Measure each link with full-size packets; change nothing."""
     if not state.is_executing:
         for link in links:
-            limits = f"at most {MAX_BYTES // 10**6} MB and {MAX_S} s"
+            limits = f"at most {MAX_BYTES // 10**6} MB and {MAX_DURATION_S} s"
             log_once(f"{link.interface} to {link.host} ({link.address}): {limits}")
-        host.noop("measured when the deploy runs")
+        host.noop("will be measured when the deploy runs")
         return
     _warn_or_fail(check_links(host.name, links, read_reachability(links)))
     for link in links:
         speed = _measure_tcp(link)
         log(describe_speed(link, speed))
-        # ib_write_bw cannot identify the other host; the TCP test before it can, with a token.
+        # ib_write_bw cannot identify the other host, but the TCP test before it can, with a token.
         rdma_gbit_per_s = _measure_rdma(link) if link.device and speed.arrived_bytes else None
         if rdma_gbit_per_s is not None:
             log(f"{link.interface} to {link.host}: {rdma_gbit_per_s:.1f} Gb/s RDMA (ib_write_bw)")
@@ -206,19 +215,19 @@ def _warn_or_fail(findings: Findings) -> None:
 
 
 def _measure_tcp(link: FabricLink) -> fabric.SpeedResult:
-    order = fabric.SpeedOrder(
+    request = fabric.SpeedOrder(
         interface=link.interface,
         address=link.address,
         port=secrets.choice(_PORTS),
         token=secrets.token_hex(16),
         max_bytes=MAX_BYTES,
-        max_s=MAX_S,
+        max_s=MAX_DURATION_S,
     )
     listen, send = (
         _unit_command(command_line(FABRIC_SPEED, "listen")),
         command_line(FABRIC_SPEED, "send"),
     )
-    sender, listener = _run_sender_and_listener(link, listen, send, documents.to_json(order))
+    sender, listener = _run_sender_and_listener(link, listen, send, documents.to_json(request))
     problems = [
         _last_problem(name, result.text, "check `journalctl -xe` on that host, then run again")
         for name, result in ((host.name, sender), (link.host, listener))
@@ -256,16 +265,18 @@ def _run_sender_and_listener(
 ) -> tuple[ScriptResult, ScriptResult]:
     """Run the sender here and the listener on the other host; return both results."""
     other = state.inventory.get_host(link.host)
-    listening = gevent.spawn(run_script, other, listen, _COMMAND_S, stdin)
+    listener = gevent.spawn(run_script, other, listen, _COMMAND_TIMEOUT_S, stdin)
     try:
-        return run_script(host, send, _COMMAND_S, stdin), listening.get(timeout=_COMMAND_S)
+        return run_script(host, send, _COMMAND_TIMEOUT_S, stdin), listener.get(
+            timeout=_COMMAND_TIMEOUT_S
+        )
     finally:
-        listening.kill()
+        listener.kill()
 
 
 # A link below both minimums is faulty. A link above the doubtful speed is not reported, because the
-# highest TCP speed of a Spark is unknown.
-_MIN_SHARE = 0.25
+# maximum TCP speed of a Spark is unknown.
+_MIN_FRACTION = 0.25
 _MIN_GBIT_PER_S = 10.0
 _DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a degraded ConnectX-7 port is reported to carry 13
 
@@ -283,24 +294,24 @@ def describe_speed(link: FabricLink, speed: fabric.SpeedResult) -> str:
 def check_speed(
     host: str, link: FabricLink, speed: fabric.SpeedResult, rdma_gbit_per_s: float | None = None
 ) -> Findings:
-    """Return problems of a link by its measured speed over TCP, and over RDMA if measured."""
+    """Judge a link by its measured speed over TCP, and over RDMA if that was measured."""
     where, tcp_gbit_per_s = f"{host}: {link.interface}", _gbit_per_s(speed)
     link_gbit_per_s = (link.speed_mbit_per_s or 0) / 1000
     if not speed.arrived_bytes:
         message = f"the connection opens, but full-size packets do not reach {link.host}"
         fix = f"set MTU {link.mtu} on both hosts and on the switch between them"
         return Findings((Problem(where, message, fix),))
-    if tcp_gbit_per_s < min(_MIN_SHARE * link_gbit_per_s, _MIN_GBIT_PER_S):
+    if tcp_gbit_per_s < min(_MIN_FRACTION * link_gbit_per_s, _MIN_GBIT_PER_S):
         message = f"{tcp_gbit_per_s:.1f} Gb/s to {link.host} over a {link_gbit_per_s:g} Gb/s link"
         fix = "try another cable; check `ethtool -S` for errors and `ip route get` for the route"
         return Findings((Problem(where, message, fix),))
     measured = tcp_gbit_per_s if rdma_gbit_per_s is None else rdma_gbit_per_s
     if measured < _DOUBTFUL_GBIT_PER_S and link_gbit_per_s * 1000 >= _FULL_MBIT_PER_S:
         message = f"{measured:.1f} Gb/s to {link.host}; a degraded port reportedly carries 13 Gb/s"
-        usual = "about 92 Gb/s are usual for each of the two interfaces"
-        fix = f"measure RDMA with ib_write_bw; {usual}"
+        usual_speed = "about 92 Gb/s is usual for each of the two interfaces"
+        fix = f"measure RDMA with ib_write_bw; {usual_speed}"
         if rdma_gbit_per_s is not None:
-            fix = f"power-cycle both hosts; {usual}"
+            fix = f"power-cycle both hosts; {usual_speed}"
         return Findings((), (Problem(where, message, fix),))
     return Findings(())
 

@@ -21,12 +21,12 @@ from spark_deploy.plan.types import FileState
 
 T = TypeVar("T")
 
-# Parsers raise these on malformed output. A defect in a parser also does, so the type is printed.
+# Parsers raise these on malformed output. A bug in a parser raises them too, so print the type.
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class HostFact(FactBase[T]):
-    """A fact; malformed output fails only this host, not the run."""
+    """A fact whose malformed output fails only this host, not the run."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -54,8 +54,8 @@ class LineFact(HostFact[str]):
         return next((line.strip() for line in output if line.strip()), "")
 
 
-# Each fact costs an SSH round trip, so a role reads everything with one script. Scripts are POSIX
-# sh, print sections and exit 0.
+# Each fact costs an SSH round trip, so a role reads everything with a single script. Scripts are
+# POSIX sh, print sections and exit 0.
 MARKER = "== "
 
 SERVING_SCRIPT = (
@@ -105,7 +105,7 @@ def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
     lines = ["LC_ALL=C; export LC_ALL", *(part.strip() for part in parts)]
     end = f"echo '{MARKER}end'"
     if parallel:
-        # The output of the last part comes last, so its end marks the end of both.
+        # The output of the last part comes last, so its end marks the end of all output.
         others = (part.strip() for part in parallel)
         lines = [lines[0], "{", *others, end, "} | {", *lines[1:], "cat", "}"]
         end = ":"
@@ -216,7 +216,7 @@ def _arguments_key(arguments: Mapping[str, Any]) -> _Key:
 
 
 def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return a fact, cached if still valid. Raises FactUnavailableError."""
+    """Return a fact, from the cache if it is still valid. Raises FactUnavailableError."""
     current = current_host()
     cache = _cache.setdefault(current, {})
     key = (fact, _arguments_key(arguments))
@@ -224,9 +224,9 @@ def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
     if cached is None:
         oldest_s = time.monotonic() - MAX_AGE_S
         for stage in (_PREFETCHED, StateStage.Prepare):
-            earlier = cache.get((stage, *key))
-            if earlier is not None and earlier.read_at_s >= oldest_s:
-                cached = earlier
+            candidate = cache.get((stage, *key))
+            if candidate is not None and candidate.read_at_s >= oldest_s:
+                cached = candidate
                 break
     if cached is None or cached.commands_before != commands_executed(current):
         return read_fact_now(fact, **arguments)
@@ -288,7 +288,7 @@ _expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], tuple[_Arguments, b
 def expect_fact(
     fact: type[FactBase[Any]], arguments: _Arguments = dict, *, slow: bool = False
 ) -> None:
-    """Declare a fact to prefetch; ``arguments`` is called just before.
+    """Declare a fact to prefetch; ``arguments`` is called just before it is read.
 
     ``slow`` facts run in a separate command.
     """

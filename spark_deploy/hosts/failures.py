@@ -1,4 +1,4 @@
-"""Report failures: what the host still serves, why it failed, where the engine's log is."""
+"""Report a failure: which release the host still serves, the cause, and the engine's log file."""
 
 import re
 import textwrap
@@ -54,7 +54,7 @@ def read_status(host: Host) -> HostStatus:
         return HostStatus(None)
 
 
-def serving_text(name: str, status: HostStatus, service: str = MAIN_SERVICE) -> str:
+def describe_serving(name: str, status: HostStatus, service: str = MAIN_SERVICE) -> str:
     state = status.service(service)
     if state is None:
         return ""
@@ -64,21 +64,21 @@ def serving_text(name: str, status: HostStatus, service: str = MAIN_SERVICE) -> 
     return f"{name} still serves {active.model} with {active.profile}"
 
 
-def rollout_failure(
+def describe_rollout_failure(
     host: Host, release: str, rollout: Rollout, subject: str = "the new release"
 ) -> list[str]:
     """Describe a failed rollout; write the end of the engine's log to a file."""
-    serving = serving_text(host.name, read_status(host), parse_service(release))
-    serving = serving or f"{host.name} does not report its serving release"
+    serving = describe_serving(host.name, read_status(host), parse_service(release))
+    serving = serving or f"{host.name} does not report which release it serves"
     reason, *details = _REASON_SEPARATOR.split(rollout.reason or "it was interrupted")
     phase = rollout.failed_phase or rollout.phase
     lines = [
-        f"{serving}; {_outcome(release, rollout, subject)}: {_short_cause(reason)}",
+        f"{serving}; {_describe_outcome(release, rollout, subject)}: {_shorten_reason(reason)}",
         f"  {release}: {rollout.state} in phase {phase}: {reason}",
         *(f"  {detail}" for detail in details),
     ]
     if rollout.state == "failed-no-previous":
-        lines.append("  no earlier release to go back to")
+        lines.append("  there is no earlier release to restore")
     if not any(detail.startswith("fix: ") for detail in details):
         lines.append("  fix: correct the cause above and run again")
     if rollout.log_tail:
@@ -86,16 +86,16 @@ def rollout_failure(
     return [printable(line) for line in lines]
 
 
-def _outcome(release: str, rollout: Rollout, subject: str) -> str:
-    if not rollout.ended_at:  # interrupted or not started
+def _describe_outcome(release: str, rollout: Rollout, subject: str) -> str:
+    if not rollout.ended_at:  # it was interrupted or has not started
         return f"the rollout of {subject} was interrupted"
     if rollout.serving == release:
         return "the check of this release failed"
     return f"{subject} was rejected"
 
 
-def _short_cause(reason: str) -> str:
-    """Return a reason for the headline: without the check's name and a wrong answer's text."""
+def _shorten_reason(reason: str) -> str:
+    """Shorten a reason for the headline: omit the check's name and the text of a wrong answer."""
     cause = re.sub(r"^check [\w ]+: ", "", reason)
     cause = re.sub(r"(wrong answer to (['\"]).*?\2): .*", r"\1", cause)
     return textwrap.shorten(cause, _HEADLINE_LENGTH, placeholder=" …")

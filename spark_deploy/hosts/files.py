@@ -1,4 +1,4 @@
-"""Write managed files; a single command writes all files that differ."""
+"""Write managed files, with a single command for all files that differ."""
 
 import base64
 import io
@@ -33,7 +33,7 @@ def file_states(paths: Sequence[str]) -> dict[str, FileState]:
 
 
 def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
-    """Yield a command that writes missing and different files; return whether any exist.
+    """Yield a command that writes missing and different files; return whether there are any.
 
     Use ``yield from``, because operations cannot call each other.
     """
@@ -42,12 +42,12 @@ def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, 
     if not outdated:
         return False
     host.log(describe_changes([file.path for file in outdated], states))
-    yield put_files(outdated)
+    yield write_command(outdated)
     return True
 
 
 def remove_files(paths: Sequence[str]) -> Generator[StringCommand, None, bool]:
-    """Yield a command that removes existing files; return whether any exists."""
+    """Yield a command that removes existing files; return whether there are any."""
     present = list(file_states(paths))
     if present:
         yield StringCommand("rm", "-f", "--", *map(shlex.quote, present))
@@ -75,7 +75,7 @@ def describe_changes(paths: Sequence[str], present: Container[str]) -> str:
     return "; ".join(parts)
 
 
-def put_files(files: Sequence[ManagedFile]) -> StringCommand:
+def write_command(files: Sequence[ManagedFile]) -> StringCommand:
     return shell(unpack_script(files), stdin=pack_files(files))
 
 

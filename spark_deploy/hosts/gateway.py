@@ -55,11 +55,11 @@ class Gateways(HostFact[tuple[Gateway, ...]]):
         return f"cat {GATEWAY_DIR}/*.json 2>/dev/null; true"
 
     def process(self, output: Iterable[str]) -> tuple[Gateway, ...]:
-        text, gateways = "\n".join(output).strip(), []
-        while text:
-            data, end = json.JSONDecoder().raw_decode(text)
+        documents, gateways = "\n".join(output).strip(), []
+        while documents:
+            data, end = json.JSONDecoder().raw_decode(documents)
             gateways.append(read(Gateway, data))
-            text = text[end:].lstrip()
+            documents = documents[end:].lstrip()
         return tuple(gateways)
 
 
@@ -79,7 +79,7 @@ class GatewayCertificate(HostFact[tuple[bytes, bytes]]):
         return certificate.strip().encode(), key.strip().encode()
 
 
-_USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
+_VALID_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
 def gateway_paths(plan: GatewayPlan) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def replace_key(plan: GatewayPlan) -> Commands:
         message = f"comes from the controller ({plan.key.kind} {plan.key.value[0]})"
         fail(f"{host.name}: serve.api_key", message, "put the new key there and run deploy.py")
     if not read_fact(Status).service(plan.settings.service):
-        message = "does not exist: no release was deployed here yet"
+        message = "does not exist, because no release has been deployed here yet"
         fail(f"{host.name}: API key", message, "run deploy.py for this host, which creates the key")
     yield tool.command_line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
@@ -139,13 +139,13 @@ def set_named_keys(keys: dict[str, NamedKey] | None) -> Commands:
 def _restart_outdated_watchdog(plan: GatewayPlan, release: str | None) -> Commands:
     """Restart a watchdog that runs older tools and would write outdated gateway files.
 
-    It updates the gateway when addresses change. The engine is not interrupted.
+    The watchdog updates the gateway when addresses change. The engine is not interrupted.
     """
     if release is None or not EXPOSURES[plan.settings.expose].has_unstable_address:
         return
     running = host.get_fact(WatchTools, release=release)
     if running and running != host.get_fact(SymlinkTarget, path=CURRENT_TOOLS):
-        host.log(f"the watchdog of {release} runs older tools and is restarted")
+        host.log(f"restarting the watchdog of {release}, which runs older tools")
         yield StringCommand("systemctl", "restart", shlex.quote(WATCH.unit(release)))
 
 
@@ -153,8 +153,8 @@ def _secret_files(plan: GatewayPlan) -> list[ManagedFile]:
     files = []
     if plan.key.kind != "generate":
         key = read_secret(plan.key, setting="serve.api_key")
-        if not _USABLE_KEY.fullmatch(key):
-            message = f"the key in {plan.key.kind} {plan.key.value[0]} is not usable"
+        if not _VALID_KEY.fullmatch(key):
+            message = f"invalid key in {plan.key.kind} {plan.key.value[0]}"
             fix = "use 16 to 512 letters, digits or . _ ~ + / = -"
             raise SettingsError.one("serve.api_key", message, fix)
         files.append(ManagedFile(plan.settings.key_path, f"{key}\n".encode(), 0o600))
@@ -175,8 +175,8 @@ def _tls_files(plan: GatewayPlan, content: "CertificateAndKey") -> list[ManagedF
 def _renew_certificate(
     plan: GatewayPlan, names: tuple[str, ...], ca_dir: str
 ) -> Generator[Any, None, bool]:
-    """Issue a new certificate if the host's is missing or invalid; return whether it did."""
-    from spark_deploy.hosts.certificates import issue, renewal_reason
+    """Issue a new certificate if the host's is missing or invalid; return whether it was."""
+    from spark_deploy.hosts.certificates import issue_certificate, renewal_reason
 
     tls = tls_paths(plan.settings.service)
     certificate, key = host.get_fact(GatewayCertificate, certificate=tls.certificate, key=tls.key)
@@ -191,7 +191,7 @@ def _renew_certificate(
         return False
     host.log(f"new certificate for {', '.join(names)}: {reason}")
     if host.state.is_executing:
-        yield from place_files(_tls_files(plan, issue(names, ca_dir)))
+        yield from place_files(_tls_files(plan, issue_certificate(names, ca_dir)))
     else:
         yield StringCommand("true")  # predicting must not create a CA
     return True
@@ -216,9 +216,9 @@ class RejectedCalendar(LineFact):
     """The first calendar expression that systemd rejects; "" if it accepts all."""
 
     def command(self, times: Sequence[str]) -> str:
-        words = " ".join(map(shlex.quote, times))
+        expressions = " ".join(map(shlex.quote, times))
         return (
-            f'for at in {words}; do systemd-analyze calendar "$at" >/dev/null 2>&1 '
+            f'for at in {expressions}; do systemd-analyze calendar "$at" >/dev/null 2>&1 '
             '|| { echo "$at"; break; }; done'
         )
 
@@ -226,7 +226,7 @@ class RejectedCalendar(LineFact):
 @host_operation
 def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
     if times and (rejected := host.get_fact(RejectedCalendar, times=tuple(times))):
-        fix = "correct it (see `man systemd.time`) and test it with `systemd-analyze calendar TEXT`"
+        fix = "correct it (see `man systemd.time`); test it with `systemd-analyze calendar TIME`"
         fail(f"{host.name}: schedule", f"systemd rejects the time {rejected!r}", fix)
     running = read_fact(Timers)
     planned = sorted(file.path.rpartition("/")[2] for file in timers)
@@ -240,4 +240,6 @@ def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
         names = " ".join(map(shlex.quote, planned))
         yield f"systemctl daemon-reload && systemctl enable {names} && systemctl restart {names}"
     elif not obsolete:
-        host.noop(f"{len(planned)} timers run ({HOURS.unit('*')})" if planned else "no schedule")
+        host.noop(
+            f"{len(planned)} timers are running ({HOURS.unit('*')})" if planned else "no schedule"
+        )

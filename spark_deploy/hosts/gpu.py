@@ -27,7 +27,7 @@ from spark_deploy.hosts.commands import CommandError, heartbeat, run
 from spark_deploy.hosts.docker_facts import Docker, DockerState
 from spark_deploy.hosts.files import pack_files, unpack_script
 from spark_deploy.hosts.operations import Commands, HostError, host_command, host_operation
-from spark_deploy.hosts.packages import add_repositories, install, known_urls_script
+from spark_deploy.hosts.packages import add_repositories, install_command, known_urls_script
 from spark_deploy.plan.types import CudaPlan, DockerPlan, ManagedFile
 
 # Memory is not queried: a GB10 prints ``[N/A]``.
@@ -80,7 +80,7 @@ class ComputeApp:
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    module_version: str  # of the loaded kernel module; "" if none
+    module_version: str  # of the loaded kernel module; "" if none is loaded
     smi: SmiStatus
     smi_error: str  # output of a failing nvidia-smi
     gpus: tuple[Gpu, ...]
@@ -183,15 +183,15 @@ class CudaState(facts.HostFact[Cuda]):
 
 
 def parse_version_json(lines: Iterable[str]) -> list[Toolkit]:
-    texts: dict[str, list[str]] = {}
-    text: list[str] = []
+    files: dict[str, list[str]] = {}
+    content: list[str] = []
     for line in lines:
         if line.startswith("# "):
-            text = texts[line[2:]] = []
+            content = files[line[2:]] = []
         else:
-            text.append(line)
+            content.append(line)
     toolkits = []
-    for path, content in texts.items():
+    for path, content in files.items():
         with suppress(ValueError, KeyError, TypeError):
             version = str(json.loads("\n".join(content))["cuda"]["version"])
             toolkits.append(Toolkit(path.removesuffix("/version.json"), version))
@@ -231,7 +231,7 @@ def install_cuda(plan: CudaPlan) -> Commands:
     if toolkit:
         host.noop(f"CUDA {toolkit.version} at {toolkit.path} is installed")
     else:
-        yield install([plan.package], plan.package_lock_wait_s)
+        yield install_command([plan.package], plan.package_lock_wait_s)
 
 
 # A container gets the GPU through NVIDIA's runtime (toolkit modes auto and legacy, docker 19.03 and
@@ -245,8 +245,8 @@ SPECIFICATION = "/etc/cdi/nvidia.yaml"
 def gpu_arguments(state: Docker) -> tuple[str, ...]:
     """Return the arguments of ``docker run`` that give a container the GPU.
 
-    CDI is used only if the toolkit is set to it or has no runtime, because freezes under load were
-    seen with it.
+    CDI is used only if the toolkit is set to it or has no runtime, because CDI reportedly caused
+    freezes under load.
     """
     is_set_to_cdi = state.toolkit_mode == "cdi" and state.cdi_directories
     return CDI if lacks_runtime(state) or is_set_to_cdi else RUNTIME
@@ -274,7 +274,7 @@ def gpu_problem(state: Docker) -> Problem | None:
 
 
 def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
-    """Return the versions that a check is valid for; silent tools are assumed to be unchanged."""
+    """Return the versions for which a check is valid; assume silent tools to be unchanged."""
     key = {
         "image": plan.check_image,
         "docker": str(state.info.get("ServerVersion", "")),
@@ -285,11 +285,11 @@ def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
         "driver": state.driver_version,
         "kernel": state.kernel,
     }
-    known = state.receipt.key if state.receipt else key
-    return {**key, **{name: known.get(name, "") for name in state.silent}}
+    old_key = state.receipt.key if state.receipt else key
+    return {**key, **{name: old_key.get(name, "") for name in state.silent}}
 
 
-_PULL_S = 6 * 3600
+_PULL_TIMEOUT_S = 6 * 3600
 # The engine is not root either: device files that it cannot open must fail this check.
 _NOBODY = "65534:65534"
 
@@ -306,7 +306,7 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
     run_arguments = gpu_arguments(docker)
     _pull(host, plan.check_image)
     try:
-        with heartbeat(host, f"container check with {plan.check_image}"):
+        with heartbeat(host, f"checking the GPU with {plan.check_image}"):
             lines = run(
                 host,
                 f"docker run --rm --network none --user {_NOBODY} {' '.join(run_arguments)} "
@@ -322,7 +322,7 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
     receipt = GpuProof(check_key(plan, docker), run_arguments, gpus[0].partition(" (UUID")[0])
     files = [ManagedFile(GPU_RECEIPT, to_json(receipt).encode())]
     run(host, unpack_script(files), stdin=pack_files(files))
-    host.log(f"a container sees {receipt.gpu}")
+    host.log(f"a container lists {receipt.gpu}")
     return True
 
 
@@ -330,8 +330,8 @@ def _pull(host: Host, image: str) -> None:
     # Without tools or with older tools (exit status 2), `docker run` pulls the image.
     command = f"{tool.command_line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
     try:
-        with heartbeat(host, f"image {image}"):
-            run(host, tool.when_installed(command), timeout_s=_PULL_S)
+        with heartbeat(host, f"pulling image {image}"):
+            run(host, tool.when_installed(command), timeout_s=_PULL_TIMEOUT_S)
     except CommandError as failure:
         last_line = (failure.output.strip().splitlines() or ["no output"])[-1]
         fix = "check `journalctl -u docker`, then run again"
@@ -339,7 +339,7 @@ def _pull(host: Host, image: str) -> None:
         raise HostError(parse_problem(last_line) or problem) from failure
 
 
-# Output of docker 20.10 to 29 and nvidia-smi (regular expression), cause, fix.
+# Regular expression for the output of docker 20.10 to 29 and nvidia-smi, cause, fix.
 _GPU_ERRORS = (
     (
         "(unknown or invalid runtime name|Unknown runtime specified)",
@@ -364,8 +364,8 @@ _GPU_ERRORS = (
     ),
     (
         "exec format error",
-        "the image is for a different architecture, or CDI emptied the entry point",
-        'check images.gpu_check; with a CDI specification present set mode = "legacy" in '
+        "the image is for a different architecture, or CDI has emptied the entry point",
+        'check images.gpu_check; if the host has a CDI specification, set mode = "legacy" in '
         "/etc/nvidia-container-runtime/config.toml",
     ),
     (

@@ -29,10 +29,10 @@ _donor_hashes: WeakKeyDictionary[Host, dict[str, str]] = WeakKeyDictionary()
 PREPARE_TIMEOUT_S = 6 * 3600
 
 
-def progress_text(state: JobState) -> str:
+def describe_progress(state: JobState) -> str:
     if state.state == "unknown":
         return state.result
-    if state.progress is None:  # the tool counts no bytes
+    if state.progress is None:  # the tool does not count bytes
         elapsed = f" ({state.elapsed_s} s)" if state.elapsed_s else ""
         return f"{state.last_line or state.result or 'starting'}{elapsed}"
     progress = state.progress
@@ -51,7 +51,7 @@ def progress_text(state: JobState) -> str:
 def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     """Start a job unless it is running or has a receipt.
 
-    ``names`` lists all jobs of the release, so that one fact answers for all of them.
+    ``names`` lists all jobs of the release, so that a single fact reads all their states.
     """
     job, target = work.job, PREPARE.unit(release)
     jobs = read_fact(JobStates, jobs=names, target=target)
@@ -64,7 +64,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         f"[Unit]\nRequires={job.unit}\nAfter={job.unit}\n".encode(),
     )
     if state is not None and state.state == "running":
-        if target in jobs.linked and job.digest12 in jobs.pulled:
+        if target in jobs.boot_targets and job.digest12 in jobs.jobs_in_target:
             host.noop(f"{job.title}: already running, attaching")
             return
         # A job started for another release continues for this release after a reboot.
@@ -73,9 +73,13 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         return
     if state is not None and state.state == "unknown":
         # Starting a job that may be running would be reported as a change.
-        fail(f"{host.name}: {job.title}", progress_text(state), "run again when the host answers")
+        fail(
+            f"{host.name}: {job.title}",
+            describe_progress(state),
+            "run again when the host responds",
+        )
     if job.kind == FETCH_JOB and not host.state.is_executing:
-        host.log(f"{job.title}: not on this host, {job.total_bytes or 0} bytes to fetch")
+        host.log(f"{job.title}: {job.total_bytes or 0} bytes to download")
     yield from place_files((*with_known_peers(work).files(), boot_file))
     token_files = _token_files(work)
     yield shell(
@@ -95,12 +99,12 @@ def _token_files(work: Work) -> list[ManagedFile]:
     if work.hub is None or (token := read_hub_token(work.hub)) is None:
         return []
     if work.hub.token is None:
-        log_once(f"{work.job.title}: uses your Hugging Face login, on the host during the job")
+        log_once(f"{work.job.title}: uses your Hugging Face login; the job deletes the token")
     return [ManagedFile(hub_token_file(work.job.digest), f"{token}\n".encode(), 0o600)]
 
 
 def _enable_at_boot(target: str) -> str:
-    """Return a script, so that systemd continues the jobs of a target after a reboot."""
+    """Return a script that lets systemd continue the jobs of a target after a reboot."""
     return (
         f"systemctl daemon-reload; mkdir -p {BOOT_LINKS}; "
         f"ln -sfn {UNITS_DIR}/{PREPARE.unit('')} {BOOT_LINKS}/{target}; "
@@ -109,7 +113,7 @@ def _enable_at_boot(target: str) -> str:
 
 
 def _disable_at_boot(targets: Sequence[str]) -> str:
-    """Return a script that undoes ``_enable_at_boot``; running jobs finish."""
+    """Return a script that reverts ``_enable_at_boot``; running jobs finish."""
     links = " ".join(f"{BOOT_LINKS}/{target} {drop_in_dir(target)}" for target in targets)
     return (
         f"rm -rf {links}; systemctl stop {' '.join(targets)} 2>/dev/null; systemctl daemon-reload"
@@ -125,15 +129,15 @@ def wait_for_jobs(
 ) -> Commands:
     """Wait until all jobs have receipts; show progress, and the log of a failed job.
 
-    Jobs continue after ``timeout_s``. ``retire_others``: jobs of replaced releases do not continue
-    after a reboot.
+    Jobs continue after ``timeout_s``. With ``retire_others``, jobs of replaced releases do not
+    continue after a reboot.
     """
     names, target = tuple(job.digest12 for job in jobs), PREPARE.unit(release)
     # Without jobs only the targets enabled at boot matter, which every cached value has.
     cached = None if names else find_cached_value(JobStates)
     states = cached or read_fact(JobStates, jobs=names, target=target)
-    replaced = _replaced_targets(release, states.linked) if retire_others else ()
-    is_finished = states.done(names) and target not in states.linked
+    replaced = _replaced_targets(release, states.boot_targets) if retire_others else ()
+    is_finished = states.are_done(names) and target not in states.boot_targets
     _store_donor_hashes(current_host(), jobs, states.states)
     if is_finished and not replaced:
         host.noop(f"{len(names)} jobs are complete")
@@ -145,10 +149,10 @@ def wait_for_jobs(
         yield shell(_disable_at_boot((target,)))
 
 
-def _replaced_targets(release: str, linked: Sequence[str]) -> tuple[str, ...]:
+def _replaced_targets(release: str, boot_targets: Sequence[str]) -> tuple[str, ...]:
     service = release.rpartition("-")[0]
     replaced = []
-    for target in linked:
+    for target in boot_targets:
         name = RELEASE_NAME.match(PREPARE.instance(target))
         if name and name["service"] == service and name[0] != release:
             replaced.append(target)
@@ -180,8 +184,8 @@ def compare_donor_tensors(jobs: Sequence[Work]) -> None:
                     f"{host.name}: {proof.tree}",
                     f"built from FP8 source tensors with sha256 {actual}, but {source} has "
                     f"{expected}",
-                    "check which hub or proxy sent different bytes; on the wrong host move the "
-                    "directory away and run the deploy again",
+                    "find the hub or proxy that sent different bytes; on the wrong host, move the "
+                    "directory away, then run the deploy again",
                 )
     host.noop("the FP8 source tensors match the lock and the other hosts")
 
@@ -196,7 +200,7 @@ def _wait_until_done(state: State, host: Host, jobs: Sequence[Job], timeout_s: i
         if not result.ok:
             fail(f"{host.name}: jobs", result.text, "run again to wait for the same jobs")
         reported = parse_poll(result.stdout)
-        # Polled without names, the host reports every job.
+        # If no name is given, the host reports every job.
         states = {name: reported[name] for name in titles if name in reported}
         for name, title in titles.items():
             _log_progress(host, title, states.get(name), logged)
@@ -220,7 +224,7 @@ def _log_progress(
     if state is not None and state.state == "done":
         text, is_due = "done", last_text != "done"
     else:
-        text = "not started" if state is None else f"{state.state}: {progress_text(state)}"
+        text = "not started" if state is None else f"{state.state}: {describe_progress(state)}"
         is_due = time.monotonic() - logged_at_s >= HEARTBEAT_S
     if is_due:
         logged[title] = (text, time.monotonic())
@@ -233,5 +237,5 @@ def _log_failed_job(host: Host, title: str, state: JobState, unit: str) -> None:
     log_lines(
         host,
         f"{title}: failed (exit status {state.exit_code})\n"
-        f"  fix: correct the cause above; full log: `journalctl -u {unit}`",
+        f"  fix: correct the cause above; for the full log, run `journalctl -u {unit}`",
     )

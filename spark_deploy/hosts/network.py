@@ -77,7 +77,7 @@ def _interfaces(lines: Iterable[str]) -> Iterator[tuple[str, bool, int, tuple[st
 
 
 def _gid_index(gids: list[list[str]], device: str | None, addresses: tuple[str, ...]) -> int | None:
-    """Return the RoCE v2 GID of a device for the interface's first address."""
+    """Return the index of the RoCE v2 GID for the interface's first address."""
     if not addresses:
         return None
     a, b, c, d = map(int, addresses[0].partition("/")[0].split("."))
@@ -93,11 +93,11 @@ _PROFILES = "/etc/NetworkManager/system-connections/*.nmconnection"
 _NETPLAN_SCRIPT = rf"""
 echo '== netplan'; command -v netplan
 echo '== trial'; ls {NETPLAN_TRIAL} 2>/dev/null
-# A restore removes the file seconds before the addresses.
+# A restore deletes the file a few seconds before it removes the addresses.
 systemctl is-active --quiet {RESTORE_UNIT}.service && echo restoring
 echo '== managed-file'; head -c {_MAX_BYTES} {NETPLAN_FILE} 2>/dev/null
 echo; echo '== other-files'
-# An older profile of NetworkManager wins over netplan's new profile.
+# An older NetworkManager profile takes precedence over netplan's new profile.
 for f in /lib/netplan/*.yaml /etc/netplan/*.yaml /run/netplan/*.yaml {_PROFILES}; do
   [ -f "$f" ] && [ "${{f##*/}}" != '{NETPLAN_FILE.rpartition("/")[2]}' ] || continue
   for n in /sys/class/net/*; do
@@ -114,10 +114,10 @@ done
 @dataclass(frozen=True, slots=True)
 class Netplan:
     installed: bool
-    in_trial: bool  # our trial of new addresses, or its restore, is running
+    in_trial: bool  # whether our trial of new addresses, or its restore, is running
     managed_file: str  # content of the file we wrote; "" if missing
     other_files: dict[str, str]  # interface: another file that configures it
-    masters: dict[str, str]  # interface: the bridge or bond it is part of
+    masters: dict[str, str]  # interface: the bridge or bond that contains it
 
 
 class NetplanFiles(HostFact[Netplan]):  # only root can read netplan's files
@@ -188,7 +188,7 @@ def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[
     return tuple(listeners.values())
 
 
-_HEADERS_BYTES = 28  # IP and ICMP, part of the MTU
+_HEADER_BYTES = 28  # IP and ICMP, part of the MTU
 # Three packets, at most five seconds.
 _PING = "ping -q -n -M do -c 3 -i 0.2 -W 1 -w 5"
 
@@ -197,11 +197,13 @@ class Reachability(HostFact[dict[str, str]]):
     """Whether full-size packets reach each address: "yes", "no", or "unknown" without ping."""
 
     def command(self, links: Sequence[tuple[str, str, int]]) -> str:
-        """``links``: interface, address of a member, MTU."""
+        """Each link is a tuple of interface, address of a member and MTU."""
         tests = []
         for interface, address, mtu in links:
-            words = f"-I {shlex.quote(interface)} -s {mtu - _HEADERS_BYTES} {shlex.quote(address)}"
-            ping = f"{_PING} {words} >/dev/null 2>&1"
+            arguments = (
+                f"-I {shlex.quote(interface)} -s {mtu - _HEADER_BYTES} {shlex.quote(address)}"
+            )
+            ping = f"{_PING} {arguments} >/dev/null 2>&1"
             tests.append(f"{{ if {ping}; then echo {address} yes; else echo {address} no; fi; }} &")
         unknown = [f"echo {address} unknown" for _, address, _ in links]
         start = "echo '== reach'\nif command -v ping >/dev/null; then"

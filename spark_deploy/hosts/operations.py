@@ -35,7 +35,7 @@ from pyinfra.api.exceptions import PyinfraError
 from spark_deploy.config.errors import Problem, SettingsError, unreachable
 from spark_deploy.hosts.commands import CommandError, current_host, is_disconnected, run_script
 from spark_deploy.hosts.facts import FactUnavailableError
-from spark_deploy.hosts.failures import RepeatFailures, read_status, serving_text, show_failure
+from spark_deploy.hosts.failures import RepeatFailures, describe_serving, read_status, show_failure
 
 P = ParamSpec("P")
 Commands = Generator[str | PyinfraCommand, None, None]
@@ -43,12 +43,12 @@ Commands = Generator[str | PyinfraCommand, None, None]
 LEASE = "/run/spark-deploy.lease"
 TTL_S = 180
 RENEW_S = 45
-_SAME_INTERRUPT_S = 3
+_REPEATED_SIGNAL_S = 3
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CONNECTION_ERRORS = (TimeoutError, OSError, EOFError, SSHException, PyinfraError)
 
 
-def _plain_word(text: str) -> str:
+def _sanitize(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.@:-]", "_", text)[:64] or "_"
 
 
@@ -61,7 +61,7 @@ def this_run() -> str:
 
 
 def lease_holder() -> str:
-    return _plain_word(f"{getpass.getuser()}@{platform.node()}")
+    return _sanitize(f"{getpass.getuser()}@{platform.node()}")
 
 
 def _lock_script(lease: str) -> str:
@@ -84,14 +84,15 @@ def lease_script(
     return f"""set -e; umask 077
 {_lock_script(lease)}
 now=$(cut -d. -f1 /proc/uptime)
-have= until=0 since= user=
-if [ -f {lease} ]; then read -r have until since user < {lease} || :; fi
-case $until in ''|*[!0-9]*) until=0;; esac
-if [ "$until" -gt "$now" ] && [ "$have" != {token} ] && [ "$have" != {dead_token or token} ]; then
-  echo "held $have $((until - now)) $since $user"; exit 0
+holder= expires=0 since= user=
+if [ -f {lease} ]; then read -r holder expires since user < {lease} || :; fi
+case $expires in ''|*[!0-9]*) expires=0;; esac
+if [ "$expires" -gt "$now" ] && [ "$holder" != {token} ] &&
+  [ "$holder" != {dead_token or token} ]; then
+  echo "held $holder $((expires - now)) $since $user"; exit 0
 fi
 {if_free}
-if [ "$have" != {token} ]; then since=$(date -u +%Y-%m-%dT%H:%M:%SZ); fi
+if [ "$holder" != {token} ]; then since=$(date -u +%Y-%m-%dT%H:%M:%SZ); fi
 printf '%s %s %s %s\\n' {token} $((now + {TTL_S})) "$since" {user} > {lease}.new
 mv -fT {lease}.new {lease}
 echo taken"""
@@ -102,8 +103,8 @@ def unlock_script(path: str, token: str) -> str:
     return f"""[ -f {lease} ] || exit 0
 umask 077
 {_lock_script(lease)}
-read -r have rest < {lease} || :
-if [ "$have" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
+read -r holder rest < {lease} || :
+if [ "$holder" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class ReturnLeases(BaseStateCallback):
 
         def end_run(number: int, _: FrameType | None) -> None:
             # The terminal signals all processes of the group, and a parent may signal again.
-            if interrupted_at_s and time.monotonic() - interrupted_at_s[0] < _SAME_INTERRUPT_S:
+            if interrupted_at_s and time.monotonic() - interrupted_at_s[0] < _REPEATED_SIGNAL_S:
                 return
             interrupted_at_s.append(time.monotonic())
             # Python drops handlers at exit, where a second signal would change the exit status.
@@ -156,7 +157,7 @@ class ReturnLeases(BaseStateCallback):
         try:
             _run_script(host, unlock_script(LEASE, this_run()))
         except _CONNECTION_ERRORS as error:
-            host.log(f"the lease was not returned ({type(error).__name__}) and will expire")
+            host.log(f"could not return the lease ({type(error).__name__}); it will expire")
 
 
 def hold_lease(state: State, host: Host) -> None:
@@ -186,7 +187,7 @@ def _acquire_lease() -> Problem | None:
     lease = _current_lease()
     if lease is None or lease.is_taken:
         return None
-    lease.is_requested = True  # set first: an interrupt may prevent the answer
+    lease.is_requested = True  # set first, because an interrupt may prevent the response
     if problem := _request_lease(current_host(), check_only=False):
         return problem
     lease.is_taken = True
@@ -199,24 +200,24 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
     where = f"{host.name}: lease"
     token = this_run()
     try:
-        answer = _run_script(
+        response = _run_script(
             host, lease_script(LEASE, token, lease_holder(), check_only=check_only)
         )
-        other, *rest = answer.removeprefix("held ").split(" ")
-        if answer.startswith("held ") and _has_ended(other):
+        other, *rest = response.removeprefix("held ").split(" ")
+        if response.startswith("held ") and _has_ended(other):
             # A killed run of this machine left the lease behind.
             script = lease_script(LEASE, token, lease_holder(), other, check_only=check_only)
-            answer = _run_script(host, script)
+            response = _run_script(host, script)
     except SettingsError as error:  # sudo on this machine needs a password
         return error.problems[0]
     except _CONNECTION_ERRORS as error:
         return unreachable(where, type(error).__name__)
-    if answer in ("taken", "free"):
+    if response in ("taken", "free"):
         return None
-    if not answer.startswith("held ") or len(rest) != 3:
+    if not response.startswith("held ") or len(rest) != 3:
         fix = "free space in /run, then run again"
-        return Problem(where, f"could not be taken: {answer[:200]!r}", fix)
-    expires_in_s, since, user = map(_plain_word, rest)
+        return Problem(where, f"cannot be acquired: {response[:200]!r}", fix)
+    expires_in_s, since, user = map(_sanitize, rest)
     message = f"{user} started a change at {since} (lease expires in {expires_in_s} s)"
     return Problem(where, message, "wait for that run to end, then run again")
 
@@ -238,10 +239,10 @@ def _renew(host: Host, lease: _Lease) -> None:
     while True:
         gevent.sleep(RENEW_S)
         try:
-            answer = _run_script(host, lease_script(LEASE, this_run(), lease_holder()))
+            response = _run_script(host, lease_script(LEASE, this_run(), lease_holder()))
         except _CONNECTION_ERRORS:
-            continue  # the host reboots, or the connection is lost: try again
-        lease.is_taken = answer == "taken"  # if not, the next change requests it again
+            continue  # the host is rebooting, or the connection is lost: try again
+        lease.is_taken = response == "taken"  # if not, the next change requests it again
 
 
 def _run_script(host: Host, script: str) -> str:
@@ -261,7 +262,7 @@ def warn(host: Host, *problems: Problem) -> None:
 
 
 class HostError(Exception):
-    """Fails this host; the other hosts of the run continue."""
+    """Fails this host; the other hosts in the run continue."""
 
     def __init__(self, *problems: Problem):
         super().__init__("\n".join(str(problem) for problem in problems))
@@ -273,7 +274,7 @@ def fail(where: str, message: str, fix: str) -> NoReturn:
 
 def _report_failure(state: State, host: Host, text: str) -> bool:
     headline, *details = text.splitlines()
-    if serving := serving_text(host.name, read_status(host)):
+    if serving := describe_serving(host.name, read_status(host)):
         headline = headline.removeprefix(f"{host.name}: ")
         if not headline.startswith("not "):  # "not changed", "not rebooted"
             headline = f"this deploy failed: {headline}"
@@ -333,9 +334,9 @@ def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
 
 
 def _describe_error(operation: str, error: Exception) -> Problem:
-    """Describe an unexpected error: a lost host, or a defect of this project."""
+    """Describe an unexpected error: a lost host, or a bug in this project."""
     if not isinstance(error, PyinfraError | FactUnavailableError):
-        fix = "report this message as a defect of dgx-spark-deploy"
+        fix = "report this message as a bug in dgx-spark-deploy"
         return Problem(operation, f"{type(error).__name__}: {error}", fix)
     host = current_host()
     where = f"{host.name}: {operation}"

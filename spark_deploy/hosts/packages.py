@@ -14,7 +14,13 @@ from pyinfra.api import FunctionCommand, Host, State
 from spark_contract.units import UNITS_DIR
 
 from spark_deploy.config.settings.sources import RepositorySettings
-from spark_deploy.hosts.commands import CommandError, heartbeat, is_predicted, predict, run
+from spark_deploy.hosts.commands import (
+    CommandError,
+    heartbeat,
+    is_planned,
+    record_planned_change,
+    run,
+)
 from spark_deploy.hosts.files import file_states
 from spark_deploy.hosts.operations import Commands, fail, host_command
 from spark_deploy.plan.types import FileState, ManagedFile
@@ -26,12 +32,12 @@ def packages_script(names: Sequence[str]) -> str:
 echo '== packages'
 dpkg-query -W -f '${{db:Status-Abbrev}}\t${{Package}}\t${{Version}}\t${{Provides}}\n' 2>/dev/null |
 awk -F '\t' -v names={shlex.quote(" ".join(names))} '
-  BEGIN {{ n = split(names, list, " "); for (i = 1; i <= n; i++) wanted[list[i]] = 1 }}
+  BEGIN {{ n = split(names, list, " "); for (i = 1; i <= n; i++) requested[list[i]] = 1 }}
   $1 ~ /^.i ?$/ {{
-    if ($2 in wanted) print $2 "\t" $3
+    if ($2 in requested) print $2 "\t" $3
     n = split($4, provided, /, */)
     for (i = 1; i <= n; i++) {{ sub(/ .*/, "", provided[i])
-      if (provided[i] in wanted && provided[i] != $2) print provided[i] "\t" $2 " " $3 }}
+      if (provided[i] in requested && provided[i] != $2) print provided[i] "\t" $2 " " $3 }}
   }}'
 """
 
@@ -62,7 +68,7 @@ done
 """
 
 
-# Driver, kernel and firmware of a Spark belong together: a partial update disables the GPU.
+# Driver, kernel and firmware of a Spark must match: a partial update disables the GPU.
 # libnvidia-container* and nvidia-container-toolkit* belong to docker and may change.
 _PROTECTED = re.compile(
     r"nvidia-(driver|dkms|kernel|open|utils|compute-utils|firmware|settings|prime|modprobe|"
@@ -84,7 +90,7 @@ _APT = (
 )
 # --reinstall is for packages that a power cut left half installed; --fix-broken skips some of them.
 _INSTALL = "--no-install-recommends --reinstall install"
-_UPDATE_S = 600
+_UPDATE_TIMEOUT_S = 600
 _LISTS = "/var/lib/apt/lists"
 
 
@@ -95,7 +101,7 @@ def forbidden_changes(simulation: Iterable[str]) -> tuple[str, ...]:
 
 
 def key_path(repository: RepositorySettings) -> str:
-    """Return the path of a repository's key; its suffix tells apt if it is armored or binary."""
+    """Return the path of a repository's key; the suffix tells apt whether it is armored."""
     suffix = "gpg" if repository.key_url.endswith(".gpg") else "asc"
     return f"/etc/apt/keyrings/spark-{repository.name}.{suffix}"
 
@@ -134,12 +140,12 @@ def add_repositories(
             key: FileState(0o644, "root:root", repository.key_sha256),
         }
         differs = any(states.get(path) != state for path, state in expected.items())
-        if differs and not is_predicted(change := f"repository {repository.name}"):
-            predict(change)
+        if differs and not is_planned(change := f"repository {repository.name}"):
+            record_planned_change(change)
             changed = True
             yield FunctionCommand(_add_repository, [repository], {})
     if not changed:
-        host.noop("repositories are as planned" if needed else "no package has to be installed")
+        host.noop("repositories are configured" if needed else "no package needs to be installed")
 
 
 # Keys are downloaded through apt's proxy.
@@ -159,8 +165,8 @@ def _add_repository(state: State, host: Host, repository: RepositorySettings) ->
 set -eu; umask 022; t=$(mktemp -p /run); trap 'rm -f "$t"' EXIT
 {_APT_PROXY}
 curl -fsSL --retry 3 --connect-timeout 20 --max-time 120 -o "$t" {url}
-got=$(sha256sum "$t" | cut -d' ' -f1)
-[ "$got" = {repository.key_sha256} ] || {{ echo "sha256=$got"; exit 9; }}
+actual=$(sha256sum "$t" | cut -d' ' -f1)
+[ "$actual" = {repository.key_sha256} ] || {{ echo "sha256=$actual"; exit 9; }}
 install -D -m 644 "$t" {key}.spark-new; mv -fT {key}.spark-new {key}
 cat > {target}.spark-new; mv -fT {target}.spark-new {target}
 """
@@ -179,10 +185,13 @@ cat > {target}.spark-new; mv -fT {target}.spark-new {target}
     return True
 
 
-def install(
+def install_command(
     packages: Sequence[str], lock_wait_s: int, quiet_services: Sequence[str] = ()
 ) -> FunctionCommand:
-    """Install packages; new ``quiet_services`` of them are neither started nor enabled."""
+    """Return a command that installs packages.
+
+    It neither starts nor enables those ``quiet_services`` that are new.
+    """
     return FunctionCommand(_install, [tuple(packages), lock_wait_s, tuple(quiet_services)], {})
 
 
@@ -199,7 +208,7 @@ def _install(
     try:
         wait_for_lock(host, lock_wait_s)
         with heartbeat(host, f"installing {listed}"):
-            output = run(host, update_script(), timeout_s=_UPDATE_S + 300)
+            output = run(host, update_script(), timeout_s=_UPDATE_TIMEOUT_S + 300)
             failed_updates += (line for line in output if line.startswith(("E:", "W:", "Err:")))
             for line in failed_updates:
                 host.log(f"apt-get update: {line}")
@@ -224,20 +233,20 @@ def _install(
     return True
 
 
-def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:
-    """Return a script that updates the package lists; after ``limit_s`` it keeps the old lists.
+def update_script(timeout_s: int = _UPDATE_TIMEOUT_S, lists: str = _LISTS) -> str:
+    """Return a script that updates the package lists; after ``timeout_s`` it keeps the old lists.
 
     apt does not sync its lists. After a power cut empty lists look current, so they are deleted.
     """
     files = f"find {lists} -maxdepth 1 -type f ! -name lock"
     return (
-        f"{files} -empty -delete; timeout -k 10 {limit_s} {_APT} update 2>&1; "
-        f'case $? in 124 | 137) echo "E: not finished after {limit_s} s" ;; esac; '
+        f"{files} -empty -delete; timeout -k 10 {timeout_s} {_APT} update 2>&1; "
+        f'case $? in 124 | 137) echo "E: not finished after {timeout_s} s" ;; esac; '
         f"{files} -exec sync {{}} + || :"
     )
 
 
-# A unit that systemd generated from the init script of a removed package may be masked, too.
+# A unit that systemd generated from a removed package's init script may also be masked.
 _MASK = """\
 case $(systemctl show -p FragmentPath --value {name}) in
 "" | /run/systemd/generator*) ln -s /dev/null {directory}/{name} && {mark}=yes ;;
@@ -281,12 +290,13 @@ done | sort -u | while read -r pid; do echo "$pid $(cat "/proc/$pid/comm" 2>/dev
 """
 
 
-def wait_for_lock(host: Host, limit_s: float) -> None:
-    """Wait until no process holds a package lock, as apt's timers do after a boot."""
+def wait_for_lock(host: Host, timeout_s: float) -> None:
+    """Wait until no process holds a package lock; apt's timers hold it after a boot."""
     started = monotonic()
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):
-        lock = f"the package lock, held by {', '.join(holders)}: {monotonic() - started:.0f} s"
-        if monotonic() - started > limit_s:
-            fail("packages", f"waited for {lock}", "stop that process, then run again")
-        host.log(f"waiting for {lock}")
+        waited_s = monotonic() - started
+        lock = f"for the package lock, held by {', '.join(holders)}"
+        if waited_s > timeout_s:
+            fail("packages", f"waited {waited_s:.0f} s {lock}", "stop that process, then run again")
+        host.log(f"waiting {lock} ({waited_s:.0f} s)")
         gevent.sleep(5)

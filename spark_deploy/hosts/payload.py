@@ -89,7 +89,7 @@ def read_payload() -> Payload:
 
 
 def quantizer_digest() -> str:
-    """Identify AutoRound's wheels and the script that runs it."""
+    """Return a digest of AutoRound's wheels and the script that runs it."""
     script = FILES / "checkpoint/spark_checkpoint/autoround_job.py"
     paths = (CHECKOUT / QUANTIZER_REQUIREMENTS, script)
     return digest_of([hashlib.sha256(path.read_bytes()).hexdigest() for path in paths])
@@ -116,7 +116,7 @@ def read_tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
 
 
 def site_archive(requirements: str, python_version: str, machine: str) -> tuple[Path, str]:
-    """Return a zip of the pinned wheels, downloaded once per machine, and its digest."""
+    """Return a zip of the pinned wheels, which are downloaded once per machine, and its digest."""
     pins = (CHECKOUT / requirements).read_bytes()
     key = hashlib.sha256(f"{python_version} {machine}\n".encode() + pins).hexdigest()
     cache = cache_folder() / "site"
@@ -145,17 +145,17 @@ def _download_wheels(requirements: str, python_version: str, machine: str, folde
     # Wheels for an older glibc run on DGX OS 7 (2.39).
     for platform in ("manylinux_2_17", "manylinux_2_27", "manylinux_2_28", "manylinux2014"):
         command += ["--platform", f"{platform}_{machine}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1]
         raise SparkError.one(
             requirements,
             f"cannot download the pinned wheels for Python {python_version} on {machine}: {reason}",
-            "connect this machine to the package index once; the hosts do not need it",
+            "connect this machine to the package index once; hosts do not need it",
         )
 
 
-# Some verbs must work without tools on the host: the tools are then sent on standard input as a zip
+# Some verbs must work without installed host tools. They are then sent on standard input as a zip
 # and imported from memory.
 _LOADER = """
 import base64, os, sys
@@ -169,12 +169,12 @@ sys.exit(main(sys.argv[1:]))
 _SENT_PACKAGES = ("spark_contract/", "spark_host/")
 
 
-def memory_command(*words: str) -> str:
-    """Return the command that runs a verb of tools sent on standard input."""
-    return shlex.join(["python3", "-I", "-B", "-c", _LOADER, *words])
+def memory_command(*arguments: str) -> str:
+    """Return the command that runs a verb of the host tools, which it reads from standard input."""
+    return shlex.join(["python3", "-I", "-B", "-c", _LOADER, *arguments])
 
 
-def packed_tools() -> str:
+def pack_tools() -> str:
     """Return the zip for ``memory_command``, as base64."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
@@ -235,9 +235,7 @@ def tools_home(identity: PayloadIdentity) -> str:
     return f"{TOOLS_DIR}/{identity.tools_digest[:12]}"
 
 
-def placed_tools(
-    identity: PayloadIdentity, files: Sequence[ManagedFile]
-) -> tuple[ManagedFile, ...]:
+def tool_files(identity: PayloadIdentity, files: Sequence[ManagedFile]) -> tuple[ManagedFile, ...]:
     return tuple(replace(file, path=f"{tools_home(identity)}/{file.path}") for file in files)
 
 
@@ -247,7 +245,7 @@ def install_tools(
 ) -> Commands:
     """Install or repair the host tools, and point ``current`` at them."""
     home = tools_home(identity)
-    repaired = yield from place_files((*placed_tools(identity, files), *units))
+    repaired = yield from place_files((*tool_files(identity, files), *units))
     if repaired:
         yield "systemctl daemon-reload"
     site = read_fact(PythonSite)
@@ -258,7 +256,7 @@ def install_tools(
     if starts_timer:
         yield f"systemctl enable --now {DAILY_TIMER}"
     if not starts_timer and site.tools == home:
-        host.noop(f"host tools {identity.tools_digest[:12]} are in place")
+        host.noop(f"host tools {identity.tools_digest[:12]} are installed")
 
 
 def _switch_link(link: str, target: str) -> StringCommand:
@@ -279,7 +277,7 @@ def install_site(identity: PayloadIdentity) -> Commands:
     path, digest = site_archive(identity.python_requirements, site.python_version, site.machine)
     home = f"{TOOLS_DIR}/site-{digest[:12]}"
     if (site.target, site.receipt) == (home, digest):
-        host.noop("the builder's packages are in place")
+        host.noop("the builder's packages are installed")
     else:
         yield from _unpack_archive(path, digest, home, SITE)
 
@@ -288,18 +286,18 @@ def install_site(identity: PayloadIdentity) -> Commands:
 def install_quantizer(image: str) -> Commands:
     """Install AutoRound's pinned wheels for the Python of the engine's image.
 
-    AutoRound uses torch and transformers of the image, whose packages come first in its path.
+    AutoRound uses torch and transformers from the image, whose packages come first in its path.
     """
     site = read_fact(QuantizerSite, image=image)
     if not site.python_version:
         if host.state.is_executing:
             fix = f"run `docker run --rm --entrypoint python3 {image} --version` on the host"
             fail(f"{host.name}: {image}", "python3 in the image does not print its version", fix)
-        host.log("AutoRound is installed after the engine's image")
+        host.log("AutoRound will be installed after the engine's image")
         return
     path, digest = site_archive(QUANTIZER_REQUIREMENTS, site.python_version, site.machine)
     if site.receipt == digest:
-        host.noop("AutoRound is in place")
+        host.noop("AutoRound is installed")
     else:
         yield from _unpack_archive(path, digest, f"{TOOLS_DIR}/quantiser-{digest[:12]}", QUANTIZER)
 

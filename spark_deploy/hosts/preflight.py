@@ -1,4 +1,4 @@
-"""Check that a host fits the plan before anything on it is changed."""
+"""Check that a host meets the plan's requirements before anything on it changes."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.host import DOCKER_DIR, GB10
 from spark_deploy.hosts import capacity
 from spark_deploy.hosts.capacity import Finding, Findings, error, warning
-from spark_deploy.hosts.commands import is_predicted, log
+from spark_deploy.hosts.commands import is_planned, log
 from spark_deploy.hosts.fabric import check_links, find_cluster_problems, read_reachability
 from spark_deploy.hosts.facts import prefetch, read_fact, values_by_host
 from spark_deploy.hosts.gpu import GpuState
@@ -23,14 +23,14 @@ from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.plan.types import PreflightPlan
 
 _GB10_PCI_ID = "10de:2e12"
-_OLDEST_DRIVER = "580"  # the first for CUDA 13
+_MIN_DRIVER = "580"  # the first branch for CUDA 13
 
 
-def check_survey(needs: PreflightPlan, survey: Survey) -> Findings:
+def check_survey(plan: PreflightPlan, survey: Survey) -> Findings:
     findings = (
-        *_identity_findings(needs, survey),
-        *_health_findings(needs, survey),
-        *capacity.resource_findings(needs, survey),
+        *_identity_findings(plan, survey),
+        *_health_findings(plan, survey),
+        *capacity.resource_findings(plan, survey),
     )
     return Findings(
         tuple(finding.problem for finding in findings if finding.is_error),
@@ -38,12 +38,12 @@ def check_survey(needs: PreflightPlan, survey: Survey) -> Findings:
     )
 
 
-def _identity_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
+def _identity_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     """Compare the host with ``expect``.
 
     Stop after a wrong architecture or GPU. The PCI id is readable even if the driver is broken.
     """
-    expect = needs.expect
+    expect = plan.expect
     identity = survey.identity
     if identity.arch != expect.arch:
         fix = "remove the host from the inventory, or set expect.arch if this machine is intended"
@@ -64,10 +64,10 @@ def _identity_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding
             "DGX OS",
             "/etc/dgx-release is missing",
             "plain Ubuntu needs kernel parameters and a watchdog driver of DGX OS, or the board "
-            "resets about every 20 minutes; set expect.dgx_os: ignore when you have them",
+            "resets about every 20 minutes; if the host has them, set expect.dgx_os: ignore",
         )
         yield Finding(expect.dgx_os == "require", problem)
-    yield from _driver_findings(needs, survey.gpu)
+    yield from _driver_findings(plan, survey.gpu)
 
 
 _DRIVER_FIX = {
@@ -76,29 +76,29 @@ _DRIVER_FIX = {
     "no-driver": "reboot to load the module; if that does not help, check `dmesg | grep NVRM` and "
     "finish the vendor's update",
     "mismatch": "reboot to load the installed version, or set reboot: allow",
-    "no-devices": "finish the vendor's update and power-cycle: the driver does not reach the GPU",
+    "no-devices": "finish the vendor's update, then power-cycle the host",
     "error": "check `nvidia-smi` and `dmesg | grep NVRM` on the host",
 }
 
 
-def _driver_findings(needs: PreflightPlan, gpu: GpuState) -> Iterator[Finding]:
+def _driver_findings(plan: PreflightPlan, gpu: GpuState) -> Iterator[Finding]:
     if gpu.smi != "ok":
         message = gpu.smi_error.splitlines()[0] if gpu.smi_error else "nvidia-smi is not installed"
         yield error("driver", message, _DRIVER_FIX[gpu.smi])
         return
     names = [card.name for card in gpu.gpus]
-    if needs.expect.gpu_name and needs.expect.gpu_name not in names:
-        message = f"{', '.join(names)}, expected {needs.expect.gpu_name}"
+    if plan.expect.gpu_name and plan.expect.gpu_name not in names:
+        message = f"{', '.join(names)}, expected {plan.expect.gpu_name}"
         yield error("GPU", message, "set expect.gpu_name if this GPU is intended")
     version, module = gpu.driver_version, gpu.module_version
-    if version_key(version) < version_key(_OLDEST_DRIVER):
-        message = f"{version} is older than {_OLDEST_DRIVER}"
+    if version_key(version) < version_key(_MIN_DRIVER):
+        message = f"{version} is older than {_MIN_DRIVER}"
         yield error("driver", message, "update the system with the DGX Dashboard, then reboot")
     if module and module != version:
         message = f"module {module} is loaded, library {version} is installed"
         yield error("driver", message, _DRIVER_FIX["mismatch"])
     if len(gpu.driver_branches) > 1:
-        message = f"driver packages of several branches: {', '.join(gpu.driver_branches)}"
+        message = f"driver packages from several branches: {', '.join(gpu.driver_branches)}"
         fix = "remove all driver packages except those of the preinstalled branch"
         yield error("driver", message, fix)
 
@@ -108,12 +108,14 @@ _REQUIRED = re.compile(r"(lib)?nvidia|cuda|linux-(image|modules|nvidia)|libc6|li
 _MAX_CLOCK_DIFFERENCE_S = 300  # certificates and package lists may be "not valid yet"
 
 
-def _health_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
+def _health_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     if not survey.sudo_works:
         message = f"{survey.user} cannot become root without a password"
         yield error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
-    if survey.docker_silent == "active" and survey.sudo_works:  # without root docker cannot answer
-        message = "the daemon runs but does not answer, so unmanaged containers are unknown"
+    if (
+        survey.docker_silent == "active" and survey.sudo_works
+    ):  # without root, docker cannot respond
+        message = "the daemon is running but does not respond, so unmanaged containers are unknown"
         fix = "check `journalctl -u docker` on the host; restart docker if needed"
         yield error("docker", message, fix)
     elif survey.docker_silent not in ("", "active"):
@@ -140,21 +142,21 @@ def _health_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
         yield warning("reboot", f"pending: {pending}", fix)
     for daily in survey.daily:
         yield warning(f"daily check: {daily.where}", daily.what, daily.fix)
-    if survey.gpu.torn_score and needs.expect.dgx_os != "ignore":
+    if survey.gpu.torn_score and plan.expect.dgx_os != "ignore":
         score = f"torn score {survey.gpu.torn_score:g} against {survey.gpu.torn_name or 'its set'}"
         message = f"the vendor's update is incomplete: {score}"
-        fix = "finish it with the DGX Dashboard or apt full-upgrade, reboot; or set expect.dgx_os"
-        is_error = needs.expect.dgx_os == "require"
+        fix = "finish it with the DGX Dashboard and reboot, or set expect.dgx_os: ignore"
+        is_error = plan.expect.dgx_os == "require"
         yield Finding(is_error, Problem("updates", message, fix))
-    yield from _file_findings(needs, survey)
+    yield from _file_findings(plan, survey)
     yield from _package_findings(survey)
 
 
-def _file_findings(needs: PreflightPlan, survey: Survey) -> Iterator[Finding]:
+def _file_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     for path in survey.read_only:
         fix = f"check `findmnt -T {path}` and `dmesg`, then run `mount -o remount,rw MOUNT`"
         yield error("disk", f"{path} is read-only", fix)
-    if paths := sorted(set(survey.unit_overrides) - set(needs.expect.unit_overrides)):
+    if paths := sorted(set(survey.unit_overrides) - set(plan.expect.unit_overrides)):
         yield Finding(True, unit_overrides_problem(paths))
 
 
@@ -210,35 +212,35 @@ def host_key_problems(name: str, surveys: Mapping[str, Survey]) -> Iterator[Prob
     ]
     if key and others:
         fix = (
-            "if it is the same machine, list it once; otherwise give each host a new key: "
-            "`rm /etc/ssh/ssh_host_*; ssh-keygen -A; systemctl restart ssh` on the host, then "
-            "`ssh-keygen -R` its name here and run deploys/bootstrap.py"
+            "list each machine only once; if these are different machines, run `rm "
+            "/etc/ssh/ssh_host_*; ssh-keygen -A; systemctl restart ssh` on each, then here "
+            "`ssh-keygen -R NAME`, and run deploys/bootstrap.py"
         )
-        yield Problem("SSH host key", f"is the same as that of {', '.join(others)}", fix)
+        yield Problem("SSH host key", f"{', '.join(others)} has the same key", fix)
 
 
-def fact_arguments(needs: PreflightPlan) -> dict[str, Any]:
+def fact_arguments(plan: PreflightPlan) -> dict[str, Any]:
     return {
-        "paths": tuple(path for path, _ in needs.disk_needed_bytes),
-        "ports_wanted": needs.ports,
-        "images": needs.images,
+        "paths": tuple(path for path, _ in plan.disk_needed_bytes),
+        "ports": plan.ports,
+        "images": plan.images,
         "shared_paths": (DOCKER_DIR,),
-        "look_in": needs.look_in,
+        "look_in": plan.look_in,
     }
 
 
-def read_survey(needs: PreflightPlan) -> Survey:
+def read_survey(plan: PreflightPlan) -> Survey:
     # Without pyinfra's sudo, which would stop at a prompt.
-    return read_fact(HostSurvey, _sudo=False, **fact_arguments(needs))
+    return read_fact(HostSurvey, _sudo=False, **fact_arguments(plan))
 
 
 @host_operation
-def check_host(needs: PreflightPlan) -> None:
-    if is_predicted("reboot"):
-        host.noop("checked after the reboot")
+def check_host(plan: PreflightPlan) -> None:
+    if is_planned("reboot"):
+        host.noop("will be checked after the reboot")
         return
-    survey = read_survey(needs)
-    findings = check_survey(needs, survey)
+    survey = read_survey(plan)
+    findings = check_survey(plan, survey)
     if findings.problems:
         raise HostError(*findings.problems)
     if state.is_executing:
@@ -246,31 +248,31 @@ def check_host(needs: PreflightPlan) -> None:
     prefetch()
     if survey.stubbed:
         log(f"stubbed on this host: {', '.join(survey.stubbed)}")
-    host.noop("the host fits the plan")
+    host.noop("the host meets the plan's requirements")
 
 
 @host_operation
-def check_cluster(needs: PreflightPlan) -> None:
-    if not needs.cluster:
+def check_cluster(plan: PreflightPlan) -> None:
+    if not plan.cluster:
         host.noop("not part of a cluster")
         return
-    links = check_links(host.name, needs.links, read_reachability(needs.links))
-    problems = [*links.problems, *find_cluster_problems(needs.cluster, values_by_host(HostSurvey))]
+    links = check_links(host.name, plan.links, read_reachability(plan.links))
+    problems = [*links.problems, *find_cluster_problems(plan.cluster, values_by_host(HostSurvey))]
     if problems:
         raise HostError(*problems)
     if state.is_executing:
         warn(host, *links.warnings)
-    host.noop("the members reach each other")
+    host.noop("the members can reach each other")
 
 
 @host_operation
-def take_over(needs: PreflightPlan) -> Commands:
+def take_over(plan: PreflightPlan) -> Commands:
     """Stop the containers in ``takeover``, and do not let docker start them again.
 
     To undo this: `docker update --restart=unless-stopped NAME; docker start NAME`.
     """
-    competing = capacity.competing_containers(read_survey(needs).containers)
-    names = [container.name for container in competing if container.name in needs.takeover]
+    competing = capacity.competing_containers(read_survey(plan).containers)
+    names = [container.name for container in competing if container.name in plan.takeover]
     if not names:
         host.noop("no container to take over")
     for name in names:

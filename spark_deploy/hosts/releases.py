@@ -23,7 +23,7 @@ from spark_contract.units import MAIN_SERVICE
 from spark_deploy.config.errors import Problem, unreachable
 from spark_deploy.hosts import commands, operations
 from spark_deploy.hosts.facts import read_fact
-from spark_deploy.hosts.failures import rollout_failure, show_failure
+from spark_deploy.hosts.failures import describe_rollout_failure, show_failure
 from spark_deploy.hosts.status import RollbackPreview, Status
 
 CHECK_WARNING = "check warning:"
@@ -37,8 +37,8 @@ def record_interruption(host: Host) -> None:
     _interrupted.add(host)
 
 
-def require_no_failure(message: str) -> None:
-    """Fail this host if another host failed during its change."""
+def require_no_failure(consequence: str) -> None:
+    """Fail this host if another host failed during its rollout or reboot."""
     state = this_host.state
     failed = [
         other.name
@@ -49,24 +49,26 @@ def require_no_failure(message: str) -> None:
     ]
     if failed:
         _not_changed.add(commands.current_host())
-        fix = "repair that host, or leave it out with --limit, then run again"
-        operations.fail(this_host.name, f"{message}, because {', '.join(failed)} failed first", fix)
+        fix = "fix that host, or exclude it with --exclude, then run again"
+        operations.fail(
+            this_host.name, f"{consequence}, because {', '.join(failed)} failed first", fix
+        )
 
 
 def require_members(members: Sequence[str]) -> None:
     active = {member.name for member in this_host.state.active_hosts}
     missing = [name for name in members if name not in active]
     if missing:
-        fix = "repair that host and run again; members change together"
+        fix = "fix that host and run again; cluster members are always updated together"
         message = f"not changed: cluster members failed or are unreachable: {', '.join(missing)}"
         operations.fail(this_host.name, message, fix)
 
 
-def change_command(release: str, timeout_s: int) -> FunctionCommand:
-    return FunctionCommand(change_release, [release, timeout_s], {})
+def rollout_command(release: str, timeout_s: int) -> FunctionCommand:
+    return FunctionCommand(run_rollout, [release, timeout_s], {})
 
 
-def change_release(state: State, host: Host, release: str, timeout_s: int) -> bool:
+def run_rollout(state: State, host: Host, release: str, timeout_s: int) -> bool:
     return _begin_and_watch(state, host, tool.command_line(tool.SWITCH_BEGIN, release), timeout_s)
 
 
@@ -76,19 +78,21 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
     try:
         result = commands.run_reconnecting(host, begin)
         if not result.ok:
-            host.log_styled(f"the rollout did not start: {result.text}", fg="red")
+            host.log_styled(f"could not start the rollout: {result.text}", fg="red")
             return False
         started = parse(StartedRollout, result.stdout)
         if started.joined:
             host.log("a rollout of this release is already running; watching it")
-        # The id distinguishes this rollout from others of the same release.
-        words = filter(None, (started.release, started.request))
+        # The id distinguishes this rollout from other rollouts of the same release.
+        arguments = filter(None, (started.release, started.request))
         subject = "the earlier release" if started.to else "the new release"
-        poll = tool.command_line(tool.SWITCH_POLL, *words)
+        poll = tool.command_line(tool.SWITCH_POLL, *arguments)
         return _watch(state, host, started.release, poll, timeout_s, subject)
     except ConnectError as error:
-        fix = "run again when the host is reachable; it finishes or rolls back the change itself"
-        raise operations.HostError(unreachable(f"{host.name}: change", str(error), fix)) from error
+        fix = (
+            "run again when the host is reachable; it finishes or rolls back the rollout by itself"
+        )
+        raise operations.HostError(unreachable(f"{host.name}: rollout", str(error), fix)) from error
 
 
 def _watch(state: State, host: Host, release: str, poll: str, timeout_s: int, subject: str) -> bool:
@@ -100,7 +104,7 @@ def _watch(state: State, host: Host, release: str, poll: str, timeout_s: int, su
     while time.monotonic() < deadline:
         result = commands.run_reconnecting(host, poll)
         rollout = parse(Rollout, result.stdout) if result.ok else None
-        text = f"the progress cannot be read: {result.text[-300:]}"
+        text = f"cannot read the progress: {result.text[-300:]}"
         if rollout is not None:
             text = _progress_text(rollout)
         is_due = time.monotonic() - logged_at_s > commands.HEARTBEAT_S
@@ -109,15 +113,15 @@ def _watch(state: State, host: Host, release: str, poll: str, timeout_s: int, su
             host.log(f"rollout of {release}: {text}")
             last_text, logged_at_s = text, time.monotonic()
         if rollout is not None and rollout.state not in ("none", "running"):
-            return report_change(host, release, rollout, subject)
+            return report_rollout(host, release, rollout, subject)
         gevent.sleep(POLL_EVERY_S)
     host.log_styled(f"rollout of {release}: still running after {timeout_s} s", fg="red")
     return False
 
 
 def _progress_text(rollout: Rollout) -> str:
-    words = (rollout.progress or rollout.reason or "running").split(" ")
-    progress = " ".join(word for word in words if not word.startswith(PHASE))
+    parts = (rollout.progress or rollout.reason or "running").split(" ")
+    progress = " ".join(part for part in parts if not part.startswith(PHASE))
     return f"{rollout.phase or 'waiting'}: {progress}"
 
 
@@ -125,7 +129,7 @@ def _without_numbers(text: str) -> str:
     return re.sub(r"\d+", "", text)
 
 
-def report_change(
+def report_rollout(
     host: Host, release: str, rollout: Rollout, subject: str = "the new release"
 ) -> bool:
     if rollout.state == "switched":
@@ -136,7 +140,7 @@ def report_change(
         for line in rollout.bench:
             host.log_styled(line, fg=None if line.startswith(SPEED) else "yellow")
         return True
-    show_failure(host, rollout_failure(host, release, rollout, subject))
+    show_failure(host, describe_rollout_failure(host, release, rollout, subject))
     return False
 
 
@@ -155,22 +159,25 @@ def roll_back(service: str, target: str | None, timeout_s: int) -> operations.Co
         this_host.noop(reason)
         return
     serving = rollback.from_release or "nothing"
-    require_no_failure(f"not changed: stays on {serving}")
-    commands.log_once(f"goes back from {serving} to {rollback.to}")
+    require_no_failure(f"not changed: still serves {serving}")
+    commands.log_once(f"rolling back from {serving} to {rollback.to}")
     begin = tool.command_line(tool.ROLLBACK, service, "--to", rollback.to.name)
     yield FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
 
 
 @operations.host_operation
-def verify_rollback(service: str, configured_pair: str) -> None:
-    """Fail unless the host serves a proven release; ``configured_pair`` is MODEL/PROFILE."""
+def verify_rollback(service: str, configured_selection: str) -> None:
+    """Fail unless the host serves a proven release.
+
+    ``configured_selection`` is MODEL/PROFILE.
+    """
     if not this_host.state.is_executing:
-        this_host.noop("checked after the change")
+        this_host.noop("will be checked after the rollback")
         return
     status = read_fact(Status)
     state = status.service(service)
     release = state.known_good if state else None
-    reason = "no release was ever proven here"
+    reason = "no release has passed its check here"
     if release:
         reason = status.unproven_reason(service, release)
     if reason:
@@ -178,13 +185,13 @@ def verify_rollback(service: str, configured_pair: str) -> None:
         fix = "run `spark-check` on the host to see which check fails, or run deploy.py"
         operations.fail(f"{this_host.name}: {release or service}", message, fix)
     serves = status.release(release)
-    if serves is None:  # a proven service serves a release
+    if serves is None:  # a proven service always serves a release
         raise ValueError(f"{service} serves nothing")
-    pair = f"{serves.model}/{serves.profile}"
-    next_up = f"the next `spark-deploy up` applies {configured_pair} again"
-    if configured_pair == pair:
-        next_up = "the next `spark-deploy up` applies the current settings"
+    selection = f"{serves.model}/{serves.profile}"
+    next_deploy = f"the next `spark-deploy up` applies {configured_selection} again"
+    if configured_selection == selection:
+        next_deploy = "the next `spark-deploy up` applies the current settings"
     elif service == MAIN_SERVICE:
-        next_up += f"; to keep this release: `spark-deploy use {pair}`"
-    this_host.log(f"serves {pair} ({serves.name}), proven; {next_up}")
+        next_deploy += f"; to keep this release, run `spark-deploy use {selection}`"
+    this_host.log(f"serves {selection} ({serves.name}), proven; {next_deploy}")
     this_host.noop("proven")

@@ -1,4 +1,4 @@
-"""Install, start, roll out and verify releases; reboot hosts."""
+"""Install, start, roll out and verify releases, and reboot hosts."""
 
 import shlex
 import time
@@ -21,11 +21,11 @@ from spark_deploy.hosts.operations import Commands, HostError, fail, host_comman
 from spark_deploy.hosts.preflight import fact_arguments, read_survey
 from spark_deploy.hosts.status import (
     ON_REQUEST,
+    ExistingUsers,
     HostStatus,
     Status,
-    UsersKnown,
+    describe_start,
     parse_status,
-    start_text,
     unit_overrides_problem,
 )
 from spark_deploy.hosts.survey import HostSurvey
@@ -34,79 +34,83 @@ from spark_deploy.plan.types import GatewayPlan, ManagedFile, PreflightPlan
 
 
 @host_operation
-def install_release(plan: Release, files: Sequence[ManagedFile], users: Sequence[str]) -> Commands:
+def install_release(
+    release: Release, files: Sequence[ManagedFile], users: Sequence[str]
+) -> Commands:
     changed = yield from place_files(tuple(files))
     if changed:
         yield "systemctl daemon-reload"
-    if not read_fact(UsersKnown, users=tuple(users)).issuperset(users):
+    if not read_fact(ExistingUsers, users=tuple(users)).issuperset(users):
         yield tool.MAKE_USERS
     elif not changed:
-        host.noop(f"release {plan.name} is in place")
+        host.noop(f"release {release.name} is in place")
 
 
 @host_operation
-def start_service(plan: Release, timeout_s: int) -> Commands:
+def start_service(release: Release, timeout_s: int) -> Commands:
     """Start the release on all hosts where this interrupts no service, in parallel."""
-    if plan.cluster is not None:
-        host.noop("the members of a cluster change together, later")
+    if release.cluster is not None:
+        host.noop("a later operation updates all cluster members together")
         return
     status = read_fact(Status)
-    if status.would_replace(plan.service, plan.name):
-        host.noop("replaces a release; hosts do this in waves, later")
+    if status.would_replace(release.service, release.name):
+        host.noop("a later operation replaces the current release, in waves of hosts")
         return
-    if reason := _reason_to_change(plan, status):
-        commands.log_once(f"{plan.name}: {reason}")
-        commands.predict(f"{plan.name} is served")
-        yield releases.change_command(plan.name, timeout_s)
+    if reason := _rollout_reason(release, status):
+        commands.log_once(f"{release.name}: {reason}")
+        commands.record_planned_change(f"{release.name} is served")
+        yield releases.rollout_command(release.name, timeout_s)
 
 
-def _reason_to_change(plan: Release, status: HostStatus) -> str:
-    if commands.is_predicted(f"{plan.name} is served"):
+def _rollout_reason(release: Release, status: HostStatus) -> str:
+    if commands.is_planned(f"{release.name} is served"):
         host.noop("an earlier operation starts it")
         return ""
-    if message := status.stop_message(plan.service):
+    if message := status.stop_message(release.service):
         commands.log_once(message, "yellow")
         host.noop(message)
         return ""
     if message := status.unknown_versions_message():
         commands.log_once(message, "yellow")
-    reason = status.unproven_reason(plan.service, plan.name)
+    reason = status.unproven_reason(release.service, release.name)
     if not reason:
-        waits = status.waits_for_request(plan.service, plan.name)
-        host.noop(f"{plan.name} is {ON_REQUEST if waits else 'running'} and proven")
+        waits = status.waits_for_request(release.service, release.name)
+        host.noop(f"{release.name} is {ON_REQUEST if waits else 'running'} and proven")
     return reason
 
 
 @host_operation
-def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -> Commands:
+def roll_out(release: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -> Commands:
     """Serve and check this release; if it fails, the host restores the previous release."""
     status = read_fact(Status)
-    due = status.release_due(plan, scheduled)
-    if due != plan:
-        commands.log_once(f"serves {due.name}, as scheduled; {plan.name} has other times")
-        host.noop(f"serves {due.name}, as scheduled")
+    due = status.release_due(release, scheduled)
+    if due != release:
+        message = f"keeping {due.name}, which is scheduled now"
+        commands.log_once(f"{message}; {release.name} is scheduled for other times")
+        host.noop(message)
         return
-    if status.has_failed_change(plan.name) and not status.unproven_reason(plan.service, plan.name):
-        # The rollout was killed after the check.
-        commands.log_once(f"{plan.name} is proven, although the rollout's process was killed")
-        yield f"systemctl reset-failed {SWITCH.unit(plan.name)}"
+    if status.has_failed_change(release.name) and not status.unproven_reason(
+        release.service, release.name
+    ):
+        commands.log_once(f"{release.name} passed its check before the rollout process was killed")
+        yield f"systemctl reset-failed {SWITCH.unit(release.name)}"
         return
-    reason = _reason_to_change(plan, status)
+    reason = _rollout_reason(release, status)
     if not reason:
         return
-    state = status.service(plan.service)
+    state = status.service(release.service)
     serving = (state.active if state else None) or "nothing"
-    releases.require_no_failure(f"not changed: stays on {serving}")
-    if plan.cluster is not None:
-        releases.require_members(tuple(member.host for member in plan.cluster.members))
+    releases.require_no_failure(f"not changed: still serves {serving}")
+    if release.cluster is not None:
+        releases.require_members(tuple(member.host for member in release.cluster.members))
     rollback = state.rolled_back if state else None
-    if rollback and rollback.to != plan.name:
+    if rollback and rollback.to != release.name:
         commands.log_once(
             f"was rolled back from {rollback.from_release} to {rollback.to} ({rollback.at}); "
-            f"group_vars select {plan.name}"
+            f"but the settings select {release.name}"
         )
-    commands.log_once(f"{plan.name}: {reason}")
-    yield releases.change_command(plan.name, timeout_s)
+    commands.log_once(f"{release.name}: {reason}")
+    yield releases.rollout_command(release.name, timeout_s)
 
 
 @host_operation
@@ -128,60 +132,64 @@ def stop_unlisted(services: Sequence[str]) -> Commands:
     if not unlisted:
         host.noop("no other service runs")
     for name in unlisted:
-        commands.log_once(f"stops {name}: no longer listed; `deploys/prune.py` removes its files")
+        commands.log_once(
+            f"stopping {name}, which is no longer listed; `deploys/prune.py` removes its files"
+        )
         yield tool.command_line(tool.RETIRE_SERVICE, name)
 
 
 @host_operation
-def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Release] = ()) -> None:
+def verify_service(
+    release: Release, gateway: GatewayPlan, scheduled: Sequence[Release] = ()
+) -> None:
     """Fail unless the host serves the release that is due now, and its check passed."""
     if not host.state.is_executing:
-        host.noop("checked after the change")
+        host.noop("will be checked after the rollout")
         return
     status = read_fact_now(Status)
-    if message := status.stop_message(plan.service):
+    if message := status.stop_message(release.service):
         host.noop(f"nothing to verify: {message}")
         return
-    plan = status.release_due(plan, scheduled)
-    if reason := status.unproven_reason(plan.service, plan.name):
+    release = status.release_due(release, scheduled)
+    if reason := status.unproven_reason(release.service, release.name):
         fix = "run again; `spark-check` on the host shows which check fails"
-        fail(f"{host.name}: {plan.name}", f"not proven: {reason}", fix)
-    if status.waits_for_request(plan.service, plan.name):
-        host.noop(f"{plan.service}: {ON_REQUEST}")
+        fail(f"{host.name}: {release.name}", f"not proven: {reason}", fix)
+    if status.waits_for_request(release.service, release.name):
+        host.noop(f"{release.service}: {ON_REQUEST}")
         return
-    release, live = status.release(plan.name), status.live_check(plan.name)
-    proof = release.proof if release else None
+    state, live = status.release(release.name), status.live_check(release.name)
+    proof = state.proof if state else None
     if proof is None or live is None:  # a proven release has both
-        raise ValueError(f"{plan.name} is not proven")
-    state = status.service(plan.service)
+        raise ValueError(f"{release.name} is not proven")
+    service = status.service(release.service)
     address = f"at {', '.join(url for url, _ in base_urls(gateway))}"
-    if state and state.head:
-        address = f"as a worker of {state.head}, which answers requests"
-    names = ", ".join(plan.names)
-    host.log(f"serves {plan.model} with profile {plan.profile} as {names} {address}")
+    if service and service.head:
+        address = f"as a worker of {service.head}, which serves requests"
+    names = ", ".join(release.names)
+    host.log(f"serves {release.model} with profile {release.profile} as {names} {address}")
     host.log(
         f"proof: {proof.level} check of {proof.checked_at}, {len(proof.checks)} checks; "
         f"one live answer in {live.seconds:.1f} s"
     )
     if proof.start_times_s:
-        host.log(f"engine start: {start_text(proof.start_times_s)}")
+        host.log(f"engine start: {describe_start(proof.start_times_s)}")
     if proof.portable:
-        host.log("portable mode: weights dequantized to BF16; proves no Spark kernel")
+        host.log("portable mode: weights are dequantized to BF16, so no Spark kernel was tested")
     if proof.stubbed:
         host.log(f"stubbed here: {', '.join(proof.stubbed)}")
     host.noop("proven")
 
 
-_REBOOT_WITHIN_S = 600
-_POLL_S = 3.0
+_REBOOT_TIMEOUT_S = 600
+_POLL_INTERVAL_S = 3.0
 _MARKER = f"{RECEIPTS_DIR}/rebooted-for"
 
 
-class RebootedFor(HostFact[str]):
+class LastRebootReason(HostFact[str]):
     """The reason for our last reboot; "" if there is none.
 
-    The marker starts with the boot id of the time before the reboot: if that id is still current,
-    the host did not reboot.
+    The marker starts with the boot id before the reboot. If that id is still current, the host did
+    not reboot.
     """
 
     default = str
@@ -198,23 +206,23 @@ class RebootedFor(HostFact[str]):
 
 
 @host_operation
-def reboot_host(needs: PreflightPlan, serve: Release) -> Commands:
+def reboot_host(plan: PreflightPlan, release: Release) -> Commands:
     """Reboot a host if needed, and verify the service before the next host."""
-    reason = read_survey(needs).identity.boot.reboot_reason
+    reason = read_survey(plan).identity.boot.reboot_reason
     if not reason:
         host.noop("no reboot is pending")
         return
-    if read_fact(RebootedFor, path=_MARKER) == reason:
+    if read_fact(LastRebootReason, path=_MARKER) == reason:
         host.noop(f"still pending after a reboot, so the host is not rebooted again: {reason}")
         return
     _require_readable(host, read_fact(Status))
     releases.require_no_failure("not rebooted")
-    commands.predict("reboot")
-    yield FunctionCommand(_reboot, [reason, needs, serve], {})
+    commands.record_planned_change("reboot")
+    yield FunctionCommand(_reboot, [reason, plan, release], {})
 
 
 @host_command
-def _reboot(state: State, host: Host, reason: str, needs: PreflightPlan, serve: Release) -> bool:
+def _reboot(state: State, host: Host, reason: str, plan: PreflightPlan, release: Release) -> bool:
     host.log(f"rebooting: {reason}")
     releases.record_interruption(host)
     try:
@@ -224,27 +232,27 @@ def _reboot(state: State, host: Host, reason: str, needs: PreflightPlan, serve: 
         # In the background: this command must return before the connection is lost.
         commands.run(host, "(sleep 1; systemctl reboot) </dev/null >/dev/null 2>&1 &", timeout_s=30)
         _wait_until_rebooted(host, boot_id)
-        return _wait_until_serving(state, host, serve) and _clear_marker(host, needs)
+        return _wait_until_serving(state, host, release) and _clear_marker(host, plan)
     except (commands.CommandError, ConnectError) as error:
         fix = "check its console; the other hosts were not rebooted"
         fail(f"{host.name}: reboot", str(error), fix)
 
 
 def _wait_until_rebooted(host: Host, old_boot_id: str) -> None:
-    deadline = time.monotonic() + _REBOOT_WITHIN_S
+    deadline = time.monotonic() + _REBOOT_TIMEOUT_S
     while time.monotonic() < deadline:
-        gevent.sleep(_POLL_S)
+        gevent.sleep(_POLL_INTERVAL_S)
         result = commands.run_reconnecting(host, f"cat {BOOT_ID}")
         if result.ok and result.stdout.strip() != old_boot_id:
             host.log("the host has rebooted")
             return
-    message = f"the host did not reboot within {_REBOOT_WITHIN_S} s"
+    message = f"the host did not reboot within {_REBOOT_TIMEOUT_S} s"
     fail(f"{host.name}: reboot", message, "reboot it by hand, then run again")
 
 
-def _wait_until_serving(state: State, host: Host, serve: Release) -> bool:
-    limit_s = int(serve.timeouts.start_s) + 600
-    deadline = time.monotonic() + limit_s
+def _wait_until_serving(state: State, host: Host, target: Release) -> bool:
+    timeout_s = int(target.timeouts.start_s) + 600
+    deadline = time.monotonic() + timeout_s
     unit_state = ""
     while time.monotonic() < deadline and unit_state != "failed":
         result = commands.run_reconnecting(
@@ -253,7 +261,7 @@ def _wait_until_serving(state: State, host: Host, serve: Release) -> bool:
         if result.ok:
             status = parse_status(result.stdout)
             _require_readable(host, status)
-            service = status.service(serve.service)
+            service = status.service(target.service)
             if service is None or not service.enabled or service.stopped_by_hand:
                 host.log("no service starts at boot on this host")
                 return True
@@ -261,10 +269,10 @@ def _wait_until_serving(state: State, host: Host, serve: Release) -> bool:
             release = status.release(name)
             last_state, unit_state = unit_state, release.active if release else ""
             if unit_state == "active":
-                return releases.change_release(state, host, name, limit_s)
+                return releases.run_rollout(state, host, name, timeout_s)
             if unit_state != last_state:
                 host.log(f"{name} is {unit_state}")
-        gevent.sleep(_POLL_S)
+        gevent.sleep(_POLL_INTERVAL_S)
     fix = f"check `journalctl -u '{SERVE.unit('*')}'`; the other hosts were not rebooted"
     fail(host.name, "does not serve after the reboot", fix)
 
@@ -275,9 +283,9 @@ def _require_readable(host: Host, status: HostStatus) -> None:
         fail(host.name, status.unreadable, fix)
 
 
-def _clear_marker(host: Host, needs: PreflightPlan) -> bool:
+def _clear_marker(host: Host, plan: PreflightPlan) -> bool:
     """Remove the marker, unless the cause persists: the marker then prevents a second reboot."""
-    survey = run_fact(host, HostSurvey, timeout_s=180, **fact_arguments(needs))
+    survey = run_fact(host, HostSurvey, timeout_s=180, **fact_arguments(plan))
     if pending := survey.identity.boot.reboot_reason:
         host.log_styled(f"still pending after the reboot: {pending}", fg="yellow")
     else:

@@ -35,11 +35,11 @@ class Jobs:
     """Jobs of a release, and jobs that continue after a reboot."""
 
     states: dict[str, JobState]
-    linked: tuple[str, ...] = ()  # prepare targets of all releases that are enabled at boot
-    pulled: tuple[str, ...] = ()  # jobs in this release's target
+    boot_targets: tuple[str, ...] = ()  # prepare targets of all releases that start at boot
+    jobs_in_target: tuple[str, ...] = ()  # jobs in this release's prepare target
     shares_files: bool = False  # serves files to peers, for this run or an interrupted run
 
-    def done(self, names: Iterable[str]) -> bool:
+    def are_done(self, names: Iterable[str]) -> bool:
         return all(name in self.states and self.states[name].state == "done" for name in names)
 
 
@@ -67,8 +67,8 @@ class JobStates(HostFact[Jobs]):
                 poll_lines.append(line)
         return Jobs(
             parse_poll("\n".join(poll_lines)),
-            linked=tuple(marked["linked"]),
-            pulled=tuple(marked["pulled"]),
+            boot_targets=tuple(marked["linked"]),
+            jobs_in_target=tuple(marked["pulled"]),
             shares_files=bool(marked["sharing"]),
         )
 
@@ -78,7 +78,7 @@ class HostStatus:
     """Output of ``spark-host status``; ``report`` is ``None`` if it is missing or unreadable."""
 
     report: status.Status | None
-    unreadable: str = ""  # why the output of installed tools cannot be read
+    unreadable: str = ""  # why the output of installed tools is unreadable
 
     @property
     def installed(self) -> bool:
@@ -96,8 +96,8 @@ class HostStatus:
         return state is not None and state.change_failed
 
     def live_check(self, release: str) -> status.LiveCheck | None:
-        outcomes = (self.report.live, *self.report.more_live) if self.report else ()
-        return next((live for live in outcomes if live and live.release == release), None)
+        results = (self.report.live, *self.report.more_live) if self.report else ()
+        return next((live for live in results if live and live.release == release), None)
 
     def would_replace(self, service: str, release: str) -> bool:
         state = self.service(service)
@@ -105,13 +105,13 @@ class HostStatus:
             return bool(self.unreadable)
         return state.active is not None or state.known_good not in (None, release)
 
-    def release_due(self, plan: Release, scheduled: Iterable[Release]) -> Release:
-        state = self.service(plan.service)
+    def release_due(self, release: Release, scheduled: Iterable[Release]) -> Release:
+        state = self.service(release.service)
         active = state.active if state else None
         for other in scheduled:
-            if other.name == active and not self.unproven_reason(plan.service, other.name):
+            if other.name == active and not self.unproven_reason(release.service, other.name):
                 return other
-        return plan
+        return release
 
     def unit_overrides(self, accepted: Collection[str]) -> tuple[str, ...]:
         """Return the files that change our units and that the owner does not accept."""
@@ -119,7 +119,7 @@ class HostStatus:
         return tuple(path for path in paths if path not in accepted)
 
     def stop_message(self, service: str) -> str:
-        """Describe who stopped the service on purpose; "" if nobody did."""
+        """Return a message about who stopped the service on purpose; "" if nobody did."""
         state = self.service(service)
         if state is None or not state.stopped_by_hand or state.stopped_by_hand.on_request:
             return ""
@@ -143,9 +143,13 @@ class HostStatus:
         return totals
 
     def unknown_versions_message(self) -> str:
-        """Describe the versions that the host could not read in time; "" if none."""
+        """Return a message about versions that the host could not read in time; "" if none."""
         names = ", ".join(self.report.versions_unknown) if self.report else ""
-        return f"{names} did not report a version in time; assumed unchanged" if names else ""
+        return (
+            f"{names} did not report a version in time; assuming unchanged versions"
+            if names
+            else ""
+        )
 
     def unproven_reason(self, service: str, release: str) -> str:
         """Return why ``release`` is not served with a passed check; "" if it is."""
@@ -175,7 +179,7 @@ class HostStatus:
 
 
 def unit_overrides_problem(paths: Iterable[str]) -> Problem:
-    """Describe files that change our units: they can start an engine without its check."""
+    """Describe files that change our units, because they can start an engine without its check."""
     fix = "remove them and run `systemctl daemon-reload`, or list them in expect.unit_overrides"
     return Problem("systemd", f"{', '.join(paths)}: not written by a deploy", fix)
 
@@ -183,7 +187,7 @@ def unit_overrides_problem(paths: Iterable[str]) -> Problem:
 _START_PHASES = {"graphs": "CUDA graphs"}
 
 
-def start_text(times_s: Mapping[str, float]) -> str:
+def describe_start(times_s: Mapping[str, float]) -> str:
     phases = (f"{_START_PHASES.get(name, name)} {s:.0f} s" for name, s in times_s.items())
     return f"{sum(times_s.values()):.0f} s ({', '.join(phases)})"
 
@@ -220,7 +224,7 @@ class Status(HostFact[HostStatus]):
         return parse_status("\n".join(output))
 
 
-class UsersKnown(HostFact[frozenset[str]]):
+class ExistingUsers(HostFact[frozenset[str]]):
     default = frozenset
 
     def command(self, users: Sequence[str]) -> str:
@@ -231,15 +235,15 @@ class UsersKnown(HostFact[frozenset[str]]):
 
 
 T = TypeVar("T")
-_USAGE = f"{tool.TOOL} "  # start of the text printed for an unknown verb
+_USAGE = f"{tool.TOOL} "  # start of the output for an unknown verb
 
 
 def _no_tools() -> Problem:
-    message = "does not answer: the host tools are missing or older than this checkout"
+    message = "does not respond: the host tools are missing or older than this checkout"
     return Problem("spark-host", message, "run deploy.py for this host first")
 
 
-def _parse_answer(kind: type[T], output: Iterable[str]) -> T | Problem:
+def _parse_output(kind: type[T], output: Iterable[str]) -> T | Problem:
     text = "\n".join(output).strip()
     if not text or text.startswith(_USAGE):
         return _no_tools()
@@ -259,12 +263,12 @@ class RollbackPreview(HostFact["Rollback | Problem"]):
         return _tool_command(tool.command_line(tool.ROLLBACK, service, *to_option, "--dry"))
 
     def process(self, output: Iterable[str]) -> Rollback | Problem:
-        result = _parse_answer(Rollback, output)
+        result = _parse_output(Rollback, output)
         return result.problem or result if isinstance(result, Rollback) else result
 
 
 class PrunePreview(HostFact["Pruning | Problem"]):
-    """Result of ``spark-host prune --dry``, or why it is impossible; ``keep`` is JSON."""
+    """Result of ``spark-host prune --dry``, or the problem that prevents it; ``keep`` is JSON."""
 
     default = staticmethod(_no_tools)
 
@@ -272,19 +276,19 @@ class PrunePreview(HostFact["Pruning | Problem"]):
         return _tool_command(tool.command_line(tool.PRUNE, "--dry", keep))
 
     def process(self, output: Iterable[str]) -> Pruning | Problem:
-        return _parse_answer(Pruning, output)
+        return _parse_output(Pruning, output)
 
 
 _REQUESTS = re.compile(r"vllm:num_requests_(running|waiting)(?:\{[^}]*\})? (\d+(?:\.\d+)?)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class RequestCounts:
     running: int
     waiting: int
 
 
-class Requests(HostFact[dict[str, Count]]):
+class Requests(HostFact[dict[str, RequestCounts]]):
     default = dict
 
     def command(self, services: Sequence[str]) -> str:
@@ -295,7 +299,7 @@ class Requests(HostFact[dict[str, Count]]):
             for name in services
         )
 
-    def process(self, output: Iterable[str]) -> dict[str, Count]:
+    def process(self, output: Iterable[str]) -> dict[str, RequestCounts]:
         counts = {}
         for name, lines in split_sections(output).items():
             sums = {"running": 0, "waiting": 0}
@@ -303,7 +307,7 @@ class Requests(HostFact[dict[str, Count]]):
             for match in matches:
                 sums[match[1]] += int(float(match[2]))
             if matches:
-                counts[name] = Count(**sums)
+                counts[name] = RequestCounts(**sums)
         return counts
 
 

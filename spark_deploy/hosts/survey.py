@@ -44,12 +44,12 @@ class HostIdentity:
     os_id: str
     os_version: str
     os_name: str
-    dgx_release: dict[str, str]  # empty: no /etc/dgx-release
+    dgx_release: dict[str, str]  # empty if there is no /etc/dgx-release
     pci: tuple[str, ...]  # vendor:device of each device, as lspci -n prints it
     host_key: str  # fingerprint of the SSH host key; "" if there is none
     boot: machine.BootSigns
     kernel_parameters: tuple[str, ...] = ()  # of this boot
-    clock_ahead_s: float = 0.0  # compared with the controller; negative: behind
+    clock_ahead_s: float = 0.0  # compared with the controller; negative if behind
 
 
 def parse_identity(sections: facts.Sections, gpu_state: gpu.GpuState) -> HostIdentity:
@@ -99,8 +99,8 @@ class Memory:
     total_bytes: int
     available_bytes: int  # without memory kept for a kexec handover
     cma_total_bytes: int
-    cma_free_bytes: int  # above the total: kept for a kexec handover
-    blocks: machine.FreeBlocks | None  # None: only root may read them
+    cma_free_bytes: int  # above cma_total_bytes if memory is kept for a kexec handover
+    blocks: machine.FreeBlocks | None  # None if unreadable, because only root may read them
     driver_failures: int  # lines of the kernel log since the boot
 
 
@@ -119,15 +119,17 @@ def parse_memory(sections: facts.Sections) -> Memory:
         kib.get(key, 0) * 1024 for key in ("MemTotal", "MemAvailable", "CmaTotal", "CmaFree")
     )
     # The page size is the first line, and the only one on a host without /proc/buddyinfo.
-    page, *zones = [*sections["buddyinfo"], ""]
+    page_bytes, *zones = [*sections["buddyinfo"], ""]
     failures = "".join(sections["driver-memory"])
     return Memory(
         total,
-        # A kernel with kexec handover counts its reserve as available: CmaFree minus CmaTotal.
+        # A kernel with kexec handover counts its reserve (CmaFree - CmaTotal) as available.
         available - max(0, cma_free - cma_total),
         cma_total,
         cma_free,
-        machine.parse_buddyinfo("\n".join(zones), int(page)) if page.isdigit() else None,
+        machine.parse_buddyinfo("\n".join(zones), int(page_bytes))
+        if page_bytes.isdigit()
+        else None,
         int(failures) if failures.isdigit() else 0,
     )
 
@@ -203,10 +205,10 @@ class Survey:
     reclaimable: dict[str, int]  # bytes by kind in `docker system df`
     listeners: tuple[network.Listener, ...]
     containers: tuple[docker_facts.Container, ...]
-    docker_silent: str
+    docker_silent: str  # state of docker's unit if docker does not respond; "" otherwise
     broken_packages: tuple[str, ...]  # listed by dpkg --audit
     serving: tuple[str, ...]  # running engine units
-    stub_packages: tuple[str, ...]  # "name version" of stand-ins
+    stub_packages: tuple[str, ...]  # "name version" of stubs
     images: tuple[str, ...]  # images of the plan that are present
     tailscale: str  # the host's tailnet address, or the error text of the command
     stored: disk.StoredFiles  # weights that need no download
@@ -231,7 +233,7 @@ class Survey:
 
     @property
     def stubbed(self) -> tuple[str, ...]:
-        """Stand-ins for real software: results with them prove nothing about a Spark."""
+        """Stubs of real software; results with them prove nothing about a Spark."""
         driver = self.gpu.driver_version
         return (
             *self.stub_packages,
@@ -245,7 +247,7 @@ class HostSurvey(facts.HostFact[Survey]):
     def command(
         self,
         paths: Sequence[str],
-        ports_wanted: Sequence[int],
+        ports: Sequence[int],
         images: Sequence[str] = (),
         shared_paths: Sequence[str] = (),
         look_in: Sequence[str] = (),
@@ -256,7 +258,7 @@ class HostSurvey(facts.HostFact[Survey]):
                 gpu.GPU_SCRIPT,
                 MEMORY_SCRIPT,
                 disk.stored_script(paths, look_in),
-                network.ports_script(ports_wanted),
+                network.ports_script(ports),
                 facts.SERVING_SCRIPT,
                 engine_memory_script(),
                 audit_script(),
@@ -285,7 +287,7 @@ class HostSurvey(facts.HostFact[Survey]):
             gpu=gpu_state,
             memory=parse_memory(sections),
             processes=tuple(parse_processes(sections["processes"])),
-            disk_usage=tuple(disk.parse_disk_usage(sections["places"])),
+            disk_usage=tuple(disk.parse_disk_usage(sections["paths"])),
             reclaimable=disk.parse_reclaimable(sections["docker-df"]),
             listeners=network.parse_listeners(sections["listeners"], sections["listener-cgroups"]),
             containers=tuple(docker_facts.parse_containers(sections["containers"])),

@@ -23,7 +23,7 @@ from spark_deploy.hosts.downloads import DOCKER_DROP_IN
 from spark_deploy.hosts.facts import HostFact, parse_document, read_fact
 from spark_deploy.hosts.gpu import SPECIFICATION
 from spark_deploy.hosts.operations import Commands, HostError, fail, host_command, host_operation
-from spark_deploy.hosts.payload import Payload, memory_command, packed_tools, placed_tools
+from spark_deploy.hosts.payload import Payload, memory_command, pack_tools, tool_files
 from spark_deploy.hosts.status import PrunePreview
 from spark_deploy.plan.jobs import DAEMON_JSON, preparation_name, ready_jobs, served_jobs
 from spark_deploy.plan.release import release_files, unit_and_command_files
@@ -61,7 +61,7 @@ def describe_prune(result: Pruning) -> Iterator[str]:
         yield f"remove            state files of {len(jobs)} jobs that built them"
     for name, reason in sorted(result.kept.items()):
         yield f"keep              release {name}: {reason}"
-    for path in result.unmanaged:
+    for path in result.not_ours:
         yield f"keep              {path}: unmanaged"
     yield f"total  {gigabytes(result.bytes):>9}"
 
@@ -79,7 +79,7 @@ def _prune(state: State, host: Host, request: str) -> bool:
 
 
 class ManagedResources(HostFact[UninstallManifest]):
-    """Output of ``spark-host manifest``; needs ``_stdin=packed_tools()``."""
+    """Output of ``spark-host manifest``; needs ``_stdin=pack_tools()``."""
 
     def requires_command(self, command: str) -> str:
         return "python3"
@@ -98,7 +98,7 @@ class ManagedResources(HostFact[UninstallManifest]):
 
 
 def uninstall_request(settings: Settings) -> str:
-    """Return JSON: what deploys may have created, and whether to remove models and engine."""
+    """Return JSON with what deploys may have created, and whether to remove models and engine."""
     docker = settings.docker
     footprint = Footprint(
         models_dir=settings.paths.models_dir,
@@ -127,7 +127,7 @@ def uninstall_request(settings: Settings) -> str:
 
 def read_resources(request: str) -> UninstallManifest:
     command = memory_command(tool.MANIFEST, request)
-    return read_fact(ManagedResources, command=command, _stdin=packed_tools())
+    return read_fact(ManagedResources, command=command, _stdin=pack_tools())
 
 
 @host_operation
@@ -136,7 +136,7 @@ def record_initial_state(plan: BasePlan, request: str) -> Commands:
     if paths.STATE_DIR in base.read_state(plan).directories:
         host.noop("this is not the first deploy")
         return
-    yield StringCommand(memory_command(tool.NOTE, request), _stdin=packed_tools())
+    yield StringCommand(memory_command(tool.NOTE, request), _stdin=pack_tools())
 
 
 @host_operation
@@ -144,7 +144,7 @@ def uninstall(request: str) -> Commands:
     result = read_resources(request)
     for line in describe_uninstall(result):
         log_once(line)
-    if all(thing.kept_because for thing in result.items):
+    if all(item.kept_because for item in result.items):
         host.noop("nothing to remove")
         return
     yield FunctionCommand(_uninstall, [request], {})
@@ -155,7 +155,7 @@ def _uninstall(state: State, host: Host, request: str) -> bool:
     where, command = f"{host.name}: uninstall", memory_command(tool.UNINSTALL, request)
     try:
         with heartbeat(host, "removing"):
-            output = run(host, command, timeout_s=_TIMEOUT_S, stdin=packed_tools())
+            output = run(host, command, timeout_s=_TIMEOUT_S, stdin=pack_tools())
         removed = parse(UninstallManifest, output[-1])
     except CommandError as error:
         text = error.output.strip()
@@ -163,7 +163,7 @@ def _uninstall(state: State, host: Host, request: str) -> bool:
         fail(where, "\n".join(failed.problems) if failed else text[-2000:], _RUN_AGAIN)
     except DocumentError as error:
         fail(where, str(error), "run again")
-    freed = sum(thing.size_bytes for thing in removed.items)
+    freed = sum(item.size_bytes for item in removed.items)
     host.log(f"removed {len(removed.items)} items, {gigabytes(freed)}")
     return True
 
@@ -172,12 +172,12 @@ _MAX_NAMES = 12
 
 
 def describe_uninstall(result: UninstallManifest) -> Iterator[str]:
-    """Yield lines of removed and kept resources, grouped by kind and by the reason to keep them."""
+    """Describe removed and kept resources, grouped by kind and by the reason to keep them."""
     if result.baseline_at is None and result.items:
-        yield "the state before the first deploy is unknown: things that may be older are kept"
+        yield "the state before the first deploy is unknown: resources that may be older are kept"
     groups: dict[tuple[str, str], list[ManagedItem]] = {}
-    for kind in dict.fromkeys(thing.kind for thing in result.items):
-        items = [thing for thing in result.items if thing.kind == kind]
+    for kind in dict.fromkeys(item.kind for item in result.items):
+        items = [item for item in result.items if item.kind == kind]
         # First the removed items, which have no reason to stay.
         for item in sorted(items, key=lambda item: item.kept_because != ""):
             groups.setdefault((kind, item.kept_because), []).append(item)
@@ -206,7 +206,7 @@ class Resource:
 
     kind: str
     name: str
-    operation: str  # operation of a deploy that repairs it
+    operation: str  # name of the deploy operation that repairs it
     mode: int | None = None  # None if a deploy does not repair the mode
 
 
@@ -250,20 +250,20 @@ def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
     yield Resource("keys", DAEMON_JSON, "Docker | Merge daemon.json")
     yield Resource("state", paths.GPU_RECEIPT, "Docker | Check the GPU in a container")
     install = "Tools | Install host tools"
-    yield from _files(placed_tools(plan.payload, payload.tools), install)
+    yield from _files(tool_files(plan.payload, payload.tools), install)
     yield from _files(unit_and_command_files(payload.units), install)
     yield Resource("link", paths.CURRENT_TOOLS, install)
     yield Resource("state", DAILY_STAMP, install)
     yield Resource("link", paths.SITE, "Tools | Install the builder's Python packages")
     if plan.proxy.url is not None:
-        yield Resource("state", paths.PROXY, "Sources | Install the proxy of jobs", 0o600)
+        yield Resource("state", paths.PROXY, "Sources | Configure the proxy for jobs", 0o600)
         yield from _files((DOCKER_DROP_IN,), "Docker | Pull images through the proxy")
 
 
 def _artifact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
     for job in (work.job for work in served_jobs(plan, payload.image_context)):
         if job.unless:
-            continue  # the same deploy removes it again
+            continue  # the same deploy removes this artifact again
         operation = "Image | Prepare the engine image"
         if job.kind == CHECKPOINT_JOB:
             operation = "Checkpoint | Build the checkpoint"
@@ -277,7 +277,7 @@ def _artifact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
 def _artifact(job: Job, operation: str) -> Resource:
     if isinstance(job.proof, ReceiptProof):
         return Resource("tree", job.proof.tree, operation)
-    assert isinstance(job.proof, ImageProof)  # no job of a served pair is a removal
+    assert isinstance(job.proof, ImageProof)  # no job of a served model is a removal
     return Resource("image", job.proof.image, operation)
 
 
@@ -298,6 +298,6 @@ def _release_resources(plan: HostPlan) -> Iterator[Resource]:
         if gateway.tls:
             yield Resource("state", gateway.tls.certificate, configure, 0o644)
             yield Resource("state", gateway.tls.key, configure, 0o600)
-        # A rollout creates a missing generated key; a configured key is sent again.
+        # A rollout generates a missing key; a deploy sends a configured key again.
         operation = change if served.gateway.key.kind == "generate" else configure
         yield Resource("state", gateway.key_path, operation, 0o600)

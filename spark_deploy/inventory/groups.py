@@ -299,9 +299,9 @@ def check_conflicts(
             problems += plan_problems(loaded.settings, catalog, supported_engines())
         gateway = gateway_plan(loaded.settings, name)
         if gateway.tls is not None:
-            from spark_deploy.hosts.certificates import check_gateway  # slow to import
+            from spark_deploy.hosts.certificates import check_gateway_certificate  # slow to import
 
-            problems += check_gateway(gateway)
+            problems += check_gateway_certificate(gateway)
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))
 

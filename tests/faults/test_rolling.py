@@ -68,7 +68,7 @@ def test_faulty_release_stops_rollout_after_first_host(three):
     assert run.exit_code != 0
     assert "rolled-back" in run.stderr
     for name in NAMES[1:]:
-        assert f"{name}: not changed: stays on " in run.stderr
+        assert f"{name}: not changed: still serves " in run.stderr
     assert (three.releases(), three.all_answer()) == (old, True)
     assert three.rollouts()[0] != began[0]
     assert three.rollouts()[1:] == began[1:]
@@ -124,7 +124,7 @@ def test_host_lost_before_its_rollout_delays_others_by_only_minutes(three):
     assert process.returncode != 0
     assert time.monotonic() - cut_at < 200
     assert [guest.names() for guest in three.guests[1:]] == [["renamed"], ["renamed"]], rest[-4000:]
-    assert "not changed: stays on" not in rest
+    assert "not changed: still serves" not in rest
     lost.wait("true")
     assert lost.release() == old[0]
     three.assert_next_deploy_aligns_all()

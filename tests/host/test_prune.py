@@ -105,7 +105,7 @@ def test_rollout_of_a_model_kept_ready_needs_no_download_or_build(fleet):
     fleet.site.choose(keep_ready=[READY])
 
     prepared = fleet.site.deploy("--limit", guest.name).assert_succeeded()
-    assert "Ready | Wait for the other pairs" in prepared.changed
+    assert "Ready | Wait for the other models" in prepared.changed
     assert not [name for name in prepared.changed if name.startswith("Serve")]
     assert guest.invocation() == before
     fleet.site.deploy("--limit", guest.name).assert_unchanged()

@@ -17,7 +17,7 @@ def test_rollback_shows_both_releases_and_next_deploy_reports_it(fleet):
 
     dry = rollback(fleet, dry=True)
 
-    operations = [f"Rollback | Go back on {guest.name}" for guest in fleet.guests]
+    operations = [f"Rollback | Roll back on {guest.name}" for guest in fleet.guests]
     assert dry.predicted == operations
     assert all(release in dry.stderr for release in (*first, *second))
     assert [footprint(guest) for guest in fleet.guests] == before

@@ -148,6 +148,6 @@ def test_an_unreachable_hub_is_queried_once(monkeypatch, capsys):
         return SimpleNamespace(preflight=host.name)
 
     monkeypatch.setattr(doctor, "build_plan", build_plan)
-    assert doctor._needs(hosts) == {host.name: host.name for host in hosts}
+    assert doctor._preflight_plans(hosts) == {host.name: host.name for host in hosts}
     assert [name for name, estimate in calls if not estimate] == ["spark-1"]
     assert capsys.readouterr().err.count("unreachable") == 1

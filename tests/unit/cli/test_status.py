@@ -9,7 +9,7 @@ from spark_deploy.cli.doctor import verdict_lines
 from spark_deploy.cli.hosts import Answer
 from spark_deploy.cli.status import status_lines, summary_of
 from spark_deploy.cli.status_rows import short_lines
-from spark_deploy.hosts.status import Count, HostStatus
+from spark_deploy.hosts.status import HostStatus, RequestCounts
 from tests.unit.cli.targets import target_of
 from tests.unit.statuses import host_status
 
@@ -158,7 +158,8 @@ def test_a_rollout_in_progress_is_shown_for_every_service(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("counts", "expected"), [({"main": Count(2, 1)}, {"running": 2, "waiting": 1}), ({}, None)]
+    ("counts", "expected"),
+    [({"main": RequestCounts(2, 1)}, {"running": 2, "waiting": 1}), ({}, None)],
 )
 def test_requests_in_running_engines_are_counted(tmp_path, monkeypatch, capsys, counts, expected):
     host = SimpleNamespace(

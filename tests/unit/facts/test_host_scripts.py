@@ -133,7 +133,7 @@ def read_place(folder, **stubs):
     for name, script in stubs.items():
         install_stub(folder, name, script)
     lines = run_script(f"{disk.disk_script([DOCKER_DIR], [DOCKER_DIR])}\n:", folder)
-    [place] = disk.parse_disk_usage(split_sections(lines)["places"])
+    [place] = disk.parse_disk_usage(split_sections(lines)["paths"])
     return place
 
 

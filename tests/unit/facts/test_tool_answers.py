@@ -8,7 +8,7 @@ import pytest
 
 from spark_deploy.hosts import status
 from spark_deploy.hosts.payload import PythonSite, QuantizerSite, Site
-from spark_deploy.hosts.status import Count, Jobs, JobStates, Requests, Status
+from spark_deploy.hosts.status import Jobs, JobStates, RequestCounts, Requests, Status
 from tests.unit.shell import run_script
 from tests.unit.statuses import host_status
 
@@ -71,7 +71,7 @@ def engine_socket(tmp_path, monkeypatch):
 
 def test_counts_requests_over_the_sockets_of_engines(engine_socket):
     script = Requests().command(("main", "silent", "odd'; exit 3; '"))
-    assert Requests().process(run_script(script)) == {"main": Count(running=3, waiting=4)}
+    assert Requests().process(run_script(script)) == {"main": RequestCounts(running=3, waiting=4)}
 
 
 PROVEN: dict[str, Any] = {

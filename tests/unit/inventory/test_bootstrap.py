@@ -293,7 +293,7 @@ def test_sudo_rule_is_one_line_for_one_user():
     [
         ("Sorry, try again.\nsudo: no password was provided", "rejected the password"),
         ("sudo: 1 incorrect password attempt", "rejected the password"),
-        ("ann is not in the sudoers file.", "may not use sudo"),
+        ("ann is not in the sudoers file.", "not allowed to use sudo"),
         ("visudo rejected the rule", "was not activated"),
     ],
 )

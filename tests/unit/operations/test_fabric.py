@@ -21,7 +21,7 @@ REACHED = {LINK.address: "yes", TWIN.address: "yes"}
     [
         ((LINK, TWIN), REACHED, [], []),
         ((LINK, TWIN), {**REACHED, TWIN.address: "no"},
-         ["fab1: no packet of 9000 bytes comes back from spark-2"], []),
+         ["fab1: spark-2 (192.168.101.12) does not reply to 9000-byte packets"], []),
         ((replace(LINK, other_mtu=1500), TWIN), REACHED, ["fab0: MTU 9000, but 1500 on"], []),
         ((replace(LINK, speed_mbit_per_s=100000), TWIN), REACHED, [],
          ["the link runs at 100 Gb/s instead of 200 Gb/s"]),
@@ -131,7 +131,7 @@ def test_fabric_speed_dry_run_sends_no_traffic(monkeypatch):
     ("sender", "listener", "reached", "message"),
     [
         (cable_end(0.9), cable_end(), "yes", "0.9 Gb/s to spark-2 over a 200"),
-        (cable_end(88), cable_end(), "no", "no packet of 9000 bytes comes back"),
+        (cable_end(88), cable_end(), "no", "does not reply to 9000-byte packets"),
         (cable_end(error="x"), cable_end(error=f"{ERROR}fab0:20000: cannot listen; fix: y"),
          "yes", "cannot listen"),
         (cable_end(error=f"{ERROR}fab0: no connection; fix: y"), cable_end(),

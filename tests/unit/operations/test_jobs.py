@@ -31,9 +31,11 @@ JOB = Job(
 WORK = Work(JOB, (ManagedFile("/i", b"i"),))
 
 
-def host_with(state, linked, pulled=()):
+def host_with(state, boot_targets, jobs_in_target=()):
     job = JobState(JOB.digest, JOB.title, JOB.kind, state, "why", None, None, None, "why", ())
-    return FakeHost(JobStates=Jobs({JOB.digest12: job}, linked, pulled), FileStates={})
+    return FakeHost(
+        JobStates=Jobs({JOB.digest12: job}, boot_targets, jobs_in_target), FileStates={}
+    )
 
 
 def wait(host, *, retire_others=True):

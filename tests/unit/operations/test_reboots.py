@@ -8,7 +8,7 @@ from pyinfra.api.exceptions import ConnectError
 from spark_contract.machine import BOOT_ID
 
 from spark_deploy.hosts import preflight, serve
-from spark_deploy.hosts.serve import RebootedFor
+from spark_deploy.hosts.serve import LastRebootReason
 from spark_deploy.hosts.status import HostStatus
 from tests.unit.operations.fake_host import FakeHost, run_operation, sections_of
 from tests.unit.operations.test_operations import NEEDS
@@ -25,7 +25,7 @@ ALLOWED = dataclasses.replace(NEEDS, reboot="allow")
 def factory_spark(rebooted_for="", status=None, **sections):
     return FakeHost(
         sections_of({"like": "HostSurvey/factory_spark", **sections}),
-        RebootedFor=lambda path: rebooted_for if path == MARKER else "",
+        LastRebootReason=lambda path: rebooted_for if path == MARKER else "",
         Status=status or HostStatus(None),
     )
 
@@ -73,8 +73,8 @@ def test_reboot_marker_is_ignored_until_the_next_boot(tmp_path):
     ):
         if text:
             marker.write_text(text)
-        output = run_script(RebootedFor().command(path=str(marker)))
-        assert RebootedFor().process(output) == expected
+        output = run_script(LastRebootReason().command(path=str(marker)))
+        assert LastRebootReason().process(output) == expected
 
 
 def test_reboot_marker_contains_the_previous_boot_id(monkeypatch):
@@ -110,4 +110,4 @@ def test_preflight_does_not_check_a_host_that_will_reboot():
     assert command.startswith("_report_failure(")
     reboot(host, executing=False)
     assert run_operation(host, preflight.check_host, ALLOWED, executing=False) == []
-    assert host.noops[-1] == "checked after the reboot"
+    assert host.noops[-1] == "will be checked after the reboot"

@@ -42,7 +42,7 @@ def test_rollback_is_one_command_and_names_both_releases():
         host = rollback_host(**{"from": CURRENT, "to": FORMER})
         [command] = roll_back(host, executing)
         assert command == f"_begin_and_watch({HOST_TOOL} rollback main --to {OLD}, 60)"
-        assert host.logs == [f"goes back from {NEW} (m with v2-tq) to {OLD} (m with v2)"]
+        assert host.logs == [f"rolling back from {NEW} (m with v2-tq) to {OLD} (m with v2)"]
 
 
 def test_finished_rollback_runs_no_command():
@@ -120,8 +120,8 @@ def test_host_lost_during_a_change_prevents_changes_on_other_hosts(monkeypatch):
     monkeypatch.setattr(commands, "RECONNECT_TIMEOUT_S", 0)
     monkeypatch.setattr(commands.gevent, "sleep", lambda _: None)
     lost = FakeHost(shell=lambda script: OSError("no route"))
-    assert not releases.change_release(None, lost, OLD, 60)
-    assert "rolls back the change itself" in lost.logs[-1]
+    assert not releases.run_rollout(None, lost, OLD, 60)
+    assert "rolls back the rollout by itself" in lost.logs[-1]
     assert "because spark-1 failed first" in require_no_failure(after_failure(FakeHost(), lost))
 
 
@@ -184,7 +184,7 @@ def test_rollback_fails_unless_the_serving_release_is_proven():
 @pytest.mark.parametrize(
     ("chosen", "then"),
     [
-        ("m/v2-tq", "applies m/v2-tq again; to keep this release: `spark-deploy use m/v2`"),
+        ("m/v2-tq", "applies m/v2-tq again; to keep this release, run `spark-deploy use m/v2`"),
         ("m/v2", "applies the current settings"),
     ],
 )
@@ -211,7 +211,7 @@ def test_on_request_service_starts_at_deploy_only_to_check_a_new_release():
     assert roll_out(host) == []
     assert run_operation(host, serve.verify_service, PLAN, SimpleNamespace()) == []
     assert [noop for noop in host.noops if "stopped (on request)" in noop] == host.noops
-    assert roll_out(serving(**state), DAY) == [f"change_release({DAY.name}, 60)"]
+    assert roll_out(serving(**state), DAY) == [f"run_rollout({DAY.name}, 60)"]
     [command] = run_operation(serving(**state), serve.verify_service, DAY, SimpleNamespace())
     assert "not proven" in command
     outdated = {**PROVEN["services"]["main"]["gateway"], "difference": "the key changed"}
@@ -223,14 +223,14 @@ def test_deploy_after_a_rollback_reports_that_it_applies_the_settings_again():
     host = serving(active=OLD, known_good=OLD, rolled_back=back)
     assert len(roll_out(host)) == 1
     assert f"was rolled back from {RELEASE}" in host.logs[0]
-    assert f"group_vars select {RELEASE}" in host.logs[0]
+    assert f"but the settings select {RELEASE}" in host.logs[0]
 
 
 def test_deploy_resets_the_failed_unit_of_a_rollout_killed_after_the_check():
     reset = f"systemctl reset-failed spark-switch@{RELEASE}.service"
     assert roll_out(serving({"change_failed": True})) == [reset]
     down = serving({"change_failed": True}, active=None)
-    assert roll_out(down) == [f"change_release({RELEASE}, 60)"]
+    assert roll_out(down) == [f"run_rollout({RELEASE}, 60)"]
 
 
 NIGHT: Any = SimpleNamespace(name=RELEASE, service="main")
@@ -241,8 +241,8 @@ def test_deploy_keeps_the_scheduled_release_if_it_is_proven():
     host = serving()
     assert host.facts["Status"].release_due(DAY, [NIGHT]) is NIGHT
     assert roll_out(host, DAY, NIGHT) == []
-    assert host.noops == [f"serves {RELEASE}, as scheduled"]
-    assert roll_out(serving(), DAY) == [f"change_release({DAY.name}, 60)"]
+    assert host.noops == [f"keeping {RELEASE}, which is scheduled now"]
+    assert roll_out(serving(), DAY) == [f"run_rollout({DAY.name}, 60)"]
     broken = {"ok": False, "release": RELEASE, "detail": "timed out"}
     assert host_status({**PROVEN, "live": broken}).release_due(DAY, [NIGHT]) is DAY
 
@@ -333,12 +333,12 @@ def report(active=OLD, is_open=True, **result):
     service = {"active": active, "traffic_open": is_open}
     status = host_status({"releases": [release], "services": {"main": service}}).report
     host = FakeHost(shell=lambda _: Failed("busy") if active == "" else to_json(status))
-    good = releases.report_change(host, NEW, Rollout(NEW, **result))
+    good = releases.report_rollout(host, NEW, Rollout(NEW, **result))
     return good, host.log_text.splitlines()
 
 
 SERVES, NOTHING = "spark-1 still serves large with agent; ", "spark-1 serves nothing; "
-UNKNOWN = "spark-1 does not report its serving release; "
+UNKNOWN = "spark-1 does not report which release it serves; "
 CUT_OFF = {"ended_at": None, "failed_phase": None, "phase": "start", "reason": None}
 MEMORY = "memory: 70.0 GiB needed, but the host has only 64.0 GiB; fix: choose a smaller model"
 QUOTING = "check first answer: wrong answer to 'Who?': 'a; b; c' does not match 'd'"
@@ -355,7 +355,7 @@ NEVER_READY = "check ready: not ready after 2400 s: no answer; ValueError: Free 
         (OLD, "rolled-back", {"reason": NEVER_READY, "failed_phase": "start"},
          f"{SERVES}the new release was rejected: not ready after", "ValueError: Free memory on"),
         (None, "failed-no-previous", {}, f"{NOTHING}the new release was rejected: wrong answer",
-         "no earlier release to go back to"),
+         "there is no earlier release to restore"),
         (OLD, "rolled-back", {"reason": f"{QUOTING}; fix: x"}, f"{SERVES}the new", "fix: x"),
         (None, "rollback-failed", {"reason": f"{REASON}; the old release was not restored: died"},
          f"{NOTHING}the new release was rejected: wrong", "the old release was not restored: died"),

@@ -11,8 +11,8 @@ from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.hosts import certificates
 from spark_deploy.hosts.certificates import (
     check_certificate_and_key,
-    check_gateway,
-    issue,
+    check_gateway_certificate,
+    issue_certificate,
     renewal_reason,
 )
 from spark_deploy.plan.gateway import gateway_plan
@@ -80,7 +80,7 @@ def test_unusable_certificate_and_key_are_rejected(tmp_path, monkeypatch):
     encrypted = str(tmp_path / "encrypted.pem")
     openssl("pkey", "-in", key, "-aes256", "-passout", "pass:x", "-out", encrypted)
     for files, words in (
-        ((certificate, other_key), ("is not the key of", "other-key.pem")),
+        ((certificate, other_key), ("does not match", "other-key.pem")),
         ((certificate, encrypted), ("has the wrong format", "unencrypted")),
         ((certificate, "/nowhere.pem"), ("cannot be read",)),
         ((key, key), ("has the wrong format",)),
@@ -106,9 +106,9 @@ def test_certificate_is_renewed_only_if_it_expires_or_no_longer_matches(tmp_path
     ca = str(tmp_path / "ca")
     assert "no CA" in renewal_reason(b"", b"", NAMES, ca)
     assert not (tmp_path / "ca").exists()
-    issued, other = issue(NAMES, ca), issue(NAMES, ca)
-    due = issue(NAMES, ca, days=certificates.RENEW_DAYS - 1)
-    foreign = issue(NAMES, str(tmp_path / "other"))
+    issued, other = issue_certificate(NAMES, ca), issue_certificate(NAMES, ca)
+    due = issue_certificate(NAMES, ca, days=certificates.RENEW_DAYS - 1)
+    foreign = issue_certificate(NAMES, str(tmp_path / "other"))
     for certificate, key, names, reason in (
         (b"", issued.key, NAMES, "no certificate"),
         (issued.certificate, other.key, NAMES, "does not match"),
@@ -123,23 +123,23 @@ def test_certificate_is_renewed_only_if_it_expires_or_no_longer_matches(tmp_path
 
 def test_incomplete_or_expiring_ca_is_never_replaced(tmp_path, monkeypatch):
     ca = tmp_path / "ca"
-    issue(NAMES, str(ca))
+    issue_certificate(NAMES, str(ca))
     later = certificates.now() + timedelta(days=certificates.CA_DAYS - 10)
     with monkeypatch.context() as patch:
         patch.setattr(certificates, "now", lambda: later)
         with pytest.raises(SettingsError, match="install the new CA on the clients"):
-            issue(NAMES, str(ca))
+            issue_certificate(NAMES, str(ca))
     (ca / "ca-key.pem").unlink()
     with pytest.raises(SettingsError, match="contains no CA"):
-        issue(NAMES, str(ca))
+        issue_certificate(NAMES, str(ca))
 
 
 def test_gateway_with_a_certificate_needs_an_address(tmp_path):
     overrides = {"serve.expose": "lan", "serve.tls": "private-ca"}
     hosts = load_hosts({"spark": ["@local"]}, root=tmp_path, overrides=overrides)
     plan = gateway_plan(hosts["@local"].settings, "@local")
-    assert_one(check_gateway(plan), "serve.address")
-    assert check_gateway(dataclasses.replace(plan, address=NAMES[0])) == []
+    assert_one(check_gateway_certificate(plan), "serve.address")
+    assert check_gateway_certificate(dataclasses.replace(plan, address=NAMES[0])) == []
 
 
 def sign_with_stolen_key(ca, name, folder):
@@ -160,7 +160,7 @@ def sign_with_stolen_key(ca, name, folder):
 )
 def test_stolen_ca_can_sign_only_for_its_hosts(tmp_path, name):
     ca = tmp_path / "ca"
-    issue(NAMES, str(ca))
+    issue_certificate(NAMES, str(ca))
     stolen = verify(ca, sign_with_stolen_key(ca, name, tmp_path))
     assert "permitted subtree violation" in stolen
     own = sign_with_stolen_key(ca, f"DNS:{NAMES[0]}", tmp_path)
@@ -181,7 +181,7 @@ def test_stolen_ca_can_sign_only_for_its_hosts(tmp_path, name):
 )
 def test_private_ca_covers_every_kind_of_host_name(tmp_path, names, verified):
     ca, leaf = tmp_path / "ca", tmp_path / "leaf.pem"
-    issued = issue(names, str(ca))
+    issued = issue_certificate(names, str(ca))
     leaf.write_bytes(issued.certificate)
     assert verify(ca, leaf, "-x509_strict", *verified).endswith(": OK\n")
     assert public_key_of(issued.key).decode() == openssl("x509", "-in", leaf, "-pubkey", "-noout")
@@ -194,13 +194,13 @@ def test_private_ca_covers_every_kind_of_host_name(tmp_path, names, verified):
 
 def test_new_host_extends_the_ca_and_earlier_hosts_stay_trusted(tmp_path):
     ca, first, second = tmp_path / "ca", tmp_path / "first.pem", tmp_path / "second.pem"
-    issued = issue(NAMES, str(ca))
+    issued = issue_certificate(NAMES, str(ca))
     first.write_bytes(issued.certificate)
     key, before = (ca / "ca-key.pem").read_bytes(), (ca / "ca.pem").read_bytes()
-    issue(NAMES, str(ca))
+    issue_certificate(NAMES, str(ca))
     assert (ca / "ca.pem").read_bytes() == before
 
-    second.write_bytes(issue(["spark-2.example.org"], str(ca)).certificate)
+    second.write_bytes(issue_certificate(["spark-2.example.org"], str(ca)).certificate)
     assert (ca / "ca-key.pem").read_bytes() == key
     for leaf in (first, second):
         assert verify(ca, leaf).endswith(": OK\n")
@@ -218,7 +218,7 @@ def test_extended_ca_of_the_owner_still_covers_its_networks(tmp_path):
             "keyUsage=critical,keyCertSign", "-addext", "nameConstraints=critical,permitted;IP:"
             "2001:db8::/ffff:ffff::", "-keyout", ca / "ca-key.pem", "-out", ca / "ca.pem",
             )  # fmt: skip
-    issue(NAMES, str(ca))
+    issue_certificate(NAMES, str(ca))
     other = sign_with_stolen_key(ca, "IP:2001:db8::7", tmp_path)
     assert verify(ca, other).endswith(": OK\n")
 
@@ -230,6 +230,6 @@ def test_existing_ca_without_name_limits_is_used_unchanged(tmp_path):
             "keyUsage=critical,keyCertSign", "-keyout", ca / "ca-key.pem", "-out", ca / "ca.pem",
             )  # fmt: skip
     before = (ca / "ca.pem").read_bytes()
-    leaf.write_bytes(issue(NAMES, str(ca)).certificate)
+    leaf.write_bytes(issue_certificate(NAMES, str(ca)).certificate)
     assert (ca / "ca.pem").read_bytes() == before
     assert verify(ca, leaf).endswith(": OK\n")

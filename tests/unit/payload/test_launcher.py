@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.hosts.payload import memory_command, packed_tools, read_payload
+from spark_deploy.hosts.payload import memory_command, pack_tools, read_payload
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_child_processes_inherit_safe_path_and_the_callers_directory(tools, tmp_
 def run_from_memory(*words, cwd):
     return subprocess.run(
         ["sh", "-c", memory_command(*words)],
-        input=packed_tools(), capture_output=True, text=True, cwd=cwd, check=False,
+        input=pack_tools(), capture_output=True, text=True, cwd=cwd, check=False,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "/nowhere", "SPARK_ROOT": str(cwd)},
     )  # fmt: skip
 

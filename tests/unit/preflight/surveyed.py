@@ -17,7 +17,7 @@ HEALTHY = {
     "compute-apps": [],
     "containers": [],
     "listeners": [],
-    "places": [
+    "paths": [
         "/srv/spark/models/x\t0\t/dev/nvme0n1p2\t3670016000\t/",
         "/var/lib/docker\t0\t/dev/nvme0n1p2\t3670016000\t/",
     ],

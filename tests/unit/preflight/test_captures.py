@@ -156,9 +156,9 @@ NEEDS = {
 
 def host_survey(host, needs, **changes):
     sections, available_kib = HOSTS[host]
-    place = f"\t0\t/dev/nvme0n1p2\t{available_kib}\t/"
-    places = [f"{path}{place}" for path, _ in needs.disk_needed_bytes]
-    return survey(**{**sections, "places": places, **changes})
+    fields = f"\t0\t/dev/nvme0n1p2\t{available_kib}\t/"
+    usage = [f"{path}{fields}" for path, _ in needs.disk_needed_bytes]
+    return survey(**{**sections, "paths": usage, **changes})
 
 
 @pytest.mark.parametrize(

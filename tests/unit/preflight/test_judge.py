@@ -47,7 +47,7 @@ def memory(available_kib, total=TOTAL, **more):
 def places(present_kib, available_kib, docker="/dev/b", **more):
     mount = "/" if docker == "/dev/a" else "/var/lib/docker"
     return {
-        "places": [
+        "paths": [
             f"/srv/spark/models/x\t{present_kib}\t/dev/a\t{available_kib}\t/",
             f"/var/lib/docker\t0\t{docker}\t{available_kib}\t{mount}",
         ],
@@ -138,10 +138,10 @@ CASES = {
     ),
     "read-only disk": refused("/var/lib is read-only|remount", read_only=["/var/lib"]),
     # Other users must not be able to replace models.
-    "owned by a user": writable("ann/ann/755//data", "belongs to ann"),
-    "owned by an unknown user": writable("1007/1007/755//data", "belongs to 1007"),
-    "world-writable": writable("root/root/777//data", "by everybody"),
-    "group-writable": writable("root/users/2775//data", "by group users"),
+    "owned by a user": writable("ann/ann/755//data", "ann owns it"),
+    "owned by an unknown user": writable("1007/1007/755//data", "1007 owns it"),
+    "world-writable": writable("root/root/777//data", "every user can"),
+    "group-writable": writable("root/users/2775//data", "group users can"),
     "root only": fits(parents=[ROOT, "root/root/755//srv"]),
     "sticky": fits(parents=[ROOT, "root/root/1777//tmp"]),
     "group root": fits(parents=[ROOT, "root/root/775//srv"]),
@@ -184,7 +184,7 @@ CASES = {
     "blocks fragmented": warned("memory: fragmented", **fragmented("fragmented")),
     "blocks low": fits(**fragmented("low")),
     "docker down": warned("docker|unit is failed", containers=["unreachable failed"]),
-    "docker silent": refused("docker|does not answer", containers=["unreachable active"]),
+    "docker silent": refused("docker|does not respond", containers=["unreachable active"]),
     "docker without sudo": refused(
         "cannot become root", sudo=["no", "ann"], containers=["unreachable active"]
     ),
@@ -267,7 +267,7 @@ CASES = {
     "port of the kernel": refused("8002|a process", needs={"ports": (8002,)}, **LISTENERS),
     "port free": fits({"ports": (9000,)}, **LISTENERS),
     "services swap ports": refused(
-        "port 8001|the gateway of embed still listens",
+        "port 8001|the gateway of embed is still listening",
         needs=gateways(main=8000, embed=8002, rank=8001), **EMBED_LISTENS,
     ),
     "ports as before": fits(gateways(main=8000, embed=8001, rank=8002), **EMBED_LISTENS),
@@ -315,8 +315,8 @@ def test_parent_directories_are_checked_before_and_after_resolving_links(tmp_pat
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
     lines = done.stdout.partition("== parents\n")[2].partition("== ")[0].splitlines()
     parents = {parent.path: parent for parent in disk.parse_parents(lines)}
-    assert parents[f"{tmp_path}/data"].writer
-    assert parents[f"{tmp_path}/real/of ann"].writer
+    assert parents[f"{tmp_path}/data"].write_risk
+    assert parents[f"{tmp_path}/real/of ann"].write_risk
     assert {"/", str(tmp_path), f"{tmp_path}/real"} <= set(parents)
 
 
@@ -325,7 +325,7 @@ def test_hosts_with_the_same_ssh_host_key_are_reported():
     without = survey(host_key=[])
     surveys = {"a": key, "b": other, "c": key, "d": without, "e": without}
     warnings = [(name, p.what) for name in surveys for p in host_key_problems(name, surveys)]
-    assert warnings == [("a", "is the same as that of c"), ("c", "is the same as that of a")]
+    assert warnings == [("a", "c has the same key"), ("c", "a has the same key")]
 
 
 def test_all_problems_are_reported_at_once():
