@@ -61,7 +61,7 @@ def describe_prune(result: Pruning) -> Iterator[str]:
         yield f"remove            state files of {len(jobs)} jobs that built them"
     for name, reason in sorted(result.kept.items()):
         yield f"keep              release {name}: {reason}"
-    for path in result.not_ours:
+    for path in result.unmanaged:
         yield f"keep              {path}: unmanaged"
     yield f"total  {gigabytes(result.bytes):>9}"
 
