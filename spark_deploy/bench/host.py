@@ -52,7 +52,7 @@ class Login:
         return [*self.ssh, shlex.join(words)] if self.ssh else words
 
     def run(self, script: str, limit_s: float = _LIMIT_S) -> str:
-        """Return the output of a script; raise SparkError with the error output if it fails."""
+        """Run a script and return its output; raise SparkError with the error output on failure."""
         done = subprocess.run(
             self.argv(script), capture_output=True, text=True, timeout=limit_s, check=False,
             stdin=subprocess.DEVNULL,
@@ -61,7 +61,7 @@ class Login:
             if unreached := ssh_reason(done.stderr):
                 raise SparkError([unreachable(self.name, *unreached)])
             problem = done.stderr.strip() or f"exit code {done.returncode}"
-            raise SparkError.one(self.name, problem, "check the host with `spark-deploy status`")
+            raise SparkError.one(self.name, problem, "run `spark-deploy status`")
         return done.stdout
 
 
@@ -94,7 +94,7 @@ def read_draft_counters(login: Login, service: str) -> tuple[int, int]:
 
 @contextmanager
 def copy_tokenizer(login: Login, checkpoint: str) -> Iterator[Path]:
-    """Copy the tokenizer of a checkpoint into a temporary folder."""
+    """Copy a checkpoint's tokenizer into a temporary folder."""
     script = f"cd {shlex.quote(checkpoint)} && tar -chf - $(ls {_TOKENIZER} 2>/dev/null)"
     with tempfile.TemporaryDirectory(prefix="spark-bench-") as folder:
         sender = subprocess.Popen(
@@ -106,8 +106,8 @@ def copy_tokenizer(login: Login, checkpoint: str) -> Iterator[Path]:
 
 
 def tunnel_argv(ssh: Sequence[str], local_port: int, port: int) -> list[str]:
-    # If the port is taken, ssh would continue without it (or with IPv6 only), and the key would
-    # go to another program. ExitOnForwardFailure and the explicit address prevent this.
+    # If the port is in use, ssh would continue without it (or with IPv6 only) and clients would
+    # send the key to another program. ExitOnForwardFailure and the explicit address prevent this.
     forward = f"127.0.0.1:{local_port}:127.0.0.1:{port}"
     return [ssh[0], "-N", "-o", "ExitOnForwardFailure=yes", "-L", forward, *ssh[1:]]
 
@@ -125,7 +125,7 @@ def open_tunnel(login: Login, port: int) -> Iterator[int]:
         deadline = time.monotonic() + _TUNNEL_LIMIT_S
         while not _is_open(local_port):
             if time.monotonic() > deadline or process.poll() is not None:
-                problem, fix = "cannot open a tunnel to the gateway", "try `spark-deploy connect`"
+                problem, fix = "cannot open a tunnel to the gateway", "run `spark-deploy connect`"
                 raise SparkError.one(login.name, problem, fix)
             time.sleep(0.1)
         yield local_port
@@ -141,7 +141,7 @@ def _is_open(port: int) -> bool:
 
 @contextmanager
 def sample_host(login: Login) -> Iterator[list[Sample]]:
-    """Sample the host every second; the list is complete after the context."""
+    """Sample the host every second; the list is complete when the context ends."""
     samples: list[Sample] = []
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(login.argv(_SAMPLE_SCRIPT), stdin=subprocess.DEVNULL, stdout=out)

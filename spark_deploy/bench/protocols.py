@@ -1,4 +1,4 @@
-"""Protocols of a benchmark: `seeds` (five prompts), `llama-benchy` and `vllm-bench`."""
+"""Benchmark protocols: `seeds` (five prompts), `llama-benchy` and `vllm-bench`."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Endpoint:
         return f"Endpoint({self.base_url}, {self.model})"
 
 
-# --- seeds: the prompts of the published table (bench_qwen35.sh of
+# --- seeds: the prompts behind the published table (bench_qwen35.sh in
 # albond/DGX_Spark_Qwen3.5-122B-A10B-AR-INT4)
 
 _REQUEST_LIMIT_S = 1800.0
-RUNS = 2  # the first is the warm-up
-# Name, maximum tokens of the answer, and text.
+RUNS = 2  # the first run is the warm-up
+# Name, maximum answer tokens, and text of each prompt.
 SEEDS = (
     ("Q&A", 256, "What are the main differences between TCP and UDP? Be concise."),
     (
@@ -68,7 +68,7 @@ SEEDS = (
 
 
 def measure_seeds(endpoint: Endpoint, context_tokens: int, note: Note) -> Iterator[Answer]:
-    """Yield an answer for each run and prompt; answers use at most half of the context."""
+    """Yield an answer for each run and prompt; an answer uses at most half of the context."""
     for run in range(1, RUNS + 1):
         for name, tokens, text in SEEDS:
             title = f"seeds, run {run}, {name}"
@@ -88,10 +88,10 @@ def measure_answer(
     temperature: float | None = 0,
     show: Callable[[str, bool], None] = lambda piece, is_reasoning: None,
 ) -> Answer:
-    """Stream and time an answer; reject an incomplete answer.
+    """Stream and time an answer; raise if it is incomplete.
 
-    ``show`` gets each piece and whether it is reasoning. A temperature of None is the server's
-    default.
+    ``show`` receives each part of the text and whether it is reasoning. A temperature of None
+    selects the server's default.
     """
     body = {
         "model": endpoint.model, "messages": [{"role": "user", "content": text}],
@@ -113,7 +113,7 @@ def measure_answer(
 
 
 def chunks_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Send a chat request; yield the parts of the stream, or the whole answer."""
+    """Send a chat request; yield the chunks of the stream, or the whole response."""
     url = urlsplit(endpoint.base_url)
     address = (url.hostname or "", url.port)
     connection = HTTPConnection(*address, timeout=_REQUEST_LIMIT_S)
@@ -142,7 +142,7 @@ def chunks_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[dict[str,
 def _failed(
     endpoint: Endpoint, problem: str, error_type: type[SparkError] = SparkError
 ) -> SparkError:
-    fix = "check the server with `spark-deploy status`, then run again"
+    fix = "run `spark-deploy status`, fix the server, then run this command again"
     return error_type.one(endpoint.base_url, problem, fix)
 
 
@@ -155,10 +155,10 @@ def _pieces(chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:
             yield content, False
 
 
-# --- llama-benchy: the published package, with the grid of Spark Arena v2
+# --- llama-benchy: the published package, with Spark Arena's grid, version 2
 
 GRID_NAME = "spark-arena-v2"
-# The key is in the environment, because every user of this machine can read argv.
+# The key is in the environment, because every user on this machine can read argv.
 _LAUNCH = (
     "import os, sys; sys.argv[1:1] = ['--api-key', os.environ.pop('SPARK_BENCH_KEY')]; "
     "from llama_benchy.__main__ import main; main()"
@@ -179,7 +179,7 @@ class Grid:
 
 
 def find_benchy_python() -> str | None:
-    """Return a Python with llama-benchy: this interpreter, or the one of the installed command."""
+    """Return an interpreter with llama-benchy: this Python or that of the installed command."""
     if importlib.util.find_spec("llama_benchy"):
         return sys.executable
     command = shutil.which("llama-benchy")
@@ -193,7 +193,7 @@ def measure_grid(
     python: str, endpoint: Endpoint, tokenizer: Path, grid: Grid, result: Path,
     extra_options: Sequence[str],
 ) -> tuple[str, tuple[Cell, ...]]:  # fmt: skip
-    """Run llama-benchy, write the ``result`` file, and return version and cases."""
+    """Run llama-benchy, write the ``result`` file, and return the version and cases."""
     words = [
         "--base-url", endpoint.base_url, "--model", endpoint.model, "--tokenizer", str(tokenizer),
         "--pp", str(grid.prompt_tokens), "--tg", str(grid.answer_tokens),
@@ -210,7 +210,8 @@ def measure_grid(
     )  # fmt: skip
     if done.returncode != 0 or not result.is_file():
         tail = "\n".join(done.stdout.strip().splitlines()[-8:])
-        raise SparkError.one("llama-benchy", f"failed:\n{tail}", "fix this error, then run again")
+        fix = "fix this error, then run the benchmark again"
+        raise SparkError.one("llama-benchy", f"failed:\n{tail}", fix)
     return parse_cells(json.loads(result.read_text()))
 
 
@@ -230,13 +231,13 @@ def parse_cells(data: dict[str, Any]) -> tuple[str, tuple[Cell, ...]]:
     return str(data["version"]), cells
 
 
-# --- vllm-bench: `vllm bench serve` of the engine's image, on the host
+# --- vllm-bench: `vllm bench serve` from the engine image, on the host
 
 REQUESTS, WARM_UPS = 10, 3
 LIMIT_S = 3600.0
 _NO_BENCH = "no vllm bench serve in this image"
 # The container has no GPU and downloads nothing. It reads the key from standard input, because
-# users of docker can read the environment of containers.
+# docker users can read a container's environment.
 _CONTAINER = (
     "docker", "run", "--rm", "-i", "--pull", "never", "--network", "host", "--log-driver", "none",
     "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only",
@@ -260,7 +261,7 @@ class LoadCase:
         return REQUESTS * self.concurrency
 
     def fitting(self, context_tokens: int) -> LoadCase:
-        """Return the case with prompts that leave room for answer and chat template."""
+        """Return the case with prompts that leave room for the answer and chat template."""
         room = context_tokens - self.answer_tokens - 64
         return replace(self, prompt_tokens=min(self.prompt_tokens, room))
 
@@ -268,7 +269,7 @@ class LoadCase:
 def measure_loads(
     login: Login, release: Release, port: int, key_path: str, cases: list[LoadCase], note: Note
 ) -> tuple[str | None, tuple[Load, ...]]:
-    """Run the cases in turn; return vLLM's version (None if the image lacks it) and the results."""
+    """Run the cases in turn; return the results, and vLLM's version or None if it is missing."""
     version, loads = None, list[Load]()
     for case in cases:
         seed, plural = int(time.time()), "s" * (case.concurrency > 1)
@@ -287,7 +288,7 @@ def measure_loads(
         note(f"{title}: {load.output_tokens_per_s:.1f} tok/s, {first_token}")
         if failed := load.requests - load.completed:
             problem = f"{failed} of {load.requests} requests failed"
-            raise SparkError.one(login.name, problem, "read the reason with `spark-deploy logs`")
+            raise SparkError.one(login.name, problem, "run `spark-deploy logs` to see the reason")
         loads.append(load)
     return version, tuple(loads)
 
@@ -315,7 +316,7 @@ def load_script(release: Release, port: int, key_path: str, case: LoadCase, seed
     )
     mount = f"type=bind,source={release.tree.path},target=/model,readonly"
     container = shlex.join([*_CONTAINER, "--mount", mount, release.image.tag, "-c", inner])
-    # 127: the image has no shell.
+    # Exit code 127 means that the image has no shell.
     return f"{container} < {shlex.quote(key_path)} || {{ [ $? -eq 127 ] || exit 1; {no_bench}; }}"
 
 

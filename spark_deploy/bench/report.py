@@ -1,4 +1,4 @@
-"""Reports that compare results with the first: Markdown and a self-contained HTML file."""
+"""Markdown and self-contained HTML reports, which compare results with the first result."""
 
 import html
 import importlib.util
@@ -13,10 +13,10 @@ _SEEDS = (
     "five prompts in sequence, greedy decoding; tokens (usage block) divided by wall time; second "
     "run, after a warm-up run"
 )
-_GRID = "llama-benchy {}: means over its runs, sum of all clients; counts tokens of the stream"
+_GRID = "llama-benchy {}: means over its runs, sum over all clients; counts streamed tokens"
 _LOADS = (
-    "vllm bench serve of {}, on the host: uncached random prompts, greedy, answers of fixed "
-    "length; means over all requests"
+    "vllm bench serve from {}, on the host: uncached random prompts, greedy decoding, fixed-length "
+    "answers; means over all requests"
 )
 _TOOLS = "greedy requests without thinking; names, types and values of all calls must be exact"
 _SEEDS_TITLE, _GRID_TITLE = "Protocol: seeds", "Protocol: llama-benchy"
@@ -45,10 +45,10 @@ def invalid_reasons(results: Sequence[BenchResult]) -> Iterator[str]:
 
 
 def sections(results: Sequence[BenchResult]) -> Iterator[tuple[str, str, Rows]]:
-    """Yield title, protocol and table of each part that a result contains."""
+    """Yield title, protocol and table for each part that at least one result contains."""
     if any(result.answers for result in results):
         sources = dict.fromkeys(
-            f"{figure.tokens_per_s:g} of {result.served.profile}: {figure.source}"
+            f"{figure.tokens_per_s:g} for {result.served.profile}: {figure.source}"
             for result in results
             for figure in result.published
         )
@@ -126,7 +126,7 @@ def grid_table(results: Sequence[BenchResult]) -> Rows:
     for case in sorted({cell.case for result in results for cell in result.cells}):
         speeds = [{c.case: c.decode_tokens_per_s for c in r.cells}.get(case) for r in results]
         rows.append([f"{case[0]}, {case[1]}", *_compare(speeds)])
-    # llama-benchy sends the context first, so that a prefix cache can reuse it.
+    # llama-benchy sends the context in an earlier request, so a prefix cache can reuse it.
     for case in sorted({cell.case for result in results for cell in result.cells}):
         waits = [{c.case: c.first_response_ms for c in r.cells}.get(case) for r in results]
         rows.append(
@@ -138,8 +138,8 @@ def grid_table(results: Sequence[BenchResult]) -> Rows:
 def loads_table(results: Sequence[BenchResult]) -> Rows:
     rows = [["prompt, answer, clients", *names_of(results)]]
     figures: tuple[tuple[str, Callable[[Load], float | None], int], ...] = (
-        ("tok/s, sum of all clients", lambda load: load.output_tokens_per_s, 1),
-        ("tok/s of one client after the first token", lambda load: load.decode_tokens_per_s, 1),
+        ("tok/s, sum over all clients", lambda load: load.output_tokens_per_s, 1),
+        ("tok/s per client after the first token", lambda load: load.decode_tokens_per_s, 1),
         ("prompt tokens/s until the first token", lambda load: load.prefill_tokens_per_s, 0),
         ("first token, ms", lambda load: load.first_token_ms, 0),
     )
@@ -245,7 +245,7 @@ def _plots(heading: str, results: Sequence[BenchResult]) -> Iterator[str]:
             yield draw_lines(lines, title, names, "o")
     elif heading == _HOST_TITLE and any(result.samples for result in results):
         memory = [[(s.at_s, s.available_bytes / 1e9) for s in result.samples] for result in results]
-        yield draw_lines(memory, "GB of memory available, by seconds", names)
+        yield draw_lines(memory, "available memory in GB by time in seconds", names)
 
 
 def has_plots() -> bool:
@@ -287,7 +287,7 @@ def draw_lines(
     return _draw(draw, title)
 
 
-# A placeholder for the text color of the page, which may be light or dark.
+# A placeholder for the page's text color, which may be light or dark.
 _INK = "#010203"
 _PLOT_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "font.family": "sans-serif", "text.color": _INK,

@@ -1,4 +1,4 @@
-"""The result of a benchmark: figures by protocol, and samples of the host."""
+"""A benchmark result: figures by protocol, and samples from the host."""
 
 from dataclasses import field
 from typing import Literal
@@ -13,22 +13,22 @@ from spark_deploy.config.documents import CLOSED
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Answer:
-    """An answer of protocol `seeds`; tokens are those of the server's usage block."""
+    """An answer in protocol `seeds`; token counts are from the server's usage block."""
 
     prompt: str
     """Name of the prompt."""
     run: PositiveInt
-    """Run 1 is the warm-up; reports leave it out."""
+    """Run 1 is the warm-up, which reports exclude."""
     asked_tokens: PositiveInt
-    """Requested limit of the answer."""
+    """Requested limit on answer tokens."""
     prompt_tokens: NonNegativeInt
-    """Tokens of the prompt."""
+    """Tokens in the prompt."""
     completion_tokens: NonNegativeInt
-    """Tokens of the answer."""
+    """Tokens in the answer."""
     first_token_s: NonNegativeFloat
-    """From the request to the first token."""
+    """Time from the request to the first token."""
     wall_s: NonNegativeFloat
-    """From the request to the end of the answer."""
+    """Time from the request to the end of the answer."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Cell:
-    """A case of llama-benchy; means over all runs."""
+    """A llama-benchy case; means over all runs."""
 
     depth_tokens: NonNegativeInt
     """Tokens of context before the prompt."""
@@ -48,9 +48,9 @@ class Cell:
     generated_tokens: NonNegativeInt
     """Answer size (tg)."""
     prefill_tokens_per_s: float | None
-    """Sum of all clients."""
+    """Sum over all clients."""
     decode_tokens_per_s: float | None
-    """Sum of all clients."""
+    """Sum over all clients."""
     decode_deviation: float | None
     """Standard deviation of the decode speed."""
     first_response_ms: float | None
@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Load:
-    """A case of `vllm bench serve`: random prompts, greedy, answers of fixed length."""
+    """A `vllm bench serve` case: random prompts, greedy decoding, fixed-length answers."""
 
     concurrency: PositiveInt
     """Concurrent clients."""
@@ -76,13 +76,13 @@ class Load:
     completed: NonNegativeInt
     """Completed requests."""
     seed: int
-    """Seed of the random prompts; a new seed per case avoids cached prompts."""
+    """Seed for the random prompts; a new seed per case avoids cached prompts."""
     sent_tokens: NonNegativeInt
     """Sum over all prompts."""
     answered_tokens: NonNegativeInt
     """Sum over all answers."""
     output_tokens_per_s: NonNegativeFloat
-    """Sum of all clients."""
+    """Sum over all clients."""
     first_token_ms: NonNegativeFloat
     """Mean time to the first token (ttft)."""
     token_ms: NonNegativeFloat
@@ -107,12 +107,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ToolCase:
-    """A case of protocol `tools`."""
+    """A case in protocol `tools`."""
 
     name: str
     """Name in `tool_calls.yml`."""
     problem: str | None
-    """First difference from the expected calls; null: right."""
+    """First difference from the expected calls, or null if they are correct."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -120,13 +120,13 @@ class Sample:
     """The state of the host at a point in time."""
 
     at_s: NonNegativeFloat
-    """Since the start of the benchmark."""
+    """Time since the start of the benchmark."""
     available_bytes: NonNegativeInt
     """MemAvailable."""
     temperature_c: float | None
-    """Temperature of the GPU."""
+    """GPU temperature."""
     power_w: float | None
-    """Power of the GPU."""
+    """GPU power."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -136,13 +136,13 @@ class Served:
     host: str
     """Name in the inventory."""
     release: str
-    """Name of the release."""
+    """Release name."""
     model: str
     """Name in the catalog."""
     profile: str
     """Name in the catalog."""
     image: str
-    """Image of the engine."""
+    """Engine image."""
     tree: str
     """Path of the checkpoint on the host."""
     versions: dict[str, str]
@@ -169,40 +169,40 @@ class Published:
     tokens_per_s: NonNegativeFloat
     """The figure."""
     source: str
-    """Author and software of the measurement."""
+    """Author and software behind the measurement."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class BenchResult:
-    """A run of `spark-deploy bench` on a host."""
+    """A `spark-deploy bench` run on one host."""
 
     schema_version: Literal[1]
-    """Version of this format."""
+    """Format version."""
     at: str
-    """Start, UTC."""
+    """Start time in UTC."""
     served: Served
     answers: tuple[Answer, ...]
     """Protocol `seeds`; empty if not requested."""
     cells: tuple[Cell, ...]
     """Protocol `llama-benchy`; empty if not requested."""
     llama_benchy: str | None
-    """Version of llama-benchy."""
+    """llama-benchy version."""
     drafted_tokens: NonNegativeInt
-    """Drafted tokens during the benchmark, by the engine's counters."""
+    """Drafted tokens during the benchmark, from the engine's counters."""
     accepted_tokens: NonNegativeInt
     """Accepted drafted tokens."""
     samples: tuple[Sample, ...]
-    """The host during the benchmark."""
+    """Host samples during the benchmark."""
     notes: tuple[str, ...]
     """Omitted measurements, with reasons."""
     loads: tuple[Load, ...] = ()
     """Protocol `vllm-bench`; empty if not requested."""
     vllm: str | None = None
-    """Version of vLLM for `vllm-bench`."""
+    """vLLM version for `vllm-bench`."""
     tools: tuple[ToolCase, ...] = field(default=(), metadata=OPTIONAL)
     """Protocol `tools`; empty if not requested."""
     published: tuple[Published, ...] = ()
-    """Published figures to compare with `seeds`."""
+    """Published figures to compare with `seeds` results."""
 
     @property
     def acceptance_fraction(self) -> float | None:

@@ -1,7 +1,7 @@
-"""Files for submission of a result: Spark Arena's folder and NVIDIA's ``performance.yaml``.
+"""Files for submitting a result: Spark Arena's folder and NVIDIA's ``performance.yaml``.
 
-Formats: recipe of sparkrun, version 2, with ``runtime: vllm``, and ``performance.yaml`` of
-NVIDIA/local-ai-inference-recipes, schema 1. No data is sent.
+The formats are a sparkrun recipe, version 2, with ``runtime: vllm``, and ``performance.yaml`` from
+NVIDIA/local-ai-inference-recipes, schema 1. This module sends no data.
 """
 
 import csv
@@ -19,20 +19,20 @@ from spark_contract.release import Release
 from spark_deploy.bench.protocols import GRID_NAME, WARM_UPS
 from spark_deploy.bench.result import BenchResult
 
-# Columns of llama-benchy's CSV, and keys in the JSON.
+# Columns in llama-benchy's CSV, and keys in its JSON.
 _PARTS = (
     ("t_s", "{}_throughput"), ("t_s_req", "{}_req_throughput"), ("peak_ts", "peak_throughput"),
     ("peak_ts_req", "peak_req_throughput"), ("ttfr", "ttfr"), ("est_ppt", "est_ppt"),
     ("e2e_ttft", "e2e_ttft"),
 )  # fmt: skip
 COLUMNS = ["model", "test_name", *(f"{c}_{p}" for c, _ in _PARTS for p in ("mean", "std"))]
-# Empty columns in rows of answers (tg) and of prompts (pp).
+# Columns that stay empty in rows for answers (tg) and prompts (pp).
 _EMPTY = {"tg": {"ttfr", "est_ppt", "e2e_ttft"}, "pp": {"peak_ts", "peak_ts_req"}}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The published weights of a release."""
+    """The published weights that a release uses."""
 
     repository: str
     commit: str
@@ -40,7 +40,7 @@ class Origin:
 
 
 class _Text(str):
-    """A string that YAML writes on several lines."""
+    """A string that YAML writes as a block of lines."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -77,7 +77,7 @@ def _dump(document: dict[str, Any]) -> str:
 
 def recipe_of(release: Release, origin: Origin) -> dict[str, Any]:
     built = "; the checkpoint is built from several repositories" * origin.is_built
-    # A line for each option with values.
+    # Write each option with its values on a line.
     number, lines = 0, dict[int, list[str]]()
     for word in release.engine.argv[1:]:
         number += word.startswith("--")
@@ -151,7 +151,7 @@ def _csv_rows(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def performance_of(
     result: BenchResult, release: Release, origin: Origin, recipe: str
 ) -> dict[str, Any]:
-    """Return the figures of `vllm-bench`, not of NVIDIA's benchmark program."""
+    """Return figures from `vllm-bench`, which is not NVIDIA's benchmark program."""
     versions = result.served.versions
     system = {
         "label": versions.get("product"),

@@ -84,7 +84,7 @@ def _body(endpoint: Endpoint, case: Case) -> dict[str, Any]:
 
 
 def merge_deltas(chunks: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """Join the parts of a streamed message."""
+    """Join the chunks of a streamed message."""
     content, calls = "", dict[int, dict[str, Any]]()
     for chunk in chunks:
         for choice in chunk.get("choices") or ():
@@ -105,16 +105,16 @@ def find_problem(case: Case, message: Mapping[str, Any]) -> str | None:
     for call in message["tool_calls"]:
         name, text = call["name"], call["arguments"]
         if name not in schemas:
-            return f"called {name!r}, which the request does not offer"
+            return f"called {name!r}, which is not among the request's tools"
         try:
             arguments = json.loads(text)
         except ValueError:
-            return f"the arguments of {name} are not JSON: {text[:80]!r}"
+            return f"invalid JSON in the arguments of {name}: {text[:80]!r}"
         if problem := next(schema_problems(arguments, schemas[name], lambda _: "arguments"), None):
             return f"{name}: {problem.where}: {problem.what}"
         if (name, arguments) not in missing:
             return f"called {name} with {json.dumps(arguments)[:160]}"
         missing.remove((name, arguments))
     if not message["tool_calls"]:
-        return f"no call; the answer is {message['content'][:80]!r}"
+        return f"no tool call; the answer is {message['content'][:80]!r}"
     return f"did not call {missing[0][0]}" if missing else None

@@ -56,7 +56,7 @@ _MODULES = {
     **dict.fromkeys(_CHANGES, "changes"), **dict.fromkeys(("top", "logs"), "live"),
     "set": "settings", "stop": "stop_start", "start": "stop_start",
 }  # fmt: skip
-# Our commands by the names that similar tools use.
+# Our command for each name that similar tools use.
 _SIMILAR = {
     "ls": "models", "list": "models", "search": "models", "ps": "status", "run": "up",
     "serve": "up", "deploy": "up", "switch": "use", "chat": "ask", "rm": "uninstall",
@@ -88,14 +88,11 @@ def _open_streams() -> None:
 
 
 def _print_os_error(error: OSError) -> int:
-    """Print an error that names a file or the output; return the exit code.
-
-    Raises other errors, which need the traceback.
-    """
+    """Print an error about a file or the output and return 1; re-raise other errors."""
     where = error.filename
     if where is None and error.errno in _OUTPUT_ERRORS:
         where = "output"
-        # Python flushes the rest at exit and would print a second error.
+        # At exit Python flushes the remaining output, which would print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if where is None or error.strerror is None:
         raise error
@@ -124,7 +121,7 @@ def _parse_and_run(arguments: list[str]) -> int:
                 [{"where": "command line", "what": error.format_message(), "fix": fix}]
             )
         return error.exit_code
-    # --help and --version have printed already.
+    # --help and --version have already printed their text.
     return _run(command, as_json=as_json) if callable(command) else int(command or 0)
 
 
@@ -186,7 +183,7 @@ class _Group(click.Group):
         function = "set_" if function == "set" else function  # `set` is a builtin
         command: click.Command = getattr(module, function)
         command.help = COMMANDS[cmd_name]
-        # Otherwise only a command that this group starts has -h.
+        # Without this line, -h would work only for commands that this group starts.
         command.context_settings = self.context_settings
         return command
 
@@ -200,7 +197,7 @@ class _Group(click.Group):
             hint = f" Did you mean {guess}?" if guess else ""
             ctx.fail(f"No such command '{args[0]}'.{hint}")
         if args and not ctx.resilient_parsing and _uses_pyinfra(args[0], args[1:]):
-            # gevent must patch before anything imports ssl.
+            # gevent must patch the standard library before any module imports ssl.
             from gevent import hub, monkey
 
             monkey.patch_all()
@@ -230,7 +227,7 @@ def _print_version(context: click.Context, _option: click.Parameter, is_set: boo
 
 GROUP = _Group(
     "spark-deploy",
-    help="Turn NVIDIA DGX Sparks into proven model servers.",
+    help="Turn NVIDIA DGX Sparks into tested model servers.",
     params=[
         click.Option(
             ["--version"], is_flag=True, expose_value=False, is_eager=True,

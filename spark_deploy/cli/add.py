@@ -48,17 +48,17 @@ from spark_deploy.lock.hub import ModelCard, read_model_card
 from spark_deploy.plan.artifacts import tensor_fields
 from spark_deploy.plan.resolve import model_and_profile
 
-# Files with the same weights in formats that the engine does not read.
+# Files that contain the same weights in formats that the engine does not read.
 _OTHER_FORMATS = ("original/*", "metal/*", "onnx/*", "openvino/*", "*.gguf", "consolidated*")
 _MAX_FILE_BYTES = 1 << 50
-# URL of a repository's page at the hub, with or without a revision.
+# URL of a repository page on the hub, with or without a revision.
 _PAGE = re.compile(r"https?://([^/]+)/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?\Z")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TASK_COMMENTS = {
-    "completion": "Without a chat template it completes texts; there is no chat.",
-    "embedding": "The repository or the hub calls it an embedding model.",
-    "reranking": "The repository or the hub calls it a model that ranks documents.",
-    "classification": "The hub calls it a text classification model.",
+    "completion": "The model has no chat template, so it only completes texts.",
+    "embedding": "The repository or the hub describes it as an embedding model.",
+    "reranking": "The repository or the hub describes it as a model that ranks documents.",
+    "classification": "The hub describes it as a text classification model.",
 }
 
 
@@ -85,7 +85,7 @@ def add(
     if requantize:
         return _requantize(options, source, hosts)
     profile = options.profile or "plain"
-    # --profile is for the new model, so the settings of the host are read without it.
+    # --profile applies to the new model, so read the host settings without it.
     options = replace(options, profile=None)
     host = select_hosts(options, must_serve=False)[0]
     hubs = ("huggingface.co", urlsplit(host.settings.hub.endpoint).netloc)
@@ -118,7 +118,7 @@ def add(
             print_problem(problem)
         if not lines:
             data["next"] = []
-            note("the file was written: edit it, then run `spark-deploy plan`")
+            note("the file has been written; edit it, then run `spark-deploy plan`")
     if lines or options.json:
         print_result(options, data, [lines])
     return 1 if data["problems"] else 0
@@ -138,13 +138,13 @@ def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
     if code == 0 and not options.dry:
         note(
             f"to serve it, set `checkpoint.source: requantized` next to `model: {model}`, "
-            "then run spark-deploy up"
+            "then run `spark-deploy up`"
         )
     return code
 
 
 def _preview(options: Options, source: str, host: Target) -> int:
-    """Print the effect of a file, or the content of a repository; write no file."""
+    """Print what a file would change, or the content of a repository; write no file."""
     data = _read_file(source)
     if data is None:
         return _inspect(options, source, host)
@@ -160,11 +160,11 @@ def _preview(options: Options, source: str, host: Target) -> int:
 
 
 def _inspect(options: Options, source: str, host: Target) -> int:
-    """Print the tensors of a repository or directory, and matching models, from headers."""
+    """Read tensor headers of a repository or directory; print tensors and matching models."""
     if Path(source).is_dir():
         source = str(Path(source).absolute())
     elif not is_repository(source.partition("@")[0]):
-        raise CatalogError.one(source, "is neither a directory nor org/name", "check the spelling")
+        raise CatalogError.one(source, "is neither a directory nor ORG/NAME", "check the spelling")
     with temporary_builder(host.settings.hub) as builder:
         words = [builder_api.JSON] if options.json else []
         for model in host.catalog.models.values():
@@ -177,7 +177,7 @@ def _inspect(options: Options, source: str, host: Target) -> int:
 
 
 def _build_orders(model: HybridModel) -> Iterator[builder_api.BuildPlan]:
-    """Yield a build order for each way to build the model, to compare a repository with."""
+    """Yield each build plan of the model, for comparison with a repository."""
     sources: dict[Scheme, object] = {
         "keep": True, "fp8-base": model.sources.hybrid, "fp8-donor": model.sources.donor,
     }  # fmt: skip
@@ -207,7 +207,7 @@ def _add_files(source: str, host: Target, profile: str, *, force: bool) -> _Adde
 
 
 def _add_plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str]:
-    """Plan the added model; add figures to ``data`` and return the plan as text."""
+    """Plan the added model; add sizes to ``data`` and return the plan as text."""
     host = select_hosts(options, must_serve=False)[0].with_model(added.model, added.profile)
     plan = build_plan(host)
     data["release"] = plan.release.name
@@ -317,14 +317,15 @@ def _about_lines(
         f"{anatomy.quantisation or 'not quantized'}; {total / 1e9:.1f} GB of files, "
         f"{anatomy.weights_bytes / 1e9:.1f} GB of weights always loaded, "
         f"{anatomy.vision_bytes / 1e9:.1f} GB for vision or audio, "
-        f"{anatomy.drafter_bytes / 1e9:.1f} GB of a built-in drafter"
+        f"{anatomy.drafter_bytes / 1e9:.1f} GB for a built-in drafter"
     )
     if anatomy.context_tokens:
         yield f"context: {anatomy.context_tokens:,} tokens"
     config = content.documents.get(GENERATION, {})
     sampling = [f"{key} {config[key]}" for key in _SAMPLING if _is_plausible(config.get(key))]
     if sampling:
-        yield f"sampling that the publisher recommends and the engine uses: {', '.join(sampling)}"
+        defaults = ", ".join(sampling)
+        yield f"sampling defaults, recommended by the publisher and used by the engine: {defaults}"
 
 
 def _is_plausible(value: object) -> bool:
@@ -333,8 +334,14 @@ def _is_plausible(value: object) -> bool:
 
 def _open_questions(anatomy: Anatomy, content: RepositoryDescription) -> Iterator[str]:
     if anatomy.cache_unknown:
-        yield f"KV cache of a token: {anatomy.cache_unknown}; set engine.kv_cache_gib to limit it"
+        yield (
+            f"KV cache size per token: {anatomy.cache_unknown}; set engine.kv_cache_gib to limit "
+            "the cache"
+        )
     if anatomy.drafter_bytes:
-        yield "speculation: it has a built-in drafter; measure which number of drafts is fastest"
+        yield "speculation: the model has a built-in drafter; measure how many drafts are fastest"
     if content.documents.get(CONFIG, {}).get("auto_map"):
-        yield "config.json names custom code; it is not downloaded, the engine uses its own class"
+        yield (
+            "config.json refers to custom code, which is not downloaded; the engine uses its own "
+            "class"
+        )

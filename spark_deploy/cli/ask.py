@@ -35,23 +35,23 @@ def ask(options: Options, question: str, service: str | None, tokens: int) -> in
     results = []
     for target in hosts:
         if (task := connection_of(target, service=service).task) != "chat":
-            fix = f"see the request that `{next_command(options, 'connect', target.name)}` prints"
-            raise SparkError.one(target.name, f"its model is for {task}, not chat", fix)
+            command = next_command(options, "connect", target.name)
+            fix = f"run `{command}` and send the request that it prints"
+            raise SparkError.one(target.name, f"the model is for {task}, not for chat", fix)
         if len(hosts) > 1 and not options.json:
             print(f"{target.name}:")
-        results.append(ask_host(target, question, service, tokens, is_shown=not options.json))
+        results.append(ask_host(target, question, service, tokens, print_answer=not options.json))
     if options.json:
         print_result(options, results, ())
     return 0
 
 
 def ask_host(
-    target: Target, question: str, service: str | None, tokens: int, *, is_shown: bool
+    target: Target, question: str, service: str | None, tokens: int, *, print_answer: bool
 ) -> dict[str, Any]:
-    """Ask a host through its gateway; print the answer as it arrives if ``is_shown``.
+    """Ask a host through its gateway; print the answer as it arrives if ``print_answer``.
 
-    Raises:
-        SparkError: no connection, no complete answer.
+    Raises SparkError if there is no connection or no complete answer.
     """
     pieces: list[str] = []
     reasoning_seen = False
@@ -59,7 +59,7 @@ def ask_host(
     def show(piece: str, is_reasoning: bool) -> None:
         nonlocal reasoning_seen
         if is_reasoning:
-            if is_shown and not reasoning_seen:
+            if print_answer and not reasoning_seen:
                 note("the model reasons before it answers ...")
             reasoning_seen = True
             return
@@ -68,16 +68,16 @@ def ask_host(
         if not piece:
             return
         pieces.append(piece)
-        if is_shown:
+        if print_answer:
             print(printable(piece), end="", flush=True)
 
     with open_endpoint(target, service) as endpoint:
         answer = measure_answer(endpoint, question, tokens, temperature=None, show=show)
     text = "".join(pieces)
-    if is_shown:
+    if print_answer:
         print()
         if not text:
-            note(f"no answer within {tokens} tokens, only reasoning; use --tokens {tokens * 4}")
+            note(f"only reasoning within {tokens} tokens; add `--tokens {tokens * 4}`")
         note(speed_text(answer))
     return {
         "host": target.name, "model": endpoint.model, "answer": text,

@@ -42,7 +42,7 @@ class Measurement:
     book_url: str | None = None
 
     def apply(self, sizes: _Sizes) -> _Sizes:
-        """Return the sizes with those of prompts and answers that the user requested."""
+        """Return the sizes with the prompt and answer lengths that the user requested."""
         return replace(
             sizes,
             prompt_tokens=self.prompt_tokens or sizes.prompt_tokens,
@@ -116,7 +116,7 @@ def bench(
 
 
 def stages_of(target: Target) -> list[str]:
-    """Return the profiles that are stages of the host's model, in order; fail without stages."""
+    """Return the profiles that are stages of the host's model, in order; raise if none are."""
     model = target.settings.model
     stages = {
         profile.stage: name
@@ -124,21 +124,21 @@ def stages_of(target: Target) -> list[str]:
         if profile_model == model and profile.stage
     }
     if not stages:
-        fix = "add a `stage` to profiles in catalog/"
-        raise SparkError.one(target.name, f"no profile is a stage of {model}", fix)
+        fix = "set `stage` in the profiles in catalog/"
+        raise SparkError.one(target.name, f"{model} has no profile with a stage", fix)
     return [stages[stage] for stage in sorted(stages)]
 
 
 def run_ladder(
     options: Options, measure_host: Callable[[Target], BenchResult]
 ) -> tuple[int, list[BenchResult]]:
-    """Deploy and measure each stage, then deploy the settings again; return exit code, results."""
+    """Deploy and measure each stage, then redeploy the settings; return exit code and results."""
     hosts = select_hosts(options)
     names = [target.name for target in hosts]
     steps = [replace(options, profile=stage) for stage in stages_of(hosts[0])]
     for step in steps:
         for target in select_hosts(step):
-            build_plan(target)  # fails before the first deploy if a stage cannot be served
+            build_plan(target)  # raises before the first deploy if a stage cannot be served
     stages = ", ".join(str(step.profile) for step in steps)
     changes.confirm(
         options,
@@ -149,7 +149,7 @@ def run_ladder(
     try:
         for step in steps:
             if code := _deploy(step, names):
-                note(f"the deploy of {step.profile} failed; the ladder ends here")
+                note(f"could not deploy {step.profile}; stopping --ladder")
                 return code, results
             results += [measure_host(target) for target in select_hosts(step)]
     finally:
@@ -180,7 +180,7 @@ def _write_report(options: Options, results: Sequence[BenchResult], out: Path, n
     (out / f"{name}.html").write_text(report.render_page(results), encoding="utf-8")
     note(f"written: {out / name}.md and .html")
     if not report.has_plots():
-        note("no plots; to get them: pip install 'dgx-spark-deploy[bench]'")
+        note("the report has no plots; run `pip install 'dgx-spark-deploy[bench]'` for plots")
     if not options.json:
         print(text)
 
@@ -191,7 +191,7 @@ def _read_result(path: Path) -> BenchResult:
     except (OSError, DocumentError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         fix = "pass files written by `spark-deploy bench` (DIR/HOST-TIME.json)"
-        raise SparkError.one(str(path), f"is not a result of bench: {reason}", fix) from error
+        raise SparkError.one(str(path), f"invalid benchmark result: {reason}", fix) from error
 
 
 def _measure(
@@ -214,7 +214,7 @@ def _measure(
         benchy_version, cells = run.measure_grid(raw)
         vllm_version, loads = run.measure_loads(connection.port, connection.key_path)
         after = host.read_draft_counters(login, service)
-    # After a restart of the engine the counters are smaller.
+    # The counters decrease if the engine restarted.
     drafted, accepted = (max(0, b - a) for a, b in zip(before, after, strict=True))
     result = BenchResult(
         1, started_at, served, answers, cells, benchy_version, drafted, accepted, tuple(samples),
@@ -244,7 +244,7 @@ def _submit(target: Target, release: Release, result: BenchResult, files: Path, 
         except SparkError as error:
             reason = error.problems[0].line
     if served is None:
-        note(f"{target.name}: cannot write a folder for submission. {reason}")
+        note(f"{target.name}: cannot write a submission folder. {reason}")
         return
     locked = served.sources[0].locked
     origin = Origin(locked.repo, locked.commit, is_built=served.checkpoint is not None)
@@ -282,7 +282,9 @@ class _Run:
         if not self.is_requested("tools"):
             return ()
         if "--tool-call-parser" not in self.release.engine.argv:
-            self.skip("the model has no tool call parser", "set parsers.tool_call in its file")
+            self.skip(
+                "the model has no tool call parser", "set parsers.tool_call in its model file"
+            )
             return ()
         return tuple(tools.measure_tools(self.endpoint, note))
 
@@ -296,7 +298,7 @@ class _Run:
         ]
         result = protocols.measure_loads(self.login, self.release, port, key_path, cases, note)
         if result[0] is None:
-            problem = f"image {self.release.image.tag} lacks `vllm bench serve`"
+            problem = f"image {self.release.image.tag} does not contain `vllm bench serve`"
             self.skip(problem, "choose another protocol or image")
         return result
 
@@ -305,7 +307,7 @@ class _Run:
             return None, ()
         python = protocols.find_benchy_python()
         if python is None:
-            self.skip("llama-benchy is not installed here", "pipx install llama-benchy")
+            self.skip("llama-benchy is not installed", "run `pipx install llama-benchy`")
             return None, ()
         requested = self.measurement.apply(protocols.Grid())
         requested = replace(

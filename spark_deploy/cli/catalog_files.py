@@ -1,4 +1,4 @@
-"""Files of an owner's catalog: drafts with comments, written all together or not at all."""
+"""Files in the user's catalog: drafts with comments, written all together or not at all."""
 
 import re
 import textwrap
@@ -20,7 +20,7 @@ SCHEMAS = ("hosts", "settings", "model", "plain_model", "profile")
 
 
 def schema_line(root: Path, file: Path, schema: str) -> str:
-    """Return the line that names the schema for YAML language servers; "" without that schema."""
+    """Return the schema comment for YAML language servers, or "" if the schema is missing."""
     path = f"schema/{schema}.schema.json"
     if not (root / path).is_file():
         return ""
@@ -76,7 +76,7 @@ def _comment(text: str) -> list[str]:
 
 
 def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool) -> list[Path]:
-    """Write catalog files by (kind, name), all or none; return their paths."""
+    """Write all or none of the catalog files, given by kind and name; return their paths."""
     paths = {(kind, name): root / "catalog" / kind / f"{name}.yml" for kind, name in texts}
     if not force:
         _reject_existing(paths)
@@ -88,7 +88,7 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
             schema = "profile" if kind == "profiles" else "plain_model" if is_plain else "model"
             files.write_text(path, schema_line(root, path, schema) + text)
         _check(root, list(texts))
-    except BaseException:  # also for a full disk or Ctrl-C
+    except BaseException:  # includes a full disk and Ctrl-C
         for path, content in before.items():
             if content is None:
                 path.unlink(missing_ok=True)
@@ -106,10 +106,10 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
 def _reject_existing(paths: Mapping[tuple[str, str], Path]) -> None:
     for (kind, name), path in paths.items():
         if path.exists():
-            raise CatalogError.one(str(path), "exists", "overwrite it with --force, or remove it")
+            raise CatalogError.one(str(path), "already exists", "add --force, or remove the file")
         if name in catalog_files(kind):
-            problem = "would replace the shipped file with this name"
-            fix = "use the shipped file, choose another name, or replace it with --force"
+            problem = "would replace the shipped file with the same name"
+            fix = "choose another name, or add --force to replace the shipped file"
             raise CatalogError.one(str(path), problem, fix)
 
 

@@ -48,7 +48,7 @@ def dry_run(
     describe: Callable[[Target, T], str],
     argv: Sequence[str] = (),
 ) -> int:
-    """Print each host's changes and the equivalent command; return 1 if a host did not answer."""
+    """Print changes per host and the equivalent command; return 1 if a host did not answer."""
     results = [
         {**answer.data(), "text": describe(answer.host, answer.value) if answer.value is not None
          else answer.problem} for answer in answers
@@ -60,7 +60,7 @@ def dry_run(
 
 
 def note_no_changes(argv: Sequence[str] = ()) -> None:
-    note("no changes made; to list every step, run:" if argv else "no changes made")
+    note("no changes made; to list every step, run this command:" if argv else "no changes made")
     if argv:
         print_command(argv)
 
@@ -95,11 +95,11 @@ def _rollback_text(_host: Target, change: Rollback | Problem) -> str:
         return change.line
     if change.done or change.to is None:
         return change.done or "no earlier release"
-    return f"rolls back from {change.from_release or 'nothing'} to {change.to}"
+    return f"will roll back from {change.from_release or 'nothing'} to {change.to}"
 
 
 def preview_rollback(hosts: Sequence[Target], to: str | None) -> int | None:
-    """Print current and target release of each host; return an exit code if none can change."""
+    """Print the current and target release per host; return an exit code if none can change."""
     codes = list[int]()
     for answer in _query_rollback(hosts, to):
         change = answer.value
@@ -138,8 +138,8 @@ def uninstall(options: Options, models: bool, engine: bool, access: bool) -> int
     data = {"uninstall.models": models, "uninstall.engine": engine}
     code = run("uninstall", options, data, question="access" if access else "uninstall")
     if access and code == 0:
-        # This comes last, because afterwards the controller cannot log in. The user has
-        # confirmed both deploys.
+        # This deploy runs last, because the controller cannot log in afterwards. The user has
+        # already confirmed both deploys.
         return run("unbootstrap", replace(options, yes=not options.dry))
     return code
 
@@ -154,11 +154,11 @@ def fabric(options: Options, restore: bool, measure: bool) -> int:
 
 
 _QUESTIONS = {
-    "fabric": "Change the network of the ports between them? (--dry shows the file)",
-    "measure": "Send up to 1 GB over each port to the next host, while they serve?",
+    "fabric": "Change the network configuration of the ports between them? (--dry shows the file)",
+    "measure": "Send up to 1 GB over each port to the next host while they serve requests?",
     "rollback": "Return to the previous release?",
     "prune": "Remove files and images that no kept release needs? (--dry lists each item)",
-    "requantize": "Quantize there, for hours, with all of the host's memory?",
+    "requantize": "Quantize for hours with all of the host's memory?",
     "rotate-key": "Create a new API key and reject the old one at once?",
     "uninstall": "Uninstall? (--dry lists removed and kept files)",
     "access": "Uninstall, then revoke this machine's access? (--dry lists both)",
@@ -168,9 +168,9 @@ _QUESTIONS = {
 def run(
     command: str, options: Options, data: Mapping[str, Any] | None = None, *, question: str = ""
 ) -> int:
-    """Run the deploy of a command on the selected hosts; return pyinfra's exit code.
+    """Run a command's deploy on the selected hosts; return pyinfra's exit code.
 
-    ``data`` has settings of the command; ``question`` is a key of ``_QUESTIONS``.
+    ``data`` contains settings for the deploy; ``question`` is a key of ``_QUESTIONS``.
     """
     hosts, argv = _select(command, options, data or {})
     names = ", ".join(host.name for host in hosts)
@@ -213,7 +213,7 @@ def _select(
 
 
 def confirm(options: Options, question: str) -> None:
-    """Ask for confirmation unless ``--yes`` was given; fail if there is no terminal."""
+    """Ask for confirmation unless ``--yes`` was given; raise if there is no terminal."""
     check_confirmable(options)
     if not options.yes:
         click.confirm(question, abort=True, err=True)
@@ -221,7 +221,7 @@ def confirm(options: Options, question: str) -> None:
 
 def check_confirmable(options: Options) -> None:
     if not options.yes and not sys.stdin.isatty():
-        raise SparkError.one("confirmation", "needs a terminal", "run it in a terminal, or with -y")
+        raise SparkError.one("confirmation", "requires a terminal", "use a terminal, or add -y")
 
 
 def deploy(
@@ -234,7 +234,7 @@ def deploy(
 ) -> int:
     """Run a command's pyinfra deploy in this process; return pyinfra's exit code.
 
-    ``failed`` gets the names of failed hosts.
+    The names of failed hosts are added to ``failed``.
     """
     run = functools.partial(
         run_deploy,
@@ -259,7 +259,7 @@ def pyinfra_command(
     flags: Sequence[str] = (),
     data: Sequence[str] = (),
 ) -> list[str]:
-    """Return the equivalent pyinfra command, which lists every host."""
+    """Return the equivalent pyinfra command with all hosts."""
     data = [*options.data, *_assignments(options.choice), *data]
     return [
         "pyinfra", str(inventory_path(options)), str(CHECKOUT / deploy_file(command)),

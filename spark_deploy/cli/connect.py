@@ -1,7 +1,7 @@
 """``spark-deploy connect``: URL, model name, API key and client setup of each server.
 
-The output contains the command that reads the key instead of the key, which stays out of histories,
-argv and files.
+The output contains a command that reads the key instead of the key itself. The key therefore does
+not appear in shell histories, argv or files.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ print()"""
 
 
 def _opencode(server: Connection) -> Iterator[str]:
-    # Without a limit opencode requests answers of 32,000 tokens, which exceed small contexts.
+    # By default opencode requests 32,000-token answers, which exceed small contexts.
     context = server.context_tokens or 0
     limit = {"context": context, "output": min(_OPENCODE_ANSWER_TOKENS, context // 4)}
     limits = {"limit": limit} if context else {}
@@ -121,10 +121,10 @@ def _opencode(server: Connection) -> Iterator[str]:
 def _openwebui(server: Connection) -> Iterator[str]:
     yield _key_export("OPENAI_API_KEY", server)
     words = ["docker", "run", "-d", "--name", "open-webui", "--network", "host"]
-    # Listen on loopback only: the first visitor becomes administrator and can use the key.
+    # Listen only on loopback, because the first visitor becomes administrator and can use the key.
     words += ["-e", "HOST=127.0.0.1", "-e", f"PORT={_WEBUI_PORT}"]
     words += ["-e", f"OPENAI_API_BASE_URL={server.base_url}"]
-    # Without a value docker reads the key from the environment, so it is not in argv.
+    # Without a value, docker reads the key from the environment, which keeps it out of argv.
     words += ["-e", "OPENAI_API_KEY", "-v", "open-webui:/app/backend/data"]
     if server.ca:
         inside = "/etc/ssl/spark-ca.pem"
@@ -141,7 +141,7 @@ CLIENTS: dict[str, Client] = {
     ),
     "claude": Client('eval "$(THIS)"; claude', _claude),
     "python": Client("pip install openai; python FILE", _python),
-    "curl": Client("run the line", lambda server: iter([server.example])),
+    "curl": Client("run this line", lambda server: iter([server.example])),
     "env": Client('eval "$(THIS)"', _env),
 }
 
@@ -156,7 +156,7 @@ CLIENTS: dict[str, Client] = {
 def connect(options: Options, client: str | None, service: str | None, tunnel: bool) -> int:
     flags = {"--for": client, "--tunnel": tunnel, "--json": options.json}
     if len(given := [name for name, value in flags.items() if value]) > 1:
-        raise SparkError.one(" and ".join(given), "cannot be combined", f"omit {given[1]}")
+        raise SparkError.one(" and ".join(given), "cannot be combined", f"remove {given[1]}")
     hosts = answering_hosts(select_hosts(options, must_serve=False), options, service)
     servers = connections_of(hosts, options, service)
     if client in ROUTERS:
@@ -173,14 +173,15 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
 
 
 def answering_hosts(hosts: list[Target], options: Options, service: str | None) -> list[Target]:
-    """Return the hosts that answer clients: in a cluster only the head."""
+    """Return the hosts that answer clients; in a cluster, only the head does."""
     if service not in (None, MAIN_SERVICE):
         return hosts
     answering = [host for host in hosts if _head_of(host) == host.name]
     if not answering:
         head = _head_of(hosts[0])
-        problem = f"is a worker of {head}, which answers clients"
-        raise SparkError.one(hosts[0].name, problem, next_command(options, "connect", head))
+        problem = f"is a cluster worker; its head {head} answers clients"
+        fix = f"run `{next_command(options, 'connect', head)}`"
+        raise SparkError.one(hosts[0].name, problem, fix)
     return answering
 
 
@@ -216,8 +217,8 @@ def _print_client(
     options: Options, name: str, service: str | None, servers: list[Connection]
 ) -> None:
     if len(servers) != 1:
-        problem = f"{len(servers)} hosts: {', '.join(server.host for server in servers)}"
-        raise SparkError.one(f"--for {name}", problem, "name one host")
+        problem = f"{len(servers)} hosts selected: {', '.join(server.host for server in servers)}"
+        raise SparkError.one(f"--for {name}", problem, "select one host")
     [server], client = servers, CLIENTS[name]
     print("\n".join(client.render(server)))
     words = ["connect", server.host, *(["--service", service] if service else [])]
@@ -251,10 +252,9 @@ def connection_of(
     host_index: int = 0,
     service: str | None = None,
 ) -> Connection:
-    """Return the connection of a client to a server.
+    """Return the data that a client needs to connect; raise SparkError for an unknown service.
 
-    ``host_index``, the position in the inventory, gives each tunnel a separate port. Raises
-    SparkError if the host lacks the service.
+    ``host_index``, the host's position in the inventory, gives each tunnel a separate port.
     """
     service = chosen_services(host, service or MAIN_SERVICE)[0]
     settings = host.settings
@@ -269,14 +269,14 @@ def connection_of(
     sudo = ["sudo"] if host.data["_sudo"] else []
     read_key = shlex.join([*login, *sudo, "cat", plan.settings.key_path])
     urls = base_urls(plan)
-    # The last URL is for most clients, unless only this host can use it or its address is unknown.
+    # The last URL has the most clients, unless only this host can use it or its address is unknown.
     is_local = plan.settings.expose == "docker" or (len(urls) > 1 and not plan.address)
     base_url, users = urls[0] if is_local else urls[-1]
     tunnel, port = None, plan.settings.port
     if base_url == url(plan, LOOPBACK) and not local:
         tunnel = shlex.join(tunnel_argv(login, port + host_index, port))
         base_url = base_url.replace(f":{port}/", f":{port + host_index}/")
-        users = "here, through the tunnel below"
+        users = "on this machine, through the tunnel below"
     ca = str(ca_path(plan.tls.ca_dir)) if plan.tls and plan.tls.mode == "private-ca" else None
     model, profile = model_and_profile(settings, host.catalog)
     task = model.task if isinstance(model, PlainModel) else "chat"
@@ -341,16 +341,16 @@ def connection_lines(server: Connection) -> Iterator[str]:
         yield f"             docker run --add-host {CONTAINER_NAME}:host-gateway ..."
     yield f"  model      {server.model}{aliases}"
     yield f"  API key    {server.key_path} on the host"
-    yield f"  read it    {server.read_key}"
+    yield f"  read key   {server.read_key}"
     if server.ca:
         yield f"  CA         {server.ca} on this machine, created by the first deploy; for clients:"
         yield f"             curl --cacert {server.ca}; Python: SSL_CERT_FILE={server.ca}"
     if server.tunnel:
-        yield f"  from here  {server.tunnel}"
+        yield f"  tunnel     {server.tunnel}"
     yield f"  try        {server.example}"
 
 
-# Path and content of an example request, by the model's task.
+# Path and body of an example request for each model task.
 _REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
     "completion": ("completions", {"prompt": "The capital of France is", "max_tokens": 9}),
@@ -364,7 +364,7 @@ def example(base_url: str, model: str, read_key: str, ca: str | None, task: str 
     path, content = _REQUESTS[task]
     body = {"model": model, **content}
     trust = f"--cacert {shlex.quote(ca)} " if ca else ""
-    # curl reads the header from stdin, because every user of this machine can read argv.
+    # curl reads the header from stdin, because every user on this machine can read argv.
     return (
         f"{read_key} | sed 's/^/Authorization: Bearer /' | "
         f"curl -s {trust}{base_url}/{path} -H @- "

@@ -1,4 +1,4 @@
-"""The connection of a client to a server, and SSH tunnels of ``connect --tunnel``."""
+"""Connection data for clients, and the SSH tunnels of ``connect --tunnel``."""
 
 import shlex
 import signal
@@ -21,24 +21,25 @@ class Connection:
     host: str
     base_url: str
     port: int
-    users: str
+    users: str  # who can use the URL
     model: str
     names: tuple[str, ...]
     key_path: str
     read_key: str
     tunnel: str | None  # a command that forwards a local port to the host
     ca: str | None  # a CA file for clients
-    container: str | None  # base URL inside containers of the host
-    example: str
-    context_tokens: int | None = None  # of the longest request, if known
+    container: str | None  # base URL for containers on the host
+    example: str  # a command that sends a request
+    context_tokens: int | None = None  # maximum per request, if known
     task: str = "chat"
 
 
 def hold_tunnels(servers: Sequence[tuple[str, str, str]]) -> None:
-    """Keep tunnels, each with host, URL and command, open until Ctrl-C or a failure."""
+    """Keep tunnels (host, URL, command) open until Ctrl-C or a failure."""
     if not servers:
-        raise SparkError.one("--tunnel", "no tunnel needed", "see `spark-deploy connect`")
-    # The handler prevents an interruption between start and registration of a tunnel.
+        fix = "run `spark-deploy connect` without --tunnel"
+        raise SparkError.one("--tunnel", "these hosts need no tunnel", fix)
+    # Without this handler, Ctrl-C could interrupt between the start and registration of a tunnel.
     pressed: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     with ExitStack() as stack:
@@ -52,10 +53,10 @@ def hold_tunnels(servers: Sequence[tuple[str, str, str]]) -> None:
             stack.callback(process.terminate)
             running.append((host, process))
             note(f"{host}: {url}")
-        note("open until Ctrl-C")
+        note("tunnels stay open until Ctrl-C")
         while True:
             time.sleep(_POLL_S)
-            if pressed:  # the tunnels have received the signal, too
+            if pressed:  # the tunnels have also received the signal
                 note("")
                 return
             for name, process in running:
@@ -66,5 +67,5 @@ def hold_tunnels(servers: Sequence[tuple[str, str, str]]) -> None:
                     problem = (
                         f"tunnel ended with exit code {process.returncode}: {one_line(output)}"
                     )
-                    fix = "stop the program that uses the port, then try again"
+                    fix = "stop the program that uses the port, then run the command again"
                     raise SparkError.one(name, problem, fix)

@@ -1,4 +1,4 @@
-"""Shared options of commands, and output within the width of the terminal."""
+"""Options that commands share, and output that fits the terminal width."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ FOLDER = click.Path(file_okay=False, readable=False)
 
 @dataclass(slots=True)
 class Options:
-    """Shared options; those that a command does not declare keep their defaults."""
+    """Shared options. Options that a command does not declare keep their defaults."""
 
     inventory: str | None = None
     limit: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Options:
 
     @property
     def choice(self) -> dict[str, str]:
-        """The options ``--model`` and ``--profile`` that were given."""
+        """Return the values of ``--model`` and ``--profile`` on the command line."""
         values = {"model": self.model, "profile": self.profile}
         return {name: value for name, value in values.items() if value}
 
@@ -57,9 +57,9 @@ def shared_options(
     changes: bool = False,
     metavar: str = "[HOST]...",
 ) -> Callable[[Callable[..., int]], Callable[..., Any]]:
-    """Add ``--json`` and groups of options; the command gets them as ``Options``.
+    """Add ``--json`` and groups of options, which the command receives as ``Options``.
 
-    With KEY=VALUE in ``metavar`` it also gets the arguments that contain "=", as ``assignments``.
+    If ``metavar`` contains "=", the command also receives arguments with "=" as ``assignments``.
     """
 
     def decorate(run: Callable[..., int]) -> Callable[..., Any]:
@@ -93,13 +93,13 @@ def shared_options(
 
 
 def _is_inventory(word: str) -> bool:
-    """Return whether it is an inventory, not a host: a file, a list of hosts, or ``@local``."""
-    has_form = word.endswith(".py") or word.startswith("@") or "," in word or "/" in word
-    return has_form or Path(word).is_file()
+    """Return whether an argument is an inventory: a file, a list of hosts, or ``@local``."""
+    is_inventory = word.endswith(".py") or word.startswith("@") or "," in word or "/" in word
+    return is_inventory or Path(word).is_file()
 
 
 def name_completer(*kinds: str) -> Callable[..., list[str]]:
-    """Return a completer of ``models`` or ``profiles``; with models also MODEL/PROFILE."""
+    """Return a completer for ``models``, MODEL/PROFILE, or ``profiles``."""
 
     def names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
         model, slash, _ = incomplete.partition("/")
@@ -147,14 +147,14 @@ _HOSTS = (
     ),
     click.option(
         "--limit", "--host", "limit", multiple=True, metavar="NAME", shell_complete=host_names,
-        help="Only these hosts or groups; same as HOST.",
+        help="Select only these hosts or groups; same as HOST.",
     ),
     click.option(
         "--exclude", multiple=True, metavar="NAME", shell_complete=host_names,
         help="Exclude these hosts or groups.",
     ),
     click.option(
-        "--data", multiple=True, metavar="KEY=VALUE", help="Set a setting for this run."
+        "--data", multiple=True, metavar="KEY=VALUE", help="Override a setting for this run."
     ),
 )  # fmt: skip
 _PLANS = (model_option(), profile_option())
@@ -187,7 +187,7 @@ _DOTS = {"●": "green", "◐": "yellow", "○": "red"}  # also distinct without
 def print_result(
     options: Options, data: Any, texts: Iterable[Iterable[str]], *, separator: str = "\n\n"
 ) -> None:
-    """Print a result: ``data`` as JSON, or ``texts`` with the lines of each host."""
+    """Print ``data`` as JSON if requested, otherwise ``texts`` (lines per host)."""
     if options.json:
         print(json.dumps(to_plain(data), indent=1))
     elif text := printable(separator.join("\n".join(lines) for lines in texts)):
@@ -218,9 +218,9 @@ def print_problem(problem: Problem) -> None:
 
 
 def wrap_line(line: str, width: int) -> list[str]:
-    """Split a line at spaces, aligned with the text after the title.
+    """Split a line at spaces; indent the rest to the text after the title.
 
-    A command gets a backslash at each break, so that it can be copied into a shell.
+    In a command, each break has a backslash, so that users can copy it into a shell.
     """
     if len(line) <= width:
         return [line]
@@ -229,7 +229,7 @@ def wrap_line(line: str, width: int) -> list[str]:
     is_command = bool(title and _COMMAND.match(line, title.end()))
     lines, rest = [], line
     while len(rest) > width:
-        # A line break inside quotes would be part of the command.
+        # A line break inside quotes would become part of the argument.
         text = _QUOTED.sub(lambda quoted: "x" * len(quoted[0]), rest) if is_command else rest
         cut = text.rfind(" ", indent + 1, width + 1 - 2 * is_command)
         if cut <= indent:
@@ -263,7 +263,7 @@ def next_command(options: Options, *words: str) -> str:
 
 
 def command_path(name: str) -> str:
-    """Return a program's name, or the path if the shell would start another program."""
+    """Return a program's name, or its path if the shell would start another program."""
     program, in_path = Path(sys.executable).with_name(name), shutil.which(name)
     is_same = in_path is not None and os.path.realpath(in_path) == os.path.realpath(program)
     return name if is_same or not program.exists() else str(program)

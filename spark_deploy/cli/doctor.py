@@ -1,4 +1,4 @@
-"""``spark-deploy doctor``: check hosts as a deploy would, without changes."""
+"""``spark-deploy doctor``: run the checks of a deploy on hosts, without changes."""
 
 import json
 import shlex
@@ -33,7 +33,7 @@ from spark_deploy.plan.types import PreflightPlan
 )
 @shared_options(plans=True)
 def doctor(options: Options, is_report: bool, out: str | None) -> int:
-    """Exit with 1 if a deploy would refuse a host."""
+    """Return 1 if a deploy would reject any host."""
     hosts = select_hosts(options)
     if is_report:
         return _report(options, hosts, Path(out) if out else None)
@@ -68,12 +68,12 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
         stubs = "; stand-ins of the virtual lab, not a Spark" * bool(entry.stand_ins)
         lines.append(f"{entry.name}: {counts} of {len(states)} questions{stubs}")
     print_result(options, result, [lines])
-    note(f"{path}: read it before you send it")
+    note(f"{path}: read the report before you send it")
     return 0 if len(reports) == len(hosts) else 1
 
 
 def _preflight_plans(hosts: Sequence[Target]) -> dict[str, PreflightPlan]:
-    """Return the preflight plan of each host; estimate sizes if the hub does not answer."""
+    """Return the preflight plan per host; estimate sizes if the hub does not answer."""
     try:
         return {host.name: build_plan(host, estimate=False).preflight for host in hosts}
     except LockError as error:
@@ -127,8 +127,8 @@ def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
         return
     count, stopped = len(verdict["problems"]), verdict["stopped"]
     leaves = f", and leave {' and '.join(stopped)} stopped" if stopped else ""
-    result = f"would refuse it for {count} reason{'s' if count > 1 else ''}"
-    yield f"{verdict['host']}: a deploy {result if count else f'would go ahead{leaves}'}"
+    result = f"would reject it for {count} reason{'s' if count > 1 else ''}"
+    yield f"{verdict['host']}: a deploy {result if count else f'would proceed{leaves}'}"
     for text in stopped.values():
         yield f"  stopped   {text}"
     for title, text in verdict["looks"].items():
@@ -147,7 +147,7 @@ def _survey_rows(survey: Survey, needs: PreflightPlan) -> Iterator[tuple[str, st
     identity, gpu, memory = survey.identity, survey.gpu, survey.memory
     yield "system", f"{identity.os_id} {identity.os_version} on {identity.arch}"
     names = ", ".join(device.name for device in gpu.gpus) or "none"
-    yield "gpu", f"{names}, driver {gpu.driver_version or 'not answering'}"
+    yield "gpu", f"{names}, driver {gpu.driver_version or 'does not respond'}"
     available, total = gib(memory.available_bytes), gib(memory.total_bytes)
     needed = gib(needs.memory_needed_bytes)
     yield "memory", f"{available} of {total} available, the engine needs {needed}"
@@ -156,8 +156,8 @@ def _survey_rows(survey: Survey, needs: PreflightPlan) -> Iterator[tuple[str, st
     if memory.driver_failures:
         yield (
             "driver",
-            f"{memory.driver_failures} failed memory allocations since the boot "
-            "(NV_ERR_NO_MEMORY); reboot the host if a start fails",
+            f"{memory.driver_failures} failed memory allocations since boot "
+            "(NV_ERR_NO_MEMORY); if an engine fails to start, reboot the host",
         )
     yield "serving", ", ".join(survey.serving) or "no managed service"
     if containers := competing_containers(survey.containers):
@@ -193,4 +193,4 @@ def reuse_text(reuse: Reuse) -> str:
     part, whole = format_size(reuse.found_bytes), format_size(reuse.whole_bytes)
     if part.split()[1] == whole.split()[1]:
         part = part.split()[0]
-    return f"Reusing {part} of {whole}{where}; no download, no move"
+    return f"will reuse {part} of {whole}{where} without download or move"

@@ -1,4 +1,4 @@
-"""The hosts that a command selects: settings, plans, queries in parallel, and access checks."""
+"""The hosts that a command selects: settings, plans, parallel queries and access checks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 ESTIMATED_COMMIT = "0" * 40
 _FACT_S = 180  # docker on a busy host takes two minutes
-QUIET_S = 2.0  # until a note names hosts that did not answer yet
+QUIET_S = 2.0  # before a note lists hosts that have not answered yet
 _ESTIMATED_SHA256 = "0" * 64
 _ESTIMATED_IMAGE_BYTES = 10_000_000_000
 
@@ -61,7 +61,7 @@ class Target:
     data: dict[str, Any]
     loaded: HostSettings
     catalog: Catalog
-    # Answers of hub and registries by lock file, shared by all hosts of the command.
+    # Locks with results from hub and registries by lock file, shared by the command's hosts.
     looked_up: dict[Path, Lock] = field(default_factory=dict)
 
     @property
@@ -76,7 +76,8 @@ class Target:
 def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "") -> list[Target]:
     """Return the hosts that the command line selects.
 
-    ``must_serve`` rejects settings that cannot be served; ``deploy`` is the deploy that will run.
+    ``must_serve`` rejects settings that the hosts cannot serve. ``deploy`` is the file of the
+    deploy that will run.
     """
     choice = options.choice
     data = [*options.data, *(f"{key}={value}" for key, value in choice.items())]
@@ -100,7 +101,7 @@ def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "")
 
 
 def inventory_path(options: Options) -> Path:
-    """Return the given inventory, or the first in the working directory and its parents."""
+    """Return ``--inventory``, or the first inventory in this directory and its parents."""
     default = Path("inventory/spark.py")
     if options.inventory:
         given = Path(options.inventory)
@@ -130,7 +131,7 @@ def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
     if missing.names and estimate:
         lock = with_estimates(lock, settings, catalog)
     elif missing.names:
-        note("not locked yet, querying the hub (`spark-deploy update --missing` locks it):")
+        note("names not locked yet; querying the hub (`spark-deploy update --missing` locks them):")
         lock = resolve(lock, missing, settings, catalog.engines.engines, note)
     if not estimate:
         lock = host.looked_up[path] = read_headers(settings, catalog, lock, note)
@@ -188,13 +189,13 @@ class Answer(Generic[T]):
     problem: str = ""
 
     def data(self) -> dict[str, Any]:
-        """Return the fields that every command prints as JSON."""
+        """Return the JSON fields that all commands print for a host."""
         reachable = self.value is not None
         return {"host": self.host.name, "reachable": reachable, "problem": self.problem}
 
 
 class _ConnectErrors(BaseStateCallback):
-    """Keeps the reasons of failed connections, which pyinfra only logs."""
+    """Stores why connections failed, because pyinfra only logs the reasons."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
@@ -213,7 +214,7 @@ def read_status(host: Host, _target: Target) -> HostStatus | None:
 def query(
     hosts: Sequence[Target], read: Callable[[Host, Target], T | None], *, verb: str = "querying"
 ) -> list[Answer[T]]:
-    """Connect to the hosts in parallel; return what ``read`` returns for each."""
+    """Connect to the hosts in parallel; return the result of ``read`` for each host."""
     data = [(host.name, {"_timeout": _FACT_S, **host.data}) for host in hosts]
     inventory = Inventory((data, {}))  # type: ignore[no-untyped-call]  # pyinfra
     state = State(inventory, Config())  # type: ignore[no-untyped-call]  # pyinfra
@@ -251,7 +252,7 @@ def query(
 def query_or_note(
     hosts: Sequence[Target], read: Callable[[Host, Target], T | None]
 ) -> Iterator[tuple[Target, T]]:
-    """Yield the hosts that answer, with their values; print the problems of the others."""
+    """Yield each host that answers with its value; print the problems of other hosts."""
     for answer in query(hosts, read):
         if answer.value is None:
             note(f"{answer.host.name}: {answer.problem}")
@@ -260,7 +261,7 @@ def query_or_note(
 
 
 def _query_problem(host: Host, state: State, error: Exception) -> str:
-    """Explain a failed query; pyinfra reports a failed command only as "no hosts left"."""
+    """Explain a failed query, because pyinfra reports a failed command as "no hosts left"."""
     if isinstance(error, SparkError):
         return error.problems[0].line
     if host not in state.failed_hosts:
@@ -269,7 +270,7 @@ def _query_problem(host: Host, state: State, error: Exception) -> str:
         return f"a read-only command failed on the host, or ran longer than {_FACT_S} s"
     return (
         f"a command failed on the host or ran longer than {_FACT_S} s, or sudo is missing or "
-        "requires a password; fix: run deploys/bootstrap.py, or log in as root (ssh.user: root)"
+        "requires a password; fix: run `deploys/bootstrap.py`, or set `ssh.user: root`"
     )
 
 
@@ -289,10 +290,10 @@ class AccessResult:
 
 
 def check_access(hosts: Sequence[Target]) -> AccessResult:
-    """Try a login on all hosts in parallel; probe the hosts where it fails."""
+    """Try to log in to all hosts in parallel; probe the hosts where the login fails."""
     endpoints = [login.endpoint(host.name, host.data) for host in hosts]
     activity = f"connecting to {short_list([host.name for host in hosts])}"
-    pool = Pool(16)  # greenlets, because threads would delay an exit after Ctrl-C
+    pool = Pool(16)  # greenlets, because threads would delay the exit after Ctrl-C
     with ticking(activity, note, first_s=QUIET_S):
         results = zip(endpoints, pool.map(login.try_key, endpoints), strict=True)
         failed = [endpoint for endpoint, result in results if not result.ready]

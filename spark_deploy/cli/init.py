@@ -42,7 +42,7 @@ from spark_deploy.inventory import hosts_of as _hosts_of
 globals().update(_hosts_of(__file__))
 '''
 CONFIG_TEXT = '''\
-"""Read by pyinfra at the start: refuses a missing inventory."""
+"""pyinfra reads this file at startup; it rejects a missing inventory."""
 
 from spark_deploy.inventory import check_inventory as _check_inventory
 
@@ -50,25 +50,25 @@ _check_inventory()
 '''
 HOSTS_HEAD = """\
 # yaml-language-server: $schema=schema/hosts.schema.json
-# Your Sparks: names from your ssh configuration, or names with an address:
+# Your Sparks: names from your SSH configuration, or names with an address:
 #   spark-2: {address: 192.168.1.22, user: nvidia}
 # "@local" is the machine that runs spark-deploy.
 hosts:
 """
 SETTINGS_TEXT = """\
 # yaml-language-server: $schema=../schema/settings.schema.json
-# Settings of all Sparks. Settings of a single host: host_vars/NAME.yml, with the same keys.
+# Settings for all Sparks. Use the same keys in host_vars/NAME.yml for a single host.
 model: MODEL
 profile: PROFILE  # OTHERS
 
-# Prepare another pair, so that a change needs no download and no build:
+# Prepare another model or profile, so that switching to it needs no download or build:
 # keep_ready:
 #   - {model: MODEL, profile: ANOTHER}
 
-# Access: loopback (ssh tunnel), docker, tailscale or lan. Clients need the API key.
+# Access: loopback (SSH tunnel), docker, tailscale or lan. Clients need the API key.
 # serve: {expose: lan, port: 8000}
 # paths: {models_dir: /data/models}
-# All settings with defaults: `spark-deploy settings`.
+# `spark-deploy settings` prints all settings with defaults.
 """
 IGNORED = "/bench/\n/pyinfra-debug.log\n__pycache__/\n.*.new\n"
 
@@ -84,7 +84,7 @@ IGNORED = "/bench/\n/pyinfra-debug.log\n__pycache__/\n.*.new\n"
 def init(
     options: Options, directory: str, host: Sequence[str], user: str | None, local: bool
 ) -> int:
-    """Write missing files and renew schemas; keep all other files."""
+    """Write missing files and update schemas; keep all other files."""
     folder = Path(directory)
     hosts = _host_lines(host, user) if host else _default_hosts(folder, local)
     if host and (folder / HOSTS_FILE).exists():
@@ -101,7 +101,7 @@ def init(
         read_hosts(folder / HOSTS_FILE)
         inventory = read_inventory(folder / INVENTORY)
     except SparkError:
-        for path in written:  # otherwise the next `init` would keep the mistake
+        for path in written:  # otherwise the next `init` would keep the invalid files
             path.unlink()
             if path.parent != folder:
                 with suppress(OSError):  # the folder is not empty
@@ -126,17 +126,17 @@ def init(
                   for name, chosen in settings.items()],
         "not_locked": not_locked, "next": [command],
     }  # fmt: skip
-    hint = "      (to check first: `spark-deploy plan`, `spark-deploy doctor`)"
+    hint = "      (to check first, run `spark-deploy plan` and `spark-deploy doctor`)"
     print_result(options, data, [[f"next: {command}", hint]])
     return 0
 
 
 def _refuse_other_hosts(file: Path, lines: Sequence[str]) -> None:
-    """Reject hosts that an existing hosts.yml lacks or reaches differently."""
+    """Reject hosts that are missing from an existing hosts.yml or have other values there."""
     present = read_hosts(file).hosts
     missing = [line.strip() for line in lines if not yaml.safe_load(line).keys() <= present.keys()]
     if missing:
-        problem, fix = "exists, and init does not change it", f"add to it: {'; '.join(missing)}"
+        problem, fix = "exists; init does not change it", f"add to the file: {'; '.join(missing)}"
         raise SparkError.one(str(file), problem, fix)
     different = []
     for line in lines:
@@ -144,14 +144,14 @@ def _refuse_other_hosts(file: Path, lines: Sequence[str]) -> None:
         for field, value in (given or {}).items():
             if (current := getattr(present[name], field, None)) != str(value):
                 where = f"{file}: {name}.{field}"
-                message = f"is {current or 'not set'}, and init does not change it"
-                different.append(Problem(where, message, f"write there: {line.strip()}"))
+                message = f"is {current or 'not set'}; init does not change it"
+                different.append(Problem(where, message, f"change the line to: {line.strip()}"))
     if different:
         raise SparkError(different)
 
 
 def _default_hosts(folder: Path, local: bool) -> list[str]:
-    """Return lines for this machine or for hosts that the user types; none if hosts.yml exists."""
+    """Return lines for this machine or hosts that the user types; none if hosts.yml exists."""
     if (folder / HOSTS_FILE).exists():
         return []
     try:
@@ -161,13 +161,13 @@ def _default_hosts(folder: Path, local: bool) -> list[str]:
     if local or (is_spark and not sys.stdin.isatty()):
         return _host_lines([LOCAL], None)
     if not sys.stdin.isatty():
-        fix = "name them: `spark-deploy init DIR --host spark-1=192.168.1.21 --user nvidia`"
-        raise SparkError.one("hosts", "no host given, and there is no terminal", fix)
+        fix = "run `spark-deploy init DIR --host spark-1=192.168.1.21 --user nvidia`"
+        raise SparkError.one("hosts", "no host given and no terminal to ask in", fix)
     if is_spark and click.confirm("This machine is a Spark. Serve on it?", default=True, err=True):
         return _host_lines([LOCAL], None)
     names = click.prompt("Names or addresses of your Sparks, separated by spaces", err=True)
     user = click.prompt(
-        "Login user (empty: default of ssh)", default="", show_default=False, err=True
+        "Login user (leave empty for the SSH default)", default="", show_default=False, err=True
     )
     return _host_lines(re.findall(r"[^\s,]+", names), user or None)
 
@@ -215,11 +215,11 @@ def _write(path: Path, text: str) -> bool:
 
 
 def _lock(folder: Path) -> str | None:
-    """Lock the names in use; return the problem if that fails, because `up` locks them, too."""
+    """Lock the names in use; return the problem on failure, because `up` also locks names."""
     try:
         update.lock_names(Options(inventory=str(folder / INVENTORY)), only_missing=True)
     except SparkError as error:
         problem = error.problems[0].what
-        note(f"not locked yet: {problem}; `up` locks the names")
+        note(f"names not locked yet: {problem}; `spark-deploy up` will lock them")
         return problem
     return None

@@ -33,11 +33,11 @@ _limit = functools.partial(click.option, type=click.IntRange(min=1), metavar="N"
 @shared_options(changes=True)
 def key(options: Options, action: str, name: str, **limits: int | None) -> int:
     if action == "list":
-        # After `list` the word is the name of a host.
+        # The argument after `list` is a host name.
         return _print_keys(replace(options, limit=[*options.limit, *[name] * bool(name)]))
     if not name:
         raise SparkError.one(
-            f"key {action}", "no name given", f"write for example: key {action} anna"
+            f"key {action}", "no name given", f"add a name, for example `key {action} anna`"
         )
     if action == "add":
         return _add(options, name, {k: value for k, value in limits.items() if value is not None})
@@ -48,8 +48,8 @@ def _add(options: Options, name: str, limits: dict[str, int]) -> int:
     chosen = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
     if any(name in host.settings.serve.keys for host in all_hosts):
-        fix = f"choose another name, or first: spark-deploy key revoke {name}"
-        raise SparkError.one(f"key {name}", "exists already", fix)
+        fix = f"choose another name, or first run `spark-deploy key revoke {name}`"
+        raise SparkError.one(f"key {name}", "already exists", fix)
     token = f"sk-{secrets.token_urlsafe(32)}"
     values = {f"{_KEYS}.{name}": {"sha256": sha256(token.encode()).hexdigest(), **limits}}
     write = functools.partial(write_values, chosen, all_hosts, values, shown=f"key add {name}")
@@ -59,22 +59,22 @@ def _add(options: Options, name: str, limits: dict[str, int]) -> int:
         return 0
     confirm(options, f"{', '.join(host.name for host in chosen)}: accept a new key {name}?")
     write(dry=False)
-    note(f"the key of {name}, shown only now:")
+    note(f"API key for {name}; it will not be shown again:")
     print_result(options, {"name": name, "key": token}, [[token]])
     return _apply(options)
 
 
 def _revoke(options: Options, name: str) -> int:
     if options.limit or options.exclude:
-        raise SparkError.one("key revoke", "applies to all hosts", "leave out the hosts")
+        raise SparkError.one("key revoke", "always applies to all hosts", "remove the host names")
     hosts = select_hosts(options, must_serve=False)
     root = hosts[0].loaded.root
     if not (files := remove_entry(root, _KEYS, name, dry=True)):
         known = sorted({key for host in hosts for key in host.settings.serve.keys})
-        fix = f"name one of: {', '.join(known)}" if known else "`spark-deploy key list` lists keys"
+        fix = f"choose from: {', '.join(known)}" if known else "run `spark-deploy key list`"
         raise SparkError.one(f"key revoke {name}", "no settings file has this key", fix)
     for file in files:
-        note(f"{file}: removes {_KEYS}.{name}")
+        note(f"{file}: will remove {_KEYS}.{name}")
     if options.dry:
         note("no changes made")
         return 0
@@ -84,12 +84,12 @@ def _revoke(options: Options, name: str) -> int:
 
 
 def _apply(options: Options) -> int:
-    """Deploy the named keys of the changed settings; standard output has only the key."""
+    """Deploy the named keys from the changed settings; print only the key to standard output."""
     hosts = select_hosts(options, must_serve=False)
     print_command(pyinfra_command("key", options, [host.name for host in hosts], ["-y"]))
     code = deploy("key", hosts, replace(options, json=True))
     if code:
-        note("hosts that failed keep their former keys: repair them, then run spark-deploy up")
+        note("failed hosts keep their previous keys; fix these hosts, then run `spark-deploy up`")
     return code
 
 
@@ -109,7 +109,8 @@ def _keys(answer: Answer[HostStatus]) -> dict[str, Any]:
 
 
 def _lines(host: dict[str, Any]) -> Iterator[str]:
-    yield f"{host['host']}: {host['problem'] or ('named keys' if host['keys'] else 'no named key')}"
+    heading = "named keys" if host["keys"] else "no named keys"
+    yield f"{host['host']}: {host['problem'] or heading}"
     for name, key in host["keys"].items():
         limits = [f"{key[field]} {unit}" for field, unit in _UNITS.items() if key[field]]
         used = usage_text(key["usage"]) if key["usage"] else "not used"
@@ -117,8 +118,8 @@ def _lines(host: dict[str, Any]) -> Iterator[str]:
 
 
 _UNITS = {
-    "max_concurrent": "at a time",
-    "max_requests_per_min": "a minute",
-    "max_body_mib": "MiB a body",
-    "max_output_tokens": "output tokens a request",
+    "max_concurrent": "concurrent",
+    "max_requests_per_min": "per minute",
+    "max_body_mib": "MiB per body",
+    "max_output_tokens": "output tokens per request",
 }

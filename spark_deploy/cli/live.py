@@ -1,4 +1,4 @@
-"""``spark-deploy logs`` and ``top``: journals and load of hosts, streamed over SSH."""
+"""``spark-deploy logs`` and ``top``: journals and load from hosts, streamed over SSH."""
 
 import json
 import queue
@@ -26,7 +26,7 @@ from spark_deploy.config.documents import GIB
 from spark_deploy.config.printable import one_line, printable
 from spark_deploy.inventory.unreachable import ssh_reason
 
-# Names of the sources of log lines, by unit.
+# The label of log lines from each unit.
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}
 
 
@@ -50,7 +50,7 @@ class LogLine:
 )
 @shared_options()
 def logs(options: Options, follow: bool, lines: int) -> int:
-    """Exit with 1 if a journal could not be read."""
+    """Return 1 if a journal could not be read."""
     script = journal_command(lines, follow=follow)
     hosts = select_hosts(options, must_serve=False)
     readers = {host.name: _start(login_of(host), script) for host in hosts}
@@ -82,7 +82,7 @@ def _failure(process: subprocess.Popen[str], problem: str) -> str:
     if unreached := ssh_reason(output):
         return f"unreachable: {unreached[0]}; fix: {unreached[1]}"
     reason = f": {one_line(output)}" if output.strip() else ""
-    return f"{problem}{reason}; fix: `spark-deploy doctor`"
+    return f"{problem}{reason}; fix: run `spark-deploy doctor`"
 
 
 def journal_command(lines: int, *, follow: bool) -> str:
@@ -91,7 +91,7 @@ def journal_command(lines: int, *, follow: bool) -> str:
 
 
 def parse_journal(host: str, lines: Iterable[str]) -> Iterator[LogLine]:
-    """Parse the journal's JSON; skip incomplete lines."""
+    """Parse JSON lines of the journal; skip incomplete lines."""
     for line in lines:
         try:
             data = json.loads(line)
@@ -107,7 +107,7 @@ def parse_journal(host: str, lines: Iterable[str]) -> Iterator[LogLine]:
 
 
 def _read_all(readers: dict[str, subprocess.Popen[str]]) -> Iterator[LogLine]:
-    """Yield lines as they come, until the end of every journal."""
+    """Yield lines as they arrive, until every journal has ended."""
     lines: queue.Queue[LogLine | None] = queue.Queue()
 
     def read(name: str, process: subprocess.Popen[str]) -> None:
@@ -117,7 +117,7 @@ def _read_all(readers: dict[str, subprocess.Popen[str]]) -> Iterator[LogLine]:
 
     for reader in readers.items():
         threading.Thread(target=read, args=reader, daemon=True).start()
-    for _ in readers:  # each reader ends with None
+    for _ in readers:  # each reader puts None at its end
         yield from iter(lines.get, None)
 
 
@@ -133,7 +133,7 @@ _SAMPLE_SCRIPT = """while :; do
   echo end; sleep INTERVAL
 done""".replace("HEAT", HEAT).replace("INTERVAL", str(INTERVAL_S))
 
-# Metrics by name, with counters since the start of the engine, and the name of the model.
+# Values by metric, including counters since the engine started, and the model name.
 Sample = dict[str, Any]
 
 
@@ -153,13 +153,13 @@ class Load:
 
 @click.command
 @click.option("--once", is_flag=True, help="Print a single sample and exit.")
-@service_option("Only this service.")
+@service_option("Show only this service.")
 @shared_options()
 def top(options: Options, once: bool, service: str | None) -> int:
-    """Refresh until interrupted; exit with 1 if a host did not answer."""
+    """Refresh until interrupted; return 1 if a host did not answer."""
     processes: dict[str, subprocess.Popen[str]] = {}
     samples: dict[str, list[Sample]] = {}
-    # The list is complete before the first process starts, because a host may lack the service.
+    # Complete the list before the first process starts, because a host may lack the service.
     chosen = [
         (host, name)
         for host in select_hosts(options, must_serve=False)
@@ -201,7 +201,7 @@ def _keep_last_two(process: subprocess.Popen[str], samples: list[Sample]) -> Non
 
 
 def parse_samples(lines: Iterable[str]) -> Iterator[Sample]:
-    """Parse the output of the script; skip an incomplete sample."""
+    """Parse the script's output; skip an incomplete sample."""
     sample: Sample = {}
     for line in map(str.strip, lines):
         name, _, value = line.partition(" ")
@@ -231,7 +231,7 @@ def load_of(host: str, samples: Sequence[Sample]) -> Load:
 
     speed = acceptance = None
     has_tokens = "generation_tokens" in last and "generation_tokens" in before
-    # After a restart of the engine the counter is smaller.
+    # The counter decreases if the engine restarted.
     if has_tokens and increase("at") > 0 and increase("generation_tokens") >= 0:
         speed = increase("generation_tokens") / increase("at")
     if (drafted := increase("spec_decode_num_draft_tokens")) > 0:
@@ -254,7 +254,7 @@ def _show(rows: list[Load], options: Options, once: bool) -> None:
     console.print(table(rows, console.width))
 
 
-# Columns that a narrow terminal hides, in this order.
+# Columns to hide in a narrow terminal, in this order.
 _OPTIONAL = ("W", "°C", "accepted", "free GiB", "cache", "waiting", "running")
 
 

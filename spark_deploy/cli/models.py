@@ -1,4 +1,4 @@
-"""``spark-deploy models``: models of the catalog, and the profiles that can serve them."""
+"""``spark-deploy models``: models in the catalog, and the profiles that can serve them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,10 +33,10 @@ class ListedModel:
     name: str
     summary: str
     choose_when: str
-    profiles: dict[int, list[str]]  # fitting profiles by number of hosts; choose the first
-    choices: dict[str, str]  # "choose when" of these profiles, without `is_stage`
-    fixes: dict[int, str]  # required changes by number of hosts on which no profile fits
-    is_known: bool  # sizes are known, so `profiles` considers memory
+    profiles: dict[int, list[str]]  # profiles that fit, by number of hosts; best first
+    choices: dict[str, str]  # when to choose each of these profiles, without stages
+    fixes: dict[int, str]  # the required change for each number of hosts that is too small
+    is_known: bool  # the sizes are known, so `profiles` accounts for memory
     download_bytes: int | None
     context_tokens: int | None
     tokens_per_s: float | None
@@ -64,8 +64,8 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
         if (shows_all or not model.name.startswith("lab-")) and _matches(model, search)
     ]
     if not listed:
-        fix = suggest(" ".join(search), catalog.models, "run `spark-deploy models` for all")
-        raise SparkError.one(f"models {' '.join(search)}", "no model of the catalog matches", fix)
+        fix = suggest(" ".join(search), catalog.models, "run `spark-deploy models` to list all")
+        raise SparkError.one(f"models {' '.join(search)}", "no model in the catalog matches", fix)
     listed.sort(key=lambda model: (model.hosts or 99, -(model.tokens_per_s or 0), model.name))
     if options.json:
         print_result(options, listed, ())
@@ -73,9 +73,9 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
         print_result(options, listed, [_details(listed[0])])
     else:
         print_result(options, listed, [_rows(listed)])
-        note("tok/s: computed for one stream on one Spark, for models that we build")
-        note("-: read from the repository once it is in use (`use`, then `update` or `up`)")
-        note("details: spark-deploy models NAME; serve a model: spark-deploy use NAME")
+        note("tok/s: computed for one request at a time on one Spark, for models that we build")
+        note("-: unknown until you run `spark-deploy use NAME`, then `update` or `up`")
+        note("for details, run `spark-deploy models NAME`; to serve it, `spark-deploy use NAME`")
     return 0
 
 
@@ -111,18 +111,18 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
 
 
 def advice(model: str, profile: str, catalog: Catalog, count: int) -> str:
-    """Return the planner's fix for a model and profile that ``count`` hosts cannot serve."""
+    """Return the plan's fix for a model and profile that ``count`` hosts cannot serve."""
     return plan_problems(settings_on(count, model, profile), catalog)[0].fix
 
 
 def settings_on(count: int, model: str, profile: str) -> Settings:
-    """Return settings that serve a model on ``count`` hosts, everything else at its default."""
+    """Return default settings, except for the model, profile and number of hosts."""
     hosts = tuple(f"spark-{number + 1}" for number in range(count)) if count > 1 else ()
     return Settings(model=model, profile=profile, cluster=ClusterSettings(hosts=hosts))
 
 
 def fitting_profiles(model: str, catalog: Catalog, count: int = 1) -> list[str]:
-    """Return the profiles that serve a model on ``count`` hosts, the recommended one first."""
+    """Return the profiles that serve a model on ``count`` hosts, starting with the best."""
     default = Settings().profile
     names = [
         name
@@ -172,7 +172,7 @@ def _details(model: ListedModel) -> Iterator[str]:
     yield f"{model.name}: {model.summary}"
     yield f"  choose when {model.choose_when}"
     if not model.is_known:
-        yield "  size       unknown until `spark-deploy update` reads it for a model in use"
+        yield "  size       unknown; run `spark-deploy use NAME`, then `spark-deploy update`"
     for count, names in model.profiles.items() if model.is_known else ():
         text = ", ".join(names) or f"no profile fits; {model.fixes[count]}"
         yield f"  on {count} Spark{'s' * (count > 1)} {text}"
@@ -183,6 +183,6 @@ def _details(model: ListedModel) -> Iterator[str]:
     if model.context_tokens:
         yield f"  context    {model.context_tokens:,} tokens"
     if model.tokens_per_s and model.hosts == 1:
-        yield f"  speed      {model.tokens_per_s:.0f} tok/s computed for one stream"
+        yield f"  speed      {model.tokens_per_s:.0f} tok/s for one request (computed)"
     if model.hosts:
         yield f"  serve it   spark-deploy use {model.name}/{model.profiles[model.hosts][0]}"

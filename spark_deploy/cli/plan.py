@@ -33,7 +33,7 @@ ONE_STREAM = "one_stream_tokens_per_s"
 @click.option("-v", "--verbose", is_flag=True, help="Show files, unit and engine arguments.")
 @shared_options(plans=True)
 def plan(options: Options, estimate: bool, on_host: bool) -> int:
-    """Exit with 1 if a host did not answer."""
+    """Return 1 if a host did not answer."""
     hosts = select_hosts(options)
     try:
         plans = [build_plan(host, estimate=estimate) for host in hosts]
@@ -41,11 +41,11 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
         if estimate:
             raise
         raise LockError([
-            replace(problem, fix=f"{problem.fix}; or add --estimate to work offline")
+            replace(problem, fix=f"{problem.fix}, or add --estimate to work offline")
             for problem in error.problems
         ]) from error  # fmt: skip
     for host in () if estimate else hosts:
-        # This compares tensor names with the catalog unless the lock file records the result.
+        # Compare tensor names with the catalog unless the lock file contains a result.
         path = host.loaded.lock_path
         lock = host.looked_up.get(path) or read_lock(path)
         host.looked_up[path] = verify_names_if_online(host.settings, host.catalog, lock, note)
@@ -75,7 +75,7 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
 
 
 class MeasuredSpeed(NamedTuple):
-    """Measured and computed speed of single requests on a Spark."""
+    """The measured and computed speed of single requests on a Spark."""
 
     report: str
     model: str
@@ -96,7 +96,7 @@ def measured_speeds(root: Path, catalog: Catalog) -> Iterator[MeasuredSpeed]:
         try:
             hosts = read_report(path).hosts
         except (OSError, SparkError) as error:
-            note(f"{path}: ignored for the computed speed: {error}")
+            note(f"{path}: not used to calibrate the computed speed: {error}")
             continue
         for host in hosts:
             yield from _speed_of(path.name, host, catalog)

@@ -31,7 +31,7 @@ from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, Servi
 
 RATES_MB_PER_S = (25, 100)
 UNMEASURED = Calibration()
-# Tokens of a long coding session, and of a turn.
+# Tokens in a long coding session, and in one turn.
 _SESSION_TOKENS, _TURN_TOKENS = 130_000, 1000
 _MAX_WORD_CHARACTERS = 1000
 _CHECKS = {
@@ -39,7 +39,7 @@ _CHECKS = {
     "reasoning": "reasoning",
     "repeat": "repeat",
     "conversation": "growing conversation",
-    "image": "pictures",
+    "image": "images",
 }
 
 
@@ -57,7 +57,7 @@ def plan_text(
     peer: str = "",
     calibration: Calibration = UNMEASURED,
 ) -> Iterator[str]:
-    """Yield the plan's summary, or all of it.
+    """Yield the summary of a plan, or the whole plan if ``verbose``.
 
     ``present`` describes files on the host; ``peer`` is the host to copy from.
     """
@@ -72,7 +72,7 @@ def plan_text(
 
 
 def download_peer(plan: HostPlan, earlier: Iterable[HostPlan]) -> str:
-    """Return the first host that downloads everything in the plan, or ""."""
+    """Return the first host that downloads all files and images in the plan, or ""."""
     needed = _sizes(plan).keys()
     return next((other.host for other in earlier if needed <= _sizes(other).keys()), "")
 
@@ -84,7 +84,7 @@ def _sizes(plan: HostPlan) -> dict[tuple[bool, str], int]:
 
 
 def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
-    caveat = " as far as known" if plan.memory.unknown else ""
+    caveat = " (some sizes are unknown)" if plan.memory.unknown else ""
     yield f"{plan.host}: {plan.model} with {plan.profile} fits{caveat}"
     yield row("serves", f"{', '.join(plan.release.names)} {_address(plan)}")
     yield row("downloads", _peer_downloads(plan, peer) if peer else _downloads(plan))
@@ -94,13 +94,13 @@ def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
     for text in plan.memory.unknown:
         yield row("UNKNOWN", text)
     if not profile.proven:
-        yield row("UNPROVEN", f"no test has run profile {profile.name} as a whole")
+        yield row("UNPROVEN", f"profile {profile.name} has not been tested end to end")
     requested, used = profile.limits.memory_fraction, plan.memory.memory_fraction
     if used < requested and not profile.kv_cache.size_bytes:
         yield row("", f"memory share lowered from {requested:g} to {used:g}; the rest is reserved")
     if not plan.release.check.portable:
-        again = "again after a change of the engine's base image or the driver"
-        yield row("start", f"{COMPILING}, {again}")
+        repeats = "and again whenever the engine's base image or the driver changes"
+        yield row("start", f"{COMPILING}, {repeats}")
     for service in plan.services:
         urls = ", ".join(url for url, _ in base_urls(service.gateway))
         used_memory = gib(service.memory.memory_fraction * service.memory.total_bytes)
@@ -146,7 +146,7 @@ def _duration(seconds: float) -> str:
 
 def _memory_summary(plan: HostPlan, profile: Profile) -> str:
     memory = plan.memory
-    capacity = "tokens unknown before the first start"
+    capacity = "capacity unknown until the first start"
     if memory.full_context_users is not None:
         context = f"{plan.release.check.max_model_len:,} tokens"
         capacity = f"room for {memory.full_context_users:.1f} requests of {context}"
@@ -167,15 +167,16 @@ def plan_lines(
         if plan.checkpoint and not plan.checkpoint.keep_base:
             donor_bytes = plan.checkpoint.donor_bytes
             donor = f" and {format_size(donor_bytes)} of FP8 tensors" if donor_bytes else ""
-            again = (
-                f"a rebuild downloads {format_size(plan.checkpoint.base.size_bytes)}{donor} again"
+            yield row(
+                "",
+                "removed once the release with the built checkpoint passed its check; a rebuild "
+                f"downloads {format_size(plan.checkpoint.base.size_bytes)}{donor} again",
             )
-            yield row("", f"removed once the built checkpoint is proven and serves; {again}")
     if base := plan.requantized:
         yield row(
             "",
             f"quantized on the host to {format_size(base.size_bytes)} in {base.dir}: AutoRound, "
-            f"{base.build.iters} steps, {gib(base.build.memory_bytes)} of memory (estimated); "
+            f"{base.build.iters} steps, about {gib(base.build.memory_bytes)} of memory; "
             "run `spark-deploy add --requantize`",
         )
     yield from _checkpoint(plan.checkpoint)
@@ -194,8 +195,8 @@ def plan_lines(
     if cluster := plan.release.cluster:
         for number, member in enumerate(cluster.members):
             yield row("" if number else "cluster", f"{member.host}: {shlex.join(member.argv)}")
-        yield row("", f"{cluster.head.host} answers clients; the workers compute for it")
-        yield row("", "a deploy reads the members' addresses and renames the release")
+        yield row("", f"{cluster.head.host} answers clients; the workers only compute")
+        yield row("", "the deploy reads the members' addresses, which changes the release name")
     unit = plan_document(plan)["unit"]
     yield row("unit", f"{unit['name']} with {unit['drop_in']}:")
     yield row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
@@ -219,7 +220,7 @@ def _service(plan: ServicePlan) -> Iterator[str]:
 
 
 def _engine_command(release: Release) -> str:
-    """Return the command, with digests in place of long texts."""
+    """Return the engine command with digests in place of long arguments."""
     words = []
     for word in release.engine.argv:
         if "\n" in word or len(word) >= _MAX_WORD_CHARACTERS:
@@ -249,7 +250,7 @@ def _checkpoint(checkpoint: CheckpointPlan | None) -> Iterator[str]:
         "checkpoint", f"{checkpoint.dir}, {format_size(checkpoint.output_bytes)} new ({parts})"
     )
     if donor := checkpoint.donor:
-        yield row("", f"reads byte ranges of {donor.repo} {_commit(donor)}, without keeping them")
+        yield row("", f"reads byte ranges from {donor.repo} {_commit(donor)} without storing them")
 
 
 def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
@@ -268,14 +269,14 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         f"{gib(memory.floor_bytes)} the watchdog stops the engine",
     )
     if profile.ngram_table == "file":
-        cached = f"{gib(NGRAM_CACHE_BYTES)} of rows of the n-gram table"
+        cached = f"{gib(NGRAM_CACHE_BYTES)} of cached n-gram table rows"
         yield row("", f"weights include {cached}; the engine reads other rows from disk")
     elif profile.ngram_table:
         yield row("", f"weights include the n-gram table ({profile.ngram_table})")
     for text in memory.unknown:
-        yield row("", f"UNKNOWN: {text}; the engine reports it at the first start")
+        yield row("", f"UNKNOWN: {text}; the engine reports the value at its first start")
     if memory.counted_by:
-        yield row("", f"KV cache size per token, as measured by {memory.counted_by}")
+        yield row("", f"KV cache size per token measured by {memory.counted_by}")
     context = plan.release.check.max_model_len
     if memory.kv_tokens is None:
         return
@@ -308,9 +309,9 @@ def speed_lines(
     if requests > 1:
         total = compute_speed(shape, profile, requests=requests)
         text += f", {_range(total, factor)} in total for {requests}"
-    basis = "fitted on two published figures of the 122B, not measured on a Spark"
+    basis = "fitted to two published figures for the 122B, not measured on a Spark"
     if profile.ngram_table == "file":
-        basis += "; without disk reads"
+        basis += "; excludes disk reads"
     if count := calibration.reports:
         basis = f"scaled by {factor:.2f} from {count} Spark report{'s' if count > 1 else ''}"
     yield row("speed", f"{text} (computed, {basis})")
@@ -323,9 +324,9 @@ def speed_lines(
         f"tokens: {shares}",
     )
     speedup = best_speedup(model, profile)
-    text = "no other setting gains 1 % or more"
+    text = "no other setting is at least 1 % faster"
     if speedup:
-        text = f"best further speedup: {speedup.setting}, about +{speedup.gain:.0%}"
+        text = f"fastest other setting: {speedup.setting}, about +{speedup.gain:.0%}"
     yield row("", text)
 
 
@@ -333,10 +334,10 @@ def _first_token(plan: HostPlan, model: Architecture, profile: Profile) -> str:
     session = min(_SESSION_TOKENS, plan.release.check.max_model_len // 2)
     new_s = first_token_s(model, session)
     turn_s = next_turn_s(model, profile, plan.memory.block_tokens, session, _TURN_TOKENS)
-    reads = "with prefix caching" if profile.prefix_caching else "reads everything again"
+    caching = "with" if profile.prefix_caching else "without"
     return (
-        f"{new_s:.0f} s for a prompt of {session:,} tokens, {turn_s:.0f} s for the next turn of "
-        f"{_TURN_TOKENS:,} ({reads}; computed)"
+        f"{new_s:.0f} s for a {session:,}-token prompt, {turn_s:.0f} s for the next "
+        f"{_TURN_TOKENS:,}-token turn ({caching} prefix caching; computed)"
     )
 
 
@@ -344,7 +345,7 @@ def _not_computed_reason(plan: HostPlan, model: Model, profile: Profile) -> str:
     if not isinstance(model, HybridModel):
         return "models without an architecture file"
     if profile.engine_mode != "native":
-        return "engines without a Spark's kernels"
+        return "engines that do not use the Spark kernels"
     cluster = plan.release.cluster  # the computed speed excludes network traffic
     return f"{len(cluster.members)} Sparks as one server" if cluster else ""
 
@@ -365,7 +366,7 @@ def _disk(plan: HostPlan) -> Iterator[str]:
     yield row(
         "",
         f"{format_size(after_bytes):>9}, {format_size(peak_bytes)} at peak, in total on an empty "
-        "host; `doctor` checks the space of each filesystem",
+        "host; `spark-deploy doctor` checks free space per filesystem",
     )
 
 
@@ -379,7 +380,7 @@ def _serving(release: Release, gateway: GatewayPlan) -> Iterator[str]:
     if check.acceptance_floor:
         parts.append(f"draft acceptance of {check.acceptance_floor} or more")
     if check.prefix:
-        parts.append("cached prefixes of a growing conversation")
+        parts.append("prefix caching in a growing conversation")
     if check.portable:
         parts.append("PORTABLE MODE: every layer dequantized, not valid for a Spark")
     yield row("check", ", ".join(parts))

@@ -18,7 +18,7 @@ from spark_deploy.hosts.releases import CHECK_WARNING
 
 PRINT_INTERVAL_S = 30.0
 INTERRUPTED = 130
-_INDENT = 4  # of wrapped lines
+_INDENT = 4  # spaces before a wrapped line
 _JOB = re.compile(
     r"(?P<title>(?:fetch|build|pull|remove) .+): (?P<state>[a-z]+)(?:: (?P<progress>.*))?$"
 )
@@ -52,15 +52,15 @@ PHASES = {
 class HostView:
     name: str
     step: str = "connecting"
-    task: str = ""  # of the step
-    progress: str = ""  # of the task; never shortened
+    task: str = ""  # current task within the step
+    progress: str = ""  # progress within the task; never shortened
     is_done: bool = False
     failed: str = ""  # the failed step
     headline: str = ""  # serving release and reason of the failure
     steps: int = 0
     changed: int = 0
-    notes: list[str] = field(default_factory=list)  # of this step
-    last_results: list[str] = field(default_factory=list)  # of the last step with results
+    notes: list[str] = field(default_factory=list)  # log lines from this step
+    last_results: list[str] = field(default_factory=list)  # from the last step with results
     problems: list[str] = field(default_factory=list)
     serves: list[str] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ class HostView:
         return [line for line in self.notes if not (_ROLLOUT.match(line) or _JOB.match(line))]
 
     def line(self) -> tuple[str, str]:
-        """Return step or task, and its progress."""
+        """Return the step or task to show, and its progress."""
         if self.failed:
             return f"FAILED in {self.failed}", ""
         if self.is_done:
@@ -106,13 +106,13 @@ class HostView:
 
 @dataclass(slots=True)
 class Transcript:
-    """The state of a deploy, from log lines and callbacks; methods return lines to print."""
+    """The state of a deploy, built from log lines and callbacks; methods return lines to print."""
 
     hosts: dict[str, HostView] = field(default_factory=dict)
-    part: str = ""  # of the deploy, a value of _PART_OF_ROLE
+    part: str = ""  # current part of the deploy, a value of _PART_OF_ROLE
     parts_s: dict[str, float] = field(default_factory=dict)
     since_s: float = 0.0
-    general: list[str] = field(default_factory=list)  # lines without a host, since the last step
+    general: list[str] = field(default_factory=list)  # lines without a host since the last step
 
     def log(self, line: str) -> list[str]:
         line = without_errno(line).strip()
@@ -168,7 +168,7 @@ def minutes(seconds: float) -> str:
 
 
 class Watcher(BaseStateCallback):
-    """Follows a deploy by pyinfra's callbacks and log lines."""
+    """Tracks a deploy through pyinfra's callbacks and log lines."""
 
     follows_progress = True
 
@@ -223,7 +223,7 @@ class Watcher(BaseStateCallback):
 
 
 def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, console: Console) -> int:
-    """Run a deploy and show its progress; return the exit code. ``log`` gets pyinfra's log."""
+    """Run a deploy, show its progress and write pyinfra's log to ``log``; return the exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         watcher = Watcher(hosts, console, file.write)
@@ -232,7 +232,7 @@ def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, consol
                 code = run(watcher)
             except (KeyboardInterrupt, SystemExit):
                 watcher.screen.print(
-                    "interrupted: work on hosts continues; the same command attaches to it"
+                    "interrupted: work on hosts continues; run the same command to attach to it"
                 )
                 code = INTERRUPTED
     for text in summary(watcher.transcript, code, watcher.now_s()):
@@ -243,7 +243,7 @@ def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, consol
 
 
 def print_text(text: Text, console: Console) -> None:
-    """Print a line, wrapped with an indent in a terminal."""
+    """Print a line; in a terminal, wrap it with an indent."""
     if not console.is_terminal:
         console.print(text, soft_wrap=True)
         return
@@ -288,7 +288,7 @@ class _LiveScreen(_PipedScreen):
 
 
 def rows(transcript: Transcript, duration_s: float, width: int) -> Group:
-    """Return a line per host with name, task and progress, and a line with the time."""
+    """Return one line per host with name, task and progress, and a line with the duration."""
     lines = []
     name_width = max(map(len, transcript.hosts), default=0)
     for host in transcript.hosts.values():
@@ -319,7 +319,7 @@ def _styled(text: str) -> Text:
 
 
 def summary(transcript: Transcript, code: int, duration_s: float) -> Iterator[Text]:
-    """Yield result and number of changes per host, then the duration of each part."""
+    """Yield the result and number of changes for each host, then the duration of each part."""
     for host in sorted(transcript.hosts.values(), key=lambda host: not host.failed):
         outcome = Text(host.serves[0] if host.serves else "done", "green")
         if host.failed or (code and not host.serves):

@@ -1,4 +1,4 @@
-"""Convert serving recipes of four projects into catalog files, and list unused keys."""
+"""Convert serving recipes from four projects into catalog files, and list unused keys."""
 
 import json
 import re
@@ -24,19 +24,19 @@ from spark_deploy.config.settings.engine import DEVICE_OPTIONS, PROFILE_KEYS
 
 _SPARK = "dgx_spark_gb10"
 _SERVICE = "set by the gateway and serve.names"
-_IMAGE = "the engine image is images.engine of your settings, unchanged"
+_IMAGE = "your setting images.engine selects the engine image"
 # Reasons why a key is not used.
 _REASONS = {
     "build_args": _IMAGE, "container": _IMAGE, "image": _IMAGE, "mods": _IMAGE, "runtime": _IMAGE,
     "docker_image": _IMAGE, "pre_exec": "third-party commands are never run on hosts",
     "post_exec": "third-party commands are never run on hosts",
     "dependencies": "the image contains the dependencies", "host": _SERVICE, "port": _SERVICE,
-    "served_model_name": _SERVICE, "setup_command": "a deploy sets hosts up",
+    "served_model_name": _SERVICE, "setup_command": "the deploy sets up hosts",
 }  # fmt: skip
 _END_OF_COMMAND = re.compile(r"[|&;]|\d?>")  # a separator or a redirection
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=[^$`]*$")
 _MAX_CHARACTERS = 4_000_000
-# Keys that are used, by kind of recipe.
+# The keys that we use from each kind of recipe.
 _SPARKRUN_KEYS = {"recipe_version", "name", "description", "model", "model_revision", "env",
                   "defaults", "command", "solo_only", "cluster_only", "min_nodes",
                   "max_nodes"}  # fmt: skip
@@ -61,11 +61,11 @@ class Recipe:
 
 
 def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | None = None) -> Draft:
-    """Draft a catalog file from a recipe, without parsers that ``engine`` lacks."""
+    """Draft a catalog file from a recipe; leave out parsers that ``engine`` lacks."""
     recipe = _read(data, source)
     if not is_repository(recipe.repository):
-        problem = f"does not name a Hub repository ({recipe.repository[:60]!r})"
-        raise CatalogError.one(source, problem, "write ORG/NAME as the model")
+        problem = f"invalid model {recipe.repository[:60]!r}, expected a Hub repository"
+        raise CatalogError.one(source, problem, "set the model to ORG/NAME")
     arguments = read_arguments(recipe.words)
     for kind, parser in list(arguments.parsers.items()):
         if engine is not None and parser not in getattr(engine, kind):
@@ -74,12 +74,12 @@ def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | Non
                 f"parsers.{kind} {parser}: your engine does not have this parser"
             )
     if (gpus := max(recipe.nodes, arguments.devices)) > 1:
-        problem = f"is for {gpus} GPUs; a Spark has one, and an imported model runs on one host"
+        problem = f"requires {gpus} GPUs, but an imported model runs on one Spark with one GPU"
         raise CatalogError.one(source, problem, "use a recipe for one Spark")
     draft = Draft(recipe.repository, recipe.revision)
     draft.about = [
         f"Written by `spark-deploy add` from {source}, {recipe.kind}. "
-        "imported; not run by this project"
+        "Imported; this project has not run it."
     ]
     draft.put("summary", recipe.summary)
     draft.put("parsers", arguments.parsers, f"From {recipe.kind}.")
@@ -112,7 +112,7 @@ def _read(data: Mapping[str, Any], source: str) -> Recipe:
     if "model" in data and ("command" in data or "defaults" in data):
         return _sparkrun(data, source)
     kinds = "sparkrun 2, spark-vllm-docker 1, NVIDIA's recipe.yaml or vllm-project/recipes"
-    raise CatalogError.one(source, "is not a recipe of a supported kind", f"use {kinds}")
+    raise CatalogError.one(source, "unsupported recipe format", f"use {kinds}")
 
 
 def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
@@ -136,7 +136,7 @@ def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
     nodes = _count(data.get("min_nodes"), 1)
     version = str(data.get("recipe_version", ""))
     return Recipe(
-        kind=f"a recipe of sparkrun or spark-vllm-docker, version {version[:20] or 'unknown'}",
+        kind=f"a recipe for sparkrun or spark-vllm-docker, version {version[:20] or 'unknown'}",
         repository=str(data.get("model")),
         words=words,
         environment={**_mapping(data.get("env")), **exported},
@@ -159,7 +159,7 @@ def _nvidia(data: Mapping[str, Any]) -> Recipe:
         unused.append(f"checkpoint.draft {draft}: does not appear in the command")
     backend = data.get("backend")
     return Recipe(
-        kind="a recipe.yaml of NVIDIA/local-ai-inference-recipes",
+        kind="a recipe.yaml from NVIDIA/local-ai-inference-recipes",
         repository=str(checkpoint.get("target_label") or checkpoint.get("target") or ""),
         words=words,
         environment=exported,
@@ -185,7 +185,7 @@ def _vllm_project(data: Mapping[str, Any]) -> Recipe:
     unused = []
     for feature, content in features.items():
         if feature in opt_in:
-            unused.append(f"features.{feature}: it is opt-in")
+            unused.append(f"features.{feature}: the feature is opt-in")
         elif feature in ("tool_calling", "reasoning"):
             words += _words(_mapping(content).get("args"))
         else:
@@ -200,7 +200,7 @@ def _vllm_project(data: Mapping[str, Any]) -> Recipe:
     unused += [f"model.{text}" for text in _unused_keys(model, _MODEL_KEYS)]
     unused += [f"variants.{name}.{text}" for text in _unused_keys(variant, _VARIANT_KEYS)]
     recipe = Recipe(
-        kind=f"a document of vllm-project/recipes, variant {name[:40]}",
+        kind=f"a document from vllm-project/recipes, variant {name[:40]}",
         repository=str(variant.get("model_id") or model.get("model_id") or ""),
         words=words,
         environment=environment,
@@ -215,14 +215,14 @@ def _vllm_project(data: Mapping[str, Any]) -> Recipe:
 
 
 def _serve_words(command: str) -> tuple[list[str], dict[str, Any], list[str]]:
-    """Return the words after ``vllm serve MODEL``, environment variables and unused words."""
+    """Return the arguments after ``vllm serve MODEL``, environment variables and unused words."""
     text = re.sub(r"^[ \t]*#.*$", "", command.replace("\\\n", " "), flags=re.MULTILINE)
     try:
         words = shlex.split(text)
     except ValueError:
         words = []
     if "serve" not in words:
-        return [], {}, ["command: it does not call `vllm serve`"] if command.strip() else []
+        return [], {}, ["command: does not call `vllm serve`"] if command.strip() else []
     start = words.index("serve")
     end = next(
         (n for n, word in enumerate(words) if n > start and _END_OF_COMMAND.match(word)), len(words)
@@ -263,7 +263,7 @@ _FULL_NAMES = {
     "-sc": "speculative-config",
     "-q": "quantization",
 }
-# Methods of speculation in profiles, by their names in vLLM.
+# Speculation methods in profiles, by their names in vLLM.
 _METHODS = {
     **dict.fromkeys(("mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"),
     **{name: name for name in (*METHODS_WITH_REPOSITORY, "ngram")},
@@ -296,14 +296,14 @@ def read_arguments(words: list[str]) -> Arguments:
     for name, values in _option_values(words):
         if any(_EXPANSION.search(value) for value in values):
             text = " ".join(values)[:60]
-            arguments.unused.append(f"--{name} {text}: the value depends on a shell")
+            arguments.unused.append(f"--{name} {text}: the value needs shell expansion")
             continue
         option, _, key = name.partition(".")
         value = _parse_value(values)
         options[option] = {**_mapping(options.get(option)), key: value} if key else value
     for name, value in options.items():
         _add_argument(name, value, arguments)
-    # Options without a profile key; keep those that a catalog file may set.
+    # Options without a profile key; keep the options that a catalog file may set.
     others = arguments.profile.pop("options", {})
     for option, problem, fix in list(engine_options.option_problems(others)):
         del others[option]
@@ -330,7 +330,7 @@ def _add_argument(name: str, value: Any, arguments: Arguments) -> None:
         _add_speculation(_mapping(value), arguments)
     elif name == "trust-remote-code":
         arguments.unused.append(f"--{name}: third-party code is never run")
-    elif name != "enable-auto-tool-choice":  # a deploy sets it for models with a parser
+    elif name != "enable-auto-tool-choice":  # the plan sets it for models with a parser
         arguments.profile.setdefault("options", {})[name] = value
 
 
@@ -340,7 +340,7 @@ def _add_profile_key(name: str, value: Any, arguments: Arguments) -> None:
     for key in (*parents, last):
         schema = schema["properties"][key]
     if list(schema_problems(value, schema, lambda path: "")):
-        arguments.unused.append(f"--{name} {str(value)[:60]}: not possible in a profile")
+        arguments.unused.append(f"--{name} {str(value)[:60]}: not a valid value in a profile")
         return
     section = arguments.profile
     for key in parents:
@@ -359,7 +359,7 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
             speculation[key] = config[name]
     schema = schema_of(Speculation, "s")
     problems = [problem.what for problem in schema_problems(speculation, schema, lambda path: "")]
-    if not problems:  # only data that fits the schema can be converted
+    if not problems:  # only data that matches the schema can be converted
         problems = [each.what for each in convert(Speculation, speculation).violations()]
     if problems:
         arguments.unused.append(f"--speculative-config: {problems[0]}")
@@ -386,7 +386,7 @@ def _option_values(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _parse_value(values: list[str]) -> Any:
-    """Return True for a flag, a list of several values, parsed JSON or number, or the text."""
+    """Return True for a flag, a list for several values, parsed JSON or number, or the string."""
     if len(values) != 1:
         return values or True
     text = values[0]

@@ -1,4 +1,4 @@
-"""The file of ``doctor --report``: fields, and redaction of texts."""
+"""The file that ``doctor --report`` writes: its fields, and the redaction of strings."""
 
 import ipaddress
 import json
@@ -35,18 +35,18 @@ class Serving:
     profile: str
     release: str
     proven: bool
-    level: str  # of the last check; empty: never checked
+    level: str  # level of the last check; empty if never checked
     checked_at: str  # UTC
     restarted_since_full_check: bool
     portable: bool
     restarts: Count
-    checks: tuple[Finding, ...]  # without details that quote prompts or answers
+    checks: tuple[Finding, ...]  # excludes details that quote prompts or answers
     engine: EngineEvidence
     planned_kv_cache_tokens: int | None
     planned_kv_cache_bytes: int | None
     start_memory: StartMemory | None
     speed: dict[str, float]  # medians of the benchmark stored with the proof
-    events: tuple[Event, ...]  # without texts that may contain addresses
+    events: tuple[Event, ...]  # excludes texts that may contain addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class HostReport:
     memory_total_bytes: Count
     memory_available_bytes: Count
     gpu: dict[str, float]
-    gpu_container: tuple[str, ...]  # the options with which a container saw the GPU
-    kernel_log: dict[str, int]  # lines since the boot, by kind
+    gpu_container: tuple[str, ...]  # docker options with which a container could use the GPU
+    kernel_log: dict[str, int]  # number of lines since boot, by kind
     unmanaged_containers: Count
     refusals: tuple[str, ...]  # subjects of the problems that preflight found
     warnings: tuple[str, ...]
@@ -78,7 +78,7 @@ class HostReport:
 
     @property
     def is_spark(self) -> bool:
-        """Whether the figures are valid for DGX Sparks."""
+        """Return whether the figures are valid for DGX Sparks."""
         return self.versions.get("gpu") == GB10 and not self.stand_ins
 
 
@@ -97,7 +97,7 @@ _HOST_REPORT = TypeAdapter(HostReport)
 
 
 def read_report(path: Path) -> Report:
-    fix = "use the file as `spark-deploy doctor --report` wrote it"
+    fix = "use an unchanged file from `spark-deploy doctor --report`"
     try:
         return _REPORT.validate_json(path.read_bytes())
     except ValidationError as error:
@@ -127,8 +127,8 @@ def write_report(hosts: tuple[HostReport, ...], path: Path | None) -> tuple[Repo
     return report, path
 
 
-# The fields of a report are chosen to contain no private data. These patterns remove private data
-# that a program or vendor has put into a field.
+# The report's fields should contain no private data. These patterns remove private data that a
+# program or vendor has put into a field.
 _REDACTED = "<redacted>"
 _KEY = re.compile(
     r"(?i)\b(?:bearer|basic)\s+\S+|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[abpr]-|AKIA)"

@@ -1,4 +1,4 @@
-"""The report of a host: selected facts and answers to the open questions."""
+"""A host's report: selected facts, and answers to the open questions."""
 
 import re
 from collections.abc import Iterator
@@ -19,21 +19,21 @@ from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import HostPlan
 
-# The details of these checks are numbers; other details quote prompts and answers.
+# Details of these checks contain only numbers; other details quote prompts and answers.
 _NUMERIC_CHECKS = {names.MEMORY, names.CONTEXT_LENGTH, names.LOG_LINES, names.PREFIX_REUSE}
 _NUMERIC_CHECKS |= {names.ACCEPTANCE, names.COUNTERS, names.HEALTH}
-# The texts of these events are fixed; other texts may contain addresses or quote programs.
+# These events have fixed texts; other texts may contain addresses or program output.
 _FIXED_EVENTS = frozenset({names.HOT, names.COOLED, names.POWER, names.STARVING, names.STALLED})
 _DGX = ("DGX_NAME", "DGX_PRETTY_NAME", "DGX_SWBUILD_DATE", "DGX_SWBUILD_VERSION",
         "DGX_OTA_VERSION", "DGX_OTA_DATE")  # fmt: skip
-_REGISTRY = re.compile(r"^.*/(?=[^/]*$)")  # in an image's name; it may be private
+_REGISTRY = re.compile(r"^.*/(?=[^/]*$)")  # the registry in an image name may be private
 
 
 @dataclass(frozen=True, slots=True)
 class HostData:
     survey: Survey
     status: HostStatus
-    evidence: Evidence | None  # None if the host tools are absent or of another version
+    evidence: Evidence | None  # None if the host tools are missing or have another version
 
 
 def read_host(host: Host, survey: Survey) -> HostData:
@@ -107,7 +107,7 @@ def _versions(
 
 
 def _subject(problem: Problem) -> str:
-    """Return the subject of a problem, without the name of a container or a process."""
+    """Return the subject of a problem without container and process names."""
     kind, _, _ = problem.where.partition(" ")
     is_private = kind in ("container", "process", "port") or "/" in problem.where
     return kind if is_private else problem.where
@@ -118,15 +118,15 @@ def _notes(data: HostData, service: str) -> Iterator[str]:
     if not data.status.installed:
         yield "the host tools are not installed"
     elif data.evidence is None:
-        yield "the host tools are of another version: run `spark-deploy up`, then report again"
+        yield "the host tools have another version: run `spark-deploy up`, then report again"
     services = status.services if status else {}
     others = [name for name, state in services.items() if name != service and state.active]
     if others:
-        yield f"{len(others)} more services run; this report excludes them"
+        yield f"{len(others)} more services are running; this report excludes them"
     if data.survey.user:
-        yield "read without root: sudo requires a password"
+        yield "read without root, because sudo requires a password"
     if status and status.versions_unknown:
-        yield f"the version of {', '.join(status.versions_unknown)} is unknown: timed out"
+        yield f"version unknown because of a timeout: {', '.join(status.versions_unknown)}"
 
 
 def _serving(
@@ -170,14 +170,14 @@ def _serving(
     )
 
 
-# Questions of catalog/open_questions.yml, in the same order.
+# The questions in catalog/open_questions.yml, in the same order.
 QUESTION_IDS = (
     "deployed", "preflight", "local", "neighbours", "fetched", "built", "loaded", "answers",
     "gdn-prefill", "acceptance", "needle", "watch", "rollout", "restarted", "gpu-container",
     "start-time", "memory-left", "kv-cache", "speed", "heat", "driver-trouble",
 )  # fmt: skip
-_AS_PLANNED = 0.99  # of the planned tokens, because the plan rounds
-_ENOUGH_TOKENS = 100_000  # with so many generated tokens, the absence of events is an answer
+_AS_PLANNED = 0.99  # required fraction of the planned tokens, because the plan rounds
+_ENOUGH_TOKENS = 100_000  # generated tokens after which the absence of events is an answer
 _STATES: dict[bool | None, Literal["yes", "no", "open"]] = {True: "yes", False: "no", None: "open"}
 Verdict = tuple[str, bool | None, str]  # question; answer, or None if open; evidence
 
@@ -210,7 +210,7 @@ def _host_answers(host: HostReport) -> Iterator[Verdict]:
     text = f"docker {docker}, {options}" if options else "no container was tested"
     yield "gpu-container", True if options else None, text
     faults = host.kernel_log.get("xid")
-    text = "the kernel log was not read" if faults is None else f"{faults} Xid lines since the boot"
+    text = "the kernel log was not read" if faults is None else f"{faults} Xid lines since boot"
     yield "driver-trouble", None if faults is None else faults == 0, text
 
 
@@ -218,10 +218,10 @@ def _deployment_answers(host: HostReport, serving: Serving) -> Iterator[Verdict]
     proven, engine = serving.proven, serving.engine
     served = f"{serving.model} with {serving.profile}"
     yield "deployed", proven, f"{served}, {serving.level} check"
-    text = f"warned of {', '.join(host.warnings) or 'nothing'}"
-    text = f"refused for {', '.join(host.refusals)}" if host.refusals else text
+    text = f"warnings: {', '.join(host.warnings) or 'none'}"
+    text = f"rejected because of {', '.join(host.refusals)}" if host.refusals else text
     yield "preflight", (not host.refusals) if proven else None, text
-    text = "as `@local`" if host.local else "not queried as `@local`"
+    text = "queried as `@local`" if host.local else "not queried as `@local`"
     yield "local", proven if host.local else None, text
     count = host.unmanaged_containers
     text = f"next to {count} unmanaged containers" if count else "no unmanaged containers"
@@ -240,7 +240,7 @@ def _check_answers(serving: Serving) -> Iterator[Verdict]:
     loaded = None if serving.portable else checks.get(names.LOG_LINES)
     text = "portable mode" if serving.portable else "log lines were not checked"
     if loaded:
-        text = "every required log line" if loaded.ok else "a line is missing"
+        text = "every required log line is present" if loaded.ok else "a required line is missing"
     yield "loaded", loaded.ok if loaded else None, text
     required = [check for check in serving.checks if check.weight == "must"]
     failed = [check.name for check in required if not check.ok]
@@ -284,7 +284,7 @@ def _engine_answers(serving: Serving) -> Iterator[Verdict]:
     steps = [f"{name} {seconds:.0f} s" for name, seconds in engine.times_s.items()]
     ready = [f"ready after {check.seconds:.0f} s" for check in serving.checks
              if check.name == names.READY and check.ok]  # fmt: skip
-    text = ", ".join([*ready, *steps]) or "no step is timed"
+    text = ", ".join([*ready, *steps]) or "no step was timed"
     yield "start-time", True if steps else None, text
     text = "not recorded"
     if memory:

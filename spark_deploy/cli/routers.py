@@ -1,4 +1,4 @@
-"""Configurations of programs that distribute requests over the gateways of several hosts."""
+"""Configurations for programs that distribute requests over the gateways of several hosts."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -37,11 +37,11 @@ def _render_litellm(servers: Servers) -> Iterator[str]:
         ]
     for ca in {server.ca for server in servers if server.ca}:
         yield f"# export SSL_CERT_FILE={shlex.quote(ca)}"
-    # Without a master key LiteLLM answers everyone.
+    # Without a master key, LiteLLM answers any client.
     yield '# export LITELLM_MASTER_KEY="sk-$(openssl rand -hex 24)"'
     document = {
         "model_list": deployments,
-        # Otherwise all retries may go to the host that just answered 503.
+        # Otherwise all retries may go to the host that just returned 503.
         "router_settings": {"allowed_fails": 0, "cooldown_time": 10},
         "general_settings": {"master_key": "os.environ/LITELLM_MASTER_KEY"},
     }
@@ -56,7 +56,7 @@ def _render_vllm_router(servers: Servers) -> Iterator[str]:
         raise SparkError.one(where, "vllm-router cannot use a private CA", fix)
     urls = [server.base_url.removesuffix("/v1") for server in servers]
     words = ["vllm-router", "--policy", "consistent_hash"]
-    # By default the router tries a request five times, and avoids a host only after ten failures.
+    # By default, the router tries a request five times, but avoids a host only after ten failures.
     words += ["--cb-failure-threshold", "3"]
     yield shlex.join([*words, "--worker-urls", *urls])
 
@@ -70,8 +70,8 @@ ROUTERS: dict[str, Router] = {
         _render_litellm,
     ),
     "vllm-router": Router(
-        "pip install vllm-router==0.1.17, then run the line; it passes on the key of each "
-        "request, so set serve.api_key to the same key on all hosts",
+        "pip install vllm-router==0.1.17, then run the line; the router forwards the client's "
+        "key, so set serve.api_key to the same key on all hosts",
         _render_vllm_router,
     ),
 }

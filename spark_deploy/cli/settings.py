@@ -30,7 +30,7 @@ _KEY = re.compile(r"( *)([a-z_0-9]+):")
 class Edit:
     file: Path
     key: str
-    before: str | None  # None: the key was missing
+    before: str | None  # None if the key was missing
     after: str
     hosts: tuple[str, ...]
 
@@ -41,7 +41,8 @@ class Edit:
 def set_(options: Options, assignments: Sequence[str]) -> int:
     texts = {key: text for key, _, text in (word.partition("=") for word in assignments)}
     if not texts:
-        raise SparkError.one("set", "no KEY=VALUE given", "write for example: set serve.port=8001")
+        fix = "add a value, for example `set serve.port=8001`"
+        raise SparkError.one("set", "no KEY=VALUE given", fix)
     chosen = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
     values = {key: _parse(text) for key, text in texts.items()}
@@ -61,7 +62,7 @@ def print_edits(options: Options, edits: Sequence[Edit], hosts: Sequence[str]) -
     elif options.dry:
         note("no changes made")
     else:
-        note(f"to deploy it: {next_command(options, 'up', *hosts)}")
+        note(f"to deploy the change, run `{next_command(options, 'up', *hosts)}`")
 
 
 def edit_line(edit: Edit) -> str:
@@ -84,9 +85,9 @@ def write_values(
     dry: bool,
     shown: str,
 ) -> list[Edit]:
-    """Write values of dotted keys into the files that set them; return changed lines.
+    """Write values for dotted keys into the files that set these keys; return the edits.
 
-    Rejects values that the hosts could not serve; ``shown`` names the command in errors.
+    Rejects values that the hosts could not serve. ``shown`` is the command in error messages.
     """
     chosen_names = {host.name for host in chosen}
     _check(all_hosts, chosen_names, values, shown)
@@ -121,7 +122,7 @@ def remove_entry(root: Path, key: str, entry: str, *, dry: bool) -> list[Path]:
 def _check(
     all_hosts: Sequence[Target], chosen: set[str], values: Mapping[str, Any], shown: str
 ) -> None:
-    """Reject, with every reason, values that the chosen hosts could not serve."""
+    """Reject values that the selected hosts could not serve; list every reason."""
     after: dict[str, HostSettings] = {}
     problems: list[Problem] = []
     for host in all_hosts:
@@ -140,7 +141,7 @@ def _check(
 def _file_to_edit(
     host: HostSettings, key: str, all_hosts: Sequence[Target], chosen: set[str]
 ) -> Path:
-    """Return the file that sets the key, or the host's file if unselected hosts read that file."""
+    """Return the file that sets the key, or the host's file if other hosts also read that file."""
     files = host_file, group_file, common_file = _files(host)
     section = key.partition(".")[0]
     setting_key = (file for name in (key, section) for file in files if _lookup(_read(file), name))
@@ -164,7 +165,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _lookup(data: Any, key: str) -> tuple[Any, ...]:
-    """Return a tuple with the value of a dotted key, which is empty if the key is missing."""
+    """Return the value of a dotted key in a tuple, which is empty if the key is missing."""
     for part in key.split("."):
         if not isinstance(data, dict) or part not in data:
             return ()
@@ -184,14 +185,14 @@ def _write(file: Path, values: Mapping[str, str], root: Path, *, dry: bool) -> N
     changed = set_keys(text, values)
     if changed is None:
         keys = " and ".join(f"{key}: {value}" for key, value in values.items())
-        raise SparkError.one(str(file), "cannot be edited automatically", f"write {keys} into it")
+        raise SparkError.one(str(file), "cannot edit this file", f"add to the file: {keys}")
     if not dry:
         mode = file.stat().st_mode & 0o777 if file.exists() else 0o644
         files.write_text(file, changed, mode)
 
 
 def set_keys(text: str, values: Mapping[str, str]) -> str | None:
-    """Set dotted keys of a YAML document; ``None`` if another key would change."""
+    """Set dotted keys in a YAML document; return None if another key would change."""
     try:
         for key, value in values.items():
             before = yaml.safe_load(text) or {}
@@ -261,8 +262,8 @@ def settings(options: Options, key: str | None) -> int:
         defaults = {name: value for name, value in known.items() if key in name}
         if not defaults:
             parts = {part for name in known for part in name.split(".")}
-            fix = suggest(key, [*known, *parts], "`spark-deploy settings` lists all")
-            raise SparkError.one(f"settings {key}", "no setting has this in its name", fix)
+            fix = suggest(key, [*known, *parts], "run `spark-deploy settings` to list all")
+            raise SparkError.one(f"settings {key}", "no setting contains this in its name", fix)
         text = "\n".join([*_matching_lines(text, key), *_changed_values(options, key, known)])
     print(json.dumps(defaults, indent=1) if options.json else text)
     return 0
@@ -277,7 +278,7 @@ def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _changed_values(options: Options, key: str, defaults: Mapping[str, Any]) -> Iterator[str]:
-    """Yield values of this folder that differ from the defaults, with their files."""
+    """Yield values in this folder that differ from the defaults, with their files."""
     try:
         root = vars_root(str(inventory_path(options)))
     except SettingsError:  # not in a folder of `init`
@@ -291,9 +292,9 @@ def _changed_values(options: Options, key: str, defaults: Mapping[str, Any]) -> 
 
 
 def _matching_lines(text: str, key: str) -> Iterator[str]:
-    """Yield the lines of keys that contain ``key``, with their comments and sections."""
+    """Yield the lines whose dotted key contains ``key``, with their comments and sections."""
     path: list[str] = []
-    above: list[str] = []  # lines that precede the next key: comments or the section's key
+    above: list[str] = []  # lines before the next key: comments or the section's key
     for line in text.splitlines():
         match = _KEY.match(line)
         if not match:

@@ -50,15 +50,15 @@ from spark_deploy.lock.types import LockedSource, image_name
 from spark_deploy.plan.types import HostPlan
 
 _HEAD = """\
-# Written by `spark-deploy share`. To serve the same: `spark-deploy add THIS-FILE`, then `use`.
-# Use files of trusted authors only: they choose the commit and the engine options.
+# Written by `spark-deploy share`. To serve the model, run `spark-deploy add THIS-FILE`, then `use`.
+# Use files only from authors you trust, because they choose the commit and the engine options.
 """
 _SECRET = re.compile(
     r"(?i)\b(?:bearer|basic)\s+\S{8,}|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[abpr]-"
     r"|AKIA)[\w-]{8,}|\beyJ[\w-]+\.[\w-]+\.|://[^/\s@:]+:[^/\s@]*@|-----BEGIN "
 )
 _SECRET_KEY = re.compile(r"(?i)(token|secret|password|api[-_]?key)$")
-_UNPROVEN = "no host of this run serves it with a passed check"
+_UNPROVEN = "no selected host serves this release after a passed check"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -76,8 +76,8 @@ class Summary:
     checked_at: str = Field(max_length=40)  # UTC
     engine: str = Field(max_length=80)  # version
     portable: bool
-    stubbed: tuple[str, ...] = ()  # stand-ins of the virtual lab
-    checks: dict[str, bool] = Field(default_factory=dict)  # by name: whether they passed
+    stubbed: tuple[str, ...] = ()  # stand-ins from the virtual lab
+    checks: dict[str, bool] = Field(default_factory=dict)  # by name; True if passed
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -125,7 +125,7 @@ def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
         result = f"{proof.level} check of {proof.checked_at}, {passed}"
     print_result(options, data, [[f"{path}: written, {result}"]])
     for name in left_out:
-        note(f"not in the file: your setting {name}; pass it on separately")
+        note(f"the file does not contain your setting {name}; send it separately")
     return 0
 
 
@@ -173,7 +173,7 @@ def _make_shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
 
 
 def _newest_proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
-    """Return the newest current proof of the plan's model and profile on these hosts."""
+    """Return the newest current check result for the plan's model and profile on these hosts."""
     proofs: list[Proof] = []
     for _, status in query_or_note(hosts, read_status):
         proofs += [
@@ -218,7 +218,7 @@ def read_shared(data: Mapping[str, Any], source: str) -> Shared:
 def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], list[str]]:
     """Write a shared model, profile and lock; return the files and open questions.
 
-    Raises SparkError before any change if they cannot be used or the hub has different files.
+    Before any change, raises SparkError for invalid content or different files on the hub.
     """
     root = host.loaded.root
     if unlisted := [*_unlisted(shared.model), *_unlisted(shared.profile)]:
@@ -244,13 +244,13 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
     changed = validate_lock(lock.with_entries(locked))
     if changed != lock:
         write_lock(path, changed)
-        note(f"{path}: {len(locked)} repositories locked as shared")
+        note(f"{path}: {len(locked)} repositories locked to the commits in the shared file")
         written.append(path)
     return written, list(_open_questions(shared, host))
 
 
 def _unlisted(value: Any) -> Iterator[str]:
-    """Yield unlisted engine options and variables at any depth of a catalog file."""
+    """Yield unlisted engine options and variables at any depth in a catalog file."""
     if isinstance(value, Mapping):
         options, environment = (
             {str(name): item for name, item in part.items()} if isinstance(part, Mapping) else {}
@@ -266,24 +266,25 @@ def _unlisted(value: Any) -> Iterator[str]:
 def _locked_sources(shared: Shared, host: Target) -> Iterator[LockedSource]:
     """Yield the shared commits with the files that the hub lists.
 
-    Rejects repositories of other models, because a shared file must not change their lock.
+    Rejects repositories that the shared model and profile do not use, because a shared file must
+    not change the lock of other models.
     """
     settings, lock = host.settings.hub, read_lock(host.loaded.lock_path)
     token = read_hub_token(settings)
     names = {str(value) for _, value in _leaves([shared.model, shared.profile], ())}
     for repo, source in shared.sources.items():
         if repo not in names:
-            problem = f"neither {shared.name} nor {shared.profile_name} names this repository"
-            raise LockError.one(repo, problem, "remove it from sources in the file")
+            problem = f"neither {shared.name} nor {shared.profile_name} uses this repository"
+            raise LockError.one(repo, problem, "remove the repository from `sources` in the file")
         known = lock.sources.get(repo)
         if known is not None and known.commit != source.commit:
-            problem = f"locked here at {known.commit[:12]}, shared at {source.commit[:12]}"
-            fix = f"remove it from {host.loaded.lock_path.name} to use the shared commit"
+            problem = f"is locked at {known.commit[:12]}, but the file has {source.commit[:12]}"
+            fix = f"remove it from {host.loaded.lock_path.name} to use the commit in the file"
             raise LockError.one(repo, problem, fix)
         on_hub = hub.look_up_repo(settings.endpoint, repo, source.commit, token)
         if on_hub.commit != source.commit:
             problem = f"the hub has no commit {source.commit}"
-            raise LockError.one(repo, problem, "ask the author of the file")
+            raise LockError.one(repo, problem, "ask the file's author for another file")
         yield replace(on_hub, revision=source.revision)
 
 
@@ -292,7 +293,7 @@ def _open_questions(shared: Shared, host: Target) -> Iterator[str]:
     images = {image_name(image) for image in settings.images.values()}
     for reference, digest in shared.images.items():
         if reference not in images:
-            yield f"was served with {reference}@{digest[:19]}, which your settings do not use"
+            yield f"was served with image {reference}@{digest[:19]}; your settings use another"
     token = read_hub_token(settings.hub)
     for repo, source in shared.sources.items():
         try:
@@ -301,10 +302,10 @@ def _open_questions(shared: Shared, host: Target) -> Iterator[str]:
             yield error.problems[0].line
             continue
         if now != source.commit:
-            yield f"{repo}: {source.revision} is now {now[:12]}, shared at {source.commit[:12]}"
+            yield f"{repo}: {source.revision} is now {now[:12]}; the file has {source.commit[:12]}"
     proof = shared.proof
     if proof is None:
-        yield "shared without a check result"
+        yield "the file contains no check result"
         return
     checks = f"{sum(proof.checks.values())} of {len(proof.checks)} passed"
     portable = ", PORTABLE MODE" if proof.portable else ""

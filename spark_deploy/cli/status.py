@@ -1,4 +1,4 @@
-"""``spark-deploy status``: releases, check results and differences from the plan of each host."""
+"""``spark-deploy status``: each host's releases, check results and differences from the plan."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -45,11 +45,11 @@ from spark_deploy.plan.types import HostPlan
 @click.option("-v", "--verbose", is_flag=True, help="Print all details.")
 @shared_options(plans=True)
 def status(options: Options, files: bool, planned: bool) -> int:
-    """Exit with 1 if a host does not provably serve its plan."""
+    """Return 1 if a host does not serve its planned releases with a current, passed check."""
     if files:
         return _planned_files(options) if planned else _managed_files(options)
     if planned:
-        raise SparkError.one("--planned", "lists files only", "add --files")
+        raise SparkError.one("--planned", "requires --files", "add --files")
     counts: dict[str, dict[str, RequestCounts]] = {}
 
     def read(host: Host, target: Target) -> HostStatus | None:
@@ -84,7 +84,7 @@ def _planned_files(options: Options) -> int:
 
 
 def _managed_files(options: Options) -> int:
-    """Print the managed resources on hosts; return 1 if a host did not answer."""
+    """Print managed resources on hosts; return 1 if a host did not answer."""
 
     def read(_host: Host, target: Target) -> UninstallManifest:
         return read_resources(uninstall_request(target.settings))
@@ -140,7 +140,7 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
 
 
 def _build_plan(host: Target) -> tuple[HostPlan | None, str]:
-    """Return the plan, or why there is none."""
+    """Return the plan, or None and the reason."""
     lock = read_lock(host.loaded.lock_path)
     try:
         if required_names(host.settings, host.catalog).missing_in(lock).names:
@@ -178,7 +178,7 @@ def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, 
 
 
 def _serving(host_status: HostStatus, active: str | None) -> dict[str, Any]:
-    """Return the release of a service, and whether the check result is current."""
+    """Return a service's release, and whether its check result is current."""
     release, proof = host_status.release(active), {}
     if release:
         current = {"current": release.unproven is None, "why": release.unproven}
@@ -225,7 +225,7 @@ def _rollout(host_status: HostStatus, service: str) -> dict[str, Any] | None:
 
 
 def _release_name(host_status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:
-    """Return the name of a release with model and profile, if the plan or the host has them."""
+    """Return the release name, with model and profile if the plan or the host has them."""
     known = plan if plan and plan.release.name == name else host_status.release(name)
     return f"{known.model} with {known.profile}, {name}" if known else name
 
@@ -312,7 +312,7 @@ def _details(host: Mapping[str, Any]) -> Iterator[str]:
         at_start = ""
         if start := host["proof"].get("start_memory"):
             lowest, floor = gib(start["lowest_bytes"]), gib(start["floor_bytes"])
-            at_start = f" (lowest during the start {lowest}, floor {floor})"
+            at_start = f" (minimum during the start {lowest}, floor {floor})"
         restarts = host["restarts"] or 0
         yield _row("memory", f"{free} of {total} available{at_start}, {restarts} restarts")
     yield from _pending(host)
@@ -336,13 +336,15 @@ def _pending(host: Mapping[str, Any]) -> Iterator[str]:
         yield _row("reboot", f"pending: {host['reboot_pending']}")
     for path in host["unit_overrides"]:
         yield _row(
-            "units", f"{path} changes a unit; remove it, or list it in expect.unit_overrides"
+            "units", f"{path} changes a unit; remove the file, or add it to expect.unit_overrides"
         )
     if back := host["rolled_back"]:
-        yield _row("back", f"rolled back from {back['from_pair']} at {back['at']}, by hand")
+        yield _row("back", f"rolled back manually from {back['from_pair']} at {back['at']}")
     for entry in host["ready"]:
         missing = ", ".join(entry["missing"])
-        state = f"not ready: {missing}" if missing else "a rollout needs no download and no build"
+        state = (
+            f"not ready: {missing}" if missing else "ready; a rollout needs no download or build"
+        )
         yield _row("ready", f"{entry['model']} with {entry['profile']}: {state}")
 
 

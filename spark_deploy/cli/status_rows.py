@@ -1,4 +1,4 @@
-"""``spark-deploy status`` without ``-v``: a line per service."""
+"""The short output of ``spark-deploy status``: one line per service."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -8,7 +8,7 @@ from spark_deploy.plan.memory import gib
 
 
 def short_lines(hosts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each service, and a line for each difference from the plan."""
+    """Yield one line per service, and one line per difference from the plan."""
     rows = [row for host in hosts for row in _short_rows(host)]
     full = [cells for cells, _ in rows if len(cells) > 2]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

@@ -35,22 +35,22 @@ _QUESTIONS = {
 )
 @shared_options(confirms=True)
 def stop(options: Options, service: str | None, period: str | None) -> int:
-    """Exit with 1 if a host did not stop."""
+    """Return 1 if a host did not stop."""
     words = [tool.STOP_SERVICE, "--by", f"{getpass.getuser()}@{socket.gethostname()}"]
     if period is not None:
         number, unit = period[:-1], period[-1:]
         if not number.isdecimal() or not int(number) or unit not in _UNIT_SECONDS:
-            fix = "write a number and m, h or d: --for 90m"
-            raise SparkError.one("--for", f"{period!r} is not a period", fix)
+            problem = f"invalid period {period!r}, expected a number with m, h or d"
+            raise SparkError.one("--for", problem, "add a valid period, for example `--for 90m`")
         words += ["--for", str(int(number) * _UNIT_SECONDS[unit])]
     return _run_tool(options, "stop", words, service)
 
 
 @click.command
-@service_option("Only this service.")
+@service_option("Start only this service.")
 @shared_options(confirms=True)
 def start(options: Options, service: str | None) -> int:
-    """Exit with 1 if a host did not start the last proven release."""
+    """Return 1 if a host did not start the last proven release."""
     return _run_tool(options, "start", [tool.START_SERVICE], service)
 
 
@@ -72,9 +72,9 @@ def _run_tool(options: Options, command: str, words: list[str], service: str | N
                              for name in names)  # fmt: skip
         script = (
             f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {commands}; exit $failed; "
-            "else echo 'not set up yet; fix: run spark-deploy up'; exit 1; fi"
+            "else echo 'not set up yet; fix: run `spark-deploy up`'; exit 1; fi"
         )
-        # Each engine may use the whole start and stop timeout.
+        # Each engine may need its full start and stop timeouts.
         serve = target.settings.serve
         limit_s = (serve.start_timeout_s + serve.stop_timeout_s + 300) * len(names)
         ok, output = host.run_shell_command(
@@ -92,13 +92,14 @@ def _run_tool(options: Options, command: str, words: list[str], service: str | N
 
 
 def _require_all_members(options: Options, command: str, hosts: list[Target]) -> None:
-    """Reject an incomplete cluster: it cannot start without the other members."""
+    """Reject part of a cluster, because its members start only together."""
     names = {host.name for host in hosts}
     for host in hosts:
         members = host.settings.cluster.hosts
         if missing := [name for name in members if name not in names]:
             problem = f"is in a cluster with {', '.join(missing)}, which you did not select"
-            raise SparkError.one(host.name, problem, next_command(options, command, *members))
+            fix = f"run `{next_command(options, command, *members)}`"
+            raise SparkError.one(host.name, problem, fix)
 
 
 def _preview_text(command: str, status: HostStatus, name: str) -> str:

@@ -64,12 +64,12 @@ def up(options: Options) -> int:
     previews = _print_previews(hosts, plans, answers, options)
     choice = _temporary_choice(options)
     if choice:
-        note(f"{choice} applies to this run only: your settings files differ")
+        note(f"{choice} applies only to this run, because your settings files differ")
     if options.dry and not options.verbose:
         changes.note_no_changes(argv)
         return 0 if all(host_preview["reachable"] for host_preview in previews) else 1
     if not options.dry:
-        # Even with an unchanged release a deploy may repair a host.
+        # Even if the release is unchanged, a deploy may repair a host.
         changes.confirm(options, "Continue?")
     changes.print_command(argv)
     failed: set[str] = set()
@@ -91,7 +91,7 @@ def _print_previews(
     options: Options,
 ) -> list[dict[str, Any]]:
     if options.json and not options.dry:
-        # Later the error would be a second JSON document.
+        # If this check came later, its error would be a second JSON document.
         changes.check_confirmable(options)
     previews = [preview(plans[answer.host.name], answer) for answer in answers]
     if options.json:
@@ -117,7 +117,7 @@ def _chat_hosts(
 
 
 def _temporary_choice(options: Options) -> str:
-    """Return MODEL, PROFILE or MODEL/PROFILE of the command line if settings files differ."""
+    """Return MODEL, PROFILE or MODEL/PROFILE from the command line if settings files differ."""
     if not options.choice:
         return ""
     hosts = select_hosts(replace(options, model=None, profile=None), must_serve=False)
@@ -133,8 +133,8 @@ def _offer_to_save(choice: str, options: Options) -> None:
     options = replace(options, model=None, profile=None)
     command = next_command(options, "use", choice, *options.limit)
     if options.yes or not sys.stdin.isatty():
-        note(f"to keep it: {command}")
-    elif click.confirm(f"Write it to your settings files ({command})?", err=True):
+        note(f"to keep this choice, run `{command}`")
+    elif click.confirm(f"Write this choice to your settings files ({command})?", err=True):
         for edit in use.select(options, choice)[0]:
             note(edit_line(edit))
 
@@ -153,13 +153,13 @@ def _show_answers(hosts: list[Target], options: Options) -> None:
 def _show_answer(host: Target, options: Options) -> None:
     """Send a question to a host as a client on this machine would; print the answer."""
     try:
-        result = ask_host(host, QUESTION, None, 512, is_shown=False)
-    except SparkError as error:  # the release is proven, but this machine cannot reach it
-        note(f"{host.name}: no answer to a question from this machine:", "yellow")
+        result = ask_host(host, QUESTION, None, 512, print_answer=False)
+    except SparkError as error:  # the check passed, but this machine cannot reach the gateway
+        note(f"{host.name}: did not answer a question from this machine:", "yellow")
         for problem in error.problems:
             print_problem(problem)
         return
-    answer = one_line(result["answer"] or "only reasoning so far")
+    answer = one_line(result["answer"] or "only reasoning within the token limit")
     print(f"  asked {QUESTION!r}, answered {answer!r} at {result['tokens_per_s']} tok/s")
     print(f"  clients: {next_command(options, 'connect', host.name)}")
 
@@ -172,15 +172,15 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
         return 0
     for endpoint in access.without_access:
         if not endpoint.is_local:
-            public_key(endpoint)  # fails before pyinfra starts if there is no key
+            public_key(endpoint)  # raises before pyinfra starts if there is no key
     names = [endpoint.host for endpoint in access.without_access]
     if options.dry:
         fix = "run `spark-deploy up` without --dry"
-        raise SparkError.one(", ".join(names), "the SSH key or the sudo rule is missing", fix)
+        raise SparkError.one(", ".join(names), "SSH key or sudo rule is missing", fix)
     note(f"{', '.join(names)}: SSH key or sudo rule is missing; enter the password once")
     options = replace(options, limit=names, exclude=[], verbose=True)
     changes.print_command(changes.pyinfra_command("bootstrap", options, names, ["-y"]))
-    # With this deploy the inventory prompts for the password.
+    # For this deploy, the inventory prompts for the password.
     targets = select_hosts(options, deploy=changes.deploy_file("bootstrap"))
     code = changes.deploy("bootstrap", targets, options)
     get_host_keys.cache.clear()  # pyinfra must read the newly recorded host keys
@@ -191,7 +191,7 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
 class HostState:
     status: HostStatus
     jobs: Jobs
-    last_rollout: Rollout | None  # to the current release or, without one, the planned release
+    last_rollout: Rollout | None  # to the active, last known-good or planned release
 
 
 def read_state(host: Host, plan: HostPlan) -> HostState:
@@ -206,7 +206,7 @@ def read_state(host: Host, plan: HostPlan) -> HostState:
         )
         try:
             last_rollout = parse(Rollout, output.stdout) if ok else None
-        except DocumentError:  # from tools of another version; the preview lacks only the time
+        except DocumentError:  # the host tools have another version; only the duration is lost
             last_rollout = None
     return HostState(status, jobs, last_rollout)
 
@@ -216,22 +216,22 @@ def _jobs(plan: HostPlan) -> list[Job]:
 
 
 def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
-    """Return the expected changes on a host as text, and whether there are changes."""
+    """Return a host's expected changes as text, and whether there are any."""
     state = answer.value
     if state is None:
         return {**answer.data(), "text": answer.problem, "changes": True}
     reason = state.status.unproven_reason(MAIN_SERVICE, plan.release.name)
     stopped = state.status.stop_message(MAIN_SERVICE)
     rollout = state.status.rollout(MAIN_SERVICE)
-    text = f"{plan.model} with {plan.profile} serves and is proven; the release does not change"
+    text = f"already serves {plan.model} with {plan.profile}, which passed its check"
     if stopped:
         text = stopped
     elif reason and rollout:
         text = f"{rollout_text(state.status, rollout)}; this run attaches to it"
         if rollout.release != plan.release.name:
             text = (
-                f"{rollout_text(state.status, rollout)}; a change to {plan.model} with "
-                f"{plan.profile} is refused until it ends; run this again afterwards"
+                f"{rollout_text(state.status, rollout)}; it must end before a change to "
+                f"{plan.model} with {plan.profile}; run this command again afterwards"
             )
     elif reason:
         text = "; ".join(_change_texts(plan, state))
@@ -266,7 +266,7 @@ def _change_texts(plan: HostPlan, state: HostState) -> Iterator[str]:
     elif old is None:
         yield f"serves nothing now; will serve {new}"
     elif old.name == plan.release.name:
-        yield f"{new} stays and is checked again"
+        yield f"{new} stays active and will be checked again"
     elif (old.model, old.profile) == (plan.model, plan.profile):
         yield f"{new} with changed settings"
     elif old.model == plan.model:
@@ -291,8 +291,8 @@ def _start_duration(plan: HostPlan, state: HostState) -> str:
     if last and last.state == "switched" and "start" in last.times_s:
         return f", which takes {_downtime(last)}"
     if release and release.proof:
-        return " again; duration of the last start unknown"
-    return " for the first time; duration unknown"
+        return " again (duration of the last start unknown)"
+    return " for the first time (duration unknown)"
 
 
 def _preparation_texts(plan: HostPlan, jobs: Jobs) -> Iterator[str]:

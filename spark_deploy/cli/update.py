@@ -1,4 +1,4 @@
-"""``spark-deploy update``: lock commits and image digests of the names in use."""
+"""``spark-deploy update``: lock commits and image digests for the names in use."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from spark_deploy.plan.types import CheckpointPlan, SourcePlan
 @click.command
 @click.option("--only", multiple=True, metavar="NAME", help="Lock only this repository or image.")
 @click.option("--missing", is_flag=True, help="Lock only names that are not locked yet.")
-@click.option("--check", is_flag=True, help="Only check; exit with 1 if a name is missing.")
+@click.option("--check", is_flag=True, help="Change nothing; exit with 1 if a name is missing.")
 @click.option(
     "--counted", is_flag=True, help="Read KV-cache sizes and FP8 source hashes from hosts."
 )
@@ -76,9 +76,9 @@ def lock_names(
 def _resolve(
     path: Path, hosts: list[Target], only: Sequence[str], *, missing: bool, offline: bool
 ) -> tuple[Lock, set[str]]:
-    """Return the lock with the names that hosts require, and the names that were looked up.
+    """Return the lock with the names that hosts require, and the selected names.
 
-    ``only`` and ``missing`` select names; ``offline`` looks up none.
+    ``only`` and ``missing`` select names to look up; ``offline`` prevents the lookup.
     """
     lock, selected = read_lock(path), set[str]()
     required = [required_names(host.settings, host.catalog) for host in hosts]
@@ -103,7 +103,7 @@ def _reject_unknown_names(only: Sequence[str], hosts: list[Target]) -> None:
     for name in only:
         if name not in known:
             fix = suggest(name, known, f"choose from: {', '.join(known)}")
-            raise LockError.one(f"--only {name}", "no host of the inventory uses it", fix)
+            raise LockError.one(f"--only {name}", "no selected host uses this name", fix)
 
 
 def _problems(hosts: list[Target], lock: Lock) -> Iterator[str]:
@@ -111,7 +111,7 @@ def _problems(hosts: list[Target], lock: Lock) -> Iterator[str]:
     for host in hosts:
         settings, catalog = host.settings, host.catalog
         for question, _ in unverified_builds(settings, catalog, lock):
-            yield f"tensor names of {question.build} have not been verified"
+            yield f"tensor names in {question.build} have not been verified"
         for repository in unread_repositories(settings, catalog, lock):
             yield f"headers of {repository.repository} have not been read"
 
@@ -120,7 +120,7 @@ def _write(path: Path, lock: Lock) -> None:
     before = read_lock(path)
     if lock == before:
         count = len(lock.sources) + len(lock.images)
-        note(f"{path}: nothing to write, {count} names are locked")
+        note(f"{path}: unchanged, {count} names are locked")
         return
     write_lock(path, lock)
     old, new = (
@@ -136,7 +136,7 @@ def _write(path: Path, lock: Lock) -> None:
 
 
 def lock_donor_tensors(hosts: Sequence[Target]) -> None:
-    """Lock the hashes of FP8 source tensors after a first build, unless locked is required."""
+    """Lock FP8 source tensor hashes after a first build, unless `locked` is `required`."""
     hosts_by_lock: dict[Path, list[Target]] = {}
     for host in hosts:
         lock = read_lock(host.loaded.lock_path)
@@ -154,7 +154,7 @@ def lock_donor_tensors(hosts: Sequence[Target]) -> None:
 
 
 def _donor_builds(host: Target) -> Iterator[tuple[VerifiedNames, CheckpointPlan]]:
-    """Yield the builds of a host that read FP8 source tensors, and their names in the lock."""
+    """Yield a host's builds that read FP8 source tensors, and their names in the lock."""
     plan = build_plan(host)
     for served in (*plan.served, *plan.ready):
         tree = served.checkpoint
@@ -172,9 +172,9 @@ def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
         if locked not in (None, sha256):
             raise LockError.one(
                 f"{host.name}: {build.dir}",
-                f"was built from FP8 source tensors with sha256 {sha256}, the lock has {locked}",
-                "find out which hub or proxy sent different bytes; if the host has the wrong "
-                "bytes, rename the directory on that host and deploy again",
+                f"was built from FP8 source tensors with sha256 {sha256}; the lock has {locked}",
+                "find out which hub or proxy sent different data; if the host has the wrong "
+                "data, rename the directory on that host and deploy again",
             )
         if locked is None:
             note(f"  {names.build}: FP8 source tensors have sha256 {sha256}, built by {host.name}")
@@ -183,7 +183,7 @@ def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
 
 
 def _with_host_values(lock: Lock, hosts: Sequence[Target]) -> Lock:
-    """Add KV-cache sizes that proven engines measured, and hashes of FP8 source tensors."""
+    """Add KV-cache sizes that checked engines measured, and hashes of FP8 source tensors."""
     for host, status in query_or_note(hosts, read_status):
         lock = _with_donor_hashes(lock, host, status)
         for anatomy in _measured_anatomies(host, status, lock):

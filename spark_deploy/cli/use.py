@@ -31,12 +31,12 @@ def use(options: Options, choice: str) -> int:
         unset = [f"{key}={{}}" if value.startswith("{") else f"{key}=null"
                  for key, value in overrides.items()]  # fmt: skip
         note(f"these settings still override the profile: {values}")
-        note(f"  to remove them: {next_command(options, 'set', *unset)}")
+        note(f"  to remove them, run `{next_command(options, 'set', *unset)}`")
     return 0
 
 
 def _overrides(options: Options) -> dict[str, str]:
-    """Return the engine settings of the chosen hosts, which apply to every profile, as JSON."""
+    """Return engine settings on the selected hosts, which override every profile, as JSON."""
     return {
         f"engine.{key}": json.dumps(value)
         for host in select_hosts(options, must_serve=False)
@@ -46,8 +46,8 @@ def _overrides(options: Options) -> dict[str, str]:
 
 
 def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
-    """Write the choice; return changed lines and host names. Rejects an impossible choice."""
-    # Not must_serve: the new choice may correct settings that cannot be served.
+    """Write the choice to settings files; return edits and host names. Reject an invalid choice."""
+    # The current settings may be impossible to serve; the new choice may correct them.
     chosen = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
     values = _parse_choice(choice, chosen[0].catalog)
@@ -58,9 +58,9 @@ def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
 
 
 def _choose_profile(model: str, hosts: list[Target]) -> dict[str, str]:
-    """Return another profile if the current one cannot serve the model, or is `plain`.
+    """Return another profile if the current profile cannot serve the model, or is `plain`.
 
-    A model that `plain` serves may have better profiles.
+    The model may have better profiles than `plain`.
     """
     catalog, ranks = hosts[0].catalog, hosts[0].settings.ranks
     by_count = (fitting_profiles(model, catalog, count) for count in (ranks, *HOST_COUNTS))
@@ -91,4 +91,4 @@ def _parse_choice(choice: str, catalog: Catalog) -> dict[str, str]:
     shipped = [name for name in models if not name.startswith("lab-")]
     names = f"models: {', '.join(shipped)}; profiles: {', '.join(profiles)}"
     fix = suggest(unknown, [*shipped, *profiles], f"choose from {names}")
-    raise SparkError.one(f"use {choice}", f"'{unknown}' is not in the catalog", fix)
+    raise SparkError.one(f"use {choice}", f"the catalog does not contain '{unknown}'", fix)

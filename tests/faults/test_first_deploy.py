@@ -109,7 +109,7 @@ def test_host_stays_usable_and_reports_no_server_after_failed_first_deploy(first
     status = first.site.cli("status", "-v")
     assert status.returncode == 1
     assert first.candidate in status.stdout
-    assert f"{NAME}: a deploy would go ahead" in first.site.cli("doctor").stdout
+    assert f"{NAME}: a deploy would proceed" in first.site.cli("doctor").stdout
 
 
 def test_reboot_does_not_start_failed_first_release(first):

@@ -48,7 +48,7 @@ def test_a_comparison_shows_the_change_from_the_first_result(without_plots):
         "| tok/s | v2 | v2-tq |",
         "| Q&A 256 | 50.0 | 40.0 (-20 %) |",
         "| 0, 1 | 50.0 | 40.0 (-20 %) |",
-        "| 8192, 256, 2: tok/s, sum of all clients | 40.0 | 50.0 (+25 %) |",
+        "| 8192, 256, 2: tok/s, sum over all clients | 40.0 | 50.0 (+25 %) |",
         "| minimum memory available, GB | 7.5 | 7.5 |",
         "| drafts accepted | 80% | 80% |",
     ):
@@ -60,7 +60,7 @@ def test_published_figures_are_shown_with_their_source():
     figure = Published(28.3, "a stack of spring 2026; not measured by this project")
     text = report.render_markdown([result("base", published=(figure,)), result("v2-native")])
     assert "| published, not measured here | 28.3 | - |" in text
-    assert "Published: 28.3 of base: a stack of spring 2026; not measured" in text
+    assert "Published: 28.3 for base: a stack of spring 2026; not measured" in text
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_compare_reads_files_and_refuses_others(tmp_path, without_plots, capsys)
     assert (tmp_path / "out/comparison.html").read_text().startswith("<!doctype html>")
     files[1].write_text('{"at": 1}')
     assert main(words) == 1
-    assert f"{files[1]}: is not a result of bench" in capsys.readouterr().err
+    assert f"{files[1]}: invalid benchmark result" in capsys.readouterr().err
 
 
 def test_json_for_several_hosts_is_one_document(tmp_path, monkeypatch, without_plots, capsys):
@@ -246,4 +246,4 @@ def test_only_results_of_a_spark_get_a_submission(
     bench._submit(target, RELEASE, measured, tmp_path / "a", tmp_path / "raw")
     err = capsys.readouterr().err
     assert (tmp_path / "a.submission").exists() == (not reason)
-    assert (f"cannot write a folder for submission. {reason}" in err) == bool(reason)
+    assert (f"cannot write a submission folder. {reason}" in err) == bool(reason)

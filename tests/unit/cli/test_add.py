@@ -148,8 +148,8 @@ def test_unknown_values_are_left_out_and_reported(hub, site, capsys):
     assert add(site, "org/odd") == 0
     out = capsys.readouterr().out
     for text in (
-        "parsers: unknown for newtype", "KV cache of a token: layers of newtype are unknown",
-        "custom code; it is not downloaded",
+        "parsers: unknown for newtype", "KV cache size per token: layers of newtype are unknown",
+        "custom code, which is not downloaded",
     ):  # fmt: skip
         assert text in out
     assert "parsers" not in catalog_file(site, "odd")
@@ -167,10 +167,10 @@ def test_adds_a_recipe(hub, site, capsys):
     recipe = CHECKOUT / "tests/fixtures/recipes/spark-vllm-docker-1.yaml"
     assert add(site, str(recipe)) == 0
     out = capsys.readouterr().out
-    assert "OPEN        not used: mods: the engine image is images.engine" in out
+    assert "OPEN        not used: mods: your setting images.engine selects" in out
     assert "--load-format fastsafetensors" in out
     assert catalog_file(site, "dense-nvfp4")["imported"] == [
-        "a recipe of sparkrun or spark-vllm-docker, version 1, spark-vllm-docker-1.yaml"
+        "a recipe for sparkrun or spark-vllm-docker, version 1, spark-vllm-docker-1.yaml"
     ]
 
 

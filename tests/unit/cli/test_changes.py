@@ -100,7 +100,7 @@ def test_nothing_runs_without_confirmation(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     code, ran, err = run(monkeypatch, capsys, *words)
     assert (code, ran) == (1, [])
-    assert "confirmation: needs a terminal" in err
+    assert "confirmation: requires a terminal" in err
 
 
 def test_a_refused_confirmation_changes_nothing(monkeypatch, capsys):
@@ -120,7 +120,7 @@ DONE = Rollback(CURRENT, CURRENT, done="it has replaced b")
 @pytest.mark.parametrize(
     ("states", "text", "code"),
     [
-        ([Rollback(CURRENT, OLD)], f"spark-1: rolls back from {CURRENT} to {OLD}\n", None),
+        ([Rollback(CURRENT, OLD)], f"spark-1: will roll back from {CURRENT} to {OLD}\n", None),
         ([Rollback(CURRENT, OLD), STOPPED], "spark-2: main: was stopped on purpose", None),
         ([STOPPED, DONE], "spark-1: main: was stopped on purpose", 1),
         ([DONE], "spark-1: it has replaced b\n", 0),
@@ -229,7 +229,7 @@ STATES = {"on": {"active": RELEASE["name"]}, "off": {"known_good": RELEASE["name
         (["stop"], ["will stop: qwen with v2", "serves nothing"]),
         (["start"], ["already serves qwen with v2", "will serve qwen with v2"]),
         (["rotate-key"], ["new API key", "new API key"]),
-        (["rollback"], [f"rolls back from {CURRENT} to {OLD}", "was stopped on purpose"]),
+        (["rollback"], [f"will roll back from {CURRENT} to {OLD}", "was stopped on purpose"]),
     ],
 )
 def test_dry_run_prints_the_change_of_each_host(words, expected, monkeypatch, capsys):
@@ -273,5 +273,5 @@ def test_gevent_is_patched_before_ssl_is_imported(command, tmp_path):
 
 @pytest.mark.parametrize("period", ["", "1", "h", "0h", "-1h", "1w", "1.5h", "1h30m", "²h"])
 def test_an_invalid_period_is_refused(period):
-    with pytest.raises(SparkError, match="is not a period"):
+    with pytest.raises(SparkError, match="invalid period"):
         run_tool("stop", Options(), period=period)

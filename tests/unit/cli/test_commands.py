@@ -166,7 +166,7 @@ def test_shell_completion_offers_hosts_and_custom_models(tmp_path, monkeypatch):
                 ("settings > /dev/full", 1, "output: No space left on device"),
                 ("settings --json | :", 0, ""),
                 ("settings >&-", 0, ""),
-                ("rotate-key inventory/spark.py <&-", 1, "confirmation: needs a terminal"),
+                ("rotate-key inventory/spark.py <&-", 1, "confirmation: requires a terminal"),
             )
         ),
     ],

@@ -31,7 +31,7 @@ def test_the_local_port_of_a_host_does_not_depend_on_the_selection(site, capsys)
     assert "export OPENAI_BASE_URL=http://127.0.0.1:8001/v1" in capsys.readouterr().out
     assert main(["connect"]) == 0
     out = capsys.readouterr().out
-    assert "http://127.0.0.1:8001/v1 (here, through the tunnel below)" in out
+    assert "http://127.0.0.1:8001/v1 (on this machine, through the tunnel below)" in out
     assert "(this host)" not in out
 
 
@@ -55,7 +55,7 @@ def test_clients_of_a_cluster_connect_to_the_head(site, capsys):
     assert main(["connect", "--for", "env"]) == 0
     assert "http://127.0.0.1:8000/v1" in capsys.readouterr().out
     assert main(["connect", "spark-2"]) == 1
-    assert "spark-2: is a worker of spark-1, which answers" in capsys.readouterr().err
+    assert "spark-2: is a cluster worker; its head spark-1 answers" in capsys.readouterr().err
 
 
 def test_litellm_gets_the_models_of_all_services_and_hosts_and_no_key(site, capsys):
@@ -149,7 +149,7 @@ def test_connect_works_with_settings_that_cannot_be_served(site):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--for", "env"), "2 hosts: spark-1, spark-2"),
+        (("--for", "env"), "2 hosts selected: spark-1, spark-2"),
         (("spark-1", "--for", "env", "--json"), "--for and --json"),
         (("spark-1", "--for", "env", "--tunnel"), "--for and --tunnel"),
         (("spark-1", "--tunnel", "--json"), "--tunnel and --json"),
@@ -206,6 +206,6 @@ def test_a_connection_names_models_key_tunnel_and_containers(tmp_path):
     assert (server.model, server.names) == ("lab-model", ("lab-model", "other"))
     assert server.read_key == "ssh spark@10.0.0.9 sudo cat /etc/spark/api-key"
     text = "\n".join(connection_lines(server))
-    assert "from here  ssh -N" in text
+    assert "tunnel     ssh -N" in text
     assert "containers http://host.docker.internal:8000/v1" in text
     assert "--add-host host.docker.internal:host-gateway" in text

@@ -42,7 +42,7 @@ def test_a_verdict_shows_problems_and_warnings_with_fixes():
     }  # fmt: skip
     text = text_of(verdict)
     for part in (
-        "would refuse it for 1 reason\n", "REFUSED   disk /: 1 GiB free", "fix: free 9 GiB",
+        "would reject it for 1 reason\n", "REFUSED   disk /: 1 GiB free", "fix: free 9 GiB",
         "warning   kernel", "stand-ins driver 580+labstub",
     ):  # fmt: skip
         assert part in text
@@ -78,7 +78,7 @@ def test_stopped_services_are_listed_and_stay_stopped():
     record = '{"schema_version":1,"release":"main-1","at":"NOON","by":"ann@desk","until":"ONE"}'
     verdict = make_verdict(survey(containers=[], stopped=["main", record, "small", "torn"]))
     assert text_of(verdict).startswith(
-        "spark-1: a deploy would go ahead, and leave main and small stopped\n  stopped   "
+        "spark-1: a deploy would proceed, and leave main and small stopped\n  stopped   "
     )
     assert list(verdict["stopped"]) == ["main", "small"]
     for part in ("ann@desk", "NOON until ONE"):
@@ -104,7 +104,7 @@ def test_files_on_the_host_reduce_the_download():
     stored = StoredFiles(files=FILES, folders={"a" * 64: "/data/hub"})
     host_survey = dataclasses.replace(survey(containers=[]), stored=stored)
     rows = make_verdict(host_survey, downloads=downloads)["looks"]
-    assert rows["reuse"].startswith("Reusing 40.0 of 72.0 GB found in /data/hub; ")
+    assert rows["reuse"].startswith("will reuse 40.0 of 72.0 GB found in /data/hub ")
     assert "reuse" not in make_verdict(survey(containers=[]), downloads=downloads)["looks"]
 
 
@@ -126,9 +126,9 @@ def test_plan_on_host_shows_files_that_hosts_have(monkeypatch, capsys):
     monkeypatch.setattr("gevent.monkey.patch_all", lambda: None)
     words = ["plan", "--estimate", "--profile", "base", str(CHECKOUT / "inventory/spark.py")]
     assert main(words) == 0
-    assert (queried, "Reusing" in capsys.readouterr().out) == ([], False)
+    assert (queried, "will reuse" in capsys.readouterr().out) == ([], False)
     assert main([*words, "--on-host"]) == 0
-    whole = r"on the host +Reusing (\S+) of \1 GB found in /d/hub"
+    whole = r"on the host +will reuse (\S+) of \1 GB found in /d/hub"
     assert re.search(whole, capsys.readouterr().out)
     assert main([*words, "--on-host", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["reuse"]["folders"] == ["/d/hub"]

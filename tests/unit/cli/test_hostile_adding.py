@@ -165,16 +165,16 @@ FILES = {
     "addresses in addresses": (f"shared: 1\nname: '{'://' * 300_000}'", "the required form"),
     "a date for a name": (
         "model: 2026-01-01\ncommand: vllm serve",
-        "does not name a Hub repository",
+        "expected a Hub repository",
     ),
     "a file name for a repository": (
         "model: org/../../x\ncommand: vllm serve x",
-        "not name a Hub repository",
+        "expected a Hub repository",
     ),
-    "a line more": ('model: "org/x\\n"\ncommand: vllm serve x', "not name a Hub repository"),
+    "a line more": ('model: "org/x\\n"\ncommand: vllm serve x', "expected a Hub repository"),
     "a name that no file can have": (
         f"model: org/{'x' * 5000}\ncommand: vllm serve x",
-        "does not name a Hub repository",
+        "expected a Hub repository",
     ),
 }
 

@@ -75,7 +75,7 @@ def test_revoking_a_key_keeps_the_others_and_their_keys(site, capsys):
     ("words", "reason"),
     [
         (("add",), "no name given"), (("revoke", "nobody"), "no settings file has this key"),
-        (("add", "anna"), "exists already"), (("add", "Anna B"), "small letters"),
+        (("add", "anna"), "already exists"), (("add", "Anna B"), "small letters"),
         (("revoke", "anna", "a"), "applies to all hosts"),
     ],
 )  # fmt: skip
@@ -118,6 +118,6 @@ def test_list_shows_limits_and_usage_of_each_host(site, capsys, monkeypatch):
     assert b["problem"] == "is off"
     assert main(["key", "list"]) == 1
     text = capsys.readouterr().out
-    assert re.search(r"anna +4 at a time, 512 output tokens a request; 2,400 requests, ", text)
+    assert re.search(r"anna +4 concurrent, 512 output tokens per request; 2,400 requests, ", text)
     assert "4.00 MB received, 6.00 GB sent" in text
     assert re.search(r"bob +no limits; not used", text)

@@ -65,7 +65,7 @@ def test_a_failed_stage_ends_the_ladder_and_the_settings_are_served_again(ladder
 
 def test_nothing_changes_if_a_stage_does_not_fit_or_without_confirmation(ladder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    with pytest.raises(SparkError, match="needs a terminal"):
+    with pytest.raises(SparkError, match="requires a terminal"):
         ladder.run(yes=False)
     ladder.too_large.add("all")
     with pytest.raises(SparkError, match="all: does not fit"):
@@ -74,5 +74,5 @@ def test_nothing_changes_if_a_stage_does_not_fit_or_without_confirmation(ladder,
 
 
 def test_a_model_without_stages_is_refused():
-    with pytest.raises(SparkError, match="no profile is a stage of third"):
+    with pytest.raises(SparkError, match="third has no profile with a stage"):
         bench.stages_of(host_of("third"))

@@ -85,7 +85,7 @@ def settings(text):
 
 TYPED = [
     Mistake(
-        "init on an existing folder", "add to it: spark-2: {address: 192.0.2.2, user: me}",
+        "init on an existing folder", "add to the file: spark-2: {address: 192.0.2.2, user: me}",
         "init . --host spark-2=192.0.2.2 --user me", repair=f"{PLAN} spark-2",
         repaired={"hosts.yml": "hosts:\n  spark-2: {address: 192.0.2.2, user: me}\n"},
     ),

@@ -73,7 +73,7 @@ def test_a_recipe_becomes_a_valid_catalog_file(name, tmp_path):
     [change] = model.changes
     assert change.set == CHANGED[name]
     assert model.imported
-    assert "not run by this project" in draft.text()
+    assert "this project has not run it" in draft.text()
     assert (
         read_catalog(user_dir=tmp_path).profile("plain", draft.name).limits.max_batched_tokens
         == 8192
@@ -96,11 +96,11 @@ def test_code_and_secrets_are_reported_and_not_used():
     assert "pre_exec: third-party commands are never run" in text["sparkrun-2.yaml"]
     assert "--served-model-name: is set elsewhere" in text["sparkrun-2.yaml"]
     assert "--quantization: is set elsewhere" in text["spark-vllm-docker-1.yaml"]
-    assert "mods: the engine image is images.engine" in text["spark-vllm-docker-1.yaml"]
-    assert "features.spec_decoding: it is opt-in" in text["vllm-project.yaml"]
+    assert "mods: your setting images.engine selects" in text["spark-vllm-docker-1.yaml"]
+    assert "features.spec_decoding: the feature is opt-in" in text["vllm-project.yaml"]
     assert "variants.default" in text["vllm-project.yaml"]
     assert "not marked as verified on a DGX Spark" in text["vllm-project.yaml"]
-    assert "--seed ${SEED}: the value depends on a shell" in text["nvidia.yaml"]
+    assert "--seed ${SEED}: the value needs shell expansion" in text["nvidia.yaml"]
     for word in ("HEAD_IP=$(hostname -i)", "2>&1", "|", "tee", "log"):
         assert f"command: {word}: only " in text["nvidia.yaml"]
     assert "hf_secret" not in "".join(draft_from_recipe(d, n).text() for n, d in READ.items())
@@ -141,14 +141,14 @@ SEVERAL = (
 
 @pytest.mark.parametrize("changes", SEVERAL, ids=str)
 def test_a_recipe_for_several_hosts_is_refused(changes):
-    with pytest.raises(CatalogError, match=r"is for \d+ GPUs"):
+    with pytest.raises(CatalogError, match=r"requires \d+ GPUs"):
         draft_from_recipe({**READ["sparkrun-2.yaml"], **changes}, "r.yaml")
 
 
 @pytest.mark.parametrize("command", ["python -m sglang.launch_server", "vllm 'serve"])
 def test_a_command_without_vllm_serve_is_reported(command):
     draft = draft_from_recipe({"model": "org/x", "command": command}, "r.yaml")
-    assert "not used: command: it does not call `vllm serve`" in draft.open
+    assert "not used: command: does not call `vllm serve`" in draft.open
 
 
 def test_a_command_that_expands_too_far_is_refused():
@@ -163,7 +163,7 @@ def test_values_that_a_profile_cannot_express_are_reported(tmp_path):
     draft = draft_from_recipe(data, "r.yaml")
     text = "\n".join(draft.open)
     for option in ("--max-model-len auto", "--kv-cache-dtype nvfp4", "--max-num-seqs -1"):
-        assert f"{option}: not possible in a profile" in text
+        assert f"{option}: not a valid value in a profile" in text
     assert yaml.safe_load(draft.text())["changes"] == [{"set": {"options": {"seed": 1}}}]
 
 

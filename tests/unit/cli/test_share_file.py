@@ -73,7 +73,7 @@ def edit(file):
 def test_a_shared_file_gives_the_same_release(site, other, file, capsys):
     assert add(other, str(file)) == 0
     out = capsys.readouterr().out
-    assert "OPEN        shared without a check result" in out
+    assert "OPEN        the file contains no check result" in out
     assert "spark-deploy use tiny/plain" in out
     assert release_of(other) == release_of(site)
     assert not (other / "catalog/profiles").exists()
@@ -111,7 +111,7 @@ ANOTHER = {"org/another": {"revision": "main", "commit": "5" * 40}}
     ("change", "message"),
     [
         (lambda data: data["sources"]["org/tiny"].update(commit="6" * 40), ""),
-        (lambda data: data["sources"].update(ANOTHER), "neither tiny nor plain names this repo"),
+        (lambda data: data["sources"].update(ANOTHER), "neither tiny nor plain uses this repo"),
         (
             lambda data: data["profile"].update(
                 prefix_caching=not data["profile"].get("prefix_caching")
@@ -160,7 +160,7 @@ def test_a_moved_revision_is_reported(shared, other, file, edit, capsys):
     edit(lambda data: data["model"].update(revision="stable"))
     edit(lambda data: data["sources"]["org/tiny"].update(revision="stable"))
     assert add(other, str(file)) == 0
-    text = "OPEN        org/tiny: stable is now 777777777777, shared at 555555555555"
+    text = "OPEN        org/tiny: stable is now 777777777777; the file has 555555555555"
     assert text in capsys.readouterr().out
 
 

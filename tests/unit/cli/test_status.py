@@ -93,7 +93,7 @@ START = {"lowest_bytes": 9 * 2**30, "after_s": 312.0, "floor_bytes": 4 * 2**30}
         (document([{"name": "prefix reuse", "ok": False, "detail": REUSE}]), REUSE, False),
         (
             {**document(), "unit_overrides": ["/etc/a.conf"]},
-            "list it in expect.unit_overrides",
+            "add it to expect.unit_overrides",
             True,
         ),
         (document([WARNING]), "  warned   repeat: two texts", True),
@@ -121,9 +121,9 @@ def test_stopped_and_rolled_back_services_show_time_and_person(tmp_path):
     }  # fmt: skip
     text = text_of(tmp_path, data)
     assert "stopped on purpose by ann@desk and has been down since 2026-11-21T10:00:00Z" in text
-    assert "rolled back from main-b at 2026-11-21T09:00:00Z, by hand" in text
+    assert "rolled back manually from main-b at 2026-11-21T09:00:00Z" in text
     data["releases"].append({**data["releases"][0], "name": "main-b", "profile": "v2-tq"})
-    assert "rolled back from lab-stub with v2-tq, main-b at" in text_of(tmp_path, data)
+    assert "rolled back manually from lab-stub with v2-tq, main-b at" in text_of(tmp_path, data)
 
 
 def test_service_that_waits_for_a_request_is_no_difference():
@@ -179,7 +179,7 @@ def test_lists_missing_jobs_for_each_keep_ready_pair(tmp_path):
     pair = {"model": "lab-tiny", "profile": "base"}
     summary["ready"] = [{**pair, "missing": []}, {**pair, "missing": ["fetch x", "build y"]}]
     text = "\n".join(status_lines(summary))
-    assert "lab-tiny with base: a rollout needs no download and no build" in text
+    assert "lab-tiny with base: ready; a rollout needs no download or build" in text
     assert "lab-tiny with base: not ready: fetch x, build y" in text
 
 

@@ -135,7 +135,7 @@ def test_a_change_of_profile_shows_the_downtime():
     [
         ({"model": "small"}, "small with agent → large with v2; "),
         ({"profile": "v2"}, "large with v2 with changed settings; "),
-        ({"name": PLAN.release.name}, "large with v2 stays and is checked again; "),
+        ({"name": PLAN.release.name}, "large with v2 stays active and will be checked again; "),
     ],
 )
 def test_other_changes_name_old_and_new_release(release, text):
@@ -152,7 +152,7 @@ def test_the_cache_of_an_earlier_release_saves_compilation(name, compiles):
 
 @pytest.mark.parametrize(
     ("release", "text"),
-    [(OLD, "a change to large with v2 is refused until it ends"),
+    [(OLD, "it must end before a change to large with v2"),
      (PLAN.release.name, "this run attaches to it")],
 )  # fmt: skip
 def test_attaches_to_a_running_rollout_of_the_release_and_refuses_others(release, text):
@@ -168,8 +168,8 @@ def test_attaches_to_a_running_rollout_of_the_release_and_refuses_others(release
     ("last", "proof", "text"),
     [
         ("switched", None, ", which takes about a minute (the last start took 1:10)"),
-        ("rolled-back", None, " for the first time; duration unknown"),
-        (None, {}, " again; duration of the last start unknown"),
+        ("rolled-back", None, " for the first time (duration unknown)"),
+        (None, {}, " again (duration of the last start unknown)"),
     ],
 )
 def test_a_start_shows_the_time_of_the_last_successful_start(last, proof, text):
@@ -209,8 +209,8 @@ def test_changes_of_additional_services_are_shown(others, monkeypatch):
     state = HostState(host_status(data), Jobs({}), None)
     result = preview(plan, Answer(SimpleNamespace(name="a"), state))
     assert result["changes"] == others
-    assert result["text"].startswith("large with v2 serves and is proven")
-    assert result["text"].split("; ")[2:] == [
+    assert result["text"].startswith("already serves large with v2")
+    assert result["text"].split("; ")[1:] == [
         "service small: will serve large with v2", "service gone: no longer listed, will stop",
     ] * others  # fmt: skip
 

@@ -149,7 +149,7 @@ def test_engine_settings_that_override_a_new_profile_are_listed(site, capsys):
     text = capsys.readouterr().err
     assert "engine.drafts: 0" in text
     command = next(line for line in text.splitlines() if " set engine." in line)
-    assert main(shlex.split(command.partition("spark-deploy ")[2])) == 0
+    assert main(shlex.split(command.partition("`spark-deploy ")[2].rstrip("`"))) == 0
     capsys.readouterr()
     assert main(["use", "v2"]) == 0
     assert "engine." not in capsys.readouterr().err

@@ -84,7 +84,7 @@ def test_prints_files_sizes_and_matching_models(hub, here, capsys):
     [
         ("lab/none", "the server returned 404"),
         (f"{BASE}@v9", "the server returned 404"),
-        ("no repository", "is neither a directory nor org/name"),
+        ("no repository", "is neither a directory nor ORG/NAME"),
     ],
 )
 def test_reports_uninspectable_repository_in_one_problem(here, capsys, place, what):

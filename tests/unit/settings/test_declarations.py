@@ -126,7 +126,7 @@ def test_a_new_engine_argument_needs_one_declaration(checkout):
     assert (output, silent) == ("3", "missing")
     assert "set elsewhere', 'set limits.naps in a profile of your own'" in refusal
     assert taken == "{'limits': {'naps': 5}} []"
-    assert left == "{} ['--max-naps 0: not possible in a profile']"
+    assert left == "{} ['--max-naps 0: not a valid value in a profile']"
 
 
 def test_all_yml_contains_every_default():
