@@ -126,6 +126,7 @@ def test_skips_a_peer_without_progress(peer_order, hub, peer, fetch):
     assert sent_bytes(hub) >= SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [10, 100_000_000], ids=["slow", "claims to be fast"])
 def test_does_not_wait_long_for_a_file_that_a_peer_lacks(peer_order, hub, peer, fetch, rate):
     (peer.root / TREE / "files").unlink()

@@ -283,6 +283,7 @@ def test_empties_the_engine_socket_folder_whatever_it_contains(tmp_path):
     assert (outside / "secret").read_text() == "kept"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", [make_huge, make_deep])
 def test_proven_release_with_an_overfull_cache_starts_with_an_empty_one(caches, monkeypatch, plant):
     proven = caches.make_proven()

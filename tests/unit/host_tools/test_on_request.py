@@ -323,6 +323,7 @@ class _Killed(BaseException):
     """The process ends at this call."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["kill", "power cut"])
 def test_a_process_killed_at_any_step_leaves_services_that_start(host, monkeypatch, event):
     units, here = add_services(host, monkeypatch)

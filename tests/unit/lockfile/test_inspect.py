@@ -65,6 +65,7 @@ def test_recognises_hybrid_repository(hub, here, capsys):
     assert matches(result) == {(name, "hybrid") for name in TINY}
 
 
+@pytest.mark.slow
 def test_prints_files_sizes_and_matching_models(hub, here, capsys):
     assert main(["add", "--dry", BASE, "inventory.py"]) == 0
     text = capsys.readouterr().out
