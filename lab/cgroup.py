@@ -1,8 +1,8 @@
 """A cgroup tree for each guest and for the servers.
 
 v1 has a hierarchy per controller (plus an empty ``unified``), v2 a single hierarchy, where a
-cgroup that delegates controllers may contain no process (see :func:`seat`). Children inherit the
-cgroup, so killing the tree kills a guest even without its supervisor.
+cgroup that delegates controllers cannot contain a process (see :func:`process_cgroup`). Children
+inherit the cgroup, so killing the tree kills a guest even without its supervisor.
 """
 
 import os
@@ -41,7 +41,7 @@ def _copy_cpuset(directory: Path) -> None:
             target.write_text((directory.parent / name).read_text())
 
 
-def seat(name: str, role: str, root: Path = ROOT) -> str:
+def process_cgroup(name: str, role: str, root: Path = ROOT) -> str:
     """Return the cgroup of a guest's supervisor or nspawn, such as ``lab-3/watch``.
 
     On v1 both share ``lab-3``. On v2 ``lab-3`` delegates controllers to the cgroup that nspawn
@@ -111,14 +111,14 @@ def kill(name: str, *, timeout_s: float = 20) -> None:
     deadline = time.monotonic() + timeout_s
     while running := pids(name):
         if os.getpid() in running:
-            raise LabError(name, "contains this process", "run the lab from outside")
+            raise LabError(name, "the cgroup contains this process", "run the lab outside it")
         for pid in running:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         if time.monotonic() > deadline:
-            raise LabError(name, f"processes {sorted(running)} do not exit", "inspect them with ps")
+            raise LabError(name, f"processes {sorted(running)} do not exit", "inspect with `ps`")
         time.sleep(0.02)
 
 
@@ -147,7 +147,7 @@ def _rmdir_when_free(directory: Path, timeout_s: float = 5) -> None:
             return
 
 
-def trees() -> list[str]:
+def list_trees() -> list[str]:
     names: set[str] = set()
     for hierarchy in hierarchies():
         top = hierarchy / TREE

@@ -69,7 +69,7 @@ def _status(paths: LabPaths, options: argparse.Namespace) -> int:
         full = "  disk-full" if (member.disk / "balloon").exists() else ""
         print(f"{member.name}  {member.ip}  {guest.state(member)}  {kind}{full}")
     for name, server in servers.SERVERS.items():
-        running = "running" if servers.pid_of(paths, name) else "stopped"
+        running = "running" if servers.running_pid(paths, name) else "stopped"
         print(f"{name}  {server.ip}:{server.port}  {running}")
     return 0
 
@@ -134,32 +134,32 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("guests", nargs="+", metavar="N|NAME")
     up.add_argument("--fresh", action="store_true", help="recreate the named guests")
     up.add_argument("--bootstrap-guest", action="append", metavar="NAME",
-                    help="this guest starts like a new Spark: password only")  # fmt: skip
+                    help="start this guest like a new Spark, with only a password")  # fmt: skip
     up.add_argument("--engine", choices=["none", "stub", "cpu"], default="stub",
                     help="engine image to publish")  # fmt: skip
     up.add_argument("--variant", choices=variant.names(), default="", metavar="NAME",
                     help="image of the hosts: " + ", ".join(variant.names()))  # fmt: skip
     up.set_defaults(run=_up)
 
-    ready = commands.add_parser("prepare", help="prepare everything but the guests")
+    ready = commands.add_parser("prepare", help="prepare everything except the guests")
     ready.add_argument("--engine", choices=["none", "stub", "cpu"], default="cpu")
     ready.add_argument("--engine-trees", action="store_true",
                        help="unpack the real engine, without an image")  # fmt: skip
     ready.add_argument("--variant", choices=variant.names(), default="", metavar="NAME",
-                       help="prepare the base of this variant too")  # fmt: skip
+                       help="also prepare the base of this variant")  # fmt: skip
     ready.set_defaults(run=_prepare)
 
     down = commands.add_parser("down", help="power guests off; without names the whole lab")
     down.add_argument("guests", nargs="*", metavar="NAME")
-    down.add_argument("--delete", action="store_true", help="delete their disks too")
+    down.add_argument("--delete", action="store_true", help="also delete their disks")
     down.add_argument("--purge", action="store_true",
                       help="delete the whole lab with disks and caches")  # fmt: skip
     down.set_defaults(run=_down)
 
-    commands.add_parser("status", help="guests, servers, faults").set_defaults(run=_status)
+    commands.add_parser("status", help="show guests, servers and faults").set_defaults(run=_status)
 
-    ssh = commands.add_parser("ssh", help="shell or command in a guest")
-    ssh.add_argument("--root", action="store_true", help="as root, without SSH")
+    ssh = commands.add_parser("ssh", help="open a shell or run a command in a guest")
+    ssh.add_argument("--root", action="store_true", help="log in as root, without SSH")
     ssh.add_argument("guest", metavar="NAME")
     ssh.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD")
     ssh.set_defaults(run=_ssh)
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     fault.add_argument("fault", choices=faults.FAULTS, metavar="FAULT")
     fault.add_argument("guest", metavar="NAME")
     fault.add_argument("--heal", action="store_true", help="remove the fault")
-    fault.add_argument("--value", type=int, default=0, help="bytes left on the disk")
+    fault.add_argument("--value", type=int, default=0, help="bytes to leave free on the disk")
     fault.set_defaults(run=_break)
 
     cable = commands.add_parser("cable", help="connect ports of two running guests")
@@ -178,10 +178,10 @@ def _parser() -> argparse.ArgumentParser:
     cable.add_argument("ports", nargs="+", metavar="PORT")
     cable.set_defaults(run=_cable)
 
-    show = commands.add_parser("demo", help="two hosts become proven servers")
+    show = commands.add_parser("demo", help="deploy two new hosts and switch models")
     show.add_argument("--engine", choices=["stub", "cpu"], default="cpu")
-    show.add_argument("--requirements", action="store_true", help="only print the requirements")
-    show.add_argument("--skip-requirements", action="store_true", help="do not print that")
+    show.add_argument("--requirements", action="store_true", help="print only the requirements")
+    show.add_argument("--skip-requirements", action="store_true", help="do not print them")
     show.set_defaults(run=_demo)
     return parser
 
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, arguments = options.run, [options]
     try:
         if os.geteuid() != 0:
-            raise LabError("lab", "needs root (namespaces, mounts, cgroups)", "run it with sudo")
+            raise LabError("lab", "needs root (namespaces, mounts, cgroups)", "run it with `sudo`")
         return command(lab_paths(), *arguments) or 0
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -31,7 +31,7 @@ _MINUTES = {"stub": "5 to 10", "cpu": "12 to 25"}
 # Memory for the main model and one of two others; a guest shows its machine's memory.
 _TOTAL_GIB = {"stub": 3.7, "cpu": 9}
 _MODELS_ON_REQUEST = ("one", "two")
-BAD_RELEASE = (
+FAULTY_RELEASE = (
     "--data",
     "model=lab-stub",
     "--data",
@@ -46,9 +46,9 @@ def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
 
     def step(title: str, work: Callable[[], T]) -> T:
         print(f"\n=== {title}", flush=True)
-        started, busy = time.monotonic(), _cpu_s()
+        started, busy = time.monotonic(), _total_cpu_s()
         result = work()
-        times.append((title, time.monotonic() - started, _cpu_s() - busy))
+        times.append((title, time.monotonic() - started, _total_cpu_s() - busy))
         return result
 
     model = [] if engine == "cpu" else ["--data", "model=lab-stub"]
@@ -59,18 +59,18 @@ def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
     logins = {guest["name"]: _login(info["ssh"], guest["ip"]) for guest in info["guests"]}
     step("Bootstrap: password login becomes key login", lambda: _bootstrap(info))
     step("Deploy: from bare hosts to proven servers", lambda: _pyinfra("deploy.py", *model, "-y"))
-    step(f"Ask each host: {QUESTION}", lambda: _ask_all(logins))
+    step(f"Ask each host: {QUESTION}", lambda: _ask_each_host(logins))
     changed = step("Deploy again", lambda: _deploy_again(model))
     step(
         "Deploy a release that answers garbage: it is rejected, and clients notice only 503",
-        lambda: _try_bad_release(HOSTS[0], logins[HOSTS[0]], model),
+        lambda: _try_faulty_release(HOSTS[0], logins[HOSTS[0]], model),
     )
     step(
         "Two models that do not fit together: a request for the stopped one starts it",
         lambda: _switch_on_request(logins[HOSTS[0]], engine, model),
     )
     print("\n     wall        CPU")
-    total = ("in all", sum(wall_s for _, wall_s, _ in times), sum(cpu_s for _, _, cpu_s in times))
+    total = ("total", sum(wall_s for _, wall_s, _ in times), sum(cpu_s for _, _, cpu_s in times))
     for title, wall_s, cpu_s in [*times, total]:
         print(f"{wall_s:8.1f} s {cpu_s:8.1f} s  {title}")
     print(f"\n{changed} changed" + ("" if changed == 0 else " (should be 0)"))
@@ -79,7 +79,7 @@ def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
         raise LabError("deploy.py", f"the second run changed {changed} things", "run it with -v")
 
 
-def _cpu_s() -> float:
+def _total_cpu_s() -> float:
     own = os.times()
     return own.user + own.system + own.children_user + own.children_system + cgroup.cpu_s()
 
@@ -92,9 +92,9 @@ def _tool(name: str) -> str:
 def _pyinfra(deploy: str, *arguments: str, env: dict[str, str] | None = None) -> None:
     command = [_tool("pyinfra"), INVENTORY, deploy, *_LIMITS, *arguments]
     print("$", shlex.join(["pyinfra", *command[1:]]), flush=True)
-    done = subprocess.run(command, cwd=CHECKOUT, env={**os.environ, **(env or {})}, check=False)
-    if done.returncode != 0:
-        raise LabError(deploy, f"exited with {done.returncode}", "read the lines above")
+    result = subprocess.run(command, cwd=CHECKOUT, env={**os.environ, **(env or {})}, check=False)
+    if result.returncode != 0:
+        raise LabError(deploy, f"failed with exit code {result.returncode}", "read the lines above")
 
 
 def _bootstrap(info: dict[str, Any]) -> None:
@@ -130,11 +130,11 @@ def _call(
         "curl -sS -m 400 -K - -w '\\n%{http_code}' -H 'Content-Type: application/json' "
         f"{data} http://127.0.0.1:{port}{path}"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [*login, command], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
-    text, _, code = done.stdout.rpartition("\n")
-    return code or "no answer", text or done.stderr.strip()
+    text, _, code = result.stdout.rpartition("\n")
+    return code or "no answer", text or result.stderr.strip()
 
 
 def _chat(login: list[str], model: str, port: int = 8000) -> tuple[str, str]:
@@ -145,41 +145,41 @@ def _chat(login: list[str], model: str, port: int = 8000) -> tuple[str, str]:
     return _call(login, "/v1/chat/completions", body, port)
 
 
-def _ask_all(logins: dict[str, list[str]]) -> None:
+def _ask_each_host(logins: dict[str, list[str]]) -> None:
     for host, login in logins.items():
         code, text = _call(login, "/v1/models")
         names = [entry["id"] for entry in json.loads(text)["data"]] if code == "200" else []
         if names:
             code, text = _chat(login, names[0])
         if code != "200":
-            raise LabError(host, f"{code} {text}", f"python -m lab ssh {host}, then spark-check")
+            raise LabError(host, f"{code} {text}", f"run `python -m lab ssh {host} spark-check`")
         answer = json.loads(text)["choices"][0]["message"]["content"].strip()
         print(f"{host} serves {', '.join(names)}\n  answer: {answer!r}", flush=True)
 
 
 def _deploy_again(model: list[str]) -> int:
-    done = subprocess.run(
+    result = subprocess.run(
         [_tool("pyinfra"), INVENTORY, "deploy.py", *_LIMITS, *model, "-y", "--json"],
         cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    if done.returncode != 0:
+    if result.returncode != 0:
         raise LabError("deploy.py", "the second run failed", "read the lines above")
-    operations = json.loads(done.stdout)["results"]["operations"]
+    operations = json.loads(result.stdout)["results"]["operations"]
     return sum(1 for operation in operations if operation["success"] or operation["error"])
 
 
-def _try_bad_release(host: str, login: list[str], model: list[str]) -> None:
-    before = _serving(login)
-    with ask_meanwhile(login) as answers:
-        argv = [INVENTORY, "deploy.py", "--limit", host, *model, *BAD_RELEASE, "-y"]
+def _try_faulty_release(host: str, login: list[str], model: list[str]) -> None:
+    before = _serving_units(login)
+    with keep_asking(login) as answers:
+        argv = [INVENTORY, "deploy.py", "--limit", host, *model, *FAULTY_RELEASE, "-y"]
         print("$", shlex.join(["pyinfra", *argv]), flush=True)
-        done = subprocess.run([_tool("pyinfra"), *argv], cwd=CHECKOUT, check=False)
-    after = _serving(login)
+        result = subprocess.run([_tool("pyinfra"), *argv], cwd=CHECKOUT, check=False)
+    after = _serving_units(login)
     counts = count_answers(answers)
-    print(f"\nexit code {done.returncode}; serves {after}")
+    print(f"\nexit code {result.returncode}; serves {after}")
     print(f"answers to a client that kept asking: {counts}", flush=True)
-    if done.returncode == 0:
-        raise LabError("deploy.py", "a release that answers garbage was accepted", "report this")
+    if result.returncode == 0:
+        raise LabError("deploy.py", "a faulty release was accepted", "report this as a bug")
     if after != before or set(answers) - {RIGHT, RETRY} or answers[-1:] != [RIGHT]:
         what = f"{before} before, {after} after; client: {counts}"
         raise LabError("rollback", what, "read the lines above")
@@ -197,50 +197,50 @@ def _switch_on_request(login: list[str], engine: str, model: list[str]) -> None:
     argv = [INVENTORY, "deploy.py", "--limit", HOSTS[0], *model, *data, "-y"]
     print("$", shlex.join(["pyinfra", *argv]), flush=True)
     subprocess.run([_tool("pyinfra"), *argv], cwd=CHECKOUT, check=True)
-    print(f"\n{_states(login)}", flush=True)
-    began = time.monotonic()
+    print(f"\n{_model_states(login)}", flush=True)
+    started = time.monotonic()
     code, text = _chat(login, _MODELS_ON_REQUEST[0])
-    print(f"request for {_MODELS_ON_REQUEST[0]}: {code} after {time.monotonic() - began:.0f} s\n"
-          f"{_states(login)}", flush=True)  # fmt: skip
+    print(f"request for {_MODELS_ON_REQUEST[0]}: {code} after {time.monotonic() - started:.0f} s\n"
+          f"{_model_states(login)}", flush=True)  # fmt: skip
     if code != "200" or ANSWER not in text:
         raise LabError(HOSTS[0], f"{code} {text}", "read `journalctl -u spark-on-request` there")
 
 
-def _states(login: list[str]) -> str:
+def _model_states(login: list[str]) -> str:
     models = json.loads(_call(login, "/v1/models")[1])["data"]
     return ", ".join(f"{entry['id']} is {entry['state']}" for entry in models)
 
 
-def _serving(login: list[str]) -> str:
+def _serving_units(login: list[str]) -> str:
     units = "systemctl list-units --plain --no-legend --state=active 'spark-serve@*'"
-    shown = subprocess.run(
+    result = subprocess.run(
         [*login, units], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
-    return " ".join(line.split()[0] for line in shown.stdout.splitlines() if line.strip())
+    return " ".join(line.split()[0] for line in result.stdout.splitlines() if line.strip())
 
 
 @contextmanager
-def ask_meanwhile(login: list[str], port: int = 8000) -> Iterator[list[str]]:
-    """Send requests during a block; yield the list of answer kinds."""
+def keep_asking(login: list[str], port: int = 8000) -> Iterator[list[str]]:
+    """Send requests during the block; yield the kinds of answers."""
     answers: list[str] = []
-    over = threading.Event()
+    stop = threading.Event()
 
     def ask() -> None:
         code, text = _chat(login, "lab-model", port)
         kinds = {"200": RIGHT if ANSWER in text else f"200 {text[:80]!r}", "503": RETRY}
         answers.append(kinds.get(code, f"{code} {text[:80]!r}"))
 
-    def ask_until_over() -> None:
-        while not over.is_set():
+    def ask_until_stopped() -> None:
+        while not stop.is_set():
             ask()
             time.sleep(_PAUSE_S)
 
-    thread = threading.Thread(target=ask_until_over)
+    thread = threading.Thread(target=ask_until_stopped)
     thread.start()
     try:
         yield answers
     finally:
-        over.set()
+        stop.set()
         thread.join()
         ask()
 
@@ -250,16 +250,16 @@ def count_answers(answers: Sequence[str]) -> str:
 
 
 def print_requirements(paths: LabPaths, engine: str) -> None:
-    parts = room.list_parts(paths, CHECKOUT, HOSTS, engine)
-    final = sum(part.size_bytes for part in parts if not part.temporary)
-    missing = sum(part.missing_bytes for part in parts)
+    disk_parts = room.list_parts(paths, CHECKOUT, HOSTS, engine)
+    final = sum(part.size_bytes for part in disk_parts if not part.temporary)
+    missing = sum(part.missing_bytes for part in disk_parts)
     packages = " ".join(missing_packages())
     print(
         f"This creates two virtual hosts with systemd, Docker and "
         f"{'real vLLM on the CPU' if engine == 'cpu' else 'a stub engine'} in {paths.state}.\n"
         f"  disk      {_gb(final)} at the end; at most {_gb(missing)} more than now"
     )
-    for part in parts:
+    for part in disk_parts:
         existing = f", {_gb(part.existing_bytes)} exist" if part.existing_bytes else ""
         print(f"            {_gb(part.size_bytes):>8}  {part.name}{existing}")
     if engine == "cpu":

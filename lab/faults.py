@@ -38,16 +38,16 @@ def _run_script(guest: Guest, script: str, *, check: bool = True) -> None:
 
 
 FAULTS = {
-    "kill-guest": Fault("power cut: SIGKILL to all its processes; `lab up NAME` boots it",
+    "kill-guest": Fault("power cut: SIGKILL to all processes of the guest; `lab up NAME` boots it",
                         lambda guest, _: guests.power_cut(guest)),
-    "power-cut": Fault("kill-guest, and unsynced data is lost",
-                       lambda guest, _: guests.lose_unsynced(guest)),
+    "power-cut": Fault("like kill-guest, but unsynced data is lost",
+                       lambda guest, _: guests.cut_power_without_sync(guest)),
     "reboot": Fault("orderly reboot from inside",
                     lambda guest, _: _run_script(guest, "systemctl reboot", check=False)),
-    "host-down": Fault("network cable unplugged",
+    "host-down": Fault("the network cable is unplugged",
                        lambda guest, _: network.set_cable(guest.name, plugged=False),
                        lambda guest: network.set_cable(guest.name, plugged=True)),
-    "disk-full": Fault("only --value bytes (16 MiB) of the disk left", _fill_disk,
+    "disk-full": Fault("only --value bytes (by default 16 MiB) of the disk are free", _fill_disk,
                        lambda guest: (guest.disk / "balloon").unlink(missing_ok=True)),
     "no-driver": Fault("nvidia-smi cannot reach the driver",
                        _break_driver("no-driver"), _heal_driver),

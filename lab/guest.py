@@ -1,4 +1,4 @@
-"""A guest: disk, identity, life from create to destroy."""
+"""Creates, boots and destroys a guest and its disk."""
 
 import fcntl
 import json
@@ -54,7 +54,7 @@ class Guest:
         return guest_ip(self.index)
 
     @property
-    def more_disks(self) -> list[tuple[Path, Path]]:
+    def extra_disks(self) -> list[tuple[Path, Path]]:
         return [(image, image.with_suffix("")) for image in sorted(self.home.glob("disks/*.img"))]
 
     @property
@@ -98,7 +98,7 @@ def _make_disk(image: Path) -> None:
 def mount_root(guest: Guest) -> None:
     if not os.path.ismount(guest.disk):
         mounts.mount_disk(guest.disk_image, guest.disk)
-    for image, point in guest.more_disks:
+    for image, point in guest.extra_disks:
         if not os.path.ismount(point):
             mounts.mount_disk(image, point)
     for name in ENGINE_DIRS:
@@ -121,7 +121,7 @@ def start(guest: Guest) -> None:
 
 
 @contextmanager
-def supervising(guest: Guest) -> Iterator[None]:
+def supervisor_lock(guest: Guest) -> Iterator[None]:
     with (guest.home / "supervisor.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (guest.home / "supervisor.pid").write_text(str(os.getpid()))
@@ -174,9 +174,9 @@ def power_cut(guest: Guest) -> None:
     cgroup.kill(guest.name)
 
 
-def lose_unsynced(guest: Guest) -> None:
+def cut_power_without_sync(guest: Guest) -> None:
     """Shut ext4 down without flushing its journal, so that unsynced data is lost; then kill."""
-    for point in (guest.disk, *(point for _, point in guest.more_disks)):
+    for point in (guest.disk, *(point for _, point in guest.extra_disks)):
         if not os.path.ismount(point):
             raise LabError(guest.name, "disk is not mounted", f"run `lab up {guest.name}`")
         handle = os.open(point, os.O_RDONLY)
@@ -190,7 +190,7 @@ def lose_unsynced(guest: Guest) -> None:
 def clean(guest: Guest) -> None:
     cgroup.kill(guest.name)
     mounts.unmount_below(guest.home)
-    for image in (guest.disk_image, *(image for image, _ in guest.more_disks)):
+    for image in (guest.disk_image, *(image for image, _ in guest.extra_disks)):
         mounts.wait_for_loop(image)
     network.disconnect(guest.name)
     cgroup.remove(guest.name)
@@ -212,7 +212,7 @@ def _forget(guest: Guest) -> None:
 def enter_argv(guest: Guest, command: list[str]) -> list[str]:
     pid = leader_pid(guest)
     if pid is None:
-        raise LabError(guest.name, f"is {state(guest)}", f"run `lab up {guest.name}`")
+        raise LabError(guest.name, f"the guest is {state(guest)}", f"run `lab up {guest.name}`")
     # -r: if the lab runs in a chroot, the mount namespace alone leads to the machine's root.
     flags = ("-r", "-w", "-m", "-u", "-i", "-n", "-p", "-C")
     return ["nsenter", "-t", str(pid), *flags, "--", *command]
@@ -220,13 +220,13 @@ def enter_argv(guest: Guest, command: list[str]) -> list[str]:
 
 def boot_argv(guest: Guest, *, v2: bool) -> list[str]:
     namespaces = ["-m"] if v2 else ["-C", "-m"]
-    words = ["unshare", *namespaces, "--propagation", "private", "--"]
-    return [*words, sys.executable, "-m", "lab", "_boot", guest.name]
+    unshare = ["unshare", *namespaces, "--propagation", "private", "--"]
+    return [*unshare, sys.executable, "-m", "lab", "_boot", guest.name]
 
 
 def nspawn_argv(guest: Guest, cgroup_bind: Path | None) -> list[str]:
     binds = [f"--bind={guest.disk}/{name}:/var/lib/{name}" for name in ENGINE_DIRS]
-    binds += [f"--bind={point}:/{point.name}" for _, point in guest.more_disks]
+    binds += [f"--bind={point}:/{point.name}" for _, point in guest.extra_disks]
     if cgroup_bind is not None:
         binds.append(f"--bind={cgroup_bind}:/sys/fs/cgroup")
     return [
@@ -257,9 +257,9 @@ def boot(guest: Guest) -> None:
     v2 = cgroup.is_v2()
     bind = None
     if v2:
-        _own_leaf_v2(guest)
+        _enter_leaf_v2(guest)
     else:
-        bind = _own_tree_v1(guest)
+        bind = _mount_tree_v1(guest)
     os.environ.update(nspawn_environment(v2=v2))
     argv = nspawn_argv(guest, bind)
     os.execvp(argv[0], argv)
@@ -275,15 +275,15 @@ def _unmount_other_guests(guest: Guest) -> None:
             run(["umount", "-l", point], check=False)
 
 
-def _own_leaf_v2(guest: Guest) -> None:
+def _enter_leaf_v2(guest: Guest) -> None:
     """Enter a new cgroup for nspawn; the old one already delegates controllers."""
-    leaf = cgroup.seat(guest.name, "machine")
+    leaf = cgroup.process_cgroup(guest.name, "machine")
     cgroup.remove(leaf)
     cgroup.create(leaf)
     cgroup.enter(leaf)
 
 
-def _own_tree_v1(guest: Guest) -> Path:
+def _mount_tree_v1(guest: Guest) -> Path:
     """Mount this cgroup namespace's v1 hierarchies and return the tree for the guest.
 
     The guest's init runs in ``payload`` of the systemd hierarchy, the guest's root: otherwise
@@ -309,12 +309,12 @@ def _own_tree_v1(guest: Guest) -> Path:
 
 
 def supervise(guest: Guest) -> int:
-    seat = cgroup.seat(guest.name, "watch")
-    cgroup.create(seat)
-    cgroup.enter(seat)
+    watch = cgroup.process_cgroup(guest.name, "watch")
+    cgroup.create(watch)
+    cgroup.enter(watch)
     command = boot_argv(guest, v2=cgroup.is_v2())
     stopping = False
-    with supervising(guest):
+    with supervisor_lock(guest):
         while True:
             started = time.strftime("%F %T")
             with guest.console.open("ab") as console:
@@ -322,12 +322,12 @@ def supervise(guest: Guest) -> int:
                     command, stdin=subprocess.DEVNULL, stdout=console, stderr=console
                 )
 
-            def pass_on(_signal: int, _frame: FrameType | None, child: int = process.pid) -> None:
+            def forward(_signal: int, _frame: FrameType | None, child: int = process.pid) -> None:
                 nonlocal stopping
                 stopping = True
                 subprocess.run(["kill", "-TERM", str(child)], check=False)
 
-            signal.signal(signal.SIGTERM, pass_on)
+            signal.signal(signal.SIGTERM, forward)
             status = process.wait()
             print(f"{started} booted, {time.strftime('%F %T')} ended, status {status}", flush=True)
             if status != REBOOT_STATUS or stopping:

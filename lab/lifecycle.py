@@ -14,7 +14,7 @@ from lab.distribution import this_distribution
 from lab.errors import LabError
 from lab.guest import Guest, GuestSpec
 from lab.paths import LabPaths
-from lab.shell import kept_open, run
+from lab.shell import inherited_descriptor, run
 from lab.variant import OWNER_DONE, build_base
 from lab.variant import read as read_variant
 
@@ -34,7 +34,7 @@ def lab_lock(paths: LabPaths, name: str = "lock") -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         lock.truncate(0)
         print(f"pid {os.getpid()}: {' '.join(sys.argv[1:])}", file=lock, flush=True)
-        with kept_open(lock.fileno()):
+        with inherited_descriptor(lock.fileno()):
             yield
 
 
@@ -50,8 +50,8 @@ def up(
 ) -> list[Guest]:
     guests = [Guest(paths, name) for name in names]
     with lab_lock(paths):
-        refuse_second_lab(paths)
-        _owner().write_text(str(paths.state))
+        reject_second_lab(paths)
+        _owner_file().write_text(str(paths.state))
         ground = stock.prepare(paths, engine_trees=engine_trees or engine == "cpu")
         base = ground.base
         if variant:
@@ -141,9 +141,9 @@ def _prune_bases(paths: LabPaths, current: set[Path]) -> None:
 
 def down(paths: LabPaths, names: Sequence[str], *, delete: bool) -> None:
     if not names:
-        refuse_second_lab(paths)
-    known = {member.name for member in record.all_guests(paths)} | (set(cgroup.trees()) - {"host"})
-    for name in names or sorted(known):
+        reject_second_lab(paths)
+    existing = {member.name for member in record.all_guests(paths)} | {*cgroup.list_trees()}
+    for name in names or sorted(existing - {"host"}):
         host = Guest(paths, name)
         guest.power_off(host)
         if delete:
@@ -151,7 +151,7 @@ def down(paths: LabPaths, names: Sequence[str], *, delete: bool) -> None:
     if not names:
         servers.stop_all(paths)
         network.remove_bridge()
-        _owner().unlink(missing_ok=True)
+        _owner_file().unlink(missing_ok=True)
         if delete and paths.guests.exists():
             mounts.unmount_below(paths.guests)
             shutil.rmtree(paths.guests)
@@ -159,19 +159,19 @@ def down(paths: LabPaths, names: Sequence[str], *, delete: bool) -> None:
         record.write_record(paths, this_distribution())
 
 
-def refuse_second_lab(paths: LabPaths) -> None:
-    owner = _owner().read_text() if _owner().exists() else str(paths.state)
-    if owner != str(paths.state) and cgroup.trees():
+def reject_second_lab(paths: LabPaths) -> None:
+    owner = _owner_file().read_text() if _owner_file().exists() else str(paths.state)
+    if owner != str(paths.state) and cgroup.list_trees():
         fix = f"SPARK_LAB_DIR={owner} make lab-down, or use a separate network namespace"
         raise LabError("lab", f"another lab is running in {owner}", fix)
 
 
-def _owner() -> Path:
+def _owner_file() -> Path:
     return Path("/run") / f"spark-{cgroup.TREE}.state"
 
 
 def leftovers(paths: LabPaths) -> list[str]:
     names = network.leftovers()
     names += [f"mount {point}" for point in mounts.mount_points(paths.state)]
-    names += [f"cgroup {name}" for name in cgroup.trees()]
+    names += [f"cgroup {name}" for name in cgroup.list_trees()]
     return names

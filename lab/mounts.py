@@ -28,7 +28,7 @@ def unmount_below(directory: Path) -> None:
         for point in points:
             if not succeeds(["umount", point]):
                 succeeds(["umount", "-l", point])
-    raise LabError(str(directory), f"still mounted: {points}", "see `findmnt` and unmount it")
+    raise LabError(str(directory), f"still mounted: {points}", "unmount it; see `findmnt`")
 
 
 def wait_for_loop(image: Path, timeout_s: float = 120) -> None:
@@ -37,7 +37,7 @@ def wait_for_loop(image: Path, timeout_s: float = 120) -> None:
     while image.exists() and run(["losetup", "-j", image]).strip():
         if time.monotonic() > deadline:
             raise LabError(
-                str(image), "loop device stays busy",
-                "find the mount namespace that uses it: `losetup -a`, `lsns -t mnt`",
+                str(image), "the loop device stays busy",
+                "find the mount namespace that uses it with `losetup -a` and `lsns -t mnt`",
             )  # fmt: skip
         time.sleep(0.1)

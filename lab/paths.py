@@ -39,11 +39,11 @@ def guest_ip(index: int) -> str:
     return f"10.77.0.{10 + index}"
 
 
-def guest_names(words: list[str]) -> list[str]:
+def guest_names(arguments: list[str]) -> list[str]:
     names: list[str] = []
-    for word in words:
-        count = int(word) if word.isdigit() else None
-        expanded = [word] if count is None else [f"lab-{index + 1}" for index in range(count)]
+    for argument in arguments:
+        count = int(argument) if argument.isdigit() else None
+        expanded = [argument] if count is None else [f"lab-{index + 1}" for index in range(count)]
         names += [name for name in expanded if name not in names]
     for name in names:
         guest_index(name)
@@ -53,5 +53,5 @@ def guest_names(words: list[str]) -> list[str]:
 def guest_index(name: str) -> int:
     prefix, _, number = name.partition("-")
     if prefix != "lab" or not number.isdigit() or not 1 <= int(number) <= MAX_GUESTS:
-        raise LabError(name, "not a guest's name", f"use lab-1 .. lab-{MAX_GUESTS}, or a number")
+        raise LabError(name, "invalid guest name", f"use lab-1 to lab-{MAX_GUESTS}, or a number")
     return int(number)

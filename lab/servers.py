@@ -73,7 +73,7 @@ SERVERS = {
 }
 
 
-def pid_of(paths: LabPaths, name: str) -> int | None:
+def running_pid(paths: LabPaths, name: str) -> int | None:
     """Return the running server's pid; after a reboot another server may have the recorded pid."""
     try:
         pid = int((paths.run / f"{name}.pid").read_text())
@@ -93,9 +93,9 @@ def _command_line(pid: int) -> str:
 
 def start(paths: LabPaths, name: str) -> None:
     server = SERVERS[name]
-    if pid_of(paths, name) is not None:
+    if running_pid(paths, name) is not None:
         return
-    if _answers(server):
+    if _accepts_connections(server):
         raise LabError(
             f"server {name}", f"another program listens on port {server.port}",
             "find it with `ss -ltnp` and stop it; for another lab run `lab down`",
@@ -116,7 +116,7 @@ def _wait_for_port(paths: LabPaths, server: Server, process: subprocess.Popen[by
     while time.monotonic() < deadline:
         if process.poll() is not None:
             break
-        if _answers(server):
+        if _accepts_connections(server):
             return
         time.sleep(0.05)
     log = paths.run / f"{server.name}.log"
@@ -124,13 +124,13 @@ def _wait_for_port(paths: LabPaths, server: Server, process: subprocess.Popen[by
     raise LabError(f"server {server.name}", f"did not start\n{tail}", f"read {log}")
 
 
-def _answers(server: Server) -> bool:
+def _accepts_connections(server: Server) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex((server.ip, server.port)) == 0
 
 
 def stop(paths: LabPaths, name: str) -> None:
-    pid = pid_of(paths, name)
+    pid = running_pid(paths, name)
     if pid is None:
         return
     os.kill(pid, signal.SIGTERM)

@@ -15,17 +15,17 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 PROGRESS_EVERY_S = 10.0
 
-_kept_open: list[int] = []
+_inherited: list[int] = []
 
 
 @contextmanager
-def kept_open(descriptor: int) -> Iterator[None]:
+def inherited_descriptor(descriptor: int) -> Iterator[None]:
     """Pass ``descriptor`` to child processes: it stays locked until they exit, even if we die."""
-    _kept_open.append(descriptor)
+    _inherited.append(descriptor)
     try:
         yield
     finally:
-        _kept_open.remove(descriptor)
+        _inherited.remove(descriptor)
 
 
 def run(
@@ -49,7 +49,7 @@ def run(
             text=True,
             env=full_env,
             cwd=cwd,
-            pass_fds=_kept_open,
+            pass_fds=_inherited,
         )
     except FileNotFoundError as error:
         raise LabError(words[0], "program not found", "run `lab prepare` as root") from error

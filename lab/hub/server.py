@@ -84,7 +84,7 @@ def signed_link(base_url: str, sha256: str, secret: bytes, expires_at: int) -> s
     return f"{base_url}/blobs/{sha256}?{query}"
 
 
-def link_refusal(url: str, secret: bytes, now_s: float) -> str | None:
+def check_link(url: str, secret: bytes, now_s: float) -> str | None:
     parts = urlsplit(url)
     query = parse_qs(parts.query)
     try:
@@ -138,9 +138,9 @@ class FileHandler(BaseHTTPRequestHandler):
         try:
             self.route(unquote(urlsplit(self.path).path))
         except NotFoundError as error:
-            self.refuse(HTTPStatus.NOT_FOUND, str(error), code=error.code)
+            self.reject(HTTPStatus.NOT_FOUND, str(error), code=error.code)
         except GatedError as error:
-            self.refuse(HTTPStatus.UNAUTHORIZED, f"{error} is gated", code="GatedRepo")
+            self.reject(HTTPStatus.UNAUTHORIZED, f"{error} is gated", code="GatedRepo")
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
@@ -155,7 +155,7 @@ class FileHandler(BaseHTTPRequestHandler):
         word, _, token = self.headers.get("Authorization", "").partition(" ")
         return token if word == "Bearer" else None
 
-    def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+    def send(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -164,21 +164,21 @@ class FileHandler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def answer_json(self, value: object) -> None:
-        self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def send_json(self, value: object) -> None:
+        self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def refuse(self, status: int, what: str, *, code: str = "") -> None:
+    def reject(self, status: int, what: str, *, code: str = "") -> None:
         headers = {"X-Error-Message": what, "Content-Type": "application/json"}
         if code:
             headers["X-Error-Code"] = code
-        self.answer(status, json.dumps({"error": what}).encode(), headers)
+        self.send(status, json.dumps({"error": what}).encode(), headers)
 
     def send_file(self, record: FileRecord, headers: dict[str, str]) -> None:
         try:
             wanted_range = byte_range(self.headers.get("Range"), record.size_bytes)
         except ValueError:
             total = {"Content-Range": f"bytes */{record.size_bytes}"}
-            self.answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, b"", total)
+            self.send(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, b"", total)
             return
         start, end = wanted_range or (0, record.size_bytes - 1)
         self.send_response(206 if wanted_range else 200)
@@ -210,17 +210,17 @@ class FileHandler(BaseHTTPRequestHandler):
 
 class HubHandler(FileHandler):
     def route(self, path: str) -> None:
-        words = path.strip("/").split("/")
-        if words[:2] == ["api", "models"] and len(words) >= 4:
-            self._api("/".join(words[2:4]), words[4:])
-        elif words[:3] == ["api", "resolve-cache", "models"] and len(words) >= 7:
-            commit = self._commit("/".join(words[3:5]), words[5])
-            record = commit.file("/".join(words[6:]))
+        parts = path.strip("/").split("/")
+        if parts[:2] == ["api", "models"] and len(parts) >= 4:
+            self._api("/".join(parts[2:4]), parts[4:])
+        elif parts[:3] == ["api", "resolve-cache", "models"] and len(parts) >= 7:
+            commit = self._commit("/".join(parts[3:5]), parts[5])
+            record = commit.file("/".join(parts[6:]))
             self.send_file(record, file_headers(commit, record))
-        elif len(words) >= 5 and words[2] == "resolve":
-            self._resolve(self._commit("/".join(words[:2]), words[3]), "/".join(words[4:]))
+        elif len(parts) >= 5 and parts[2] == "resolve":
+            self._resolve(self._commit("/".join(parts[:2]), parts[3]), "/".join(parts[4:]))
         else:
-            self.refuse(HTTPStatus.NOT_FOUND, f"no such page: {path}")
+            self.reject(HTTPStatus.NOT_FOUND, f"no such page: {path}")
 
     def _commit(self, repo: str, revision: str | None) -> Commit:
         return self.hub.store.commit(repo, revision, self.token)
@@ -235,9 +235,9 @@ class HubHandler(FileHandler):
             "paths-info": lambda: self._paths_info(commit),
         }
         if action not in actions:
-            self.refuse(HTTPStatus.NOT_FOUND, f"no such page: {self.path}")
+            self.reject(HTTPStatus.NOT_FOUND, f"no such page: {self.path}")
             return
-        self.answer_json(actions[action]())
+        self.send_json(actions[action]())
 
     def _paths_info(self, commit: Commit) -> list[dict[str, object]]:
         body = self.rfile.read(int(self.headers.get("Content-Length", "0"))).decode()
@@ -253,24 +253,23 @@ class HubHandler(FileHandler):
         if record.large:
             expires_at = int(time.time()) + LINK_LIFETIME_S
             link = signed_link(self.hub.cdn_url, record.sha256, self.hub.secret, expires_at)
-            self.answer(HTTPStatus.FOUND, b"", {**headers, "Location": link})
+            self.send(HTTPStatus.FOUND, b"", {**headers, "Location": link})
             return
         cached = f"/api/resolve-cache/models/{commit.repo}/{commit.sha}/{record.path}"
-        self.answer(HTTPStatus.TEMPORARY_REDIRECT, b"", {**headers, "Location": cached})
+        self.send(HTTPStatus.TEMPORARY_REDIRECT, b"", {**headers, "Location": cached})
 
 
 class CdnHandler(FileHandler):
     def route(self, path: str) -> None:
         if "Authorization" in self.headers:
-            self.refuse(HTTPStatus.BAD_REQUEST, "only one auth mechanism allowed: drop the token")
+            self.reject(HTTPStatus.BAD_REQUEST, "only one auth mechanism allowed: drop the token")
             return
-        refusal = link_refusal(self.path, self.hub.secret, time.time())
-        if refusal is not None:
-            self.refuse(HTTPStatus.FORBIDDEN, refusal)
+        if problem := check_link(self.path, self.hub.secret, time.time()):
+            self.reject(HTTPStatus.FORBIDDEN, problem)
             return
         record = self.hub.store.by_sha256(path.rpartition("/")[2])
         if record is None:
-            self.refuse(HTTPStatus.NOT_FOUND, "no such blob")
+            self.reject(HTTPStatus.NOT_FOUND, "no such blob")
             return
         self.send_file(record, {"ETag": f'"{record.sha256}"', "Accept-Ranges": "bytes"})
 

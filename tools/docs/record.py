@@ -134,7 +134,7 @@ def scene(folder: Path, init: list[str]) -> int:
     _comment("# a chat template that spoils answers; a client keeps sending requests")
     (folder / TEMPLATE).parent.mkdir()
     (folder / TEMPLATE).write_text(BAD_TEMPLATE)
-    with demo.ask_meanwhile(login, SHARED_PORT) as answers:
+    with demo.keep_asking(login, SHARED_PORT) as answers:
         good &= _type("up", "-y", "--data", f"engine.chat_template={TEMPLATE}") != 0
     _comment(f"# answers to the client: {demo.count_answers(answers)}")
     good &= _type("status") == 0

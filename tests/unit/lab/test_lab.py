@@ -43,7 +43,7 @@ def test_reused_pid_is_not_mistaken_for_a_lab_server(monkeypatch, tmp_path):
         monkeypatch.setattr(cgroup, "pids", lambda name: {hub.pid})
         for name in ("hub", "registry"):
             (lab.run / f"{name}.pid").write_text(str(hub.pid))
-        assert servers.pid_of(lab, "hub") == hub.pid
-        assert servers.pid_of(lab, "registry") is None
+        assert servers.running_pid(lab, "hub") == hub.pid
+        assert servers.running_pid(lab, "registry") is None
     finally:
         hub.communicate()

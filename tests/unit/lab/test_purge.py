@@ -13,7 +13,7 @@ from tests.unit.prerequisites import missing
 @pytest.fixture
 def paths(tmp_path, monkeypatch):
     monkeypatch.setattr(lifecycle, "down", lambda paths, names, delete: None)
-    monkeypatch.setattr(cgroup, "trees", list)
+    monkeypatch.setattr(cgroup, "list_trees", list)
     monkeypatch.setattr(network, "leftovers", list)
     state = tmp_path / "lab"
     (state / "cache/model").mkdir(parents=True)
@@ -58,8 +58,8 @@ def test_purge_rejects_guest_names_and_the_folder_of_another_running_lab(
     monkeypatch.undo()
     owner = tmp_path / "owner"
     owner.write_text("/elsewhere/lab")
-    monkeypatch.setattr(lifecycle, "_owner", lambda: owner)
-    monkeypatch.setattr(cgroup, "trees", lambda: ["host", "lab-1"])
+    monkeypatch.setattr(lifecycle, "_owner_file", lambda: owner)
+    monkeypatch.setattr(cgroup, "list_trees", lambda: ["host", "lab-1"])
     monkeypatch.setattr(guest, "power_off", lambda _: 1 / 0)
     with pytest.raises(LabError, match="another lab is running in /elsewhere/lab"):
         purge(paths)
