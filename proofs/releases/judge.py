@@ -144,22 +144,22 @@ def judge_seeing(results: dict[str, Row]) -> list[Row]:
     if results["seeing"]["state"] == "served":
         rows.append(_judge_check("seeing", results["seeing"]))
         rows.append(_judge_documents("seeing", results["seeing"], right=True))
-    for name, weights in BLIND.items():
+    for name, severities in BLIND.items():
         if results[name]["state"] == "served":
-            rows.append(_judge_blindness(name, results[name], weights))
+            rows.append(_judge_blindness(name, results[name], severities))
             rows.append(_judge_documents(name, results[name], right=False))
     return rows
 
 
-def _judge_blindness(name: str, result: Row, weights: tuple[str, ...]) -> Row:
+def _judge_blindness(name: str, result: Row, severities: tuple[str, ...]) -> Row:
     image = next(finding for finding in result["check"] if finding["check"] == "image")
     others = [
         finding for finding in result["check"] if finding["check"] != "image" and not finding["ok"]
     ]
     return row(
-        f"{name}: the check's pictures {'fail' if weights[0] == 'must' else 'are warned of'}, "
+        f"{name}: the check's pictures {'fail' if severities[0] == 'must' else 'are warned of'}, "
         "and all other checks pass",
-        not image["ok"] and image["weight"] in weights and not failed_checks(others),
+        not image["ok"] and image["severity"] in severities and not failed_checks(others),
         [name],
         image=image,
         others=others,
@@ -204,7 +204,7 @@ def _judge_check(name: str, result: Row) -> Row:
 
 
 def failed_checks(findings: list[Row]) -> list[Row]:
-    return [finding for finding in findings if not finding["ok"] and finding["weight"] == "must"]
+    return [finding for finding in findings if not finding["ok"] and finding["severity"] == "must"]
 
 
 def _judge_answers(name: str, result: Row, other: str, reference: Row, noise: float) -> Row:

@@ -242,7 +242,7 @@ def _check_answers(serving: Serving) -> Iterator[Verdict]:
     if loaded:
         text = "every required log line is present" if loaded.ok else "a required line is missing"
     yield "loaded", loaded.ok if loaded else None, text
-    required = [check for check in serving.checks if check.weight == "must"]
+    required = [check for check in serving.checks if check.severity == "must"]
     failed = [check.name for check in required if not check.ok]
     if serving.portable:
         yield "answers", None, "portable mode"

@@ -353,7 +353,7 @@ def _proof_lines(proof: Mapping[str, Any]) -> Iterator[str]:
     for check in proof.get("checks", ()):
         if check["name"] == PREFIX_REUSE and check["ok"]:  # the effect of prefix caching
             yield _row("prefix", check["detail"])
-        if not check["ok"] and check.get("weight") == "warn":
+        if not check["ok"] and check.get("severity") == "warn":
             yield _row("warned", f"{check['name']}: {check['detail']}")
     if cache := proof.get("kv_cache"):
         size = gib(cache["size_bytes"])

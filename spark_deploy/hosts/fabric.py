@@ -215,7 +215,7 @@ def _warn_or_fail(findings: Findings) -> None:
 
 
 def _measure_tcp(link: FabricLink) -> fabric.SpeedResult:
-    request = fabric.SpeedOrder(
+    request = fabric.SpeedRequest(
         interface=link.interface,
         address=link.address,
         port=secrets.choice(_PORTS),

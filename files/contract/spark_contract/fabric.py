@@ -44,7 +44,7 @@ class FabricRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedOrder:
+class SpeedRequest:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     interface: str

@@ -14,13 +14,13 @@ from spark_contract.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A check's result; a failed check with weight ``warn`` is only a warning."""
+    """A check's result; a failed check with severity ``warn`` is only a warning."""
 
     name: str
     ok: bool
     detail: str
     seconds: float
-    weight: Literal["must", "warn"] = field(default="must", metadata=OPTIONAL)
+    severity: Literal["must", "warn"] = field(default="must", metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,11 @@ class Proof:
 
     @property
     def failed(self) -> list[Finding]:
-        return [check for check in self.checks if not check.ok and check.weight == "must"]
+        return [check for check in self.checks if not check.ok and check.severity == "must"]
 
     @property
     def warnings(self) -> list[Finding]:
-        return [check for check in self.checks if not check.ok and check.weight == "warn"]
+        return [check for check in self.checks if not check.ok and check.severity == "warn"]
 
 
 @dataclass(frozen=True, slots=True)

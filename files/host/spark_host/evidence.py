@@ -37,7 +37,7 @@ def read_evidence(paths: Paths) -> Evidence:
     reading = sensors.read()
     gpu = {"celsius": reading.celsius, "power_w": reading.power_w} if reading else {}
     container_arguments: tuple[str, ...] = ()
-    with suppress(HostToolError):  # no container has proven access to the GPU
+    with suppress(HostToolError):  # no GPU check has passed
         container_arguments = docker.gpu_arguments(paths)
     return Evidence(
         firmware=read_firmware(paths.root),
@@ -81,7 +81,7 @@ def read_firmware(root: Path = Path("/")) -> dict[str, str]:
         text = path.read_text(errors="replace").strip() if path.is_file() else ""
         if _PLAIN.fullmatch(text):
             versions[name] = text
-    with suppress(ValueError, AttributeError):  # no such program, or no JSON
+    with suppress(ValueError, AttributeError):  # the program is missing, or its output is not JSON
         text = programs.read_output("fwupdmgr", "get-devices", "--json") or ""
         for device in json.loads(text).get("Devices", ()):
             name, version = str(device.get("Name", "")), str(device.get("Version", ""))
@@ -123,7 +123,7 @@ def read_container_libraries(container_id: str, proc: Path = Path("/proc")) -> d
                 match = _DIST_INFO.fullmatch(entry.name)
                 if match and (name := _PACKAGES.get(match[1].lower())):
                     versions.setdefault(name, set()).add(match[2])
-    return {name: ", ".join(sorted(found)) for name, found in versions.items() if found}
+    return {name: ", ".join(sorted(values)) for name, values in versions.items() if values}
 
 
 def _mapped_files(maps: Path) -> set[str]:

@@ -35,24 +35,24 @@ from spark_host.gateway import nginx
 from spark_host.system import docker
 from spark_host.system.programs import log
 
-_START_S = 10.0  # for the local registry
+_START_TIMEOUT_S = 10.0  # of the local registry
 _EXISTS, _UNPACKING, _DOWNLOADED = "Already exists", "Extracting", "Download complete"
 # A layer with one of these statuses no longer needs the registry.
 _LOCAL = frozenset({"Verifying Checksum", _DOWNLOADED, _UNPACKING, "Pull complete", _EXISTS})
 _UNPACK_LIMIT_S = 3600.0  # docker is silent meanwhile
-_REPORT_S = 2.0
-_POLL_S = 0.2
+_REPORT_INTERVAL_S = 2.0
+_POLL_INTERVAL_S = 0.2
 _LINE_BYTES = 1 << 20  # docker's lines have about 200 bytes
 _MESSAGE_LENGTH = 300
 _RUN_AGAIN = "see `journalctl -u docker`, then deploy again: complete layers are kept"
 
 
-def main(words: list[str], paths: Paths) -> int:
-    layers, words = (words[1], words[2:]) if words[:1] == [LAYERS_OPTION] else (None, words)
-    if not words or words[0].startswith("-"):
+def main(args: list[str], paths: Paths) -> int:
+    layers, args = (args[1], args[2:]) if args[:1] == [LAYERS_OPTION] else (None, args)
+    if not args or args[0].startswith("-"):
         usage = f"image [{LAYERS_OPTION} LAYERS.json] REFERENCE [COMMAND...]"
-        raise HostToolError("image", f"unknown arguments {words}", usage, 2)
-    reference, *command = words
+        raise HostToolError("image", f"invalid arguments {args}", f"run `spark-host {usage}`", 2)
+    reference, *command = args
     try:
         if layers is not None:
             _pull_from_peers(Path(layers), paths)
@@ -66,12 +66,12 @@ def main(words: list[str], paths: Paths) -> int:
     os.execvp(command[0], command)
 
 
-def _pull_from_peers(order: Path, paths: Paths) -> None:
-    plan = files.load(fetching.LayersPlan, order, "no such order")
-    blobs, manifests = Path(plan.out), order.parent / "manifests"
-    fetch = [sys.executable, "-m", BUILDER, LAYERS, str(order), str(manifests)]
-    if subprocess.run(fetch, stdin=subprocess.DEVNULL, check=False).returncode != 0:
-        raise HostToolError(plan.reference, "cannot download the layers", "see the lines above")
+def _pull_from_peers(plan_file: Path, paths: Paths) -> None:
+    plan = files.load(fetching.LayersPlan, plan_file, "no such download plan")
+    blobs, manifests = Path(plan.out), plan_file.parent / "manifests"
+    fetch_argv = [sys.executable, "-m", BUILDER, LAYERS, str(plan_file), str(manifests)]
+    if subprocess.run(fetch_argv, stdin=subprocess.DEVNULL, check=False).returncode != 0:
+        raise HostToolError(plan.reference, "cannot download the layers", "see the log lines above")
     reference = fetching.parse_reference(plan.reference)
     with _local_registry(blobs, manifests, paths) as address:
         local = f"{address}/{reference.name}@{reference.version}"
@@ -98,8 +98,8 @@ def _local_registry(blobs: Path, manifests: Path, paths: Paths) -> Iterator[str]
         }
         config = Path(run) / "nginx.conf"
         files.write_text(config, nginx.render_template("image.conf", values), 0o600)
-        words = [nginx.find_program(paths), "-p", run, "-c", str(config), "-e", "stderr"]
-        with subprocess.Popen(words, stdin=subprocess.DEVNULL) as server:
+        argv = [nginx.find_program(paths), "-p", run, "-c", str(config), "-e", "stderr"]
+        with subprocess.Popen(argv, stdin=subprocess.DEVNULL) as server:
             try:
                 _wait_for_port(port, server)
                 yield f"127.0.0.1:{port}"
@@ -108,12 +108,14 @@ def _local_registry(blobs: Path, manifests: Path, paths: Paths) -> Iterator[str]
 
 
 def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + _START_TIMEOUT_S
     while server.poll() is None and time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.05)
-    raise HostToolError("nginx", "does not answer on the loopback address", "see the lines above")
+    raise HostToolError(
+        "nginx", "does not accept connections on the loopback address", "see the log lines above"
+    )
 
 
 def _manifest_location(path: Path) -> str:
@@ -128,9 +130,9 @@ def _manifest_location(path: Path) -> str:
 
 
 class PullProgress:
-    """Follows the events of a pull; progress is a new status of a layer, or enough bytes.
+    """Follows the events of a pull; only a new layer status or enough bytes count as progress.
 
-    Containerd repeats events, and a registry may send a byte a minute: neither is progress.
+    Containerd repeats events, and a registry may send one byte per minute.
     """
 
     def __init__(self, now: float, stall_s: float):
@@ -138,7 +140,7 @@ class PullProgress:
         self._stall_s = stall_s
         self._status: dict[str, str] = {}
         self._seen: set[tuple[str, str]] = set()
-        # Bytes by layer.
+        # Bytes per layer.
         self._downloaded: dict[str, int] = {}
         self._unpacked: dict[str, int] = {}
         self._totals: dict[str, int] = {}
@@ -200,14 +202,14 @@ class PullProgress:
             new = [name for name, status in self._status.items() if status != _EXISTS]
             has_totals = new and all(name in self._totals for name in new)
             total = sum(self._totals[name] for name in new) if has_totals else None
-            done = sum(counted.values())
-            rate = round(done / max(now - self._phase_at, 1.0)) if downloading else None
-            eta_s = round((total - done) / rate) if total and rate else None
-            return Progress(phase, done if counted else None, total, rate, eta_s)
+            done_bytes = sum(counted.values())
+            rate = round(done_bytes / max(now - self._phase_at, 1.0)) if downloading else None
+            eta_s = round((total - done_bytes) / rate) if total and rate else None
+            return Progress(phase, done_bytes if counted else None, total, rate, eta_s)
 
 
 def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
-    """Pull an image by name and digest; ``HostToolError`` if it fails or stalls."""
+    """Pull an image by name and digest; raise HostToolError if the pull fails or stalls."""
     layers, stalls = PullProgress(time.monotonic(), stall_s), list[HostToolError]()
     try:
         with _watched_connection(reference, layers, stalls) as connection:
@@ -216,9 +218,9 @@ def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
                 layers.add_event(event, time.monotonic())
     except (OSError, HTTPException) as error:
         if not stalls:
-            reason = getattr(error, "strerror", None) or "the connection ended"
+            reason = getattr(error, "strerror", None) or "the connection was closed"
             message = f"docker is not running, or aborted the pull ({reason.lower()})"
-            fix = f"systemctl status docker; {_RUN_AGAIN}"
+            fix = f"run `systemctl status docker`; {_RUN_AGAIN}"
             raise HostToolError(reference, message, fix) from error
     if stalls:
         raise stalls[0]
@@ -231,16 +233,16 @@ def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
 def _watched_connection(
     reference: str, layers: PullProgress, stalls: list[HostToolError]
 ) -> Iterator[HTTPConnection]:
-    """Connect to docker; a thread reports progress, and closes the connection after a stall."""
-    connection, ended = docker.connection(docker.PATIENT_S), threading.Event()
+    """Connect to docker; a thread reports progress and closes the connection after a stall."""
+    connection, ended = docker.connection(docker.RETRY_TIMEOUT_S), threading.Event()
     connection.connect()
     connection.sock.settimeout(None)  # the thread enforces the limit
 
     def watch() -> None:
         reported_at = 0.0
-        while not ended.wait(_POLL_S):
+        while not ended.wait(_POLL_INTERVAL_S):
             now = time.monotonic()
-            if now - reported_at >= _REPORT_S:
+            if now - reported_at >= _REPORT_INTERVAL_S:
                 log(layers.progress(now).line())
                 reported_at = now
             if message := layers.stall_message(now):
@@ -275,7 +277,7 @@ def _pull_events(connection: HTTPConnection, reference: str) -> Iterator[dict[st
             yield from filter(None, map(_parse_event, lines))
         yield from filter(None, [_parse_event(rest)])
         if response.status != 200:
-            message = f"docker answers with status {response.status}"
+            message = f"docker responds with status {response.status}"
             raise HostToolError(reference, message, _RUN_AGAIN)
 
 
@@ -295,15 +297,15 @@ def _raise_docker_error(reference: str, event: dict[str, Any]) -> None:
     if reason:
         start = str(reason)[: 4 * _MESSAGE_LENGTH]
         printable = "".join(letter if letter.isprintable() else " " for letter in start)
-        message = f"docker cannot pull it: {' '.join(printable.split())[:_MESSAGE_LENGTH]}"
-        fix = "check the registry's address, the login and the network; `journalctl -u docker`"
+        message = f"docker cannot pull the image: {' '.join(printable.split())[:_MESSAGE_LENGTH]}"
+        fix = "check the registry's address, the login and the network, or `journalctl -u docker`"
         raise HostToolError(reference, message, fix)
 
 
 def registry_auth(reference: str) -> str | None:
     """Return the ``X-Registry-Auth`` header from the login of root's docker client, if any.
 
-    The login never enters arguments, logs or errors.
+    The login never appears in arguments, logs or errors.
     """
     host = fetching.parse_reference(reference).host
     environment = docker.client_environment()
@@ -325,11 +327,11 @@ def _helper_login(
     if not name or not re.fullmatch(r"[A-Za-z0-9._-]+", name):
         return None
     with suppress(OSError):
-        done = subprocess.run(
+        result = subprocess.run(
             [f"docker-credential-{name}", "get"], input=key, capture_output=True, text=True,
             env=environment, timeout=30, check=False,
         )  # fmt: skip
-        answer = json.loads(done.stdout) if done.returncode == 0 else {}
+        answer = json.loads(result.stdout) if result.returncode == 0 else {}
         user, secret = answer.get("Username"), answer.get("Secret")
         if user and secret:
             token = {"identitytoken": str(secret)}

@@ -42,9 +42,9 @@ STATUS = "status.json"
 _TAIL_LINES = 20
 _TAIL_PERIOD_S = 2.0
 # Time without progress after which a job is killed. Downloads that wait for a hub print retries.
-_STALL_S = 2 * 3600.0
-_STOP_S = 60.0
-_TOKEN_UNUSED_S = 60.0  # a token is used within this time
+_STALL_TIMEOUT_S = 2 * 3600.0
+_STOP_TIMEOUT_S = 60.0
+_TOKEN_UNUSED_S = 60.0  # a job reads its token within this time
 
 
 def load_job(digest12: str, paths: Paths) -> Job:
@@ -110,10 +110,10 @@ def run(digest12: str, paths: Paths) -> int:
         for key in ("MemFree", "Cached")
     )
     log(f"memory: {', '.join(changes)}")
-    done = code == 0 and is_done(job, paths)
-    if done and aside is not None:
+    succeeded = code == 0 and is_done(job, paths)
+    if succeeded and aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
-    if code == 0 and not done:
+    if code == 0 and not succeeded:
         tail.append(f"{ERROR}{job.title}: finished without a valid result: {to_plain(job.proof)}")
         log(tail[-1])
         code = 5
@@ -122,14 +122,14 @@ def run(digest12: str, paths: Paths) -> int:
         write_document(folder / STATUS, ended)
     except OSError as error:
         # On a full disk the journal carries the result.
-        log(f"{folder / STATUS}: not written, errno {error.errno}")
+        log(f"cannot write {folder / STATUS}: errno {error.errno}")
     return code
 
 
 def _set_aside(job: Job) -> Path | None:
-    """Rename an incomplete checkpoint; return the new path.
+    """Rename an incomplete checkpoint and return the new path.
 
-    The fetcher reuses intact files there until the job has succeeded.
+    The fetcher reuses its intact files until the job has succeeded.
     """
     if not isinstance(job.proof, ReceiptProof):
         return None
@@ -169,20 +169,20 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
                 elif time.monotonic() - written > _TAIL_PERIOD_S:
                     files.write_text(folder / "tail", "\n".join(tail) + "\n")
                     written = time.monotonic()
-        return child.wait(_STALL_S), list(tail)
+        return child.wait(_STALL_TIMEOUT_S), list(tail)
     except (TimeoutError, subprocess.TimeoutExpired):
         _end_process_group(child)
-        what = f"no progress for {_STALL_S:.0f} s"
-        fix = "check disk (dmesg) and network, then run the deploy again: it resumes"
-        tail.append(ERROR + Problem(job.title, what, fix).line)
+        message = f"no progress for {_STALL_TIMEOUT_S:.0f} s"
+        fix = "check disk (dmesg) and network, then deploy again to resume the job"
+        tail.append(ERROR + Problem(job.title, message, fix).line)
         log(tail[-1])
         return 4, list(tail)
 
 
 def _lines_until_stall(child: subprocess.Popen[str]) -> Iterator[str]:
-    """Yield output lines until all writers have closed the pipe; TimeoutError after a stall.
+    """Yield output lines until all writers have closed the pipe; raise TimeoutError after a stall.
 
-    A thread reads, because processes that the child started can keep the pipe open.
+    A thread reads them, because processes that the child started can keep the pipe open.
     """
     lines: queue.Queue[str | None] = queue.Queue(_TAIL_LINES)
 
@@ -193,7 +193,7 @@ def _lines_until_stall(child: subprocess.Popen[str]) -> Iterator[str]:
 
     threading.Thread(target=read, daemon=True).start()
     progress_at, progress = time.monotonic(), ""
-    while (remaining_s := progress_at + _STALL_S - time.monotonic()) > 0:
+    while (remaining_s := progress_at + _STALL_TIMEOUT_S - time.monotonic()) > 0:
         with contextlib.suppress(queue.Empty):
             text = lines.get(timeout=remaining_s)
             if text is None:
@@ -212,11 +212,11 @@ def _end_process_group(child: subprocess.Popen[str]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_STOP_S)
+            child.wait(_STOP_TIMEOUT_S)
 
 
 def remove_tokens(digest12: str, paths: Paths, *, success: bool) -> None:
-    """Remove the hub tokens of a finished job, and after a failure those of dependent jobs."""
+    """Remove the hub token of a finished job; after a failure, also those of dependent jobs."""
     if systemd.is_stopping():
         return  # the next boot continues the job
     for path in _token_files(digest12, paths):
@@ -280,7 +280,7 @@ def _job_state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState
     last = read_document(JobRun, folder / STATUS)
     state: State
     try:
-        state, result = _judge(job, unit, last, paths)
+        state, result = _read_state(job, unit, last, paths)
     except docker.DockerTimeoutError as error:
         state, result = "unknown", str(error)
     tail = list(last.last_lines if last else ()) or _read_lines(folder / "tail")
@@ -316,14 +316,14 @@ def _donor_sha256(job: Job) -> str | None:
     return receipt.donor_sha256 if isinstance(receipt, receipts.CheckpointReceipt) else None
 
 
-def _judge(
+def _read_state(
     job: Job, unit: systemd.UnitState, last: JobRun | None, paths: Paths
 ) -> tuple[State, str]:
     active = unit.get("ActiveState", "inactive")
     if active in ("activating", "active", "reloading", "deactivating"):
         return "running", ""
     if systemd.is_queued(unit):
-        return "waiting", "waiting for the jobs that it requires"
+        return "waiting", "waiting for required jobs"
     if is_done(job, paths):
         return "done", "success"
     if active == "failed":
@@ -342,8 +342,8 @@ def _read_lines(path: Path) -> list[str]:
         return []
 
 
-def main(words: list[str], paths: Paths) -> int | list[JobState]:
-    match words:
+def main(args: list[str], paths: Paths) -> int | list[JobState]:
+    match args:
         case ["run", digest12]:
             return run(digest12, paths)
         case ["end", digest12]:
@@ -352,5 +352,5 @@ def main(words: list[str], paths: Paths) -> int | list[JobState]:
             return 0
         case ["poll", *digests]:
             return poll(digests or all_digests(paths), paths)
-    usage = "use: job run D12 | job end D12 | job poll D12..."
-    raise HostToolError("job", f"unknown arguments {words}", usage, 2)
+    usage = "run `spark-host job run D12`, `job end D12` or `job poll D12...`"
+    raise HostToolError("job", f"invalid arguments {args}", usage, 2)

@@ -40,17 +40,19 @@ _DETAIL_LENGTH = 300
 _Units = dict[str, systemd.UnitState]
 
 
-def main(words: list[str], paths: Paths) -> Status:
-    """Return the host's state; with ``--live`` send a request to each running engine."""
+def main(args: list[str], paths: Paths) -> Status:
+    """Return the host's state; with ``--live``, also send a request to each running engine."""
     host = Host(paths)
-    known = [release for name in release_names(paths) if (release := host.release(name))]
+    releases = [release for name in release_names(paths) if (release := host.release(name))]
     stopped_marks = (paths.state / "stopped").glob("*.json")
-    services = sorted({release.service for release in known} | {m.stem for m in stopped_marks})
-    # One call for all units, because each takes long.
+    services = sorted({release.service for release in releases} | {m.stem for m in stopped_marks})
+    # One call for all units, because every call is slow.
     patterns = [template.unit("*") for template in (SERVE, SWITCH, GATEWAY)]
     units = systemd.show_loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])
     with ThreadPoolExecutor() as pool:  # engine, docker and driver may be slow
-        running = [release for release in known if "--live" in words and _is_active(release, units)]
+        running = [
+            release for release in releases if "--live" in args and _is_active(release, units)
+        ]
         running.sort(key=lambda release: release.service != MAIN_SERVICE)
         live_checks = pool.submit(lambda: [check_live(release, paths) for release in running])
         reading = pool.submit(versions.read)
@@ -58,8 +60,8 @@ def main(words: list[str], paths: Paths) -> Status:
         job_states = jobs.poll(digests, paths) if digests else []
         installed, live, meminfo = reading.result(), live_checks.result(), memory.meminfo()
     return Status(
-        releases=tuple(_release_state(release, units, installed, host) for release in known),
-        services={name: _service_state(name, known, units, host) for name in services},
+        releases=tuple(_release_state(release, units, installed, host) for release in releases),
+        services={name: _service_state(name, releases, units, host) for name in services},
         jobs=tuple(job_states),
         memory=HostMemory(meminfo["MemTotal"], meminfo["MemAvailable"]),
         versions=installed,
@@ -113,9 +115,9 @@ def _release_state(
     )
 
 
-def _service_state(name: str, known: list[Release], units: _Units, host: Host) -> Service:
+def _service_state(name: str, all_releases: list[Release], units: _Units, host: Host) -> Service:
     paths, good = host.paths, boot.read_good(name, host).release
-    releases = [release for release in known if release.service == name]
+    releases = [release for release in all_releases if release.service == name]
     active = next((release.name for release in releases if _is_active(release, units)), None)
     serving = host.release(active or good)
     return Service(
@@ -157,9 +159,11 @@ def check_live(release: Release, paths: Paths, timeout_s: float = 30) -> LiveChe
     start = time.monotonic()
     if cluster.is_worker(release, paths):
         missing = cluster.missing_names(release, paths)
-        detail = f"{missing} has not joined" if missing else "joined; the head answers requests"
+        detail = (
+            f"{missing} has not joined" if missing else "joined; only the head answers requests"
+        )
         return LiveCheck(not missing, release.name, 0.0, detail)
-    probe = Probe(release, Engine.for_release(release, paths), list, until_s=start + timeout_s)
+    probe = Probe(release, Engine.for_release(release, paths), list, deadline_s=start + timeout_s)
     try:
         if probe.plan.task in checks.POOLING_CHECKS:
             detail = checks.POOLING_CHECKS[probe.plan.task](probe)

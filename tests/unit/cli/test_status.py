@@ -81,8 +81,8 @@ def test_status_of_serving_host_shows_release_last_check_and_differences(tmp_pat
     assert "fetch a" not in text
 
 
-REUSE = "turn 2 began to answer after 0.31 s, turn 1 after 4.02 s"
-WARNING = {"name": "repeat", "ok": False, "detail": "two texts", "weight": "warn"}
+REUSE = "the first token came after 0.31 s in turn 2 and 4.02 s in turn 1"
+WARNING = {"name": "repeat", "ok": False, "detail": "two texts", "severity": "warn"}
 START = {"lowest_bytes": 9 * 2**30, "after_s": 312.0, "floor_bytes": 4 * 2**30}
 
 

@@ -136,8 +136,8 @@ def add_services(host: Host, monkeypatch: Any) -> tuple[EngineUnits, SystemHost]
 
 @contextmanager
 def on_request_host(host: Host, monkeypatch: Any, **limits: float) -> Iterator[OnRequestHost]:
-    monkeypatch.setattr(relay, "_ROUND_S", 0.1)
-    monkeypatch.setattr(relay, "_RETRY_S", 0.1)
+    monkeypatch.setattr(relay, "_ROUND_INTERVAL_S", 0.1)
+    monkeypatch.setattr(relay, "_RETRY_INTERVAL_S", 0.1)
     units, here = add_services(host, monkeypatch)
     usual = {"wait_s": 10, "comment_s": 0.2, "serve_s": 0, "back_off_s": 60} | limits
     process = Relay(here, Limits(**usual))

@@ -111,14 +111,16 @@ def test_recording_is_greedy_private_and_not_replaced_by_a_comparison(host, engi
 
 def test_missing_recording_names_the_record_command(host, engine, serve):
     serve(NEW)
-    with pytest.raises(HostToolError, match=r"while main-0123456789ab runs: spark-check --record"):
+    with pytest.raises(
+        HostToolError, match=r"run `spark-check --record \[FILE\]` while main-0123456789ab runs"
+    ):
         run_check(host, "--compare", OLD)
 
 
 def test_missing_log_probabilities_are_an_error(host, engine, serve):
     engine.steps = {p: [("yes", SURE)] for p in compare.check_prompts(serve(OLD))}
     engine.logprobs = False
-    with pytest.raises(HostToolError, match="has no log-probabilities of each token"):
+    with pytest.raises(HostToolError, match="lacks log-probabilities for its tokens"):
         run_check(host, "--record")
     assert not host.paths.answers(OLD).exists()
 

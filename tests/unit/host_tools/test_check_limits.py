@@ -27,8 +27,8 @@ def test_check_waits_for_a_slow_engine(host):
 
 
 def test_progress_shows_phase_but_no_engine_output(host, monkeypatch):
-    monkeypatch.setattr(runner, "_PROGRESS_S", 0.2)
-    monkeypatch.setattr(runner, "_PHASE_S", 0.0)
+    monkeypatch.setattr(runner, "_PROGRESS_INTERVAL_S", 0.2)
+    monkeypatch.setattr(runner, "_PHASE_INTERVAL_S", 0.0)
     release = host.release(timeouts__start_s=1.5)
     host.start(release, "never-ready", STUB_LOAD_S="1")
     lines: list[str] = []
@@ -61,7 +61,7 @@ def test_slow_answers_end_the_whole_check(host):
     result = check(host, release)
     failures = failed(result)
     assert list(failures) == ["copy"]
-    assert "the check's limit of 1 s is reached" in failures["copy"]
+    assert "the check reached its time limit of 1 s" in failures["copy"]
     assert result.checks[-1].name == "copy"
     assert result.checks[-1].seconds < 1.5
 

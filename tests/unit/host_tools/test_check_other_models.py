@@ -51,14 +51,14 @@ def test_healthy_pooling_model_passes(host, plan, names, live):
     [
         (EMBEDDING, "garbage", "embedding", "is not closer"),
         (EMBEDDING, "nan", "embedding", "not a finite number"),
-        ({**EMBEDDING, "width": 96}, "", "embedding", "128 numbers, the model's width is 96"),
+        ({**EMBEDDING, "width": 96}, "", "embedding", "128 numbers, but the model's width is 96"),
         (EMBEDDING, "mixes-up", "embedding in a batch", "different embedding in a batch"),
         (RANKING, "garbage", "ranking", "the correct document scored 1.000, the other 1.000"),
         (CLASSES, "garbage", "classes", "identical class probabilities"),
-        (CLASSES, "nan", "classes", "not a probability"),
+        (CLASSES, "nan", "classes", "invalid probabilities"),
         (CLASSES, "mixes-up", "classes", "different class probabilities in a batch"),
         (EMBEDDING, "counters-flat", "counters", "grew by 0"),
-        (AUDIO, "blind", "sound", "sounds of 1 and 4 s took"),
+        (AUDIO, "blind", "sound", "1 s and 4 s of sound took"),
         (COMPLETION, "garbage", "first answer", "does not match '^Paris$'"),
     ],
 )

@@ -57,7 +57,7 @@ def test_damage_is_reported_on_a_slow_disk(tmp_path, monkeypatch):
     tree = write_tree(tmp_path / "tree")
     flip_byte(tree / "a.bin", 0)
     problems, _ = hash_next([tree], 0)
-    monkeypatch.setattr(checkpoint_hashes, "_LIMIT_S", -1)
+    monkeypatch.setattr(checkpoint_hashes, "_DAILY_LIMIT_S", -1)
     assert hash_next([tree], 9, tuple(problems)) == (problems, 9)
 
 

@@ -207,7 +207,7 @@ def test_reset_waits_for_members_again(tmp_path, stop):
 
 
 def test_silent_member_stops_the_engine(tmp_path, stop, monkeypatch):
-    monkeypatch.setattr(watchdog, "_SILENT_S", 0.3)
+    monkeypatch.setattr(watchdog, "_SILENCE_LIMIT_S", 0.3)
     connects = True
     monkeypatch.setattr(cluster, "can_connect", lambda *_, **__: connects)
     pair = Pair(tmp_path)

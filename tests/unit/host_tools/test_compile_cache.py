@@ -87,7 +87,7 @@ WRONG = Finding("arithmetic", False, "", 0.0)
     [
         ("1", (ANSWERED, WRONG), False),
         ("1", (SILENT,), True),
-        ("1", (ANSWERED, replace(WRONG, weight="warn")), True),
+        ("1", (ANSWERED, replace(WRONG, severity="warn")), True),
         ("1", (ANSWERED,), True),
         ("0", (ANSWERED, WRONG), True),
     ],

@@ -73,9 +73,9 @@ def host(tmp_path, monkeypatch):
     for name, text in (("port", UNCONFIGURED), ("routes", ROUTE), ("routes6", "")):
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setattr(fabric, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(fabric, "_STILL_S", 0.05)
-    monkeypatch.setattr(fabric, "_REGAIN_S", 0.3)
+    monkeypatch.setattr(fabric, "_POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(fabric, "_SETTLE_TIME_S", 0.05)
+    monkeypatch.setattr(fabric, "_REGAIN_TIMEOUT_S", 0.3)
     return host
 
 
@@ -153,7 +153,7 @@ def test_power_cut_removes_the_trial(trial):
     ids=["no address", "netplan hangs", "addresses change"],
 )  # fmt: skip
 def test_does_not_confirm_an_unsettled_network(trial, monkeypatch, program, text, message):
-    monkeypatch.setattr(fabric, "_APPLY_S", 1.0)
+    monkeypatch.setattr(fabric, "_APPLY_TIMEOUT_S", 1.0)
     trial.write_program(program, text)
     with pytest.raises(HostToolError, match=message):
         run(trial, "confirm")
@@ -208,8 +208,8 @@ def test_restores_static_ipv6_but_no_advertised_route(host):
 @pytest.mark.parametrize("words", [("settled",), ("restore", "--unconfirmed")])
 def test_waits_for_addresses_that_return(trial, monkeypatch, words):
     trial.flush_others(queries=5)
-    monkeypatch.setattr(fabric, "_STILL_S", 0.0)
-    monkeypatch.setattr(fabric, "_REGAIN_S", 30.0)
+    monkeypatch.setattr(fabric, "_SETTLE_TIME_S", 0.0)
+    monkeypatch.setattr(fabric, "_REGAIN_TIMEOUT_S", 30.0)
     run(trial, *words)
     assert trial.queries() > 5
     assert "address replace" not in trial.log()
@@ -231,7 +231,7 @@ def test_settled_waits_for_netplan(trial, monkeypatch):
         echo query >> $ROOT/queries; state=deactivating
         [ $(wc -l < $ROOT/queries) -gt 3 ] && state=inactive
         echo "Id=spark-fabric-apply.service"; echo "ActiveState=$state" """)  # fmt: skip
-    monkeypatch.setattr(fabric, "_STILL_S", 0.0)
+    monkeypatch.setattr(fabric, "_SETTLE_TIME_S", 0.0)
     run(trial, "settled")
     assert trial.queries() > 3
 

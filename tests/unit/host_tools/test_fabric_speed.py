@@ -11,7 +11,7 @@ import pytest
 from gateway_client import free_port
 from spark_contract.documents import to_json
 from spark_contract.errors import HostToolError
-from spark_contract.fabric import SpeedOrder
+from spark_contract.fabric import SpeedRequest
 from spark_host.system import fabric_speed as speed
 from stub_host import Paths
 
@@ -19,42 +19,42 @@ TOKEN = "0123456789abcdef" * 2
 
 
 @pytest.fixture
-def order():
-    return SpeedOrder("lo", "127.0.0.1", free_port(), TOKEN, 20_000_000, 2.0)
+def speed_request():
+    return SpeedRequest("lo", "127.0.0.1", free_port(), TOKEN, 20_000_000, 2.0)
 
 
 @contextmanager
-def listening(order):
-    thread = threading.Thread(target=speed.listen, args=(order,), daemon=True)
+def listening(speed_request):
+    thread = threading.Thread(target=speed.listen, args=(speed_request,), daemon=True)
     thread.start()
     yield
     thread.join(10)
     assert not thread.is_alive()
 
 
-def connect(order):
+def connect(speed_request):
     until = time.monotonic() + 5
     while True:
         try:
-            return socket.create_connection((order.address, order.port), 1)
+            return socket.create_connection((speed_request.address, speed_request.port), 1)
         except ConnectionRefusedError:
             assert time.monotonic() < until
             time.sleep(0.01)
 
 
-def test_sends_exactly_the_byte_limit_of_an_order_on_stdin(order, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(to_json(order)))
-    with listening(order):
+def test_sends_exactly_as_many_bytes_as_the_request_on_stdin_allows(speed_request, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(to_json(speed_request)))
+    with listening(speed_request):
         result = speed.main(["send"], Paths("/"))
     assert isinstance(result, speed.SpeedResult)
-    assert result.arrived_bytes == order.max_bytes
-    assert 0 < result.took_s < order.max_s
+    assert result.arrived_bytes == speed_request.max_bytes
+    assert 0 < result.took_s < speed_request.max_s
     with pytest.raises(HostToolError, match="listen or send"):
         speed.main(["send", TOKEN], Paths("/"))
 
 
-def test_stalled_receiver_ends_at_the_time_limit(order):
-    slow = dataclasses.replace(order, max_bytes=10**9, max_s=0.5)
+def test_stalled_receiver_ends_at_the_time_limit(speed_request):
+    slow = dataclasses.replace(speed_request, max_bytes=10**9, max_s=0.5)
     streams = []
 
     def receive_nothing():
@@ -72,46 +72,46 @@ def test_stalled_receiver_ends_at_the_time_limit(order):
     assert result.took_s < 1
 
 
-def test_wrong_token_is_rejected(order):
-    with listening(order):
-        with connect(order) as stranger:
+def test_wrong_token_is_rejected(speed_request):
+    with listening(speed_request):
+        with connect(speed_request) as stranger:
             stranger.sendall(b"x" * len(TOKEN))
             assert stranger.recv(1) == b""
-        assert speed.send(order).arrived_bytes == order.max_bytes
+        assert speed.send(speed_request).arrived_bytes == speed_request.max_bytes
 
 
-def test_trickling_stranger_does_not_end_the_measurement(order):
+def test_trickling_stranger_does_not_end_the_measurement(speed_request):
     def trickle(stranger):
         with stranger, suppress(OSError):
             for _ in TOKEN:
                 stranger.sendall(b"x")
                 time.sleep(0.5)
 
-    with listening(order):
-        threading.Thread(target=trickle, args=(connect(order),), daemon=True).start()
+    with listening(speed_request):
+        threading.Thread(target=trickle, args=(connect(speed_request),), daemon=True).start()
         time.sleep(0.1)
-        assert speed.send(order).arrived_bytes == order.max_bytes
+        assert speed.send(speed_request).arrived_bytes == speed_request.max_bytes
 
 
-def test_listens_only_on_the_fabric_address(order):
-    with listening(order):
-        connect(order).close()
+def test_listens_only_on_the_fabric_address(speed_request):
+    with listening(speed_request):
+        connect(speed_request).close()
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", order.port), 1)
-        speed.send(order)
+            socket.create_connection(("127.0.0.2", speed_request.port), 1)
+        speed.send(speed_request)
 
 
-def test_listener_times_out(order, monkeypatch):
-    monkeypatch.setattr(speed, "_MEET_S", 0.2)
+def test_listener_times_out(speed_request, monkeypatch):
+    monkeypatch.setattr(speed, "_CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(HostToolError, match="only 0 of 4 connections"):
-        speed.listen(order)
+        speed.listen(speed_request)
 
 
 @pytest.mark.parametrize(
     ("interface", "message"),
     [("lo", r"lo to 127.0.0.1:\d+.*no connection.*firewall"), ("fab7", "No such device")],
 )
-def test_reports_a_missing_listener_or_interface(order, monkeypatch, interface, message):
-    monkeypatch.setattr(speed, "_MEET_S", 0.2)
+def test_reports_a_missing_listener_or_interface(speed_request, monkeypatch, interface, message):
+    monkeypatch.setattr(speed, "_CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(HostToolError, match=message):
-        speed.send(dataclasses.replace(order, interface=interface))
+        speed.send(dataclasses.replace(speed_request, interface=interface))

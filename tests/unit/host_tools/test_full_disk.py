@@ -74,7 +74,10 @@ def test_full_disk_removes_an_invalid_proof(host):
     ("error", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "/x/y: No space left on device"),
-        (PermissionError(errno.EACCES, "Permission denied", "/x/y"), "fix: run it as root: sudo"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/x/y"),
+            "fix: run the command as root",
+        ),
         (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "spark-host status: reset by"),
     ],
 )

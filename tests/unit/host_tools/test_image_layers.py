@@ -146,4 +146,4 @@ def test_failed_pull_builds_nothing(root, daemon):
     daemon.script = lambda answer, reference: answer.send({"error": "no such host"})
     code, calls, errors = run(root, fetches=False)
     assert (code, calls) == (1, [])
-    assert f"error: {REFERENCE}: docker cannot pull it: no such host; fix: " in errors
+    assert f"error: {REFERENCE}: docker cannot pull the image: no such host; fix: " in errors

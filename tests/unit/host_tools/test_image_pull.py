@@ -25,8 +25,8 @@ def layer(name, status, current=0, total=0):
 @pytest.fixture
 def daemon(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "docker.sock"))
-    monkeypatch.setattr(image, "_POLL_S", 0.02)
-    monkeypatch.setattr(image, "_REPORT_S", 0.05)
+    monkeypatch.setattr(image, "_POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(image, "_REPORT_INTERVAL_S", 0.05)
     environment = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
     monkeypatch.setattr(docker, "client_environment", lambda: environment)
     with listening(tmp_path / "docker.sock") as running:

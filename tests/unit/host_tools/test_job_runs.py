@@ -191,7 +191,7 @@ CLOSES_OUTPUT = "import os; os.close(1); os.close(2); time.sleep(60)"
     ("script", "code"), [(STALLS, 4), (CLOSES_OUTPUT, 4), (f"{MOVES}\nexit(3)", 3)]
 )
 def test_stall_timeout_ends_a_job_without_progress(host, units, monkeypatch, script, code):
-    monkeypatch.setattr(jobs, "_STALL_S", 2.0)
+    monkeypatch.setattr(jobs, "_STALL_TIMEOUT_S", 2.0)
     write_job(host, f"import time\n{script}")
     started = time.monotonic()
     assert jobs.run(D12, host.paths) == code
@@ -221,8 +221,8 @@ def is_running(pid):
 def test_stall_timeout_ends_a_job_whose_grandchild_holds_the_output(
     host, units, monkeypatch, child, grandchild
 ):
-    monkeypatch.setattr(jobs, "_STALL_S", 2.0)
-    monkeypatch.setattr(jobs, "_STOP_S", 0.5)
+    monkeypatch.setattr(jobs, "_STALL_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(jobs, "_STOP_TIMEOUT_S", 0.5)
     write_job(host, HOLDS_PIPE.format(child=child, grandchild=grandchild))
     started = time.monotonic()
     assert jobs.run(D12, host.paths) == 4

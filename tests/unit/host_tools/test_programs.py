@@ -32,13 +32,13 @@ def test_failed_change_of_a_unit_names_the_fix(tmp_path, monkeypatch, message, f
     install_stub(tmp_path, "systemctl", f"echo {message} >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(HostToolError) as refused:
-        systemd.change("enable", "--now", "x.service")
+        systemd.run_systemctl("enable", "--now", "x.service")
     assert (refused.value.what, refused.value.fix) == (message, fix)
 
 
 @pytest.mark.parametrize("argv", [("no-such-program",), ("false",), ("sleep", "5")])
 def test_absent_failed_and_hanging_programs_have_no_output(monkeypatch, argv):
-    monkeypatch.setattr(programs, "_LIMIT_S", 0.3)
+    monkeypatch.setattr(programs, "_TIMEOUT_S", 0.3)
     assert programs.read_output(*argv) is None
 
 
@@ -54,9 +54,9 @@ def test_stuck_program_does_not_block_and_is_not_restarted(monkeypatch):
             """Have no effect, as while a driver is stuck."""
 
     monkeypatch.setattr(subprocess, "Popen", Stuck)
-    monkeypatch.setattr(programs, "_LIMIT_S", 0.1)
-    monkeypatch.setattr(programs, "_PATIENT_S", 0.1)
-    monkeypatch.setattr(programs, "_DEATH_S", 0.1)
+    monkeypatch.setattr(programs, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(programs, "_RETRY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(programs, "_KILL_WAIT_S", 0.1)
     began = time.monotonic()
     assert programs.read_output("sleep", "20") is None
     assert programs.read_output("sleep", "20") is None
@@ -76,8 +76,8 @@ def hanging_systemd(tmp_path, monkeypatch):
         (tmp_path / name).write_text("#!/bin/sh\nexec sleep 30\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(systemd, "_LIMIT_S", 0.2)
-    monkeypatch.setattr(systemd, "_JOURNAL_S", 0.2)
+    monkeypatch.setattr(systemd, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(systemd, "_JOURNAL_TIMEOUT_S", 0.2)
 
 
 def test_systemd_timeout_is_not_an_empty_answer(hanging_systemd):

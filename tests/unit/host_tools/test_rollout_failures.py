@@ -207,7 +207,7 @@ def test_rollout_succeeds_if_the_speed_cannot_be_saved(sim):
     release = replace(release, check=replace(release.check, bench=Bench(1.0, 15.0)))
     record = Record(release, host)
     steps.activate(release, host, record)
-    assert "no speed was measured: [Errno 28] No space left on device" in record.data.bench[0]
+    assert "the speed was not measured: [Errno 28] No space left on device" in record.data.bench[0]
     assert sim.serving() == A
 
 

@@ -20,7 +20,7 @@ def test_healthy_engine_passes_every_check(host):
     assert {finding.name for finding in result.checks} == {"ready", *ALL_CHECKS} - OTHER_TASKS
     assert result.engine == {"version": "0.0.0+stub"}
     [prefix] = [finding for finding in result.checks if finding.name == "prefix reuse"]
-    assert re.match(r"turn 2 began to answer after \d+\.\d\d s, turn 1 after", prefix.detail)
+    assert re.match(r"the first token came after \d+\.\d\d s in turn 2 and", prefix.detail)
 
 
 EXACT = [
@@ -29,21 +29,21 @@ EXACT = [
 ]
 VIOLATIONS = [
     ("wrong-name", "served names", "serves the names ['other', 'other']"),
-    ("wrong-context", "context length", "is 2048, the release requires 4096"),
+    ("wrong-context", "context length", "is 2048, but the release requires 4096"),
     ("log-missing", "log lines", "has no line matching 'spark plugin is on'"),
     ("log-forbidden", "log lines", "forbidden line"),
     ("wrong-arithmetic", "answers", "'35352138' does not match"),
-    ("copy-typo", "copy", "asked to repeat"),
-    ("stream-cut", "stream", "broke"),
+    ("copy-typo", "copy", "the model repeated"),
+    ("stream-cut", "stream", "broke off"),
     ("sampler-nan", "sampled", "the same token over and over"),
     ("tool-types", "tool call", "days='3', not the number 3"),
     ("reasoning-mixed", "reasoning", "thinking is mixed into the answer"),
     ("forgets", "conversation", "in turn 2 of a conversation"),
     ("mixes-up", "parallel", "with 3 concurrent streams"),
-    ("no-prefix-hits", "prefix reuse", "turn 2 of a conversation found no token"),
-    ("stale-prefix", "prefix reuse", "turn 2 of a long conversation got the wrong answer '48214'"),
-    ("low-acceptance", "acceptance", "the floor is 50%"),
-    ("blind", "image", "a picture that is all blue was called 'Red'"),
+    ("no-prefix-hits", "prefix reuse", "turn 2 of a conversation found no tokens"),
+    ("stale-prefix", "prefix reuse", "wrong answer in turn 2 of a long conversation: '48214'"),
+    ("low-acceptance", "acceptance", "the minimum is 50%"),
+    ("blind", "image", "a blue image was described as 'Red'"),
     ("no-drafts", "acceptance", "speculation is off"),
     ("no-cache-info", "metrics", "no sample of vllm:cache_config_info has"),
     ("unhealthy-later", "health", "HTTP 503 after the check"),
@@ -52,9 +52,9 @@ DOUBTS = [
     ("unsteady", "repeat", "the same greedy request gave"),
     ("sampler-wrong", "sampled", "does not match"),
     ("no-tool", "tool call", "no tool was called"),
-    ("needle-lost", "needle", "did not find"),
-    ("needle-lost", "prefix reuse", "turn 1 of a long conversation got the wrong answer"),
-    ("some-drafts", "acceptance", "the floor is 50%"),
+    ("needle-lost", "needle", "does not contain a number"),
+    ("needle-lost", "prefix reuse", "wrong answer in turn 1 of a long conversation"),
+    ("some-drafts", "acceptance", "the minimum is 50%"),
 ]
 SEPARATE_TESTS = {"first answer", "counters", "ready", "same run"}
 
@@ -146,19 +146,19 @@ def test_engine_that_crashes_during_the_check_fails_without_warnings(host):
     assert "stopped answering" in failed(result)["health"]
 
 
-def test_page_lists_every_check_with_level_and_weight():
+def test_page_lists_every_check_with_level_and_severity():
     page = (REPOSITORY / "docs/reference/checks.md").read_text()
     lines = page.partition("\n## Faults")[0].splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "| `" in line]
-    documented = [(name, level, weight.strip("`")) for name, level, weight, *_ in rows]
+    documented = [(name, level, severity.strip("`")) for name, level, severity, *_ in rows]
     of_runner = [("memory", "at a start", "must"), ("ready", "quick", "must")]
     of_runner.append(("same run", "quick", "must"))
-    assert documented == of_runner + [(c.name, c.level, c.weight) for c in checks.CHECKS]
-    for name, _, weight, broken_by, healthy_and_failing in rows[len(of_runner) :]:
+    assert documented == of_runner + [(c.name, c.level, c.severity) for c in checks.CHECKS]
+    for name, _, severity, broken_by, healthy_and_failing in rows[len(of_runner) :]:
         never = not healthy_and_failing
         assert broken_by, name
-        assert never <= (weight == "`must`"), name
-        assert never or weight == "`warn`" or healthy_and_failing.startswith("gets a warning")
+        assert never <= (severity == "`must`"), name
+        assert never or severity == "`warn`" or healthy_and_failing.startswith("gets a warning")
 
 
 def test_parallel_requests_are_streamed(host, monkeypatch):
@@ -167,7 +167,7 @@ def test_parallel_requests_are_streamed(host, monkeypatch):
     host.started(release, "stream-cut")
     failures = failed(check(host, release))
     assert set(failures) == {"parallel"}
-    assert "with 3 concurrent streams: the streamed answer broke" in failures["parallel"]
+    assert "with 3 concurrent streams: the stream broke off" in failures["parallel"]
 
 
 @pytest.mark.parametrize(

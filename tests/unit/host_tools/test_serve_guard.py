@@ -33,7 +33,7 @@ def systemctl_calls(host, monkeypatch):
         return subprocess.CompletedProcess(words, 0, "", "")
 
     monkeypatch.setattr(systemd, "systemctl", systemctl)
-    monkeypatch.setattr(watchdog, "_UNIT_STOP_S", 0.5)
+    monkeypatch.setattr(watchdog, "_UNIT_STOP_TIMEOUT_S", 0.5)
     return calls
 
 

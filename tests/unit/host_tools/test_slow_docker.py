@@ -43,9 +43,9 @@ def late(host, monkeypatch):
     path = host.paths.root / "docker.sock"
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(path))
     monkeypatch.setenv("PATH", f"{late.folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(docker, "PATIENT_S", 0.6)
-    monkeypatch.setattr(programs, "_LIMIT_S", 0.2)
-    monkeypatch.setattr(programs, "_PATIENT_S", 0.6)
+    monkeypatch.setattr(docker, "RETRY_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(programs, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(programs, "_RETRY_TIMEOUT_S", 0.6)
     get = docker._get
     monkeypatch.setattr(docker, "_get", lambda path, limit_s: get(path, min(limit_s, 0.6)))
     late.program("nvidia-smi", prints="580.142")

@@ -66,7 +66,7 @@ def test_loaded_weights_are_the_memory_taken_since(host, monkeypatch, change_gb,
 
 
 def test_a_start_records_its_phases_and_later_checks_keep_them(host, monkeypatch):
-    monkeypatch.setattr(runner, "_PHASE_S", 0.0)
+    monkeypatch.setattr(runner, "_PHASE_INTERVAL_S", 0.0)
     monkeypatch.setattr(runner, "_start_failure", lambda *_: None)
     release = host.release()
     host.start(release, STUB_LOAD_S="1")
@@ -78,7 +78,7 @@ def test_a_start_records_its_phases_and_later_checks_keep_them(host, monkeypatch
 
 
 def test_a_rollout_reports_the_units_own_progress_only(monkeypatch, capfd):
-    monkeypatch.setattr(steps, "_REPORT_S", 0)
+    monkeypatch.setattr(steps, "_REPORT_INTERVAL_S", 0)
     sim = SimulatedHost()
     sim.journal = [
         "phase=memory waited_s=2 limit_s=9 1.0 GiB available, 2.0 GiB needed",

@@ -83,7 +83,7 @@ def kills(host, monkeypatch):
         raise EndLoopError
 
     monkeypatch.setattr(watchdog, "kill_engine", kill_engine)
-    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(watchdog, "_METRICS_TIMEOUT_S", 0.1)
     monkeypatch.setattr(watchdog, "_update_gateway", lambda *_: None)
     monkeypatch.setattr(sensors, "read", lambda: None)
     return reasons
@@ -145,7 +145,7 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def kill_units_at_once(monkeypatch):
-    monkeypatch.setattr(watchdog, "_UNIT_STOP_S", 0.0)
+    monkeypatch.setattr(watchdog, "_UNIT_STOP_TIMEOUT_S", 0.0)
 
 
 def test_engine_with_pidfd_and_its_unit_are_killed_without_docker(

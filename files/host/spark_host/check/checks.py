@@ -16,7 +16,7 @@ from spark_contract import release
 from spark_contract.release import EMBEDDINGS, MODELS, RERANK, CheckPlan
 
 from spark_host.check import questions
-from spark_host.check.probe import CheckError, Probe, Weight, quote, wait_for_value
+from spark_host.check.probe import CheckError, Probe, Severity, quote, wait_for_value
 from spark_host.engine.client import EngineError, Metrics
 
 _QUESTION = "How do I bake bread at home?"
@@ -24,15 +24,17 @@ _NEAR = "How do I bake bread at home without a machine?"
 _FAR = "The central bank raised interest rates by a quarter of a point on Thursday."
 
 
-def embedding(probe: Probe) -> str:
+def check_embedding(probe: Probe) -> str:
     items = _query(probe, EMBEDDINGS, {"input": [_QUESTION, _NEAR, _FAR]})
     vectors = [_vector(item) for item in items]
     sizes = {len(vector) for vector in vectors}
     if len(vectors) != 3 or len(sizes) != 1:
-        raise CheckError(f"three texts gave {len(vectors)} embeddings of {sorted(sizes)} numbers")
+        raise CheckError(f"three texts have {len(vectors)} embeddings with {sorted(sizes)} numbers")
     width = probe.plan.width
     if width is not None and sizes != {width}:
-        raise CheckError(f"an embedding has {sizes.pop()} numbers, the model's width is {width}")
+        raise CheckError(
+            f"an embedding has {sizes.pop()} numbers, but the model's width is {width}"
+        )
     near, far = (_cosine(vectors[0], other) for other in vectors[1:])
     if not near > far:
         raise CheckError(
@@ -41,7 +43,7 @@ def embedding(probe: Probe) -> str:
     return f"{len(vectors[0])} numbers; similar texts {near:.3f}, different texts {far:.3f}"
 
 
-def embedding_repeat(probe: Probe) -> str:
+def check_embedding_repeat(probe: Probe) -> str:
     alone = _query(probe, EMBEDDINGS, {"input": [_QUESTION]})
     batch = _query(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]})
     first, second = _vector(alone[0]), _vector((batch + [None] * 2)[1])
@@ -53,13 +55,15 @@ def embedding_repeat(probe: Probe) -> str:
     return f"the same text has the same embedding in a batch (cosine {cosine:.4f})"
 
 
-def ranking(probe: Probe) -> str:
+def check_ranking(probe: Probe) -> str:
     scores: dict[Any, float] = {}
     body = {"query": _QUESTION, "documents": [_FAR, _NEAR]}
     for item in _query(probe, RERANK, body, "results"):
         score = item.get("relevance_score") if isinstance(item, dict) else None
         if not isinstance(score, int | float) or not math.isfinite(score):
-            raise CheckError(f"a relevance score is not a finite number: {quote(str(item))}")
+            raise CheckError(
+                f"invalid relevance score {quote(str(item))}, expected a finite number"
+            )
         scores[item.get("index")] = score
     if set(scores) != {0, 1}:
         raise CheckError(f"expected scores for documents 0 and 1, got {sorted(map(str, scores))}")
@@ -69,12 +73,14 @@ def ranking(probe: Probe) -> str:
     return result
 
 
-def classification(probe: Probe) -> str:
+def check_classification(probe: Probe) -> str:
     alone, *_ = _probabilities(probe, [_QUESTION])
     batch = _probabilities(probe, [_FAR, _QUESTION])
     if len(batch) != 2 or any(len(numbers) != len(alone) for numbers in batch):
         sizes = [len(numbers) for numbers in batch]
-        raise CheckError(f"a batch of two texts has {sizes} classes, a single text {len(alone)}")
+        raise CheckError(
+            f"a batch of two texts has {sizes} classes, but a single text has {len(alone)}"
+        )
     if max(abs(a - b) for a, b in zip(alone, batch[1], strict=True)) > 0.02:
         raise CheckError("the same text has different class probabilities in a batch")
     if len(alone) > 1 and batch[0] == batch[1]:
@@ -89,7 +95,7 @@ def _probabilities(probe: Probe, texts: list[str]) -> list[list[float]]:
         if not isinstance(numbers, list) or not numbers:
             raise CheckError("the answer has no probabilities")
         if not all(type(n) in (int, float) and 0 <= n <= 1 for n in numbers):
-            raise CheckError(f"not a probability: {quote(str(numbers))}")
+            raise CheckError(f"invalid probabilities {quote(str(numbers))}, expected 0 to 1")
         if len(numbers) > 1 and abs(sum(numbers) - 1) > 0.02:
             raise CheckError(f"{len(numbers)} class probabilities add up to {sum(numbers)}")
         rows.append([float(n) for n in numbers])
@@ -127,11 +133,11 @@ def _cosine(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True)) / lengths
 
 
-# The check that shows whether a model of a task answers.
+# The check that shows whether a model for a task answers.
 POOLING_CHECKS: dict[str | None, Callable[[Probe], str]] = {
-    "embedding": embedding,
-    "reranking": ranking,
-    "classification": classification,
+    "embedding": check_embedding,
+    "reranking": check_ranking,
+    "classification": check_classification,
 }
 
 
@@ -144,35 +150,35 @@ def list_models(probe: Probe) -> list[dict[str, Any]]:
     try:
         reply = probe.engine.get(MODELS, probe.remaining_s)
         if reply.status != 200:
-            raise CheckError(f"{MODELS} answers HTTP {reply.status}")
+            raise CheckError(f"{MODELS} returned HTTP {reply.status}")
         data = reply.json().get("data")
     except EngineError as error:
         raise CheckError(f"{MODELS}: {error}") from error
     if not isinstance(data, list) or not all(isinstance(item, dict) for item in data):
-        raise CheckError(f"{MODELS} lists no models")
+        raise CheckError(f"{MODELS} returned no list of models")
     return data
 
 
-def served_names(probe: Probe) -> str:
+def check_served_names(probe: Probe) -> str:
     served = [str(item.get("id")) for item in list_models(probe)]
     names = list(probe.release.names)
     if sorted(served) != sorted(names):
-        raise CheckError(f"it serves the names {served}, the release requires {names}")
-    return f"it serves {', '.join(served)}"
+        raise CheckError(f"the engine serves the names {served}, but the release requires {names}")
+    return f"the engine serves {', '.join(served)}"
 
 
-def context_length(probe: Probe) -> str:
+def check_context_length(probe: Probe) -> str:
     required = probe.plan.max_model_len
     for item in list_models(probe):
         if item.get("max_model_len") != required:
             raise CheckError(
                 f"max_model_len of {item.get('id')} is {item.get('max_model_len')}, "
-                f"the release requires {required}"
+                f"but the release requires {required}"
             )
-    return f"contexts of {required} tokens are accepted"
+    return f"the context length is {required} tokens"
 
 
-def token_counters(probe: Probe) -> str:
+def check_token_counters(probe: Probe) -> str:
     if probe.tokens_seen == 0:
         raise CheckError("no tokens were returned")
     before = probe.metrics_before.tokens if probe.metrics_before else 0.0
@@ -185,7 +191,7 @@ def token_counters(probe: Probe) -> str:
     return result
 
 
-def acceptance(probe: Probe) -> str:
+def check_acceptance(probe: Probe) -> str:
     floor = probe.plan.acceptance_floor or 0.0
     before = probe.metrics_before or Metrics(())
     drafted = accepted = 0.0
@@ -205,12 +211,12 @@ def acceptance(probe: Probe) -> str:
     rate = accepted / drafted
     result = f"{rate:.0%} of {drafted:.0f} drafted tokens were accepted"
     if not rate >= floor:
-        weight: Weight | None = None if rate < _ALMOST_NONE else "warn"
-        raise CheckError(f"{result}, the floor is {floor:.0%}", weight)
-    return f"{result} (floor {floor:.0%})"
+        severity: Severity | None = None if rate < _ALMOST_NONE else "warn"
+        raise CheckError(f"{result}, but the minimum is {floor:.0%}", severity)
+    return f"{result} (minimum {floor:.0%})"
 
 
-def metrics_required(probe: Probe) -> str:
+def check_metrics_required(probe: Probe) -> str:
     metrics = probe.metrics()
     for name, required in probe.plan.metrics_required.items():
         if isinstance(required, dict):
@@ -220,16 +226,16 @@ def metrics_required(probe: Probe) -> str:
         else:
             value = metrics.total(name)
             if value is None or value < float(required):
-                raise CheckError(f"{name} is {value}, the release requires at least {required}")
+                raise CheckError(f"{name} is {value}, but the release requires at least {required}")
     return f"{len(probe.plan.metrics_required)} metrics match the release"
 
 
-def log_lines(probe: Probe) -> str:
+def check_log_lines(probe: Probe) -> str:
     lines = probe.read_log()
     for pattern in probe.plan.log_forbidden:
         line = next((line for line in lines if re.search(pattern, line)), None)
         if line is not None:
-            raise CheckError(f"the log has a forbidden line: {quote(line, 120)}")
+            raise CheckError(f"the log contains a forbidden line: {quote(line, 120)}")
     for pattern in probe.plan.log_required:
         line = next((line for line in lines if re.search(pattern, line)), None)
         if line is None:
@@ -238,13 +244,13 @@ def log_lines(probe: Probe) -> str:
     return f"{len(probe.plan.log_required)} expected log lines found, none forbidden"
 
 
-def health(probe: Probe) -> str:
+def check_health(probe: Probe) -> str:
     try:
         status = probe.engine.get("/health", probe.remaining_s).status
     except EngineError as error:
-        raise CheckError(f"the engine stopped answering during the check: {error}") from error
+        raise CheckError(f"the engine stopped responding during the check: {error}") from error
     if status != 200:
-        raise CheckError(f"/health answers HTTP {status} after the check")
+        raise CheckError(f"/health returned HTTP {status} after the check")
     return "the engine is healthy after the check"
 
 
@@ -252,7 +258,7 @@ def health(probe: Probe) -> str:
 class Check:
     name: str
     level: str  # the lowest level that includes it
-    weight: Weight
+    severity: Severity
     run: Callable[[Probe], str]
     applies: Callable[[CheckPlan], object] = lambda _: True
 
@@ -262,49 +268,50 @@ def _has_questions(plan: CheckPlan) -> bool:
 
 
 CHECKS = (
-    Check("served names", "quick", "must", served_names),
-    Check(release.CONTEXT_LENGTH, "quick", "must", context_length),
+    Check("served names", "quick", "must", check_served_names),
+    Check(release.CONTEXT_LENGTH, "quick", "must", check_context_length),
     Check(
-        release.LOG_LINES, "quick", "must", log_lines,
+        release.LOG_LINES, "quick", "must", check_log_lines,
         lambda p: p.log_required or p.log_forbidden,
     ),
-    Check("first answer", "quick", "must", questions.first_answer, _has_questions),
-    Check("answers", "full", "must", questions.all_answers, lambda p: p.questions[1:]),
-    Check("copy", "full", "must", questions.exact_copies, lambda p: p.copy),
-    Check("stream", "full", "must", questions.stream, _has_questions),
+    Check("first answer", "quick", "must", questions.check_first_answer, _has_questions),
+    Check("answers", "full", "must", questions.check_answers, lambda p: p.questions[1:]),
+    Check("copy", "full", "must", questions.check_copies, lambda p: p.copy),
+    Check("stream", "full", "must", questions.check_stream, _has_questions),
     Check(
-        "repeat", "full", "warn", questions.repeated_answer,
+        "repeat", "full", "warn", questions.check_repeated_answer,
         lambda p: p.repeat and _has_questions(p),
     ),
-    Check("sampled", "full", "must", questions.sampled_answers, _has_questions),
-    Check("tool call", "full", "must", questions.tool_call, lambda p: p.tool_call),
+    Check("sampled", "full", "must", questions.check_sampled_answers, _has_questions),
+    Check("tool call", "full", "must", questions.check_tool_call, lambda p: p.tool_call),
     Check(
-        "reasoning", "full", "must", questions.reasoning,
+        "reasoning", "full", "must", questions.check_reasoning,
         lambda p: p.reasoning and _has_questions(p),
     ),
     Check(
-        "conversation", "full", "must", questions.conversation,
+        "conversation", "full", "must", questions.check_conversation,
         lambda p: p.conversation and _has_questions(p),
     ),
-    Check("parallel", "full", "must", questions.parallel_streams, _has_questions),
-    Check("image", "full", "must", questions.image, lambda p: p.image),
-    Check("sound", "full", "must", questions.sound, lambda p: p.sound),
-    Check("embedding", "quick", "must", embedding, lambda p: p.task == "embedding"),
+    Check("parallel", "full", "must", questions.check_parallel_streams, _has_questions),
+    Check("image", "full", "must", questions.check_image, lambda p: p.image),
+    Check("sound", "full", "must", questions.check_sound, lambda p: p.sound),
+    Check("embedding", "quick", "must", check_embedding, lambda p: p.task == "embedding"),
     Check(
-        "embedding in a batch", "full", "must", embedding_repeat, lambda p: p.task == "embedding"
+        "embedding in a batch", "full", "must", check_embedding_repeat,
+        lambda p: p.task == "embedding",
     ),
-    Check("ranking", "quick", "must", ranking, lambda p: p.task == "reranking"),
-    Check("classes", "quick", "must", classification, lambda p: p.task == "classification"),
-    Check(release.PREFIX_REUSE, "full", "must", questions.prefix_reuse, lambda p: p.prefix),
+    Check("ranking", "quick", "must", check_ranking, lambda p: p.task == "reranking"),
+    Check("classes", "quick", "must", check_classification, lambda p: p.task == "classification"),
+    Check(release.PREFIX_REUSE, "full", "must", questions.check_prefix_reuse, lambda p: p.prefix),
     Check(
-        release.ACCEPTANCE, "full", "must", acceptance,
+        release.ACCEPTANCE, "full", "must", check_acceptance,
         lambda p: p.acceptance_floor is not None,
     ),
-    Check(release.NEEDLE, "deep", "warn", questions.needle, lambda p: p.needle),
+    Check(release.NEEDLE, "deep", "warn", questions.check_needle, lambda p: p.needle),
     Check(
-        release.COUNTERS, "quick", "must", token_counters,
+        release.COUNTERS, "quick", "must", check_token_counters,
         lambda p: _has_questions(p) or p.task in POOLING_CHECKS,
     ),
-    Check("metrics", "quick", "must", metrics_required, lambda p: p.metrics_required),
-    Check(release.HEALTH, "quick", "must", health),
+    Check("metrics", "quick", "must", check_metrics_required, lambda p: p.metrics_required),
+    Check(release.HEALTH, "quick", "must", check_health),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """``check --record`` and ``--compare``: compares answers of two releases to the same prompts.
 
 Answers are greedy, with log-probabilities. Steps are compared up to and including the first
-different token, while both have the same prefix.
+different token, because both answers have the same prefix until then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_PROMPTS = 500
 _MAX_BYTES = 4 << 20
 _MAX_TOKENS = 128
 _TOP_LOGPROBS = 20  # the engine's default maximum
-_SHOWN = 3
+_MAX_EXAMPLES = 3
 _FLOOR = 1e-6  # of the probability of an unlisted token
 
 
@@ -67,9 +67,9 @@ class Comparison:
     steps: int
     same_top: int  # steps with the same most likely token
     mean_nats: float  # mean Kullback-Leibler divergence per step
-    most_nats: float
-    most_at: str
-    parted: tuple[tuple[str, str, str], ...]  # prompt and both answers
+    max_nats: float
+    max_nats_prompt: str
+    different: tuple[tuple[str, str, str], ...]  # prompt and both answers
 
     def __str__(self) -> str:
         share = self.same_top / self.steps if self.steps else 0.0
@@ -77,10 +77,10 @@ class Comparison:
             f"{self.recorded} and {self.running}: identical answers to {self.same_answers} of "
             f"{self.prompts} prompts",
             f"  {self.steps} steps after a shared prefix: same top token in {share:.2%}, "
-            f"KL divergence {self.mean_nats:.2g} nats on average, {self.most_nats:.2g} at most "
-            f"(prompt {quote(self.most_at)})",
+            f"KL divergence {self.mean_nats:.2g} nats on average, {self.max_nats:.2g} at most "
+            f"(prompt {quote(self.max_nats_prompt)})",
         ]
-        for prompt, recorded, running in self.parted[:_SHOWN]:
+        for prompt, recorded, running in self.different[:_MAX_EXAMPLES]:
             lines.append(f"  {quote(prompt)}: {quote(recorded)} against {quote(running)}")
         return "\n".join(lines)
 
@@ -113,7 +113,7 @@ def compare_answers(recorded: Answers, running: Answers) -> Comparison:
         for x, y in _comparable_steps(a, b)
     ]
     worst = max(steps, default=(0.0, True, ""))
-    parted = [
+    different = [
         (a.prompt, a.text, b.text)
         for a, b in pairs
         if [step.token for step in a.steps] != [step.token for step in b.steps]
@@ -122,13 +122,13 @@ def compare_answers(recorded: Answers, running: Answers) -> Comparison:
         recorded.release,
         running.release,
         prompts=len(pairs),
-        same_answers=len(pairs) - len(parted),
+        same_answers=len(pairs) - len(different),
         steps=len(steps),
         same_top=sum(same for _, same, _ in steps),
         mean_nats=sum(nats for nats, _, _ in steps) / len(steps) if steps else 0.0,
-        most_nats=worst[0],
-        most_at=worst[2],
-        parted=tuple(parted),
+        max_nats=worst[0],
+        max_nats_prompt=worst[2],
+        different=tuple(different),
     )
 
 
@@ -140,12 +140,12 @@ def _comparable_steps(a: Answer, b: Answer) -> Iterator[tuple[Step, Step]]:
 
 
 def collect_answers(release: Release, engine: Engine, prompts: list[str], host: Host) -> Answers:
-    """Return the answers; ``HostToolError`` if they have no log-probabilities."""
+    """Return the answers; raise HostToolError if they have no log-probabilities."""
     probe = Probe(release, engine, list)
     try:
         answers = tuple(_answer(probe, prompt) for prompt in prompts)
     except (CheckError, EngineError) as error:
-        fix = "run spark-check and fix the reported failures"
+        fix = "run `spark-check` and fix the reported failures"
         raise HostToolError(f"compare {release.name}", str(error), fix) from error
     return Answers(release.name, release.digest, host.clock.now(), answers)
 
@@ -172,7 +172,7 @@ def _answer(probe: Probe, prompt: str) -> Answer:
             pairs = zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
             steps = tuple(_parse_step(token, best.items()) for token, best in pairs)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        message = f"the answer to {quote(prompt)} has no log-probabilities of each token"
+        message = f"the answer to {quote(prompt)} lacks log-probabilities for its tokens"
         raise CheckError(message) from error
     return Answer(prompt, text, steps)
 
@@ -180,7 +180,7 @@ def _answer(probe: Probe, prompt: str) -> Answer:
 def _parse_step(token: object, logprobs: Iterable[tuple[object, Any]]) -> Step:
     best = {str(token): round(float(value), 5) for token, value in logprobs}
     if not all(math.isfinite(value) and value <= 0.001 for value in best.values()):
-        raise ValueError("not a log-probability")
+        raise ValueError("invalid log-probability")
     return Step(str(token), best)
 
 
@@ -190,7 +190,7 @@ def check_prompts(release: Release) -> list[str]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    fix = f"use a text file with a prompt per line, at most {_MAX_PROMPTS}"
+    fix = f"use a text file with one prompt per line, at most {_MAX_PROMPTS} prompts"
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -218,10 +218,10 @@ def _record_answers(file: str | None, host: Host) -> Answers:
 
 
 def _compare_with_recorded(name: str, host: Host) -> Comparison:
-    """Compare with recorded answers; comparing a release with itself shows the noise."""
+    """Compare with recorded answers; comparing a release with itself shows the noise level."""
     recorded = host.disk.read(Answers, host.paths.answers(name))
     if recorded is None:
-        fix = f"while {name} runs: spark-check --record [FILE]"
+        fix = f"run `spark-check --record [FILE]` while {name} runs"
         raise HostToolError(f"compare {name}", "no recorded answers on this host", fix)
     release = host.disk.load_release(boot.only_active_release(host), host.paths)
     prompts = [answer.prompt for answer in recorded.answers]
@@ -229,16 +229,16 @@ def _compare_with_recorded(name: str, host: Host) -> Comparison:
     return compare_answers(recorded, answers)
 
 
-def main(words: list[str], host: Host) -> int:
-    match [word for word in words if word != "--json"], "--json" in words:
+def main(args: list[str], host: Host) -> int:
+    match [arg for arg in args if arg != "--json"], "--json" in args:
         case ["--compare", name], as_json:
             comparison = _compare_with_recorded(name, host)
             print(to_json(to_plain(comparison)) if as_json else comparison, flush=True)
-        case ["--record", *given], False if len(given) < 2:
-            answers = _record_answers(given[0] if given else None, host)
-            print(f"{answers.release}: {len(answers.answers)} answers recorded; after a change: "
-                  f"spark-check --compare {answers.release}", flush=True)  # fmt: skip
+        case ["--record", *file], False if len(file) < 2:
+            recording = _record_answers(file[0] if file else None, host)
+            print(f"{recording.release}: {len(recording.answers)} answers recorded; after a "
+                  f"change, run `spark-check --compare {recording.release}`", flush=True)  # fmt: skip
         case _:
-            usage = "--record [FILE], or --compare RELEASE [--json]"
-            raise HostToolError("check", f"unknown arguments {' '.join(words)}", usage, 2)
+            usage = "use --record [FILE], or --compare RELEASE [--json]"
+            raise HostToolError("check", f"invalid arguments: {' '.join(args)}", usage, 2)
     return 0

@@ -12,15 +12,15 @@ from spark_contract.release import CHAT, COMPLETIONS, CheckPlan, Release
 from spark_host.engine.client import Engine, EngineError, Metrics
 
 Message = dict[str, Any]
-Weight = Literal["must", "warn"]
+Severity = Literal["must", "warn"]
 
 
 class CheckError(Exception):
-    """A check failed; a ``weight`` replaces the check's own, for what a healthy server may fail."""
+    """A check failed; a ``severity`` overrides the severity of the check."""
 
-    def __init__(self, text: str, weight: Weight | None = None):
+    def __init__(self, text: str, severity: Severity | None = None):
         super().__init__(text)
-        self.weight = weight
+        self.severity = severity
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Probe:
     tokens_seen: int = 0
     engine_version: str = ""
     load_lines: list[str] = field(default_factory=list)  # log lines that the release requires
-    until_s: float = float("inf")
+    deadline_s: float = float("inf")
 
     @property
     def plan(self) -> CheckPlan:
@@ -54,15 +54,15 @@ class Probe:
     @property
     def remaining_s(self) -> float:
         """Return the remaining time, but never 0, which a socket would treat as non-blocking."""
-        return max(0.01, min(self.plan.timeout_s, self.until_s - time.monotonic()))
+        return max(0.01, min(self.plan.timeout_s, self.deadline_s - time.monotonic()))
 
     @property
     def is_out_of_time(self) -> bool:
-        return time.monotonic() >= self.until_s
+        return time.monotonic() >= self.deadline_s
 
     @property
     def path(self) -> str:
-        """Return the API path; a base model has no chat template, so it only completes texts."""
+        """Return the API path; a base model has no chat template, so it can only complete text."""
         return COMPLETIONS if self.plan.task == "completion" else CHAT
 
     def body(self, messages: list[Message], max_tokens: int, **options: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Probe:
         except EngineError as error:
             text = f"no usable answer after {time.monotonic() - start:.1f} s: {error}"
             if self.is_out_of_time:
-                text += f"; the check's limit of {self.plan.timeout_s:g} s is reached"
+                text += f"; the check reached its time limit of {self.plan.timeout_s:g} s"
             raise CheckError(text, None if self.is_out_of_time else "must") from error
         try:
             choice = answer["choices"][0]
@@ -109,7 +109,7 @@ class Probe:
                 if text and not wait_s:
                     wait_s = time.monotonic() - start
         except EngineError as error:
-            raise CheckError(f"the streamed answer broke: {error}, after {quote(text)}") from error
+            raise CheckError(f"the stream broke off after {quote(text)}: {error}") from error
         if finished is None:
             raise CheckError(f"the streamed answer has no finish_reason, after {quote(text)}")
         if not usage:
@@ -129,7 +129,7 @@ class Probe:
 
 
 def wait_for_value(read: Callable[[], float], minimum: float, wait_s: float) -> float:
-    """Poll until a value reaches the minimum, at most for ``wait_s``; return the last value."""
+    """Poll a value until it reaches the minimum or ``wait_s`` has passed; return the last value."""
     deadline = time.monotonic() + wait_s
     while (value := read()) < minimum and time.monotonic() <= deadline:
         time.sleep(0.1)

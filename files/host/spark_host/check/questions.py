@@ -1,4 +1,4 @@
-"""Checks that ask questions as text, with pictures or with sounds."""
+"""Checks that ask questions about text, images or sounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_host.check.probe import (
     CheckError,
     Message,
     Probe,
-    Weight,
+    Severity,
     message_text,
     quote,
     user_message,
@@ -33,53 +33,53 @@ _STREAMS = 3
 _SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "seed": None}
 
 
-def _judge(
-    question: Question, answer: str, context: str = "", weight: Weight | None = None
+def _check_answer(
+    question: Question, answer: str, context: str = "", severity: Severity | None = None
 ) -> None:
     if re.search(question.expect, answer):
         return
-    _reject_repetition(question, answer, context, weight)
+    _reject_repetition(question, answer, context, severity)
     raise CheckError(
         f"{context}wrong answer to {quote(question.prompt)}: {quote(answer)} does not match "
         f"{question.expect!r}",
-        weight,
+        severity,
     )
 
 
 def _reject_repetition(
-    question: Question, answer: str, context: str = "", weight: Weight | None = None
+    question: Question, answer: str, context: str = "", severity: Severity | None = None
 ) -> None:
     runs = (run for units in (answer, answer.split()) for _, run in groupby(units))
     if max((len(list(run)) for run in runs), default=0) >= _MAX_REPETITIONS:
         raise CheckError(
-            f"{context}{quote(question.prompt)} was answered with the same token over and over, "
-            f"{quote(answer)}: the weights or kernels are broken",
-            weight,
+            f"{context}the answer to {quote(question.prompt)} repeats the same token over and over: "
+            f"{quote(answer)}; the weights or kernels are broken",
+            severity,
         )
 
 
-def first_answer(probe: Probe) -> str:
-    return all_answers(probe, probe.plan.plain_questions[:1])
+def check_first_answer(probe: Probe) -> str:
+    return check_answers(probe, probe.plan.plain_questions[:1])
 
 
-def all_answers(probe: Probe, only: tuple[Question, ...] = ()) -> str:
+def check_answers(probe: Probe, only: tuple[Question, ...] = ()) -> str:
     questions = only or probe.plan.questions
     for question in questions:
         answer = probe.ask(question.prompt, question.max_tokens, thinking=question.thinking)
-        _judge(question, answer, weight="warn" if question.thinking else None)
+        _check_answer(question, answer, severity="warn" if question.thinking else None)
         last = f"{quote(question.prompt, 40)} with {quote(answer, 40)}"
     return f"{len(questions)} questions were answered correctly, such as {last}"
 
 
-def exact_copies(probe: Probe) -> str:
+def check_copies(probe: Probe) -> str:
     for text in probe.plan.copy:
         answer = probe.ask(f"Repeat exactly: {text}", max(64, 2 * len(text)))
         if text not in answer:
-            raise CheckError(f"asked to repeat {quote(text)}, it answered {quote(answer)}")
+            raise CheckError(f"the model repeated {quote(text)} as {quote(answer)}")
     return f"{len(probe.plan.copy)} strings were repeated unchanged"
 
 
-def repeated_answer(probe: Probe) -> str:
+def check_repeated_answer(probe: Probe) -> str:
     question = probe.plan.plain_questions[-1]
     first, second = (probe.ask(question.prompt, question.max_tokens) for _ in range(2))
     if first != second:
@@ -87,31 +87,31 @@ def repeated_answer(probe: Probe) -> str:
     return "the same greedy request gave the same text twice"
 
 
-def sampled_answers(probe: Probe) -> str:
+def check_sampled_answers(probe: Probe) -> str:
     questions = probe.plan.plain_questions
     for question in questions:
         answer = message_text(
             probe.chat([user_message(question.prompt)], question.max_tokens, **_SAMPLING)
         )
         if not answer.strip():
-            raise CheckError(f"{quote(question.prompt)}, sampled, got an empty answer")
+            raise CheckError(f"empty answer to {quote(question.prompt)} (with sampling)")
         _reject_repetition(question, answer)
-        _judge(question, answer, "sampled, ", "warn")
+        _check_answer(question, answer, "with sampling, ", "warn")
     return f"{len(questions)} sampled answers are plausible"
 
 
-def conversation(probe: Probe) -> str:
+def check_conversation(probe: Probe) -> str:
     messages: list[Message] = []
     questions = (probe.plan.plain_questions * 3)[:3]
     for turn, question in enumerate(questions, 1):
         messages.append(user_message(question.prompt))
         answer = message_text(probe.chat(messages, question.max_tokens))
-        _judge(question, answer, f"in turn {turn} of a conversation ")
+        _check_answer(question, answer, f"in turn {turn} of a conversation, ")
         messages.append({"role": "assistant", "content": answer})
     return f"all {len(questions)} turns of a conversation were answered correctly"
 
 
-def parallel_streams(probe: Probe) -> str:
+def check_parallel_streams(probe: Probe) -> str:
     questions = (probe.plan.plain_questions * _STREAMS)[:_STREAMS]
     with ThreadPoolExecutor(max_workers=_STREAMS) as pool:
         pending = [
@@ -121,18 +121,18 @@ def parallel_streams(probe: Probe) -> str:
         for question, streamed in zip(questions, pending, strict=True):
             try:
                 answer = streamed.result()
-                _judge(question, answer.text)
+                _check_answer(question, answer.text)
             except CheckError as error:
                 raise CheckError(f"with {_STREAMS} concurrent streams: {error}") from error
             probe.tokens_seen += answer.tokens
     return f"{_STREAMS} concurrent streams were answered correctly"
 
 
-def stream(probe: Probe) -> str:
+def check_stream(probe: Probe) -> str:
     question = probe.plan.plain_questions[0]
     answer = probe.stream([user_message(question.prompt)], question.max_tokens)
     probe.tokens_seen += answer.tokens
-    _judge(question, answer.text)
+    _check_answer(question, answer.text)
     return f"streamed answer completed ({answer.tokens} tokens)"
 
 
@@ -155,7 +155,7 @@ _WEATHER = {
 }
 
 
-def tool_call(probe: Probe) -> str:
+def check_tool_call(probe: Probe) -> str:
     prompt = "Use the tool to get the weather in Paris for 3 days."
     message = probe.chat([user_message(prompt)], 256, tools=[_WEATHER], tool_choice="auto")
     calls = message.get("tool_calls") or []
@@ -184,7 +184,7 @@ def tool_call(probe: Probe) -> str:
     return f"get_weather was called with {json.dumps(arguments)}"
 
 
-def reasoning(probe: Probe) -> str:
+def check_reasoning(probe: Probe) -> str:
     question = probe.plan.plain_questions[0]
     limit = min(2048, max(256, probe.plan.max_model_len // 4))
     thinking = {"enable_thinking": True}
@@ -194,10 +194,10 @@ def reasoning(probe: Probe) -> str:
     if "<think>" in answer or "</think>" in answer:
         raise CheckError(f"thinking is mixed into the answer: {quote(answer)}")
     if not thought.strip():
-        raise CheckError(f"no reasoning was separate from the answer {quote(answer)}", "warn")
+        raise CheckError(f"the reasoning is not separate from the answer {quote(answer)}", "warn")
     if message["finish_reason"] != "length":
-        _judge(question, answer, "after thinking, ", "warn")
-    return f"{len(thought)} characters of reasoning were separate from the answer"
+        _check_answer(question, answer, "after thinking, ", "warn")
+    return f"{len(thought)} characters of reasoning are separate from the answer"
 
 
 _COUNTER_WAIT_S = 5.0
@@ -209,17 +209,17 @@ _FILLER_TOKENS = 10
 _TURNS = 3
 
 
-def needle(probe: Probe) -> str:
+def check_needle(probe: Probe) -> str:
     tokens = probe.plan.needle.context_tokens if probe.plan.needle else 0
     half = _FILLER * (tokens // 24)
     answer = probe.ask(f"{half}{_NEEDLE} {half}\n{_QUESTION}", 64)
     hidden = f"a number hidden in the middle of about {tokens} tokens"
     if _NUMBER not in answer:
-        raise CheckError(f"did not find {hidden}: {quote(answer)}")
-    return f"found {hidden}"
+        raise CheckError(f"the answer {quote(answer)} does not contain {hidden}")
+    return f"the answer contains {hidden}"
 
 
-def prefix_reuse(probe: Probe) -> str:
+def check_prefix_reuse(probe: Probe) -> str:
     """Check that later turns of a long conversation hit the prefix cache and are answered.
 
     The first turn is longer than two cache blocks. It starts with a new number, so that earlier
@@ -237,20 +237,20 @@ def prefix_reuse(probe: Probe) -> str:
         probe.tokens_seen += answer.tokens
         if turn == 1 and answer.prompt_tokens <= block_tokens:
             raise CheckError(
-                f"the first turn has {answer.prompt_tokens} tokens, a cache block {block_tokens}: "
-                "no block could be cached"
+                f"the first turn has {answer.prompt_tokens} tokens, but a cache block has "
+                f"{block_tokens}, so no block could be cached"
             )
         if _NUMBER not in answer.text:
-            text = f"turn {turn} of a long conversation got the wrong answer {quote(answer.text)}"
-            # Turn 1 does not use the cache, so a wrong answer is the model's.
+            text = f"wrong answer in turn {turn} of a long conversation: {quote(answer.text)}"
+            # Turn 1 does not use the cache, so the model itself gave a wrong answer.
             raise CheckError(text, "warn" if turn == 1 else None)
         messages.append({"role": "assistant", "content": answer.text})
         waits.append(answer.wait_s)
         if turn > 1:
             hits.append(_wait_for_hits(probe, hits_before, turn))
     return (
-        f"turn 2 began to answer after {waits[1]:.2f} s, turn 1 after {waits[0]:.2f} s; turns 2 "
-        f"and 3 found {hits[0]:.0f} and {hits[1]:.0f} tokens of the conversation in the cache"
+        f"the first token came after {waits[1]:.2f} s in turn 2 and {waits[0]:.2f} s in turn 1; "
+        f"turns 2 and 3 found {hits[0]:.0f} and {hits[1]:.0f} cached tokens"
     )
 
 
@@ -258,7 +258,7 @@ def _wait_for_hits(probe: Probe, before: float, turn: int) -> float:
     hits = wait_for_value(lambda: _prefix_hits(probe) - before, 1, _COUNTER_WAIT_S)
     if hits <= 0:
         raise CheckError(
-            f"turn {turn} of a conversation found no token of the earlier turns in the cache"
+            f"turn {turn} of a conversation found no tokens of earlier turns in the cache"
         )
     return hits
 
@@ -266,7 +266,7 @@ def _wait_for_hits(probe: Probe, before: float, turn: int) -> float:
 def _prefix_hits(probe: Probe) -> float:
     hits = probe.metrics().prefix_hits
     if hits is None:
-        raise CheckError("the engine has no counter of prefix hits: prefix caching is off")
+        raise CheckError("the engine has no counter for prefix hits: prefix caching is off")
     return hits
 
 
@@ -274,7 +274,7 @@ _SIDE_PIXELS = 64
 _COLORS = (("red", (220, 20, 20)), ("blue", (20, 20, 220)))
 
 
-def image(probe: Probe) -> str:
+def check_image(probe: Probe) -> str:
     answers = []
     for _, rgb in _COLORS:
         url = "data:image/png;base64," + base64.b64encode(png(rgb)).decode()
@@ -284,9 +284,9 @@ def image(probe: Probe) -> str:
         )
     for (color, _), answer in zip(_COLORS, answers, strict=True):
         if not re.search(rf"\b{color}\b", answer, re.IGNORECASE):
-            text = f"a picture that is all {color} was called {quote(answer)}"
+            text = f"a {color} image was described as {quote(answer)}"
             raise CheckError(text, None if len(set(answers)) == 1 else "warn")
-    return f"named the color of all {len(_COLORS)} pictures correctly"
+    return f"the colors of all {len(_COLORS)} images were named correctly"
 
 
 def _media_message(kind: str, data: dict[str, str], text: str) -> Message:
@@ -294,7 +294,7 @@ def _media_message(kind: str, data: dict[str, str], text: str) -> Message:
 
 
 def png(rgb: tuple[int, int, int]) -> bytes:
-    """Return a square PNG of a single colour (RFC 2083), not compressed."""
+    """Return a square PNG of a single color (RFC 2083), not compressed."""
     row = b"\0" + bytes(rgb) * _SIDE_PIXELS
     head = struct.pack(">IIBBBBB", _SIDE_PIXELS, _SIDE_PIXELS, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(row * _SIDE_PIXELS, 0)), (b"IEND", b""))
@@ -309,7 +309,7 @@ _TONE_HZ = 440
 _SECONDS = (1, 4)
 
 
-def sound(probe: Probe) -> str:
+def check_sound(probe: Probe) -> str:
     counts = []
     for seconds in _SECONDS:
         data = {"data": base64.b64encode(wav(seconds)).decode(), "format": "wav"}
@@ -317,7 +317,7 @@ def sound(probe: Probe) -> str:
         answer = probe.stream([question], 32)
         probe.tokens_seen += answer.tokens
         counts.append(answer.prompt_tokens)
-    result = f"sounds of {_SECONDS[0]} and {_SECONDS[1]} s took {counts[0]} and {counts[1]} tokens"
+    result = f"{_SECONDS[0]} s and {_SECONDS[1]} s of sound took {counts[0]} and {counts[1]} tokens"
     if not counts[1] > counts[0]:
         raise CheckError(result)
     return result

@@ -35,8 +35,8 @@ from spark_host.system.host import Host
 from spark_host.system.programs import Report
 from spark_host.watch.start_guard import StartGuard
 
-_PROGRESS_S = 5.0
-_PHASE_S = 1.0
+_PROGRESS_INTERVAL_S = 5.0
+_PHASE_INTERVAL_S = 1.0
 _LEVEL_FLAGS = {f"--{level}": level for level in proof.LEVELS}
 _USAGE = (
     "check [RELEASE] [--quick|--full|--deep] [--json], check --record [FILE], "
@@ -113,7 +113,7 @@ def check(
         digest=release.digest,
         invocation_id=before,
         level=level,
-        ok=all(finding.ok or finding.weight == "warn" for finding in findings),
+        ok=all(finding.ok or finding.severity == "warn" for finding in findings),
         checked_at=host.clock.now(),
         checks=tuple(findings),
         versions=parts,
@@ -177,16 +177,16 @@ def _run_checks(probe: Probe, level: str, report: Report) -> list[Finding]:
         if proof.LEVELS.index(item.level) > rank or not item.applies(probe.plan):
             continue
         start = time.monotonic()
-        probe.until_s = start + probe.plan.timeout_s
-        ok, weight = True, item.weight
+        probe.deadline_s = start + probe.plan.timeout_s
+        ok, severity = True, item.severity
         try:
             detail = item.run(probe)
         except CheckError as error:
-            ok, detail, weight = False, str(error), error.weight or item.weight
+            ok, detail, severity = False, str(error), error.severity or item.severity
         seconds = round(time.monotonic() - start, 3)
-        findings.append(Finding(item.name, ok, detail, seconds, weight))
+        findings.append(Finding(item.name, ok, detail, seconds, severity))
         report(_describe(findings[-1]))
-        if probe.is_out_of_time and not ok and weight == "must":
+        if probe.is_out_of_time and not ok and severity == "must":
             report("skipping the remaining checks: the engine is too slow")
             break
     return findings
@@ -246,7 +246,7 @@ def _wait(
         waited = time.monotonic() - began
         if (verdict := poll(waited)) is not None:
             return Finding(name, *verdict, round(waited, 3))
-        if time.monotonic() - reported >= _PROGRESS_S:
+        if time.monotonic() - reported >= _PROGRESS_INTERVAL_S:
             reported = time.monotonic()
             report(f"{PHASE}{progress(waited)}")
         time.sleep(0.2 if waited < 10 else 1.0)
@@ -297,7 +297,7 @@ def _wait_until_ready(
 
     def poll(waited: float) -> _Verdict | None:
         nonlocal reason
-        if waited - phases.updated_s >= _PHASE_S:
+        if waited - phases.updated_s >= _PHASE_INTERVAL_S:
             phases.update(probe.read_log(), waited)
         try:
             status = probe.engine.get("/health", 5).status
@@ -340,17 +340,17 @@ def _start_failure(
 
 
 def _describe(finding: Finding) -> str:
-    verdict = "ok  " if finding.ok else {"must": "FAIL", "warn": "warn"}[finding.weight]
+    verdict = "ok  " if finding.ok else {"must": "FAIL", "warn": "warn"}[finding.severity]
     return f"{verdict} {finding.name}: {finding.detail} ({finding.seconds:.2f} s)"
 
 
-def main(words: list[str], paths: Paths) -> int:
+def main(args: list[str], paths: Paths) -> int:
     """Run ``check [RELEASE] [--quick|--full|--deep] [--json] [--at-start]``, or compare answers."""
     host = Host(paths)
-    if words[:1] in (["--record"], ["--compare"]):
-        return compare.main(words, host)
-    flags = {word for word in words if word.startswith("--")}
-    names = [word for word in words if not word.startswith("--")]
+    if args[:1] in (["--record"], ["--compare"]):
+        return compare.main(args, host)
+    flags = {arg for arg in args if arg.startswith("--")}
+    names = [arg for arg in args if not arg.startswith("--")]
     unknown = flags - {*_LEVEL_FLAGS, "--json", "--at-start"}
     if unknown or len(names) > 1:
         raise HostToolError("check", f"unknown arguments {sorted(unknown) or names}", _USAGE, 2)

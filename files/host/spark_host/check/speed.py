@@ -23,7 +23,7 @@ _ROUNDS = 5
 _TOKENS = 256
 _PROMPT_WORDS = 1200
 _STREAMS = 4
-_REQUEST_S = 30.0
+_MIN_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Measure:
     unit: str
     more_is_better: bool
 
-    def show(self, spread: dict[str, float]) -> str:
+    def format(self, spread: dict[str, float]) -> str:
         return f"{spread['median']:.{1 if self.more_is_better else 2}f} {self.unit}"
 
 
@@ -57,16 +57,16 @@ class NotMeasuredError(Exception):
 
 
 def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> dict[str, Any]:
-    """Return the speed of a running release, measured within about ``limit_s``.
+    """Measure a running release for about ``limit_s`` and return its speed.
 
-    Raises NotMeasuredError if the engine does not answer or serves other requests.
+    Raises NotMeasuredError if the engine does not respond or serves other requests.
     """
     engine = Engine.for_release(release, paths)
     began = time.monotonic()
     samples: dict[str, list[float]] = defaultdict(list)
     rounds = tokens = 0
     # A round is never cut short, so it may exceed the limit.
-    timeout_s = min(release.check.timeout_s, max(limit_s, _REQUEST_S))
+    timeout_s = min(release.check.timeout_s, max(limit_s, _MIN_TIMEOUT_S))
     try:
         before = engine.metrics().generated
         while rounds < _ROUNDS and (not rounds or time.monotonic() - began < limit_s):
@@ -76,11 +76,11 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
             report(f"{PHASE}bench round={rounds} of {_ROUNDS}")
         other_tokens = engine.metrics().generated - before - tokens
     except EngineError as error:
-        raise NotMeasuredError(f"no speed was measured: {error}") from error
+        raise NotMeasuredError(f"the speed was not measured: {error}") from error
     # The engine may count drafts that it does not send.
     if other_tokens > 0.05 * tokens + 16:
         raise NotMeasuredError(
-            "no speed was measured: the engine served other requests at the same time"
+            "the speed was not measured, because the engine served other requests"
         )
     return {
         "at": files.now(),
@@ -94,9 +94,9 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
 def compare(
     now: dict[str, Any], before: dict[str, Any], worse_percent: float
 ) -> list[dict[str, Any]]:
-    """Return the measures that got clearly worse.
+    """Return the measures whose median got worse by more than ``worse_percent``.
 
-    Their median is worse by ``worse_percent``, and their best round is worse than any round before.
+    Their best round is also worse than every earlier round.
     """
     worse = []
     for item in MEASURES:
@@ -109,46 +109,46 @@ def compare(
         else:
             percent, is_disjoint = 100 * (ratio - 1), new["min"] > old["max"]
         if percent > worse_percent and is_disjoint:
-            text = f"{item.title}: {item.show(new)}, {item.show(old)} before"
+            text = f"{item.title}: {item.format(new)}, {item.format(old)} before"
             worse.append({"key": item.key, "percent": round(percent), "text": text})
     return worse
 
 
-_COMPARISON_KEYS = ("before", "changed", "worse", "way_back")
+_COMPARISON_KEYS = ("before", "changed", "worse", "revert")
 
 
 def add_comparison(
     release: Release, now: dict[str, Any], before: dict[str, Any] | None
 ) -> dict[str, Any]:
     if before is None or release.check.bench is None:
-        return {**now, "before": None, "changed": [], "worse": [], "way_back": []}
+        return {**now, "before": None, "changed": [], "worse": [], "revert": []}
     changed = versions.describe_changes(before["versions"], now["versions"])
     worse = compare(now, before, release.check.bench.worse_percent)
     kept = {key: before[key] for key in before if key not in _COMPARISON_KEYS}
-    back = versions.rollback_hints(release.service, before, now) if worse else []
-    return {**now, "before": kept, "changed": changed, "worse": worse, "way_back": back}
+    revert = versions.revert_hints(release.service, before, now) if worse else []
+    return {**now, "before": kept, "changed": changed, "worse": worse, "revert": revert}
 
 
 def describe(bench: dict[str, Any]) -> Iterator[str]:
     numbers = (
-        f"{item.title} {item.show(bench[item.key])}" for item in MEASURES if bench.get(item.key)
+        f"{item.title} {item.format(bench[item.key])}" for item in MEASURES if bench.get(item.key)
     )
     yield f"{SPEED}{', '.join(numbers)}"
     for item in bench["worse"]:
         since = f" after {', '.join(bench['changed'])}" if bench["changed"] else ""
         yield f"clearly slower{since}: {item['text']}"
-    for text in bench["way_back"]:
-        yield f"to go back: {text}"
+    for text in bench["revert"]:
+        yield f"to revert: {text}"
 
 
 def _run_round(
     release: Release, engine: Engine, number: int, samples: dict[str, list[float]], timeout_s: float
 ) -> list[Answer]:
-    # Different first words, so that the prefix cache has no hits.
+    # The first words differ, so that the prefix cache has no hits.
     marks = [f"{number}.{index}" for index in range(_stream_count(release) + 1)]
     words = min(_PROMPT_WORDS, release.check.max_model_len // 8)
     filler = " ".join(["river", "stone", "sea", "cloud"] * (words // 4))
-    long_prompt = f"[{marks[0]}] {filler}. Which of these words name water?"
+    long_prompt = f"[{marks[0]}] {filler}. Which of these words refer to water?"
     long = _time_answer(release, engine, long_prompt, timeout_s)
     samples["first_token_s"].append(long.first_s - long.began_s)
     single = _time_answer(release, engine, _prompt(marks[0]), timeout_s)
@@ -186,14 +186,14 @@ def _time_answer(release: Release, engine: Engine, prompt: str, timeout_s: float
     first, last, tokens = 0.0, began, 0
     for event in engine.stream_chat(body, timeout_s):
         deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
-        # Some chat templates think although thinking is off.
+        # Some chat templates enable thinking even if the request disables it.
         keys = ("content", "reasoning", "reasoning_content")
         if any(delta.get(key) for delta in deltas for key in keys):
             last = time.monotonic()
             first = first or last
         tokens = int((event.get("usage") or {}).get("completion_tokens") or tokens)
     if not first:
-        raise EngineError("a streamed answer had no text")
+        raise EngineError("a streamed response has no text")
     return Answer(tokens, began, first, last)
 
 

@@ -22,7 +22,7 @@ from spark_host.system.host import read_document
 from spark_host.system.programs import run_program
 
 RECORD = "before.json"
-_LIMIT_S = 900.0  # apt on a busy host
+_COMMAND_TIMEOUT_S = 900.0  # apt on a busy host
 # Left behind by purged packages.
 _LEFTOVERS = {
     "docker.io": ("/etc/docker", "/etc/cni", "/var/lib/containerd"),
@@ -106,7 +106,7 @@ def _folders(footprint: Footprint, paths: Paths) -> tuple[str, ...]:
 
 
 def _read_output(*argv: str) -> str:
-    return run_program(["env", "DEBIAN_FRONTEND=noninteractive", *argv], _LIMIT_S).stdout
+    return run_program(["env", "DEBIAN_FRONTEND=noninteractive", *argv], _COMMAND_TIMEOUT_S).stdout
 
 
 def package_items(
@@ -160,10 +160,10 @@ def _simulate_purge(names: list[str], *, auto: bool) -> set[str]:
     """Return the packages that apt would purge; with ``auto``, also unneeded dependencies."""
     if not names:
         return set()
-    words = ["--auto-remove"] if auto else []
-    lines = _read_output("apt-get", "-s", "-q", *words, "purge", *names).splitlines()
+    options = ["--auto-remove"] if auto else []
+    lines = _read_output("apt-get", "-s", "-q", *options, "purge", *names).splitlines()
     gone = (line.split() for line in lines if line.startswith(("Remv ", "Purg ")))
-    return {words[1].partition(":")[0] for words in gone}
+    return {fields[1].partition(":")[0] for fields in gone}
 
 
 def _size_bytes(name: str) -> int:

@@ -187,9 +187,9 @@ def _remove_with_folder(document: Path) -> None:
     shutil.rmtree(document.parent)
 
 
-def main(words: list[str], paths: Paths) -> Pruning:
-    dry = "--dry" in words
-    requests = [word for word in words if word != "--dry"]
+def main(args: list[str], paths: Paths) -> Pruning:
+    dry = "--dry" in args
+    requests = [arg for arg in args if arg != "--dry"]
     if len(requests) != 1:
         raise HostToolError("prune", "expected one JSON document", "run deploys/prune.py", 2)
     keep = parse(KeepList, requests[0])

@@ -58,7 +58,7 @@ _KEEP_MODELS = "models are kept; --data uninstall.models=true removes them"
 _KEEP_NETWORK = "other hosts may use it; remove it with `spark-deploy fabric --restore` first"
 _UNMANAGED = "not created by this project"
 _NEEDS_BASELINE = ("package", "tree", "source", "image", "settings")
-_STOP_LIMIT_S = 900.0
+_STOP_TIMEOUT_S = 900.0
 _ROUNDS = 6  # a round can leave folders empty and packages unneeded
 
 
@@ -338,10 +338,10 @@ def _remove_round(things: list[ManagedItem], footprint: Footprint, paths: Paths)
 
 
 def _stop_units(names: list[str]) -> str:
-    done = systemd.systemctl("stop", *names, timeout_s=_STOP_LIMIT_S)
+    result = systemd.systemctl("stop", *names, timeout_s=_STOP_TIMEOUT_S)
     for name in names:
         systemd.reset_failed(name)
-    return "" if done.returncode == 0 else f"systemctl stop: {done.stderr.strip()}"
+    return "" if result.returncode == 0 else f"systemctl stop: {result.stderr.strip()}"
 
 
 def _remove_empty_folder(name: str) -> None:
@@ -364,6 +364,6 @@ def _remove_baseline(name: str) -> None:
 
 
 def _run(*argv: str) -> None:
-    done = run_program(argv, 60)
-    if done.returncode != 0:
-        raise HostToolError(" ".join(argv), done.stderr.strip(), "fix the cause, then run again")
+    result = run_program(argv, 60)
+    if result.returncode != 0:
+        raise HostToolError(" ".join(argv), result.stderr.strip(), "fix the cause, then run again")

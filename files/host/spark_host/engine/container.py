@@ -23,8 +23,8 @@ from spark_host.system.programs import ProgramTimeoutError, Report, log, read_ou
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_LINE_BYTES = 60_000  # the docker client refuses lines above 64 KiB
-_ANSWER_S = 5.0
-_KILL_S = 20.0
+_INSPECT_TIMEOUT_S = 5.0
+_KILL_TIMEOUT_S = 20.0
 
 
 def docker_argv(release: Release, paths: Paths) -> list[str]:
@@ -114,7 +114,7 @@ def open_process(container: str) -> int | None:
 
     Killing this process stops the container even when docker fails for lack of memory.
     """
-    state = docker.inspect_container(container, _ANSWER_S) or {}
+    state = docker.inspect_container(container, _INSPECT_TIMEOUT_S) or {}
     pid = int((state.get("State") or {}).get("Pid") or 0)
     if pid <= 0:
         return None
@@ -141,5 +141,5 @@ def kill_container(container: str, pidfd: int | None) -> str:
             log(f"cannot kill the first process of {container}: {error}")
         else:
             return ""
-    done = docker.client("kill", container, timeout_s=_KILL_S)
-    return f"docker kill: {done.stderr.strip()}" if done.returncode != 0 else ""
+    result = docker.client("kill", container, timeout_s=_KILL_TIMEOUT_S)
+    return f"docker kill: {result.stderr.strip()}" if result.returncode != 0 else ""

@@ -94,7 +94,7 @@ _FAULTS = {
     "oom_kills": re.compile(r"[Oo]ut of memory: Killed process"),
 }
 _KERNEL_LOG_BYTES = 16 << 20
-_KERNEL_LOG_LIMIT_S = 30.0
+_KERNEL_LOG_TIMEOUT_S = 30.0
 
 
 def count_kernel_faults(last_s: float | None = None) -> dict[str, int]:
@@ -102,7 +102,7 @@ def count_kernel_faults(last_s: float | None = None) -> dict[str, int]:
     if last_s is not None:
         argv.append(f"--since=-{last_s:.0f}s")
     try:
-        text = programs.read_output_start(argv, _KERNEL_LOG_LIMIT_S, _KERNEL_LOG_BYTES)
+        text = programs.read_output_start(argv, _KERNEL_LOG_TIMEOUT_S, _KERNEL_LOG_BYTES)
     except OSError:
         text = None
     return parse_kernel_faults(text or "")

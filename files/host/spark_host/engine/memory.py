@@ -16,7 +16,7 @@ from spark_host.system import docker, programs
 from spark_host.system.programs import Report
 
 GIB = 1 << 30
-_POLL_S = 2.0
+_POLL_INTERVAL_S = 2.0
 _LOW_SAMPLES = 2  # successive samples: a single one may be a spike
 
 
@@ -25,9 +25,9 @@ def meminfo() -> dict[str, int]:
     values = {}
     for line in source.read_text().splitlines():
         key, _, rest = line.partition(":")
-        words = rest.split()
-        if words:
-            values[key] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
+        fields = rest.split()
+        if fields:
+            values[key] = int(fields[0]) * (1024 if fields[-1] == "kB" else 1)
     return values
 
 
@@ -96,7 +96,7 @@ class MemoryFloor:
         )
 
 
-def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_S) -> None:
+def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_INTERVAL_S) -> None:
     """Wait until the service has no container and the release's memory is available.
 
     A Spark frees memory long after the process exited. Raises HostToolError after ``wait_s``.

@@ -18,7 +18,7 @@ from spark_host.records import boot
 from spark_host.system.host import Host, load_gateway
 from spark_host.system.programs import Report
 
-_FREED_S = 30.0  # a Spark frees memory after the process exited
+_FREE_TIMEOUT_S = 30.0  # a Spark frees memory after the process exited
 
 
 def idle_limit_s(service: str, paths: Paths) -> int | None:
@@ -90,7 +90,7 @@ def free_memory(release: Release, host: Host, report: Report) -> None:
     """Stop services on request until ``release`` fits; the memory gate has the last word."""
     for other in releases_to_stop(release, host, float("inf")):
         _stop_for(release, other, host, report)
-    deadline = host.clock.monotonic() + _FREED_S
+    deadline = host.clock.monotonic() + _FREE_TIMEOUT_S
     while others := releases_to_stop(release, host, memory.available_bytes()):
         if host.clock.monotonic() > deadline:
             break

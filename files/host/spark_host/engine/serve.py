@@ -30,7 +30,7 @@ from spark_host.system import docker, folders
 from spark_host.system.host import Host, load_release
 from spark_host.system.programs import Report, log
 
-_DOCKER_WAIT_S = 90.0
+_DOCKER_TIMEOUT_S = 90.0
 _FIX = "run the deploy again"
 
 
@@ -87,9 +87,9 @@ def run(name: str, paths: Paths) -> int:
 def stop(name: str, paths: Paths) -> int:
     release = load_release(name, paths)
     seconds = int(release.timeouts.stop_s)
-    done = docker.client("stop", "-t", str(seconds), release.container, timeout_s=seconds + 60)
-    if done.returncode != 0 and "No such container" not in done.stderr:
-        log(f"docker stop: {done.stderr.strip()}")
+    result = docker.client("stop", "-t", str(seconds), release.container, timeout_s=seconds + 60)
+    if result.returncode != 0 and "No such container" not in result.stderr:
+        log(f"docker stop: {result.stderr.strip()}")
     return 0
 
 
@@ -144,10 +144,10 @@ def count_unfinished(release: Release, paths: Paths) -> float:
 
 
 def _wait_for_docker() -> None:
-    deadline = time.monotonic() + _DOCKER_WAIT_S
+    deadline = time.monotonic() + _DOCKER_TIMEOUT_S
     while not docker.is_up():
         if time.monotonic() > deadline:
-            message = f"did not respond within {_DOCKER_WAIT_S:.0f} s"
+            message = f"did not respond within {_DOCKER_TIMEOUT_S:.0f} s"
             raise HostToolError("docker", message, "systemctl status docker")
         log(f"{PHASE}docker waiting for the docker daemon")
         time.sleep(2)
@@ -281,15 +281,15 @@ def _verify(path: Path, report: Report) -> None:
         f"were hashed, {touched[0]} among them: hashing them again"
     )
     # Its progress, which takes minutes, goes to the journal.
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", BUILDER, VERIFY, str(path)],
         stderr=subprocess.PIPE, text=True, errors="replace", check=False,
     )  # fmt: skip
-    if done.returncode == 0:
+    if result.returncode == 0:
         return
-    error_text = done.stderr.strip()
+    error_text = result.stderr.strip()
     find_problem = parse_problem(error_text.splitlines()[-1]) if error_text else None
     if find_problem is None:
-        message = f"cannot be verified: {error_text[-200:] or f'exit {done.returncode}'}"
+        message = f"cannot be verified: {error_text[-200:] or f'exit {result.returncode}'}"
         raise HostToolError(f"checkpoint {path}", message, _FIX)
     raise HostToolError(find_problem.where, find_problem.what, find_problem.fix)

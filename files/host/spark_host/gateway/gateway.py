@@ -23,8 +23,8 @@ from spark_host.system import systemd
 from spark_host.system.host import load_gateway, locked
 from spark_host.system.programs import run_program
 
-_WAIT_S = 20
-_TEST_S = 60.0
+_LISTEN_TIMEOUT_S = 20
+_CONFIG_TEST_TIMEOUT_S = 60.0
 _USABLE_KEY = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 
 
@@ -64,7 +64,7 @@ def start_or_reload(release: Release, paths: Paths) -> None:
     create_missing_key(settings, paths)
     if not systemd.is_active(settings.unit) or not starts_at_boot(release.service, paths):
         systemd.reset_failed(settings.unit)
-        systemd.change("enable", "--now", settings.unit)
+        systemd.run_systemctl("enable", "--now", settings.unit)
     elif not is_current(settings, paths):
         reload(release.service, paths)
     _enable_on_request(settings, paths)
@@ -75,7 +75,7 @@ def _enable_on_request(settings: Gateway, paths: Paths) -> None:
     enabled = (paths.boot_links / units.ON_REQUEST_UNIT).is_symlink()
     if settings.service == units.MAIN_SERVICE and enabled != bool(settings.on_request):
         verb = "disable" if enabled else "enable"
-        systemd.change(verb, "--now", units.ON_REQUEST_UNIT)
+        systemd.run_systemctl(verb, "--now", units.ON_REQUEST_UNIT)
 
 
 def apply_address_change(service: str, paths: Paths) -> str | None:
@@ -136,7 +136,7 @@ def wait_until_listening(
 ) -> None:
     """Wait until new workers listen on exactly the planned addresses and old workers do not."""
     settings = load_gateway(service, paths)
-    deadline = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + _LISTEN_TIMEOUT_S
     while True:
         master = _master_pid(service, paths)
         workers = _worker_pids(master) if master else frozenset()
@@ -194,10 +194,10 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
         config, new = folder / "nginx.conf", folder / "nginx.conf.new"
         for path, text in _render_files(settings, paths).items():
             files.write_text(new if path == config else path, text, 0o600)
-        words = ["-t", "-q", "-p", str(folder), "-c", str(new), "-e", "stderr"]
-        done = run_program([nginx.find_program(paths), *words], _TEST_S)
-        if done.returncode != 0:
-            reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
+        options = ["-t", "-q", "-p", str(folder), "-c", str(new), "-e", "stderr"]
+        result = run_program([nginx.find_program(paths), *options], _CONFIG_TEST_TIMEOUT_S)
+        if result.returncode != 0:
+            reason = (result.stderr.strip().splitlines() or ["no reason given"])[0]
             message = f"nginx rejects the configuration: {reason}"
             raise HostToolError(f"gateway of {settings.service}", message, "run the deploy again")
         os.replace(new, config)

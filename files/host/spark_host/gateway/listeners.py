@@ -21,7 +21,7 @@ from spark_host.system.programs import error_line, run_program
 _BRIDGE = "docker0"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 _LISTEN = "0A"  # TCP_LISTEN of linux/tcp_states.h
-_TAILSCALE_S = 10.0
+_TAILSCALE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ def listening_addresses(pid: int, port: int) -> frozenset[str]:
 
 def tailscale_address() -> tuple[str | None, str | None]:
     """Return the address in the tailnet, or why there is none."""
-    done = run_program(["tailscale", "ip", "-4"], _TAILSCALE_S)
-    lines = done.stdout.split()
-    if done.returncode != 0 or not lines:
-        reason = error_line(done) if done.returncode else "it has no address"
+    result = run_program(["tailscale", "ip", "-4"], _TAILSCALE_TIMEOUT_S)
+    lines = result.stdout.split()
+    if result.returncode != 0 or not lines:
+        reason = error_line(result) if result.returncode else "it has no address"
         return None, f"tailscale is not up: {reason}"
     if not _is_local(lines[0]):
         return None, f"tailscale's address {lines[0]} is on no interface of this host"

@@ -291,9 +291,9 @@ def _limits(settings: Gateway) -> str:
 
 def _listen(listener: Listener) -> str:
     # Without `reuseport` a reload from all addresses to a single address fails.
-    words = ["listen", str(listener), "reuseport"]
-    words += ["ipv6only=on"] if ":" in listener.address else []
-    return " ".join(words + (["ssl"] if listener.tls else [])) + ";"
+    directive = ["listen", str(listener), "reuseport"]
+    directive += ["ipv6only=on"] if ":" in listener.address else []
+    return " ".join(directive + (["ssl"] if listener.tls else [])) + ";"
 
 
 def _tls(settings: Gateway, paths: Paths) -> str:

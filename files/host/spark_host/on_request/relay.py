@@ -30,10 +30,10 @@ from spark_host.system import folders
 from spark_host.system.host import Host
 from spark_host.system.programs import log
 
-_POLL_S = 0.2
-_RETRY_S = 1.0  # of a start that has to wait
-_ROUND_S = 5.0  # between two readings of settings and metrics
-_HEAD_S = 30.0
+_POLL_INTERVAL_S = 0.2
+_RETRY_INTERVAL_S = 1.0  # of a start that has to wait
+_ROUND_INTERVAL_S = 5.0  # between two readings of settings and metrics
+_HEAD_TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 16
 _WAITING_BYTES = 256 << 20  # bodies of all waiting requests
 _PARSED_BYTES = 4 << 20  # of a body: parsed JSON takes up to 25 times its size
@@ -84,7 +84,7 @@ class Relay:
                 await self._try(self.switch.note_use, service.name)
                 if not service.waiting:
                     await self._try(self.switch.stop_if_idle, service.name)
-            await asyncio.sleep(_ROUND_S)
+            await asyncio.sleep(_ROUND_INTERVAL_S)
 
     async def _try(self, function: Any, name: str) -> None:
         try:
@@ -120,7 +120,7 @@ class Relay:
                 closed = not traffic.is_open(service.name, self.paths)
                 if service.waiting and closed and time.monotonic() >= service.blocked_until:
                     await self._start(service)
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     async def _start(self, service: Service) -> None:
         service.loading_since = time.monotonic()
@@ -131,7 +131,7 @@ class Relay:
             if started:
                 service.failures = 0
             else:
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
         except FAILURES as error:
             log(f"{service.name}: {error}")
             rest_s = self.limits.back_off_s * 2**service.failures
@@ -155,7 +155,7 @@ class Relay:
             writer.close()
 
     async def _answer(self, service: Service, reader: StreamReader, writer: StreamWriter) -> None:
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_S)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_TIMEOUT_S)
         method, target, _ = head.decode("latin-1").split("\r\n")[0].split(" ")
         body, streams = bytearray(), False
         try:
@@ -217,7 +217,7 @@ class Relay:
                     commented = now
                     stream.write(_chunk(b": waiting for the model\n\n"))
                     await stream.drain()
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(_POLL_INTERVAL_S)
         finally:
             service.waiting -= 1
 
@@ -276,7 +276,9 @@ class Relay:
 async def _fill(body: bytearray, reader: StreamReader) -> None:
     at = 0
     while at < len(body):
-        data = await asyncio.wait_for(reader.read(min(_CHUNK_BYTES, len(body) - at)), _HEAD_S)
+        data = await asyncio.wait_for(
+            reader.read(min(_CHUNK_BYTES, len(body) - at)), _HEAD_TIMEOUT_S
+        )
         if not data:
             raise EOFError("the client left")
         body[at : at + len(data)] = data

@@ -20,7 +20,7 @@ from spark_host.system.programs import log
 from spark_host.watch import watchdog
 
 FAILURES = (HostToolError, OSError, subprocess.SubprocessError)
-_MORE_START_S = 900.0
+_EXTRA_START_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Switch:
 
 
 def _start(release: Release, host: Host) -> None:
-    host.units.start(release.serve_unit, release.timeouts.start_s + _MORE_START_S)
+    host.units.start(release.serve_unit, release.timeouts.start_s + _EXTRA_START_TIMEOUT_S)
     # It ran already if an earlier stop was interrupted.
     if boot.opens_at_start(release, host) and not traffic.is_open(release.service, host.paths):
         traffic.open_for(release, host.paths)

@@ -13,8 +13,8 @@ from spark_contract.units import GATEWAY, SCHEDULED_START_TIMER, SERVE
 from spark_host.system.host import Host
 
 _MAX_PREVIOUS = 10
-_STOP_S = 900.0
-_TIMER_S = 60.0
+_STOP_TIMEOUT_S = 900.0
+_TIMER_TIMEOUT_S = 60.0
 
 
 def enabled_releases(service: str, host: Host) -> list[str]:
@@ -98,7 +98,7 @@ def stop_until_request(release: Release, host: Host) -> None:
         if not is_stopped(release.service, host):
             marker = Stopped(release.name, host.clock.now(), on_request=True)
             host.disk.write(host.paths.stopped(release.service), marker)
-    host.units.stop(release.serve_unit, _STOP_S)
+    host.units.stop(release.serve_unit, _STOP_TIMEOUT_S)
 
 
 def allow_start(service: str, host: Host) -> None:
@@ -172,7 +172,7 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
     if marker.until and not until:
         _cancel_return(service, host)
     for name in filter(None, {*boots, running}):
-        host.units.stop(SERVE.unit(name), _STOP_S)
+        host.units.stop(SERVE.unit(name), _STOP_TIMEOUT_S)
     limit = f" until {until}" if until else ""
     print(f"{service}: stopped{limit}; to start it: spark-deploy start")
     return 0
@@ -190,7 +190,7 @@ def start_when_due(service: str, host: Host) -> int:
 
 def _cancel_return(service: str, host: Host) -> None:
     host.units.disable(SCHEDULED_START_TIMER.unit(service))
-    host.units.stop(SCHEDULED_START_TIMER.unit(service), _TIMER_S)
+    host.units.stop(SCHEDULED_START_TIMER.unit(service), _TIMER_TIMEOUT_S)
 
 
 def retire_service(service: str, host: Host) -> int:
@@ -202,11 +202,11 @@ def retire_service(service: str, host: Host) -> int:
     host.disk.remove(host.paths.known_good(service))
     host.disk.remove(host.paths.stopped(service))
     host.units.disable(GATEWAY.unit(service))
-    host.units.stop(GATEWAY.unit(service), _STOP_S)
+    host.units.stop(GATEWAY.unit(service), _STOP_TIMEOUT_S)
     _cancel_return(service, host)
     for name in filter(None, {*enabled_releases(service, host), active_release(service, host)}):
         host.units.disable(SERVE.unit(name))
-        host.units.stop(SERVE.unit(name), _STOP_S)
+        host.units.stop(SERVE.unit(name), _STOP_TIMEOUT_S)
     print(f"{service}: retired")
     return 0
 

@@ -17,12 +17,12 @@ from spark_contract.release import Release
 from spark_host.system import docker
 from spark_host.system.programs import ProgramTimeoutError, read_output, read_output_patiently
 
-UNKNOWN = "unknown"  # the version of a program that did not answer in time
+UNKNOWN = "unknown"  # the version of a program that did not respond in time
 _PROGRAMS = {"docker": "dockerd", "toolkit": "nvidia-ctk"}
 
 
 def read() -> dict[str, str]:
-    """Return versions by component: "" if absent, ``UNKNOWN`` if a program did not answer."""
+    """Return versions by component: "" if absent, ``UNKNOWN`` if a program did not respond."""
     with ThreadPoolExecutor(max_workers=3) as pool:
         pending = {name: pool.submit(read_or_unknown, reader) for name, reader in _READERS.items()}
         versions = {name: future.result() for name, future in pending.items()}
@@ -45,8 +45,8 @@ def read_driver() -> str:
     if loaded.is_file():
         # "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.159.03  Release Build"
         return _find_version(loaded.read_text().splitlines()[0])
-    words = ("--query-gpu=driver_version", "--format=csv,noheader")
-    output = read_output_patiently("nvidia-smi", *words)
+    args = ("--query-gpu=driver_version", "--format=csv,noheader")
+    output = read_output_patiently("nvidia-smi", *args)
     return output.splitlines()[0].strip() if output else ""
 
 
@@ -103,8 +103,8 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def rollback_hints(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return commands that restore the versions of a measurement."""
+def revert_hints(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return hints how to restore the versions of the earlier measurement."""
     old, new = before["versions"], now["versions"]
     differ = {
         part
@@ -113,19 +113,19 @@ def rollback_hints(service: str, before: dict[str, Any], now: dict[str, Any]) ->
     }
     hints = []
     if before.get("release") != now.get("release"):
-        hints.append(f"`spark-host rollback {service}` serves {before.get('release')} again")
+        hints.append(f"run `spark-host rollback {service}` to serve {before.get('release')} again")
     for part in ("docker", "toolkit"):
         package = before.get("packages", {}).get(part)
         if package and part in differ:
-            hints.append(f"`apt-get install --allow-downgrades {package}`, then deploy again")
+            hints.append(f"run `apt-get install --allow-downgrades {package}`, then deploy again")
     if "kernel" in differ:
         system = _distribution_name()
         entry = f"Advanced options for {system}>{system}, with Linux {old.get('kernel')}"
-        hints.append(f"`grub-reboot '{entry}' && reboot` boots the earlier kernel once")
+        hints.append(f"run `grub-reboot '{entry}' && reboot` to boot the earlier kernel once")
     if "driver" in differ:
         hints.append(
             f"restore driver {old.get('driver')} and the matching kernel with the vendor's tools "
-            "(DGX Dashboard, recovery image); this tool never changes drivers"
+            "(DGX Dashboard, recovery image), because this project never changes drivers"
         )
     return hints
 

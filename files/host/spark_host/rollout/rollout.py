@@ -108,7 +108,7 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
     with record.phase("rollback"):
         # Before its start a candidate has only logs of earlier runs.
         if not record.data.log_tail and record.data.failed_phase not in _BEFORE_START:
-            record.set(log_tail=steps.log_tail(release, host))
+            record.set(log_tail=steps.read_log_tail(release, host))
         host.traffic.close(release.service, host.paths)
         steps.stop(release.serve_unit, host)
         host.units.reset_failed(release.serve_unit)
@@ -224,11 +224,11 @@ def all_rollout_locks(paths: Paths) -> Iterator[None]:
         yield
 
 
-def rollback(words: list[str], host: Host) -> int:
-    if not words or words[0].startswith("-"):
+def rollback(args: list[str], host: Host) -> int:
+    if not args or args[0].startswith("-"):
         raise HostToolError("rollback", "no service", "rollback SERVICE [--to R] [--dry]", 2)
-    dry = "--dry" in words
-    rest = [word for word in words if word != "--dry"]
+    dry = "--dry" in args
+    rest = [arg for arg in args if arg != "--dry"]
     name = rest[rest.index("--to") + 1] if "--to" in rest[:-1] else None
     plan = plan_rollback(rest[0], name, host)
     if dry or plan.done or plan.problem or plan.to is None:

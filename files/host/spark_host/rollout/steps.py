@@ -30,12 +30,12 @@ from spark_host.system.programs import Report, log
 from spark_host.system.systemd import UnitState, is_queued
 from spark_host.watch import watchdog
 
-_REPORT_S = 5.0
+_REPORT_INTERVAL_S = 5.0
 _TAIL_LINES = 200
-_STOP_S = 1800.0
+_STOP_TIMEOUT_S = 1800.0
 
 
-# Modules implement these protocols, and a simulation in tests.
+# Modules implement these protocols; tests implement them with a simulation.
 
 
 class Engines(Protocol):
@@ -130,11 +130,11 @@ def activate(release: Release, host: Host, record: Record) -> None:
     try:
         measure_speed(release, host, record)
     except FAILURES as error:
-        record.set(bench=(f"no speed was measured: {error}",))
+        record.set(bench=(f"the speed was not measured: {error}",))
 
 
 def measure_speed(release: Release, host: Host, record: Record) -> None:
-    """Measure the speed, unless it is known for the installed versions; report a loss of speed."""
+    """Measure the speed unless it is known for the installed versions; report a slowdown."""
     last = proof.read(release.name, host)
     if last is None or last.last_full is None or not proof.is_bench_due(release, last):
         return
@@ -149,10 +149,10 @@ def measure_speed(release: Release, host: Host, record: Record) -> None:
         result = speed.add_comparison(release, now, before)
         host.disk.write(host.paths.proof(release.name), replace(last, bench=result))
         record.set(bench=tuple(speed.describe(result)))
-        hints = " or ".join(result["way_back"]) or "none known"
+        hints = " or ".join(result["revert"]) or "none known"
         for item in result["worse"]:
             watchdog.record_event(
-                release, "slower", f"{item['text']}; to go back: {hints}", host.paths
+                release, "slower", f"{item['text']}; to revert: {hints}", host.paths
             )
 
 
@@ -165,7 +165,8 @@ def open_traffic(release: Release, host: Host) -> None:
 def drain(old: Release, host: Host, record: Record) -> None:
     deadline = host.clock.monotonic() + old.timeouts.drain_s
     if cluster.is_worker(old, host.paths):
-        # A worker must not stop before the head, which still needs it for running answers.
+        # A worker must not stop before the head, which needs it for in-flight requests. The head is
+        # missing once it has stopped.
         deadline += old.timeouts.stop_s
         while not cluster.missing_members(old, host.paths) and host.clock.monotonic() < deadline:
             host.clock.sleep(0.2)
@@ -175,23 +176,23 @@ def drain(old: Release, host: Host, record: Record) -> None:
         try:
             requests = host.engines.count_unfinished(old, host.paths)
             progress = f"requests={requests:.0f}"
-        except EngineTimeoutError:  # the engine is busy, probably with unfinished answers
-            requests, progress = 1, "no answer from the engine"
+        except EngineTimeoutError:  # the engine is busy, probably with unfinished requests
+            requests, progress = 1, "no response from the engine"
         except EngineError:
             return
         if requests <= 0:
             return
-        if host.clock.monotonic() - reported >= _REPORT_S:
+        if host.clock.monotonic() - reported >= _REPORT_INTERVAL_S:
             reported = host.clock.monotonic()
             record.report(f"{PHASE}drain {progress} left_s={deadline - reported:.0f}")
         host.clock.sleep(0.2)
     limit_s = old.timeouts.drain_s
-    record.report(f"{PHASE}drain requests still run after {limit_s:.0f} s and are aborted")
+    record.report(f"{PHASE}drain aborting requests that still run after {limit_s:.0f} s")
 
 
 def stop(unit: str, host: Host) -> HostToolError | None:
     try:
-        host.units.stop(unit, _STOP_S)
+        host.units.stop(unit, _STOP_TIMEOUT_S)
     except HostToolError as error:
         log(str(error))
         return error
@@ -210,9 +211,9 @@ def start(release: Release, host: Host, record: Record) -> None:
         if state.get("SubState") == "auto-restart" or (
             active in ("inactive", "failed") and not is_queued(state)
         ):
-            record.set(log_tail=log_tail(release, host))
-            raise TrialError(_start_failure(release, state, host))
-        if host.clock.monotonic() - reported >= _REPORT_S:
+            record.set(log_tail=read_log_tail(release, host))
+            raise TrialError(_describe_start_failure(release, state, host))
+        if host.clock.monotonic() - reported >= _REPORT_INTERVAL_S:
             reported = host.clock.monotonic()
             run = state.get("InvocationID", "")
             step = _step_text(host.units.journal(run, unit, lines=_TAIL_LINES))
@@ -222,18 +223,18 @@ def start(release: Release, host: Host, record: Record) -> None:
 
 def _step_text(lines: list[str]) -> str:
     """Return the text of the last progress line, without phase and times."""
-    words = next((line for line in reversed(lines) if line.startswith(PHASE)), "").split()
-    return " ".join(word for word in words if not word.startswith((PHASE, WAITED, LIMIT)))
+    fields = next((line for line in reversed(lines) if line.startswith(PHASE)), "").split()
+    return " ".join(field for field in fields if not field.startswith((PHASE, WAITED, LIMIT)))
 
 
-def _start_failure(release: Release, state: UnitState, host: Host) -> str:
+def _describe_start_failure(release: Release, state: UnitState, host: Host) -> str:
     last = proof.read(release.name, host)
     failure = f"{release.serve_unit} did not start ({state.get('Result')})"
     if last and not last.ok and last.invocation_id == state.get("InvocationID"):
-        failure = _failures(last)
+        failure = _describe_failures(last)
         if READY not in (finding.name for finding in last.failed):
             return failure
-    return "; ".join(filter(None, [failure, logs.error_message(log_tail(release, host))]))
+    return "; ".join(filter(None, [failure, logs.error_message(read_log_tail(release, host))]))
 
 
 def check(release: Release, host: Host, record: Record) -> None:
@@ -241,14 +242,14 @@ def check(release: Release, host: Host, record: Record) -> None:
     warnings = (f"{finding.name}: {finding.detail}" for finding in result.warnings)
     record.set(warnings=tuple(warnings))
     if not result.ok:
-        record.set(log_tail=log_tail(release, host))
-        raise TrialError(_failures(result))
+        record.set(log_tail=read_log_tail(release, host))
+        raise TrialError(_describe_failures(result))
 
 
-def _failures(result: Proof) -> str:
+def _describe_failures(result: Proof) -> str:
     return "; ".join(f"check {finding.name}: {finding.detail}" for finding in result.failed[:3])
 
 
-def log_tail(release: Release, host: Host) -> tuple[str, ...]:
+def read_log_tail(release: Release, host: Host) -> tuple[str, ...]:
     invocation = host.units.read_invocation_id(release.serve_unit) or ""
     return tuple(host.units.journal(invocation, release.serve_unit, lines=_TAIL_LINES))

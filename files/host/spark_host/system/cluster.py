@@ -19,8 +19,8 @@ from spark_host.system.programs import error_line, run_program
 
 _ESTABLISHED = "01"
 _LOCAL = re.compile(r"\|-- ([0-9.]+)\n\s+/32 host LOCAL")
-_IPTABLES_S = 10.0
-_CONNECT_S = 3.0
+_IPTABLES_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 3.0
 _WAIT = ("-w", "5")  # for other programs that change rules
 
 
@@ -76,7 +76,7 @@ def _connected_addresses(port: int, paths: Paths) -> set[str]:
 
 def can_connect(member: Member, cluster: Cluster, *, if_refused: bool) -> bool:
     try:
-        socket.create_connection((member.address, cluster.serving_port), _CONNECT_S).close()
+        socket.create_connection((member.address, cluster.serving_port), _CONNECT_TIMEOUT_S).close()
     except ConnectionRefusedError:
         return if_refused
     except OSError:
@@ -84,15 +84,15 @@ def can_connect(member: Member, cluster: Cluster, *, if_refused: bool) -> bool:
     return True
 
 
-def fence(words: Sequence[str], paths: Paths) -> int:
+def fence(args: Sequence[str], paths: Paths) -> int:
     """Install (``up RELEASE``) or remove (``down RELEASE``) a firewall for a cluster's ports.
 
     It is needed because the engine's store listens on all addresses. A failure is only logged.
     """
-    if len(words) != 2 or words[0] not in ("up", "down"):
+    if len(args) != 2 or args[0] not in ("up", "down"):
         fix = "use up or down, and a release"
-        raise HostToolError("fence", f"unknown arguments {list(words)}", fix)
-    release = load_release(words[1], paths)
+        raise HostToolError("fence", f"unknown arguments {list(args)}", fix)
+    release = load_release(args[1], paths)
     cluster = release.cluster
     if cluster is None:
         return 0
@@ -100,8 +100,8 @@ def fence(words: Sequence[str], paths: Paths) -> int:
     jump = ("INPUT", "-p", "tcp", "--dport", f"{cluster.port}:{cluster.serving_port}", "-j", chain)
     for program in ("iptables", "ip6tables"):
         for command in (("-D", *jump), ("-F", chain), ("-X", chain)):  # of an earlier start
-            run_program([program, *_WAIT, *command], _IPTABLES_S)
-        if words[0] == "down":
+            run_program([program, *_WAIT, *command], _IPTABLES_TIMEOUT_S)
+        if args[0] == "down":
             continue
         # No member uses IPv6.
         members = cluster.members if program == "iptables" else ()
@@ -109,9 +109,9 @@ def fence(words: Sequence[str], paths: Paths) -> int:
         rules = [("-A", chain, *source, "-j", "RETURN") for source in sources]
         # The jump is last: packets meet only the complete chain.
         for rule in (("-N", chain), *rules, ("-A", chain, "-j", "DROP"), ("-I", *jump)):
-            done = run_program([program, *_WAIT, *rule], _IPTABLES_S)
-            if done.returncode != 0:
-                message = f"the ports of the cluster stay open to all hosts ({error_line(done)})"
+            result = run_program([program, *_WAIT, *rule], _IPTABLES_TIMEOUT_S)
+            if result.returncode != 0:
+                message = f"the ports of the cluster stay open to all hosts ({error_line(result)})"
                 fix = "isolate the network, or allow only members in a firewall"
                 raise HostToolError("fence", message, fix)
     return 0

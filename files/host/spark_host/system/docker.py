@@ -19,7 +19,7 @@ from spark_contract.units import DIGEST_LABEL, RELEASE_LABEL, SERVICE_LABEL
 from spark_host.system.programs import run_program
 
 API_SOCKET = "/var/run/docker.sock"
-PATIENT_S = 60.0  # the second try, for busy hosts
+RETRY_TIMEOUT_S = 60.0  # the second try, for busy hosts
 
 
 class DockerTimeoutError(HostToolError):
@@ -46,7 +46,7 @@ def query(path: str, timeout_s: float = 10) -> Any:
     try:
         return _get(path, timeout_s)
     except DockerTimeoutError:
-        return _get(path, PATIENT_S)
+        return _get(path, RETRY_TIMEOUT_S)
 
 
 def _get(path: str, timeout_s: float) -> Any:
@@ -111,8 +111,8 @@ def client_environment() -> dict[str, str]:
     return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/root", "LC_ALL": "C.UTF-8"}
 
 
-def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    return run_program(["docker", *words], timeout_s, client_environment())
+def client(*args: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return run_program(["docker", *args], timeout_s, client_environment())
 
 
 def remove_container(name: str) -> None:
@@ -120,7 +120,7 @@ def remove_container(name: str) -> None:
 
 
 def remove_image(reference: str) -> str:
-    done = client("rmi", reference, timeout_s=600)
-    if done.returncode == 0 or "No such image" in done.stderr:
+    result = client("rmi", reference, timeout_s=600)
+    if result.returncode == 0 or "No such image" in result.stderr:
         return ""
-    return f"image {reference}: {done.stderr.strip()}"
+    return f"image {reference}: {result.stderr.strip()}"

@@ -20,20 +20,20 @@ from spark_host.system import systemd
 from spark_host.system.host import locked, read_document
 from spark_host.system.programs import error_line, run_program
 
-_APPLY_S = 30.0  # less than the controller's time limit for a command
-_PAUSE_S = 0.5
-_STILL_S = 2.0  # without changes, the network manager has finished
+_APPLY_TIMEOUT_S = 30.0  # less than the controller's time limit for a command
+_POLL_INTERVAL_S = 0.5
+_SETTLE_TIME_S = 2.0  # without changes, the network manager has finished
 # netplan stops NetworkManager, which removes all addresses; leases return within seconds.
-_REGAIN_S = 10.0
+_REGAIN_TIMEOUT_S = 10.0
 _TRIAL_RECORD = f"{RUN_DIR}/fabric.json"
 _CONFIRMED_RECORD = f"{STATE_DIR}/fabric/record.json"
 _TRANSIENT = ("systemd-run", "--quiet", "--collect")
 
 
-def main(words: Sequence[str], paths: Paths) -> int:
+def main(args: Sequence[str], paths: Paths) -> int:
     """``try`` (a plan on stdin), ``settled``, ``confirm`` or ``restore [--unconfirmed]``."""
     with locked(paths.run / "fabric.lock", wait=True):
-        match list(words):
+        match list(args):
             case ["try"]:
                 _start_trial(documents.parse(fabric.FabricPlan, sys.stdin.read()), paths)
             case ["settled"]:
@@ -41,10 +41,10 @@ def main(words: Sequence[str], paths: Paths) -> int:
             case ["confirm"]:
                 _confirm(paths)
             case ["restore"] | ["restore", "--unconfirmed"]:
-                _restore(paths, unconfirmed=len(words) == 2)
+                _restore(paths, unconfirmed=len(args) == 2)
             case _:
                 usage = "use try, settled, confirm or restore"
-                raise HostToolError("fabric", f"unknown arguments {list(words)}", usage)
+                raise HostToolError("fabric", f"unknown arguments {list(args)}", usage)
     return 0
 
 
@@ -124,10 +124,10 @@ def _reset_ports(record: fabric.FabricRecord) -> None:
 
 
 def _restore_others(record: fabric.FabricRecord) -> None:
-    until = time.monotonic() + _REGAIN_S
-    time.sleep(_PAUSE_S)  # the network manager continues after `netplan apply`
-    while _lost_addresses(record, now := _addresses()) and time.monotonic() < until:
-        time.sleep(_PAUSE_S)
+    deadline = time.monotonic() + _REGAIN_TIMEOUT_S
+    time.sleep(_POLL_INTERVAL_S)  # the network manager continues after `netplan apply`
+    while _lost_addresses(record, now := _addresses()) and time.monotonic() < deadline:
+        time.sleep(_POLL_INTERVAL_S)
     managed = {port.address for port in record.ports}
     for name in record.addresses_before:
         for address in managed.intersection(now.get(name, ())):
@@ -168,23 +168,29 @@ def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
     record = files.load(fabric.FabricRecord, paths.below(_TRIAL_RECORD), "no record of the trial")
     began = time.monotonic()
     last, unchanged_since = None, 0.0
-    while time.monotonic() < began + _APPLY_S:
+    while time.monotonic() < began + _APPLY_TIMEOUT_S:
         missing = [port for port in record.ports if not _is_configured(port)]
         state = systemd.state(f"{fabric.APPLY_UNIT}.service", "ActiveState").get("ActiveState")
         applying = state not in ("inactive", "failed", None)
         now = (missing, applying, _addresses(), _default_routes())
         if now != last:
             last, unchanged_since = now, time.monotonic()
-        regained = not _lost_addresses(record, now[2]) or time.monotonic() >= began + _REGAIN_S
-        if regained and not (missing or now[1]) and time.monotonic() - unchanged_since >= _STILL_S:
+        regained = (
+            not _lost_addresses(record, now[2]) or time.monotonic() >= began + _REGAIN_TIMEOUT_S
+        )
+        if (
+            regained
+            and not (missing or now[1])
+            and time.monotonic() - unchanged_since >= _SETTLE_TIME_S
+        ):
             return record
-        time.sleep(_PAUSE_S)
-    message = f"addresses are still changing after {_APPLY_S:.0f} s"
+        time.sleep(_POLL_INTERVAL_S)
+    message = f"addresses are still changing after {_APPLY_TIMEOUT_S:.0f} s"
     if last and last[0]:
         port = last[0][0]
         message = f"{port.interface} did not get {port.address} with MTU {port.mtu}"
     elif last and last[1]:  # a login now would only test the old network
-        message = f"netplan did not finish within {_APPLY_S:.0f} s"
+        message = f"netplan did not finish within {_APPLY_TIMEOUT_S:.0f} s"
     fix = f"read `journalctl -u {fabric.APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
     raise HostToolError("fabric", message, fix)
 
@@ -221,17 +227,17 @@ def _show_link(port: fabric.FabricPort) -> Any:
     raise HostToolError(port.interface, "no such interface", fix)
 
 
-def _ip(*words: str) -> str:
-    return run_program(["ip", *words], 10).stdout
+def _ip(*args: str) -> str:
+    return run_program(["ip", *args], 10).stdout
 
 
 def _stop_timer(*kinds: str) -> None:
     names = [f"{fabric.RESTORE_UNIT}.{kind}" for kind in ("timer", *kinds)]
-    run_program(["systemctl", "stop", *names], _APPLY_S)
+    run_program(["systemctl", "stop", *names], _APPLY_TIMEOUT_S)
 
 
 def _run_checked(argv: list[str], message: str) -> None:
-    done = run_program(argv, _APPLY_S)
-    if done.returncode != 0:
+    result = run_program(argv, _APPLY_TIMEOUT_S)
+    if result.returncode != 0:
         fix = f"try `{' '.join(argv[:2])}` on the host"
-        raise HostToolError("fabric", f"{message}: {error_line(done)}", fix)
+        raise HostToolError("fabric", f"{message}: {error_line(result)}", fix)

@@ -19,101 +19,103 @@ from concurrent.futures import ThreadPoolExecutor
 
 from spark_contract import documents
 from spark_contract.errors import HostToolError
-from spark_contract.fabric import SpeedOrder, SpeedResult
+from spark_contract.fabric import SpeedRequest, SpeedResult
 from spark_contract.paths import Paths
 
 _STREAMS = 4  # a single stream is limited by a core
 _CHUNK_BYTES = 1 << 20
-_MEET_S = 10.0  # until both sides are connected
-_TOKEN_S = 1.0  # for the whole token of a connection
+_CONNECT_TIMEOUT_S = 10.0  # until both sides are connected
+_TOKEN_TIMEOUT_S = 1.0  # for the whole token of a connection
 _STRANGERS = 64  # connections with a wrong token before the listener exits
-_RETRY_S = 0.1
+_RETRY_INTERVAL_S = 0.1
 _WELCOME = b"+"
 # Close a stream without waiting for the last bytes.
 _LINGER = struct.pack("ii", 1, 0)
 
 
-def main(words: Sequence[str], paths: Paths) -> int | SpeedResult:
-    """``listen`` or ``send``, with a ``SpeedOrder`` on standard input."""
-    if list(words) not in (["listen"], ["send"]):
+def main(args: Sequence[str], paths: Paths) -> int | SpeedResult:
+    """``listen`` or ``send``, with a ``SpeedRequest`` on standard input."""
+    if list(args) not in (["listen"], ["send"]):
         fix = "use listen or send"
-        raise HostToolError("fabric-speed", f"unknown arguments {list(words)}", fix)
-    order = documents.parse(SpeedOrder, sys.stdin.read())
-    if words[0] == "send":
-        return send(order)
-    listen(order)
+        raise HostToolError("fabric-speed", f"unknown arguments {list(args)}", fix)
+    request = documents.parse(SpeedRequest, sys.stdin.read())
+    if args[0] == "send":
+        return send(request)
+    listen(request)
     return 0
 
 
-def listen(order: SpeedOrder) -> None:
+def listen(request: SpeedRequest) -> None:
     """Receive the sender's data and discard it; ``HostToolError`` if no sender connects."""
-    until = time.monotonic() + _MEET_S
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
     streams: list[socket.socket] = []
-    where = f"{order.address}:{order.port}"
+    where = f"{request.address}:{request.port}"
     try:
-        server = socket.create_server((order.address, order.port), backlog=_STREAMS + _STRANGERS)
+        server = socket.create_server(
+            (request.address, request.port), backlog=_STREAMS + _STRANGERS
+        )
     except OSError as error:
         raise HostToolError(where, f"cannot listen ({error})", "run it again") from error
     with server:
         for _ in range(_STREAMS + _STRANGERS):
-            if len(streams) == _STREAMS or (left_s := until - time.monotonic()) <= 0:
+            if len(streams) == _STREAMS or (remaining_s := deadline - time.monotonic()) <= 0:
                 break
-            server.settimeout(left_s)
+            server.settimeout(remaining_s)
             with contextlib.suppress(TimeoutError):
                 stream = server.accept()[0]
-                if _has_token(stream, order.token):
+                if _receives_token(stream, request.token):
                     streams.append(stream)
                 else:
                     stream.close()
     if len(streams) < _STREAMS:
-        message = f"only {len(streams)} of {_STREAMS} connections within {_MEET_S:.0f} s"
+        message = f"only {len(streams)} of {_STREAMS} connections within {_CONNECT_TIMEOUT_S:.0f} s"
         raise HostToolError(where, message, "see the sender's error")
     # Welcome them only now, so that all streams start at the same time.
-    until = time.monotonic() + order.max_s + _MEET_S
+    deadline = time.monotonic() + request.max_s + _CONNECT_TIMEOUT_S
     for stream in streams:
         stream.sendall(_WELCOME)
     with ThreadPoolExecutor(_STREAMS) as pool:
         for stream in streams:
-            pool.submit(_discard, stream, order.max_bytes, until)
+            pool.submit(_discard, stream, request.max_bytes, deadline)
 
 
-def _has_token(stream: socket.socket, token: str) -> bool:
-    until = time.monotonic() + _TOKEN_S
+def _receives_token(stream: socket.socket, token: str) -> bool:
+    deadline = time.monotonic() + _TOKEN_TIMEOUT_S
     received = b""
     with contextlib.suppress(OSError):
-        while len(received) < len(token) and (left_s := until - time.monotonic()) > 0:
-            stream.settimeout(left_s)
+        while len(received) < len(token) and (remaining_s := deadline - time.monotonic()) > 0:
+            stream.settimeout(remaining_s)
             if not (more := stream.recv(len(token) - len(received))):
                 break
             received += more
     return hmac.compare_digest(received, token.encode())
 
 
-def _discard(stream: socket.socket, max_bytes: int, until: float) -> None:
+def _discard(stream: socket.socket, max_bytes: int, deadline: float) -> None:
     buffer, remaining_bytes = bytearray(_CHUNK_BYTES), max_bytes
     with contextlib.suppress(OSError):
-        while remaining_bytes > 0 and (left_s := until - time.monotonic()) > 0:
-            stream.settimeout(left_s)
+        while remaining_bytes > 0 and (remaining_s := deadline - time.monotonic()) > 0:
+            stream.settimeout(remaining_s)
             count = stream.recv_into(buffer, _CHUNK_BYTES, socket.MSG_TRUNC)
             if count == 0:
                 return
             remaining_bytes -= count
 
 
-def send(order: SpeedOrder) -> SpeedResult:
-    """Send zeros up to the limits of the order; ``HostToolError`` if nothing listens."""
-    streams = [_connect(order) for _ in range(_STREAMS)]
+def send(request: SpeedRequest) -> SpeedResult:
+    """Send zeros up to the limits of the request; ``HostToolError`` if nothing listens."""
+    streams = [_connect(request) for _ in range(_STREAMS)]
     for stream in streams:
         try:
             received = stream.recv(1)
         except OSError as error:
-            raise _connection_error(order, str(error)) from error
+            raise _connection_error(request, str(error)) from error
         if received != _WELCOME:
-            raise _connection_error(order, "the listener closed the connection")
+            raise _connection_error(request, "the listener closed the connection")
     began = time.monotonic()
 
     def push(stream: socket.socket) -> tuple[int, float]:
-        arrived = _send_zeros(stream, order.max_bytes // _STREAMS, began + order.max_s)
+        arrived = _send_zeros(stream, request.max_bytes // _STREAMS, began + request.max_s)
         return arrived, time.monotonic()
 
     with ThreadPoolExecutor(_STREAMS) as pool:
@@ -122,44 +124,44 @@ def send(order: SpeedOrder) -> SpeedResult:
     return SpeedResult(arrived_bytes, max(ended for _, ended in results) - began)
 
 
-def _connect(order: SpeedOrder) -> socket.socket:
-    until = time.monotonic() + _MEET_S
+def _connect(request: SpeedRequest) -> socket.socket:
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
     while True:
         stream = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            stream.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, order.interface.encode())
-            stream.settimeout(max(_RETRY_S, until - time.monotonic()))
-            stream.connect((order.address, order.port))
-            stream.sendall(order.token.encode())
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, request.interface.encode())
+            stream.settimeout(max(_RETRY_INTERVAL_S, deadline - time.monotonic()))
+            stream.connect((request.address, request.port))
+            stream.sendall(request.token.encode())
         except OSError as error:
             stream.close()
-            if time.monotonic() + _RETRY_S > until:
-                raise _connection_error(order, str(error)) from error
-            time.sleep(_RETRY_S)
+            if time.monotonic() + _RETRY_INTERVAL_S > deadline:
+                raise _connection_error(request, str(error)) from error
+            time.sleep(_RETRY_INTERVAL_S)
         else:
             return stream
 
 
-def _connection_error(order: SpeedOrder, reason: str) -> HostToolError:
+def _connection_error(request: SpeedRequest, reason: str) -> HostToolError:
     return HostToolError(
-        f"{order.interface} to {order.address}:{order.port}",
+        f"{request.interface} to {request.address}:{request.port}",
         f"no connection ({reason})",
         "check for a firewall between the hosts, and that the other port is up: ip address",
     )
 
 
-def _send_zeros(stream: socket.socket, max_bytes: int, until: float) -> int:
+def _send_zeros(stream: socket.socket, max_bytes: int, deadline: float) -> int:
     chunk, sent_bytes = memoryview(bytes(_CHUNK_BYTES)), 0
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER)
     with stream, contextlib.suppress(OSError):
-        while sent_bytes < max_bytes and (left_s := until - time.monotonic()) > 0:
-            stream.settimeout(left_s)
+        while sent_bytes < max_bytes and (remaining_s := deadline - time.monotonic()) > 0:
+            stream.settimeout(remaining_s)
             with contextlib.suppress(TimeoutError):
                 sent_bytes += stream.send(chunk[: max_bytes - sent_bytes])
         while True:
             queue = fcntl.ioctl(stream, termios.TIOCOUTQ, bytes(4))  # not acknowledged
             waiting = int.from_bytes(queue, sys.byteorder)
-            if not waiting or time.monotonic() >= until:
+            if not waiting or time.monotonic() >= deadline:
                 return sent_bytes - waiting
             time.sleep(0.0005)
     return 0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spark_contract.errors import HostToolError
 
-_LIMIT_S = 600.0
+_COMMAND_TIMEOUT_S = 600.0
 
 
 def create(path: Path, owner: int, group: int, mode: int) -> None:
@@ -57,12 +57,12 @@ def copy_tree(source: Path, target: Path) -> bool:
 def _run(*argv: str) -> bool:
     null = subprocess.DEVNULL  # there may be an error for each of a million files
     try:
-        done = subprocess.run(
-            argv, stdin=null, stdout=null, stderr=null, timeout=_LIMIT_S, check=False
+        result = subprocess.run(
+            argv, stdin=null, stdout=null, stderr=null, timeout=_COMMAND_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.SubprocessError):
         return False
-    return done.returncode == 0
+    return result.returncode == 0
 
 
 def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:

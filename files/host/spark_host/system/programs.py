@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from spark_contract import documents
 
-_LIMIT_S = 20.0
-_DEATH_S = 1.0
-_PATIENT_S = 60.0  # the second try, for busy hosts
+_TIMEOUT_S = 20.0
+_KILL_WAIT_S = 1.0
+_RETRY_TIMEOUT_S = 60.0  # the second try, for busy hosts
 
 Report = Callable[[str], None]  # receives a progress line
 
@@ -34,9 +34,9 @@ def run_program(
         return subprocess.CompletedProcess(argv, 124, "", f"no answer within {limit_s:.0f} s")
 
 
-def error_line(done: subprocess.CompletedProcess[str]) -> str:
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return lines[-1] if lines else f"exit code {done.returncode}"
+def error_line(result: subprocess.CompletedProcess[str]) -> str:
+    lines = (result.stderr or result.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit code {result.returncode}"
 
 
 def read_output_start(argv: Sequence[str], limit_s: float, max_bytes: int) -> str | None:
@@ -68,19 +68,19 @@ def _environment() -> dict[str, str]:
 def read_output(*argv: str) -> str | None:
     """Return trimmed output; ``None`` if the program is absent, failed or timed out."""
     try:
-        return _output(argv, _LIMIT_S)
+        return _output(argv, _TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return None
 
 
 def read_output_patiently(*argv: str) -> str | None:
     """Like :func:`read_output`, but try twice; ``ProgramTimeoutError`` after two timeouts."""
-    for limit_s in (_LIMIT_S, _PATIENT_S):
+    for limit_s in (_TIMEOUT_S, _RETRY_TIMEOUT_S):
         try:
             return _output(argv, limit_s)
         except subprocess.TimeoutExpired:
             continue
-    raise ProgramTimeoutError(f"{argv[0]} did not exit within {_PATIENT_S:.0f} s")
+    raise ProgramTimeoutError(f"{argv[0]} did not exit within {_RETRY_TIMEOUT_S:.0f} s")
 
 
 # Killed programs that are stuck in a driver, by name.
@@ -104,7 +104,7 @@ def _output(argv: tuple[str, ...], limit_s: float) -> str | None:
         if child.stdout is not None:
             child.stdout.close()
         try:  # not long: a stuck driver can keep it alive
-            child.wait(_DEATH_S)
+            child.wait(_KILL_WAIT_S)
         except subprocess.TimeoutExpired:
             _stuck[argv[0]] = child
         raise

@@ -11,22 +11,22 @@ from spark_host.system.programs import read_output_start, run_program
 
 UnitState = dict[str, str]
 
-_LIMIT_S = 60.0
-_JOURNAL_S = 60.0
+_TIMEOUT_S = 60.0
+_JOURNAL_TIMEOUT_S = 60.0
 _JOURNAL_BYTES = 64 << 20  # an engine may log without limit; checks need the start of a run
-_LINK_S = 120.0  # enable and disable reload all units
+_ENABLE_TIMEOUT_S = 120.0  # enable and disable reload all units
 
 
-def systemctl(*words: str, timeout_s: float = _LIMIT_S) -> subprocess.CompletedProcess[str]:
-    return run_program(["systemctl", "--no-pager", *words], timeout_s)
+def systemctl(*args: str, timeout_s: float = _TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    return run_program(["systemctl", "--no-pager", *args], timeout_s)
 
 
-def _query(*words: str) -> str:
-    done = systemctl(*words, timeout_s=_LIMIT_S)
-    if done.returncode == 124:  # not the same as an empty answer
+def _query(*args: str) -> str:
+    result = systemctl(*args, timeout_s=_TIMEOUT_S)
+    if result.returncode == 124:  # not the same as an empty answer
         fix = "run again when the host is less busy"
-        raise HostToolError(f"systemctl {words[0]}", done.stderr, fix)
-    return done.stdout
+        raise HostToolError(f"systemctl {args[0]}", result.stderr, fix)
+    return result.stdout
 
 
 def show(units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
@@ -39,8 +39,8 @@ def show(units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState
 
 def show_loaded(patterns: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
     """Return properties of loaded units; faster than :func:`show`, which reads unit files."""
-    words = ("show", "--all", "-p", ",".join(["Id", *properties]), "--", *patterns)
-    return _parse_states(_query(*words))
+    args = ("show", "--all", "-p", ",".join(["Id", *properties]), "--", *patterns)
+    return _parse_states(_query(*args))
 
 
 def _parse_states(output: str) -> dict[str, UnitState]:
@@ -71,12 +71,12 @@ def read_invocation_id(unit: str) -> str | None:
     return state(unit, "InvocationID").get("InvocationID") or None
 
 
-def change(verb: str, *words: str, limit_s: float = _LIMIT_S) -> None:
-    """Run ``systemctl``; ``HostToolError`` if it fails."""
-    unit = words[-1]
-    done = systemctl(verb, *words, timeout_s=limit_s)
-    if done.returncode != 0:
-        message = done.stderr.strip() or "failed"
+def run_systemctl(verb: str, *args: str, limit_s: float = _TIMEOUT_S) -> None:
+    """Run ``systemctl``; raise HostToolError on failure."""
+    unit = args[-1]
+    result = systemctl(verb, *args, timeout_s=limit_s)
+    if result.returncode != 0:
+        message = result.stderr.strip() or "failed"
         fix = f"{'systemctl unmask' if 'masked' in message else 'journalctl -u'} {unit}"
         raise HostToolError(f"systemctl {verb} {unit}", message, fix)
 
@@ -85,30 +85,30 @@ def reload() -> None:
     systemctl("daemon-reload")
 
 
-def reset_failed(unit: str, limit_s: float = _LIMIT_S) -> None:
+def reset_failed(unit: str, limit_s: float = _TIMEOUT_S) -> None:
     systemctl("reset-failed", unit, timeout_s=limit_s)
 
 
 def start_in_background(unit: str) -> None:
     reset_failed(unit)
-    change("start", "--no-block", unit)
+    run_systemctl("start", "--no-block", unit)
 
 
 def start(unit: str, limit_s: float) -> None:
     reset_failed(unit)
-    change("start", unit, limit_s=limit_s)
+    run_systemctl("start", unit, limit_s=limit_s)
 
 
 def stop(unit: str, limit_s: float) -> None:
-    change("stop", unit, limit_s=limit_s)
+    run_systemctl("stop", unit, limit_s=limit_s)
 
 
 def enable(unit: str) -> None:
-    change("enable", unit, limit_s=_LINK_S)
+    run_systemctl("enable", unit, limit_s=_ENABLE_TIMEOUT_S)
 
 
 def disable(unit: str) -> None:
-    change("disable", unit, limit_s=_LINK_S)
+    run_systemctl("disable", unit, limit_s=_ENABLE_TIMEOUT_S)
 
 
 def list_units(pattern: str) -> list[str]:
@@ -122,12 +122,12 @@ def is_stopping() -> bool:
 
 def journal(invocation_id: str, unit: str, lines: int | None = None) -> list[str]:
     """Return the log of a run, or of all runs; oldest line first."""
-    words = ["journalctl", "--no-pager", "-q", "-o", "cat", "-u", unit]
+    argv = ["journalctl", "--no-pager", "-q", "-o", "cat", "-u", unit]
     if invocation_id:
-        words.append(f"_SYSTEMD_INVOCATION_ID={invocation_id}")
+        argv.append(f"_SYSTEMD_INVOCATION_ID={invocation_id}")
     if lines is not None:
-        words += ["-n", str(lines)]
-    output = read_output_start(words, _JOURNAL_S, _JOURNAL_BYTES)
+        argv += ["-n", str(lines)]
+    output = read_output_start(argv, _JOURNAL_TIMEOUT_S, _JOURNAL_BYTES)
     if output is None:
-        return [f"(journalctl gave no answer within {_JOURNAL_S:.0f} s)"]
+        return [f"(journalctl gave no answer within {_JOURNAL_TIMEOUT_S:.0f} s)"]
     return output.splitlines()

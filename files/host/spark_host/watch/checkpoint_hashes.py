@@ -14,7 +14,7 @@ from spark_contract.errors import Problem
 from spark_contract.paths import RECEIPT_NAME
 
 DAYS = 14  # for all bytes
-_LIMIT_S = 900.0  # for each day; on a slow disk a cycle takes more than DAYS
+_DAILY_LIMIT_S = 900.0  # for each day; on a slow disk a cycle takes more than DAYS
 _BUFFER_BYTES = 8 << 20
 
 
@@ -48,10 +48,10 @@ def hash_next(
         hashed.append(part)
         remaining_bytes -= part.size_bytes
         position = (position + 1) % len(parts)
-    until_s = time.monotonic() + _LIMIT_S
+    deadline_s = time.monotonic() + _DAILY_LIMIT_S
     problems: dict[str, Problem] = {}
     for number, part in enumerate(hashed):
-        if number >= damaged_count and time.monotonic() > until_s:
+        if number >= damaged_count and time.monotonic() > deadline_s:
             return problems, (position - (len(hashed) - number)) % len(parts)
         if problem := _verify_part(part):
             problems[part.key] = problem

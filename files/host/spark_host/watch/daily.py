@@ -207,7 +207,7 @@ def _proof_age_s(last: Proof | None) -> float | None:
     return (datetime.now(timezone.utc) - checked).total_seconds()
 
 
-def main(words: list[str], paths: Paths) -> int:
+def main(args: list[str], paths: Paths) -> int:
     host = Host(paths)
     result = inspect_host(host)
     for problem in result.problems:

@@ -37,15 +37,15 @@ def read() -> Reading | None:
 
 
 def parse(text: str) -> Reading | None:
-    words = (text.splitlines() or [""])[0].split(",")
-    if len(words) != len(_FIELDS):
+    values = (text.splitlines() or [""])[0].split(",")
+    if len(values) != len(_FIELDS):
         return None
-    return Reading(*(_number(word) for word in words))
+    return Reading(*(_parse_number(value) for value in values))
 
 
-def _number(word: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
-        return float(word)
+        return float(text)
     except ValueError:
         return None
 

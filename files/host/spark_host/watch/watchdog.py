@@ -32,14 +32,14 @@ from spark_host.watch import sensors
 _MAX_EVENTS = 1000
 _UNFRAGMENTED_S = 600.0  # after this time, new fragmentation is another event
 _SENSORS_INTERVAL_S = 20.0
-_ANSWER_S = 5.0
+_METRICS_TIMEOUT_S = 5.0
 _WORKER_INTERVAL_S = 0.5
 # Successive samples: a busy host may miss a single attempt.
 _SILENT_SAMPLES = 3
-_SILENT_S = 10.0  # of a member on the fabric
+_SILENCE_LIMIT_S = 10.0  # of a member on the fabric
 _BACKLOG = 64
 _EVENT_WAIT_S = 2.0
-_UNIT_STOP_S = 20.0
+_UNIT_STOP_TIMEOUT_S = 20.0
 _event_lock = threading.Lock()
 
 
@@ -116,7 +116,7 @@ class ClusterWatch:
                 self.lost = self.lost or self._find_departed() or self._find_silent()
             except HostToolError as error:  # without a cable, this host has no fabric address
                 self.lost = str(error)
-            stop.wait(min(self._release.watch.interval_s, _SILENT_S / _SILENT_SAMPLES))
+            stop.wait(min(self._release.watch.interval_s, _SILENCE_LIMIT_S / _SILENT_SAMPLES))
 
     def _find_departed(self) -> str | None:
         missing = cluster.missing_names(self._release, self._paths)
@@ -138,7 +138,7 @@ class ClusterWatch:
                 samples = self._silent.setdefault(member.host, [])
                 samples.append(now)
                 silent_s = now - samples[0]
-                if len(samples) >= _SILENT_SAMPLES and silent_s >= _SILENT_S:
+                if len(samples) >= _SILENT_SAMPLES and silent_s >= _SILENCE_LIMIT_S:
                     return f"{member.host} gave no answer on the fabric for {silent_s:.0f} s"
         return None
 
@@ -180,7 +180,7 @@ def run(name: str, paths: Paths) -> int:
                 floor.low_samples = 0
             if members.lost is not None:
                 # A lost member must not use up the start limit.
-                systemd.reset_failed(release.serve_unit, _ANSWER_S)
+                systemd.reset_failed(release.serve_unit, _METRICS_TIMEOUT_S)
                 kill_engine(release, "member", members.lost, pidfd, paths)
                 members.reset()
             reason = None if is_worker else _find_stall(engine, detector)
@@ -196,7 +196,7 @@ def run(name: str, paths: Paths) -> int:
 
 def _find_stall(engine: Engine, detector: StallDetector) -> str | None:
     try:
-        metrics = engine.metrics(_ANSWER_S)
+        metrics = engine.metrics(_METRICS_TIMEOUT_S)
     except EngineTimeoutError:
         return detector.add_timeout(time.monotonic())
     except EngineError:
@@ -266,8 +266,8 @@ def kill_unit_after(problem: str, release: Release, paths: Paths) -> None:
     The watchdog and a start's check end with the unit, so this process lives only in these cases.
     """
     if not problem:
-        time.sleep(_UNIT_STOP_S)
-        problem = f"the unit is still active after {_UNIT_STOP_S:.0f} s"
+        time.sleep(_UNIT_STOP_TIMEOUT_S)
+        problem = f"the unit is still active after {_UNIT_STOP_TIMEOUT_S:.0f} s"
     record_event(release, KILLED, f"{problem}; killing the unit", paths)
     systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
 
