@@ -104,13 +104,13 @@ def run_check(server: Server, release: Release, only: str | None = None) -> list
         if only is not None and check_entry.name != only:
             continue
         started = time.monotonic()
-        probe.until_s = started + TIMEOUT_S
-        result: dict[str, Any] = {"ok": True, "weight": check_entry.weight}
+        probe.deadline_s = started + TIMEOUT_S
+        result: dict[str, Any] = {"ok": True, "severity": check_entry.severity}
         try:
             result["detail"] = check_entry.run(probe)
         except (CheckError, EngineError) as error:
-            weight = getattr(error, "weight", None) or check_entry.weight
-            result = {"ok": False, "weight": weight, "detail": str(error)}
+            severity = getattr(error, "severity", None) or check_entry.severity
+            result = {"ok": False, "severity": severity, "detail": str(error)}
         findings.append(
             {"check": check_entry.name, **result, "s": round(time.monotonic() - started, 2)}
         )

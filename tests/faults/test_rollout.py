@@ -234,7 +234,7 @@ def test_second_engine_cannot_start_while_one_serves(bench):
     began = bench.run("date +%s").strip()
     bench.run(f"systemctl start spark-serve@{B}", check=False)
     log = f"journalctl -u spark-serve@{B} --since @{began} -o cat"
-    bench.guest.wait(f"{log} | grep -F 'the engine of {A} runs on this host'")
+    bench.guest.wait(f"{log} | grep -F 'the engine of {A} is running on this host'")
     assert bench.guest.serving() == [f"spark-serve@{A}.service"]
     bench.run(f"systemctl stop spark-serve@{B}")
     bench.assert_serves(A)

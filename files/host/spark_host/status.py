@@ -96,7 +96,7 @@ def _release_state(
     unproven: str | None = "not running"
     if _is_active(release, units):
         unproven = proof.unproven_reason(last, release.digest, unit.get("InvocationID"), installed)
-    proven = release.name in boot.read_good(release.service, host).names
+    proven = release.name in boot.read_known_good(release.service, host).names
     can_share_cache = proven and compile_cache.is_complete(
         release, installed.get("driver", ""), host
     )
@@ -116,7 +116,7 @@ def _release_state(
 
 
 def _service_state(name: str, all_releases: list[Release], units: _Units, host: Host) -> Service:
-    paths, good = host.paths, boot.read_good(name, host).release
+    paths, good = host.paths, boot.read_known_good(name, host).release
     releases = [release for release in all_releases if release.service == name]
     active = next((release.name for release in releases if _is_active(release, units)), None)
     serving = host.release(active or good)
@@ -158,7 +158,7 @@ def check_live(release: Release, paths: Paths, timeout_s: float = 30) -> LiveChe
     """Send a short request to the engine; on a worker, check that all members have joined."""
     start = time.monotonic()
     if cluster.is_worker(release, paths):
-        missing = cluster.missing_names(release, paths)
+        missing = cluster.describe_missing(release, paths)
         detail = (
             f"{missing} has not joined" if missing else "joined; only the head answers requests"
         )

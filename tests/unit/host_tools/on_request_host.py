@@ -47,7 +47,7 @@ class EngineUnits:
 
     def start(self, unit: str, limit_s: float) -> None:
         release = self.host.here.release(SERVE.instance(unit))
-        assert boot.start_obstacle(release, self.host.here) is None
+        assert boot.reason_not_to_start(release, self.host.here) is None
         if unit in self.running:
             return
         self.starts.append(release.service)

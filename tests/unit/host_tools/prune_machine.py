@@ -67,7 +67,7 @@ class Machine:
             image={"tag": image, "digest_label": None, "base": image, "plugin": ""},
             engine={**release_data()["engine"], "mounts": mounts},
         )
-        boot.record_good(release, self.host.here)
+        boot.record_known_good(release, self.host.here)
 
     def job(
         self, digest12: str, proof: dict[str, str], kind: str = "fetch", **changes: Any

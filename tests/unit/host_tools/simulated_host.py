@@ -42,7 +42,7 @@ class CachedPaths(Paths):
     units = Path("/etc/systemd/system")
     run = Path("/run/spark")
     proof, rollout, request = map(_cached, ("proof", "rollout", "request"))
-    good, stopped, rollback = map(_cached, ("good", "stopped", "rollback"))
+    known_good, stopped, rollback = map(_cached, ("known_good", "stopped", "rollback"))
 
 
 @dataclass
@@ -206,8 +206,8 @@ class SimulatedHost:
         is_up = name in self.engines and self.unit(SERVE.unit(str(name))).state == "active"
         return name if is_up and self.gateway_runs else None
 
-    def good(self) -> str | None:
-        return boot.read_good("main", self.host()).release
+    def known_good(self) -> str | None:
+        return boot.read_known_good("main", self.host()).release
 
     def enabled(self) -> list[str]:
         return boot.enabled_releases("main", self.host())
@@ -218,7 +218,7 @@ class SimulatedHost:
 
     def check_invariants(self) -> None:
         host = self.host()
-        good, stopped = boot.read_good("main", host), boot.is_stopped("main", host)
+        good, stopped = boot.read_known_good("main", host), boot.is_stopped("main", host)
         state = (self.open_to, *self.engines.items(), *self.links, good, stopped)
         if state == self._checked:
             return
@@ -229,10 +229,10 @@ class SimulatedHost:
             assert run in self.proven_runs, f"the gateway is open to {name}, which is not proven"
             assert name in self.proven, f"the gateway is open to {name}, never fully proven"
         linked = boot.enabled_releases("main", host)
-        assert linked or good.release is None, "a release is good, but none boots"
+        assert linked or good.release is None, "a release is known-good, but none boots"
         if stopped:
             return
-        starts = [name for name in linked if not boot.start_obstacle(release_of(name), host)]
+        starts = [name for name in linked if not boot.reason_not_to_start(release_of(name), host)]
         assert len(starts) <= 1, f"two would boot: {starts}"
         assert starts or not linked, f"none of {linked} would boot"
         for name in starts:
@@ -265,7 +265,7 @@ class SimulatedHost:
         if unit.state == "active" or (unit.state, unit.sub) == ("activating", "start"):
             return
         unit.run = f"run-{next(self.ids)}"
-        if boot.start_obstacle(release, self.host()):
+        if boot.reason_not_to_start(release, self.host()):
             unit.set("inactive", "dead")
             unit.result = "exec-condition"
             return

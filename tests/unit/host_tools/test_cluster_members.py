@@ -217,7 +217,7 @@ def test_silent_member_stops_the_engine(tmp_path, stop, monkeypatch):
     assert watch.lost is None
     connects = False
     wait_until(lambda: watch.lost, "the silence is noticed")
-    assert str(watch.lost).startswith("spark-2 gave no answer on the fabric for")
+    assert str(watch.lost).startswith("spark-2 has not responded on the fabric for")
 
 
 def test_lost_own_address_stops_the_engine(tmp_path, stop):

@@ -37,7 +37,7 @@ class Caches:
 
     def make_proven(self, name=PROVEN, key=KEY):
         folder = self.prepare(name, key)
-        boot.record_good(self.release(name, key), self.system)
+        boot.record_known_good(self.release(name, key), self.system)
         (folder / "nv").mkdir()
         (folder / "nv/kernel").write_text(name)
         os.chown(folder / "nv", NOBODY.pw_uid, NOBODY.pw_gid)
@@ -151,7 +151,7 @@ def test_only_the_start_with_an_empty_cache_compiles(caches, monkeypatch):
 
     assert compiles(PROVEN, "1")
     assert compiles(PROVEN, "again")
-    boot.record_good(caches.release(PROVEN), caches.system)
+    boot.record_known_good(caches.release(PROVEN), caches.system)
     assert not compiles(PROVEN, "2")
     assert not compiles(CANDIDATE, "3")
 

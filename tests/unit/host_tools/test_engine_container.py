@@ -149,7 +149,7 @@ def test_regenerates_cdi_spec_once_after_driver_update(tmp_path, nvidia_ctk):
     for _ in range(2):
         container.refresh_cdi(reports.append, Paths(tmp_path))
     assert calls(nvidia_ctk) == f"cdi generate --output={spec}\n"
-    assert reports == [f"{spec} is for driver {OLD}, but {NEW} is loaded: regenerating it"]
+    assert reports == [f"regenerating {spec}: it is for driver {OLD}, but {NEW} is loaded"]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,9 @@ def test_second_engine_is_refused(host, monkeypatch, verb):
         lock.write("main-ffffffffffff\n")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(HostToolError, match="engine of main-ffffffffffff runs on this host"):
+        with pytest.raises(
+            HostToolError, match="engine of main-ffffffffffff is running on this host"
+        ):
             verb(RELEASE, host.paths)
     assert started == []
 

@@ -49,7 +49,7 @@ def test_sends_exactly_as_many_bytes_as_the_request_on_stdin_allows(speed_reques
     assert isinstance(result, speed.SpeedResult)
     assert result.arrived_bytes == speed_request.max_bytes
     assert 0 < result.took_s < speed_request.max_s
-    with pytest.raises(HostToolError, match="listen or send"):
+    with pytest.raises(HostToolError, match="listen` or `fabric-speed send"):
         speed.main(["send", TOKEN], Paths("/"))
 
 

@@ -56,7 +56,7 @@ def test_full_disk_does_not_fail_a_check(host):
     release, reports = host.release(), list[str]()
     host.start(release)
     assert runner.check(release, on_full_disk(host), "quick", reports.append, "run").ok
-    assert "the proof was not written: [Errno 28] No space left on device: " in reports[-1]
+    assert "cannot write the proof: [Errno 28] No space left on device: " in reports[-1]
 
 
 @pytest.mark.slow

@@ -182,12 +182,12 @@ def test_leaves_out_an_address_without_interface(host, tailnet_address):
     tailnet_address.write_text("100.101.102.103\n")
     wanted = listeners.planned_listeners(host.gateway(expose="tailscale"))
     assert {str(listener).rpartition(":")[0] for listener in wanted.listeners} == LOOPBACK
-    assert "on no interface" in str(wanted.missing)
+    assert "no interface of this host" in str(wanted.missing)
 
 
 def test_reports_a_bridge_without_address(host, monkeypatch):
     monkeypatch.setattr(listeners, "_BRIDGE", "none0")
-    assert "is docker running?" in str(
+    assert "docker is running" in str(
         listeners.planned_listeners(host.gateway(expose="docker")).missing
     )
     monkeypatch.setattr(listeners, "_BRIDGE", "lo")

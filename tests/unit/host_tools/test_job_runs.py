@@ -343,7 +343,7 @@ def test_full_disk_keeps_the_original_error(host, units, monkeypatch, capfd):
     assert jobs.run(D12, host.paths) == 4
     output = capfd.readouterr().out
     assert "error: the disk is full" in output
-    assert "status.json: not written" in output
+    assert "status.json: errno 28" in output
     units[JOB.unit(D12)] = {"ActiveState": "failed", "Result": "exit-code", "InvocationID": "r1"}
     queries: list[tuple[Any, ...]] = []
     monkeypatch.setattr(systemd, "journal", lambda *query: queries.append(query) or ["error: full"])

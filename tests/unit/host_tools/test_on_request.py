@@ -369,7 +369,7 @@ def boot_again(units, here):
         release = here.release(name)
         if (
             boot.enabled_releases(release.service, here)
-            and boot.start_obstacle(release, here) is None
+            and boot.reason_not_to_start(release, here) is None
         ):
             units.start(release.serve_unit, 0)
 

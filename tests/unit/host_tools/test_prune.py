@@ -29,7 +29,7 @@ def test_removes_only_unneeded_files(machine, checkpoints):
 
     assert machine.prune().problems == ()
     assert [letter for letter, path in checkpoints.items() if path.is_dir()] == ["c", "d"]
-    assert boot.read_good("main", machine.host.here).previous == (C,)
+    assert boot.read_known_good("main", machine.host.here).previous == (C,)
     assert machine.plan().items == ()
 
 
@@ -98,7 +98,7 @@ def test_keeps_a_serving_or_stopped_release(machine):
     machine.units.clear()
     stopped = {"schema_version": 1, "release": B, "at": "then"}
     write_json(machine.paths.stopped("main"), stopped)
-    assert machine.plan(0).kept == {B: "stopped by hand"}
+    assert machine.plan(0).kept == {B: "stopped manually"}
 
 
 @pytest.mark.usefixtures("checkpoints")

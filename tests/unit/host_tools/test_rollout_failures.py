@@ -27,11 +27,11 @@ def deploy(sim, name, **faults_at):
 
 
 def assert_serves(sim, name):
-    assert (sim.serving(), sim.enabled(), sim.good()) == (name, [name], name)
+    assert (sim.serving(), sim.enabled(), sim.known_good()) == (name, [name], name)
 
 
 def assert_serves_nothing(sim):
-    assert (sim.engines, sim.enabled(), sim.good()) == ({}, [], None)
+    assert (sim.engines, sim.enabled(), sim.known_good()) == ({}, [], None)
 
 
 @pytest.fixture
@@ -67,14 +67,14 @@ def test_late_failure_keeps_the_old_release(sim, call, phase, reason):
     assert reason in str(result.reason)
     assert ("start" in result.times_s) == (phase != "stop")
     assert_serves(sim, A)
-    assert boot.read_good("main", sim.host()).previous == ()
+    assert boot.read_known_good("main", sim.host()).previous == ()
 
 
 def test_rollback_that_fails_too_reports_both_reasons(sim):
     result = deploy(sim, B, bring_up=["fail", "fail"])
     assert (result.state, result.failed_phase, result.serving) == ("rollback-failed", "open", A)
     assert str(result.reason).count("gateway: did not answer") == 2
-    assert (list(sim.engines), sim.enabled(), sim.good()) == ([A], [A], A)
+    assert (list(sim.engines), sim.enabled(), sim.known_good()) == ([A], [A], A)
 
 
 @pytest.mark.parametrize("phase", ["stop", "start"])
@@ -104,7 +104,7 @@ def test_earlier_good_record_survives_clock_steps(sim):
     sim.upgrade()
     sim.broken = {A: "full"}
     assert deploy(sim, A).state == "failed-no-previous"
-    assert (sim.good(), sim.enabled()) == (A, [A])
+    assert (sim.known_good(), sim.enabled()) == (A, [A])
 
 
 def test_unstoppable_candidate_never_gets_traffic(sim):

@@ -59,14 +59,14 @@ def assert_recovers(sim, story):
         try:
             boot.start_service("main", sim.host())
         except HostToolError:
-            assert not sim.good()
+            assert not sim.known_good()
     sim.deploy(story.target)
     if story.target not in sim.broken:
         assert sim.outcome(story.target).state == "switched"
         assert sim.serving() == story.target
     else:
         assert sim.serving() != story.target
-        assert sim.good() != story.target or sim.serving() is None
+        assert sim.known_good() != story.target or sim.serving() is None
     other = A if story.target == B else B
     sim.deploy(other)
     assert sim.outcome(other).state == "switched"

@@ -70,7 +70,10 @@ def test_stale_record_is_ignored(sim, stale):
     ("run", "reason"),
     [
         ("", f"{SWITCH.unit(A)} did not run (exit-code)"),
-        ("run", "rollout of main: another rollout of this service runs; fix: wait for it"),
+        (
+            "run",
+            "rollout of main: another rollout of this service is running; fix: wait until it ends",
+        ),
     ],
 )
 def test_unit_without_record_is_a_failure(sim, run, reason):
@@ -183,7 +186,7 @@ def test_rollback_to_an_absent_release_lists_the_present_releases(sim):
     make_good(sim, A, B)
     sim.releases.discard(C)
     present = f"{A} (lab-stub with v2); {B} (lab-stub with v2)"
-    assert f"{C}: is not a release on this host (available: {present})" in refusal(sim, C)
+    assert f"{C}: no such release on this host (available: {present})" in refusal(sim, C)
 
 
 def test_rollback_to_an_incomplete_release_names_a_complete_release(sim):

@@ -106,17 +106,17 @@ def test_only_slowdowns_beyond_noise_are_reported(key, before, now, worse):
             {}, {"kernel": "6.17", "driver": "580.142"},
             ["grub-reboot", "driver 580.126 and the matching kernel"],
         ),
-        ({"release": NEW}, {}, [f"`spark-host rollback main` serves {OLD} again"]),
+        ({"release": NEW}, {}, [f"`spark-host rollback main` to serve {OLD} again"]),
     ],
 )  # fmt: skip
-def test_each_changed_part_has_a_rollback_hint(changes, parts, hints):
+def test_each_changed_part_has_a_revert_hint(changes, parts, hints):
     before: dict[str, Any] = {
         "release": OLD,
         "versions": {"kernel": "6.14", "driver": "580.126", "docker": "28.5.1", "toolkit": "1.18"},
         "packages": {"docker": "docker-ce=5:28.5.1-1", "toolkit": "nvidia-container-toolkit=1.18"},
     }
     now = {**before, **changes, "versions": {**before["versions"], **parts}}
-    lines = versions.rollback_hints("main", before, now)
+    lines = versions.revert_hints("main", before, now)
     assert len(lines) == len(hints)
     assert all(hint in line for hint, line in zip(hints, lines, strict=True))
 
@@ -132,7 +132,7 @@ def test_speed_is_measured_once_per_version_set(host, monkeypatch):
 
 
 @pytest.mark.slow
-def test_slowdown_after_upgrade_is_reported_with_rollback_hint(host, monkeypatch):
+def test_slowdown_after_upgrade_is_reported_with_a_revert_hint(host, monkeypatch):
     release = release_with_bench(host)
     host.started(release, STUB_PIECE_S="0.0005")
     monkeypatch.setattr(versions, "read_packages", lambda: {"docker": "docker-ce=5:28.5.1-1"})
@@ -157,15 +157,15 @@ def test_new_image_is_compared_with_the_previous_release(host, monkeypatch):
     old = with_base("a", OLD)
     host.started(old, STUB_PIECE_S="0.0005")
     measure(host, old, monkeypatch)
-    boot.record_good(old, host.here)
+    boot.record_known_good(old, host.here)
     new = with_base("b", NEW)
     measure(host, new, monkeypatch)
     stored = stored_proof(host, new)
     assert stored.bench["changed"] == ["image vllm@sha256:a -> vllm@sha256:b"]
     assert stored.versions["plugin"] == "1" * 12
-    boot.record_good(new, host.here)
+    boot.record_known_good(new, host.here)
     other_profile = release_with_bench(host, f"main-{'c' * 12}", profile="v2-tq")
-    assert proof.earlier_bench(other_profile, host.here) is None
+    assert proof.read_earlier_bench(other_profile, host.here) is None
 
 
 def test_packages_are_in_apt_format(monkeypatch):

@@ -143,7 +143,7 @@ def test_engine_that_crashes_during_the_check_fails_without_warnings(host):
     result = check(host, release)
     assert not result.ok
     assert warned(result) == {}
-    assert "stopped answering" in failed(result)["health"]
+    assert "stopped responding" in failed(result)["health"]
 
 
 def test_page_lists_every_check_with_level_and_severity():

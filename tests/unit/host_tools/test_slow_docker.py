@@ -106,7 +106,7 @@ def test_image_job_is_unknown_if_docker_is_silent(host, late, monkeypatch):
     [known] = jobs.poll([digest12], host.paths)
 
     assert unknown.state == "unknown"
-    assert "docker: did not answer within" in unknown.result
+    assert "docker: did not respond within" in unknown.result
     assert known.state == "done"
 
 

@@ -124,7 +124,7 @@ def test_silent_engine_stalls_after_the_limit(host, listener, kills, monkeypatch
         assert run_watchdog(host, monkeypatch) >= 3
     [(kind, reason)] = kills
     assert kind == "stalled"
-    seconds = re.fullmatch(r"the engine listens, but gave no answer for (\d+) s", reason)
+    seconds = re.fullmatch(r"the engine is listening, but has not responded for (\d+) s", reason)
     assert seconds
     assert int(seconds[1]) >= host.release().watch.stall_s
 
@@ -158,7 +158,7 @@ def test_engine_with_pidfd_and_its_unit_are_killed_without_docker(
     assert systemctl_calls == [KILL_UNIT]
     events = watchdog.read_events("main", host.paths)
     assert [event.kind for event in events] == ["starving", "kill"]
-    assert events[0].text == "too little; the engine is stopped"
+    assert events[0].text == "too little; killing the engine"
 
 
 def test_killing_an_exited_engine_is_not_an_error():
@@ -177,7 +177,7 @@ def test_hanging_docker_does_not_stop_the_watchdog(host, systemctl_calls, monkey
     watchdog.kill_engine(host.release(), "stalled", "nothing moves", None, host.paths)
 
     assert systemctl_calls == [KILL_UNIT]
-    assert "docker kill: no answer within" in watchdog.read_events("main", host.paths)[-1].text
+    assert "docker kill: did not exit within" in watchdog.read_events("main", host.paths)[-1].text
 
 
 @pytest.mark.usefixtures("systemctl_calls")
@@ -202,8 +202,8 @@ def test_unwritable_event_does_not_prevent_the_kill(host, engine, monkeypatch, c
         for thread in set(threading.enumerate()) - before:
             thread.join(10)
     output = capfd.readouterr().out
-    assert "starving: too little; the engine is stopped" in output
-    assert "the event was not written: " in output
+    assert "starving: too little; killing the engine" in output
+    assert "cannot write the event: " in output
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ PLAN = plan_of()
 PLANNED_TOKENS = int((PLAN.memory.full_context_users or 0) * PLAN.release.check.max_model_len)
 RELEASE = "main-0123456789ab"
 CHECKS = [
-    {"name": "ready", "detail": "the engine answers", "seconds": 612.0},
+    {"name": "ready", "detail": "the engine responds", "seconds": 612.0},
     {"name": "log lines", "detail": "3 expected log lines found"},
     {"name": "answers", "detail": "2 answered correctly, such as 'PROMPT' with 'ANSWER'"},
     {"name": "acceptance", "detail": "81% of 70 drafted tokens were accepted (floor 50%)"},

@@ -236,8 +236,8 @@ def main(args: list[str], host: Host) -> int:
             print(to_json(to_plain(comparison)) if as_json else comparison, flush=True)
         case ["--record", *file], False if len(file) < 2:
             recording = _record_answers(file[0] if file else None, host)
-            print(f"{recording.release}: {len(recording.answers)} answers recorded; after a "
-                  f"change, run `spark-check --compare {recording.release}`", flush=True)  # fmt: skip
+            text = f"{len(recording.answers)} answers recorded; after a change, run"
+            print(f"{recording.release}: {text} `spark-check --compare {recording.release}`")
         case _:
             usage = "use --record [FILE], or --compare RELEASE [--json]"
             raise HostToolError("check", f"invalid arguments: {' '.join(args)}", usage, 2)

@@ -52,7 +52,7 @@ def _reject_repetition(
     runs = (run for units in (answer, answer.split()) for _, run in groupby(units))
     if max((len(list(run)) for run in runs), default=0) >= _MAX_REPETITIONS:
         raise CheckError(
-            f"{context}the answer to {quote(question.prompt)} repeats the same token over and over: "
+            f"{context}the answer to {quote(question.prompt)} is the same token over and over, "
             f"{quote(answer)}; the weights or kernels are broken",
             severity,
         )

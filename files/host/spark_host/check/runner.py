@@ -39,7 +39,7 @@ _PROGRESS_INTERVAL_S = 5.0
 _PHASE_INTERVAL_S = 1.0
 _LEVEL_FLAGS = {f"--{level}": level for level in proof.LEVELS}
 _USAGE = (
-    "check [RELEASE] [--quick|--full|--deep] [--json], check --record [FILE], "
+    "use check [RELEASE] [--quick|--full|--deep] [--json], check --record [FILE], "
     "check --compare RELEASE"
 )
 
@@ -66,7 +66,7 @@ def check(
     *,
     at_start: bool = False,
 ) -> Proof:
-    """Check a release's engine; write and return the proof of run ``invocation_id``.
+    """Check a release's engine, then write and return the proof of the run ``invocation_id``.
 
     With ``at_start``, the check also guards the host's memory, because no watchdog runs yet.
     """
@@ -83,7 +83,7 @@ def check(
             Engine.for_release(release, host.paths),
             lambda: [*kept, *read_log(release, before)],
         )
-        # A member that left does not rejoin the same run.
+        # A member that has left does not rejoin the same run.
         had_joined = earlier is not None and earlier.ok
         membership = Membership(release, host.paths, complete=had_joined)
         start_times_s: dict[str, float] = {}
@@ -123,7 +123,7 @@ def check(
         start_memory=guard.start_memory if guard else None,
         start_times_s=start_times_s,
         load_lines=tuple(dict.fromkeys(probe.load_lines)),
-        kv_cache=_logged_cache(probe) if findings[0].ok else None,
+        kv_cache=_read_cache_count(probe) if findings[0].ok else None,
     )
     write_proof(result, host, report)
     if at_start and membership.timed_out:
@@ -143,24 +143,24 @@ def _check_worker(membership: Membership, level: str, report: Report) -> list[Fi
 
 
 def write_proof(result: Proof, host: Host, report: Report) -> None:
-    """Write the proof; on a full disk only report it, and remove the proof of a failed release."""
+    """Write the proof; on a full disk, only report the error and remove the proof if it failed."""
     try:
         proof.write(result, host)
     except OSError as error:
-        report(f"the proof was not written: {error}")
+        report(f"cannot write the proof: {error}")
         if not result.ok:
             host.disk.remove(host.paths.proof(result.release))
 
 
 def read_log(release: Release, invocation_id: str) -> list[str]:
-    """Return the journal of an engine's run; without systemd, the file ``SPARK_ENGINE_LOG``."""
+    """Return the journal of one engine run; without systemd, the file ``SPARK_ENGINE_LOG``."""
     path = os.environ.get("SPARK_ENGINE_LOG")
     if path is not None:
         return Path(path).read_text(errors="replace").splitlines()
     return systemd.journal(invocation_id, release.serve_unit)
 
 
-def _logged_cache(probe: Probe) -> CacheCount | None:
+def _read_cache_count(probe: Probe) -> CacheCount | None:
     messages = list(logs.start_messages(probe.read_log()))
     tokens = logs.kv_cache_tokens(messages)
     fixed_bytes = probe.release.engine.kv_cache_bytes
@@ -197,7 +197,7 @@ def _judge_memory(guard: StartGuard, *, ready: bool) -> Finding:
         return Finding(MEMORY, False, guard.kill_reason, 0.0)
     failures, fatal = guard.read_driver_failures(ready=ready)
     if fatal:
-        fix = "reboot the host, unless the engine's log names another cause"
+        fix = "reboot the host, unless the engine's log shows another cause"
         return Finding(MEMORY, False, f"{failures}; fix: {fix}", 0.0)
     memory = guard.start_memory
     if memory is None:
@@ -221,7 +221,7 @@ class Membership:
     def problem(self) -> str | None:
         """Return why the cluster cannot serve: a member left or did not join in time."""
         members = self.release.cluster
-        missing = cluster.missing_names(self.release, self.paths)
+        missing = cluster.describe_missing(self.release, self.paths)
         if members is None or not missing:
             self.complete = True
         elif self.complete:
@@ -264,7 +264,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
 
 
 def wait_for_head(membership: Membership, report: Report) -> Finding:
-    """Wait until the head has proven the release: then its watchdog accepts connections."""
+    """Wait until the head has proven the release, because then its watchdog accepts connections."""
     release = membership.release
     limit_s = release.timeouts.start_s + 2 * release.check.timeout_s
 
@@ -305,11 +305,11 @@ def _wait_until_ready(
                 with suppress(EngineError):
                     version = probe.engine.get("/version", 5).json().get("version", "")
                     probe.engine_version = str(version)
-                return True, "the engine answers"
-            reason = f"/health answers HTTP {status}"
+                return True, "the engine responds"
+            reason = f"/health returned HTTP {status}"
         except EngineError as error:
             reason = str(error)
-        if failure := _start_failure(probe.release, guard, membership):
+        if failure := _find_start_failure(probe.release, guard, membership):
             return False, failure
         return (False, f"not ready after {limit_s:.0f} s: {reason}") if waited > limit_s else None
 
@@ -323,11 +323,11 @@ def _wait_until_ready(
     return finding
 
 
-def _start_failure(
+def _find_start_failure(
     release: Release, guard: StartGuard | None, membership: Membership
 ) -> str | None:
     if guard and guard.kill_reason:
-        return "the engine was stopped"
+        return "the engine was killed"
     if problem := membership.problem():
         return problem
     if "SPARK_ENGINE_LOG" in os.environ:
@@ -353,7 +353,7 @@ def main(args: list[str], paths: Paths) -> int:
     names = [arg for arg in args if not arg.startswith("--")]
     unknown = flags - {*_LEVEL_FLAGS, "--json", "--at-start"}
     if unknown or len(names) > 1:
-        raise HostToolError("check", f"unknown arguments {sorted(unknown) or names}", _USAGE, 2)
+        raise HostToolError("check", f"invalid arguments {sorted(unknown) or names}", _USAGE, 2)
     release = host.disk.load_release(names[0] if names else boot.only_active_release(host), paths)
     level = next((_LEVEL_FLAGS[flag] for flag in reversed(_LEVEL_FLAGS) if flag in flags), "full")
     at_start, as_json = "--at-start" in flags, "--json" in flags

@@ -21,20 +21,20 @@ from spark_host.system import docker, systemd
 from spark_host.system.host import read_document
 from spark_host.system.programs import run_program
 
-RECORD = "before.json"
+RECORD_NAME = "before.json"
 _COMMAND_TIMEOUT_S = 900.0  # apt on a busy host
-# Left behind by purged packages.
+# Folders that purged packages leave behind.
 _LEFTOVERS = {
     "docker.io": ("/etc/docker", "/etc/cni", "/var/lib/containerd"),
     "nginx-light": ("/var/www",),
 }
-_KEEP_ENGINE = "other software may use it by now; --data uninstall.engine=true removes it"
+_KEEP_ENGINE = "other software may use it by now; to remove it, use --data uninstall.engine=true"
 # We never start this unit: if it runs, the owner uses the package.
 _NOT_STARTED = {"nginx-light": "nginx.service"}
 
 
 def read_baseline(paths: Paths) -> Baseline | None:
-    return read_document(Baseline, paths.state / RECORD)
+    return read_document(Baseline, paths.state / RECORD_NAME)
 
 
 def record_baseline(footprint: Footprint, paths: Paths) -> bool:
@@ -54,7 +54,7 @@ def record_baseline(footprint: Footprint, paths: Paths) -> bool:
         directories=_folders(footprint, paths),
         files={path: _read(paths.below(path)) for path in footprint.shared_files},
     )
-    files.write_text(new / RECORD, to_json(before))
+    files.write_text(new / RECORD_NAME, to_json(before))
     new.chmod(0o755)
     new.rename(paths.state)
     files.sync_directory(paths.state.parent)
@@ -123,18 +123,18 @@ def package_items(
         reason = "unknown whether it was installed before"
         return [ManagedItem("package", name, 0, reason) for name in names]
     added = [name for name in names if name not in before.packages]
-    things = []
+    items = []
     for name in added:
         stays = _usage_reason(name, added, before)
         if name in engine:
             stays = stays or obstacles.get(name) or ("" if footprint.engine else _KEEP_ENGINE)
-        things.append(ManagedItem("package", name, _size_bytes(name), stays))
-    removed = [thing.name for thing in things if not thing.kept_because]
+        items.append(ManagedItem("package", name, _size_bytes(name), stays))
+    removed = [item.name for item in items if not item.kept_because]
     unneeded = sorted((_simulate_purge(removed, auto=True) - set(before.packages)) - set(removed))
     purged = {*removed, *unneeded}
     # Keep dependencies whose removal would remove other packages.
-    alone = [name for name in unneeded if not _simulate_purge([name], auto=False) - purged]
-    return [*things, *(ManagedItem("package", name, _size_bytes(name)) for name in alone)]
+    removable = [name for name in unneeded if not _simulate_purge([name], auto=False) - purged]
+    return [*items, *(ManagedItem("package", name, _size_bytes(name)) for name in removable)]
 
 
 def remove_packages(names: Iterable[str]) -> str:
@@ -153,7 +153,7 @@ def _usage_reason(name: str, added: list[str], before: Baseline) -> str:
     others = _simulate_purge([name], auto=False) - set(added)
     manual = _read_output("apt-mark", "showmanual", *sorted(others)).split() if others else []
     owned = sorted(others & {*manual, *before.packages})
-    return f"{', '.join(owned)} needs it" if owned else ""
+    return f"needed by {', '.join(owned)}" if owned else ""
 
 
 def _simulate_purge(names: list[str], *, auto: bool) -> set[str]:
@@ -171,7 +171,7 @@ def _size_bytes(name: str) -> int:
     return int(size[0]) * 1024 if size and size[0].isdigit() else 0
 
 
-def host_settings(footprint: Footprint, before: Baseline | None) -> Iterator[ManagedItem]:
+def changed_host_settings(footprint: Footprint, before: Baseline | None) -> Iterator[ManagedItem]:
     unknown = "" if before else "the earlier state is unknown"
     was_masked = before.masked if before else ()
     for unit in masked_units(footprint.masked):
@@ -183,9 +183,9 @@ def host_settings(footprint: Footprint, before: Baseline | None) -> Iterator[Man
     for user in docker_members():
         if user in footprint.docker_users and not (before and user in before.docker_members):
             yield ManagedItem("docker user", user, 0, unknown)
-    known = {entry.pw_name for entry in pwd.getpwall()}
+    accounts = {entry.pw_name for entry in pwd.getpwall()}
     for name in (GATEWAY_USER, ENGINE_USER):
-        if name in known:
+        if name in accounts:
             yield ManagedItem("user", name)
 
 
@@ -208,23 +208,23 @@ def changed_shared_files(
     footprint: Footprint, before: Baseline | None, keep_docker: str, paths: Paths
 ) -> list[ManagedItem]:
     """Return shared files that we changed; ``keep_docker`` says why Docker's settings stay."""
-    things = []
+    items = []
     for path in footprint.shared_files:
         now = _read(paths.below(path))
         was = _original_text(path, footprint, before, paths)
         if now is None or now == was:
             continue
-        known = before is not None or was is not None
-        stays = "" if known else "the earlier content is unknown; remove our part by hand"
+        has_original = before is not None or was is not None
+        stays = "" if has_original else "the earlier content is unknown; remove our part by hand"
         if path == footprint.daemon_json:
             if _without_our_keys(now, was, footprint) == _parse(now):
                 continue
             stays = stays or keep_docker
-        things.append(ManagedItem("settings", path, 0, stays))
+        items.append(ManagedItem("settings", path, 0, stays))
     copy = paths.below(backup_path(footprint.daemon_json))
-    if copy.exists() and not any(thing.kept_because for thing in things):
-        things.append(ManagedItem("file", str(copy)))
-    return things
+    if copy.exists() and not any(item.kept_because for item in items):
+        items.append(ManagedItem("file", str(copy)))
+    return items
 
 
 def restore_shared_file(

@@ -32,14 +32,14 @@ _UP = ("active", "activating", "reloading", "deactivating")
 
 def plan_prune(keep: KeepList, paths: Paths) -> Pruning:
     if not docker.is_up():
-        raise HostToolError("docker", "does not answer", "systemctl status docker")
-    known = resources.known_jobs(paths)
+        raise HostToolError("docker", "does not respond", "run `systemctl status docker`")
+    jobs = resources.known_jobs(paths)
     kept = _kept_releases(keep, paths)
-    busy = _busy_jobs(known, paths)
-    needed = _needed_folders(keep, kept, busy, known, paths)
+    busy = _busy_jobs(jobs, paths)
+    needed = _needed_folders(keep, kept, busy, jobs, paths)
     parents = {"tree": keep.models_dir, "source": keep.sources_dir, "cache": keep.cache_dir}
-    places = [(kind, paths.below(parent)) for kind, parent in parents.items()]
-    managed, others = resources.managed_folders(places, known, paths)
+    parent_paths = [(kind, paths.below(parent)) for kind, parent in parents.items()]
+    managed, others = resources.managed_folders(parent_paths, jobs, paths)
     folders = [folder for folder in managed if folder.owner not in needed]
     folders += [
         Folder("cache", path, path)
@@ -49,20 +49,20 @@ def plan_prune(keep: KeepList, paths: Paths) -> Pruning:
         if path.name not in kept
     ]
     folders += resources.old_tools(paths)
-    removed_images, kept_images = _split_images(keep, kept, busy, known, paths)
+    removed_images, kept_images = _split_images(keep, kept, busy, jobs, paths)
     removed_folders = {folder.owner for folder in folders}
     freed = resources.freed_bytes(folder.path for folder in folders)
     sizes = {str(path): size for path, size in freed.items()}
     sizes |= resources.image_bytes(removed_images, kept_images)
-    named = [("release", name) for name in release_names(paths) if name not in kept]
-    named += [(folder.kind, str(folder.path)) for folder in folders]
-    named += [("image", image.reference) for image in removed_images]
-    named += [
+    kinds_and_names = [("release", name) for name in release_names(paths) if name not in kept]
+    kinds_and_names += [(folder.kind, str(folder.path)) for folder in folders]
+    kinds_and_names += [("image", image.reference) for image in removed_images]
+    kinds_and_names += [
         ("job", name)
-        for name, job in sorted(known.items())
+        for name, job in sorted(jobs.items())
         if name not in busy and _is_stale(job, needed, removed_folders, removed_images, paths)
     ]
-    items = tuple(Prunable(kind, name, sizes.get(name, 0)) for kind, name in named)
+    items = tuple(Prunable(kind, name, sizes.get(name, 0)) for kind, name in kinds_and_names)
     freed_bytes = sum(item.bytes for item in items)
     return Pruning(items, freed_bytes, kept, unmanaged=tuple(map(str, others)), problems=())
 
@@ -73,19 +73,19 @@ def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
     states = systemd.show([t.unit(name) for t in templates for name in all_names], ["ActiveState"])
     kept: dict[str, str] = {}
     for service in {parse_service(name) for name in all_names}:
-        record = boot.read_good(service, host)
+        record = boot.read_known_good(service, host)
         # A release with a damaged document cannot be a rollback target.
         previous = [n for n in record.previous if n in all_names and host.release(n)]
         stopped = host.disk.read(Stopped, paths.stopped(service))
         reasons = [(name, "rollback target") for name in previous[: keep.releases_kept]]
         reasons += [(name, "starts at boot") for name in boot.enabled_releases(service, host)]
-        reasons += [(record.release, "last good release")] if record.release else []
-        reasons += [(stopped.release, "stopped by hand")] if stopped and stopped.release else []
+        reasons += [(record.release, "last jobs-good release")] if record.release else []
+        reasons += [(stopped.release, "stopped manually")] if stopped and stopped.release else []
         kept.update({name: reason for name, reason in reasons if name in all_names})
     for name in all_names:
         serving, rollout = (states.get(t.unit(name), {}).get("ActiveState") for t in templates)
         if serving in _UP:
-            kept[name] = "serves"
+            kept[name] = "serving"
         elif rollout in _UP:
             kept[name] = "rollout in progress"
         elif name in keep.releases:
@@ -93,29 +93,29 @@ def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
     return kept
 
 
-def _busy_jobs(known: dict[str, Job], paths: Paths) -> set[str]:
-    states = systemd.show([job.unit for job in known.values()], ["ActiveState", "Job"])
+def _busy_jobs(jobs: dict[str, Job], paths: Paths) -> set[str]:
+    states = systemd.show([job.unit for job in jobs.values()], ["ActiveState", "Job"])
     busy = {
         name
-        for name, job in known.items()
+        for name, job in jobs.items()
         if (unit := states.get(job.unit, {})).get("ActiveState") in _UP or systemd.is_queued(unit)
     }
     links = paths.boot_links
     for link in links.glob(units.PREPARE.unit("*")) if links.is_dir() else ():
-        busy |= {conf.stem for conf in (paths.units / f"{link.name}.d").glob("*.conf")} & set(known)
+        busy |= {conf.stem for conf in (paths.units / f"{link.name}.d").glob("*.conf")} & set(jobs)
     return busy
 
 
 def _needed_folders(
-    keep: KeepList, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
+    keep: KeepList, kept: Iterable[str], busy: set[str], jobs: dict[str, Job], paths: Paths
 ) -> set[Path]:
     needed = {paths.below(path) for path in keep.folders}
     for release in (load_release(name, paths) for name in kept):
         needed.add(paths.below(release.tree.path))
         needed |= {paths.below(mount.source) for mount in release.engine.mounts}
     for name in busy:
-        names = (name, *(after for after in known[name].after if after in known))
-        needed |= {path for n in names if (path := resources.result_folder(known[n], paths))}
+        names = (name, *(after for after in jobs[name].after if after in jobs))
+        needed |= {path for n in names if (path := resources.result_folder(jobs[n], paths))}
     for tree in list(needed):
         # A checkpoint is repaired from its base.
         receipt = receipts.find_receipt(tree)
@@ -125,17 +125,15 @@ def _needed_folders(
 
 
 def _split_images(
-    keep: KeepList, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
+    keep: KeepList, kept: Iterable[str], busy: set[str], jobs: dict[str, Job], paths: Paths
 ) -> tuple[list[Image], list[Image]]:
     needed = set(keep.images) | resources.image_references_in_use()
     needed |= {load_release(name, paths).image.tag for name in kept}
-    needed |= {image for name in busy if (image := resources.job_image(known[name]))}
-    needed |= {
-        job.base for job in known.values() if job.base and resources.job_image(job) in needed
-    }
-    managed = resources.managed_images(known, paths)
-    staying = [image for image in managed if image.reference in needed]
-    return [image for image in managed if image.reference not in needed], staying
+    needed |= {image for name in busy if (image := resources.job_image(jobs[name]))}
+    needed |= {job.base for job in jobs.values() if job.base and resources.job_image(job) in needed}
+    managed = resources.managed_images(jobs, paths)
+    needed_images = [image for image in managed if image.reference in needed]
+    return [image for image in managed if image.reference not in needed], needed_images
 
 
 def _is_stale(
@@ -149,15 +147,15 @@ def _is_stale(
 
 
 def remove(plan: Pruning, paths: Paths) -> Pruning:
-    def named(*kinds: str) -> list[str]:
+    def names(*kinds: str) -> list[str]:
         return [item.name for item in plan.items if item.kind in kinds]
 
-    for name in named("release"):
+    for name in names("release"):
         _remove_release(name, paths)
-    for name in named("tree", "source", "cache", "tools"):
+    for name in names("tree", "source", "cache", "tools"):
         resources.remove_folder(Path(name))
-    problems = [docker.remove_image(name) for name in reversed(named("image"))]  # most layers first
-    for name in named("job"):  # last: a pulled image is recognized as managed by the job
+    problems = [docker.remove_image(name) for name in reversed(names("image"))]  # most layers first
+    for name in names("job"):  # last: a pulled image is recognized as managed by the job
         _remove_with_folder(paths.job(name) / "job.json")
         shutil.rmtree(paths.units / f"{units.JOB.unit(name)}.d", ignore_errors=True)
     systemd.reload()
@@ -166,10 +164,10 @@ def remove(plan: Pruning, paths: Paths) -> Pruning:
 
 def _remove_release(name: str, paths: Paths) -> None:
     service, host = parse_service(name), Host(paths)
-    record = boot.read_good(service, host)
+    record = boot.read_known_good(service, host)
     if name in record.previous:
         previous = tuple(other for other in record.previous if other != name)
-        # A full disk must not stop this: readers ignore absent releases.
+        # A full disk must not stop this, because readers ignore absent releases.
         with suppress(OSError):
             host.disk.write(paths.known_good(service), replace(record, previous=previous))
     records = (paths.proof, paths.answers, paths.rollout, paths.request, paths.compile_cache)

@@ -48,11 +48,11 @@ class Image:
 
 
 def known_jobs(paths: Paths) -> dict[str, Job]:
-    known = {}
+    loaded = {}
     for digest12 in jobs.all_digests(paths):
         with suppress(HostToolError):
-            known[digest12] = jobs.load_job(digest12, paths)
-    return known
+            loaded[digest12] = jobs.load_job(digest12, paths)
+    return loaded
 
 
 def result_folder(job: Job, paths: Paths) -> Path | None:
@@ -69,8 +69,10 @@ def managed_folders(
     """
     managed, others = [], []
     results = {result_folder(job, paths) for job in known.values()}
-    places = [(kind, parent) for kind, parent in parents if parent.is_dir()]
-    for kind, path in ((kind, path) for kind, place in places for path in sorted(place.iterdir())):
+    existing = [(kind, parent) for kind, parent in parents if parent.is_dir()]
+    for kind, path in (
+        (kind, path) for kind, parent in existing for path in sorted(parent.iterdir())
+    ):
         unfinished = _UNFINISHED.match(path.name)
         owner = path.with_name(unfinished["hidden"] or unfinished["plain"]) if unfinished else path
         pattern = CACHE_NAME if kind == "cache" else TREE_NAME
@@ -104,14 +106,14 @@ def _is_used(folder: Path) -> bool:
     name = os.fsencode(folder)
     for process in Path("/proc").glob("[0-9]*"):
         for file in ("cmdline", "environ"):
-            with suppress(OSError):  # it has exited
+            with suppress(OSError):  # the process has exited
                 if name in (process / file).read_bytes():
                     return True
     return False
 
 
 def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
-    """Return the space that removing each directory frees; files with other links free none."""
+    """Return the space that removing each directory frees, without files that have other links."""
     freed = dict.fromkeys(directories, 0)
     links: dict[tuple[int, int], int] = {}
     for directory in freed:
@@ -135,14 +137,14 @@ def _files_below(directory: Path) -> Iterator[os.stat_result]:
 
 
 def managed_images(known: dict[str, Job], paths: Paths) -> list[Image]:
-    """Return the images of our jobs, images with the fewest layers first.
+    """Return the images that we created, with the fewest layers first.
 
-    A managed image has our label, or a job has pulled it and it has no tag.
+    They have our label, or one of our jobs pulled them and they have no tag.
     """
     pulled = {
         image
         for digest12, job in known.items()
-        if job.kind == IMAGE_PULL_JOB and _did_work(digest12, paths) and (image := job_image(job))
+        if job.kind == IMAGE_PULL_JOB and _has_run(digest12, paths) and (image := job_image(job))
     } | {job.base for job in known.values() if job.base}
     managed: dict[str, Image] = {}
     for entry in docker.query("/images/json") or []:
@@ -157,24 +159,24 @@ def managed_images(known: dict[str, Job], paths: Paths) -> list[Image]:
 
 
 def inspect_image(reference: str) -> Image | None:
-    known = docker.inspect_image(reference)
-    if known is None:
+    image = docker.inspect_image(reference)
+    if image is None:
         return None
-    layers = tuple((known.get("RootFS") or {}).get("Layers") or ())
-    return Image(reference, int(known.get("Size") or 0), layers)
+    layers = tuple((image.get("RootFS") or {}).get("Layers") or ())
+    return Image(reference, int(image.get("Size") or 0), layers)
 
 
 def image_references_in_use() -> set[str]:
     containers = docker.query("/containers/json?all=1") or []
     names = {str(item.get("Image")) for item in containers}
     for image_id in {str(item.get("ImageID")) for item in containers}:
-        known = docker.query(f"/images/{quote(image_id, safe=':')}/json") or {}
-        names |= {*(known.get("RepoTags") or ()), *(known.get("RepoDigests") or ())}
+        image = docker.query(f"/images/{quote(image_id, safe=':')}/json") or {}
+        names |= {*(image.get("RepoTags") or ()), *(image.get("RepoDigests") or ())}
     return names
 
 
 def image_bytes(removed: list[Image], kept: list[Image]) -> dict[str, int]:
-    """Return the space that each removal frees: of layers that only this image has."""
+    """Return the space that each removal frees, which is the size of its unshared layers."""
     counted = list(kept)
     freed = {}
     for image in removed:
@@ -193,7 +195,7 @@ def job_image(job: Job) -> str | None:
     return job.proof.image if isinstance(job.proof, ImageProof) else None
 
 
-def _did_work(digest12: str, paths: Paths) -> bool:
+def _has_run(digest12: str, paths: Paths) -> bool:
     last = read_document(JobRun, paths.job(digest12) / jobs.STATUS)
     return last is not None and last.started_at is not None
 
@@ -207,5 +209,5 @@ def remove_folder(path: Path) -> None:
         path.rename(aside)
         files.sync_directory(path.parent)
     if not remove_tree(aside):
-        fix = f"see why with: rm -rf {aside}; then run again"
+        fix = f"run `rm -rf {aside}` to see why, then run again"
         raise HostToolError(str(aside), "cannot be removed", fix)

@@ -36,7 +36,7 @@ from spark_host.system import docker, systemd
 from spark_host.system.host import read_document
 from spark_host.system.programs import run_program
 
-# Stopped in this order, so that running answers finish.
+# Units stop in this order, so that in-flight requests finish.
 _TEMPLATES = (
     units.HOURS, units.SCHEDULED_START_TIMER, units.SCHEDULED_START, units.GATEWAY, units.SHARE,
     units.WATCH, units.SERVE, units.SWITCH, units.PREPARE, units.JOB,
@@ -54,12 +54,12 @@ _RECORDS = frozenset(
 )  # fmt: skip
 _BASELINE = "note"  # the kind of the baseline, which is removed last
 _MANAGED = "Managed by dgx-spark-deploy"
-_KEEP_MODELS = "models are kept; --data uninstall.models=true removes them"
-_KEEP_NETWORK = "other hosts may use it; remove it with `spark-deploy fabric --restore` first"
+_KEEP_MODELS = "models are kept; to remove them, use --data uninstall.models=true"
+_KEEP_NETWORK = "other hosts may use it; run `spark-deploy fabric --restore` first"
 _UNMANAGED = "not created by this project"
 _NEEDS_BASELINE = ("package", "tree", "source", "image", "settings")
 _STOP_TIMEOUT_S = 900.0
-_ROUNDS = 6  # a round can leave folders empty and packages unneeded
+_ROUNDS = 6  # a round can empty folders and leave unneeded packages
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +109,17 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
     things += [*_units_and_configuration(paths), *_file_items(footprint, keep_docker, paths)]
     if deployed:
         things += baseline.changed_shared_files(footprint, before, keep_docker, paths)
-        things += [*baseline.host_settings(footprint, before), *packages]
+        things += [*baseline.changed_host_settings(footprint, before), *packages]
     things += [*baseline.package_leftovers(before, paths), *_tools_and_records(paths)]
     if things:
         reason = "lets this project log in"
         access = (path for path in footprint.access_files if paths.below(path).exists())
         things += [ManagedItem("access", path, 0, reason) for path in access]
     things += _empty_folders(footprint, before, paths) if deployed else []
-    if (paths.state / baseline.RECORD).exists():
+    if (paths.state / baseline.RECORD_NAME).exists():
         needed = any(thing.kept_because and thing.kind in _NEEDS_BASELINE for thing in things)
         reason = "needed until the kept parts are removed" if needed else ""
-        things.append(ManagedItem(_BASELINE, str(paths.state / baseline.RECORD), 0, reason))
+        things.append(ManagedItem(_BASELINE, str(paths.state / baseline.RECORD_NAME), 0, reason))
     return UninstallManifest(before.at if before else None, tuple(things))
 
 
@@ -127,8 +127,8 @@ def _unmanaged_containers() -> UnmanagedContainers:
     if docker.client("version").returncode == 127:
         return UnmanagedContainers((), (), frozenset())
     if not docker.is_up():
-        fix = "systemctl start docker, then run again"
-        raise HostToolError("docker", "does not answer, so its containers are unknown", fix)
+        fix = "run `systemctl start docker`, then run again"
+        raise HostToolError("docker", "does not respond, so its containers are unknown", fix)
     engines = set(docker.engine_containers())
     names, gpu, images = [], [], set()
     for item in docker.query("/containers/json?all=1") or []:
@@ -183,15 +183,15 @@ def _running_items(paths: Paths) -> Iterator[ManagedItem]:
 
 
 def _data_items(footprint: Footprint, paths: Paths) -> Iterator[ManagedItem]:
-    known = resources.known_jobs(paths)
+    jobs = resources.known_jobs(paths)
     sources, caches = paths.below(footprint.sources_dir), paths.below(footprint.cache_dir)
     parents = {("tree", paths.below(footprint.models_dir)), ("source", sources)}
-    # Earlier settings may have put checkpoints into other folders, which jobs name.
-    for job in known.values():
+    # Earlier settings may have put checkpoints into other folders, which jobs list.
+    for job in jobs.values():
         folder = resources.result_folder(job, paths)
         if folder and folder.parent.is_dir() and folder.parent != sources:
             parents.add(("tree", folder.parent))
-    managed, others = resources.managed_folders([*sorted(parents), ("cache", caches)], known, paths)
+    managed, others = resources.managed_folders([*sorted(parents), ("cache", caches)], jobs, paths)
     sizes = resources.freed_bytes(item.path for item in managed)
     for item in managed:
         stays = _KEEP_MODELS if item.kind != "cache" and not footprint.models else ""
@@ -254,7 +254,7 @@ def _tools_and_records(paths: Paths) -> Iterator[ManagedItem]:
         yield ManagedItem("tools", str(path), size, "" if is_managed else _UNMANAGED)
     keep_network = _KEEP_NETWORK if paths.below(NETPLAN_FILE).is_file() else ""
     for path in _entries(paths.state):
-        if path.name != baseline.RECORD:
+        if path.name != baseline.RECORD_NAME:
             reason = keep_network if path.name == "fabric" else ""  # `fabric --restore` needs it
             reason = reason if path.name in _RECORDS else _UNMANAGED
             yield ManagedItem("record", str(path), 0, reason)
@@ -274,10 +274,10 @@ def _empty_folders(
         inside = (*map(str, candidates), *footprint.files, *footprint.shared_files)
         parents = {parent for path in inside for parent in paths.below(path).parents}
         parents |= {paths.below("/etc/apt/keyrings"), paths.below(SYSUSERS).parent}
-        places = (paths.below("/etc"), *data)
+        roots = (paths.below("/etc"), *data)
         candidates |= {
             path for path in parents
-            if any(place in path.parents or path in place.parents for place in places)
+            if any(root in path.parents or path in root.parents for root in roots)
         }  # fmt: skip
         candidates -= {Path(path) for path in before.directories}
     removed: set[Path] = set()
@@ -304,7 +304,7 @@ def remove(footprint: Footprint, paths: Paths) -> UninstallManifest:
 
 
 def _remove_round(things: list[ManagedItem], footprint: Footprint, paths: Paths) -> list[str]:
-    """Remove things in the order of the manifest; stop at the first failure."""
+    """Remove items in the order of the manifest; stop at the first failure."""
     before = baseline.read_baseline(paths)
     remove_all: dict[str, Callable[[list[str]], str]] = {
         "service": _stop_units,

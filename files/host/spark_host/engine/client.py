@@ -25,20 +25,20 @@ from spark_host.system import folders
 # vLLM prints a few hundred samples.
 _MAX_SAMPLES = 20_000
 _MAX_LINE = 4096
-_ANSWER_BYTES = 16 << 20
+_RESPONSE_BYTES = 16 << 20
 _METRICS_BYTES = 4 << 20
 _CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    running: str  # requests
-    waiting: str  # requests
-    generated: str  # tokens
+    running: str  # running requests
+    waiting: str  # waiting requests
+    generated: str  # generated tokens
     prompt: str  # tokens of completely processed prompts
     cache_usage: str  # share of the KV cache
-    drafted: str  # tokens
-    accepted: str  # drafted tokens
+    drafted: str  # drafted tokens
+    accepted: str  # accepted tokens
     prefix_hits: str  # prompt tokens found in the prefix cache
 
 
@@ -60,7 +60,7 @@ VLLM = DIALECTS["vllm"]
 def find_dialect(release: Release) -> Dialect:
     kind = release.engine.kind
     if kind not in DIALECTS:
-        message = f"unknown engine; these tools support {', '.join(DIALECTS)}"
+        message = f"unknown engine, expected {', '.join(DIALECTS)}"
         raise HostToolError(f"engine {kind!r} of {release.name}", message, "run the deploy again")
     return DIALECTS[kind]
 
@@ -80,7 +80,9 @@ class Metrics:
     @classmethod
     def parse(cls, text: str, dialect: Dialect = VLLM) -> Metrics:
         samples: list[Sample] = []
-        for raw_line in io.StringIO(text):  # line by line: a hostile text may have millions
+        for raw_line in io.StringIO(
+            text
+        ):  # line by line, because a hostile engine may send millions
             line = raw_line.rstrip("\r\n")
             if not line or line.startswith("#") or len(line) > _MAX_LINE:
                 continue
@@ -134,9 +136,9 @@ class Metrics:
 
     @property
     def progress(self) -> tuple[float, float]:
-        """Return numbers of which at least one changes while the engine works.
+        """Return two numbers, at least one of which changes while the engine works.
 
-        Token counters stand still during a chunked prefill, but the cache usage grows
+        Token counters do not change during a chunked prefill, but the cache usage grows
         (proofs/engine-proofs.md).
         """
         return self.tokens, self.total(self.dialect.cache_usage) or 0.0
@@ -152,11 +154,11 @@ def _labels(text: str) -> dict[str, str]:
 
 
 class EngineError(Exception):
-    """The engine gave no answer, an error or a malformed answer."""
+    """The engine sent no response, an error or a malformed response."""
 
 
 class EngineTimeoutError(EngineError):
-    """The engine listens, but gave no complete answer in time."""
+    """The engine is listening, but did not send a complete response in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +170,9 @@ class Reply:
         try:
             value = json.loads(self.body)
         except (ValueError, RecursionError) as error:
-            raise EngineError(f"the answer is not JSON: {self.body[:80]!r}") from error
+            raise EngineError(f"the response is not JSON: {self.body[:80]!r}") from error
         if not isinstance(value, dict):
-            raise EngineError(f"the answer is not a JSON object: {self.body[:80]!r}")
+            raise EngineError(f"the response is not a JSON object: {self.body[:80]!r}")
         return value
 
 
@@ -183,12 +185,12 @@ class _Reader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        # A trickle of bytes must not outlive the deadline.
-        self._source.settimeout(_seconds_left(self._deadline))
+        # Slow single bytes must not extend the deadline.
+        self._source.settimeout(_remaining_s(self._deadline))
         count = self._source.recv_into(buffer)
         self._remaining_bytes -= count
         if self._remaining_bytes < 0:
-            raise EngineError(f"the answer is longer than {self._limit_bytes} bytes")
+            raise EngineError(f"the response is longer than {self._limit_bytes} bytes")
         return count
 
 
@@ -200,7 +202,7 @@ class _Response(HTTPResponse):
 
 
 class _Connection(HTTPConnection):
-    """HTTP over a unix socket; refuses anything that is not a socket."""
+    """HTTP over a unix socket; rejects any path that is not a socket."""
 
     def __init__(self, path: Path, timeout_s: float):
         super().__init__("localhost", timeout=timeout_s)
@@ -221,12 +223,12 @@ class Engine:
     def for_release(cls, release: Release, paths: Paths) -> Engine:
         return cls(paths.engine_socket(release.service), find_dialect(release))
 
-    def get(self, path: str, timeout_s: float = 10, limit_bytes: int = _ANSWER_BYTES) -> Reply:
+    def get(self, path: str, timeout_s: float = 10, limit_bytes: int = _RESPONSE_BYTES) -> Reply:
         return self._request("GET", path, None, timeout_s, limit_bytes)
 
     def ask(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """POST a JSON body and return the JSON answer of status 200."""
-        reply = self._request("POST", path, body, timeout_s, _ANSWER_BYTES)
+        """POST a JSON body and return the JSON response; raise EngineError on another status."""
+        reply = self._request("POST", path, body, timeout_s, _RESPONSE_BYTES)
         if reply.status != 200:
             raise EngineError(f"HTTP {reply.status}: {reply.body[:200].decode(errors='replace')}")
         return reply.json()
@@ -234,9 +236,9 @@ class Engine:
     def stream_chat(
         self, body: dict[str, Any], timeout_s: float, path: str = CHAT
     ) -> Iterator[dict[str, Any]]:
-        """Yield the events of a streamed answer, which must end with ``[DONE]``."""
+        """Yield the events of a streamed response, which must end with ``[DONE]``."""
         deadline = time.monotonic() + timeout_s
-        connection, response = self._open("POST", path, body, deadline, _ANSWER_BYTES)
+        connection, response = self._open("POST", path, body, deadline, _RESPONSE_BYTES)
         try:
             if response.status != 200:
                 raise EngineError(f"HTTP {response.status}")
@@ -272,7 +274,7 @@ class Engine:
     def _open(
         self, method: str, path: str, body: object, deadline: float, limit_bytes: int
     ) -> tuple[_Connection, _Response]:
-        connection = _Connection(self._path, _seconds_left(deadline))
+        connection = _Connection(self._path, _remaining_s(deadline))
         text, headers = None, {}
         if body is not None:
             text, headers = json.dumps(body), {"Content-Type": "application/json"}
@@ -285,18 +287,18 @@ class Engine:
                 on_error.pop_all()
         except (ConnectionRefusedError, FileNotFoundError) as error:
             # vLLM listens after it has loaded the model.
-            raise EngineError("nothing listens on the engine's socket") from error
-        except (TimeoutError, BlockingIOError) as error:  # the latter: a full queue
-            raise EngineTimeoutError(f"{method} {path}: no answer in time") from error
+            raise EngineError("no process listens on the engine's socket") from error
+        except (TimeoutError, BlockingIOError) as error:  # BlockingIOError: the queue is full
+            raise EngineTimeoutError(f"{method} {path}: no response in time") from error
         except (OSError, HTTPException, HostToolError, ValueError) as error:
             raise EngineError(f"{method} {path}: {type(error).__name__}: {error}") from error
         return connection, response
 
 
-def _seconds_left(deadline: float) -> float:
+def _remaining_s(deadline: float) -> float:
     seconds = deadline - time.monotonic()
     if seconds <= 0:
-        raise EngineTimeoutError("no complete answer in time")
+        raise EngineTimeoutError("no complete response in time")
     return seconds
 
 
@@ -305,8 +307,8 @@ def _chunks(response: _Response) -> Iterator[bytes]:
         while chunk := response.read1(_CHUNK_BYTES):
             yield chunk
     except TimeoutError as error:
-        raise EngineTimeoutError("no complete answer in time") from error
+        raise EngineTimeoutError("no complete response in time") from error
     except (OSError, HTTPException, ValueError) as error:
-        raise EngineError(f"the answer broke off: {type(error).__name__}: {error}") from error
+        raise EngineError(f"the response broke off: {type(error).__name__}: {error}") from error
     if response.length:
-        raise EngineError(f"the answer broke off with {response.length} bytes missing")
+        raise EngineError(f"the response broke off with {response.length} bytes missing")

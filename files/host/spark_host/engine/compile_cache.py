@@ -1,8 +1,9 @@
 """Compile caches of releases; a candidate starts with a copy of the last proven release's cache.
 
-A cache fits base image and number of drafts (parent folder) and driver (state file, written last).
-Failed starts keep it, so that compiling continues, unless a check rejected the answers. Engines can
-write anything to these folders, so coreutils copy and remove them without following links.
+A cache belongs to a base image, a number of drafts (both in the parent folder) and a driver (in the
+state file, written last). Failed starts keep it, so that compiling continues, unless a check
+failed. Engines can write anything to these folders, so coreutils copy and remove them without
+following links.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from spark_host.system.programs import Report
 
 # A real cache is several times smaller.
 _MAX_BYTES, _MAX_FILES = 8 << 30, 200_000
-# Above these the watchdog stops the engine, and the next start begins with an empty cache.
+# Above these limits the watchdog stops the engine, and the next start uses an empty cache.
 LIMIT_BYTES, LIMIT_FILES = 20 << 30, 400_000
 
 
 def prepare(release: Release, host: Host, report: Report) -> None:
-    """Keep the release's cache if it is usable; otherwise copy another one or start empty."""
+    """Keep the release's cache if it is usable; otherwise copy another cache or start empty."""
     if release.cache is None:
         return
     driver = versions.read_or_unknown(versions.read_driver)
-    proven = release.name in boot.read_good(release.service, host).names
+    proven = release.name in boot.read_known_good(release.service, host).names
     usable = _is_usable(release, driver, host)
     if proven and usable:  # a proven release keeps its cache
         return
@@ -60,7 +61,7 @@ def _write(state_file: Path, state: CompileCache, host: Host, report: Report) ->
     try:
         host.disk.write(state_file, state)
     except OSError as error:  # on a full disk the next start compiles again
-        report(f"the state of the compile cache was not written: {error}")
+        report(f"cannot write the state of the compile cache: {error}")
 
 
 def _read_state(release: Release, host: Host) -> CompileCache | None:
@@ -113,7 +114,7 @@ def _is_rejected(release: Release, state: CompileCache, host: Host) -> bool:
 
 def _find_source(release: Release, driver: str, host: Host) -> Release | None:
     """Return the last proven release whose cache fits."""
-    for name in boot.read_good(release.service, host).names:
+    for name in boot.read_known_good(release.service, host).names:
         other = host.release(name)
         if other is None or other.name == release.name or not other.cache:
             continue
@@ -127,9 +128,7 @@ def _copy(source: Path, target: Path, report: Report) -> bool:
     size, count = folders.measure(source, _MAX_BYTES, _MAX_FILES)
     free = shutil.disk_usage(target.parent).free
     if size > min(_MAX_BYTES, free // 2) or count > _MAX_FILES:
-        report(
-            f"{source} is too large to copy: {size} bytes in {count} files; {free} bytes are free"
-        )
+        report(f"{source} is too large to copy: {size} bytes in {count} files, {free} bytes free")
         return False
     if folders.copy_tree(source, target):
         return True

@@ -22,7 +22,7 @@ from spark_host.system import cluster, docker
 from spark_host.system.programs import ProgramTimeoutError, Report, log, read_output
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_MAX_LINE_BYTES = 60_000  # the docker client refuses lines above 64 KiB
+_MAX_LINE_BYTES = 60_000  # the docker client rejects lines above 64 KiB
 _INSPECT_TIMEOUT_S = 5.0
 _KILL_TIMEOUT_S = 20.0
 
@@ -41,7 +41,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
         text = f"type=bind,source={mount.source},target={mount.target}"
         argv += ["--mount", text + (",readonly" if mount.read_only else "")]
     argv += ["--env-file", str(paths.engine_environment(release.name))]
-    # By number, because the image has other accounts.
+    # Numeric, because the image has different accounts.
     argv += ["--user", f"{user.pw_uid}:{user.pw_gid}"]
     argv += docker.gpu_arguments(paths)
     argv += release.engine.docker_args
@@ -65,7 +65,7 @@ def engine_account(release: Release) -> pwd.struct_passwd:
 def write_environment(release: Release, paths: Paths) -> None:
     """Write the file for ``docker run --env-file``, readable only by root.
 
-    Not in the docker client's own environment, because it obeys LD_PRELOAD and DOCKER_HOST.
+    The docker client must not get these variables, because it obeys LD_PRELOAD and DOCKER_HOST.
     """
     member = cluster.local_member(release, paths)
     variables = {**release.engine.env, **(member.env if member else {})}
@@ -76,7 +76,7 @@ def write_environment(release: Release, paths: Paths) -> None:
 def _environment_line(name: str, value: str) -> str:
     line = f"{name}={value}\n"
     if not _VARIABLE.fullmatch(name):
-        problem = f"{name!r} is not a variable name"
+        problem = f"invalid variable name {name!r}"
     elif any(letter in value for letter in "\n\r\0"):
         problem = f"the value of {name} contains a line break or a zero byte"
     elif len(line.encode()) > _MAX_LINE_BYTES:
@@ -89,28 +89,28 @@ def _environment_line(name: str, value: str) -> str:
 def refresh_cdi(report: Report, paths: Paths) -> None:
     """Regenerate CDI specifications after a driver update.
 
-    They name files of a driver version, so containers would not start.
+    They list files of one driver version, so containers would not start with another.
     """
     suffixes = (".yaml", ".json")
     specs = [path for path in (paths.root / "etc/cdi").glob("*") if path.suffix in suffixes]
     try:
         driver = versions.read_driver() if specs else ""
     except ProgramTimeoutError as error:
-        report(f"{error}: cannot compare the CDI specifications with the driver")
+        report(f"cannot compare the CDI specifications with the driver: {error}")
         return
     for spec in sorted(specs) if driver else []:
         text = spec.read_text(errors="replace")
         version = libcuda_version(text)
         if "nvidia.com/gpu" not in text or version in ("", driver):
             continue
-        report(f"{spec} is for driver {version}, but {driver} is loaded: regenerating it")
+        report(f"regenerating {spec}: it is for driver {version}, but {driver} is loaded")
         if read_output("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
             # Containers may get the GPU without CDI.
             report(f"nvidia-ctk cdi generate --output={spec} failed; run it by hand to see why")
 
 
 def open_process(container: str) -> int | None:
-    """Return a pidfd of a running container's first process; ``None`` if docker does not answer.
+    """Return a pidfd of a running container's first process, or ``None`` without a response.
 
     Killing this process stops the container even when docker fails for lack of memory.
     """
@@ -131,7 +131,7 @@ def open_process(container: str) -> int | None:
 
 
 def kill_container(container: str, pidfd: int | None) -> str:
-    """Kill the first process, or use `docker kill` as a fallback; return the problem or ""."""
+    """Kill the first process, or else the container with `docker kill`; return the error or ""."""
     if pidfd is not None:
         try:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)

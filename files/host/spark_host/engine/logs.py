@@ -18,7 +18,7 @@ _PREFIX = re.compile(
     r"^(?:\([\w-]+ pid=\d+\) )?(?:INFO|WARNING) (?:[\d-]+ [\d:]+ )?\[[\w./-]+:\d+\] +(.*)$"
 )
 _ERROR_PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [\d-]+ [\d:]+ \[[\w./-]+:\d+\] +)?")
-_CONSEQUENCE = "Engine core initialization failed"  # the consequence of an earlier error
+_CONSEQUENCE = "Engine core initialization failed"  # follows the actual error
 _STARTED = "Application startup complete"
 _PLAIN = r"[\w .,:;'/()\[\]=%+<>-]{3,200}"
 _KERNEL = re.compile(rf"(?:(?:Using|Selected) {_PLAIN}|spark[: _]{_PLAIN}|CUDAGraphMode\.{_PLAIN})")
@@ -51,7 +51,7 @@ def start_messages(lines: Iterable[str]) -> Iterator[str]:
 
 
 def error_message(lines: Iterable[str]) -> str:
-    """Return the cause of a failed start as the engine logged it, without prefixes, or ""."""
+    """Return the error that the engine logged before a failed start, without prefixes, or ""."""
     texts = [_ERROR_PREFIX.sub("", line.strip()) for line in lines if _CONSEQUENCE not in line]
     raised = [text for text in texts if re.match(r"(?:\w+\.)*\w*(?:Error|Exception)\b", text)]
     others = [text for text in texts if re.search(r"\berror\b", text, re.IGNORECASE)]

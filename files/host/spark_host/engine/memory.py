@@ -17,7 +17,7 @@ from spark_host.system.programs import Report
 
 GIB = 1 << 30
 _POLL_INTERVAL_S = 2.0
-_LOW_SAMPLES = 2  # successive samples: a single one may be a spike
+_LOW_SAMPLES = 2  # successive samples, because a single sample may be a spike
 
 
 def meminfo() -> dict[str, int]:
@@ -32,9 +32,9 @@ def meminfo() -> dict[str, int]:
 
 
 def available_bytes() -> int:
-    """Return the memory that a new process could get.
+    """Return the memory that is available to a new process.
 
-    A kernel with kexec handover reports its reserve as free memory: CmaFree exceeds CmaTotal by it.
+    A kernel with kexec handover counts its reserve as free, so CmaFree exceeds CmaTotal.
     """
     values = meminfo()
     reserve = values.get("CmaFree", 0) - values.get("CmaTotal", 0)
@@ -84,7 +84,7 @@ class MemoryFloor:
     low_samples: int = 0
 
     def check(self, available: int) -> str | None:
-        """Add a sample of the available memory; return a message if it stays below the floor."""
+        """Add a sample; return a message if the available memory stays below the floor."""
         if self.lowest_bytes is None or available < self.lowest_bytes:
             self.lowest_bytes = available
         self.low_samples = self.low_samples + 1 if available < self.bytes else 0
@@ -99,7 +99,7 @@ class MemoryFloor:
 def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_INTERVAL_S) -> None:
     """Wait until the service has no container and the release's memory is available.
 
-    A Spark frees memory long after the process exited. Raises HostToolError after ``wait_s``.
+    A Spark frees memory long after a process has exited. Raises HostToolError after ``wait_s``.
     """
     needed_bytes, wait_s = release.memory.needed_bytes, release.memory.wait_s
     start = time.monotonic()
@@ -115,7 +115,7 @@ def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_INTE
             obstacle = f"{available / GIB:.1f} GiB available, {needed_bytes / GIB:.1f} GiB needed"
         if waited >= wait_s:
             fix = (
-                f"docker rm -f {' '.join(containers)}; if it hangs or fails: reboot"
+                f"run `docker rm -f {' '.join(containers)}`; if it hangs or fails, reboot the host"
                 if containers
                 else f"stop the largest processes: {_largest_processes()}"
             )

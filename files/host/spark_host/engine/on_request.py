@@ -1,4 +1,4 @@
-"""Services on request: their last use, and which stop so that another release fits."""
+"""On-demand services: when they were used, and which must stop so that another release fits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spark_host.records import boot
 from spark_host.system.host import Host, load_gateway
 from spark_host.system.programs import Report
 
-_FREE_TIMEOUT_S = 30.0  # a Spark frees memory after the process exited
+_FREE_TIMEOUT_S = 30.0  # a Spark frees memory only after the process has exited
 
 
 def idle_limit_s(service: str, paths: Paths) -> int | None:
-    """Return the idle seconds before a service on request stops; ``None``: it always runs."""
+    """Return how long an on-demand service may be idle; ``None`` for a service that always runs."""
     try:
         return (load_gateway(service, paths).on_request or {}).get(service)
     except HostToolError:
@@ -30,22 +30,22 @@ def idle_limit_s(service: str, paths: Paths) -> int | None:
 
 
 def serving_since(service: str, paths: Paths) -> float:
-    return _time_of(paths.traffic(service))
+    return _modified_at(paths.traffic(service))
 
 
 def last_use(service: str, paths: Paths) -> float:
-    return max(_time_of(paths.last_use(service)), serving_since(service, paths))
+    return max(_modified_at(paths.last_use(service)), serving_since(service, paths))
 
 
-def _time_of(path: Path) -> float:
+def _modified_at(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
 
 
-def unfinished(release: Release, paths: Paths) -> float:
-    """Return how many requests run or wait: 1 if the engine is too busy to answer."""
+def count_unfinished(release: Release, paths: Paths) -> float:
+    """Return how many requests run or wait, or 1 if the engine is too busy to respond."""
     try:
         return Engine.for_release(release, paths).metrics(5).unfinished
     except EngineTimeoutError:
@@ -55,11 +55,10 @@ def unfinished(release: Release, paths: Paths) -> float:
 
 
 def releases_to_stop(release: Release, host: Host, available_bytes: float) -> list[Release]:
-    """Return the releases on request that must stop so that ``release`` fits, longest idle first.
+    """Return the on-demand releases that must stop so that ``release`` fits, longest idle first.
 
-    None if it would not fit then either, because other programs use the memory.
-
-    Services that always run keep their memory while they restart.
+    Return none if it still would not fit, because other programs use the memory. Services that
+    always run keep their memory while they restart.
     """
     services = {parse_service(name) for name in host.disk.release_names(host.paths)} - {
         release.service
@@ -74,7 +73,7 @@ def releases_to_stop(release: Release, host: Host, available_bytes: float) -> li
         if running and service in on_request and host.units.is_active(running.serve_unit):
             candidates.append(running)
         elif running is None and service not in on_request and not boot.is_stopped(service, host):
-            running = host.release(boot.read_good(service, host).release)
+            running = host.release(boot.read_known_good(service, host).release)
             available_bytes -= running.memory.needed_bytes if running else 0
         free_bytes -= running.memory.needed_bytes if running else 0
     candidates.sort(key=lambda other: last_use(other.service, host.paths))
@@ -87,7 +86,7 @@ def releases_to_stop(release: Release, host: Host, available_bytes: float) -> li
 
 
 def free_memory(release: Release, host: Host, report: Report) -> None:
-    """Stop services on request until ``release`` fits; the memory gate has the last word."""
+    """Stop on-demand services until ``release`` fits; `wait_for_memory` fails if it does not."""
     for other in releases_to_stop(release, host, float("inf")):
         _stop_for(release, other, host, report)
     deadline = host.clock.monotonic() + _FREE_TIMEOUT_S
@@ -100,24 +99,24 @@ def free_memory(release: Release, host: Host, report: Report) -> None:
 
 
 def _stop_for(release: Release, other: Release, host: Host, report: Report) -> None:
-    report(f"{PHASE}memory stopping {other.name}, which is on request, for {release.name}")
-    with suppress(BlockingIOError):  # a rollout changes it
+    report(f"{PHASE}memory stopping the on-demand release {other.name} for {release.name}")
+    with suppress(BlockingIOError):  # a rollout of this service is running
         stop(other, host, other.timeouts.drain_s)
 
 
 def stop(
-    release: Release, host: Host, drain_s: float, wanted: Callable[[], bool] = lambda: True
+    release: Release, host: Host, drain_s: float, is_wanted: Callable[[], bool] = lambda: True
 ) -> bool:
-    """Stop a release until the next request, after its running answers.
+    """Finish in-flight requests, then stop a release until the next request.
 
-    If the stop is no longer wanted meanwhile, it continues to serve, and the result is ``False``.
+    If the stop is no longer wanted, the release continues to serve and the result is ``False``.
     """
     with host.disk.locked(host.paths.rollout_lock(release.service)):
         traffic.close(release.service, host.paths)
         deadline = host.clock.monotonic() + drain_s
-        host.clock.sleep(0.2)  # for requests that passed the gateway
-        while unfinished(release, host.paths) > 0 and host.clock.monotonic() < deadline:
-            if not wanted():
+        host.clock.sleep(0.2)  # for requests that have passed the gateway
+        while count_unfinished(release, host.paths) > 0 and host.clock.monotonic() < deadline:
+            if not is_wanted():
                 traffic.open_for(release, host.paths)
                 return False
             host.clock.sleep(0.2)

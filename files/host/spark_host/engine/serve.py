@@ -37,14 +37,14 @@ _FIX = "run the deploy again"
 def may_start(name: str, paths: Paths) -> int:
     """Return 1 if systemd must skip the start, which is not a failure."""
     release = load_release(name, paths)
-    obstacle = boot.start_obstacle(release, Host(paths))
+    obstacle = boot.reason_not_to_start(release, Host(paths))
     if obstacle is not None:
         log(f"not starting {name}: {obstacle}")
     return int(obstacle is not None)
 
 
 def prepare(name: str, paths: Paths) -> int:
-    """Prepare the host: close traffic, remove leftovers, verify artifacts, free memory."""
+    """Close traffic, remove leftovers, verify artifacts and free memory."""
     release, host = load_release(name, paths), Host(paths)
     _reject_second_engine(release, _lock_holder(release.service, paths))
     traffic.close(release.service, paths)
@@ -72,7 +72,7 @@ def prepare(name: str, paths: Paths) -> int:
 
 
 def run(name: str, paths: Paths) -> int:
-    """Take the engine lock and become ``docker run``, which keeps it."""
+    """Take the engine lock and become ``docker run``, which keeps the lock."""
     release = load_release(name, paths)
     argv = container.docker_argv(release, paths)
     lock = _open_lock(release.service, paths)
@@ -148,15 +148,15 @@ def _wait_for_docker() -> None:
     while not docker.is_up():
         if time.monotonic() > deadline:
             message = f"did not respond within {_DOCKER_TIMEOUT_S:.0f} s"
-            raise HostToolError("docker", message, "systemctl status docker")
+            raise HostToolError("docker", message, "run `systemctl status docker`")
         log(f"{PHASE}docker waiting for the docker daemon")
         time.sleep(2)
 
 
 def wait_for_turn(release: Release, host: Host, report: Report) -> None:
-    """Wait until no other engine is starting, at most for a start timeout, then claim the turn.
+    """Wait until no other engine is starting or the start timeout has passed, then claim the turn.
 
-    Two engines that start together would miscount free memory, which vLLM measures while it loads.
+    vLLM measures free memory while it loads, so two engines that start together would miscount it.
     """
     deadline = host.clock.monotonic() + release.timeouts.start_s
     while (other := _claim_turn(release, host)) is not None:
@@ -176,7 +176,7 @@ def _claim_turn(release: Release, host: Host) -> str | None:
         if other and other != release.name:
             unit = SERVE.unit(other)
             state = host.units.show([unit], ["ActiveState", "SubState"]).get(unit, {})
-            # A unit that waits for a restart does not load.
+            # A unit that waits for a restart is not loading.
             is_waiting = state.get("SubState") == "auto-restart"
             if state.get("ActiveState") == "activating" and not is_waiting:
                 return other
@@ -222,8 +222,8 @@ def _reject_second_engine(release: Release, holder: str | None) -> None:
     if holder is not None:
         raise HostToolError(
             "engine lock",
-            f"the engine of {holder} runs on this host",
-            f"switch to this release: systemctl start {SWITCH.unit(release.name)}",
+            f"the engine of {holder} is running on this host",
+            f"run `systemctl start {SWITCH.unit(release.name)}` to switch to this release",
         )
 
 
@@ -234,7 +234,7 @@ def check_artifacts(release: Release) -> None:
         raise HostToolError(f"image {tag}", "not on this host", _FIX)
     label = docker.image_label(tag) if expected is not None else None
     if label != expected:
-        message = f"label {DIGEST_LABEL} is {label!r}, the release requires {expected!r}"
+        message = f"label {DIGEST_LABEL} is {label!r}, but the release requires {expected!r}"
         raise HostToolError(f"image {tag}", message, _FIX)
     check_checkpoints(release)
 
@@ -245,11 +245,13 @@ def check_checkpoints(release: Release) -> None:
         receipt = receipts.find_receipt(path)
         digest = receipt.digest if receipt else None
         if digest != tree.digest:
-            message = f"receipt digest is {digest!r}, the release requires {tree.digest!r}"
+            message = f"receipt digest is {digest!r}, but the release requires {tree.digest!r}"
             raise HostToolError(where, message, _FIX)
         exposed = receipts.find_writable_by_others(path)
         if exposed is not None:
-            raise HostToolError(where, exposed, f"{_FIX}: it rebuilds it from files that root owns")
+            raise HostToolError(
+                where, exposed, f"{_FIX} to rebuild the checkpoint from files that root owns"
+            )
         _check_readable(path, release.engine.user)
 
 
@@ -261,12 +263,12 @@ def _check_readable(root: Path, user: str) -> None:
                 raise HostToolError(
                     str(path),
                     f"cannot be read by {user}, the engine's account",
-                    f"chmod o+rX {path}, then deploy again",
+                    f"run `chmod o+rX {path}`, then deploy again",
                 )
 
 
 def verify_checkpoints(release: Release, report: Report) -> None:
-    """Hash files whose size, time or inode changed; ``HostToolError`` if one is damaged."""
+    """Hash files whose size, time or inode changed; raise HostToolError if one is damaged."""
     for tree in release.trees:
         _verify(Path(tree.path), report)
 
@@ -278,9 +280,9 @@ def _verify(path: Path, report: Report) -> None:
         return
     report(
         f"{PHASE}verify {len(touched)} of {len(receipt.files)} files of {path} changed since they "
-        f"were hashed, {touched[0]} among them: hashing them again"
+        f"were hashed, including {touched[0]}; hashing them again"
     )
-    # Its progress, which takes minutes, goes to the journal.
+    # This takes minutes; the progress goes to the journal.
     result = subprocess.run(
         [sys.executable, "-m", BUILDER, VERIFY, str(path)],
         stderr=subprocess.PIPE, text=True, errors="replace", check=False,
@@ -288,8 +290,8 @@ def _verify(path: Path, report: Report) -> None:
     if result.returncode == 0:
         return
     error_text = result.stderr.strip()
-    find_problem = parse_problem(error_text.splitlines()[-1]) if error_text else None
-    if find_problem is None:
+    problem = parse_problem(error_text.splitlines()[-1]) if error_text else None
+    if problem is None:
         message = f"cannot be verified: {error_text[-200:] or f'exit {result.returncode}'}"
         raise HostToolError(f"checkpoint {path}", message, _FIX)
-    raise HostToolError(find_problem.where, find_problem.what, find_problem.fix)
+    raise HostToolError(problem.where, problem.what, problem.fix)

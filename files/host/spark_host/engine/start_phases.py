@@ -12,7 +12,7 @@ from spark_contract.release import Release
 
 from spark_host.engine.memory import available_bytes
 
-# Messages that begin a phase; other lines change nothing.
+# Messages that begin a phase.
 _FIRST_MESSAGES = {
     "weights": r"Starting to load model|Loading model from scratch|Loading safetensors checkpoint",
     "compile": r"Model loading took|Dynamo bytecode transform|torch\.compile took",
@@ -45,7 +45,7 @@ class StartPhases:
         return next(reversed(self.began_s))
 
     def update(self, lines: Iterable[str], now_s: float) -> None:
-        """Enter the last phase in the log; a drafter's messages never enter an earlier phase."""
+        """Enter the last phase in the log, but no earlier phase, because drafters repeat messages."""
         self.updated_s, text = now_s, "\n".join(lines)
         later = _PHASES[_PHASES.index(self.current) + 1 :]
         reached = next((name for name in reversed(later) if _MESSAGES[name].search(text)), None)

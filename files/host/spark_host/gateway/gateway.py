@@ -41,8 +41,8 @@ def reload(service: str, paths: Paths) -> int:
     settings = load_gateway(service, paths)
     master = _master_pid(service, paths)
     if master is None:
-        fix = f"systemctl start {settings.unit}"
-        raise HostToolError(f"gateway of {service}", "does not run", fix)
+        fix = f"run `systemctl start {settings.unit}`"
+        raise HostToolError(f"gateway of {service}", "is not running", fix)
     _install_config(settings, paths)
     old_workers = _worker_pids(master)
     os.kill(master, signal.SIGHUP)
@@ -71,7 +71,7 @@ def start_or_reload(release: Release, paths: Paths) -> None:
 
 
 def _enable_on_request(settings: Gateway, paths: Paths) -> None:
-    """Enable the process that starts services on request if the main gateway has any."""
+    """Enable the process that starts on-demand services if the main gateway has any."""
     enabled = (paths.boot_links / units.ON_REQUEST_UNIT).is_symlink()
     if settings.service == units.MAIN_SERVICE and enabled != bool(settings.on_request):
         verb = "disable" if enabled else "enable"
@@ -101,7 +101,7 @@ def find_difference(service: str, paths: Paths) -> str | None:
         if missing := listeners.planned_listeners(settings).missing:
             return missing
         if not is_current(settings, paths):
-            return "settings or key changed since the last reload"
+            return "settings or key have changed since the last reload"
     except HostToolError as error:
         return str(error)
     return _wrong_addresses(settings, master)
@@ -141,7 +141,7 @@ def wait_until_listening(
         master = _master_pid(service, paths)
         workers = _worker_pids(master) if master else frozenset()
         if master is None:
-            message: str | None = "does not run"
+            message: str | None = "is not running"
         elif not workers or old_workers & workers:
             message = "old workers still accept connections"
         else:
@@ -149,7 +149,7 @@ def wait_until_listening(
         if message is None:
             return
         if time.monotonic() > deadline:
-            raise HostToolError(settings.unit, message, f"journalctl -u {settings.unit}")
+            raise HostToolError(settings.unit, message, f"run `journalctl -u {settings.unit}`")
         time.sleep(0.05)
 
 
@@ -174,7 +174,7 @@ def _master_pid(service: str, paths: Paths) -> int | None:
 def _worker_pids(master: int) -> frozenset[int]:
     pids = set()
     for pid in Path(f"/proc/{master}/task/{master}/children").read_text().split():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has exited
+        with suppress(FileNotFoundError, ProcessLookupError):  # the worker has exited
             if b"shutting down" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 pids.add(int(pid))
     return frozenset(pids)
@@ -212,7 +212,7 @@ def is_current(settings: Gateway, paths: Paths) -> bool:
 def _render_files(settings: Gateway, paths: Paths) -> dict[Path, str]:
     folder = paths.gateway_run(settings.service)
     named = keys.render_config(settings, paths)
-    key_maps = nginx.render_keys(read_key(settings, paths), keys.IS_NAMED if named else "0")
+    key_maps = nginx.render_key_maps(read_key(settings, paths), keys.IS_NAMED if named else "0")
     texts = {folder / "keys.conf": key_maps + named}
     if named:
         texts[folder / keys.SCRIPT] = keys.render_script(settings)
@@ -240,9 +240,9 @@ def read_key(settings: Gateway, paths: Paths) -> str:
     except FileNotFoundError as error:
         raise HostToolError(str(path), "the API key is missing", "run the deploy again") from error
     if mode & 0o077:
-        raise HostToolError(str(path), "is readable by others", f"chmod 600 {path}")
+        raise HostToolError(str(path), "is readable by others", f"run `chmod 600 {path}`")
     if not _USABLE_KEY.match(key):
         message = "must contain 16 to 512 letters, digits or . _ ~ + / = -"
-        fix = f"remove {path} and run the deploy: it creates a new key"
+        fix = f"remove {path} and run the deploy, which creates a new key"
         raise HostToolError(str(path), message, fix)
     return key

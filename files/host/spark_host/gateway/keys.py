@@ -1,4 +1,4 @@
-"""Named API keys: nginx maps and limits, and the usage of each key.
+"""Named API keys: nginx maps, limits and usage per key.
 
 nginx logs each request; the lines are added to totals daily. A power cut or a kill can lose lines.
 """
@@ -18,7 +18,7 @@ from spark_contract.status import KeyUsage, Usage
 from spark_host.gateway import nginx
 from spark_host.system.host import read_document, write_document
 
-IS_NAMED = "$spark_is_named"  # whether a request without the unnamed key is allowed
+IS_NAMED = "$spark_is_named"  # whether the request has a named key
 SCRIPT = "keys.js"
 _FORM = "sk-[A-Za-z0-9_-]{43}"
 _LINE = re.compile(rb"\0*([\w-]+) (\d+) (\d+)\n")
@@ -62,7 +62,10 @@ def render_script(settings: Gateway) -> str:
 
 
 def _limits(keys: dict[str, NamedKey]) -> Iterator[str]:
-    """Yield a zone for each limit, because a reload cannot change the rate of a zone."""
+    """Yield one zone per distinct limit.
+
+    Its name contains the limit, because a reload cannot change the rate of an existing zone.
+    """
     for number, users in _users_by_limit(keys, "max_concurrent"):
         zone = f"concurrent_{number}"
         yield f'map $spark_limited_user $spark_{zone} {{ default ""; {users} }}'

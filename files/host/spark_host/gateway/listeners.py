@@ -1,4 +1,4 @@
-"""The planned and the actual listen addresses of a gateway.
+"""Planned and actual listen addresses of a gateway.
 
 Addresses of bridges and tunnels appear late and change. Missing addresses are skipped, because
 nginx would not start with them.
@@ -42,16 +42,18 @@ class Listeners:
 
 
 def planned_listeners(settings: Gateway) -> Listeners:
-    """Return the listeners of a gateway; loopback always gets plain HTTP.
+    """Return the listeners of a gateway; loopback addresses always use plain HTTP.
 
-    Both loopback addresses always listen: otherwise a local user could bind ::1 and receive keys.
+    The gateway always uses both loopback addresses, so that no local user can receive keys on ::1.
     """
     port, tls, missing = settings.port, False, None
     has_ipv6 = _is_local("::1")
     addresses: list[str | None] = []
     if settings.expose == "docker":
         addresses.append(_bridge_address())
-        missing = None if addresses[0] else f"{_BRIDGE} has no address; is docker running?"
+        missing = (
+            None if addresses[0] else f"{_BRIDGE} has no address; check that docker is running"
+        )
     elif settings.expose == "tailscale":
         address, missing = tailscale_address()
         addresses.append(address)
@@ -81,14 +83,14 @@ def listening_addresses(pid: int, port: int) -> frozenset[str]:
 
 
 def tailscale_address() -> tuple[str | None, str | None]:
-    """Return the address in the tailnet, or why there is none."""
+    """Return the address in the tailnet and ``None``, or ``None`` and the reason."""
     result = run_program(["tailscale", "ip", "-4"], _TAILSCALE_TIMEOUT_S)
     lines = result.stdout.split()
     if result.returncode != 0 or not lines:
         reason = error_line(result) if result.returncode else "it has no address"
         return None, f"tailscale is not up: {reason}"
     if not _is_local(lines[0]):
-        return None, f"tailscale's address {lines[0]} is on no interface of this host"
+        return None, f"no interface of this host has tailscale's address {lines[0]}"
     return lines[0], None
 
 
@@ -112,7 +114,7 @@ def _is_local(address: str) -> bool:
 
 
 def _parse_address(text: str) -> str:
-    """Parse /proc/net/tcp*: words of 32 bits in the machine's byte order."""
+    """Parse an address in /proc/net/tcp*: 32-bit words in the machine's byte order."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
     return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))

@@ -1,6 +1,6 @@
 """The nginx configurations of gateways and of peer downloads.
 
-nginx matches the normalised path but would forward the original, so each route names its path.
+nginx matches the normalized path but would forward the original, so each route sets the path.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ ROUTES = (
 
 
 def _script_locations(name: str, function: str) -> tuple[str, str]:
-    """Return two locations; the second stores a large body in a file, which the script reads."""
+    """Return two locations; the second stores a large body in a file for the script."""
     return (
         f"location /{name}/ {{ internal; js_content {function}; }}",
         f"location /{name}-large/ "
@@ -103,7 +103,7 @@ def _routes(settings: Gateway, paths: Paths) -> str:
                 route.location,
                 f"if ($request_method !~ ^({route.method})$) {{ rewrite ^ /refused/method last; }}",
                 "if ($spark_key = 0) { rewrite ^ /refused/key last; }",
-                *_refuse_large_bodies(settings),
+                *_reject_large_bodies(settings),
                 *limit,
                 *lines,
             )
@@ -140,18 +140,18 @@ def _forward(route: Route, service: str, settings: Gateway, paths: Paths) -> tup
             f"if (!-f {paths.traffic(service)}) {{ set $spark_engine waiting-{service}; }}",
             f"proxy_pass http://$spark_engine{path};",
         )
-    return _refuse_if_closed(service, paths), f"proxy_pass http://{upstream}{path};"
+    return _reject_if_closed(service, paths), f"proxy_pass http://{upstream}{path};"
 
 
 def _upstream(service: str, settings: Gateway) -> str:
     return "engine" if service == settings.service else f"engine-{service}"
 
 
-def _refuse_if_closed(service: str, paths: Paths) -> str:
+def _reject_if_closed(service: str, paths: Paths) -> str:
     return f"if (!-f {paths.traffic(service)}) {{ rewrite ^ /refused/closed last; }}"
 
 
-def _refuse_large_bodies(settings: Gateway) -> tuple[str, ...]:
+def _reject_large_bodies(settings: Gateway) -> tuple[str, ...]:
     """Return the directive for named keys, which may have a smaller limit."""
     line = "if ($spark_body_too_large) { rewrite ^ /refused/body last; }"
     return (line,) if settings.keys else ()
@@ -188,8 +188,8 @@ def quote_path(path: Path, suffix: str = "") -> str:
     return f'"{path}{suffix}"'
 
 
-def render_keys(key: str, default: str = "0") -> str:
-    """Return nginx maps that set ``$spark_key`` to 1 for the right key, case included."""
+def render_key_maps(key: str, default: str = "0") -> str:
+    """Return nginx maps that set ``$spark_key`` to 1 if the key matches (case-sensitive)."""
     escaped = re.sub(r"([.+/=~-])", r"\\\1", key)
     return (
         f'map $http_x_api_key $spark_header_key {{ default {default}; "~^{escaped}$" 1; }}\n'
@@ -221,7 +221,7 @@ def render_config(settings: Gateway, paths: Paths) -> str:
     module = paths.root / _MODULE
     needs_module = names or settings.keys
     if needs_module and not module.is_file():
-        fix = "run the deploy again, or apt-get install libnginx-mod-http-js"
+        fix = "run the deploy again, or run `apt-get install libnginx-mod-http-js`"
         raise HostToolError("nginx", f"the JavaScript module {module} is missing", fix)
     values = {
         "USER": settings.user,
@@ -234,7 +234,7 @@ def render_config(settings: Gateway, paths: Paths) -> str:
         "JOURNAL": str(paths.below("/run/systemd/journal/dev-log")),
         "LISTEN": "\n        ".join([*map(_listen, listening), *balancer_socket]),
         "TLS": _tls(settings, paths),
-        "OPEN_ONLY": _refuse_if_closed(settings.service, paths),
+        "OPEN_ONLY": _reject_if_closed(settings.service, paths),
         "MODULE": f"load_module {module};" if needs_module else "",
         "BY_NAME": f"js_import names from {run / SCRIPT};" if names else "",
         "ROUTES": _routes(settings, paths),
@@ -269,9 +269,9 @@ def client_variable(settings: Gateway) -> str:
 
 
 def _limits(settings: Gateway) -> str:
-    """Return limits per address; requests without a valid key have separate limits.
+    """Return limits per address, separate for requests without a valid key.
 
-    Otherwise clients without a key could use up the limit of an address that they share.
+    Otherwise clients without a key could exhaust the limit of an address that they share.
     """
     client = client_variable(settings)
     keyed, keyless = "$spark_keyed_client", "$spark_keyless_client"
@@ -304,7 +304,7 @@ def _tls(settings: Gateway, paths: Paths) -> str:
         # A renewed certificate changes the configuration.
         digest = hashlib.sha256(certificate.read_bytes()).hexdigest()
     except FileNotFoundError as error:
-        raise HostToolError(str(certificate), "no certificate", "run the deploy again") from error
+        raise HostToolError(str(certificate), "is missing", "run the deploy again") from error
     return (
         f"# sha256 {digest}\n        ssl_certificate {certificate};\n"
         f"        ssl_certificate_key {key};\n        ssl_protocols TLSv1.2 TLSv1.3;\n"
@@ -319,15 +319,15 @@ def _replicas(
 ) -> tuple[str, list[str]]:
     """Return the balancer's configuration, and directives for this host's gateway.
 
-    Replicas that cannot be resolved are left out. Health checks are not needed: a host without a
-    proven engine answers 503, and nginx tries the next host.
+    Replicas that cannot be resolved are left out. Health checks are not needed, because a host
+    without a proven engine returns 503, and nginx then tries the next host.
     """
     if settings.replicas is None:
         return "", []
     local_socket = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
     others = [resolved for name in settings.replicas.others if (resolved := _resolve(name))]
     servers = [local_socket, *(f"{address}:{port}" for address, port in others)]
-    # Requests from a balancer are not limited: the balancer has already counted them.
+    # Requests from a balancer are not limited, because the balancer has already counted them.
     balancers = ("unix:", *(address.strip("[]") for address, _ in others))
     ports = [Listener(item.address, settings.replicas.port, item.tls) for item in listening]
     values = {
@@ -337,7 +337,7 @@ def _replicas(
         ),
         "LISTEN": "\n    ".join(f"listen {listener} reuseport;" for listener in ports),
         "TRIES": str(len(servers)),
-        "BODY_LIMIT": "".join(_refuse_large_bodies(settings)),
+        "BODY_LIMIT": "".join(_reject_large_bodies(settings)),
     }
     text = render_template("replicas.conf", values)
     return "\n\n" + text.rstrip(), [f"listen {local_socket};"]
@@ -355,30 +355,30 @@ def _resolve(name: str) -> tuple[str, str] | None:
 
 def share(paths: Paths) -> int:
     """Become an nginx that serves checkpoint files to clients with the key."""
-    order = files.load(Share, paths.below(SHARE_SETTINGS), "nothing is shared")
+    settings = files.load(Share, paths.below(SHARE_SETTINGS), "no files are shared")
     try:
         folder = Path(os.environ["RUNTIME_DIRECTORY"])
         key = (Path(os.environ["CREDENTIALS_DIRECTORY"]) / "key").read_text().strip()
     except (KeyError, FileNotFoundError) as error:
-        fix = "start spark-share@trees instead"
+        fix = "run `systemctl start spark-share@trees` instead"
         raise HostToolError(
             "share", f"the environment of the systemd unit is missing ({error})", fix
         ) from error
     config = folder / "nginx.conf"
-    files.write_text(folder / "keys.conf", render_keys(key), 0o600)
-    files.write_text(config, render_share(order, folder, paths), 0o600)
+    files.write_text(folder / "keys.conf", render_key_maps(key), 0o600)
+    files.write_text(config, render_share(settings, folder, paths), 0o600)
     os.execv(
         find_program(paths),
         [find_program(paths), "-p", str(folder), "-c", str(config), "-e", "stderr"],
     )
 
 
-def render_share(order: Share, folder: Path, paths: Paths) -> str:
-    address = f"[{order.address}]" if ":" in order.address else order.address
+def render_share(settings: Share, folder: Path, paths: Paths) -> str:
+    address = f"[{settings.address}]" if ":" in settings.address else settings.address
     values = {
         "RUN": str(folder),
-        "LISTEN": f"{address}:{order.port}",
-        "TREES": "\n        ".join(_share_locations(tree, paths) for tree in order.trees),
+        "LISTEN": f"{address}:{settings.port}",
+        "TREES": "\n        ".join(_share_locations(tree, paths) for tree in settings.trees),
     }
     return render_template("share.conf", values)
 

@@ -1,6 +1,6 @@
 """The traffic file of a service: while it exists, the gateway forwards requests.
 
-It is on a tmpfs, so a boot starts closed; closing does not interrupt running answers.
+It is on a tmpfs, so traffic is closed after a boot. Closing does not interrupt in-flight requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def close(service: str, paths: Paths) -> None:
 def open_for(release: Release, paths: Paths) -> None:
     service = release.service
     make_folder(service, paths)
-    # vLLM creates the socket for its account only.
+    # vLLM creates the socket only for its account.
     with folders.opened_socket(paths.engine_socket(service)) as socket:
         os.chown(socket, 0, group_id(service, paths))
         os.chmod(socket, 0o660)

@@ -1,1 +1,1 @@
-"""Models on request: requests to a stopped service start it, and wait."""
+"""On-demand models: a request to a stopped service starts the service and waits for it."""

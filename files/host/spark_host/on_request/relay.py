@@ -1,7 +1,7 @@
 """The process of ``spark-on-request.service``: requests to stopped services wait here.
 
-The gateway sends requests of a closed service to its socket. When the service serves, the request
-goes to the engine. nginx has checked key, path and size.
+The gateway forwards requests for a closed service to that service's socket here. When the service
+serves, the request goes to the engine. nginx has already checked key, path and size.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from spark_host.system.host import Host
 from spark_host.system.programs import log
 
 _POLL_INTERVAL_S = 0.2
-_RETRY_INTERVAL_S = 1.0  # of a start that has to wait
-_ROUND_INTERVAL_S = 5.0  # between two readings of settings and metrics
+_RETRY_INTERVAL_S = 1.0  # for a start that has to wait
+_ROUND_INTERVAL_S = 5.0  # between reads of settings and metrics
 _HEAD_TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 16
-_WAITING_BYTES = 256 << 20  # bodies of all waiting requests
-_PARSED_BYTES = 4 << 20  # of a body: parsed JSON takes up to 25 times its size
-_MAX_REQUESTS = 1000  # that wait or get their answers; each needs two descriptors
+_MAX_WAITING_BYTES = 256 << 20  # bodies of all waiting requests
+_MAX_PARSED_BYTES = 4 << 20  # because parsed JSON takes up to 25 times its size
+_MAX_REQUESTS = 1000  # waiting and in-flight requests; each needs two descriptors
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
     b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
@@ -56,7 +56,7 @@ class Service:
 
 
 class UnavailableError(Exception):
-    """The service does not serve; ``retry_s`` is when it may."""
+    """The service does not serve; the client may retry after ``retry_s``."""
 
     def __init__(self, text: str, retry_s: float):
         super().__init__(text)
@@ -75,9 +75,9 @@ class Relay:
         self._bytes = self._requests = 0
 
     async def run(self) -> None:
-        await asyncio.gather(self._rounds(), self._starts())
+        await asyncio.gather(self._run_rounds(), self._start_services())
 
-    async def _rounds(self) -> None:
+    async def _run_rounds(self) -> None:
         while True:
             await self._listen()
             for service in list(self.services.values()):
@@ -93,19 +93,21 @@ class Relay:
             log(f"{name}: {error}")
 
     async def _listen(self) -> None:
-        """Listen for each service on request, and no other."""
+        """Listen for every on-demand service, and for no other service."""
         folder = self.paths.below("/etc/spark/gateway")
         names = {path.stem for path in folder.glob("*.json")}
-        wanted = {name for name in names if on_request.idle_limit_s(name, self.paths) is not None}
-        for name in self.services.keys() - wanted:
+        on_demand = {
+            name for name in names if on_request.idle_limit_s(name, self.paths) is not None
+        }
+        for name in self.services.keys() - on_demand:
             self.services.pop(name).server.close()
-        for name in wanted - self.services.keys():
+        for name in on_demand - self.services.keys():
             path = self.paths.waiting_socket(name)
             try:
                 group = traffic.group_id(name, self.paths)
                 path.parent.mkdir(mode=0o711, exist_ok=True)
                 server = await asyncio.start_unix_server(partial(self._connected, name), path)
-                # Not by umask, which files written by other threads would get as well.
+                # A umask would also change files that other threads write.
                 os.chown(path, 0, group)
                 path.chmod(0o660)
             except FAILURES as error:  # of this service only
@@ -113,8 +115,8 @@ class Relay:
             else:
                 self.services[name] = Service(name, server)
 
-    async def _starts(self) -> None:
-        """Start services that requests wait for, the longest waiting first, one at a time."""
+    async def _start_services(self) -> None:
+        """Start services that requests wait for, one at a time and the longest waiting first."""
         while True:
             for service in sorted(self.services.values(), key=lambda other: other.waiting_since):
                 closed = not traffic.is_open(service.name, self.paths)
@@ -164,13 +166,14 @@ class Relay:
                 return await writer.drain()
             body = self._reserve(int(_header(head, b"content-length") or 0), service)
             await _fill(body, reader)
-            streams = _streams(body)
-            # The gateway sends no second request here: it ends when the client leaves.
-            left = asyncio.ensure_future(reader.read(1))
+            streams = _wants_stream(body)
+            # The gateway sends no second request on this connection, so a read ends when the client
+            # disconnects.
+            disconnected = asyncio.ensure_future(reader.read(1))
             if streams:
                 writer.write(_STREAM_HEAD)
-            await self._wait(service, left, writer if streams else None)
-            await self._forward(service, head, body, left, writer, streams)
+            await self._wait(service, disconnected, writer if streams else None)
+            await self._forward(service, head, body, disconnected, writer, streams)
         except (UnavailableError, HostToolError) as error:
             if isinstance(error, HostToolError):
                 log(f"{service.name}: {error}")
@@ -185,8 +188,10 @@ class Relay:
             self._forget(body)
 
     def _reserve(self, length: int, service: Service) -> bytearray:
-        if self._requests > _MAX_REQUESTS or self._bytes + length > _WAITING_BYTES:
-            raise UnavailableError("too many requests wait for a model", self._retry_s(service))
+        if self._requests > _MAX_REQUESTS or self._bytes + length > _MAX_WAITING_BYTES:
+            raise UnavailableError(
+                "too many requests are waiting for a model", self._retry_s(service)
+            )
         self._bytes += length
         return bytearray(length)
 
@@ -195,9 +200,9 @@ class Relay:
         body.clear()
 
     async def _wait(
-        self, service: Service, left: asyncio.Future[bytes], stream: StreamWriter | None
+        self, service: Service, disconnected: asyncio.Future[bytes], stream: StreamWriter | None
     ) -> None:
-        """Return when the service serves; a stream gets comments meanwhile."""
+        """Wait until the service serves; send comments to a stream meanwhile."""
         began = commented = time.monotonic()
         limit_s = self.limits.stream_wait_s if stream else self.limits.wait_s
         service.waiting_since = service.waiting_since if service.waiting else began
@@ -205,10 +210,10 @@ class Relay:
         try:
             while not traffic.is_open(service.name, self.paths):
                 now = time.monotonic()
-                if left.done():
-                    raise ConnectionResetError("the client left")
+                if disconnected.done():
+                    raise ConnectionResetError("the client disconnected")
                 if boot.is_stopped(service.name, self.switch.host):
-                    raise UnavailableError("the model was stopped by hand", 60)
+                    raise UnavailableError("the model was stopped manually", 60)
                 if now < service.blocked_until:
                     raise UnavailableError("the model did not start", service.blocked_until - now)
                 if now - began > limit_s:
@@ -222,10 +227,10 @@ class Relay:
             service.waiting -= 1
 
     async def _forward(
-        self, service: Service, head: bytes, body: bytearray, left: asyncio.Future[bytes],
+        self, service: Service, head: bytes, body: bytearray, disconnected: asyncio.Future[bytes],
         writer: StreamWriter, streams: bool,
     ) -> None:  # fmt: skip
-        """Send the request to the engine and copy the answer; end both if the client leaves."""
+        """Send the request to the engine and copy the response until the client disconnects."""
         with folders.opened_socket(self.paths.engine_socket(service.name)) as address:
             engine, sender = await asyncio.open_unix_connection(address)
         try:
@@ -235,13 +240,13 @@ class Relay:
                 await sender.drain()
             self._forget(body)
             if streams:
-                answer = await _until_left(engine.readuntil(b"\r\n\r\n"), left)
+                answer = await _until_disconnected(engine.readuntil(b"\r\n\r\n"), disconnected)
                 if b" 200 " not in answer[:16] or _header(answer, b"transfer-encoding") is None:
-                    text = (await _until_left(engine.read(_CHUNK_BYTES), left)).decode(
-                        errors="replace"
-                    )
-                    raise UnavailableError(f"the engine refused the request: {text[:1000]}", 1)
-            while data := await _until_left(engine.read(_CHUNK_BYTES), left):
+                    text = (
+                        await _until_disconnected(engine.read(_CHUNK_BYTES), disconnected)
+                    ).decode(errors="replace")
+                    raise UnavailableError(f"the engine rejected the request: {text[:1000]}", 1)
+            while data := await _until_disconnected(engine.read(_CHUNK_BYTES), disconnected):
                 writer.write(data)
                 await writer.drain()
         finally:
@@ -265,7 +270,7 @@ class Relay:
             if path.endswith(f"/{model['id']}"):
                 return _response("200 OK", json.dumps(model).encode())
         error = {
-            "message": "this model does not exist here",
+            "message": "no such model",
             "type": "not_found_error",
             "code": 404,
         }
@@ -280,17 +285,19 @@ async def _fill(body: bytearray, reader: StreamReader) -> None:
             reader.read(min(_CHUNK_BYTES, len(body) - at)), _HEAD_TIMEOUT_S
         )
         if not data:
-            raise EOFError("the client left")
+            raise EOFError("the client disconnected")
         body[at : at + len(data)] = data
         at += len(data)
 
 
-async def _until_left(work: Coroutine[Any, Any, bytes], left: asyncio.Future[bytes]) -> bytes:
+async def _until_disconnected(
+    work: Coroutine[Any, Any, bytes], disconnected: asyncio.Future[bytes]
+) -> bytes:
     task = asyncio.ensure_future(work)
-    await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
         task.cancel()
-        raise ConnectionResetError("the client left")
+        raise ConnectionResetError("the client disconnected")
     return task.result()
 
 
@@ -302,9 +309,9 @@ def _header(head: bytes, name: bytes) -> str | None:
     return None
 
 
-def _streams(body: bytearray) -> bool:
-    """Return whether the request asks for a stream; a large one waits without comments."""
-    if len(body) > _PARSED_BYTES:
+def _wants_stream(body: bytearray) -> bool:
+    """Return whether the request asks for a stream; a large request waits without comments."""
+    if len(body) > _MAX_PARSED_BYTES:
         return False
     try:
         request = json.loads(body)

@@ -1,4 +1,4 @@
-"""Starts a service on request, and stops others if the memory requires it."""
+"""Starts an on-demand service, and stops others to free memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ _EXTRA_START_TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    wait_s: float = 300.0  # of a request without streaming
+    wait_s: float = 300.0  # for a request without streaming
     stream_wait_s: float = 3600.0
     comment_s: float = 5.0  # between two comments in a stream
-    serve_s: float = 60.0  # before a service stops for another, or its last start if longer
-    drain_s: float = 600.0  # for running answers of a service that stops for another
+    serve_s: float = (
+        60.0  # minimum before a service stops for another; or the time of its last start, if longer
+    )
+    drain_s: float = 600.0  # for in-flight requests of a service that stops for another
     back_off_s: float = 60.0  # after a failed start; doubles
     longest_back_off_s: float = 1800.0
 
@@ -42,7 +44,7 @@ class Switch:
     _progress: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def release(self, service: str) -> Release | None:
-        return self.host.release(boot.read_good(service, self.host).release)
+        return self.host.release(boot.read_known_good(service, self.host).release)
 
     def expected_s(self, service: str) -> float:
         """Return the seconds that the last start took; 0 if unknown."""
@@ -50,10 +52,10 @@ class Switch:
         last = proof.read(release.name, self.host) if release else None
         return self.took_s.get(service) or sum((last.start_times_s if last else {}).values())
 
-    def start(self, service: str, wanted: Callable[[], bool]) -> bool:
+    def start(self, service: str, is_wanted: Callable[[], bool]) -> bool:
         """Start the proven release; return ``False`` if it has to wait or is no longer wanted.
 
-        If it fails, the releases that stopped for it start again, and the error is raised.
+        If the start fails, start the stopped releases again and raise the error.
         """
         host, release = self.host, self.release(service)
         if release is None:
@@ -68,7 +70,7 @@ class Switch:
                 try:
                     for other in others:
                         log(f"stopping {other.name} for {release.name}")
-                        if not on_request.stop(other, host, self.limits.drain_s, wanted):
+                        if not on_request.stop(other, host, self.limits.drain_s, is_wanted):
                             return False
                         stopped.append(other)
                     log(f"starting {release.name} on request")
@@ -78,7 +80,7 @@ class Switch:
                     if not isinstance(error, BlockingIOError):
                         self._restore(release, stopped, error)
                     raise
-        except BlockingIOError:  # a rollout changes one of the services
+        except BlockingIOError:  # a rollout of one of the services is running
             return False
         self.took_s[service] = time.monotonic() - began
         return True
@@ -99,7 +101,7 @@ class Switch:
             watchdog.record_event(failed, "on-request", f"not restored: {second}", self.host.paths)
 
     def note_use(self, service: str) -> None:
-        """Record whether the engine has worked since the last call; stop it after the limit."""
+        """Record whether the engine has worked since the last call."""
         paths, release = self.host.paths, self.release(service)
         if release is None or not traffic.is_open(service, paths):
             return
@@ -107,7 +109,7 @@ class Switch:
             metrics = Engine.for_release(release, paths).metrics(5)
             before, self._progress[service] = self._progress.get(service), metrics.progress
             in_use = metrics.unfinished > 0 or before not in (None, metrics.progress)
-        except EngineError:  # it may be too busy to answer
+        except EngineError:  # it may be too busy to respond
             in_use = True
         if in_use:
             paths.last_use(service).touch()
@@ -124,6 +126,6 @@ class Switch:
 
 def _start(release: Release, host: Host) -> None:
     host.units.start(release.serve_unit, release.timeouts.start_s + _EXTRA_START_TIMEOUT_S)
-    # It ran already if an earlier stop was interrupted.
+    # It was already running if an earlier stop was interrupted.
     if boot.opens_at_start(release, host) and not traffic.is_open(release.service, host.paths):
         traffic.open_for(release, host.paths)

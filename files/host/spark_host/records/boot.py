@@ -1,4 +1,4 @@
-"""Decides which release may run: by enabled units, the record of good releases and stop markers."""
+"""Decides which release may run, from enabled units, known-good releases and stop markers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def enabled_releases(service: str, host: Host) -> list[str]:
     return releases
 
 
-def read_good(service: str, host: Host) -> KnownGoodReleases:
+def read_known_good(service: str, host: Host) -> KnownGoodReleases:
     return host.disk.read(KnownGoodReleases, host.paths.known_good(service)) or KnownGoodReleases()
 
 
-def record_good(release: Release, host: Host) -> None:
-    before = read_good(release.service, host)
+def record_known_good(release: Release, host: Host) -> None:
+    before = read_known_good(release.service, host)
     previous = tuple(name for name in dict.fromkeys(before.names) if name != release.name)[
         :_MAX_PREVIOUS
     ]
@@ -47,13 +47,13 @@ def record_good(release: Release, host: Host) -> None:
     _settle_rollback(release, host)
 
 
-def withdraw_good(release: Release, host: Host) -> None:
-    """Remove a failed candidate from the good record."""
-    record = read_good(release.service, host)
+def withdraw_known_good(release: Release, host: Host) -> None:
+    """Remove a failed candidate from the known-good releases."""
+    record = read_known_good(release.service, host)
     if record.release == release.name:
         before, *previous = record.previous or (None,)
         others = set(enabled_releases(release.service, host)) - {release.name}
-        # If several releases are enabled, one of them must be the good release.
+        # If several releases are enabled, one of them must be known-good.
         if others and before not in others:
             return
         record = replace(record, release=before, previous=tuple(previous))
@@ -63,15 +63,15 @@ def withdraw_good(release: Release, host: Host) -> None:
 def enable_only(release: Release, host: Host) -> None:
     """Make only this release start at boot.
 
-    A power cut can leave two releases enabled; then only the good release may start, see
-    :func:`start_obstacle`.
+    A power cut can leave two releases enabled; then only the known-good release may start (see
+    :func:`reason_not_to_start`).
     """
     others = enabled_releases(release.service, host)
-    if others and read_good(release.service, host).release not in others:
-        # If two releases are enabled, one of them must be the good release.
-        record_good(release, host)
+    if others and read_known_good(release.service, host).release not in others:
+        # If two releases are enabled, one of them must be known-good.
+        record_known_good(release, host)
     host.units.enable(release.serve_unit)
-    record_good(release, host)
+    record_known_good(release, host)
     for name in enabled_releases(release.service, host):
         if name != release.name:
             host.units.disable(SERVE.unit(name))
@@ -109,30 +109,31 @@ def allow_start(service: str, host: Host) -> None:
 
 
 def _marker_lock(service: str, host: Host) -> AbstractContextManager[None]:
-    """Return a lock for changes of the stop marker; rollouts hold their lock for too long."""
+    """Lock the stop marker; the lock of a rollout would be held for too long."""
     return host.disk.locked(host.paths.stop_lock(service), wait=True)
 
 
-def start_obstacle(release: Release, host: Host) -> str | None:
-    """Return why this release must not start now."""
+def reason_not_to_start(release: Release, host: Host) -> str | None:
+    """Return why this release must not start now, or ``None``."""
     if is_stopped(release.service, host):
-        return f"service {release.service} was stopped by hand (spark-host start-service)"
+        command = f"spark-host start-service {release.service}"
+        return f"service {release.service} was stopped manually; run `{command}`"
     if waits_for_request(release.service, host):
         return f"service {release.service} waits for a request"
-    good = _other_enabled_good(release, host)
-    return f"{good} is the last good release" if good else None
+    good = _other_known_good(release, host)
+    return f"{good} is the last known-good release" if good else None
 
 
-def _other_enabled_good(release: Release, host: Host) -> str | None:
-    """Return the last good release if it and another ``release`` are both enabled."""
+def _other_known_good(release: Release, host: Host) -> str | None:
+    """Return the last known-good release if both it and a different ``release`` are enabled."""
     names = enabled_releases(release.service, host)
-    good = read_good(release.service, host).release
+    good = read_known_good(release.service, host).release
     return good if good != release.name and release.name in names and good in names else None
 
 
 def remove_stale_link(release: Release, host: Host) -> None:
-    """Disable a candidate that an interrupted rollout enabled next to the good release."""
-    if _other_enabled_good(release, host):
+    """Disable a candidate that an interrupted rollout enabled next to the known-good release."""
+    if _other_known_good(release, host):
         host.units.disable(release.serve_unit)
 
 
@@ -147,17 +148,17 @@ def active_release(service: str, host: Host) -> str | None:
 
 
 def only_active_release(host: Host) -> str:
-    """Return the only running release; ``HostToolError`` for none or several."""
+    """Return the only running release; raise HostToolError if there is none or more than one."""
     services = sorted({parse_service(name) for name in host.disk.release_names(host.paths)})
     running = [name for name in (active_release(service, host) for service in services) if name]
     if len(running) != 1:
-        message = f"expected one running release, found: {', '.join(running) or 'none'}"
-        raise HostToolError("check", message, "name a release: spark-check RELEASE", 2)
+        message = f"expected one running release, found {', '.join(running) or 'none'}"
+        raise HostToolError("check", message, "run `spark-check RELEASE`", 2)
     return running[0]
 
 
 def stop_service(service: str, by: str, host: Host, for_s: float | None = None) -> int:
-    """Stop a service, even across reboots, until a manual start or for ``for_s`` seconds."""
+    """Stop a service until a manual start or for ``for_s`` seconds, even across reboots."""
     boots, running = enabled_releases(service, host), active_release(service, host)
     until = host.clock.now(for_s) if for_s else None
     if until:  # before the stop, so that a power cut cannot leave the service stopped
@@ -166,29 +167,29 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
     with _marker_lock(service, host):
         marker = host.disk.read(Stopped, host.paths.stopped(service))
         if marker is None or marker.by is None:
-            release = running or next(iter(boots), None) or read_good(service, host).release
+            release = running or next(iter(boots), None) or read_known_good(service, host).release
             marker = Stopped(release, marker.at if marker else host.clock.now(), by)
         host.disk.write(host.paths.stopped(service), replace(marker, until=until))
     if marker.until and not until:
-        _cancel_return(service, host)
+        _cancel_scheduled_start(service, host)
     for name in filter(None, {*boots, running}):
         host.units.stop(SERVE.unit(name), _STOP_TIMEOUT_S)
     limit = f" until {until}" if until else ""
-    print(f"{service}: stopped{limit}; to start it: spark-deploy start")
+    print(f"{service}: stopped{limit}; run `spark-deploy start` to start it")
     return 0
 
 
 def start_when_due(service: str, host: Host) -> int:
-    """Start a service whose stop has expired."""
+    """Start a service whose timed stop is over."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     if marker is None or marker.until is None:
-        _cancel_return(service, host)
+        _cancel_scheduled_start(service, host)
     elif marker.until <= host.clock.now():
         return start_service(service, host)
     return 0
 
 
-def _cancel_return(service: str, host: Host) -> None:
+def _cancel_scheduled_start(service: str, host: Host) -> None:
     host.units.disable(SCHEDULED_START_TIMER.unit(service))
     host.units.stop(SCHEDULED_START_TIMER.unit(service), _TIMER_TIMEOUT_S)
 
@@ -196,14 +197,14 @@ def _cancel_return(service: str, host: Host) -> None:
 def retire_service(service: str, host: Host) -> int:
     """Remove a service; `prune` removes its files later.
 
-    The records are deleted first, because a good release starts at boot. The engine stops last, so
-    that an interrupted run can be repeated.
+    The records are deleted first, because a known-good release starts at boot. The engine stops
+    last, so that an interrupted run can be repeated.
     """
     host.disk.remove(host.paths.known_good(service))
     host.disk.remove(host.paths.stopped(service))
     host.units.disable(GATEWAY.unit(service))
     host.units.stop(GATEWAY.unit(service), _STOP_TIMEOUT_S)
-    _cancel_return(service, host)
+    _cancel_scheduled_start(service, host)
     for name in filter(None, {*enabled_releases(service, host), active_release(service, host)}):
         host.units.disable(SERVE.unit(name))
         host.units.stop(SERVE.unit(name), _STOP_TIMEOUT_S)
@@ -213,10 +214,10 @@ def retire_service(service: str, host: Host) -> int:
 
 def start_service(service: str, host: Host) -> int:
     marker = host.disk.read(Stopped, host.paths.stopped(service))
-    name = read_good(service, host).release or (marker.release if marker else None)
+    name = read_known_good(service, host).release or (marker.release if marker else None)
     host.disk.remove(host.paths.stopped(service))
     if marker and marker.until:
-        _cancel_return(service, host)
+        _cancel_scheduled_start(service, host)
     if name is None:
         raise HostToolError(service, "has no proven release", "run the deploy for this host")
     release = host.disk.load_release(name, host.paths)
@@ -227,12 +228,14 @@ def start_service(service: str, host: Host) -> int:
 
 def last_rollback(service: str, host: Host) -> RollbackRecord | None:
     record = host.disk.read(RollbackRecord, host.paths.rollback(service))
-    current = read_good(service, host).release
+    current = read_known_good(service, host).release
     return record if record and (record.state, record.to) == ("done", current) else None
 
 
 def record_rollback(service: str, target: str, host: Host) -> None:
-    record = RollbackRecord("asked", read_good(service, host).release, target, host.clock.now())
+    record = RollbackRecord(
+        "asked", read_known_good(service, host).release, target, host.clock.now()
+    )
     host.disk.write(host.paths.rollback(service), record)
 
 

@@ -1,4 +1,4 @@
-"""Proofs: the results of a release's last check; each is valid for one run of the unit."""
+"""Proofs: results of a release's last check; a proof is valid for one run of the unit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read(release: str, host: Host) -> Proof | None:
 
 
 def write(proof: Proof, host: Host) -> None:
-    """Write a proof, unless it is a passed quick check and the same run has a passed proof."""
+    """Write a proof, unless it is a quick check of a run that already has a passed proof."""
     before = read(proof.release, host)
     full = before.last_full if before else None
     if proof.ok and proof.level != "quick":
@@ -53,9 +53,9 @@ def is_bench_due(release: Release, proof: Proof) -> bool:
     )
 
 
-def earlier_bench(release: Release, host: Host) -> dict[str, Any] | None:
+def read_earlier_bench(release: Release, host: Host) -> dict[str, Any] | None:
     """Return the last measurement of this service with the same model and profile."""
-    for name in (release.name, *boot.read_good(release.service, host).names):
+    for name in (release.name, *boot.read_known_good(release.service, host).names):
         other = host.release(name)
         if other and (other.model, other.profile) == (release.model, release.profile):
             proof = read(name, host)

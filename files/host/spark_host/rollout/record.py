@@ -1,4 +1,4 @@
-"""A rollout's record, written at every step and polled by controllers."""
+"""The record of a rollout, written at every step and polled by controllers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Record:
         try:
             self._host.disk.write(self._path, self.data)
         except OSError as error:
-            log(f"the rollout's record was not written: {error}")
+            log(f"cannot write the record of the rollout: {error}")
             self.unwritten = error
 
     def report(self, text: str) -> None:
@@ -98,7 +98,7 @@ def request_id(name: str, host: Host) -> str | None:
 def poll(name: str, host: Host, request: str | None = None) -> Rollout:
     """Return the state of the last rollout to a release.
 
-    Records of another release, request or run of the unit do not count.
+    Ignore records of another release, request or run of the unit.
     """
     unit = host.units.state(SWITCH.unit(name), *_UNIT_FIELDS)
     running = _is_running(unit)

@@ -31,14 +31,14 @@ _BEFORE_START = ("drain", "stop", "memory")
 
 
 def roll_out(name: str, host: Host) -> int:
-    """Change the service to a release; return 0 only if it is proven and boots."""
+    """Switch the service to a release; return 0 only if it is proven and enabled at boot."""
     release = host.disk.load_release(name, host.paths)
     with rollout_lock(release.service, host):
         record = Record(release, host)
-        old = _previous(release, host)
+        old = _find_previous(release, host)
         serving = boot.active_release(release.service, host)
         record.set(previous=old.name if old else None, serving=serving)
-        problem = _find_refusal(release, host, record)
+        problem = _find_obstacle(release, host, record)
         if problem is not None:
             record.set(reason=str(problem), failed_phase="prove")
             record.end("refused", serving)
@@ -61,30 +61,30 @@ def roll_out(name: str, host: Host) -> int:
         return 0
 
 
-def _previous(release: Release, host: Host) -> Release | None:
+def _find_previous(release: Release, host: Host) -> Release | None:
     names = (
         boot.active_release(release.service, host),
         *boot.enabled_releases(release.service, host),
-        *boot.read_good(release.service, host).names,
+        *boot.read_known_good(release.service, host).names,
     )
     others = (host.release(name) for name in names if name != release.name)
     return next((other for other in others if other), None)
 
 
-def _find_refusal(release: Release, host: Host, record: Record) -> HostToolError | None:
-    """Return why the rollout must not begin; the old release serves during these checks."""
+def _find_obstacle(release: Release, host: Host, record: Record) -> HostToolError | None:
+    """Return why the rollout must not begin, while the old release serves."""
     with record.phase("prove"):
         if boot.is_stopped(release.service, host):
             return HostToolError(
                 release.service,
-                "was stopped by hand",
-                f"spark-host start-service {release.service}, then deploy again",
+                "was stopped manually",
+                f"run `spark-host start-service {release.service}`, then deploy again",
             )
         if record.unwritten is not None:
             return HostToolError(
                 str(record.unwritten.filename),
                 f"cannot be written: {record.unwritten.strerror}",
-                "free space on its disk (df -h, deploys/prune.py), then deploy again",
+                "free space on its disk (see `df -h`, or run deploys/prune.py), then deploy again",
             )
         return host.engines.find_problem(release, host.paths) or host.gateway.find_problem(
             release, host.paths
@@ -98,7 +98,7 @@ def _passes_check(release: Release, host: Host, record: Record) -> bool:
             with record.phase("check"):
                 steps.check(release, host, record)
     except steps.TrialError as error:
-        record.report(f"the running engine fails the check: {error}; restarting it")
+        record.report(f"restarting the engine, because it failed the check: {error}")
         return False
     return True
 
@@ -106,7 +106,7 @@ def _passes_check(release: Release, host: Host, record: Record) -> bool:
 def roll_back(release: Release, old: Release | None, host: Host, record: Record) -> None:
     record.report(f"failed in {record.data.failed_phase}: {record.data.reason}")
     with record.phase("rollback"):
-        # Before its start a candidate has only logs of earlier runs.
+        # Before its start, a candidate has only logs of earlier runs.
         if not record.data.log_tail and record.data.failed_phase not in _BEFORE_START:
             record.set(log_tail=steps.read_log_tail(release, host))
         host.traffic.close(release.service, host.paths)
@@ -116,8 +116,8 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
         failure = None
         if old is not None:
             failure = _restore(old, host, record)
-        elif boot.read_good(release.service, host).release != release.name:
-            try:  # unless it is a good release, which may pass again
+        elif boot.read_known_good(release.service, host).release != release.name:
+            try:  # a known-good release may pass again
                 host.units.disable(release.serve_unit)
             except HostToolError as error:
                 log(str(error))
@@ -135,14 +135,14 @@ def _withdraw(release: Release, host: Host, record: Record) -> None:
     phases, undo = (*record.data.times_s, record.data.failed_phase), []
     if "start" in phases:
         undo.append(partial(proof.invalidate, release, host))
-    # Only this phase writes the good record.
+    # Only this phase records a known-good release.
     if "enable" in phases:
-        undo.append(partial(boot.withdraw_good, release, host))
+        undo.append(partial(boot.withdraw_known_good, release, host))
     for step in undo:
         try:
             step()
         except OSError as error:  # restoring the old release is more important
-            record.report(f"not withdrawn: {error}")
+            record.report(f"cannot withdraw the candidate: {error}")
 
 
 def _restore(old: Release, host: Host, record: Record) -> str | None:
@@ -175,7 +175,7 @@ def recover(name: str, host: Host) -> int:
         reason = f"the rollout was killed in phase {last.phase}"
         log(reason)
         record.set(reason=reason, failed_phase=str(last.phase))
-        # A running release was only checked, so it still serves.
+        # The running release was only checked, so it still serves.
         untouched = last.serving == name and last.phase == "check" and "drain" not in last.times_s
         if last.phase in (None, "prove") or untouched:
             record.end("refused", boot.active_release(release.service, host))
@@ -210,8 +210,8 @@ def rollout_lock(service: str, host: SystemHost) -> Iterator[None]:
         except BlockingIOError as error:
             raise HostToolError(
                 f"rollout of {service}",
-                "another rollout of this service runs",
-                f"wait for it: systemctl list-units '{SWITCH.unit('*')}'",
+                "another rollout of this service is running",
+                f"wait until it ends (`systemctl list-units '{SWITCH.unit('*')}'`)",
             ) from error
         yield
 
@@ -226,7 +226,8 @@ def all_rollout_locks(paths: Paths) -> Iterator[None]:
 
 def rollback(args: list[str], host: Host) -> int:
     if not args or args[0].startswith("-"):
-        raise HostToolError("rollback", "no service", "rollback SERVICE [--to R] [--dry]", 2)
+        usage = "run `spark-host rollback SERVICE [--to RELEASE] [--dry]`"
+        raise HostToolError("rollback", "no service", usage, 2)
     dry = "--dry" in args
     rest = [arg for arg in args if arg != "--dry"]
     name = rest[rest.index("--to") + 1] if "--to" in rest[:-1] else None
@@ -240,8 +241,8 @@ def rollback(args: list[str], host: Host) -> int:
 
 
 def plan_rollback(service: str, name: str | None, host: Host) -> Rollback:
-    """Return the rollback to ``name``, by default the previous good release."""
-    current = boot.read_good(service, host).release
+    """Return the rollback to ``name``, by default to the previous known-good release."""
+    current = boot.read_known_good(service, host).release
     from_release, to = _describe(current, host), None
     try:
         target = _find_target(service, name, host)
@@ -250,7 +251,7 @@ def plan_rollback(service: str, name: str | None, host: Host) -> Rollback:
             done = f"this host already serves {target}"
             if last := boot.last_rollback(service, host):
                 done = f"{target} has replaced {last.from_release} since {last.at}; "
-                done += "to go further back, name a release"
+                done += "to go further back, use `--to RELEASE`"
             return Rollback(from_release, to, done=done)
         _reject_incomplete(host.disk.load_release(target, host.paths), host)
     except HostToolError as error:
@@ -269,20 +270,20 @@ def _find_target(service: str, name: str | None, host: Host) -> str:
     if boot.is_stopped(service, host):
         fix = f"run `spark-deploy start`, or on the host `spark-host start-service {service}`"
         raise HostToolError(service, "was stopped on purpose", fix)
-    present = host.releases(service)
+    available = host.releases(service)
     if name is not None:
-        if name not in present:
-            known = "; ".join(str(_describe(other, host)) for other in present) or "none"
-            message = f"is not a release on this host (available: {known})"
-            raise HostToolError(name, message, "name a release from this list")
+        if name not in available:
+            names = "; ".join(str(_describe(other, host)) for other in available) or "none"
+            message = f"no such release on this host (available: {names})"
+            raise HostToolError(name, message, "use an available release")
         return name
-    record = boot.read_good(service, host)
+    record = boot.read_known_good(service, host)
     if record.release and boot.last_rollback(service, host):
         return record.release
-    target = next((previous for previous in record.previous if previous in present), None)
+    target = next((previous for previous in record.previous if previous in available), None)
     if target is None:
         message = "no earlier proven release is kept on this host"
-        fix = "change model or profile in group_vars and run deploy.py"
+        fix = "change model or profile in group_vars, then run deploy.py"
         raise HostToolError(service, message, fix)
     return target
 
@@ -293,13 +294,13 @@ def _reject_incomplete(release: Release, host: Host) -> None:
         return
     if isinstance(problem, docker.DockerTimeoutError):
         raise problem
-    others = (host.release(name) for name in boot.read_good(release.service, host).previous)
+    others = (host.release(name) for name in boot.read_known_good(release.service, host).previous)
     complete = [
         str(_describe(other.name, host))
         for other in others
         if other and host.engines.find_artifact_problem(other) is None
     ]
-    fix = f"set model: {release.model} and profile: {release.profile} and run deploy.py"
+    fix = f"set model: {release.model} and profile: {release.profile}, then run deploy.py"
     if complete:
-        fix = f"name a complete release: {'; '.join(complete)}, or {fix}"
+        fix = f"use a complete release ({'; '.join(complete)}), or {fix}"
     raise HostToolError(f"{release.name}: {problem.where}", problem.what, fix)

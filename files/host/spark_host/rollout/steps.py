@@ -139,7 +139,7 @@ def measure_speed(release: Release, host: Host, record: Record) -> None:
     if last is None or last.last_full is None or not proof.is_bench_due(release, last):
         return
     with record.phase("bench"):
-        before = proof.earlier_bench(release, host)
+        before = proof.read_earlier_bench(release, host)
         try:
             bench = host.check.speed(release, host.paths, record.report)
         except speed.NotMeasuredError as error:

@@ -1,4 +1,4 @@
-"""Finds this host's rank and the joined members of a cluster, and firewalls the cluster's ports.
+"""Finds this host's rank and the joined members of a cluster, and firewalls its ports.
 
 Ranks stay connected to the head's port, so the kernel's tables show which members have joined.
 """
@@ -47,7 +47,7 @@ def is_worker(release: Release, paths: Paths) -> bool:
 
 
 def missing_members(release: Release, paths: Paths) -> list[Member]:
-    """Return members that have not joined; a worker sees only the head."""
+    """Return members that have not joined; a worker can see only the head."""
     cluster = release.cluster
     if cluster is None:
         return []
@@ -56,7 +56,7 @@ def missing_members(release: Release, paths: Paths) -> list[Member]:
     return [member for member in others if member.address not in joined]
 
 
-def missing_names(release: Release, paths: Paths) -> str:
+def describe_missing(release: Release, paths: Paths) -> str:
     return ", ".join(member.host for member in missing_members(release, paths))
 
 
@@ -90,8 +90,8 @@ def fence(args: Sequence[str], paths: Paths) -> int:
     It is needed because the engine's store listens on all addresses. A failure is only logged.
     """
     if len(args) != 2 or args[0] not in ("up", "down"):
-        fix = "use up or down, and a release"
-        raise HostToolError("fence", f"unknown arguments {list(args)}", fix)
+        fix = "run `spark-host fence up RELEASE` or `fence down RELEASE`"
+        raise HostToolError("fence", f"invalid arguments {list(args)}", fix)
     release = load_release(args[1], paths)
     cluster = release.cluster
     if cluster is None:
@@ -99,7 +99,7 @@ def fence(args: Sequence[str], paths: Paths) -> int:
     chain = f"SPARK-{release.name[-12:]}"
     jump = ("INPUT", "-p", "tcp", "--dport", f"{cluster.port}:{cluster.serving_port}", "-j", chain)
     for program in ("iptables", "ip6tables"):
-        for command in (("-D", *jump), ("-F", chain), ("-X", chain)):  # of an earlier start
+        for command in (("-D", *jump), ("-F", chain), ("-X", chain)):  # from an earlier start
             run_program([program, *_WAIT, *command], _IPTABLES_TIMEOUT_S)
         if args[0] == "down":
             continue
@@ -107,11 +107,11 @@ def fence(args: Sequence[str], paths: Paths) -> int:
         members = cluster.members if program == "iptables" else ()
         sources = [("-i", "lo"), *(("-s", member.address) for member in members)]
         rules = [("-A", chain, *source, "-j", "RETURN") for source in sources]
-        # The jump is last: packets meet only the complete chain.
+        # The jump is last, so that packets reach only a complete chain.
         for rule in (("-N", chain), *rules, ("-A", chain, "-j", "DROP"), ("-I", *jump)):
             result = run_program([program, *_WAIT, *rule], _IPTABLES_TIMEOUT_S)
             if result.returncode != 0:
-                message = f"the ports of the cluster stay open to all hosts ({error_line(result)})"
+                message = f"the cluster's ports stay open to all hosts ({error_line(result)})"
                 fix = "isolate the network, or allow only members in a firewall"
                 raise HostToolError("fence", message, fix)
     return 0

@@ -23,7 +23,7 @@ RETRY_TIMEOUT_S = 60.0  # the second try, for busy hosts
 
 
 class DockerTimeoutError(HostToolError):
-    """The daemon did not answer in time, so the answer is unknown."""
+    """The daemon did not respond in time, so the result is unknown."""
 
 
 class _SocketConnection(HTTPConnection):
@@ -42,7 +42,7 @@ def connection(timeout_s: float) -> HTTPConnection:
 
 
 def query(path: str, timeout_s: float = 10) -> Any:
-    """Return the JSON answer to ``GET path``, or ``None``; raise after two timeouts."""
+    """Return the JSON response to ``GET path``, or ``None`` on errors; raise after two timeouts."""
     try:
         return _get(path, timeout_s)
     except DockerTimeoutError:
@@ -57,8 +57,9 @@ def _get(path: str, timeout_s: float) -> Any:
         body = response.read()
         return json.loads(body) if response.status == 200 else None
     except (TimeoutError, BlockingIOError) as error:
-        message, fix = f"did not answer within {timeout_s:.0f} s", "systemctl status docker"
-        raise DockerTimeoutError("docker", message, f"{fix}; run again") from error
+        message = f"did not respond within {timeout_s:.0f} s"
+        fix = "check `systemctl status docker`, then run again"
+        raise DockerTimeoutError("docker", message, fix) from error
     except (OSError, HTTPException, ValueError):
         return None
     finally:
@@ -98,16 +99,16 @@ def engine_containers(service: str | None = None) -> list[str]:
     return sorted(str(item["Names"][0]).lstrip("/") for item in result if item.get("Names"))
 
 
-def inspect_container(name: str, limit_s: float) -> dict[str, Any] | None:
+def inspect_container(name: str, timeout_s: float) -> dict[str, Any] | None:
     try:
-        result = _get(f"/containers/{quote(name, safe='')}/json", limit_s)
+        result = _get(f"/containers/{quote(name, safe='')}/json", timeout_s)
     except DockerTimeoutError:
         return None
     return result if isinstance(result, dict) else None
 
 
 def client_environment() -> dict[str, str]:
-    """Return an environment without variables that name another daemon or configuration."""
+    """Return an environment without variables that select another daemon or configuration."""
     return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/root", "LC_ALL": "C.UTF-8"}
 
 

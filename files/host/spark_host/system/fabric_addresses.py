@@ -20,9 +20,9 @@ from spark_host.system import systemd
 from spark_host.system.host import locked, read_document
 from spark_host.system.programs import error_line, run_program
 
-_APPLY_TIMEOUT_S = 30.0  # less than the controller's time limit for a command
+_APPLY_TIMEOUT_S = 30.0  # shorter than the controller's timeout for a command
 _POLL_INTERVAL_S = 0.5
-_SETTLE_TIME_S = 2.0  # without changes, the network manager has finished
+_SETTLE_TIME_S = 2.0  # without changes: then the network manager has finished
 # netplan stops NetworkManager, which removes all addresses; leases return within seconds.
 _REGAIN_TIMEOUT_S = 10.0
 _TRIAL_RECORD = f"{RUN_DIR}/fabric.json"
@@ -44,18 +44,18 @@ def main(args: Sequence[str], paths: Paths) -> int:
                 _restore(paths, unconfirmed=len(args) == 2)
             case _:
                 usage = "use try, settled, confirm or restore"
-                raise HostToolError("fabric", f"unknown arguments {list(args)}", usage)
+                raise HostToolError("fabric", f"invalid arguments {list(args)}", usage)
     return 0
 
 
 def _start_trial(plan: fabric.FabricPlan, paths: Paths) -> None:
     trial = paths.below(fabric.NETPLAN_TRIAL)
     if paths.below(fabric.NETPLAN_FILE).exists():
-        fix = "remove it first: spark-deploy fabric --restore"
+        fix = "run `spark-deploy fabric --restore` to remove it first"
         raise HostToolError(fabric.NETPLAN_FILE, "already exists", fix)
     if trial.exists():  # replacing it would leave addresses behind
         raise HostToolError(fabric.NETPLAN_TRIAL, "another trial is running", fabric.RETRY_FIX)
-    # The timer's service of a trial that has just ended may still be loaded.
+    # The timer's service may still be loaded if a trial has just ended.
     _stop_timer("service")
     managed = {port.interface for port in plan.ports}
     record = fabric.FabricRecord(
@@ -93,7 +93,7 @@ def _confirm(paths: Paths) -> None:
 
 
 def _restore(paths: Paths, *, unconfirmed: bool) -> None:
-    """Restore the ports; with ``unconfirmed`` only from a trial."""
+    """Restore the network; with ``unconfirmed``, only after an unconfirmed trial."""
     trial, kept = paths.below(fabric.NETPLAN_TRIAL), paths.below(fabric.NETPLAN_FILE)
     if not trial.exists() and (unconfirmed or not kept.exists()):
         return
@@ -163,7 +163,7 @@ def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
     Raises HostToolError if the trial is over or a port is not configured in time.
     """
     if not paths.below(fabric.NETPLAN_TRIAL).exists():
-        fix = "check the new network, then run it again"
+        fix = "check the new network, then run the command again"
         raise HostToolError("fabric", "not confirmed in time, so the old network is restored", fix)
     record = files.load(fabric.FabricRecord, paths.below(_TRIAL_RECORD), "no record of the trial")
     began = time.monotonic()
@@ -189,9 +189,9 @@ def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
     if last and last[0]:
         port = last[0][0]
         message = f"{port.interface} did not get {port.address} with MTU {port.mtu}"
-    elif last and last[1]:  # a login now would only test the old network
+    elif last and last[1]:  # a login now would test only the old network
         message = f"netplan did not finish within {_APPLY_TIMEOUT_S:.0f} s"
-    fix = f"read `journalctl -u {fabric.APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
+    fix = f"see `journalctl -u {fabric.APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
     raise HostToolError("fabric", message, fix)
 
 
@@ -239,5 +239,5 @@ def _stop_timer(*kinds: str) -> None:
 def _run_checked(argv: list[str], message: str) -> None:
     result = run_program(argv, _APPLY_TIMEOUT_S)
     if result.returncode != 0:
-        fix = f"try `{' '.join(argv[:2])}` on the host"
+        fix = f"run `{' '.join(argv[:2])}` on the host to see why"
         raise HostToolError("fabric", f"{message}: {error_line(result)}", fix)

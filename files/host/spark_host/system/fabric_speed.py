@@ -22,11 +22,11 @@ from spark_contract.errors import HostToolError
 from spark_contract.fabric import SpeedRequest, SpeedResult
 from spark_contract.paths import Paths
 
-_STREAMS = 4  # a single stream is limited by a core
+_STREAMS = 4  # because a single stream is limited by one core
 _CHUNK_BYTES = 1 << 20
-_CONNECT_TIMEOUT_S = 10.0  # until both sides are connected
+_CONNECT_TIMEOUT_S = 10.0  # for both sides to connect
 _TOKEN_TIMEOUT_S = 1.0  # for the whole token of a connection
-_STRANGERS = 64  # connections with a wrong token before the listener exits
+_MAX_STRANGERS = 64  # connections with a wrong token before the listener exits
 _RETRY_INTERVAL_S = 0.1
 _WELCOME = b"+"
 # Close a stream without waiting for the last bytes.
@@ -34,10 +34,10 @@ _LINGER = struct.pack("ii", 1, 0)
 
 
 def main(args: Sequence[str], paths: Paths) -> int | SpeedResult:
-    """``listen`` or ``send``, with a ``SpeedRequest`` on standard input."""
+    """Run ``listen`` or ``send`` with a ``SpeedRequest`` from standard input."""
     if list(args) not in (["listen"], ["send"]):
-        fix = "use listen or send"
-        raise HostToolError("fabric-speed", f"unknown arguments {list(args)}", fix)
+        fix = "run `spark-host fabric-speed listen` or `fabric-speed send`"
+        raise HostToolError("fabric-speed", f"invalid arguments {list(args)}", fix)
     request = documents.parse(SpeedRequest, sys.stdin.read())
     if args[0] == "send":
         return send(request)
@@ -46,18 +46,18 @@ def main(args: Sequence[str], paths: Paths) -> int | SpeedResult:
 
 
 def listen(request: SpeedRequest) -> None:
-    """Receive the sender's data and discard it; ``HostToolError`` if no sender connects."""
+    """Receive and discard the sender's data; raise HostToolError if no sender connects."""
     deadline = time.monotonic() + _CONNECT_TIMEOUT_S
     streams: list[socket.socket] = []
     where = f"{request.address}:{request.port}"
     try:
         server = socket.create_server(
-            (request.address, request.port), backlog=_STREAMS + _STRANGERS
+            (request.address, request.port), backlog=_STREAMS + _MAX_STRANGERS
         )
     except OSError as error:
-        raise HostToolError(where, f"cannot listen ({error})", "run it again") from error
+        raise HostToolError(where, f"cannot listen ({error})", "run the command again") from error
     with server:
-        for _ in range(_STREAMS + _STRANGERS):
+        for _ in range(_STREAMS + _MAX_STRANGERS):
             if len(streams) == _STREAMS or (remaining_s := deadline - time.monotonic()) <= 0:
                 break
             server.settimeout(remaining_s)
@@ -68,9 +68,9 @@ def listen(request: SpeedRequest) -> None:
                 else:
                     stream.close()
     if len(streams) < _STREAMS:
-        message = f"only {len(streams)} of {_STREAMS} connections within {_CONNECT_TIMEOUT_S:.0f} s"
+        message = f"{len(streams)} of {_STREAMS} connections within {_CONNECT_TIMEOUT_S:.0f} s"
         raise HostToolError(where, message, "see the sender's error")
-    # Welcome them only now, so that all streams start at the same time.
+    # Accept the streams only now, so that all start at the same time.
     deadline = time.monotonic() + request.max_s + _CONNECT_TIMEOUT_S
     for stream in streams:
         stream.sendall(_WELCOME)
@@ -103,7 +103,7 @@ def _discard(stream: socket.socket, max_bytes: int, deadline: float) -> None:
 
 
 def send(request: SpeedRequest) -> SpeedResult:
-    """Send zeros up to the limits of the request; ``HostToolError`` if nothing listens."""
+    """Send zeros up to the limits of the request; raise HostToolError if no listener responds."""
     streams = [_connect(request) for _ in range(_STREAMS)]
     for stream in streams:
         try:
@@ -146,7 +146,7 @@ def _connection_error(request: SpeedRequest, reason: str) -> HostToolError:
     return HostToolError(
         f"{request.interface} to {request.address}:{request.port}",
         f"no connection ({reason})",
-        "check for a firewall between the hosts, and that the other port is up: ip address",
+        "check that the other port is up (`ip address`) and that no firewall blocks it",
     )
 
 

@@ -1,6 +1,6 @@
 """Changes folders of other accounts.
 
-Their owner may replace entries at any time, so root opens them without following links, and
+The owner may replace entries at any time, so root opens them without following links, and
 changes them by descriptor.
 """
 
@@ -27,12 +27,12 @@ def create(path: Path, owner: int, group: int, mode: int) -> None:
             os.fchown(descriptor, owner, group)
             os.fchmod(descriptor, mode)
     except NotADirectoryError as error:
-        fix = f"remove it: rm {path}; then run the deploy again"
+        fix = f"run `rm {path}`, then deploy again"
         raise HostToolError(str(path), "is not a folder", fix) from error
 
 
 def remove_entries(path: Path) -> None:
-    """Remove the entries of a folder; a link is removed, not the target."""
+    """Remove the entries of a folder; remove a link, but not its target."""
     if not path.is_dir():
         return
     with _opened(path) as folder:
@@ -40,7 +40,7 @@ def remove_entries(path: Path) -> None:
         _run("find", opened, "-mindepth", "1", "-maxdepth", "1",
              "-exec", "rm", "-rf", "--one-file-system", "--", "{}", "+")  # fmt: skip
         if remaining := os.listdir(folder):
-            fix = f"see why with: rm -rf {path / remaining[0]}; then start again"
+            fix = f"run `rm -rf {path / remaining[0]}` to see why, then start again"
             raise HostToolError(str(path / remaining[0]), "cannot be removed", fix)
 
 
@@ -90,7 +90,7 @@ def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
 
 @contextmanager
 def opened_socket(path: Path) -> Iterator[str]:
-    """Yield a path that always names this socket; HostToolError for anything but a socket."""
+    """Yield a path to this very socket; raise HostToolError if it is not a socket."""
     with _opened(path.parent) as folder:
         descriptor = os.open(path.name, os.O_PATH | os.O_NOFOLLOW, dir_fd=folder)
     try:

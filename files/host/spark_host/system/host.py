@@ -1,4 +1,4 @@
-"""Access to a host's documents, releases, systemd and time, which tests simulate."""
+"""Access to a host's documents, releases, systemd and clock, which tests simulate."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def write_document(path: Path, document: Any) -> None:
 
 
 def load_gateway(service: str, paths: Paths) -> Gateway:
-    return files.load(Gateway, paths.gateway_settings(service), "no settings of the gateway")
+    return files.load(Gateway, paths.gateway_settings(service), "the gateway has no settings")
 
 
 def load_release(name: str, paths: Paths) -> Release:
-    """Return a release; ``HostToolError`` if absent, malformed or with another name."""
+    """Return a release; raise HostToolError if it is absent, malformed or has another name."""
     parse_service(name)
     path = paths.release(name)
     release = files.load(Release, path, "no such release")
     if release.name != name:
-        message = f"contains the name {release.name!r}"
+        message = f"contains the release {release.name!r}"
         raise HostToolError(str(path), message, "run the deploy again", 2)
     return release
 
@@ -69,7 +69,7 @@ def list_folder(path: Path) -> list[str]:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Lock ``path``; if it is locked already, wait or raise ``BlockingIOError``."""
+    """Lock ``path``; if it is already locked, wait or raise BlockingIOError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Child processes do not inherit the lock. Mode 600, because a reader could lock the file.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

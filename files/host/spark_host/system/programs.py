@@ -16,13 +16,13 @@ Report = Callable[[str], None]  # receives a progress line
 
 
 class ProgramTimeoutError(Exception):
-    """The program did not exit in time, so the answer is unknown."""
+    """The program did not exit in time, so its result is unknown."""
 
 
 def run_program(
     argv: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program; the exit code is 127 if it is not installed, 124 after the time limit."""
+    """Run a program; the exit code is 127 if it is not installed and 124 after the timeout."""
     try:
         return subprocess.run(
             argv, capture_output=True, text=True, errors="replace", timeout=limit_s,
@@ -31,7 +31,7 @@ def run_program(
     except FileNotFoundError:
         return subprocess.CompletedProcess(argv, 127, "", f"{argv[0]} is not installed")
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(argv, 124, "", f"no answer within {limit_s:.0f} s")
+        return subprocess.CompletedProcess(argv, 124, "", f"did not exit within {limit_s:.0f} s")
 
 
 def error_line(result: subprocess.CompletedProcess[str]) -> str:
@@ -40,7 +40,7 @@ def error_line(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def read_output_start(argv: Sequence[str], limit_s: float, max_bytes: int) -> str | None:
-    """Return the first bytes of a program's output; ``None`` after the time limit."""
+    """Return the first bytes of a program's output; ``None`` after a timeout."""
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()
     ) as child:
@@ -66,7 +66,7 @@ def _environment() -> dict[str, str]:
 
 
 def read_output(*argv: str) -> str | None:
-    """Return trimmed output; ``None`` if the program is absent, failed or timed out."""
+    """Return trimmed output, or ``None`` if the program is absent, failed or timed out."""
     try:
         return _output(argv, _TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -74,7 +74,7 @@ def read_output(*argv: str) -> str | None:
 
 
 def read_output_patiently(*argv: str) -> str | None:
-    """Like :func:`read_output`, but try twice; ``ProgramTimeoutError`` after two timeouts."""
+    """Like :func:`read_output`, but retry once; raise ProgramTimeoutError after two timeouts."""
     for limit_s in (_TIMEOUT_S, _RETRY_TIMEOUT_S):
         try:
             return _output(argv, limit_s)
@@ -103,7 +103,7 @@ def _output(argv: tuple[str, ...], limit_s: float) -> str | None:
         child.kill()
         if child.stdout is not None:
             child.stdout.close()
-        try:  # not long: a stuck driver can keep it alive
+        try:  # not for long, because a stuck driver can keep the process alive
             child.wait(_KILL_WAIT_S)
         except subprocess.TimeoutExpired:
             _stuck[argv[0]] = child

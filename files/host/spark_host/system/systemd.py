@@ -1,4 +1,4 @@
-"""systemd, through ``systemctl`` and ``journalctl``."""
+"""Queries and controls systemd with ``systemctl`` and ``journalctl``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show(units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState
 
 
 def show_loaded(patterns: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
-    """Return properties of loaded units; faster than :func:`show`, which reads unit files."""
+    """Return properties of loaded units; unlike :func:`show`, this does not read unit files."""
     args = ("show", "--all", "-p", ",".join(["Id", *properties]), "--", *patterns)
     return _parse_states(_query(*args))
 
@@ -77,7 +77,7 @@ def run_systemctl(verb: str, *args: str, limit_s: float = _TIMEOUT_S) -> None:
     result = systemctl(verb, *args, timeout_s=limit_s)
     if result.returncode != 0:
         message = result.stderr.strip() or "failed"
-        fix = f"{'systemctl unmask' if 'masked' in message else 'journalctl -u'} {unit}"
+        fix = f"run `{'systemctl unmask' if 'masked' in message else 'journalctl -u'} {unit}`"
         raise HostToolError(f"systemctl {verb} {unit}", message, fix)
 
 
@@ -121,7 +121,7 @@ def is_stopping() -> bool:
 
 
 def journal(invocation_id: str, unit: str, lines: int | None = None) -> list[str]:
-    """Return the log of a run, or of all runs; oldest line first."""
+    """Return the log of one run, or of all runs, oldest line first."""
     argv = ["journalctl", "--no-pager", "-q", "-o", "cat", "-u", unit]
     if invocation_id:
         argv.append(f"_SYSTEMD_INVOCATION_ID={invocation_id}")
@@ -129,5 +129,5 @@ def journal(invocation_id: str, unit: str, lines: int | None = None) -> list[str
         argv += ["-n", str(lines)]
     output = read_output_start(argv, _JOURNAL_TIMEOUT_S, _JOURNAL_BYTES)
     if output is None:
-        return [f"(journalctl gave no answer within {_JOURNAL_TIMEOUT_S:.0f} s)"]
+        return [f"(journalctl did not exit within {_JOURNAL_TIMEOUT_S:.0f} s)"]
     return output.splitlines()

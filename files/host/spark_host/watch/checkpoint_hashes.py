@@ -1,4 +1,4 @@
-"""Hashes a part of the served checkpoints each day to find silent damage."""
+"""Hashes a part of the served checkpoints every day to find silent damage."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spark_contract import receipts
 from spark_contract.errors import Problem
 from spark_contract.paths import RECEIPT_NAME
 
-DAYS = 14  # for all bytes
-_DAILY_LIMIT_S = 900.0  # for each day; on a slow disk a cycle takes more than DAYS
+DAYS = 14  # in which all bytes are hashed
+_DAILY_LIMIT_S = 900.0  # per day; on a slow disk, hashing all bytes takes longer than DAYS
 _BUFFER_BYTES = 8 << 20
 
 
@@ -33,7 +33,7 @@ class _Part(NamedTuple):
 def hash_next(
     trees: Iterable[Path], position: int, damaged: Collection[str] = ()
 ) -> tuple[dict[str, Problem], int]:
-    """Hash the next 1/14 of the bytes in ``trees``, after the parts that were ``damaged`` before.
+    """Hash the parts that were ``damaged`` before, then the next 1/14 of the bytes in ``trees``.
 
     Returns a problem for each damaged part, and the position of the next part.
     """
@@ -89,6 +89,7 @@ def _verify_part(part: _Part) -> Problem | None:
 def _damage_problem(part: _Part, message: str) -> Problem:
     receipt = part.tree / RECEIPT_NAME
     file = part.tree / part.name
-    # `touch` makes other checkpoints with a hard link to the file hash it again.
-    fix = f"check the disk (smartctl, journalctl -k); touch {file}; rm {receipt}; deploy again"
+    # After `touch`, other checkpoints with a hard link to the file hash it again.
+    command = f"touch {file}; rm {receipt}"
+    fix = f"check the disk (smartctl, journalctl -k), run `{command}`, then deploy again"
     return Problem("checkpoint", f"{file} is damaged: {message}", fix)

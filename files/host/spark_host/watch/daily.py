@@ -1,4 +1,4 @@
-"""The daily inspection, which finds slow decay; `status` and `doctor` report its results."""
+"""The daily inspection; `status` and `doctor` report its problems."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _collect(*inspections: Iterator[Problem]) -> Iterator[Problem]:
             yield from inspection
         except (OSError, ValueError, RecursionError) as error:
             name = getattr(inspection, "__name__", "inspection").strip("_")
-            fix = "check the disk (dmesg) and the file; then spark-host daily"
+            fix = "check the disk (`dmesg`) and the file, then run `spark-host daily`"
             yield Problem("daily check", f"{name} failed: {type(error).__name__} {error}", fix)
 
 
@@ -75,8 +75,12 @@ def _stopped_units(running: list[Release], host: Host) -> Iterator[Problem]:
     for release in running:
         for unit in (WATCH.unit(release.name), GATEWAY.unit(release.service)):
             if not host.units.is_active(unit):
-                message = f"{unit} does not run, but {release.serve_unit} does"
-                yield Problem("watch", message, f"journalctl -u {unit}; systemctl start {unit}")
+                message = f"{unit} is not running, but {release.serve_unit} is"
+                yield Problem(
+                    "watch",
+                    message,
+                    f"see `journalctl -u {unit}`, then run `systemctl start {unit}`",
+                )
 
 
 def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
@@ -99,7 +103,7 @@ def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
         if days < CERTIFICATE_DAYS:
             date = f"{expiry:%Y-%m-%d}, in {days:.0f} days"
             message = f"the certificate of {service} expires on {date}"
-            fix = "renew it and deploy again; private-ca renews it automatically"
+            fix = "renew it, then deploy again; private-ca renews it automatically"
             yield Problem("certificate", message, fix)
 
 
@@ -107,8 +111,10 @@ def _journal(paths: Paths) -> Iterator[Problem]:
     # journald removes files during the measurement.
     size, _ = folders.measure(paths.below("/var/log/journal"), JOURNAL_BYTES, _JOURNAL_FILES)
     if size > JOURNAL_BYTES:
-        message = f"the journal takes {size / _GIB:.1f} GiB"
-        yield Problem("journal", message, "journalctl --vacuum-size=2G; set SystemMaxUse=2G")
+        message = f"the journal uses {size / _GIB:.1f} GiB"
+        yield Problem(
+            "journal", message, "run `journalctl --vacuum-size=2G` and set SystemMaxUse=2G"
+        )
 
 
 def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
@@ -121,28 +127,30 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
     devices = {folder.stat().st_dev: folder for folder in sorted(folders, reverse=True)
                if folder.exists()}  # fmt: skip
     for folder in sorted(devices.values()):
-        room = os.statvfs(folder)
-        free = room.f_bavail * room.f_frsize
+        stats = os.statvfs(folder)
+        free = stats.f_bavail * stats.f_frsize
         if free < FREE_BYTES:
             message = f"{free / _GIB:.1f} GiB are free on the disk of {folder}"
-            yield Problem("disk", message, "spark-deploy prune, or df -h")
-        if room.f_files and room.f_favail < FREE_INODES_SHARE * room.f_files:
-            message = f"{room.f_favail} of {room.f_files} inodes are free on the disk of {folder}"
+            yield Problem("disk", message, "run `spark-deploy prune`, or see `df -h`")
+        if stats.f_files and stats.f_favail < FREE_INODES_SHARE * stats.f_files:
+            message = f"{stats.f_favail} of {stats.f_files} inodes are free on the disk of {folder}"
             yield Problem(
-                "disk", message, "find the directory with many files: du --inodes -x / | sort -n"
+                "disk",
+                message,
+                "run `du --inodes -x / | sort -n` to find the directory with many files",
             )
 
 
 def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
     if programs.read_output("timedatectl", "show", "--property=NTPSynchronized", "--value") == "no":
-        fix = "timedatectl set-ntp true; check that a time server can be reached"
+        fix = "run `timedatectl set-ntp true` and check that a time server can be reached"
         yield Problem("clock", "is not synchronized", fix)
     for release in running:
         age_s = _proof_age_s(proof.read(release.name, host))
         if age_s is not None and age_s < -_MAX_CLOCK_ERROR_S:
             hours = -age_s / 3600
             message = f"went back: the proof of {release.name} is dated {hours:.0f} h in the future"
-            yield Problem("clock", message, "correct it, then run spark-check")
+            yield Problem("clock", message, "correct the clock, then run `spark-check`")
 
 
 def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
@@ -154,7 +162,7 @@ def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
                 yield Problem("mounts", message, fix)
             elif not ((receipt := receipts.find_receipt(tree)) and receipt.files):
                 message = f"{tree / RECEIPT_NAME} is missing, damaged or empty; {name} needs it"
-                yield Problem("checkpoint", message, "deploy again, which verifies the files")
+                yield Problem("checkpoint", message, "deploy again to verify the files")
 
 
 def _checkpoints_needed_at_boot(releases: list[Release], host: Host) -> dict[str, list[Path]]:
@@ -171,10 +179,10 @@ def _stale_proof_problems(running: list[Release], host: Host) -> Iterator[Proble
     for release in running:
         age_s = _proof_age_s(proof.read(release.name, host))
         if age_s is None:
-            yield Problem("proof", f"{release.name} runs without a proof", "run spark-check")
+            yield Problem("proof", f"{release.name} runs without a proof", "run `spark-check`")
         elif age_s > PROOF_DAYS * _DAY_S:
             message = f"{release.name} was proven {age_s / _DAY_S:.0f} days ago"
-            yield Problem("proof", message, "run spark-check")
+            yield Problem("proof", message, "run `spark-check`")
 
 
 def _damaged_documents(paths: Paths) -> Iterator[Problem]:
@@ -193,8 +201,8 @@ def _document_fix(path: Path, paths: Paths) -> str:
     if path.name == "before.json":
         return "restore it from a backup; without it, uninstall keeps packages and settings"
     if path == paths.release(path.parent.name):
-        return f"run the deploy; if the plan has no such release: rm -r {path.parent}"
-    return f"rm {path}; then run the deploy: it writes what it needs"
+        return f"run the deploy; if the plan has no such release, run `rm -r {path.parent}`"
+    return f"run `rm {path}`, then deploy again to write a new file"
 
 
 def _proof_age_s(last: Proof | None) -> float | None:

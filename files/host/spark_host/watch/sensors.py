@@ -1,4 +1,4 @@
-"""Reads temperature, clock, power and load of the GPU, and derives events.
+"""Reads the GPU's temperature, clock, power and load, and derives events.
 
 Any field may be ``[N/A]``. Field names: ``nvidia-smi --help-query-gpu`` of driver 580.
 """
@@ -13,13 +13,13 @@ from spark_contract.release import Watch
 from spark_host.system.programs import read_output
 
 _FIELDS = ("temperature.gpu", "clocks.current.sm", "power.draw", "utilization.gpu")
-# The board's power fault: full load at low clock and power (healthy: 2.0 to 2.4 GHz at 45 to 90 W).
-# Only unplugging helps.
+# A power fault of the board: full load at low clock and power (healthy: 2.0 to 2.4 GHz at 45 to
+# 90 W). Only unplugging helps.
 _BUSY_PERCENT = 90.0
 _SLOW_MHZ = 1400.0
 _WEAK_W = 40.0
 _SAMPLES = 3
-_COOLED_C = 5.0  # distance to the limit, so that values around it cause a single event
+_COOLED_C = 5.0  # below the limit, so that values around it cause a single event
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class GpuAlarms:
             clock = "" if reading.clock_mhz is None else f", clock {reading.clock_mhz:.0f} MHz"
             text = (
                 f"the GPU is at {celsius:.0f} °C (limit {limit:.0f} °C){clock}; "
-                "improve the airflow, or cap the clock: nvidia-smi -lgc 300,2200"
+                "improve the airflow, or run `nvidia-smi -lgc 300,2200` to cap the clock"
             )
             return [(release.HOT, text)]
         if self.hot and celsius <= limit - _COOLED_C:

@@ -1,7 +1,7 @@
-"""The guard of an engine's start: stops the engine before the host runs out of memory.
+"""The start guard: kills a starting engine before the host runs out of memory.
 
 A start allocates many GiB within seconds, so a thread samples the memory four times a second until
-the release is proven. Another thread drops caches and compacts memory, which loading fragments.
+the release is proven. Loading fragments memory, so another thread drops caches and compacts memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spark_host.watch import watchdog
 _SAMPLE_INTERVAL_S = 0.25
 _EVENT_WAIT_S = 2.0
 _BLOCKS_INTERVAL_S = 1.0
-_DEFRAGMENT_REST_S = 10.0  # between two rounds, each of which takes seconds
+_DEFRAGMENT_REST_S = 10.0  # between two rounds, because each takes seconds
 _LONGEST_REST_S = 40.0  # after rounds that did not help
 _FIX = (
     "lower engine.memory_fraction (or pin engine.kv_cache_gib), "
@@ -41,7 +41,7 @@ class StartGuard:
         self.kill_reason: str | None = None
         """Why the engine was killed; ``None`` while there is enough memory."""
         blocks = read_free_blocks()
-        # Still fragmented, although memory was compacted just before.
+        # Memory was compacted just before, but is still fragmented.
         self._fragmented = blocks if blocks is not None and blocks.is_fragmented else None
 
     def __enter__(self) -> StartGuard:
@@ -64,19 +64,19 @@ class StartGuard:
         return StartMemory(lowest, round(self._lowest_after_s, 1), self._floor.bytes)
 
     def read_driver_failures(self, *, ready: bool) -> tuple[str, bool]:
-        """Describe failed allocations of the GPU driver, and whether they fail the start.
+        """Return failed allocations of the GPU driver, and whether they fail the start.
 
-        A start fails if two of these apply: a log line, fragmented memory, no ready engine.
+        A start fails if two of these apply: log lines, fragmented memory, no ready engine.
         """
         lines = logs.count_kernel_faults(time.monotonic() - self._began)[logs.NO_MEMORY]
         texts = []
         if lines:
             texts.append(
-                f"the GPU driver failed to allocate memory {lines} times while the engine started "
+                f"the GPU driver failed to allocate memory {lines} times during the start "
                 "(NV_ERR_NO_MEMORY in the kernel log)"
             )
         if self._fragmented is not None:
-            texts.append(f"memory was fragmented at the launch: {self._fragmented}")
+            texts.append(f"memory was fragmented at the start: {self._fragmented}")
         return "; ".join(texts), bool(texts) and (not ready or len(texts) == 2)
 
     def _sample(self) -> None:
@@ -112,10 +112,10 @@ class StartGuard:
             self._stop.wait(_SAMPLE_INTERVAL_S)
 
     def _kill(self, reason: str) -> None:
-        stopped = f"{reason}: the engine was stopped during its start"
+        stopped = f"{reason}; the engine was killed during its start"
         # Kill first: writing the event could block while memory is short.
         problem = container.kill_container(self._release.container, self._pidfd)
         self.kill_reason = f"{stopped}; fix: {_FIX}"
         watchdog.record_event(self._release, STARVING, stopped, self._paths)
         self._event_written.set()
-        watchdog.kill_unit_after(problem, self._release, self._paths)
+        watchdog.ensure_unit_stops(problem, self._release, self._paths)

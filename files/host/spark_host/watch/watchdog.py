@@ -1,6 +1,6 @@
-"""The watchdog: stops a stalled engine, or any engine on a host that runs out of memory.
+"""The watchdog: kills an engine that stalls, or when the host runs out of memory.
 
-It kills the container; systemd restarts the unit, up to the start limit.
+systemd then restarts the unit, up to the start limit.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from spark_host.system.host import Host, load_release
 from spark_host.watch import sensors
 
 _MAX_EVENTS = 1000
-_UNFRAGMENTED_S = 600.0  # after this time, new fragmentation is another event
+_UNFRAGMENTED_S = 600.0  # after this time, new fragmentation causes another event
 _SENSORS_INTERVAL_S = 20.0
 _METRICS_TIMEOUT_S = 5.0
 _WORKER_INTERVAL_S = 0.5
-# Successive samples: a busy host may miss a single attempt.
+# Successive samples, because a busy host may miss a single attempt.
 _SILENT_SAMPLES = 3
 _SILENCE_LIMIT_S = 10.0  # of a member on the fabric
 _BACKLOG = 64
@@ -52,7 +52,7 @@ class StallDetector:
     silent_samples: int = 0
 
     def add_timeout(self, now_s: float) -> str | None:
-        """Record that the engine did not answer in time; return a message if that is a stall.
+        """Record that the engine did not respond in time; return a message if it has stalled.
 
         vLLM sends tokens and metrics from the same process.
         """
@@ -62,14 +62,14 @@ class StallDetector:
         silent_s = now_s - self.silent_since_s
         if silent_s < self.plan.stall_s or self.silent_samples < _SILENT_SAMPLES:
             return None
-        return f"the engine listens, but gave no answer for {silent_s:.0f} s"
+        return f"the engine is listening, but has not responded for {silent_s:.0f} s"
 
     def reset_timeouts(self) -> None:
         self.silent_since_s, self.silent_samples = None, 0
 
     def add_metrics(self, metrics: Metrics | None, now_s: float) -> str | None:
-        """Return a message if requests run, but tokens and cache usage stand still."""
-        if metrics is None:  # the engine has exited or is broken, which systemd handles
+        """Return a message if requests are running, but tokens and cache usage do not change."""
+        if metrics is None:  # the engine has exited or is broken; systemd handles both
             return None
         progress = metrics.progress
         if metrics.running <= 0 or progress != self.last_progress or self.moved_at_s is None:
@@ -79,7 +79,7 @@ class StallDetector:
         if flat_s < self.plan.stall_s:
             return None
         return (
-            f"{metrics.running:.0f} requests are running, but no token was read or written "
+            f"{metrics.running:.0f} requests are running, but no token has been read or written "
             f"for {flat_s:.0f} s"
         )
 
@@ -119,7 +119,7 @@ class ClusterWatch:
             stop.wait(min(self._release.watch.interval_s, _SILENCE_LIMIT_S / _SILENT_SAMPLES))
 
     def _find_departed(self) -> str | None:
-        missing = cluster.missing_names(self._release, self._paths)
+        missing = cluster.describe_missing(self._release, self._paths)
         self._complete = self._complete or not missing
         return f"{missing} left the cluster" if missing and self._complete else None
 
@@ -139,7 +139,7 @@ class ClusterWatch:
                 samples.append(now)
                 silent_s = now - samples[0]
                 if len(samples) >= _SILENT_SAMPLES and silent_s >= _SILENCE_LIMIT_S:
-                    return f"{member.host} gave no answer on the fabric for {silent_s:.0f} s"
+                    return f"{member.host} has not responded on the fabric for {silent_s:.0f} s"
         return None
 
     def _update_listener(self) -> None:
@@ -210,7 +210,7 @@ class Fragmentation:
         self._fragmented_at_s: float | None = None
 
     def is_new(self, blocks: FreeBlocks, now_s: float) -> bool:
-        """Return whether memory is fragmented, and was not fragmented lately."""
+        """Return whether memory is fragmented, but was not fragmented recently."""
         before_s = self._fragmented_at_s
         if blocks.is_fragmented:
             self._fragmented_at_s = now_s
@@ -243,7 +243,7 @@ def _update_gateway(release: Release, paths: Paths, last: str | None) -> str | N
     try:
         message = gateway.apply_address_change(release.service, paths)
     except (HostToolError, OSError, subprocess.SubprocessError) as error:
-        # The gateway exited meanwhile, or hangs.
+        # The gateway has exited or hangs.
         message = str(error)
     if message is not None and message != last:
         record_event(release, "gateway", message, paths)
@@ -252,18 +252,19 @@ def _update_gateway(release: Release, paths: Paths, last: str | None) -> str | N
 
 def kill_engine(release: Release, kind: str, reason: str, pidfd: int | None, paths: Paths) -> None:
     """Write an event and kill the engine."""
-    text = f"{reason}; the engine is stopped"
+    text = f"{reason}; killing the engine"
     # In a thread, because a slow disk must not delay the kill.
-    note = threading.Thread(target=record_event, args=(release, kind, text, paths), daemon=True)
-    note.start()
-    note.join(_EVENT_WAIT_S)
-    kill_unit_after(container.kill_container(release.container, pidfd), release, paths)
+    writer = threading.Thread(target=record_event, args=(release, kind, text, paths), daemon=True)
+    writer.start()
+    writer.join(_EVENT_WAIT_S)
+    problem = container.kill_container(release.container, pidfd)
+    ensure_unit_stops(problem, release, paths)
 
 
-def kill_unit_after(problem: str, release: Release, paths: Paths) -> None:
-    """Kill the unit at once after a ``problem``, or if it does not stop with its engine.
+def ensure_unit_stops(problem: str, release: Release, paths: Paths) -> None:
+    """Kill the unit at once if there is a ``problem``, or if it does not stop with its engine.
 
-    The watchdog and a start's check end with the unit, so this process lives only in these cases.
+    If the unit stops, systemd also ends this process.
     """
     if not problem:
         time.sleep(_UNIT_STOP_TIMEOUT_S)
@@ -283,7 +284,7 @@ def record_event(release: Release, kind: str, text: str, paths: Paths) -> None:
             lines = path.read_text().splitlines()[-_MAX_EVENTS + 1 :] if path.exists() else []
             files.write_text(path, "\n".join([*lines, json.dumps(line)]) + "\n")
     except OSError as error:  # a full disk must not stop the watchdog
-        print(f"the event was not written: {error}", flush=True)
+        print(f"cannot write the event: {error}", flush=True)
 
 
 def read_events(service: str, paths: Paths) -> tuple[Event, ...]:
