@@ -79,8 +79,8 @@ def test_compares_a_release_with_recorded_answers(host, engine, serve, capsys, t
     near = 0.9 * math.log(0.9 / 0.6) + 0.1 * math.log(0.1 / 0.4)
     far = 0.9 * math.log(0.9 / 0.1) + 0.1 * math.log(0.1 / 0.9)
     assert result["mean_nats"] == pytest.approx((near + far) / 2, abs=1e-3)
-    assert result["most_at"] == "And that?"
-    assert result["parted"] == [["And that?", "yes yes", "no yes"]]
+    assert result["max_nats_prompt"] == "And that?"
+    assert result["different"] == [["And that?", "yes yes", "no yes"]]
 
 
 def test_prompt_file_is_relative_to_the_callers_folder(host, engine, serve, monkeypatch, tmp_path):
@@ -128,13 +128,13 @@ def test_missing_log_probabilities_are_an_error(host, engine, serve):
 @pytest.mark.parametrize(
     "words", [["--compare"], ["--compare", "a", "b"], ["--record", "a", "b"], ["--record", "--x"]]
 )
-def test_refuses_other_arguments(host, words):
+def test_rejects_invalid_arguments(host, words):
     with pytest.raises(HostToolError):
         run_check(host, *words)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe", b"one\n" * 3 + b"x" * (5 << 20)])
-def test_refuses_invalid_prompt_files(tmp_path, content):
+def test_rejects_invalid_prompt_files(tmp_path, content):
     path = tmp_path / "prompts.txt"
     path.write_bytes(content)
     with pytest.raises(HostToolError, match=r"prompts\.txt"):

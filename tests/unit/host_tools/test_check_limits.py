@@ -48,14 +48,14 @@ def test_progress_shows_phase_but_no_engine_output(host, monkeypatch):
     assert set(phases) <= {"starting the container", "loading weights", phases[-1]}
 
 
-def test_trickling_answer_ends_at_the_limit(host):
+def test_trickling_response_ends_at_the_time_limit(host):
     engine = host.started(host.release(check__timeout_s=0.5), STUB_PIECE_S="0.2")
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     with pytest.raises(runner.EngineError, match="in time"):
         list(engine.stream_chat(body, 0.5))
 
 
-def test_slow_answers_end_the_whole_check(host):
+def test_slow_answers_end_the_check_at_the_time_limit(host):
     release = host.release(check__timeout_s=1.0, check__copy=["abcd" * 6] * 4)
     host.started(release, STUB_PIECE_S="0.06")
     result = check(host, release)

@@ -43,7 +43,7 @@ def test_client_examples_do_not_contain_the_key(connection, client):
 
 
 @pytest.mark.slow
-def test_python_example_works(connection, tmp_path):
+def test_python_example_gets_an_answer(connection, tmp_path):
     script = tmp_path / "ask.py"
     script.write_text(example_of("python", connection))
     done = subprocess.run(
@@ -53,7 +53,7 @@ def test_python_example_works(connection, tmp_path):
 
 
 @pytest.mark.slow
-def test_openai_client_works_from_the_environment(connection):
+def test_openai_client_is_configured_by_environment_variables(connection):
     program = f"""
 import os
 from openai import OpenAI
@@ -64,7 +64,7 @@ print(answer.choices[0].message.content)
 
 
 @pytest.mark.slow
-def test_anthropic_client_works_from_the_environment(connection):
+def test_anthropic_client_is_configured_by_environment_variables(connection):
     program = f"""
 import os
 from anthropic import Anthropic
@@ -110,7 +110,7 @@ def test_clients_raise_authentication_errors(connection):
         )
 
 
-def test_curl_example_works(connection):
+def test_curl_example_gets_an_answer(connection):
     command = example(connection.base_url, connection.model, connection.read_key, None)
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert ANSWER in json.loads(done.stdout)["choices"][0]["message"]["content"]

@@ -252,7 +252,7 @@ def test_cache_of_another_account_is_not_used(caches):
     assert content(caches.prepare(PROVEN)) == []
 
 
-def test_refuses_link_at_the_cache_folder(caches, tmp_path):
+def test_rejects_link_at_the_cache_folder(caches, tmp_path):
     (tmp_path / "outside").mkdir()
     (caches.host.paths.root / "srv/cache").mkdir(parents=True)
     (caches.host.paths.root / "srv/cache" / KEY).symlink_to(tmp_path / "outside")
@@ -270,7 +270,7 @@ def test_hanging_coreutils_are_killed(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_empties_the_engine_socket_folder_whatever_it_contains(tmp_path):
+def test_empties_the_engine_socket_folder_with_any_content(tmp_path):
     outside, folder = tmp_path / "outside", tmp_path / "folder"
     for path in (outside, folder):
         path.mkdir()

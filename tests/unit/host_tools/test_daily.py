@@ -94,10 +94,10 @@ def serving(host, monkeypatch):
 
 
 FAULTS: dict[str, tuple[Callable[[ServingHost], Any], str, str]] = {
-    "watch": (lambda s: s.units.discard(f"spark-watch@{RELEASE}.service"), "watch", "does not run"),
+    "watch": (lambda s: s.units.discard(f"spark-watch@{RELEASE}.service"), "watch", "is not running"),
     "gateway": (lambda s: s.units.discard("spark-gateway@main.service"), "watch", "spark-gateway@"),
     "certificate": (lambda s: s.write_certificate(12), "certificate", "in 1"),
-    "journal": (lambda s: s.fill_journal(), "journal", "takes 0.0 GiB"),
+    "journal": (lambda s: s.fill_journal(), "journal", "uses 0.0 GiB"),
     "disk": (lambda s: setattr(daily, "FREE_BYTES", 1 << 60), "disk", "GiB are free"),
     "inodes": (lambda s: setattr(daily, "FREE_INODES_SHARE", 2), "disk", "inodes are free"),
     "clock": (lambda s: setattr(s, "clock_synchronised", "no"), "clock", "not synchronized"),

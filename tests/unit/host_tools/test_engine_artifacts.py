@@ -83,7 +83,7 @@ def test_unchanged_checkpoint_is_not_hashed(host, checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip_byte, replace_file])
-def test_refuses_a_changed_byte(host, checkpoint, damage):
+def test_rejects_a_changed_byte(host, checkpoint, damage):
     damage(checkpoint / SHARD)
     for _ in range(2):
         with pytest.raises(HostToolError) as refused:
@@ -177,7 +177,7 @@ def test_missing_account_names_the_fix(host):
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
 @pytest.mark.parametrize("name", [SHARD, "receipt.json", "", "more", "more/tokenizer"])
 @pytest.mark.parametrize(("owner", "mode"), [(NOBODY.pw_uid, 0o755), (0, 0o775), (0, 0o757)])
-def test_refuses_checkpoint_writable_by_others(host, checkpoint, name, owner, mode):
+def test_rejects_checkpoint_writable_by_others(host, checkpoint, name, owner, mode):
     (checkpoint / "more").mkdir(mode=0o755)
     (checkpoint / "more/tokenizer").write_bytes(b"x")
     release = release_of(host, checkpoint)
@@ -195,13 +195,13 @@ def test_refuses_checkpoint_writable_by_others(host, checkpoint, name, owner, mo
     assert not jobs.has_valid_receipt(receipt)
 
 
-def test_refuses_link_in_a_checkpoint(host, checkpoint):
+def test_rejects_link_in_a_checkpoint(host, checkpoint):
     (checkpoint / "link").symlink_to("/etc/hostname")
     assert "is a link" in refusal(release_of(host, checkpoint)).what
 
 
 @pytest.mark.parametrize(("name", "mode"), [(SHARD, 0o600), ("", 0o700)])
-def test_refuses_checkpoint_that_the_engine_cannot_read(host, checkpoint, name, mode):
+def test_rejects_checkpoint_that_the_engine_cannot_read(host, checkpoint, name, mode):
     release = release_of(host, checkpoint)
     serve.check_checkpoints(release)
 

@@ -90,7 +90,7 @@ def test_container_gets_variables_from_a_root_only_file_removed_after_the_stop(
         ("GOOD", "x" * 70_000),
     ],
 )
-def test_refuses_variables_that_break_the_file_format(host, name, value):
+def test_rejects_variables_that_break_the_file_format(host, name, value):
     release = host.release(engine__env={name: value})
     with pytest.raises(HostToolError, match="environment"):
         container.write_environment(release, host.paths)

@@ -50,7 +50,7 @@ def test_start_needs_the_gpu_proof(host, monkeypatch):
 
 
 @pytest.mark.parametrize("verb", [serve.prepare, serve.run], ids=["prepare", "run"])
-def test_second_engine_is_refused(host, monkeypatch, verb):
+def test_second_engine_is_rejected(host, monkeypatch, verb):
     started: list[str] = []
     monkeypatch.setattr(serve.os, "execvpe", lambda program, *_: started.append(program))
     host.release()
@@ -148,7 +148,7 @@ def test_second_start_waits_for_the_first(turns):
         (CHAT, ("activating", "start-pre")),
     ],
 )
-def test_only_a_different_start_blocks(turns, name, state):
+def test_only_the_start_of_another_release_blocks(turns, name, state):
     turns.systemd.states = [state]
     turns.wait(name)
     assert turns.reports == []
@@ -236,7 +236,7 @@ def test_waits_for_containers_and_memory(waiting, available_gib, containers, cha
     ("containers", "obstacle", "fix"),
     [
         ([], MEMORY, "stop the largest processes: "),
-        (["spark-main-x"], CONTAINER, "docker rm -f spark-main-x"),
+        (["spark-main-x"], CONTAINER, "run `docker rm -f spark-main-x"),
     ],
 )
 def test_timeout_error_names_the_obstacle(waiting, containers, obstacle, fix):

@@ -101,7 +101,7 @@ def test_trial_is_temporary_and_its_removal_is_scheduled_first(trial):
     assert apply.endswith("netplan apply")
 
 
-def test_refuses_a_second_trial(trial):
+def test_rejects_a_second_trial(trial):
     before = trial.log()
     with pytest.raises(HostToolError, match="another trial is running"):
         run(trial, "try")

@@ -63,7 +63,7 @@ def test_start_defragments_only_if_blocks_are_missing(host, name, expected):
     assert written(host) == expected
 
 
-def test_start_continues_if_the_kernel_refuses(host):
+def test_start_continues_if_the_kernel_rejects_compaction(host):
     set_buddyinfo(host, "fragmented")
     shutil.rmtree(host.paths.root / PROC / "sys")
     lines: list[str] = []

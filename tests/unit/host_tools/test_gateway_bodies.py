@@ -30,7 +30,7 @@ def test_routes_chunked_bodies(services):
     assert services.engines["rank"].last_body == body
 
 
-def test_refuses_body_over_the_limit(services):
+def test_rejects_body_over_the_limit(services):
     assert services.status(CHAT, b'{"model": "embedder", "a": "' + b"x" * 8 * MIB + b'"}') == 413
     assert services.received() == {}
 

@@ -61,7 +61,7 @@ def curl(*options):
 
 
 @pytest.mark.slow
-def test_exposure_changes_keep_running_answers(client):
+def test_exposure_changes_keep_in_flight_responses(client):
     port, pid = client.settings.port, client.process.pid
     assert listening(client) == LOOPBACK
     answer = client.start_long_answer()
@@ -159,7 +159,7 @@ def test_binds_both_loopback_addresses(client):
         other.bind(("::1", client.settings.port))
 
 
-def test_follows_the_tailnet_address(client, tailnet_address):
+def test_listens_on_a_changed_tailnet_address(client, tailnet_address):
     paths = client.host.paths
     apply_settings(client, expose="tailscale")
     assert listening(client) == LOOPBACK

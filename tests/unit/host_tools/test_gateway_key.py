@@ -43,7 +43,7 @@ def test_key_is_neither_in_engine_argv_nor_in_readable_files(client):
 
 
 @pytest.mark.slow
-def test_closing_traffic_returns_503_and_keeps_running_answers(client):
+def test_closed_traffic_returns_503_and_keeps_in_flight_responses(client):
     answer = client.start_long_answer()
     traffic.close("main", client.host.paths)
     with client.send(CHAT, QUESTION) as refused:
@@ -53,7 +53,7 @@ def test_closing_traffic_returns_503_and_keeps_running_answers(client):
     assert answer.read().rstrip().endswith(b"data: [DONE]")
 
 
-def test_absent_engine_returns_503(client):
+def test_missing_engine_returns_503(client):
     client.host.engines[0].kill()
     client.host.engines[0].wait()
     with client.send(CHAT, QUESTION) as refused:
@@ -94,7 +94,7 @@ def test_errors_fit_openai_and_anthropic_clients(client, path, body, key, status
 
 
 @pytest.mark.slow
-def test_new_key_replaces_the_old_and_keeps_running_answers(client):
+def test_new_key_replaces_the_old_and_keeps_in_flight_responses(client):
     old, answer = client.key, client.start_long_answer()
     gateway.new_key("main", client.host.paths)
     assert client.key != old
@@ -116,7 +116,7 @@ def test_key_is_created_once_and_readable_only_by_root(host):
 
 
 @pytest.mark.parametrize("key", ["short", 'quote"1234567890123456', "brace{}1234567890123456"])
-def test_refuses_key_that_could_break_the_configuration(host, key):
+def test_rejects_key_that_could_break_the_configuration(host, key):
     settings = host.gateway()
     gateway.create_missing_key(settings, host.paths)
     (host.paths.root / "etc/spark/api-key").write_text(key)
@@ -125,7 +125,7 @@ def test_refuses_key_that_could_break_the_configuration(host, key):
 
 
 @pytest.mark.slow
-def test_serialises_concurrent_configuration_writes(nginx_host):
+def test_serializes_concurrent_configuration_writes(nginx_host):
     settings, paths = nginx_host.gateway(), nginx_host.paths
     gateway.create_missing_key(settings, paths)
     with ThreadPoolExecutor(8) as pool:

@@ -192,7 +192,7 @@ def test_cuts_an_endless_header(nginx_host):
         assert time.monotonic() - start < 20
 
 
-def test_headers_of_all_connections_fit_into_memory(nginx_host):
+def test_headers_of_all_connections_fit_in_memory(nginx_host):
     # Over TLS a head of 33 KiB cost 60 KiB, and 16384 of them a gigabyte, the gateway's limit.
     with recording_gateway(nginx_host) as client:
         fields = "".join(f"X-{number}: {'y' * 7900}\r\n" for number in range(3))
@@ -201,7 +201,7 @@ def test_headers_of_all_connections_fit_into_memory(nginx_host):
         assert client.status(f"/v1/models?{'x' * 7900}") == 200
 
 
-def test_logs_a_refused_key_without_the_key(nginx_host):
+def test_logs_a_rejected_key_without_the_key(nginx_host):
     journal = nginx_host.paths.root / "run/systemd/journal/dev-log"
     journal.parent.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:

@@ -71,7 +71,7 @@ def test_no_file_contains_a_named_key_and_only_root_reads_the_usage(js_host):
 
 
 @pytest.mark.slow
-def test_a_revoked_key_is_rejected_and_its_running_answers_finish(js_host):
+def test_revoked_key_is_rejected_but_in_flight_responses_finish(js_host):
     with running_gateway(js_host, keys=two_keys()) as client:
         body = {**QUESTION, "stream": True, "messages": [
             {"role": "user", "content": "Repeat exactly: " + "abcd" * 40}]}  # fmt: skip
@@ -85,7 +85,7 @@ def test_a_revoked_key_is_rejected_and_its_running_answers_finish(js_host):
 
 
 @pytest.mark.slow
-def test_limits_concurrent_requests_of_a_key_from_all_addresses(js_host):
+def test_limits_concurrent_requests_per_key_across_addresses(js_host):
     with (
         recording_gateway(js_host, keys=two_keys(max_concurrent=3)) as client,
         ExitStack() as stack,
@@ -101,7 +101,7 @@ def test_limits_concurrent_requests_of_a_key_from_all_addresses(js_host):
         assert [client.status(MODELS, key=token) for token in (BOB, ANNA)] == [200, 200]
 
 
-def test_limits_requests_per_minute_of_a_key(js_host):
+def test_limits_requests_per_minute_and_key(js_host):
     with recording_gateway(js_host, keys=two_keys(max_requests_per_min=4)) as client:
         statuses = [client.status(MODELS, key=ANNA) for _ in range(8)]
         assert statuses == [200] * 5 + [429] * 3
@@ -113,7 +113,7 @@ def test_limits_requests_per_minute_of_a_key(js_host):
         assert [client.status(MODELS, key=ANNA) for _ in range(4)] == [200] * 3 + [429]
 
 
-def test_limits_the_body_of_a_key(js_host):
+def test_limits_the_body_size_per_key(js_host):
     large = {"model": "main-model", "filler": "x" * 1000}
     with recording_gateway(js_host, keys=two_keys(max_body_bytes=500)) as client:
         assert client.status(CHAT, QUESTION, key=ANNA) == 200
@@ -150,7 +150,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize("names", [None, NAMES], ids=["service", "services"])
-def test_limits_the_output_tokens_that_a_request_of_a_key_may_ask_for(js_host, names):
+def test_limits_requested_output_tokens_per_key(js_host, names):
     limited = two_keys(max_output_tokens=OUTPUT_LIMIT)
     settings = {"keys": limited, "names": names, "max_body_bytes": MIB}
     with recording_gateway(js_host, tuple(names or ["main"]), **settings) as client:
@@ -177,7 +177,7 @@ def test_limits_the_output_tokens_that_a_request_of_a_key_may_ask_for(js_host, n
             assert client.status(f"{path}{CHAT}", b"{}", key=ANNA) == 404
 
 
-def test_counts_admitted_requests_and_bytes_of_each_key(js_host):
+def test_counts_admitted_requests_and_bytes_per_key(js_host):
     with recording_gateway(js_host, keys=two_keys(max_requests_per_min=2)) as client:
         for token in (ANNA, ANNA, ANNA, ANNA, BOB, "wrong", client.key):
             client.status(CHAT, QUESTION, key=token)
@@ -196,7 +196,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_killed_fold_counts_each_request_once(host, monkeypatch, step):
+def test_killed_usage_update_counts_each_request_once(host, monkeypatch, step):
     log = host.paths.usage("main").with_suffix(".log")
     log.parent.mkdir(parents=True)
     log.write_bytes(b"anna 100 1000\nbob 7 8\n\0\0\0\n")
@@ -225,7 +225,7 @@ def test_a_killed_fold_counts_each_request_once(host, monkeypatch, step):
 
 
 @pytest.mark.slow
-def test_a_balancer_counts_and_limits_a_request_once(js_host):
+def test_balancer_counts_and_limits_a_request_once(js_host):
     replicas = {"port": free_port(), "others": []}
     named = two_keys(max_concurrent=2, max_requests_per_min=4, max_body_bytes=5000)
     with recording_gateway(js_host, keys=named, replicas=replicas, max_body_bytes=9000) as client:
@@ -241,7 +241,7 @@ def test_a_balancer_counts_and_limits_a_request_once(js_host):
             client.engines["main"].may_answer.set()
 
 
-def test_limits_apply_to_clients_on_the_address_of_another_replica(js_host):
+def test_limits_apply_to_clients_at_the_address_of_another_replica(js_host):
     replicas = {"port": free_port(), "others": [f"127.0.0.1:{free_port()}"]}
     named = two_keys(max_requests_per_min=2)
     with recording_gateway(js_host, keys=named, replicas=replicas) as client:

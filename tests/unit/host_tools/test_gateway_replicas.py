@@ -85,13 +85,13 @@ CONVERSATION_HEADERS = (
 
 
 @pytest.mark.parametrize("header", CONVERSATION_HEADERS)
-def test_requests_of_a_conversation_go_to_a_single_host(replicas, header):
+def test_all_requests_of_a_conversation_go_to_the_same_host(replicas, header):
     hosts = [set(replicas.answering_hosts(3, **{header: f"chat-{n}"})) for n in range(12)]
     assert {len(names) for names in hosts} == {1}
     assert set.union(*hosts) == {"own", "other"}
 
 
-def test_a_conversation_moves_while_its_host_is_closed_and_then_returns(replicas):
+def test_conversation_moves_while_its_host_is_closed_and_then_returns(replicas):
     chats = [f"chat-{n}" for n in range(12)]
     home = {chat: replicas.answering_hosts(1, X_Session_Id=chat) for chat in chats}
     replicas.close_own()
@@ -126,14 +126,14 @@ def test_retries_unanswered_requests_to_a_lost_host(replicas, status):
 
 
 @pytest.mark.parametrize("status", [500, 401])
-def test_does_not_retry_a_started_answer(replicas, status):
+def test_does_not_retry_a_started_response(replicas, status):
     replicas.close_own()
     replicas.other.status = status
     assert replicas.ask()[0] == status
     assert len(replicas.other.requests) == 1
 
 
-def test_refuses_a_wrong_key(replicas):
+def test_rejects_a_wrong_key(replicas):
     assert replicas.ask("wrong")[0] == 401
     assert replicas.other.requests == []
 

@@ -110,7 +110,7 @@ def test_closed_service_returns_503_and_others_answer(services):
     assert services.status(CHAT, {"model": "embedder"}) == 503
 
 
-def test_routes_older_release_by_its_own_names(services):
+def test_routes_older_release_by_the_names_it_serves(services):
     open_service(services.host, "embed", "aaaaaaaaaaaa", names=["before"])
     assert services.status(CHAT, {"model": "before"}) == 200
     assert services.status(CHAT, {"model": "embedder"}) == 404

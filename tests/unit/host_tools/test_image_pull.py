@@ -143,7 +143,7 @@ def test_unpacking_does_not_hide_a_stall_in_a_different_layer():
     assert "layer bbbb" in str(layers.stall_message(399.0))
 
 
-def test_registry_error_is_one_short_line(daemon):
+def test_registry_error_is_a_single_short_line(daemon):
     reason = "received unexpected HTTP status: 503\n\x1b[2Jwait" + "!" * 5000
     event = {"errorDetail": {"message": reason}, "error": reason}
     daemon.script = lambda answer, _: answer.send(layer(A, "Downloading", 5, 50), event)
@@ -161,7 +161,7 @@ def test_reports_http_errors(daemon):
 
 
 @pytest.mark.parametrize("half", [b"", b'{"status":"Downloading","progressDet'])
-def test_dying_daemon_is_an_error(daemon, half):
+def test_docker_exit_during_the_pull_is_an_error(daemon, half):
     def die(answer, _):
         answer.send(layer(A, "Downloading", 5, 50))
         answer.send_bytes(half) if half else None
@@ -171,7 +171,7 @@ def test_dying_daemon_is_an_error(daemon, half):
     assert "docker is not running, or aborted the pull" in pull_error()
 
 
-def test_absent_daemon_is_an_error(tmp_path, monkeypatch):
+def test_missing_docker_daemon_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "none.sock"))
     assert "no such file" in pull_error()
 

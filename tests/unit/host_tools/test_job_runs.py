@@ -261,7 +261,7 @@ def test_reads_progress_lines(host, units):
     }  # fmt: skip
 
 
-def test_interrupted_job_is_failed_not_waiting(host, units):
+def test_interrupted_job_has_failed(host, units):
     write_job(host, "pass")
     assert poll(host)[0]["state"] == "waiting"
     interrupted = JobRun("running", None, "2026-01-01T00:00:00Z")

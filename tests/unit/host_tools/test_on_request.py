@@ -42,7 +42,7 @@ def test_first_request_starts_the_service_and_is_answered(start):
         assert host.running() == {"first"}
 
 
-def test_other_model_replaces_it_after_running_answers(start):
+def test_other_model_starts_after_in_flight_requests_finish(start):
     with start() as host, ThreadPoolExecutor() as pool:
         assert host.chat("model-1")[0] == 200
         long = pool.submit(host.chat, "model-1", LONG)
@@ -119,7 +119,7 @@ def send_and_leave(host, body, until):
         wait_until(until, "the request arrived")
 
 
-def test_client_that_leaves_starts_nothing(start):
+def test_disconnected_client_starts_no_service(start):
     with start(serve_s=1.5) as host:
         assert host.chat("model-1")[0] == 200
         second = host.relay.services["second"]
@@ -130,7 +130,7 @@ def test_client_that_leaves_starts_nothing(start):
         assert traffic.is_open("first", host.here.paths)
 
 
-def test_client_that_leaves_ends_its_answer(start):
+def test_disconnected_client_ends_its_response(start):
     with start() as host:
         body = {"model": "model-1", "stream": True,
                 "messages": [{"role": "user", "content": LONG * 4}]}  # fmt: skip
@@ -140,7 +140,7 @@ def test_client_that_leaves_ends_its_answer(start):
         wait_until(lambda: engine.metrics().unfinished == 0, "the engine is idle", seconds=3)
 
 
-def test_client_that_leaves_does_not_hold_its_request_until_the_answer(start):
+def test_disconnected_client_frees_its_request_before_the_response(start):
     with start() as host:
         body = {"model": "model-1", "messages": [{"role": "user", "content": LONG * 4}]}
         engine = Engine(host.here.paths.engine_socket("first"))
@@ -212,14 +212,14 @@ def test_service_without_its_group_does_not_stop_the_others(start, monkeypatch):
         assert host.chat("model-1")[0] == 200
 
 
-def test_own_port_knows_which_models_exist(start):
+def test_socket_of_a_service_lists_its_models(start):
     with start() as host:
         waiting = Engine(host.here.paths.waiting_socket("first"))
         assert waiting.get("/v1/models/model-1").json()["state"] == "stopped"
         assert waiting.get("/v1/models/model-2").status == 404
 
 
-def test_engine_that_does_not_answer_is_not_idle(start):
+def test_unresponsive_engine_is_not_idle(start):
     with start() as host:
         assert host.chat("model-1")[0] == 200
         used = host.here.paths.last_use("first")
@@ -271,7 +271,7 @@ def add_service_limit(host, service, idle_stop_s):
     )
 
 
-def test_service_stopped_by_hand_is_not_started(start):
+def test_manually_stopped_service_is_not_started(start):
     with start() as host:
         write_document(host.here.paths.stopped("first"), Stopped(None, "now", "owner"))
         assert host.chat("model-1")[0] == 503
@@ -310,7 +310,7 @@ def test_stops_the_service_that_is_idle_longest(start):
         assert stopped("first", 50) == ["third"]
 
 
-def test_release_that_always_runs_takes_memory_from_services_on_request(start):
+def test_always_running_release_takes_memory_from_on_request_services(start):
     with start() as host:
         assert host.chat("model-1")[0] == 200
         main = host.client.host.release("main-0123456789ab", memory__needed_bytes=50 * GIB)
@@ -325,7 +325,7 @@ class _Killed(BaseException):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["kill", "power cut"])
-def test_a_process_killed_at_any_step_leaves_services_that_start(host, monkeypatch, event):
+def test_process_killed_at_any_step_leaves_services_startable(host, monkeypatch, event):
     units, here = add_services(host, monkeypatch)
     units.load_s = 0
     switch = Switch(here, Limits(serve_s=0, drain_s=0))
@@ -374,7 +374,7 @@ def boot_again(units, here):
             units.start(release.serve_unit, 0)
 
 
-def test_main_gateway_decides_whether_the_process_runs(start, systemctl_calls):
+def test_main_gateway_enables_and_disables_the_process(start, systemctl_calls):
     with start() as host:
         unit, link = "spark-on-request.service", host.here.paths.boot_links
         gateway.reload("main", host.here.paths)

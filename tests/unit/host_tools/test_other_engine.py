@@ -37,7 +37,7 @@ def test_engine_with_other_metric_names_passes(host, other):
     assert {"acceptance", "prefix reuse", "counters"} <= names
 
 
-def test_unknown_engine_is_refused_before_a_start(host):
+def test_unknown_engine_is_rejected_before_a_start(host):
     problem = serve.find_artifact_problem(host.release(engine__kind="unknown"))
     assert "engine 'unknown'" in problem.where
     assert "vllm" in problem.what

@@ -118,7 +118,7 @@ def test_is_read_only(peer, method):
     assert peer.ask(f"/{BUILT}/files/file") == (200, b"built")
 
 
-def test_refuses_paths_that_nginx_would_interpret(host):
+def test_rejects_paths_that_nginx_would_interpret(host):
     tree = SharedTree(BUILT, '/srv/"; return 200; #', "ba9876543210", unfinished=False)
     with pytest.raises(HostToolError, match="cannot share"):
         nginx.render_share(Share("::1", 1, (tree,)), Path("/run/x"), host.paths)

@@ -25,7 +25,7 @@ def test_removes_only_unneeded_files(machine, checkpoints):
     assert names(plan, "release") == [A, B]
     assert names(plan, "tree") == [f"model-{'a' * 12}", f"model-{'b' * 12}"]
     assert names(plan, "source") == ["org--old-aaaaaaaaaaaa"]
-    assert plan.kept == {C: "rollback target", D: "serves"}
+    assert plan.kept == {C: "rollback target", D: "serving"}
 
     assert machine.prune().problems == ()
     assert [letter for letter, path in checkpoints.items() if path.is_dir()] == ["c", "d"]
@@ -33,7 +33,7 @@ def test_removes_only_unneeded_files(machine, checkpoints):
     assert machine.plan().items == ()
 
 
-def test_works_on_a_full_disk(machine, checkpoints, monkeypatch):
+def test_prunes_on_a_full_disk(machine, checkpoints, monkeypatch):
     def fail(path, text, mode=420):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -45,7 +45,7 @@ def test_works_on_a_full_disk(machine, checkpoints, monkeypatch):
     # The good record still names removed releases; the next prune corrects it.
     assert plan_rollback("main", None, steps.this_host(machine.paths)).from_release.name == D
     assert machine.plan().items == ()
-    assert machine.plan().kept == {C: "rollback target", D: "serves"}
+    assert machine.plan().kept == {C: "rollback target", D: "serving"}
 
 
 @pytest.mark.usefixtures("checkpoints")
@@ -76,7 +76,7 @@ def test_removes_a_damaged_rollback_target(machine):
     machine.paths.release(C).write_bytes(b"")
     assert names(machine.prune(1), "release") == [A, C]
     assert not machine.paths.release(C).exists()
-    assert machine.plan(1).kept == {D: "serves", B: "rollback target"}
+    assert machine.plan(1).kept == {D: "serving", B: "rollback target"}
 
 
 def test_keeps_planned_releases_and_files(machine, checkpoints):
@@ -94,7 +94,7 @@ def test_keeps_a_serving_or_stopped_release(machine):
     files.remove(machine.paths.known_good("main"))
     machine.units.clear()
     machine.units[f"spark-serve@{A}.service"] = {"ActiveState": "active"}
-    assert machine.plan(0).kept == {A: "serves"}
+    assert machine.plan(0).kept == {A: "serving"}
     machine.units.clear()
     stopped = {"schema_version": 1, "release": B, "at": "then"}
     write_json(machine.paths.stopped("main"), stopped)
@@ -194,7 +194,7 @@ def test_removes_old_tools_unless_linked_or_running(machine):
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_image_frees_only_its_own_layers(machine):
+def test_removed_image_frees_only_unshared_layers(machine):
     machine.image("spark-vllm:two", "b1", "b2", "p2", size=130)
     machine.image(BASE, "b1", "b2", size=100, label=None)
     proof = {"image": "spark-vllm:two", "label": "f" * 64}

@@ -42,7 +42,7 @@ def sim():
 
 
 @pytest.mark.parametrize(("call", "phase"), [("enable", "enable"), ("bring up", "open")])
-def test_first_release_that_fails_late_is_not_good(call, phase):
+def test_first_release_that_fails_late_is_not_known_good(call, phase):
     sim = SimulatedHost()
     result = deploy(sim, B, **{call: ["fail"]})
     assert (result.state, result.failed_phase) == ("failed-no-previous", phase)
@@ -70,7 +70,7 @@ def test_late_failure_keeps_the_old_release(sim, call, phase, reason):
     assert boot.read_known_good("main", sim.host()).previous == ()
 
 
-def test_rollback_that_fails_too_reports_both_reasons(sim):
+def test_failed_rollback_reports_both_reasons(sim):
     result = deploy(sim, B, bring_up=["fail", "fail"])
     assert (result.state, result.failed_phase, result.serving) == ("rollback-failed", "open", A)
     assert str(result.reason).count("gateway: did not answer") == 2
@@ -98,7 +98,7 @@ def test_rollout_killed_after_the_proof_is_finished_or_rolled_back(sim, call, fa
     assert_serves(sim, serving)
 
 
-def test_earlier_good_record_survives_clock_steps(sim):
+def test_known_good_record_survives_clock_steps(sim):
     host = sim.host()
     host.disk.write(host.paths.known_good("main"), KnownGoodReleases(A, (), "999999999"))
     sim.upgrade()
@@ -192,7 +192,7 @@ def test_disk_that_fills_up_keeps_the_old_release(sim, capfd):
     assert message in capfd.readouterr().out
 
 
-def test_rollout_on_a_full_disk_is_refused(sim, capfd):
+def test_rollout_on_a_full_disk_is_rejected(sim, capfd):
     engines = dict(sim.engines)
     sim.faults_at = {"begin": ["full"]}
     sim.deploy(B)

@@ -146,7 +146,7 @@ def test_only_the_same_run_recovers_a_rollout(sim, other):
     assert sim.calls == 0
 
 
-def test_refused_unit_is_an_error(sim):
+def test_unit_that_cannot_start_is_an_error(sim):
     sim.faults_at = {"begin": ["fail"]}
     with pytest.raises(HostToolError, match=f"systemctl start {SWITCH.unit(A)}: did not answer"):
         begin(sim)
@@ -177,12 +177,12 @@ def test_rollback_targets_the_previous_or_a_named_release(sim):
     assert plan(sim, A) == Rollback(named(C), named(A))
 
 
-def test_rollback_without_previous_release_is_refused(sim):
+def test_rollback_without_previous_release_is_rejected(sim):
     make_good(sim, A)
     assert "no earlier proven release" in refusal(sim)
 
 
-def test_rollback_to_an_absent_release_lists_the_present_releases(sim):
+def test_rollback_to_a_missing_release_lists_available_releases(sim):
     make_good(sim, A, B)
     sim.releases.discard(C)
     present = f"{A} (lab-stub with v2); {B} (lab-stub with v2)"
@@ -217,7 +217,7 @@ def test_second_rollback_does_not_toggle(sim):
 
 
 @pytest.mark.parametrize("next_good", [B, C], ids=["failed rollback", "next rollout"])
-def test_another_good_release_cancels_the_rollback(sim, next_good):
+def test_new_known_good_release_cancels_the_rollback(sim, next_good):
     make_good(sim, A, B)
     boot.record_rollback("main", A, sim.host())
     make_good(sim, *([A] if next_good == C else []), next_good)
@@ -274,7 +274,7 @@ def test_permanent_stop_replaces_a_timed_stop(sim):
     assert boot.is_stopped("main", sim.host())
 
 
-def test_power_cut_during_a_timed_stop_does_not_stop_for_good(sim):
+def test_power_cut_during_a_timed_stop_does_not_make_it_permanent(sim):
     make_good(sim, A)
     sim.history.clear()
     boot.stop_service("main", "ann", sim.host(), 60)

@@ -28,7 +28,7 @@ def test_no_sample_without_nvidia_smi(monkeypatch):
     assert sensors.read() is None
 
 
-def test_values_around_the_heat_limit_make_two_events(alarms):
+def test_values_around_the_heat_limit_record_two_events(alarms):
     events = []
     for celsius in (85, 91, 93, 89, 91, 84):
         events += alarms.events(Reading(celsius, 2400, None, None))
@@ -36,7 +36,7 @@ def test_values_around_the_heat_limit_make_two_events(alarms):
     assert "the GPU is at 91 °C (limit 90 °C), clock 2400 MHz" in events[0][1]
 
 
-def test_stuck_power_supply_makes_an_event(alarms):
+def test_stuck_power_supply_records_an_event(alarms):
     events = [alarms.events(Reading(55, 850, 22.0, 99)) for _ in range(4)]
     assert [[kind for kind, _ in sample] for sample in events] == [[], [], ["power"], []]
     recovered = alarms.events(Reading(61, 2400, 70.0, 95))
@@ -53,5 +53,5 @@ def test_stuck_power_supply_makes_an_event(alarms):
         None,
     ],
 )
-def test_idle_or_incomplete_samples_make_no_event(alarms, reading):
+def test_idle_or_incomplete_samples_record_no_event(alarms, reading):
     assert [event for _ in range(5) for event in alarms.events(reading)] == []

@@ -72,7 +72,7 @@ def test_busy_engine_is_not_measured(host):
     client.join()
 
 
-def test_absent_engine_is_not_measured(host):
+def test_missing_engine_is_not_measured(host):
     with pytest.raises(speed.NotMeasuredError, match="nothing listens"):
         speed.measure(release_with_bench(host), host.paths, 0.5, print)
 

@@ -88,7 +88,9 @@ def test_each_fault_fails_its_check(host, monkeypatch, fault, violated, message)
 
 
 @pytest.mark.parametrize(("fault", "doubted", "message"), DOUBTS)
-def test_doubtful_results_of_a_healthy_server_only_warn(host, monkeypatch, fault, doubted, message):
+def test_doubtful_results_of_a_healthy_server_are_only_warnings(
+    host, monkeypatch, fault, doubted, message
+):
     leave_out(monkeypatch, *{"unsteady": ("conversation",)}.get(fault, ()))
     changes = {} if doubted == "prefix reuse" else {"check__prefix": None}
     release = host.release(check__questions=EXACT, **changes)
@@ -104,7 +106,7 @@ def test_doubtful_results_of_a_healthy_server_only_warn(host, monkeypatch, fault
 THINKING = {**EXACT[1], "thinking": True}
 
 
-def test_wrong_answer_after_thinking_only_warns(host):
+def test_wrong_answer_after_thinking_is_only_a_warning(host):
     release = host.release(check__questions=[EXACT[0], THINKING], check__prefix=None)
     host.started(release, "wrong-arithmetic")
 

@@ -81,7 +81,7 @@ def test_unanswered_version_is_unknown(late):
     ]  # fmt: skip
 
 
-def test_absent_version_is_a_change(late, monkeypatch):
+def test_missing_version_is_a_change(late, monkeypatch):
     before = versions.read()
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(late.folder / "absent"))
     (late.folder / "nvidia-ctk").unlink()

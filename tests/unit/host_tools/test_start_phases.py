@@ -30,7 +30,7 @@ ready (APIServer pid=1) INFO:     Application startup complete.
 LINES = [line.partition(" ")[::2] for line in LOG.splitlines()]
 
 
-def test_the_log_leads_through_all_phases_and_never_back(host):
+def test_start_phases_advance_with_the_log_and_never_return(host):
     phases, seen = StartPhases(host.release()), []
     for now_s, (expected, line) in enumerate(LINES):
         seen.append(line)
@@ -41,7 +41,7 @@ def test_the_log_leads_through_all_phases_and_never_back(host):
     assert durations == {"image": 2, "weights": 3, "compile": 5, "graphs": 3, "ready": 7}
 
 
-def test_unknown_and_later_lines_do_no_harm(host):
+def test_unknown_and_later_log_lines_are_ignored(host):
     phases = StartPhases(host.release())
     phases.update(["\x00\xff", "", "torch.compile and weights", "it's ready"], 3)
     assert phases.current == "image"
@@ -51,7 +51,7 @@ def test_unknown_and_later_lines_do_no_harm(host):
 
 
 @pytest.mark.parametrize(("change_gb", "text"), [(-30, "30.0 of"), (5, "0.0 of"), (-99, "70.0 of")])
-def test_loaded_weights_are_the_memory_taken_since(host, monkeypatch, change_gb, text):
+def test_loading_progress_is_the_memory_used_since_the_start(host, monkeypatch, change_gb, text):
     available = [10**11, 10**11 + change_gb * 10**9]
     monkeypatch.setattr(start_phases, "available_bytes", lambda: available.pop(0))
     tree, gb = host.paths.root / "tree", 10**9
@@ -65,7 +65,7 @@ def test_loaded_weights_are_the_memory_taken_since(host, monkeypatch, change_gb,
     assert phases.text(58) == f"loading weights, {text} 70.0 GB, 48 s"
 
 
-def test_a_start_records_its_phases_and_later_checks_keep_them(host, monkeypatch):
+def test_start_records_its_phases_and_later_checks_keep_them(host, monkeypatch):
     monkeypatch.setattr(runner, "_PHASE_INTERVAL_S", 0.0)
     monkeypatch.setattr(runner, "_start_failure", lambda *_: None)
     release = host.release()
@@ -77,7 +77,7 @@ def test_a_start_records_its_phases_and_later_checks_keep_them(host, monkeypatch
     assert stored_proof(host, release).start_times_s == times_s
 
 
-def test_a_rollout_reports_the_units_own_progress_only(monkeypatch, capfd):
+def test_rollout_reports_only_the_progress_of_its_unit(monkeypatch, capfd):
     monkeypatch.setattr(steps, "_REPORT_INTERVAL_S", 0)
     sim = SimulatedHost()
     sim.journal = [

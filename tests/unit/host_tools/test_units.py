@@ -75,7 +75,7 @@ def test_log_rate_limit_allows_a_start():
     assert burst / interval_s <= 500
 
 
-def test_refused_keys_cannot_flood_the_journal():
+def test_rejected_keys_cannot_flood_the_journal():
     service = section("spark-gateway@.service", "Service")
     assert int(service["LogRateLimitBurst"]) / int(service["LogRateLimitIntervalSec"]) < 1
 

@@ -58,7 +58,7 @@ def test_working_or_idle_engine_does_not_stall(detector, values):
         assert detector.add_metrics(sample(**metrics), now_s=i * 10.0) is None
 
 
-def test_an_answer_resets_the_silence(detector):
+def test_response_resets_the_silence(detector):
     for i in range(60):
         assert detector.add_timeout(now_s=i * 100.0) is None
         detector.reset_timeouts()
@@ -129,7 +129,7 @@ def test_silent_engine_stalls_after_the_limit(host, listener, kills, monkeypatch
     assert int(seconds[1]) >= host.release().watch.stall_s
 
 
-def test_absent_engine_is_left_to_systemd(host, kills, monkeypatch):
+def test_systemd_handles_a_missing_engine(host, kills, monkeypatch):
     host.release(watch={"stall_s": 0, "interval_s": 0.001, "hot_celsius": None})
     run_watchdog(host, monkeypatch, max_samples=50)
     assert kills == []

@@ -132,7 +132,7 @@ PRUNABLE = {
         {"kind": "job", "name": "0" * 12, "bytes": 0},
     ],
     "bytes": 7_250_000_000,
-    "kept": {OLD: "serves"},
+    "kept": {OLD: "serving"},
     "unmanaged": ["/srv/spark/models/mine"],
     "problems": [],
 }
