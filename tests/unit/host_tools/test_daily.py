@@ -94,7 +94,7 @@ def serving(host, monkeypatch):
 
 
 FAULTS: dict[str, tuple[Callable[[ServingHost], Any], str, str]] = {
-    "watch": (lambda s: s.units.discard(f"spark-watch@{RELEASE}.service"), "watch", "is not running"),
+    "watch": (lambda s: s.units.discard(f"spark-watch@{RELEASE}.service"), "watch", "not running"),
     "gateway": (lambda s: s.units.discard("spark-gateway@main.service"), "watch", "spark-gateway@"),
     "certificate": (lambda s: s.write_certificate(12), "certificate", "in 1"),
     "journal": (lambda s: s.fill_journal(), "journal", "uses 0.0 GiB"),

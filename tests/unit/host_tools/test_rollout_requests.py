@@ -194,10 +194,10 @@ def test_rollback_to_an_incomplete_release_names_a_complete_release(sim):
     sim.incomplete = {B}
     message = refusal(sim)
     assert message.startswith(f"{B}: tree of {B}: has no receipt")
-    assert f"name a complete release: {A} (lab-stub with v2), or" in message
+    assert f"use a complete release ({A} (lab-stub with v2)), or" in message
     assert "model: lab-stub and profile: v2" in message
     sim.incomplete = {A, B}
-    assert "name a complete release" not in refusal(sim)
+    assert "use a complete release" not in refusal(sim)
 
 
 def test_stopped_service_is_not_rolled_back(sim):

@@ -73,7 +73,7 @@ def test_busy_engine_is_not_measured(host):
 
 
 def test_missing_engine_is_not_measured(host):
-    with pytest.raises(speed.NotMeasuredError, match="nothing listens"):
+    with pytest.raises(speed.NotMeasuredError, match="no process listens"):
         speed.measure(release_with_bench(host), host.paths, 0.5, print)
 
 

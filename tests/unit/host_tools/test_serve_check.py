@@ -208,7 +208,7 @@ def test_prefix_check_needs_more_than_a_cache_block(host, monkeypatch):
     monkeypatch.setattr(questions, "_FILLER_TOKENS", 100_000)
     release = host.release(check__prefix={"block_tokens": 100})
     host.started(release)
-    assert "a cache block 100" in failed(check(host, release))["prefix reuse"]
+    assert "a cache block has 100" in failed(check(host, release))["prefix reuse"]
 
 
 def test_frozen_counters_fail_the_counters_check(host, monkeypatch):

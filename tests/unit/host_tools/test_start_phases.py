@@ -67,7 +67,7 @@ def test_loading_progress_is_the_memory_used_since_the_start(host, monkeypatch, 
 
 def test_start_records_its_phases_and_later_checks_keep_them(host, monkeypatch):
     monkeypatch.setattr(runner, "_PHASE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(runner, "_start_failure", lambda *_: None)
+    monkeypatch.setattr(runner, "_find_start_failure", lambda *_: None)
     release = host.release()
     host.start(release, STUB_LOAD_S="1")
     times_s = check_at_start(host, release).start_times_s

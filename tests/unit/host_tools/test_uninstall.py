@@ -103,7 +103,7 @@ def test_packages_that_the_owner_needs_stay(apt):
     apt.needs["theirs"] = ("jq",)
     apt.manual.add("theirs")
     packages = reasons_to_stay(earlier_host())
-    assert packages["jq"] == "theirs needs it"
+    assert packages["jq"] == "needed by theirs"
     assert packages.keys().isdisjoint({"libjq1", "theirs"})
 
 

@@ -40,7 +40,7 @@ def sample(*, running=1, prompt=0, generated=0, usage=0.1):
 def test_engine_without_progress_stalls_after_the_limit(detector):
     reasons = [detector.add_metrics(sample(usage=0.4), now_s=i * 10.0) for i in range(13)]
     assert reasons[:12] == [None] * 12
-    assert reasons[12] == "1 requests are running, but no token was read or written for 120 s"
+    assert reasons[12] == "1 requests are running, but no token has been read or written for 120 s"
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_prune_lists_each_item_once_with_its_size(executing):
     run_operation(host, prune_host, KEEP)
     assert host.log_text == text
     assert "7.25 GB  tree /srv/spark/models/x" in text
-    assert f"release {OLD}: serves" in text
+    assert f"release {OLD}: serving" in text
     assert "/srv/spark/models/mine: unmanaged" in text
     assert "state files of 1 jobs" in text
 
@@ -270,13 +270,13 @@ def test_servers_start_in_parallel_only_where_no_service_can_be_interrupted(
     [(None, serve.start_service, False), (OLD, serve.roll_out, True)],
 )
 def test_failed_host_prevents_rollouts_but_not_first_starts(active, operation, refused):
-    host = after_failure(serving(active=active, good=active), FakeHost(name="first"))
+    host = after_failure(serving(active=active, known_good=active), FakeHost(name="first"))
     [command] = run_operation(host, operation, PLAN, 60)
     assert ("because first failed first" in command) == refused
 
 
 def test_dry_run_predicts_the_first_start_only_once():
-    host = serving(active=None, good=None)
+    host = serving(active=None, known_good=None)
     with on(host, executing=False):
         first = list(serve.start_service._inner(PLAN, 60))
         second = list(serve.roll_out._inner(PLAN, 60))
