@@ -218,14 +218,15 @@ ALL_YML_HEAD = """\
 # group < host < --data key=value. Mappings are merged by key; lists are replaced."""
 
 SETTINGS_INTRODUCTION = (
-    "Settings decide what a host serves and how. Put them in `group_vars/all.yml` (all hosts), "
-    "`group_vars/<group>.yml` or `host_vars/<host>.yml` of your folder. A host's value overrides "
-    "the group's, and `--data key=value` overrides both (`--data serve.port=9000`). Mappings are "
-    "merged by key, lists are replaced. An invalid setting stops a run before the first "
-    "connection. Below `engine` you may use vLLM's names `max_model_len`, `max_num_seqs`, "
-    "`gpu_memory_utilization` and `num_speculative_tokens`."
+    "Settings define what a host serves and how. Put them in `group_vars/all.yml` (all hosts), "
+    "`group_vars/<group>.yml` or `host_vars/<host>.yml` in your folder. A host's value overrides "
+    "the group's value, and `--data key=value` overrides both (`--data serve.port=9000`). Mappings "
+    "are merged by key, and lists are replaced. An invalid setting stops a run before the first "
+    "connection.\n\nThe value `null` leaves the choice to the profile or the system, unless the "
+    "description says otherwise. Under `engine` you can also use vLLM's names `max_model_len`, "
+    "`max_num_seqs`, `gpu_memory_utilization` and `num_speculative_tokens`."
 )
 
 ENTRIES_INTRODUCTION = (
-    "Keys of a list entry (`[]`), a mapping entry (`NAME`) or a secret (only one key)."
+    "Keys in a list entry (`[]`), a mapping entry (`NAME`) or a secret (exactly one key)."
 )

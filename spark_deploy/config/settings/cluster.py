@@ -20,8 +20,8 @@ class ClusterSettings:
     hosts: tuple[Text, ...] = Field(
         default=(), examples=[["spark-1", "spark-2"]], json_schema_extra=UNIQUE
     )
-    """Inventory names of the hosts, a rank each; clients talk to the first. All members need the
-    same settings, so put them in group_vars."""
+    """Inventory names of the hosts, with one rank per host; clients connect to the first. All need
+    the same settings, so use group_vars."""
     subnet: str | None = Field(
         default=None,
         examples=["192.168.100.0/24"],
@@ -29,8 +29,8 @@ class ClusterSettings:
             r"^[0-9.]+/[0-9]+$", "a network with a prefix length", "192.168.100.0/24"
         ),
     )
-    """Network between the members; addresses must stay the same. null: the network in which every
-    member has an RDMA port."""
+    """Network between the members, with fixed addresses. null: the network in which every member
+    has an RDMA port."""
 
     def violations(self) -> Iterator[Violation]:
         if len(self.hosts) == 1:
@@ -50,8 +50,8 @@ class ReplicasSettings:
         default=(), examples=[["spark-1", "spark-2"]], json_schema_extra=UNIQUE
     )
     """Inventory names of the hosts. Each routes requests to the proven host with the fewest running
-    requests, and a conversation to the same host. All need the same settings and serve.api_key, so
-    put them in group_vars."""
+    requests, and a conversation to one host. All need the same settings and serve.api_key, so use
+    group_vars."""
     port: int = Field(default=8008, ge=1, le=65535, description="Shared port of the replicas.")
     # Filled by the inventory: fleet.address of each host, or its address for clients.
     addresses: SkipJsonSchema[dict[str, str]] = Field(default_factory=dict, exclude=True)
@@ -71,8 +71,7 @@ class FabricSettings:
         examples=[["spark-1", "spark-2"]],
         json_schema_extra=UNIQUE,
     )
-    """Hosts on the cables, in the order of their addresses: the first gets .11. Empty: those of
-    cluster.hosts."""
+    """Cabled hosts in the order of their addresses, which start at .11. Empty: cluster.hosts."""
     networks: tuple[Text, ...] = Field(
         default=("192.168.100.0/24", "192.168.101.0/24"), min_length=1, json_schema_extra=UNIQUE
     )
@@ -84,12 +83,12 @@ class FabricSettings:
     """Interfaces in the order of the networks. Empty: all cabled RDMA interfaces. If they differ
     between hosts, use host_vars."""
     mtu: int = Field(default=9000, ge=1280, le=9216)
-    """MTU; the same at both ends."""
+    """MTU at both ends."""
     measure: bool = False
-    """Only measure: send up to 1 GB (2.5 seconds) from each host to the next over each cabled port.
-    Command: `spark-deploy fabric --measure`."""
+    """Only measure: send up to 1 GB (2.5 seconds) from each host to the next over each cabled
+    port."""
     restore: bool = False
-    """Restore the old network. Command: `spark-deploy fabric --restore`."""
+    """Restore the old network."""
 
     def address(self, index: int, network: str) -> str:
         parsed = ipaddress.IPv4Network(network)

@@ -275,31 +275,29 @@ class ServiceEngineSettings:
     """Engine settings of a service; null: the profile's value."""
 
     max_context_tokens: int | None = Field(default=None, ge=64)
-    """Longest prompt plus answer, in tokens."""
+    """Maximum tokens of prompt plus answer."""
     max_sequences: int | None = Field(default=None, ge=1, le=1024)
-    """Requests processed at the same time."""
+    """Maximum requests processed at the same time."""
     kv_cache_gib: Gib | None = Field(default=None, gt=0)
-    """Pins the KV cache to this size (GiB) instead of deriving it from the memory fraction."""
+    """Size of the KV cache in GiB, instead of deriving it from the memory fraction."""
     drafts: int | None = Field(default=None, ge=0, le=3, examples=[1])
-    """Draft tokens per step from the model's MTP layer; 0: none. The check then requires that half
-    of them are accepted."""
+    """Draft tokens per step from the model's MTP layer; 0: none. The check requires that half of
+    them are accepted."""
     head: Literal["keep", "int8-g128", "int8-triton"] | None = None
-    """How the LM head is stored; same values as a profile's `head`. May need a new checkpoint."""
+    """Format of the LM head, as in a profile's `head`. May need a new checkpoint."""
     drafter: Literal["keep", "int4-g128"] | None = None
-    """How the MTP layer is stored; same values as a profile's `drafter`. May need a new
-    checkpoint."""
+    """Format of the MTP layer, as in a profile's `drafter`. May need a new checkpoint."""
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
-    """How draft tokens are sampled; same values as in a profile's `speculation`."""
+    """How draft tokens are sampled, as in a profile's `speculation`."""
     rejection_sample_method: Literal["standard", "block"] | None = None
-    """How draft tokens are verified; same values as in a profile's `speculation`."""
+    """How draft tokens are verified, as in a profile's `speculation`."""
     draft_vocabulary_tokens: int | None = Field(default=None, ge=1024, multiple_of=64)
-    """Number of frequent tokens that drafts are chosen from; same values as in a profile's
-    `speculation`. Not run on a GPU yet."""
+    """Number of frequent tokens from which drafts are chosen, as in a profile's `speculation`. Not
+    yet run on a GPU."""
     num_speculative_tokens_per_batch_size: DraftSchedule | None = Field(
         default=None, examples=[[[1, 2, 2], [3, 4, 1]]]
     )
-    """Number of draft tokens for each number of running requests; same format as in a profile's
-    `speculation`."""
+    """Number of draft tokens by number of running requests, as in a profile's `speculation`."""
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
     """Local file with a Jinja chat template, relative to the inventory's folder. A changed file is
     a new release."""
@@ -314,7 +312,7 @@ class ServiceEngineSettings:
     has its ten fast cores (X925) at 5-9 and 15-19; one recipe reports +2 to 3 %. Compare
     results with and without it: `bench --compare`."""
     vision: bool | None = None
-    """true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."""
+    """true: keep the vision tower (0.8 GiB for Qwen3.5). false: serve text only."""
     options: dict[str, Any] = Field(
         default_factory=dict,
         examples=[{"seed": 1}],
@@ -328,8 +326,8 @@ class ServiceEngineSettings:
         examples=[{"VLLM_LOG_STATS_INTERVAL": "30"}],
         json_schema_extra={"propertyNames": ENVIRONMENT_NAMES},
     )
-    """More environment variables of the engine, limited as options are. Never secrets: they are
-    visible on the host."""
+    """More environment variables of the engine, with the same limits as options. Never use secrets,
+    because they are visible on the host."""
 
     def violations(self) -> Iterator[Violation]:
         yield from engine_violations(self.options, self.environment)
@@ -341,5 +339,5 @@ class EngineSettings(ServiceEngineSettings):
     """Engine settings; null: the profile's value."""
 
     memory_fraction: float | None = Field(default=None, gt=0, le=0.95)
-    """Share of memory.total_gib the engine may take in all; above 0.82 hosts were reported to
-    thrash or freeze."""
+    """Share of memory.total_gib that the engine may use. Users report that hosts thrash or freeze
+    above 0.82."""

@@ -45,18 +45,18 @@ def _is_system_folder(folder: str) -> bool:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ExpectSettings:
-    """Required properties of a host; preflight refuses other hosts before any change."""
+    """Required properties of a host; preflight rejects other hosts before any change."""
 
-    arch: str = Field(default="aarch64", description="As `uname -m` prints it.")
+    arch: str = Field(default="aarch64", description="Architecture that `uname -m` prints.")
     gpu_name: str = GB10
-    """As nvidia-smi prints it. For a GB10, the PCI id must be present as well."""
+    """Name that nvidia-smi prints. For a GB10, the PCI ID must also be present."""
     os: _Os = Field(default="ubuntu 24.04", description="ID and VERSION_ID of /etc/os-release.")
     dgx_os: Literal["require", "warn", "ignore"] = "warn"
     """Reaction to a missing /etc/dgx-release, or to an unfinished vendor update (torn score of
     nvidia-spark-ota-check above 0)."""
     unit_overrides: tuple[Folder, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """Paths of your drop-ins for our systemd units. Deploys refuse unlisted drop-ins and masks,
-    which can start an engine without the check."""
+    """Paths of your drop-ins for our systemd units. Deploys reject other drop-ins and masks,
+    because these can start an engine without the check."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -112,7 +112,7 @@ class DiskSettings:
     """Disk space to keep free."""
 
     reserve_gib: Gib = Field(default=20, ge=0)
-    """Kept free on every filesystem."""
+    """Space in GiB to keep free on every file system."""
 
     @property
     def reserve_bytes(self) -> int:
@@ -156,7 +156,7 @@ class SshSettings:
     """How to reach a host; null leaves it to ~/.ssh/config."""
 
     hostname: Address | None = None
-    """Address, when the inventory name does not resolve."""
+    """Address, if the inventory name does not resolve."""
     user: Login | None = None
     """Login user. spark-deploy is the account that deploys/bootstrap.py creates; bootstrap gives
     any other user sudo without a password."""
@@ -171,4 +171,4 @@ class SshSettings:
     port: int | None = Field(default=None, ge=1, le=65535, description="SSH port.")
     key_file: Text | None = Field(default=None, description="Private key on the controller.")
     known_hosts_file: Text | None = None
-    """Another file than ~/.ssh/known_hosts."""
+    """File to use instead of ~/.ssh/known_hosts."""

@@ -26,7 +26,7 @@ class SecretRef:
             "^[A-Za-z_][A-Za-z0-9_]*$", "the name of a variable", "HF_TOKEN"
         ),
     )
-    """Name of a variable of the controller."""
+    """Name of an environment variable on the controller."""
     file: Text | _Nothing = None
     """Path on the controller; the first line is the secret."""
     command: Annotated[tuple[Text, ...], Field(min_length=1)] | _Nothing = None

@@ -21,7 +21,7 @@ class CheckpointSettings:
     """How the checkpoint of a profile is stored on the host."""
 
     layout: Literal["overlay", "full"] | None = None
-    """overlay: hard links to the base plus a small file; needs the plugin, takes seconds. full: a
+    """overlay: hard links to the base and a small file, built in seconds; needs the plugin. full: a
     complete copy that any tool can read. null: the profile's layout."""
     source: Literal["base", "prebuilt", "requantized"] = "base"
     """base: build from the model's INT4 repository. prebuilt: download the model's hybrid
@@ -29,7 +29,7 @@ class CheckpointSettings:
     requantized: build from your own INT4 checkpoint, made by `spark-deploy add MODEL
     --requantize`."""
     keep_base: bool = True
-    """false removes the base when a full checkpoint serves; a rebuild downloads it again. An
+    """false: remove the base when a full checkpoint serves. A rebuild then downloads it again. An
     overlay needs the base."""
 
     @property
@@ -55,8 +55,8 @@ class RequantizeSettings:
     seqlen: int = Field(default=2048, ge=16, le=32768, description="Tokens per sample.")
     batch: int = Field(default=8, ge=1, le=64, description="Samples per step.")
     calibration: str | None = Field(default=None, examples=["calibration.jsonl"])
-    """Local file with calibration text that resembles your requests: JSON lines, each {"text":
-    ...}, at least nsamples times seqlen tokens."""
+    """Local file with calibration text that resembles your requests: at least nsamples times seqlen
+    tokens in JSON lines, {"text": ...}."""
 
 
 CATALOG_NAME = text_schema(
@@ -89,13 +89,13 @@ _Tls = Annotated[
 class ModelAndProfile:
     """Names of a model and a profile."""
 
-    model: CatalogName = Field(description="A file name in catalog/models without .yml.")
-    profile: CatalogName = Field(description="A file name in catalog/profiles without .yml.")
+    model: CatalogName = Field(description="Model name.")
+    profile: CatalogName = Field(description="Profile name.")
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ScheduledSettings(ModelAndProfile):
-    """A pair, and the time at which a host switches to it."""
+    """A model and profile, and the time at which a host switches to it."""
 
     at: str = Field(
         max_length=80,
@@ -106,7 +106,7 @@ class ScheduledSettings(ModelAndProfile):
             "Mon..Fri 08:00",
         ),
     )
-    """Time as in systemd.time, in the host's time zone unless you add another."""
+    """Time in the format of systemd.time, in the host's time zone unless you add another."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -133,10 +133,10 @@ class RolloutSettings:
     """How a change is rolled out across hosts. If no host serves yet, all start at once."""
 
     at_once: Annotated[int, Field(ge=1)] | Literal["all"] = Field(default=1, examples=[2, "all"])
-    """Number of hosts that change at the same time, or all. The next hosts follow when these are
-    proven."""
+    """Number of hosts that are updated at the same time, or all. The next hosts follow when these
+    are proven."""
     canary: str | None = Field(default=None, min_length=1, examples=["spark-1"])
-    """Host that changes first, by inventory name; null: the first host."""
+    """Inventory name of the host that is updated first; null: the first host."""
 
 
 KEY_NAME = text_schema(
@@ -153,32 +153,32 @@ class KeySettings:
 
     sha256: str = Field(json_schema_extra=_SHA256, description="SHA-256 of the key.")
     max_concurrent: int | None = Field(default=None, ge=1, le=1000)
-    """Requests at a time; null: no limit."""
+    """Maximum concurrent requests; null: no limit."""
     max_requests_per_min: int | None = Field(default=None, ge=1, le=10000)
-    """Average requests a minute; the same number may come at once. null: no limit."""
+    """Average requests per minute; bursts may have the same number. null: no limit."""
     max_body_mib: int | None = Field(default=None, ge=1, le=4096)
-    """Largest request body in MiB; bodies without Content-Length are rejected. null: as
+    """Maximum request body in MiB; bodies without Content-Length are rejected. null:
     serve.max_body_mib."""
     max_output_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Output tokens of a request; null: no limit."""
+    """Maximum output tokens per request; null: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class RequestDefaults:
-    """Values for requests that leave them out; null: the model's own default."""
+    """Values for requests that omit them; null: the model's own default."""
 
     thinking: bool | None = Field(default=None, description="Think before the answer.")
     temperature: float | None = Field(default=None, ge=0, le=2, description="0: greedy.")
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Sample from the most probable tokens with this sum of probabilities."""
+    """Sample from the most probable tokens whose probabilities add up to this."""
     top_k: int | None = Field(default=None, ge=0)
-    """Sample from this number of tokens; 0: all."""
+    """Sample from this many tokens; 0: all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    """Smallest probability, relative to that of the most probable token."""
+    """Minimum probability, relative to the most probable token."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """Above 0 avoids tokens that the answer already has."""
+    """Values above 0 avoid tokens that are already in the answer."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=2)
-    """Above 1 avoids tokens of prompt and answer."""
+    """Values above 1 avoid tokens that are in the prompt or answer."""
 
     @property
     def request(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class ServeSettings:
         examples=[{"qwen-fast": {"thinking": False, "temperature": 0.7}}],
         json_schema_extra={"propertyNames": SERVED_NAME},
     )
-    """Defaults of requests by model name, for several names of an engine. Needs a profile with our
+    """Request defaults by model name, for several names of one engine. Needs a profile with our
     plugin."""
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the gateway.")
     expose: Expose = Field(
@@ -219,7 +219,7 @@ class ServeSettings:
             "^[A-Za-z0-9.:-]+$", "a name or an address", "spark.example.org"
         ),
     )
-    """Name or address that clients in the network use for this host; certificates include it. null:
+    """Name or address that clients on the network use for this host; certificates include it. null:
     ssh.hostname, otherwise the inventory name."""
     tls: _Tls = "off"
     """Only with expose: lan. own-cert: your certificate and key files; private-ca: this machine
@@ -230,10 +230,10 @@ class ServeSettings:
     tls_key: _File | None = None
     """With own-cert: PEM file on the controller with the unencrypted key."""
     tls_names: tuple[_TlsName, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """With private-ca: more names and addresses for the certificates."""
+    """With private-ca: additional names and addresses in the certificates."""
     ca_dir: _File = "~/.config/spark-deploy/ca"
-    """With private-ca: local folder of the CA: ca.pem for clients, and ca-key.pem. Created if
-    missing; keep a copy."""
+    """With private-ca: local folder with ca.pem, which clients need, and ca-key.pem. Created if
+    missing; keep a backup."""
     api_key: SecretOrGenerate = Field(default_factory=SecretRef)
     """generate: the host makes a random key once. Otherwise the controller reads it: {env: NAME},
     {file: PATH} or {command: [PROGRAM, ARGUMENT]}."""
@@ -243,15 +243,15 @@ class ServeSettings:
     """More API keys by name, for people and programs. `spark-deploy key add NAME` creates a key,
     prints it once and writes only its digest."""
     max_body_mib: int = Field(default=32, ge=1, le=4096)
-    """Largest request body, in MiB; images travel in it as base64."""
+    """Maximum request body in MiB, including images in base64."""
     max_requests_per_s: int | None = Field(default=50, ge=1)
-    """Average requests a second from a client address, with bursts of twice that; requests without
-    a valid key have the same limit. null: no limit."""
+    """Average requests per second from a client address, with bursts of twice that. The same limit
+    applies to requests without a valid key. null: no limit."""
     start_timeout_s: int = Field(default=2400, ge=10)
-    """Seconds from start to the first checked answer. The first start compiles kernels and loads 70
-    GB."""
+    """Maximum seconds from a start to the first checked answer. The first start compiles kernels
+    and loads 70 GB."""
     drain_s: int = Field(default=30, ge=0)
-    """Seconds that running answers get before a change of release stops the engine."""
+    """Seconds that in-flight requests get before a change of release stops the engine."""
 
     def names_of(self, model: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*(self.names or (model,)), *self.defaults)))
@@ -285,10 +285,10 @@ class MemorySettings:
     total_gib: Gib = Field(default=119.7, gt=0)
     """MemTotal of the host: 119.7 on a 128 GB Spark; newer units show 121.7."""
     reserve_gib: Gib = Field(default=12, ge=1)
-    """Memory for the system and other workloads. When less than half of it is available (and less
-    than 4 GiB), the engine is stopped, at start or later."""
+    """Memory for the system and other workloads. The engine is stopped if less than half of this,
+    and less than 4 GiB, is available."""
     start_wait_s: int = Field(default=300, ge=0)
-    """Seconds to wait before a start until a stopped engine has freed memory."""
+    """Maximum seconds to wait before a start until a stopped engine has freed memory."""
 
     @property
     def total_bytes(self) -> int:
@@ -316,8 +316,8 @@ class WatchSettings:
     """When a serving engine is restarted."""
 
     stall_s: int = Field(default=120, ge=5)
-    """Seconds without progress of running requests, or without an answer, before a restart. Long
-    contexts get at least a second per 1000 tokens."""
+    """Seconds before a restart, if running requests make no progress or the engine does not
+    respond. Long contexts get at least a second per 1000 tokens."""
 
     @property
     def interval_s(self) -> int:

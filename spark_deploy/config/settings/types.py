@@ -119,8 +119,8 @@ class Settings:
                    {"at": "20:00", "model": "qwen3.5-122b", "profile": "agent"}]],
         json_schema_extra=UNIQUE,
     )  # fmt: skip
-    """Times at which a host switches to a model and profile. Each must be the default or be listed
-    in keep_ready; the default needs an entry too. A deploy keeps the scheduled model."""
+    """Times at which a host switches to a model and profile. Each entry must be the default or be
+    in keep_ready, and the default needs an entry too. A deploy keeps the scheduled model."""
     services: dict[str, ServiceSettings] = Field(
         default_factory=dict,
         examples=[{"embed": {"model": "qwen3-embedding", "profile": "plain", "port": 8001,
@@ -145,7 +145,7 @@ class Settings:
     """Path of the lock file, relative to the parent folder of group_vars. It pins names to commits
     and digests."""
     locked: Literal["first-use", "required"] = "first-use"
-    """first-use: a run locks new names; required: a run refuses names that are not locked."""
+    """first-use: a run locks new names. required: a run rejects names that are not locked."""
     images: dict[str, ImageName] = Field(
         default_factory=lambda: {
             "engine": "vllm/vllm-openai:v0.33.0",
@@ -153,8 +153,8 @@ class Settings:
         },
         json_schema_extra={"required": ["engine", "gpu_check"], "propertyNames": IMAGE_ROLE},
     )
-    """Container images by role; the lock file pins their digests. `engine` and `gpu_check`
-    (verifies the runtime) are required; models may need more."""
+    """Container images by role; the lock file pins their digests. `engine` and `gpu_check` (which
+    tests GPU access) are required; models may need more."""
     registries: RegistrySettings = Field(default_factory=RegistrySettings)
     hub: HubSettings = Field(default_factory=HubSettings)
     downloads: DownloadSettings = Field(default_factory=DownloadSettings)
@@ -171,8 +171,8 @@ class Settings:
     """Signed apt repositories by name, added before CUDA or Docker is installed."""
     expect: ExpectSettings = Field(default_factory=ExpectSettings)
     reboot: Literal["report", "allow"] = "report"
-    """Pending reboot (new kernel or driver). report: only print it; allow: reboot such hosts in
-    turn and check each, once per cause."""
+    """Action for a pending reboot (new kernel or driver). report: only print it. allow: reboot
+    hosts one after another and check each, once per cause."""
     takeover: tuple[ContainerName, ...] = Field(
         default=(), examples=[["old-vllm"]], json_schema_extra=UNIQUE
     )
