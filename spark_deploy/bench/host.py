@@ -20,19 +20,19 @@ from spark_deploy.bench.result import Sample, Served
 from spark_deploy.config.errors import SparkError, unreachable
 from spark_deploy.inventory.unreachable import ssh_reason
 
-_LIMIT_S = 60.0
-_TUNNEL_LIMIT_S = 15.0
-# Prints CELSIUS,WATTS or nothing; read by `parse_heat`.
-HEAT = (
+_COMMAND_TIMEOUT_S = 60.0
+_TUNNEL_TIMEOUT_S = 15.0
+# Prints CELSIUS,WATTS or nothing; read by `parse_gpu_sensors`.
+GPU_SENSORS = (
     "$(nvidia-smi --query-gpu=temperature.gpu,power.draw --format=csv,noheader,nounits "
     "2>/dev/null | tr -d ' ')"
 )
 _SAMPLE_SCRIPT = (
     "while sleep 1; do "
-    f"echo $(date +%s.%N) $(awk '/^MemAvailable/{{print $2}}' /proc/meminfo) {HEAT}; done"
+    f"echo $(date +%s.%N) $(awk '/^MemAvailable/{{print $2}}' /proc/meminfo) {GPU_SENSORS}; done"
 )
 _TOKENIZER = "tokenizer.json tokenizer_config.json vocab.json merges.txt config.json"
-SYSTEM = """. /etc/os-release; echo "os=$PRETTY_NAME"
+SYSTEM_SCRIPT = """. /etc/os-release; echo "os=$PRETTY_NAME"
 echo "product=$(cat /sys/class/dmi/id/product_name 2>/dev/null)"
 echo "gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)"
 echo "cuda=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\\([0-9.]*\\).*/\\1/p')" """
@@ -51,18 +51,18 @@ class Login:
         words = [*(["sudo", "-n"] if self.sudo else []), "sh", "-c", script]
         return [*self.ssh, shlex.join(words)] if self.ssh else words
 
-    def run(self, script: str, limit_s: float = _LIMIT_S) -> str:
+    def run(self, script: str, timeout_s: float = _COMMAND_TIMEOUT_S) -> str:
         """Run a script and return its output; raise SparkError with the error output on failure."""
-        done = subprocess.run(
-            self.argv(script), capture_output=True, text=True, timeout=limit_s, check=False,
+        result = subprocess.run(
+            self.argv(script), capture_output=True, text=True, timeout=timeout_s, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        if done.returncode != 0:
-            if unreached := ssh_reason(done.stderr):
-                raise SparkError([unreachable(self.name, *unreached)])
-            problem = done.stderr.strip() or f"exit code {done.returncode}"
+        if result.returncode != 0:
+            if reason := ssh_reason(result.stderr):
+                raise SparkError([unreachable(self.name, *reason)])
+            problem = result.stderr.strip() or f"exit code {result.returncode}"
             raise SparkError.one(self.name, problem, "run `spark-deploy status`")
-        return done.stdout
+        return result.stdout
 
 
 def read_served(login: Login, service: str) -> tuple[Served, Release]:
@@ -72,7 +72,9 @@ def read_served(login: Login, service: str) -> tuple[Served, Release]:
         fix = "run `spark-deploy start`, or deploy it with `spark-deploy up`"
         raise SparkError.one(login.name, f"service {service} is stopped", fix)
     release = parse(Release, login.run(f"cat {shlex.quote(release_file(state.active))}"))
-    system = dict(line.split("=", 1) for line in login.run(SYSTEM).splitlines() if "=" in line)
+    system = dict(
+        line.split("=", 1) for line in login.run(SYSTEM_SCRIPT).splitlines() if "=" in line
+    )
     versions = {k: str(v).strip() for k, v in {**status.versions, **system}.items() if v}
     words = (word.partition("=") for word in release.engine.docker_args)
     served = Served(
@@ -101,7 +103,7 @@ def copy_tokenizer(login: Login, checkpoint: str) -> Iterator[Path]:
             login.argv(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
         )
         subprocess.run(["tar", "-xf", "-", "-C", folder], stdin=sender.stdout, check=True)
-        sender.wait(timeout=_LIMIT_S)
+        sender.wait(timeout=_COMMAND_TIMEOUT_S)
         yield Path(folder)
 
 
@@ -122,7 +124,7 @@ def open_tunnel(login: Login, port: int) -> Iterator[int]:
     argv = tunnel_argv(login.ssh, local_port, port)
     process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + _TUNNEL_LIMIT_S
+        deadline = time.monotonic() + _TUNNEL_TIMEOUT_S
         while not _is_open(local_port):
             if time.monotonic() > deadline or process.poll() is not None:
                 problem, fix = "cannot open a tunnel to the gateway", "run `spark-deploy connect`"
@@ -162,12 +164,12 @@ def parse_samples(lines: Iterable[str]) -> Iterator[Sample]:
         if len(words) < 2 or not words[1].isdigit():
             continue
         started = float(words[0]) if started is None else started
-        gpu = parse_heat(words[2] if len(words) > 2 else "")
+        gpu = parse_gpu_sensors(words[2] if len(words) > 2 else "")
         yield Sample(round(float(words[0]) - started, 1), int(words[1]) * 1024, *gpu)
 
 
-def parse_heat(text: str) -> tuple[float | None, float | None]:
-    """Return temperature and power from the output of ``HEAT``; a GB10 may report [N/A]."""
+def parse_gpu_sensors(text: str) -> tuple[float | None, float | None]:
+    """Return temperature and power from the output of ``GPU_SENSORS``; a GB10 may report [N/A]."""
     values: list[float | None] = []
     for word in [*text.split(","), ""][:2]:
         try:

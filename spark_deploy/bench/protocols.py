@@ -46,7 +46,7 @@ class Endpoint:
 # --- seeds: the prompts behind the published table (bench_qwen35.sh in
 # albond/DGX_Spark_Qwen3.5-122B-A10B-AR-INT4)
 
-_REQUEST_LIMIT_S = 1800.0
+_REQUEST_TIMEOUT_S = 1800.0
 RUNS = 2  # the first run is the warm-up
 # Name, maximum answer tokens, and text of each prompt.
 SEEDS = (
@@ -100,26 +100,26 @@ def measure_answer(
     }  # fmt: skip
     usage, first_s = dict[str, Any](), None
     started = time.monotonic()
-    for chunk in chunks_of(endpoint, body):
+    for chunk in send_chat_request(endpoint, body):
         usage = chunk.get("usage") or usage
-        for piece, is_reasoning in _pieces(chunk):
+        for piece, is_reasoning in _delta_texts(chunk):
             first_s = first_s or time.monotonic() - started
             show(piece, is_reasoning)
     wall_s = time.monotonic() - started
     if first_s is None or not usage:
-        raise _failed(endpoint, "the answer has no tokens or no usage block")
+        raise _endpoint_error(endpoint, "the answer has no tokens or no usage block")
     counts = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
     return Answer("", 1, tokens, *counts, round(first_s, 4), round(wall_s, 4))
 
 
-def chunks_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def send_chat_request(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Send a chat request; yield the chunks of the stream, or the whole response."""
     url = urlsplit(endpoint.base_url)
     address = (url.hostname or "", url.port)
-    connection = HTTPConnection(*address, timeout=_REQUEST_LIMIT_S)
+    connection = HTTPConnection(*address, timeout=_REQUEST_TIMEOUT_S)
     if url.scheme == "https":
         trust = ssl.create_default_context(cafile=endpoint.ca)
-        connection = HTTPSConnection(*address, timeout=_REQUEST_LIMIT_S, context=trust)
+        connection = HTTPSConnection(*address, timeout=_REQUEST_TIMEOUT_S, context=trust)
     try:
         headers = {"Authorization": f"Bearer {endpoint.key}", "Content-Type": "application/json"}
         connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), headers)
@@ -127,26 +127,28 @@ def chunks_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[dict[str,
         if response.status != 200:
             excerpt = response.read(300).decode(errors="replace")
             error_type = RejectedError if response.status == 400 else SparkError
-            raise _failed(endpoint, f"returned HTTP {response.status}: {excerpt}", error_type)
+            raise _endpoint_error(
+                endpoint, f"returned HTTP {response.status}: {excerpt}", error_type
+            )
         if not body.get("stream"):
             yield json.loads(response.read())
         for line in response:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                 yield json.loads(line[6:])
     except (OSError, HTTPException, ValueError) as error:
-        raise _failed(endpoint, f"{type(error).__name__}: {error}") from error
+        raise _endpoint_error(endpoint, f"{type(error).__name__}: {error}") from error
     finally:
         connection.close()
 
 
-def _failed(
+def _endpoint_error(
     endpoint: Endpoint, problem: str, error_type: type[SparkError] = SparkError
 ) -> SparkError:
     fix = "run `spark-deploy status`, fix the server, then run this command again"
     return error_type.one(endpoint.base_url, problem, fix)
 
 
-def _pieces(chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+def _delta_texts(chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
         if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):
@@ -173,7 +175,7 @@ class Grid:
     prompt_tokens: int = 2048
     answer_tokens: int = 128
 
-    def fitting(self, context_tokens: int) -> Grid:
+    def limited_to(self, context_tokens: int) -> Grid:
         room = context_tokens - self.prompt_tokens - self.answer_tokens
         return replace(self, depths=tuple(depth for depth in self.depths if depth <= room))
 
@@ -202,14 +204,14 @@ def measure_grid(
         "--save-result", str(result), "--format", "json", *extra_options,
     ]  # fmt: skip
     trust = {"SSL_CERT_FILE": endpoint.ca, "REQUESTS_CA_BUNDLE": endpoint.ca} if endpoint.ca else {}
-    done = subprocess.run(
+    process = subprocess.run(
         [python, "-c", _LAUNCH, *words],
         env={**os.environ, **trust, "SPARK_BENCH_KEY": endpoint.key},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, check=False,
     )  # fmt: skip
-    if done.returncode != 0 or not result.is_file():
-        tail = "\n".join(done.stdout.strip().splitlines()[-8:])
+    if process.returncode != 0 or not result.is_file():
+        tail = "\n".join(process.stdout.strip().splitlines()[-8:])
         fix = "fix this error, then run the benchmark again"
         raise SparkError.one("llama-benchy", f"failed:\n{tail}", fix)
     return parse_cells(json.loads(result.read_text()))
@@ -234,7 +236,7 @@ def parse_cells(data: dict[str, Any]) -> tuple[str, tuple[Cell, ...]]:
 # --- vllm-bench: `vllm bench serve` from the engine image, on the host
 
 REQUESTS, WARM_UPS = 10, 3
-LIMIT_S = 3600.0
+_BENCH_TIMEOUT_S = 3600.0
 _NO_BENCH = "no vllm bench serve in this image"
 # The container has no GPU and downloads nothing. It reads the key from standard input, because
 # docker users can read a container's environment.
@@ -260,7 +262,7 @@ class LoadCase:
     def requests(self) -> int:
         return REQUESTS * self.concurrency
 
-    def fitting(self, context_tokens: int) -> LoadCase:
+    def limited_to(self, context_tokens: int) -> LoadCase:
         """Return the case with prompts that leave room for the answer and chat template."""
         room = context_tokens - self.answer_tokens - 64
         return replace(self, prompt_tokens=min(self.prompt_tokens, room))
@@ -279,7 +281,7 @@ def measure_loads(
             f"{case.prompt_tokens} tokens with answers of {case.answer_tokens}"
         )
         with ticking(title, note):
-            output = login.run(load_script(release, port, key_path, case, seed), LIMIT_S)
+            output = login.run(load_script(release, port, key_path, case, seed), _BENCH_TIMEOUT_S)
         if output.strip() == _NO_BENCH:
             return None, ()
         version, _, document = output.partition("\n")

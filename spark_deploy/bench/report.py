@@ -26,7 +26,7 @@ Point = tuple[float, float]
 
 
 def render_markdown(results: Sequence[BenchResult]) -> str:
-    lines = [f"# {title_of(results)}", ""]
+    lines = [f"# {make_title(results)}", ""]
     lines += [line for text in invalid_reasons(results) for line in (f"**{text}**", "")]
     for result in results:
         lines.append(f"- {result.at}: {result.served.release}, {result.served.image}")
@@ -39,7 +39,7 @@ def render_markdown(results: Sequence[BenchResult]) -> str:
 
 
 def invalid_reasons(results: Sequence[BenchResult]) -> Iterator[str]:
-    for result, name in zip(results, names_of(results), strict=True):
+    for result, name in zip(results, column_names(results), strict=True):
         if text := result.served.invalid_reason:
             yield f"{name}: {text}" if len(results) > 1 else text
 
@@ -65,17 +65,17 @@ def sections(results: Sequence[BenchResult]) -> Iterator[tuple[str, str, Rows]]:
     yield _HOST_TITLE, "", host_table(results)
 
 
-def title_of(results: Sequence[BenchResult]) -> str:
+def make_title(results: Sequence[BenchResult]) -> str:
     common = [
         texts.pop()
         for form in ("{0.model}", "with {0.profile}", "on {0.host}")
         if len(texts := {form.format(result.served) for result in results}) == 1
     ]
-    names = " against ".join(names_of(results)) if len(results) > 1 else ""
+    names = " against ".join(column_names(results)) if len(results) > 1 else ""
     return ": ".join(filter(None, (" ".join(common), names)))
 
 
-def names_of(results: Sequence[BenchResult]) -> list[str]:
+def column_names(results: Sequence[BenchResult]) -> list[str]:
     served = [result.served for result in results]
     names = [item.profile for item in served]
     if len({item.model for item in served}) > 1:
@@ -92,20 +92,20 @@ def names_of(results: Sequence[BenchResult]) -> list[str]:
 
 
 def seeds_table(results: Sequence[BenchResult]) -> Rows:
-    rows = [["tok/s", *names_of(results)]]
+    rows = [["tok/s", *column_names(results)]]
     answers = [result.warm_answers() for result in results]
     for prompt, tokens, _ in SEEDS:
-        speeds = _speeds_of(prompt, answers)
+        speeds = _prompt_speeds(prompt, answers)
         rows.append([f"{prompt} {tokens}", *_compare(speeds)])
     first_s = [min((a.first_token_s for a in run.values()), default=None) for run in answers]
-    rows.append(["first token, s (best)", *(_text(value, 2) for value in first_s)])
+    rows.append(["first token, s (best)", *(_format_number(value, 2) for value in first_s)])
     if any(result.published for result in results):
         texts = (", ".join(f"{p.tokens_per_s:g}" for p in result.published) for result in results)
         rows.append(["published, not measured here", *(text or "-" for text in texts)])
     return rows
 
 
-def _speeds_of(prompt: str, answers: Sequence[Mapping[str, Answer]]) -> list[float | None]:
+def _prompt_speeds(prompt: str, answers: Sequence[Mapping[str, Answer]]) -> list[float | None]:
     return [run[prompt].tokens_per_s if prompt in run else None for run in answers]
 
 
@@ -114,7 +114,7 @@ def tools_table(results: Sequence[BenchResult]) -> Rows:
     scores = (
         f"{[*cases.values()].count(None)} of {len(cases)}" if cases else "-" for cases in problems
     )
-    rows = [["", *names_of(results)], ["correct", *scores]]
+    rows = [["", *column_names(results)], ["correct", *scores]]
     for name in dict.fromkeys(name for cases in problems for name in cases):
         cells = [cases.get(name, "-") or "correct" for cases in problems]
         rows += [[name, *cells]] if set(cells) != {"correct"} else []
@@ -122,7 +122,7 @@ def tools_table(results: Sequence[BenchResult]) -> Rows:
 
 
 def grid_table(results: Sequence[BenchResult]) -> Rows:
-    rows = [["tok/s at depth, clients", *names_of(results)]]
+    rows = [["tok/s at depth, clients", *column_names(results)]]
     for case in sorted({cell.case for result in results for cell in result.cells}):
         speeds = [{c.case: c.decode_tokens_per_s for c in r.cells}.get(case) for r in results]
         rows.append([f"{case[0]}, {case[1]}", *_compare(speeds)])
@@ -136,7 +136,7 @@ def grid_table(results: Sequence[BenchResult]) -> Rows:
 
 
 def loads_table(results: Sequence[BenchResult]) -> Rows:
-    rows = [["prompt, answer, clients", *names_of(results)]]
+    rows = [["prompt, answer, clients", *column_names(results)]]
     figures: tuple[tuple[str, Callable[[Load], float | None], int], ...] = (
         ("tok/s, sum over all clients", lambda load: load.output_tokens_per_s, 1),
         ("tok/s per client after the first token", lambda load: load.decode_tokens_per_s, 1),
@@ -152,30 +152,32 @@ def loads_table(results: Sequence[BenchResult]) -> Rows:
 
 
 def host_table(results: Sequence[BenchResult]) -> Rows:
-    rows = [["", *names_of(results)]]
+    rows = [["", *column_names(results)]]
     minimum = [min((s.available_bytes for s in r.samples), default=None) for r in results]
     gigabytes = [None if value is None else value / 1e9 for value in minimum]
-    rows.append(["minimum memory available, GB", *(_text(value, 1) for value in gigabytes)])
+    rows.append(
+        ["minimum memory available, GB", *(_format_number(value, 1) for value in gigabytes)]
+    )
     for title, field in (
         ("maximum temperature, °C", "temperature_c"),
         ("maximum power, W", "power_w"),
     ):
         values = ([v for s in r.samples if (v := getattr(s, field)) is not None] for r in results)
-        rows.append([title, *(_text(max(column, default=None), 0) for column in values)])
+        rows.append([title, *(_format_number(max(column, default=None), 0) for column in values)])
     shares = (result.acceptance_fraction for result in results)
     rows.append(["drafts accepted", *("-" if s is None else f"{s:.0%}" for s in shares)])
     return rows
 
 
 def _compare(values: Sequence[float | None], digits: int = 1) -> list[str]:
-    first, texts = values[0], [_text(value, digits) for value in values]
+    first, texts = values[0], [_format_number(value, digits) for value in values]
     for index, value in enumerate(values[1:], 1):
         if first and value is not None:
             texts[index] += f" ({(value / first - 1) * 100:+.0f} %)"
     return texts
 
 
-def _text(value: float | None, digits: int) -> str:
+def _format_number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -202,10 +204,10 @@ svg{width:100%;min-width:34rem;height:auto;display:block;color:var(--dim)}
 
 
 def render_page(results: Sequence[BenchResult]) -> str:
-    escape, title = html.escape, html.escape(title_of(results))
+    escape, title = html.escape, html.escape(make_title(results))
     body = [f"<h1>{title}</h1>"]
     body += [f"<p><strong>{escape(text)}</strong></p>" for text in invalid_reasons(results)]
-    for result, name in zip(results, names_of(results), strict=True):
+    for result, name in zip(results, column_names(results), strict=True):
         prefix = f"{name} · " if len(results) > 1 else ""
         about = f"{result.at} · {result.served.release} · {result.served.image}"
         body += [f"<p>{escape(prefix + text)}</p>" for text in (about, *result.notes)]
@@ -229,10 +231,10 @@ def render_page(results: Sequence[BenchResult]) -> str:
 
 
 def _plots(heading: str, results: Sequence[BenchResult]) -> Iterator[str]:
-    names = names_of(results)
+    names = column_names(results)
     if heading == _SEEDS_TITLE:
         answers = [result.warm_answers() for result in results]
-        groups = [(prompt, _speeds_of(prompt, answers)) for prompt, *_ in SEEDS]
+        groups = [(prompt, _prompt_speeds(prompt, answers)) for prompt, *_ in SEEDS]
         yield draw_bars(groups, "tokens per second", names)
     elif heading == _GRID_TITLE:
         for clients in sorted({cell.concurrency for result in results for cell in result.cells}):

@@ -56,16 +56,18 @@ def write_submission(
     folder: Path, result: BenchResult, release: Release, origin: Origin, raw: dict[str, Any] | None
 ) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = _dump(recipe_of(release, origin))
+    recipe = _dump(make_recipe(release, origin))
     files = {"recipe.yaml": recipe}
     if raw is not None:
-        files["metadata.json"] = json.dumps(metadata_of(result, release, origin, recipe), indent=2)
+        files["metadata.json"] = json.dumps(
+            make_metadata(result, release, origin, recipe), indent=2
+        )
         with (folder / "benchmark.csv").open("w", newline="") as out:
             writer = csv.DictWriter(out, COLUMNS)
             writer.writeheader()
             writer.writerows(_csv_rows(raw))
     if result.loads:
-        files["performance.yaml"] = _dump(performance_of(result, release, origin, recipe))
+        files["performance.yaml"] = _dump(make_performance(result, release, origin, recipe))
     for name, text in files.items():
         (folder / name).write_text(text)
     return sorted(folder.iterdir())
@@ -75,7 +77,7 @@ def _dump(document: dict[str, Any]) -> str:
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=100)
 
 
-def recipe_of(release: Release, origin: Origin) -> dict[str, Any]:
+def make_recipe(release: Release, origin: Origin) -> dict[str, Any]:
     built = "; the checkpoint is built from several repositories" * origin.is_built
     # Write each option with its values on a line.
     number, lines = 0, dict[int, list[str]]()
@@ -100,7 +102,7 @@ def recipe_of(release: Release, origin: Origin) -> dict[str, Any]:
     }
 
 
-def metadata_of(
+def make_metadata(
     result: BenchResult, release: Release, origin: Origin, recipe: str
 ) -> dict[str, Any]:
     depths = sorted({cell.depth_tokens for cell in result.cells})
@@ -148,7 +150,7 @@ def _csv_rows(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def performance_of(
+def make_performance(
     result: BenchResult, release: Release, origin: Origin, recipe: str
 ) -> dict[str, Any]:
     """Return figures from `vllm-bench`, which is not NVIDIA's benchmark program."""

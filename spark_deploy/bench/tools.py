@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from spark_deploy.bench.protocols import Endpoint, Note, RejectedError, chunks_of
+from spark_deploy.bench.protocols import Endpoint, Note, RejectedError, send_chat_request
 from spark_deploy.bench.result import ToolCase
 from spark_deploy.config.schema_errors import schema_problems
 
@@ -31,23 +31,26 @@ def read_cases() -> Iterator[Case]:
         messages: list[dict[str, Any]] = []
         for turn in case.get("after", ()):
             past = _as_openai(turn["calls"])
-            messages += [_user(turn), {"role": "assistant", "content": None, "tool_calls": past}]
+            messages += [
+                _user_message(turn),
+                {"role": "assistant", "content": None, "tool_calls": past},
+            ]
             messages += [
                 {"role": "tool", "tool_call_id": call["id"], "content": result}
                 for call, result in zip(past, turn["results"], strict=True)
             ]
         calls = tuple(item for call in case["calls"] for item in call.items())
         offered = dict.fromkeys([*(name for name, _ in calls), *case.get("also", ())])
-        tools = [_tool(tool, data["tools"][tool]) for tool in offered]
+        tools = [_tool_definition(tool, data["tools"][tool]) for tool in offered]
         stream = case.get("stream", False)
-        yield Case(name, [*messages, _user(case)], tools, calls, stream)
+        yield Case(name, [*messages, _user_message(case)], tools, calls, stream)
 
 
-def _user(turn: Mapping[str, Any]) -> dict[str, Any]:
+def _user_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": turn["prompt"]}
 
 
-def _tool(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_definition(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     parameters = {
         "type": "object", "properties": tool["properties"],
         "required": list(tool["properties"]), "additionalProperties": False,
@@ -68,14 +71,16 @@ def _as_openai(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def measure_tools(endpoint: Endpoint, note: Note) -> Iterator[ToolCase]:
     for case in read_cases():
         try:
-            problem = find_problem(case, merge_deltas(chunks_of(endpoint, _body(endpoint, case))))
+            problem = find_problem(
+                case, merge_deltas(send_chat_request(endpoint, _request_body(endpoint, case)))
+            )
         except RejectedError as error:
             problem = error.problems[0].line
         note(f"tools, {case.name}: {problem or 'correct'}")
         yield ToolCase(case.name, problem)
 
 
-def _body(endpoint: Endpoint, case: Case) -> dict[str, Any]:
+def _request_body(endpoint: Endpoint, case: Case) -> dict[str, Any]:
     return {
         "model": endpoint.model, "messages": case.messages, "tools": case.tools,
         "tool_choice": "auto", "temperature": 0, "max_tokens": _MAX_TOKENS, "stream": case.stream,

@@ -98,7 +98,7 @@ def add(
     data: dict[str, Any] = {
         "files": [str(file) for file in added.files], "model": added.model,
         "profile": added.profile, "repository": added.repository, "release": None,
-        "fetched_bytes": None, "image_bytes": None, "open": added.open,
+        "fetched_bytes": None, "image_bytes": None, "open": added.open_questions,
         "unproven": f"{added.repository} has not run here; the first deploy checks it",
         "chosen": [], "problems": [],
         "next": [next_command(options, "use", choice), next_command(options, "up")],
@@ -107,7 +107,7 @@ def add(
     try:
         lines += _add_plan(options, added, data)
         if select:
-            edits, names = use.select(options, choice)
+            edits, names = use.apply_choice(options, choice)
             data["chosen"] = edits_data(edits)
             data["next"] = [next_command(options, "up", *names)]
             lines += map(edit_line, edits)
@@ -124,12 +124,12 @@ def add(
     return 1 if data["problems"] else 0
 
 
-class _Added(NamedTuple):
+class AddedModel(NamedTuple):
     model: str
     profile: str
     repository: str
     files: list[Path]
-    open: list[str]  # open questions: unknown facts and unused keys
+    open_questions: list[str]  # unknown facts and unused keys
 
 
 def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
@@ -154,8 +154,10 @@ def _preview(options: Options, source: str, host: Target) -> int:
         lines += [f"{repo} at {source.commit}" for repo, source in shared.sources.items()]
         print_result(options, {"would_write": lines}, [lines])
     else:
-        draft = draft_from_recipe(data, Path(source).name, _engine(host))
-        print_result(options, {"model": draft.name, "open": draft.open}, [[draft.text().rstrip()]])
+        draft = draft_from_recipe(data, Path(source).name, _selected_engine(host))
+        print_result(
+            options, {"model": draft.name, "open": draft.open_questions}, [[draft.text().rstrip()]]
+        )
     return 0
 
 
@@ -190,23 +192,23 @@ def _build_orders(model: HybridModel) -> Iterator[builder_api.BuildPlan]:
         )  # fmt: skip
 
 
-def _add_files(source: str, host: Target, profile: str, *, force: bool) -> _Added:
+def _add_files(source: str, host: Target, profile: str, *, force: bool) -> AddedModel:
     data = _read_file(source)
     if data is not None and "shared" in data:
         shared = share.read_shared(data, source)
         files, questions = share.install(shared, host, force=force)
         repository = str(shared.model.get("repository") or shared.name)
-        return _Added(shared.name, shared.profile_name, repository, files, questions)
+        return AddedModel(shared.name, shared.profile_name, repository, files, questions)
     if data is not None:
-        draft = draft_from_recipe(data, Path(source).name, _engine(host))
+        draft = draft_from_recipe(data, Path(source).name, _selected_engine(host))
     else:
         draft = _draft_from_repository(source, host)
     texts = {("models", draft.name): draft.text()}
     files = write_files(host.loaded.root, texts, force=force)
-    return _Added(draft.name, profile, draft.repository, files, draft.open)
+    return AddedModel(draft.name, profile, draft.repository, files, draft.open_questions)
 
 
-def _add_plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str]:
+def _add_plan(options: Options, added: AddedModel, data: dict[str, Any]) -> list[str]:
     """Plan the added model; add sizes to ``data`` and return the plan as text."""
     host = select_hosts(options, must_serve=False)[0].with_model(added.model, added.profile)
     plan = build_plan(host)
@@ -215,7 +217,7 @@ def _add_plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str
     data["image_bytes"] = plan.image.size_bytes
     return [
         *plan_lines(plan, *model_and_profile(host.settings, host.catalog)),
-        *(row("OPEN", one_line(text)) for text in added.open),
+        *(row("OPEN", one_line(text)) for text in added.open_questions),
         row("UNPROVEN", data["unproven"]),
     ]
 
@@ -230,7 +232,7 @@ def _read_file(source: str) -> dict[str, Any] | None:
     return data
 
 
-def _engine(host: Target) -> Engine | None:
+def _selected_engine(host: Target) -> Engine | None:
     return host.catalog.engines.for_image(host.settings.images["engine"])[1]
 
 
@@ -243,10 +245,10 @@ def _draft_from_repository(source: str, host: Target) -> Draft:
     content = describe_repository(f"{repository}@{revision}", hub, all_documents=True)
     card = read_model_card(hub.endpoint, repository, content.commit, read_hub_token(hub))
     anatomy = make_anatomy(repository, content)
-    return draft_of(anatomy, content, card, host.catalog.engines, read_families(), revision)
+    return make_draft(anatomy, content, card, host.catalog.engines, read_families(), revision)
 
 
-def draft_of(
+def make_draft(
     anatomy: Anatomy,
     content: RepositoryDescription,
     card: ModelCard,
@@ -256,7 +258,7 @@ def draft_of(
 ) -> Draft:
     draft = Draft(anatomy.repository, anatomy.commit)
     draft.about = list(_about_lines(anatomy, content, card, revision))
-    task = task_of(anatomy, content, card, engines)
+    task = detect_task(anatomy, content, card, engines)
     if task != "chat":
         draft.put("task", task, _TASK_COMMENTS[task])
     if anatomy.vision_bytes and anatomy.architecture.endswith("ForConditionalGeneration"):
@@ -268,7 +270,7 @@ def draft_of(
         draft.put("leave_out", patterns, "The same weights in other formats; not downloaded.")
     if task == "chat":
         _add_parsers(draft, anatomy, families)
-    draft.open += _open_questions(anatomy, content)
+    draft.open_questions += _open_questions(anatomy, content)
     return draft
 
 
@@ -276,7 +278,9 @@ def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
     family = families.find(anatomy.model_type, anatomy.repository)
     if family is None:
         name = anatomy.model_type or "no model_type"
-        draft.open.append(f"parsers: unknown for {name}; tool calls and reasoning stay text")
+        draft.open_questions.append(
+            f"parsers: unknown for {name}; tool calls and reasoning stay text"
+        )
         return
     names = {"reasoning": family.reasoning, "tool_call": family.tool_call}
     draft.put("parsers", {k: name for k, name in names.items() if name}, f"From {family.source}.")
@@ -284,7 +288,7 @@ def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
     draft.put("check", {**checks, "conversation": True}, "In addition to the general questions.")
 
 
-def task_of(
+def detect_task(
     anatomy: Anatomy, content: RepositoryDescription, card: ModelCard, engines: Engines
 ) -> str:
     name, architecture = anatomy.repository.lower(), anatomy.architecture

@@ -6,7 +6,7 @@ import click
 
 from spark_deploy.bench.protocols import measure_answer
 from spark_deploy.bench.result import Answer
-from spark_deploy.cli.connect import answering_hosts, connection_of, open_endpoint
+from spark_deploy.cli.connect import hosts_for_clients, make_connection, open_endpoint
 from spark_deploy.cli.console import (
     Options,
     next_command,
@@ -31,10 +31,10 @@ from spark_deploy.config.printable import printable
 )
 @shared_options()
 def ask(options: Options, question: str, service: str | None, tokens: int) -> int:
-    hosts = answering_hosts(select_hosts(options, must_serve=False), options, service)
+    hosts = hosts_for_clients(select_hosts(options, must_serve=False), options, service)
     results = []
     for target in hosts:
-        if (task := connection_of(target, service=service).task) != "chat":
+        if (task := make_connection(target, service=service).task) != "chat":
             command = next_command(options, "connect", target.name)
             fix = f"run `{command}` and send the request that it prints"
             raise SparkError.one(target.name, f"the model is for {task}, not for chat", fix)

@@ -17,9 +17,9 @@ from spark_deploy.bench import host, protocols, report, tools
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served, ToolCase
 from spark_deploy.bench.submission import Origin, write_submission
 from spark_deploy.cli import changes
-from spark_deploy.cli.connect import connection_of, login_of, open_endpoint
+from spark_deploy.cli.connect import make_connection, make_login, open_endpoint
 from spark_deploy.cli.console import FILE, FOLDER, Options, note, service_option, shared_options
-from spark_deploy.cli.hosts import Target, build_plan, chosen_services, select_hosts
+from spark_deploy.cli.hosts import Target, build_plan, select_hosts, selected_services
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import SparkError
 from spark_deploy.ticking import ticking
@@ -115,7 +115,7 @@ def bench(
     return code
 
 
-def stages_of(target: Target) -> list[str]:
+def list_stages(target: Target) -> list[str]:
     """Return the profiles that are stages of the host's model, in order; raise if none are."""
     model = target.settings.model
     stages = {
@@ -135,7 +135,7 @@ def run_ladder(
     """Deploy and measure each stage, then redeploy the settings; return exit code and results."""
     hosts = select_hosts(options)
     names = [target.name for target in hosts]
-    steps = [replace(options, profile=stage) for stage in stages_of(hosts[0])]
+    steps = [replace(options, profile=stage) for stage in list_stages(hosts[0])]
     for step in steps:
         for target in select_hosts(step):
             build_plan(target)  # raises before the first deploy if a stage cannot be served
@@ -197,8 +197,8 @@ def _read_result(path: Path) -> BenchResult:
 def _measure(
     target: Target, measurement: Measurement, started_at: str, output_stem: Path
 ) -> BenchResult:
-    service = chosen_services(target, measurement.service or MAIN_SERVICE)[0]
-    connection, login = connection_of(target, service=service), login_of(target)
+    service = selected_services(target, measurement.service or MAIN_SERVICE)[0]
+    connection, login = make_connection(target, service=service), make_login(target)
     served, release = host.read_served(login, service)
     notes: list[str] = []
     note(f"{target.name}: {served.model} with {served.profile} ({served.release})")
@@ -293,7 +293,7 @@ class _Run:
             return None, ()
         case = self.measurement.apply(protocols.LoadCase())
         cases = [
-            replace(case, concurrency=clients).fitting(self.context_tokens)
+            replace(case, concurrency=clients).limited_to(self.context_tokens)
             for clients in self.measurement.clients or [1]
         ]
         result = protocols.measure_loads(self.login, self.release, port, key_path, cases, note)
@@ -316,7 +316,7 @@ class _Run:
             concurrencies=self.measurement.clients or requested.concurrencies,
             runs=self.measurement.runs or requested.runs,
         )
-        grid = requested.fitting(self.context_tokens)
+        grid = requested.limited_to(self.context_tokens)
         if excluded := [str(depth) for depth in requested.depths if depth not in grid.depths]:
             context = f"the context of {self.context_tokens} tokens"
             self.notes.append(f"depths {', '.join(excluded)} exceed {context}")

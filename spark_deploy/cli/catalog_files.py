@@ -37,7 +37,7 @@ class Draft:
     about: list[str] = field(default_factory=list)
     keys: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
-    open: list[str] = field(default_factory=list)  # unknown or unused, for the user
+    open_questions: list[str] = field(default_factory=list)  # unknown or unused, for the user
 
     @property
     def name(self) -> str:

@@ -28,10 +28,10 @@ from spark_deploy.cli.console import (
 )
 from spark_deploy.cli.hosts import (
     Target,
-    chosen_services,
     inventory_path,
     query_or_note,
     select_hosts,
+    selected_services,
 )
 from spark_deploy.cli.routers import ROUTERS, model_names
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
@@ -62,14 +62,14 @@ def _key_export(name: str, server: Connection) -> str:
     return f'export {name}="$({server.read_key})"'
 
 
-def _env(server: Connection) -> Iterator[str]:
+def _render_env(server: Connection) -> Iterator[str]:
     yield from _exports(OPENAI_BASE_URL=server.base_url, OPENAI_MODEL=server.model)
     yield _key_export("OPENAI_API_KEY", server)
     if server.ca:
         yield from _exports(SSL_CERT_FILE=server.ca)
 
 
-def _claude(server: Connection) -> Iterator[str]:
+def _render_claude(server: Connection) -> Iterator[str]:
     yield from _exports(ANTHROPIC_BASE_URL=server.base_url.removesuffix("/v1"))
     yield _key_export("ANTHROPIC_AUTH_TOKEN", server)
     yield "unset ANTHROPIC_API_KEY"
@@ -82,7 +82,7 @@ def _claude(server: Connection) -> Iterator[str]:
         yield from _exports(NODE_EXTRA_CA_CERTS=server.ca, SSL_CERT_FILE=server.ca)
 
 
-def _python(server: Connection) -> Iterator[str]:
+def _render_python(server: Connection) -> Iterator[str]:
     yield "import os, subprocess"
     if server.ca:
         yield f"os.environ['SSL_CERT_FILE'] = {server.ca!r}"
@@ -102,7 +102,7 @@ for piece in answer:
 print()"""
 
 
-def _opencode(server: Connection) -> Iterator[str]:
+def _render_opencode(server: Connection) -> Iterator[str]:
     # By default opencode requests 32,000-token answers, which exceed small contexts.
     context = server.context_tokens or 0
     limit = {"context": context, "output": min(_OPENCODE_ANSWER_TOKENS, context // 4)}
@@ -118,31 +118,32 @@ def _opencode(server: Connection) -> Iterator[str]:
     yield json.dumps(config, indent=2)
 
 
-def _openwebui(server: Connection) -> Iterator[str]:
+def _render_openwebui(server: Connection) -> Iterator[str]:
     yield _key_export("OPENAI_API_KEY", server)
-    words = ["docker", "run", "-d", "--name", "open-webui", "--network", "host"]
+    argv = ["docker", "run", "-d", "--name", "open-webui", "--network", "host"]
     # Listen only on loopback, because the first visitor becomes administrator and can use the key.
-    words += ["-e", "HOST=127.0.0.1", "-e", f"PORT={_WEBUI_PORT}"]
-    words += ["-e", f"OPENAI_API_BASE_URL={server.base_url}"]
+    argv += ["-e", "HOST=127.0.0.1", "-e", f"PORT={_WEBUI_PORT}"]
+    argv += ["-e", f"OPENAI_API_BASE_URL={server.base_url}"]
     # Without a value, docker reads the key from the environment, which keeps it out of argv.
-    words += ["-e", "OPENAI_API_KEY", "-v", "open-webui:/app/backend/data"]
+    argv += ["-e", "OPENAI_API_KEY", "-v", "open-webui:/app/backend/data"]
     if server.ca:
         inside = "/etc/ssl/spark-ca.pem"
-        words += ["-v", f"{server.ca}:{inside}:ro", "-e", f"SSL_CERT_FILE={inside}"]
-    yield shlex.join([*words, _WEBUI_IMAGE])
+        argv += ["-v", f"{server.ca}:{inside}:ro", "-e", f"SSL_CERT_FILE={inside}"]
+    yield shlex.join([*argv, _WEBUI_IMAGE])
 
 
 CLIENTS: dict[str, Client] = {
     "openwebui": Client(
-        f"run these lines on Linux, then open http://127.0.0.1:{_WEBUI_PORT}", _openwebui
+        f"run these lines on Linux, then open http://127.0.0.1:{_WEBUI_PORT}", _render_openwebui
     ),
     "opencode": Client(
-        "save as opencode.json; export the key with `--for env` before starting opencode", _opencode
+        "save as opencode.json; export the key with `--for env` before starting opencode",
+        _render_opencode,
     ),
-    "claude": Client('eval "$(THIS)"; claude', _claude),
-    "python": Client("pip install openai; python FILE", _python),
+    "claude": Client('eval "$(THIS)"; claude', _render_claude),
+    "python": Client("pip install openai; python FILE", _render_python),
     "curl": Client("run this line", lambda server: iter([server.example])),
-    "env": Client('eval "$(THIS)"', _env),
+    "env": Client('eval "$(THIS)"', _render_env),
 }
 
 
@@ -157,8 +158,8 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
     flags = {"--for": client, "--tunnel": tunnel, "--json": options.json}
     if len(given := [name for name, value in flags.items() if value]) > 1:
         raise SparkError.one(" and ".join(given), "cannot be combined", f"remove {given[1]}")
-    hosts = answering_hosts(select_hosts(options, must_serve=False), options, service)
-    servers = connections_of(hosts, options, service)
+    hosts = hosts_for_clients(select_hosts(options, must_serve=False), options, service)
+    servers = make_connections(hosts, options, service)
     if client in ROUTERS:
         _print_router(options, client, service, hosts, servers)
     elif client:
@@ -172,31 +173,31 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
     return 0
 
 
-def answering_hosts(hosts: list[Target], options: Options, service: str | None) -> list[Target]:
+def hosts_for_clients(hosts: list[Target], options: Options, service: str | None) -> list[Target]:
     """Return the hosts that answer clients; in a cluster, only the head does."""
     if service not in (None, MAIN_SERVICE):
         return hosts
-    answering = [host for host in hosts if _head_of(host) == host.name]
+    answering = [host for host in hosts if _head_name(host) == host.name]
     if not answering:
-        head = _head_of(hosts[0])
+        head = _head_name(hosts[0])
         problem = f"is a cluster worker; its head {head} answers clients"
         fix = f"run `{next_command(options, 'connect', head)}`"
         raise SparkError.one(hosts[0].name, problem, fix)
     return answering
 
 
-def _head_of(host: Target) -> str:
+def _head_name(host: Target) -> str:
     members = host.settings.cluster.hosts
     return members[0] if members else host.name
 
 
-def connections_of(
+def make_connections(
     hosts: list[Target], options: Options, service: str | None = None
 ) -> list[Connection]:
     tailnet = _tailnet_addresses(hosts)
     names = list(read_inventory(inventory_path(options), data=list(options.data), must_serve=False))
     return [
-        connection_of(host, tailnet.get(host.name), names.index(host.name), service)
+        make_connection(host, tailnet.get(host.name), names.index(host.name), service)
         for host in hosts
     ]
 
@@ -221,11 +222,11 @@ def _print_client(
         raise SparkError.one(f"--for {name}", problem, "select one host")
     [server], client = servers, CLIENTS[name]
     print("\n".join(client.render(server)))
-    words = ["connect", server.host, *(["--service", service] if service else [])]
-    command = next_command(options, *words, "--for", name)
+    argv = ["connect", server.host, *(["--service", service] if service else [])]
+    command = next_command(options, *argv, "--for", name)
     note(f"use      {client.instructions.replace('THIS', command)}")
     if server.tunnel:
-        note(f"tunnel   in another terminal: {next_command(options, *words, '--tunnel')}")
+        note(f"tunnel   in another terminal: {next_command(options, *argv, '--tunnel')}")
 
 
 def _print_router(
@@ -246,7 +247,7 @@ def _print_router(
         note(f"tunnels  in another terminal: {next_command(options, 'connect', '--tunnel')}")
 
 
-def connection_of(
+def make_connection(
     host: Target,
     tailnet_address: str | None = None,
     host_index: int = 0,
@@ -256,7 +257,7 @@ def connection_of(
 
     ``host_index``, the host's position in the inventory, gives each tunnel a separate port.
     """
-    service = chosen_services(host, service or MAIN_SERVICE)[0]
+    service = selected_services(host, service or MAIN_SERVICE)[0]
     settings = host.settings
     if service != MAIN_SERVICE:
         settings = settings.service_settings(service)
@@ -305,8 +306,8 @@ def connection_of(
 @contextmanager
 def open_endpoint(target: Target, service: str | None) -> Iterator[Endpoint]:
     """Yield the server's endpoint with the key, through a tunnel if needed."""
-    service = chosen_services(target, service or MAIN_SERVICE)[0]
-    server, login = connection_of(target, service=service), login_of(target)
+    service = selected_services(target, service or MAIN_SERVICE)[0]
+    server, login = make_connection(target, service=service), make_login(target)
     key = login.run(f"cat {server.key_path}").strip()
     with ExitStack() as stack:
         base_url = server.base_url
@@ -315,21 +316,21 @@ def open_endpoint(target: Target, service: str | None) -> Iterator[Endpoint]:
         yield Endpoint(base_url, server.model, key, server.ca)
 
 
-def login_of(host: Target) -> Login:
+def make_login(host: Target) -> Login:
     local = host.name.startswith("@")
     return Login(host.name, () if local else tuple(ssh_command(host)), bool(host.data["_sudo"]))
 
 
 def ssh_command(host: Target) -> list[str]:
     data = host.data
-    words = ["ssh"]
+    argv = ["ssh"]
     for flag, key in (("-F", "ssh_config_file"), ("-i", "ssh_key"), ("-p", "ssh_port")):
         if data.get(key) not in (None, 22):
-            words += [flag, str(data[key])]
+            argv += [flag, str(data[key])]
     if data.get("ssh_known_hosts_file"):
-        words += ["-o", f"UserKnownHostsFile={data['ssh_known_hosts_file']}"]
+        argv += ["-o", f"UserKnownHostsFile={data['ssh_known_hosts_file']}"]
     user = f"{data['ssh_user']}@" if data.get("ssh_user") else ""
-    return [*words, f"{user}{data.get('ssh_hostname', host.name)}"]
+    return [*argv, f"{user}{data.get('ssh_hostname', host.name)}"]
 
 
 def connection_lines(server: Connection) -> Iterator[str]:

@@ -40,8 +40,8 @@ def hold_tunnels(servers: Sequence[tuple[str, str, str]]) -> None:
         fix = "run `spark-deploy connect` without --tunnel"
         raise SparkError.one("--tunnel", "these hosts need no tunnel", fix)
     # Without this handler, Ctrl-C could interrupt between the start and registration of a tunnel.
-    pressed: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     with ExitStack() as stack:
         running: list[tuple[str, subprocess.Popen[str]]] = []
         for host, url, tunnel in servers:
@@ -56,14 +56,14 @@ def hold_tunnels(servers: Sequence[tuple[str, str, str]]) -> None:
         note("tunnels stay open until Ctrl-C")
         while True:
             time.sleep(_POLL_S)
-            if pressed:  # the tunnels have also received the signal
+            if interrupts:  # the tunnels have also received the signal
                 note("")
                 return
             for name, process in running:
                 if process.poll() is not None:
                     output = process.stderr.read() if process.stderr else ""
-                    if unreached := ssh_reason(output):
-                        raise SparkError([unreachable(name, *unreached)])
+                    if reason := ssh_reason(output):
+                        raise SparkError([unreachable(name, *reason)])
                     problem = (
                         f"tunnel ended with exit code {process.returncode}: {one_line(output)}"
                     )

@@ -83,7 +83,7 @@ def shared_options(
             return functools.partial(run, options, **values)
 
         parameters = [
-            *(_words(metavar), *_HOSTS) * hosts, *_PLANS * plans,
+            *(_host_arguments(metavar), *_HOSTS) * hosts, *_PLANS * plans,
             *_CONFIRMS * confirms, *_CHANGES * changes,
             click.option("--json", is_flag=True, help="Print the result as JSON."),
         ]  # fmt: skip
@@ -137,7 +137,7 @@ def service_option(text: str) -> Callable[..., Any]:
     return click.option("--service", metavar="NAME", help=text)
 
 
-def _words(metavar: str) -> Callable[..., Any]:
+def _host_arguments(metavar: str) -> Callable[..., Any]:
     return click.argument("words", nargs=-1, metavar=metavar, shell_complete=host_names)
 
 

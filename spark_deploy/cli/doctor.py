@@ -13,7 +13,7 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.console import FILE, Options, note, print_result, shared_options
 from spark_deploy.cli.hosts import Answer, Target, build_plan, query, query_or_note, select_hosts
-from spark_deploy.cli.report import HostReport, plain_data, write_report
+from spark_deploy.cli.report import HostReport, report_data, write_report
 from spark_deploy.cli.report_contents import HostData, host_report, read_host
 from spark_deploy.config.errors import LockError
 from spark_deploy.hosts.capacity import competing_containers
@@ -27,15 +27,15 @@ from spark_deploy.plan.types import PreflightPlan
 
 
 @click.command
-@click.option("--report", "is_report", is_flag=True, help="Write a redacted JSON report instead.")
+@click.option("--report", "as_report", is_flag=True, help="Write a redacted JSON report instead.")
 @click.option(
     "--out", metavar="FILE", type=FILE, help="File for the report [spark-report-TIME.json]."
 )
 @shared_options(plans=True)
-def doctor(options: Options, is_report: bool, out: str | None) -> int:
+def doctor(options: Options, as_report: bool, out: str | None) -> int:
     """Return 1 if a deploy would reject any host."""
     hosts = select_hosts(options)
-    if is_report:
+    if as_report:
         return _report(options, hosts, Path(out) if out else None)
     needs = _preflight_plans(hosts)
     answers = query(hosts, lambda host, target: read_survey(host, needs[target.name]))
@@ -60,7 +60,7 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
     if not reports:
         return 1
     report, path = write_report(tuple(reports), out)
-    result = {"file": str(path), **plain_data(report)}
+    result = {"file": str(path), **report_data(report)}
     lines = []
     for entry in reports:
         states = [answer.state for answer in entry.answers]
@@ -163,7 +163,7 @@ def _survey_rows(survey: Survey, needs: PreflightPlan) -> Iterator[tuple[str, st
     if containers := competing_containers(survey.containers):
         engines = (f"{engine.name} ({engine.image}, {engine.state})" for engine in containers)
         yield "others", ", ".join(engines)
-    if text := reuse_text(find_reusable(survey.stored, needs)):
+    if text := describe_reuse(find_reusable(survey.stored, needs)):
         yield "reuse", text
 
 
@@ -186,7 +186,7 @@ def find_reusable(stored: StoredFiles, needs: PreflightPlan) -> Reuse:
     return Reuse(sum(bytes_in.values()), whole_bytes, tuple(filter(None, folders)))
 
 
-def reuse_text(reuse: Reuse) -> str:
+def describe_reuse(reuse: Reuse) -> str:
     if not reuse.found_bytes:
         return ""
     where = f" found in {', '.join(reuse.folders)}" if reuse.folders else ""

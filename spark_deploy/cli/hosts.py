@@ -47,8 +47,8 @@ from spark_deploy.ticking import ticking
 T = TypeVar("T")
 
 ESTIMATED_COMMIT = "0" * 40
-_FACT_S = 180  # docker on a busy host takes two minutes
-QUIET_S = 2.0  # before a note lists hosts that have not answered yet
+_FACT_TIMEOUT_S = 180  # docker on a busy host takes two minutes
+QUIET_PERIOD_S = 2.0  # before a note lists hosts that have not answered yet
 _ESTIMATED_SHA256 = "0" * 64
 _ESTIMATED_IMAGE_BYTES = 10_000_000_000
 
@@ -62,7 +62,7 @@ class Target:
     loaded: HostSettings
     catalog: Catalog
     # Locks with results from hub and registries by lock file, shared by the command's hosts.
-    looked_up: dict[Path, Lock] = field(default_factory=dict)
+    locks: dict[Path, Lock] = field(default_factory=dict)
 
     @property
     def settings(self) -> Settings:
@@ -92,10 +92,10 @@ def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "")
             replace(problem, where=flags.get(problem.where, problem.where))
             for problem in error.problems
         ]) from error  # fmt: skip
-    looked_up: dict[Path, Lock] = {}
+    locks: dict[Path, Lock] = {}
     contexts = {name: host_data[CONTEXT_KEY] for name, host_data in inventory.items()}
     return [
-        Target(name, inventory[name], context.loaded, context.catalog, looked_up)
+        Target(name, inventory[name], context.loaded, context.catalog, locks)
         for name, context in contexts.items()
     ]
 
@@ -126,7 +126,7 @@ def _is_trusted(inventory: Path) -> bool:
 def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
     settings, catalog = host.settings, host.catalog
     path = host.loaded.lock_path
-    lock = host.looked_up.get(path) or read_lock(path)
+    lock = host.locks.get(path) or read_lock(path)
     missing = required_names(settings, catalog).missing_in(lock)
     if missing.names and estimate:
         lock = with_estimates(lock, settings, catalog)
@@ -134,7 +134,7 @@ def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
         note("names not locked yet; querying the hub (`spark-deploy update --missing` locks them):")
         lock = resolve(lock, missing, settings, catalog.engines.engines, note)
     if not estimate:
-        lock = host.looked_up[path] = read_headers(settings, catalog, lock, note)
+        lock = host.locks[path] = read_headers(settings, catalog, lock, note)
     request = Request(host.name, settings, catalog, lock, payload_identity())
     context: HostContext | None = host.data.get(CONTEXT_KEY)
     return context.plan(request) if context else plan_host(request)
@@ -172,7 +172,7 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     return lock.with_entries(sources, images, anatomies=unread)
 
 
-def chosen_services(host: Target, service: str | None) -> list[str]:
+def selected_services(host: Target, service: str | None) -> list[str]:
     services = [MAIN_SERVICE, *host.settings.services]
     if service is None:
         return services
@@ -215,7 +215,7 @@ def query(
     hosts: Sequence[Target], read: Callable[[Host, Target], T | None], *, verb: str = "querying"
 ) -> list[Answer[T]]:
     """Connect to the hosts in parallel; return the result of ``read`` for each host."""
-    data = [(host.name, {"_timeout": _FACT_S, **host.data}) for host in hosts]
+    data = [(host.name, {"_timeout": _FACT_TIMEOUT_S, **host.data}) for host in hosts]
     inventory = Inventory((data, {}))  # type: ignore[no-untyped-call]  # pyinfra
     state = State(inventory, Config())  # type: ignore[no-untyped-call]  # pyinfra
     errors = _ConnectErrors()
@@ -233,7 +233,7 @@ def query(
                 patch_pyinfra()
                 value = read(host, target)
             except (PyinfraError, OSError) as error:
-                return Answer(target, None, f"query failed: {_query_problem(host, state, error)}")
+                return Answer(target, None, f"query failed: {_explain_failure(host, state, error)}")
         return Answer(target, value, "" if value is not None else "sent no readable answer")
 
     with ctx_state.use(state):
@@ -243,7 +243,7 @@ def query(
             names = [host.name for host, task in zip(hosts, tasks, strict=True) if not task.ready()]
             return f"{verb} {short_list(names)}"
 
-        with ticking(activity, note, first_s=QUIET_S):
+        with ticking(activity, note, first_s=QUIET_PERIOD_S):
             gevent.joinall(tasks, raise_error=True)
         disconnect_all(state)
     return [task.get() for task in tasks]
@@ -260,17 +260,17 @@ def query_or_note(
             yield answer.host, answer.value
 
 
-def _query_problem(host: Host, state: State, error: Exception) -> str:
+def _explain_failure(host: Host, state: State, error: Exception) -> str:
     """Explain a failed query, because pyinfra reports a failed command as "no hosts left"."""
     if isinstance(error, SparkError):
         return error.problems[0].line
     if host not in state.failed_hosts:
         return str(error)
     if not host.data.get("_sudo"):
-        return f"a read-only command failed on the host, or ran longer than {_FACT_S} s"
+        return f"a read-only command failed on the host, or ran longer than {_FACT_TIMEOUT_S} s"
     return (
-        f"a command failed on the host or ran longer than {_FACT_S} s, or sudo is missing or "
-        "requires a password; fix: run `deploys/bootstrap.py`, or set `ssh.user: root`"
+        f"a command failed on the host or ran longer than {_FACT_TIMEOUT_S} s, or sudo is missing "
+        "or requires a password; fix: run `deploys/bootstrap.py`, or set `ssh.user: root`"
     )
 
 
@@ -294,11 +294,13 @@ def check_access(hosts: Sequence[Target]) -> AccessResult:
     endpoints = [login.endpoint(host.name, host.data) for host in hosts]
     activity = f"connecting to {short_list([host.name for host in hosts])}"
     pool = Pool(16)  # greenlets, because threads would delay the exit after Ctrl-C
-    with ticking(activity, note, first_s=QUIET_S):
+    with ticking(activity, note, first_s=QUIET_PERIOD_S):
         results = zip(endpoints, pool.map(login.try_key, endpoints), strict=True)
         failed = [endpoint for endpoint, result in results if not result.ready]
         remote = [endpoint for endpoint in failed if not endpoint.is_local]
         keys = pool.map(host_keys.query_host_key, remote)
-    silent = tuple(key for key in keys if key.state == "unreachable")
-    silent_endpoints = [key.endpoint for key in silent]
-    return AccessResult(silent, tuple(e for e in failed if e not in silent_endpoints))
+    unreachable_keys = tuple(key for key in keys if key.state == "unreachable")
+    unreachable_endpoints = [key.endpoint for key in unreachable_keys]
+    return AccessResult(
+        unreachable_keys, tuple(e for e in failed if e not in unreachable_endpoints)
+    )

@@ -22,7 +22,7 @@ from spark_deploy.cli.console import (
     profile_option,
     shared_options,
 )
-from spark_deploy.cli.models import PLAIN_PROFILE, fitting_profiles, is_stage
+from spark_deploy.cli.models import PLAIN_PROFILE, find_fitting_profiles, is_stage
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SparkError
@@ -88,7 +88,7 @@ def init(
     folder = Path(directory)
     hosts = _host_lines(host, user) if host else _default_hosts(folder, local)
     if host and (folder / HOSTS_FILE).exists():
-        _refuse_other_hosts(folder / HOSTS_FILE, hosts)
+        _reject_other_hosts(folder / HOSTS_FILE, hosts)
     texts = {
         folder / HOSTS_FILE: HOSTS_HEAD + "".join(hosts),
         folder / "group_vars/all.yml": _settings(options.model, options.profile),
@@ -122,8 +122,8 @@ def init(
     data = {
         "folder": str(folder), "written": [str(path) for path in written],
         "kept": [str(path) for path in texts if path not in written],
-        "hosts": [{"host": name, "model": chosen.model, "profile": chosen.profile}
-                  for name, chosen in settings.items()],
+        "hosts": [{"host": name, "model": host_settings.model, "profile": host_settings.profile}
+                  for name, host_settings in settings.items()],
         "not_locked": not_locked, "next": [command],
     }  # fmt: skip
     hint = "      (to check first, run `spark-deploy plan` and `spark-deploy doctor`)"
@@ -131,7 +131,7 @@ def init(
     return 0
 
 
-def _refuse_other_hosts(file: Path, lines: Sequence[str]) -> None:
+def _reject_other_hosts(file: Path, lines: Sequence[str]) -> None:
     """Reject hosts that are missing from an existing hosts.yml or have other values there."""
     present = read_hosts(file).hosts
     missing = [line.strip() for line in lines if not yaml.safe_load(line).keys() <= present.keys()]
@@ -191,7 +191,7 @@ def _host_lines(hosts: Sequence[str], user: str | None) -> list[str]:
 
 def _settings(model: str | None, profile: str | None) -> str:
     catalog, model = read_catalog(), model or Settings().model
-    fitting = fitting_profiles(model, catalog)
+    fitting = find_fitting_profiles(model, catalog)
     profiles = [name for name in fitting if not is_stage(catalog.profile(name, model))]
     profile = profile or next(iter(profiles), Settings().profile)
     others = [name for name in profiles if name not in (profile, PLAIN_PROFILE)]

@@ -20,16 +20,16 @@ from spark_deploy.hosts.status import HostStatus
 
 _ACTIONS = ("add", "revoke", "list")
 _KEYS = "serve.keys"
-_limit = functools.partial(click.option, type=click.IntRange(min=1), metavar="N")
+_limit_option = functools.partial(click.option, type=click.IntRange(min=1), metavar="N")
 
 
 @click.command
 @click.argument("action", type=click.Choice(_ACTIONS), metavar="|".join(_ACTIONS))
 @click.argument("name", metavar="[NAME]", required=False, default="")
-@_limit("--concurrent", "max_concurrent", help="Maximum concurrent requests.")
-@_limit("--per-minute", "max_requests_per_min", help="Average requests per minute.")
-@_limit("--body-mib", "max_body_mib", help="Maximum size of a request body in MiB.")
-@_limit("--output-tokens", "max_output_tokens", help="Maximum output tokens per request.")
+@_limit_option("--concurrent", "max_concurrent", help="Maximum concurrent requests.")
+@_limit_option("--per-minute", "max_requests_per_min", help="Average requests per minute.")
+@_limit_option("--body-mib", "max_body_mib", help="Maximum size of a request body in MiB.")
+@_limit_option("--output-tokens", "max_output_tokens", help="Maximum output tokens per request.")
 @shared_options(changes=True)
 def key(options: Options, action: str, name: str, **limits: int | None) -> int:
     if action == "list":
@@ -45,19 +45,19 @@ def key(options: Options, action: str, name: str, **limits: int | None) -> int:
 
 
 def _add(options: Options, name: str, limits: dict[str, int]) -> int:
-    chosen = select_hosts(options, must_serve=False)
+    selected = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
     if any(name in host.settings.serve.keys for host in all_hosts):
         fix = f"choose another name, or first run `spark-deploy key revoke {name}`"
         raise SparkError.one(f"key {name}", "already exists", fix)
     token = f"sk-{secrets.token_urlsafe(32)}"
     values = {f"{_KEYS}.{name}": {"sha256": sha256(token.encode()).hexdigest(), **limits}}
-    write = functools.partial(write_values, chosen, all_hosts, values, shown=f"key add {name}")
+    write = functools.partial(write_values, selected, all_hosts, values, label=f"key add {name}")
     edits = write(dry=True)
     if options.dry:
-        print_edits(options, edits, [host.name for host in chosen])
+        print_edits(options, edits, [host.name for host in selected])
         return 0
-    confirm(options, f"{', '.join(host.name for host in chosen)}: accept a new key {name}?")
+    confirm(options, f"{', '.join(host.name for host in selected)}: accept a new key {name}?")
     write(dry=False)
     note(f"API key for {name}; it will not be shown again:")
     print_result(options, {"name": name, "key": token}, [[token]])

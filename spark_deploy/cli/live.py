@@ -18,10 +18,10 @@ from rich.table import Table
 from spark_contract.paths import engine_dir
 from spark_contract.units import GATEWAY, JOB, MAIN_SERVICE, SERVE, SWITCH, WATCH
 
-from spark_deploy.bench.host import HEAT, Login, parse_heat
-from spark_deploy.cli.connect import login_of
+from spark_deploy.bench.host import GPU_SENSORS, Login, parse_gpu_sensors
+from spark_deploy.cli.connect import make_login
 from spark_deploy.cli.console import Options, note, service_option, shared_options
-from spark_deploy.cli.hosts import chosen_services, select_hosts
+from spark_deploy.cli.hosts import select_hosts, selected_services
 from spark_deploy.config.documents import GIB
 from spark_deploy.config.printable import one_line, printable
 from spark_deploy.inventory.unreachable import ssh_reason
@@ -53,7 +53,7 @@ def logs(options: Options, follow: bool, lines: int) -> int:
     """Return 1 if a journal could not be read."""
     script = journal_command(lines, follow=follow)
     hosts = select_hosts(options, must_serve=False)
-    readers = {host.name: _start(login_of(host), script) for host in hosts}
+    readers = {host.name: _start_ssh(make_login(host), script) for host in hosts}
     try:
         merged = _read_all(readers)
         for line in merged if follow else sorted(merged):
@@ -66,21 +66,21 @@ def logs(options: Options, follow: bool, lines: int) -> int:
         return 0
     failed = [name for name, process in readers.items() if process.wait() > 0]
     for name in failed:
-        note(f"{name}: {_failure(readers[name], 'journal unreadable')}")
+        note(f"{name}: {_failure_text(readers[name], 'journal unreadable')}")
     return 1 if failed else 0
 
 
-def _start(login: Login, script: str) -> subprocess.Popen[str]:
+def _start_ssh(login: Login, script: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         login.argv(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, errors="replace",
     )  # fmt: skip
 
 
-def _failure(process: subprocess.Popen[str], problem: str) -> str:
+def _failure_text(process: subprocess.Popen[str], problem: str) -> str:
     output = process.stderr.read() if process.stderr else ""
-    if unreached := ssh_reason(output):
-        return f"unreachable: {unreached[0]}; fix: {unreached[1]}"
+    if cause := ssh_reason(output):
+        return f"unreachable: {cause[0]}; fix: {cause[1]}"
     reason = f": {one_line(output)}" if output.strip() else ""
     return f"{problem}{reason}; fix: run `spark-deploy doctor`"
 
@@ -129,9 +129,9 @@ _SAMPLE_SCRIPT = """while :; do
   curl -s -m 5 --unix-socket FOLDER/engine.sock http://engine/metrics |
     grep -E '^vllm:(num_requests_|generation_tokens_total|kv_cache_usage|spec_decode_num_)'
   awk '/^MemAvailable/{print "memory", $2}' /proc/meminfo
-  echo "gpu HEAT"
+  echo "gpu GPU_SENSORS"
   echo end; sleep INTERVAL
-done""".replace("HEAT", HEAT).replace("INTERVAL", str(INTERVAL_S))
+done""".replace("GPU_SENSORS", GPU_SENSORS).replace("INTERVAL", str(INTERVAL_S))
 
 # Values by metric, including counters since the engine started, and the model name.
 Sample = dict[str, Any]
@@ -160,15 +160,15 @@ def top(options: Options, once: bool, service: str | None) -> int:
     processes: dict[str, subprocess.Popen[str]] = {}
     samples: dict[str, list[Sample]] = {}
     # Complete the list before the first process starts, because a host may lack the service.
-    chosen = [
+    services = [
         (host, name)
         for host in select_hosts(options, must_serve=False)
-        for name in chosen_services(host, service)
+        for name in selected_services(host, service)
     ]
-    for host, name in chosen:
+    for host, name in services:
         title = host.name if name == MAIN_SERVICE else f"{host.name}/{name}"
         script = _SAMPLE_SCRIPT.replace("FOLDER", engine_dir(name))
-        processes[title], samples[title] = _start(login_of(host), script), []
+        processes[title], samples[title] = _start_ssh(make_login(host), script), []
         arguments = (processes[title], samples[title])
         threading.Thread(target=_keep_last_two, args=arguments, daemon=True).start()
 
@@ -180,7 +180,9 @@ def top(options: Options, once: bool, service: str | None) -> int:
         while any(is_running(title) and len(last) < 2 for title, last in samples.items()):
             time.sleep(0.2)
         while True:
-            _show([load_of(title, last) for title, last in samples.items()], options, once)
+            _print_loads(
+                [compute_load(title, last) for title, last in samples.items()], options, once
+            )
             if once or not any(map(is_running, samples)):
                 break
             time.sleep(INTERVAL_S)
@@ -191,7 +193,7 @@ def top(options: Options, once: bool, service: str | None) -> int:
             process.terminate()
     failed = [title for title, last in samples.items() if not last]
     for title in failed:
-        note(f"{title}: {_failure(processes[title], 'no answer')}")
+        note(f"{title}: {_failure_text(processes[title], 'no answer')}")
     return 1 if failed else 0
 
 
@@ -214,14 +216,14 @@ def parse_samples(lines: Iterable[str]) -> Iterator[Sample]:
         elif name == "memory" and value.isdigit():
             sample["memory"] = int(value) * 1024
         elif name == "gpu":
-            values = zip(("temperature", "power"), parse_heat(value), strict=True)
+            values = zip(("temperature", "power"), parse_gpu_sensors(value), strict=True)
             sample |= {key: number for key, number in values if number is not None}
         elif name == "end" and "at" in sample:
             yield sample
             sample = {}
 
 
-def load_of(host: str, samples: Sequence[Sample]) -> Load:
+def compute_load(host: str, samples: Sequence[Sample]) -> Load:
     if not samples:
         return Load(host, *[None] * 8)
     last, before = samples[-1], samples[0]
@@ -243,7 +245,7 @@ def load_of(host: str, samples: Sequence[Sample]) -> Load:
     )  # fmt: skip
 
 
-def _show(rows: list[Load], options: Options, once: bool) -> None:
+def _print_loads(rows: list[Load], options: Options, once: bool) -> None:
     if options.json:
         print(json.dumps([asdict(row) for row in rows]), flush=True)
         return

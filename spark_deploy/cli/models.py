@@ -80,9 +80,9 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
 
 
 def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
-    profiles = {count: fitting_profiles(model.name, catalog, count) for count in HOST_COUNTS}
-    chosen = next((names[0] for names in profiles.values() if names), None)
-    profile = catalog.profile(chosen, model.name) if chosen else None
+    profiles = {count: find_fitting_profiles(model.name, catalog, count) for count in HOST_COUNTS}
+    best = next((names[0] for names in profiles.values() if names), None)
+    profile = catalog.profile(best, model.name) if best else None
     hybrid = model.architecture if isinstance(model, HybridModel) else None
     size_bytes, is_known = weight_sizes(hybrid).tree_bytes if hybrid else None, hybrid is not None
     if isinstance(model, PlainModel):
@@ -99,7 +99,7 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
             if not is_stage(catalog.profile(name, model.name))
         },
         fixes={
-            count: advice(model.name, chosen or Settings().profile, catalog, count)
+            count: required_change(model.name, best or Settings().profile, catalog, count)
             for count, names in profiles.items()
             if not names
         },
@@ -110,24 +110,24 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
     )
 
 
-def advice(model: str, profile: str, catalog: Catalog, count: int) -> str:
+def required_change(model: str, profile: str, catalog: Catalog, count: int) -> str:
     """Return the plan's fix for a model and profile that ``count`` hosts cannot serve."""
-    return plan_problems(settings_on(count, model, profile), catalog)[0].fix
+    return plan_problems(settings_for_hosts(count, model, profile), catalog)[0].fix
 
 
-def settings_on(count: int, model: str, profile: str) -> Settings:
+def settings_for_hosts(count: int, model: str, profile: str) -> Settings:
     """Return default settings, except for the model, profile and number of hosts."""
     hosts = tuple(f"spark-{number + 1}" for number in range(count)) if count > 1 else ()
     return Settings(model=model, profile=profile, cluster=ClusterSettings(hosts=hosts))
 
 
-def fitting_profiles(model: str, catalog: Catalog, count: int = 1) -> list[str]:
+def find_fitting_profiles(model: str, catalog: Catalog, count: int = 1) -> list[str]:
     """Return the profiles that serve a model on ``count`` hosts, starting with the best."""
     default = Settings().profile
     names = [
         name
         for name, profile_model in catalog.profiles
-        if profile_model == model and can_serve(settings_on(count, model, name), catalog)
+        if profile_model == model and can_serve(settings_for_hosts(count, model, name), catalog)
     ]
     # `plain` comes first for published checkpoints, and last for checkpoints that we build.
     return sorted(

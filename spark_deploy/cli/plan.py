@@ -8,7 +8,7 @@ from typing import NamedTuple
 import click
 
 from spark_deploy.cli.console import Options, note, print_result, shared_options
-from spark_deploy.cli.doctor import Reuse, find_reusable, read_survey, reuse_text
+from spark_deploy.cli.doctor import Reuse, describe_reuse, find_reusable, read_survey
 from spark_deploy.cli.hosts import build_plan, query_or_note, select_hosts
 from spark_deploy.cli.plan_text import download_peer, plan_text
 from spark_deploy.cli.report import HostReport, read_report
@@ -47,8 +47,8 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
     for host in () if estimate else hosts:
         # Compare tensor names with the catalog unless the lock file contains a result.
         path = host.loaded.lock_path
-        lock = host.looked_up.get(path) or read_lock(path)
-        host.looked_up[path] = verify_names_if_online(host.settings, host.catalog, lock, note)
+        lock = host.locks.get(path) or read_lock(path)
+        host.locks[path] = verify_names_if_online(host.settings, host.catalog, lock, note)
     needs = {host_plan.host: host_plan.preflight for host_plan in plans}
     reuse: dict[str, Reuse] = {}
     if on_host:
@@ -60,7 +60,7 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
         plan_text(
             host_plan, *model_and_profile(host.settings, host.catalog),
             verbose=options.verbose,
-            present=reuse_text(reuse[host.name]) if host.name in reuse else "",
+            present=describe_reuse(reuse[host.name]) if host.name in reuse else "",
             peer=download_peer(host_plan, plans[:number] * host.settings.fleet.share),
             calibration=read_calibration(host.loaded.root, host.catalog),
         )
@@ -77,7 +77,7 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
 class MeasuredSpeed(NamedTuple):
     """The measured and computed speed of single requests on a Spark."""
 
-    report: str
+    report_name: str
     model: str
     profile: str
     tokens_per_s: float
@@ -85,11 +85,11 @@ class MeasuredSpeed(NamedTuple):
 
 
 def read_calibration(root: Path, catalog: Catalog) -> Calibration:
-    speeds = measured_speeds(root, catalog)
+    speeds = read_measured_speeds(root, catalog)
     return calibrated((speed.tokens_per_s, speed.computed_tokens_per_s) for speed in speeds)
 
 
-def measured_speeds(root: Path, catalog: Catalog) -> Iterator[MeasuredSpeed]:
+def read_measured_speeds(root: Path, catalog: Catalog) -> Iterator[MeasuredSpeed]:
     folders = (CHECKOUT / "reports", root / "reports")
     files = [*root.glob("spark-report-*.json"), *(p for f in folders for p in f.glob("*.json"))]
     for path in sorted({path.resolve() for path in files}):
@@ -99,12 +99,14 @@ def measured_speeds(root: Path, catalog: Catalog) -> Iterator[MeasuredSpeed]:
             note(f"{path}: not used to calibrate the computed speed: {error}")
             continue
         for host in hosts:
-            yield from _speed_of(path.name, host, catalog)
+            yield from _measured_speeds(path.name, host, catalog)
 
 
-def _speed_of(report: str, host: HostReport, catalog: Catalog) -> Iterator[MeasuredSpeed]:
-    serving = host.serving
-    if serving is None or not host.is_spark or serving.portable:
+def _measured_speeds(
+    report_name: str, report: HostReport, catalog: Catalog
+) -> Iterator[MeasuredSpeed]:
+    serving = report.serving
+    if serving is None or not report.is_spark or serving.portable:
         return
     profile = catalog.profiles.get((serving.profile, serving.model))
     measured = serving.speed.get(ONE_STREAM)
@@ -113,4 +115,4 @@ def _speed_of(report: str, host: HostReport, catalog: Catalog) -> Iterator[Measu
     model = catalog.model(serving.model)
     if isinstance(model, HybridModel):
         computed = compute_speed(model.architecture, profile).tokens_per_s
-        yield MeasuredSpeed(report, model.name, profile.name, measured, computed)
+        yield MeasuredSpeed(report_name, model.name, profile.name, measured, computed)

@@ -33,7 +33,7 @@ RATES_MB_PER_S = (25, 100)
 UNMEASURED = Calibration()
 # Tokens in a long coding session, and in one turn.
 _SESSION_TOKENS, _TURN_TOKENS = 130_000, 1000
-_MAX_WORD_CHARACTERS = 1000
+_MAX_ARGUMENT_CHARACTERS = 1000
 _CHECKS = {
     "tool_call": "tool call",
     "reasoning": "reasoning",
@@ -73,11 +73,11 @@ def plan_text(
 
 def download_peer(plan: HostPlan, earlier: Iterable[HostPlan]) -> str:
     """Return the first host that downloads all files and images in the plan, or ""."""
-    needed = _sizes(plan).keys()
-    return next((other.host for other in earlier if needed <= _sizes(other).keys()), "")
+    needed = _download_sizes(plan).keys()
+    return next((other.host for other in earlier if needed <= _download_sizes(other).keys()), "")
 
 
-def _sizes(plan: HostPlan) -> dict[tuple[bool, str], int]:
+def _download_sizes(plan: HostPlan) -> dict[tuple[bool, str], int]:
     files = {(False, s.digest): s.size_bytes for served in plan.served for s in served.sources}
     images = {(True, s.image.base): s.image.size_bytes for s in plan.served}
     return files | images
@@ -86,8 +86,8 @@ def _sizes(plan: HostPlan) -> dict[tuple[bool, str], int]:
 def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
     caveat = " (some sizes are unknown)" if plan.memory.unknown else ""
     yield f"{plan.host}: {plan.model} with {plan.profile} fits{caveat}"
-    yield row("serves", f"{', '.join(plan.release.names)} {_address(plan)}")
-    yield row("downloads", _peer_downloads(plan, peer) if peer else _downloads(plan))
+    yield row("serves", f"{', '.join(plan.release.names)} {_address_text(plan)}")
+    yield row("downloads", _peer_downloads_text(plan, peer) if peer else _downloads_text(plan))
     peak_bytes, after_bytes = disk_total(plan.disk)
     yield row("disk", f"{format_size(after_bytes)} in total, {format_size(peak_bytes)} at peak")
     yield row("memory", _memory_summary(plan, profile))
@@ -110,7 +110,7 @@ def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
         yield from (row("WARNING", warning) for warning in entry.warnings)
 
 
-def _address(plan: HostPlan) -> str:
+def _address_text(plan: HostPlan) -> str:
     urls = ", ".join(f"{url} ({clients})" for url, clients in base_urls(plan.gateway))
     cluster = plan.release.cluster
     members = [member.host for member in cluster.members] if cluster else []
@@ -121,11 +121,11 @@ def _address(plan: HostPlan) -> str:
     return f"together with {members[0]}, which answers clients"
 
 
-def _downloads(plan: HostPlan) -> str:
-    sizes = _sizes(plan)
+def _downloads_text(plan: HostPlan) -> str:
+    sizes = _download_sizes(plan)
     image = sum(size_bytes for (is_image, _), size_bytes in sizes.items() if is_image)
     files = sum(sizes.values()) - image
-    slow, fast = (_duration((files + image) / rate / 1e6) for rate in RATES_MB_PER_S)
+    slow, fast = (_duration_text((files + image) / rate / 1e6) for rate in RATES_MB_PER_S)
     build = "; then builds the checkpoint" if plan.checkpoint else ""
     model = f"up to {format_size(files)} of files" if files else "files of unknown size"
     return (
@@ -134,13 +134,13 @@ def _downloads(plan: HostPlan) -> str:
     )
 
 
-def _peer_downloads(plan: HostPlan, peer: str) -> str:
+def _peer_downloads_text(plan: HostPlan, peer: str) -> str:
     text = f"copies files and images from {peer}"
     donor_bytes = plan.checkpoint.donor_bytes if plan.checkpoint else 0
     return f"{text}; {format_size(donor_bytes)} from the hub" if donor_bytes else text
 
 
-def _duration(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     return f"{max(1, round(seconds / 60))} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
@@ -163,7 +163,7 @@ def plan_lines(
     yield row("model", model.summary)
     yield row("profile", profile.summary)
     for source in plan.sources:
-        yield row("download", _source(source))
+        yield row("download", _source_text(source))
         if plan.checkpoint and not plan.checkpoint.keep_base:
             donor_bytes = plan.checkpoint.donor_bytes
             donor = f" and {format_size(donor_bytes)} of FP8 tensors" if donor_bytes else ""
@@ -179,7 +179,7 @@ def plan_lines(
             f"{base.build.iters} steps, about {gib(base.build.memory_bytes)} of memory; "
             "run `spark-deploy add --requantize`",
         )
-    yield from _checkpoint(plan.checkpoint)
+    yield from _checkpoint_lines(plan.checkpoint)
     layer = "with our plugin layer" if plan.image.plugin else "unchanged"
     yield row(
         "image", f"{plan.image.base}, {format_size(plan.image.size_bytes)} compressed, {layer}"
@@ -188,9 +188,9 @@ def plan_lines(
         folder = entry.checkpoint.dir if entry.checkpoint else entry.sources[0].dir
         text = f"{entry.model} with {entry.profile}: {folder}, image {entry.image.tag}"
         yield row("" if number else "kept ready", text)
-    yield from _memory(plan, profile)
+    yield from _memory_lines(plan, profile)
     yield from speed_lines(plan, model, profile, calibration)
-    yield from _disk(plan)
+    yield from _disk_lines(plan)
     yield row("engine", _engine_command(plan.release))
     if cluster := plan.release.cluster:
         for number, member in enumerate(cluster.members):
@@ -200,15 +200,15 @@ def plan_lines(
     unit = plan_document(plan)["unit"]
     yield row("unit", f"{unit['name']} with {unit['drop_in']}:")
     yield row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
-    yield from _serving(plan.release, plan.gateway)
+    yield from _serving_lines(plan.release, plan.gateway)
     for service in plan.services:
-        yield from _service(service)
+        yield from _service_lines(service)
 
 
-def _service(plan: ServicePlan) -> Iterator[str]:
+def _service_lines(plan: ServicePlan) -> Iterator[str]:
     yield row("service", f"{plan.release.service}, release {plan.release.name}")
     for source in plan.sources:
-        yield row("download", _source(source))
+        yield row("download", _source_text(source))
     yield row("image", plan.image.base)
     tokens = plan.memory.kv_tokens
     cache = gib(plan.memory.kv_cache_bytes) + ("" if tokens is None else f" of {tokens:,} tokens")
@@ -216,31 +216,31 @@ def _service(plan: ServicePlan) -> Iterator[str]:
         "memory", f"weights, drafter and runtime {gib(plan.memory.engine_bytes)}, KV cache {cache}"
     )
     yield row("engine", _engine_command(plan.release))
-    yield from _serving(plan.release, plan.gateway)
+    yield from _serving_lines(plan.release, plan.gateway)
 
 
 def _engine_command(release: Release) -> str:
     """Return the engine command with digests in place of long arguments."""
-    words = []
-    for word in release.engine.argv:
-        if "\n" in word or len(word) >= _MAX_WORD_CHARACTERS:
-            digest = hashlib.sha256(word.encode()).hexdigest()[:12]
-            word = f"<{len(word.splitlines())} lines, sha256 {digest}>"
-        words.append(word)
-    return shlex.join(["vllm", "serve", *words])
+    arguments = []
+    for argument in release.engine.argv:
+        if "\n" in argument or len(argument) >= _MAX_ARGUMENT_CHARACTERS:
+            digest = hashlib.sha256(argument.encode()).hexdigest()[:12]
+            argument = f"<{len(argument.splitlines())} lines, sha256 {digest}>"
+        arguments.append(argument)
+    return shlex.join(["vllm", "serve", *arguments])
 
 
-def _source(source: SourcePlan) -> str:
-    return f"{source.locked.repo} {_commit(source.locked)}, {format_size(source.size_bytes)}"
+def _source_text(source: SourcePlan) -> str:
+    return f"{source.locked.repo} {_commit_text(source.locked)}, {format_size(source.size_bytes)}"
 
 
-def _commit(locked: LockedSource) -> str:
+def _commit_text(locked: LockedSource) -> str:
     if locked.commit == ESTIMATED_COMMIT:
         return "(estimated, not locked)"
     return f"at {locked.commit[:12]}"
 
 
-def _checkpoint(checkpoint: CheckpointPlan | None) -> Iterator[str]:
+def _checkpoint_lines(checkpoint: CheckpointPlan | None) -> Iterator[str]:
     if checkpoint is None:
         yield row("checkpoint", "the downloaded checkpoint, unchanged")
         return
@@ -250,10 +250,12 @@ def _checkpoint(checkpoint: CheckpointPlan | None) -> Iterator[str]:
         "checkpoint", f"{checkpoint.dir}, {format_size(checkpoint.output_bytes)} new ({parts})"
     )
     if donor := checkpoint.donor:
-        yield row("", f"reads byte ranges from {donor.repo} {_commit(donor)} without storing them")
+        yield row(
+            "", f"reads byte ranges from {donor.repo} {_commit_text(donor)} without storing them"
+        )
 
 
-def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
+def _memory_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
     memory = plan.memory
     vision = f" ({gib(memory.vision_bytes)} for vision)" if memory.vision_bytes else ""
     yield row(
@@ -300,22 +302,22 @@ def speed_lines(
     shape, requests = model.architecture, profile.limits.max_sequences
     context, factor = plan.release.check.max_model_len, calibration.factor
     single = compute_speed(shape, profile)
-    text = f"{_range(single, factor)} tokens/s for one request, "
+    text = f"{_speed_range(single, factor)} tokens/s for one request, "
     if profile.kv_cache.dtype in TURBOQUANT:
         text += "less in long contexts (not computed for TurboQuant)"
     else:
         full = compute_speed(shape, profile, context_tokens=context)
-        text += f"{_range(full, factor)} after {context:,} tokens"
+        text += f"{_speed_range(full, factor)} after {context:,} tokens"
     if requests > 1:
         total = compute_speed(shape, profile, requests=requests)
-        text += f", {_range(total, factor)} in total for {requests}"
+        text += f", {_speed_range(total, factor)} in total for {requests}"
     basis = "fitted to two published figures for the 122B, not measured on a Spark"
     if profile.ngram_table == "file":
         basis += "; excludes disk reads"
     if count := calibration.reports:
         basis = f"scaled by {factor:.2f} from {count} Spark report{'s' if count > 1 else ''}"
     yield row("speed", f"{text} (computed, {basis})")
-    yield row("prompts", f"first token after {_first_token(plan, shape, profile)}")
+    yield row("prompts", f"first token after {_first_token_text(plan, shape, profile)}")
     largest = sorted(single.parts_s, key=lambda part: -part[1])[:4]
     shares = ", ".join(f"{name} {seconds / single.step_s:.0%}" for name, seconds in largest)
     yield row(
@@ -330,7 +332,7 @@ def speed_lines(
     yield row("", text)
 
 
-def _first_token(plan: HostPlan, model: Architecture, profile: Profile) -> str:
+def _first_token_text(plan: HostPlan, model: Architecture, profile: Profile) -> str:
     session = min(_SESSION_TOKENS, plan.release.check.max_model_len // 2)
     new_s = first_token_s(model, session)
     turn_s = next_turn_s(model, profile, plan.memory.block_tokens, session, _TURN_TOKENS)
@@ -350,12 +352,12 @@ def _not_computed_reason(plan: HostPlan, model: Model, profile: Profile) -> str:
     return f"{len(cluster.members)} Sparks as one server" if cluster else ""
 
 
-def _range(speed: Speed, factor: float) -> str:
+def _speed_range(speed: Speed, factor: float) -> str:
     low, high = (speed.tokens_per_s * factor * (1 + side * TOLERANCE) for side in (-1, 1))
     return f"{low:.0f} to {high:.0f}"
 
 
-def _disk(plan: HostPlan) -> Iterator[str]:
+def _disk_lines(plan: HostPlan) -> Iterator[str]:
     for number, use in enumerate(plan.disk):
         peak = (
             f", {format_size(use.peak_bytes)} at peak" if use.peak_bytes != use.after_bytes else ""
@@ -370,7 +372,7 @@ def _disk(plan: HostPlan) -> Iterator[str]:
     )
 
 
-def _serving(release: Release, gateway: GatewayPlan) -> Iterator[str]:
+def _serving_lines(release: Release, gateway: GatewayPlan) -> Iterator[str]:
     urls = ", ".join(f"{url} ({clients})" for url, clients in base_urls(gateway))
     names = ", ".join(release.names)
     yield row("serves", f"{urls}, serving {names}; API key in {gateway.settings.key_path}")

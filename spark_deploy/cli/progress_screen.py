@@ -53,9 +53,9 @@ class HostView:
     name: str
     step: str = "connecting"
     task: str = ""  # current task within the step
-    progress: str = ""  # progress within the task; never shortened
+    progress: str = ""  # progress within the task; never shorten
     is_done: bool = False
-    failed: str = ""  # the failed step
+    failed_step: str = ""
     headline: str = ""  # serving release and reason of the failure
     steps: int = 0
     changed: int = 0
@@ -70,8 +70,8 @@ class HostView:
 
     def line(self) -> tuple[str, str]:
         """Return the step or task to show, and its progress."""
-        if self.failed:
-            return f"FAILED in {self.failed}", ""
+        if self.failed_step:
+            return f"FAILED in {self.failed_step}", ""
         if self.is_done:
             return self.step, ""
         if self.progress:
@@ -94,7 +94,7 @@ class HostView:
         if rollout := _ROLLOUT.match(text):
             self.task, self.progress = "engine", PHASES.get(rollout["phase"], rollout["phase"])
             if waited := re.match(r"waited_s=(\d+) ?(?:limit_s=\d+ )?(.*)", rollout["detail"]):
-                total = minutes(int(waited[1]))
+                total = format_duration(int(waited[1]))
                 self.progress = (
                     f"{waited[2]} ({total})" if waited[2] else f"{self.progress}, {total}"
                 )
@@ -111,8 +111,8 @@ class Transcript:
     hosts: dict[str, HostView] = field(default_factory=dict)
     part: str = ""  # current part of the deploy, a value of _PART_OF_ROLE
     parts_s: dict[str, float] = field(default_factory=dict)
-    since_s: float = 0.0
-    general: list[str] = field(default_factory=list)  # lines without a host since the last step
+    last_change_s: float = 0.0
+    other_lines: list[str] = field(default_factory=list)  # lines without a host since the last step
 
     def log(self, line: str) -> list[str]:
         line = without_errno(line).strip()
@@ -121,7 +121,7 @@ class Transcript:
             self.hosts[name].log(text.strip())
             is_warning = text.strip().startswith(CHECK_WARNING)
             return [f"{name}: {text.strip()}"] if is_warning else []
-        self.general.append(line)
+        self.other_lines.append(line)
         return [line] if re.match(r"(warning|error|!!!)\b", line.lower()) else []
 
     def start_operation(self, name: str, now_s: float) -> None:
@@ -130,12 +130,12 @@ class Transcript:
         self.part = _PART_OF_ROLE.get(role, "host")
         if name == "Wait for all jobs":
             self.part = "model and image"
-        self.general = []
+        self.other_lines = []
         # A rollout's operation ends in "on HOST, HOST"; other operations run on all hosts.
         named = name.rpartition(" on ")[2].split(", ")
         active = named if all(host in self.hosts for host in named) else list(self.hosts)
         for host in self.hosts.values():
-            if not host.failed:
+            if not host.failed_step:
                 waiting = f"waiting for {', '.join(active)}"
                 host.start(f"{role}: {name}" if host.name in active else waiting)
 
@@ -147,7 +147,7 @@ class Transcript:
     def fail_operation(self, name: str, now_s: float) -> list[str]:
         self.end_operation(name, now_s)
         host = self.hosts[name]
-        host.failed, host.problems = host.step, host.step_results
+        host.failed_step, host.problems = host.step, host.step_results
         headlines = [note for note in host.problems if note.startswith(f"{name} ")]
         if not headlines:
             return [f"{name}: FAILED in {host.step}", *(f"  {note}" for note in host.problems)]
@@ -157,11 +157,11 @@ class Transcript:
 
     def _add_time(self, now_s: float) -> None:
         if self.part:
-            self.parts_s[self.part] = self.parts_s.get(self.part, 0.0) + now_s - self.since_s
-        self.since_s = now_s
+            self.parts_s[self.part] = self.parts_s.get(self.part, 0.0) + now_s - self.last_change_s
+        self.last_change_s = now_s
 
 
-def minutes(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     total_minutes, rest = divmod(round(seconds), 60)
     hours, rest_minutes = divmod(total_minutes, 60)
     return f"{hours}:{rest_minutes:02d}:{rest:02d}" if hours else f"{rest_minutes}:{rest:02d}"
@@ -294,18 +294,18 @@ def rows(transcript: Transcript, duration_s: float, width: int) -> Group:
     for host in transcript.hosts.values():
         task, progress = host.line()
         task_width = max(10, width - name_width - len(progress) - 2 * bool(progress) - 2)
-        style = "red bold" if host.failed else "green" if host.is_done else ""
+        style = "red bold" if host.failed_step else "green" if host.is_done else ""
         text = Text.assemble(
-            (f"{host.name:<{name_width}}  ", "bold"), (shortened(task, task_width), style)
+            (f"{host.name:<{name_width}}  ", "bold"), (shorten(task, task_width), style)
         )
         lines.append(text.append(f"  {progress}" if progress else ""))
-    lines.append(Text(f"{minutes(duration_s)}  {transcript.part}", "dim"))
+    lines.append(Text(f"{format_duration(duration_s)}  {transcript.part}", "dim"))
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Group(*lines)
 
 
-def shortened(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     head = (width - 1) // 2
@@ -320,30 +320,30 @@ def _styled(text: str) -> Text:
 
 def summary(transcript: Transcript, code: int, duration_s: float) -> Iterator[Text]:
     """Yield the result and number of changes for each host, then the duration of each part."""
-    for host in sorted(transcript.hosts.values(), key=lambda host: not host.failed):
+    for host in sorted(transcript.hosts.values(), key=lambda host: not host.failed_step):
         outcome = Text(host.serves[0] if host.serves else "done", "green")
-        if host.failed or (code and not host.serves):
-            text = f"FAILED in {host.failed}" if host.failed else "not finished"
+        if host.failed_step or (code and not host.serves):
+            text = f"FAILED in {host.failed_step}" if host.failed_step else "not finished"
             outcome = Text(text, "bold red")
         heading = Text.assemble((host.name, "bold"), "  ", outcome)
         yield Text(host.headline, "bold red") if host.headline else heading
         results = host.serves[1:] or ([] if host.serves else host.step_results or host.last_results)
-        yield from (Text(f"  {line}") for line in ([] if host.failed else results))
+        yield from (Text(f"  {line}") for line in ([] if host.failed_step else results))
         yield from (Text(f"  {line}", "red") for line in host.problems)
         changed = f"{host.changed} of {host.steps} steps" if host.changed else "nothing"
         if host.headline:
-            changed += f"; failed in {host.failed}"
+            changed += f"; failed in {host.failed_step}"
         running = host.progress if host.task == "engine" else f"{host.task}: {host.progress}"
-        if code == INTERRUPTED and host.progress and not (host.failed or host.is_done):
+        if code == INTERRUPTED and host.progress and not (host.failed_step or host.is_done):
             yield Text(f"  changed {changed}; still running on the host: {running}")
         else:
             yield Text(f"  changed {changed}", "dim")
     if not transcript.parts_s:  # the deploy failed before the first step
         reasons = [
-            line for line in transcript.general if line.strip() and not _PREAMBLE.match(line)
+            line for line in transcript.other_lines if line.strip() and not _PREAMBLE.match(line)
         ]
         yield from map(_styled, reasons[-12:])
-    parts = [f"{name} {minutes(s)}" for name, s in transcript.parts_s.items() if s >= 0.5]
-    yield Text(f"took {minutes(duration_s)}" + (f" ({', '.join(parts)})" if parts else ""))
+    parts = [f"{name} {format_duration(s)}" for name, s in transcript.parts_s.items() if s >= 0.5]
+    yield Text(f"took {format_duration(duration_s)}" + (f" ({', '.join(parts)})" if parts else ""))
     if code:
         yield Text(f"failed: exit code {code}", "bold red")

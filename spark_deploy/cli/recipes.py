@@ -51,22 +51,22 @@ _VARIANT_KEYS = {"model_id", "extra_args", "extra_env", "hardware_overrides"}
 class Recipe:
     kind: str
     repository: str
-    words: list[str]  # after `vllm serve MODEL`
+    args: list[str]  # after `vllm serve MODEL`
     environment: dict[str, Any] = field(default_factory=dict)
     revision: str = "main"
     summary: str = ""
     nodes: int = 1
     unused: list[str] = field(default_factory=list)
-    open: list[str] = field(default_factory=list)
+    open_questions: list[str] = field(default_factory=list)
 
 
 def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | None = None) -> Draft:
     """Draft a catalog file from a recipe; leave out parsers that ``engine`` lacks."""
-    recipe = _read(data, source)
+    recipe = _parse(data, source)
     if not is_repository(recipe.repository):
         problem = f"invalid model {recipe.repository[:60]!r}, expected a Hub repository"
         raise CatalogError.one(source, problem, "set the model to ORG/NAME")
-    arguments = read_arguments(recipe.words)
+    arguments = read_arguments(recipe.args)
     for kind, parser in list(arguments.parsers.items()):
         if engine is not None and parser not in getattr(engine, kind):
             del arguments.parsers[kind]
@@ -85,16 +85,16 @@ def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | Non
     draft.put("parsers", arguments.parsers, f"From {recipe.kind}.")
     if arguments.parsers:
         draft.put("check", {**dict.fromkeys(arguments.parsers, True), "conversation": True})
-    if environment := _environment(recipe):
+    if environment := _allowed_environment(recipe):
         arguments.profile["environment"] = environment
     draft.put("changes", [{"set": arguments.profile}] * bool(arguments.profile), "From the recipe.")
     draft.put("imported", [f"{recipe.kind}, {source}"])
     unused = [f"not used: {text}" for text in (*recipe.unused, *arguments.unused)]
-    draft.open += [*recipe.open, *unused]
+    draft.open_questions += [*recipe.open_questions, *unused]
     return draft
 
 
-def _environment(recipe: Recipe) -> dict[str, str]:
+def _allowed_environment(recipe: Recipe) -> dict[str, str]:
     given = {str(name): str(value) for name, value in recipe.environment.items()}
     paths = allowed.find_unlisted({}, given)
     unlisted = f"{allowed.NOT_LISTED}; {allowed.FIX}"
@@ -104,18 +104,18 @@ def _environment(recipe: Recipe) -> dict[str, str]:
     return {name: value for name, value in given.items() if name not in rejected}
 
 
-def _read(data: Mapping[str, Any], source: str) -> Recipe:
+def _parse(data: Mapping[str, Any], source: str) -> Recipe:
     if isinstance(data.get("serve"), Mapping) and isinstance(data.get("checkpoint"), Mapping):
-        return _nvidia(data)
+        return _parse_nvidia(data)
     if isinstance(data.get("model"), Mapping) and isinstance(data.get("variants"), Mapping):
-        return _vllm_project(data)
+        return _parse_vllm_project(data)
     if "model" in data and ("command" in data or "defaults" in data):
-        return _sparkrun(data, source)
+        return _parse_sparkrun(data, source)
     kinds = "sparkrun 2, spark-vllm-docker 1, NVIDIA's recipe.yaml or vllm-project/recipes"
     raise CatalogError.one(source, "unsupported recipe format", f"use {kinds}")
 
 
-def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
+def _parse_sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
     defaults = _mapping(data.get("defaults"))
     template = data.get("command")
     if isinstance(template, str):
@@ -124,21 +124,21 @@ def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
         if len(template) * max(map(len, texts.values())) > _MAX_CHARACTERS:
             raise CatalogError.one(source, "the command is too long", "use another recipe")
         command = re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), template)
-        words, exported, unused = _serve_words(command)
+        args, exported, unused = _split_serve_command(command)
         unused += [f"defaults.{name}: does not appear in the command" for name in defaults
                    if f"{{{name}}}" not in template]  # fmt: skip
     else:
-        words, exported, unused = [], {}, []
+        args, exported, unused = [], {}, []
         for name, value in defaults.items():
             if value is not False and value is not None:
                 flag = f"--{str(name).replace('_', '-')}"
-                words += [flag] if value is True else [flag, str(value)]
-    nodes = _count(data.get("min_nodes"), 1)
+                args += [flag] if value is True else [flag, str(value)]
+    nodes = _positive_int(data.get("min_nodes"), 1)
     version = str(data.get("recipe_version", ""))
     return Recipe(
         kind=f"a recipe for sparkrun or spark-vllm-docker, version {version[:20] or 'unknown'}",
         repository=str(data.get("model")),
-        words=words,
+        args=args,
         environment={**_mapping(data.get("env")), **exported},
         revision=str(data.get("model_revision") or "main"),
         summary=str(data.get("description") or data.get("name") or ""),
@@ -147,30 +147,30 @@ def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
     )
 
 
-def _nvidia(data: Mapping[str, Any]) -> Recipe:
+def _parse_nvidia(data: Mapping[str, Any]) -> Recipe:
     serve, checkpoint = _mapping(data.get("serve")), _mapping(data.get("checkpoint"))
     command = str(serve.get("command") or "")
-    words, exported, unused = _serve_words(command)
+    args, exported, unused = _split_serve_command(command)
     unused += [f"serve.{key}: {_SERVICE}" for key in serve
                if key not in ("command", "label", "target")]  # fmt: skip
     unused += _unused_keys(data, _NVIDIA_KEYS)
     draft = checkpoint.get("draft_label")
     if draft and str(draft) not in command:
         unused.append(f"checkpoint.draft {draft}: does not appear in the command")
-    backend = data.get("backend")
+    backend = data.get("backend") or "vllm"
     return Recipe(
         kind="a recipe.yaml from NVIDIA/local-ai-inference-recipes",
         repository=str(checkpoint.get("target_label") or checkpoint.get("target") or ""),
-        words=words,
+        args=args,
         environment=exported,
         summary=str(data.get("title") or ""),
-        nodes=_count(_mapping(data.get("topology")).get("node_count"), 1),
+        nodes=_positive_int(_mapping(data.get("topology")).get("node_count"), 1),
         unused=unused,
-        open=[] if backend in (None, "vllm") else [f"written for {backend}; vLLM serves it here"],
+        open_questions=[f"written for {backend}; vLLM serves it here"] * (backend != "vllm"),
     )
 
 
-def _vllm_project(data: Mapping[str, Any]) -> Recipe:
+def _parse_vllm_project(data: Mapping[str, Any]) -> Recipe:
     model, meta = _mapping(data.get("model")), _mapping(data.get("meta"))
     features, variants = _mapping(data.get("features")), _mapping(data.get("variants"))
     fallback = "default" if "default" in variants else str(next(iter(variants), "default"))
@@ -180,18 +180,18 @@ def _vllm_project(data: Mapping[str, Any]) -> Recipe:
     variant = _mapping(variants.get(name))
     hardware = [_mapping(_mapping(part.get("hardware_overrides")).get(_SPARK))
                 for part in (data, variant)]  # fmt: skip
-    opt_in = set(_words(data.get("opt_in_features")))
-    words = _words(model.get("base_args"))
+    opt_in = set(_string_list(data.get("opt_in_features")))
+    args = _string_list(model.get("base_args"))
     unused = []
     for feature, content in features.items():
         if feature in opt_in:
             unused.append(f"features.{feature}: the feature is opt-in")
         elif feature in ("tool_calling", "reasoning"):
-            words += _words(_mapping(content).get("args"))
+            args += _string_list(_mapping(content).get("args"))
         else:
             unused.append(f"features.{feature}: only tool calling and reasoning are supported")
     for part in (variant, *hardware):
-        words += _words(part.get("extra_args"))
+        args += _string_list(part.get("extra_args"))
     environment = {**_mapping(model.get("base_env")), **_mapping(variant.get("extra_env"))}
     for part in hardware:
         environment |= _mapping(part.get("extra_env"))
@@ -202,40 +202,40 @@ def _vllm_project(data: Mapping[str, Any]) -> Recipe:
     recipe = Recipe(
         kind=f"a document from vllm-project/recipes, variant {name[:40]}",
         repository=str(variant.get("model_id") or model.get("model_id") or ""),
-        words=words,
+        args=args,
         environment=environment,
         summary=str(meta.get("title") or ""),
         unused=unused,
     )
-    if model.get("min_vllm_version"):
-        recipe.open.append(f"requires vLLM {str(model['min_vllm_version'])[:20]} or later")
+    if version := model.get("min_vllm_version"):
+        recipe.open_questions.append(f"requires vLLM {str(version)[:20]} or later")
     if _mapping(meta.get("hardware")).get(_SPARK) != "verified":
-        recipe.open.append("not marked as verified on a DGX Spark")
+        recipe.open_questions.append("not marked as verified on a DGX Spark")
     return recipe
 
 
-def _serve_words(command: str) -> tuple[list[str], dict[str, Any], list[str]]:
-    """Return the arguments after ``vllm serve MODEL``, environment variables and unused words."""
+def _split_serve_command(command: str) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Return arguments of ``vllm serve MODEL``, environment variables, and unused parts."""
     text = re.sub(r"^[ \t]*#.*$", "", command.replace("\\\n", " "), flags=re.MULTILINE)
     try:
-        words = shlex.split(text)
+        parts = shlex.split(text)
     except ValueError:
-        words = []
-    if "serve" not in words:
+        parts = []
+    if "serve" not in parts:
         return [], {}, ["command: does not call `vllm serve`"] if command.strip() else []
-    start = words.index("serve")
+    start = parts.index("serve")
     end = next(
-        (n for n, word in enumerate(words) if n > start and _END_OF_COMMAND.match(word)), len(words)
+        (n for n, word in enumerate(parts) if n > start and _END_OF_COMMAND.match(word)), len(parts)
     )
-    exported = dict(word.split("=", 1) for word in words[:start] if _ASSIGNMENT.match(word))
+    exported = dict(word.split("=", 1) for word in parts[:start] if _ASSIGNMENT.match(word))
     unused = [
         f"command: {word}: only arguments and environment of `vllm serve` are supported"
-        for word in (*words[:start], *words[end:])
+        for word in (*parts[:start], *parts[end:])
         if word.split("=", 1)[0] not in exported and word not in ("vllm", "exec", "export")
     ]
-    after = words[start + 1 : end]
-    after = after[1:] if after and not after[0].startswith("-") else after  # without the model
-    return after, exported, unused
+    args = parts[start + 1 : end]
+    args = args[1:] if args and not args[0].startswith("-") else args  # without the model
+    return args, exported, unused
 
 
 def _unused_keys(data: Mapping[str, Any], used: Iterable[str]) -> list[str]:
@@ -247,11 +247,11 @@ def _mapping(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-def _words(value: Any) -> list[str]:
+def _string_list(value: Any) -> list[str]:
     return [str(word) for word in value] if isinstance(value, list) else []
 
 
-def _count(value: Any, default: int) -> int:
+def _positive_int(value: Any, default: int) -> int:
     return value if type(value) is int and 0 < value < 1024 else default
 
 
@@ -290,10 +290,10 @@ class Arguments:
     devices: int = 1
 
 
-def read_arguments(words: list[str]) -> Arguments:
+def read_arguments(args: list[str]) -> Arguments:
     arguments = Arguments()
     options: dict[str, Any] = {}
-    for name, values in _option_values(words):
+    for name, values in _option_values(args):
         if any(_EXPANSION.search(value) for value in values):
             text = " ".join(values)[:60]
             arguments.unused.append(f"--{name} {text}: the value needs shell expansion")
@@ -369,10 +369,10 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
     arguments.unused += [f"--speculative-config {key}: the engine chooses it" for key in unused]
 
 
-def _option_values(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+def _option_values(args: list[str]) -> Iterator[tuple[str, list[str]]]:
     name: str | None = None
     values: list[str] = []
-    for word in words:
+    for word in args:
         if not word.startswith("--") and (word[:1] != "-" or word not in _FULL_NAMES):
             values.append(word)
             continue

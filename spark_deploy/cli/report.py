@@ -107,12 +107,12 @@ def read_report(path: Path) -> Report:
         ]) from error  # fmt: skip
 
 
-def plain_data(report: Report) -> dict[str, Any]:
+def report_data(report: Report) -> dict[str, Any]:
     return dict(_REPORT.dump_python(report, mode="json"))
 
 
-def file_text(report: Report) -> str:
-    return json.dumps(plain_data(report), indent=1, ensure_ascii=False) + "\n"
+def render_report(report: Report) -> str:
+    return json.dumps(report_data(report), indent=1, ensure_ascii=False) + "\n"
 
 
 def write_report(hosts: tuple[HostReport, ...], path: Path | None) -> tuple[Report, Path]:
@@ -123,7 +123,7 @@ def write_report(hosts: tuple[HostReport, ...], path: Path | None) -> tuple[Repo
         project = "unknown (not installed)"
     report = Report(1, at.strftime("%Y-%m-%dT%H:%M:%SZ"), project, hosts)
     path = path or Path(f"spark-report-{at:%Y%m%d-%H%M%S}.json")
-    files.write_text(path, file_text(report))
+    files.write_text(path, render_report(report))
     return report, path
 
 
@@ -151,7 +151,7 @@ _LONG = re.compile(r"(?<!sha256:)(?<![\w/+-])[\w/+-]{20,}={0,2}(?![\w/+-])")
 _WORDS = re.compile(r"[a-z]{4,}")
 
 
-def redacted(text: str) -> str:
+def redact_text(text: str) -> str:
     text = _LOGIN.sub(f"{_REDACTED}@", text)
     for pattern in (_KEY, _UUID, _SERIAL, _MAIL, _MAC):
         text = pattern.sub(_REDACTED, text)
@@ -179,15 +179,15 @@ def _redact_secret(match: re.Match[str]) -> str:
     return word if is_text or (word.isupper() and not digits) else _REDACTED
 
 
-def _redact(value: Any) -> Any:
+def redact_value(value: Any) -> Any:
     if isinstance(value, str):
-        return redacted(value)
+        return redact_text(value)
     if isinstance(value, dict):
-        return {redacted(str(key)): _redact(item) for key, item in value.items()}
+        return {redact_text(str(key)): redact_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_redact(item) for item in value]
+        return [redact_value(item) for item in value]
     return value
 
 
 def redact_report(report: HostReport) -> HostReport:
-    return _HOST_REPORT.validate_python(_redact(_HOST_REPORT.dump_python(report, mode="json")))
+    return _HOST_REPORT.validate_python(redact_value(_HOST_REPORT.dump_python(report, mode="json")))

@@ -55,10 +55,10 @@ def _render_vllm_router(servers: Servers) -> Iterator[str]:
     if any(server.ca for server in servers):
         raise SparkError.one(where, "vllm-router cannot use a private CA", fix)
     urls = [server.base_url.removesuffix("/v1") for server in servers]
-    words = ["vllm-router", "--policy", "consistent_hash"]
+    argv = ["vllm-router", "--policy", "consistent_hash"]
     # By default, the router tries a request five times, but avoids a host only after ten failures.
-    words += ["--cb-failure-threshold", "3"]
-    yield shlex.join([*words, "--worker-urls", *urls])
+    argv += ["--cb-failure-threshold", "3"]
+    yield shlex.join([*argv, "--worker-urls", *urls])
 
 
 ROUTERS: dict[str, Router] = {

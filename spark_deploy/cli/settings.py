@@ -43,11 +43,11 @@ def set_(options: Options, assignments: Sequence[str]) -> int:
     if not texts:
         fix = "add a value, for example `set serve.port=8001`"
         raise SparkError.one("set", "no KEY=VALUE given", fix)
-    chosen = select_hosts(options, must_serve=False)
+    selected = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
     values = {key: _parse(text) for key, text in texts.items()}
-    edits = write_values(chosen, all_hosts, values, dry=options.dry, shown="set")
-    print_edits(options, edits, [host.name for host in chosen])
+    edits = write_values(selected, all_hosts, values, dry=options.dry, label="set")
+    print_edits(options, edits, [host.name for host in selected])
     return 0
 
 
@@ -78,32 +78,32 @@ def _parse(text: str) -> Any:
 
 
 def write_values(
-    chosen: Sequence[Target],
+    selected: Sequence[Target],
     all_hosts: Sequence[Target],
     values: Mapping[str, Any],
     *,
     dry: bool,
-    shown: str,
+    label: str,
 ) -> list[Edit]:
     """Write values for dotted keys into the files that set these keys; return the edits.
 
-    Rejects values that the hosts could not serve. ``shown`` is the command in error messages.
+    Rejects values that the hosts could not serve. ``label`` is the command in error messages.
     """
-    chosen_names = {host.name for host in chosen}
-    _check(all_hosts, chosen_names, values, shown)
+    selected_names = {host.name for host in selected}
+    _check(all_hosts, selected_names, values, label)
     edits: dict[tuple[Path, str], Edit] = {}
-    for host in chosen:
+    for host in selected:
         for key, value in values.items():
             if _lookup(host.loaded.data, key) == (value,):
                 continue
-            file = _file_to_edit(host.loaded, key, all_hosts, chosen_names)
+            file = _file_to_edit(host.loaded, key, all_hosts, selected_names)
             known = edits.get((file, key))
             names = (*known.hosts, host.name) if known else (host.name,)
             before = next((_to_yaml(old) for old in _lookup(_read(file), key)), None)
             edits[file, key] = Edit(file, key, before, _to_yaml(value), names)
     for file in dict.fromkeys(edit.file for edit in edits.values()):
         changes = {edit.key: edit.after for edit in edits.values() if edit.file == file}
-        _write(file, changes, chosen[0].loaded.root, dry=dry)
+        _write(file, changes, selected[0].loaded.root, dry=dry)
     return list(edits.values())
 
 
@@ -120,7 +120,7 @@ def remove_entry(root: Path, key: str, entry: str, *, dry: bool) -> list[Path]:
 
 
 def _check(
-    all_hosts: Sequence[Target], chosen: set[str], values: Mapping[str, Any], shown: str
+    all_hosts: Sequence[Target], selected: set[str], values: Mapping[str, Any], label: str
 ) -> None:
     """Reject values that the selected hosts could not serve; list every reason."""
     after: dict[str, HostSettings] = {}
@@ -128,29 +128,31 @@ def _check(
     for host in all_hosts:
         after[host.name] = host.loaded
         try:
-            if host.name in chosen:
-                after[host.name] = with_overrides(host.loaded, values, shown)
+            if host.name in selected:
+                after[host.name] = with_overrides(host.loaded, values, label)
         except SettingsError as error:
             problems += error.problems
     problems += unknown_host_problems(after)
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))
-    check_conflicts(with_replica_addresses(after), all_hosts[0].catalog, must_serve=chosen)
+    check_conflicts(with_replica_addresses(after), all_hosts[0].catalog, must_serve=selected)
 
 
 def _file_to_edit(
-    host: HostSettings, key: str, all_hosts: Sequence[Target], chosen: set[str]
+    host: HostSettings, key: str, all_hosts: Sequence[Target], selected: set[str]
 ) -> Path:
     """Return the file that sets the key, or the host's file if other hosts also read that file."""
-    files = host_file, group_file, common_file = _files(host)
+    files = host_file, group_file, common_file = _settings_files(host)
     section = key.partition(".")[0]
     setting_key = (file for name in (key, section) for file in files if _lookup(_read(file), name))
     file = next(setting_key, common_file if common_file.exists() else group_file)
-    is_shared = any(file in _files(other.loaded) for other in all_hosts if other.name not in chosen)
+    is_shared = any(
+        file in _settings_files(other.loaded) for other in all_hosts if other.name not in selected
+    )
     return host_file if is_shared else file
 
 
-def _files(host: HostSettings) -> tuple[Path, Path, Path]:
+def _settings_files(host: HostSettings) -> tuple[Path, Path, Path]:
     return (
         host.root / "host_vars" / f"{host.host.removeprefix('@')}.yml",
         host.root / "group_vars" / f"{host.group}.yml",

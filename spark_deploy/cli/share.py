@@ -104,7 +104,7 @@ def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
     proof = None if unasked else _newest_proof(hosts, plan)
     shared = _make_shared(host, plan, proof)
     path = Path(out or f"{shared.name}.spark.yml")
-    files.write_text(path, text_of(shared), 0o644)
+    files.write_text(path, render_shared(shared), 0o644)
     engine = host.settings.engine
     left_out = [
         f"engine.{field.name}"
@@ -185,7 +185,7 @@ def _newest_proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
     return max(proofs, key=lambda proof: proof.checked_at, default=None)
 
 
-def text_of(shared: Shared) -> str:
+def render_shared(shared: Shared) -> str:
     data = to_yaml_data(shared, include_nulls=False)
     problems = [
         Problem(f"{shared.name}: {dotted(path)}", "looks like a secret", "remove it from the file")

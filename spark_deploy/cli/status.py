@@ -63,7 +63,7 @@ def status(options: Options, files: bool, planned: bool) -> int:
     hosts = []
     for answer in query(select_hosts(options, must_serve=False), read):
         requests = counts.get(answer.host.name, {})
-        summary = {**summary_of(answer), "requests": to_plain(requests.get(MAIN_SERVICE))}
+        summary = {**summarize(answer), "requests": to_plain(requests.get(MAIN_SERVICE))}
         for service in summary.get("services", ()):
             service["requests"] = to_plain(requests.get(service["service"]))
         hosts.append(summary)
@@ -110,7 +110,7 @@ def _resource_lines(answer: Answer[UninstallManifest]) -> Iterator[str]:
         yield f"  {size:>9}  {thing.kind:<13} {thing.name}{reason}"
 
 
-def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
+def summarize(answer: Answer[HostStatus]) -> dict[str, Any]:
     host_status = answer.value
     if host_status is None:
         return {**answer.data(), "drift": answer.problem}

@@ -16,7 +16,7 @@ from spark_deploy.cli.console import (
     service_option,
     shared_options,
 )
-from spark_deploy.cli.hosts import Target, chosen_services, query, read_status, select_hosts
+from spark_deploy.cli.hosts import Target, query, read_status, select_hosts, selected_services
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.commands import shell
 from spark_deploy.hosts.status import HostStatus
@@ -36,14 +36,14 @@ _QUESTIONS = {
 @shared_options(confirms=True)
 def stop(options: Options, service: str | None, period: str | None) -> int:
     """Return 1 if a host did not stop."""
-    words = [tool.STOP_SERVICE, "--by", f"{getpass.getuser()}@{socket.gethostname()}"]
+    arguments = [tool.STOP_SERVICE, "--by", f"{getpass.getuser()}@{socket.gethostname()}"]
     if period is not None:
         number, unit = period[:-1], period[-1:]
         if not number.isdecimal() or not int(number) or unit not in _UNIT_SECONDS:
             problem = f"invalid period {period!r}, expected a number with m, h or d"
             raise SparkError.one("--for", problem, "add a valid period, for example `--for 90m`")
-        words += ["--for", str(int(number) * _UNIT_SECONDS[unit])]
-    return _run_tool(options, "stop", words, service)
+        arguments += ["--for", str(int(number) * _UNIT_SECONDS[unit])]
+    return _run_tool(options, "stop", arguments, service)
 
 
 @click.command
@@ -54,11 +54,11 @@ def start(options: Options, service: str | None) -> int:
     return _run_tool(options, "start", [tool.START_SERVICE], service)
 
 
-def _run_tool(options: Options, command: str, words: list[str], service: str | None) -> int:
+def _run_tool(options: Options, command: str, arguments: list[str], service: str | None) -> int:
     hosts = select_hosts(options, must_serve=False)
     if service in (None, MAIN_SERVICE):
         _require_all_members(options, command, hosts)
-    services = {host.name: chosen_services(host, service) for host in hosts}
+    services = {host.name: selected_services(host, service) for host in hosts}
     if options.dry:
         return dry_run(options, query(hosts, read_status), lambda host, status: "; ".join(
             _preview_text(command, status, name) for name in services[host.name]))  # fmt: skip
@@ -68,17 +68,19 @@ def _run_tool(options: Options, command: str, words: list[str], service: str | N
     def run(host: Host, target: Target) -> tuple[bool, str]:
         names = services[target.name]
         # If one service fails, continue with the next.
-        commands = "; ".join(f"{tool.command_line(words[0], name, *words[1:])} 2>&1 || failed=1"
-                             for name in names)  # fmt: skip
+        verb, *flags = arguments
+        commands = "; ".join(
+            f"{tool.command_line(verb, name, *flags)} 2>&1 || failed=1" for name in names
+        )
         script = (
             f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {commands}; exit $failed; "
             "else echo 'not set up yet; fix: run `spark-deploy up`'; exit 1; fi"
         )
         # Each engine may need its full start and stop timeouts.
         serve = target.settings.serve
-        limit_s = (serve.start_timeout_s + serve.stop_timeout_s + 300) * len(names)
+        timeout_s = (serve.start_timeout_s + serve.stop_timeout_s + 300) * len(names)
         ok, output = host.run_shell_command(
-            shell(script), _sudo=target.data["_sudo"], _timeout=limit_s
+            shell(script), _sudo=target.data["_sudo"], _timeout=timeout_s
         )
         return ok, output.stdout.strip()
 

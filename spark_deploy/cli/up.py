@@ -24,10 +24,10 @@ from spark_contract.units import MAIN_SERVICE, PREPARE
 
 from spark_deploy.cli import changes, update, use
 from spark_deploy.cli.ask import ask_host
-from spark_deploy.cli.connect import QUESTION, answering_hosts, connections_of
+from spark_deploy.cli.connect import QUESTION, hosts_for_clients, make_connections
 from spark_deploy.cli.console import Options, next_command, note, print_problem, shared_options
 from spark_deploy.cli.hosts import Answer, Target, build_plan, check_access, query, select_hosts
-from spark_deploy.cli.progress_screen import PHASES, minutes, print_text
+from spark_deploy.cli.progress_screen import PHASES, format_duration, print_text
 from spark_deploy.cli.settings import edit_line
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.printable import one_line
@@ -78,7 +78,7 @@ def up(options: Options) -> int:
         update.lock_donor_tensors(hosts)
     if (code == 0 or (code == 1 and failed)) and not options.dry and not options.json:
         chat_hosts = _chat_hosts(hosts, plans, answers)
-        _show_answers([host for host in chat_hosts if host.name not in failed], options)
+        _print_answers([host for host in chat_hosts if host.name not in failed], options)
     if code == 0 and choice and not options.dry:
         _offer_to_save(choice, options)
     return code
@@ -135,22 +135,22 @@ def _offer_to_save(choice: str, options: Options) -> None:
     if options.yes or not sys.stdin.isatty():
         note(f"to keep this choice, run `{command}`")
     elif click.confirm(f"Write this choice to your settings files ({command})?", err=True):
-        for edit in use.select(options, choice)[0]:
+        for edit in use.apply_choice(options, choice)[0]:
             note(edit_line(edit))
 
 
-def _show_answers(hosts: list[Target], options: Options) -> None:
+def _print_answers(hosts: list[Target], options: Options) -> None:
     try:
-        answering = answering_hosts(hosts, options, None) if hosts else []
+        answering = hosts_for_clients(hosts, options, None) if hosts else []
     except SparkError:  # the hosts are workers of a cluster, which do not answer clients
         return
-    for host, server in zip(answering, connections_of(answering, options), strict=True):
+    for host, server in zip(answering, make_connections(answering, options), strict=True):
         tunnel = f" while `{next_command(options, 'connect', host.name, '--tunnel')}` runs"
         print(f"{host.name}: {server.base_url}{tunnel if server.tunnel else ''}")
-        _show_answer(host, options)
+        _print_answer(host, options)
 
 
-def _show_answer(host: Target, options: Options) -> None:
+def _print_answer(host: Target, options: Options) -> None:
     """Send a question to a host as a client on this machine would; print the answer."""
     try:
         result = ask_host(host, QUESTION, None, 512, print_answer=False)
@@ -195,7 +195,7 @@ class HostState:
 
 
 def read_state(host: Host, plan: HostPlan) -> HostState:
-    names = tuple(job.digest12 for job in _jobs(plan))
+    names = tuple(job.digest12 for job in _planned_jobs(plan))
     status = host.get_fact(Status)
     jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.unit(plan.release.name))
     service, last_rollout = status.service(MAIN_SERVICE), None
@@ -211,7 +211,7 @@ def read_state(host: Host, plan: HostPlan) -> HostState:
     return HostState(status, jobs, last_rollout)
 
 
-def _jobs(plan: HostPlan) -> list[Job]:
+def _planned_jobs(plan: HostPlan) -> list[Job]:
     return [work.job for work in plan_jobs(plan, read_payload().image_context)]
 
 
@@ -275,9 +275,9 @@ def _change_texts(plan: HostPlan, state: HostState) -> Iterator[str]:
         yield f"{old.model} with {old.profile} → {new}"
     yield from _preparation_texts(plan, state.jobs)
     if old is None:
-        yield f"then the engine starts{_start_duration(plan, state)}"
+        yield f"then the engine starts{_start_duration_text(plan, state)}"
     elif old.name != plan.release.name:
-        yield f"engine restarts; clients get 503 for {_downtime(state.last_rollout)}"
+        yield f"engine restarts; clients get 503 for {_downtime_text(state.last_rollout)}"
     if (old is None or old.name != plan.release.name) and not plan.release.check.portable:
         releases = state.status.report.releases if state.status.report else ()
         service_name = plan.release.service
@@ -286,17 +286,17 @@ def _change_texts(plan: HostPlan, state: HostState) -> Iterator[str]:
             yield f"plus {COMPILING}"
 
 
-def _start_duration(plan: HostPlan, state: HostState) -> str:
+def _start_duration_text(plan: HostPlan, state: HostState) -> str:
     last, release = state.last_rollout, state.status.release(plan.release.name)
     if last and last.state == "switched" and "start" in last.times_s:
-        return f", which takes {_downtime(last)}"
+        return f", which takes {_downtime_text(last)}"
     if release and release.proof:
         return " again (duration of the last start unknown)"
     return " for the first time (duration unknown)"
 
 
 def _preparation_texts(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
-    pending = [job for job in _jobs(plan) if not jobs.are_done([job.digest12])]
+    pending = [job for job in _planned_jobs(plan) if not jobs.are_done([job.digest12])]
     if not pending:
         yield "nothing to download"
     missing_bytes = 0
@@ -314,9 +314,9 @@ def _preparation_texts(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
         yield "builds the checkpoint"
 
 
-def _downtime(last: Rollout | None) -> str:
+def _downtime_text(last: Rollout | None) -> str:
     seconds = sum(last.times_s.get(phase, 0.0) for phase in _DOWNTIME_PHASES) if last else 0.0
     if not seconds:
         return "the time that the engine needs to load"
     estimate = f"about {seconds / 60:.0f} minutes" if seconds >= 90 else "about a minute"
-    return f"{estimate} (the last start took {minutes(seconds)})"
+    return f"{estimate} (the last start took {format_duration(seconds)})"

@@ -58,14 +58,16 @@ def lock_names(
         missing = only_missing or check_only
         lock, names = _resolve(path, hosts, only, missing=missing, offline=check_only)
         if check_only:
-            problems = {f"{name} is not locked" for name in names} or set(_problems(hosts, lock))
+            problems = {f"{name} is not locked" for name in names} or set(
+                _unverified_problems(hosts, lock)
+            )
             for problem in sorted(problems):
                 note(f"{path.name}: {problem}")
             is_incomplete |= bool(problems)
             continue
         for host in hosts:
             lock = verify_names_if_online(host.settings, host.catalog, lock, note)
-        _write(path, _with_host_values(lock, hosts) if with_host_values else lock)
+        _write_lock(path, _with_host_values(lock, hosts) if with_host_values else lock)
     if options.json:
         locks = {str(path): read_lock(path) for path in hosts_by_lock}
         data = {path: to_yaml_data(lock, include_nulls=False) for path, lock in locks.items()}
@@ -106,7 +108,7 @@ def _reject_unknown_names(only: Sequence[str], hosts: list[Target]) -> None:
             raise LockError.one(f"--only {name}", "no selected host uses this name", fix)
 
 
-def _problems(hosts: list[Target], lock: Lock) -> Iterator[str]:
+def _unverified_problems(hosts: list[Target], lock: Lock) -> Iterator[str]:
     """Yield builds without verified tensor names, and repositories without read headers."""
     for host in hosts:
         settings, catalog = host.settings, host.catalog
@@ -116,7 +118,7 @@ def _problems(hosts: list[Target], lock: Lock) -> Iterator[str]:
             yield f"headers of {repository.repository} have not been read"
 
 
-def _write(path: Path, lock: Lock) -> None:
+def _write_lock(path: Path, lock: Lock) -> None:
     before = read_lock(path)
     if lock == before:
         count = len(lock.sources) + len(lock.images)
@@ -150,7 +152,7 @@ def lock_donor_tensors(hosts: Sequence[Target]) -> None:
         for host, status in query_or_note(unlocked, read_status):
             lock = _with_donor_hashes(lock, host, status)
         if lock != before:
-            _write(path, lock)
+            _write_lock(path, lock)
 
 
 def _donor_builds(host: Target) -> Iterator[tuple[VerifiedNames, CheckpointPlan]]:

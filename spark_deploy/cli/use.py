@@ -7,7 +7,7 @@ import click
 
 from spark_deploy.cli.console import Options, name_completer, next_command, note, shared_options
 from spark_deploy.cli.hosts import Target, select_hosts
-from spark_deploy.cli.models import HOST_COUNTS, PLAIN_PROFILE, fitting_profiles
+from spark_deploy.cli.models import HOST_COUNTS, PLAIN_PROFILE, find_fitting_profiles
 from spark_deploy.cli.settings import Edit, print_edits, write_values
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import SparkError
@@ -23,7 +23,7 @@ from spark_deploy.config.schema_errors import suggest
 @click.option("--dry", is_flag=True, help="Show the changes without making them.")
 @shared_options()
 def use(options: Options, choice: str) -> int:
-    edits, hosts = select(options, choice)
+    edits, hosts = apply_choice(options, choice)
     print_edits(options, edits, hosts)
     overrides = _overrides(options) if edits else {}
     if overrides:
@@ -45,16 +45,16 @@ def _overrides(options: Options) -> dict[str, str]:
     }
 
 
-def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
+def apply_choice(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
     """Write the choice to settings files; return edits and host names. Reject an invalid choice."""
     # The current settings may be impossible to serve; the new choice may correct them.
-    chosen = select_hosts(options, must_serve=False)
+    selected = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
-    values = _parse_choice(choice, chosen[0].catalog)
+    values = _parse_choice(choice, selected[0].catalog)
     if values.keys() == {"model"}:
-        values |= _choose_profile(values["model"], chosen)
-    edits = write_values(chosen, all_hosts, values, dry=options.dry, shown=f"use {choice}")
-    return edits, sorted(host.name for host in chosen)
+        values |= _choose_profile(values["model"], selected)
+    edits = write_values(selected, all_hosts, values, dry=options.dry, label=f"use {choice}")
+    return edits, sorted(host.name for host in selected)
 
 
 def _choose_profile(model: str, hosts: list[Target]) -> dict[str, str]:
@@ -63,7 +63,7 @@ def _choose_profile(model: str, hosts: list[Target]) -> dict[str, str]:
     The model may have better profiles than `plain`.
     """
     catalog, ranks = hosts[0].catalog, hosts[0].settings.ranks
-    by_count = (fitting_profiles(model, catalog, count) for count in (ranks, *HOST_COUNTS))
+    by_count = (find_fitting_profiles(model, catalog, count) for count in (ranks, *HOST_COUNTS))
     fitting = next(filter(None, by_count), [])
     current = {(host.settings.model, host.settings.profile) for host in hosts}
     profiles = ", ".join(sorted({profile for _, profile in current}))

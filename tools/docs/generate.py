@@ -14,7 +14,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
-from spark_deploy.cli.models import advice, fitting_profiles, settings_on  # noqa: E402
+from spark_deploy.cli.models import find_fitting_profiles, required_change, settings_for_hosts  # noqa: E402
 from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
 from spark_deploy.config.catalog.profile import Profile  # noqa: E402
@@ -115,7 +115,7 @@ def _gb(size_bytes: float) -> str:
 
 def _fixes(model: HybridModel, count: int) -> Iterator[str]:
     profile_name = next(iter(_fitting(model)), DEFAULT.profile)
-    fix = advice(model.name, profile_name, catalog(), count)
+    fix = required_change(model.name, profile_name, catalog(), count)
     first, *others = re.split("(?:;|,) or ", fix)
     yield f"- no profile fits on {count} hosts" + (", so you can" if others else f"; {first}")
     yield from (f"  - {choice}" for choice in ([first, *others] if others else ()))
@@ -125,7 +125,7 @@ def _cluster_row(model: HybridModel, count: int) -> str:
     names = _fitting(model, count)
     chosen = DEFAULT.profile if DEFAULT.profile in names else names[0]
     profile = catalog().profile(chosen, model.name)
-    plan = plan_memory(model, profile, settings_on(count, model.name, chosen))
+    plan = plan_memory(model, profile, settings_for_hosts(count, model.name, chosen))
     sizes = map(gib, (plan.weights_bytes, plan.drafter_bytes, plan.kv_cache_bytes))
     names_of_row = (f"`{model.name}`", count, f"`{chosen}`")
     return row(*names_of_row, *sizes, f"{plan.full_context_users:.1f}")
@@ -188,7 +188,7 @@ def _memory_row(model: Model, profile: Profile) -> str:
 
 
 def _fitting(model: Model, count: int = 1) -> list[str]:
-    return sorted(fitting_profiles(model.name, catalog(), count))
+    return sorted(find_fitting_profiles(model.name, catalog(), count))
 
 
 def _for_sparks() -> list[HybridModel]:

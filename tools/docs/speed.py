@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from spark_deploy.cli.plan import measured_speeds, read_calibration
+from spark_deploy.cli.plan import read_calibration, read_measured_speeds
 from spark_deploy.config.catalog.architecture import Architecture
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.profile import Figure, Speculation
@@ -91,7 +91,7 @@ def compared_rows(catalog: Catalog) -> Iterator[str]:
 
 
 def measured_rows(catalog: Catalog) -> Iterator[str]:
-    speeds = list(measured_speeds(CHECKOUT, catalog))
+    speeds = list(read_measured_speeds(CHECKOUT, catalog))
     if not speeds:
         yield "There are no reports yet, so `plan` does not correct its estimates."
         return
@@ -102,7 +102,7 @@ def measured_rows(catalog: Catalog) -> Iterator[str]:
     for speed in speeds:
         ratio = speed.tokens_per_s / speed.computed_tokens_per_s
         yield row(
-            f"[{speed.report}](../../reports/{speed.report})",
+            f"[{speed.report_name}](../../reports/{speed.report_name})",
             speed.profile,
             speed.model,
             f"{speed.tokens_per_s:.1f}",

@@ -98,7 +98,7 @@ def test_published_figures_match_the_measured_pair(model, profile, figures):
     ],
 )
 def test_title_names_shared_and_different_parts_of_results(other, title):
-    assert report.title_of([result(), *other]) == title
+    assert report.make_title([result(), *other]) == title
 
 
 class Tags(HTMLParser):
@@ -144,7 +144,7 @@ def test_virtual_lab_results_are_marked(without_plots):
     assert f"\n\n**{reason}**\n\n" in report.render_markdown([lab])
     assert f"<strong>{reason}</strong>" in report.render_page([lab])
     both = [result(), lab]
-    assert f"**{report.names_of(both)[1]}: {reason}**" in report.render_markdown(both)
+    assert f"**{report.column_names(both)[1]}: {reason}**" in report.render_markdown(both)
 
 
 def test_compare_reads_files_and_refuses_others(tmp_path, without_plots, capsys):
@@ -203,7 +203,7 @@ def test_the_recipe_starts_the_measured_release(tmp_path):
 @pytest.mark.parametrize("profile", ["v2", "agent", "base"])
 def test_add_reads_the_recipe_of_a_submission(profile):
     release = plan_of("large", profile).release
-    recipe = yaml.safe_load(submission._dump(submission.recipe_of(release, ORIGIN)))
+    recipe = yaml.safe_load(submission._dump(submission.make_recipe(release, ORIGIN)))
     draft = draft_from_recipe(recipe, "recipe.yaml")
     assert (draft.repository, draft.revision) == (ORIGIN.repository, ORIGIN.commit)
 

@@ -133,7 +133,7 @@ def test_llama_benchy_reads_the_key_from_its_environment(tmp_path):
 
 
 def test_depths_beyond_the_context_are_left_out():
-    grid = Grid().fitting(32768)
+    grid = Grid().limited_to(32768)
     assert (grid.depths, grid.concurrencies) == ((0, 4096, 8192, 16384), (1, 2, 5, 10))
 
 
@@ -150,7 +150,7 @@ def test_reads_cpus_and_portable_mode_of_the_release(monkeypatch):
     release = plan_of("large", "v2", **{"engine.cpuset_cpus": "5-9,15-19"}).release
     release = replace(release, check=replace(release.check, portable=True))
     status = host_status({"services": {"main": {"active": release.name}}}).report
-    outputs = {tool.command_line(tool.STATUS): to_json(status), host.SYSTEM: ""}
+    outputs = {tool.command_line(tool.STATUS): to_json(status), host.SYSTEM_SCRIPT: ""}
     monkeypatch.setattr(host.Login, "run", lambda _, script: outputs.get(script, to_json(release)))
     served, _ = host.read_served(host.Login("spark-1", (), False), "main")
     assert (served.portable, served.cpus) == (True, "5-9,15-19")
@@ -171,7 +171,7 @@ def test_reads_gpu_and_cuda_from_nvidia_smi(tmp_path, monkeypatch):
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    lines = host.Login("@local", (), False).run(host.SYSTEM).splitlines()
+    lines = host.Login("@local", (), False).run(host.SYSTEM_SCRIPT).splitlines()
     assert {"gpu=NVIDIA GB10", "cuda=13.0"} <= set(lines)
 
 

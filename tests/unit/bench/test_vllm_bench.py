@@ -119,4 +119,4 @@ def test_failed_requests_invalidate_the_result(image):
 
 @pytest.mark.parametrize(("context", "prompt"), [(131_072, 8192), (4096, 4096 - 256 - 64)])
 def test_prompts_leave_room_for_the_answer(context, prompt):
-    assert LoadCase().fitting(context).prompt_tokens == prompt
+    assert LoadCase().limited_to(context).prompt_tokens == prompt

@@ -28,11 +28,11 @@ def requests(monkeypatch):
 
     hosts = [SimpleNamespace(name="spark-1"), SimpleNamespace(name="spark-2")]
     monkeypatch.setattr(ask, "select_hosts", lambda options, **_: hosts[: len(options.limit)])
-    monkeypatch.setattr(ask, "answering_hosts", lambda hosts, *_: hosts)
+    monkeypatch.setattr(ask, "hosts_for_clients", lambda hosts, *_: hosts)
     monkeypatch.setattr(ask, "open_endpoint", open_endpoint)
     embeds, chats = SimpleNamespace(task="embedding"), SimpleNamespace(task="chat")
     monkeypatch.setattr(
-        ask, "connection_of", lambda target, **_: embeds if target.name == "embeds" else chats
+        ask, "make_connection", lambda target, **_: embeds if target.name == "embeds" else chats
     )
     monkeypatch.setattr(ask, "measure_answer", measure)
     return sent

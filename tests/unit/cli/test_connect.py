@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from spark_deploy.cli import main
-from spark_deploy.cli.connect import connection_lines, connection_of
+from spark_deploy.cli.connect import connection_lines, make_connection
 from tests.unit.cli.targets import target_of
 
 SMALL = {"model": "jina-embeddings-v5-small", "profile": "plain", "port": 8001, "memory_gib": 6,
@@ -189,7 +189,7 @@ TAILNET = {"serve.expose": "tailscale"}
     ],
 )
 def test_each_gateway_type_has_a_url_and_tunnel(tmp_path, settings, extra, url, tunnel):
-    server = connection_of(target_of(tmp_path, **settings), **extra)
+    server = make_connection(target_of(tmp_path, **settings), **extra)
     assert (server.base_url, server.tunnel) == (url, tunnel)
     assert f"{url}/chat/completions" in server.example
     assert "$(" not in server.example
@@ -200,9 +200,9 @@ def test_each_gateway_type_has_a_url_and_tunnel(tmp_path, settings, extra, url, 
 
 def test_a_connection_names_models_key_tunnel_and_containers(tmp_path):
     for sudo, command in ((True, "sudo cat"), (False, "cat")):
-        local = connection_of(target_of(tmp_path, "@local", {"_sudo": sudo}))
+        local = make_connection(target_of(tmp_path, "@local", {"_sudo": sudo}))
         assert (local.tunnel, local.read_key) == (None, f"{command} /etc/spark/api-key")
-    server = connection_of(target_of(tmp_path, **{"serve.expose": "docker"}))
+    server = make_connection(target_of(tmp_path, **{"serve.expose": "docker"}))
     assert (server.model, server.names) == ("lab-model", ("lab-model", "other"))
     assert server.read_key == "ssh spark@10.0.0.9 sudo cat /etc/spark/api-key"
     text = "\n".join(connection_lines(server))

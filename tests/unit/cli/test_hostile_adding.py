@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from spark_contract import files
 
 from spark_deploy.cli import catalog_files
-from spark_deploy.cli.add import draft_of
+from spark_deploy.cli.add import make_draft
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.sources import HubSettings
@@ -58,13 +58,13 @@ def draft_with(hub, end, answer):
         )
         anatomy = make_anatomy(REPO, result)
         card, engines = ModelCard("mit", True, "text-generation"), shipped_catalog().engines
-        draft = draft_of(anatomy, result, card, engines, read_families(), "main")
+        draft = make_draft(anatomy, result, card, engines, read_families(), "main")
     except SparkError as error:
         [problem] = error.problems
         assert problem.line.isprintable()
         assert len(problem.line) < 4200
         return {}
-    assert all(len(item) < 1000 for item in draft.open)
+    assert all(len(item) < 1000 for item in draft.open_questions)
     path = hub.root / "draft.yml"
     path.write_text(draft.text())
     data, problems = read_mapping(path, shown="draft")

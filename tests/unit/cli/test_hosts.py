@@ -45,7 +45,7 @@ def test_a_slow_query_names_only_hosts_without_an_answer(monkeypatch, capsys):
     def connect(host, **_options):
         gevent.sleep(0.3 if host.name == "slow" else 0)
 
-    monkeypatch.setattr(cli_hosts, "QUIET_S", 0.1)
+    monkeypatch.setattr(cli_hosts, "QUIET_PERIOD_S", 0.1)
     monkeypatch.setattr(cli_hosts.Host, "connect", connect)
     targets: list[Any] = [SimpleNamespace(name=name, data={}) for name in ("fast", "slow")]
     cli_hosts.query(targets, lambda *_: "yes", verb="stopping")
@@ -59,7 +59,7 @@ def test_endless_command_ends_a_query(monkeypatch):
         def command(self):
             return "while :; do echo; sleep 0.1; done"
 
-    monkeypatch.setattr(cli_hosts, "_FACT_S", 1)
+    monkeypatch.setattr(cli_hosts, "_FACT_TIMEOUT_S", 1)
     target: Any = SimpleNamespace(name="@local", data={})
     with gevent.Timeout(20):
         [answer] = cli_hosts.query([target], lambda host, _: host.get_fact(Endless))

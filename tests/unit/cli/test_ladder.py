@@ -75,4 +75,4 @@ def test_nothing_changes_if_a_stage_does_not_fit_or_without_confirmation(ladder,
 
 def test_a_model_without_stages_is_refused():
     with pytest.raises(SparkError, match="third has no profile with a stage"):
-        bench.stages_of(host_of("third"))
+        bench.list_stages(host_of("third"))

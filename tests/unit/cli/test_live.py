@@ -18,7 +18,7 @@ def ssh(monkeypatch, tmp_path):
             (tmp_path / name).write_text(script)
         hosts = [SimpleNamespace(name=name, data={"_sudo": False}) for name in scripts]
         monkeypatch.setattr(live, "select_hosts", lambda options, must_serve: hosts)
-        monkeypatch.setattr(live, "chosen_services", lambda host, service: service or ["main"])
+        monkeypatch.setattr(live, "selected_services", lambda host, service: service or ["main"])
         monkeypatch.setattr(
             connect, "ssh_command", lambda host: [sys.executable, str(tmp_path / host.name)]
         )
@@ -84,7 +84,7 @@ def rows(*services, width=100):
     ],
 )
 def test_a_row_shows_rates_between_two_samples(text, cells):
-    now = live.load_of("spark-1", list(live.parse_samples(text.splitlines())))
+    now = live.compute_load("spark-1", list(live.parse_samples(text.splitlines())))
     assert rows(now)[1].split() == ["spark-1", *cells.split()]
 
 
@@ -107,14 +107,14 @@ def test_each_service_has_a_row(ssh, tmp_path, capsys):
 
 
 def test_no_process_starts_if_a_host_lacks_the_service(ssh, monkeypatch):
-    def chosen_services(host, service):
+    def selected_services(host, service):
         if host.name == "b":
             raise SparkError.one("--service", "unknown", "choose another")
         return ["main"]
 
     ssh(a="", b="")
-    monkeypatch.setattr(live, "chosen_services", chosen_services)
-    monkeypatch.setattr(live, "_start", lambda login, script: pytest.fail("was started"))
+    monkeypatch.setattr(live, "selected_services", selected_services)
+    monkeypatch.setattr(live, "_start_ssh", lambda login, script: pytest.fail("was started"))
     with pytest.raises(SparkError):
         live.top.callback.__wrapped__(Options(json=True), once=True, service="embed")
 
@@ -122,7 +122,7 @@ def test_no_process_starts_if_a_host_lacks_the_service(ssh, monkeypatch):
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_rows_fit_the_screen(width):
     names = ["spark-kitchen-1.lan", "spark-kitchen-2.lan", "spark-of-the-cellar.home.example"]
-    lines = rows(*(live.load_of(name, []) for name in names), width=width)
+    lines = rows(*(live.compute_load(name, []) for name in names), width=width)
     assert len(lines) == 4
     assert max(map(len, lines)) <= width
     assert [line.split()[0] for line in lines[1:3]] == names[:2]

@@ -3,7 +3,7 @@ import re
 from dataclasses import replace
 
 from spark_deploy.cli import main
-from spark_deploy.cli.models import settings_on
+from spark_deploy.cli.models import settings_for_hosts
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.settings.engine import EngineSettings
 from spark_deploy.config.settings.types import Settings
@@ -34,15 +34,15 @@ def test_lists_catalog_models_except_lab_models(tmp_path, monkeypatch, capsys):
 
 def test_advice_for_too_few_hosts_fits(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    [advice] = [text for count, text in listed(capsys)["qwen3.5-397b"]["fixes"].items()
+    [required_change] = [text for count, text in listed(capsys)["qwen3.5-397b"]["fixes"].items()
                 if count == "2"]  # fmt: skip
     fraction, drafts = re.findall(
-        r"memory_fraction to ([\d.]+) and set engine.drafts to (\d)", advice
+        r"memory_fraction to ([\d.]+) and set engine.drafts to (\d)", required_change
     )[0]
-    assert "4 hosts" in advice
+    assert "4 hosts" in required_change
     for fits, share in ((True, float(fraction)), (False, 0.8)):
         engine = EngineSettings(memory_fraction=share, drafts=int(drafts))
-        settings = replace(settings_on(2, "qwen3.5-397b", "v2"), engine=engine)
+        settings = replace(settings_for_hosts(2, "qwen3.5-397b", "v2"), engine=engine)
         assert (not plan_problems(settings, read_catalog())) is fits
 
 

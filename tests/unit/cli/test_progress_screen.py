@@ -85,7 +85,7 @@ def test_other_hosts_wait_while_one_rolls_back():
     assert first.split() == ["a", "Rollback:", "Roll", "back", "on", "a"]
     assert second.split() == ["b", "waiting", "for", "a"]
     assert transcript.part == "engine"
-    assert read(log)[0].hosts["b"].failed == "Rollback: Roll back on b"
+    assert read(log)[0].hosts["b"].failed_step == "Rollback: Roll back on b"
 
 
 def test_check_warnings_are_printed_at_once():

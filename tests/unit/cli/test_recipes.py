@@ -83,13 +83,15 @@ def test_a_recipe_becomes_a_valid_catalog_file(name, tmp_path):
 @pytest.mark.parametrize("name", READ)
 def test_every_key_is_used_or_reported(name):
     draft = draft_from_recipe(READ[name], name)
-    text = "\n".join(draft.open)
+    text = "\n".join(draft.open_questions)
     for key in READ[name].keys() - USED[name]:
         assert f"not used: {key}:" in text, key
 
 
 def test_code_and_secrets_are_reported_and_not_used():
-    text = {name: "\n".join(draft_from_recipe(data, name).open) for name, data in READ.items()}
+    text = {
+        name: "\n".join(draft_from_recipe(data, name).open_questions) for name, data in READ.items()
+    }
     assert "--trust-remote-code: third-party code is never run" in text["sparkrun-2.yaml"]
     assert "environment HF_TOKEN" in text["sparkrun-2.yaml"]
     assert "defaults.never_said: does not appear in the command" in text["sparkrun-2.yaml"]
@@ -117,7 +119,7 @@ def test_unlisted_options_are_reported_with_the_fix_and_not_used():
     for name in ("environment VLLM_LOGGING_CONFIG_PATH", "environment VLLM_SOME_SWITCH",
                  "--some-switch", "--ec-transfer-config",
                  "--compilation-config.inductor_passes"):  # fmt: skip
-        [line] = [line for line in draft.open if line.startswith(f"not used: {name}: ")]
+        [line] = [line for line in draft.open_questions if line.startswith(f"not used: {name}: ")]
         assert "override_rails: {unlisted-option: WHY}" in line
 
 
@@ -126,7 +128,8 @@ def test_an_unknown_parser_is_reported_and_left_out():
     text = "--reasoning-parser nano_v3 --tool-call-parser qwen3_coder"
     draft = draft_from_recipe({"model": "org/x", "command": f"vllm serve {text}"}, "r", engine)
     assert (
-        "not used: parsers.reasoning nano_v3: your engine does not have this parser" in draft.open
+        "not used: parsers.reasoning nano_v3: your engine does not have this parser"
+        in draft.open_questions
     )
     assert yaml.safe_load(draft.text())["parsers"] == {"tool_call": "qwen3_coder"}
 
@@ -148,7 +151,7 @@ def test_a_recipe_for_several_hosts_is_refused(changes):
 @pytest.mark.parametrize("command", ["python -m sglang.launch_server", "vllm 'serve"])
 def test_a_command_without_vllm_serve_is_reported(command):
     draft = draft_from_recipe({"model": "org/x", "command": command}, "r.yaml")
-    assert "not used: command: does not call `vllm serve`" in draft.open
+    assert "not used: command: does not call `vllm serve`" in draft.open_questions
 
 
 def test_a_command_that_expands_too_far_is_refused():
@@ -161,7 +164,7 @@ def test_values_that_a_profile_cannot_express_are_reported(tmp_path):
     text = "--max-model-len auto --kv-cache-dtype nvfp4 --max-num-seqs -1 --seed 1"
     data = {"model": "org/x", "command": f"vllm serve org/x {text}"}
     draft = draft_from_recipe(data, "r.yaml")
-    text = "\n".join(draft.open)
+    text = "\n".join(draft.open_questions)
     for option in ("--max-model-len auto", "--kv-cache-dtype nvfp4", "--max-num-seqs -1"):
         assert f"{option}: not a valid value in a profile" in text
     assert yaml.safe_load(draft.text())["changes"] == [{"set": {"options": {"seed": 1}}}]

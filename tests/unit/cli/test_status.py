@@ -7,7 +7,7 @@ from spark_deploy.cli import status
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.doctor import verdict_lines
 from spark_deploy.cli.hosts import Answer
-from spark_deploy.cli.status import status_lines, summary_of
+from spark_deploy.cli.status import status_lines, summarize
 from spark_deploy.cli.status_rows import short_lines
 from spark_deploy.hosts.status import HostStatus, RequestCounts
 from tests.unit.cli.targets import target_of
@@ -46,7 +46,7 @@ def document(checks=None, **proof):
 
 def text_of(tmp_path, data, target=None):
     status = data if isinstance(data, HostStatus) else host_status(data)
-    return "\n".join(status_lines(summary_of(Answer(target or target_of(tmp_path), status))))
+    return "\n".join(status_lines(summarize(Answer(target or target_of(tmp_path), status))))
 
 
 def test_each_service_is_one_line_with_a_symbol_for_its_state(tmp_path):
@@ -54,10 +54,10 @@ def test_each_service_is_one_line_with_a_symbol_for_its_state(tmp_path):
     serving["services"]["embed"] = {**serving["services"]["main"], "active": None}
     stopped, target = document(), target_of(tmp_path)
     stopped["services"]["main"]["active"] = None
-    as_planned = {**summary_of(Answer(target, host_status(serving))), "drift": ""}
-    unplanned = summary_of(Answer(target, host_status(serving)))
+    as_planned = {**summarize(Answer(target, host_status(serving))), "drift": ""}
+    unplanned = summarize(Answer(target, host_status(serving)))
     off = {"host": "lab-2", "reachable": False, "problem": "unreachable: no"}
-    stops = {**summary_of(Answer(target, host_status(stopped))), "drift": ""}
+    stops = {**summarize(Answer(target, host_status(stopped))), "drift": ""}
     lines = [line.split(maxsplit=2) for line in short_lines([as_planned, unplanned, off, stops])]
     assert [line[:2] for line in lines] == [
         ["●", "lab-1"], ["○", "lab-1/embed"], ["◐", "lab-1"], ["the", "plan"],
@@ -175,7 +175,7 @@ def test_requests_in_running_engines_are_counted(tmp_path, monkeypatch, capsys, 
 
 
 def test_lists_missing_jobs_for_each_keep_ready_pair(tmp_path):
-    summary = summary_of(Answer(target_of(tmp_path), host_status(document())))
+    summary = summarize(Answer(target_of(tmp_path), host_status(document())))
     pair = {"model": "lab-tiny", "profile": "base"}
     summary["ready"] = [{**pair, "missing": []}, {**pair, "missing": ["fetch x", "build y"]}]
     text = "\n".join(status_lines(summary))

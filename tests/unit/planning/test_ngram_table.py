@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from spark_deploy.cli.models import fitting_profiles, settings_on
+from spark_deploy.cli.models import find_fitting_profiles, settings_for_hosts
 from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.plan.engine_arguments import engine_arguments
 from spark_deploy.plan.host import plan_host
@@ -99,7 +99,7 @@ def test_placement_decides_memory_and_arguments(placement, resident_gib, offload
     base = loaded_bytes(without, replace(profile, ngram_table="device"))[0]
     assert (loaded_bytes(model, profile)[0] - base) / GIB == pytest.approx(resident_gib, abs=0.01)
 
-    memory = plan_memory(model, profile, settings_on(1, INT4, "flash-nvme"))
+    memory = plan_memory(model, profile, settings_for_hosts(1, INT4, "flash-nvme"))
     argv = engine_arguments(model, profile, memory, ["m"])
     assert argv[argv.index("--engram-config") + 1] == f'{{"cpu_offload":{str(offload).lower()}}}'
     spark = re.search(r'--additional-config \{"spark":(\{.*?\})\}', " ".join(argv))
@@ -125,14 +125,14 @@ def test_built_table_has_whole_rows_in_blocks(table_format, gib):
 
 
 def test_order_asks_for_the_table_as_a_file():
-    plan = plan_with(settings_on(1, INT4, "flash-nvme"), SHIPPED)
+    plan = plan_with(settings_for_hosts(1, INT4, "flash-nvme"), SHIPPED)
     assert plan.checkpoint.build.ngram_table == "e2m1"
     # The rewritten table, attention and shared experts in FP8.
     assert plan.checkpoint.output_bytes / GIB == pytest.approx(27.13 + 2.52 + 0.22, abs=0.1)
 
 
 def test_two_hosts_serve_the_repository_on_the_unmodified_engine():
-    settings = settings_on(2, NVFP4, "flash-two")
+    settings = settings_for_hosts(2, NVFP4, "flash-two")
     plan = plan_host(
         Request("spark-1", settings, SHIPPED, made_up_lock(settings, SHIPPED), PAYLOAD)
     )
@@ -145,7 +145,9 @@ def test_two_hosts_serve_the_repository_on_the_unmodified_engine():
 
 
 def test_profiles_fit_the_hosts_they_are_for():
-    fits = {name: [fitting_profiles(name, SHIPPED, n) for n in (1, 2, 4)] for name in (INT4, NVFP4)}
+    fits = {
+        name: [find_fitting_profiles(name, SHIPPED, n) for n in (1, 2, 4)] for name in (INT4, NVFP4)
+    }
     assert fits == {
         INT4: [["flash-nvme"], [], []],  # experts 640 wide: no whole groups of 128
         NVFP4: [[], ["flash-two"], ["flash-two"]],
@@ -154,14 +156,14 @@ def test_profiles_fit_the_hosts_they_are_for():
 
 @pytest.mark.parametrize(("model", "profile"), [(INT4, "v2"), ("qwen3.5-122b", "flash-two")])
 def test_table_and_placement_require_each_other(model, profile):
-    [problem] = plan_problems(settings_on(1, model, profile), SHIPPED)
+    [problem] = plan_problems(settings_for_hosts(1, model, profile), SHIPPED)
     assert problem.where == f"profile {profile}"
     assert "n-gram table" in problem.what
 
 
 def rules(profile_name, model=INT4, hosts=1, **changes):
     """Return the rules that refuse or warn of a pair with changes of its profile."""
-    catalog, settings = SHIPPED, settings_on(hosts, model, profile_name)
+    catalog, settings = SHIPPED, settings_for_hosts(hosts, model, profile_name)
     profile = replace(catalog.profile(profile_name, model), **changes)
     catalog = replace(catalog, profiles={(profile_name, model): profile})
     texts = [problem.what for problem in plan_problems(settings, catalog)]
@@ -193,7 +195,7 @@ def test_ring_must_divide_the_block(drafts, block_size, refused):
 
 
 def test_repeat_check_asks_a_question_above_the_budget():
-    check = plan_with(settings_on(1, INT4, "flash-nvme"), SHIPPED).release.check
+    check = plan_with(settings_for_hosts(1, INT4, "flash-nvme"), SHIPPED).release.check
     question = [q for q in check.questions if not q.thinking][-1]
     *lines, asked = question.prompt.splitlines()
     values = dict(

@@ -5,7 +5,7 @@ from hosts import report_of
 
 from spark_deploy.cli import plan
 from spark_deploy.cli.plan_text import speed_lines
-from spark_deploy.cli.report import Report, file_text
+from spark_deploy.cli.report import Report, render_report
 from spark_deploy.cli.report_contents import with_answers
 from spark_deploy.plan.speed import Calibration, calibrated, compute_speed
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of
@@ -31,7 +31,7 @@ def write(folder, name, *hosts):
     folder.mkdir(parents=True, exist_ok=True)
     numbered = tuple(replace(item, name=f"host-{place + 1}") for place, item in enumerate(hosts))
     report = Report(1, "2026-11-22T00:00:00Z", "0", numbered)
-    (folder / name).write_text(file_text(report))
+    (folder / name).write_text(render_report(report))
 
 
 def test_a_measured_speed_shifts_the_planned_range(tmp_path):

@@ -6,7 +6,7 @@ from hosts import CHECKS, EVIDENCE, PROOF, data_of, report_of, status_of
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from spark_deploy.cli.report import Report, file_text, redacted
+from spark_deploy.cli.report import Report, redact_text, render_report
 
 HEX = st.text("0123456789abcdef", min_size=2, max_size=2)
 MACS = st.lists(HEX, min_size=6, max_size=6).flatmap(
@@ -38,12 +38,12 @@ PROMPTS = st.text("abcdefghijklmnop ", min_size=12, max_size=40).map("CANARY {}"
 
 
 def report_text(text):
-    return file_text(Report(1, "now", "1.0", (report_of(text),)))
+    return render_report(Report(1, "now", "1.0", (report_of(text),)))
 
 
 @given(canary=CANARIES, prefix=st.sampled_from(["", "it said ", "at="]), suffix=st.just(" there"))
 def test_secrets_and_addresses_are_redacted(canary, prefix, suffix):
-    assert canary.rpartition(" ")[2] not in redacted(f"{prefix}{canary}{suffix}")
+    assert canary.rpartition(" ")[2] not in redact_text(f"{prefix}{canary}{suffix}")
 
 
 @example(address="2606:2800:0:1:0:1:0:1", before="mac:", after="")
@@ -53,17 +53,17 @@ def test_secrets_and_addresses_are_redacted(canary, prefix, suffix):
     after=st.sampled_from(["", ": no route", ".", "/v1"]),
 )
 def test_addresses_next_to_punctuation_are_redacted(address, before, after):
-    assert address not in redacted(f"{before}{address}{after}")
+    assert address not in redact_text(f"{before}{address}{after}")
 
 
 @pytest.mark.parametrize("login", ["ann:pa$$word", "ann:s%23cret!", "token"])
 def test_logins_in_addresses_are_redacted(login):
-    assert redacted(f"https://{login}@hub.example/x") == "https://<redacted>@hub.example/x"
+    assert redact_text(f"https://{login}@hub.example/x") == "https://<redacted>@hub.example/x"
 
 
 @given(address=PUBLIC)
 def test_addresses_with_a_port_are_redacted(address):
-    assert redacted(f"{address}:8000") == "<redacted>:8000"
+    assert redact_text(f"{address}:8000") == "<redacted>:8000"
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_addresses_with_a_port_are_redacted(address):
     ],
 )  # fmt: skip
 def test_technical_terms_are_not_redacted(text):
-    assert redacted(text) == text
+    assert redact_text(text) == text
 
 
 def test_people_and_logins_are_redacted():
-    assert redacted("https://me:secret@proxy/ of ann@example.org in /home/ann/x") == (
+    assert redact_text("https://me:secret@proxy/ of ann@example.org in /home/ann/x") == (
         "https://<redacted>@proxy/ of <redacted> in /home/<redacted>/x"
     )
 

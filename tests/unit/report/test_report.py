@@ -18,7 +18,7 @@ from hosts import (
 from spark_deploy.cli import doctor, hosts
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import Answer
-from spark_deploy.cli.report import Report, file_text, read_report
+from spark_deploy.cli.report import Report, read_report, render_report
 from spark_deploy.cli.report_contents import QUESTION_IDS, HostData, with_answers
 from spark_deploy.config.catalog.load import read_questions
 from spark_deploy.config.errors import SparkError
@@ -101,7 +101,7 @@ def test_stand_ins_and_other_gpus_answer_nothing():
 def test_a_report_can_be_read_from_a_file(tmp_path):
     report = Report(1, "2026-11-22T12:00:00Z", "1.0", (report_of(),))
     path = tmp_path / "a.json"
-    path.write_text(file_text(report))
+    path.write_text(render_report(report))
     assert read_report(path) == report
     text = path.read_text()
     assert json.loads(text)["hosts"][0]["serving"]["engine"]["lines"] == ENGINE["lines"]
@@ -133,7 +133,7 @@ def test_an_unreachable_host_is_reported_and_left_out(tmp_path, monkeypatch, cap
         monkeypatch.setattr(doctor, name, lambda *_, result=result, **__: result)
     monkeypatch.setattr(hosts, "query", lambda *_: answers)
     out = tmp_path / "sent.json"
-    assert doctor.doctor.callback.__wrapped__(Options(), is_report=True, out=str(out)) == 1
+    assert doctor.doctor.callback.__wrapped__(Options(), as_report=True, out=str(out)) == 1
     captured = capsys.readouterr()
     assert "spark-b7c1: unreachable: no" in captured.err
     assert "spark-a3f2 is host-1 in the report" in captured.err
